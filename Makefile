@@ -1,0 +1,102 @@
+# make train   sets up everything in .venv and trains a small model on text   (ARGS="--help": its options)
+# make test    sets up everything in .venv and runs all tests                 (ARGS="-k gmm": of pytest)
+#
+# For those who change the code: make lint, make format, make sanitize, make clean (CONTRIBUTING.md).
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.ONESHELL:
+.PHONY: help setup train test lint format sanitize clean
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+
+# The list of pyproject.toml, torch among them.
+BUILD_REQUIRES := $(shell sed -n '/^requires = \[/,/^\]/s/^ *\("[^"]*"\),$$/\1/p' pyproject.toml)
+# PyPI's torch for Linux brings CUDA, some gigabytes. Without an NVIDIA GPU the small one is taken from here.
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
+CORE := pyproject.toml setup.py CMakeLists.txt $(wildcard cpp/*.cpp cpp/cmake/*.cmake cpp/kernels/* cpp/ops/*)
+
+help:
+	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
+
+setup: $(VENV)/examples
+
+train: $(VENV)/examples
+	@$(BIN)/python examples/pretrain.py $(ARGS)
+
+test: $(VENV)/test
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/dev
+	@$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pydoclint maxmoe
+	$(BIN)/clang-format --dry-run --Werror $(wildcard cpp/*.cpp cpp/*/*.cpp cpp/*/*.h)
+	$(BIN)/clang-tidy --quiet $(wildcard cpp/kernels/*.cpp) -- -std=c++20 -Icpp -DMAXMOE_ISA_NAMESPACE=baseline \
+	  -isystem "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/cmeel.prefix/include/eigen3"
+
+format: $(VENV)/dev
+	@$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(wildcard cpp/*.cpp cpp/*/*.cpp cpp/*/*.h)
+
+# The kernels' GoogleTest suite under the address and undefined-behaviour sanitizers.
+sanitize: $(VENV)/test
+	@export PATH="$(abspath $(BIN)):$$PATH"
+	cmake -S . -B build/sanitize -GNinja -DMAXMOE_BUILD_PYTHON=OFF -DMAXMOE_BUILD_TESTS=ON -DMAXMOE_DEVELOPER=ON \
+	  -DMAXMOE_SANITIZE=address,undefined -DPython_EXECUTABLE="$(abspath $(BIN))/python"
+	cmake --build build/sanitize
+	ctest --test-dir build/sanitize --no-tests=error --output-on-failure
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info maxmoe/_C.*.so maxmoe/_torch_version.txt
+
+# The package, built in place, and what one use of it needs: examples, test or dev.
+$(VENV)/examples $(VENV)/test $(VENV)/dev: $(VENV)/requirements $(CORE)
+	@echo "== maxmoe and its C++ core (minutes the first time)"
+	$(BIN)/pip install --quiet --no-build-isolation -e '.[$(@F)]'
+	touch $@
+
+$(VENV)/requirements: $(VENV)/python pyproject.toml
+	@echo "== torch and the build tools"
+	index="$(TORCH_INDEX)"
+	reachable() { $(BIN)/python -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=10)' "$$1" 2>/dev/null; }
+	if [[ -n "$$index" ]] && ! reachable "$$index"; then
+	  echo "$$index cannot be reached: torch comes from pip's own index"
+	  index=
+	fi
+	$(BIN)/pip install $${index:+--extra-index-url "$$index"} $(BUILD_REQUIRES)
+	touch $@
+
+# What pip cannot install comes from apt, for root on Debian and Ubuntu; everybody else is told what to install.
+$(VENV)/python:
+	@missing() {
+	  command -v c++ >/dev/null || echo g++
+	  $(PYTHON) -c 'import ensurepip' 2>/dev/null || echo python3-venv
+	  test -f "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" || echo python3-dev
+	}
+	googletest() { echo '#include <gtest/gtest.h>' | c++ -E -x c++ - >/dev/null 2>&1 || echo libgtest-dev; }
+	if ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+	  echo "maxmoe needs Python 3.10 or newer, $(PYTHON) is $$($(PYTHON) --version 2>&1). Name another: make PYTHON=python3.12"
+	  exit 1
+	fi
+	packages="$$(missing) $$(googletest)"
+	if [[ -n "$${packages// }" && $$(id -u) == 0 ]] && command -v apt-get >/dev/null; then
+	  echo "== system packages:" $$packages
+	  export DEBIAN_FRONTEND=noninteractive
+	  apt-get -qq update || true
+	  apt-get -qq install -y --no-install-recommends $$packages
+	fi
+	packages="$$(missing)"
+	if [[ -n "$$packages" ]]; then
+	  echo "Missing system packages. On Debian or Ubuntu: sudo apt-get install" $$packages
+	  exit 1
+	fi
+	echo "== virtual environment $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+	touch $@

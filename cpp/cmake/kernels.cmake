@@ -1,0 +1,39 @@
+# The kernels in one library. A file that opens the namespace MAXMOE_ISA_NAMESPACE is compiled once per instruction set
+# (cpp/kernels/isa.h), the others once. No torch include path here.
+file(GLOB sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/cpp/kernels/*.cpp)
+foreach(source IN LISTS sources)
+  file(STRINGS ${source} per_isa REGEX "^namespace maxmoe::MAXMOE_ISA_NAMESPACE" LIMIT_COUNT 1)
+  if(per_isa)
+    list(APPEND MAXMOE_ISA_SOURCES ${source})
+  else()
+    list(APPEND MAXMOE_COMMON_SOURCES ${source})
+  endif()
+endforeach()
+
+# The definition renames Eigen: its inline functions would otherwise be merged across instruction sets by the linker,
+# and baseline code would run AVX-512 instructions.
+function(maxmoe_add_kernels isa)
+  add_library(maxmoe_kernels_${isa} OBJECT ${MAXMOE_ISA_SOURCES})
+  target_include_directories(maxmoe_kernels_${isa} PRIVATE cpp)
+  target_link_libraries(maxmoe_kernels_${isa} PRIVATE maxmoe_eigen)
+  target_compile_definitions(maxmoe_kernels_${isa} PRIVATE MAXMOE_ISA_NAMESPACE=${isa} Eigen=Eigen_${isa})
+  # GCC 12 sees uninitialized values in its own AVX-512 intrinsics (its bug 105593).
+  target_compile_options(maxmoe_kernels_${isa} PRIVATE
+    -fno-math-errno -fno-trapping-math "$<$<CXX_COMPILER_ID:GNU>:-Wno-uninitialized;-Wno-maybe-uninitialized>" ${ARGN})
+endfunction()
+
+set(MAXMOE_ISAS baseline)
+maxmoe_add_kernels(baseline)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
+  list(APPEND MAXMOE_ISAS avx2 avx512)
+  maxmoe_add_kernels(avx2 -march=x86-64-v3)
+  maxmoe_add_kernels(avx512 -march=x86-64-v4 -mprefer-vector-width=512)
+endif()
+
+set(MAXMOE_KERNEL_OBJECTS)
+foreach(isa IN LISTS MAXMOE_ISAS)
+  list(APPEND MAXMOE_KERNEL_OBJECTS $<TARGET_OBJECTS:maxmoe_kernels_${isa}>)
+endforeach()
+add_library(maxmoe_kernels STATIC ${MAXMOE_COMMON_SOURCES} ${MAXMOE_KERNEL_OBJECTS})
+target_include_directories(maxmoe_kernels PUBLIC cpp)
+target_link_libraries(maxmoe_kernels PUBLIC maxmoe_eigen)

@@ -1,0 +1,39 @@
+#include "executor.h"
+
+#include <array>
+#include <memory>
+#include <new>
+
+namespace maxmoe {
+namespace {
+
+constexpr std::align_val_t kAlignment{64};  // a cache line, and the widest vector
+
+struct AlignedDelete {
+  void operator()(std::byte* memory) const { ::operator delete(memory, kAlignment); }
+};
+
+struct Buffer {
+  std::unique_ptr<std::byte, AlignedDelete> memory;
+  size_t size = 0;
+};
+
+}  // namespace
+
+void SerialExecutor::run(int64_t count, const Task& task) const {
+  for (int64_t index = 0; index < count; ++index) task(index);
+}
+
+void* scratch_bytes(int slot, size_t bytes) {
+  thread_local std::array<Buffer, kScratchSlots> buffers;
+  Buffer& buffer = buffers.at(static_cast<size_t>(slot));
+  if (buffer.size < bytes) {
+    buffer.memory.reset();  // first, so that old and new are never held together
+    buffer.size = 0;
+    buffer.memory.reset(static_cast<std::byte*>(::operator new(bytes, kAlignment)));
+    buffer.size = bytes;
+  }
+  return buffer.memory.get();
+}
+
+}  // namespace maxmoe

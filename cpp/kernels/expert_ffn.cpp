@@ -1,0 +1,253 @@
+#include "expert_ffn.h"
+
+#include "activation.h"
+#include "group_tiles.h"
+#include "ragged_unsort.h"
+#include "row.h"
+
+namespace maxmoe::MAXMOE_ISA_NAMESPACE {
+namespace {
+
+// Columns of the hidden size per task of the weight gradients. A task sums over all rows of its expert, so that the
+// order of sums is fixed.
+constexpr int64_t kGradientColumns = 128;
+
+template <class T>
+void gather_tokens(ConstMatrixView<T> x, const RoutedRows& routed, int64_t first_row, MatrixView<T> tokens) {
+  for (int64_t r = 0; r < tokens.rows; ++r) {
+    copy_row(x.row(routed.slots[first_row + r] / routed.top_k), tokens.row(r), tokens.columns);
+  }
+}
+
+// out = a * b + bias
+template <class T>
+void multiply_add_bias(const Gemm<T>& gemm, ConstMatrixView<T> a, ConstMatrixView<T> b, const T* bias,
+                       MatrixView<T> out) {
+  for (int64_t r = 0; r < out.rows && bias != nullptr; ++r) copy_row(bias, out.row(r), out.columns);
+  gemm.multiply(a, b, out, bias != nullptr);
+}
+
+template <class T>
+const T* bias_row(ConstMatrixView<T> bias, int64_t group) {
+  return bias.data == nullptr ? nullptr : bias.row(group);
+}
+
+template <class T>
+void activate_rows(const ActivationKind& kind, MatrixView<T> preactivations, MatrixView<T> activated) {
+  for (int64_t r = 0; r < activated.rows; ++r) {
+    for (int64_t begin = 0; begin < activated.columns; begin += kColumnBlock) {
+      const int64_t size = activated.columns - begin < kColumnBlock ? activated.columns - begin : kColumnBlock;
+      const auto block = activate_block<T>(kind, preactivations.row(r), activated.columns, begin, size);
+      narrow_row<T>(block.activated.data(), activated.row(r) + begin, size);
+    }
+  }
+}
+
+template <class T>
+void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile) {
+  const ExpertWeights<T>& experts = a.experts;
+  const int64_t height = tile.end - tile.begin;
+  const int64_t hidden_size = a.x.columns;
+  const int64_t width = experts.up.first.columns;
+  const int64_t preactivation_width = a.kind.gated ? 2 * width : width;
+
+  const MatrixView<T> tokens{scratch<T>(0, height * hidden_size), height, hidden_size, hidden_size};
+  const MatrixView<T> activated{scratch<T>(1, height * width), height, width, width};
+  MatrixView<T> preactivations;
+  if (a.preactivations.data != nullptr) {
+    preactivations = a.preactivations.row_range(tile.begin, tile.end);
+  } else {
+    preactivations = {scratch<T>(2, height * preactivation_width), height, preactivation_width, preactivation_width};
+  }
+
+  gather_tokens(a.x, a.routed, tile.begin, tokens);
+  if (a.kind.gated) {
+    multiply_add_bias(*a.gemm, tokens.as_const(), experts.gate[tile.group], bias_row(experts.gate_bias, tile.group),
+                      preactivations.column_range(0, width));
+  }
+  multiply_add_bias(*a.gemm, tokens.as_const(), experts.up[tile.group], bias_row(experts.up_bias, tile.group),
+                    preactivations.column_range(preactivation_width - width, preactivation_width));
+  activate_rows(a.kind, preactivations, activated);
+  multiply_add_bias(*a.gemm, activated.as_const(), experts.down[tile.group], bias_row(experts.down_bias, tile.group),
+                    a.rows.row_range(tile.begin, tile.end));
+}
+
+// For one row: dA' becomes dZ, A becomes weight * A; returns <dA', A>.
+template <class T>
+Accumulator<T> activate_backward_row(const ExpertFfnBackward<T>& a, int64_t row, Accumulator<T> weight,
+                                     const T* grad_activated) {
+  using S = Accumulator<T>;
+  const int64_t width = a.experts.up.first.columns;
+  T* grad_gate = a.grad_preactivations.row(row);
+  T* grad_up = grad_gate + (a.kind.gated ? width : 0);
+  S grad_weight = 0;
+  for (int64_t begin = 0; begin < width; begin += kColumnBlock) {
+    const int64_t size = width - begin < kColumnBlock ? width - begin : kColumnBlock;
+    const auto block = activate_block<T>(a.kind, a.preactivations.row(row), width, begin, size);
+    Block<S> grad(size);
+    widen_row(grad_activated + begin, grad.data(), size);
+    grad_weight += (grad * block.activated).sum();
+    grad *= weight;
+    const Block<S> up = grad * block.up_slope;
+    narrow_row<T>(up.data(), grad_up + begin, size);
+    if (a.kind.gated) {
+      const Block<S> gate = grad * block.gate_slope;
+      narrow_row<T>(gate.data(), grad_gate + begin, size);
+    }
+    if (a.activated.data != nullptr) {
+      const Block<S> weighted = weight * block.activated;
+      narrow_row<T>(weighted.data(), a.activated.row(row) + begin, size);
+    }
+  }
+  return grad_weight;
+}
+
+template <class T>
+void backward_tile(const ExpertFfnBackward<T>& a, const GroupTile& tile) {
+  const ExpertWeights<T>& experts = a.experts;
+  const int64_t height = tile.end - tile.begin;
+  const int64_t hidden_size = a.x.columns;
+  const int64_t width = experts.up.first.columns;
+  const MatrixView<T> grad_out{scratch<T>(0, height * hidden_size), height, hidden_size, hidden_size};
+  const MatrixView<T> grad_activated{scratch<T>(1, height * width), height, width, width};
+
+  gather_tokens(a.grad_out, a.routed, tile.begin, grad_out);
+  a.gemm->multiply(grad_out.as_const(), experts.down[tile.group].transposed(), grad_activated, false);
+  for (int64_t r = 0; r < height; ++r) {
+    const int64_t slot = a.routed.slots[tile.begin + r];
+    const Accumulator<T> weight = a.weights == nullptr ? Accumulator<T>(1) : a.weights[slot];
+    Accumulator<T> grad_weight = activate_backward_row(a, tile.begin + r, weight, grad_activated.row(r));
+    if (a.grad_weights == nullptr) continue;
+    if (experts.down_bias.data != nullptr) {
+      grad_weight += dot_rows<T>(grad_out.row(r), experts.down_bias.row(tile.group), hidden_size);
+    }
+    a.grad_weights[slot] = grad_weight;
+  }
+  if (a.grad_rows.data == nullptr) return;
+
+  const ConstMatrixView<T> grad = a.grad_preactivations.row_range(tile.begin, tile.end).as_const();
+  const MatrixView<T> grad_rows = a.grad_rows.row_range(tile.begin, tile.end);
+  a.gemm->multiply(grad.column_range(grad.columns - width, grad.columns), experts.up[tile.group].transposed(),
+                   grad_rows, false);
+  if (a.kind.gated) {
+    a.gemm->multiply(grad.column_range(0, width), experts.gate[tile.group].transposed(), grad_rows, true);
+  }
+}
+
+// out = lhs^T * rhs; a product over no rows is zero
+template <class T>
+void multiply_transposed(const Gemm<T>& gemm, ConstMatrixView<T> lhs, ConstMatrixView<T> rhs, MatrixView<T> out) {
+  gemm.multiply(lhs.transposed(), rhs, out, false);
+}
+
+// out = sum of weight_of(r) * rows[r]
+template <class T, class Weight>
+void sum_rows(ConstMatrixView<T> rows, const Weight& weight_of, T* out) {
+  for (int64_t begin = 0; begin < rows.columns; begin += kColumnBlock) {
+    const int64_t size = rows.columns - begin < kColumnBlock ? rows.columns - begin : kColumnBlock;
+    Accumulator<T> sum[kColumnBlock];
+    Accumulator<T> buffer[kColumnBlock];
+    zero_row(sum, size);
+    for (int64_t r = 0; r < rows.rows; ++r) {
+      const Accumulator<T> weight = weight_of(r);
+      const Accumulator<T>* row = widened(rows.row(r) + begin, buffer, size);
+      for (int64_t i = 0; i < size; ++i) sum[i] += weight * row[i];
+    }
+    narrow_row<T>(sum, out + begin, size);
+  }
+}
+
+// The gradients of one expert's matrices in columns [begin, end) of the hidden size.
+template <class T>
+void weight_gradients(const ExpertFfnBackward<T>& a, const GroupTile& rows, int64_t begin, int64_t end) {
+  const int64_t height = rows.end - rows.begin;
+  const int64_t columns = end - begin;
+  const int64_t width = a.experts.up.first.columns;
+  const ConstMatrixView<T> grad = a.grad_preactivations.row_range(rows.begin, rows.end).as_const();
+
+  if (!a.grad_up.empty() || !a.grad_gate.empty()) {
+    const MatrixView<T> tokens{scratch<T>(0, height * columns), height, columns, columns};
+    gather_tokens(a.x.column_range(begin, end), a.routed, rows.begin, tokens);
+    if (!a.grad_up.empty()) {
+      multiply_transposed(*a.gemm, tokens.as_const(), grad.column_range(grad.columns - width, grad.columns),
+                          a.grad_up[rows.group].row_range(begin, end));
+    }
+    if (!a.grad_gate.empty()) {
+      multiply_transposed(*a.gemm, tokens.as_const(), grad.column_range(0, width),
+                          a.grad_gate[rows.group].row_range(begin, end));
+    }
+  }
+  if (!a.grad_down.empty() || a.grad_down_bias.data != nullptr) {
+    const MatrixView<T> grad_out{scratch<T>(0, height * columns), height, columns, columns};
+    gather_tokens(a.grad_out.column_range(begin, end), a.routed, rows.begin, grad_out);
+    if (!a.grad_down.empty()) {
+      multiply_transposed(*a.gemm, a.activated.row_range(rows.begin, rows.end).as_const(), grad_out.as_const(),
+                          a.grad_down[rows.group].column_range(begin, end));
+    }
+    if (a.grad_down_bias.data != nullptr) {
+      const auto weight = [&](int64_t r) {
+        return a.weights == nullptr ? Accumulator<T>(1) : a.weights[a.routed.slots[rows.begin + r]];
+      };
+      sum_rows(grad_out.as_const(), weight, a.grad_down_bias.row(rows.group) + begin);
+    }
+  }
+}
+
+template <class T>
+void bias_gradients(const ExpertFfnBackward<T>& a, const GroupTile& rows) {
+  const int64_t width = a.experts.up.first.columns;
+  const ConstMatrixView<T> grad = a.grad_preactivations.row_range(rows.begin, rows.end).as_const();
+  const auto one = [](int64_t) { return Accumulator<T>(1); };
+  if (a.grad_up_bias.data != nullptr) {
+    sum_rows(grad.column_range(grad.columns - width, grad.columns), one, a.grad_up_bias.row(rows.group));
+  }
+  if (a.grad_gate_bias.data != nullptr) {
+    sum_rows(grad.column_range(0, width), one, a.grad_gate_bias.row(rows.group));
+  }
+}
+
+template <class T>
+void all_weight_gradients(const ExpertFfnBackward<T>& a, const Executor& executor) {
+  auto* first_row = scratch<int64_t>(kWorkListScratch, a.routed.num_groups + 1);
+  first_row[0] = 0;
+  for (int64_t g = 0; g < a.routed.num_groups; ++g) first_row[g + 1] = first_row[g] + a.routed.group_sizes[g];
+
+  const int64_t hidden_size = a.x.columns;
+  const int64_t blocks = (hidden_size + kGradientColumns - 1) / kGradientColumns;
+  const auto compute = [&](int64_t index) {
+    const int64_t group = index / blocks;
+    const int64_t begin = index % blocks * kGradientColumns;
+    const int64_t end = begin + kGradientColumns < hidden_size ? begin + kGradientColumns : hidden_size;
+    const GroupTile rows{group, first_row[group], first_row[group + 1]};
+    weight_gradients(a, rows, begin, end);
+    if (begin == 0) bias_gradients(a, rows);
+  };
+  executor.run(a.routed.num_groups * blocks, Task(compute));
+}
+
+}  // namespace
+
+template <class T>
+void expert_ffn(const ExpertFfn<T>& a, const Executor& executor) {
+  const GroupTiles list = make_group_tiles(a.routed.group_sizes, a.routed.num_groups, kWorkListScratch);
+  const auto compute = [&](int64_t index) { forward_tile(a, list.tiles[index]); };
+  executor.run(list.count, Task(compute));
+  ragged_unsort(RaggedUnsort<T>{a.rows.as_const(), a.routed.row_of_slot, a.routed.top_k, a.weights, a.out}, executor);
+}
+
+template <class T>
+void expert_ffn_backward(const ExpertFfnBackward<T>& a, const Executor& executor) {
+  const GroupTiles list = make_group_tiles(a.routed.group_sizes, a.routed.num_groups, kWorkListScratch);
+  const auto compute = [&](int64_t index) { backward_tile(a, list.tiles[index]); };
+  executor.run(list.count, Task(compute));
+  if (a.grad_x.data != nullptr) {
+    const RaggedUnsort<T> unsort{a.grad_rows.as_const(), a.routed.row_of_slot, a.routed.top_k, nullptr, a.grad_x};
+    ragged_unsort(unsort, executor);
+  }
+  all_weight_gradients(a, executor);
+}
+
+MAXMOE_INSTANTIATE(expert_ffn, ExpertFfn)
+MAXMOE_INSTANTIATE(expert_ffn_backward, ExpertFfnBackward)
+
+}  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

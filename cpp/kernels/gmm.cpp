@@ -1,0 +1,46 @@
+#include "gmm.h"
+
+#include "group_tiles.h"
+#include "row.h"
+
+namespace maxmoe::MAXMOE_ISA_NAMESPACE {
+namespace {
+
+// Columns of the result per task, so that a single group still feeds several threads.
+constexpr int64_t kTileColumns = 1024;
+
+template <class T>
+void multiply_tile(const Gmm<T>& a, const GroupTile& tile, int64_t begin, int64_t end) {
+  MatrixView<T> out = a.out.row_range(tile.begin, tile.end).column_range(begin, end);
+  const int64_t local = tile.group - a.group_offset;
+  const bool is_local = local >= 0 && local < a.rhs.count;
+  const bool has_bias = is_local && a.bias.data != nullptr;
+  for (int64_t r = 0; r < out.rows && (has_bias || !is_local); ++r) {
+    if (has_bias) {
+      copy_row(a.bias.row(local) + begin, out.row(r), out.columns);
+    } else {
+      zero_row(out.row(r), out.columns);
+    }
+  }
+  if (!is_local) return;
+  a.gemm->multiply(a.lhs.row_range(tile.begin, tile.end), a.rhs[local].column_range(begin, end), out, has_bias);
+}
+
+}  // namespace
+
+template <class T>
+void gmm(const Gmm<T>& a, const Executor& executor) {
+  const GroupTiles list = make_group_tiles(a.group_sizes, a.num_groups, kWorkListScratch);
+  const int64_t column_tiles = (a.out.columns + kTileColumns - 1) / kTileColumns;
+  const auto multiply = [&](int64_t index) {
+    const int64_t begin = index % column_tiles * kTileColumns;
+    const int64_t end = begin + kTileColumns < a.out.columns ? begin + kTileColumns : a.out.columns;
+    multiply_tile(a, list.tiles[index / column_tiles], begin, end);
+  };
+  executor.run(list.count * column_tiles, Task(multiply));
+  for (int64_t r = list.num_rows; r < a.out.rows; ++r) zero_row(a.out.row(r), a.out.columns);
+}
+
+MAXMOE_INSTANTIATE(gmm, Gmm)
+
+}  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

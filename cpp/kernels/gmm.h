@@ -1,0 +1,26 @@
+// Grouped matrix multiply: every group of rows by its own matrix.
+#pragma once
+
+#include "dtype.h"
+#include "executor.h"
+#include "gemm.h"
+
+namespace maxmoe {
+
+// out[r] = lhs[r] * rhs[g - group_offset] + bias[g - group_offset] for the rows r of group g; zero for rows of groups
+// outside [group_offset, group_offset + L) and for rows past the last group, whatever lhs holds there.
+template <class T>
+struct Gmm {
+  ConstMatrixView<T> lhs;          // [R, D]
+  ConstMatrixStack<T> rhs;         // [L, D, F]
+  ConstMatrixView<T> bias;         // [L, F] or empty
+  const int64_t* group_sizes;      // [G], sum <= R
+  int64_t num_groups;              // G
+  int64_t group_offset;
+  const Gemm<T>* gemm;
+  MatrixView<T> out;               // [R, F]
+};
+
+}  // namespace maxmoe
+
+MAXMOE_KERNEL(gmm, Gmm)

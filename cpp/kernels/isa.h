@@ -1,0 +1,78 @@
+// Instruction sets: which ones the processor has, and kernels compiled once for each of them.
+//
+// Every kernel file is compiled three times from the same source, into the namespaces maxmoe::baseline,
+// maxmoe::avx2 and maxmoe::avx512 (the macro MAXMOE_ISA_NAMESPACE names the one at hand). A kernel header
+// declares
+//
+//     template <class T> struct RaggedGather { ... };
+//     MAXMOE_KERNEL(ragged_gather, RaggedGather)
+//
+// and callers write maxmoe::ragged_gather(arguments, executor), which runs the variant of active_isa().
+#pragma once
+
+// Helpers in headers that kernels share. An ordinary inline function becomes a weak symbol, of which the
+// linker keeps one for all instruction sets: baseline code would then run AVX-512 instructions.
+#define MAXMOE_INLINE __attribute__((always_inline)) inline
+
+namespace maxmoe {
+
+class Executor;
+
+enum class Isa { baseline, avx2, avx512 };
+
+inline constexpr Isa all_isas[] = {Isa::baseline, Isa::avx2, Isa::avx512};
+
+// The best instruction set of this processor, or the one that the environment variable MAXMOE_ISA names.
+// Read once. Throws std::invalid_argument, which says what is possible, for an unknown or unsupported name.
+Isa active_isa();
+
+// Whether this processor has the instruction set (avx2: x86-64-v3, avx512: x86-64-v4) and this build its
+// kernels.
+bool is_supported(Isa isa);
+
+// The instruction set of that name. Throws std::invalid_argument when it is unknown or unsupported.
+Isa parse_isa(const char* text);
+
+const char* name(Isa isa);
+
+}  // namespace maxmoe
+
+#define MAXMOE_DECLARE_KERNEL(isa, kernel, Arguments)                   \
+  namespace maxmoe::isa {                                               \
+  template <class T>                                                    \
+  void kernel(const Arguments<T>& arguments, const Executor& executor); \
+  }
+
+#if defined(__x86_64__)
+#define MAXMOE_DECLARE_KERNELS(kernel, Arguments)    \
+  MAXMOE_DECLARE_KERNEL(baseline, kernel, Arguments) \
+  MAXMOE_DECLARE_KERNEL(avx2, kernel, Arguments)     \
+  MAXMOE_DECLARE_KERNEL(avx512, kernel, Arguments)
+#define MAXMOE_CASES(kernel)                    \
+  case Isa::avx512:                             \
+    return avx512::kernel(arguments, executor); \
+  case Isa::avx2:                               \
+    return avx2::kernel(arguments, executor);   \
+  case Isa::baseline:                           \
+    return baseline::kernel(arguments, executor);
+#else
+#define MAXMOE_DECLARE_KERNELS(kernel, Arguments) MAXMOE_DECLARE_KERNEL(baseline, kernel, Arguments)
+#define MAXMOE_CASES(kernel) \
+  default:                   \
+    return baseline::kernel(arguments, executor);
+#endif
+
+// Used at file scope, outside of any namespace. Kernel files see the declarations only: a dispatcher
+// instantiated there would be a weak symbol compiled for one instruction set.
+#if defined(MAXMOE_ISA_NAMESPACE)
+#define MAXMOE_KERNEL(kernel, Arguments) MAXMOE_DECLARE_KERNELS(kernel, Arguments)
+#else
+#define MAXMOE_KERNEL(kernel, Arguments)                                        \
+  MAXMOE_DECLARE_KERNELS(kernel, Arguments)                                     \
+  namespace maxmoe {                                                            \
+  template <class T>                                                            \
+  inline void kernel(const Arguments<T>& arguments, const Executor& executor) { \
+    switch (active_isa()) { MAXMOE_CASES(kernel) }                              \
+  }                                                                             \
+  }
+#endif

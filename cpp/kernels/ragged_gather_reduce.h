@@ -1,0 +1,24 @@
+// Sums rows by index, a fixed number per sum.
+#pragma once
+
+#include "dtype.h"
+#include "executor.h"
+#include "matrix_view.h"
+
+namespace maxmoe {
+
+// out[t] = sum_{j in [t * group_size, (t + 1) * group_size)} weights[j] * rows[index[j]], over j with valid[j] and
+// index[j] >= 0, in the order of j. A row that no such j names is never read.
+template <class T>
+struct RaggedGatherReduce {
+  ConstMatrixView<T> rows;         // [R, D]
+  const int64_t* index;            // [M], each in [-1, R)
+  int64_t group_size;
+  const Accumulator<T>* weights;   // [M] or null for ones
+  const bool* valid;               // [M] or null for all
+  MatrixView<T> out;               // [M / group_size, D]
+};
+
+}  // namespace maxmoe
+
+MAXMOE_KERNEL(ragged_gather_reduce, RaggedGatherReduce)

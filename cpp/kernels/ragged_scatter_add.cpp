@@ -1,0 +1,55 @@
+#include "ragged_scatter_add.h"
+
+#include "row.h"
+
+namespace maxmoe::MAXMOE_ISA_NAMESPACE {
+namespace {
+
+// Stable counting sort: order[offsets[n] .. offsets[n + 1]) lists the j with index[j] == n, ascending.
+template <class T>
+void invert_index(const RaggedScatterAdd<T>& a) {
+  zero_row(a.offsets, a.out.rows + 1);
+  for (int64_t j = 0; j < a.index_size; ++j) {
+    if (a.index[j] >= 0) ++a.offsets[a.index[j]];
+  }
+  int64_t total = 0;
+  for (int64_t n = 0; n < a.out.rows; ++n) {
+    total += a.offsets[n];
+    a.offsets[n] = total;
+  }
+  a.offsets[a.out.rows] = total;
+  for (int64_t j = a.index_size - 1; j >= 0; --j) {
+    if (a.index[j] >= 0) a.order[--a.offsets[a.index[j]]] = j;
+  }
+}
+
+template <class T>
+void add_rows(const RaggedScatterAdd<T>& a, int64_t n) {
+  for (int64_t begin = 0; begin < a.out.columns; begin += kColumnBlock) {
+    const int64_t size = a.out.columns - begin < kColumnBlock ? a.out.columns - begin : kColumnBlock;
+    Accumulator<T> sum[kColumnBlock];
+    Accumulator<T> buffer[kColumnBlock];
+    zero_row(sum, size);
+    for (int64_t i = a.offsets[n]; i < a.offsets[n + 1]; ++i) {
+      const int64_t j = a.order[i];
+      const Accumulator<T> weight = a.weights == nullptr ? Accumulator<T>(1) : a.weights[j];
+      const Accumulator<T>* row = widened(a.rows.row(j / a.group_size) + begin, buffer, size);
+      for (int64_t c = 0; c < size; ++c) sum[c] += weight * row[c];
+    }
+    narrow_row<T>(sum, a.out.row(n) + begin, size);
+  }
+}
+
+}  // namespace
+
+template <class T>
+void ragged_scatter_add(const RaggedScatterAdd<T>& a, const Executor& executor) {
+  invert_index(a);
+  run_ranges(executor, a.out.rows, rows_per_task(a.out.columns), [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) add_rows(a, n);
+  });
+}
+
+MAXMOE_INSTANTIATE(ragged_scatter_add, RaggedScatterAdd)
+
+}  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

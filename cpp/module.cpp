@@ -1,0 +1,53 @@
+// The Python module maxmoe._C. Importing it registers the operators of cpp/ops; beside that it only tells about itself.
+#include <pybind11/pybind11.h>
+
+#include <Eigen/Core>
+#include <stdexcept>
+#include <string>
+
+#include "kernels/isa.h"
+#include "ops/backend.h"
+
+namespace py = pybind11;
+
+namespace {
+
+std::string compiler() {
+#if defined(__clang__)
+  return "clang " __clang_version__;
+#else
+  return "gcc " __VERSION__;
+#endif
+}
+
+py::dict build_info() {
+  py::list supported;
+  for (const maxmoe::Isa isa : maxmoe::all_isas) {
+    if (maxmoe::is_supported(isa)) {
+      supported.append(maxmoe::name(isa));
+    }
+  }
+  py::dict info;
+  info["version"] = MAXMOE_VERSION;
+  info["torch"] = MAXMOE_TORCH_VERSION;
+  info["compiler"] = compiler();
+  info["eigen"] = std::to_string(EIGEN_WORLD_VERSION) + "." + std::to_string(EIGEN_MAJOR_VERSION) + "." +
+                  std::to_string(EIGEN_MINOR_VERSION);
+  info["openmp"] = _OPENMP;
+  info["isa"] = maxmoe::name(maxmoe::active_isa());
+  info["supported_isas"] = supported;
+  return info;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, module) {
+  try {
+    maxmoe::active_isa();
+  } catch (const std::invalid_argument& error) {
+    throw py::import_error(error.what());
+  }
+  module.def("build_info", &build_info);
+  module.def("force_aten", &maxmoe::ops::force_aten);
+  module.def("aten_forced", &maxmoe::ops::aten_forced);
+}

@@ -1,0 +1,117 @@
+#include "ops/backend.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/addmm_cpu_dispatch.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/mm_cpu_dispatch.h>
+
+#include <atomic>
+
+#include "kernels/dtype.h"
+#include "kernels/widening_gemm.h"
+
+namespace maxmoe::ops {
+namespace {
+
+std::atomic<bool> aten_is_forced{false};
+
+class TorchExecutor final : public Executor {
+ public:
+  void run(int64_t count, const Task& task) const override {
+    if (count <= 0) return;
+    std::atomic<int64_t> next{0};
+    // One call per thread even for a single task: inside the parallel region every library computes on its own
+    // thread alone, and the result does not depend on the number of threads.
+    at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t, int64_t) {
+      for (int64_t index = next++; index < count; index = next++) task(index);
+    });
+  }
+};
+
+template <class T>
+constexpr at::ScalarType kType = at::kDouble;
+template <>
+constexpr at::ScalarType kType<float> = at::kFloat;
+template <>
+constexpr at::ScalarType kType<BFloat16> = at::kBFloat16;
+template <>
+constexpr at::ScalarType kType<Float16> = at::kHalf;
+
+// at::mm without the dispatcher: MKL, oneDNN or whatever BLAS this torch was built with.
+template <class T>
+class TorchGemm final : public Gemm<T> {
+ public:
+  void multiply(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<T> c, bool accumulate) const override {
+    if (c.rows == 0 || c.columns == 0) return;
+    at::Tensor out = tensor(c.as_const());
+    if (accumulate) {
+      at::cpu::addmm_out(out, out, tensor(a), tensor(b));
+    } else {
+      at::cpu::mm_out(out, tensor(a), tensor(b));
+    }
+  }
+
+ private:
+  static at::Tensor tensor(ConstMatrixView<T> m) {
+    return at::from_blob(const_cast<T*>(m.data), {m.rows, m.columns}, {m.row_stride, m.column_stride},
+                         at::TensorOptions(kType<T>));
+  }
+};
+
+bool has_bfloat16_products() {
+#if defined(__x86_64__)
+  return active_isa() == Isa::avx512 && __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
+bool has_float16_products() {
+#if defined(__x86_64__)
+  return active_isa() == Isa::avx512 && __builtin_cpu_supports("avx512fp16");
+#else
+  return false;
+#endif
+}
+
+template <class T>
+const Gemm<T>& half_gemm(bool has_products) {
+  static const TorchGemm<T> native;
+  static const WideningGemm<T> widening(torch_gemm<float>());
+  return has_products ? static_cast<const Gemm<T>&>(native) : widening;
+}
+
+}  // namespace
+
+bool uses_kernels(const at::Tensor& tensor) { return tensor.is_cpu() && !aten_is_forced; }
+void force_aten(bool enabled) { aten_is_forced = enabled; }
+bool aten_forced() { return aten_is_forced; }
+
+const Executor& torch_executor() {
+  static const TorchExecutor executor;
+  return executor;
+}
+
+template <>
+const Gemm<double>& torch_gemm<double>() {
+  static const TorchGemm<double> gemm;
+  return gemm;
+}
+
+template <>
+const Gemm<float>& torch_gemm<float>() {
+  static const TorchGemm<float> gemm;
+  return gemm;
+}
+
+template <>
+const Gemm<BFloat16>& torch_gemm<BFloat16>() {
+  return half_gemm<BFloat16>(has_bfloat16_products());
+}
+
+template <>
+const Gemm<Float16>& torch_gemm<Float16>() {
+  return half_gemm<Float16>(has_float16_products());
+}
+
+}  // namespace maxmoe::ops

@@ -1,0 +1,92 @@
+#include "ops/checks.h"
+
+#include <ATen/ops/_assert_async.h>
+#include <ATen/ops/aminmax.h>
+
+namespace maxmoe::ops {
+
+const Argument& Argument::has_dims(int64_t dims, const char* shape) const {
+  MAXMOE_CHECK(tensor_.dim() == dims, op_, name_, " must be ", shape, ", got shape ", tensor_.sizes());
+  return *this;
+}
+
+const Argument& Argument::has_size(int64_t dim, int64_t size, const char* meaning) const {
+  MAXMOE_CHECK(tensor_.size(dim) == size, op_, name_, " must have size ", size, " (", meaning, ") in dim ", dim,
+               ", got shape ", tensor_.sizes());
+  return *this;
+}
+
+const Argument& Argument::is_floating() const {
+  const auto type = tensor_.scalar_type();
+  const bool known = type == at::kDouble || type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
+  MAXMOE_CHECK(known, op_, name_, " must be float64, float32, bfloat16 or float16, got ", type);
+  return *this;
+}
+
+const Argument& Argument::is_int64() const {
+  MAXMOE_CHECK(tensor_.scalar_type() == at::kLong, op_, name_, " must be int64, got ", tensor_.scalar_type());
+  return *this;
+}
+
+const Argument& Argument::is_bool() const {
+  MAXMOE_CHECK(tensor_.scalar_type() == at::kBool, op_, name_, " must be bool, got ", tensor_.scalar_type());
+  return *this;
+}
+
+const Argument& Argument::has_dtype_of(const char* other_name, const Tensor& other) const {
+  MAXMOE_CHECK(tensor_.scalar_type() == other.scalar_type(), op_, name_, " must have the dtype of ", other_name, " (",
+               other.scalar_type(), "), got ", tensor_.scalar_type());
+  return *this;
+}
+
+const Argument& Argument::is_on_device_of(const char* other_name, const Tensor& other) const {
+  MAXMOE_CHECK(tensor_.device() == other.device(), op_, name_, " must be on the device of ", other_name, " (",
+               other.device(), "), got ", tensor_.device());
+  return *this;
+}
+
+const Argument& Argument::has_values_in(int64_t low, int64_t high, const char* meaning) const {
+  if (tensor_.numel() == 0) return *this;
+  if (!tensor_.is_cpu()) {
+    at::_assert_async(tensor_.ge(low).logical_and(tensor_.lt(high)).all(),
+                      std::string("maxmoe::") + op_ + ": a value of " + name_ + " is out of range (" + meaning + ")");
+    return *this;
+  }
+  const auto [least, largest] = at::aminmax(tensor_);
+  const auto smallest = least.item<int64_t>();
+  const auto greatest = largest.item<int64_t>();
+  MAXMOE_CHECK(smallest >= low && greatest < high, op_, name_, " must be in [", low, ", ", high, ") (", meaning,
+               "), got ", smallest < low ? smallest : greatest);
+  return *this;
+}
+
+void check_group_sizes(const char* op, const Tensor& group_sizes, const Tensor& rows, int64_t num_rows, Sum sum) {
+  Argument(op, "group_sizes", group_sizes).has_dims(1, "[G]").is_int64().is_on_device_of("the rows", rows);
+  if (!group_sizes.is_cpu()) {
+    const Tensor total = group_sizes.sum();
+    const Tensor fits = sum == Sum::exactly ? total.eq(num_rows) : total.le(num_rows);
+    at::_assert_async(group_sizes.ge(0).all().logical_and(fits),
+                      std::string("maxmoe::") + op + ": group_sizes does not fit the rows");
+    return;
+  }
+  const Tensor sizes = group_sizes.contiguous();
+  int64_t total = 0;
+  for (int64_t group = 0; group < sizes.numel(); ++group) {
+    const int64_t size = sizes.const_data_ptr<int64_t>()[group];
+    MAXMOE_CHECK(size >= 0, op, "group_sizes must not be negative, got ", size, " for group ", group);
+    MAXMOE_CHECK(size <= num_rows - total, op, "group_sizes must sum to at most the number of rows (", num_rows,
+                 "), got more with group ", group, " of ", size);
+    total += size;
+  }
+  MAXMOE_CHECK(sum == Sum::at_most || total == num_rows, op, "group_sizes must sum to the number of rows (", num_rows,
+               "), got ", total);
+}
+
+void check_weights(const char* op, const OptionalTensor& weights, const Tensor& x, int64_t count) {
+  if (!weights.has_value()) return;
+  Argument(op, "weights", *weights).is_floating().is_on_device_of("the rows", x);
+  MAXMOE_CHECK(weights->numel() == count, op, "weights must have ", count, " elements, one for each slot, got shape ",
+               weights->sizes());
+}
+
+}  // namespace maxmoe::ops

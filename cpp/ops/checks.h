@@ -1,0 +1,45 @@
+// Argument checks. Every message reads "maxmoe::<operator>: <argument> must <expectation>, got <what it got>".
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include <optional>
+
+#define MAXMOE_CHECK(condition, op, ...) TORCH_CHECK_VALUE(condition, "maxmoe::", op, ": ", __VA_ARGS__)
+
+namespace maxmoe::ops {
+
+using at::Tensor;
+using OptionalTensor = std::optional<at::Tensor>;
+
+// One argument of one operator, checked on its own.
+class Argument {
+ public:
+  Argument(const char* op, const char* name, const Tensor& tensor) : op_(op), name_(name), tensor_(tensor) {}
+
+  // The shape in words, such as "[T, D]", is for the message.
+  const Argument& has_dims(int64_t dims, const char* shape) const;
+  const Argument& has_size(int64_t dim, int64_t size, const char* meaning) const;
+  const Argument& is_floating() const;
+  const Argument& is_int64() const;
+  const Argument& is_bool() const;
+  const Argument& has_dtype_of(const char* other_name, const Tensor& other) const;
+  const Argument& is_on_device_of(const char* other_name, const Tensor& other) const;
+  // Every value lies in [low, high). Waits for the answer on CPU; other devices assert when they get there.
+  const Argument& has_values_in(int64_t low, int64_t high, const char* meaning) const;
+
+ private:
+  const char* op_;
+  const char* name_;
+  const Tensor& tensor_;
+};
+
+// Row counts of groups: int64 [G], none negative, with a sum of at most num_rows, or of exactly that.
+enum class Sum { at_most, exactly };
+void check_group_sizes(const char* op, const Tensor& group_sizes, const Tensor& rows, int64_t num_rows, Sum sum);
+
+// Weights of slots: floating, on the device of x, one for each of `count` slots.
+void check_weights(const char* op, const OptionalTensor& weights, const Tensor& x, int64_t count);
+
+}  // namespace maxmoe::ops

@@ -1,0 +1,99 @@
+#include "ops/ragged_dot.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include "kernels/ragged_dot.h"
+#include "ops/autograd.h"
+#include "ops/backend.h"
+#include "ops/checks.h"
+#include "ops/ragged_gather_reduce.h"
+#include "ops/ragged_scatter_add.h"
+#include "ops/views.h"
+
+namespace maxmoe::ops {
+namespace {
+
+constexpr const char* kOp = "ragged_dot";
+
+TORCH_LIBRARY_FRAGMENT(maxmoe, m) {
+  m.def("ragged_dot(Tensor a, Tensor b, Tensor index, int group_size=1) -> Tensor");
+}
+
+void check(const Tensor& a, const Tensor& b, const Tensor& index, int64_t group_size) {
+  Argument(kOp, "a", a).has_dims(2, "[M / group_size, D]").is_floating();
+  Argument(kOp, "b", b).has_dims(2, "[N, D]").has_dtype_of("a", a).is_on_device_of("a", a);
+  Argument(kOp, "b", b).has_size(1, a.size(1), "D of a");
+  Argument(kOp, "index", index).has_dims(1, "[M]").is_int64().is_on_device_of("a", a);
+  MAXMOE_CHECK(group_size >= 1, kOp, "group_size must be at least 1, got ", group_size);
+  Argument(kOp, "index", index).has_size(0, a.size(0) * group_size, "rows of a times group_size");
+  Argument(kOp, "index", index).has_values_in(-1, b.size(0), "-1 or a row of b");
+}
+
+Tensor ragged_dot_aten(const Tensor& a, const Tensor& b, const Tensor& index, int64_t group_size) {
+  const auto type = accumulator_type(a.scalar_type());
+  if (b.size(0) == 0) return at::zeros({index.size(0)}, a.options().dtype(type));
+  const Tensor is_routed = index.ge(0).unsqueeze(1);
+  const Tensor left = a.repeat_interleave(group_size, 0).to(type);
+  const Tensor right = b.index_select(0, index.clamp_min(0)).to(type);
+  return at::where(is_routed, left * right, at::zeros({}, left.options())).sum(1);
+}
+
+Tensor ragged_dot_backend(const Tensor& a, const Tensor& b, const Tensor& index, int64_t group_size) {
+  check(a, b, index, group_size);
+  if (!uses_kernels(a)) return ragged_dot_aten(a, b, index, group_size);
+  const Tensor out = at::empty({index.size(0)}, a.options().dtype(accumulator_type(a.scalar_type())));
+  const Tensor left = contiguous_rows(a);
+  const Tensor right = contiguous_rows(b);
+  const Tensor list = index.contiguous();
+  for_dtype(a.scalar_type(), [&]<class T>() {
+    maxmoe::ragged_dot(RaggedDot<T>{const_view<T>(left), const_view<T>(right), const_pointer<int64_t>(list),
+                                    list.numel(), group_size, pointer<Accumulator<T>>(out)},
+                       torch_executor());
+  });
+  return out;
+}
+
+class Gradient : public torch::autograd::Function<Gradient> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, const Tensor& index,
+                        int64_t group_size) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->save_for_backward({a, b, index});
+    ctx->saved_data["group_size"] = group_size;
+    return ops::ragged_dot(a, b, index, group_size);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    const Tensor& a = saved[0];
+    const Tensor& b = saved[1];
+    const Tensor& index = saved[2];
+    const int64_t group_size = ctx->saved_data["group_size"].toInt();
+    Tensor grad_a;
+    Tensor grad_b;
+    if (ctx->needs_input_grad(0)) grad_a = ragged_gather_reduce(b, index, group_size, grads[0], std::nullopt);
+    if (ctx->needs_input_grad(1)) grad_b = ragged_scatter_add(a, index, b.sym_size(0), group_size, grads[0]);
+    return {grad_a, grad_b, Tensor(), Tensor()};
+  }
+};
+
+Tensor ragged_dot_autograd(const Tensor& a, const Tensor& b, const Tensor& index, int64_t group_size) {
+  if (needs_gradient(a, b)) return Gradient::apply(a, b, index, group_size);
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return ops::ragged_dot(a, b, index, group_size);
+}
+
+TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) { m.impl("ragged_dot", &ragged_dot_backend); }
+TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) { m.impl("ragged_dot", &ragged_dot_autograd); }
+
+}  // namespace
+
+Tensor ragged_dot(const Tensor& a, const Tensor& b, const Tensor& index, int64_t group_size) {
+  static const auto op = find_operator<decltype(ragged_dot)>("maxmoe::ragged_dot");
+  return op.call(a, b, index, group_size);
+}
+
+}  // namespace maxmoe::ops

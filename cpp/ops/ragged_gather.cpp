@@ -1,0 +1,119 @@
+#include "ops/ragged_gather.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include "kernels/ragged_gather.h"
+#include "ops/autograd.h"
+#include "ops/backend.h"
+#include "ops/checks.h"
+#include "ops/ragged_dot.h"
+#include "ops/ragged_scatter_add.h"
+#include "ops/views.h"
+
+namespace maxmoe::ops {
+namespace {
+
+constexpr const char* kOp = "ragged_gather";
+
+TORCH_LIBRARY_FRAGMENT(maxmoe, m) {
+  m.def(
+      "ragged_gather(Tensor x, Tensor index, Tensor? weights=None, *, SymInt start=0, SymInt? end=None) -> Tensor");
+}
+
+void check(const Tensor& x, const Tensor& index, const OptionalTensor& weights, int64_t start, int64_t end) {
+  Argument(kOp, "x", x).has_dims(2, "[N, D]").is_floating();
+  Argument(kOp, "index", index).has_dims(1, "[M]").is_int64().is_on_device_of("x", x);
+  check_weights(kOp, weights, x, index.size(0));
+  MAXMOE_CHECK(0 <= start && start <= index.size(0), kOp, "start must be in [0, ", index.size(0), "], got ", start);
+  MAXMOE_CHECK(start <= end && end <= index.size(0), kOp, "end must be in [start (", start, "), ", index.size(0),
+               "], got ", end);
+  Argument(kOp, "index", index).has_values_in(-1, x.size(0), "-1 or a row of x");
+}
+
+// The index with -1 outside [start, end).
+Tensor masked_index(const Tensor& index, const c10::SymInt& start, const c10::SymInt& end) {
+  const Tensor position = at::arange(index.sym_size(0), index.options());
+  return at::where(position.ge(start).logical_and(position.lt(end)), index, -1);
+}
+
+Tensor ragged_gather_aten(const Tensor& x, const Tensor& index, const OptionalTensor& weights, int64_t start,
+                          int64_t end) {
+  if (x.size(0) == 0) return at::zeros({index.size(0), x.size(1)}, x.options());
+  const Tensor masked = masked_index(index, start, end);
+  Tensor out = x.index_select(0, masked.clamp_min(0));
+  if (weights.has_value()) {
+    const auto type = accumulator_type(x.scalar_type());
+    out = (out.to(type) * weights->reshape({-1, 1}).to(type)).to(x.scalar_type());
+  }
+  return at::where(masked.ge(0).unsqueeze(1), out, at::zeros({}, out.options()));
+}
+
+Tensor ragged_gather_backend(const Tensor& x, const Tensor& index, const OptionalTensor& weights, int64_t start,
+                             std::optional<int64_t> end_or_all) {
+  const int64_t end = end_or_all.value_or(index.dim() == 1 ? index.size(0) : start);
+  check(x, index, weights, start, end);
+  if (!uses_kernels(x)) return ragged_gather_aten(x, index, weights, start, end);
+  const Tensor out = at::empty({index.size(0), x.size(1)}, x.options());
+  const Tensor source = contiguous_rows(x);
+  const Tensor list = index.contiguous();
+  const auto scale = accumulator_weights(weights, x.scalar_type());
+  for_dtype(x.scalar_type(), [&]<class T>() {
+    maxmoe::ragged_gather(RaggedGather<T>{const_view<T>(source), const_pointer<int64_t>(list),
+                                          const_pointer<Accumulator<T>>(scale), start, end, view<T>(out)},
+                          torch_executor());
+  });
+  return out;
+}
+
+class Gradient : public torch::autograd::Function<Gradient> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& index, const OptionalTensor& weights,
+                        c10::SymInt start, std::optional<c10::SymInt> end) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const bool is_whole = start == 0 && !end.has_value();
+    const Tensor masked = is_whole ? index : masked_index(index, start, end.value_or(index.sym_size(0)));
+    ctx->save_for_backward({requires_grad(weights) ? x : Tensor(), masked, defined_or_empty(weights)});
+    ctx->saved_data["num_rows"] = x.sym_size(0);
+    return ops::ragged_gather(x, index, weights, std::move(start), std::move(end));
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    const Tensor& index = saved[1];
+    const auto weights = optional_tensor(saved[2]);
+    Tensor grad_x;
+    Tensor grad_weights;
+    if (ctx->needs_input_grad(0)) {
+      grad_x = ragged_scatter_add(grads[0], index, ctx->saved_data["num_rows"].toSymInt(), 1, weights);
+    }
+    if (saved[0].defined()) {
+      grad_weights = ragged_dot(grads[0], saved[0], index, 1).view_as(*weights).to(weights->scalar_type());
+    }
+    return {grad_x, Tensor(), grad_weights, Tensor(), Tensor()};
+  }
+};
+
+Tensor ragged_gather_autograd(const Tensor& x, const Tensor& index, const OptionalTensor& weights, c10::SymInt start,
+                              std::optional<c10::SymInt> end) {
+  if (needs_gradient(x, defined_or_empty(weights))) {
+    return Gradient::apply(x, index, weights, std::move(start), std::move(end));
+  }
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return ops::ragged_gather(x, index, weights, std::move(start), std::move(end));
+}
+
+TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) { m.impl("ragged_gather", &ragged_gather_backend); }
+TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) { m.impl("ragged_gather", &ragged_gather_autograd); }
+
+}  // namespace
+
+Tensor ragged_gather(const Tensor& x, const Tensor& index, const OptionalTensor& weights, c10::SymInt start,
+                     std::optional<c10::SymInt> end) {
+  static const auto op = find_operator<decltype(ragged_gather)>("maxmoe::ragged_gather");
+  return op.call(x, index, weights, std::move(start), std::move(end));
+}
+
+}  // namespace maxmoe::ops

@@ -1,0 +1,130 @@
+#include "ops/ragged_gather_reduce.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include "kernels/ragged_gather_reduce.h"
+#include "ops/autograd.h"
+#include "ops/backend.h"
+#include "ops/checks.h"
+#include "ops/ragged_dot.h"
+#include "ops/ragged_scatter_add.h"
+#include "ops/views.h"
+
+namespace maxmoe::ops {
+namespace {
+
+constexpr const char* kOp = "ragged_gather_reduce";
+
+TORCH_LIBRARY_FRAGMENT(maxmoe, m) {
+  m.def(
+      "ragged_gather_reduce(Tensor rows, Tensor index, int group_size, Tensor? weights=None, *, Tensor? valid=None) "
+      "-> Tensor");
+}
+
+void check(const Tensor& rows, const Tensor& index, int64_t group_size, const OptionalTensor& weights,
+           const OptionalTensor& valid) {
+  Argument(kOp, "rows", rows).has_dims(2, "[R, D]").is_floating();
+  Argument(kOp, "index", index).has_dims(1, "[M]").is_int64().is_on_device_of("rows", rows);
+  MAXMOE_CHECK(group_size >= 1, kOp, "group_size must be at least 1, got ", group_size);
+  MAXMOE_CHECK(index.size(0) % group_size == 0, kOp, "group_size must divide the size of index (", index.size(0),
+               "), got ", group_size);
+  check_weights(kOp, weights, rows, index.size(0));
+  if (valid.has_value()) {
+    Argument(kOp, "valid", *valid).has_dims(1, "[M]").is_bool().is_on_device_of("rows", rows);
+    Argument(kOp, "valid", *valid).has_size(0, index.size(0), "size of index");
+  }
+  Argument(kOp, "index", index).has_values_in(-1, rows.size(0), "-1 or a row of rows");
+}
+
+Tensor masked_index(const Tensor& index, const OptionalTensor& valid) {
+  return valid.has_value() ? at::where(*valid, index, -1) : index;
+}
+
+Tensor ragged_gather_reduce_aten(const Tensor& rows, const Tensor& index, int64_t group_size,
+                                 const OptionalTensor& weights, const OptionalTensor& valid) {
+  const int64_t num_groups = index.size(0) / group_size;
+  if (rows.size(0) == 0) return at::zeros({num_groups, rows.size(1)}, rows.options());
+  const auto type = accumulator_type(rows.scalar_type());
+  const Tensor masked = masked_index(index, valid);
+  const Tensor gathered = rows.index_select(0, masked.clamp_min(0)).to(type);
+  Tensor terms = at::where(masked.ge(0).unsqueeze(1), gathered, at::zeros({}, gathered.options()));
+  if (weights.has_value()) {
+    const Tensor scale = at::where(masked.ge(0), weights->reshape(-1).to(type), at::zeros({}, gathered.options()));
+    terms = terms * scale.unsqueeze(1);
+  }
+  return terms.view({num_groups, group_size, rows.size(1)}).sum(1).to(rows.scalar_type());
+}
+
+Tensor ragged_gather_reduce_backend(const Tensor& rows, const Tensor& index, int64_t group_size,
+                                    const OptionalTensor& weights, const OptionalTensor& valid) {
+  check(rows, index, group_size, weights, valid);
+  if (!uses_kernels(rows)) return ragged_gather_reduce_aten(rows, index, group_size, weights, valid);
+  const Tensor out = at::empty({index.size(0) / group_size, rows.size(1)}, rows.options());
+  const Tensor source = contiguous_rows(rows);
+  const Tensor list = index.contiguous();
+  const auto scale = accumulator_weights(weights, rows.scalar_type());
+  const auto mask = valid.has_value() ? OptionalTensor(valid->contiguous()) : std::nullopt;
+  for_dtype(rows.scalar_type(), [&]<class T>() {
+    maxmoe::ragged_gather_reduce(
+        RaggedGatherReduce<T>{const_view<T>(source), const_pointer<int64_t>(list), group_size,
+                              const_pointer<Accumulator<T>>(scale), const_pointer<bool>(mask), view<T>(out)},
+        torch_executor());
+  });
+  return out;
+}
+
+class Gradient : public torch::autograd::Function<Gradient> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& rows, const Tensor& index, int64_t group_size,
+                        const OptionalTensor& weights, const OptionalTensor& valid) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const Tensor kept_rows = requires_grad(weights) ? rows : Tensor();
+    ctx->save_for_backward({kept_rows, masked_index(index, valid), defined_or_empty(weights)});
+    ctx->saved_data["num_rows"] = rows.sym_size(0);
+    ctx->saved_data["group_size"] = group_size;
+    return ops::ragged_gather_reduce(rows, index, group_size, weights, valid);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    const Tensor& index = saved[1];
+    const auto weights = optional_tensor(saved[2]);
+    const int64_t group_size = ctx->saved_data["group_size"].toInt();
+    Tensor grad_rows;
+    Tensor grad_weights;
+    if (ctx->needs_input_grad(0)) {
+      const c10::SymInt num_rows = ctx->saved_data["num_rows"].toSymInt();
+      grad_rows = ragged_scatter_add(grads[0], index, num_rows, group_size, weights);
+    }
+    if (saved[0].defined()) {
+      grad_weights = ragged_dot(grads[0], saved[0], index, group_size).view_as(*weights).to(weights->scalar_type());
+    }
+    return {grad_rows, Tensor(), Tensor(), grad_weights, Tensor()};
+  }
+};
+
+Tensor ragged_gather_reduce_autograd(const Tensor& rows, const Tensor& index, int64_t group_size,
+                                     const OptionalTensor& weights, const OptionalTensor& valid) {
+  if (needs_gradient(rows, defined_or_empty(weights))) {
+    return Gradient::apply(rows, index, group_size, weights, valid);
+  }
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return ops::ragged_gather_reduce(rows, index, group_size, weights, valid);
+}
+
+TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) {
+  m.impl("ragged_gather_reduce", &ragged_gather_reduce_backend);
+}
+TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) { m.impl("ragged_gather_reduce", &ragged_gather_reduce_autograd); }
+
+}  // namespace
+
+Tensor ragged_gather_reduce(const Tensor& rows, const Tensor& index, int64_t group_size, const OptionalTensor& weights,
+                            const OptionalTensor& valid) {
+  static const auto op = find_operator<decltype(ragged_gather_reduce)>("maxmoe::ragged_gather_reduce");
+  return op.call(rows, index, group_size, weights, valid);
+}
+
+}  // namespace maxmoe::ops

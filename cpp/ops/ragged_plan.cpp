@@ -1,0 +1,94 @@
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <tuple>
+
+#include "kernels/ragged_plan.h"
+#include "ops/backend.h"
+#include "ops/checks.h"
+#include "ops/views.h"
+
+namespace maxmoe::ops {
+namespace {
+
+constexpr const char* kOp = "ragged_plan";
+
+TORCH_LIBRARY_FRAGMENT(maxmoe, m) {
+  m.def(
+      "ragged_plan(Tensor experts, int num_experts, *, int first_expert=0, int? num_local_experts=None, "
+      "SymInt? max_rows=None) -> (Tensor slots, Tensor rows, Tensor group_sizes, Tensor dropped)");
+}
+
+using Plan = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+void check(const Tensor& experts, int64_t num_experts, int64_t first_expert, int64_t num_local_experts,
+           std::optional<int64_t> max_rows) {
+  Argument(kOp, "experts", experts).has_dims(2, "[T, K]").is_int64();
+  MAXMOE_CHECK(num_experts >= 1, kOp, "num_experts must be at least 1, got ", num_experts);
+  MAXMOE_CHECK(0 <= first_expert && first_expert <= num_experts, kOp, "first_expert must be in [0, num_experts (",
+               num_experts, ")], got ", first_expert);
+  MAXMOE_CHECK(0 <= num_local_experts && num_local_experts <= num_experts - first_expert, kOp,
+               "num_local_experts must be in [0, num_experts - first_expert (", num_experts - first_expert,
+               ")], got ", num_local_experts);
+  MAXMOE_CHECK(max_rows.value_or(0) >= 0, kOp, "max_rows must not be negative, got ", max_rows.value_or(0));
+  Argument(kOp, "experts", experts).has_values_in(-1, num_experts, "-1 or one of num_experts");
+}
+
+// A stable sort by expert, with all that is not local sorted past the end.
+Plan ragged_plan_aten(const Tensor& experts, int64_t first_expert, int64_t num_local_experts,
+                      std::optional<int64_t> max_rows) {
+  const Tensor local = experts.reshape(-1).sub(first_expert);
+  const Tensor is_local =
+      experts.reshape(-1).ge(0).logical_and(local.ge(0)).logical_and(local.lt(num_local_experts));
+  const Tensor key = at::where(is_local, local, num_local_experts);
+  const Tensor all_sizes = at::zeros({num_local_experts + 1}, key.options()).scatter_add(0, key, at::ones_like(key));
+  const Tensor wanted = all_sizes.narrow(0, 0, num_local_experts);
+  Tensor last_row = wanted.cumsum(0);
+  if (max_rows.has_value()) last_row = last_row.clamp_max(*max_rows);
+  const Tensor group_sizes = last_row.diff(1, 0, at::zeros({1}, key.options()));
+  const Tensor kept = group_sizes.sum();
+
+  const auto num_rows = kept.item<int64_t>();
+  const Tensor slots = key.argsort(/*stable=*/true).narrow(0, 0, num_rows).clone();
+  const Tensor rows = at::full({key.size(0)}, -1, key.options());
+  rows.index_put_({slots}, at::arange(num_rows, key.options()));
+  return {slots, rows, group_sizes, wanted.sum() - kept};
+}
+
+Plan ragged_plan_backend(const Tensor& experts, int64_t num_experts, int64_t first_expert,
+                         std::optional<int64_t> local_or_all, std::optional<int64_t> max_rows) {
+  const int64_t num_local_experts = local_or_all.value_or(num_experts - first_expert);
+  check(experts, num_experts, first_expert, num_local_experts, max_rows);
+  if (!uses_kernels(experts)) return ragged_plan_aten(experts, first_expert, num_local_experts, max_rows);
+  const Tensor ids = experts.contiguous();
+  const Tensor rows = at::empty({ids.numel()}, ids.options());
+  const Tensor group_sizes = at::empty({num_local_experts}, ids.options());
+  const Tensor dropped = at::empty({}, ids.options());
+  RaggedPlan<int64_t> plan{const_pointer<int64_t>(ids), ids.numel(),
+                           first_expert,                num_local_experts,
+                           max_rows.value_or(-1),       pointer<int64_t>(group_sizes),
+                           pointer<int64_t>(dropped),   nullptr,
+                           pointer<int64_t>(rows)};
+  maxmoe::ragged_plan(plan, torch_executor());
+  int64_t num_rows = 0;
+  for (int64_t expert = 0; expert < num_local_experts; ++expert) num_rows += plan.group_sizes[expert];
+  const Tensor slots = at::empty({num_rows}, ids.options());
+  plan.slots = pointer<int64_t>(slots);
+  if (plan.slots == nullptr) {
+    rows.fill_(-1);
+  } else {
+    maxmoe::ragged_plan(plan, torch_executor());
+  }
+  return {slots, rows, group_sizes, dropped};
+}
+
+TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) { m.impl("ragged_plan", &ragged_plan_backend); }
+
+}  // namespace
+}  // namespace maxmoe::ops

@@ -1,0 +1,96 @@
+#include "ops/ragged_sort.h"
+
+#include <ATen/ops/empty.h>
+
+#include "kernels/ragged_sort.h"
+#include "ops/autograd.h"
+#include "ops/backend.h"
+#include "ops/ragged_dot.h"
+#include "ops/ragged_unsort.h"
+#include "ops/routed_rows.h"
+#include "ops/views.h"
+
+namespace maxmoe::ops {
+namespace {
+
+constexpr const char* kOp = "ragged_sort";
+
+TORCH_LIBRARY_FRAGMENT(maxmoe, m) {
+  m.def("ragged_sort(Tensor x, Tensor slots, Tensor rows, int top_k, Tensor? weights=None) -> Tensor");
+}
+
+void check(const Tensor& x, const Tensor& slots, const Tensor& rows, int64_t top_k, const OptionalTensor& weights) {
+  Argument(kOp, "x", x).has_dims(2, "[T, D]").is_floating();
+  check_weights(kOp, weights, x, rows.numel());
+  check_routed_rows(kOp, slots, rows, x, x.size(0), slots.numel(), top_k);
+}
+
+Tensor ragged_sort_aten(const Tensor& x, const Tensor& slots, int64_t top_k, const OptionalTensor& weights) {
+  const Tensor out = x.index_select(0, slots.div(top_k, "floor"));
+  if (!weights.has_value()) return out;
+  const auto type = accumulator_type(x.scalar_type());
+  const Tensor scale = weights->reshape(-1).index_select(0, slots).to(type);
+  return (out.to(type) * scale.unsqueeze(1)).to(x.scalar_type());
+}
+
+Tensor ragged_sort_backend(const Tensor& x, const Tensor& slots, const Tensor& rows, int64_t top_k,
+                           const OptionalTensor& weights) {
+  check(x, slots, rows, top_k, weights);
+  if (!uses_kernels(x)) return ragged_sort_aten(x, slots, top_k, weights);
+  const Tensor out = at::empty({slots.size(0), x.size(1)}, x.options());
+  const Tensor source = contiguous_rows(x);
+  const Tensor list = slots.contiguous();
+  const auto scale = accumulator_weights(weights, x.scalar_type());
+  for_dtype(x.scalar_type(), [&]<class T>() {
+    maxmoe::ragged_sort(RaggedSort<T>{const_view<T>(source), const_pointer<int64_t>(list), top_k,
+                                      const_pointer<Accumulator<T>>(scale), view<T>(out)},
+                        torch_executor());
+  });
+  return out;
+}
+
+class Gradient : public torch::autograd::Function<Gradient> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& slots, const Tensor& rows, int64_t top_k,
+                        const OptionalTensor& weights) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->save_for_backward({requires_grad(weights) ? x : Tensor(), slots, rows, defined_or_empty(weights)});
+    ctx->saved_data["top_k"] = top_k;
+    return ops::ragged_sort(x, slots, rows, top_k, weights);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    const Tensor& slots = saved[1];
+    const Tensor& rows = saved[2];
+    const auto weights = optional_tensor(saved[3]);
+    const int64_t top_k = ctx->saved_data["top_k"].toInt();
+    Tensor grad_x;
+    Tensor grad_weights;
+    if (ctx->needs_input_grad(0)) grad_x = ragged_unsort(grads[0], slots, rows, top_k, weights);
+    if (saved[0].defined()) {
+      grad_weights = ragged_dot(saved[0], grads[0], rows, top_k).view_as(*weights).to(weights->scalar_type());
+    }
+    return {grad_x, Tensor(), Tensor(), Tensor(), grad_weights};
+  }
+};
+
+Tensor ragged_sort_autograd(const Tensor& x, const Tensor& slots, const Tensor& rows, int64_t top_k,
+                            const OptionalTensor& weights) {
+  if (needs_gradient(x, defined_or_empty(weights))) return Gradient::apply(x, slots, rows, top_k, weights);
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return ops::ragged_sort(x, slots, rows, top_k, weights);
+}
+
+TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) { m.impl("ragged_sort", &ragged_sort_backend); }
+TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) { m.impl("ragged_sort", &ragged_sort_autograd); }
+
+}  // namespace
+
+Tensor ragged_sort(const Tensor& x, const Tensor& slots, const Tensor& rows, int64_t top_k,
+                   const OptionalTensor& weights) {
+  static const auto op = find_operator<decltype(ragged_sort)>("maxmoe::ragged_sort");
+  return op.call(x, slots, rows, top_k, weights);
+}
+
+}  // namespace maxmoe::ops

@@ -1,0 +1,103 @@
+#include "ops/ragged_unsort.h"
+
+#include <ATen/ops/empty.h>
+
+#include "kernels/ragged_unsort.h"
+#include "ops/autograd.h"
+#include "ops/backend.h"
+#include "ops/ragged_dot.h"
+#include "ops/ragged_gather_reduce.h"
+#include "ops/ragged_sort.h"
+#include "ops/routed_rows.h"
+#include "ops/views.h"
+
+namespace maxmoe::ops {
+namespace {
+
+constexpr const char* kOp = "ragged_unsort";
+
+TORCH_LIBRARY_FRAGMENT(maxmoe, m) {
+  m.def("ragged_unsort(Tensor rows, Tensor slots, Tensor row_of_slot, int top_k, Tensor? weights=None) -> Tensor");
+}
+
+void check(const Tensor& rows, const Tensor& slots, const Tensor& row_of_slot, int64_t top_k,
+           const OptionalTensor& weights) {
+  Argument(kOp, "rows", rows).has_dims(2, "[R, D]").is_floating();
+  MAXMOE_CHECK(top_k >= 1, kOp, "top_k must be at least 1, got ", top_k);
+  MAXMOE_CHECK(row_of_slot.numel() % top_k == 0, kOp, "top_k must divide the slots of the plan (",
+               row_of_slot.numel(), "), got ", top_k);
+  MAXMOE_CHECK(rows.size(0) >= slots.numel(), kOp, "rows must have a row for each of the plan's ", slots.numel(),
+               ", got shape ", rows.sizes());
+  check_weights(kOp, weights, rows, row_of_slot.numel());
+  check_routed_rows(kOp, slots, row_of_slot, rows, row_of_slot.numel() / top_k, slots.numel(), top_k);
+}
+
+Tensor ragged_unsort_backend(const Tensor& rows, const Tensor& slots, const Tensor& row_of_slot, int64_t top_k,
+                             const OptionalTensor& weights) {
+  check(rows, slots, row_of_slot, top_k, weights);
+  if (!uses_kernels(rows)) return ragged_gather_reduce(rows, row_of_slot, top_k, weights, std::nullopt);
+  const Tensor out = at::empty({row_of_slot.size(0) / top_k, rows.size(1)}, rows.options());
+  const Tensor source = contiguous_rows(rows);
+  const Tensor list = row_of_slot.contiguous();
+  const auto scale = accumulator_weights(weights, rows.scalar_type());
+  for_dtype(rows.scalar_type(), [&]<class T>() {
+    maxmoe::ragged_unsort(RaggedUnsort<T>{const_view<T>(source), const_pointer<int64_t>(list), top_k,
+                                          const_pointer<Accumulator<T>>(scale), view<T>(out)},
+                          torch_executor());
+  });
+  return out;
+}
+
+class Gradient : public torch::autograd::Function<Gradient> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& rows, const Tensor& slots, const Tensor& row_of_slot,
+                        int64_t top_k, const OptionalTensor& weights) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const Tensor kept_rows = requires_grad(weights) ? rows : Tensor();
+    ctx->save_for_backward({kept_rows, slots, row_of_slot, defined_or_empty(weights)});
+    ctx->saved_data["top_k"] = top_k;
+    ctx->saved_data["num_rows"] = rows.sym_size(0);
+    return ops::ragged_unsort(rows, slots, row_of_slot, top_k, weights);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    const Tensor& slots = saved[1];
+    const Tensor& row_of_slot = saved[2];
+    const auto weights = optional_tensor(saved[3]);
+    const int64_t top_k = ctx->saved_data["top_k"].toInt();
+    Tensor grad_rows;
+    Tensor grad_weights;
+    if (ctx->needs_input_grad(0)) {
+      grad_rows = ragged_sort(grads[0], slots, row_of_slot, top_k, weights);
+      const c10::SymInt spare_rows = ctx->saved_data["num_rows"].toSymInt() - grad_rows.sym_size(0);
+      if (spare_rows != 0) grad_rows = at::constant_pad_nd_symint(grad_rows, {0, 0, 0, spare_rows});
+    }
+    if (saved[0].defined()) {
+      grad_weights = ragged_dot(grads[0], saved[0], row_of_slot, top_k).view_as(*weights).to(weights->scalar_type());
+    }
+    return {grad_rows, Tensor(), Tensor(), Tensor(), grad_weights};
+  }
+};
+
+Tensor ragged_unsort_autograd(const Tensor& rows, const Tensor& slots, const Tensor& row_of_slot, int64_t top_k,
+                              const OptionalTensor& weights) {
+  if (needs_gradient(rows, defined_or_empty(weights))) {
+    return Gradient::apply(rows, slots, row_of_slot, top_k, weights);
+  }
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return ops::ragged_unsort(rows, slots, row_of_slot, top_k, weights);
+}
+
+TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) { m.impl("ragged_unsort", &ragged_unsort_backend); }
+TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) { m.impl("ragged_unsort", &ragged_unsort_autograd); }
+
+}  // namespace
+
+Tensor ragged_unsort(const Tensor& rows, const Tensor& slots, const Tensor& row_of_slot, int64_t top_k,
+                     const OptionalTensor& weights) {
+  static const auto op = find_operator<decltype(ragged_unsort)>("maxmoe::ragged_unsort");
+  return op.call(rows, slots, row_of_slot, top_k, weights);
+}
+
+}  // namespace maxmoe::ops

@@ -1,0 +1,96 @@
+// From tensors to what kernels take.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "kernels/dtype.h"
+#include "kernels/matrix_view.h"
+
+namespace maxmoe::ops {
+
+// float32 for the 16-bit types, otherwise the type itself.
+inline at::ScalarType accumulator_type(at::ScalarType type) {
+  return type == at::kBFloat16 || type == at::kHalf ? at::kFloat : type;
+}
+
+// Calls body.operator()<T>() for the kernels' T of a checked floating dtype.
+template <class Body>
+void for_dtype(at::ScalarType type, const Body& body) {
+  switch (type) {
+    case at::kDouble:
+      return body.template operator()<double>();
+    case at::kFloat:
+      return body.template operator()<float>();
+    case at::kBFloat16:
+      return body.template operator()<BFloat16>();
+    case at::kHalf:
+      return body.template operator()<Float16>();
+    default:
+      TORCH_INTERNAL_ASSERT(false, "maxmoe: dtype ", type, " passed the checks");
+  }
+}
+
+template <class T>
+const T* const_pointer(const at::Tensor& tensor) {
+  return static_cast<const T*>(tensor.const_data_ptr());
+}
+
+template <class T>
+T* pointer(const at::Tensor& tensor) {
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+// The matrix itself where each row is contiguous, else a copy: what the kernels that move rows read.
+inline at::Tensor contiguous_rows(const at::Tensor& matrix) {
+  return matrix.size(1) <= 1 || matrix.stride(1) == 1 ? matrix : matrix.contiguous();
+}
+
+// The matrix or stack of matrices itself where a product can read it in place, row-major or transposed, else a copy.
+inline at::Tensor gemm_operand(const at::Tensor& tensor) {
+  const int64_t rows = tensor.size(-2);
+  const int64_t columns = tensor.size(-1);
+  const int64_t row_stride = tensor.stride(-2);
+  const int64_t column_stride = tensor.stride(-1);
+  const bool row_major = column_stride == 1 && row_stride >= columns;
+  const bool column_major = row_stride == 1 && column_stride >= rows;
+  return (row_major || column_major) && rows > 1 && columns > 1 ? tensor : tensor.contiguous();
+}
+
+// Row-major or transposed, as its strides say. Checked or made so by one of the two functions above.
+template <class T>
+ConstMatrixView<T> const_view(const at::Tensor& t) {
+  const int64_t dims = t.dim();
+  return {const_pointer<T>(t), t.size(dims - 2), t.size(dims - 1), t.stride(dims - 2), t.size(dims - 1) == 1 ? 1 : t.stride(dims - 1)};
+}
+
+// A contiguous output.
+template <class T>
+MatrixView<T> view(const at::Tensor& t) {
+  const int64_t dims = t.dim();
+  return {pointer<T>(t), t.size(dims - 2), t.size(dims - 1), t.size(dims - 1), 1};
+}
+
+template <class T>
+ConstMatrixStack<T> const_stack(const at::Tensor& t) {
+  return {const_view<T>(t), t.size(0), t.stride(0)};
+}
+
+template <class T>
+MatrixStack<T> stack(const at::Tensor& t) {
+  return {view<T>(t), t.size(0), t.size(1) * t.size(2)};
+}
+
+// Weights as kernels take them: a contiguous list in the accumulator's type of `type`.
+inline std::optional<at::Tensor> accumulator_weights(const std::optional<at::Tensor>& weights, at::ScalarType type) {
+  if (!weights.has_value()) return std::nullopt;
+  return weights->reshape(-1).to(accumulator_type(type)).contiguous();
+}
+
+template <class T>
+const T* const_pointer(const std::optional<at::Tensor>& tensor) {
+  return tensor.has_value() ? const_pointer<T>(*tensor) : nullptr;
+}
+
+}  // namespace maxmoe::ops

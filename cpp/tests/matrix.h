@@ -1,0 +1,151 @@
+// Matrices that own their memory, for tests.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "executors.h"
+#include "kernels/dtype.h"
+#include "kernels/matrix_view.h"
+
+namespace maxmoe {
+
+// Row-major with a gap after each row. Every byte begins as 0xFF, a NaN in all types: who reads what nobody wrote
+// gives NaN, and who writes into the gap is found out.
+template <class T>
+class Matrix {
+ public:
+  Matrix(int64_t rows, int64_t columns) : rows_(rows), columns_(columns), values_(rows * (columns + kGap)) {
+    poison(0, rows);
+  }
+
+  // The same numbers in a wider type.
+  template <class S>
+  explicit Matrix(const Matrix<S>& other) : Matrix(other.rows(), other.columns()) {
+    for (int64_t r = 0; r < rows_; ++r) {
+      for (int64_t c = 0; c < columns_; ++c) element(r, c) = static_cast<T>(other(r, c));
+    }
+  }
+
+  static Matrix random(int64_t rows, int64_t columns, unsigned seed) {
+    Matrix matrix(rows, columns);
+    matrix.randomize(seed);
+    return matrix;
+  }
+
+  // Uniform in [-bound, bound).
+  void randomize(unsigned seed, double bound = 1.0) {
+    std::mt19937 generator(seed);
+    std::uniform_real_distribution<double> uniform(-bound, bound);
+    for (int64_t r = 0; r < rows_; ++r) {
+      for (int64_t c = 0; c < columns_; ++c) element(r, c) = narrow<T>(static_cast<Accumulator<T>>(uniform(generator)));
+    }
+  }
+
+  void fill(double value) {
+    for (int64_t r = 0; r < rows_; ++r) {
+      for (int64_t c = 0; c < columns_; ++c) element(r, c) = narrow<T>(static_cast<Accumulator<T>>(value));
+    }
+  }
+
+  int64_t rows() const { return rows_; }
+  int64_t columns() const { return columns_; }
+  T& element(int64_t r, int64_t c) { return values_[static_cast<size_t>(r * (columns_ + kGap) + c)]; }
+  double operator()(int64_t r, int64_t c) const {
+    return widen(values_[static_cast<size_t>(r * (columns_ + kGap) + c)]);
+  }
+  MatrixView<T> view() { return {values_.data(), rows_, columns_, columns_ + kGap}; }
+  ConstMatrixView<T> view() const { return {values_.data(), rows_, columns_, columns_ + kGap}; }
+
+  // The same matrix with NaN in rows [begin, end).
+  Matrix poisoned(int64_t begin, int64_t end) const {
+    Matrix copy = *this;
+    copy.poison(begin, end);
+    return copy;
+  }
+  bool gap_is_intact() const {
+    const std::vector<unsigned char> untouched(kGap * sizeof(T), 0xFF);
+    for (int64_t r = 0; r < rows_; ++r) {
+      const T* gap = values_.data() + r * (columns_ + kGap) + columns_;
+      if (std::memcmp(gap, untouched.data(), untouched.size()) != 0) return false;
+    }
+    return true;
+  }
+  bool has_same_bits(const Matrix& other) const {
+    return values_.empty() || std::memcmp(values_.data(), other.values_.data(), values_.size() * sizeof(T)) == 0;
+  }
+
+ private:
+  void poison(int64_t begin, int64_t end) {
+    const auto row_bytes = (columns_ + kGap) * static_cast<int64_t>(sizeof(T));
+    std::fill_n(reinterpret_cast<unsigned char*>(values_.data()) + begin * row_bytes, (end - begin) * row_bytes, 0xFF);
+  }
+
+  static constexpr int64_t kGap = 3;
+  int64_t rows_;
+  int64_t columns_;
+  std::vector<T> values_;
+};
+
+// `count` matrices of one shape, one below the other.
+template <class T>
+MatrixStack<T> stack(Matrix<T>& matrix, int64_t count) {
+  return {matrix.view().row_range(0, count == 0 ? 0 : matrix.rows() / count), count,
+          count == 0 ? 0 : matrix.rows() / count * matrix.view().row_stride};
+}
+template <class T>
+ConstMatrixStack<T> stack(const Matrix<T>& matrix, int64_t count) {
+  return {matrix.view().row_range(0, count == 0 ? 0 : matrix.rows() / count), count,
+          count == 0 ? 0 : matrix.rows() / count * matrix.view().row_stride};
+}
+
+// What a sum of some dozen terms of size 1, rounded once to T, may be off by.
+template <class T>
+constexpr double tolerance() {
+  if (std::is_same_v<T, double>) return 1e-13;
+  if (std::is_same_v<T, float>) return 2e-5;
+  return std::is_same_v<T, BFloat16> ? 0x1p-8 : 0x1p-10;
+}
+
+template <class T, class Want>
+void expect_near(const Matrix<T>& got, const Want& want, double slack = 1.0) {
+  for (int64_t r = 0; r < got.rows(); ++r) {
+    for (int64_t c = 0; c < got.columns(); ++c) {
+      const double expected = want(r, c);
+      const double allowed = slack * tolerance<T>() * std::max(1.0, std::abs(expected));
+      ASSERT_NEAR(got(r, c), expected, allowed) << "at row " << r << ", column " << c;
+    }
+  }
+}
+
+// The matrix that kernel(out, executor) writes: the same bits on one thread and on several.
+template <class T, class Kernel>
+Matrix<T> run_kernel(int64_t rows, int64_t columns, const Kernel& kernel) {
+  Matrix<T> out(rows, columns);
+  kernel(out.view(), SerialExecutor());
+  EXPECT_TRUE(out.gap_is_intact());
+  Matrix<T> threaded(rows, columns);
+  kernel(threaded.view(), ThreadExecutor(4));
+  EXPECT_TRUE(threaded.has_same_bits(out)) << "depends on the number of threads";
+  return out;
+}
+
+using Dtypes = testing::Types<double, float, BFloat16, Float16>;
+
+struct DtypeNames {
+  template <class T>
+  static std::string GetName(int) {
+    if (std::is_same_v<T, double>) return "float64";
+    if (std::is_same_v<T, float>) return "float32";
+    return std::is_same_v<T, BFloat16> ? "bfloat16" : "float16";
+  }
+};
+
+}  // namespace maxmoe

@@ -1,0 +1,170 @@
+// The experts in plain float64 loops, and the arguments of the kernels for the same numbers.
+#pragma once
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "kernels/expert_ffn.h"
+#include "matrix.h"
+#include "routing.h"
+
+namespace maxmoe {
+
+struct FfnShape {
+  Routing routing;
+  int64_t hidden_size;        // D
+  int64_t intermediate_size;  // F
+};
+
+// What the experts compute with. Also the type of a direction in which to differentiate.
+template <class T>
+struct FfnTensors {
+  explicit FfnTensors(const FfnShape& s)
+      : x(s.routing.num_tokens, s.hidden_size),
+        weights(1, s.routing.num_tokens * s.routing.top_k),
+        gate(s.routing.num_experts * s.hidden_size, s.intermediate_size),
+        up(s.routing.num_experts * s.hidden_size, s.intermediate_size),
+        down(s.routing.num_experts * s.intermediate_size, s.hidden_size),
+        gate_bias(s.routing.num_experts, s.intermediate_size),
+        up_bias(s.routing.num_experts, s.intermediate_size),
+        down_bias(s.routing.num_experts, s.hidden_size) {}
+
+  // Everything of size 1, the products too.
+  static FfnTensors random(const FfnShape& shape, unsigned seed) {
+    FfnTensors tensors(shape);
+    tensors.for_each([&](auto& matrix) { matrix.randomize(seed++); });
+    const double bound = std::sqrt(3.0 / static_cast<double>(shape.hidden_size));
+    tensors.gate.randomize(seed++, bound);
+    tensors.up.randomize(seed++, bound);
+    tensors.down.randomize(seed++, std::sqrt(3.0 / static_cast<double>(shape.intermediate_size)));
+    return tensors;
+  }
+
+  // The same numbers in another type.
+  template <class S>
+  explicit FfnTensors(const FfnTensors<S>& other)
+      : x(other.x),
+        weights(other.weights),
+        gate(other.gate),
+        up(other.up),
+        down(other.down),
+        gate_bias(other.gate_bias),
+        up_bias(other.up_bias),
+        down_bias(other.down_bias) {}
+
+  template <class Visit>
+  void for_each(const Visit& visit) {
+    visit(x);
+    visit(weights);
+    for (Matrix<T>* matrix : {&gate, &up, &down, &gate_bias, &up_bias, &down_bias}) visit(*matrix);
+  }
+
+  ExpertWeights<T> experts(bool gated, bool biased, int64_t num_experts) const {
+    ExpertWeights<T> e;
+    if (gated) e.gate = stack(gate, num_experts);
+    e.up = stack(up, num_experts);
+    e.down = stack(down, num_experts);
+    if (biased && gated) e.gate_bias = gate_bias.view();
+    if (biased) e.up_bias = up_bias.view();
+    if (biased) e.down_bias = down_bias.view();
+    return e;
+  }
+
+  Matrix<T> x;
+  Matrix<Accumulator<T>> weights;
+  Matrix<T> gate, up, down, gate_bias, up_bias, down_bias;
+};
+
+inline RoutedRows routed_rows(const Routing& routing) {
+  return {routing.slots.data(), routing.rows.data(), routing.group_sizes.data(), routing.num_experts, routing.top_k};
+}
+
+inline double naive_activation(Activation activation, double x) {
+  switch (activation) {
+    case Activation::silu:
+      return x / (1.0 + std::exp(-x));
+    case Activation::swigluoai:
+      return x / (1.0 + std::exp(-1.702 * x));
+    case Activation::gelu:
+      return x * 0.5 * (1.0 + std::erf(x / std::sqrt(2.0)));
+    case Activation::gelu_tanh:
+      return 0.5 * x * (1.0 + std::tanh(std::sqrt(2.0 / M_PI) * (x + 0.044715 * x * x * x)));
+    case Activation::relu:
+      return std::max(x, 0.0);
+    case Activation::relu2:
+      return std::max(x, 0.0) * std::max(x, 0.0);
+  }
+  return std::numeric_limits<double>::quiet_NaN();
+}
+
+inline double naive_activated(const ActivationKind& kind, double gate, double up) {
+  if (!kind.gated) return naive_activation(kind.activation, up);
+  const double clipped_up = std::min(std::max(up, -kind.limit), kind.limit);
+  const double factor = clipped_up + (kind.activation == Activation::swigluoai ? 1.0 : 0.0);
+  return naive_activation(kind.activation, std::min(gate, kind.limit)) * factor;
+}
+
+// out [T, D] at `at + step * along`.
+template <class T>
+class NaiveFfn {
+ public:
+  NaiveFfn(const FfnShape& shape, const ActivationKind& kind, bool biased, bool weighted, const FfnTensors<T>& at,
+           const FfnTensors<T>& along)
+      : shape_(shape), kind_(kind), biased_(biased), weighted_(weighted), at_(at), along_(along) {}
+
+  Matrix<double> operator()(double step) const {
+    const Routing& routing = shape_.routing;
+    Matrix<double> out(routing.num_tokens, shape_.hidden_size);
+    for (int64_t t = 0; t < routing.num_tokens; ++t) {
+      for (int64_t d = 0; d < shape_.hidden_size; ++d) out.element(t, d) = 0.0;
+      for (int64_t slot = t * routing.top_k; slot < (t + 1) * routing.top_k; ++slot) {
+        const int64_t expert = routing.experts[static_cast<size_t>(slot)];
+        if (expert >= 0) add_expert(expert, t, slot, step, out);
+      }
+    }
+    return out;
+  }
+
+ private:
+  template <class S>
+  static double value(const Matrix<S>& at, const Matrix<S>& along, double step, int64_t r, int64_t c) {
+    return at(r, c) + (step == 0.0 ? 0.0 : step * along(r, c));
+  }
+
+  // Row t of x times one expert's matrix, plus bias, in column f.
+  double project(const Matrix<T> FfnTensors<T>::*matrix, const Matrix<T> FfnTensors<T>::*bias, int64_t expert,
+                 int64_t t, int64_t f, double step) const {
+    double sum = biased_ ? value(at_.*bias, along_.*bias, step, expert, f) : 0.0;
+    for (int64_t d = 0; d < shape_.hidden_size; ++d) {
+      sum += value(at_.x, along_.x, step, t, d) *
+             value(at_.*matrix, along_.*matrix, step, expert * shape_.hidden_size + d, f);
+    }
+    return sum;
+  }
+
+  void add_expert(int64_t expert, int64_t t, int64_t slot, double step, Matrix<double>& out) const {
+    const double weight = weighted_ ? value(at_.weights, along_.weights, step, 0, slot) : 1.0;
+    for (int64_t d = 0; d < shape_.hidden_size && biased_; ++d) {
+      out.element(t, d) += weight * value(at_.down_bias, along_.down_bias, step, expert, d);
+    }
+    for (int64_t f = 0; f < shape_.intermediate_size; ++f) {
+      const double gate = project(&FfnTensors<T>::gate, &FfnTensors<T>::gate_bias, expert, t, f, step);
+      const double up = project(&FfnTensors<T>::up, &FfnTensors<T>::up_bias, expert, t, f, step);
+      const double activated = naive_activated(kind_, gate, up);
+      for (int64_t d = 0; d < shape_.hidden_size; ++d) {
+        const int64_t row = expert * shape_.intermediate_size + f;
+        out.element(t, d) += weight * activated * value(at_.down, along_.down, step, row, d);
+      }
+    }
+  }
+
+  const FfnShape& shape_;
+  ActivationKind kind_;
+  bool biased_;
+  bool weighted_;
+  const FfnTensors<T>& at_;
+  const FfnTensors<T>& along_;
+};
+
+}  // namespace maxmoe

@@ -1,0 +1,24 @@
+// Named shapes and index lists that the tests of the ragged kernels share.
+#pragma once
+
+#include <cstdint>
+#include <random>
+#include <vector>
+
+namespace maxmoe {
+
+// Around the widths of vectors and of the kernels' column blocks (256).
+inline const std::vector<int64_t> kColumns = {1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 40, 255, 257};
+
+// `count` indices into [0, size), repeated ones among them; one in eight is -1.
+inline std::vector<int64_t> random_index(int64_t count, int64_t size, unsigned seed) {
+  std::mt19937 generator(seed);
+  std::vector<int64_t> index;
+  for (int64_t i = 0; i < count; ++i) {
+    const bool is_valid = size > 0 && generator() % 8 != 0;
+    index.push_back(is_valid ? static_cast<int64_t>(generator() % static_cast<uint32_t>(size)) : -1);
+  }
+  return index;
+}
+
+}  // namespace maxmoe

@@ -1,0 +1,211 @@
+// The fused experts: forward against float64 loops, gradients against differences of them in random directions.
+#include "kernels/expert_ffn.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "eigen_gemm.h"
+#include "matrix.h"
+#include "naive_ffn.h"
+#include "routing.h"
+
+namespace maxmoe {
+namespace {
+
+constexpr double kNoLimit = std::numeric_limits<double>::infinity();
+
+struct Variant {
+  ActivationKind kind;
+  bool biased;
+  bool weighted;
+};
+
+const std::vector<Variant> kVariants = {
+    {{Activation::silu, true, kNoLimit}, false, true},      {{Activation::silu, true, 0.5}, true, true},
+    {{Activation::gelu, true, kNoLimit}, true, false},      {{Activation::gelu_tanh, true, kNoLimit}, false, true},
+    {{Activation::relu, true, 1.0}, true, true},            {{Activation::swigluoai, true, 0.7}, true, true},
+    {{Activation::relu2, false, kNoLimit}, true, true},     {{Activation::silu, false, kNoLimit}, false, false},
+    {{Activation::gelu_tanh, false, kNoLimit}, true, true},
+};
+
+std::vector<FfnShape> shapes() {
+  return {{random_routing(0, 2, 3, 1), 5, 7},   {random_routing(1, 1, 1, 1), 1, 1},
+          {random_routing(17, 2, 3, 1), 9, 13}, {random_routing(7, 4, 31, 1), 3, 40},
+          {all_to_one_routing(11, 4, 2), 8, 5}, {plan_routing(3, 1, 2, {-1, -1, -1}), 4, 4}};
+}
+
+template <class T>
+struct Forward {
+  Matrix<T> preactivations;
+  Matrix<T> out;
+};
+
+template <class T>
+Forward<T> run_forward(const FfnShape& shape, const Variant& variant, const FfnTensors<T>& tensors) {
+  const Routing& routing = shape.routing;
+  const int64_t width = shape.intermediate_size * (variant.kind.gated ? 2 : 1);
+  Matrix<T> preactivations(routing.num_rows(), width);
+  ExpertFfn<T> a;
+  a.x = tensors.x.view();
+  a.weights = variant.weighted ? tensors.weights.view().data : nullptr;
+  a.routed = routed_rows(routing);
+  a.experts = tensors.experts(variant.kind.gated, variant.biased, routing.num_experts);
+  a.kind = variant.kind;
+  a.gemm = &test_gemm<T>();
+  const auto run = [&](MatrixView<T> out, const Executor& executor) {
+    Matrix<T> rows(routing.num_rows(), shape.hidden_size);
+    a.rows = rows.view();
+    a.out = out;
+    expert_ffn(a, executor);
+  };
+  const Matrix<T> lean = run_kernel<T>(routing.num_tokens, shape.hidden_size, run);
+  a.preactivations = preactivations.view();
+  const Matrix<T> out = run_kernel<T>(routing.num_tokens, shape.hidden_size, run);
+  EXPECT_TRUE(out.has_same_bits(lean)) << "depends on whether the preactivations are wanted";
+  return {preactivations, out};
+}
+
+// The gradients of <grad_out, out>, in the layout of the tensors.
+template <class T>
+FfnTensors<T> run_backward(const FfnShape& shape, const Variant& variant, const FfnTensors<T>& tensors,
+                           const Matrix<T>& preactivations, const Matrix<T>& grad_out, const Executor& executor) {
+  const Routing& routing = shape.routing;
+  Matrix<T> grad_preactivations(routing.num_rows(), preactivations.columns());
+  Matrix<T> activated(routing.num_rows(), shape.intermediate_size);
+  Matrix<T> grad_rows(routing.num_rows(), shape.hidden_size);
+  FfnTensors<T> grads(shape);
+  grads.weights.fill(0.0);  // of slots without a row nobody writes
+
+  ExpertFfnBackward<T> a{};
+  a.grad_out = grad_out.view();
+  a.x = tensors.x.view();
+  a.weights = variant.weighted ? tensors.weights.view().data : nullptr;
+  a.routed = routed_rows(routing);
+  a.experts = tensors.experts(variant.kind.gated, variant.biased, routing.num_experts);
+  a.kind = variant.kind;
+  a.gemm = &test_gemm<T>();
+  a.preactivations = preactivations.view();
+  a.grad_preactivations = grad_preactivations.view();
+  a.activated = activated.view();
+  a.grad_rows = grad_rows.view();
+  a.grad_x = grads.x.view();
+  if (variant.weighted) a.grad_weights = grads.weights.view().data;
+  if (variant.kind.gated) a.grad_gate = stack(grads.gate, routing.num_experts);
+  a.grad_up = stack(grads.up, routing.num_experts);
+  a.grad_down = stack(grads.down, routing.num_experts);
+  if (variant.biased && variant.kind.gated) a.grad_gate_bias = grads.gate_bias.view();
+  if (variant.biased) a.grad_up_bias = grads.up_bias.view();
+  if (variant.biased) a.grad_down_bias = grads.down_bias.view();
+  expert_ffn_backward(a, executor);
+  return grads;
+}
+
+double dot(const Matrix<double>& a, const Matrix<double>& b) {
+  double sum = 0.0;
+  for (int64_t r = 0; r < a.rows(); ++r) {
+    for (int64_t c = 0; c < a.columns(); ++c) sum += a(r, c) * b(r, c);
+  }
+  return sum;
+}
+
+// Calls check(name, get) for every tensor that the variant has a gradient of; get(tensors) is that tensor.
+template <class Check>
+void for_every_gradient(const Variant& variant, const Check& check) {
+  check("x", [](auto& t) -> auto& { return t.x; });
+  check("up", [](auto& t) -> auto& { return t.up; });
+  check("down", [](auto& t) -> auto& { return t.down; });
+  if (variant.weighted) check("weights", [](auto& t) -> auto& { return t.weights; });
+  if (variant.kind.gated) check("gate", [](auto& t) -> auto& { return t.gate; });
+  if (!variant.biased) return;
+  check("up_bias", [](auto& t) -> auto& { return t.up_bias; });
+  check("down_bias", [](auto& t) -> auto& { return t.down_bias; });
+  if (variant.kind.gated) check("gate_bias", [](auto& t) -> auto& { return t.gate_bias; });
+}
+
+template <class Check>
+void for_every_case(const Check& check) {
+  const std::vector<FfnShape> all = shapes();
+  for (size_t s = 0; s < all.size(); ++s) {
+    for (size_t v = 0; v < kVariants.size(); ++v) {
+      SCOPED_TRACE(testing::Message() << "shape " << s << ", variant " << v);
+      check(all[s], kVariants[v]);
+    }
+  }
+}
+
+template <class T>
+class ExpertFfnTest : public testing::Test {};
+TYPED_TEST_SUITE(ExpertFfnTest, Dtypes, DtypeNames);
+
+TYPED_TEST(ExpertFfnTest, MatchesTheLoop) {
+  for_every_case([](const FfnShape& shape, const Variant& variant) {
+    const auto tensors = FfnTensors<TypeParam>::random(shape, 1);
+    const NaiveFfn<TypeParam> naive(shape, variant.kind, variant.biased, variant.weighted, tensors, tensors);
+    expect_near(run_forward(shape, variant, tensors).out, naive(0.0), 16.0);
+  });
+}
+
+TYPED_TEST(ExpertFfnTest, MoreRowsThanOneTileAndColumnsThanOneBlock) {
+  const FfnShape shape{all_to_one_routing(150, 2, 1), 131, 270};
+  const Variant variant{{Activation::silu, true, kNoLimit}, true, true};
+  const auto tensors = FfnTensors<TypeParam>::random(shape, 1);
+  const NaiveFfn<TypeParam> naive(shape, variant.kind, variant.biased, variant.weighted, tensors, tensors);
+  expect_near(run_forward(shape, variant, tensors).out, naive(0.0), 64.0);
+}
+
+TYPED_TEST(ExpertFfnTest, GradientsDoNotDependOnTheNumberOfThreads) {
+  const FfnShape shape{random_routing(150, 2, 3, 1), 131, 35};
+  const Variant& variant = kVariants[1];
+  const auto tensors = FfnTensors<TypeParam>::random(shape, 1);
+  const auto grad_out = Matrix<TypeParam>::random(150, 131, 9);
+  const auto z = run_forward(shape, variant, tensors).preactivations;
+  const auto serial = run_backward(shape, variant, tensors, z, grad_out, SerialExecutor());
+  const auto threaded = run_backward(shape, variant, tensors, z, grad_out, ThreadExecutor(4));
+  for_every_gradient(variant, [&](const char* name, const auto& get) {
+    EXPECT_TRUE(get(serial).has_same_bits(get(threaded))) << name;
+    EXPECT_TRUE(get(serial).gap_is_intact()) << name;
+  });
+}
+
+// The gradients of float64 for the same numbers, to the rounding of the type. The same preactivations too: rounding
+// could move them across the kink of a clip.
+TYPED_TEST(ExpertFfnTest, GradientsAreThoseOfFloat64) {
+  for_every_case([](const FfnShape& shape, const Variant& variant) {
+    const auto tensors = FfnTensors<TypeParam>::random(shape, 1);
+    const auto grad_out = Matrix<TypeParam>::random(shape.routing.num_tokens, shape.hidden_size, 9);
+    const auto z = run_forward(shape, variant, tensors).preactivations;
+    const auto got = run_backward(shape, variant, tensors, z, grad_out, SerialExecutor());
+    const auto want = run_backward(shape, variant, FfnTensors<double>(tensors), Matrix<double>(z),
+                                   Matrix<double>(grad_out), SerialExecutor());
+    for_every_gradient(variant, [&](const char* name, const auto& get) {
+      SCOPED_TRACE(name);
+      expect_near(Matrix<double>(get(got)), get(want), 24.0 * tolerance<TypeParam>() / tolerance<double>());
+    });
+  });
+}
+
+// d/dstep <grad_out, out(tensors + step * direction)> = <gradient, direction>, one tensor at a time.
+TEST(ExpertFfnGradients, MatchDifferences) {
+  for_every_case([](const FfnShape& shape, const Variant& variant) {
+    const auto tensors = FfnTensors<double>::random(shape, 1);
+    const auto directions = FfnTensors<double>::random(shape, 100);
+    const auto grad_out = Matrix<double>::random(shape.routing.num_tokens, shape.hidden_size, 9);
+    const auto z = run_forward(shape, variant, tensors).preactivations;
+    const auto grads = run_backward(shape, variant, tensors, z, grad_out, SerialExecutor());
+    for_every_gradient(variant, [&](const char* name, const auto& get) {
+      FfnTensors<double> along(shape);
+      along.for_each([](Matrix<double>& matrix) { matrix.fill(0.0); });
+      get(along) = get(directions);
+      constexpr double kStep = 1e-6;
+      const NaiveFfn<double> naive(shape, variant.kind, variant.biased, variant.weighted, tensors, along);
+      const double want = (dot(grad_out, naive(kStep)) - dot(grad_out, naive(-kStep))) / (2 * kStep);
+      EXPECT_NEAR(dot(get(grads), get(directions)), want, 1e-7 * std::max(1.0, std::abs(want))) << name;
+    });
+  });
+}
+
+}  // namespace
+}  // namespace maxmoe

@@ -1,0 +1,190 @@
+"""Train a small Mixture-of-Experts language model on the bytes of text files.
+
+    python examples/pretrain.py                              the Python standard library, about five minutes
+    python examples/pretrain.py --data notes/ 'src/**/*.c'   files, folders and patterns
+    python examples/pretrain.py --resume                     go on from the checkpoint in --out
+
+The folder --out gets the checkpoint and two pictures: loss.png and expert_load.png. Ctrl-C finishes the
+step and saves. A resumed run computes bit for bit what an uninterrupted one would have computed.
+"""
+
+import argparse
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from tqdm import tqdm
+
+from pretraining import InputError, figures
+from pretraining.baselines import bigram_bits_per_byte, zlib_bits_per_byte
+from pretraining.corpus import load_corpus
+from pretraining.trainer import Trainer
+
+SAMPLE_PROMPT_BYTES, SAMPLE_BYTES = 64, 256
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keeps the lines of the description and adds every default."""
+
+
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
+    add = parser.add_argument
+    add(
+        "--data", nargs="+", default=[], help="files, folders, patterns; without: the Python standard library"
+    )
+    add("--out", type=Path, default=Path("runs/pretrain"), help="folder of the results")
+    add("--resume", action="store_true", help="go on with the run in --out; other options as before")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the matrix products")
+    add("--learning-rate", type=at_least(0, float), default=3e-3, help="at its peak")
+    add("--seed", type=at_least(0), default=0, help="of parameters and data order")
+    add("--steps", type=at_least(1), default=1000, help="optimizer steps")
+    add("--batch-size", type=at_least(1), default=16, help="sequences per step")
+    add("--sequence-length", type=at_least(1), default=256, help="bytes per sequence")
+    add("--eval-every", type=at_least(1), default=100, help="steps from one evaluation to the next")
+    add("--save-every", type=at_least(1), default=100, help="steps from one checkpoint to the next")
+    add("--hidden-size", type=at_least(1), default=128, help="width of the model")
+    add("--num-layers", type=at_least(1), default=4, help="blocks, each with a Mixture-of-Experts layer")
+    add("--num-heads", type=at_least(1), default=2, help="attention heads per block")
+    add("--num-experts", type=at_least(1), default=16, help="experts per block")
+    add("--top-k", type=at_least(1), default=2, help="experts per byte")
+    add("--intermediate-size", type=at_least(1), default=128, help="width inside each expert")
+    return parser.parse_args(arguments)
+
+
+def at_least(minimum: int, kind: type[int] | type[float] = int) -> Callable[[str], float]:
+    """Make the conversion of an option that is a number."""
+
+    def convert(text: str) -> float:
+        value = kind(text)
+        if not value >= minimum:
+            raise argparse.ArgumentTypeError(f"must be at least {minimum}, got {text}")
+        return value
+
+    convert.__name__ = kind.__name__  # argparse says "invalid int value"
+    return convert
+
+
+class StopRequest:
+    """Within it, the first Ctrl-C or SIGTERM only sets `signal`; the second one acts as usual."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def __enter__(self) -> "StopRequest":
+        self.usual = {
+            number: signal.signal(number, self.receive) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self.usual.items():
+            signal.signal(number, handler)
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        """Remember the signal."""
+        self.signal = number
+        signal.signal(number, self.usual[number])
+
+
+def train(trainer: Trainer, baselines: dict[str, float]) -> int | None:
+    """Take the remaining steps, with evaluations and checkpoints; return the signal that cut them short."""
+    options = trainer.options
+    against = ", ".join(f"{name} {value:.3f}" for name, value in baselines.items())
+    bytes_per_step = options.batch_size * options.sequence_length
+    progress = tqdm(
+        total=options.steps * bytes_per_step,
+        initial=trainer.step * bytes_per_step,
+        unit=" tokens",
+        unit_scale=True,
+        dynamic_ncols=True,
+        mininterval=0.5,
+    )
+    with progress, StopRequest() as stop:
+        while trainer.step < options.steps and stop.signal is None:
+            output = trainer.train_step()
+            load = max(float(stats.load_max_over_mean) for stats in output.stats)
+            status = f"{trainer.history.training[-1]:.3f} bits, load max/mean {load:.2f}"
+            progress.set_postfix_str(status, refresh=False)
+            progress.update(bytes_per_step)
+            last = trainer.step == options.steps
+            if last or trainer.step % options.eval_every == 0:
+                bits = trainer.evaluate()
+                progress.write(f"step {trainer.step}: {bits:.3f} bits per byte on held-out text ({against})")
+            if last or trainer.step % options.save_every == 0 or stop.signal is not None:
+                trainer.save()
+    return stop.signal
+
+
+def prepare_output(folder: Path) -> None:
+    """Make the folder and try it before the work begins."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise InputError(f"cannot write to --out {folder}: {error.strerror}") from error
+
+
+def report(trainer: Trainer, baselines: dict[str, float]) -> None:
+    """Print a sample and the result, and draw the pictures."""
+    history, out = trainer.history, trainer.options.out
+    sample = trainer.sample(SAMPLE_PROMPT_BYTES, SAMPLE_BYTES)
+    print(f"\nSample, after {SAMPLE_PROMPT_BYTES} held-out bytes:\n{sample}\n")
+    print(f"{history.held_out[-1][1]:.3f} bits per byte on held-out text")
+    for name, value in baselines.items():
+        print(f"{value:.3f} with {name}")
+    last = history.tokens_per_expert[-1]
+    print(f"{int((last == 0).sum())} dead experts of {last.numel()} in the last steps")
+    pictures = out / "loss.png", out / "expert_load.png"
+    try:
+        figures.loss_curves(pictures[0], history.training, history.held_out, baselines)
+        figures.expert_load(pictures[1], history.tokens_per_expert, trainer.options.steps)
+    except OSError as error:
+        raise InputError(f"cannot write the pictures to {out}: {error.strerror}") from error
+    print("Pictures:", *pictures)
+
+
+def run(options: argparse.Namespace, command: list[str]) -> int:
+    """Do what the options say and return the exit status."""
+    corpus = load_corpus(options.data, options.sequence_length)
+    print(f"Text: {corpus.description}")
+    baselines = {
+        "byte bigram": bigram_bits_per_byte(corpus.training, corpus.held_out),
+        "zlib -9": zlib_bits_per_byte(corpus.held_out),
+    }
+    trainer = Trainer(options, corpus)
+    print(f"Model: {sum(parameter.numel() for parameter in trainer.model.parameters()):,} parameters")
+    if options.resume:
+        trainer.resume()
+        print(f"Resumed at step {trainer.step} of {options.steps}")
+    elif (options.out / "checkpoint").exists():
+        print(f"The first save replaces the checkpoint in {options.out}; --resume would go on with it")
+    prepare_output(options.out)
+    stopped_by = train(trainer, baselines)
+    if stopped_by is not None:
+        again = [*command, *([] if options.resume else ["--resume"])]
+        print(f"Stopped and saved at step {trainer.step}. To go on: {shlex.join(again)}")
+        return 128 + stopped_by
+    report(trainer, baselines)
+    return 0
+
+
+def main() -> int:
+    """Run the command line."""
+    try:
+        return run(parse_options(), [sys.executable, *sys.argv])
+    except InputError as error:
+        print(f"pretrain: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("pretrain: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""Text files as bytes, split by file into training text and held-out text."""
+
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pretraining import InputError
+
+# Stands before every file; text does not contain it, so the model can learn how files begin.
+SEPARATOR = b"\0"
+HELD_OUT_FRACTION = 0.1
+# The evaluation reads this many pieces, spread evenly over the held-out text: 128 KiB together.
+EVALUATION_PIECES = 16
+EVALUATION_PIECE_BYTES = 8192
+# Other people's packages, tests, and tables that nobody wrote by hand.
+STANDARD_LIBRARY_WITHOUT = {
+    "site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a run reads.
+
+    Args:
+        training: ``(N,)`` uint8, the training files one after the other.
+        held_out: ``(pieces, 1 + L)`` uint8: L bytes to predict, after the byte before them.
+        description: what was taken, in words.
+        fingerprint: changes with the text.
+    """
+
+    training: Tensor
+    held_out: Tensor
+    description: str
+    fingerprint: str
+
+
+def load_corpus(data: list[str], sequence_length: int) -> Corpus:
+    """Read and split what `--data` names, or the Python standard library where it names nothing.
+
+    Raises:
+        InputError: if a file cannot be read, nothing matches or the text is too short.
+    """
+    source = " ".join(data) or "the Python standard library (without tests, packages and tables)"
+    texts = read_texts(named_files(data) if data else standard_library_files())
+    if not texts:
+        raise InputError(f"no text in {source}: no file that is neither empty nor binary")
+    training, held_out = split_by_file(texts)
+    if min(len(training), len(held_out)) <= sequence_length:
+        raise InputError(
+            f"too little text in {source}: {len(training)} training and {len(held_out)} held-out bytes, "
+            f"--sequence-length {sequence_length} needs {sequence_length + 1} of each"
+        )
+    return Corpus(
+        training=torch.frombuffer(bytearray(training), dtype=torch.uint8),
+        held_out=evaluation_pieces(held_out, sequence_length),
+        description=(
+            f"{len(texts)} files of {source}: {len(training):,} training bytes, {len(held_out):,} held out"
+        ),
+        fingerprint=hashlib.sha256(training + held_out).hexdigest()[:16],
+    )
+
+
+def standard_library_files() -> Iterator[tuple[str, Path]]:
+    """Yield name and path of the interpreter's own sources; names do not depend on where it lives."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if STANDARD_LIBRARY_WITHOUT.isdisjoint(name.parts):
+            yield str(name), path
+
+
+def named_files(data: list[str]) -> Iterator[tuple[str, Path]]:
+    """Yield name and path of each file, of the files below each folder, and of what each glob matches."""
+    for argument in data:
+        path = Path(argument)
+        matches = [path] if path.exists() else [Path(match) for match in glob.glob(argument, recursive=True)]
+        if not matches:
+            raise InputError(
+                f"--data {argument}: no such file or folder, and no file matches it as a pattern"
+            )
+        for match in sorted(matches):
+            if match.is_dir():
+                inside = (file.relative_to(match) for file in sorted(match.rglob("*")) if file.is_file())
+                yield from ((str(name), match / name) for name in inside if not hidden(name))
+            else:
+                yield str(match), match
+
+
+def hidden(name: Path) -> bool:
+    """Tell whether a file below a folder belongs to a tool, such as `.git` or `__pycache__`."""
+    return any(part.startswith(".") or part == "__pycache__" for part in name.parts)
+
+
+def read_texts(files: Iterable[tuple[str, Path]]) -> list[tuple[str, bytes]]:
+    """Read every file once; empty files and binary ones (with a zero byte) hold no text and are left out."""
+    texts = []
+    for name, path in {path.resolve(): (name, path) for name, path in files}.values():
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise InputError(f"cannot read {path}: {error.strerror}") from error
+        if text and SEPARATOR not in text:
+            texts.append((name, text))
+    return texts
+
+
+def split_by_file(texts: list[tuple[str, bytes]]) -> tuple[bytes, bytes]:
+    """Hold out a tenth of the files, drawn by the hashes of their names; of a single file its last tenth."""
+    if len(texts) == 1:
+        text = texts[0][1]
+        num_held_out = round(len(text) * HELD_OUT_FRACTION)
+        return SEPARATOR + text[: len(text) - num_held_out], SEPARATOR + text[len(text) - num_held_out :]
+    drawn = sorted(texts, key=lambda named: hashlib.sha256(os.fsencode(named[0])).digest())
+    num_held_out = max(1, round(len(texts) * HELD_OUT_FRACTION))
+    held_out, training = drawn[:num_held_out], drawn[num_held_out:]
+    return (
+        b"".join(SEPARATOR + text for _, text in training),
+        b"".join(SEPARATOR + text for _, text in held_out),
+    )
+
+
+def evaluation_pieces(held_out: bytes, sequence_length: int) -> Tensor:
+    """Cut pieces of whole sequences out of the held-out text, each with the byte before it."""
+    num_sequences = (len(held_out) - 1) // sequence_length
+    longest = max(1, EVALUATION_PIECE_BYTES // sequence_length)
+    sequences_per_piece = min(longest, max(1, num_sequences // EVALUATION_PIECES))
+    num_pieces = min(EVALUATION_PIECES, num_sequences // sequences_per_piece)
+    length = 1 + sequences_per_piece * sequence_length
+    starts = np.linspace(0, len(held_out) - length, num_pieces).astype(np.int64)
+    text = torch.frombuffer(bytearray(held_out), dtype=torch.uint8)
+    return torch.stack([text[start : start + length] for start in starts.tolist()])
+
+
+class TrainingSequences:
+    """Batches of sequences in an order that depends on the seed and the step alone.
+
+    An epoch cuts the text into sequences, from an offset of its own, and shuffles them. Nothing is kept
+    between two steps, so that a resumed run reads what an uninterrupted one would have read.
+
+    Args:
+        text: ``(N,)`` uint8, N > sequence_length.
+        sequence_length: S.
+        batch_size: B.
+        seed: of offsets and shuffles.
+    """
+
+    def __init__(self, text: Tensor, *, sequence_length: int, batch_size: int, seed: int) -> None:
+        self.text = text
+        self.sequence_length = sequence_length
+        self.batch_size = batch_size
+        self.seed = seed
+        # Any offset below S leaves this many whole sequences and the byte after the last one.
+        self.num_sequences = max(1, len(text) // sequence_length - 1)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return tokens and the tokens that follow them, both ``(B, S)`` int64."""
+        positions = range(step * self.batch_size, (step + 1) * self.batch_size)
+        starts = [self.start(*divmod(position, self.num_sequences)) for position in positions]
+        rows = torch.stack([self.text[start : start + self.sequence_length + 1] for start in starts]).long()
+        return rows[:, :-1], rows[:, 1:]
+
+    def start(self, epoch: int, index: int) -> int:
+        """Return where the sequence `index` of the shuffled `epoch` begins."""
+        offset, order = epoch_order(self.seed, epoch, self.sequence_length, self.num_sequences)
+        return min(
+            offset + int(order[index]) * self.sequence_length, len(self.text) - self.sequence_length - 1
+        )
+
+
+@lru_cache(maxsize=2)
+def epoch_order(seed: int, epoch: int, sequence_length: int, num_sequences: int) -> tuple[int, np.ndarray]:
+    """Draw the offset of an epoch and the order of its sequences."""
+    generator = np.random.default_rng([seed, epoch])
+    return int(generator.integers(sequence_length)), generator.permutation(num_sequences)

@@ -1,0 +1,84 @@
+"""The two pictures of a run, as PNG: loss curves, and the load of every expert over time."""
+
+import io
+from pathlib import Path
+
+from matplotlib.colors import TwoSlopeNorm
+from matplotlib.figure import Figure
+from torch import Tensor
+
+TRAINING, HELD_OUT, BASELINE = "#9aa5b1", "#1b6ca8", "#b5541c"
+
+
+def loss_curves(
+    path: Path, training: list[float], held_out: list[tuple[int, float]], baselines: dict[str, float]
+) -> None:
+    """Draw bits per byte over the steps.
+
+    Args:
+        path: of the PNG.
+        training: of each step's batch.
+        held_out: pairs of step and value on the held-out text.
+        baselines: horizontal lines, by name.
+    """
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(range(1, len(training) + 1), training, color=TRAINING, linewidth=0.8, label="training batch")
+    steps, values = zip(*held_out, strict=True)
+    label = f"held-out text, {values[-1]:.2f} at the end"
+    axes.plot(steps, values, color=HELD_OUT, linewidth=2, marker="o", markersize=4, label=label)
+    for name, value in baselines.items():
+        axes.axhline(value, color=BASELINE, linewidth=1, linestyle="--")
+        beside = {"xycoords": ("axes fraction", "data"), "va": "center", "color": BASELINE}
+        axes.annotate(f" {name}\n {value:.2f}", (1, value), **beside)
+    # The first batches cost 8 bits a byte; showing them whole would flatten the rest.
+    axes.set_ylim(0, 1.4 * max(*baselines.values(), values[-1]))
+    axes.set(xlabel="step", ylabel="bits per byte")
+    axes.legend(frameon=False, loc="upper right")
+    axes.spines[["top", "right"]].set_visible(False)
+    save(figure, path)
+
+
+def expert_load(path: Path, tokens_per_expert: Tensor, steps: int) -> None:
+    """Draw the share of every expert over time, one panel per layer; 1 is perfect balance, 0 a dead expert.
+
+    Args:
+        path: of the PNG.
+        tokens_per_expert: ``(W, M, E)`` int64, counts in W windows of equally many steps.
+        steps: that the windows cover.
+    """
+    counts = tokens_per_expert.double()
+    load = (counts / counts.mean(-1, keepdim=True)).permute(1, 2, 0)  # [M, E, W]
+    num_layers, num_experts, _ = load.shape
+    columns = min(num_layers, 2)
+    rows = -(-num_layers // columns)
+    figure = Figure(figsize=(5 * columns, 0.9 + 2.4 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
+    norm = TwoSlopeNorm(vmin=0, vcenter=1, vmax=3)
+    for layer, axes in enumerate(panels[:num_layers]):
+        extent = (0, steps, num_experts - 0.5, -0.5)
+        image = axes.imshow(
+            load[layer].numpy(),
+            aspect="auto",
+            interpolation="nearest",
+            cmap="RdBu_r",
+            norm=norm,
+            extent=extent,
+        )
+        axes.set_title(f"MoE layer {layer}", fontsize=10)
+    for axes in panels[num_layers:]:
+        axes.remove()
+    figure.supxlabel("step")
+    figure.supylabel("expert")
+    label = "tokens of the expert / mean over experts (0: dead)"
+    figure.colorbar(
+        image, ax=panels[:num_layers].tolist(), extend="max", ticks=[0, 0.5, 1, 2, 3], label=label
+    )
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a PNG; a run on a full disk then fails on a plain file."""
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=120)
+    path.write_bytes(stream.getvalue())

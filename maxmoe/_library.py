@@ -1,0 +1,31 @@
+"""Loads the C++ core: importing this module registers the operators `torch.ops.maxmoe.*`."""
+
+from pathlib import Path
+
+import torch
+
+_BUILD = "pip install --no-build-isolation -e ."
+
+
+def _check_build() -> None:
+    """Raise unless the core exists and is made for the running torch: another crashes at some point."""
+    recorded = Path(__file__).with_name("_torch_version.txt")
+    if not recorded.exists():
+        raise ImportError(
+            f"the C++ core of maxmoe is not built in {recorded.parent}. "
+            f"In the folder of its setup.py run: {_BUILD}"
+        )
+    built, running = recorded.read_text().strip(), torch.__version__
+    if built.split(".")[:2] != running.split(".")[:2]:
+        raise ImportError(
+            f"maxmoe was built against torch {built}, but torch {running} is running. "
+            f"Build it again in the folder of its setup.py: {_BUILD}"
+            f" (or take the torch that it was built against: pip install torch=={built.split('+')[0]})"
+        )
+
+
+_check_build()
+
+from maxmoe import _C  # noqa: E402
+
+build_info = _C.build_info

@@ -1,0 +1,158 @@
+"""The configuration of one Mixture-of-Experts layer."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus", "identity"]
+Normalization = Literal["none", "sum", "softmax"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai"]
+WeightsTarget = Literal["output", "input"]
+RouterKind = Literal["learned", "random"]
+LoadBalanceScope = Literal["sequence", "batch"]
+Implementation = Literal["sparse", "dense"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Sizes, routing, experts, losses and compute of a `maxmoe.MoE` layer.
+
+    Args:
+        hidden_size: D, width of the tokens.
+        intermediate_size: F, width inside each expert.
+        num_experts: E, routed experts.
+        top_k: K, experts per token.
+        score_function: logits to scores; "identity" keeps the logits.
+        router_bias: a trained bias on the logits.
+        score_correction_bias: a bias for the selection only, moved by `MoE.update_correction_bias`.
+        num_groups: experts form this many groups of equal size.
+        top_k_groups: a token's experts come from its best groups only.
+        normalization: of the K selected scores: "none", "sum" (divide by their sum), "softmax".
+        routed_scaling_factor: multiplies the routing weights.
+        apply_weights_to: the routing weights scale the experts' "output" or their "input".
+        router: "learned", or "random" (uniform and balanced, for tests and benchmarks).
+        activation: of the experts, shared ones included.
+        gated: activation(gate) * up; otherwise activation(up).
+        activation_limit: clip the gate from above and up on both sides, None for no clipping.
+        expert_bias: biases on the three projections of the routed experts.
+        num_shared_experts: n, one dense expert of width n * F that sees every token.
+        shared_expert_gate: scale the shared expert by sigmoid(x . w), as Qwen2-MoE does.
+        load_balance_loss_weight: weight of the auxiliary balance loss, 0 for none.
+        load_balance_scope: balance every "sequence" by itself or the whole "batch".
+        router_z_loss_weight: weight of mean(logsumexp(logits)^2), 0 for none.
+        correction_bias_update_rate: step of the loss-free balancing, 0 for none.
+        implementation: "sparse" computes the routed rows, "dense" all experts with static shapes.
+        capacity_factor: dense only; slots past int(max(ceil(S*K/E) * cf, cf)) per sequence and
+            expert are dropped and counted.
+        buffer_factor: sparse only; at most int(T*K * factor) rows are computed, the slots past
+            them are dropped and counted.
+
+    Raises:
+        ValueError: for values that contradict each other; the message names both.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+
+    score_function: ScoreFunction = "softmax"
+    router_bias: bool = False
+    score_correction_bias: bool = False
+    num_groups: int = 1
+    top_k_groups: int = 1
+    normalization: Normalization = "sum"
+    routed_scaling_factor: float = 1.0
+    apply_weights_to: WeightsTarget = "output"
+    router: RouterKind = "learned"
+
+    activation: Activation = "silu"
+    gated: bool = True
+    activation_limit: float | None = None
+    expert_bias: bool = False
+    num_shared_experts: int = 0
+    shared_expert_gate: bool = False
+
+    load_balance_loss_weight: float = 0.0
+    load_balance_scope: LoadBalanceScope = "sequence"
+    router_z_loss_weight: float = 0.0
+    correction_bias_update_rate: float = 0.0
+
+    implementation: Implementation = "sparse"
+    capacity_factor: float | None = None
+    buffer_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        self._check_sizes()
+        self._check_choices()
+        self._check_groups()
+        self._check_experts()
+        self._check_limits()
+
+    def _check_sizes(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_experts", "top_k", "num_groups", "top_k_groups"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive int, got {value!r}")
+        if not isinstance(self.num_shared_experts, int) or self.num_shared_experts < 0:
+            raise ValueError(f"num_shared_experts must be an int >= 0, got {self.num_shared_experts!r}")
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k ({self.top_k}) must not exceed num_experts ({self.num_experts})")
+
+    def _check_choices(self) -> None:
+        choices = {
+            "score_function": ScoreFunction,
+            "normalization": Normalization,
+            "activation": Activation,
+            "apply_weights_to": WeightsTarget,
+            "router": RouterKind,
+            "load_balance_scope": LoadBalanceScope,
+            "implementation": Implementation,
+        }
+        for name, literal in choices.items():
+            value = getattr(self, name)
+            if value not in get_args(literal):
+                raise ValueError(f"{name} must be one of {get_args(literal)}, got {value!r}")
+
+    def _check_groups(self) -> None:
+        if self.num_experts % self.num_groups:
+            raise ValueError(f"num_groups ({self.num_groups}) must divide num_experts ({self.num_experts})")
+        if self.top_k_groups > self.num_groups:
+            raise ValueError(
+                f"top_k_groups ({self.top_k_groups}) must not exceed num_groups ({self.num_groups})"
+            )
+        reachable = self.num_experts // self.num_groups * self.top_k_groups
+        if self.top_k > reachable:
+            raise ValueError(
+                f"top_k ({self.top_k}) must not exceed the {reachable} experts of "
+                f"top_k_groups ({self.top_k_groups}) groups"
+            )
+
+    def _check_experts(self) -> None:
+        if self.activation == "swigluoai" and not self.gated:
+            raise ValueError("activation 'swigluoai' needs gated=True, got gated=False")
+        if self.activation_limit is not None and not self.gated:
+            raise ValueError(f"activation_limit ({self.activation_limit}) needs gated=True, got gated=False")
+        if self.activation_limit is not None and not self.activation_limit > 0:
+            raise ValueError(f"activation_limit must be positive or None, got {self.activation_limit}")
+        if self.shared_expert_gate and self.num_shared_experts == 0:
+            raise ValueError("shared_expert_gate=True needs num_shared_experts >= 1, got 0")
+
+    def _check_limits(self) -> None:
+        for name in ("load_balance_loss_weight", "router_z_loss_weight", "correction_bias_update_rate"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if self.correction_bias_update_rate and not self.score_correction_bias:
+            raise ValueError(
+                f"correction_bias_update_rate ({self.correction_bias_update_rate}) needs "
+                f"score_correction_bias=True, got False"
+            )
+        for name, implementation in (("capacity_factor", "dense"), ("buffer_factor", "sparse")):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not value > 0:
+                raise ValueError(f"{name} must be positive or None, got {value}")
+            if self.implementation != implementation:
+                raise ValueError(
+                    f"{name} ({value}) needs implementation={implementation!r}, got {self.implementation!r}"
+                )

@@ -1,0 +1,5 @@
+"""Models built on `maxmoe.MoE`."""
+
+from maxmoe.models.decoder import Decoder, DecoderConfig, DecoderOutput
+
+__all__ = ["Decoder", "DecoderConfig", "DecoderOutput"]

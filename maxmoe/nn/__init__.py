@@ -1,0 +1,21 @@
+"""The Mixture-of-Experts layer and its parts."""
+
+from maxmoe.nn.experts import Experts, SharedExperts
+from maxmoe.nn.losses import load_balance_loss, normalized_scores, router_z_loss
+from maxmoe.nn.moe import MoE, MoEOutput, MoEStats
+from maxmoe.nn.recompute import keep_routing
+from maxmoe.nn.router import Router, Routing
+
+__all__ = [
+    "Experts",
+    "MoE",
+    "MoEOutput",
+    "MoEStats",
+    "Router",
+    "Routing",
+    "SharedExperts",
+    "keep_routing",
+    "load_balance_loss",
+    "normalized_scores",
+    "router_z_loss",
+]

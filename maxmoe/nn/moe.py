@@ -1,0 +1,155 @@
+"""The Mixture-of-Experts layer."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from maxmoe.config import MoEConfig
+from maxmoe.nn.compute import compute_for
+from maxmoe.nn.experts import Experts, SharedExperts
+from maxmoe.nn.losses import load_balance_loss, normalized_scores, router_z_loss
+from maxmoe.nn.router import Router, Routing
+
+
+class MoEStats(NamedTuple):
+    """What one call of the layer did, as tensors: reading them is the caller's synchronisation.
+
+    Attributes:
+        tokens_per_expert: ``(E,)``, int64; routed slots of each expert, those dropped later included.
+        dropped: ``()``, int64; slots that capacity_factor or buffer_factor left out.
+        router_entropy: ``()``; mean entropy of the normalised scores in nats, log(E) at most.
+    """
+
+    tokens_per_expert: Tensor
+    dropped: Tensor
+    router_entropy: Tensor
+
+    @property
+    def load_max_over_mean(self) -> Tensor:
+        """Load of the busiest expert over the mean load: 1 in perfect balance, E at worst."""
+        load = self.tokens_per_expert.to(torch.float32)
+        return load.max() / load.mean().clamp_min(1e-20)
+
+    @property
+    def dead_expert_fraction(self) -> Tensor:
+        """Share of the experts that got no token."""
+        return (self.tokens_per_expert == 0).to(torch.float32).mean()
+
+
+class MoEOutput(NamedTuple):
+    """What the layer returns.
+
+    Attributes:
+        hidden_states: shape of the input.
+        aux_loss: ``()``, float32 or wider; the weighted losses on the routing, to be added to the training loss.
+        stats: see `MoEStats`.
+    """
+
+    hidden_states: Tensor
+    aux_loss: Tensor
+    stats: MoEStats
+
+
+class MoE(nn.Module):
+    """A Mixture-of-Experts feed-forward layer.
+
+    hidden_states[t] = sum_k weights[t, k] * expert[experts[t, k]](x[t]) + shared_experts(x[t])
+
+    The forward pass changes nothing in the layer, so that activation checkpointing can neither route differently nor
+    count anything twice. `update_correction_bias` is for the training loop to call, after the optimizer's step.
+
+    Args:
+        config: sizes, routing, experts, losses.
+        device: of the parameters, "meta" included.
+        dtype: of the parameters.
+    """
+
+    def __init__(
+        self, config: MoEConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.router = Router(config, device=device, dtype=dtype)
+        self.experts = Experts(config, device=device, dtype=dtype)
+        self.shared_experts = (
+            SharedExperts(config, device=device, dtype=dtype) if config.num_shared_experts else None
+        )
+        self.compute = compute_for(config)
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters anew."""
+        self.router.reset_parameters()
+        self.experts.reset_parameters()
+        if self.shared_experts is not None:
+            self.shared_experts.reset_parameters()
+
+    def forward(self, x: Tensor) -> MoEOutput:
+        """Route the tokens and compute their experts.
+
+        Args:
+            x: ``(..., S, D)``, floating: sequences of S tokens; ``(T, D)`` is one sequence.
+
+        Returns:
+            The output.
+
+        Raises:
+            ValueError: if the last dim of x is not `hidden_size`.
+        """
+        if x.dim() < 2 or x.shape[-1] != self.config.hidden_size:
+            raise ValueError(
+                f"x must have shape [..., S, hidden_size ({self.config.hidden_size})], got {tuple(x.shape)}"
+            )
+        num_sequences = math.prod(x.shape[:-2])
+        tokens = x.reshape(-1, x.shape[-1])
+        routing = self.router(tokens)
+        hidden_states, dropped = self.compute(tokens, routing, self.experts, num_sequences)
+        if self.shared_experts is not None:
+            hidden_states = hidden_states + self.shared_experts(tokens)
+        aux_loss, stats = self._assess(routing, dropped, num_sequences)
+        return MoEOutput(hidden_states.reshape(x.shape), aux_loss, stats)
+
+    def update_correction_bias(self, tokens_per_expert: Tensor) -> None:
+        """One step of the loss-free balancing; see `Router.update_correction_bias`.
+
+        Args:
+            tokens_per_expert: ``(E,)``, from the stats; summed over the micro-batches of the optimizer step.
+        """
+        self.router.update_correction_bias(tokens_per_expert)
+
+    def _assess(self, routing: Routing, dropped: Tensor, num_sequences: int) -> tuple[Tensor, MoEStats]:
+        """Losses and statistics of the routing."""
+        config = self.config
+        num_experts = config.num_experts
+        with torch.set_grad_enabled(torch.is_grad_enabled() and config.load_balance_loss_weight > 0):
+            probabilities = normalized_scores(routing.logits, config.score_function)
+        experts = routing.experts.reshape(num_sequences, -1)
+        counts = experts.new_zeros(num_sequences, num_experts)
+        counts = counts.scatter_add(1, experts, torch.ones_like(experts))
+        tokens_per_expert = counts.sum(0)
+
+        aux_loss = routing.logits.new_zeros(())
+        if config.load_balance_loss_weight > 0:
+            if config.load_balance_scope == "batch":
+                num_sequences, counts = 1, tokens_per_expert.unsqueeze(0)
+            by_sequence = probabilities.view(num_sequences, -1, num_experts)
+            aux_loss = aux_loss + config.load_balance_loss_weight * load_balance_loss(
+                by_sequence, counts, config.top_k
+            )
+        if config.router_z_loss_weight > 0:
+            aux_loss = aux_loss + config.router_z_loss_weight * router_z_loss(routing.logits)
+
+        entropy = torch.special.entr(probabilities.detach()).sum() / max(routing.logits.shape[0], 1)
+        return aux_loss, MoEStats(tokens_per_expert, dropped, entropy)
+
+    def extra_repr(self) -> str:
+        """The fields of the config that are not at their default, for `print`.
+
+        Returns:
+            One line.
+        """
+        fields = dataclasses.fields(self.config)
+        changed = (field.name for field in fields if getattr(self.config, field.name) != field.default)
+        return ", ".join(f"{name}={getattr(self.config, name)!r}" for name in changed)

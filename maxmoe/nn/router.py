@@ -1,0 +1,133 @@
+"""The router: which experts see a token, and how much each of them counts."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from maxmoe.config import MoEConfig
+from maxmoe.ops import route
+
+
+class Routing(NamedTuple):
+    """What the router decided.
+
+    Attributes:
+        logits: ``(T, E)``, float32 or wider.
+        weights: ``(T, K)``, float32 or wider.
+        experts: ``(T, K)``, int64.
+    """
+
+    logits: Tensor
+    weights: Tensor
+    experts: Tensor
+
+
+class Router(nn.Module):
+    """Logits from a linear map, then `maxmoe.ops.route`; in float32 or wider whatever the input's dtype.
+
+    logits = x @ weight^T + bias
+
+    Args:
+        config: of the layer.
+        device: of the parameters.
+        dtype: of the parameters; `score_correction_bias` is float32 or wider.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    score_correction_bias: Tensor | None
+
+    def __init__(
+        self, config: MoEConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(
+            torch.empty(config.num_experts, config.hidden_size, device=device, dtype=dtype)
+        )
+        self.register_parameter("bias", None)
+        if config.router_bias:
+            self.bias = nn.Parameter(torch.empty(config.num_experts, device=device, dtype=dtype))
+        correction_bias = None
+        if config.score_correction_bias:
+            wide = torch.promote_types(self.weight.dtype, torch.float32)
+            correction_bias = torch.empty(config.num_experts, device=device, dtype=wide)
+        self.register_buffer("score_correction_bias", correction_bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Logits of variance one for inputs of variance one; biases zero."""
+        nn.init.normal_(self.weight, std=self.config.hidden_size**-0.5)
+        for bias in (self.bias, self.score_correction_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def forward(self, x: Tensor) -> Routing:
+        """Route tokens.
+
+        Args:
+            x: ``(T, D)``, floating.
+
+        Returns:
+            The routing.
+        """
+        config = self.config
+        logits = self._logits(x)
+        if config.router == "random":
+            # The values are noise, the gradient is that of the logits: the work of real training, in balance.
+            logits = logits + (torch.randn_like(logits) - logits).detach()
+        weights, experts = route(
+            logits,
+            config.top_k,
+            score_function=config.score_function,
+            correction_bias=self.score_correction_bias,
+            num_groups=config.num_groups,
+            top_k_groups=config.top_k_groups,
+            normalization=config.normalization,
+            scale=config.routed_scaling_factor,
+        )
+        return Routing(logits, weights, experts)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        bias = None if self.bias is None else self.bias.to(wide)
+        with torch.autocast(x.device.type, enabled=False):
+            return nn.functional.linear(x.to(wide), self.weight.to(wide), bias)
+
+    @torch.no_grad()
+    def update_correction_bias(self, tokens_per_expert: Tensor) -> None:
+        """Move the selection towards experts that got fewer tokens than the mean, without any loss.
+
+        bias[e] += rate * sign(mean(tokens_per_expert) - tokens_per_expert[e])
+
+        Args:
+            tokens_per_expert: ``(E,)``, of one optimizer step: summed over micro-batches.
+
+        Raises:
+            ValueError: if the layer has no correction bias.
+
+        Source: DeepSeek-V3 (arXiv:2412.19437) section 2.1.2.
+        """
+        if self.score_correction_bias is None:
+            raise ValueError("update_correction_bias needs score_correction_bias=True in the config, got False")
+        if tokens_per_expert.shape != self.score_correction_bias.shape:
+            raise ValueError(
+                f"tokens_per_expert must have shape {tuple(self.score_correction_bias.shape)}, "
+                f"got {tuple(tokens_per_expert.shape)}"
+            )
+        counts = tokens_per_expert.to(self.score_correction_bias)
+        self.score_correction_bias += self.config.correction_bias_update_rate * (counts.mean() - counts).sign()
+
+    def extra_repr(self) -> str:
+        """Sizes and rule, for `print`.
+
+        Returns:
+            One line.
+        """
+        config = self.config
+        return (
+            f"hidden_size={config.hidden_size}, num_experts={config.num_experts}, top_k={config.top_k}, "
+            f"score_function={config.score_function!r}, bias={config.router_bias}, "
+            f"score_correction_bias={config.score_correction_bias}"
+        )

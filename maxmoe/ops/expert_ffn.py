@@ -1,0 +1,123 @@
+"""The experts as one operator."""
+
+import torch
+from torch import Tensor
+
+from maxmoe.ops.ragged_plan import RaggedPlan
+
+
+def expert_ffn(
+    x: Tensor,
+    weights: Tensor | None,
+    plan: RaggedPlan,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    limit: float | None = None,
+) -> Tensor:
+    """Compute the routed experts: gather, gate and up, activation, down, weighted sum.
+
+    y[t, e] = (f(x[t] gate_e + gate_bias_e) * (x[t] up_e + up_bias_e)) down_e + down_bias_e;
+    out[t] = sum_k weights[t, k] * y[t, experts[t, k]]   over the slots that have a row in the plan
+
+    Without `gate`: f(x[t] up_e + up_bias_e) down_e + down_bias_e. With a limit the gate is clipped from above and up
+    on both sides first. "swigluoai" is gate * sigmoid(1.702 gate) * (up + 1).
+
+    Backward keeps x, the pre-activations ``(R, 2F)`` and the plan: D + 2KF elements per token. The gradient of the
+    routing weights is <d out[t] down_e^T, f(...)>, so that no expert output is kept.
+
+    Args:
+        x: ``(T, D)``, floating.
+        weights: ``(T, K)``, floating, or None for ones.
+        plan: from `ragged_plan`, for L local experts.
+        gate: ``(L, D, F)``, dtype of x as all that follow, or None for experts without a gate.
+        up: ``(L, D, F)``.
+        down: ``(L, F, D)``.
+        gate_bias: ``(L, F)`` or None.
+        up_bias: ``(L, F)`` or None.
+        down_bias: ``(L, D)`` or None.
+        activation: f: "silu", "gelu", "gelu_tanh", "relu", "relu2" or "swigluoai".
+        limit: of the clipping, None for none.
+
+    Returns:
+        ``(T, D)``, dtype of x.
+
+    Raises:
+        ValueError: for a wrong argument.
+
+    Source: SonicMoE (arXiv:2512.14080) for what backward keeps.
+    """
+    out: Tensor = torch.ops.maxmoe.expert_ffn(
+        x,
+        weights,
+        plan.slots,
+        plan.rows,
+        plan.group_sizes,
+        plan.top_k,
+        gate,
+        up,
+        down,
+        gate_bias=gate_bias,
+        up_bias=up_bias,
+        down_bias=down_bias,
+        activation=activation,
+        limit=limit,
+    )
+    return out
+
+
+@torch.library.register_fake("maxmoe::expert_ffn")
+def _expert_ffn_fake(x: Tensor, *_: object, **__: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("maxmoe::expert_ffn_forward")
+def _expert_ffn_forward_fake(
+    x: Tensor,
+    weights: Tensor | None,
+    slots: Tensor,
+    rows: Tensor,
+    group_sizes: Tensor,
+    top_k: int,
+    gate: Tensor | None,
+    up: Tensor,
+    *_: object,
+    **__: object,
+) -> tuple[Tensor, Tensor]:
+    width = up.shape[2] if gate is None else 2 * up.shape[2]
+    return x.new_empty(x.shape), x.new_empty(slots.shape[0], width)
+
+
+@torch.library.register_fake("maxmoe::expert_ffn_backward")
+def _expert_ffn_backward_fake(
+    grad_out: Tensor,
+    preactivations: Tensor,
+    output_mask: list[bool],
+    x: Tensor,
+    weights: Tensor | None,
+    slots: Tensor,
+    rows: Tensor,
+    group_sizes: Tensor,
+    top_k: int,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    **_: object,
+) -> list[Tensor]:
+    def gradient(wanted: bool, tensor: Tensor | None) -> Tensor:
+        return x.new_empty(tensor.shape if wanted and tensor is not None else 0)
+
+    tensors = (x, weights, gate, up, down, gate_bias, up_bias, down_bias)
+    gradients = [gradient(wanted, tensor) for wanted, tensor in zip(output_mask, tensors, strict=True)]
+    of_weights = rows.shape[0] if output_mask[1] else 0
+    gradients[1] = x.new_empty(of_weights, dtype=torch.promote_types(x.dtype, torch.float32))
+    return gradients

@@ -1,0 +1,30 @@
+"""Products of pairs of rows."""
+
+import torch
+from torch import Tensor
+
+
+def ragged_dot(a: Tensor, b: Tensor, index: Tensor, group_size: int = 1) -> Tensor:
+    """Multiply pairs of rows: the gradient of the weights of the other ragged operators.
+
+    out[j] = <a[j // group_size], b[index[j]]>   for index[j] >= 0, else 0
+
+    Args:
+        a: ``(M / group_size, D)``, floating.
+        b: ``(N, D)``, dtype of a.
+        index: ``(M,)``, int64, each in [-1, N).
+        group_size: entries of `index` for each row of a.
+
+    Returns:
+        ``(M,)``, float32 or wider.
+
+    Raises:
+        ValueError: for an index out of range or another wrong argument.
+    """
+    out: Tensor = torch.ops.maxmoe.ragged_dot(a, b, index, group_size)
+    return out
+
+
+@torch.library.register_fake("maxmoe::ragged_dot")
+def _ragged_dot_fake(a: Tensor, b: Tensor, index: Tensor, group_size: int = 1) -> Tensor:
+    return a.new_empty(index.shape[0], dtype=torch.promote_types(a.dtype, torch.float32))

@@ -1,0 +1,38 @@
+"""Rows by index."""
+
+import torch
+from torch import Tensor
+
+
+def ragged_gather(
+    x: Tensor, index: Tensor, weights: Tensor | None = None, *, start: int = 0, end: int | None = None
+) -> Tensor:
+    """Copy rows by index, scaled.
+
+    out[i] = weights[i] * x[index[i]]   for start <= i < end and index[i] >= 0, else 0
+
+    The transpose is `ragged_scatter_add`; where no row is named twice it is `ragged_gather_reduce` with the inverse
+    index.
+
+    Args:
+        x: ``(N, D)``, floating.
+        index: ``(M,)``, int64, each in [-1, N).
+        weights: ``(M,)``, floating, or None for ones.
+        start: rows before it are zero.
+        end: rows from it on are zero; None for M.
+
+    Returns:
+        ``(M, D)``, dtype of x.
+
+    Raises:
+        ValueError: for an index out of range or another wrong argument.
+
+    Source: MaxText `ragged_gather`.
+    """
+    out: Tensor = torch.ops.maxmoe.ragged_gather(x, index, weights, start=start, end=end)
+    return out
+
+
+@torch.library.register_fake("maxmoe::ragged_gather")
+def _ragged_gather_fake(x: Tensor, index: Tensor, *_: object, **__: object) -> Tensor:
+    return x.new_empty(index.shape[0], x.shape[1])

@@ -1,0 +1,36 @@
+"""Sums of rows at an index."""
+
+import torch
+from torch import Tensor
+
+
+def ragged_scatter_add(
+    rows: Tensor, index: Tensor, num_rows: int, group_size: int = 1, weights: Tensor | None = None
+) -> Tensor:
+    """Add rows where an index says: the transpose of `ragged_gather_reduce`, and with group_size 1 of `ragged_gather`.
+
+    out[n] = sum_j weights[j] * rows[j // group_size]   over the j with index[j] == n, in the order of j, in float32
+    or wider; no atomics
+
+    Args:
+        rows: ``(M / group_size, D)``, floating.
+        index: ``(M,)``, int64, each in [-1, num_rows).
+        num_rows: N, rows of the result.
+        group_size: entries of `index` for each row.
+        weights: ``(M,)``, floating, or None for ones.
+
+    Returns:
+        ``(num_rows, D)``, dtype of rows.
+
+    Raises:
+        ValueError: for an index out of range or another wrong argument.
+    """
+    out: Tensor = torch.ops.maxmoe.ragged_scatter_add(rows, index, num_rows, group_size, weights)
+    return out
+
+
+@torch.library.register_fake("maxmoe::ragged_scatter_add")
+def _ragged_scatter_add_fake(
+    rows: Tensor, index: Tensor, num_rows: int, group_size: int = 1, weights: Tensor | None = None
+) -> Tensor:
+    return rows.new_empty(num_rows, rows.shape[1])

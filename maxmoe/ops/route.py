@@ -1,0 +1,73 @@
+"""Scores, selection of the top experts, and the routing weights."""
+
+import torch
+from torch import Tensor
+
+
+def route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    score_function: str = "softmax",
+    correction_bias: Tensor | None = None,
+    num_groups: int = 1,
+    top_k_groups: int = 1,
+    normalization: str = "sum",
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Choose the experts of every token and weigh them.
+
+    s = score(logits);  experts[t] = top_k of (s + correction_bias)[t] within the best groups;
+    weights[t] = scale * normalization(s[t, experts[t]])
+
+    A group's score is the sum of its two best biased scores. Experts come best first; among equals the lowest
+    index wins. The weights are those of s, never of the biased scores. The gradient of `weights` reaches `logits`;
+    `correction_bias` gets none.
+
+    Args:
+        logits: ``(T, E)``, floating; computed in float32 or wider.
+        top_k: K, experts per token.
+        score_function: "softmax", "sigmoid", "sqrtsoftplus" or "identity".
+        correction_bias: ``(E,)``, floating, added for the selection only.
+        num_groups: experts form this many groups of equal size.
+        top_k_groups: a token's experts come from this many groups.
+        normalization: "none", "sum" (divide by the sum + 1e-20) or "softmax", over the K selected scores.
+        scale: multiplies the weights.
+
+    Returns:
+        weights ``(T, K)``, float32 or wider, and experts ``(T, K)``, int64.
+
+    Raises:
+        ValueError: for a wrong argument, or logits that give NaN scores.
+
+    Source: DeepSeek-V3 (arXiv:2412.19437) section 2.1.2; MaxText `get_topk`.
+    """
+    weights, experts = torch.ops.maxmoe.route(
+        logits,
+        top_k,
+        score_function=score_function,
+        correction_bias=correction_bias,
+        num_groups=num_groups,
+        top_k_groups=top_k_groups,
+        normalization=normalization,
+        scale=scale,
+    )
+    return weights, experts
+
+
+def _weights_dtype(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+@torch.library.register_fake("maxmoe::route")
+def _route_fake(logits: Tensor, top_k: int, **_: object) -> tuple[Tensor, Tensor]:
+    shape = (logits.shape[0], top_k)
+    return (
+        logits.new_empty(shape, dtype=_weights_dtype(logits)),
+        logits.new_empty(shape, dtype=torch.int64),
+    )
+
+
+@torch.library.register_fake("maxmoe::route_backward")
+def _route_backward_fake(_grad_weights: Tensor, logits: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)

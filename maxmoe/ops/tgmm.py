@@ -1,0 +1,37 @@
+"""Transposed grouped matrix multiply."""
+
+import torch
+from torch import Tensor
+
+
+def tgmm(
+    lhs: Tensor, rhs: Tensor, group_sizes: Tensor, num_local_groups: int, *, group_offset: int = 0
+) -> Tensor:
+    """Multiply the transposed rows of every group: the gradient of the matrices of `gmm`.
+
+    out[l] = lhs_g^T @ rhs_g   over the rows of group g = l + group_offset; zero for a group without rows
+
+    Args:
+        lhs: ``(R, D)``, floating.
+        rhs: ``(R, F)``, dtype of lhs.
+        group_sizes: ``(G,)``, int64, rows of each group, in order; their sum is at most R.
+        num_local_groups: L.
+        group_offset: the group of out[0].
+
+    Returns:
+        ``(L, D, F)``, dtype of lhs.
+
+    Raises:
+        ValueError: for sizes that do not fit or another wrong argument.
+
+    Source: MaxText `tgmm`.
+    """
+    out: Tensor = torch.ops.maxmoe.tgmm(lhs, rhs, group_sizes, num_local_groups, group_offset=group_offset)
+    return out
+
+
+@torch.library.register_fake("maxmoe::tgmm")
+def _tgmm_fake(
+    lhs: Tensor, rhs: Tensor, group_sizes: Tensor, num_local_groups: int, *, group_offset: int = 0
+) -> Tensor:
+    return lhs.new_empty(num_local_groups, lhs.shape[1], rhs.shape[1])

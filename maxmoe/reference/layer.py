@@ -1,0 +1,155 @@
+"""The layer, with the result of `maxmoe.MoE`, from its configuration and state dict."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from maxmoe.config import LoadBalanceScope, MoEConfig, ScoreFunction
+from maxmoe.reference.operators import (
+    RaggedPlan,
+    expert_ffn,
+    feed_forward,
+    ragged_plan,
+    ragged_sort,
+    ragged_unsort,
+    route,
+    scores,
+    stack,
+    wide,
+)
+
+
+def load_balance_loss(
+    logits: Tensor, experts: Tensor, *, score_function: ScoreFunction, scope: LoadBalanceScope
+) -> Tensor:
+    """sum_e f_e P_e, 1 at perfect balance, of logits [B, S, E] and experts [B, S, K] of B sequences.
+
+    f_e = E / (K S) * (slots routed to e), P_e = mean over the tokens of score[e] / sum(score), for "identity"
+    of the softmax of the logits. "sequence" is the mean over the sequences, "batch" takes all tokens as one.
+    """
+    if scope == "batch":
+        logits, experts = logits.flatten(0, 1)[None], experts.flatten(0, 1)[None]
+    total = wide(logits.new_zeros(()))
+    if experts.numel() == 0:
+        return total
+    num_experts = logits.shape[-1]
+    for sequence_logits, sequence_experts in zip(logits, experts, strict=True):
+        score = scores(sequence_logits, "softmax" if score_function == "identity" else score_function)
+        probability = score / (score.sum(-1, keepdim=True) + 1e-20)
+        for e in range(num_experts):
+            frequency = num_experts / sequence_experts.numel() * (sequence_experts == e).sum()
+            total = total + frequency * probability[:, e].mean()
+    return total / len(logits)
+
+
+def router_z_loss(logits: Tensor) -> Tensor:
+    """mean over the tokens of logsumexp(logits)^2."""
+    square = torch.logsumexp(wide(logits), -1) ** 2
+    return square.sum() / max(square.numel(), 1)
+
+
+def apply_capacity(experts: Tensor, num_experts: int, capacity_factor: float) -> Tensor:
+    """experts [B, S, K], -1 for the slots past the capacity of their expert, by slot within each sequence."""
+    slots_per_sequence = experts.shape[1] * experts.shape[2]
+    capacity = int(max(math.ceil(slots_per_sequence / num_experts) * capacity_factor, capacity_factor))
+    kept = experts.clone()
+    for sequence in kept.flatten(1):
+        used = [0] * num_experts
+        for slot, expert in enumerate(sequence.tolist()):
+            used[expert] += 1
+            if used[expert] > capacity:
+                sequence[slot] = -1
+    return kept
+
+
+def router_logits(tokens: Tensor, config: MoEConfig, parameters: dict[str, Tensor]) -> Tensor:
+    """[T, D] to [T, E], float32 or wider."""
+    logits = wide(tokens) @ wide(parameters["router.weight"]).T
+    return logits + wide(parameters["router.bias"]) if config.router_bias else logits
+
+
+def routed_experts(
+    tokens: Tensor, weights: Tensor, plan: RaggedPlan, config: MoEConfig, parameters: dict[str, Tensor]
+) -> Tensor:
+    """The routing weights scale what the experts return, or what they are given."""
+    gate, up, down, gate_bias, up_bias, down_bias = (
+        parameters.get(f"experts.{name}")
+        for name in ("gate_proj", "up_proj", "down_proj", "gate_bias", "up_bias", "down_bias")
+    )
+    assert up is not None and down is not None
+    biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
+    activation, limit = config.activation, config.activation_limit
+    if config.apply_weights_to == "output":
+        return expert_ffn(tokens, weights, plan, gate, up, down, **biases, activation=activation, limit=limit)
+    rows = ragged_sort(tokens, plan, weights)
+    itself = torch.arange(len(rows))
+    in_place = plan._replace(slots=itself, rows=itself, top_k=1)
+    rows = expert_ffn(rows, None, in_place, gate, up, down, **biases, activation=activation, limit=limit)
+    return ragged_unsort(rows, plan)
+
+
+def shared_experts(tokens: Tensor, config: MoEConfig, parameters: dict[str, Tensor]) -> Tensor:
+    """One wide expert that sees every token, scaled by sigmoid(x . output_gate) where there is that gate."""
+    names = ("gate_proj", "up_proj", "down_proj", "gate_bias", "up_bias", "down_bias")
+    matrices = [parameters.get(f"shared_experts.{name}") for name in names]
+    out = [feed_forward(token, matrices, config.activation, config.activation_limit) for token in tokens]
+    if config.shared_expert_gate:
+        gate = wide(parameters["shared_experts.output_gate"])
+        out = [torch.sigmoid(wide(token) @ gate) * y for token, y in zip(tokens, out, strict=True)]
+    return stack(out, tokens, tokens.shape[1])
+
+
+def auxiliary_loss(logits: Tensor, experts: Tensor, config: MoEConfig) -> Tensor:
+    """The sum of the weighted losses of logits [B, S, E], experts [B, S, K]; exactly 0 when none is on."""
+    loss = wide(logits.new_zeros(()))
+    if config.load_balance_loss_weight:
+        balance = load_balance_loss(
+            logits, experts, score_function=config.score_function, scope=config.load_balance_scope
+        )
+        loss = loss + config.load_balance_loss_weight * balance
+    if config.router_z_loss_weight:
+        loss = loss + config.router_z_loss_weight * router_z_loss(logits)
+    return loss
+
+
+def moe(x: Tensor, config: MoEConfig, parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The layer: hidden_states, aux_loss, tokens_per_expert, dropped.
+
+    x is [..., S, D], sequences of S tokens, or [D]; `parameters` has the names of the layer's state dict.
+    """
+    if config.router == "random":
+        raise ValueError("router must be 'learned' for the reference, got 'random'")
+    tokens = x.reshape(-1, x.shape[-1])
+    length = x.shape[-2] if x.dim() > 1 else 1
+    num_sequences = math.prod(x.shape[:-2])
+
+    logits = router_logits(tokens, config, parameters)
+    weights, experts = route(
+        logits,
+        config.top_k,
+        score_function=config.score_function,
+        correction_bias=parameters["router.score_correction_bias"] if config.score_correction_bias else None,
+        num_groups=config.num_groups,
+        top_k_groups=config.top_k_groups,
+        normalization=config.normalization,
+        scale=config.routed_scaling_factor,
+    )
+    logits = logits.reshape(num_sequences, length, config.num_experts)
+    experts = experts.reshape(num_sequences, length, config.top_k)
+
+    kept = experts
+    if config.capacity_factor is not None:
+        kept = apply_capacity(experts, config.num_experts, config.capacity_factor)
+    max_rows = None if config.buffer_factor is None else int(experts.numel() * config.buffer_factor)
+    plan = ragged_plan(kept.flatten(0, 1), config.num_experts, max_rows=max_rows)
+
+    hidden_states = routed_experts(tokens, weights, plan, config, parameters)
+    if config.num_shared_experts:
+        hidden_states = hidden_states + shared_experts(tokens, config, parameters)
+    return (
+        hidden_states.reshape(x.shape),
+        auxiliary_loss(logits, experts, config),
+        torch.tensor([int((experts == e).sum()) for e in range(config.num_experts)]),
+        (kept < 0).sum() + plan.dropped,
+    )

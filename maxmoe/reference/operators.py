@@ -1,0 +1,285 @@
+"""The operators, with the names, arguments and results of `maxmoe.ops`."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from maxmoe.config import Activation, Normalization, ScoreFunction
+
+
+class RaggedPlan(NamedTuple):
+    """The slot of each row [R], the row of each slot [T*K] (or -1), rows per expert [L], slots cut off."""
+
+    slots: Tensor
+    rows: Tensor
+    group_sizes: Tensor
+    dropped: Tensor
+    top_k: int
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """float64 stays, everything else becomes float32."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def stack(rows: list[Tensor], like: Tensor, *width: int) -> Tensor:
+    """Stack the rows, each [*width], in the dtype of `like`."""
+    return torch.stack(rows).to(like.dtype) if rows else like.new_zeros((0, *width))
+
+
+# Routing
+
+
+def scores(logits: Tensor, score_function: ScoreFunction) -> Tensor:
+    """Scores of logits [..., E], float32 or wider."""
+    match score_function:
+        case "softmax":
+            return torch.softmax(wide(logits), -1)
+        case "sigmoid":
+            return torch.sigmoid(wide(logits))
+        case "sqrtsoftplus":
+            return torch.sqrt(torch.logaddexp(wide(logits), wide(torch.zeros_like(logits))))
+        case "identity":
+            return wide(logits)
+
+
+def best(values: list[float], candidates: list[int], count: int) -> list[int]:
+    """The `count` candidates of the largest values, best first; a tie goes to the lowest index."""
+    return sorted(candidates, key=lambda candidate: (-values[candidate], candidate))[:count]
+
+
+def select_experts(biased: list[float], top_k: int, num_groups: int, top_k_groups: int) -> list[int]:
+    """The best experts of one token within its best groups: even -inf in there beats all the other groups."""
+    size = len(biased) // num_groups
+    members = [list(range(group * size, (group + 1) * size)) for group in range(num_groups)]
+    group_scores = [sum(biased[expert] for expert in best(biased, group, 2)) for group in members]
+    groups = best(group_scores, list(range(num_groups)), top_k_groups)
+    return best(biased, [expert for group in groups for expert in members[group]], top_k)
+
+
+def normalize(selected: Tensor, normalization: Normalization) -> Tensor:
+    """The K selected scores of one token to weights."""
+    match normalization:
+        case "none":
+            return selected
+        case "sum":
+            return selected / (selected.sum() + 1e-20)
+        case "softmax":
+            return torch.softmax(selected, -1)
+
+
+def route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    score_function: ScoreFunction = "softmax",
+    correction_bias: Tensor | None = None,
+    num_groups: int = 1,
+    top_k_groups: int = 1,
+    normalization: Normalization = "sum",
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Choose by score + correction_bias, weigh by the score alone: weights [T, K], experts [T, K]."""
+    weights, experts = [], []
+    score = scores(logits, score_function)
+    biased = score if correction_bias is None else score + correction_bias
+    for token_score, token_biased in zip(score, biased.tolist(), strict=True):
+        chosen = select_experts(token_biased, top_k, num_groups, top_k_groups)
+        selected = torch.stack([token_score[expert] for expert in chosen])
+        weights.append(normalize(selected, normalization) * scale)
+        experts.append(torch.tensor(chosen))
+    return stack(weights, score, top_k), stack(experts, torch.empty(0, dtype=torch.int64), top_k)
+
+
+def ragged_plan(
+    experts: Tensor,
+    num_experts: int,
+    *,
+    first_expert: int = 0,
+    num_local_experts: int | None = None,
+    max_rows: int | None = None,
+) -> RaggedPlan:
+    """A row for each slot of the local experts, by expert, then slot; the slots past max_rows get none."""
+    if num_local_experts is None:
+        num_local_experts = num_experts - first_expert
+    slots: list[int] = []
+    rows = [-1] * experts.numel()
+    group_sizes = [0] * num_local_experts
+    dropped = 0
+    for local_expert in range(num_local_experts):
+        for slot, expert in enumerate(experts.flatten().tolist()):
+            if expert != first_expert + local_expert:
+                continue
+            if max_rows is not None and len(slots) == max_rows:
+                dropped += 1
+                continue
+            rows[slot] = len(slots)
+            slots.append(slot)
+            group_sizes[local_expert] += 1
+    return RaggedPlan(
+        slots=torch.tensor(slots, dtype=torch.int64),
+        rows=torch.tensor(rows, dtype=torch.int64),
+        group_sizes=torch.tensor(group_sizes, dtype=torch.int64),
+        dropped=torch.tensor(dropped),
+        top_k=experts.shape[1],
+    )
+
+
+# Moving rows
+
+
+def ragged_gather(
+    x: Tensor, index: Tensor, weights: Tensor | None = None, *, start: int = 0, end: int | None = None
+) -> Tensor:
+    """out[i] = weights[i] * x[index[i]] for i in [start, end) where index[i] >= 0, else 0."""
+    end = len(index) if end is None else end
+    out = [wide(x.new_zeros(x.shape[1])) for _ in index]
+    for i in range(start, end):
+        if index[i] >= 0:
+            out[i] = wide(x[index[i]]) if weights is None else wide(weights[i]) * wide(x[index[i]])
+    return stack(out, x, x.shape[1])
+
+
+def ragged_gather_reduce(
+    rows: Tensor,
+    index: Tensor,
+    group_size: int,
+    weights: Tensor | None = None,
+    *,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """out[t] = sum of weights[j] * rows[index[j]] over the valid j of group t where index[j] >= 0."""
+    out = [wide(rows.new_zeros(rows.shape[1])) for _ in range(len(index) // group_size)]
+    for j, source in enumerate(index.tolist()):
+        if source >= 0 and (valid is None or valid[j]):
+            row = wide(rows[source])
+            out[j // group_size] = out[j // group_size] + (row if weights is None else wide(weights[j]) * row)
+    return stack(out, rows, rows.shape[1])
+
+
+def ragged_scatter_add(
+    rows: Tensor, index: Tensor, num_rows: int, group_size: int = 1, weights: Tensor | None = None
+) -> Tensor:
+    """out[n] = sum of weights[j] * rows[j // group_size] over the j where index[j] == n."""
+    out = [wide(rows.new_zeros(rows.shape[1])) for _ in range(num_rows)]
+    for j, target in enumerate(index.tolist()):
+        if target >= 0:
+            row = wide(rows[j // group_size])
+            out[target] = out[target] + (row if weights is None else wide(weights[j]) * row)
+    return stack(out, rows, rows.shape[1])
+
+
+def ragged_dot(a: Tensor, b: Tensor, index: Tensor, group_size: int = 1) -> Tensor:
+    """out[j] = <a[j // group_size], b[index[j]]>, 0 where index[j] < 0; float32 or wider."""
+    out = [wide(a.new_zeros(())) for _ in index]
+    for j, row in enumerate(index.tolist()):
+        if row >= 0:
+            out[j] = wide(a[j // group_size]) @ wide(b[row])
+    return stack(out, wide(a))
+
+
+def ragged_sort(x: Tensor, plan: RaggedPlan, weights: Tensor | None = None) -> Tensor:
+    """rows[r] = weights.flat[slots[r]] * x[slots[r] // K]."""
+    row_weights = None if weights is None else weights.flatten()[plan.slots]
+    return ragged_gather(x, plan.slots // plan.top_k, row_weights)
+
+
+def ragged_unsort(rows: Tensor, plan: RaggedPlan, weights: Tensor | None = None) -> Tensor:
+    """out[t] = sum over k of weights[t, k] * rows[plan.rows[t * K + k]], over the slots that have a row."""
+    return ragged_gather_reduce(rows, plan.rows, plan.top_k, None if weights is None else weights.flatten())
+
+
+# Experts
+
+
+def local_groups(group_sizes: Tensor, num_rows: int, num_local: int, group_offset: int) -> list[int]:
+    """For every row its group, counted from group_offset; -1 if that is no local group or there is none."""
+    groups = [group - group_offset for group, size in enumerate(group_sizes.tolist()) for _ in range(size)]
+    return [g if 0 <= g < num_local else -1 for g in groups] + [-1] * (num_rows - len(groups))
+
+
+def gmm(
+    lhs: Tensor, rhs: Tensor, group_sizes: Tensor, *, bias: Tensor | None = None, group_offset: int = 0
+) -> Tensor:
+    """out[r] = lhs[r] @ rhs[g] (+ bias[g]) for the rows r of local group g, 0 for rows of no local group."""
+    out = [wide(lhs.new_zeros(rhs.shape[2])) for _ in lhs]
+    for r, g in enumerate(local_groups(group_sizes, len(lhs), len(rhs), group_offset)):
+        if g >= 0:
+            product = wide(lhs[r]) @ wide(rhs[g])
+            out[r] = product if bias is None else product + wide(bias[g])
+    return stack(out, lhs, rhs.shape[2])
+
+
+def tgmm(
+    lhs: Tensor, rhs: Tensor, group_sizes: Tensor, num_local_groups: int, *, group_offset: int = 0
+) -> Tensor:
+    """out[g] = sum over the rows r of local group g of the outer product of lhs[r] and rhs[r]."""
+    out = [wide(lhs.new_zeros(lhs.shape[1], rhs.shape[1])) for _ in range(num_local_groups)]
+    for r, g in enumerate(local_groups(group_sizes, len(lhs), num_local_groups, group_offset)):
+        if g >= 0:
+            out[g] = out[g] + torch.outer(wide(lhs[r]), wide(rhs[r]))
+    return stack(out, lhs, lhs.shape[1], rhs.shape[1])
+
+
+def activate(gate: Tensor | None, up: Tensor, activation: Activation, limit: float | None = None) -> Tensor:
+    """activation(gate) * up, or activation(up) without a gate; `limit` clips gate above, up on both sides."""
+    if gate is not None and limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    inner = up if gate is None else gate
+    match activation:
+        case "silu":
+            active = functional.silu(inner)
+        case "gelu":
+            active = functional.gelu(inner)
+        case "gelu_tanh":
+            active = functional.gelu(inner, approximate="tanh")
+        case "relu":
+            active = functional.relu(inner)
+        case "relu2":
+            active = functional.relu(inner) ** 2
+        case "swigluoai":
+            active, up = inner * torch.sigmoid(1.702 * inner), up + 1
+    return active if gate is None else active * up
+
+
+def feed_forward(
+    x: Tensor, matrices: list[Tensor | None], activation: Activation, limit: float | None
+) -> Tensor:
+    """One expert on one token; matrices = gate, up, down and their biases, None where there is none."""
+
+    def project(row: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Tensor:
+        assert matrix is not None
+        return row @ wide(matrix) if bias is None else row @ wide(matrix) + wide(bias)
+
+    gate, up, down, gate_bias, up_bias, down_bias = matrices
+    gate_x = None if gate is None else project(wide(x), gate, gate_bias)
+    return project(activate(gate_x, project(wide(x), up, up_bias), activation, limit), down, down_bias)
+
+
+def expert_ffn(
+    x: Tensor,
+    weights: Tensor | None,
+    plan: RaggedPlan,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: Activation = "silu",
+    limit: float | None = None,
+) -> Tensor:
+    """out[t] = sum over k of weights[t, k] * expert(x[t]), over the slots that have a row."""
+    stacked = (gate, up, down, gate_bias, up_bias, down_bias)
+    experts = [[None if matrices is None else matrices[e] for matrices in stacked] for e in range(len(up))]
+    expert_of_row = local_groups(plan.group_sizes, len(plan.slots), len(up), 0)
+    out = [wide(x.new_zeros(x.shape[1])) for _ in x]
+    for slot, row in enumerate(plan.rows.tolist()):
+        if row >= 0:
+            t, k = divmod(slot, plan.top_k)
+            y = feed_forward(x[t], experts[expert_of_row[row]], activation, limit)
+            out[t] = out[t] + (y if weights is None else wide(weights[t, k]) * y)
+    return stack(out, x, x.shape[1])

@@ -1,0 +1,29 @@
+"""What every test starts from: the same random numbers and the same number of threads."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def fresh_state() -> Iterator[None]:
+    """Seeds, and undoes what a test changes for the whole process."""
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["cpu", "aten"])
+def path(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The two implementations of every operator: our CPU kernels, and ATen calls as on other devices.
+
+    New memory is filled with NaN, so that a value which nobody wrote does not look like a zero.
+    """
+    from maxmoe import ops
+
+    torch.use_deterministic_algorithms(True)
+    with ops.force_aten(request.param == "aten"):
+        yield request.param
+    torch.use_deterministic_algorithms(False)

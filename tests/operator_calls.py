@@ -1,0 +1,161 @@
+"""Calling an operator of ours and of the reference alike, and comparing what comes of it."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from maxmoe import ops, reference
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operator with its arguments by name, for our operators and for the reference alike."""
+
+    operator: str
+    arguments: dict[str, Any]
+
+    def __call__(self, module: Any = ops) -> tuple[Tensor, ...]:
+        out = getattr(module, self.operator)(**self.arguments)
+        return out if isinstance(out, tuple) else (out,)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
+
+    def floats(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.tensors().items() if tensor.is_floating_point()}
+
+    def replace(self, **arguments: Any) -> "Call":
+        return Call(self.operator, {**self.arguments, **arguments})
+
+    def cast(self, dtype: torch.dtype) -> "Call":
+        return self.replace(**{name: value.to(dtype) for name, value in self.floats().items()})
+
+    def trainable(self) -> "Call":
+        """With the same memory under new leaves, so that strides stay."""
+        return self.replace(
+            **{name: value.detach().requires_grad_() for name, value in self.floats().items()}
+        )
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a call returned, and the gradients of its floating-point arguments."""
+
+    outputs: tuple[Tensor, ...]
+    gradients: dict[str, Tensor | None]
+
+
+def floating(outputs: tuple[Tensor, ...]) -> list[Tensor]:
+    return [output for output in outputs if output.is_floating_point()]
+
+
+def cotangents_of(outputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """Upstream gradients, the same for every call with outputs of these shapes and dtypes."""
+    generator = torch.Generator().manual_seed(7)
+    return [
+        torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype)
+        for out in floating(outputs)
+    ]
+
+
+def result(call: Call, module: Any = ops, cotangents: list[Tensor] | None = None) -> Result:
+    """Runs forward and backward."""
+    call = call.trainable()
+    outputs = call(module)
+    cotangents = cotangents_of(outputs) if cotangents is None else cotangents
+    names, leaves = list(call.floats()), list(call.floats().values())
+    roots = [(out, c) for out, c in zip(floating(outputs), cotangents, strict=True) if out.requires_grad]
+    gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
+    if roots:
+        out_of, along = zip(*roots, strict=True)
+        gradients = torch.autograd.grad(out_of, leaves, along, allow_unused=True)
+    detached = tuple(output.detach() for output in outputs)
+    return Result(detached, dict(zip(names, gradients, strict=True)))
+
+
+def assert_near(got: Tensor | None, expected: Tensor | None, relative: float, what: str) -> None:
+    """Errors relative to the largest value expected: what a sum of products of this size can lose."""
+    if got is None or expected is None:
+        assert not torch.any(got if got is not None else torch.zeros(())), what
+        assert not torch.any(expected if expected is not None else torch.zeros(())), what
+        return
+    assert got.shape == expected.shape, f"{what}: {tuple(got.shape)} is not {tuple(expected.shape)}"
+    assert got.isfinite().all() or not expected.isfinite().all(), f"{what} is not finite"
+    error = (got.double() - expected.double()).abs()
+    bound = relative * expected.double().abs().max() if expected.numel() else torch.zeros(())
+    assert (error <= bound).all(), f"{what}: error {error.max():.3e}, allowed {bound:.3e}"
+
+
+def assert_same(got: Result, expected: Result, relative: float = 0.0) -> None:
+    """Outputs and gradients of two calls; integers must be equal."""
+    for number, (output, other) in enumerate(zip(got.outputs, expected.outputs, strict=True)):
+        if output.is_floating_point():
+            assert_near(output, other, relative, f"output {number}")
+        else:
+            assert torch.equal(output, other), f"output {number}"
+    for name, gradient in got.gradients.items():
+        assert_near(gradient, expected.gradients[name], relative, f"gradient of {name}")
+
+
+def tolerance(dtype: torch.dtype, roundings: int) -> float:
+    """`roundings` to a 16 bit dtype; sums of n terms in the others lose some n * eps / 4."""
+    return torch.finfo(dtype).eps * (roundings if dtype.itemsize == 2 else 32)
+
+
+def expected_result(call: Call) -> Result:
+    """The reference in float64 on the values, rounded as they are, and the upstream gradient of the call."""
+    with torch.no_grad():
+        cotangents = [cotangent.double() for cotangent in cotangents_of(call())]
+    return result(call.cast(torch.float64), reference, cotangents)
+
+
+def strided(tensor: Tensor, layout: str) -> Tensor:
+    """The same values with other strides, garbage between them; "expanded": the first of them everywhere."""
+    garbage = float("nan") if tensor.is_floating_point() else 10**9
+    match layout:
+        case "transposed" if tensor.dim() > 1:
+            return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+        case "columns":
+            wider = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1] + 1), garbage)
+            wider[..., 1::2] = tensor
+            return wider[..., 1::2]
+        case "rows":
+            wider = tensor.new_full((2 * tensor.shape[0] + 1, *tensor.shape[1:]), garbage)
+            wider[1::2] = tensor
+            return wider[1::2]
+        case "expanded" if tensor.is_floating_point():
+            return tensor[:1].expand_as(tensor)
+    return tensor
+
+
+@contextmanager
+def saved_for_backward() -> Iterator[list[Tensor]]:
+    """Collects what autograd keeps while the block runs."""
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
+
+
+def short(changes: dict[str, Any] | tuple[Any, ...]) -> str:
+    """The name of a case of wrong arguments."""
+    return " ".join(map(str, changes))
+
+
+@contextmanager
+def refusal(operator: str, *named: Any) -> Iterator[None]:
+    """An error "maxmoe::<operator>: <argument> must ..., got ...", in which all that is `named` appears."""
+    words = "".join(f"(?=.*{re.escape(str(word))})" for word in named)
+    with pytest.raises((ValueError, RuntimeError), match=rf"(?s)maxmoe::{operator}: {words}"):
+        yield

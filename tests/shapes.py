@@ -1,0 +1,72 @@
+"""The situations every operator is tested in, named once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes, and `route`: which expert slot number s asks for, -1 for none."""
+
+    name: str
+    num_tokens: int
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    route: Callable[[int], int]
+
+    def experts(self) -> Tensor:
+        slots = range(self.num_tokens * self.top_k)
+        ids = torch.tensor([self.route(slot) for slot in slots], dtype=torch.int64)
+        return ids.reshape(self.num_tokens, self.top_k)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def scattered(num_experts: int) -> Callable[[int], int]:
+    """Some expert for each slot, the low ones far more often; a token may ask for the same one twice."""
+    return lambda slot: min((slot * 2654435761 % 1009) ** 2 * num_experts // 1009**2, num_experts - 1)
+
+
+BALANCED = Shape("balanced", 12, 6, 2, 8, 4, lambda slot: slot % 6)
+SKEWED = Shape("skewed", 20, 8, 3, 12, 6, scattered(8))
+ALL_TO_ONE = Shape("all_to_one", 9, 4, 1, 8, 5, lambda slot: 2)
+ONE_TOKEN = Shape("one_token", 1, 4, 2, 8, 4, lambda slot: 3 - slot)
+NO_TOKEN = Shape("no_token", 0, 4, 2, 8, 4, lambda slot: 0)
+EMPTY_EXPERTS = Shape("empty_experts", 10, 9, 2, 8, 4, lambda slot: 1 + 2 * (slot % 3))
+ODD_WIDTHS = Shape("odd_widths", 13, 5, 3, 17, 11, scattered(5))
+WIDTH_ONE = Shape("width_one", 6, 3, 2, 1, 1, scattered(3))
+ONE_EXPERT = Shape("one_expert", 5, 1, 1, 6, 3, lambda slot: 0)
+UNROUTED = Shape("unrouted", 11, 4, 2, 8, 4, lambda slot: -1 if slot % 5 < 3 else slot % 4)
+ALL_UNROUTED = Shape("all_unrouted", 3, 4, 2, 8, 4, lambda slot: -1)
+# Larger than the blocks in which rows and columns are worked on, with a remainder everywhere.
+SEVERAL_BLOCKS = Shape("several_blocks", 101, 3, 2, 131, 67, scattered(3))
+# Enough work that it is spread over threads.
+MANY_ROWS = Shape("many_rows", 700, 7, 3, 66, 35, scattered(7))
+# Of float64 finite differences.
+TINY = Shape("tiny", 4, 3, 2, 3, 2, lambda slot: -1 if slot == 5 else slot * 5 % 3)
+
+SHAPES = [
+    BALANCED,
+    SKEWED,
+    ALL_TO_ONE,
+    ONE_TOKEN,
+    NO_TOKEN,
+    EMPTY_EXPERTS,
+    ODD_WIDTHS,
+    WIDTH_ONE,
+    ONE_EXPERT,
+    UNROUTED,
+    ALL_UNROUTED,
+    SEVERAL_BLOCKS,
+]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))

@@ -1,0 +1,105 @@
+"""MoEConfig: what it accepts, and that each refusal names the argument and both values."""
+
+import dataclasses
+import re
+from typing import Any, get_args
+
+import pytest
+
+from maxmoe.config import Activation, MoEConfig, Normalization, ScoreFunction
+
+SIZES: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 4, "num_experts": 6, "top_k": 2}
+
+
+def test_sizes_are_enough() -> None:
+    config = MoEConfig(**SIZES)
+    assert (config.score_function, config.normalization, config.activation) == ("softmax", "sum", "silu")
+    assert (config.implementation, config.apply_weights_to, config.router) == ("sparse", "output", "learned")
+
+
+def test_is_a_frozen_value_of_keywords() -> None:
+    config = MoEConfig(**SIZES)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.top_k = 3  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        MoEConfig(8, 4, 6, 2)  # type: ignore[misc]
+    assert config == MoEConfig(**SIZES)
+    assert hash(config) == hash(MoEConfig(**SIZES))
+    assert dataclasses.replace(config, top_k=3).top_k == 3
+    assert MoEConfig(**dataclasses.asdict(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "literal"),
+    [("score_function", ScoreFunction), ("normalization", Normalization), ("activation", Activation)],
+)
+def test_every_choice_is_accepted(name: str, literal: Any) -> None:
+    for choice in get_args(literal):
+        assert getattr(MoEConfig(**SIZES, **{name: choice}), name) == choice
+
+
+@pytest.mark.parametrize(
+    "accepted",
+    [
+        {"top_k": 6},
+        {"num_experts": 1, "top_k": 1},
+        {"num_groups": 3, "top_k_groups": 1},
+        {"num_groups": 6, "top_k_groups": 2},
+        {"capacity_factor": 0.5, "implementation": "dense"},
+        {"buffer_factor": 1.25},
+        {"correction_bias_update_rate": 1e-3, "score_correction_bias": True},
+        {"num_shared_experts": 2, "shared_expert_gate": True},
+        {"activation": "relu2", "gated": False},
+        {"activation": "swigluoai", "activation_limit": 7.0, "expert_bias": True},
+    ],
+    ids=str,
+)
+def test_accepts(accepted: dict[str, Any]) -> None:
+    MoEConfig(**{**SIZES, **accepted})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        *(({name: 0}, (name, "positive int", "0")) for name in SIZES),
+        ({"hidden_size": -3}, ("hidden_size", "-3")),
+        ({"hidden_size": 8.0}, ("hidden_size", "8.0")),
+        ({"top_k": True}, ("top_k", "True")),
+        ({"num_groups": 0}, ("num_groups", "0")),
+        ({"top_k_groups": 0}, ("top_k_groups", "0")),
+        ({"num_shared_experts": -1}, ("num_shared_experts", "-1")),
+        ({"num_shared_experts": 1.5}, ("num_shared_experts", "1.5")),
+        ({"top_k": 7}, ("top_k", "7", "num_experts", "6")),
+        ({"num_groups": 4}, ("num_groups", "4", "num_experts", "6")),
+        ({"num_groups": 2, "top_k_groups": 3}, ("top_k_groups", "3", "num_groups", "2")),
+        ({"num_groups": 3, "top_k": 3}, ("top_k", "3", "2 experts", "top_k_groups", "1")),
+        ({"score_function": "tanh"}, ("score_function", "sqrtsoftplus", "tanh")),
+        ({"normalization": "l2"}, ("normalization", "softmax", "l2")),
+        ({"activation": "swish"}, ("activation", "silu", "swish")),
+        ({"apply_weights_to": "both"}, ("apply_weights_to", "input", "both")),
+        ({"router": "hash"}, ("router", "learned", "hash")),
+        ({"load_balance_scope": "token"}, ("load_balance_scope", "sequence", "token")),
+        ({"implementation": "fast"}, ("implementation", "sparse", "fast")),
+        ({"activation": "swigluoai", "gated": False}, ("swigluoai", "gated=True", "gated=False")),
+        ({"activation_limit": 7.0, "gated": False}, ("activation_limit", "7.0", "gated=False")),
+        ({"activation_limit": 0.0}, ("activation_limit", "positive", "0.0")),
+        ({"activation_limit": float("nan")}, ("activation_limit", "nan")),
+        ({"shared_expert_gate": True}, ("shared_expert_gate", "num_shared_experts", "0")),
+        ({"load_balance_loss_weight": -0.1}, ("load_balance_loss_weight", ">= 0", "-0.1")),
+        ({"router_z_loss_weight": float("nan")}, ("router_z_loss_weight", "nan")),
+        ({"correction_bias_update_rate": -1.0}, ("correction_bias_update_rate", "-1.0")),
+        (
+            {"correction_bias_update_rate": 0.1},
+            ("correction_bias_update_rate", "0.1", "score_correction_bias", "False"),
+        ),
+        ({"capacity_factor": 0.0, "implementation": "dense"}, ("capacity_factor", "positive", "0.0")),
+        ({"capacity_factor": 1.0}, ("capacity_factor", "1.0", "dense", "sparse")),
+        ({"buffer_factor": -2.0}, ("buffer_factor", "positive", "-2.0")),
+        ({"buffer_factor": 2.0, "implementation": "dense"}, ("buffer_factor", "2.0", "sparse", "dense")),
+    ],
+    ids=str,
+)
+def test_refuses_and_names_both_values(changes: dict[str, Any], named: tuple[str, ...]) -> None:
+    everything = "".join(f"(?=.*{re.escape(word)})" for word in named)
+    with pytest.raises(ValueError, match=everything):
+        MoEConfig(**{**SIZES, **changes})
