@@ -58,7 +58,9 @@ clean:
 
 # The package, built in place, and what one use of it needs: examples, test or dev.
 $(VENV)/examples $(VENV)/test $(VENV)/dev: $(VENV)/requirements $(CORE)
-	@echo "== maxmoe and its C++ core (minutes the first time)"
+	@echo "== the C++ core"
+	$(BIN)/python setup.py --quiet build_ext
+	echo "== maxmoe and what '$(@F)' needs"
 	$(BIN)/pip install --quiet --no-build-isolation -e '.[$(@F)]'
 	touch $@
 
@@ -90,7 +92,7 @@ $(VENV)/python:
 	  echo "== system packages:" $$packages
 	  export DEBIAN_FRONTEND=noninteractive
 	  apt-get -qq update || true
-	  apt-get -qq install -y --no-install-recommends $$packages
+	  apt-get -qq install -y --no-install-recommends $$packages >/dev/null
 	fi
 	packages="$$(missing)"
 	if [[ -n "$$packages" ]]; then

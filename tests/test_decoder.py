@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from maxmoe import reference
-from maxmoe.models import Decoder, DecoderConfig
+from maxmoe.models import Decoder, DecoderConfig, DecoderOutput
 from maxmoe.models.decoder import rotate
 from small_decoder import MOE, make, tokens_like
 
@@ -174,8 +174,15 @@ def test_autocast_stays_close_and_trains() -> None:
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-def test_compiles_as_one_graph() -> None:
-    model = make()
+@pytest.mark.parametrize("checkpoint_blocks", [False, True])
+def test_compiles_as_one_graph(checkpoint_blocks: bool) -> None:
+    model = make(checkpoint_blocks=checkpoint_blocks)
     tokens = tokens_like(model)
-    compiled: Callable[[Tensor], Any] = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(tokens).logits, model(tokens).logits, rtol=1e-9, atol=1e-9)
+    compiled: Callable[[Tensor], DecoderOutput] = torch.compile(model, fullgraph=True, backend="aot_eager")
+    results = []
+    for run in (model, compiled):
+        output = run(tokens)
+        loss = output.logits.logsumexp(-1).mean() + output.aux_loss
+        results.append((output.logits, *torch.autograd.grad(loss, list(model.parameters()))))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)

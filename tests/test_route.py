@@ -8,7 +8,13 @@ import torch
 from maxmoe import ops, reference
 from maxmoe.config import Normalization, ScoreFunction
 from operator_calls import Call, assert_same, expected_result, refusal, result, short, tolerance
-from operator_checks import OperatorTests, check_compile, check_registrations, compile_whole
+from operator_checks import (
+    DifferentiableOnce,
+    OperatorTests,
+    check_compile,
+    check_registrations,
+    compile_whole,
+)
 from shapes import SKEWED, Shape, each_dtype
 
 each_score_function = pytest.mark.parametrize("score_function", get_args(ScoreFunction))
@@ -21,9 +27,7 @@ def route_call(num_tokens: int, num_experts: int, top_k: int, **options: Any) ->
     return Call("route", {"logits": logits, "top_k": top_k, **options})
 
 
-class TestRoute(OperatorTests):
-    differentiable_twice = False
-
+class TestRoute(DifferentiableOnce, OperatorTests):
     def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.promote_types(dtype, torch.float32)
 

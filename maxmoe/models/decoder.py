@@ -8,6 +8,7 @@ M Mixture-of-Experts layers, E experts.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from maxmoe.config import MoEConfig
-from maxmoe.nn import MoE, MoEStats
+from maxmoe.nn import MoE, MoEStats, keep_routing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,8 +227,7 @@ class Decoder(nn.Module):
         """Draw every parameter anew.
 
         Embedding and projections: normal with deviation 0.02; routers and experts: as `MoE` does. What
-        writes to the residual stream is divided by sqrt(2 num_layers), so that the variance of the
-        stream does not grow with the depth (Radford et al. 2019, GPT-2).
+        writes to the residual stream is divided by sqrt(2 num_layers), for depth not to enlarge it (GPT-2).
         """
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -252,8 +252,9 @@ class Decoder(nn.Module):
         x = self.embedding(tokens)
         aux_losses, stats = [], []
         recompute = self.config.checkpoint_blocks and torch.is_grad_enabled()
+        recomputed = partial(checkpoint, use_reentrant=False, context_fn=keep_routing)
         for block in self.blocks:
-            x, aux_loss, block_stats = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+            x, aux_loss, block_stats = recomputed(block, x) if recompute else block(x)
             if block_stats is not None:
                 aux_losses.append(aux_loss)
                 stats.append(block_stats)
@@ -286,9 +287,7 @@ class Decoder(nn.Module):
             ValueError: for an empty prompt or a negative temperature.
         """
         if tokens.shape[-1] == 0 or temperature < 0:
-            raise ValueError(
-                f"generate needs tokens and temperature >= 0, got {tokens.shape[-1]} tokens and {temperature}"
-            )
+            raise ValueError(f"need tokens and temperature >= 0, got {[*tokens.shape]}, {temperature}")
         for _ in range(num_tokens):
             logits = self(tokens[:, -self.config.max_sequence_length :]).logits[:, -1].float()
             values, candidates = logits.topk(top_k or logits.shape[-1])

@@ -53,9 +53,8 @@ class SparseCompute:
     config: MoEConfig
 
     def __call__(self, x: Tensor, routing: Routing, experts: Experts, num_sequences: int) -> Computed:
-        plan = ragged_plan(
-            routing.experts, self.config.num_experts, max_rows=self._max_rows(routing.experts.numel())
-        )
+        """See `Compute`."""
+        plan = ragged_plan(routing.experts, self.config.num_experts, max_rows=self._max_rows(routing.experts.numel()))
         if self.config.apply_weights_to == "output":
             return Computed(experts(x, routing.weights, plan), plan.dropped)
         rows = ragged_sort(x, plan, routing.weights)
@@ -79,6 +78,7 @@ class DenseCompute:
     config: MoEConfig
 
     def __call__(self, x: Tensor, routing: Routing, experts: Experts, num_sequences: int) -> Computed:
+        """See `Compute`."""
         if self.config.capacity_factor is None:
             return self._every_expert(x, routing, experts)
         return self._within_capacity(x, routing, experts, num_sequences)
@@ -115,12 +115,12 @@ class DenseCompute:
 
         weights = routing.weights.reshape(-1)
         scales_input = config.apply_weights_to == "input"
-        input_weights = weights[slot_of_row.clamp_min(0)] if scales_input else None
+        input_weights = ragged_gather(weights.unsqueeze(1), slot_of_row).squeeze(1) if scales_input else None
         inputs = ragged_gather(x, token_of_row, input_weights)
-        outputs = self._ffn(inputs.view(config.num_experts, -1, x.shape[1]), experts)
+        outputs = self._ffn(inputs.view(config.num_experts, num_sequences * capacity, x.shape[1]), experts)
         row_of_slot = torch.where(is_kept, row, -1)
         hidden_states = ragged_gather_reduce(
-            outputs.reshape(num_rows, -1), row_of_slot, config.top_k, None if scales_input else weights
+            outputs.flatten(0, 1), row_of_slot, config.top_k, None if scales_input else weights
         )
         return Computed(hidden_states, (~is_kept).sum())
 

@@ -74,9 +74,7 @@ class MoE(nn.Module):
         self.config = config
         self.router = Router(config, device=device, dtype=dtype)
         self.experts = Experts(config, device=device, dtype=dtype)
-        self.shared_experts = (
-            SharedExperts(config, device=device, dtype=dtype) if config.num_shared_experts else None
-        )
+        self.shared_experts = SharedExperts(config, device=device, dtype=dtype) if config.num_shared_experts else None
         self.compute = compute_for(config)
 
     def reset_parameters(self) -> None:
@@ -96,12 +94,9 @@ class MoE(nn.Module):
             The output.
 
         Raises:
-            ValueError: if the last dim of x is not `hidden_size`.
+            ValueError: if the last dim of x is not `hidden_size`, or its dtype not that of the parameters.
         """
-        if x.dim() < 2 or x.shape[-1] != self.config.hidden_size:
-            raise ValueError(
-                f"x must have shape [..., S, hidden_size ({self.config.hidden_size})], got {tuple(x.shape)}"
-            )
+        self._check(x)
         num_sequences = math.prod(x.shape[:-2])
         tokens = x.reshape(-1, x.shape[-1])
         routing = self.router(tokens)
@@ -119,13 +114,22 @@ class MoE(nn.Module):
         """
         self.router.update_correction_bias(tokens_per_expert)
 
+    def _check(self, x: Tensor) -> None:
+        hidden_size = self.config.hidden_size
+        if x.dim() < 2 or x.shape[-1] != hidden_size:
+            raise ValueError(f"x must have shape [..., S, hidden_size ({hidden_size})], got {tuple(x.shape)}")
+        dtype = self.experts.up_proj.dtype
+        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"x must have the dtype of the parameters ({dtype}) outside of autocast, got {x.dtype}")
+
     def _assess(self, routing: Routing, dropped: Tensor, num_sequences: int) -> tuple[Tensor, MoEStats]:
         """Losses and statistics of the routing."""
         config = self.config
         num_experts = config.num_experts
         with torch.set_grad_enabled(torch.is_grad_enabled() and config.load_balance_loss_weight > 0):
             probabilities = normalized_scores(routing.logits, config.score_function)
-        experts = routing.experts.reshape(num_sequences, -1)
+        length = routing.logits.shape[0] // max(num_sequences, 1)
+        experts = routing.experts.reshape(num_sequences, length * config.top_k)
         counts = experts.new_zeros(num_sequences, num_experts)
         counts = counts.scatter_add(1, experts, torch.ones_like(experts))
         tokens_per_expert = counts.sum(0)
@@ -133,11 +137,9 @@ class MoE(nn.Module):
         aux_loss = routing.logits.new_zeros(())
         if config.load_balance_loss_weight > 0:
             if config.load_balance_scope == "batch":
-                num_sequences, counts = 1, tokens_per_expert.unsqueeze(0)
-            by_sequence = probabilities.view(num_sequences, -1, num_experts)
-            aux_loss = aux_loss + config.load_balance_loss_weight * load_balance_loss(
-                by_sequence, counts, config.top_k
-            )
+                num_sequences, length, counts = 1, routing.logits.shape[0], tokens_per_expert.unsqueeze(0)
+            by_sequence = probabilities.view(num_sequences, length, num_experts)
+            aux_loss = aux_loss + config.load_balance_loss_weight * load_balance_loss(by_sequence, counts, config.top_k)
         if config.router_z_loss_weight > 0:
             aux_loss = aux_loss + config.router_z_loss_weight * router_z_loss(routing.logits)
 

@@ -1,17 +1,17 @@
 """Activation checkpointing that never routes twice."""
 
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from typing import Any
+from contextlib import AbstractContextManager
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 
-def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+def _policy(_context: object, operator: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
     kept = {torch.ops.maxmoe.route.default, torch.ops.maxmoe.ragged_plan.default}
     return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def keep_routing() -> Any:
+def keep_routing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Context for `torch.utils.checkpoint`: recompute everything but the routing.
 
     The few bytes of experts, weights and plan per token are kept, so that the recomputation takes the same experts
@@ -22,4 +22,6 @@ def keep_routing() -> Any:
     Returns:
         The pair of contexts that `context_fn` must give.
     """
-    return create_selective_checkpoint_contexts(_policy)
+    contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]]
+    contexts = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+    return contexts

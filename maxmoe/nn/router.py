@@ -1,12 +1,15 @@
 """The router: which experts see a token, and how much each of them counts."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from maxmoe.config import MoEConfig
-from maxmoe.ops import route
+from maxmoe.ops.route import route
 
 
 class Routing(NamedTuple):
@@ -43,9 +46,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.weight = nn.Parameter(
-            torch.empty(config.num_experts, config.hidden_size, device=device, dtype=dtype)
-        )
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, device=device, dtype=dtype))
         self.register_parameter("bias", None)
         if config.router_bias:
             self.bias = nn.Parameter(torch.empty(config.num_experts, device=device, dtype=dtype))
@@ -92,8 +93,18 @@ class Router(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(wide)
-        with torch.autocast(x.device.type, enabled=False):
+        has_autocast = torch.amp.is_autocast_available(x.device.type)
+        with torch.autocast(x.device.type, enabled=False) if has_autocast else nullcontext():
             return nn.functional.linear(x.to(wide), self.weight.to(wide), bias)
+
+    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """As in any module, but the correction bias stays float32: its small steps would be lost in 16 bits."""
+        before = self.score_correction_bias
+        super()._apply(function, recurse)
+        after = self.score_correction_bias
+        if before is not None and after is not None and after.dtype.itemsize < 4:
+            self.score_correction_bias = before.to(after.device)
+        return self
 
     @torch.no_grad()
     def update_correction_bias(self, tokens_per_expert: Tensor) -> None:
@@ -116,8 +127,9 @@ class Router(nn.Module):
                 f"tokens_per_expert must have shape {tuple(self.score_correction_bias.shape)}, "
                 f"got {tuple(tokens_per_expert.shape)}"
             )
-        counts = tokens_per_expert.to(self.score_correction_bias)
-        self.score_correction_bias += self.config.correction_bias_update_rate * (counts.mean() - counts).sign()
+        # The sign of mean - count from whole numbers: large counts are not exact in floating point.
+        direction = (tokens_per_expert.sum() - tokens_per_expert * self.config.num_experts).sign()
+        self.score_correction_bias += self.config.correction_bias_update_rate * direction
 
     def extra_repr(self) -> str:
         """Sizes and rule, for `print`.

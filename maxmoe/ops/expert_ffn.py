@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from maxmoe.ops._fake import check_devices, register_fake
 from maxmoe.ops.ragged_plan import RaggedPlan
 
 
@@ -71,12 +72,34 @@ def expert_ffn(
     return out
 
 
-@torch.library.register_fake("maxmoe::expert_ffn")
-def _expert_ffn_fake(x: Tensor, *_: object, **__: object) -> Tensor:
+@register_fake("expert_ffn")
+def _expert_ffn_fake(
+    x: Tensor,
+    weights: Tensor | None,
+    slots: Tensor,
+    rows: Tensor,
+    group_sizes: Tensor,
+    top_k: int,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    **biases: object,
+) -> Tensor:
+    check_devices(
+        "expert_ffn",
+        x=x,
+        weights=weights,
+        slots=slots,
+        rows=rows,
+        group_sizes=group_sizes,
+        gate=gate,
+        up=up,
+        down=down,
+    )
     return x.new_empty(x.shape)
 
 
-@torch.library.register_fake("maxmoe::expert_ffn_forward")
+@register_fake("expert_ffn_forward")
 def _expert_ffn_forward_fake(
     x: Tensor,
     weights: Tensor | None,
@@ -93,7 +116,7 @@ def _expert_ffn_forward_fake(
     return x.new_empty(x.shape), x.new_empty(slots.shape[0], width)
 
 
-@torch.library.register_fake("maxmoe::expert_ffn_backward")
+@register_fake("expert_ffn_backward")
 def _expert_ffn_backward_fake(
     grad_out: Tensor,
     preactivations: Tensor,

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from maxmoe.ops._fake import check_devices, register_fake
 
-def gmm(
-    lhs: Tensor, rhs: Tensor, group_sizes: Tensor, *, bias: Tensor | None = None, group_offset: int = 0
-) -> Tensor:
+
+def gmm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, *, bias: Tensor | None = None, group_offset: int = 0) -> Tensor:
     """Multiply every group of rows by its own matrix.
 
     out[r] = lhs[r] @ rhs[g - group_offset] + bias[g - group_offset]   for the rows r of group g
@@ -33,6 +33,9 @@ def gmm(
     return out
 
 
-@torch.library.register_fake("maxmoe::gmm")
-def _gmm_fake(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, **_: object) -> Tensor:
+@register_fake("gmm")
+def _gmm_fake(
+    lhs: Tensor, rhs: Tensor, group_sizes: Tensor, *, bias: Tensor | None = None, group_offset: int = 0
+) -> Tensor:
+    check_devices("gmm", lhs=lhs, rhs=rhs, group_sizes=group_sizes, bias=bias)
     return lhs.new_empty(lhs.shape[0], rhs.shape[2])

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from maxmoe.ops._fake import check_devices, register_fake
+
 
 def ragged_dot(a: Tensor, b: Tensor, index: Tensor, group_size: int = 1) -> Tensor:
     """Multiply pairs of rows: the gradient of the weights of the other ragged operators.
@@ -25,6 +27,7 @@ def ragged_dot(a: Tensor, b: Tensor, index: Tensor, group_size: int = 1) -> Tens
     return out
 
 
-@torch.library.register_fake("maxmoe::ragged_dot")
+@register_fake("ragged_dot")
 def _ragged_dot_fake(a: Tensor, b: Tensor, index: Tensor, group_size: int = 1) -> Tensor:
+    check_devices("ragged_dot", a=a, b=b, index=index)
     return a.new_empty(index.shape[0], dtype=torch.promote_types(a.dtype, torch.float32))

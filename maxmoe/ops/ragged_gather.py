@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from maxmoe.ops._fake import check_devices, register_fake
+
 
 def ragged_gather(
     x: Tensor, index: Tensor, weights: Tensor | None = None, *, start: int = 0, end: int | None = None
@@ -33,6 +35,9 @@ def ragged_gather(
     return out
 
 
-@torch.library.register_fake("maxmoe::ragged_gather")
-def _ragged_gather_fake(x: Tensor, index: Tensor, *_: object, **__: object) -> Tensor:
+@register_fake("ragged_gather")
+def _ragged_gather_fake(
+    x: Tensor, index: Tensor, weights: Tensor | None = None, *, start: int = 0, end: int | None = None
+) -> Tensor:
+    check_devices("ragged_gather", x=x, index=index, weights=weights)
     return x.new_empty(index.shape[0], x.shape[1])

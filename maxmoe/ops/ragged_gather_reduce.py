@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from maxmoe.ops._fake import check_devices, register_fake
+
 
 def ragged_gather_reduce(
     rows: Tensor,
@@ -38,8 +40,14 @@ def ragged_gather_reduce(
     return out
 
 
-@torch.library.register_fake("maxmoe::ragged_gather_reduce")
+@register_fake("ragged_gather_reduce")
 def _ragged_gather_reduce_fake(
-    rows: Tensor, index: Tensor, group_size: int, *_: object, **__: object
+    rows: Tensor,
+    index: Tensor,
+    group_size: int,
+    weights: Tensor | None = None,
+    *,
+    valid: Tensor | None = None,
 ) -> Tensor:
+    check_devices("ragged_gather_reduce", rows=rows, index=index, weights=weights, valid=valid)
     return rows.new_empty(index.shape[0] // group_size, rows.shape[1])

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from maxmoe.ops._fake import register_fake
+
 
 class RaggedPlan(NamedTuple):
     """The rows of the slots that are routed to local experts. A slot is one (token, k) pair, index t * K + k.
@@ -62,7 +64,7 @@ def ragged_plan(
     return RaggedPlan(slots, rows, group_sizes, dropped, experts.shape[1])
 
 
-@torch.library.register_fake("maxmoe::ragged_plan")
+@register_fake("ragged_plan")
 def _ragged_plan_fake(
     experts: Tensor,
     num_experts: int,

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from maxmoe.ops._fake import check_devices, register_fake
+
 
 def route(
     logits: Tensor,
@@ -59,8 +61,11 @@ def _weights_dtype(logits: Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-@torch.library.register_fake("maxmoe::route")
-def _route_fake(logits: Tensor, top_k: int, **_: object) -> tuple[Tensor, Tensor]:
+@register_fake("route")
+def _route_fake(
+    logits: Tensor, top_k: int, *, correction_bias: Tensor | None = None, **_: object
+) -> tuple[Tensor, Tensor]:
+    check_devices("route", logits=logits, correction_bias=correction_bias)
     shape = (logits.shape[0], top_k)
     return (
         logits.new_empty(shape, dtype=_weights_dtype(logits)),
@@ -68,6 +73,6 @@ def _route_fake(logits: Tensor, top_k: int, **_: object) -> tuple[Tensor, Tensor
     )
 
 
-@torch.library.register_fake("maxmoe::route_backward")
+@register_fake("route_backward")
 def _route_backward_fake(_grad_weights: Tensor, logits: Tensor, *_: object) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)

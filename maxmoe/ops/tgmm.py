@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from maxmoe.ops._fake import check_devices, register_fake
 
-def tgmm(
-    lhs: Tensor, rhs: Tensor, group_sizes: Tensor, num_local_groups: int, *, group_offset: int = 0
-) -> Tensor:
+
+def tgmm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, num_local_groups: int, *, group_offset: int = 0) -> Tensor:
     """Multiply the transposed rows of every group: the gradient of the matrices of `gmm`.
 
     out[l] = lhs_g^T @ rhs_g   over the rows of group g = l + group_offset; zero for a group without rows
@@ -30,8 +30,9 @@ def tgmm(
     return out
 
 
-@torch.library.register_fake("maxmoe::tgmm")
+@register_fake("tgmm")
 def _tgmm_fake(
     lhs: Tensor, rhs: Tensor, group_sizes: Tensor, num_local_groups: int, *, group_offset: int = 0
 ) -> Tensor:
+    check_devices("tgmm", lhs=lhs, rhs=rhs, group_sizes=group_sizes)
     return lhs.new_empty(num_local_groups, lhs.shape[1], rhs.shape[1])
