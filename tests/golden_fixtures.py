@@ -115,9 +115,7 @@ def expected_gradients(arrays: dict[str, Tensor], config: MoEConfig) -> dict[str
     return gradients
 
 
-def balance_loss(
-    x: Tensor, parameters: dict[str, Tensor], arrays: dict[str, Tensor], meta: dict[str, Any]
-) -> Tensor:
+def balance_loss(x: Tensor, parameters: dict[str, Tensor], arrays: dict[str, Tensor], meta: dict[str, Any]) -> Tensor:
     """MaxText's own balance loss, part of the loss that its gradients belong to; ours has another definition.
 
     It takes the softmax of the scores with the bias, and its constant makes perfect balance K.

@@ -39,9 +39,7 @@ class Call:
 
     def trainable(self) -> "Call":
         """With the same memory under new leaves, so that strides stay."""
-        return self.replace(
-            **{name: value.detach().requires_grad_() for name, value in self.floats().items()}
-        )
+        return self.replace(**{name: value.detach().requires_grad_() for name, value in self.floats().items()})
 
 
 @dataclass(frozen=True)
@@ -59,10 +57,7 @@ def floating(outputs: tuple[Tensor, ...]) -> list[Tensor]:
 def cotangents_of(outputs: tuple[Tensor, ...]) -> list[Tensor]:
     """Upstream gradients, the same for every call with outputs of these shapes and dtypes."""
     generator = torch.Generator().manual_seed(7)
-    return [
-        torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype)
-        for out in floating(outputs)
-    ]
+    return [torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype) for out in floating(outputs)]
 
 
 def result(call: Call, module: Any = ops, cotangents: list[Tensor] | None = None) -> Result:

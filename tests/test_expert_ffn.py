@@ -129,13 +129,9 @@ def test_gradient_of_one_argument_alone(path: str, trained: str) -> None:
 
 def test_is_the_composition_of_the_other_operators(path: str) -> None:
     call = ffn_call(SEVERAL_BLOCKS, bias=False)
-    x, weights, plan, gate, up, down = (
-        call.arguments[name] for name in ("x", "weights", "plan", "gate", "up", "down")
-    )
+    x, weights, plan, gate, up, down = (call.arguments[name] for name in ("x", "weights", "plan", "gate", "up", "down"))
     rows = ops.ragged_sort(x, plan)
-    inner = torch.nn.functional.silu(ops.gmm(rows, gate, plan.group_sizes)) * ops.gmm(
-        rows, up, plan.group_sizes
-    )
+    inner = torch.nn.functional.silu(ops.gmm(rows, gate, plan.group_sizes)) * ops.gmm(rows, up, plan.group_sizes)
     composed = ops.ragged_unsort(ops.gmm(inner, down, plan.group_sizes), plan, weights)
     torch.testing.assert_close(call()[0], composed)
 
@@ -157,9 +153,7 @@ def test_saves_the_preactivations_and_its_arguments(path: str, dtype: torch.dtyp
     integers = [tensor for tensor in extra if not tensor.is_floating_point()]
     assert sum(tensor.numel() for tensor in floats) == num_rows * width
     assert all(tensor.dtype == dtype for tensor in floats)
-    assert sum(tensor.numel() for tensor in integers) <= len(plan.slots) + len(plan.rows) + len(
-        plan.group_sizes
-    )
+    assert sum(tensor.numel() for tensor in integers) <= len(plan.slots) + len(plan.rows) + len(plan.group_sizes)
 
 
 def test_nan_of_nobody_stays_out(path: str) -> None:
@@ -191,9 +185,7 @@ def test_autocast(path: str, dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype=dtype):
         got = result(call, ops, [cotangent])
     assert got.outputs[0].dtype == dtype
-    assert all(
-        gradient is not None and gradient.dtype == torch.float32 for gradient in got.gradients.values()
-    )
+    assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in got.gradients.values())
     low = call.cast(dtype).replace(weights=call.arguments["weights"])
     assert_same(got, result(low, ops, [cotangent]), tolerance(dtype, 1))
 

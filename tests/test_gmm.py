@@ -120,9 +120,7 @@ def test_autocast(path: str, dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype=dtype):
         got = result(call, ops, [torch.ones((), dtype=dtype).expand(len(call.arguments["lhs"]), 6)])
     assert got.outputs[0].dtype == dtype
-    assert all(
-        gradient is not None and gradient.dtype == torch.float32 for gradient in got.gradients.values()
-    )
+    assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in got.gradients.values())
     low = call.cast(dtype)
     expected = result(low, ops, [torch.ones((), dtype=dtype).expand(len(call.arguments["lhs"]), 6)])
     assert_same(got, expected)

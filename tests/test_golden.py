@@ -89,9 +89,7 @@ def test_ragged_kernels(module: Any) -> None:
     x, index, weights = arrays["x"], arrays["indices"], arrays["weights"]
     bounds = {"start": meta["start"], "end": meta["end"]}
     assert_matches(module.ragged_gather(x, index, **bounds), arrays["gather"], "gather")
-    assert_matches(
-        module.ragged_gather(x, index, weights, **bounds), arrays["gather_weighted"], "weighted gather"
-    )
+    assert_matches(module.ragged_gather(x, index, weights, **bounds), arrays["gather_weighted"], "weighted gather")
     reduced = module.ragged_gather_reduce(
         x, index, meta["reduce_group_size"], weights, valid=arrays["reduce_mask"].bool()
     )

@@ -50,6 +50,9 @@ def test_files_folders_and_patterns(text: Path) -> None:
     assert names(str(text / "**/12.txt"), str(text / "3.txt")) == ["12.txt", "3.txt"]
     twice = corpus.read_texts(corpus.named_files([str(text / "3.txt"), str(text / "*3.txt")]))
     assert len(twice) == 1
+    (text / "0").mkdir()
+    (text / "0/3.txt").write_text("the same name below another folder")
+    assert len(corpus.read_texts(corpus.named_files([str(text / "0"), str(text / "3.txt")]))) == 2
 
 
 def test_the_standard_library_is_taken_without_tests_and_packages() -> None:
@@ -126,6 +129,25 @@ def test_model_and_baselines_measure_the_same_bytes(text: Path, monkeypatch: pyt
     monkeypatch.setattr(run, "loss", loss)
     assert run.evaluate() == pytest.approx(2)
     assert b"".join(seen) == content
+
+
+def test_a_step_reads_its_batch_and_records_its_load(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = 250  # more than there are windows, so that some share one
+    run = trainer.Trainer(Namespace(**{**vars(OPTIONS), "steps": steps}), corpus.load_corpus([str(text)], 16))
+    batch, read = run.sequences.batch, []
+    monkeypatch.setattr(run.sequences, "batch", lambda step: read.append(step) or batch(step))
+    biases = [torch.zeros(4) for _ in run.model.moe_layers()]
+    total = torch.zeros(2, 4, dtype=torch.int64)
+    for step in range(6):
+        counts = run.train_step().tokens_per_expert
+        total += counts
+        assert run.optimizer.param_groups[0]["lr"] == trainer.learning_rate(step, steps, 0.01)
+        for layer, bias, count in zip(run.model.moe_layers(), biases, counts.float(), strict=True):
+            bias += layer.config.correction_bias_update_rate * (count.mean() - count).sign()
+            torch.testing.assert_close(layer.router.score_correction_bias, bias)
+    assert read == list(range(6))
+    assert torch.equal(run.history.tokens_per_expert.sum(0), total)
+    assert run.history.tokens_per_expert[:3].sum((1, 2)).tolist() == [3 * 192, 2 * 192, 192]
 
 
 def test_learning_rate_warms_up_and_decays() -> None:

@@ -35,9 +35,7 @@ def shared(mlp: torch.nn.Module) -> dict[str, Tensor]:
 def mixtral() -> tuple[torch.nn.Module, MoEConfig, dict[str, Tensor]]:
     from transformers.models.mixtral import modeling_mixtral as source
 
-    sizes = source.MixtralConfig(
-        hidden_size=12, intermediate_size=10, num_local_experts=6, num_experts_per_tok=2
-    )
+    sizes = source.MixtralConfig(hidden_size=12, intermediate_size=10, num_local_experts=6, num_experts_per_tok=2)
     block = with_random_parameters(source.MixtralSparseMoeBlock(sizes))
     config = MoEConfig(hidden_size=12, intermediate_size=10, num_experts=6, top_k=2)
     return block, config, {"router.weight": block.gate.weight, **gate_up_down(block.experts, transposed=True)}
@@ -117,9 +115,7 @@ def deepseek_v3() -> tuple[torch.nn.Module, MoEConfig, dict[str, Tensor]]:
 def gpt_oss() -> tuple[torch.nn.Module, MoEConfig, dict[str, Tensor]]:
     from transformers.models.gpt_oss import modeling_gpt_oss as source
 
-    sizes = source.GptOssConfig(
-        hidden_size=12, intermediate_size=10, num_local_experts=6, num_experts_per_tok=2
-    )
+    sizes = source.GptOssConfig(hidden_size=12, intermediate_size=10, num_local_experts=6, num_experts_per_tok=2)
     block = with_random_parameters(source.GptOssMLP(sizes))
     config = MoEConfig(
         hidden_size=12,
@@ -153,9 +149,7 @@ def gpt_oss() -> tuple[torch.nn.Module, MoEConfig, dict[str, Tensor]]:
 def llama4() -> tuple[torch.nn.Module, MoEConfig, dict[str, Tensor]]:
     from transformers.models.llama4 import modeling_llama4 as source
 
-    sizes = source.Llama4TextConfig(
-        hidden_size=12, intermediate_size=10, num_local_experts=6, num_experts_per_tok=1
-    )
+    sizes = source.Llama4TextConfig(hidden_size=12, intermediate_size=10, num_local_experts=6, num_experts_per_tok=1)
     block = with_random_parameters(source.Llama4TextMoe(sizes))
     config = MoEConfig(
         hidden_size=12,

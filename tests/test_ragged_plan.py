@@ -23,9 +23,7 @@ def assert_same_plan(got: Any, expected: Any) -> None:
 @each_shape
 @pytest.mark.parametrize("max_rows", [None, 0, 1, 7, 10**6])
 @pytest.mark.parametrize("share", [(0, None), (1, None), (0, 1), (1, 2)], ids=str)
-def test_equals_reference(
-    path: str, shape: Shape, share: tuple[int, int | None], max_rows: int | None
-) -> None:
+def test_equals_reference(path: str, shape: Shape, share: tuple[int, int | None], max_rows: int | None) -> None:
     first_expert = min(share[0], shape.num_experts)
     num_local_experts = share[1] and min(share[1], shape.num_experts - first_expert)
     arguments: dict[str, Any] = {
@@ -39,9 +37,7 @@ def test_equals_reference(
 
 def test_no_local_experts(path: str) -> None:
     plan = ops.ragged_plan(SKEWED.experts(), SKEWED.num_experts, first_expert=SKEWED.num_experts)
-    assert_same_plan(
-        plan, reference.ragged_plan(SKEWED.experts(), SKEWED.num_experts, first_expert=SKEWED.num_experts)
-    )
+    assert_same_plan(plan, reference.ragged_plan(SKEWED.experts(), SKEWED.num_experts, first_expert=SKEWED.num_experts))
     assert plan.slots.numel() == 0
     assert (plan.rows == -1).all()
 
@@ -49,9 +45,7 @@ def test_no_local_experts(path: str) -> None:
 def test_shares_of_the_experts_partition_the_rows(path: str) -> None:
     experts = SKEWED.experts()
     whole = ops.ragged_plan(experts, 8)
-    shares = [
-        ops.ragged_plan(experts, 8, first_expert=first, num_local_experts=2) for first in range(0, 8, 2)
-    ]
+    shares = [ops.ragged_plan(experts, 8, first_expert=first, num_local_experts=2) for first in range(0, 8, 2)]
     assert torch.equal(torch.cat([share.slots for share in shares]), whole.slots)
     assert torch.equal(torch.cat([share.group_sizes for share in shares]), whole.group_sizes)
 

@@ -40,9 +40,7 @@ def test_without_weights(path: str) -> None:
 @pytest.mark.parametrize("max_rows", [0, 5, 20])
 def test_of_a_share_of_the_experts_cut_at_max_rows(path: str, max_rows: int) -> None:
     plan = ops.ragged_plan(SKEWED.experts(), 8, first_expert=1, num_local_experts=4, max_rows=max_rows)
-    call = unsort_call(SKEWED).replace(
-        plan=plan, rows=torch.randn(max_rows, SKEWED.hidden_size, dtype=torch.float64)
-    )
+    call = unsort_call(SKEWED).replace(plan=plan, rows=torch.randn(max_rows, SKEWED.hidden_size, dtype=torch.float64))
     assert_same(result(call), result(call, reference), 1e-14)
 
 

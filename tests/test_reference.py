@@ -159,9 +159,7 @@ def test_no_tokens_cost_nothing() -> None:
         "experts.up_proj": torch.randn(3, 4, 3),
         "experts.down_proj": torch.randn(3, 3, 4),
     }
-    hidden_states, aux_loss, tokens_per_expert, dropped = reference.moe(
-        torch.empty(2, 0, 4), config, parameters
-    )
+    hidden_states, aux_loss, tokens_per_expert, dropped = reference.moe(torch.empty(2, 0, 4), config, parameters)
     assert hidden_states.shape == (2, 0, 4)
     assert (aux_loss.item(), tokens_per_expert.tolist(), dropped.item()) == (0.0, [0, 0, 0], 0)
 

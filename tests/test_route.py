@@ -114,9 +114,7 @@ def test_ties_among_few_values(path: str) -> None:
 
 def test_groups_hold_even_when_an_expert_in_them_is_impossible(path: str) -> None:
     logits = torch.tensor([[9.0, NEVER, 9.0, 1.0, 1.0, 1.0]])
-    _, experts = ops.route(
-        logits, 3, score_function="identity", normalization="none", num_groups=2, top_k_groups=1
-    )
+    _, experts = ops.route(logits, 3, score_function="identity", normalization="none", num_groups=2, top_k_groups=1)
     assert experts.tolist() == [[0, 2, 1]]
     bias = torch.tensor([0.0, NEVER, 0.0, 0.0, 0.0, 0.0])
     _, experts = ops.route(

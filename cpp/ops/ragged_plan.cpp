@@ -1,4 +1,5 @@
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/_assert_async.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -22,7 +23,7 @@ constexpr const char* kOp = "ragged_plan";
 TORCH_LIBRARY_FRAGMENT(maxmoe, m) {
   m.def(
       "ragged_plan(Tensor experts, int num_experts, *, int first_expert=0, int? num_local_experts=None, "
-      "SymInt? max_rows=None) -> (Tensor slots, Tensor rows, Tensor group_sizes, Tensor dropped)");
+      "SymInt? max_rows=None, SymInt? num_rows=None) -> (Tensor slots, Tensor rows, Tensor group_sizes, Tensor dropped)");
 }
 
 using Plan = std::tuple<Tensor, Tensor, Tensor, Tensor>;
@@ -40,9 +41,25 @@ void check(const Tensor& experts, int64_t num_experts, int64_t first_expert, int
   Argument(kOp, "experts", experts).has_values_in(-1, num_experts, "-1 or one of num_experts");
 }
 
+// What the caller said R is, against what it is.
+void check_num_rows(std::optional<int64_t> num_rows, int64_t actual) {
+  MAXMOE_CHECK(num_rows.value_or(actual) == actual, kOp, "num_rows must be the number of rows (", actual, "), got ",
+               num_rows.value_or(0));
+}
+
+// R, from the caller where that saves waiting for the device.
+int64_t count_rows(const Tensor& kept, std::optional<int64_t> num_rows) {
+  if (!num_rows.has_value() || kept.is_cpu()) {
+    check_num_rows(num_rows, kept.item<int64_t>());
+    return kept.item<int64_t>();
+  }
+  at::_assert_async(kept.eq(*num_rows), "maxmoe::ragged_plan: num_rows must be the number of rows");
+  return *num_rows;
+}
+
 // A stable sort by expert, with all that is not local sorted past the end.
 Plan ragged_plan_aten(const Tensor& experts, int64_t first_expert, int64_t num_local_experts,
-                      std::optional<int64_t> max_rows) {
+                      std::optional<int64_t> max_rows, std::optional<int64_t> known_rows) {
   const Tensor local = experts.reshape(-1).sub(first_expert);
   const Tensor is_local =
       experts.reshape(-1).ge(0).logical_and(local.ge(0)).logical_and(local.lt(num_local_experts));
@@ -54,7 +71,7 @@ Plan ragged_plan_aten(const Tensor& experts, int64_t first_expert, int64_t num_l
   const Tensor group_sizes = last_row.diff(1, 0, at::zeros({1}, key.options()));
   const Tensor kept = group_sizes.sum();
 
-  const auto num_rows = kept.item<int64_t>();
+  const int64_t num_rows = count_rows(kept, known_rows);
   const Tensor slots = key.argsort(/*stable=*/true).narrow(0, 0, num_rows).clone();
   const Tensor rows = at::full({key.size(0)}, -1, key.options());
   rows.index_put_({slots}, at::arange(num_rows, key.options()));
@@ -62,10 +79,11 @@ Plan ragged_plan_aten(const Tensor& experts, int64_t first_expert, int64_t num_l
 }
 
 Plan ragged_plan_backend(const Tensor& experts, int64_t num_experts, int64_t first_expert,
-                         std::optional<int64_t> local_or_all, std::optional<int64_t> max_rows) {
+                         std::optional<int64_t> local_or_all, std::optional<int64_t> max_rows,
+                         std::optional<int64_t> known_rows) {
   const int64_t num_local_experts = local_or_all.value_or(num_experts - first_expert);
   check(experts, num_experts, first_expert, num_local_experts, max_rows);
-  if (!uses_kernels(experts)) return ragged_plan_aten(experts, first_expert, num_local_experts, max_rows);
+  if (!uses_kernels(experts)) return ragged_plan_aten(experts, first_expert, num_local_experts, max_rows, known_rows);
   const Tensor ids = experts.contiguous();
   const Tensor rows = at::empty({ids.numel()}, ids.options());
   const Tensor group_sizes = at::empty({num_local_experts}, ids.options());
@@ -78,6 +96,7 @@ Plan ragged_plan_backend(const Tensor& experts, int64_t num_experts, int64_t fir
   maxmoe::ragged_plan(plan, torch_executor());
   int64_t num_rows = 0;
   for (int64_t expert = 0; expert < num_local_experts; ++expert) num_rows += plan.group_sizes[expert];
+  check_num_rows(known_rows, num_rows);
   const Tensor slots = at::empty({num_rows}, ids.options());
   plan.slots = pointer<int64_t>(slots);
   if (plan.slots == nullptr) {

@@ -54,7 +54,10 @@ class SparseCompute:
 
     def __call__(self, x: Tensor, routing: Routing, experts: Experts, num_sequences: int) -> Computed:
         """See `Compute`."""
-        plan = ragged_plan(routing.experts, self.config.num_experts, max_rows=self._max_rows(routing.experts.numel()))
+        num_slots = routing.experts.numel()
+        max_rows = self._max_rows(num_slots)
+        num_rows = num_slots if max_rows is None else min(num_slots, max_rows)  # the router leaves no slot out
+        plan = ragged_plan(routing.experts, self.config.num_experts, max_rows=max_rows, num_rows=num_rows)
         if self.config.apply_weights_to == "output":
             return Computed(experts(x, routing.weights, plan), plan.dropped)
         rows = ragged_sort(x, plan, routing.weights)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe.config import MoEConfig
+from maxmoe.nn.linear import linear
 from maxmoe.ops import RaggedPlan, expert_ffn
 
 
@@ -137,7 +138,7 @@ class SharedExperts(nn.Module):
         """
         return expert_ffn(
             x,
-            None if self.output_gate is None else torch.sigmoid(x @ self.output_gate),
+            None if self.output_gate is None else torch.sigmoid(linear(x, self.output_gate.unsqueeze(1))),
             one_group(x),
             None if self.gate_proj is None else self.gate_proj.unsqueeze(0),
             self.up_proj.unsqueeze(0),

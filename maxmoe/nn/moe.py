@@ -126,8 +126,9 @@ class MoE(nn.Module):
         """Losses and statistics of the routing."""
         config = self.config
         num_experts = config.num_experts
-        with torch.set_grad_enabled(torch.is_grad_enabled() and config.load_balance_loss_weight > 0):
-            probabilities = normalized_scores(routing.logits, config.score_function)
+        has_balance_loss = config.load_balance_loss_weight > 0
+        logits = routing.logits if has_balance_loss else routing.logits.detach()
+        probabilities = normalized_scores(logits, config.score_function)
         length = routing.logits.shape[0] // max(num_sequences, 1)
         experts = routing.experts.reshape(num_sequences, length * config.top_k)
         counts = experts.new_zeros(num_sequences, num_experts)
@@ -135,7 +136,7 @@ class MoE(nn.Module):
         tokens_per_expert = counts.sum(0)
 
         aux_loss = routing.logits.new_zeros(())
-        if config.load_balance_loss_weight > 0:
+        if has_balance_loss:
             if config.load_balance_scope == "batch":
                 num_sequences, length, counts = 1, routing.logits.shape[0], tokens_per_expert.unsqueeze(0)
             by_sequence = probabilities.view(num_sequences, length, num_experts)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from maxmoe.config import MoEConfig
+from maxmoe.nn.linear import linear
 from maxmoe.ops.route import route
 
 
@@ -95,12 +96,12 @@ class Router(nn.Module):
         bias = None if self.bias is None else self.bias.to(wide)
         has_autocast = torch.amp.is_autocast_available(x.device.type)
         with torch.autocast(x.device.type, enabled=False) if has_autocast else nullcontext():
-            return nn.functional.linear(x.to(wide), self.weight.to(wide), bias)
+            return linear(x.to(wide), self.weight.to(wide).t(), bias)
 
     def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """As in any module, but the correction bias stays float32: its small steps would be lost in 16 bits."""
         before = self.score_correction_bias
-        super()._apply(function, recurse)
+        super()._apply(function, recurse)  # type: ignore[no-untyped-call]
         after = self.score_correction_bias
         if before is not None and after is not None and after.dtype.itemsize < 4:
             self.score_correction_bias = before.to(after.device)

@@ -33,6 +33,7 @@ def ragged_plan(
     first_expert: int = 0,
     num_local_experts: int | None = None,
     max_rows: int | None = None,
+    num_rows: int | None = None,
 ) -> RaggedPlan:
     """Order the slots by expert: one stable counting sort, O(T * K + E), integers only.
 
@@ -45,12 +46,14 @@ def ragged_plan(
         first_expert: the first local expert.
         num_local_experts: L; None for all from `first_expert` on.
         max_rows: keep at most this many rows; the slots past them are counted in `dropped`.
+        num_rows: R, where the caller knows it (T * K when every slot has a local expert): keeps the shapes static
+            under torch.compile, and saves other devices from waiting for the count.
 
     Returns:
         The plan.
 
     Raises:
-        ValueError: for an expert out of range or another wrong argument.
+        ValueError: for an expert out of range, a wrong `num_rows` or another wrong argument.
 
     Source: MaxText `ring_ragged_sort`, in one sort instead of two.
     """
@@ -60,6 +63,7 @@ def ragged_plan(
         first_expert=first_expert,
         num_local_experts=num_local_experts,
         max_rows=max_rows,
+        num_rows=num_rows,
     )
     return RaggedPlan(slots, rows, group_sizes, dropped, experts.shape[1])
 
@@ -72,11 +76,12 @@ def _ragged_plan_fake(
     first_expert: int = 0,
     num_local_experts: int | None = None,
     max_rows: int | None = None,
+    num_rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_groups = num_experts - first_expert if num_local_experts is None else num_local_experts
-    num_rows = torch.library.get_ctx().new_dynamic_size()
+    size = torch.library.get_ctx().new_dynamic_size() if num_rows is None else num_rows
     return (
-        experts.new_empty(num_rows),
+        experts.new_empty(size),
         experts.new_empty(experts.shape[0] * experts.shape[1]),
         experts.new_empty(num_groups),
         experts.new_empty(()),

@@ -200,9 +200,7 @@ def local_groups(group_sizes: Tensor, num_rows: int, num_local: int, group_offse
     return [g if 0 <= g < num_local else -1 for g in groups] + [-1] * (num_rows - len(groups))
 
 
-def gmm(
-    lhs: Tensor, rhs: Tensor, group_sizes: Tensor, *, bias: Tensor | None = None, group_offset: int = 0
-) -> Tensor:
+def gmm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, *, bias: Tensor | None = None, group_offset: int = 0) -> Tensor:
     """out[r] = lhs[r] @ rhs[g] (+ bias[g]) for the rows r of local group g, 0 for rows of no local group."""
     out = [wide(lhs.new_zeros(rhs.shape[2])) for _ in lhs]
     for r, g in enumerate(local_groups(group_sizes, len(lhs), len(rhs), group_offset)):
@@ -212,9 +210,7 @@ def gmm(
     return stack(out, lhs, rhs.shape[2])
 
 
-def tgmm(
-    lhs: Tensor, rhs: Tensor, group_sizes: Tensor, num_local_groups: int, *, group_offset: int = 0
-) -> Tensor:
+def tgmm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, num_local_groups: int, *, group_offset: int = 0) -> Tensor:
     """out[g] = sum over the rows r of local group g of the outer product of lhs[r] and rhs[r]."""
     out = [wide(lhs.new_zeros(lhs.shape[1], rhs.shape[1])) for _ in range(num_local_groups)]
     for r, g in enumerate(local_groups(group_sizes, len(lhs), num_local_groups, group_offset)):
@@ -244,9 +240,7 @@ def activate(gate: Tensor | None, up: Tensor, activation: Activation, limit: flo
     return active if gate is None else active * up
 
 
-def feed_forward(
-    x: Tensor, matrices: list[Tensor | None], activation: Activation, limit: float | None
-) -> Tensor:
+def feed_forward(x: Tensor, matrices: list[Tensor | None], activation: Activation, limit: float | None) -> Tensor:
     """One expert on one token; matrices = gate, up, down and their biases, None where there is none."""
 
     def project(row: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -1,0 +1,268 @@
+"""MoE: the layer against the specification, in every combination of its options."""
+
+from collections.abc import Callable, Iterator
+from itertools import combinations, product
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from maxmoe import MoE, MoEConfig, MoEOutput, reference
+from maxmoe.config import Normalization, ScoreFunction
+from operator_calls import (
+    Result,
+    assert_same,
+    cotangents_of,
+    floating,
+    saved_for_backward,
+    strided,
+    tolerance,
+)
+from shapes import each_dtype
+
+Options = dict[str, Any]
+SIZES: Options = {"hidden_size": 7, "intermediate_size": 5, "num_experts": 6, "top_k": 3}
+DEEPSEEK: Options = {
+    "score_function": "sigmoid",
+    "score_correction_bias": True,
+    "num_groups": 3,
+    "top_k_groups": 2,
+    "routed_scaling_factor": 2.5,
+    "num_shared_experts": 2,
+    "shared_expert_gate": True,
+    "load_balance_loss_weight": 0.3,
+    "router_z_loss_weight": 0.2,
+}
+GPT_OSS: Options = {
+    "score_function": "identity",
+    "normalization": "softmax",
+    "router_bias": True,
+    "activation": "swigluoai",
+    "activation_limit": 0.75,
+    "expert_bias": True,
+}
+LLAMA4: Options = {
+    "score_function": "sigmoid",
+    "normalization": "none",
+    "apply_weights_to": "input",
+    "num_shared_experts": 1,
+}
+FAMILIES = {"plain": {}, "deepseek": DEEPSEEK, "gpt_oss": GPT_OSS, "llama4": LLAMA4}
+COMPUTE = {
+    "sparse": {},
+    "buffer": {"buffer_factor": 0.6},
+    "dense": {"implementation": "dense"},
+    "capacity": {"implementation": "dense", "capacity_factor": 0.7},
+    "wide_capacity": {"implementation": "dense", "capacity_factor": 2.5},
+}
+each_family = pytest.mark.parametrize("options", FAMILIES.values(), ids=FAMILIES)
+each_compute = pytest.mark.parametrize("compute", COMPUTE.values(), ids=COMPUTE)
+
+
+def make(dtype: torch.dtype = torch.float64, **options: Any) -> MoE:
+    """A small layer with random values in all parameters, biases included."""
+    layer = MoE(MoEConfig(**{**SIZES, **options}), dtype=dtype)
+    with torch.no_grad():
+        for value in layer.state_dict().values():
+            value.copy_(0.5 * torch.randn(value.shape, dtype=torch.float64))
+    return layer
+
+
+def tokens(layer: MoE, *shape: int) -> Tensor:
+    x = torch.randn(*(shape or (2, 5)), layer.config.hidden_size, dtype=torch.float64)
+    return x.to(layer.router.weight.dtype)
+
+
+def differentiate(
+    outputs: tuple[Tensor, ...], leaves: dict[str, Tensor], cotangents: list[Tensor]
+) -> Result:
+    roots = [(out, c) for out, c in zip(floating(outputs), cotangents, strict=True) if out.requires_grad]
+    of, along = zip(*roots, strict=True)
+    gradients = torch.autograd.grad(of, list(leaves.values()), along, allow_unused=True)
+    return Result(tuple(out.detach() for out in outputs), dict(zip(leaves, gradients, strict=True)))
+
+
+def outcome(layer: MoE, x: Tensor, forward: Callable[[Tensor], Any] | None = None) -> Result:
+    """Outputs, and the gradients of x and of all parameters; `forward` is the layer in another guise."""
+    x = x.detach().requires_grad_()
+    hidden_states, aux_loss, stats = (forward or layer)(x)
+    outputs = (hidden_states, aux_loss, stats.tokens_per_expert, stats.dropped)
+    return differentiate(outputs, {"x": x, **dict(layer.named_parameters())}, cotangents_of(outputs))
+
+
+def specification(layer: MoE, x: Tensor, got: Result) -> Result:
+    """What the reference makes of the same values in float64, along the same upstream gradients."""
+    state = {name: value.double().requires_grad_() for name, value in layer.state_dict().items()}
+    x = x.detach().double().requires_grad_()
+    outputs = reference.moe(x, layer.config, state)
+    cotangents = [cotangent.double() for cotangent in cotangents_of(got.outputs)]
+    return differentiate(outputs, {"x": x, **state}, cotangents)
+
+
+def assert_meets_specification(layer: MoE, x: Tensor, relative: float = 1e-12) -> None:
+    got = outcome(layer, x)
+    assert set(got.gradients) - {"x"} == set(dict(layer.named_parameters()))
+    assert_same(got, specification(layer, x, got), relative)
+
+
+OPTIONS: list[list[Options]] = [
+    [{"score_function": name} for name in get_args(ScoreFunction)],
+    [{"normalization": name} for name in get_args(Normalization)],
+    [{}, {"score_correction_bias": True}],
+    [{}, {"router_bias": True}],
+    [{}, {"num_groups": 3, "top_k_groups": 2}, {"num_groups": 2}, {"num_groups": 6, "top_k_groups": 4}],
+    [{}, {"routed_scaling_factor": 2.5}],
+    [{}, {"apply_weights_to": "input"}],
+    [
+        {"activation": "silu"},
+        {"activation": "silu", "gated": False},
+        {"activation": "gelu", "activation_limit": 0.5},
+        {"activation": "gelu_tanh", "gated": False},
+        {"activation": "relu"},
+        {"activation": "relu2", "gated": False},
+        {"activation": "swigluoai"},
+        {"activation": "swigluoai", "activation_limit": 0.75},
+    ],
+    [{}, {"expert_bias": True}],
+    [{}, {"num_shared_experts": 1}, {"num_shared_experts": 2, "shared_expert_gate": True}],
+    [
+        {},
+        {"load_balance_loss_weight": 0.3},
+        {"load_balance_loss_weight": 0.3, "load_balance_scope": "batch", "router_z_loss_weight": 0.2},
+        {"router_z_loss_weight": 0.2},
+    ],
+    list(COMPUTE.values()),
+    [{"shape": (2, 5)}, {"shape": (11,)}, {"shape": (2, 1, 6)}],
+]
+
+
+def pairwise(options: list[list[Options]]) -> Iterator[Options]:
+    """Few combinations in which any choice of an option meets any choice of any other."""
+    numbered = [[(number, choice) for choice in range(len(choices))] for number, choices in enumerate(options)]
+    missing = {pair for one, other in combinations(numbered, 2) for pair in product(one, other)}
+    while missing:
+        chosen = dict(min(missing))
+        for number, choices in enumerate(numbered):
+            if number not in chosen:
+                new = [sum(tuple(sorted((c, o))) in missing for o in chosen.items()) for c in choices]
+                chosen[number] = new.index(max(new))
+        missing -= set(combinations(sorted(chosen.items()), 2))
+        yield {key: value for n, choice in chosen.items() for key, value in options[n][choice].items()}
+
+
+def name_of(options: Options) -> str:
+    return "-".join(str(value).replace(" ", "") for value in options.values())
+
+
+@pytest.mark.parametrize("options", list(pairwise(OPTIONS)), ids=name_of)
+def test_every_pair_of_options(path: str, options: Options) -> None:
+    shape = options["shape"]
+    layer = make(**{key: value for key, value in options.items() if key != "shape"})
+    assert_meets_specification(layer, tokens(layer, *shape), 1e-11)
+
+
+@each_family
+@each_compute
+@each_dtype
+def test_every_dtype(path: str, dtype: torch.dtype, compute: Options, options: Options) -> None:
+    sizes = {"hidden_size": 17, "intermediate_size": 11}
+    layer = make(dtype, **options, **compute, **sizes)
+    x = tokens(layer, 2, 13)
+    output = layer(x)
+    assert output.hidden_states.dtype == dtype
+    assert output.aux_loss.dtype == output.stats.router_entropy.dtype
+    assert output.aux_loss.dtype == torch.promote_types(dtype, torch.float32)
+    assert_meets_specification(layer, x, 4 * tolerance(dtype, 2))
+
+
+SITUATIONS: dict[str, tuple[tuple[int, ...], Options]] = {
+    "no_token": ((0,), {}),
+    "sequences_without_token": ((2, 0), {}),
+    "no_sequence": ((0, 4), {}),
+    "neither": ((0, 0), {}),
+    "one_token": ((1,), {}),
+    "sequences_of_one_token": ((5, 1), {}),
+    "one_expert": ((3, 2), {"num_experts": 1, "top_k": 1}),
+    "all_experts": ((2, 5), {"top_k": 6}),
+    "many_experts": ((1, 3), {"num_experts": 40, "top_k": 2}),
+    "width_one": ((2, 4), {"hidden_size": 1, "intermediate_size": 1}),
+}
+
+
+@pytest.mark.parametrize(("shape", "options"), SITUATIONS.values(), ids=SITUATIONS)
+@pytest.mark.parametrize("weights_to", ["output", "input"])
+@each_compute
+def test_situations(
+    path: str, compute: Options, weights_to: str, shape: tuple[int, ...], options: Options
+) -> None:
+    features = {"expert_bias": True, "load_balance_loss_weight": 0.3, "router_z_loss_weight": 0.2}
+    layer = make(apply_weights_to=weights_to, num_shared_experts=1, **features, **options, **compute)
+    assert_meets_specification(layer, tokens(layer, *shape))
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+@each_compute
+def test_all_to_the_same_experts(path: str, compute: Options, top_k: int) -> None:
+    layer = make(top_k=top_k, router_bias=True, load_balance_loss_weight=0.3, **compute)
+    assert layer.router.bias is not None
+    with torch.no_grad():
+        layer.router.bias[2 : 2 + top_k] = 30.0
+    x = tokens(layer, 2, 5)
+    assert layer(x).stats.tokens_per_expert.tolist() == [0, 0, *[10] * top_k, *[0] * (4 - top_k)]
+    assert_meets_specification(layer, x)
+
+
+def assert_gradcheck(layer: MoE, x: Tensor, fast: bool = True) -> None:
+    names, values = zip(*layer.named_parameters(), strict=True)
+
+    def function(x: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+        output: MoEOutput = torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+        return (output.hidden_states, *([output.aux_loss] if output.aux_loss.requires_grad else []))
+
+    assert torch.autograd.gradcheck(function, (x.requires_grad_(), *values), fast_mode=fast)
+
+
+@pytest.mark.parametrize("score_function", get_args(ScoreFunction))
+@pytest.mark.parametrize("normalization", get_args(Normalization))
+@pytest.mark.parametrize("weights_to", ["output", "input"])
+def test_gradcheck_of_routing(weights_to: str, normalization: str, score_function: str) -> None:
+    for bias, groups in product((False, True), ((1, 1), (3, 2))):
+        layer = make(
+            score_function=score_function,
+            normalization=normalization,
+            apply_weights_to=weights_to,
+            router_bias=bias,
+            score_correction_bias=bias,
+            num_groups=groups[0],
+            top_k_groups=groups[1],
+            load_balance_loss_weight=0.3,
+            router_z_loss_weight=0.2,
+        )
+        assert_gradcheck(layer, tokens(layer, 2, 2))
+
+
+@each_compute
+@pytest.mark.parametrize("shape", [(0,), (1,), (2, 3)], ids=str)
+@each_family
+def test_gradcheck_of_families(options: Options, shape: tuple[int, ...], compute: Options) -> None:
+    layer = make(hidden_size=3, intermediate_size=2, **options, **compute)
+    assert_gradcheck(layer, tokens(layer, *shape), fast=len(shape) == 1)
+
+
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss", "llama4"]
+)
+def test_equals_the_block_of_transformers(family: str) -> None:
+    import test_published_blocks
+
+    block, config, parameters = getattr(test_published_blocks, family)()
+    x = torch.randn(2, 8, 12, requires_grad=True)
+    theirs = block(x)
+    theirs = (theirs[0] if isinstance(theirs, tuple) else theirs).reshape(x.shape)
+    ours = torch.func.functional_call(MoE(config, device="meta"), parameters, (x,), strict=True).hidden_states
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    leaves, cotangent = [x, *block.parameters()], torch.randn(2, 8, 12)
+    expected = torch.autograd.grad(theirs, leaves, cotangent)
+    for one, other in zip(torch.autograd.grad(ours, leaves, cotangent), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
