@@ -35,19 +35,17 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    add(
-        "--data", nargs="+", default=[], help="files, folders, patterns; without: the Python standard library"
-    )
+    add("--data", nargs="+", default=[], help="files, folders, patterns; else the standard library")
     add("--out", type=Path, default=Path("runs/pretrain"), help="folder of the results")
     add("--resume", action="store_true", help="go on with the run in --out; other options as before")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the matrix products")
     add("--learning-rate", type=at_least(0, float), default=3e-3, help="at its peak")
     add("--seed", type=at_least(0), default=0, help="of parameters and data order")
-    add("--steps", type=at_least(1), default=1000, help="optimizer steps")
-    add("--batch-size", type=at_least(1), default=16, help="sequences per step")
+    add("--steps", type=at_least(1), default=2000, help="optimizer steps")
+    add("--batch-size", type=at_least(1), default=8, help="sequences per step")
     add("--sequence-length", type=at_least(1), default=256, help="bytes per sequence")
-    add("--eval-every", type=at_least(1), default=100, help="steps from one evaluation to the next")
-    add("--save-every", type=at_least(1), default=100, help="steps from one checkpoint to the next")
+    add("--eval-every", type=at_least(1), default=200, help="steps from one evaluation to the next")
+    add("--save-every", type=at_least(1), default=200, help="steps from one checkpoint to the next")
     add("--hidden-size", type=at_least(1), default=128, help="width of the model")
     add("--num-layers", type=at_least(1), default=4, help="blocks, each with a Mixture-of-Experts layer")
     add("--num-heads", type=at_least(1), default=2, help="attention heads per block")
@@ -77,9 +75,7 @@ class StopRequest:
         self.signal: int | None = None
 
     def __enter__(self) -> "StopRequest":
-        self.usual = {
-            number: signal.signal(number, self.receive) for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        self.usual = {number: signal.signal(number, self.receive) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *exception: object) -> None:

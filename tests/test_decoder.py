@@ -81,9 +81,7 @@ def test_equals_the_plain_decoder_with_all_gradients() -> None:
     actual = torch.autograd.grad((output.logits * weights).sum() + output.aux_loss, list(parameters.values()))
     expected = torch.autograd.grad((logits * weights).sum() + aux_loss, list(parameters.values()))
     for name, one, other in zip(parameters, actual, expected, strict=True):
-        torch.testing.assert_close(
-            one, other, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_rotation_depends_on_the_distance_only() -> None:

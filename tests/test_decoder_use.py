@@ -13,9 +13,7 @@ from small_decoder import SIZES, make, tokens_like
 
 
 def test_state_dict_names_and_shapes_are_stable() -> None:
-    shapes = {
-        name: tuple(value.shape) for name, value in Decoder(DecoderConfig(**SIZES)).state_dict().items()
-    }
+    shapes = {name: tuple(value.shape) for name, value in Decoder(DecoderConfig(**SIZES)).state_dict().items()}
     attention = {
         "attention_norm.weight": (12,),
         "attention.q_proj.weight": (24, 12),
@@ -41,9 +39,7 @@ def test_state_dict_names_and_shapes_are_stable() -> None:
     }
     blocks = [{**attention, **dense}, {**attention, **sparse}, {**attention, **sparse}]
     expected = {"embedding.weight": (11, 12), "norm.weight": (12,), "output.weight": (11, 12)}
-    expected |= {
-        f"blocks.{i}.{name}": shape for i, block in enumerate(blocks) for name, shape in block.items()
-    }
+    expected |= {f"blocks.{i}.{name}": shape for i, block in enumerate(blocks) for name, shape in block.items()}
     assert shapes == expected
 
 
@@ -113,9 +109,7 @@ def test_sampled_frequencies_follow_the_logits() -> None:
     kept = logits.topk(3).indices
     expected = torch.zeros(11, dtype=logits.dtype)
     expected[kept] = (logits[kept] / 0.3).softmax(-1)
-    torch.testing.assert_close(
-        torch.bincount(drawn, minlength=11) / 4000, expected.float(), rtol=0, atol=0.03
-    )
+    torch.testing.assert_close(torch.bincount(drawn, minlength=11) / 4000, expected.float(), rtol=0, atol=0.03)
 
 
 @pytest.mark.parametrize(

@@ -112,9 +112,7 @@ def test_an_unwritable_output_is_named(text: Path, tmp_path: Path) -> None:
 
 
 def test_an_exploding_run_stops_before_the_step(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        InputError, match=r"step \d: the gradient is (inf|nan), try a smaller --learning-rate"
-    ):
+    with pytest.raises(InputError, match=r"step \d: the gradient is (inf|nan), try a smaller --learning-rate"):
         run(text, tmp_path / "out", "--learning-rate", "1e30")
 
 

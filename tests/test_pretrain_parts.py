@@ -50,9 +50,10 @@ def test_files_folders_and_patterns(text: Path) -> None:
     assert names(str(text / "**/12.txt"), str(text / "3.txt")) == ["12.txt", "3.txt"]
     twice = corpus.read_texts(corpus.named_files([str(text / "3.txt"), str(text / "*3.txt")]))
     assert len(twice) == 1
-    (text / "0").mkdir()
-    (text / "0/3.txt").write_text("the same name below another folder")
-    assert len(corpus.read_texts(corpus.named_files([str(text / "0"), str(text / "3.txt")]))) == 2
+    for folder in ("one", "other"):
+        (text / folder).mkdir()
+        (text / folder / "name.txt").write_text("the same name below two folders")
+    assert len(corpus.read_texts(corpus.named_files([str(text / "one"), str(text / "other")]))) == 2
 
 
 def test_the_standard_library_is_taken_without_tests_and_packages() -> None:

@@ -17,11 +17,7 @@ TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULT
 def blocks(language: str) -> list[str]:
     """The code blocks of one language in all documents."""
     pattern = rf"^```{language}\n(.*?)^```$"
-    return [
-        block
-        for path in DOCUMENTS
-        for block in re.findall(pattern, path.read_text(), re.DOTALL | re.MULTILINE)
-    ]
+    return [block for path in DOCUMENTS for block in re.findall(pattern, path.read_text(), re.DOTALL | re.MULTILINE)]
 
 
 def commands() -> list[list[str]]:
@@ -70,9 +66,7 @@ def check_pip(arguments: list[str]) -> None:
 
 
 def test_the_two_commands_are_two() -> None:
-    section = re.search(
-        r"^## Two commands$(.*?)^In an environment", DOCUMENTS[0].read_text(), re.DOTALL | re.MULTILINE
-    )
+    section = re.search(r"^## Two commands$(.*?)^In an environment", DOCUMENTS[0].read_text(), re.DOTALL | re.MULTILINE)
     assert section is not None
     assert re.findall(r"^make \w+", section[1], re.MULTILINE) == ["make train", "make test"]
 

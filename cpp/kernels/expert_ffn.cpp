@@ -213,7 +213,8 @@ void all_weight_gradients(const ExpertFfnBackward<T>& a, const Executor& executo
   for (int64_t g = 0; g < a.routed.num_groups; ++g) first_row[g + 1] = first_row[g] + a.routed.group_sizes[g];
 
   const int64_t hidden_size = a.x.columns;
-  const int64_t blocks = (hidden_size + kGradientColumns - 1) / kGradientColumns;
+  // At least one: the biases have gradients whatever the hidden size.
+  const int64_t blocks = hidden_size == 0 ? 1 : (hidden_size + kGradientColumns - 1) / kGradientColumns;
   const auto compute = [&](int64_t index) {
     const int64_t group = index / blocks;
     const int64_t begin = index % blocks * kGradientColumns;

@@ -28,17 +28,23 @@ TORCH_LIBRARY_FRAGMENT(maxmoe, m) {
       "Tensor down_bias)");
 }
 
-void check_matrices(const char* name, const Tensor& matrices, const Tensor& x, int64_t num_groups, int64_t rows,
-                    int64_t columns) {
-  Argument(kOp, name, matrices).has_dims(3, "a stack of matrices [L, ., .]").has_dtype_of("x", x).is_on_device_of("x", x);
-  Argument(kOp, name, matrices).has_size(0, num_groups, "L of group_sizes");
-  Argument(kOp, name, matrices).has_size(1, rows, "rows").has_size(2, columns, "columns");
+void check_up(const char* name, const Tensor& matrices, const Tensor& x, int64_t num_groups, int64_t width) {
+  Argument(kOp, name, matrices).has_dims(3, "[L, D, F]").has_dtype_of("x", x).is_on_device_of("x", x);
+  Argument(kOp, name, matrices).has_size(0, num_groups, "L of group_sizes").has_size(1, x.size(1), "D of x");
+  Argument(kOp, name, matrices).has_size(2, width, "F of up");
 }
 
-void check_bias(const char* name, const OptionalTensor& bias, const Tensor& x, int64_t num_groups, int64_t columns) {
+void check_down(const Tensor& matrices, const Tensor& x, int64_t num_groups, int64_t width) {
+  Argument(kOp, "down", matrices).has_dims(3, "[L, F, D]").has_dtype_of("x", x).is_on_device_of("x", x);
+  Argument(kOp, "down", matrices).has_size(0, num_groups, "L of group_sizes").has_size(1, width, "F of up");
+  Argument(kOp, "down", matrices).has_size(2, x.size(1), "D of x");
+}
+
+void check_bias(const char* name, const OptionalTensor& bias, const Tensor& x, int64_t num_groups, int64_t columns,
+                const char* meaning) {
   if (!bias.has_value()) return;
-  Argument(kOp, name, *bias).has_dims(2, "[L, .]").has_dtype_of("x", x).is_on_device_of("x", x);
-  Argument(kOp, name, *bias).has_size(0, num_groups, "L of group_sizes").has_size(1, columns, "columns");
+  Argument(kOp, name, *bias).has_dims(2, "[L, F], down_bias [L, D]").has_dtype_of("x", x).is_on_device_of("x", x);
+  Argument(kOp, name, *bias).has_size(0, num_groups, "L of group_sizes").has_size(1, columns, meaning);
 }
 
 void check(const ExpertFfnArguments& a) {
@@ -48,14 +54,14 @@ void check(const ExpertFfnArguments& a) {
   const int64_t width = a.up.size(2);
   check_group_sizes(kOp, a.group_sizes, a.x, a.slots.numel(), Sum::exactly);
   const int64_t num_groups = a.group_sizes.size(0);
-  check_matrices("up", a.up, a.x, num_groups, hidden_size, width);
-  check_matrices("down", a.down, a.x, num_groups, width, hidden_size);
-  if (a.gate.has_value()) check_matrices("gate", *a.gate, a.x, num_groups, hidden_size, width);
+  check_up("up", a.up, a.x, num_groups, width);
+  check_down(a.down, a.x, num_groups, width);
+  if (a.gate.has_value()) check_up("gate", *a.gate, a.x, num_groups, width);
   MAXMOE_CHECK(a.gate.has_value() || !a.gate_bias.has_value(), kOp, "gate_bias must be None without gate, got shape ",
                a.gate_bias->sizes());
-  check_bias("gate_bias", a.gate_bias, a.x, num_groups, width);
-  check_bias("up_bias", a.up_bias, a.x, num_groups, width);
-  check_bias("down_bias", a.down_bias, a.x, num_groups, hidden_size);
+  check_bias("gate_bias", a.gate_bias, a.x, num_groups, width, "F of up");
+  check_bias("up_bias", a.up_bias, a.x, num_groups, width, "F of up");
+  check_bias("down_bias", a.down_bias, a.x, num_groups, hidden_size, "D of x");
   const ActivationKind kind = a.kind();
   MAXMOE_CHECK(a.gate.has_value() || kind.activation != Activation::swigluoai, kOp,
                "gate must be given for activation swigluoai, got None");

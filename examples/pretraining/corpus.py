@@ -63,9 +63,7 @@ def load_corpus(data: list[str], sequence_length: int) -> Corpus:
     return Corpus(
         training=torch.frombuffer(bytearray(training), dtype=torch.uint8),
         held_out=evaluation_pieces(held_out, sequence_length),
-        description=(
-            f"{len(texts)} files of {source}: {len(training):,} training bytes, {len(held_out):,} held out"
-        ),
+        description=f"{len(texts)} files of {source}: {len(training):,} training bytes, {len(held_out):,} held out",
         fingerprint=hashlib.sha256(training + held_out).hexdigest()[:16],
     )
 
@@ -85,9 +83,7 @@ def named_files(data: list[str]) -> Iterator[tuple[str, Path]]:
         path = Path(argument)
         matches = [path] if path.exists() else [Path(match) for match in glob.glob(argument, recursive=True)]
         if not matches:
-            raise InputError(
-                f"--data {argument}: no such file or folder, and no file matches it as a pattern"
-            )
+            raise InputError(f"--data {argument}: no such file or folder, and no file matches it as a pattern")
         for match in sorted(matches):
             if match.is_dir():
                 inside = (file.relative_to(match) for file in sorted(match.rglob("*")) if file.is_file())
@@ -172,9 +168,7 @@ class TrainingSequences:
     def start(self, epoch: int, index: int) -> int:
         """Return where the sequence `index` of the shuffled `epoch` begins."""
         offset, order = epoch_order(self.seed, epoch, self.sequence_length, self.num_sequences)
-        return min(
-            offset + int(order[index]) * self.sequence_length, len(self.text) - self.sequence_length - 1
-        )
+        return min(offset + int(order[index]) * self.sequence_length, len(self.text) - self.sequence_length - 1)
 
 
 @lru_cache(maxsize=2)

@@ -84,9 +84,7 @@ class DecoderConfig:
 
     def _check_blocks(self) -> None:
         if self.moe is not None and self.moe.hidden_size != self.hidden_size:
-            raise ValueError(
-                f"moe.hidden_size ({self.moe.hidden_size}) must equal hidden_size ({self.hidden_size})"
-            )
+            raise ValueError(f"moe.hidden_size ({self.moe.hidden_size}) must equal hidden_size ({self.hidden_size})")
         if not 0 <= self.num_dense_layers <= self.num_layers:
             raise ValueError(
                 f"num_dense_layers ({self.num_dense_layers}) must be from 0 to num_layers ({self.num_layers})"
@@ -215,8 +213,7 @@ class Decoder(nn.Module):
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.embedding = nn.Embedding(V, D, **options)
         self.blocks = nn.ModuleList(
-            Block(config, dense=layer < config.num_dense_layers, **options)
-            for layer in range(config.num_layers)
+            Block(config, dense=layer < config.num_dense_layers, **options) for layer in range(config.num_layers)
         )
         self.norm = nn.RMSNorm(D, config.norm_eps, **options)
         self.output = None if config.tie_embeddings else nn.Linear(D, V, bias=False, **options)
