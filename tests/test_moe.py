@@ -62,6 +62,7 @@ each_compute = pytest.mark.parametrize("compute", COMPUTE.values(), ids=COMPUTE)
 
 def make(dtype: torch.dtype = torch.float64, **options: Any) -> MoE:
     """A small layer with random values in all parameters, biases included."""
+    torch.set_num_threads(1)  # more only wait for each other at this size
     layer = MoE(MoEConfig(**{**SIZES, **options}), dtype=dtype)
     with torch.no_grad():
         for value in layer.state_dict().values():
@@ -74,13 +75,13 @@ def tokens(layer: MoE, *shape: int) -> Tensor:
     return x.to(layer.router.weight.dtype)
 
 
-def differentiate(
-    outputs: tuple[Tensor, ...], leaves: dict[str, Tensor], cotangents: list[Tensor]
-) -> Result:
+def differentiate(outputs: tuple[Tensor, ...], leaves: dict[str, Tensor], cotangents: list[Tensor]) -> Result:
+    """Runs backward as training does: the gradients are added to the leaves."""
+    for leaf in leaves.values():
+        leaf.grad = None
     roots = [(out, c) for out, c in zip(floating(outputs), cotangents, strict=True) if out.requires_grad]
-    of, along = zip(*roots, strict=True)
-    gradients = torch.autograd.grad(of, list(leaves.values()), along, allow_unused=True)
-    return Result(tuple(out.detach() for out in outputs), dict(zip(leaves, gradients, strict=True)))
+    torch.autograd.backward(*zip(*roots, strict=True))
+    return Result(tuple(out.detach() for out in outputs), {name: leaf.grad for name, leaf in leaves.items()})
 
 
 def outcome(layer: MoE, x: Tensor, forward: Callable[[Tensor], Any] | None = None) -> Result:
@@ -193,9 +194,7 @@ SITUATIONS: dict[str, tuple[tuple[int, ...], Options]] = {
 @pytest.mark.parametrize(("shape", "options"), SITUATIONS.values(), ids=SITUATIONS)
 @pytest.mark.parametrize("weights_to", ["output", "input"])
 @each_compute
-def test_situations(
-    path: str, compute: Options, weights_to: str, shape: tuple[int, ...], options: Options
-) -> None:
+def test_situations(path: str, compute: Options, weights_to: str, shape: tuple[int, ...], options: Options) -> None:
     features = {"expert_bias": True, "load_balance_loss_weight": 0.3, "router_z_loss_weight": 0.2}
     layer = make(apply_weights_to=weights_to, num_shared_experts=1, **features, **options, **compute)
     assert_meets_specification(layer, tokens(layer, *shape))
@@ -204,23 +203,23 @@ def test_situations(
 @pytest.mark.parametrize("top_k", [1, 3])
 @each_compute
 def test_all_to_the_same_experts(path: str, compute: Options, top_k: int) -> None:
-    layer = make(top_k=top_k, router_bias=True, load_balance_loss_weight=0.3, **compute)
-    assert layer.router.bias is not None
-    with torch.no_grad():
-        layer.router.bias[2 : 2 + top_k] = 30.0
+    options = {"normalization": "none", "score_correction_bias": True, "load_balance_loss_weight": 0.3}
+    layer = make(top_k=top_k, **options, **compute)
+    assert layer.router.score_correction_bias is not None
+    layer.router.score_correction_bias[2 : 2 + top_k] = 30.0
     x = tokens(layer, 2, 5)
     assert layer(x).stats.tokens_per_expert.tolist() == [0, 0, *[10] * top_k, *[0] * (4 - top_k)]
     assert_meets_specification(layer, x)
 
 
-def assert_gradcheck(layer: MoE, x: Tensor, fast: bool = True) -> None:
+def assert_gradcheck(layer: MoE, x: Tensor) -> None:
     names, values = zip(*layer.named_parameters(), strict=True)
 
     def function(x: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
         output: MoEOutput = torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
         return (output.hidden_states, *([output.aux_loss] if output.aux_loss.requires_grad else []))
 
-    assert torch.autograd.gradcheck(function, (x.requires_grad_(), *values), fast_mode=fast)
+    assert torch.autograd.gradcheck(function, (x.requires_grad_(), *values), fast_mode=True)
 
 
 @pytest.mark.parametrize("score_function", get_args(ScoreFunction))
@@ -247,12 +246,10 @@ def test_gradcheck_of_routing(weights_to: str, normalization: str, score_functio
 @each_family
 def test_gradcheck_of_families(options: Options, shape: tuple[int, ...], compute: Options) -> None:
     layer = make(hidden_size=3, intermediate_size=2, **options, **compute)
-    assert_gradcheck(layer, tokens(layer, *shape), fast=len(shape) == 1)
+    assert_gradcheck(layer, tokens(layer, *shape))
 
 
-@pytest.mark.parametrize(
-    "family", ["mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss", "llama4"]
-)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss", "llama4"])
 def test_equals_the_block_of_transformers(family: str) -> None:
     import test_published_blocks
 

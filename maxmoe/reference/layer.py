@@ -38,7 +38,7 @@ def load_balance_loss(
         score = scores(sequence_logits, "softmax" if score_function == "identity" else score_function)
         probability = score / (score.sum(-1, keepdim=True) + 1e-20)
         for e in range(num_experts):
-            frequency = num_experts / sequence_experts.numel() * (sequence_experts == e).sum()
+            frequency = num_experts / sequence_experts.numel() * (sequence_experts == e).sum().item()
             total = total + frequency * probability[:, e].mean()
     return total / len(logits)
 
