@@ -10,7 +10,7 @@ import torch
 
 from maxmoe import MoE, MoEConfig
 from maxmoe.nn import SharedExperts
-from operator_calls import assert_same, saved_for_backward
+from operator_calls import assert_near, assert_same, saved_for_backward
 from test_moe import SIZES, Options, make, outcome, tokens
 
 EVERYTHING: Options = {
@@ -145,6 +145,21 @@ def test_reset_is_the_initialisation_and_follows_the_seed() -> None:
     second.reset_parameters()
     for name, value in first.state_dict().items():
         assert torch.equal(value, second.state_dict()[name]), name
+
+
+def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same() -> None:
+    layer = make(load_balance_loss_weight=0.3, **EVERYTHING)
+    x = tokens(layer)
+    expected = outcome(layer, x)
+    for frozen in layer.children():
+        assert isinstance(frozen, torch.nn.Module)
+        frozen.requires_grad_(False)
+        got = outcome(layer, x)
+        trained = {name for name, parameter in layer.named_parameters() if parameter.requires_grad}
+        assert {name for name, gradient in got.gradients.items() if gradient is not None} == {"x", *trained}
+        for name in ("x", *trained):
+            assert_near(got.gradients[name], expected.gradients[name], 1e-14, name)
+        frozen.requires_grad_(True)
 
 
 # Device and dtype

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import maxmoe
 from maxmoe import MoE, MoEOutput
 from operator_calls import assert_same
+from operator_checks import compile_whole
 from test_moe import COMPUTE, DEEPSEEK, GPT_OSS, LLAMA4, Options, make, outcome, tokens
 
 WAYS: dict[str, Callable[..., Any]] = {
@@ -142,3 +143,11 @@ def test_counts_once(path: str) -> None:
         hidden_states.sum().backward()
         assert torch.equal(stats.tokens_per_expert, expected.tokens_per_expert)
     assert torch.equal(layer.state_dict()["router.score_correction_bias"], bias)
+
+
+@pytest.mark.parametrize("name", ["non_reentrant", "keep_routing"])
+def test_compiles(name: str) -> None:
+    layer = make(**DEEPSEEK)
+    x = tokens(layer)
+    compiled = compile_whole(lambda x: WAYS[name](layer, x), "aot_eager")
+    assert_same(outcome(layer, x, compiled), outcome(layer, x), 1e-13)

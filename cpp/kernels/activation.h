@@ -39,8 +39,8 @@ ValueAndSlope<S> gelu_tanh(const Block<S>& x) {
   constexpr S scale = S(M_2_SQRTPI * M_SQRT1_2);
   constexpr S cubic = S(0.044715);
   const Block<S> tanh = (scale * (x + cubic * x.cube())).tanh();
-  return {S(0.5) * x * (S(1) + tanh), S(0.5) * (S(1) + tanh) + S(0.5) * x * (S(1) - tanh.square()) * scale *
-                                                                  (S(1) + S(3) * cubic * x.square())};
+  return {S(0.5) * x * (S(1) + tanh),
+          S(0.5) * (S(1) + tanh) + S(0.5) * x * (S(1) - tanh.square()) * scale * (S(1) + S(3) * cubic * x.square())};
 }
 
 // Comparisons are written so that a NaN stays one.

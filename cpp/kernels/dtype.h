@@ -20,9 +20,15 @@ struct Float16 {
 template <class T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-MAXMOE_INLINE double widen(double value) { return value; }
-MAXMOE_INLINE float widen(float value) { return value; }
-MAXMOE_INLINE float widen(BFloat16 value) { return std::bit_cast<float>(uint32_t{value.bits} << 16); }
+MAXMOE_INLINE double widen(double value) {
+  return value;
+}
+MAXMOE_INLINE float widen(float value) {
+  return value;
+}
+MAXMOE_INLINE float widen(BFloat16 value) {
+  return std::bit_cast<float>(uint32_t{value.bits} << 16);
+}
 
 MAXMOE_INLINE float widen(Float16 value) {
   // The float's exponent is 112 larger; a product with 2^112 moves it there and makes subnormals normal.
@@ -47,12 +53,12 @@ MAXMOE_INLINE T narrow(Accumulator<T> value) {
     const uint32_t magnitude = bits & 0x7fffffffU;
     uint32_t half = 0;
     if (magnitude > 0x7f800000U) {
-      half = 0x7e00U;                            // NaN
-    } else if (magnitude >= (143U << 23)) {      // 2^16 and above
+      half = 0x7e00U;                        // NaN
+    } else if (magnitude >= (143U << 23)) {  // 2^16 and above
       half = 0x7c00U;
-    } else if (magnitude < (113U << 23)) {       // below 2^-14: adding 0.5 aligns and rounds the subnormal
+    } else if (magnitude < (113U << 23)) {  // below 2^-14: adding 0.5 aligns and rounds the subnormal
       half = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5F) - 0x3f000000U;
-    } else {                                     // a carry out of the mantissa may round up to infinity
+    } else {  // a carry out of the mantissa may round up to infinity
       half = (magnitude - (112U << 23) + 0xfffU + ((magnitude >> 13) & 1U)) >> 13;
     }
     return {static_cast<uint16_t>(half | sign)};
@@ -64,8 +70,8 @@ MAXMOE_INLINE T narrow(Accumulator<T> value) {
 }  // namespace maxmoe
 
 // The instantiations that every kernel over floating types ends with.
-#define MAXMOE_INSTANTIATE(name, Arguments)                                    \
-  template void name<double>(const Arguments<double>&, const Executor&);       \
-  template void name<float>(const Arguments<float>&, const Executor&);         \
-  template void name<BFloat16>(const Arguments<BFloat16>&, const Executor&);   \
+#define MAXMOE_INSTANTIATE(name, Arguments)                                  \
+  template void name<double>(const Arguments<double>&, const Executor&);     \
+  template void name<float>(const Arguments<float>&, const Executor&);       \
+  template void name<BFloat16>(const Arguments<BFloat16>&, const Executor&); \
   template void name<Float16>(const Arguments<Float16>&, const Executor&);

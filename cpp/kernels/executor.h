@@ -47,7 +47,9 @@ template <class Body>
 MAXMOE_INLINE void run_ranges(const Executor& executor, int64_t count, int64_t grain, const Body& body) {
   if (count <= 0) return;
   if (count <= grain) return body(int64_t{0}, count);
-  const auto chunk = [&](int64_t index) { body(index * grain, count < (index + 1) * grain ? count : (index + 1) * grain); };
+  const auto chunk = [&](int64_t index) {
+    body(index * grain, count < (index + 1) * grain ? count : (index + 1) * grain);
+  };
   executor.run((count + grain - 1) / grain, Task(chunk));
 }
 

@@ -17,20 +17,20 @@ struct ActivationKind {
 
 template <class T>
 struct ExpertWeights {
-  ConstMatrixStack<T> gate;         // [L, D, F]; empty when not gated
-  ConstMatrixStack<T> up;           // [L, D, F]
-  ConstMatrixStack<T> down;         // [L, F, D]
-  ConstMatrixView<T> gate_bias;     // [L, F] or empty, as the next two
-  ConstMatrixView<T> up_bias;       // [L, F]
-  ConstMatrixView<T> down_bias;     // [L, D]
+  ConstMatrixStack<T> gate;      // [L, D, F]; empty when not gated
+  ConstMatrixStack<T> up;        // [L, D, F]
+  ConstMatrixStack<T> down;      // [L, F, D]
+  ConstMatrixView<T> gate_bias;  // [L, F] or empty, as the next two
+  ConstMatrixView<T> up_bias;    // [L, F]
+  ConstMatrixView<T> down_bias;  // [L, D]
 };
 
 // The rows of the routed slots, as ragged_plan lays them out.
 struct RoutedRows {
-  const int64_t* slots;         // [R]
-  const int64_t* row_of_slot;   // [T * K], -1 for a slot without a row
-  const int64_t* group_sizes;   // [L], sum = R
-  int64_t num_groups;           // L
+  const int64_t* slots;        // [R]
+  const int64_t* row_of_slot;  // [T * K], -1 for a slot without a row
+  const int64_t* group_sizes;  // [L], sum = R
+  int64_t num_groups;          // L
   int64_t top_k;
 };
 
@@ -38,35 +38,35 @@ struct RoutedRows {
 // out[t] = sum_k weights[t, k] * y[row of slot (t, k)].
 template <class T>
 struct ExpertFfn {
-  ConstMatrixView<T> x;              // [T, D]
-  const Accumulator<T>* weights;     // [T * K] or null for ones
+  ConstMatrixView<T> x;           // [T, D]
+  const Accumulator<T>* weights;  // [T * K] or null for ones
   RoutedRows routed;
   ExpertWeights<T> experts;
   ActivationKind kind;
   const Gemm<T>* gemm;
-  MatrixView<T> preactivations;      // Z [R, 2F] ([R, F] when not gated), or empty: not wanted
-  MatrixView<T> rows;                // y [R, D], work space
-  MatrixView<T> out;                 // [T, D]
+  MatrixView<T> preactivations;  // Z [R, 2F] ([R, F] when not gated), or empty: not wanted
+  MatrixView<T> rows;            // y [R, D], work space
+  MatrixView<T> out;             // [T, D]
 };
 
 // With dO the gradient of out, dA' = dO_t down^T: the gradient of weights is <dA', A> + <dO_t, bias>, and nothing of
 // the size [R, D] need be kept from the forward pass. Outputs that are null or empty are not computed.
 template <class T>
 struct ExpertFfnBackward {
-  ConstMatrixView<T> grad_out;           // dO [T, D]
-  ConstMatrixView<T> x;                  // [T, D]
-  const Accumulator<T>* weights;         // [T * K] or null for ones
+  ConstMatrixView<T> grad_out;    // dO [T, D]
+  ConstMatrixView<T> x;           // [T, D]
+  const Accumulator<T>* weights;  // [T * K] or null for ones
   RoutedRows routed;
   ExpertWeights<T> experts;
   ActivationKind kind;
   const Gemm<T>* gemm;
-  ConstMatrixView<T> preactivations;     // Z
-  MatrixView<T> grad_preactivations;     // dZ, work space
-  MatrixView<T> activated;               // weights * A [R, F], work space; empty when grad_down is
-  MatrixView<T> grad_rows;               // [R, D], work space; empty when grad_x is
+  ConstMatrixView<T> preactivations;  // Z
+  MatrixView<T> grad_preactivations;  // dZ, work space
+  MatrixView<T> activated;            // weights * A [R, F], work space; empty when grad_down is
+  MatrixView<T> grad_rows;            // [R, D], work space; empty when grad_x is
 
-  MatrixView<T> grad_x;                  // [T, D]
-  Accumulator<T>* grad_weights;          // [T * K]
+  MatrixView<T> grad_x;          // [T, D]
+  Accumulator<T>* grad_weights;  // [T * K]
   MatrixStack<T> grad_gate;
   MatrixStack<T> grad_up;
   MatrixStack<T> grad_down;

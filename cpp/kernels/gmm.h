@@ -11,14 +11,14 @@ namespace maxmoe {
 // outside [group_offset, group_offset + L) and for rows past the last group, whatever lhs holds there.
 template <class T>
 struct Gmm {
-  ConstMatrixView<T> lhs;          // [R, D]
-  ConstMatrixStack<T> rhs;         // [L, D, F]
-  ConstMatrixView<T> bias;         // [L, F] or empty
-  const int64_t* group_sizes;      // [G], sum <= R
-  int64_t num_groups;              // G
+  ConstMatrixView<T> lhs;      // [R, D]
+  ConstMatrixStack<T> rhs;     // [L, D, F]
+  ConstMatrixView<T> bias;     // [L, F] or empty
+  const int64_t* group_sizes;  // [G], sum <= R
+  int64_t num_groups;          // G
   int64_t group_offset;
   const Gemm<T>* gemm;
-  MatrixView<T> out;               // [R, F]
+  MatrixView<T> out;  // [R, F]
 };
 
 }  // namespace maxmoe

@@ -21,8 +21,7 @@ bool has_avx2() {
 bool has_avx512() {
 #if defined(__x86_64__)
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vl");
+         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #else
   return false;
 #endif
@@ -76,8 +75,8 @@ Isa parse_isa(const char* text) {
       return isa;
     }
   }
-  throw std::invalid_argument("MAXMOE_ISA must be one of the instruction sets of this processor (" +
-                              supported_names() + "), got '" + text + "'");
+  throw std::invalid_argument("MAXMOE_ISA must be one of the instruction sets of this processor (" + supported_names() +
+                              "), got '" + text + "'");
 }
 
 const char* name(Isa isa) {

@@ -10,12 +10,12 @@ namespace maxmoe {
 // out[j] = <a[j / group_size], b[index[j]]> for index[j] >= 0, otherwise 0.
 template <class T>
 struct RaggedDot {
-  ConstMatrixView<T> a;    // [M / group_size, D]
-  ConstMatrixView<T> b;    // [N, D]
-  const int64_t* index;    // [M], each in [-1, N)
-  int64_t index_size;      // M
+  ConstMatrixView<T> a;  // [M / group_size, D]
+  ConstMatrixView<T> b;  // [N, D]
+  const int64_t* index;  // [M], each in [-1, N)
+  int64_t index_size;    // M
   int64_t group_size;
-  Accumulator<T>* out;     // [M]
+  Accumulator<T>* out;  // [M]
 };
 
 }  // namespace maxmoe

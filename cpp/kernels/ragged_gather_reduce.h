@@ -11,12 +11,12 @@ namespace maxmoe {
 // index[j] >= 0, in the order of j. A row that no such j names is never read.
 template <class T>
 struct RaggedGatherReduce {
-  ConstMatrixView<T> rows;         // [R, D]
-  const int64_t* index;            // [M], each in [-1, R)
+  ConstMatrixView<T> rows;  // [R, D]
+  const int64_t* index;     // [M], each in [-1, R)
   int64_t group_size;
-  const Accumulator<T>* weights;   // [M] or null for ones
-  const bool* valid;               // [M] or null for all
-  MatrixView<T> out;               // [M / group_size, D]
+  const Accumulator<T>* weights;  // [M] or null for ones
+  const bool* valid;              // [M] or null for all
+  MatrixView<T> out;              // [M / group_size, D]
 };
 
 }  // namespace maxmoe

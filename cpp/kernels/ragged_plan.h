@@ -9,15 +9,15 @@ namespace maxmoe {
 // `slots` null fills group_sizes, rows_needed and dropped; then `slots` of [R] and `rows` are filled.
 template <class Index>
 struct RaggedPlan {
-  const Index* experts;       // [T * K], each in [-1, num_experts); -1 is a slot without an expert
-  Index num_slots;            // T * K
+  const Index* experts;  // [T * K], each in [-1, num_experts); -1 is a slot without an expert
+  Index num_slots;       // T * K
   Index first_expert;
-  Index num_local_experts;    // L
-  Index max_rows;             // negative: no limit
-  Index* group_sizes;         // [L]
-  Index* dropped;             // 1, local slots past max_rows
-  Index* slots;               // [R], R = sum of group_sizes; or null
-  Index* rows;                // [T * K], row of each slot or -1
+  Index num_local_experts;  // L
+  Index max_rows;           // negative: no limit
+  Index* group_sizes;       // [L]
+  Index* dropped;           // 1, local slots past max_rows
+  Index* slots;             // [R], R = sum of group_sizes; or null
+  Index* rows;              // [T * K], row of each slot or -1
 };
 
 }  // namespace maxmoe

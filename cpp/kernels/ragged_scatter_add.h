@@ -10,14 +10,14 @@ namespace maxmoe {
 // out[n] = sum_{j : index[j] == n} weights[j] * rows[j / group_size], in the order of j; no atomics.
 template <class T>
 struct RaggedScatterAdd {
-  ConstMatrixView<T> rows;         // [M / group_size, D]
-  const int64_t* index;            // [M], each in [-1, N)
-  int64_t index_size;              // M
+  ConstMatrixView<T> rows;  // [M / group_size, D]
+  const int64_t* index;     // [M], each in [-1, N)
+  int64_t index_size;       // M
   int64_t group_size;
-  const Accumulator<T>* weights;   // [M] or null for ones
-  int64_t* offsets;                // [N + 1] work space
-  int64_t* order;                  // [M] work space
-  MatrixView<T> out;               // [N, D]
+  const Accumulator<T>* weights;  // [M] or null for ones
+  int64_t* offsets;               // [N + 1] work space
+  int64_t* order;                 // [M] work space
+  MatrixView<T> out;              // [N, D]
 };
 
 }  // namespace maxmoe

@@ -10,11 +10,11 @@ namespace maxmoe {
 // rows[r] = weights[slots[r]] * x[slots[r] / top_k]
 template <class T>
 struct RaggedSort {
-  ConstMatrixView<T> x;            // [T, D]
-  const int64_t* slots;            // [R], each in [0, T * K)
+  ConstMatrixView<T> x;  // [T, D]
+  const int64_t* slots;  // [R], each in [0, T * K)
   int64_t top_k;
-  const Accumulator<T>* weights;   // [T * K] or null for ones
-  MatrixView<T> rows;              // [R, D]
+  const Accumulator<T>* weights;  // [T * K] or null for ones
+  MatrixView<T> rows;             // [R, D]
 };
 
 }  // namespace maxmoe

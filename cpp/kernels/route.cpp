@@ -180,7 +180,8 @@ void route_token_backward(const RouteBackward<T>& a, int64_t token, T* score_scr
   }
   grad_logits.setZero();
   for (int64_t k = 0; k < top_k; ++k) {
-    grad_logits[experts[k]] += grad[k] * score_slope(a.rule.score_function, a.logits.row(token)[experts[k]], selected[k]);
+    grad_logits[experts[k]] +=
+        grad[k] * score_slope(a.rule.score_function, a.logits.row(token)[experts[k]], selected[k]);
   }
 }
 

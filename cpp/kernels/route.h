@@ -23,20 +23,20 @@ struct RoutingRule {
 // are not all numbers gets experts -1.
 template <class T>
 struct Route {
-  ConstMatrixView<T> logits;        // [T, E]
-  const T* correction_bias;         // [E] or null
+  ConstMatrixView<T> logits;  // [T, E]
+  const T* correction_bias;   // [E] or null
   RoutingRule rule;
-  MatrixView<T> weights;            // [T, K]
-  MatrixView<int64_t> experts;      // [T, K]
+  MatrixView<T> weights;        // [T, K]
+  MatrixView<int64_t> experts;  // [T, K]
 };
 
 template <class T>
 struct RouteBackward {
-  ConstMatrixView<T> grad_weights;         // [T, K]
-  ConstMatrixView<T> logits;               // [T, E]
-  ConstMatrixView<int64_t> experts;        // [T, K]
+  ConstMatrixView<T> grad_weights;   // [T, K]
+  ConstMatrixView<T> logits;         // [T, E]
+  ConstMatrixView<int64_t> experts;  // [T, K]
   RoutingRule rule;
-  MatrixView<T> grad_logits;               // [T, E]
+  MatrixView<T> grad_logits;  // [T, E]
 };
 
 }  // namespace maxmoe

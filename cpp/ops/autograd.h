@@ -27,7 +27,9 @@ bool needs_gradient(const Tensors&... tensors) {
   return at::GradMode::is_enabled() && (tensors.requires_grad() || ...);
 }
 
-inline at::Tensor defined_or_empty(const std::optional<at::Tensor>& tensor) { return tensor.value_or(at::Tensor()); }
+inline at::Tensor defined_or_empty(const std::optional<at::Tensor>& tensor) {
+  return tensor.value_or(at::Tensor());
+}
 
 inline std::optional<at::Tensor> optional_tensor(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;

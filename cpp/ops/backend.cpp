@@ -83,9 +83,15 @@ const Gemm<T>& half_gemm(bool has_products) {
 
 }  // namespace
 
-bool uses_kernels(const at::Tensor& tensor) { return tensor.is_cpu() && !aten_is_forced; }
-void force_aten(bool enabled) { aten_is_forced = enabled; }
-bool aten_forced() { return aten_is_forced; }
+bool uses_kernels(const at::Tensor& tensor) {
+  return tensor.is_cpu() && !aten_is_forced;
+}
+void force_aten(bool enabled) {
+  aten_is_forced = enabled;
+}
+bool aten_forced() {
+  return aten_is_forced;
+}
 
 const Executor& torch_executor() {
   static const TorchExecutor executor;

@@ -14,18 +14,17 @@ namespace {
 
 constexpr const char* kOp = "expert_ffn";
 
-#define MAXMOE_EXPERT_FFN_SCHEMA                                                                             \
-  "Tensor x, Tensor? weights, Tensor slots, Tensor rows, Tensor group_sizes, int top_k, Tensor? gate, "      \
-  "Tensor up, Tensor down, *, Tensor? gate_bias=None, Tensor? up_bias=None, Tensor? down_bias=None, "        \
+#define MAXMOE_EXPERT_FFN_SCHEMA                                                                        \
+  "Tensor x, Tensor? weights, Tensor slots, Tensor rows, Tensor group_sizes, int top_k, Tensor? gate, " \
+  "Tensor up, Tensor down, *, Tensor? gate_bias=None, Tensor? up_bias=None, Tensor? down_bias=None, "   \
   "str activation=\"silu\", float? limit=None"
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, m) {
   m.def("expert_ffn(" MAXMOE_EXPERT_FFN_SCHEMA ") -> Tensor");
   m.def("expert_ffn_forward(" MAXMOE_EXPERT_FFN_SCHEMA ") -> (Tensor out, Tensor preactivations)");
-  m.def(
-      "expert_ffn_backward(Tensor grad_out, Tensor preactivations, bool[8] output_mask, " MAXMOE_EXPERT_FFN_SCHEMA
-      ") -> (Tensor x, Tensor weights, Tensor gate, Tensor up, Tensor down, Tensor gate_bias, Tensor up_bias, "
-      "Tensor down_bias)");
+  m.def("expert_ffn_backward(Tensor grad_out, Tensor preactivations, bool[8] output_mask, " MAXMOE_EXPERT_FFN_SCHEMA
+        ") -> (Tensor x, Tensor weights, Tensor gate, Tensor up, Tensor down, Tensor gate_bias, Tensor up_bias, "
+        "Tensor down_bias)");
 }
 
 void check_up(const char* name, const Tensor& matrices, const Tensor& x, int64_t num_groups, int64_t width) {
@@ -75,15 +74,27 @@ void check(const ExpertFfnArguments& a) {
 // The parameters of the schema, and the list of them as arguments.
 #define MAXMOE_EXPERT_FFN_PARAMETERS                                                                                  \
   const Tensor &x, const OptionalTensor &weights, const Tensor &slots, const Tensor &rows, const Tensor &group_sizes, \
-      int64_t top_k, const OptionalTensor &gate, const Tensor &up, const Tensor &down, const OptionalTensor &gate_bias, \
-      const OptionalTensor &up_bias, const OptionalTensor &down_bias, std::string_view activation,                    \
-      std::optional<double> limit
+      int64_t top_k, const OptionalTensor &gate, const Tensor &up, const Tensor &down,                                \
+      const OptionalTensor &gate_bias, const OptionalTensor &up_bias, const OptionalTensor &down_bias,                \
+      std::string_view activation, std::optional<double> limit
 #define MAXMOE_EXPERT_FFN_ARGUMENTS \
   x, weights, slots, rows, group_sizes, top_k, gate, up, down, gate_bias, up_bias, down_bias, activation, limit
 
 ExpertFfnArguments make_arguments(MAXMOE_EXPERT_FFN_PARAMETERS) {
-  return {x,    weights,   slots,   rows,      group_sizes,            top_k, gate, up,
-          down, gate_bias, up_bias, down_bias, std::string(activation), limit};
+  return {x,
+          weights,
+          slots,
+          rows,
+          group_sizes,
+          top_k,
+          gate,
+          up,
+          down,
+          gate_bias,
+          up_bias,
+          down_bias,
+          std::string(activation),
+          limit};
 }
 
 Tensor call_expert_ffn(MAXMOE_EXPERT_FFN_PARAMETERS) {
@@ -139,9 +150,9 @@ class Gradient : public torch::autograd::Function<Gradient> {
     ctx->saved_data["top_k"] = top_k;
     ctx->saved_data["activation"] = std::string(activation);
     ctx->saved_data["limit"] = limit;
-    ctx->saved_data["wanted"] = c10::List<bool>(
-        {x.requires_grad(), requires_grad(weights), requires_grad(gate), up.requires_grad(), down.requires_grad(),
-         requires_grad(gate_bias), requires_grad(up_bias), requires_grad(down_bias)});
+    ctx->saved_data["wanted"] = c10::List<bool>({x.requires_grad(), requires_grad(weights), requires_grad(gate),
+                                                 up.requires_grad(), down.requires_grad(), requires_grad(gate_bias),
+                                                 requires_grad(up_bias), requires_grad(down_bias)});
     return out;
   }
 
@@ -150,11 +161,10 @@ class Gradient : public torch::autograd::Function<Gradient> {
     const auto optional = [&](size_t index) { return optional_tensor(saved[index]); };
     OutputMask wanted{};
     std::ranges::copy(ctx->saved_data["wanted"].toBoolList().vec(), wanted.begin());
-    const auto gradients =
-        call_backward(grads[0], saved[11], wanted, saved[0], optional(1), saved[2], saved[3], saved[4],
-                      ctx->saved_data["top_k"].toInt(), optional(5), saved[6], saved[7], optional(8), optional(9),
-                      optional(10), ctx->saved_data["activation"].toStringRef(),
-                      ctx->saved_data["limit"].toOptional<double>());
+    const auto gradients = call_backward(
+        grads[0], saved[11], wanted, saved[0], optional(1), saved[2], saved[3], saved[4],
+        ctx->saved_data["top_k"].toInt(), optional(5), saved[6], saved[7], optional(8), optional(9), optional(10),
+        ctx->saved_data["activation"].toStringRef(), ctx->saved_data["limit"].toOptional<double>());
     const auto [x, weights, gate, up, down, gate_bias, up_bias, down_bias] = gradients;
     const auto or_none = [&](Wanted which, const Tensor& gradient) { return wanted[which] ? gradient : Tensor(); };
     const Tensor of_weights = wanted[kWeights] ? weights.view_as(saved[1]).to(saved[1].scalar_type()) : Tensor();

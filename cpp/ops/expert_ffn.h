@@ -35,7 +35,8 @@ struct ExpertFfnArguments {
   std::optional<double> limit;
 
   ActivationKind kind() const {
-    return {parse_activation("expert_ffn", activation), gate.has_value(), limit.value_or(std::numeric_limits<double>::infinity())};
+    return {parse_activation("expert_ffn", activation), gate.has_value(),
+            limit.value_or(std::numeric_limits<double>::infinity())};
   }
   int64_t preactivation_width() const { return gate.has_value() ? 2 * up.size(2) : up.size(2); }
 };

@@ -22,11 +22,12 @@ Outputs expert_ffn_aten(const ExpertFfnArguments& a) {
   const Tensor activated =
       activate(a.kind(), gate.defined() ? gate.to(type) : gate, up.to(type)).activated.to(a.x.scalar_type());
   const Tensor row_outputs = gmm(activated, a.down, a.group_sizes, a.down_bias, 0);
-  return {ragged_unsort(row_outputs, a.slots, a.rows, a.top_k, a.weights), gate.defined() ? at::cat({gate, up}, 1) : up};
+  return {ragged_unsort(row_outputs, a.slots, a.rows, a.top_k, a.weights),
+          gate.defined() ? at::cat({gate, up}, 1) : up};
 }
 
 Gradients expert_ffn_backward_aten(const Tensor& grad_out, const Tensor& preactivations, const OutputMask& wanted,
-                        const ExpertFfnArguments& a) {
+                                   const ExpertFfnArguments& a) {
   const auto type = accumulator_type(a.x.scalar_type());
   const auto dtype = a.x.scalar_type();
   const int64_t width = a.up.size(2);
@@ -36,8 +37,8 @@ Gradients expert_ffn_backward_aten(const Tensor& grad_out, const Tensor& preacti
   const Tensor z = preactivations.to(type);
   const Tensor gate = a.gate.has_value() ? z.narrow(1, 0, width) : Tensor();
   const ActivatedTensors act = activate(a.kind(), gate, z.narrow(1, z.size(1) - width, width));
-  const Tensor scale = a.weights.has_value() ? a.weights->reshape(-1).index_select(0, a.slots).to(type).unsqueeze(1)
-                                             : ones.to(type);
+  const Tensor scale =
+      a.weights.has_value() ? a.weights->reshape(-1).index_select(0, a.slots).to(type).unsqueeze(1) : ones.to(type);
 
   const Tensor grad_y = ragged_sort(grad_out, a.slots, a.rows, a.top_k, std::nullopt);
   const Tensor grad_activated = gmm(grad_y, a.down.transpose(1, 2), a.group_sizes, std::nullopt, 0).to(type);

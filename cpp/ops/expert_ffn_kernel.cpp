@@ -14,74 +14,60 @@ OptionalTensor contiguous(const OptionalTensor& tensor) {
   return tensor.has_value() ? OptionalTensor(tensor->contiguous()) : std::nullopt;
 }
 
-// The arguments in the layout that the kernels read, for as long as the views live.
-struct KernelArguments {
-  explicit KernelArguments(const ExpertFfnArguments& a)
-      : x(contiguous_rows(a.x)),
-        weights(accumulator_weights(a.weights, a.x.scalar_type())),
-        slots(a.slots.contiguous()),
-        rows(a.rows.contiguous()),
-        group_sizes(a.group_sizes.contiguous()),
-        top_k(a.top_k),
-        gate(a.gate.has_value() ? OptionalTensor(gemm_operand(*a.gate)) : std::nullopt),
-        up(gemm_operand(a.up)),
-        down(gemm_operand(a.down)),
-        gate_bias(contiguous(a.gate_bias)),
-        up_bias(contiguous(a.up_bias)),
-        down_bias(contiguous(a.down_bias)) {}
+// The same arguments in the layout that the kernels read. The views below live as long as it does.
+ExpertFfnArguments kernel_layout(ExpertFfnArguments a) {
+  a.x = contiguous_rows(a.x);
+  a.weights = accumulator_weights(a.weights, a.x.scalar_type());
+  a.slots = a.slots.contiguous();
+  a.rows = a.rows.contiguous();
+  a.group_sizes = a.group_sizes.contiguous();
+  if (a.gate.has_value()) a.gate = gemm_operand(*a.gate);
+  a.up = gemm_operand(a.up);
+  a.down = gemm_operand(a.down);
+  a.gate_bias = contiguous(a.gate_bias);
+  a.up_bias = contiguous(a.up_bias);
+  a.down_bias = contiguous(a.down_bias);
+  return a;
+}
 
-  RoutedRows routed() const {
-    return {const_pointer<int64_t>(slots), const_pointer<int64_t>(rows), const_pointer<int64_t>(group_sizes),
-            group_sizes.numel(), top_k};
-  }
+RoutedRows routed_rows(const ExpertFfnArguments& a) {
+  return {const_pointer<int64_t>(a.slots), const_pointer<int64_t>(a.rows), const_pointer<int64_t>(a.group_sizes),
+          a.group_sizes.numel(), a.top_k};
+}
 
-  template <class T>
-  ExpertWeights<T> experts() const {
-    const auto bias = [](const OptionalTensor& b) { return b.has_value() ? const_view<T>(*b) : ConstMatrixView<T>{}; };
-    return {gate.has_value() ? const_stack<T>(*gate) : ConstMatrixStack<T>{},
-            const_stack<T>(up),
-            const_stack<T>(down),
-            bias(gate_bias),
-            bias(up_bias),
-            bias(down_bias)};
-  }
-
-  Tensor x;
-  OptionalTensor weights;
-  Tensor slots;
-  Tensor rows;
-  Tensor group_sizes;
-  int64_t top_k;
-  OptionalTensor gate;
-  Tensor up;
-  Tensor down;
-  OptionalTensor gate_bias;
-  OptionalTensor up_bias;
-  OptionalTensor down_bias;
-};
+template <class T>
+ExpertWeights<T> expert_weights(const ExpertFfnArguments& a) {
+  const auto bias = [](const OptionalTensor& b) { return b.has_value() ? const_view<T>(*b) : ConstMatrixView<T>{}; };
+  return {a.gate.has_value() ? const_stack<T>(*a.gate) : ConstMatrixStack<T>{},
+          const_stack<T>(a.up),
+          const_stack<T>(a.down),
+          bias(a.gate_bias),
+          bias(a.up_bias),
+          bias(a.down_bias)};
+}
 
 }  // namespace
 
 Outputs expert_ffn_kernel(const ExpertFfnArguments& a, bool keeps_preactivations) {
-  const KernelArguments k(a);
+  const ExpertFfnArguments k = kernel_layout(a);
   const int64_t num_rows = a.slots.size(0);
   const Tensor out = at::empty({a.x.size(0), a.x.size(1)}, a.x.options());
   const Tensor row_outputs = at::empty({num_rows, a.x.size(1)}, a.x.options());
   const Tensor preactivations =
       at::empty({keeps_preactivations ? num_rows : 0, a.preactivation_width()}, a.x.options());
   for_dtype(a.x.scalar_type(), [&]<class T>() {
-    maxmoe::expert_ffn(ExpertFfn<T>{const_view<T>(k.x), const_pointer<Accumulator<T>>(k.weights), k.routed(),
-                                    k.experts<T>(), a.kind(), &torch_gemm<T>(),
-                                    keeps_preactivations ? view<T>(preactivations) : MatrixView<T>{},
-                                    view<T>(row_outputs), view<T>(out)},
-                       torch_executor());
+    maxmoe::expert_ffn(
+        ExpertFfn<T>{const_view<T>(k.x), const_pointer<Accumulator<T>>(k.weights), routed_rows(k), expert_weights<T>(k),
+                     a.kind(), &torch_gemm<T>(), keeps_preactivations ? view<T>(preactivations) : MatrixView<T>{},
+                     view<T>(row_outputs), view<T>(out)},
+        torch_executor());
   });
   return {out, preactivations};
 }
 
 Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const Tensor& preactivations, const OutputMask& wanted,
-                          const ExpertFfnArguments& a) {
-  const KernelArguments k(a);
+                                     const ExpertFfnArguments& a) {
+  const ExpertFfnArguments k = kernel_layout(a);
   const Tensor grad = contiguous_rows(grad_out);
   const Tensor z = preactivations.contiguous();
   const int64_t num_rows = a.slots.size(0);
@@ -109,8 +95,8 @@ Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const Tensor& preac
     const auto matrices = [](bool is_wanted, const Tensor& t) { return is_wanted ? stack<T>(t) : MatrixStack<T>{}; };
     maxmoe::expert_ffn_backward(
         ExpertFfnBackward<T>{const_view<T>(grad), const_view<T>(k.x), const_pointer<Accumulator<T>>(k.weights),
-                             k.routed(), k.experts<T>(), a.kind(), &torch_gemm<T>(), const_view<T>(z), view<T>(grad_z),
-                             matrix(wanted[kDown], activated), matrix(wanted[kX], grad_rows),
+                             routed_rows(k), expert_weights<T>(k), a.kind(), &torch_gemm<T>(), const_view<T>(z),
+                             view<T>(grad_z), matrix(wanted[kDown], activated), matrix(wanted[kX], grad_rows),
                              matrix(wanted[kX], grad_x),
                              wanted[kWeights] ? pointer<Accumulator<T>>(grad_weights) : nullptr,
                              matrices(wanted[kGate], grad_gate), matrices(wanted[kUp], grad_up),
@@ -118,8 +104,7 @@ Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const Tensor& preac
                              matrix(wanted[kUpBias], grad_up_bias), matrix(wanted[kDownBias], grad_down_bias)},
         torch_executor());
   });
-  return {grad_x,  grad_weights,   grad_gate,    grad_up,
-          grad_down, grad_gate_bias, grad_up_bias, grad_down_bias};
+  return {grad_x, grad_weights, grad_gate, grad_up, grad_down, grad_gate_bias, grad_up_bias, grad_down_bias};
 }
 
 }  // namespace maxmoe::ops

@@ -44,8 +44,8 @@ Tensor gmm_aten(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes,
     if (size > 0 && local >= 0 && local < rhs.size(0)) {
       const Tensor rows = lhs.narrow(0, row, size);
       const Tensor matrix = rhs.select(0, local);
-      out.narrow(0, row, size).copy_(bias.has_value() ? at::addmm(bias->select(0, local), rows, matrix)
-                                                      : at::mm(rows, matrix));
+      out.narrow(0, row, size)
+          .copy_(bias.has_value() ? at::addmm(bias->select(0, local), rows, matrix) : at::mm(rows, matrix));
     }
     row += size;
   }
@@ -119,8 +119,12 @@ Tensor gmm_autocast(const Tensor& lhs, const Tensor& rhs, const Tensor& group_si
   return ops::gmm(autocast(lhs, device), autocast(rhs, device), group_sizes, autocast(bias, device), group_offset);
 }
 
-TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) { m.impl("gmm", &gmm_backend); }
-TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) { m.impl("gmm", &gmm_autograd); }
+TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) {
+  m.impl("gmm", &gmm_backend);
+}
+TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) {
+  m.impl("gmm", &gmm_autograd);
+}
 TORCH_LIBRARY_IMPL(maxmoe, AutocastCPU, m) {
   m.impl("gmm", &gmm_autocast<c10::DispatchKey::AutocastCPU, c10::kCPU>);
 }

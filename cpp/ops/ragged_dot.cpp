@@ -86,8 +86,12 @@ Tensor ragged_dot_autograd(const Tensor& a, const Tensor& b, const Tensor& index
   return ops::ragged_dot(a, b, index, group_size);
 }
 
-TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) { m.impl("ragged_dot", &ragged_dot_backend); }
-TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) { m.impl("ragged_dot", &ragged_dot_autograd); }
+TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) {
+  m.impl("ragged_dot", &ragged_dot_backend);
+}
+TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) {
+  m.impl("ragged_dot", &ragged_dot_autograd);
+}
 
 }  // namespace
 

@@ -19,8 +19,7 @@ namespace {
 constexpr const char* kOp = "ragged_gather";
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, m) {
-  m.def(
-      "ragged_gather(Tensor x, Tensor index, Tensor? weights=None, *, SymInt start=0, SymInt? end=None) -> Tensor");
+  m.def("ragged_gather(Tensor x, Tensor index, Tensor? weights=None, *, SymInt start=0, SymInt? end=None) -> Tensor");
 }
 
 void check(const Tensor& x, const Tensor& index, const OptionalTensor& weights, int64_t start, int64_t end) {
@@ -105,8 +104,12 @@ Tensor ragged_gather_autograd(const Tensor& x, const Tensor& index, const Option
   return ops::ragged_gather(x, index, weights, std::move(start), std::move(end));
 }
 
-TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) { m.impl("ragged_gather", &ragged_gather_backend); }
-TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) { m.impl("ragged_gather", &ragged_gather_autograd); }
+TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) {
+  m.impl("ragged_gather", &ragged_gather_backend);
+}
+TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) {
+  m.impl("ragged_gather", &ragged_gather_autograd);
+}
 
 }  // namespace
 

@@ -117,7 +117,9 @@ Tensor ragged_gather_reduce_autograd(const Tensor& rows, const Tensor& index, in
 TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) {
   m.impl("ragged_gather_reduce", &ragged_gather_reduce_backend);
 }
-TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) { m.impl("ragged_gather_reduce", &ragged_gather_reduce_autograd); }
+TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) {
+  m.impl("ragged_gather_reduce", &ragged_gather_reduce_autograd);
+}
 
 }  // namespace
 

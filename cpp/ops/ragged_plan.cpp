@@ -23,7 +23,8 @@ constexpr const char* kOp = "ragged_plan";
 TORCH_LIBRARY_FRAGMENT(maxmoe, m) {
   m.def(
       "ragged_plan(Tensor experts, int num_experts, *, int first_expert=0, int? num_local_experts=None, "
-      "SymInt? max_rows=None, SymInt? num_rows=None) -> (Tensor slots, Tensor rows, Tensor group_sizes, Tensor dropped)");
+      "SymInt? max_rows=None, SymInt? num_rows=None) -> (Tensor slots, Tensor rows, Tensor group_sizes, Tensor "
+      "dropped)");
 }
 
 using Plan = std::tuple<Tensor, Tensor, Tensor, Tensor>;
@@ -35,8 +36,8 @@ void check(const Tensor& experts, int64_t num_experts, int64_t first_expert, int
   MAXMOE_CHECK(0 <= first_expert && first_expert <= num_experts, kOp, "first_expert must be in [0, num_experts (",
                num_experts, ")], got ", first_expert);
   MAXMOE_CHECK(0 <= num_local_experts && num_local_experts <= num_experts - first_expert, kOp,
-               "num_local_experts must be in [0, num_experts - first_expert (", num_experts - first_expert,
-               ")], got ", num_local_experts);
+               "num_local_experts must be in [0, num_experts - first_expert (", num_experts - first_expert, ")], got ",
+               num_local_experts);
   MAXMOE_CHECK(max_rows.value_or(0) >= 0, kOp, "max_rows must not be negative, got ", max_rows.value_or(0));
   Argument(kOp, "experts", experts).has_values_in(-1, num_experts, "-1 or one of num_experts");
 }
@@ -61,8 +62,7 @@ int64_t count_rows(const Tensor& kept, std::optional<int64_t> num_rows) {
 Plan ragged_plan_aten(const Tensor& experts, int64_t first_expert, int64_t num_local_experts,
                       std::optional<int64_t> max_rows, std::optional<int64_t> known_rows) {
   const Tensor local = experts.reshape(-1).sub(first_expert);
-  const Tensor is_local =
-      experts.reshape(-1).ge(0).logical_and(local.ge(0)).logical_and(local.lt(num_local_experts));
+  const Tensor is_local = experts.reshape(-1).ge(0).logical_and(local.ge(0)).logical_and(local.lt(num_local_experts));
   const Tensor key = at::where(is_local, local, num_local_experts);
   const Tensor all_sizes = at::zeros({num_local_experts + 1}, key.options()).scatter_add(0, key, at::ones_like(key));
   const Tensor wanted = all_sizes.narrow(0, 0, num_local_experts);
@@ -88,10 +88,14 @@ Plan ragged_plan_backend(const Tensor& experts, int64_t num_experts, int64_t fir
   const Tensor rows = at::empty({ids.numel()}, ids.options());
   const Tensor group_sizes = at::empty({num_local_experts}, ids.options());
   const Tensor dropped = at::empty({}, ids.options());
-  RaggedPlan<int64_t> plan{const_pointer<int64_t>(ids), ids.numel(),
-                           first_expert,                num_local_experts,
-                           max_rows.value_or(-1),       pointer<int64_t>(group_sizes),
-                           pointer<int64_t>(dropped),   nullptr,
+  RaggedPlan<int64_t> plan{const_pointer<int64_t>(ids),
+                           ids.numel(),
+                           first_expert,
+                           num_local_experts,
+                           max_rows.value_or(-1),
+                           pointer<int64_t>(group_sizes),
+                           pointer<int64_t>(dropped),
+                           nullptr,
                            pointer<int64_t>(rows)};
   maxmoe::ragged_plan(plan, torch_executor());
   int64_t num_rows = 0;
@@ -107,7 +111,9 @@ Plan ragged_plan_backend(const Tensor& experts, int64_t num_experts, int64_t fir
   return {slots, rows, group_sizes, dropped};
 }
 
-TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) { m.impl("ragged_plan", &ragged_plan_backend); }
+TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) {
+  m.impl("ragged_plan", &ragged_plan_backend);
+}
 
 }  // namespace
 }  // namespace maxmoe::ops

@@ -56,11 +56,10 @@ Tensor ragged_scatter_add_backend(const Tensor& rows, const Tensor& index, int64
   const Tensor order = at::empty_like(list);
   const auto scale = accumulator_weights(weights, rows.scalar_type());
   for_dtype(rows.scalar_type(), [&]<class T>() {
-    maxmoe::ragged_scatter_add(
-        RaggedScatterAdd<T>{const_view<T>(source), const_pointer<int64_t>(list), list.numel(), group_size,
-                            const_pointer<Accumulator<T>>(scale), pointer<int64_t>(offsets), pointer<int64_t>(order),
-                            view<T>(out)},
-        torch_executor());
+    maxmoe::ragged_scatter_add(RaggedScatterAdd<T>{const_view<T>(source), const_pointer<int64_t>(list), list.numel(),
+                                                   group_size, const_pointer<Accumulator<T>>(scale),
+                                                   pointer<int64_t>(offsets), pointer<int64_t>(order), view<T>(out)},
+                               torch_executor());
   });
   return out;
 }
@@ -99,8 +98,12 @@ Tensor ragged_scatter_add_autograd(const Tensor& rows, const Tensor& index, c10:
   return ops::ragged_scatter_add(rows, index, std::move(num_rows), group_size, weights);
 }
 
-TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) { m.impl("ragged_scatter_add", &ragged_scatter_add_backend); }
-TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) { m.impl("ragged_scatter_add", &ragged_scatter_add_autograd); }
+TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) {
+  m.impl("ragged_scatter_add", &ragged_scatter_add_backend);
+}
+TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) {
+  m.impl("ragged_scatter_add", &ragged_scatter_add_autograd);
+}
 
 }  // namespace
 

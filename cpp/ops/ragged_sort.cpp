@@ -82,8 +82,12 @@ Tensor ragged_sort_autograd(const Tensor& x, const Tensor& slots, const Tensor& 
   return ops::ragged_sort(x, slots, rows, top_k, weights);
 }
 
-TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) { m.impl("ragged_sort", &ragged_sort_backend); }
-TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) { m.impl("ragged_sort", &ragged_sort_autograd); }
+TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) {
+  m.impl("ragged_sort", &ragged_sort_backend);
+}
+TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) {
+  m.impl("ragged_sort", &ragged_sort_autograd);
+}
 
 }  // namespace
 

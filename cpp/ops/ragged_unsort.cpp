@@ -24,8 +24,8 @@ void check(const Tensor& rows, const Tensor& slots, const Tensor& row_of_slot, i
            const OptionalTensor& weights) {
   Argument(kOp, "rows", rows).has_dims(2, "[R, D]").is_floating();
   MAXMOE_CHECK(top_k >= 1, kOp, "top_k must be at least 1, got ", top_k);
-  MAXMOE_CHECK(row_of_slot.numel() % top_k == 0, kOp, "top_k must divide the slots of the plan (",
-               row_of_slot.numel(), "), got ", top_k);
+  MAXMOE_CHECK(row_of_slot.numel() % top_k == 0, kOp, "top_k must divide the slots of the plan (", row_of_slot.numel(),
+               "), got ", top_k);
   MAXMOE_CHECK(rows.size(0) >= slots.numel(), kOp, "rows must have a row for each of the plan's ", slots.numel(),
                ", got shape ", rows.sizes());
   check_weights(kOp, weights, rows, row_of_slot.numel());
@@ -89,8 +89,12 @@ Tensor ragged_unsort_autograd(const Tensor& rows, const Tensor& slots, const Ten
   return ops::ragged_unsort(rows, slots, row_of_slot, top_k, weights);
 }
 
-TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) { m.impl("ragged_unsort", &ragged_unsort_backend); }
-TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) { m.impl("ragged_unsort", &ragged_unsort_autograd); }
+TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) {
+  m.impl("ragged_unsort", &ragged_unsort_backend);
+}
+TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) {
+  m.impl("ragged_unsort", &ragged_unsort_autograd);
+}
 
 }  // namespace
 

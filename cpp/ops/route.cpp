@@ -91,7 +91,9 @@ Tensor normalize(const Tensor& selected, Normalization normalization) {
 }
 
 // Descending, and stable: the lowest index first among equals.
-Tensor order_of(const Tensor& keys) { return keys.argsort(/*stable=*/true, 1, /*descending=*/true); }
+Tensor order_of(const Tensor& keys) {
+  return keys.argsort(/*stable=*/true, 1, /*descending=*/true);
+}
 
 // Experts by falling biased score, those outside the best groups after all others.
 Tensor expert_order(const Tensor& biased, int64_t num_groups, int64_t top_k_groups) {
@@ -147,8 +149,10 @@ Routing route_backend(const Tensor& logits, int64_t top_k, std::string_view scor
     const Tensor bad = first.lt(0);
     if (bad.any().item<bool>()) {
       const auto token = bad.to(at::kByte).argmax().item<int64_t>();
-      MAXMOE_CHECK(false, kOp, "logits must give scores that are numbers (no NaN, softmax also no +inf and not only "
-                   "-inf), got NaN for token ", token, " of ", logits.size(0));
+      MAXMOE_CHECK(false, kOp,
+                   "logits must give scores that are numbers (no NaN, softmax also no +inf and not only "
+                   "-inf), got NaN for token ",
+                   token, " of ", logits.size(0));
     }
   } else {
     Argument(kOp, "logits", first).has_values_in(0, logits.size(1), "NaN scores");
@@ -205,8 +209,8 @@ class Gradient : public torch::autograd::Function<Gradient> {
                                const OptionalTensor& correction_bias, int64_t num_groups, int64_t top_k_groups,
                                std::string normalization, double scale) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    auto [weights, experts] = call_route(logits, top_k, score_function, correction_bias, num_groups, top_k_groups,
-                                         normalization, scale);
+    auto [weights, experts] =
+        call_route(logits, top_k, score_function, correction_bias, num_groups, top_k_groups, normalization, scale);
     ctx->save_for_backward({logits, experts});
     ctx->mark_non_differentiable({experts});
     ctx->saved_data["score_function"] = score_function;
@@ -217,9 +221,9 @@ class Gradient : public torch::autograd::Function<Gradient> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    const Tensor grad_logits = call_route_backward(
-        grads[0], saved[0], saved[1], ctx->saved_data["score_function"].toStringRef(),
-        ctx->saved_data["normalization"].toStringRef(), ctx->saved_data["scale"].toDouble());
+    const Tensor grad_logits =
+        call_route_backward(grads[0], saved[0], saved[1], ctx->saved_data["score_function"].toStringRef(),
+                            ctx->saved_data["normalization"].toStringRef(), ctx->saved_data["scale"].toDouble());
     return {grad_logits, Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };

@@ -98,8 +98,12 @@ Tensor tgmm_autocast(const Tensor& lhs, const Tensor& rhs, const Tensor& group_s
   return ops::tgmm(autocast(lhs, device), autocast(rhs, device), group_sizes, num_local_groups, group_offset);
 }
 
-TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) { m.impl("tgmm", &tgmm_backend); }
-TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) { m.impl("tgmm", &tgmm_autograd); }
+TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) {
+  m.impl("tgmm", &tgmm_backend);
+}
+TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) {
+  m.impl("tgmm", &tgmm_autograd);
+}
 TORCH_LIBRARY_IMPL(maxmoe, AutocastCPU, m) {
   m.impl("tgmm", &tgmm_autocast<c10::DispatchKey::AutocastCPU, c10::kCPU>);
 }

@@ -62,7 +62,8 @@ inline at::Tensor gemm_operand(const at::Tensor& tensor) {
 template <class T>
 ConstMatrixView<T> const_view(const at::Tensor& t) {
   const int64_t dims = t.dim();
-  return {const_pointer<T>(t), t.size(dims - 2), t.size(dims - 1), t.stride(dims - 2), t.size(dims - 1) == 1 ? 1 : t.stride(dims - 1)};
+  return {const_pointer<T>(t), t.size(dims - 2), t.size(dims - 1), t.stride(dims - 2),
+          t.size(dims - 1) == 1 ? 1 : t.stride(dims - 1)};
 }
 
 // A contiguous output.

@@ -133,7 +133,7 @@ class NaiveFfn {
   }
 
   // Row t of x times one expert's matrix, plus bias, in column f.
-  double project(const Matrix<T> FfnTensors<T>::*matrix, const Matrix<T> FfnTensors<T>::*bias, int64_t expert,
+  double project(const Matrix<T> FfnTensors<T>::* matrix, const Matrix<T> FfnTensors<T>::* bias, int64_t expert,
                  int64_t t, int64_t f, double step) const {
     double sum = biased_ ? value(at_.*bias, along_.*bias, step, expert, f) : 0.0;
     for (int64_t d = 0; d < shape_.hidden_size; ++d) {

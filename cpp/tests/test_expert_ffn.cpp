@@ -24,10 +24,14 @@ struct Variant {
 };
 
 const std::vector<Variant> kVariants = {
-    {{Activation::silu, true, kNoLimit}, false, true},      {{Activation::silu, true, 0.5}, true, true},
-    {{Activation::gelu, true, kNoLimit}, true, false},      {{Activation::gelu_tanh, true, kNoLimit}, false, true},
-    {{Activation::relu, true, 1.0}, true, true},            {{Activation::swigluoai, true, 0.7}, true, true},
-    {{Activation::relu2, false, kNoLimit}, true, true},     {{Activation::silu, false, kNoLimit}, false, false},
+    {{Activation::silu, true, kNoLimit}, false, true},
+    {{Activation::silu, true, 0.5}, true, true},
+    {{Activation::gelu, true, kNoLimit}, true, false},
+    {{Activation::gelu_tanh, true, kNoLimit}, false, true},
+    {{Activation::relu, true, 1.0}, true, true},
+    {{Activation::swigluoai, true, 0.7}, true, true},
+    {{Activation::relu2, false, kNoLimit}, true, true},
+    {{Activation::silu, false, kNoLimit}, false, false},
     {{Activation::gelu_tanh, false, kNoLimit}, true, true},
 };
 

@@ -9,8 +9,8 @@ namespace maxmoe {
 namespace {
 
 TEST(GroupTiles, CoverTheRowsOfEveryGroupInOrder) {
-  const std::vector<std::vector<int64_t>> cases = {
-      {}, {0}, {1}, {0, 0, 5, 0}, {kTileRows}, {kTileRows + 1, 0, 3 * kTileRows - 1, 1}};
+  const std::vector<std::vector<int64_t>> cases = {{},           {0},         {1},
+                                                   {0, 0, 5, 0}, {kTileRows}, {kTileRows + 1, 0, 3 * kTileRows - 1, 1}};
   for (const std::vector<int64_t>& group_sizes : cases) {
     const auto num_groups = static_cast<int64_t>(group_sizes.size());
     const GroupTiles list = make_group_tiles(group_sizes.data(), num_groups, 0);

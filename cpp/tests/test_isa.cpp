@@ -10,7 +10,9 @@
 namespace maxmoe {
 namespace {
 
-TEST(Isa, BaselineIsAlwaysSupported) { EXPECT_TRUE(is_supported(Isa::baseline)); }
+TEST(Isa, BaselineIsAlwaysSupported) {
+  EXPECT_TRUE(is_supported(Isa::baseline));
+}
 
 TEST(Isa, ActiveIsTheOneAskedFor) {
   const char* asked = std::getenv("MAXMOE_ISA");

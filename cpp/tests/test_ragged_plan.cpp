@@ -85,11 +85,17 @@ TEST(RaggedPlanTest, MatchesTheLoop) {
   }
 }
 
-TEST(RaggedPlanTest, NoLocalExperts) { check({0, 1, 2}, 1, 0, -1); }
+TEST(RaggedPlanTest, NoLocalExperts) {
+  check({0, 1, 2}, 1, 0, -1);
+}
 
-TEST(RaggedPlanTest, AllToOneExpert) { check(std::vector<int64_t>(50, 3), 0, 4, 20); }
+TEST(RaggedPlanTest, AllToOneExpert) {
+  check(std::vector<int64_t>(50, 3), 0, 4, 20);
+}
 
-TEST(RaggedPlanTest, NothingIsRouted) { check(std::vector<int64_t>(9, -1), 0, 4, -1); }
+TEST(RaggedPlanTest, NothingIsRouted) {
+  check(std::vector<int64_t>(9, -1), 0, 4, -1);
+}
 
 }  // namespace
 }  // namespace maxmoe

@@ -3,6 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <type_traits>
+#include <vector>
+
 #include "kernels/ragged_gather.h"
 #include "matrix.h"
 #include "shapes.h"
@@ -21,11 +24,9 @@ class RaggedScatterAddTest : public testing::Test {
     return run_kernel<T>(num_rows, rows.columns(), [&](MatrixView<T> view, const Executor& executor) {
       std::vector<int64_t> offsets(static_cast<size_t>(num_rows + 1), -1);
       std::vector<int64_t> order(index.size(), -1);
-      const RaggedScatterAdd<T> arguments{rows.view(),    index.data(),
-                                          size,           group_size,
-                                          weights ? weights->view().data : nullptr,
-                                          offsets.data(), order.data(),
-                                          view};
+      const RaggedScatterAdd<T> arguments{
+          rows.view(),    index.data(), size, group_size, weights ? weights->view().data : nullptr,
+          offsets.data(), order.data(), view};
       ragged_scatter_add(arguments, executor);
     });
   }
@@ -70,6 +71,17 @@ TYPED_TEST(RaggedScatterAddTest, ManyTasks) {
 TYPED_TEST(RaggedScatterAddTest, RowsWithoutAnIndexAreNotRead) {
   const auto rows = Matrix<TypeParam>::random(4, 9, 1).poisoned(1, 2);
   this->check(rows, {2, 2, -1, -1, 0, -1, 1, 2}, 2, nullptr, 4);
+}
+
+// 1 + big - big is 0, big - big + 1 would be 1.
+TYPED_TEST(RaggedScatterAddTest, SumsInTheOrderOfTheIndex) {
+  if (!std::is_same_v<TypeParam, Accumulator<TypeParam>>) GTEST_SKIP() << "the rows cannot hold such numbers";
+  const auto big = static_cast<Accumulator<TypeParam>>(1e17);
+  Matrix<TypeParam> rows(3, 1);
+  rows.element(0, 0) = narrow<TypeParam>(1);
+  rows.element(1, 0) = narrow<TypeParam>(big);
+  rows.element(2, 0) = narrow<TypeParam>(-big);
+  EXPECT_EQ(this->run(rows, {0, 0, 0}, 1, nullptr, 1)(0, 0), 0.0);
 }
 
 // <scatter_add(y), x> = <y, gather(x)>

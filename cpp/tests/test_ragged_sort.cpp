@@ -15,9 +15,9 @@ class RaggedSortTest : public testing::Test {
  protected:
   static void check(const Matrix<T>& x, const Routing& routing, const Matrix<Accumulator<T>>* weights) {
     const auto rows = run_kernel<T>(routing.num_rows(), x.columns(), [&](MatrixView<T> view, const Executor& executor) {
-      ragged_sort(RaggedSort<T>{x.view(), routing.slots.data(), routing.top_k,
-                                weights ? weights->view().data : nullptr, view},
-                  executor);
+      ragged_sort(
+          RaggedSort<T>{x.view(), routing.slots.data(), routing.top_k, weights ? weights->view().data : nullptr, view},
+          executor);
     });
     const auto want = [&](int64_t r, int64_t c) {
       const int64_t slot = routing.slots[static_cast<size_t>(r)];

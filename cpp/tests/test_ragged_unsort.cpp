@@ -59,8 +59,8 @@ TYPED_TEST(RaggedUnsortTest, AllToOneExpertInManyTasks) {
 TYPED_TEST(RaggedUnsortTest, UndoesTheSort) {
   const Routing routing = random_routing(19, 4, 6, 1);
   const auto x = Matrix<TypeParam>::random(19, 33, 2);
-  const auto rows = run_kernel<TypeParam>(
-      routing.num_rows(), 33, [&](MatrixView<TypeParam> view, const Executor& executor) {
+  const auto rows =
+      run_kernel<TypeParam>(routing.num_rows(), 33, [&](MatrixView<TypeParam> view, const Executor& executor) {
         ragged_sort(RaggedSort<TypeParam>{x.view(), routing.slots.data(), 4, nullptr, view}, executor);
       });
   const auto want = [&](int64_t t, int64_t c) {

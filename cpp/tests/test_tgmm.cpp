@@ -18,7 +18,8 @@ struct Case {
 };
 
 const std::vector<Case> kCases = {
-    {{}, 2, 0}, {{0, 0}, 2, 0}, {{1}, 1, 0}, {{3, 0, 5, 1}, 4, 0}, {{2, 3, 4, 1, 2}, 2, 1}, {{4, 2}, 3, -1}, {{5}, 2, 4},
+    {{}, 2, 0},      {{0, 0}, 2, 0}, {{1}, 1, 0}, {{3, 0, 5, 1}, 4, 0}, {{2, 3, 4, 1, 2}, 2, 1},
+    {{4, 2}, 3, -1}, {{5}, 2, 4},
 };
 
 template <class T>
@@ -34,8 +35,7 @@ class TgmmTest : public testing::Test {
     const auto out = run_kernel<T>(c.num_matrices * left, right, [&](MatrixView<T> view, const Executor& executor) {
       const MatrixStack<T> stacked{view.row_range(0, left), c.num_matrices, left * view.row_stride};
       const auto num_groups = static_cast<int64_t>(c.group_sizes.size());
-      tgmm(Tgmm<T>{lhs.view(), rhs.view(), c.group_sizes.data(), num_groups, c.group_offset,
-                   &test_gemm<T>(), stacked},
+      tgmm(Tgmm<T>{lhs.view(), rhs.view(), c.group_sizes.data(), num_groups, c.group_offset, &test_gemm<T>(), stacked},
            executor);
     });
     const auto want = [&](int64_t row, int64_t f) {
@@ -63,7 +63,9 @@ TYPED_TEST(TgmmTest, MatchesTheLoop) {
   }
 }
 
-TYPED_TEST(TgmmTest, HigherThanOneTask) { this->check({{3, 40, 0}, 3, 0}, 259, 7); }
+TYPED_TEST(TgmmTest, HigherThanOneTask) {
+  this->check({{3, 40, 0}, 3, 0}, 259, 7);
+}
 
 }  // namespace
 }  // namespace maxmoe
