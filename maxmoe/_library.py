@@ -12,8 +12,7 @@ def _check_build() -> None:
     recorded = Path(__file__).with_name("_torch_version.txt")
     if not recorded.exists():
         raise ImportError(
-            f"the C++ core of maxmoe is not built in {recorded.parent}. "
-            f"In the folder of its setup.py run: {_BUILD}"
+            f"the C++ core of maxmoe is not built in {recorded.parent}. In the folder of its setup.py run: {_BUILD}"
         )
     built, running = recorded.read_text().strip(), torch.__version__
     if built.split(".")[:2] != running.split(".")[:2]:

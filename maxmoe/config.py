@@ -117,9 +117,7 @@ class MoEConfig:
         if self.num_experts % self.num_groups:
             raise ValueError(f"num_groups ({self.num_groups}) must divide num_experts ({self.num_experts})")
         if self.top_k_groups > self.num_groups:
-            raise ValueError(
-                f"top_k_groups ({self.top_k_groups}) must not exceed num_groups ({self.num_groups})"
-            )
+            raise ValueError(f"top_k_groups ({self.top_k_groups}) must not exceed num_groups ({self.num_groups})")
         reachable = self.num_experts // self.num_groups * self.top_k_groups
         if self.top_k > reachable:
             raise ValueError(

@@ -71,9 +71,7 @@ def test_missing_core_says_how_to_build(tmp_path: Path) -> None:
 def test_wrong_torch_gives_the_command_that_mends_it(tmp_path: Path, built: str) -> None:
     (tmp_path / "_torch_version.txt").write_text(f"{built}\n")
     message = error_line(python(copied_library(tmp_path)))
-    assert message.startswith(
-        f"ImportError: maxmoe was built against torch {built}, but torch {torch.__version__}"
-    )
+    assert message.startswith(f"ImportError: maxmoe was built against torch {built}, but torch {torch.__version__}")
     assert "pip install --no-build-isolation -e ." in message
     assert f"pip install torch=={built.split('+')[0]})" in message
 

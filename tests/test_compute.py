@@ -193,17 +193,18 @@ def test_refuses_and_names_both(compute: Options, x: Tensor, message: str) -> No
 @each_compute
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast(path: str, dtype: torch.dtype, compute: Options, options: Options) -> None:
-    """Results are of the autocast dtype and close; losses, routing and gradients stay float32."""
+    """Results are of the autocast dtype and close, whether x is or not; routing, losses and gradients stay float32."""
     layer = make(torch.float32, **options, **compute)
-    x = tokens(layer, 2, 9)
-    expected = outcome(layer, x)
-    with torch.autocast("cpu", dtype=dtype):
-        got = outcome(layer, x)
-    assert (got.outputs[0].dtype, got.outputs[1].dtype) == (dtype, torch.float32)
-    assert torch.equal(got.outputs[1], expected.outputs[1])
-    assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in got.gradients.values())
-    # The same upstream gradient, but for its rounding to 16 bits.
-    assert_same(got, expected, tolerance(dtype, 8))
+    for x in (tokens(layer, 2, 9), tokens(layer, 2, 9).to(dtype)):
+        expected = outcome(layer, x.float())
+        with torch.autocast("cpu", dtype=dtype):
+            got = outcome(layer, x)
+        assert got.outputs[0].dtype == dtype
+        assert torch.equal(got.outputs[1], expected.outputs[1])
+        for name, gradient in got.gradients.items():
+            assert gradient is not None and gradient.dtype == (x.dtype if name == "x" else torch.float32)
+        # The upstream gradient is the same but for its rounding to 16 bits.
+        assert_same(got, expected, tolerance(dtype, 8))
 
 
 # Threads

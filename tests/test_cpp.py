@@ -48,9 +48,7 @@ def build_folder() -> Path:
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_kernels(build_folder: Path, isa: str) -> None:
-    done = run(
-        "ctest", "--test-dir", str(build_folder), "--no-tests=error", "--output-on-failure", MAXMOE_ISA=isa
-    )
+    done = run("ctest", "--test-dir", str(build_folder), "--no-tests=error", "--output-on-failure", MAXMOE_ISA=isa)
     if done.returncode != 0:
         failed = [line for line in done.stdout.splitlines() if not re.search(r"^ +Start |Passed", line)]
         pytest.fail("\n".join([f"ctest with MAXMOE_ISA={isa}", *failed[-200:]]), pytrace=False)
@@ -67,6 +65,4 @@ def test_instruction_sets_share_no_code(build_folder: Path, isa: str) -> None:
     own = (f"{len(isa)}{isa}", f"Eigen_{isa}", "DW.ref.__gxx_personality_v0")  # as in mangled names
     weak = [line for line in symbols.stdout.splitlines() if re.search(r" [VWu] ", line)]
     shared = [line for line in weak if not any(name in line.split()[-1] for name in own)]
-    assert not shared, "declare these MAXMOE_INLINE or move them into MAXMOE_ISA_NAMESPACE:\n" + "\n".join(
-        shared
-    )
+    assert not shared, "declare these MAXMOE_INLINE or move them into MAXMOE_ISA_NAMESPACE:\n" + "\n".join(shared)

@@ -9,9 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 OPERATORS = sorted(path.stem for path in (ROOT / "maxmoe/ops").glob("[a-z]*.py"))
-PYTHON_FILES = sorted(
-    path for folder in ("maxmoe", "tests", "examples") for path in (ROOT / folder).rglob("*.py")
-)
+PYTHON_FILES = sorted(path for folder in ("maxmoe", "tests", "examples") for path in (ROOT / folder).rglob("*.py"))
 CPP_FILES = sorted(path for pattern in ("*.h", "*.cpp") for path in (ROOT / "cpp").rglob(pattern))
 
 MAX_FILE_LINES = 300
@@ -52,9 +50,7 @@ def test_an_operator_has_one_name_in_every_layer(operator: str) -> None:
     assert not missing, f"the operator {operator} lacks {missing}"
     assert f"def {operator}(" in (ROOT / f"maxmoe/ops/{operator}.py").read_text()
     assert f"MAXMOE_KERNEL({operator}," in (ROOT / f"cpp/kernels/{operator}.h").read_text()
-    assert re.search(rf'"{operator}\(', (ROOT / f"cpp/ops/{operator}.cpp").read_text()), (
-        "its schema is elsewhere"
-    )
+    assert re.search(rf'"{operator}\(', (ROOT / f"cpp/ops/{operator}.cpp").read_text()), "its schema is elsewhere"
 
 
 def test_no_operator_is_hidden_from_python() -> None:
@@ -85,9 +81,7 @@ def test_functions_are_short(path: Path) -> None:
             documented = ast.get_docstring(node) is not None
             body = node.body[1:] if documented else node.body
             lines = node.end_lineno - body[0].lineno + 1 if body and node.end_lineno else 0
-            assert lines <= MAX_FUNCTION_LINES, (
-                f"{relative(path)}:{node.lineno} {node.name} has {lines} lines"
-            )
+            assert lines <= MAX_FUNCTION_LINES, f"{relative(path)}:{node.lineno} {node.name} has {lines} lines"
 
 
 def cpp_functions(text: str) -> Iterator[tuple[int, int]]:

@@ -10,13 +10,7 @@ from torch import Tensor
 
 from maxmoe import MoE, MoEConfig, MoEOutput, reference
 from maxmoe.config import Normalization, ScoreFunction
-from operator_calls import (
-    Result,
-    assert_same,
-    cotangents_of,
-    floating,
-    tolerance,
-)
+from operator_calls import Result, assert_same, cotangents_of, floating, tolerance
 from shapes import each_dtype
 
 Options = dict[str, Any]
