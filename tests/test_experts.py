@@ -211,7 +211,7 @@ def test_saves_the_tokens_and_the_preactivations(weights_to: str) -> None:
     parameters = {parameter.data_ptr() for parameter in layer.parameters()}
     kept = {t.data_ptr(): t for t in saved if t.is_floating_point() and t.data_ptr() not in parameters}
     rows = 2 * 50 if weights_to == "input" else 0
-    routing = 3 * (4 + 2)  # logits, weights
+    routing = 4 + 2  # logits, weights
     assert sum(t.numel() for t in kept.values()) <= 30 * (50 + 2 * 2 * 10 + rows + routing)
 
 

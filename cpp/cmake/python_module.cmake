@@ -13,6 +13,8 @@ find_package(pybind11 3.0 CONFIG REQUIRED)
 file(GLOB MAXMOE_OP_SOURCES CONFIGURE_DEPENDS cpp/ops/*.cpp)
 add_library(maxmoe_ops OBJECT ${MAXMOE_OP_SOURCES})
 target_link_libraries(maxmoe_ops PUBLIC maxmoe_kernels maxmoe_torch)
+# gcc 12 takes the destructor of an empty std::optional<at::Tensor> for a read of uninitialised memory.
+target_compile_options(maxmoe_ops PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
 
 # NO_EXTRAS: no link-time optimisation, which costs half again the build time.
 pybind11_add_module(_C MODULE NO_EXTRAS cpp/module.cpp)
