@@ -41,7 +41,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the matrix products")
     add("--learning-rate", type=at_least(0, float), default=3e-3, help="at its peak")
     add("--seed", type=at_least(0), default=0, help="of parameters and data order")
-    add("--steps", type=at_least(1), default=2000, help="optimizer steps")
+    add("--steps", type=at_least(1), default=1600, help="optimizer steps")
     add("--batch-size", type=at_least(1), default=8, help="sequences per step")
     add("--sequence-length", type=at_least(1), default=256, help="bytes per sequence")
     add("--eval-every", type=at_least(1), default=200, help="steps from one evaluation to the next")
