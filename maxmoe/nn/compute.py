@@ -90,11 +90,13 @@ class DenseCompute:
         num_experts = self.config.num_experts
         zeros = routing.weights.new_zeros(x.shape[0], num_experts)
         weights = zeros.scatter(1, routing.experts, routing.weights)
+        chosen = zeros.scatter(1, routing.experts, 1.0).t().unsqueeze(2) > 0
         inputs = x.expand(num_experts, *x.shape)
         if self.config.apply_weights_to == "input":
             inputs = (inputs * weights.t().unsqueeze(2)).to(x.dtype)
-            weights = zeros.scatter(1, routing.experts, 1.0)
-        outputs = self._ffn(inputs, experts)
+            weights = chosen.squeeze(2).t().to(weights.dtype)
+        # A zero weight does not silence an expert whose output is not finite; neither forward nor backward may see it.
+        outputs = torch.where(chosen, self._ffn(torch.where(chosen, inputs, 0.0), experts), 0.0)
         hidden_states = torch.einsum("etd,te->td", outputs.to(weights.dtype), weights)
         return Computed(hidden_states.to(outputs.dtype), routing.experts.new_zeros(()))
 
@@ -136,7 +138,8 @@ class DenseCompute:
         """Inputs [E, N, D], each block through its expert."""
 
         def project(x: Tensor, matrices: Tensor, bias: Tensor | None) -> Tensor:
-            return x @ matrices if bias is None else x @ matrices + bias.unsqueeze(1)
+            product = x @ matrices
+            return product if bias is None else product + bias.unsqueeze(1).to(product.dtype)
 
         gate = None
         if experts.gate_proj is not None:
