@@ -16,14 +16,15 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 // Columns that are worked on at a time: their accumulators stay in the first-level cache.
 constexpr int64_t kColumnBlock = 256;
 
+// Empty tensors have no memory: memcpy and memset must not see their null pointers.
 template <class T>
 MAXMOE_INLINE void copy_row(const T* source, T* target, int64_t count) {
-  std::memcpy(target, source, static_cast<size_t>(count) * sizeof(T));
+  if (count > 0) std::memcpy(target, source, static_cast<size_t>(count) * sizeof(T));
 }
 
 template <class T>
 MAXMOE_INLINE void zero_row(T* target, int64_t count) {
-  std::memset(static_cast<void*>(target), 0, static_cast<size_t>(count) * sizeof(T));
+  if (count > 0) std::memset(static_cast<void*>(target), 0, static_cast<size_t>(count) * sizeof(T));
 }
 
 // target = widen(source)
