@@ -54,7 +54,7 @@ def test_kernels(build_folder: Path, isa: str) -> None:
         pytest.fail("\n".join([f"ctest with MAXMOE_ISA={isa}", *failed[-200:]]), pytrace=False)
 
 
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "avx512bf16"])
 def test_instruction_sets_share_no_code(build_folder: Path, isa: str) -> None:
     """Of a weak symbol the linker keeps one definition: none may come out of two instruction sets."""
     objects = sorted(build_folder.glob(f"CMakeFiles/maxmoe_kernels_{isa}.dir/**/*.o"))

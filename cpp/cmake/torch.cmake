@@ -2,7 +2,7 @@
 # Not find_package(Torch): with a CUDA build of torch it demands a whole CUDA toolkit, and it leaves torch_python out.
 find_package(Python 3.10 REQUIRED COMPONENTS Interpreter Development.Module)
 execute_process(
-  COMMAND ${Python_EXECUTABLE} -c
+  COMMAND ${Python_EXECUTABLE} -W ignore -c
     "import os, torch; print(os.path.dirname(torch.__file__), torch.__version__, int(torch._C._GLIBCXX_USE_CXX11_ABI), sep=';', end='')"
   OUTPUT_VARIABLE MAXMOE_TORCH
   RESULT_VARIABLE MAXMOE_TORCH_FAILED)

@@ -9,8 +9,14 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
 // Columns of the hidden size per task of the weight gradients. A task sums over all rows of its expert, so that the
-// order of sums is fixed.
-constexpr int64_t kGradientColumns = 128;
+// order of sums is fixed. A multiple of the heights of the micro-tiles.
+constexpr int64_t kGradientColumns = 132;
+
+// Elements of one expert's matrices: multiply-adds per row.
+template <class Arguments>
+int64_t matrix_elements(const Arguments& a) {
+  return a.x.columns * a.experts.up.first.columns * (a.kind.gated ? 3 : 2);
+}
 
 template <class T>
 void gather_tokens(ConstMatrixView<T> x, const RoutedRows& routed, int64_t first_row, MatrixView<T> tokens) {
@@ -208,22 +214,20 @@ void bias_gradients(const ExpertFfnBackward<T>& a, const GroupTile& rows) {
 
 template <class T>
 void all_weight_gradients(const ExpertFfnBackward<T>& a, const Executor& executor) {
-  auto* first_row = scratch<int64_t>(kWorkListScratch, a.routed.num_groups + 1);
-  first_row[0] = 0;
-  for (int64_t g = 0; g < a.routed.num_groups; ++g) first_row[g + 1] = first_row[g] + a.routed.group_sizes[g];
-
+  const GroupTiles list = make_whole_groups(a.routed.group_sizes, a.routed.num_groups, kWorkListScratch);
   const int64_t hidden_size = a.x.columns;
   // At least one: the biases have gradients whatever the hidden size.
   const int64_t blocks = hidden_size == 0 ? 1 : (hidden_size + kGradientColumns - 1) / kGradientColumns;
   const auto compute = [&](int64_t index) {
-    const int64_t group = index / blocks;
+    const GroupTile& rows = list.tiles[index / blocks];
     const int64_t begin = index % blocks * kGradientColumns;
     const int64_t end = begin + kGradientColumns < hidden_size ? begin + kGradientColumns : hidden_size;
-    const GroupTile rows{group, first_row[group], first_row[group + 1]};
     weight_gradients(a, rows, begin, end);
     if (begin == 0) bias_gradients(a, rows);
   };
-  executor.run(a.routed.num_groups * blocks, Task(compute));
+  // Writing the result counts as one row.
+  const int64_t multiply_adds = (list.num_rows + list.count) * matrix_elements(a);
+  run_tasks(executor, list.count * blocks, multiply_adds, Task(compute));
 }
 
 }  // namespace
@@ -232,7 +236,7 @@ template <class T>
 void expert_ffn(const ExpertFfn<T>& a, const Executor& executor) {
   const GroupTiles list = make_group_tiles(a.routed.group_sizes, a.routed.num_groups, kWorkListScratch);
   const auto compute = [&](int64_t index) { forward_tile(a, list.tiles[index]); };
-  executor.run(list.count, Task(compute));
+  run_tasks(executor, list.count, list.num_rows * matrix_elements(a), Task(compute));
   ragged_unsort(RaggedUnsort<T>{a.rows.as_const(), a.routed.row_of_slot, a.routed.top_k, a.weights, a.out}, executor);
 }
 
@@ -240,7 +244,7 @@ template <class T>
 void expert_ffn_backward(const ExpertFfnBackward<T>& a, const Executor& executor) {
   const GroupTiles list = make_group_tiles(a.routed.group_sizes, a.routed.num_groups, kWorkListScratch);
   const auto compute = [&](int64_t index) { backward_tile(a, list.tiles[index]); };
-  executor.run(list.count, Task(compute));
+  run_tasks(executor, list.count, list.num_rows * matrix_elements(a), Task(compute));
   if (a.grad_x.data != nullptr) {
     const RaggedUnsort<T> unsort{a.grad_rows.as_const(), a.routed.row_of_slot, a.routed.top_k, nullptr, a.grad_x};
     ragged_unsort(unsort, executor);

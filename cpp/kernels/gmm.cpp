@@ -37,7 +37,7 @@ void gmm(const Gmm<T>& a, const Executor& executor) {
     const int64_t end = begin + kTileColumns < a.out.columns ? begin + kTileColumns : a.out.columns;
     multiply_tile(a, list.tiles[index / column_tiles], begin, end);
   };
-  executor.run(list.count * column_tiles, Task(multiply));
+  run_tasks(executor, list.count * column_tiles, list.num_rows * a.lhs.columns * a.out.columns, Task(multiply));
   for (int64_t r = list.num_rows; r < a.out.rows; ++r) zero_row(a.out.row(r), a.out.columns);
 }
 

@@ -6,7 +6,8 @@
 namespace maxmoe {
 
 // High enough that a product runs at full speed, low enough that a tile's rows stay in the second-level cache.
-constexpr int64_t kTileRows = 128;
+// A multiple of the heights of the micro-tiles (6 and 12).
+constexpr int64_t kTileRows = 132;
 
 struct GroupTile {
   int64_t group;
@@ -14,13 +15,16 @@ struct GroupTile {
   int64_t end;
 };
 
+// In the calling thread's scratch memory of the slot that was given. Largest first, so that threads end together.
 struct GroupTiles {
   const GroupTile* tiles;
   int64_t count;
   int64_t num_rows;  // sum of all groups
 };
 
-// In the calling thread's scratch memory of the given slot.
 GroupTiles make_group_tiles(const int64_t* group_sizes, int64_t num_groups, int scratch_slot);
+
+// Every group as one tile, empty ones too.
+GroupTiles make_whole_groups(const int64_t* group_sizes, int64_t num_groups, int scratch_slot);
 
 }  // namespace maxmoe

@@ -27,6 +27,14 @@ bool has_avx512() {
 #endif
 }
 
+bool has_avx512bf16() {
+#if defined(__x86_64__)
+  return has_avx512() && __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
 std::string supported_names() {
   std::string names;
   for (const Isa isa : all_isas) {
@@ -59,6 +67,8 @@ Isa active_isa() {
 
 bool is_supported(Isa isa) {
   switch (isa) {
+    case Isa::avx512bf16:
+      return has_avx512bf16();
     case Isa::avx512:
       return has_avx512();
     case Isa::avx2:
@@ -81,6 +91,8 @@ Isa parse_isa(const char* text) {
 
 const char* name(Isa isa) {
   switch (isa) {
+    case Isa::avx512bf16:
+      return "avx512bf16";
     case Isa::avx512:
       return "avx512";
     case Isa::avx2:

@@ -1,7 +1,7 @@
 // Instruction sets: which ones the processor has, and kernels compiled once for each of them.
 //
-// Every kernel file is compiled three times from the same source, into the namespaces maxmoe::baseline,
-// maxmoe::avx2 and maxmoe::avx512 (the macro MAXMOE_ISA_NAMESPACE names the one at hand). A kernel header
+// Every kernel file is compiled four times from the same source, into the namespaces maxmoe::baseline, maxmoe::avx2,
+// maxmoe::avx512 and maxmoe::avx512bf16 (the macro MAXMOE_ISA_NAMESPACE names the one at hand). A kernel header
 // declares
 //
 //     template <class T> struct RaggedGather { ... };
@@ -18,16 +18,16 @@ namespace maxmoe {
 
 class Executor;
 
-enum class Isa { baseline, avx2, avx512 };
+enum class Isa { baseline, avx2, avx512, avx512bf16 };
 
-inline constexpr Isa all_isas[] = {Isa::baseline, Isa::avx2, Isa::avx512};
+inline constexpr Isa all_isas[] = {Isa::baseline, Isa::avx2, Isa::avx512, Isa::avx512bf16};
 
 // The best instruction set of this processor, or the one that the environment variable MAXMOE_ISA names.
 // Read once. Throws std::invalid_argument, which says what is possible, for an unknown or unsupported name.
 Isa active_isa();
 
-// Whether this processor has the instruction set (avx2: x86-64-v3, avx512: x86-64-v4) and this build its
-// kernels.
+// Whether this processor has the instruction set (avx2: x86-64-v3, avx512: x86-64-v4, avx512bf16: that with the
+// products of bfloat16 pairs) and this build its kernels.
 bool is_supported(Isa isa);
 
 // The instruction set of that name. Throws std::invalid_argument when it is unknown or unsupported.
@@ -47,13 +47,16 @@ const char* name(Isa isa);
 #define MAXMOE_DECLARE_KERNELS(kernel, Arguments)    \
   MAXMOE_DECLARE_KERNEL(baseline, kernel, Arguments) \
   MAXMOE_DECLARE_KERNEL(avx2, kernel, Arguments)     \
-  MAXMOE_DECLARE_KERNEL(avx512, kernel, Arguments)
-#define MAXMOE_CASES(kernel)                    \
-  case Isa::avx512:                             \
-    return avx512::kernel(arguments, executor); \
-  case Isa::avx2:                               \
-    return avx2::kernel(arguments, executor);   \
-  case Isa::baseline:                           \
+  MAXMOE_DECLARE_KERNEL(avx512, kernel, Arguments)   \
+  MAXMOE_DECLARE_KERNEL(avx512bf16, kernel, Arguments)
+#define MAXMOE_CASES(kernel)                        \
+  case Isa::avx512bf16:                             \
+    return avx512bf16::kernel(arguments, executor); \
+  case Isa::avx512:                                 \
+    return avx512::kernel(arguments, executor);     \
+  case Isa::avx2:                                   \
+    return avx2::kernel(arguments, executor);       \
+  case Isa::baseline:                               \
     return baseline::kernel(arguments, executor);
 #else
 #define MAXMOE_DECLARE_KERNELS(kernel, Arguments) MAXMOE_DECLARE_KERNEL(baseline, kernel, Arguments)

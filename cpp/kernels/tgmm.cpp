@@ -6,7 +6,7 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
 // Rows of one result per task; a task sums over all rows of its group, so that the order of sums is fixed.
-constexpr int64_t kTileRowsOfResult = 256;
+constexpr int64_t kTileRowsOfResult = 132;
 
 }  // namespace
 
@@ -32,7 +32,9 @@ void tgmm(const Tgmm<T>& a, const Executor& executor) {
     const auto rhs = a.rhs.row_range(first_row[group], first_row[group + 1]);
     a.gemm->multiply(lhs.transposed(), rhs, out, false);
   };
-  executor.run(a.out.count * row_tiles, Task(multiply));
+  // Writing the result counts as one row.
+  const int64_t multiply_adds = (a.lhs.rows + a.out.count) * a.lhs.columns * a.rhs.columns;
+  run_tasks(executor, a.out.count * row_tiles, multiply_adds, Task(multiply));
 }
 
 MAXMOE_INSTANTIATE(tgmm, Tgmm)

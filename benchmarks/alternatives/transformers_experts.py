@@ -1,0 +1,47 @@
+"""The experts of transformers: those of Qwen3-MoE, whose code most other models share."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
+
+from benchmarks.contender import AutogradContender
+from benchmarks.problem import Problem
+
+
+class TransformersExperts(AutogradContender):
+    """`Qwen3MoeExperts`.
+
+    Args:
+        implementation: "grouped_mm" or "eager", as in `from_pretrained(..., experts_implementation=...)`.
+    """
+
+    def __init__(self, implementation: str) -> None:
+        self.implementation = implementation
+        self.name = f"transformers {implementation}"
+
+    def prepare(self, problem: Problem) -> None:
+        """See `Contender`."""
+        _, D, F, E, K = problem.shape
+        config = Qwen3MoeConfig(hidden_size=D, moe_intermediate_size=F, num_experts=E, num_experts_per_tok=K)
+        config._experts_implementation = self.implementation
+        with torch.device("meta"):
+            self.module = Qwen3MoeExperts(config)
+        gate_up = torch.cat([problem.gate, problem.up], 2).transpose(1, 2).contiguous()
+        self.module.gate_up_proj = nn.Parameter(gate_up)
+        self.module.down_proj = nn.Parameter(problem.down.transpose(1, 2).contiguous())
+        self.experts = problem.experts
+        self.set_leaves(problem, x=problem.x, weights=problem.weights.to(problem.dtype))
+        self.leaves |= dict(self.module.named_parameters())
+
+    def compute(self) -> Tensor:
+        """See `AutogradContender`."""
+        output: Tensor = self.module(self.leaves["x"], self.experts, self.leaves["weights"])
+        return output
+
+    def in_layout_of_problem(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        """See `Contender`."""
+        x, weights, gate_up, down = gradients
+        gate, up = gate_up.transpose(1, 2).chunk(2, 2)
+        return {"x": x, "weights": weights, "gate": gate, "up": up, "down": down.transpose(1, 2)}

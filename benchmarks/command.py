@@ -1,0 +1,203 @@
+"""What all benchmarks have in common: options, progress, Ctrl-C, the table, results.json and the picture."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from benchmarks import figures, machine, timing
+from benchmarks.contender import TOLERANCE, Contender, Mode, disagreement, runner
+from benchmarks.problem import Problem
+from benchmarks.results import Case, Result
+from benchmarks.shapes import RowsShape, Shape
+from benchmarks.timing import Runner, round_robin
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCE}
+
+
+@dataclass
+class Session:
+    """A run while it goes on: the options, and what is measured so far."""
+
+    options: argparse.Namespace
+    bar: tqdm
+    results: list[Result] = field(default_factory=list)
+
+    def time(self, case: Case, runners: list[Runner], numbers: Mapping[str, float] | None = None) -> None:
+        """Time them in turn."""
+        results = [Result(case, each.name, each.kind, each.seconds, numbers=dict(numbers or {})) for each in runners]
+        self.results.extend(results)
+        try:
+            for _ in round_robin(runners, self.options.rounds):
+                self.bar.update(1 / self.options.rounds)
+        finally:
+            for result, each in zip(results, runners, strict=True):
+                result.rounds = each.rounds
+
+    def admit(
+        self, case: Case, contenders: list[Contender], problem: Problem, mode: Mode, tolerance: float
+    ) -> list[Runner]:
+        """Prepare those that can take part and compute what maxmoe computes; say why the others cannot."""
+        runners: list[Runner] = []
+        expected = None
+        for contender in contenders:
+            reason = contender.available(problem, mode)
+            seconds = None
+            if reason is None:
+                contender.prepare(problem)
+            if reason is None and contender.kind != "bound":
+                start = time.perf_counter()
+                results = contender.results(mode)
+                seconds = time.perf_counter() - start
+                expected = expected or results
+                reason = disagreement(results, expected, tolerance)
+            if reason is None:
+                runners.append(runner(contender, mode))
+                runners[-1].warm_up_seconds = seconds
+            else:
+                self.results.append(Result(case, contender.name, contender.kind, absent=reason))
+        return runners
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One command.
+
+    Attributes:
+        name: of the command.
+        description: for --help.
+        shapes: those it runs unless told otherwise, by name.
+        modes: what is done with each.
+        measure: adds the results of a case to the session.
+        report: the text on screen.
+        panels: of the picture.
+        is_timed: whether there are rounds.
+        forward_only: names of shapes that nobody trains with.
+    """
+
+    name: str
+    description: str
+    shapes: Mapping[str, Shape | RowsShape]
+    modes: list[str]
+    measure: Callable[[Session, Case], None]
+    report: Callable[[list[Result]], str]
+    panels: Callable[[list[Result]], list[figures.Panel]]
+    is_timed: bool = True
+    forward_only: Collection[str] = ()
+
+    def cases(self, options: argparse.Namespace) -> list[Case]:
+        """All combinations."""
+        shapes = options.shapes.items()
+        return [
+            Case(name, shape, dtype, mode)
+            for name, shape in shapes
+            for dtype in options.dtype
+            for mode in self.modes
+            if not (name in self.forward_only and mode == "forward+backward")
+        ]
+
+
+def main(benchmark: Benchmark, arguments: list[str] | None = None) -> None:
+    """Run a command."""
+    options = parse_options(benchmark, arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(options.threads)
+    description = machine.describe()
+    cases = benchmark.cases(options)
+    interrupted = False
+    bar_format = "{desc}{percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
+    with tqdm(total=len(cases), bar_format=bar_format, dynamic_ncols=True) as bar:
+        session = Session(options, bar)
+        try:
+            for number, case in enumerate(cases):
+                bar.set_description(f"{case.name}, {case.dtype_name}, {case.mode}")
+                benchmark.measure(session, case)
+                bar.update(number + 1 - bar.n)
+        except KeyboardInterrupt:
+            interrupted = True
+    written = save(benchmark, session, description, interrupted)
+    if interrupted:
+        print("Interrupted: what follows is what was measured until then.\n")
+    print(benchmark.report(session.results))
+    print("\nWritten:", *written)
+
+
+def save(benchmark: Benchmark, session: Session, description: dict[str, object], interrupted: bool) -> list[Path]:
+    """Write what was measured, to results.json and, if there is anything to draw, a picture."""
+    options = session.options
+    shown = {name: str(value) for name, value in vars(options).items()}
+    rules = {"seconds_per_contender": timing.SECONDS_PER_CONTENDER, "min_rounds": timing.MIN_ROUNDS}
+    contents = {
+        "benchmark": benchmark.name,
+        "date": time.strftime("%Y-%m-%d %H:%M:%S%z"),
+        "interrupted": interrupted,
+        "machine": description,
+        "options": shown,
+        # A slow contender sits out the rounds past its share of time, but none of the first.
+        "timing": rules if benchmark.is_timed else {},
+        "results": [result.as_json() for result in session.results],
+    }
+    path = options.out / "results.json"
+    path.write_text(json.dumps(contents, indent=1) + "\n")
+    written = [path]
+    panels = benchmark.panels(session.results)
+    if panels:
+        picture = options.out / f"{benchmark.name}.png"
+        threads = "1 thread" if options.threads == 1 else f"{options.threads} threads"
+        heading = f"{benchmark.name}: {description['cpu']}, {threads}, torch {torch.__version__}"
+        figures.draw(picture, heading, panels)
+        written.append(picture)
+    return written
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keeps the lines of the description and adds every default."""
+
+
+def parse_options(benchmark: Benchmark, arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    program = f"python -m benchmarks.{benchmark.name}"
+    parser = argparse.ArgumentParser(
+        prog=program, description=benchmark.description, formatter_class=HelpFormatter, allow_abbrev=False
+    )
+    names = ",".join(benchmark.shapes)
+    kind = type(next(iter(benchmark.shapes.values())))
+    example = "16384x512 (R, D)" if kind is RowsShape else "2048x512x1024x8x2 (T, D, F, E, K)"
+
+    def shapes(text: str) -> dict[str, Shape | RowsShape]:
+        return {name: benchmark.shapes.get(name) or sizes(name, kind) for name in text.split(",")}
+
+    def dtypes(text: str) -> list[torch.dtype]:
+        names = text.split(",")
+        if unknown := set(names) - set(DTYPES):
+            raise argparse.ArgumentTypeError(f"{unknown.pop()!r} should be one of {', '.join(DTYPES)}")
+        return [DTYPES[name] for name in names]
+
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("runs/benchmarks") / benchmark.name, help="folder of the results")
+    add("--shapes", type=shapes, default=names, help=f"names or sizes, as in {example}")
+    add("--dtype", type=dtypes, default="float32,bfloat16", help=f"of {', '.join(DTYPES)}")
+    add("--threads", type=positive, default=2, help="of every contender")
+    if benchmark.is_timed:
+        add("--rounds", type=positive, default=10, help="turns of every contender")
+    return parser.parse_args(arguments)
+
+
+def sizes(text: str, kind: type[Shape] | type[RowsShape]) -> Shape | RowsShape:
+    """Sizes from a text like 2048x512."""
+    numbers = [positive(number) for number in text.split("x")]
+    if len(numbers) != len(kind._fields):
+        raise argparse.ArgumentTypeError(f"{text!r} should be {len(kind._fields)} sizes: {', '.join(kind._fields)}")
+    return kind(*numbers)
+
+
+def positive(text: str) -> int:
+    """A number from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} should be a number, at least 1")
+    return int(text)

@@ -1,0 +1,133 @@
+"""What every contender can do, and the check that it computes the right thing."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from benchmarks.problem import Problem
+from benchmarks.timing import Runner
+
+Mode = Literal["forward+backward", "forward", "forward, weights changed"]
+
+# The largest relative error |a - b| / |b| between two that compute the same thing, each in its own order of sums.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}
+
+
+class Contender:
+    """One way to compute a problem.
+
+    The benchmark calls `available`, then `prepare` once, then `forward` or `step` again and again.
+    """
+
+    name: str
+    kind = "alternative"
+    settle_seconds = 0.0
+
+    def available(self, problem: Problem, mode: Mode) -> str | None:
+        """Why it cannot take part, None if it can."""
+        return None
+
+    def prepare(self, problem: Problem) -> None:
+        """Put the weights into its own layout."""
+        raise NotImplementedError
+
+    def parameters(self) -> Sequence[Tensor]:
+        """The weights as an optimizer would change them."""
+        raise NotImplementedError
+
+    def repack(self) -> None:
+        """Whatever it needs after its weights have changed; timed."""
+
+    def forward(self) -> Tensor:
+        """The output ``(T, D)``, without anything for a backward pass."""
+        raise NotImplementedError
+
+    def step(self) -> tuple[Tensor, Sequence[Tensor]]:
+        """The output, and the gradients of x, of the routing weights and of all parameters, in its own layout."""
+        raise NotImplementedError
+
+    def in_layout_of_problem(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The gradients of a step, by the names and in the shapes of `Problem`."""
+        raise NotImplementedError
+
+    def results(self, mode: Mode) -> dict[str, Tensor]:
+        """Output and gradients by name."""
+        if mode != "forward+backward":
+            return {"output": self.forward()}
+        output, gradients = self.step()
+        return {"output": output, **self.in_layout_of_problem(gradients)}
+
+
+class AutogradContender(Contender):
+    """A contender that PyTorch differentiates."""
+
+    leaves: dict[str, Tensor]
+    cotangent: Tensor
+
+    def compute(self) -> Tensor:
+        """The output, from the leaves."""
+        raise NotImplementedError
+
+    def set_leaves(self, problem: Problem, **leaves: Tensor) -> None:
+        """Remember what wants a gradient: x, the weights of the routing, the parameters."""
+        self.leaves = {name: leaf.detach().clone().requires_grad_() for name, leaf in leaves.items()}
+        self.cotangent = problem.cotangent
+
+    def parameters(self) -> Sequence[Tensor]:
+        """Every leaf but the inputs."""
+        return [leaf for name, leaf in self.leaves.items() if name not in ("x", "weights")]
+
+    def forward(self) -> Tensor:
+        """See `Contender`."""
+        with torch.no_grad():
+            return self.compute()
+
+    def step(self) -> tuple[Tensor, Sequence[Tensor]]:
+        """See `Contender`."""
+        output = self.compute()
+        return output, torch.autograd.grad(output, list(self.leaves.values()), self.cotangent)
+
+    def in_layout_of_problem(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The leaves bear the names of the problem, unless a subclass says otherwise."""
+        return dict(zip(self.leaves, gradients, strict=True))
+
+
+def runner(contender: Contender, mode: Mode) -> Runner:
+    """The contender as something to be timed.
+
+    In training the optimizer changes the weights before every step, so they are changed here too: nobody may live
+    off what it remembers of them. The change itself is not timed, what it makes necessary is.
+    """
+    trains, changes = mode == "forward+backward", mode != "forward"
+
+    def call() -> object:
+        if changes:
+            contender.repack()
+        return contender.step() if trains else contender.forward()
+
+    return Runner(
+        contender.name,
+        call,
+        contender.kind,
+        before=(lambda: change_in_place(contender.parameters())) if changes else None,
+        settle_seconds=contender.settle_seconds,
+    )
+
+
+@torch.no_grad()
+def change_in_place(parameters: Sequence[Tensor]) -> None:
+    """Write to every value, as an optimizer does; the values stay."""
+    for parameter in parameters:
+        parameter.mul_(1)
+
+
+def disagreement(results: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> str | None:
+    """What differs by more than the tolerance, None if nothing does."""
+    for name, value in expected.items():
+        theirs, ours = results[name].detach().double(), value.detach().double()
+        error = float((theirs - ours).norm() / ours.norm().clamp_min(1e-30))
+        if not error <= tolerance:
+            return f"wrong {name}: relative error {error:.1e}"
+    return None

@@ -1,0 +1,101 @@
+"""Memory of the experts: what a training step keeps for its backward pass, and its peak.
+
+Saved: all that the graph of autograd keeps alive, parameters left out, in elements of the dtype per token. maxmoe
+should keep D + 2KF: x and the pre-activations. The indices and the weights of the routing are counted apart.
+Peak: resident memory above the state before the step. Returned: the part of it that everybody has to make, the output
+and the gradients; not all of them may be there yet when memory is at its peak. Kept: what is still there after all
+results are freed. Each contender runs in a process of its own.
+"""
+
+from benchmarks.alternatives import contenders
+from benchmarks.alternatives.kt_kernel import KtKernel
+from benchmarks.command import Benchmark, Session, main
+from benchmarks.contender import Mode
+from benchmarks.figures import Bar, Panel, panels_by_mode
+from benchmarks.peak import measure_apart
+from benchmarks.problem import make_problem
+from benchmarks.results import Case, Result, absent_lines, table, title
+from benchmarks.shapes import TRAINING, Shape
+
+MIB = 2**20
+MODES: list[Mode] = ["forward+backward", "forward"]
+
+
+def measure(session: Session, case: Case) -> None:
+    """All contenders in one case."""
+    assert isinstance(case.shape, Shape)
+    everybody = contenders()
+    problem = make_problem(case.shape, case.dtype)
+    mode = next(mode for mode in MODES if mode == case.mode)
+    for contender in everybody:
+        numbers: dict[str, float] = {}
+        reason = contender.available(problem, mode)
+        if isinstance(contender, KtKernel):
+            reason = reason or "has its buffers from before the first step"
+        if reason is None:
+            numbers, reason = measure_apart(contender.name, case, session.options.threads)
+        session.results.append(Result(case, contender.name, contender.kind, numbers=numbers, absent=reason))
+        session.bar.update(1 / len(everybody))
+
+
+def by_case(results: list[Result]) -> dict[Case, list[Result]]:
+    """Those that were measured."""
+    groups: dict[Case, list[Result]] = {}
+    for result in results:
+        if result.numbers:
+            groups.setdefault(result.case, []).append(result)
+    return groups
+
+
+def relative(result: Result, group: list[Result]) -> float:
+    """Its peak, that of maxmoe being 1."""
+    ours = next((each for each in group if each.kind == "maxmoe"), group[0])
+    return result.numbers["peak"] / max(ours.numbers["peak"], 4096)
+
+
+def report(results: list[Result]) -> str:
+    """The tables."""
+    parts = []
+    for case, group in by_case(results).items():
+        header = ["contender", "peak MiB", "peak / maxmoe", "returned MiB", "peak - returned MiB", "kept MiB"]
+        trains = case.mode == "forward+backward"
+        if trains:
+            header += ["saved elements/token", "D + 2KF", "indices, weights bytes/token"]
+        rows = [
+            [
+                result.contender,
+                f"{result.numbers['peak'] / MIB:.1f}",
+                f"{relative(result, group):.2f}",
+                *(f"{result.numbers[name] / MIB:.1f}" for name in ("returned", "buffers", "kept")),
+                *(saved(result) if trains else []),
+            ]
+            for result in group
+        ]
+        parts.append(f"{title(case)}\n{table(header, rows)}")
+    return "\n\n".join(filter(None, [*parts, absent_lines(results)]))
+
+
+def saved(result: Result) -> list[str]:
+    """The columns on what is kept for backward."""
+    if "saved" not in result.numbers:
+        return ["", "", ""]
+    shape = result.case.shape
+    assert isinstance(shape, Shape)
+    elements = result.numbers["saved"] / result.case.dtype.itemsize / shape.num_tokens
+    formula = shape.hidden_size + 2 * shape.top_k * shape.intermediate_size
+    return [f"{elements:.0f}", str(formula), f"{result.numbers['saved_indices'] / shape.num_tokens:.0f}"]
+
+
+def panels(results: list[Result]) -> list[Panel]:
+    """The peaks, that of maxmoe being 1."""
+    bars = {
+        case: [Bar(result.contender, relative(result, group), result.kind) for result in group]
+        for case, group in by_case(results).items()
+    }
+    return panels_by_mode("peak memory / maxmoe; shorter is leaner", bars)
+
+
+BENCHMARK = Benchmark("memory", __doc__, TRAINING, list(MODES), measure, report, panels, is_timed=False)
+
+if __name__ == "__main__":
+    main(BENCHMARK)

@@ -1,0 +1,73 @@
+"""The inputs of all contenders."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.shapes import Shape
+
+# Logits of the first expert lie this much above those of the last: the load of real routers is not even.
+SKEW = 1.5
+# Length of x along the direction that carries the skew; large against the noise of 1 in every direction.
+SKEW_LENGTH = 8.0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Tokens, their routing, and the experts' weights.
+
+    Attributes:
+        shape: the sizes.
+        x: ``(T, D)``.
+        router: ``(E, D)``; its top K of x, and their softmax, are `experts` and `weights`.
+        weights: ``(T, K)``, float32, values that the dtype of x holds exactly.
+        experts: ``(T, K)``, int64.
+        gate: ``(E, D, F)``.
+        up: ``(E, D, F)``.
+        down: ``(E, F, D)``.
+        cotangent: ``(T, D)``, gradient of the output.
+    """
+
+    shape: Shape
+    x: Tensor
+    router: Tensor
+    weights: Tensor
+    experts: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    cotangent: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of everything but the weights of the routing."""
+        return self.x.dtype
+
+
+def make_problem(shape: Shape, dtype: torch.dtype) -> Problem:
+    """Draw a problem; the same one for the same shape."""
+    generator = torch.Generator().manual_seed(0)
+    T, D, F, E, K = shape
+
+    def normal(*size: int, scale: float = 1.0) -> Tensor:
+        return scale * torch.randn(size, generator=generator)
+
+    direction = torch.nn.functional.normalize(normal(D), dim=0)
+    x = (normal(T, D) + SKEW_LENGTH * direction).to(dtype)
+    # The logits of expert e are noise of 1 around skew[e].
+    skew = torch.linspace(SKEW, 0, E)
+    noise = normal(E, D, scale=D**-0.5)
+    router = (noise + torch.outer(skew / SKEW_LENGTH - noise @ direction, direction)).to(dtype)
+    scores, experts = (x.float() @ router.float().t()).softmax(-1).topk(K)
+    return Problem(
+        shape=shape,
+        x=x,
+        router=router,
+        weights=(scores / scores.sum(-1, keepdim=True)).to(dtype).float(),
+        experts=experts,
+        gate=normal(E, D, F, scale=D**-0.5).to(dtype),
+        up=normal(E, D, F, scale=D**-0.5).to(dtype),
+        down=normal(E, F, D, scale=F**-0.5).to(dtype),
+        cotangent=normal(T, D).to(dtype),
+    )

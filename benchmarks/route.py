@@ -1,0 +1,124 @@
+"""Routing in groups, as DeepSeek-V3 does it: `route` and `ragged_plan`, forward and backward, within the layer's time.
+
+The layer has sigmoid scores, a correction bias, and takes each token's experts from 4 of 8 groups. Beside it the
+whole router, which is `route` and the product that makes the logits, and the router of transformers for that model.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3TopkRouter
+
+import maxmoe
+from benchmarks.command import Benchmark, Session, main
+from benchmarks.figures import time_panels
+from benchmarks.problem import Problem, make_problem
+from benchmarks.results import Case, Result, by_case, milliseconds, table, timing_report
+from benchmarks.shapes import ROUTE, Shape
+from benchmarks.timing import Runner
+from maxmoe.ops import ragged_plan, route
+
+NUM_GROUPS, TOP_K_GROUPS = 8, 4
+LAYER, ROUTING = "maxmoe.MoE", "route + ragged_plan"
+
+
+def make_layer(problem: Problem) -> maxmoe.MoE:
+    """The layer, with the router of the problem."""
+    _, D, F, E, K = problem.shape
+    config = maxmoe.MoEConfig(
+        hidden_size=D,
+        intermediate_size=F,
+        num_experts=E,
+        top_k=K,
+        score_function="sigmoid",
+        score_correction_bias=True,
+        num_groups=NUM_GROUPS,
+        top_k_groups=TOP_K_GROUPS,
+    )
+    layer = maxmoe.MoE(config, dtype=problem.dtype)
+    with torch.no_grad():
+        layer.router.weight.copy_(problem.router)
+    return layer
+
+
+def make_theirs(problem: Problem) -> nn.Module:
+    """The router of transformers, with the same weights."""
+    _, D, _, E, K = problem.shape
+    config = DeepseekV3Config(
+        hidden_size=D,
+        n_routed_experts=E,
+        num_experts_per_tok=K,
+        n_group=NUM_GROUPS,
+        topk_group=TOP_K_GROUPS,
+        routed_scaling_factor=1.0,
+    )
+    router: nn.Module = DeepseekV3TopkRouter(config)
+    router.weight = nn.Parameter(problem.router.clone())
+    return router
+
+
+def measure(session: Session, case: Case) -> None:
+    """The layer, and what routes."""
+    assert isinstance(case.shape, Shape)
+    num_experts, top_k = case.shape.num_experts, case.shape.top_k
+    problem = make_problem(case.shape, case.dtype)
+    layer, theirs = make_layer(problem), make_theirs(problem)
+    x = problem.x.clone().requires_grad_()
+    with torch.no_grad():
+        routing = layer.router(x)
+    logits = routing.logits.requires_grad_()
+    of_weights = torch.randn_like(routing.weights)
+    bias = layer.router.score_correction_bias
+
+    def run_layer() -> object:
+        output = layer(x).hidden_states
+        return torch.autograd.grad(output, [x, *layer.parameters()], problem.cotangent)
+
+    def run_routing() -> object:
+        weights, experts = route(
+            logits,
+            top_k,
+            score_function="sigmoid",
+            correction_bias=bias,
+            num_groups=NUM_GROUPS,
+            top_k_groups=TOP_K_GROUPS,
+        )
+        plan = ragged_plan(experts, num_experts, num_rows=experts.numel())
+        return plan, torch.autograd.grad(weights, logits, of_weights)
+
+    def run_router(router: nn.Module) -> tuple[Tensor, ...]:
+        _, weights, _ = router(x)
+        return torch.autograd.grad(weights, [x, router.weight], of_weights.to(weights.dtype))
+
+    runners = [
+        Runner(LAYER, run_layer, "maxmoe"),
+        Runner(ROUTING, run_routing, "maxmoe"),
+        Runner("maxmoe router", lambda: run_router(layer.router), "maxmoe"),
+        Runner("DeepseekV3TopkRouter", lambda: run_router(theirs), "alternative"),
+    ]
+    session.time(case, runners)
+
+
+def summary(results: list[Result]) -> str:
+    """The share of the layer's time."""
+    rows = []
+    for case, group in by_case(results).items():
+        times = {result.contender: result.best for result in group}
+        if LAYER not in times or ROUTING not in times:
+            continue
+        share = times[ROUTING] / times[LAYER]
+        rows.append(
+            [case.name, case.dtype_name, milliseconds(times[LAYER]), milliseconds(times[ROUTING]), f"{share:.1%}"]
+        )
+    header = ["shape", "dtype", "layer ms", f"{ROUTING} ms", "share of the layer"]
+    return f"Summary: best of all calls\n{table(header, rows)}" if rows else ""
+
+
+def report(results: list[Result]) -> str:
+    """The tables."""
+    return timing_report(results, summary)
+
+
+BENCHMARK = Benchmark("route", __doc__, ROUTE, ["forward+backward"], measure, report, time_panels)
+
+if __name__ == "__main__":
+    main(BENCHMARK)

@@ -1,0 +1,310 @@
+// How the product is computed. A micro-tile of c, kHeight rows and kWidth columns, stays in registers while the inner
+// dimension runs past: per step one vector load for each kLanes columns of b and one broadcast for each row of a. Its
+// columns of b are first copied to a panel, where they follow each other (and are widened, and transposed where b is).
+// The panel stays in the first- or second-level cache while all rows of a block of a run past it. With few rows the
+// copy would cost more than it gives, and b is read where it lies.
+//
+// Where the processor multiplies pairs of bfloat16, a step is two elements of the inner dimension, and a block of a and
+// a panel of b hold pairs.
+#include "tile_gemm.h"
+
+#include <utility>
+
+#include "row.h"
+#include "transpose.h"
+#include "vector.h"
+
+namespace maxmoe::MAXMOE_ISA_NAMESPACE {
+namespace {
+
+constexpr int kVectors = 2;  // across a micro-tile
+constexpr int kHeight = kVectorRegisters == 32 ? 12 : 6;
+template <class S>
+constexpr int kWidth = kVectors * kLanes<S>;
+
+// Rows of a and steps of the inner dimension that are worked on at a time: they fit into the second-level cache, or
+// stream from the third at no loss.
+constexpr int64_t kBlockRows = 192;
+constexpr int64_t kBlockDepth = 2048;
+
+// Panels that are copied at a time: rows of b are read in pieces long enough for a page not to be looked up for one line.
+constexpr int64_t kPanels = 4;
+
+static_assert(kBlockRows % kHeight == 0 && kBlockDepth % 2 == 0);
+
+#if defined(__AVX512BF16__) || defined(MAXMOE_PAIRS)
+constexpr bool kHasPairs = true;
+#else
+constexpr bool kHasPairs = false;
+#endif
+
+// Where the elements of a lie: in rows of stride `stride`, or in panels of kHeight rows, one step after the other.
+enum class Layout { rows, panels };
+
+// c[kRows, kColumnVectors * kLanes] = or += a * b, over `depth` steps
+template <class S, class A, class B, Layout kLayout, int kRows, int kColumnVectors>
+void micro_tile(const A* a, int64_t a_stride, const B* b, int64_t b_stride, int64_t depth, S* c, int64_t c_stride,
+                bool accumulate) {
+  Vector<S> sum[kRows][kColumnVectors] = {};
+  for (int64_t k = 0; k < depth; ++k) {
+    Vector<VectorElement<B>> row_of_b[kColumnVectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < kColumnVectors; ++v) row_of_b[v] = load_vector(b + k * b_stride + v * kLanes<S>);
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      const A factor = kLayout == Layout::rows ? a[r * a_stride + k] : a[k * kHeight + r];
+#pragma GCC unroll 8
+      for (int v = 0; v < kColumnVectors; ++v) sum[r][v] = multiply_add(sum[r][v], factor, row_of_b[v]);
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kColumnVectors; ++v) {
+      S* target = c + r * c_stride + v * kLanes<S>;
+      store_vector<S>(target, accumulate ? load_vector(target) + sum[r][v] : sum[r][v]);
+    }
+  }
+}
+
+// Vectors across a micro-tile of few rows: as many as there are registers for, so that b is read in long pieces.
+constexpr int wide_vectors(int rows) {
+  int vectors = 8;
+  while (vectors > kVectors && rows * vectors > kVectors * kHeight) vectors /= 2;
+  return vectors;
+}
+
+template <class S, class A, class B>
+using MicroTile = void (*)(const A*, int64_t, const B*, int64_t, int64_t, S*, int64_t, bool);
+
+template <class S, class A, class B, Layout kLayout, bool kIsWide, size_t... kIndex>
+MicroTile<S, A, B> micro_tile_of(int64_t rows, std::index_sequence<kIndex...> /*heights*/) {
+  static constexpr MicroTile<S, A, B> tiles[] = {
+      micro_tile < S, A, B, kLayout, kIndex + 1, kIsWide ? wide_vectors(kIndex + 1) : kVectors > ...};
+  return tiles[rows - 1];
+}
+
+// The micro-tile of 1 to kHeight rows.
+template <class S, class A, class B, Layout kLayout, bool kIsWide>
+MicroTile<S, A, B> micro_tile_of(int64_t rows) {
+  return micro_tile_of<S, A, B, kLayout, kIsWide>(rows, std::make_index_sequence<kHeight>());
+}
+
+// Element is what one step multiplies: Accumulator<T> or Pair.
+template <class Element>
+constexpr int64_t kStep = std::is_same_v<Element, Pair> ? 2 : 1;
+template <class Element>
+constexpr int64_t steps(int64_t depth) {
+  return (depth + kStep<Element> - 1) / kStep<Element>;
+}
+
+MAXMOE_INLINE Pair make_pair(BFloat16 first, BFloat16 second) {
+  return first.bits | static_cast<Pair>(second.bits) << 16;
+}
+
+// The element of step k in a row or column whose elements are `stride` apart.
+template <class Element, class T>
+MAXMOE_INLINE Element element(const T* source, int64_t stride, int64_t k, int64_t depth) {
+  if constexpr (std::is_same_v<Element, Pair>) {
+    return make_pair(source[2 * k * stride], 2 * k + 1 < depth ? source[(2 * k + 1) * stride] : BFloat16{0});
+  } else {
+    return widen(source[k * stride]);
+  }
+}
+
+// A row whose elements follow each other.
+template <class Element, class T>
+MAXMOE_INLINE void copy_elements(const T* source, Element* target, int64_t depth) {
+  if constexpr (std::is_same_v<Element, Pair>) {
+    if (depth % 2 != 0) target[depth / 2] = element<Pair>(source, 1, depth / 2, depth);
+    if (depth > 1) std::memcpy(target, source, static_cast<size_t>(depth / 2) * sizeof(Pair));
+  } else {
+    widen_row(source, target, depth);
+  }
+}
+
+// A block of a in the layout that the micro-tile reads.
+template <class Element>
+struct LeftBlock {
+  const Element* data;
+  int64_t stride;  // of rows
+  Layout layout;
+};
+
+template <class Element, class T>
+LeftBlock<Element> left_block(ConstMatrixView<T> a) {
+  const int64_t depth = steps<Element>(a.columns);
+  if (a.column_stride == 1) {
+    if constexpr (std::is_same_v<T, Element>) return {a.data, a.row_stride, Layout::rows};
+    Element* rows = scratch<Element>(kGemmScratch, a.rows * depth);
+    for (int64_t r = 0; r < a.rows; ++r) copy_elements(a.row(r), rows + r * depth, a.columns);
+    return {rows, depth, Layout::rows};
+  }
+  const int64_t panels = (a.rows + kHeight - 1) / kHeight;
+  Element* const block = scratch<Element>(kGemmScratch, panels * kHeight * depth);
+  Element* panel = block;
+  for (int64_t begin = 0; begin < a.rows; begin += kHeight) {
+    const int64_t height = a.rows - begin < kHeight ? a.rows - begin : kHeight;
+    for (int64_t k = 0; k < depth; ++k, panel += kHeight) {
+      for (int64_t r = 0; r < height; ++r) {
+        panel[r] = element<Element>(a.row(begin + r), a.column_stride, k, a.columns);
+      }
+    }
+  }
+  return {block, 0, Layout::panels};
+}
+
+// One step of a panel: `columns` columns of a row of b, or of two rows.
+template <class Element, class T>
+MAXMOE_INLINE void panel_row(const T* row, int64_t row_stride, bool is_last_alone, int64_t columns, Element* target) {
+  if constexpr (std::is_same_v<Element, Pair>) {
+    const T* next = row + row_stride;
+    for (int64_t c = 0; c < columns; ++c) target[c] = make_pair(row[c], is_last_alone ? BFloat16{0} : next[c]);
+  } else if (columns == kWidth<Element>) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      store_vector(target + v * kLanes<Element>, load_vector(row + v * kLanes<Element>));
+    }
+  } else {
+    widen_row(row, target, columns);
+  }
+}
+
+MAXMOE_INLINE int64_t at_most(int64_t value, int64_t limit) {
+  return value < limit ? value : limit;
+}
+
+// At most kPanels panels of b, one after the other; the columns past those of b are zero.
+template <class Element, class T>
+const Element* right_panels(ConstMatrixView<T> b) {
+  constexpr int64_t kPanelWidth = kWidth<Accumulator<T>>;
+  const int64_t depth = steps<Element>(b.rows);
+  const int64_t num_panels = (b.columns + kPanelWidth - 1) / kPanelWidth;
+  Element* const panels = scratch<Element>(kGemmScratch + 1, num_panels * depth * kPanelWidth);
+  const int64_t last_width = b.columns - (num_panels - 1) * kPanelWidth;
+  if (last_width < kPanelWidth) zero_row(panels + (num_panels - 1) * depth * kPanelWidth, depth * kPanelWidth);
+  if (b.column_stride == 1 || b.columns == 1) {
+    for (int64_t k = 0; k < depth; ++k) {
+      const T* row = b.row(kStep<Element> * k);
+      const bool is_last_alone = kStep<Element> * k + 1 == b.rows;
+      for (int64_t c = 0; c < b.columns; c += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(b.row(kStep<Element> * k + 8) + c);
+      for (int64_t p = 0; p < num_panels; ++p) {
+        panel_row<Element>(row + p * kPanelWidth, b.row_stride, is_last_alone,
+                           p + 1 < num_panels ? kPanelWidth : last_width, panels + (p * depth + k) * kPanelWidth);
+      }
+    }
+    return panels;
+  }
+  for (int64_t p = 0; p < num_panels; ++p) {
+    const auto copy = [&](int64_t row, int64_t begin, int64_t count, Element* target) {
+      const int64_t first = begin * kStep<Element>;
+      const T* source = b.data + (p * kPanelWidth + row) * b.column_stride + first;
+      copy_elements(source, target, at_most(b.rows - first, count * kStep<Element>));
+    };
+    transpose_rows<Element>(p + 1 < num_panels ? kPanelWidth : last_width, depth, copy,
+                            panels + p * depth * kPanelWidth, kPanelWidth);
+  }
+  return panels;
+}
+
+// sum = or += a * b for the columns of one panel.
+template <class Element, class S>
+void multiply_panel(LeftBlock<Element> left, const Element* panel, int64_t depth, MatrixView<S> sum, bool accumulate) {
+  const bool is_rows = left.layout == Layout::rows;
+  for (int64_t row = 0; row < sum.rows; row += kHeight) {
+    const int64_t height = at_most(sum.rows - row, kHeight);
+    const auto micro = is_rows ? micro_tile_of<S, Element, Element, Layout::rows, false>(height)
+                               : micro_tile_of<S, Element, Element, Layout::panels, false>(height);
+    const Element* a = left.data + row * (is_rows ? left.stride : depth);
+    if (sum.columns == kWidth<S>) {
+      micro(a, left.stride, panel, kWidth<S>, depth, sum.row(row), sum.row_stride, accumulate);
+      continue;
+    }
+    alignas(kVectorBytes) S tile[kHeight * kWidth<S>];
+    micro(a, left.stride, panel, kWidth<S>, depth, tile, kWidth<S>, false);
+    for (int64_t r = 0; r < height; ++r) {
+      for (int64_t c = 0; c < sum.columns; ++c) {
+        S& value = sum.row(row + r)[c];
+        value = accumulate ? value + tile[r * kWidth<S> + c] : tile[r * kWidth<S> + c];
+      }
+    }
+  }
+}
+
+// sum = or += a * b from column `begin` of b on; a block of rows and of the inner dimension.
+template <class Element, class T>
+void multiply_panels(LeftBlock<Element> left, int64_t begin, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sum,
+                     bool accumulate) {
+  constexpr int64_t kPanelWidth = kWidth<Accumulator<T>>;
+  const int64_t depth = steps<Element>(b.rows);
+  for (; begin < b.columns; begin += kPanels * kPanelWidth) {
+    const int64_t end = at_most(b.columns, begin + kPanels * kPanelWidth);
+    const Element* panel = right_panels<Element>(b.column_range(begin, end));
+    for (int64_t column = begin; column < end; column += kPanelWidth, panel += depth * kPanelWidth) {
+      multiply_panel(left, panel, depth, sum.column_range(column, at_most(end, column + kPanelWidth)), accumulate);
+    }
+  }
+}
+
+// The same for at most kHeight rows of a, reading b in place. Returns the number of columns done: the rest does not
+// fill a micro-tile.
+template <class T>
+int64_t multiply_in_place(LeftBlock<Accumulator<T>> left, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sum,
+                          bool accumulate) {
+  using S = Accumulator<T>;
+  const auto wide = micro_tile_of<S, S, T, Layout::rows, true>(sum.rows);
+  const auto narrow = micro_tile_of<S, S, T, Layout::rows, false>(sum.rows);
+  const int64_t wide_columns = wide_vectors(static_cast<int>(sum.rows)) * kLanes<S>;
+  int64_t begin = 0;
+  for (; begin + wide_columns <= b.columns; begin += wide_columns) {
+    wide(left.data, left.stride, b.data + begin, b.row_stride, b.rows, sum.data + begin, sum.row_stride, accumulate);
+  }
+  for (; begin + kWidth<S> <= b.columns; begin += kWidth<S>) {
+    narrow(left.data, left.stride, b.data + begin, b.row_stride, b.rows, sum.data + begin, sum.row_stride, accumulate);
+  }
+  return begin;
+}
+
+template <class T>
+void multiply_block(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sum, bool accumulate) {
+  using S = Accumulator<T>;
+  if (a.rows <= kHeight && a.column_stride == 1 && b.column_stride == 1) {
+    const auto left = left_block<S>(a);
+    multiply_panels(left, multiply_in_place(left, b, sum, accumulate), b, sum, accumulate);
+  } else if constexpr (kHasPairs && std::is_same_v<T, BFloat16>) {
+    multiply_panels(left_block<Pair>(a), 0, b, sum, accumulate);
+  } else {
+    multiply_panels(left_block<S>(a), 0, b, sum, accumulate);
+  }
+}
+
+template <class T>
+void multiply_rows(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sum, bool accumulate) {
+  for (int64_t begin = 0; begin < a.columns || begin == 0; begin += kBlockDepth) {
+    const int64_t end = a.columns - begin < kBlockDepth ? a.columns : begin + kBlockDepth;
+    multiply_block(a.column_range(begin, end), b.row_range(begin, end), sum, accumulate || begin > 0);
+  }
+}
+
+}  // namespace
+
+template <class T>
+void tile_gemm(const TileGemm<T>& p, const Executor& /*executor*/) {
+  using S = Accumulator<T>;
+  for (int64_t begin = 0; begin < p.c.rows; begin += kBlockRows) {
+    const int64_t end = p.c.rows - begin < kBlockRows ? p.c.rows : begin + kBlockRows;
+    const MatrixView<T> c = p.c.row_range(begin, end);
+    if constexpr (std::is_same_v<T, S>) {
+      multiply_rows(p.a.row_range(begin, end), p.b, c, p.accumulate);
+    } else {
+      const MatrixView<S> sum{scratch<S>(kGemmScratch + 2, c.rows * c.columns), c.rows, c.columns, c.columns};
+      for (int64_t r = 0; r < c.rows && p.accumulate; ++r) widen_row(c.row(r), sum.row(r), c.columns);
+      multiply_rows(p.a.row_range(begin, end), p.b, sum, p.accumulate);
+      for (int64_t r = 0; r < c.rows; ++r) narrow_row<T>(sum.row(r), c.row(r), c.columns);
+    }
+  }
+}
+
+MAXMOE_INSTANTIATE(tile_gemm, TileGemm)
+
+}  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

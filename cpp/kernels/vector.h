@@ -1,0 +1,97 @@
+// Vectors of the instruction set at hand. Only for the .cpp files that are compiled per instruction set.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__F16C__) || defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+#include "dtype.h"
+
+namespace maxmoe::MAXMOE_ISA_NAMESPACE {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+constexpr int kVectorRegisters = 32;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+constexpr int kVectorRegisters = 16;
+#elif defined(__aarch64__)
+constexpr int kVectorBytes = 16;
+constexpr int kVectorRegisters = 32;
+#else
+constexpr int kVectorBytes = 16;
+constexpr int kVectorRegisters = 16;
+#endif
+
+template <class S, int kBytes>
+struct VectorOf {
+  typedef S type __attribute__((vector_size(kBytes)));  // NOLINT(modernize-use-using): an alias loses the attribute
+};
+
+// S is float, double or uint32_t.
+template <class S>
+using Vector = typename VectorOf<S, kVectorBytes>::type;
+
+template <class S>
+constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(S));
+
+// Two bfloat16 that follow each other in a sum of products, the first one in the low half.
+using Pair = uint32_t;
+
+template <class T>
+using VectorElement = std::conditional_t<std::is_same_v<T, Pair>, Pair, Accumulator<T>>;
+
+// kLanes elements of T, widened; pairs as they are.
+template <class T>
+MAXMOE_INLINE Vector<VectorElement<T>> load_vector(const T* source) {
+  using S = VectorElement<T>;
+  Vector<S> vector;
+  if constexpr (std::is_same_v<T, S>) {
+    std::memcpy(&vector, source, sizeof(vector));
+    return vector;
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    typename VectorOf<uint16_t, kVectorBytes / 2>::type bits;
+    std::memcpy(&bits, source, sizeof(bits));
+    const auto wide = __builtin_convertvector(bits, typename VectorOf<uint32_t, kVectorBytes>::type) << 16;
+    std::memcpy(&vector, &wide, sizeof(vector));
+    return vector;
+  } else {
+#if defined(__AVX512F__)
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
+#elif defined(__F16C__)
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
+#else
+    for (int i = 0; i < kLanes<S>; ++i) vector[i] = widen(source[i]);
+    return vector;
+#endif
+  }
+}
+
+// sum + factor * vector; both products of a pair.
+template <class S>
+MAXMOE_INLINE Vector<S> multiply_add(Vector<S> sum, S factor, Vector<S> vector) {
+  return sum + factor * vector;
+}
+
+MAXMOE_INLINE Vector<float> multiply_add(Vector<float> sum, Pair factor, Vector<Pair> vector) {
+#ifdef __AVX512BF16__
+  const __m512i factors = _mm512_set1_epi32(static_cast<int>(factor));
+  return _mm512_dpbf16_ps(sum, std::bit_cast<__m512bh>(factors), std::bit_cast<__m512bh>(vector));
+#else
+  const auto low = std::bit_cast<Vector<float>>(vector << 16);
+  const auto high = std::bit_cast<Vector<float>>(vector & 0xffff0000U);
+  sum = sum + std::bit_cast<float>(factor << 16) * low;
+  return sum + std::bit_cast<float>(factor & 0xffff0000U) * high;
+#endif
+}
+
+template <class S>
+MAXMOE_INLINE void store_vector(S* target, Vector<S> vector) {
+  std::memcpy(target, &vector, sizeof(vector));
+}
+
+}  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

@@ -1,0 +1,149 @@
+// The matrix product against Eigen's in float64, over all sizes around those of its micro-tiles and blocks.
+#include "kernels/tile_gemm.h"
+
+#include <gtest/gtest.h>
+
+#include <Eigen/Core>
+#include <vector>
+
+#include "matrix.h"
+
+namespace maxmoe {
+namespace {
+
+using Exact = Eigen::Matrix<double, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+
+template <class T>
+Exact exact(const Matrix<T>& matrix) {
+  Exact values(matrix.rows(), matrix.columns());
+  for (int64_t r = 0; r < matrix.rows(); ++r) {
+    for (int64_t c = 0; c < matrix.columns(); ++c) values(r, c) = matrix(r, c);
+  }
+  return values;
+}
+
+// A matrix and its transpose in memory, so that a view of either layout can be had.
+template <class T>
+class Operand {
+ public:
+  Operand(int64_t rows, int64_t columns, unsigned seed)
+      : straight_(Matrix<T>::random(rows, columns, seed)), turned_(columns, rows) {
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = 0; c < columns; ++c) turned_.element(c, r) = straight_.element(r, c);
+    }
+  }
+  const Matrix<T>& matrix() const { return straight_; }
+  ConstMatrixView<T> view(bool is_transposed) const {
+    return is_transposed ? turned_.view().transposed() : straight_.view();
+  }
+
+ private:
+  Matrix<T> straight_;
+  Matrix<T> turned_;
+};
+
+template <class T>
+class TileGemmTest : public testing::Test {
+ protected:
+  // In the four layouts, with and without the values that are there.
+  static void check(int64_t rows, int64_t depth, int64_t columns) {
+    SCOPED_TRACE(testing::Message() << "[" << rows << ", " << depth << "] x [" << depth << ", " << columns << "]");
+    const Operand<T> a(rows, depth, 1);
+    const Operand<T> b(depth, columns, 2);
+    const auto before = Matrix<T>::random(rows, columns, 3);
+    const Exact product = exact(a.matrix()) * exact(b.matrix());
+    for (int layout = 0; layout < 4; ++layout) {
+      for (const bool accumulate : {false, true}) {
+        Matrix<T> c = accumulate ? before : Matrix<T>(rows, columns);
+        const TileGemm<T> arguments{a.view((layout & 1) != 0), b.view((layout & 2) != 0), c.view(), accumulate};
+        tile_gemm(arguments, SerialExecutor());
+        const auto want = [&](int64_t r, int64_t f) { return product(r, f) + (accumulate ? before(r, f) : 0.0); };
+        expect_near(c, want, 2.0);
+        EXPECT_TRUE(c.gap_is_intact());
+      }
+    }
+  }
+};
+TYPED_TEST_SUITE(TileGemmTest, Dtypes, DtypeNames);
+
+TYPED_TEST(TileGemmTest, EveryNumberOfRowsAndColumns) {
+  for (int64_t rows = 1; rows <= 70; ++rows) {
+    for (int64_t columns = 1; columns <= 70; ++columns) this->check(rows, 1 + (rows * 7 + columns * 3) % 9, columns);
+  }
+}
+
+TYPED_TEST(TileGemmTest, EveryDepth) {
+  for (int64_t depth = 0; depth <= 70; ++depth) {
+    for (const int64_t rows : {1, 2, 3, 5, 6, 7, 12, 13, 25}) this->check(rows, depth, 1 + (depth * 11 + rows) % 70);
+  }
+}
+
+TYPED_TEST(TileGemmTest, Empty) {
+  this->check(0, 5, 3);
+  this->check(5, 3, 0);
+  this->check(0, 0, 0);
+}
+
+TYPED_TEST(TileGemmTest, WiderThanTheVectorsOfFewRows) {
+  for (int64_t rows = 1; rows <= 13; ++rows) {
+    for (const int64_t columns : {127, 128, 129, 255, 256, 257, 289}) this->check(rows, 5, columns);
+  }
+}
+
+TYPED_TEST(TileGemmTest, MoreThanOneBlock) {
+  this->check(191, 3, 33);
+  this->check(192, 3, 33);
+  this->check(193, 3, 33);
+  this->check(387, 2, 3);
+}
+
+TYPED_TEST(TileGemmTest, SumsPastOneBlockAreRoundedOnce) {
+  for (const int64_t depth : {2047, 2048, 2049, 4097}) {
+    for (const int64_t rows : {1, 7}) {
+      const Operand<TypeParam> a(rows, depth, 4);
+      const Operand<TypeParam> b(depth, 35, 5);
+      const Exact product = exact(a.matrix()) * exact(b.matrix());
+      Matrix<TypeParam> c(rows, 35);
+      tile_gemm(TileGemm<TypeParam>{a.view(false), b.view(false), c.view(), false}, SerialExecutor());
+      expect_near(c, [&](int64_t r, int64_t f) { return product(r, f); }, 4.0);
+    }
+  }
+}
+
+// A row of c is the same whatever the other rows are, and however b lies.
+TYPED_TEST(TileGemmTest, BitsOfARowDependOnNothingElse) {
+  constexpr int64_t kRows = 29;
+  const Operand<TypeParam> a(kRows, 2500, 6);
+  const Operand<TypeParam> b(2500, 45, 7);
+  Matrix<TypeParam> together(kRows, 45);
+  tile_gemm(TileGemm<TypeParam>{a.view(false), b.view(false), together.view(), false}, SerialExecutor());
+  for (const bool is_transposed : {false, true}) {
+    for (int64_t height = 1; height <= 13; ++height) {
+      Matrix<TypeParam> apart(kRows, 45);
+      for (int64_t begin = 0; begin < kRows; begin += height) {
+        const int64_t end = std::min(begin + height, kRows);
+        const TileGemm<TypeParam> arguments{a.view(is_transposed).row_range(begin, end), b.view(is_transposed),
+                                            apart.view().row_range(begin, end), false};
+        tile_gemm(arguments, SerialExecutor());
+      }
+      EXPECT_TRUE(apart.has_same_bits(together)) << height << " rows at a time";
+    }
+  }
+}
+
+// What lies past the end of a and b is never used, NaN or not; 0 times infinity is NaN, as it must be.
+TYPED_TEST(TileGemmTest, NonFiniteValues) {
+  Matrix<TypeParam> a(7, 3);
+  Matrix<TypeParam> b(3, 5);
+  a.fill(0.0);
+  b.fill(1.0);
+  b.element(1, 2) = narrow<TypeParam>(std::numeric_limits<Accumulator<TypeParam>>::infinity());
+  Matrix<TypeParam> c(7, 5);
+  tile_gemm(TileGemm<TypeParam>{a.view().as_const(), b.view().as_const(), c.view(), false}, SerialExecutor());
+  for (int64_t r = 0; r < 7; ++r) {
+    for (int64_t f = 0; f < 5; ++f) EXPECT_EQ(std::isnan(c(r, f)), f == 2);
+  }
+}
+
+}  // namespace
+}  // namespace maxmoe
