@@ -9,8 +9,8 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
 // Columns of the hidden size per task of the weight gradients. A task sums over all rows of its expert, so that the
-// order of sums is fixed. A multiple of the heights of the micro-tiles.
-constexpr int64_t kGradientColumns = 132;
+// order of sums is fixed. A multiple of the heights and widths of the micro-tiles.
+constexpr int64_t kGradientColumns = 192;
 
 // Elements of one expert's matrices: multiply-adds per row.
 template <class Arguments>

@@ -7,7 +7,7 @@ namespace maxmoe {
 
 // High enough that a product runs at full speed, low enough that a tile's rows stay in the second-level cache.
 // A multiple of the heights of the micro-tiles (6 and 12).
-constexpr int64_t kTileRows = 132;
+constexpr int64_t kTileRows = 264;
 
 struct GroupTile {
   int64_t group;

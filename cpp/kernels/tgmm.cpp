@@ -6,7 +6,7 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
 // Rows of one result per task; a task sums over all rows of its group, so that the order of sums is fixed.
-constexpr int64_t kTileRowsOfResult = 132;
+constexpr int64_t kTileRowsOfResult = 264;
 
 }  // namespace
 

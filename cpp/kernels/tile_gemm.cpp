@@ -24,11 +24,13 @@ constexpr int kWidth = kVectors * kLanes<S>;
 
 // Rows of a and steps of the inner dimension that are worked on at a time: they fit into the second-level cache, or
 // stream from the third at no loss.
-constexpr int64_t kBlockRows = 192;
+constexpr int64_t kBlockRows = 264;
 constexpr int64_t kBlockDepth = 2048;
 
-// Panels that are copied at a time: rows of b are read in pieces long enough for a page not to be looked up for one line.
+// Panels that are copied at a time, so that a row of b gives several cache lines for one look-up of its page; and how far
+// ahead rows are asked for.
 constexpr int64_t kPanels = 4;
+constexpr int64_t kRowsAhead = 8;
 
 static_assert(kBlockRows % kHeight == 0 && kBlockDepth % 2 == 0);
 
@@ -174,6 +176,13 @@ MAXMOE_INLINE int64_t at_most(int64_t value, int64_t limit) {
   return value < limit ? value : limit;
 }
 
+// No processor foresees where the next row is.
+template <class T>
+MAXMOE_INLINE void prefetch_row(const T* row, int64_t columns) {
+  constexpr int64_t kCacheLine = 64 / sizeof(T);
+  for (int64_t c = 0; c < columns; c += kCacheLine) __builtin_prefetch(row + c);
+}
+
 // At most kPanels panels of b, one after the other; the columns past those of b are zero.
 template <class Element, class T>
 const Element* right_panels(ConstMatrixView<T> b) {
@@ -187,7 +196,7 @@ const Element* right_panels(ConstMatrixView<T> b) {
     for (int64_t k = 0; k < depth; ++k) {
       const T* row = b.row(kStep<Element> * k);
       const bool is_last_alone = kStep<Element> * k + 1 == b.rows;
-      for (int64_t c = 0; c < b.columns; c += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(b.row(kStep<Element> * k + 8) + c);
+      prefetch_row(b.row(kStep<Element> * (k + kRowsAhead)), b.columns);
       for (int64_t p = 0; p < num_panels; ++p) {
         panel_row<Element>(row + p * kPanelWidth, b.row_stride, is_last_alone,
                            p + 1 < num_panels ? kPanelWidth : last_width, panels + (p * depth + k) * kPanelWidth);
