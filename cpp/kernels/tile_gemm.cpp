@@ -32,6 +32,9 @@ constexpr int64_t kBlockDepth = 2048;
 constexpr int64_t kPanels = 4;
 constexpr int64_t kRowsAhead = 8;
 
+// Rows of b that are read in place at a time: some pages.
+constexpr int64_t kRowsInPlace = 8;
+
 static_assert(kBlockRows % kHeight == 0 && kBlockDepth % 2 == 0);
 
 #if defined(__AVX512BF16__) || defined(MAXMOE_PAIRS)
@@ -47,7 +50,14 @@ enum class Layout { rows, panels };
 template <class S, class A, class B, Layout kLayout, int kRows, int kColumnVectors>
 void micro_tile(const A* a, int64_t a_stride, const B* b, int64_t b_stride, int64_t depth, S* c, int64_t c_stride,
                 bool accumulate) {
-  Vector<S> sum[kRows][kColumnVectors] = {};
+  Vector<S> sum[kRows][kColumnVectors];
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kColumnVectors; ++v) {
+      sum[r][v] = accumulate ? load_vector(c + r * c_stride + v * kLanes<S>) : Vector<S>{};
+    }
+  }
   for (int64_t k = 0; k < depth; ++k) {
     Vector<VectorElement<B>> row_of_b[kColumnVectors];
 #pragma GCC unroll 8
@@ -63,8 +73,7 @@ void micro_tile(const A* a, int64_t a_stride, const B* b, int64_t b_stride, int6
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
     for (int v = 0; v < kColumnVectors; ++v) {
-      S* target = c + r * c_stride + v * kLanes<S>;
-      store_vector<S>(target, accumulate ? load_vector(target) + sum[r][v] : sum[r][v]);
+      store_vector<S>(c + r * c_stride + v * kLanes<S>, sum[r][v]);
     }
   }
 }
@@ -229,14 +238,10 @@ void multiply_panel(LeftBlock<Element> left, const Element* panel, int64_t depth
       micro(a, left.stride, panel, kWidth<S>, depth, sum.row(row), sum.row_stride, accumulate);
       continue;
     }
-    alignas(kVectorBytes) S tile[kHeight * kWidth<S>];
-    micro(a, left.stride, panel, kWidth<S>, depth, tile, kWidth<S>, false);
-    for (int64_t r = 0; r < height; ++r) {
-      for (int64_t c = 0; c < sum.columns; ++c) {
-        S& value = sum.row(row + r)[c];
-        value = accumulate ? value + tile[r * kWidth<S> + c] : tile[r * kWidth<S> + c];
-      }
-    }
+    alignas(kVectorBytes) S tile[kHeight * kWidth<S>] = {};
+    for (int64_t r = 0; r < height && accumulate; ++r) copy_row(sum.row(row + r), tile + r * kWidth<S>, sum.columns);
+    micro(a, left.stride, panel, kWidth<S>, depth, tile, kWidth<S>, accumulate);
+    for (int64_t r = 0; r < height; ++r) copy_row(tile + r * kWidth<S>, sum.row(row + r), sum.columns);
   }
 }
 
@@ -255,8 +260,8 @@ void multiply_panels(LeftBlock<Element> left, int64_t begin, ConstMatrixView<T> 
   }
 }
 
-// The same for at most kHeight rows of a, reading b in place. Returns the number of columns done: the rest does not
-// fill a micro-tile.
+// The same for at most kHeight rows of a, reading b in place, a few of its rows at a time: in the order of memory.
+// Returns the number of columns done: the rest does not fill a micro-tile.
 template <class T>
 int64_t multiply_in_place(LeftBlock<Accumulator<T>> left, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sum,
                           bool accumulate) {
@@ -264,14 +269,22 @@ int64_t multiply_in_place(LeftBlock<Accumulator<T>> left, ConstMatrixView<T> b, 
   const auto wide = micro_tile_of<S, S, T, Layout::rows, true>(sum.rows);
   const auto narrow = micro_tile_of<S, S, T, Layout::rows, false>(sum.rows);
   const int64_t wide_columns = wide_vectors(static_cast<int>(sum.rows)) * kLanes<S>;
-  int64_t begin = 0;
-  for (; begin + wide_columns <= b.columns; begin += wide_columns) {
-    wide(left.data, left.stride, b.data + begin, b.row_stride, b.rows, sum.data + begin, sum.row_stride, accumulate);
+  const int64_t columns = b.columns / kWidth<S> * kWidth<S>;
+  for (int64_t k = 0; k < b.rows; k += kRowsInPlace) {
+    const int64_t depth = at_most(b.rows - k, kRowsInPlace);
+    const bool has_sum = accumulate || k > 0;
+    for (int64_t column = 0; column < columns;) {
+      const bool is_wide = column + wide_columns <= columns;
+      const int64_t width = is_wide ? wide_columns : kWidth<S>;
+      for (int64_t next = k + depth; next < at_most(b.rows, k + depth + kRowsInPlace); ++next) {
+        prefetch_row(b.row(next) + column, width);
+      }
+      (is_wide ? wide : narrow)(left.data + k, left.stride, b.row(k) + column, b.row_stride, depth, sum.data + column,
+                                sum.row_stride, has_sum);
+      column += width;
+    }
   }
-  for (; begin + kWidth<S> <= b.columns; begin += kWidth<S>) {
-    narrow(left.data, left.stride, b.data + begin, b.row_stride, b.rows, sum.data + begin, sum.row_stride, accumulate);
-  }
-  return begin;
+  return b.rows == 0 ? 0 : columns;
 }
 
 template <class T>
