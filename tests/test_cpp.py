@@ -1,4 +1,7 @@
-"""Builds the GoogleTest suite of the kernels (cpp/tests) and runs it with every instruction set there is."""
+"""Builds the GoogleTest suite of the kernels (cpp/tests) and runs it with every instruction set there is.
+
+The benchmarks of the kernels (cpp/benchmarks) are built with it, and run on small sizes.
+"""
 
 import os
 import re
@@ -40,7 +43,7 @@ def build_folder() -> Path:
     folder = ROOT / "build" / f"tests-{sys.implementation.cache_tag}"
     build_step(
         *("cmake", "-S", str(ROOT), "-B", str(folder), "-GNinja", f"-DPython_EXECUTABLE={sys.executable}"),
-        *("-DMAXMOE_BUILD_PYTHON=OFF", "-DMAXMOE_BUILD_TESTS=ON"),
+        *("-DMAXMOE_BUILD_PYTHON=OFF", "-DMAXMOE_BUILD_TESTS=ON", "-DMAXMOE_BUILD_BENCHMARKS=ON"),
     )
     build_step("cmake", "--build", str(folder))
     return folder
@@ -66,3 +69,35 @@ def test_instruction_sets_share_no_code(build_folder: Path, isa: str) -> None:
     weak = [line for line in symbols.stdout.splitlines() if re.search(r" [VWu] ", line)]
     shared = [line for line in weak if not any(name in line.split()[-1] for name in own)]
     assert not shared, "declare these MAXMOE_INLINE or move them into MAXMOE_ISA_NAMESPACE:\n" + "\n".join(shared)
+
+
+def run_benchmarks(build_folder: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run(str(build_folder / "cpp/benchmarks/maxmoe_kernels_benchmarks"), *options, **environment)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_benchmarks(build_folder: Path, isa: str) -> None:
+    """Every kernel has a row with its time, and one with the time of its bound."""
+    headers = [path.read_text() for path in (ROOT / "cpp/kernels").glob("*.h")]
+    kernels = {name for text in headers for name in re.findall(r"^MAXMOE_KERNEL\((\w+),", text, re.MULTILINE)}
+    done = run_benchmarks(build_folder, "--rounds", "1", "--threads", "2", "--filter", "(T 16|R 128),", MAXMOE_ISA=isa)
+    assert done.returncode == 0, done.stdout
+    cells = [re.split("  +", line) for line in done.stdout.splitlines()[3:]]
+    times = {(kernel, contender): float(best) for kernel, _, _, contender, best, *_ in cells}
+    assert {kernel for kernel, contender in times if contender == "maxmoe"} == kernels
+    assert {kernel for kernel, contender in times if contender.startswith("bound: ")} == kernels
+    assert min(times.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--filter", "no such kernel"], "no case matches --filter 'no such kernel'"),
+        (["--rounds", "0"], "--rounds must be a positive number, got '0'"),
+        (["--threads", "2x"], "--threads must be a positive number, got '2x'"),
+        (["--help"], "options are --filter REGEX"),
+    ],
+)
+def test_benchmarks_say_what_is_wrong(build_folder: Path, options: list[str], message: str) -> None:
+    done = run_benchmarks(build_folder, *options)
+    assert (done.returncode, message in done.stdout) == (2, True), done.stdout

@@ -68,6 +68,13 @@ def test_every_kernel_has_a_cpp_test() -> None:
     assert kernels <= tests, f"without a test: {sorted(kernels - tests)}"
 
 
+def test_every_kernel_has_a_cpp_benchmark() -> None:
+    headers = (ROOT / "cpp/kernels").glob("*.h")
+    kernels = {path.stem for path in headers if re.search(r"^MAXMOE_KERNEL\(", path.read_text(), re.MULTILINE)}
+    benchmarks = {path.stem.removeprefix("benchmark_") for path in (ROOT / "cpp/benchmarks").glob("benchmark_*.cpp")}
+    assert kernels == benchmarks
+
+
 @pytest.mark.parametrize("path", [*PYTHON_FILES, *CPP_FILES], ids=relative)
 def test_files_are_short(path: Path) -> None:
     lines = len(path.read_text().splitlines())

@@ -129,8 +129,12 @@ void backward_tile(const ExpertFfnBackward<T>& a, const GroupTile& tile) {
     }
     a.grad_weights[slot] = grad_weight;
   }
-  if (a.grad_rows.data == nullptr) return;
+}
 
+template <class T>
+void grad_rows_tile(const ExpertFfnBackward<T>& a, const GroupTile& tile) {
+  const ExpertWeights<T>& experts = a.experts;
+  const int64_t width = experts.up.first.columns;
   const ConstMatrixView<T> grad = a.grad_preactivations.row_range(tile.begin, tile.end).as_const();
   const MatrixView<T> grad_rows = a.grad_rows.row_range(tile.begin, tile.end);
   a.gemm->multiply(grad.column_range(grad.columns - width, grad.columns), experts.up[tile.group].transposed(),
@@ -214,6 +218,10 @@ void bias_gradients(const ExpertFfnBackward<T>& a, const GroupTile& rows) {
 
 template <class T>
 void all_weight_gradients(const ExpertFfnBackward<T>& a, const Executor& executor) {
+  const bool is_wanted = !a.grad_gate.empty() || !a.grad_up.empty() || !a.grad_down.empty() ||
+                         a.grad_gate_bias.data != nullptr || a.grad_up_bias.data != nullptr ||
+                         a.grad_down_bias.data != nullptr;
+  if (!is_wanted) return;
   const GroupTiles list = make_whole_groups(a.routed.group_sizes, a.routed.num_groups, kWorkListScratch);
   const int64_t hidden_size = a.x.columns;
   // At least one: the biases have gradients whatever the hidden size.
@@ -230,22 +238,29 @@ void all_weight_gradients(const ExpertFfnBackward<T>& a, const Executor& executo
   run_tasks(executor, list.count * blocks, multiply_adds, Task(compute));
 }
 
+// Calls body(tile) for all rows.
+template <class Arguments, class Body>
+void run_tiles(const Arguments& a, const Executor& executor, const Body& body) {
+  const GroupTiles list = make_group_tiles(a.routed.group_sizes, a.routed.num_groups, kWorkListScratch);
+  const auto compute = [&](int64_t index) { body(list.tiles[index]); };
+  run_tasks(executor, list.count, list.num_rows * matrix_elements(a), Task(compute));
+}
+
 }  // namespace
 
 template <class T>
 void expert_ffn(const ExpertFfn<T>& a, const Executor& executor) {
-  const GroupTiles list = make_group_tiles(a.routed.group_sizes, a.routed.num_groups, kWorkListScratch);
-  const auto compute = [&](int64_t index) { forward_tile(a, list.tiles[index]); };
-  run_tasks(executor, list.count, list.num_rows * matrix_elements(a), Task(compute));
+  run_tiles(a, executor, [&](const GroupTile& tile) { forward_tile(a, tile); });
   ragged_unsort(RaggedUnsort<T>{a.rows.as_const(), a.routed.row_of_slot, a.routed.top_k, a.weights, a.out}, executor);
 }
 
 template <class T>
 void expert_ffn_backward(const ExpertFfnBackward<T>& a, const Executor& executor) {
-  const GroupTiles list = make_group_tiles(a.routed.group_sizes, a.routed.num_groups, kWorkListScratch);
-  const auto compute = [&](int64_t index) { backward_tile(a, list.tiles[index]); };
-  run_tasks(executor, list.count, list.num_rows * matrix_elements(a), Task(compute));
+  if (!a.continues) {
+    run_tiles(a, executor, [&](const GroupTile& tile) { backward_tile(a, tile); });
+  }
   if (a.grad_x.data != nullptr) {
+    run_tiles(a, executor, [&](const GroupTile& tile) { grad_rows_tile(a, tile); });
     const RaggedUnsort<T> unsort{a.grad_rows.as_const(), a.routed.row_of_slot, a.routed.top_k, nullptr, a.grad_x};
     ragged_unsort(unsort, executor);
   }

@@ -27,8 +27,8 @@ constexpr int kWidth = kVectors * kLanes<S>;
 constexpr int64_t kBlockRows = 264;
 constexpr int64_t kBlockDepth = 2048;
 
-// Panels that are copied at a time, so that a row of b gives several cache lines for one look-up of its page; and how far
-// ahead rows are asked for.
+// Panels that are copied at a time, so that a row of b gives several cache lines for one look-up of its page; and how
+// far ahead rows are asked for.
 constexpr int64_t kPanels = 4;
 constexpr int64_t kRowsAhead = 8;
 

@@ -71,40 +71,62 @@ Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const Tensor& preac
   const Tensor grad = contiguous_rows(grad_out);
   const Tensor z = preactivations.contiguous();
   const int64_t num_rows = a.slots.size(0);
-  const auto like = [&](bool is_wanted, at::IntArrayRef sizes) {
-    return is_wanted ? at::empty(sizes, a.x.options()) : at::empty({0}, a.x.options());
-  };
-  const auto like_tensor = [&](Wanted which, const OptionalTensor& tensor) {
-    return wanted[which] ? at::empty(tensor->sizes(), a.x.options()) : at::empty({0}, a.x.options());
-  };
-  const auto weights_options = a.x.options().dtype(accumulator_type(a.x.scalar_type()));
-  const Tensor grad_z = at::empty_like(z);
-  const Tensor activated = like(wanted[kDown], {num_rows, a.up.size(2)});
-  const Tensor grad_rows = like(wanted[kX], {num_rows, a.x.size(1)});
-  const Tensor grad_x = like(wanted[kX], a.x.sizes());
-  const Tensor grad_weights = at::zeros({wanted[kWeights] ? a.rows.numel() : 0}, weights_options);
-  const Tensor grad_gate = like_tensor(kGate, a.gate);
-  const Tensor grad_up = like_tensor(kUp, a.up);
-  const Tensor grad_down = like_tensor(kDown, a.down);
-  const Tensor grad_gate_bias = like_tensor(kGateBias, a.gate_bias);
-  const Tensor grad_up_bias = like_tensor(kUpBias, a.up_bias);
-  const Tensor grad_down_bias = like_tensor(kDownBias, a.down_bias);
-
+  Gradients grads;
   for_dtype(a.x.scalar_type(), [&]<class T>() {
-    const auto matrix = [](bool is_wanted, const Tensor& t) { return is_wanted ? view<T>(t) : MatrixView<T>{}; };
-    const auto matrices = [](bool is_wanted, const Tensor& t) { return is_wanted ? stack<T>(t) : MatrixStack<T>{}; };
-    maxmoe::expert_ffn_backward(
-        ExpertFfnBackward<T>{const_view<T>(grad), const_view<T>(k.x), const_pointer<Accumulator<T>>(k.weights),
-                             routed_rows(k), expert_weights<T>(k), a.kind(), &torch_gemm<T>(), const_view<T>(z),
-                             view<T>(grad_z), matrix(wanted[kDown], activated), matrix(wanted[kX], grad_rows),
-                             matrix(wanted[kX], grad_x),
-                             wanted[kWeights] ? pointer<Accumulator<T>>(grad_weights) : nullptr,
-                             matrices(wanted[kGate], grad_gate), matrices(wanted[kUp], grad_up),
-                             matrices(wanted[kDown], grad_down), matrix(wanted[kGateBias], grad_gate_bias),
-                             matrix(wanted[kUpBias], grad_up_bias), matrix(wanted[kDownBias], grad_down_bias)},
-        torch_executor());
+    const auto empty = [&](at::IntArrayRef sizes) { return at::empty(sizes, a.x.options()); };
+    const auto matrix = [&](Tensor& out, Wanted which, at::IntArrayRef sizes) {
+      out = empty(wanted[which] ? sizes : at::IntArrayRef{0});
+      return wanted[which] ? view<T>(out) : MatrixView<T>{};
+    };
+    const auto matrices = [&](Tensor& out, Wanted which, const OptionalTensor& like) {
+      out = empty(wanted[which] ? like->sizes() : at::IntArrayRef{0});
+      return wanted[which] ? stack<T>(out) : MatrixStack<T>{};
+    };
+    const auto bias = [&](Tensor& out, Wanted which, const OptionalTensor& like) {
+      return matrix(out, which, wanted[which] ? like->sizes() : at::IntArrayRef{0});
+    };
+    auto& [grad_x, grad_weights, grad_gate, grad_up, grad_down, grad_gate_bias, grad_up_bias, grad_down_bias] = grads;
+    const Tensor grad_z = at::empty_like(z);
+    ExpertFfnBackward<T> b{};
+    b.grad_out = const_view<T>(grad);
+    b.x = const_view<T>(k.x);
+    b.weights = const_pointer<Accumulator<T>>(k.weights);
+    b.routed = routed_rows(k);
+    b.experts = expert_weights<T>(k);
+    b.kind = a.kind();
+    b.gemm = &torch_gemm<T>();
+    b.continues = true;
+    b.grad_preactivations = view<T>(grad_z);
+
+    // One gradient after the other, so that the work space of one is free for the next.
+    {
+      const Tensor activated = empty({wanted[kDown] ? num_rows : 0, a.up.size(2)});
+      grad_weights =
+          at::zeros({wanted[kWeights] ? a.rows.numel() : 0}, a.x.options().dtype(accumulator_type(a.x.scalar_type())));
+      ExpertFfnBackward<T> down = b;
+      down.continues = false;
+      down.preactivations = const_view<T>(z);
+      down.activated = wanted[kDown] ? view<T>(activated) : MatrixView<T>{};
+      down.grad_weights = wanted[kWeights] ? pointer<Accumulator<T>>(grad_weights) : nullptr;
+      down.grad_down = matrices(grad_down, kDown, a.down);
+      down.grad_down_bias = bias(grad_down_bias, kDownBias, a.down_bias);
+      maxmoe::expert_ffn_backward(down, torch_executor());
+    }
+    {
+      const Tensor grad_rows = empty({wanted[kX] ? num_rows : 0, a.x.size(1)});
+      ExpertFfnBackward<T> input = b;
+      input.grad_rows = view<T>(grad_rows);
+      input.grad_x = matrix(grad_x, kX, a.x.sizes());
+      maxmoe::expert_ffn_backward(input, torch_executor());
+    }
+    ExpertFfnBackward<T> up = b;
+    up.grad_gate = matrices(grad_gate, kGate, a.gate);
+    up.grad_up = matrices(grad_up, kUp, a.up);
+    up.grad_gate_bias = bias(grad_gate_bias, kGateBias, a.gate_bias);
+    up.grad_up_bias = bias(grad_up_bias, kUpBias, a.up_bias);
+    maxmoe::expert_ffn_backward(up, torch_executor());
   });
-  return {grad_x, grad_weights, grad_gate, grad_up, grad_down, grad_gate_bias, grad_up_bias, grad_down_bias};
+  return grads;
 }
 
 }  // namespace maxmoe::ops
