@@ -7,8 +7,9 @@
 
 namespace maxmoe {
 
-// c = a * b, or c += a * b: see Gemm. An element of c is one chain of multiply-adds over the inner dimension, so its
-// bits depend on its row of a and its column of b, not on the other rows.
+// c = a * b, or c += a * b: see Gemm. An element of c is one chain of multiply-adds along the inner dimension, so its
+// bits depend on its row of a and its column of b alone: not on the rows beside it, nor on how it is cut into tiles.
+// (Products of bfloat16 pairs are used from some rows on: those of few rows may round otherwise.)
 template <class T>
 struct TileGemm {
   ConstMatrixView<T> a;
