@@ -68,7 +68,7 @@ def build_folder() -> Path:
 def source_files() -> list[str]:
     """What the sdist holds beside the Python package."""
     files = [ROOT / "CMakeLists.txt", ROOT / "Makefile", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-    for folder in ("cpp", "tests", "examples"):
+    for folder in ("cpp", "tests", "examples", "benchmarks", "docs"):
         files += sorted(path for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts)
     return [str(path.relative_to(ROOT)) for path in files if path.is_file()]
 

@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 OPERATORS = sorted(path.stem for path in (ROOT / "maxmoe/ops").glob("[a-z]*.py"))
-PYTHON_FILES = sorted(path for folder in ("maxmoe", "tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+PYTHON_FOLDERS = ("maxmoe", "tests", "examples", "benchmarks")
+PYTHON_FILES = sorted(path for folder in PYTHON_FOLDERS for path in (ROOT / folder).rglob("*.py"))
 CPP_FILES = sorted(path for pattern in ("*.h", "*.cpp") for path in (ROOT / "cpp").rglob(pattern))
 
 MAX_FILE_LINES = 300

@@ -1,6 +1,7 @@
-"""What README.md and CONTRIBUTING.md say: the Python runs, the commands exist, the names are right."""
+"""What README.md, CONTRIBUTING.md and docs say: the Python runs, the commands exist, the names are right."""
 
 import dataclasses
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import maxmoe
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
@@ -46,6 +47,8 @@ def test_commands_exist(words: list[str]) -> None:
             check_pip(arguments)
         case ["python", "-m", "pytest"]:
             pass
+        case ["python", "-m", benchmark, *_] if benchmark.startswith("benchmarks."):
+            assert importlib.util.find_spec(benchmark)
         case ["python", "examples/pretrain.py", *arguments]:
             from pretrain_run import pretrain
 
@@ -102,7 +105,7 @@ def test_layout_names_what_exists() -> None:
     for block in blocks("text"):
         for line in block.splitlines():
             assert (ROOT / line.split()[0]).exists(), line
-    for path in re.findall(r"`((?:maxmoe|cpp|tests|examples)/[\w./]+)`", DOCUMENTS[1].read_text()):
+    for path in re.findall(r"`((?:maxmoe|cpp|tests|examples|benchmarks)/[\w./]+)`", DOCUMENTS[1].read_text()):
         file = re.sub(r"(?<![a-z])x(?=\.)", "ragged_dot", path)
         assert (ROOT / file).exists(), path
 
@@ -110,4 +113,4 @@ def test_layout_names_what_exists() -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\((?!https?://)(.*?)\)", path.read_text()):
-        assert (ROOT / target).exists(), target
+        assert (path.parent / target).exists(), target

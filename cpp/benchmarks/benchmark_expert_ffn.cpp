@@ -1,0 +1,115 @@
+#include "kernels/expert_ffn.h"
+
+#include <limits>
+
+#include "contenders.h"
+
+namespace maxmoe::benchmarks {
+namespace {
+
+constexpr ActivationKind kKind{Activation::silu, /*gated=*/true, std::numeric_limits<double>::infinity()};
+
+// Tokens, their routing, and the experts.
+template <class T>
+struct Problem {
+  explicit Problem(const ExpertsShape& shape)
+      : plan(shape.num_tokens, shape.num_experts, shape.top_k),
+        num_experts(shape.num_experts),
+        x(shape.num_tokens, shape.hidden_size),
+        weights(plan.num_rows(), 1),
+        gate(num_experts * shape.hidden_size, shape.intermediate_size),
+        up(num_experts * shape.hidden_size, shape.intermediate_size),
+        down(num_experts * shape.intermediate_size, shape.hidden_size),
+        preactivations(plan.num_rows(), 2 * shape.intermediate_size),
+        routed{plan.slots.data(), plan.rows.data(), plan.group_sizes.data(), num_experts, shape.top_k} {}
+
+  ExpertWeights<T> experts() const {
+    return {gate.read_stack(num_experts), up.read_stack(num_experts), down.read_stack(num_experts), {}, {}, {}};
+  }
+
+  Plan plan;
+  int64_t num_experts;
+  Table<T> x;
+  Table<Accumulator<T>> weights;
+  Table<T> gate;
+  Table<T> up;
+  Table<T> down;
+  Table<T> preactivations;
+  RoutedRows routed;
+  KernelGemm<T> gemm;
+};
+
+// A product of all rows with one matrix of every expert.
+template <class T>
+int64_t multiply_adds(const Problem<T>& problem, const ExpertsShape& shape) {
+  return problem.plan.num_rows() * shape.hidden_size * shape.intermediate_size;
+}
+
+template <class T>
+void benchmark_forward(Session& session, const ExpertsShape& shape) {
+  const Case c{"expert_ffn", text(shape), dtype_name<T>()};
+  if (!session.wants(c)) return;
+  const Problem<T> problem(shape);
+  const Table<T> rows(problem.plan.num_rows(), shape.hidden_size);
+  const Table<T> out(shape.num_tokens, shape.hidden_size);
+  ExpertFfn<T> ffn{};  // without biases
+  ffn.x = problem.x.read();
+  ffn.weights = problem.weights.data();
+  ffn.routed = problem.routed;
+  ffn.experts = problem.experts();
+  ffn.kind = kKind;
+  ffn.gemm = &problem.gemm;
+  ffn.preactivations = problem.preactivations.view();
+  ffn.rows = rows.view();
+  ffn.out = out.view();
+  constexpr int64_t kProducts = 3;
+  const DenseProducts<T> dense(kProducts, problem.plan.num_rows(), shape.hidden_size, shape.intermediate_size);
+  session.time(c, flops(kProducts * multiply_adds(problem, shape)),
+               {kernel([&] { expert_ffn(ffn, session.threads()); }), dense.bound(session.threads())});
+}
+
+template <class T>
+void benchmark_backward(Session& session, const ExpertsShape& shape) {
+  const Case c{"expert_ffn_backward", text(shape), dtype_name<T>()};
+  if (!session.wants(c)) return;
+  const Problem<T> problem(shape);
+  const int64_t num_rows = problem.plan.num_rows();
+  const Table<T> grad_out(shape.num_tokens, shape.hidden_size);
+  const Table<T> grad_preactivations(num_rows, 2 * shape.intermediate_size);
+  const Table<T> activated(num_rows, shape.intermediate_size);
+  const Table<T> grad_rows(num_rows, shape.hidden_size);
+  const Problem<T> gradients(shape);
+  ExpertFfnBackward<T> ffn{};  // without biases
+  ffn.grad_out = grad_out.read();
+  ffn.x = problem.x.read();
+  ffn.weights = problem.weights.data();
+  ffn.routed = problem.routed;
+  ffn.experts = problem.experts();
+  ffn.kind = kKind;
+  ffn.gemm = &problem.gemm;
+  ffn.preactivations = problem.preactivations.read();
+  ffn.grad_preactivations = grad_preactivations.view();
+  ffn.activated = activated.view();
+  ffn.grad_rows = grad_rows.view();
+  ffn.grad_x = gradients.x.view();
+  ffn.grad_weights = gradients.weights.data();
+  ffn.grad_gate = gradients.gate.stack(shape.num_experts);
+  ffn.grad_up = gradients.up.stack(shape.num_experts);
+  ffn.grad_down = gradients.down.stack(shape.num_experts);
+  constexpr int64_t kProducts = 6;
+  const DenseProducts<T> dense(kProducts, num_rows, shape.hidden_size, shape.intermediate_size);
+  session.time(c, flops(kProducts * multiply_adds(problem, shape)),
+               {kernel([&] { expert_ffn_backward(ffn, session.threads()); }), dense.bound(session.threads())});
+}
+
+const Registration registration([](Session& session) {
+  for (const ExpertsShape& shape : kExpertsShapes) {
+    benchmark_forward<float>(session, shape);
+    benchmark_forward<BFloat16>(session, shape);
+    benchmark_backward<float>(session, shape);
+    benchmark_backward<BFloat16>(session, shape);
+  }
+});
+
+}  // namespace
+}  // namespace maxmoe::benchmarks

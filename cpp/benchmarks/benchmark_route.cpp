@@ -1,0 +1,79 @@
+#include "kernels/route.h"
+
+#include "contenders.h"
+
+namespace maxmoe::benchmarks {
+namespace {
+
+struct RouteShape {
+  int64_t num_tokens;
+  int64_t num_experts;
+  int64_t top_k;
+  RoutingRule rule;
+};
+constexpr RoutingRule kSoftmax{ScoreFunction::softmax, Normalization::sum, 1.0, 1, 1};
+// As DeepSeek-V3 does it.
+constexpr RoutingRule kGroups{ScoreFunction::sigmoid, Normalization::sum, 1.0, 8, 4};
+constexpr RouteShape kRouteShapes[] = {
+    {16384, 256, 8, kGroups}, {2048, 64, 8, kSoftmax}, {2048, 8, 2, kSoftmax}, {16, 64, 8, kSoftmax}};
+
+std::string shape_text(const RouteShape& shape) {
+  return text({{'T', shape.num_tokens}, {'E', shape.num_experts}, {'K', shape.top_k}}) +
+         (shape.rule.num_groups > 1 ? ", sigmoid, groups" : ", softmax");
+}
+
+struct Problem {
+  explicit Problem(const RouteShape& shape)
+      : logits(shape.num_tokens, shape.num_experts),
+        bias(1, shape.num_experts),
+        weights(shape.num_tokens, shape.top_k),
+        experts(static_cast<size_t>(shape.num_tokens * shape.top_k)),
+        routing{.logits = logits.read(),
+                .correction_bias = shape.rule.num_groups > 1 ? bias.data() : nullptr,
+                .rule = shape.rule,
+                .weights = weights.view(),
+                .experts = {experts.data(), shape.num_tokens, shape.top_k, shape.top_k}} {
+    route(routing, SerialExecutor());
+  }
+
+  Table<float> logits;
+  Table<float> bias;
+  Table<float> weights;
+  std::vector<int64_t> experts;
+  Route<float> routing;
+};
+
+void benchmark_forward(Session& session, const RouteShape& shape) {
+  const Case c{"route", shape_text(shape), "float32"};
+  if (!session.wants(c)) return;
+  const Problem problem(shape);
+  session.time(c, bytes(static_cast<int64_t>(problem.logits.bytes())),
+               {kernel([&] { route(problem.routing, session.threads()); }),
+                read_bound(session.threads(), problem.logits.data(), problem.logits.bytes())});
+}
+
+void benchmark_backward(Session& session, const RouteShape& shape) {
+  const Case c{"route_backward", shape_text(shape), "float32"};
+  if (!session.wants(c)) return;
+  const Problem problem(shape);
+  const Table<float> grad_weights(shape.num_tokens, shape.top_k);
+  const Table<float> grad_logits(shape.num_tokens, shape.num_experts);
+  const RouteBackward<float> backward{.grad_weights = grad_weights.read(),
+                                      .logits = problem.logits.read(),
+                                      .experts = problem.routing.experts.as_const(),
+                                      .rule = shape.rule,
+                                      .grad_logits = grad_logits.view()};
+  session.time(c, bytes(static_cast<int64_t>(problem.logits.bytes() + grad_logits.bytes())),
+               {kernel([&] { route_backward(backward, session.threads()); }),
+                move_bound(session.threads(), problem.logits, grad_logits)});
+}
+
+const Registration registration([](Session& session) {
+  for (const RouteShape& shape : kRouteShapes) {
+    benchmark_forward(session, shape);
+    benchmark_backward(session, shape);
+  }
+});
+
+}  // namespace
+}  // namespace maxmoe::benchmarks

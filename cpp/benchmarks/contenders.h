@@ -1,0 +1,92 @@
+// The bounds of the benchmarks as contenders.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+
+#include "bounds.h"
+#include "harness.h"
+#include "inputs.h"
+#include "kernels/group_tiles.h"
+#include "kernels/tile_gemm.h"
+
+namespace maxmoe::benchmarks {
+
+// The kernel by its name in the table.
+template <class Call>
+Contender kernel(Call call) {
+  return {"maxmoe", call};
+}
+
+template <class T>
+Contender multiply_add_bound(int64_t multiply_adds) {
+  return {"bound: multiply-adds", [=] { peak_multiply_adds(PeakMultiplyAdds<T>{multiply_adds}, SerialExecutor()); }};
+}
+
+// `count` dense products [R, D] [D, F], in tiles of rows as the kernels have them.
+template <class T>
+class DenseProducts {
+ public:
+  DenseProducts(int64_t count, int64_t num_rows, int64_t hidden_size, int64_t intermediate_size)
+      : count_(count),
+        lhs_(num_rows, hidden_size),
+        rhs_(hidden_size, intermediate_size),
+        out_(count * num_rows, intermediate_size) {}
+
+  Contender bound(const ThreadPool& threads) const {
+    return {"bound: " + (count_ > 1 ? std::to_string(count_) + " " : "") + "dense tile_gemm", [this, &threads] {
+              const int64_t num_rows = lhs_.read().rows;
+              const int64_t tiles = (num_rows + kTileRows - 1) / kTileRows;
+              run_ranges(threads, count_ * tiles, 1, [&](int64_t index, int64_t) {
+                const int64_t begin = index % tiles * kTileRows;
+                const int64_t end = std::min(begin + kTileRows, num_rows);
+                const int64_t first_row = index / tiles * num_rows;  // of this product in out
+                gemm_.multiply(lhs_.read().row_range(begin, end), rhs_.read(),
+                               out_.view().row_range(first_row + begin, first_row + end), false);
+              });
+            }};
+  }
+
+ private:
+  int64_t count_;
+  Table<T> lhs_;
+  Table<T> rhs_;
+  Table<T> out_;
+  KernelGemm<T> gemm_;
+};
+
+template <class T>
+Contender read_bound(const ThreadPool& threads, const T* data, size_t bytes) {
+  const StreamingRead<uint32_t> read{reinterpret_cast<const uint32_t*>(data),
+                                     static_cast<int64_t>(bytes / sizeof(uint32_t))};
+  return {"bound: read", [read, &threads] { streaming_read(read, threads); }};
+}
+
+// Reads one table and writes another one, once, in order: a copy of as many bytes as both have, and the rest of the
+// larger one. Index and weights of a row, some hundredths of its bytes, are not counted.
+template <class T>
+Contender move_bound(const ThreadPool& threads, const Table<T>& source, const Table<T>& target) {
+  const auto move = [&threads, &source, &target] {
+    const auto* from = reinterpret_cast<const std::byte*>(source.data());
+    auto* to = reinterpret_cast<std::byte*>(target.data());
+    const size_t copied = std::min(source.bytes(), target.bytes());
+    // One piece for each thread, but none that is done before another thread would be awake.
+    const auto share = [&](size_t bytes, const auto& body) {
+      const auto count = static_cast<int64_t>(bytes);
+      const int64_t grain = std::max<int64_t>(count / threads.num_threads() + 1, 1 << 16);
+      run_ranges(threads, count, grain, [&](int64_t begin, int64_t end) {
+        body(static_cast<size_t>(begin), static_cast<size_t>(end - begin));
+      });
+    };
+    share(copied, [&](size_t begin, size_t size) { std::memcpy(to + begin, from + begin, size); });
+    share(target.bytes() - copied, [&](size_t begin, size_t size) { std::memset(to + copied + begin, 0, size); });
+    read_bound(threads, from + copied, source.bytes() - copied).call();
+  };
+  return {source.bytes() == target.bytes()  ? "bound: memcpy"
+          : source.bytes() > target.bytes() ? "bound: memcpy and read"
+                                            : "bound: memcpy and memset",
+          move};
+}
+
+}  // namespace maxmoe::benchmarks
