@@ -1,13 +1,13 @@
 # make train   sets up everything in .venv and trains a small model on text   (ARGS="--help": its options)
 # make test    sets up everything in .venv and runs all tests                 (ARGS="-k gmm": of pytest)
 #
-# For those who change the code: make lint, make format, make sanitize, make clean (CONTRIBUTING.md).
+# For those who change the code: make lint, format, sanitize, benchmark, clean (CONTRIBUTING.md).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .ONESHELL:
-.PHONY: help setup train test lint format sanitize clean
+.PHONY: help setup train test lint format sanitize benchmark clean
 
 PYTHON ?= python3
 ARGS ?=
@@ -52,6 +52,14 @@ sanitize: $(VENV)/test
 	  -DMAXMOE_SANITIZE=address,undefined -DPython_EXECUTABLE="$(abspath $(BIN))/python"
 	cmake --build build/sanitize
 	ctest --test-dir build/sanitize --no-tests=error --output-on-failure
+
+# The kernels, each beside an upper bound of its speed.
+benchmark: $(VENV)/test
+	@export PATH="$(abspath $(BIN)):$$PATH"
+	cmake -S . -B build/benchmarks -GNinja -DMAXMOE_BUILD_PYTHON=OFF -DMAXMOE_BUILD_BENCHMARKS=ON \
+	  -DPython_EXECUTABLE="$(abspath $(BIN))/python" >/dev/null
+	cmake --build build/benchmarks
+	build/benchmarks/cpp/benchmarks/maxmoe_kernels_benchmarks $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info maxmoe/_C.*.so maxmoe/_torch_version.txt
