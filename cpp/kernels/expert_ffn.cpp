@@ -153,18 +153,7 @@ void multiply_transposed(const Gemm<T>& gemm, ConstMatrixView<T> lhs, ConstMatri
 // out = sum of weight_of(r) * rows[r]
 template <class T, class Weight>
 void sum_rows(ConstMatrixView<T> rows, const Weight& weight_of, T* out) {
-  for (int64_t begin = 0; begin < rows.columns; begin += kColumnBlock) {
-    const int64_t size = rows.columns - begin < kColumnBlock ? rows.columns - begin : kColumnBlock;
-    Accumulator<T> sum[kColumnBlock];
-    Accumulator<T> buffer[kColumnBlock];
-    zero_row(sum, size);
-    for (int64_t r = 0; r < rows.rows; ++r) {
-      const Accumulator<T> weight = weight_of(r);
-      const Accumulator<T>* row = widened(rows.row(r) + begin, buffer, size);
-      for (int64_t i = 0; i < size; ++i) sum[i] += weight * row[i];
-    }
-    narrow_row<T>(sum, out + begin, size);
-  }
+  sum_weighted_rows<T>(rows.rows, [&](int64_t r) { return rows.row(r); }, weight_of, out, rows.columns);
 }
 
 // The gradients of one expert's matrices in columns [begin, end) of the hidden size.

@@ -25,19 +25,10 @@ void invert_index(const RaggedScatterAdd<T>& a) {
 
 template <class T>
 void add_rows(const RaggedScatterAdd<T>& a, int64_t n) {
-  for (int64_t begin = 0; begin < a.out.columns; begin += kColumnBlock) {
-    const int64_t size = a.out.columns - begin < kColumnBlock ? a.out.columns - begin : kColumnBlock;
-    Accumulator<T> sum[kColumnBlock];
-    Accumulator<T> buffer[kColumnBlock];
-    zero_row(sum, size);
-    for (int64_t i = a.offsets[n]; i < a.offsets[n + 1]; ++i) {
-      const int64_t j = a.order[i];
-      const Accumulator<T> weight = a.weights == nullptr ? Accumulator<T>(1) : a.weights[j];
-      const Accumulator<T>* row = widened(a.rows.row(j / a.group_size) + begin, buffer, size);
-      for (int64_t c = 0; c < size; ++c) sum[c] += weight * row[c];
-    }
-    narrow_row<T>(sum, a.out.row(n) + begin, size);
-  }
+  const int64_t* order = a.order + a.offsets[n];
+  const auto row_of = [&](int64_t i) { return a.rows.row(order[i] / a.group_size); };
+  const auto weight_of = [&](int64_t i) { return a.weights == nullptr ? Accumulator<T>(1) : a.weights[order[i]]; };
+  sum_weighted_rows<T>(a.offsets[n + 1] - a.offsets[n], row_of, weight_of, a.out.row(n), a.out.columns);
 }
 
 }  // namespace

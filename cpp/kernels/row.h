@@ -5,11 +5,8 @@
 #include <cstring>
 #include <type_traits>
 
-#ifdef __F16C__
-#include <immintrin.h>
-#endif
-
 #include "dtype.h"
+#include "vector.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
@@ -30,77 +27,78 @@ MAXMOE_INLINE void zero_row(T* target, int64_t count) {
 // target = widen(source)
 template <class T>
 MAXMOE_INLINE void widen_row(const T* __restrict source, Accumulator<T>* __restrict target, int64_t count) {
+  using S = Accumulator<T>;
   int64_t i = 0;
-#ifdef __F16C__
-  if constexpr (std::is_same_v<T, Float16>) {
-    for (; i + 8 <= count; i += 8) {
-      _mm256_storeu_ps(target + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i))));
-    }
-  }
-#endif
+  for (; i + kLanes<S> <= count; i += kLanes<S>) store_vector<S>(target + i, load_vector(source + i));
   for (; i < count; ++i) target[i] = widen(source[i]);
 }
 
 // target = narrow(source)
 template <class T>
 MAXMOE_INLINE void narrow_row(const Accumulator<T>* __restrict source, T* __restrict target, int64_t count) {
+  using S = Accumulator<T>;
   int64_t i = 0;
-#ifdef __F16C__
-  if constexpr (std::is_same_v<T, Float16>) {
-    for (; i + 8 <= count; i += 8) {
-      const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(source + i), _MM_FROUND_TO_NEAREST_INT);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(target + i), half);
-    }
-  }
-#endif
+  for (; i + kLanes<S> <= count; i += kLanes<S>) store_narrowed(target + i, load_vector(source + i));
   for (; i < count; ++i) target[i] = narrow<T>(source[i]);
-}
-
-// At most kColumnBlock elements of a row in the accumulator's type: the row itself or its copy in `buffer`.
-template <class T>
-MAXMOE_INLINE const Accumulator<T>* widened(const T* source, Accumulator<T>* buffer, int64_t count) {
-  if constexpr (std::is_same_v<T, Accumulator<T>>) {
-    return source;
-  } else {
-    widen_row(source, buffer, count);
-    return buffer;
-  }
 }
 
 // target = weight * source
 template <class T>
 MAXMOE_INLINE void scale_row(const T* source, Accumulator<T> weight, T* target, int64_t count) {
-  Accumulator<T> buffer[kColumnBlock];
-  Accumulator<T> product[kColumnBlock];
-  for (int64_t begin = 0; begin < count; begin += kColumnBlock) {
-    const int64_t size = count - begin < kColumnBlock ? count - begin : kColumnBlock;
-    const Accumulator<T>* wide = widened(source + begin, buffer, size);
-    for (int64_t i = 0; i < size; ++i) product[i] = weight * wide[i];
-    narrow_row<T>(product, target + begin, size);
-  }
+  using S = Accumulator<T>;
+  int64_t i = 0;
+  for (; i + kLanes<S> <= count; i += kLanes<S>) store_narrowed<T>(target + i, weight * load_vector(source + i));
+  for (; i < count; ++i) target[i] = narrow<T>(weight * widen(source[i]));
 }
 
-// <a, b>, summed in a fixed order in sixteen lanes
+// target = sum over i < count of weight_of(i) * row_of(i), in this order; a null row is left out.
+template <class T, class RowOf, class WeightOf>
+MAXMOE_INLINE void sum_weighted_rows(int64_t count, const RowOf& row_of, const WeightOf& weight_of, T* target,
+                                     int64_t columns) {
+  using S = Accumulator<T>;
+  constexpr int kVectorsAtOnce = 8;  // a cache line or more of each row
+  int64_t column = 0;
+  for (; column + kVectorsAtOnce * kLanes<S> <= columns; column += kVectorsAtOnce * kLanes<S>) {
+    Vector<S> sum[kVectorsAtOnce] = {};
+    for (int64_t i = 0; i < count; ++i) {
+      const T* row = row_of(i);
+      if (row == nullptr) continue;
+      const S weight = weight_of(i);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectorsAtOnce; ++v) {
+        sum[v] = multiply_add<S>(sum[v], weight, load_vector(row + column + v * kLanes<S>));
+      }
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectorsAtOnce; ++v) store_narrowed<T>(target + column + v * kLanes<S>, sum[v]);
+  }
+  const int64_t rest = columns - column;
+  S sum[kVectorsAtOnce * kLanes<S>] = {};
+  for (int64_t i = 0; i < count && rest > 0; ++i) {
+    const T* row = row_of(i);
+    if (row == nullptr) continue;
+    const S weight = weight_of(i);
+    for (int64_t c = 0; c < rest; ++c) sum[c] += weight * widen(row[column + c]);
+  }
+  narrow_row<T>(sum, target + column, rest);
+}
+
+// <a, b>, summed in a fixed order
 template <class T>
 MAXMOE_INLINE Accumulator<T> dot_rows(const T* a, const T* b, int64_t count) {
-  constexpr int64_t kLanes = 16;
-  Accumulator<T> lanes[kLanes] = {};
-  Accumulator<T> a_buffer[kColumnBlock];
-  Accumulator<T> b_buffer[kColumnBlock];
-  for (int64_t begin = 0; begin < count; begin += kColumnBlock) {
-    const int64_t size = count - begin < kColumnBlock ? count - begin : kColumnBlock;
-    const Accumulator<T>* wide_a = widened(a + begin, a_buffer, size);
-    const Accumulator<T>* wide_b = widened(b + begin, b_buffer, size);
-    int64_t i = 0;
-    for (; i + kLanes <= size; i += kLanes) {
-      for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += wide_a[i + lane] * wide_b[i + lane];
-    }
-    for (; i < size; ++i) lanes[i % kLanes] += wide_a[i] * wide_b[i];
+  using S = Accumulator<T>;
+  constexpr int kSums = 4;
+  Vector<S> sums[kSums] = {};
+  int64_t i = 0;
+  for (; i + kSums * kLanes<S> <= count; i += kSums * kLanes<S>) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kSums; ++v) sums[v] += load_vector(a + i + v * kLanes<S>) * load_vector(b + i + v * kLanes<S>);
   }
-  for (int64_t width = kLanes / 2; width > 0; width /= 2) {
-    for (int64_t lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-  }
-  return lanes[0];
+  const Vector<S> sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  S total = 0;
+  for (int lane = 0; lane < kLanes<S>; ++lane) total += sum[lane];
+  for (; i < count; ++i) total += widen(a[i]) * widen(b[i]);
+  return total;
 }
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

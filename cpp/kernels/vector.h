@@ -94,4 +94,28 @@ MAXMOE_INLINE void store_vector(S* target, Vector<S> vector) {
   std::memcpy(target, &vector, sizeof(vector));
 }
 
+// target = narrow(vector)
+template <class T>
+MAXMOE_INLINE void store_narrowed(T* target, Vector<Accumulator<T>> vector) {
+  if constexpr (std::is_same_v<T, Accumulator<T>>) {
+    store_vector(target, vector);
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    using Bits = Vector<uint32_t>;
+    const auto bits = std::bit_cast<Bits>(vector);
+    const Bits is_nan = std::bit_cast<Bits>((bits & 0x7fffffffU) > 0x7f800000U);
+    const Bits rounded = (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16;
+    const Bits chosen = (is_nan & ((bits >> 16) | 0x40U)) | (~is_nan & rounded);
+    const auto half = __builtin_convertvector(chosen, typename VectorOf<uint16_t, kVectorBytes / 2>::type);
+    std::memcpy(target, &half, sizeof(half));
+  } else {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), _mm512_cvtps_ph(vector, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm256_cvtps_ph(vector, _MM_FROUND_TO_NEAREST_INT));
+#else
+    for (int i = 0; i < kLanes<Accumulator<T>>; ++i) target[i] = narrow<T>(vector[i]);
+#endif
+  }
+}
+
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE
