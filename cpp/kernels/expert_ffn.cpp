@@ -153,7 +153,7 @@ void multiply_transposed(const Gemm<T>& gemm, ConstMatrixView<T> lhs, ConstMatri
 // out = sum of weight_of(r) * rows[r]
 template <class T, class Weight>
 void sum_rows(ConstMatrixView<T> rows, const Weight& weight_of, T* out) {
-  sum_weighted_rows<T>(rows.rows, [&](int64_t r) { return rows.row(r); }, weight_of, out, rows.columns);
+  sum_weighted_rows<T>(rows, rows.rows, [](int64_t r) { return r; }, weight_of, out);
 }
 
 // The gradients of one expert's matrices in columns [begin, end) of the hidden size.

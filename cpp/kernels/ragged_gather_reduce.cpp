@@ -8,12 +8,9 @@ namespace {
 template <class T>
 void reduce_group(const RaggedGatherReduce<T>& a, int64_t group) {
   const int64_t first = group * a.group_size;
-  const auto row_of = [&](int64_t i) {
-    const int64_t j = first + i;
-    return a.index[j] < 0 || (a.valid != nullptr && !a.valid[j]) ? nullptr : a.rows.row(a.index[j]);
-  };
+  const auto index_of = [&](int64_t i) { return a.valid != nullptr && !a.valid[first + i] ? -1 : a.index[first + i]; };
   const auto weight_of = [&](int64_t i) { return a.weights == nullptr ? Accumulator<T>(1) : a.weights[first + i]; };
-  sum_weighted_rows<T>(a.group_size, row_of, weight_of, a.out.row(group), a.out.columns);
+  sum_weighted_rows<T>(a.rows, a.group_size, index_of, weight_of, a.out.row(group));
 }
 
 }  // namespace

@@ -26,9 +26,9 @@ void invert_index(const RaggedScatterAdd<T>& a) {
 template <class T>
 void add_rows(const RaggedScatterAdd<T>& a, int64_t n) {
   const int64_t* order = a.order + a.offsets[n];
-  const auto row_of = [&](int64_t i) { return a.rows.row(order[i] / a.group_size); };
+  const auto index_of = [&](int64_t i) { return order[i] / a.group_size; };
   const auto weight_of = [&](int64_t i) { return a.weights == nullptr ? Accumulator<T>(1) : a.weights[order[i]]; };
-  sum_weighted_rows<T>(a.offsets[n + 1] - a.offsets[n], row_of, weight_of, a.out.row(n), a.out.columns);
+  sum_weighted_rows<T>(a.rows, a.offsets[n + 1] - a.offsets[n], index_of, weight_of, a.out.row(n));
 }
 
 }  // namespace

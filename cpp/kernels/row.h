@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "dtype.h"
+#include "matrix_view.h"
 #include "vector.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
@@ -51,18 +52,20 @@ MAXMOE_INLINE void scale_row(const T* source, Accumulator<T> weight, T* target, 
   for (; i < count; ++i) target[i] = narrow<T>(weight * widen(source[i]));
 }
 
-// target = sum over i < count of weight_of(i) * row_of(i), in this order; a null row is left out.
-template <class T, class RowOf, class WeightOf>
-MAXMOE_INLINE void sum_weighted_rows(int64_t count, const RowOf& row_of, const WeightOf& weight_of, T* target,
-                                     int64_t columns) {
+// target = sum over i < count of weight_of(i) * rows[index_of(i)], in this order; a negative index is left out.
+template <class T, class IndexOf, class WeightOf>
+MAXMOE_INLINE void sum_weighted_rows(ConstMatrixView<T> rows, int64_t count, const IndexOf& index_of,
+                                     const WeightOf& weight_of, T* target) {
+  const int64_t columns = rows.columns;
   using S = Accumulator<T>;
   constexpr int kVectorsAtOnce = 8;  // a cache line or more of each row
   int64_t column = 0;
   for (; column + kVectorsAtOnce * kLanes<S> <= columns; column += kVectorsAtOnce * kLanes<S>) {
     Vector<S> sum[kVectorsAtOnce] = {};
     for (int64_t i = 0; i < count; ++i) {
-      const T* row = row_of(i);
-      if (row == nullptr) continue;
+      const int64_t index = index_of(i);
+      if (index < 0) continue;
+      const T* row = rows.row(index);
       const S weight = weight_of(i);
 #pragma GCC unroll 8
       for (int v = 0; v < kVectorsAtOnce; ++v) {
@@ -75,8 +78,9 @@ MAXMOE_INLINE void sum_weighted_rows(int64_t count, const RowOf& row_of, const W
   const int64_t rest = columns - column;
   S sum[kVectorsAtOnce * kLanes<S>] = {};
   for (int64_t i = 0; i < count && rest > 0; ++i) {
-    const T* row = row_of(i);
-    if (row == nullptr) continue;
+    const int64_t index = index_of(i);
+    if (index < 0) continue;
+    const T* row = rows.row(index);
     const S weight = weight_of(i);
     for (int64_t c = 0; c < rest; ++c) sum[c] += weight * widen(row[column + c]);
   }

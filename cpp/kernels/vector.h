@@ -34,7 +34,7 @@ struct VectorOf {
 
 // S is float, double or uint32_t.
 template <class S>
-using Vector = typename VectorOf<S, kVectorBytes>::type;
+using Vector = VectorOf<S, kVectorBytes>::type;
 
 template <class S>
 constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(S));
