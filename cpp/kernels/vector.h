@@ -54,9 +54,9 @@ MAXMOE_INLINE Vector<VectorElement<T>> load_vector(const T* source) {
     std::memcpy(&vector, source, sizeof(vector));
     return vector;
   } else if constexpr (std::is_same_v<T, BFloat16>) {
-    typename VectorOf<uint16_t, kVectorBytes / 2>::type bits;
+    VectorOf<uint16_t, kVectorBytes / 2>::type bits;
     std::memcpy(&bits, source, sizeof(bits));
-    const auto wide = __builtin_convertvector(bits, typename VectorOf<uint32_t, kVectorBytes>::type) << 16;
+    const auto wide = __builtin_convertvector(bits, VectorOf<uint32_t, kVectorBytes>::type) << 16;
     std::memcpy(&vector, &wide, sizeof(vector));
     return vector;
   } else {
@@ -105,7 +105,7 @@ MAXMOE_INLINE void store_narrowed(T* target, Vector<Accumulator<T>> vector) {
     const Bits is_nan = std::bit_cast<Bits>((bits & 0x7fffffffU) > 0x7f800000U);
     const Bits rounded = (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16;
     const Bits chosen = (is_nan & ((bits >> 16) | 0x40U)) | (~is_nan & rounded);
-    const auto half = __builtin_convertvector(chosen, typename VectorOf<uint16_t, kVectorBytes / 2>::type);
+    const auto half = __builtin_convertvector(chosen, VectorOf<uint16_t, kVectorBytes / 2>::type);
     std::memcpy(target, &half, sizeof(half));
   } else {
 #if defined(__AVX512F__)
