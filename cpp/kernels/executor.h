@@ -45,11 +45,8 @@ class SerialExecutor final : public Executor {
 // Runs tasks of `multiply_adds` in all: on the calling thread when waking others would take longer than the work.
 MAXMOE_INLINE void run_tasks(const Executor& executor, int64_t count, int64_t multiply_adds, const Task& task) {
   constexpr int64_t kWorthSharing = 1 << 17;  // some microseconds
-  if (multiply_adds < kWorthSharing) {
-    for (int64_t index = 0; index < count; ++index) task(index);
-  } else {
-    executor.run(count, task);
-  }
+  if (multiply_adds < kWorthSharing) return SerialExecutor().run(count, task);
+  executor.run(count, task);
 }
 
 // Calls body(begin, end) over disjoint ranges that cover [0, count), each of at most `grain` elements.

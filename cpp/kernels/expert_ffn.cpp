@@ -42,7 +42,7 @@ template <class T>
 void activate_rows(const ActivationKind& kind, MatrixView<T> preactivations, MatrixView<T> activated) {
   for (int64_t r = 0; r < activated.rows; ++r) {
     for (int64_t begin = 0; begin < activated.columns; begin += kColumnBlock) {
-      const int64_t size = activated.columns - begin < kColumnBlock ? activated.columns - begin : kColumnBlock;
+      const int64_t size = at_most(activated.columns - begin, kColumnBlock);
       const auto block = activate_block<T>(kind, preactivations.row(r), activated.columns, begin, size);
       narrow_row<T>(block.activated.data(), activated.row(r) + begin, size);
     }
@@ -88,7 +88,7 @@ Accumulator<T> activate_backward_row(const ExpertFfnBackward<T>& a, int64_t row,
   T* grad_up = grad_gate + (a.kind.gated ? width : 0);
   S grad_weight = 0;
   for (int64_t begin = 0; begin < width; begin += kColumnBlock) {
-    const int64_t size = width - begin < kColumnBlock ? width - begin : kColumnBlock;
+    const int64_t size = at_most(width - begin, kColumnBlock);
     const auto block = activate_block<T>(a.kind, a.preactivations.row(row), width, begin, size);
     Block<S> grad(size);
     widen_row(grad_activated + begin, grad.data(), size);
@@ -218,7 +218,7 @@ void all_weight_gradients(const ExpertFfnBackward<T>& a, const Executor& executo
   const auto compute = [&](int64_t index) {
     const GroupTile& rows = list.tiles[index / blocks];
     const int64_t begin = index % blocks * kGradientColumns;
-    const int64_t end = begin + kGradientColumns < hidden_size ? begin + kGradientColumns : hidden_size;
+    const int64_t end = at_most(begin + kGradientColumns, hidden_size);
     weight_gradients(a, rows, begin, end);
     if (begin == 0) bias_gradients(a, rows);
   };

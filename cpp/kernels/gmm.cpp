@@ -34,7 +34,7 @@ void gmm(const Gmm<T>& a, const Executor& executor) {
   const int64_t column_tiles = (a.out.columns + kTileColumns - 1) / kTileColumns;
   const auto multiply = [&](int64_t index) {
     const int64_t begin = index % column_tiles * kTileColumns;
-    const int64_t end = begin + kTileColumns < a.out.columns ? begin + kTileColumns : a.out.columns;
+    const int64_t end = at_most(begin + kTileColumns, a.out.columns);
     multiply_tile(a, list.tiles[index / column_tiles], begin, end);
   };
   run_tasks(executor, list.count * column_tiles, list.num_rows * a.lhs.columns * a.out.columns, Task(multiply));

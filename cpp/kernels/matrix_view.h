@@ -7,6 +7,11 @@
 
 namespace maxmoe {
 
+// The smaller one. Not std::min: where that is not inlined, the linker keeps one for all instruction sets.
+MAXMOE_INLINE int64_t at_most(int64_t value, int64_t limit) {
+  return value < limit ? value : limit;
+}
+
 // Element (r, c) is data[r * row_stride + c * column_stride]; strides are in elements.
 template <class T>
 struct MatrixView {

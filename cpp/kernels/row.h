@@ -56,9 +56,9 @@ MAXMOE_INLINE void scale_row(const T* source, Accumulator<T> weight, T* target, 
 template <class T, class IndexOf, class WeightOf>
 MAXMOE_INLINE void sum_weighted_rows(ConstMatrixView<T> rows, int64_t count, const IndexOf& index_of,
                                      const WeightOf& weight_of, T* target) {
-  const int64_t columns = rows.columns;
   using S = Accumulator<T>;
   constexpr int kVectorsAtOnce = 8;  // a cache line or more of each row
+  const int64_t columns = rows.columns;
   int64_t column = 0;
   for (; column + kVectorsAtOnce * kLanes<S> <= columns; column += kVectorsAtOnce * kLanes<S>) {
     Vector<S> sum[kVectorsAtOnce] = {};

@@ -90,7 +90,7 @@ LeftBlock<Element> left_block(ConstMatrixView<T> a) {
   Element* const block = scratch<Element>(kGemmScratch, panels * kHeight * depth);
   Element* panel = block;
   for (int64_t begin = 0; begin < a.rows; begin += kHeight) {
-    const int64_t height = a.rows - begin < kHeight ? a.rows - begin : kHeight;
+    const int64_t height = at_most(a.rows - begin, kHeight);
     for (int64_t k = 0; k < depth; ++k, panel += kHeight) {
       for (int64_t r = 0; r < height; ++r) {
         panel[r] = element<Element>(a.row(begin + r), a.column_stride, k, a.columns);
@@ -114,10 +114,6 @@ MAXMOE_INLINE void panel_row(const T* row, int64_t row_stride, bool is_last_alon
   } else {
     widen_row(row, target, columns);
   }
-}
-
-MAXMOE_INLINE int64_t at_most(int64_t value, int64_t limit) {
-  return value < limit ? value : limit;
 }
 
 // No processor foresees where the next row is.
@@ -238,7 +234,7 @@ void multiply_block(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<Accum
 template <class T>
 void multiply_rows(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sum, bool accumulate) {
   for (int64_t begin = 0; begin < a.columns || begin == 0; begin += kBlockDepth) {
-    const int64_t end = a.columns - begin < kBlockDepth ? a.columns : begin + kBlockDepth;
+    const int64_t end = at_most(a.columns, begin + kBlockDepth);
     multiply_block(a.column_range(begin, end), b.row_range(begin, end), sum, accumulate || begin > 0);
   }
 }
@@ -249,7 +245,7 @@ template <class T>
 void tile_gemm(const TileGemm<T>& p, const Executor& /*executor*/) {
   using S = Accumulator<T>;
   for (int64_t begin = 0; begin < p.c.rows; begin += kBlockRows) {
-    const int64_t end = p.c.rows - begin < kBlockRows ? p.c.rows : begin + kBlockRows;
+    const int64_t end = at_most(p.c.rows, begin + kBlockRows);
     const MatrixView<T> c = p.c.row_range(begin, end);
     if constexpr (std::is_same_v<T, S>) {
       multiply_rows(p.a.row_range(begin, end), p.b, c, p.accumulate);

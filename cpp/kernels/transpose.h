@@ -47,7 +47,7 @@ MAXMOE_INLINE void transpose_rows(int64_t num_rows, int64_t num_columns, const C
                                   int64_t target_stride) {
   Element buffer[4][kColumnBlock];
   for (int64_t begin = 0; begin < num_columns; begin += kColumnBlock) {
-    const int64_t size = num_columns - begin < kColumnBlock ? num_columns - begin : kColumnBlock;
+    const int64_t size = at_most(num_columns - begin, kColumnBlock);
     Element* block = target + begin * target_stride;
     int64_t r = 0;
     for (; r + 4 <= num_rows; r += 4) {

@@ -1,6 +1,7 @@
 // Vectors of the instruction set at hand. Only for the .cpp files that are compiled per instruction set.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -49,22 +50,21 @@ using VectorElement = std::conditional_t<std::is_same_v<T, Pair>, Pair, Accumula
 template <class T>
 MAXMOE_INLINE Vector<VectorElement<T>> load_vector(const T* source) {
   using S = VectorElement<T>;
-  Vector<S> vector;
   if constexpr (std::is_same_v<T, S>) {
+    Vector<S> vector;
     std::memcpy(&vector, source, sizeof(vector));
     return vector;
   } else if constexpr (std::is_same_v<T, BFloat16>) {
     VectorOf<uint16_t, kVectorBytes / 2>::type bits;
     std::memcpy(&bits, source, sizeof(bits));
-    const auto wide = __builtin_convertvector(bits, VectorOf<uint32_t, kVectorBytes>::type) << 16;
-    std::memcpy(&vector, &wide, sizeof(vector));
-    return vector;
+    return std::bit_cast<Vector<S>>(__builtin_convertvector(bits, Vector<uint32_t>) << 16);
   } else {
 #if defined(__AVX512F__)
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
 #elif defined(__F16C__)
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
 #else
+    Vector<S> vector;
     for (int i = 0; i < kLanes<S>; ++i) vector[i] = widen(source[i]);
     return vector;
 #endif

@@ -80,24 +80,24 @@ const Executor& torch_executor() {
 }
 
 template <>
-const Gemm<double>& torch_gemm<double>() {
+const Gemm<double>& best_gemm<double>() {
   static const KernelGemm<double> gemm;
   return gemm;
 }
 
 template <>
-const Gemm<float>& torch_gemm<float>() {
+const Gemm<float>& best_gemm<float>() {
   static const KernelGemm<float> gemm;
   return gemm;
 }
 
 template <>
-const Gemm<BFloat16>& torch_gemm<BFloat16>() {
+const Gemm<BFloat16>& best_gemm<BFloat16>() {
   return half_gemm<BFloat16>();
 }
 
 template <>
-const Gemm<Float16>& torch_gemm<Float16>() {
+const Gemm<Float16>& best_gemm<Float16>() {
   return half_gemm<Float16>();
 }
 

@@ -1,4 +1,4 @@
-// What the kernels run on: torch's threads and torch's matrix products. And whether they run at all.
+// What the kernels run on: torch's threads, and a matrix product. And whether they run at all.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,8 +15,8 @@ bool aten_forced();
 
 const Executor& torch_executor();
 
-// The fastest product of this processor that torch offers. T: double, float, BFloat16, Float16.
+// The fastest product on this processor, ours or torch's. T: double, float, BFloat16, Float16.
 template <class T>
-const Gemm<T>& torch_gemm();
+const Gemm<T>& best_gemm();
 
 }  // namespace maxmoe::ops

@@ -58,7 +58,7 @@ Outputs expert_ffn_kernel(const ExpertFfnArguments& a, bool keeps_preactivations
   for_dtype(a.x.scalar_type(), [&]<class T>() {
     maxmoe::expert_ffn(
         ExpertFfn<T>{const_view<T>(k.x), const_pointer<Accumulator<T>>(k.weights), routed_rows(k), expert_weights<T>(k),
-                     a.kind(), &torch_gemm<T>(), keeps_preactivations ? view<T>(preactivations) : MatrixView<T>{},
+                     a.kind(), &best_gemm<T>(), keeps_preactivations ? view<T>(preactivations) : MatrixView<T>{},
                      view<T>(row_outputs), view<T>(out)},
         torch_executor());
   });
@@ -74,16 +74,13 @@ Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const Tensor& preac
   Gradients grads;
   for_dtype(a.x.scalar_type(), [&]<class T>() {
     const auto empty = [&](at::IntArrayRef sizes) { return at::empty(sizes, a.x.options()); };
-    const auto matrix = [&](Tensor& out, Wanted which, at::IntArrayRef sizes) {
-      out = empty(wanted[which] ? sizes : at::IntArrayRef{0});
+    const auto matrix = [&](Tensor& out, Wanted which, const OptionalTensor& like) {
+      out = empty(wanted[which] ? like->sizes() : at::IntArrayRef{0});
       return wanted[which] ? view<T>(out) : MatrixView<T>{};
     };
     const auto matrices = [&](Tensor& out, Wanted which, const OptionalTensor& like) {
       out = empty(wanted[which] ? like->sizes() : at::IntArrayRef{0});
       return wanted[which] ? stack<T>(out) : MatrixStack<T>{};
-    };
-    const auto bias = [&](Tensor& out, Wanted which, const OptionalTensor& like) {
-      return matrix(out, which, wanted[which] ? like->sizes() : at::IntArrayRef{0});
     };
     auto& [grad_x, grad_weights, grad_gate, grad_up, grad_down, grad_gate_bias, grad_up_bias, grad_down_bias] = grads;
     const Tensor grad_z = at::empty_like(z);
@@ -94,7 +91,7 @@ Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const Tensor& preac
     b.routed = routed_rows(k);
     b.experts = expert_weights<T>(k);
     b.kind = a.kind();
-    b.gemm = &torch_gemm<T>();
+    b.gemm = &best_gemm<T>();
     b.continues = true;
     b.grad_preactivations = view<T>(grad_z);
 
@@ -109,21 +106,21 @@ Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const Tensor& preac
       down.activated = wanted[kDown] ? view<T>(activated) : MatrixView<T>{};
       down.grad_weights = wanted[kWeights] ? pointer<Accumulator<T>>(grad_weights) : nullptr;
       down.grad_down = matrices(grad_down, kDown, a.down);
-      down.grad_down_bias = bias(grad_down_bias, kDownBias, a.down_bias);
+      down.grad_down_bias = matrix(grad_down_bias, kDownBias, a.down_bias);
       maxmoe::expert_ffn_backward(down, torch_executor());
     }
     {
       const Tensor grad_rows = empty({wanted[kX] ? num_rows : 0, a.x.size(1)});
       ExpertFfnBackward<T> input = b;
       input.grad_rows = view<T>(grad_rows);
-      input.grad_x = matrix(grad_x, kX, a.x.sizes());
+      input.grad_x = matrix(grad_x, kX, a.x);
       maxmoe::expert_ffn_backward(input, torch_executor());
     }
     ExpertFfnBackward<T> up = b;
     up.grad_gate = matrices(grad_gate, kGate, a.gate);
     up.grad_up = matrices(grad_up, kUp, a.up);
-    up.grad_gate_bias = bias(grad_gate_bias, kGateBias, a.gate_bias);
-    up.grad_up_bias = bias(grad_up_bias, kUpBias, a.up_bias);
+    up.grad_gate_bias = matrix(grad_gate_bias, kGateBias, a.gate_bias);
+    up.grad_up_bias = matrix(grad_up_bias, kUpBias, a.up_bias);
     maxmoe::expert_ffn_backward(up, torch_executor());
   });
   return grads;

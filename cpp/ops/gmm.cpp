@@ -64,7 +64,7 @@ Tensor gmm_backend(const Tensor& lhs, const Tensor& rhs, const Tensor& group_siz
   for_dtype(lhs.scalar_type(), [&]<class T>() {
     maxmoe::gmm(Gmm<T>{const_view<T>(left), const_stack<T>(right),
                        offsets.has_value() ? const_view<T>(*offsets) : ConstMatrixView<T>{},
-                       const_pointer<int64_t>(sizes), sizes.numel(), group_offset, &torch_gemm<T>(), view<T>(out)},
+                       const_pointer<int64_t>(sizes), sizes.numel(), group_offset, &best_gemm<T>(), view<T>(out)},
                 torch_executor());
   });
   return out;

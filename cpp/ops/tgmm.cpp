@@ -54,7 +54,7 @@ Tensor tgmm_backend(const Tensor& lhs, const Tensor& rhs, const Tensor& group_si
   const Tensor sizes = group_sizes.contiguous();
   for_dtype(lhs.scalar_type(), [&]<class T>() {
     maxmoe::tgmm(Tgmm<T>{const_view<T>(left), const_view<T>(right), const_pointer<int64_t>(sizes), sizes.numel(),
-                         group_offset, &torch_gemm<T>(), stack<T>(out)},
+                         group_offset, &best_gemm<T>(), stack<T>(out)},
                  torch_executor());
   });
   return out;
