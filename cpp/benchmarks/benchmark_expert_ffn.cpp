@@ -7,7 +7,7 @@
 namespace maxmoe::benchmarks {
 namespace {
 
-constexpr ActivationKind kKind{Activation::silu, /*gated=*/true, std::numeric_limits<double>::infinity()};
+constexpr ActivationKind kKind{Activation::silu, GateLayout::separate, std::numeric_limits<double>::infinity()};
 
 // Tokens, their routing, and the experts.
 template <class T>

@@ -3,6 +3,7 @@
 
 #include <Eigen/Core>
 #include <cmath>
+#include <limits>
 
 #include "expert_ffn.h"
 #include "row.h"
@@ -13,48 +14,51 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 template <class S>
 using Block = Eigen::Array<S, Eigen::Dynamic, 1, Eigen::ColMajor, kColumnBlock, 1>;
 
-// value = f(x), slope = f'(x)
+// value = f(x), slope = f'(x); without kWithSlope the slope is left empty.
 template <class S>
 struct ValueAndSlope {
   Block<S> value;
-  Block<S> slope;
+  Block<S> slope = {};
 };
 
 // x * sigmoid(steepness * x)
-template <class S>
+template <class S, bool kWithSlope>
 ValueAndSlope<S> swish(const Block<S>& x, S steepness) {
   const Block<S> sigmoid = (S(1) + (-steepness * x).exp()).inverse();
+  if constexpr (!kWithSlope) return {x * sigmoid};
   return {x * sigmoid, sigmoid * (S(1) + steepness * x * (S(1) - sigmoid))};
 }
 
-template <class S>
+template <class S, bool kWithSlope>
 ValueAndSlope<S> gelu(const Block<S>& x) {
   const Block<S> cdf = S(0.5) * (S(1) + x.unaryExpr([](S v) { return std::erf(v * S(M_SQRT1_2)); }));
+  if constexpr (!kWithSlope) return {x * cdf};
   const Block<S> density = S(0.5 * M_2_SQRTPI * M_SQRT1_2) * (S(-0.5) * x.square()).exp();
   return {x * cdf, cdf + x * density};
 }
 
-template <class S>
+template <class S, bool kWithSlope>
 ValueAndSlope<S> gelu_tanh(const Block<S>& x) {
   constexpr S scale = S(M_2_SQRTPI * M_SQRT1_2);
   constexpr S cubic = S(0.044715);
   const Block<S> tanh = (scale * (x + cubic * x.cube())).tanh();
+  if constexpr (!kWithSlope) return {S(0.5) * x * (S(1) + tanh)};
   return {S(0.5) * x * (S(1) + tanh),
           S(0.5) * (S(1) + tanh) + S(0.5) * x * (S(1) - tanh.square()) * scale * (S(1) + S(3) * cubic * x.square())};
 }
 
 // Comparisons are written so that a NaN stays one.
-template <class S>
+template <class S, bool kWithSlope>
 ValueAndSlope<S> activate(Activation activation, const Block<S>& x) {
   switch (activation) {
     case Activation::silu:
-      return swish<S>(x, S(1));
+      return swish<S, kWithSlope>(x, S(1));
     case Activation::swigluoai:
-      return swish<S>(x, S(1.702));
+      return swish<S, kWithSlope>(x, S(1.702));
     case Activation::gelu:
-      return gelu<S>(x);
+      return gelu<S, kWithSlope>(x);
     case Activation::gelu_tanh:
-      return gelu_tanh<S>(x);
+      return gelu_tanh<S, kWithSlope>(x);
     case Activation::relu:
       return {(x <= S(0)).select(S(0), x), (x > S(0)).template cast<S>()};
     case Activation::relu2: {
@@ -69,36 +73,71 @@ ValueAndSlope<S> activate(Activation activation, const Block<S>& x) {
 template <class S>
 struct ActivatedBlock {
   Block<S> activated;
-  Block<S> gate_slope;
-  Block<S> up_slope;
+  Block<S> gate_slope = {};
+  Block<S> up_slope = {};
 };
 
-template <class S>
-ActivatedBlock<S> activate_ungated(Activation activation, const Block<S>& up) {
-  ValueAndSlope<S> f = activate<S>(activation, up);
-  return {f.value, {}, f.slope};
-}
-
-template <class S>
-ActivatedBlock<S> activate_gated(Activation activation, S limit, const Block<S>& gate, const Block<S>& up) {
+template <class S, bool kWithSlope>
+ActivatedBlock<S> activate_gated(const ActivationKind& kind, const Block<S>& gate, const Block<S>& up) {
+  const S one = kind.activation == Activation::swigluoai ? S(1) : S(0);
+  if (kind.limit == std::numeric_limits<double>::infinity()) {
+    const ValueAndSlope<S> f = activate<S, kWithSlope>(kind.activation, gate);
+    if constexpr (!kWithSlope) return {f.value * (up + one)};
+    return {f.value * (up + one), f.slope * (up + one), f.value};
+  }
+  const S limit = static_cast<S>(kind.limit);
   const Block<S> clipped_gate = (gate > limit).select(limit, gate);
-  Block<S> factor = (up > limit).select(limit, (up < -limit).select(-limit, up));
-  if (activation == Activation::swigluoai) factor += S(1);
-  const ValueAndSlope<S> f = activate<S>(activation, clipped_gate);
+  const Block<S> factor = one + (up > limit).select(limit, (up < -limit).select(-limit, up));
+  const ValueAndSlope<S> f = activate<S, kWithSlope>(kind.activation, clipped_gate);
+  if constexpr (!kWithSlope) return {f.value * factor};
   return {f.value * factor, (gate > limit).select(S(0), f.slope * factor), (up.abs() > limit).select(S(0), f.value)};
 }
 
-// Columns [begin, begin + size) of a row of preactivations: gate | up, or up alone.
+// Where the gate and up of some columns stand in a row of preactivations, or of their gradient.
+struct PreactivationColumns {
+  int64_t gate;
+  int64_t up;
+  int64_t stride;
+};
+
+MAXMOE_INLINE PreactivationColumns preactivation_columns(GateLayout layout, int64_t width, int64_t begin) {
+  if (layout == GateLayout::interleaved) return {2 * begin, 2 * begin + 1, 2};
+  return {begin, layout == GateLayout::none ? begin : width + begin, 1};
+}
+
 template <class T>
+Block<Accumulator<T>> load_block(const T* source, int64_t stride, int64_t size) {
+  Block<Accumulator<T>> block(size);
+  if (stride == 1) {
+    widen_row(source, block.data(), size);
+  } else {
+    for (int64_t i = 0; i < size; ++i) block[i] = widen(source[i * stride]);
+  }
+  return block;
+}
+
+template <class T>
+void store_block(const Block<Accumulator<T>>& block, T* target, int64_t stride) {
+  if (stride == 1) {
+    narrow_row<T>(block.data(), target, block.size());
+  } else {
+    for (int64_t i = 0; i < block.size(); ++i) target[i * stride] = narrow<T>(block[i]);
+  }
+}
+
+// Columns [begin, begin + size) of a row of preactivations.
+template <class T, bool kWithSlope>
 ActivatedBlock<Accumulator<T>> activate_block(const ActivationKind& kind, const T* preactivations, int64_t width,
                                               int64_t begin, int64_t size) {
   using S = Accumulator<T>;
-  Block<S> up(size);
-  widen_row(preactivations + (kind.gated ? width : 0) + begin, up.data(), size);
-  if (!kind.gated) return activate_ungated<S>(kind.activation, up);
-  Block<S> gate(size);
-  widen_row(preactivations + begin, gate.data(), size);
-  return activate_gated<S>(kind.activation, static_cast<S>(kind.limit), gate, up);
+  const PreactivationColumns columns = preactivation_columns(kind.gate, width, begin);
+  const Block<S> up = load_block(preactivations + columns.up, columns.stride, size);
+  if (kind.gate != GateLayout::none) {
+    const Block<S> gate = load_block(preactivations + columns.gate, columns.stride, size);
+    return activate_gated<S, kWithSlope>(kind, gate, up);
+  }
+  ValueAndSlope<S> f = activate<S, kWithSlope>(kind.activation, up);
+  return {f.value, {}, f.slope};
 }
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

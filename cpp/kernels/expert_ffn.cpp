@@ -12,10 +12,33 @@ namespace {
 // order of sums is fixed. A multiple of the heights and widths of the micro-tiles.
 constexpr int64_t kGradientColumns = 192;
 
+// F
+template <class T>
+int64_t intermediate_size(const ExpertWeights<T>& experts) {
+  return experts.down.first.rows;
+}
+
+// Columns of the preactivations Z.
+template <class T>
+int64_t preactivation_width(const ExpertWeights<T>& experts) {
+  return experts.gate.first.columns + experts.up.first.columns;
+}
+
+// The columns of Z that `up` gives: all but those of a separate gate.
+template <class View, class T>
+View up_columns(const View& preactivations, const ExpertWeights<T>& experts) {
+  return preactivations.column_range(preactivations.columns - experts.up.first.columns, preactivations.columns);
+}
+
+template <class View, class T>
+View gate_columns(const View& preactivations, const ExpertWeights<T>& experts) {
+  return preactivations.column_range(0, experts.gate.first.columns);
+}
+
 // Elements of one expert's matrices: multiply-adds per row.
 template <class Arguments>
 int64_t matrix_elements(const Arguments& a) {
-  return a.x.columns * a.experts.up.first.columns * (a.kind.gated ? 3 : 2);
+  return a.x.columns * (preactivation_width(a.experts) + intermediate_size(a.experts));
 }
 
 template <class T>
@@ -43,7 +66,7 @@ void activate_rows(const ActivationKind& kind, MatrixView<T> preactivations, Mat
   for (int64_t r = 0; r < activated.rows; ++r) {
     for (int64_t begin = 0; begin < activated.columns; begin += kColumnBlock) {
       const int64_t size = at_most(activated.columns - begin, kColumnBlock);
-      const auto block = activate_block<T>(kind, preactivations.row(r), activated.columns, begin, size);
+      const auto block = activate_block<T, false>(kind, preactivations.row(r), activated.columns, begin, size);
       narrow_row<T>(block.activated.data(), activated.row(r) + begin, size);
     }
   }
@@ -54,8 +77,7 @@ void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile) {
   const ExpertWeights<T>& experts = a.experts;
   const int64_t height = tile.end - tile.begin;
   const int64_t hidden_size = a.x.columns;
-  const int64_t width = experts.up.first.columns;
-  const int64_t preactivation_width = a.kind.gated ? 2 * width : width;
+  const int64_t width = intermediate_size(experts);
 
   const MatrixView<T> tokens{scratch<T>(0, height * hidden_size), height, hidden_size, hidden_size};
   const MatrixView<T> activated{scratch<T>(1, height * width), height, width, width};
@@ -63,16 +85,17 @@ void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile) {
   if (a.preactivations.data != nullptr) {
     preactivations = a.preactivations.row_range(tile.begin, tile.end);
   } else {
-    preactivations = {scratch<T>(2, height * preactivation_width), height, preactivation_width, preactivation_width};
+    const int64_t columns = preactivation_width(experts);
+    preactivations = {scratch<T>(2, height * columns), height, columns, columns};
   }
 
   gather_tokens(a.x, a.routed, tile.begin, tokens);
-  if (a.kind.gated) {
+  if (a.kind.gate == GateLayout::separate) {
     multiply_add_bias(*a.gemm, tokens.as_const(), experts.gate[tile.group], bias_row(experts.gate_bias, tile.group),
-                      preactivations.column_range(0, width));
+                      gate_columns(preactivations, experts));
   }
   multiply_add_bias(*a.gemm, tokens.as_const(), experts.up[tile.group], bias_row(experts.up_bias, tile.group),
-                    preactivations.column_range(preactivation_width - width, preactivation_width));
+                    up_columns(preactivations, experts));
   activate_rows(a.kind, preactivations, activated);
   multiply_add_bias(*a.gemm, activated.as_const(), experts.down[tile.group], bias_row(experts.down_bias, tile.group),
                     a.rows.row_range(tile.begin, tile.end));
@@ -83,27 +106,21 @@ template <class T>
 Accumulator<T> activate_backward_row(const ExpertFfnBackward<T>& a, int64_t row, Accumulator<T> weight,
                                      const T* grad_activated) {
   using S = Accumulator<T>;
-  const int64_t width = a.experts.up.first.columns;
-  T* grad_gate = a.grad_preactivations.row(row);
-  T* grad_up = grad_gate + (a.kind.gated ? width : 0);
+  const int64_t width = intermediate_size(a.experts);
+  T* grad_preactivations = a.grad_preactivations.row(row);
   S grad_weight = 0;
   for (int64_t begin = 0; begin < width; begin += kColumnBlock) {
     const int64_t size = at_most(width - begin, kColumnBlock);
-    const auto block = activate_block<T>(a.kind, a.preactivations.row(row), width, begin, size);
-    Block<S> grad(size);
-    widen_row(grad_activated + begin, grad.data(), size);
+    const auto block = activate_block<T, true>(a.kind, a.preactivations.row(row), width, begin, size);
+    const PreactivationColumns columns = preactivation_columns(a.kind.gate, width, begin);
+    Block<S> grad = load_block(grad_activated + begin, 1, size);
     grad_weight += (grad * block.activated).sum();
     grad *= weight;
-    const Block<S> up = grad * block.up_slope;
-    narrow_row<T>(up.data(), grad_up + begin, size);
-    if (a.kind.gated) {
-      const Block<S> gate = grad * block.gate_slope;
-      narrow_row<T>(gate.data(), grad_gate + begin, size);
+    store_block<T>(grad * block.up_slope, grad_preactivations + columns.up, columns.stride);
+    if (a.kind.gate != GateLayout::none) {
+      store_block<T>(grad * block.gate_slope, grad_preactivations + columns.gate, columns.stride);
     }
-    if (a.activated.data != nullptr) {
-      const Block<S> weighted = weight * block.activated;
-      narrow_row<T>(weighted.data(), a.activated.row(row) + begin, size);
-    }
+    if (a.activated.data != nullptr) store_block<T>(weight * block.activated, a.activated.row(row) + begin, 1);
   }
   return grad_weight;
 }
@@ -113,7 +130,7 @@ void backward_tile(const ExpertFfnBackward<T>& a, const GroupTile& tile) {
   const ExpertWeights<T>& experts = a.experts;
   const int64_t height = tile.end - tile.begin;
   const int64_t hidden_size = a.x.columns;
-  const int64_t width = experts.up.first.columns;
+  const int64_t width = intermediate_size(experts);
   const MatrixView<T> grad_out{scratch<T>(0, height * hidden_size), height, hidden_size, hidden_size};
   const MatrixView<T> grad_activated{scratch<T>(1, height * width), height, width, width};
 
@@ -134,20 +151,20 @@ void backward_tile(const ExpertFfnBackward<T>& a, const GroupTile& tile) {
 template <class T>
 void grad_rows_tile(const ExpertFfnBackward<T>& a, const GroupTile& tile) {
   const ExpertWeights<T>& experts = a.experts;
-  const int64_t width = experts.up.first.columns;
   const ConstMatrixView<T> grad = a.grad_preactivations.row_range(tile.begin, tile.end).as_const();
   const MatrixView<T> grad_rows = a.grad_rows.row_range(tile.begin, tile.end);
-  a.gemm->multiply(grad.column_range(grad.columns - width, grad.columns), experts.up[tile.group].transposed(),
-                   grad_rows, false);
-  if (a.kind.gated) {
-    a.gemm->multiply(grad.column_range(0, width), experts.gate[tile.group].transposed(), grad_rows, true);
+  a.gemm->multiply(up_columns(grad, experts), experts.up[tile.group].transposed(), grad_rows, false);
+  if (a.kind.gate == GateLayout::separate) {
+    a.gemm->multiply(gate_columns(grad, experts), experts.gate[tile.group].transposed(), grad_rows, true);
   }
 }
 
-// out = lhs^T * rhs; a product over no rows is zero
+// out = lhs^T * rhs; a product over no rows is zero. A product is written row by row: into a transposed matrix, as
+// linear layers have them, the transposed one.
 template <class T>
 void multiply_transposed(const Gemm<T>& gemm, ConstMatrixView<T> lhs, ConstMatrixView<T> rhs, MatrixView<T> out) {
-  gemm.multiply(lhs.transposed(), rhs, out, false);
+  if (out.column_stride == 1) return gemm.multiply(lhs.transposed(), rhs, out, false);
+  gemm.multiply(rhs.transposed(), lhs, out.transposed(), false);
 }
 
 // out = sum of weight_of(r) * rows[r]
@@ -161,18 +178,17 @@ template <class T>
 void weight_gradients(const ExpertFfnBackward<T>& a, const GroupTile& rows, int64_t begin, int64_t end) {
   const int64_t height = rows.end - rows.begin;
   const int64_t columns = end - begin;
-  const int64_t width = a.experts.up.first.columns;
   const ConstMatrixView<T> grad = a.grad_preactivations.row_range(rows.begin, rows.end).as_const();
 
   if (!a.grad_up.empty() || !a.grad_gate.empty()) {
     const MatrixView<T> tokens{scratch<T>(0, height * columns), height, columns, columns};
     gather_tokens(a.x.column_range(begin, end), a.routed, rows.begin, tokens);
     if (!a.grad_up.empty()) {
-      multiply_transposed(*a.gemm, tokens.as_const(), grad.column_range(grad.columns - width, grad.columns),
+      multiply_transposed(*a.gemm, tokens.as_const(), up_columns(grad, a.experts),
                           a.grad_up[rows.group].row_range(begin, end));
     }
     if (!a.grad_gate.empty()) {
-      multiply_transposed(*a.gemm, tokens.as_const(), grad.column_range(0, width),
+      multiply_transposed(*a.gemm, tokens.as_const(), gate_columns(grad, a.experts),
                           a.grad_gate[rows.group].row_range(begin, end));
     }
   }
@@ -194,14 +210,13 @@ void weight_gradients(const ExpertFfnBackward<T>& a, const GroupTile& rows, int6
 
 template <class T>
 void bias_gradients(const ExpertFfnBackward<T>& a, const GroupTile& rows) {
-  const int64_t width = a.experts.up.first.columns;
   const ConstMatrixView<T> grad = a.grad_preactivations.row_range(rows.begin, rows.end).as_const();
   const auto one = [](int64_t) { return Accumulator<T>(1); };
   if (a.grad_up_bias.data != nullptr) {
-    sum_rows(grad.column_range(grad.columns - width, grad.columns), one, a.grad_up_bias.row(rows.group));
+    sum_rows(up_columns(grad, a.experts), one, a.grad_up_bias.row(rows.group));
   }
   if (a.grad_gate_bias.data != nullptr) {
-    sum_rows(grad.column_range(0, width), one, a.grad_gate_bias.row(rows.group));
+    sum_rows(gate_columns(grad, a.experts), one, a.grad_gate_bias.row(rows.group));
   }
 }
 

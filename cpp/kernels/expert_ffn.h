@@ -9,19 +9,22 @@ namespace maxmoe {
 
 enum class Activation { silu, gelu, gelu_tanh, relu, relu2, swigluoai };
 
+// Where the gate is: nowhere; in matrices of its own; in those of up, before its columns or in turn with them.
+enum class GateLayout { none, separate, concatenated, interleaved };
+
 struct ActivationKind {
   Activation activation;
-  bool gated;
+  GateLayout gate;
   double limit;  // gate is clipped from above, up on both sides; infinity for no clipping
 };
 
 template <class T>
 struct ExpertWeights {
-  ConstMatrixStack<T> gate;      // [L, D, F]; empty when not gated
-  ConstMatrixStack<T> up;        // [L, D, F]
+  ConstMatrixStack<T> gate;      // [L, D, F]; empty unless separate
+  ConstMatrixStack<T> up;        // [L, D, F], or with the gate [L, D, 2F]
   ConstMatrixStack<T> down;      // [L, F, D]
   ConstMatrixView<T> gate_bias;  // [L, F] or empty, as the next two
-  ConstMatrixView<T> up_bias;    // [L, F]
+  ConstMatrixView<T> up_bias;    // [L, F] or [L, 2F]
   ConstMatrixView<T> down_bias;  // [L, D]
 };
 
@@ -34,7 +37,7 @@ struct RoutedRows {
   int64_t top_k;
 };
 
-// With x_r the token of row r, Z = x_r [gate | up] + biases, A = activation(Z), y_r = A down + bias:
+// With x_r the token of row r, Z = x_r [gate | up] + biases (interleaved when the weights are), A = activation(Z), y_r = A down + bias:
 // out[t] = sum_k weights[t, k] * y[row of slot (t, k)].
 template <class T>
 struct ExpertFfn {

@@ -1,6 +1,8 @@
 #include "ops/activation.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
@@ -65,8 +67,23 @@ Activation parse_activation(const char* op, std::string_view name) {
   MAXMOE_CHECK(false, op, "activation must be silu, gelu, gelu_tanh, relu, relu2 or swigluoai, got ", name);
 }
 
+std::pair<Tensor, Tensor> gate_and_up(GateLayout layout, const Tensor& preactivations) {
+  if (layout == GateLayout::none) return {Tensor(), preactivations};
+  if (layout == GateLayout::interleaved) {
+    return {preactivations.slice(1, 0, std::nullopt, 2), preactivations.slice(1, 1, std::nullopt, 2)};
+  }
+  const int64_t width = preactivations.size(1) / 2;
+  return {preactivations.narrow(1, 0, width), preactivations.narrow(1, width, width)};
+}
+
+Tensor preactivations_of(GateLayout layout, const Tensor& gate, const Tensor& up) {
+  if (layout == GateLayout::none) return up;
+  if (layout == GateLayout::interleaved) return at::stack({gate, up}, 2).flatten(1);
+  return at::cat({gate, up}, 1);
+}
+
 ActivatedTensors activate(const ActivationKind& kind, const Tensor& gate, const Tensor& up) {
-  if (!kind.gated) {
+  if (kind.gate == GateLayout::none) {
     const ValueAndSlope f = apply(kind.activation, up);
     return {f.value, Tensor(), f.slope};
   }

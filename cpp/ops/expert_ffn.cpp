@@ -17,7 +17,7 @@ constexpr const char* kOp = "expert_ffn";
 #define MAXMOE_EXPERT_FFN_SCHEMA                                                                        \
   "Tensor x, Tensor? weights, Tensor slots, Tensor rows, Tensor group_sizes, int top_k, Tensor? gate, " \
   "Tensor up, Tensor down, *, Tensor? gate_bias=None, Tensor? up_bias=None, Tensor? down_bias=None, "   \
-  "str activation=\"silu\", float? limit=None"
+  "str activation=\"silu\", float? limit=None, str? fused_gate=None"
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, m) {
   m.def("expert_ffn(" MAXMOE_EXPERT_FFN_SCHEMA ") -> Tensor");
@@ -46,25 +46,37 @@ void check_bias(const char* name, const OptionalTensor& bias, const Tensor& x, i
   Argument(kOp, name, *bias).has_size(0, num_groups, "L of group_sizes").has_size(1, columns, meaning);
 }
 
+void check_fused_gate(const ExpertFfnArguments& a) {
+  if (!a.fused_gate.has_value()) return;
+  MAXMOE_CHECK(*a.fused_gate == "concatenated" || *a.fused_gate == "interleaved", kOp,
+               "fused_gate must be concatenated, interleaved or None, got ", *a.fused_gate);
+  MAXMOE_CHECK(!a.gate.has_value(), kOp, "gate must be None with fused_gate ", *a.fused_gate, ", got shape ",
+               a.gate->sizes());
+  MAXMOE_CHECK(a.up.size(2) % 2 == 0, kOp, "up must be [L, D, 2F] with fused_gate ", *a.fused_gate, ", got shape ",
+               a.up.sizes());
+}
+
 void check(const ExpertFfnArguments& a) {
   Argument(kOp, "x", a.x).has_dims(2, "[T, D]").is_floating();
   Argument(kOp, "up", a.up).has_dims(3, "[L, D, F]");
   const int64_t hidden_size = a.x.size(1);
-  const int64_t width = a.up.size(2);
+  const int64_t width = a.intermediate_size();
+  check_fused_gate(a);
   check_group_sizes(kOp, a.group_sizes, a.x, a.slots.numel(), Sum::exactly);
   const int64_t num_groups = a.group_sizes.size(0);
-  check_up("up", a.up, a.x, num_groups, width);
+  check_up("up", a.up, a.x, num_groups, a.up.size(2));
   check_down(a.down, a.x, num_groups, width);
   if (a.gate.has_value()) check_up("gate", *a.gate, a.x, num_groups, width);
   MAXMOE_CHECK(a.gate.has_value() || !a.gate_bias.has_value(), kOp, "gate_bias must be None without gate, got shape ",
                a.gate_bias->sizes());
   check_bias("gate_bias", a.gate_bias, a.x, num_groups, width, "F of up");
-  check_bias("up_bias", a.up_bias, a.x, num_groups, width, "F of up");
+  check_bias("up_bias", a.up_bias, a.x, num_groups, a.up.size(2), a.fused_gate.has_value() ? "2F of up" : "F of up");
   check_bias("down_bias", a.down_bias, a.x, num_groups, hidden_size, "D of x");
   const ActivationKind kind = a.kind();
-  MAXMOE_CHECK(a.gate.has_value() || kind.activation != Activation::swigluoai, kOp,
+  const bool gated = kind.gate != GateLayout::none;
+  MAXMOE_CHECK(gated || kind.activation != Activation::swigluoai, kOp,
                "gate must be given for activation swigluoai, got None");
-  MAXMOE_CHECK(a.gate.has_value() || !a.limit.has_value(), kOp, "limit must be None without gate, got ",
+  MAXMOE_CHECK(gated || !a.limit.has_value(), kOp, "limit must be None without gate, got ",
                a.limit.value_or(0));
   MAXMOE_CHECK(a.limit.value_or(1.0) > 0, kOp, "limit must be positive, got ", a.limit.value_or(1.0));
   check_weights(kOp, a.weights, a.x, a.x.size(0) * a.top_k);
@@ -76,9 +88,10 @@ void check(const ExpertFfnArguments& a) {
   const Tensor &x, const OptionalTensor &weights, const Tensor &slots, const Tensor &rows, const Tensor &group_sizes, \
       int64_t top_k, const OptionalTensor &gate, const Tensor &up, const Tensor &down,                                \
       const OptionalTensor &gate_bias, const OptionalTensor &up_bias, const OptionalTensor &down_bias,                \
-      std::string_view activation, std::optional<double> limit
+      std::string_view activation, std::optional<double> limit, std::optional<std::string_view> fused_gate
 #define MAXMOE_EXPERT_FFN_ARGUMENTS \
-  x, weights, slots, rows, group_sizes, top_k, gate, up, down, gate_bias, up_bias, down_bias, activation, limit
+  x, weights, slots, rows, group_sizes, top_k, gate, up, down, gate_bias, up_bias, down_bias, activation, limit, \
+      fused_gate
 
 ExpertFfnArguments make_arguments(MAXMOE_EXPERT_FFN_PARAMETERS) {
   return {x,
@@ -94,7 +107,8 @@ ExpertFfnArguments make_arguments(MAXMOE_EXPERT_FFN_PARAMETERS) {
           up_bias,
           down_bias,
           std::string(activation),
-          limit};
+          limit,
+          fused_gate.has_value() ? std::optional<std::string>(*fused_gate) : std::nullopt};
 }
 
 Tensor call_expert_ffn(MAXMOE_EXPERT_FFN_PARAMETERS) {
@@ -150,6 +164,7 @@ class Gradient : public torch::autograd::Function<Gradient> {
     ctx->saved_data["top_k"] = top_k;
     ctx->saved_data["activation"] = std::string(activation);
     ctx->saved_data["limit"] = limit;
+    ctx->saved_data["fused_gate"] = fused_gate.has_value() ? c10::IValue(std::string(*fused_gate)) : c10::IValue();
     ctx->saved_data["wanted"] = c10::List<bool>({x.requires_grad(), requires_grad(weights), requires_grad(gate),
                                                  up.requires_grad(), down.requires_grad(), requires_grad(gate_bias),
                                                  requires_grad(up_bias), requires_grad(down_bias)});
@@ -164,7 +179,8 @@ class Gradient : public torch::autograd::Function<Gradient> {
     const auto gradients = call_backward(
         grads[0], saved[11], wanted, saved[0], optional(1), saved[2], saved[3], saved[4],
         ctx->saved_data["top_k"].toInt(), optional(5), saved[6], saved[7], optional(8), optional(9), optional(10),
-        ctx->saved_data["activation"].toStringRef(), ctx->saved_data["limit"].toOptional<double>());
+        ctx->saved_data["activation"].toStringRef(), ctx->saved_data["limit"].toOptional<double>(),
+        ctx->saved_data["fused_gate"].toOptional<std::string_view>());
     const auto [x, weights, gate, up, down, gate_bias, up_bias, down_bias] = gradients;
     const auto or_none = [&](Wanted which, const Tensor& gradient) { return wanted[which] ? gradient : Tensor(); };
     const Tensor of_weights = wanted[kWeights] ? weights.view_as(saved[1]).to(saved[1].scalar_type()) : Tensor();
@@ -181,6 +197,7 @@ class Gradient : public torch::autograd::Function<Gradient> {
             or_none(kUpBias, up_bias),
             or_none(kDownBias, down_bias),
             Tensor(),
+            Tensor(),
             Tensor()};
   }
 };
@@ -190,7 +207,7 @@ Tensor expert_ffn_autograd(MAXMOE_EXPERT_FFN_PARAMETERS) {
   if (needs_gradient(x, up, down) ||
       (at::GradMode::is_enabled() && (requires_grad(weights) || requires_grad(gate) || any_bias))) {
     return Gradient::apply(x, weights, slots, rows, group_sizes, top_k, gate, up, down, gate_bias, up_bias, down_bias,
-                           std::string(activation), limit);
+                           std::string(activation), limit, fused_gate);
   }
   const at::AutoDispatchBelowADInplaceOrView guard;
   return call_expert_ffn(MAXMOE_EXPERT_FFN_ARGUMENTS);
@@ -202,7 +219,7 @@ Tensor expert_ffn_autocast(MAXMOE_EXPERT_FFN_PARAMETERS) {
   const c10::impl::ExcludeDispatchKeyGuard guard(key);
   return call_expert_ffn(autocast(x, device), weights, slots, rows, group_sizes, top_k, autocast(gate, device),
                          autocast(up, device), autocast(down, device), autocast(gate_bias, device),
-                         autocast(up_bias, device), autocast(down_bias, device), activation, limit);
+                         autocast(up_bias, device), autocast(down_bias, device), activation, limit, fused_gate);
 }
 
 TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) {

@@ -33,11 +33,17 @@ struct ExpertFfnArguments {
   OptionalTensor down_bias;
   std::string activation;
   std::optional<double> limit;
+  std::optional<std::string> fused_gate;
 
+  GateLayout gate_layout() const {
+    if (fused_gate.has_value()) return *fused_gate == "interleaved" ? GateLayout::interleaved : GateLayout::concatenated;
+    return gate.has_value() ? GateLayout::separate : GateLayout::none;
+  }
   ActivationKind kind() const {
-    return {parse_activation("expert_ffn", activation), gate.has_value(),
+    return {parse_activation("expert_ffn", activation), gate_layout(),
             limit.value_or(std::numeric_limits<double>::infinity())};
   }
+  int64_t intermediate_size() const { return fused_gate.has_value() ? up.size(2) / 2 : up.size(2); }
   int64_t preactivation_width() const { return gate.has_value() ? 2 * up.size(2) : up.size(2); }
 };
 

@@ -17,39 +17,42 @@ namespace maxmoe::ops {
 Outputs expert_ffn_aten(const ExpertFfnArguments& a) {
   const auto type = accumulator_type(a.x.scalar_type());
   const Tensor tokens = ragged_sort(a.x, a.slots, a.rows, a.top_k, std::nullopt);
-  const Tensor up = gmm(tokens, a.up, a.group_sizes, a.up_bias, 0);
-  const Tensor gate = a.gate.has_value() ? gmm(tokens, *a.gate, a.group_sizes, a.gate_bias, 0) : Tensor();
-  const Tensor activated =
-      activate(a.kind(), gate.defined() ? gate.to(type) : gate, up.to(type)).activated.to(a.x.scalar_type());
+  Tensor preactivations = gmm(tokens, a.up, a.group_sizes, a.up_bias, 0);
+  if (a.gate.has_value()) {
+    preactivations = at::cat({gmm(tokens, *a.gate, a.group_sizes, a.gate_bias, 0), preactivations}, 1);
+  }
+  const auto [gate, up] = gate_and_up(a.gate_layout(), preactivations.to(type));
+  const Tensor activated = activate(a.kind(), gate, up).activated.to(a.x.scalar_type());
   const Tensor row_outputs = gmm(activated, a.down, a.group_sizes, a.down_bias, 0);
-  return {ragged_unsort(row_outputs, a.slots, a.rows, a.top_k, a.weights),
-          gate.defined() ? at::cat({gate, up}, 1) : up};
+  return {ragged_unsort(row_outputs, a.slots, a.rows, a.top_k, a.weights), preactivations};
 }
 
 Gradients expert_ffn_backward_aten(const Tensor& grad_out, const Tensor& preactivations, const OutputMask& wanted,
                                    const ExpertFfnArguments& a) {
   const auto type = accumulator_type(a.x.scalar_type());
   const auto dtype = a.x.scalar_type();
-  const int64_t width = a.up.size(2);
   const int64_t num_groups = a.group_sizes.size(0);
   const Tensor none = at::empty({0}, a.x.options());
   const Tensor ones = at::ones({a.slots.size(0), 1}, a.x.options());
-  const Tensor z = preactivations.to(type);
-  const Tensor gate = a.gate.has_value() ? z.narrow(1, 0, width) : Tensor();
-  const ActivatedTensors act = activate(a.kind(), gate, z.narrow(1, z.size(1) - width, width));
+  const auto [gate, up] = gate_and_up(a.gate_layout(), preactivations.to(type));
+  const ActivatedTensors act = activate(a.kind(), gate, up);
   const Tensor scale =
       a.weights.has_value() ? a.weights->reshape(-1).index_select(0, a.slots).to(type).unsqueeze(1) : ones.to(type);
 
   const Tensor grad_y = ragged_sort(grad_out, a.slots, a.rows, a.top_k, std::nullopt);
   const Tensor grad_activated = gmm(grad_y, a.down.transpose(1, 2), a.group_sizes, std::nullopt, 0).to(type);
   const Tensor weighted = scale * grad_activated;
-  const Tensor grad_up = (weighted * act.up_slope).to(dtype);
-  const Tensor grad_gate = gate.defined() ? (weighted * act.gate_slope).to(dtype) : Tensor();
+  const Tensor grad_preactivations =
+      preactivations_of(a.gate_layout(), gate.defined() ? weighted * act.gate_slope : Tensor(), weighted * act.up_slope)
+          .to(dtype);
+  const int64_t gate_width = a.gate.has_value() ? a.gate->size(2) : 0;
+  const Tensor grad_gate = grad_preactivations.narrow(1, 0, gate_width);
+  const Tensor grad_up = grad_preactivations.narrow(1, gate_width, a.up.size(2));
 
   Tensor grad_x = none;
   if (wanted[kX]) {
     grad_x = gmm(grad_up, a.up.transpose(1, 2), a.group_sizes, std::nullopt, 0);
-    if (gate.defined()) grad_x = grad_x + gmm(grad_gate, a.gate->transpose(1, 2), a.group_sizes, std::nullopt, 0);
+    if (a.gate.has_value()) grad_x = grad_x + gmm(grad_gate, a.gate->transpose(1, 2), a.group_sizes, std::nullopt, 0);
     grad_x = ragged_unsort(grad_x, a.slots, a.rows, a.top_k, std::nullopt);
   }
   Tensor grad_weights = at::zeros({wanted[kWeights] ? a.rows.numel() : 0}, a.x.options().dtype(type));
@@ -62,17 +65,20 @@ Gradients expert_ffn_backward_aten(const Tensor& grad_out, const Tensor& preacti
     grad_weights.index_put_({a.slots}, of_rows);
   }
   const Tensor tokens = ragged_sort(a.x, a.slots, a.rows, a.top_k, std::nullopt);
-  const auto transposed = [&](Wanted which, const Tensor& lhs, const Tensor& rhs) {
-    return wanted[which] ? tgmm(lhs, rhs, a.group_sizes, num_groups, 0) : none;
+  // In the memory layout of the matrices.
+  const auto transposed = [&](Wanted which, const OptionalTensor& matrices, const Tensor& lhs, const Tensor& rhs) {
+    if (!wanted[which]) return none;
+    if (is_transposed(*matrices)) return tgmm(rhs, lhs, a.group_sizes, num_groups, 0).transpose(1, 2);
+    return tgmm(lhs, rhs, a.group_sizes, num_groups, 0);
   };
   const auto summed = [&](Wanted which, const Tensor& lhs, const Tensor& rhs) {
     return wanted[which] ? tgmm(lhs, rhs, a.group_sizes, num_groups, 0).squeeze(1) : none;
   };
   return {grad_x,
           grad_weights,
-          transposed(kGate, tokens, grad_gate),
-          transposed(kUp, tokens, grad_up),
-          transposed(kDown, (scale * act.activated).to(dtype), grad_y),
+          transposed(kGate, a.gate, tokens, grad_gate),
+          transposed(kUp, a.up, tokens, grad_up),
+          transposed(kDown, a.down, (scale * act.activated).to(dtype), grad_y),
           summed(kGateBias, ones, grad_gate),
           summed(kUpBias, ones, grad_up),
           summed(kDownBias, scale.to(dtype), grad_y)};

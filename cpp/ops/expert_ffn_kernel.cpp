@@ -46,6 +46,15 @@ ExpertWeights<T> expert_weights(const ExpertFfnArguments& a) {
           bias(a.down_bias)};
 }
 
+// In the memory layout of the matrices, so that the gradient of a transposed parameter need not be turned round.
+Tensor empty_gradient(const Tensor& matrices) {
+  const int64_t count = matrices.size(0);
+  const int64_t rows = matrices.size(1);
+  const int64_t columns = matrices.size(2);
+  if (!is_transposed(matrices)) return at::empty({count, rows, columns}, matrices.options());
+  return at::empty({count, columns, rows}, matrices.options()).transpose(1, 2);
+}
+
 }  // namespace
 
 Outputs expert_ffn_kernel(const ExpertFfnArguments& a, bool keeps_preactivations) {
@@ -79,7 +88,7 @@ Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const Tensor& preac
       return wanted[which] ? view<T>(out) : MatrixView<T>{};
     };
     const auto matrices = [&](Tensor& out, Wanted which, const OptionalTensor& like) {
-      out = empty(wanted[which] ? like->sizes() : at::IntArrayRef{0});
+      out = wanted[which] ? empty_gradient(*like) : empty({0});
       return wanted[which] ? stack<T>(out) : MatrixStack<T>{};
     };
     auto& [grad_x, grad_weights, grad_gate, grad_up, grad_down, grad_gate_bias, grad_up_bias, grad_down_bias] = grads;
@@ -97,7 +106,7 @@ Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const Tensor& preac
 
     // One gradient after the other, so that the work space of one is free for the next.
     {
-      const Tensor activated = empty({wanted[kDown] ? num_rows : 0, a.up.size(2)});
+      const Tensor activated = empty({wanted[kDown] ? num_rows : 0, a.intermediate_size()});
       grad_weights =
           at::zeros({wanted[kWeights] ? a.rows.numel() : 0}, a.x.options().dtype(accumulator_type(a.x.scalar_type())));
       ExpertFfnBackward<T> down = b;

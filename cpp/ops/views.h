@@ -58,6 +58,11 @@ inline at::Tensor gemm_operand(const at::Tensor& tensor) {
   return (row_major || column_major) && rows > 1 && columns > 1 ? tensor : tensor.contiguous();
 }
 
+// Whether the columns of a matrix, or of those of a stack, are contiguous and its rows are not.
+inline bool is_transposed(const at::Tensor& matrix) {
+  return matrix.stride(-2) == 1 && matrix.stride(-1) != 1;
+}
+
 // Row-major or transposed, as its strides say. Checked or made so by one of the two functions above.
 template <class T>
 ConstMatrixView<T> const_view(const at::Tensor& t) {
@@ -66,11 +71,11 @@ ConstMatrixView<T> const_view(const at::Tensor& t) {
           t.size(dims - 1) == 1 ? 1 : t.stride(dims - 1)};
 }
 
-// A contiguous output.
+// An output: the same, of memory that is made here.
 template <class T>
 MatrixView<T> view(const at::Tensor& t) {
-  const int64_t dims = t.dim();
-  return {pointer<T>(t), t.size(dims - 2), t.size(dims - 1), t.size(dims - 1), 1};
+  const ConstMatrixView<T> as_const = const_view<T>(t);
+  return {pointer<T>(t), as_const.rows, as_const.columns, as_const.row_stride, as_const.column_stride};
 }
 
 template <class T>
@@ -80,7 +85,7 @@ ConstMatrixStack<T> const_stack(const at::Tensor& t) {
 
 template <class T>
 MatrixStack<T> stack(const at::Tensor& t) {
-  return {view<T>(t), t.size(0), t.size(1) * t.size(2)};
+  return {view<T>(t), t.size(0), t.stride(0)};
 }
 
 // Weights as kernels take them: a contiguous list in the accumulator's type of `type`.

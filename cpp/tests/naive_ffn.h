@@ -60,20 +60,80 @@ struct FfnTensors {
     for (Matrix<T>* matrix : {&gate, &up, &down, &gate_bias, &up_bias, &down_bias}) visit(*matrix);
   }
 
-  ExpertWeights<T> experts(bool gated, bool biased, int64_t num_experts) const {
-    ExpertWeights<T> e;
-    if (gated) e.gate = stack(gate, num_experts);
-    e.up = stack(up, num_experts);
-    e.down = stack(down, num_experts);
-    if (biased && gated) e.gate_bias = gate_bias.view();
-    if (biased) e.up_bias = up_bias.view();
-    if (biased) e.down_bias = down_bias.view();
-    return e;
-  }
-
   Matrix<T> x;
   Matrix<Accumulator<T>> weights;
   Matrix<T> gate, up, down, gate_bias, up_bias, down_bias;
+};
+
+// Column of element f of gate or up in the matrices that hold both.
+inline int64_t fused_column(GateLayout layout, int64_t intermediate_size, bool is_up, int64_t f) {
+  if (layout == GateLayout::interleaved) return 2 * f + (is_up ? 1 : 0);
+  return is_up ? intermediate_size + f : f;
+}
+
+// The experts' matrices as the kernels take them in one layout of the gate, or their gradients.
+template <class T>
+class Projections {
+ public:
+  Projections(GateLayout layout, const FfnTensors<T>& tensors, int64_t num_experts)
+      : layout_(layout),
+        num_experts_(num_experts),
+        gate_(tensors.gate),
+        up_(is_fused() ? fused(tensors.gate, tensors.up) : tensors.up),
+        gate_bias_(tensors.gate_bias),
+        up_bias_(is_fused() ? fused(tensors.gate_bias, tensors.up_bias) : tensors.up_bias) {}
+
+  ExpertWeights<T> experts(const FfnTensors<T>& tensors, bool biased) const {
+    ExpertWeights<T> e;
+    if (layout_ == GateLayout::separate) e.gate = stack(gate_, num_experts_);
+    e.up = stack(up_, num_experts_);
+    e.down = stack(tensors.down, num_experts_);
+    if (biased && layout_ == GateLayout::separate) e.gate_bias = gate_bias_.view();
+    if (biased) e.up_bias = up_bias_.view();
+    if (biased) e.down_bias = tensors.down_bias.view();
+    return e;
+  }
+
+  void collect_into(ExpertFfnBackward<T>& a, bool biased) {
+    if (layout_ == GateLayout::separate) a.grad_gate = stack(gate_, num_experts_);
+    a.grad_up = stack(up_, num_experts_);
+    if (biased && layout_ == GateLayout::separate) a.grad_gate_bias = gate_bias_.view();
+    if (biased) a.grad_up_bias = up_bias_.view();
+  }
+
+  void copy_to(FfnTensors<T>& tensors) const {
+    tensors.gate = is_fused() ? part(up_, false) : gate_;
+    tensors.up = is_fused() ? part(up_, true) : up_;
+    tensors.gate_bias = is_fused() ? part(up_bias_, false) : gate_bias_;
+    tensors.up_bias = is_fused() ? part(up_bias_, true) : up_bias_;
+  }
+
+ private:
+  bool is_fused() const { return layout_ == GateLayout::concatenated || layout_ == GateLayout::interleaved; }
+
+  Matrix<T> fused(Matrix<T> gate, Matrix<T> up) const {
+    Matrix<T> both(gate.rows(), 2 * gate.columns());
+    for (int64_t r = 0; r < gate.rows(); ++r) {
+      for (int64_t f = 0; f < gate.columns(); ++f) {
+        both.element(r, fused_column(layout_, gate.columns(), false, f)) = gate.element(r, f);
+        both.element(r, fused_column(layout_, gate.columns(), true, f)) = up.element(r, f);
+      }
+    }
+    return both;
+  }
+
+  Matrix<T> part(Matrix<T> both, bool is_up) const {
+    const int64_t width = both.columns() / 2;
+    Matrix<T> half(both.rows(), width);
+    for (int64_t r = 0; r < both.rows(); ++r) {
+      for (int64_t f = 0; f < width; ++f) half.element(r, f) = both.element(r, fused_column(layout_, width, is_up, f));
+    }
+    return half;
+  }
+
+  GateLayout layout_;
+  int64_t num_experts_;
+  Matrix<T> gate_, up_, gate_bias_, up_bias_;
 };
 
 inline RoutedRows routed_rows(const Routing& routing) {
@@ -99,7 +159,7 @@ inline double naive_activation(Activation activation, double x) {
 }
 
 inline double naive_activated(const ActivationKind& kind, double gate, double up) {
-  if (!kind.gated) return naive_activation(kind.activation, up);
+  if (kind.gate == GateLayout::none) return naive_activation(kind.activation, up);
   const double clipped_up = std::min(std::max(up, -kind.limit), kind.limit);
   const double factor = clipped_up + (kind.activation == Activation::swigluoai ? 1.0 : 0.0);
   return naive_activation(kind.activation, std::min(gate, kind.limit)) * factor;

@@ -21,18 +21,23 @@ struct Variant {
   ActivationKind kind;
   bool biased;
   bool weighted;
+
+  bool is_gated() const { return kind.gate != GateLayout::none; }
 };
 
 const std::vector<Variant> kVariants = {
-    {{Activation::silu, true, kNoLimit}, false, true},
-    {{Activation::silu, true, 0.5}, true, true},
-    {{Activation::gelu, true, kNoLimit}, true, false},
-    {{Activation::gelu_tanh, true, kNoLimit}, false, true},
-    {{Activation::relu, true, 1.0}, true, true},
-    {{Activation::swigluoai, true, 0.7}, true, true},
-    {{Activation::relu2, false, kNoLimit}, true, true},
-    {{Activation::silu, false, kNoLimit}, false, false},
-    {{Activation::gelu_tanh, false, kNoLimit}, true, true},
+    {{Activation::silu, GateLayout::separate, kNoLimit}, false, true},
+    {{Activation::silu, GateLayout::separate, 0.5}, true, true},
+    {{Activation::gelu, GateLayout::separate, kNoLimit}, true, false},
+    {{Activation::gelu_tanh, GateLayout::separate, kNoLimit}, false, true},
+    {{Activation::relu, GateLayout::separate, 1.0}, true, true},
+    {{Activation::swigluoai, GateLayout::separate, 0.7}, true, true},
+    {{Activation::silu, GateLayout::concatenated, kNoLimit}, true, true},
+    {{Activation::swigluoai, GateLayout::interleaved, 0.7}, true, true},
+    {{Activation::silu, GateLayout::interleaved, kNoLimit}, false, false},
+    {{Activation::relu2, GateLayout::none, kNoLimit}, true, true},
+    {{Activation::silu, GateLayout::none, kNoLimit}, false, false},
+    {{Activation::gelu_tanh, GateLayout::none, kNoLimit}, true, true},
 };
 
 std::vector<FfnShape> shapes() {
@@ -50,13 +55,14 @@ struct Forward {
 template <class T>
 Forward<T> run_forward(const FfnShape& shape, const Variant& variant, const FfnTensors<T>& tensors) {
   const Routing& routing = shape.routing;
-  const int64_t width = shape.intermediate_size * (variant.kind.gated ? 2 : 1);
+  const int64_t width = shape.intermediate_size * (variant.is_gated() ? 2 : 1);
   Matrix<T> preactivations(routing.num_rows(), width);
   ExpertFfn<T> a;
   a.x = tensors.x.view();
   a.weights = variant.weighted ? tensors.weights.view().data : nullptr;
   a.routed = routed_rows(routing);
-  a.experts = tensors.experts(variant.kind.gated, variant.biased, routing.num_experts);
+  const Projections<T> projections(variant.kind.gate, tensors, routing.num_experts);
+  a.experts = projections.experts(tensors, variant.biased);
   a.kind = variant.kind;
   a.gemm = &test_gemm<T>();
   const auto run = [&](MatrixView<T> out, const Executor& executor) {
@@ -88,7 +94,8 @@ FfnTensors<T> run_backward(const FfnShape& shape, const Variant& variant, const 
   a.x = tensors.x.view();
   a.weights = variant.weighted ? tensors.weights.view().data : nullptr;
   a.routed = routed_rows(routing);
-  a.experts = tensors.experts(variant.kind.gated, variant.biased, routing.num_experts);
+  const Projections<T> projections(variant.kind.gate, tensors, routing.num_experts);
+  a.experts = projections.experts(tensors, variant.biased);
   a.kind = variant.kind;
   a.gemm = &test_gemm<T>();
   a.preactivations = preactivations.view();
@@ -97,13 +104,12 @@ FfnTensors<T> run_backward(const FfnShape& shape, const Variant& variant, const 
   a.grad_rows = grad_rows.view();
   a.grad_x = grads.x.view();
   if (variant.weighted) a.grad_weights = grads.weights.view().data;
-  if (variant.kind.gated) a.grad_gate = stack(grads.gate, routing.num_experts);
-  a.grad_up = stack(grads.up, routing.num_experts);
+  Projections<T> grad_projections(variant.kind.gate, grads, routing.num_experts);
+  grad_projections.collect_into(a, variant.biased);
   a.grad_down = stack(grads.down, routing.num_experts);
-  if (variant.biased && variant.kind.gated) a.grad_gate_bias = grads.gate_bias.view();
-  if (variant.biased) a.grad_up_bias = grads.up_bias.view();
   if (variant.biased) a.grad_down_bias = grads.down_bias.view();
   expert_ffn_backward(a, executor);
+  grad_projections.copy_to(grads);
   return grads;
 }
 
@@ -122,11 +128,11 @@ void for_every_gradient(const Variant& variant, const Check& check) {
   check("up", [](auto& t) -> auto& { return t.up; });
   check("down", [](auto& t) -> auto& { return t.down; });
   if (variant.weighted) check("weights", [](auto& t) -> auto& { return t.weights; });
-  if (variant.kind.gated) check("gate", [](auto& t) -> auto& { return t.gate; });
+  if (variant.is_gated()) check("gate", [](auto& t) -> auto& { return t.gate; });
   if (!variant.biased) return;
   check("up_bias", [](auto& t) -> auto& { return t.up_bias; });
   check("down_bias", [](auto& t) -> auto& { return t.down_bias; });
-  if (variant.kind.gated) check("gate_bias", [](auto& t) -> auto& { return t.gate_bias; });
+  if (variant.is_gated()) check("gate_bias", [](auto& t) -> auto& { return t.gate_bias; });
 }
 
 template <class Check>
@@ -154,7 +160,7 @@ TYPED_TEST(ExpertFfnTest, MatchesTheLoop) {
 
 TYPED_TEST(ExpertFfnTest, MoreRowsThanOneTileAndColumnsThanOneBlock) {
   const FfnShape shape{all_to_one_routing(150, 2, 1), 131, 270};
-  const Variant variant{{Activation::silu, true, kNoLimit}, true, true};
+  const Variant variant{{Activation::silu, GateLayout::separate, kNoLimit}, true, true};
   const auto tensors = FfnTensors<TypeParam>::random(shape, 1);
   const NaiveFfn<TypeParam> naive(shape, variant.kind, variant.biased, variant.weighted, tensors, tensors);
   expect_near(run_forward(shape, variant, tensors).out, naive(0.0), 64.0);

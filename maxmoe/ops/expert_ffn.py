@@ -20,6 +20,7 @@ def expert_ffn(
     down_bias: Tensor | None = None,
     activation: str = "silu",
     limit: float | None = None,
+    fused_gate: str | None = None,
 ) -> Tensor:
     """Compute the routed experts: gather, gate and up, activation, down, weighted sum.
 
@@ -44,6 +45,8 @@ def expert_ffn(
         down_bias: ``(L, D)`` or None.
         activation: f: "silu", "gelu", "gelu_tanh", "relu", "relu2" or "swigluoai".
         limit: of the clipping, None for none.
+        fused_gate: "concatenated" if `up` and `up_bias` hold the gate's F columns before their own, ``(L, D, 2F)`` and
+            ``(L, 2F)``, "interleaved" if in turn with them; None for a gate in matrices of its own, or no gate.
 
     Returns:
         ``(T, D)``, dtype of x.
@@ -68,6 +71,7 @@ def expert_ffn(
         down_bias=down_bias,
         activation=activation,
         limit=limit,
+        fused_gate=fused_gate,
     )
     return out
 
@@ -137,7 +141,10 @@ def _expert_ffn_backward_fake(
     **_: object,
 ) -> list[Tensor]:
     def gradient(wanted: bool, tensor: Tensor | None) -> Tensor:
-        return x.new_empty(tensor.shape if wanted and tensor is not None else 0)
+        if not wanted or tensor is None:
+            return x.new_empty(0)
+        is_transposed = tensor.dim() == 3 and tensor.stride(1) == 1 and tensor.stride(2) != 1
+        return x.new_empty(tensor.mT.shape).mT if is_transposed else x.new_empty(tensor.shape)
 
     tensors = (x, weights, gate, up, down, gate_bias, up_bias, down_bias)
     gradients = [gradient(wanted, tensor) for wanted, tensor in zip(output_mask, tensors, strict=True)]
