@@ -10,7 +10,7 @@ namespace {
 
 // Columns of the hidden size per task of the weight gradients. A task sums over all rows of its expert, so that the
 // order of sums is fixed. A multiple of the heights and widths of the micro-tiles.
-constexpr int64_t kGradientColumns = 192;
+constexpr int64_t kGradientColumns = 256;
 
 // F
 template <class T>

@@ -20,9 +20,10 @@ namespace {
 constexpr int64_t kBlockRows = 264;
 constexpr int64_t kBlockDepth = 2048;
 
-// Panels that are copied at a time, so that a row of b gives several cache lines for one look-up of its page; and how
-// far ahead rows are asked for.
+// Panels of b and of a transposed a that are copied at a time, so that a row gives several cache lines for one look-up
+// of its page; and how far ahead rows are asked for.
 constexpr int64_t kPanels = 4;
+constexpr int64_t kLeftPanels = 8;
 constexpr int64_t kRowsAhead = 8;
 
 // Rows of b that are read in place at a time: few, so that b is read in the order of memory.
@@ -48,25 +49,41 @@ MAXMOE_INLINE Pair make_pair(BFloat16 first, BFloat16 second) {
   return first.bits | static_cast<Pair>(second.bits) << 16;
 }
 
-// The element of step k in a row or column whose elements are `stride` apart.
-template <class Element, class T>
-MAXMOE_INLINE Element element(const T* source, int64_t stride, int64_t k, int64_t depth) {
-  if constexpr (std::is_same_v<Element, Pair>) {
-    return make_pair(source[2 * k * stride], 2 * k + 1 < depth ? source[(2 * k + 1) * stride] : BFloat16{0});
-  } else {
-    return widen(source[k * stride]);
-  }
-}
-
 // A row whose elements follow each other.
 template <class Element, class T>
 MAXMOE_INLINE void copy_elements(const T* source, Element* target, int64_t depth) {
   if constexpr (std::is_same_v<Element, Pair>) {
-    if (depth % 2 != 0) target[depth / 2] = element<Pair>(source, 1, depth / 2, depth);
+    if (depth % 2 != 0) target[depth / 2] = make_pair(source[depth - 1], BFloat16{0});
     if (depth > 1) std::memcpy(target, source, static_cast<size_t>(depth / 2) * sizeof(Pair));
   } else {
     widen_row(source, target, depth);
   }
+}
+
+// One step of a panel: `columns` elements of a row of b or of a column of a, or pairs with those of the next one.
+template <class Element, class T>
+MAXMOE_INLINE void panel_row(const T* row, int64_t row_stride, bool is_last_alone, int64_t columns, Element* target) {
+  if constexpr (std::is_same_v<Element, Pair>) {
+    const T* next = row + row_stride;
+    for (int64_t c = 0; c < columns; ++c) target[c] = make_pair(row[c], is_last_alone ? BFloat16{0} : next[c]);
+  } else if (columns == kWidth<Element>) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      store_vector(target + v * kLanes<Element>, load_vector(row + v * kLanes<Element>));
+    }
+  } else if (columns == kHeight) {
+#pragma GCC unroll 12
+    for (int r = 0; r < kHeight; ++r) target[r] = widen(row[r]);
+  } else {
+    widen_row(row, target, columns);
+  }
+}
+
+// No processor foresees where the next row is.
+template <class T>
+MAXMOE_INLINE void prefetch_row(const T* row, int64_t columns) {
+  constexpr int64_t kCacheLine = 64 / sizeof(T);
+  for (int64_t c = 0; c < columns; c += kCacheLine) __builtin_prefetch(row + c);
 }
 
 // A block of a in the layout that the micro-tile reads.
@@ -86,41 +103,22 @@ LeftBlock<Element> left_block(ConstMatrixView<T> a) {
     for (int64_t r = 0; r < a.rows; ++r) copy_elements(a.row(r), rows + r * depth, a.columns);
     return {rows, depth, Layout::rows};
   }
-  const int64_t panels = (a.rows + kHeight - 1) / kHeight;
-  Element* const block = scratch<Element>(kGemmScratch, panels * kHeight * depth);
-  Element* panel = block;
-  for (int64_t begin = 0; begin < a.rows; begin += kHeight) {
-    const int64_t height = at_most(a.rows - begin, kHeight);
-    for (int64_t k = 0; k < depth; ++k, panel += kHeight) {
-      for (int64_t r = 0; r < height; ++r) {
-        panel[r] = element<Element>(a.row(begin + r), a.column_stride, k, a.columns);
+  const int64_t num_panels = (a.rows + kHeight - 1) / kHeight;
+  Element* const block = scratch<Element>(kGemmScratch, num_panels * kHeight * depth);
+  for (int64_t first = 0; first < num_panels; first += kLeftPanels) {
+    const int64_t last = at_most(first + kLeftPanels, num_panels);
+    for (int64_t k = 0; k < depth; ++k) {
+      const T* column = a.data + kStep<Element> * k * a.column_stride;
+      const bool is_last_alone = kStep<Element> * k + 1 == a.columns;
+      prefetch_row(column + first * kHeight + kStep<Element> * kRowsAhead * a.column_stride,
+                   (last - first) * kHeight);
+      for (int64_t p = first; p < last; ++p) {
+        panel_row<Element>(column + p * kHeight, a.column_stride, is_last_alone, at_most(a.rows - p * kHeight, kHeight),
+                           block + (p * depth + k) * kHeight);
       }
     }
   }
   return {block, 0, Layout::panels};
-}
-
-// One step of a panel: `columns` columns of a row of b, or of two rows.
-template <class Element, class T>
-MAXMOE_INLINE void panel_row(const T* row, int64_t row_stride, bool is_last_alone, int64_t columns, Element* target) {
-  if constexpr (std::is_same_v<Element, Pair>) {
-    const T* next = row + row_stride;
-    for (int64_t c = 0; c < columns; ++c) target[c] = make_pair(row[c], is_last_alone ? BFloat16{0} : next[c]);
-  } else if (columns == kWidth<Element>) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) {
-      store_vector(target + v * kLanes<Element>, load_vector(row + v * kLanes<Element>));
-    }
-  } else {
-    widen_row(row, target, columns);
-  }
-}
-
-// No processor foresees where the next row is.
-template <class T>
-MAXMOE_INLINE void prefetch_row(const T* row, int64_t columns) {
-  constexpr int64_t kCacheLine = 64 / sizeof(T);
-  for (int64_t c = 0; c < columns; c += kCacheLine) __builtin_prefetch(row + c);
 }
 
 // At most kPanels panels of b, one after the other; the columns past those of b are zero.
