@@ -2,7 +2,7 @@
 
 #include <limits>
 
-#include "contenders.h"
+#include "cases.h"
 
 namespace maxmoe::benchmarks {
 namespace {
@@ -39,16 +39,8 @@ struct Problem {
   KernelGemm<T> gemm;
 };
 
-// A product of all rows with one matrix of every expert.
 template <class T>
-int64_t multiply_adds(const Problem<T>& problem, const ExpertsShape& shape) {
-  return problem.plan.num_rows() * shape.hidden_size * shape.intermediate_size;
-}
-
-template <class T>
-void benchmark_forward(Session& session, const ExpertsShape& shape) {
-  const Case c{"expert_ffn", text(shape), dtype_name<T>()};
-  if (!session.wants(c)) return;
+void benchmark_forward(Session& session, const Case& c, const ExpertsShape& shape) {
   const Problem<T> problem(shape);
   const Table<T> rows(problem.plan.num_rows(), shape.hidden_size);
   const Table<T> out(shape.num_tokens, shape.hidden_size);
@@ -62,16 +54,11 @@ void benchmark_forward(Session& session, const ExpertsShape& shape) {
   ffn.preactivations = problem.preactivations.view();
   ffn.rows = rows.view();
   ffn.out = out.view();
-  constexpr int64_t kProducts = 3;
-  const DenseProducts<T> dense(kProducts, problem.plan.num_rows(), shape.hidden_size, shape.intermediate_size);
-  session.time(c, flops(kProducts * multiply_adds(problem, shape)),
-               {kernel([&] { expert_ffn(ffn, session.threads()); }), dense.bound(session.threads())});
+  time_products<T>(session, c, shape, /*count=*/3, [&] { expert_ffn(ffn, session.threads()); });
 }
 
 template <class T>
-void benchmark_backward(Session& session, const ExpertsShape& shape) {
-  const Case c{"expert_ffn_backward", text(shape), dtype_name<T>()};
-  if (!session.wants(c)) return;
+void benchmark_backward(Session& session, const Case& c, const ExpertsShape& shape) {
   const Problem<T> problem(shape);
   const int64_t num_rows = problem.plan.num_rows();
   const Table<T> grad_out(shape.num_tokens, shape.hidden_size);
@@ -96,19 +83,14 @@ void benchmark_backward(Session& session, const ExpertsShape& shape) {
   ffn.grad_gate = gradients.gate.stack(shape.num_experts);
   ffn.grad_up = gradients.up.stack(shape.num_experts);
   ffn.grad_down = gradients.down.stack(shape.num_experts);
-  constexpr int64_t kProducts = 6;
-  const DenseProducts<T> dense(kProducts, num_rows, shape.hidden_size, shape.intermediate_size);
-  session.time(c, flops(kProducts * multiply_adds(problem, shape)),
-               {kernel([&] { expert_ffn_backward(ffn, session.threads()); }), dense.bound(session.threads())});
+  time_products<T>(session, c, shape, /*count=*/6, [&] { expert_ffn_backward(ffn, session.threads()); });
 }
 
 const Registration registration([](Session& session) {
-  for (const ExpertsShape& shape : kExpertsShapes) {
-    benchmark_forward<float>(session, shape);
-    benchmark_forward<BFloat16>(session, shape);
-    benchmark_backward<float>(session, shape);
-    benchmark_backward<BFloat16>(session, shape);
-  }
+  for_experts(session, "expert_ffn",
+              [&]<class T>(const Case& c, const ExpertsShape& shape) { benchmark_forward<T>(session, c, shape); });
+  for_experts(session, "expert_ffn_backward",
+              [&]<class T>(const Case& c, const ExpertsShape& shape) { benchmark_backward<T>(session, c, shape); });
 });
 
 }  // namespace

@@ -1,6 +1,6 @@
 #include "kernels/ragged_plan.h"
 
-#include "contenders.h"
+#include "cases.h"
 
 namespace maxmoe::benchmarks {
 namespace {
@@ -18,9 +18,7 @@ const Registration registration([](Session& session) {
     if (!session.wants(c)) continue;
     Plan plan(shape.num_tokens, shape.num_experts, shape.top_k);
     const size_t size = plan.experts.size() * sizeof(int64_t);
-    session.time(
-        c, bytes(static_cast<int64_t>(size)),
-        {kernel([&] { plan.compute(session.threads()); }), read_bound(session.threads(), plan.experts.data(), size)});
+    time_read(session, c, plan.experts.data(), size, [&] { plan.compute(session.threads()); });
   }
 });
 

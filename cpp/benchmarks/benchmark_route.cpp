@@ -1,6 +1,6 @@
 #include "kernels/route.h"
 
-#include "contenders.h"
+#include "cases.h"
 
 namespace maxmoe::benchmarks {
 namespace {
@@ -47,9 +47,8 @@ void benchmark_forward(Session& session, const RouteShape& shape) {
   const Case c{"route", shape_text(shape), "float32"};
   if (!session.wants(c)) return;
   const Problem problem(shape);
-  session.time(c, bytes(static_cast<int64_t>(problem.logits.bytes())),
-               {kernel([&] { route(problem.routing, session.threads()); }),
-                read_bound(session.threads(), problem.logits.data(), problem.logits.bytes())});
+  time_read(session, c, problem.logits.data(), problem.logits.bytes(),
+            [&] { route(problem.routing, session.threads()); });
 }
 
 void benchmark_backward(Session& session, const RouteShape& shape) {
@@ -63,9 +62,7 @@ void benchmark_backward(Session& session, const RouteShape& shape) {
                                       .experts = problem.routing.experts.as_const(),
                                       .rule = shape.rule,
                                       .grad_logits = grad_logits.view()};
-  session.time(c, bytes(static_cast<int64_t>(problem.logits.bytes() + grad_logits.bytes())),
-               {kernel([&] { route_backward(backward, session.threads()); }),
-                move_bound(session.threads(), problem.logits, grad_logits)});
+  time_move(session, c, problem.logits, grad_logits, [&] { route_backward(backward, session.threads()); });
 }
 
 const Registration registration([](Session& session) {

@@ -5,6 +5,7 @@
 // this harness. And the test suite, which runs the benchmarks once, would need one more library.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <regex>
@@ -30,7 +31,7 @@ struct Work {
 inline Work flops(int64_t multiply_adds) {
   return {2.0 * static_cast<double>(multiply_adds), "GFLOP/s"};
 }
-inline Work bytes(int64_t count) {
+inline Work bytes(size_t count) {
   return {static_cast<double>(count), "GB/s"};
 }
 

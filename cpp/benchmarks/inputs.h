@@ -8,7 +8,6 @@
 #include <numeric>
 #include <random>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -53,13 +52,6 @@ inline std::string text(const ExpertsShape& s) {
 }
 inline std::string text(const RowsShape& s) {
   return text({{'R', s.num_rows}, {'D', s.hidden_size}});
-}
-
-template <class T>
-constexpr const char* dtype_name() {
-  if (std::is_same_v<T, double>) return "float64";
-  if (std::is_same_v<T, float>) return "float32";
-  return std::is_same_v<T, BFloat16> ? "bfloat16" : "float16";
 }
 
 // A matrix of numbers in [-0.5, 0.5): some random ones, again and again. All its pages are there.

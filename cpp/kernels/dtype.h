@@ -20,6 +20,14 @@ struct Float16 {
 template <class T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
+// As PyTorch calls it.
+template <class T>
+MAXMOE_INLINE constexpr const char* dtype_name() {
+  if (std::is_same_v<T, double>) return "float64";
+  if (std::is_same_v<T, float>) return "float32";
+  return std::is_same_v<T, BFloat16> ? "bfloat16" : "float16";
+}
+
 MAXMOE_INLINE double widen(double value) {
   return value;
 }

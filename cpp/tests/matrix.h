@@ -142,9 +142,7 @@ using Dtypes = testing::Types<double, float, BFloat16, Float16>;
 struct DtypeNames {
   template <class T>
   static std::string GetName(int) {
-    if (std::is_same_v<T, double>) return "float64";
-    if (std::is_same_v<T, float>) return "float32";
-    return std::is_same_v<T, BFloat16> ? "bfloat16" : "float16";
+    return dtype_name<T>();
   }
 };
 
