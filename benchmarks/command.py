@@ -3,7 +3,7 @@
 import argparse
 import json
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,8 +11,8 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import figures, machine, timing
-from benchmarks.contender import TOLERANCE, Contender, Mode, disagreement, runner
-from benchmarks.problem import Problem
+from benchmarks.contender import TOLERANCE, Contender, disagreement, mode_of, runner
+from benchmarks.problem import problem_of
 from benchmarks.results import Case, Result
 from benchmarks.shapes import RowsShape, Shape
 from benchmarks.timing import Runner, round_robin
@@ -39,10 +39,9 @@ class Session:
             for result, each in zip(results, runners, strict=True):
                 result.rounds = each.rounds
 
-    def admit(
-        self, case: Case, contenders: list[Contender], problem: Problem, mode: Mode, tolerance: float
-    ) -> list[Runner]:
+    def admit(self, case: Case, contenders: Sequence[Contender], tolerance: float) -> list[Runner]:
         """Prepare those that can take part and compute what maxmoe computes; say why the others cannot."""
+        problem, mode = problem_of(case), mode_of(case)
         runners: list[Runner] = []
         expected = None
         for contender in contenders:

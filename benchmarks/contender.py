@@ -1,18 +1,24 @@
 """What every contender can do, and the check that it computes the right thing."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from benchmarks.problem import Problem
+from benchmarks.results import Case
 from benchmarks.timing import Runner
 
 Mode = Literal["forward+backward", "forward", "forward, weights changed"]
 
 # The largest relative error |a - b| / |b| between two that compute the same thing, each in its own order of sums.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}
+
+
+def mode_of(case: Case) -> Mode:
+    """What the contenders do in a case of experts."""
+    return next(mode for mode in get_args(Mode) if mode == case.mode)
 
 
 class Contender:

@@ -11,22 +11,18 @@ from benchmarks.alternatives.dense_bound import bounds
 from benchmarks.command import Benchmark, Session, main
 from benchmarks.contender import TOLERANCE, Mode
 from benchmarks.figures import time_panels
-from benchmarks.problem import make_problem
 from benchmarks.results import Case, Result, summary_against_alternatives, timing_report
-from benchmarks.shapes import DECODING, TRAINING, Shape
+from benchmarks.shapes import DECODING, TRAINING
 
 MODES: list[Mode] = ["forward+backward", "forward", "forward, weights changed"]
 
 
 def measure(session: Session, case: Case) -> None:
     """All contenders in one case."""
-    assert isinstance(case.shape, Shape)
-    problem = make_problem(case.shape, case.dtype)
-    mode = next(mode for mode in MODES if mode == case.mode)
     # Few rows read many weights: products of one matrix are no bound for them.
     is_decoding = case.name in DECODING
     everybody = [*contenders(), *([] if is_decoding else bounds(case.dtype))]
-    session.time(case, session.admit(case, everybody, problem, mode, TOLERANCE[case.dtype]))
+    session.time(case, session.admit(case, everybody, TOLERANCE[case.dtype]))
 
 
 def report(results: list[Result]) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.results import Case, Result, by_case
+from benchmarks.results import Case, Result, baseline_of, by_case
 
 COLORS = {"maxmoe": "#1b6ca8", "alternative": "#9aa5b1", "bound": "#b5541c"}
 
@@ -36,7 +36,7 @@ def time_panels(results: Iterable[Result]) -> list[Panel]:
     """Times, those of maxmoe being 1."""
     bars, label = {}, ""
     for case, group in by_case(results).items():
-        baseline = next((result for result in group if result.kind == "maxmoe"), group[0])
+        baseline = baseline_of(group)
         bars[case] = [Bar(result.contender, result.best / baseline.best, result.kind) for result in group]
         label = f"time / {baseline.contender}; shorter is faster"
     return panels_by_mode(label, bars)

@@ -9,6 +9,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwe
 
 import maxmoe
 from benchmarks.contender import AutogradContender
+from benchmarks.linear_layout import from_linear_layout, to_linear_layout
 from benchmarks.problem import Problem
 
 
@@ -53,10 +54,10 @@ class TransformersBlock(AutogradContender):
     def prepare(self, problem: Problem) -> None:
         """See `Contender`."""
         self.block = self._empty_block(problem)
-        gate_up = torch.cat([problem.gate, problem.up], 2).transpose(1, 2).contiguous()
+        gate_up, down = to_linear_layout(problem)
         self.block.gate.weight = nn.Parameter(problem.router.clone())
         self.block.experts.gate_up_proj = nn.Parameter(gate_up)
-        self.block.experts.down_proj = nn.Parameter(problem.down.transpose(1, 2).contiguous())
+        self.block.experts.down_proj = nn.Parameter(down)
         self.set_leaves(problem, x=problem.x)
         parameters = dict(self.block.named_parameters())
         names = ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
@@ -83,8 +84,7 @@ class TransformersBlock(AutogradContender):
     def in_layout_of_problem(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         """See `Contender`."""
         x, router, gate_up, down = gradients
-        gate, up = gate_up.transpose(1, 2).chunk(2, 2)
-        return {"x": x, "router": router, "gate": gate, "up": up, "down": down.transpose(1, 2)}
+        return {"x": x, "router": router, **from_linear_layout(gate_up, down)}
 
 
 def layer_contenders() -> list[AutogradContender]:

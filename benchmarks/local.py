@@ -12,12 +12,11 @@ from benchmarks.command import Benchmark, Session, main
 from benchmarks.contender import runner
 from benchmarks.figures import Bar, Panel, panels_by_mode
 from benchmarks.peak import measure_apart
-from benchmarks.problem import Problem, make_problem
-from benchmarks.results import Case, Result, absent_lines, by_case, milliseconds, table, title
-from benchmarks.shapes import LOCAL, Shape
+from benchmarks.problem import Problem, problem_of
+from benchmarks.results import Case, Result, absent_lines, by_case, mebibytes, milliseconds, table, title
+from benchmarks.shapes import LOCAL
 
 PARTS = 8
-MIB = 2**20
 
 
 def typical_block(problem: Problem) -> tuple[int, int, int]:
@@ -32,8 +31,7 @@ def typical_block(problem: Problem) -> tuple[int, int, int]:
 
 def measure(session: Session, case: Case) -> None:
     """All experts and a block of them."""
-    assert isinstance(case.shape, Shape)
-    problem = make_problem(case.shape, case.dtype)
+    problem = problem_of(case)
     count, first, num_rows = typical_block(problem)
     runners = []
     for name, contender in {"all": MaxmoeExperts(), "local": MaxmoeExperts(count, first)}.items():
@@ -44,7 +42,7 @@ def measure(session: Session, case: Case) -> None:
     start = len(session.results)
     session.time(case, runners)
     for result, local, rows in zip(
-        session.results[start:], (None, (count, first)), (case.shape.num_rows, num_rows), strict=True
+        session.results[start:], (None, (count, first)), (problem.shape.num_rows, num_rows), strict=True
     ):
         numbers, reason = measure_apart("maxmoe", case, torch.get_num_threads(), local)
         result.numbers = {"rows": rows, **numbers}
@@ -60,7 +58,7 @@ def shares(group: list[Result]) -> dict[str, float]:
 
 def measured(results: list[Result]) -> dict[Case, list[Result]]:
     """Cases with all their numbers."""
-    groups = by_case(result for result in results if "peak" in result.numbers)
+    groups = by_case(results, lambda result: result.seconds and "peak" in result.numbers)
     return {case: group for case, group in groups.items() if len(group) == 2}
 
 
@@ -73,7 +71,7 @@ def report(results: list[Result]) -> str:
                 result.contender,
                 str(result.numbers["rows"]),
                 milliseconds(result.best),
-                *(f"{result.numbers[name] / MIB:.1f}" for name in ("buffers", "peak")),
+                *(mebibytes(result.numbers[name]) for name in ("buffers", "peak")),
             ]
             for result in group
         ]

@@ -10,23 +10,18 @@ results are freed. Each contender runs in a process of its own.
 from benchmarks.alternatives import contenders
 from benchmarks.alternatives.kt_kernel import KtKernel
 from benchmarks.command import Benchmark, Session, main
-from benchmarks.contender import Mode
+from benchmarks.contender import mode_of
 from benchmarks.figures import Bar, Panel, panels_by_mode
 from benchmarks.peak import measure_apart
-from benchmarks.problem import make_problem
-from benchmarks.results import Case, Result, absent_lines, table, title
+from benchmarks.problem import problem_of
+from benchmarks.results import Case, Result, absent_lines, baseline_of, by_case, mebibytes, table, title
 from benchmarks.shapes import TRAINING, Shape
-
-MIB = 2**20
-MODES: list[Mode] = ["forward+backward", "forward"]
 
 
 def measure(session: Session, case: Case) -> None:
     """All contenders in one case."""
-    assert isinstance(case.shape, Shape)
     everybody = contenders()
-    problem = make_problem(case.shape, case.dtype)
-    mode = next(mode for mode in MODES if mode == case.mode)
+    problem, mode = problem_of(case), mode_of(case)
     for contender in everybody:
         numbers: dict[str, float] = {}
         reason = contender.available(problem, mode)
@@ -38,25 +33,20 @@ def measure(session: Session, case: Case) -> None:
         session.bar.update(1 / len(everybody))
 
 
-def by_case(results: list[Result]) -> dict[Case, list[Result]]:
-    """Those that were measured."""
-    groups: dict[Case, list[Result]] = {}
-    for result in results:
-        if result.numbers:
-            groups.setdefault(result.case, []).append(result)
-    return groups
+def measured(results: list[Result]) -> dict[Case, list[Result]]:
+    """Cases with their numbers."""
+    return by_case(results, lambda result: result.numbers)
 
 
 def relative(result: Result, group: list[Result]) -> float:
     """Its peak, that of maxmoe being 1."""
-    ours = next((each for each in group if each.kind == "maxmoe"), group[0])
-    return result.numbers["peak"] / max(ours.numbers["peak"], 4096)
+    return result.numbers["peak"] / max(baseline_of(group).numbers["peak"], 4096)
 
 
 def report(results: list[Result]) -> str:
     """The tables."""
     parts = []
-    for case, group in by_case(results).items():
+    for case, group in measured(results).items():
         header = ["contender", "peak MiB", "peak / maxmoe", "returned MiB", "peak - returned MiB", "kept MiB"]
         trains = case.mode == "forward+backward"
         if trains:
@@ -64,9 +54,9 @@ def report(results: list[Result]) -> str:
         rows = [
             [
                 result.contender,
-                f"{result.numbers['peak'] / MIB:.1f}",
+                mebibytes(result.numbers["peak"]),
                 f"{relative(result, group):.2f}",
-                *(f"{result.numbers[name] / MIB:.1f}" for name in ("returned", "buffers", "kept")),
+                *(mebibytes(result.numbers[name]) for name in ("returned", "buffers", "kept")),
                 *(saved(result) if trains else []),
             ]
             for result in group
@@ -90,12 +80,14 @@ def panels(results: list[Result]) -> list[Panel]:
     """The peaks, that of maxmoe being 1."""
     bars = {
         case: [Bar(result.contender, relative(result, group), result.kind) for result in group]
-        for case, group in by_case(results).items()
+        for case, group in measured(results).items()
     }
     return panels_by_mode("peak memory / maxmoe; shorter is leaner", bars)
 
 
-BENCHMARK = Benchmark("memory", __doc__, TRAINING, list(MODES), measure, report, panels, is_timed=False)
+BENCHMARK = Benchmark(
+    "memory", __doc__, TRAINING, ["forward+backward", "forward"], measure, report, panels, is_timed=False
+)
 
 if __name__ == "__main__":
     main(BENCHMARK)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks.results import Case
 from benchmarks.shapes import Shape
 
 # Logits of the first expert lie this much above those of the last: the load of real routers is not even.
@@ -71,3 +72,9 @@ def make_problem(shape: Shape, dtype: torch.dtype) -> Problem:
         down=normal(E, F, D, scale=F**-0.5).to(dtype),
         cotangent=normal(T, D).to(dtype),
     )
+
+
+def problem_of(case: Case) -> Problem:
+    """The problem of a case of experts."""
+    assert isinstance(case.shape, Shape)
+    return make_problem(case.shape, case.dtype)

@@ -66,13 +66,19 @@ class Result:
         return {**labels, "contender": self.contender, "kind": self.kind, **values}
 
 
-def by_case(results: Iterable[Result]) -> dict[Case, list[Result]]:
-    """The results that have a time, together with those of the same case."""
+def by_case(
+    results: Iterable[Result], is_measured: Callable[[Result], object] = lambda result: result.seconds
+) -> dict[Case, list[Result]]:
+    """The results that were measured, timed unless told otherwise, together with those of the same case."""
     groups: dict[Case, list[Result]] = {}
-    for result in results:
-        if result.seconds:
-            groups.setdefault(result.case, []).append(result)
+    for result in filter(is_measured, results):
+        groups.setdefault(result.case, []).append(result)
     return groups
+
+
+def baseline_of(group: list[Result]) -> Result:
+    """What the others are compared with: maxmoe, or else the first one."""
+    return next((result for result in group if result.kind == "maxmoe"), group[0])
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -100,7 +106,7 @@ def title(case: Case) -> str:
 
 def case_table(group: list[Result]) -> str:
     """The contenders of one case; without maxmoe among them, the first one is what they are compared with."""
-    baseline = next((result for result in group if result.kind == "maxmoe"), group[0])
+    baseline = baseline_of(group)
     bound = bound_of(group)
     header = ["contender", "best ms", "median ms", f"time / {baseline.contender}", "bound / time", "rounds"]
     rows = [
@@ -167,3 +173,8 @@ def absent_lines(results: list[Result]) -> str:
 def milliseconds(seconds: float) -> str:
     """With the digits that mean something."""
     return f"{seconds * 1e3:.1f}" if seconds > 0.01 else f"{seconds * 1e3:.3f}"
+
+
+def mebibytes(count: float) -> str:
+    """A number of bytes."""
+    return f"{count / 2**20:.1f}"

@@ -11,9 +11,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Confi
 import maxmoe
 from benchmarks.command import Benchmark, Session, main
 from benchmarks.figures import time_panels
-from benchmarks.problem import Problem, make_problem
+from benchmarks.problem import Problem, problem_of
 from benchmarks.results import Case, Result, by_case, milliseconds, table, timing_report
-from benchmarks.shapes import ROUTE, Shape
+from benchmarks.shapes import ROUTE
 from benchmarks.timing import Runner
 from maxmoe.ops import ragged_plan, route
 
@@ -58,9 +58,8 @@ def make_theirs(problem: Problem) -> nn.Module:
 
 def measure(session: Session, case: Case) -> None:
     """The layer, and what routes."""
-    assert isinstance(case.shape, Shape)
-    num_experts, top_k = case.shape.num_experts, case.shape.top_k
-    problem = make_problem(case.shape, case.dtype)
+    problem = problem_of(case)
+    _, _, _, num_experts, top_k = problem.shape
     layer, theirs = make_layer(problem), make_theirs(problem)
     x = problem.x.clone().requires_grad_()
     with torch.no_grad():

@@ -6,21 +6,17 @@ from benchmarks.alternatives.dense_bound import DenseBound
 from benchmarks.alternatives.maxmoe_experts import MaxmoeExperts
 from benchmarks.alternatives.transformers_experts import TransformersExperts
 from benchmarks.command import Benchmark, Session, main
-from benchmarks.contender import Contender, Mode, runner
+from benchmarks.contender import Contender, Mode, mode_of, runner
 from benchmarks.figures import Bar, Panel, panels_by_mode
-from benchmarks.problem import make_problem
+from benchmarks.problem import problem_of
 from benchmarks.results import Case, Result, by_case, milliseconds, table, title
-from benchmarks.shapes import TRAINING, Shape
+from benchmarks.shapes import TRAINING
 from benchmarks.timing import Runner
-
-MODES: list[Mode] = ["forward+backward", "forward"]
 
 
 def measure(session: Session, case: Case) -> None:
     """Every contender with one thread and with all, in turn."""
-    assert isinstance(case.shape, Shape)
-    problem = make_problem(case.shape, case.dtype)
-    mode = next(mode for mode in MODES if mode == case.mode)
+    problem, mode = problem_of(case), mode_of(case)
     runners = []
     for contender in (MaxmoeExperts(), TransformersExperts("grouped_mm"), DenseBound(case.dtype)):
         contender.prepare(problem)
@@ -74,7 +70,7 @@ def panels(results: list[Result]) -> list[Panel]:
     return panels_by_mode("speedup over one thread; longer is better", bars)
 
 
-BENCHMARK = Benchmark("scaling", __doc__, TRAINING, list(MODES), measure, report, panels)
+BENCHMARK = Benchmark("scaling", __doc__, TRAINING, ["forward+backward", "forward"], measure, report, panels)
 
 if __name__ == "__main__":
     main(BENCHMARK)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
 
 from benchmarks.contender import AutogradContender
+from benchmarks.linear_layout import from_linear_layout, to_linear_layout
 from benchmarks.problem import Problem
 
 
@@ -28,9 +29,9 @@ class TransformersExperts(AutogradContender):
         config._experts_implementation = self.implementation
         with torch.device("meta"):
             self.module = Qwen3MoeExperts(config)
-        gate_up = torch.cat([problem.gate, problem.up], 2).transpose(1, 2).contiguous()
+        gate_up, down = to_linear_layout(problem)
         self.module.gate_up_proj = nn.Parameter(gate_up)
-        self.module.down_proj = nn.Parameter(problem.down.transpose(1, 2).contiguous())
+        self.module.down_proj = nn.Parameter(down)
         self.experts = problem.experts
         self.set_leaves(problem, x=problem.x, weights=problem.weights.to(problem.dtype))
         self.leaves |= dict(self.module.named_parameters())
@@ -43,5 +44,4 @@ class TransformersExperts(AutogradContender):
     def in_layout_of_problem(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         """See `Contender`."""
         x, weights, gate_up, down = gradients
-        gate, up = gate_up.transpose(1, 2).chunk(2, 2)
-        return {"x": x, "weights": weights, "gate": gate, "up": up, "down": down.transpose(1, 2)}
+        return {"x": x, "weights": weights, **from_linear_layout(gate_up, down)}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from benchmarks.alternatives.optional import lacks_flags, not_installed
 from benchmarks.contender import Contender, Mode
+from benchmarks.linear_layout import to_linear_layout
 from benchmarks.machine import cpu_flags
 from benchmarks.problem import Problem
 
@@ -34,8 +35,7 @@ class VllmContender(Contender):
         load_kernels()
         self.x, self.weights = problem.x, problem.weights
         self.experts = problem.experts.to(torch.int32)
-        self.w13 = torch.cat([problem.gate, problem.up], 2).transpose(1, 2).contiguous()
-        self.w2 = problem.down.transpose(1, 2).contiguous()
+        self.w13, self.w2 = to_linear_layout(problem)
         self.repack()
 
     def parameters(self) -> Sequence[Tensor]:
