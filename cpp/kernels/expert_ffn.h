@@ -37,8 +37,8 @@ struct RoutedRows {
   int64_t top_k;
 };
 
-// With x_r the token of row r, Z = x_r [gate | up] + biases (interleaved when the weights are), A = activation(Z), y_r = A down + bias:
-// out[t] = sum_k weights[t, k] * y[row of slot (t, k)].
+// With x_r the token of row r, Z = x_r [gate | up] + biases (interleaved when the weights are), A = activation(Z), y_r
+// = A down + bias: out[t] = sum_k weights[t, k] * y[row of slot (t, k)].
 template <class T>
 struct ExpertFfn {
   ConstMatrixView<T> x;           // [T, D]

@@ -41,31 +41,81 @@ void score_row(ScoreFunction function, ConstRow<T> logits, Row<T> scores) {
   }
 }
 
-// The `count` largest of `keys` among the allowed indices, largest first; an earlier index wins a tie.
-template <class T, class Allowed>
-void select_largest(const T* keys, int64_t size, const Allowed& allowed, int64_t count, int64_t* selected) {
-  int64_t filled = 0;
-  for (int64_t i = 0; i < size; ++i) {
-    if (!allowed(i)) continue;
-    if (filled == count && !(keys[i] > keys[selected[count - 1]])) continue;
-    int64_t place = filled < count ? filled++ : count - 1;
-    for (; place > 0 && keys[i] > keys[selected[place - 1]]; --place) selected[place] = selected[place - 1];
-    selected[place] = i;
+// The `count` largest of `keys`, largest first, in ranges that are shown one after the other; an earlier index wins a
+// tie.
+template <class T>
+class Selection {
+ public:
+  Selection(const T* keys, int64_t count, int64_t* selected) : keys_(keys), count_(count), selected_(selected) {}
+
+  void add_range(int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (filled_ == count_ && !(keys_[i] > keys_[selected_[count_ - 1]])) continue;
+      int64_t place = filled_ < count_ ? filled_++ : count_ - 1;
+      for (; place > 0 && keys_[i] > keys_[selected_[place - 1]]; --place) selected_[place] = selected_[place - 1];
+      selected_[place] = i;
+    }
   }
+
+ private:
+  const T* keys_;
+  int64_t count_;
+  int64_t* selected_;
+  int64_t filled_ = 0;
+};
+
+template <class T>
+MAXMOE_INLINE Vector<T> larger(Vector<T> a, Vector<T> b) {
+  return a < b ? b : a;
 }
 
-// A group is as good as the sum of its two best experts.
 template <class T>
-void score_groups(const T* biased, int64_t num_groups, int64_t group_size, T* group_scores) {
-  for (int64_t group = 0; group < num_groups; ++group) {
-    T best = -std::numeric_limits<T>::infinity();
-    T second = best;
-    for (int64_t i = group * group_size; i < (group + 1) * group_size; ++i) {
-      second = biased[i] > best ? best : (biased[i] > second ? biased[i] : second);
-      best = biased[i] > best ? biased[i] : best;
-    }
-    group_scores[group] = group_size > 1 ? best + second : best;
+MAXMOE_INLINE Vector<T> smaller(Vector<T> a, Vector<T> b) {
+  return b < a ? b : a;
+}
+
+// vector[(lane + distance) % kLanes]
+template <class T>
+MAXMOE_INLINE Vector<T> rotated(Vector<T> vector, int distance) {
+  Vector<T> result;
+  for (int lane = 0; lane < kLanes<T>; ++lane) result[lane] = vector[(lane + distance) % kLanes<T>];
+  return result;
+}
+
+// In vectors and without branches: nobody foresees them.
+template <class T>
+T score_group(GroupScore group_score, const T* biased, int64_t group_size) {
+  const Vector<T> lowest = Vector<T>{} - std::numeric_limits<T>::infinity();
+  Vector<T> best = lowest;
+  Vector<T> second = lowest;
+  const auto add = [&](Vector<T> values) {
+    second = larger<T>(second, smaller<T>(values, best));
+    best = larger<T>(best, values);
+  };
+  int64_t i = 0;
+  for (; i + kLanes<T> <= group_size; i += kLanes<T>) add(load_vector(biased + i));
+  Vector<T> rest = lowest;
+  for (int64_t lane = 0; i + lane < group_size; ++lane) rest[lane] = biased[i + lane];
+  add(rest);
+  // The best two of disjoint lanes, until each lane has them of all.
+#pragma GCC unroll 4
+  for (int distance = kLanes<T> / 2; distance > 0; distance /= 2) {
+    const Vector<T> other = rotated<T>(best, distance);
+    second = larger<T>(smaller<T>(best, other), larger<T>(second, rotated<T>(second, distance)));
+    best = larger<T>(best, other);
   }
+  return group_score == GroupScore::top2 && group_size > 1 ? best[0] + second[0] : best[0];
+}
+
+template <class T>
+bool has_nan(const T* values, int64_t count) {
+  auto is_nan = Vector<T>{} != Vector<T>{};
+  int64_t i = 0;
+  for (; i + kLanes<T> <= count; i += kLanes<T>) is_nan |= load_vector(values + i) != load_vector(values + i);
+  bool any = false;
+  for (int lane = 0; lane < kLanes<T>; ++lane) any |= is_nan[lane] != 0;
+  for (; i < count; ++i) any |= values[i] != values[i];
+  return any;
 }
 
 // Scratch memory of one token. All arithmetic happens here, on aligned memory: Eigen treats the unaligned ends of a
@@ -82,18 +132,19 @@ struct TokenScratch {
 
 template <class T>
 void select_experts(const Route<T>& a, int64_t token, const TokenScratch<T>& s) {
-  const int64_t num_experts = a.logits.columns;
-  const int64_t top_k = a.experts.columns;
-  if (a.rule.num_groups == 1) {
-    return select_largest(s.biased, num_experts, [](int64_t) { return true; }, top_k, a.experts.row(token));
+  const RoutingRule& rule = a.rule;
+  Selection<T> experts(s.biased, a.experts.columns, a.experts.row(token));
+  if (rule.num_groups == 1) return experts.add_range(0, a.logits.columns);
+  const int64_t group_size = a.logits.columns / rule.num_groups;
+  for (int64_t group = 0; group < rule.num_groups; ++group) {
+    s.group_scores[group] = score_group(rule.group_score, s.biased + group * group_size, group_size);
   }
-  const int64_t group_size = num_experts / a.rule.num_groups;
-  score_groups(s.biased, a.rule.num_groups, group_size, s.group_scores);
-  select_largest(s.group_scores, a.rule.num_groups, [](int64_t) { return true; }, a.rule.top_k_groups, s.groups);
-  zero_row(s.is_open, a.rule.num_groups);
-  for (int64_t i = 0; i < a.rule.top_k_groups; ++i) s.is_open[s.groups[i]] = 1;
-  const auto allowed = [&](int64_t expert) { return s.is_open[expert / group_size] != 0; };
-  select_largest(s.biased, num_experts, allowed, top_k, a.experts.row(token));
+  Selection<T>(s.group_scores, rule.top_k_groups, s.groups).add_range(0, rule.num_groups);
+  zero_row(s.is_open, rule.num_groups);
+  for (int64_t i = 0; i < rule.top_k_groups; ++i) s.is_open[s.groups[i]] = 1;
+  for (int64_t group = 0; group < rule.num_groups; ++group) {
+    if (s.is_open[group] != 0) experts.add_range(group * group_size, (group + 1) * group_size);
+  }
 }
 
 template <class T>
@@ -115,7 +166,7 @@ void route_token(const Route<T>& a, int64_t token, const TokenScratch<T>& s) {
   biased = scores;
   if (a.correction_bias != nullptr) biased += ConstRow<T>(a.correction_bias, num_experts);
   Row<T> weights(s.weights, top_k);
-  if (!(biased == biased).all()) {
+  if (has_nan(s.biased, num_experts)) {
     zero_row(a.weights.row(token), top_k);
     for (int64_t k = 0; k < top_k; ++k) a.experts.row(token)[k] = -1;
     return;
@@ -162,18 +213,20 @@ void route_token_backward(const RouteBackward<T>& a, int64_t token, T* score_scr
   const int64_t top_k = a.experts.columns;
   const int64_t* experts = a.experts.row(token);
   const Row<T> scores(score_scratch, num_experts);
-  const Row<T> selected(selected_scratch, top_k);
+  Row<T> selected(selected_scratch, top_k);
   Row<T> grad(grad_scratch, top_k);
   Row<T> grad_logits(a.grad_logits.row(token), num_experts);
 
-  score_row<T>(a.rule.score_function, ConstRow<T>(a.logits.row(token), num_experts), scores);
+  const bool is_softmax = a.rule.score_function == ScoreFunction::softmax;  // the others see each logit by itself
+  if (is_softmax) score_row<T>(a.rule.score_function, ConstRow<T>(a.logits.row(token), num_experts), scores);
   for (int64_t k = 0; k < top_k; ++k) {
-    selected_scratch[k] = scores[experts[k]];
+    selected_scratch[k] = is_softmax ? scores[experts[k]] : a.logits.row(token)[experts[k]];
     grad[k] = a.grad_weights.row(token)[k];
   }
+  if (!is_softmax) score_row<T>(a.rule.score_function, ConstRow<T>(selected_scratch, top_k), selected);
   normalize_backward<T>(a.rule, ConstRow<T>(selected_scratch, top_k), grad);
 
-  if (a.rule.score_function == ScoreFunction::softmax) {
+  if (is_softmax) {
     grad_logits = -(grad * selected).sum() * scores;
     for (int64_t k = 0; k < top_k; ++k) grad_logits[experts[k]] += grad[k] * selected[k];
     return;

@@ -8,6 +8,7 @@ namespace maxmoe {
 
 enum class ScoreFunction { softmax, sigmoid, sqrtsoftplus, identity };
 enum class Normalization { none, sum, softmax };
+enum class GroupScore { top2, max };  // the sum of a group's two best experts, or its best one
 
 // How a token's experts are chosen and weighed.
 struct RoutingRule {
@@ -16,6 +17,7 @@ struct RoutingRule {
   double scale;
   int64_t num_groups;
   int64_t top_k_groups;
+  GroupScore group_score = GroupScore::top2;
 };
 
 // weights[t] = scale * normalization(score(logits[t])[experts[t]]), where experts[t] are the K best of

@@ -110,8 +110,7 @@ LeftBlock<Element> left_block(ConstMatrixView<T> a) {
     for (int64_t k = 0; k < depth; ++k) {
       const T* column = a.data + kStep<Element> * k * a.column_stride;
       const bool is_last_alone = kStep<Element> * k + 1 == a.columns;
-      prefetch_row(column + first * kHeight + kStep<Element> * kRowsAhead * a.column_stride,
-                   (last - first) * kHeight);
+      prefetch_row(column + first * kHeight + kStep<Element> * kRowsAhead * a.column_stride, (last - first) * kHeight);
       for (int64_t p = first; p < last; ++p) {
         panel_row<Element>(column + p * kHeight, a.column_stride, is_last_alone, at_most(a.rows - p * kHeight, kHeight),
                            block + (p * depth + k) * kHeight);

@@ -76,8 +76,7 @@ void check(const ExpertFfnArguments& a) {
   const bool gated = kind.gate != GateLayout::none;
   MAXMOE_CHECK(gated || kind.activation != Activation::swigluoai, kOp,
                "gate must be given for activation swigluoai, got None");
-  MAXMOE_CHECK(gated || !a.limit.has_value(), kOp, "limit must be None without gate, got ",
-               a.limit.value_or(0));
+  MAXMOE_CHECK(gated || !a.limit.has_value(), kOp, "limit must be None without gate, got ", a.limit.value_or(0));
   MAXMOE_CHECK(a.limit.value_or(1.0) > 0, kOp, "limit must be positive, got ", a.limit.value_or(1.0));
   check_weights(kOp, a.weights, a.x, a.x.size(0) * a.top_k);
   check_routed_rows(kOp, a.slots, a.rows, a.x, a.x.size(0), a.slots.numel(), a.top_k);
@@ -89,7 +88,7 @@ void check(const ExpertFfnArguments& a) {
       int64_t top_k, const OptionalTensor &gate, const Tensor &up, const Tensor &down,                                \
       const OptionalTensor &gate_bias, const OptionalTensor &up_bias, const OptionalTensor &down_bias,                \
       std::string_view activation, std::optional<double> limit, std::optional<std::string_view> fused_gate
-#define MAXMOE_EXPERT_FFN_ARGUMENTS \
+#define MAXMOE_EXPERT_FFN_ARGUMENTS                                                                              \
   x, weights, slots, rows, group_sizes, top_k, gate, up, down, gate_bias, up_bias, down_bias, activation, limit, \
       fused_gate
 

@@ -21,7 +21,7 @@ constexpr const char* kOp = "route";
 TORCH_LIBRARY_FRAGMENT(maxmoe, m) {
   m.def(
       "route(Tensor logits, int top_k, *, str score_function=\"softmax\", Tensor? correction_bias=None, "
-      "int num_groups=1, int top_k_groups=1, str normalization=\"sum\", float scale=1.0) "
+      "int num_groups=1, int top_k_groups=1, str group_score=\"top2\", str normalization=\"sum\", float scale=1.0) "
       "-> (Tensor weights, Tensor experts)");
   m.def(
       "route_backward(Tensor grad_weights, Tensor logits, Tensor experts, str score_function, str normalization, "
@@ -32,7 +32,7 @@ using Routing = std::tuple<Tensor, Tensor>;
 
 Routing call_route(const Tensor& logits, int64_t top_k, std::string_view score_function,
                    const OptionalTensor& correction_bias, int64_t num_groups, int64_t top_k_groups,
-                   std::string_view normalization, double scale);
+                   std::string_view group_score, std::string_view normalization, double scale);
 Tensor call_route_backward(const Tensor& grad_weights, const Tensor& logits, const Tensor& experts,
                            std::string_view score_function, std::string_view normalization, double scale);
 
@@ -42,6 +42,12 @@ ScoreFunction parse_score_function(std::string_view name) {
   if (name == "sqrtsoftplus") return ScoreFunction::sqrtsoftplus;
   if (name == "identity") return ScoreFunction::identity;
   MAXMOE_CHECK(false, kOp, "score_function must be softmax, sigmoid, sqrtsoftplus or identity, got ", name);
+}
+
+GroupScore parse_group_score(std::string_view name) {
+  if (name == "top2") return GroupScore::top2;
+  if (name == "max") return GroupScore::max;
+  MAXMOE_CHECK(false, kOp, "group_score must be top2 or max, got ", name);
 }
 
 Normalization parse_normalization(std::string_view name) {
@@ -96,13 +102,14 @@ Tensor order_of(const Tensor& keys) {
 }
 
 // Experts by falling biased score, those outside the best groups after all others.
-Tensor expert_order(const Tensor& biased, int64_t num_groups, int64_t top_k_groups) {
+Tensor expert_order(const Tensor& biased, const RoutingRule& rule) {
   const Tensor order = order_of(biased);
-  if (num_groups == 1) return order;
-  const int64_t group_size = biased.size(1) / num_groups;
-  const Tensor by_group = biased.view({-1, num_groups, group_size});
-  const Tensor group_scores = std::get<0>(by_group.topk(std::min<int64_t>(2, group_size), 2)).sum(2);
-  const Tensor groups = order_of(group_scores).narrow(1, 0, top_k_groups);
+  if (rule.num_groups == 1) return order;
+  const int64_t group_size = biased.size(1) / rule.num_groups;
+  const Tensor by_group = biased.view({-1, rule.num_groups, group_size});
+  const int64_t counted = rule.group_score == GroupScore::top2 ? 2 : 1;
+  const Tensor group_scores = std::get<0>(by_group.topk(std::min<int64_t>(counted, group_size), 2)).sum(2);
+  const Tensor groups = order_of(group_scores).narrow(1, 0, rule.top_k_groups);
   const Tensor is_open = at::zeros_like(group_scores).scatter(1, groups, 1).repeat_interleave(group_size, 1);
   return order.gather(1, order_of(is_open.gather(1, order)));
 }
@@ -111,7 +118,7 @@ Routing route_aten(const Tensor& logits, int64_t top_k, const OptionalTensor& co
                    const RoutingRule& rule) {
   const Tensor scores = score(logits, rule.score_function);
   const Tensor biased = correction_bias.has_value() ? scores + *correction_bias : scores;
-  const Tensor order = expert_order(biased, rule.num_groups, rule.top_k_groups);
+  const Tensor order = expert_order(biased, rule);
   const Tensor is_number = biased.isnan().any(1, true).logical_not();
   const Tensor experts = at::where(is_number, order.narrow(1, 0, top_k), -1);
   return {normalize(scores.gather(1, experts.clamp_min(0)), rule.normalization) * rule.scale, experts};
@@ -133,9 +140,10 @@ Routing route_kernel(const Tensor& logits, int64_t top_k, const OptionalTensor& 
 
 Routing route_backend(const Tensor& logits, int64_t top_k, std::string_view score_function,
                       const OptionalTensor& correction_bias, int64_t num_groups, int64_t top_k_groups,
-                      std::string_view normalization, double scale) {
-  const RoutingRule rule{parse_score_function(score_function), parse_normalization(normalization), scale, num_groups,
-                         top_k_groups};
+                      std::string_view group_score, std::string_view normalization, double scale) {
+  const RoutingRule rule{
+      parse_score_function(score_function), parse_normalization(normalization), scale, num_groups, top_k_groups,
+      parse_group_score(group_score)};
   check(logits, top_k, correction_bias, num_groups, top_k_groups);
   const auto type = accumulator_type(logits.scalar_type());
   const Tensor wide = logits.to(type);
@@ -207,10 +215,10 @@ class Gradient : public torch::autograd::Function<Gradient> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& logits, int64_t top_k, std::string score_function,
                                const OptionalTensor& correction_bias, int64_t num_groups, int64_t top_k_groups,
-                               std::string normalization, double scale) {
+                               std::string group_score, std::string normalization, double scale) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    auto [weights, experts] =
-        call_route(logits, top_k, score_function, correction_bias, num_groups, top_k_groups, normalization, scale);
+    auto [weights, experts] = call_route(logits, top_k, score_function, correction_bias, num_groups, top_k_groups,
+                                         group_score, normalization, scale);
     ctx->save_for_backward({logits, experts});
     ctx->mark_non_differentiable({experts});
     ctx->saved_data["score_function"] = score_function;
@@ -224,20 +232,21 @@ class Gradient : public torch::autograd::Function<Gradient> {
     const Tensor grad_logits =
         call_route_backward(grads[0], saved[0], saved[1], ctx->saved_data["score_function"].toStringRef(),
                             ctx->saved_data["normalization"].toStringRef(), ctx->saved_data["scale"].toDouble());
-    return {grad_logits, Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
+    return {grad_logits, Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
 
 Routing route_autograd(const Tensor& logits, int64_t top_k, std::string_view score_function,
                        const OptionalTensor& correction_bias, int64_t num_groups, int64_t top_k_groups,
-                       std::string_view normalization, double scale) {
+                       std::string_view group_score, std::string_view normalization, double scale) {
   if (needs_gradient(logits)) {
     const auto outputs = Gradient::apply(logits, top_k, std::string(score_function), correction_bias, num_groups,
-                                         top_k_groups, std::string(normalization), scale);
+                                         top_k_groups, std::string(group_score), std::string(normalization), scale);
     return {outputs[0], outputs[1]};
   }
   const at::AutoDispatchBelowADInplaceOrView guard;
-  return call_route(logits, top_k, score_function, correction_bias, num_groups, top_k_groups, normalization, scale);
+  return call_route(logits, top_k, score_function, correction_bias, num_groups, top_k_groups, group_score,
+                    normalization, scale);
 }
 
 TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) {
@@ -251,9 +260,10 @@ TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) {
 
 Routing call_route(const Tensor& logits, int64_t top_k, std::string_view score_function,
                    const OptionalTensor& correction_bias, int64_t num_groups, int64_t top_k_groups,
-                   std::string_view normalization, double scale) {
+                   std::string_view group_score, std::string_view normalization, double scale) {
   static const auto op = find_operator<decltype(call_route)>("maxmoe::route");
-  return op.call(logits, top_k, score_function, correction_bias, num_groups, top_k_groups, normalization, scale);
+  return op.call(logits, top_k, score_function, correction_bias, num_groups, top_k_groups, group_score, normalization,
+                 scale);
 }
 
 Tensor call_route_backward(const Tensor& grad_weights, const Tensor& logits, const Tensor& experts,

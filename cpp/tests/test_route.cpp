@@ -50,7 +50,8 @@ std::vector<size_t> naive_experts(const RoutingRule& rule, Values biased, size_t
     const auto begin = biased.begin() + static_cast<std::ptrdiff_t>(g * group_size);
     Values group(begin, begin + static_cast<std::ptrdiff_t>(group_size));
     std::sort(group.rbegin(), group.rend());
-    group_scores.push_back(group[0] + (group_size > 1 ? group[1] : 0.0));
+    const bool counts_second = rule.group_score == GroupScore::top2 && group_size > 1;
+    group_scores.push_back(group[0] + (counts_second ? group[1] : 0.0));
   }
   const std::vector<size_t> open = largest(group_scores, static_cast<size_t>(rule.top_k_groups));
   for (size_t e = 0; e < biased.size(); ++e) {
@@ -139,9 +140,12 @@ void check_backward(const RoutingRule& rule, const Matrix<T>& logits, int64_t to
 
 struct Case {
   int64_t num_experts, top_k, num_groups, top_k_groups;
+  GroupScore group_score = GroupScore::top2;
 };
-const std::vector<Case> kCases = {{1, 1, 1, 1}, {3, 3, 1, 1},  {7, 2, 1, 1},  {33, 6, 1, 1},
-                                  {8, 2, 4, 2}, {12, 5, 3, 2}, {40, 8, 8, 4}, {5, 2, 5, 3}};
+const std::vector<Case> kCases = {{1, 1, 1, 1},  {3, 3, 1, 1},  {7, 2, 1, 1},
+                                  {33, 6, 1, 1}, {8, 2, 4, 2},  {8, 2, 4, 2, GroupScore::max},
+                                  {12, 5, 3, 2}, {40, 8, 8, 4}, {40, 8, 8, 4, GroupScore::max},
+                                  {5, 2, 5, 3}};
 
 template <class Check>
 void for_every_rule(const Case& c, const Check& check) {
@@ -151,9 +155,10 @@ void for_every_rule(const Case& c, const Check& check) {
       // The sum of scores of either sign may be anything.
       if (function == ScoreFunction::identity && normalization == Normalization::sum) continue;
       SCOPED_TRACE(testing::Message() << c.num_experts << " experts, top " << c.top_k << " of " << c.top_k_groups << "/"
-                                      << c.num_groups << " groups, score function " << static_cast<int>(function)
-                                      << ", normalization " << static_cast<int>(normalization));
-      check(RoutingRule{function, normalization, 2.5, c.num_groups, c.top_k_groups});
+                                      << c.num_groups << " groups by score " << static_cast<int>(c.group_score)
+                                      << ", score function " << static_cast<int>(function) << ", normalization "
+                                      << static_cast<int>(normalization));
+      check(RoutingRule{function, normalization, 2.5, c.num_groups, c.top_k_groups, c.group_score});
     }
   }
 }
