@@ -25,6 +25,13 @@ MAXMOE_INLINE void zero_row(T* target, int64_t count) {
   if (count > 0) std::memset(static_cast<void*>(target), 0, static_cast<size_t>(count) * sizeof(T));
 }
 
+// No processor foresees where the next row is.
+template <class T>
+MAXMOE_INLINE void prefetch_row(const T* row, int64_t columns) {
+  constexpr int64_t kCacheLine = 64 / sizeof(T);
+  for (int64_t c = 0; c < columns; c += kCacheLine) __builtin_prefetch(row + c);
+}
+
 // target = widen(source)
 template <class T>
 MAXMOE_INLINE void widen_row(const T* __restrict source, Accumulator<T>* __restrict target, int64_t count) {

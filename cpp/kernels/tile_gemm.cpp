@@ -79,13 +79,6 @@ MAXMOE_INLINE void panel_row(const T* row, int64_t row_stride, bool is_last_alon
   }
 }
 
-// No processor foresees where the next row is.
-template <class T>
-MAXMOE_INLINE void prefetch_row(const T* row, int64_t columns) {
-  constexpr int64_t kCacheLine = 64 / sizeof(T);
-  for (int64_t c = 0; c < columns; c += kCacheLine) __builtin_prefetch(row + c);
-}
-
 // A block of a in the layout that the micro-tile reads.
 template <class Element>
 struct LeftBlock {

@@ -100,11 +100,10 @@ MAXMOE_INLINE void store_narrowed(T* target, Vector<Accumulator<T>> vector) {
   if constexpr (std::is_same_v<T, Accumulator<T>>) {
     store_vector(target, vector);
   } else if constexpr (std::is_same_v<T, BFloat16>) {
-    using Bits = Vector<uint32_t>;
-    const auto bits = std::bit_cast<Bits>(vector);
-    const Bits is_nan = std::bit_cast<Bits>((bits & 0x7fffffffU) > 0x7f800000U);
-    const Bits rounded = (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16;
-    const Bits chosen = (is_nan & ((bits >> 16) | 0x40U)) | (~is_nan & rounded);
+    const auto bits = std::bit_cast<Vector<uint32_t>>(vector);
+    const auto high = bits >> 16;
+    const auto rounded = (bits + 0x7fffU + (high & 1U)) >> 16;
+    const auto chosen = vector != vector ? high | 0x40U : rounded;  // a NaN keeps its sign, and stays one
     const auto half = __builtin_convertvector(chosen, VectorOf<uint16_t, kVectorBytes / 2>::type);
     std::memcpy(target, &half, sizeof(half));
   } else {
