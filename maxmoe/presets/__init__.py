@@ -1,0 +1,33 @@
+"""Published families of models: their configs, and what transformers calls their fields and weights."""
+
+from maxmoe.presets.families import from_transformers
+from maxmoe.presets.published import (
+    deepseek_v2,
+    deepseek_v3,
+    glm4_moe,
+    gpt_oss,
+    kimi_k2,
+    llama4,
+    minimax_m2,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3_moe,
+    qwen3_next,
+)
+
+__all__ = [
+    "deepseek_v2",
+    "deepseek_v3",
+    "from_transformers",
+    "glm4_moe",
+    "gpt_oss",
+    "kimi_k2",
+    "llama4",
+    "minimax_m2",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+]

@@ -1,0 +1,229 @@
+"""What transformers calls the fields and the weights of each family: a table, and what reads its configs."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from maxmoe.config import MoEConfig
+from maxmoe.presets import published
+from maxmoe.presets.layouts import Entry, Layout, per_expert, router, shared, stacked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family of models that transformers knows.
+
+    Args:
+        preset: what its config does not say is as in the preset.
+        fields: of `MoEConfig`, and the attribute of its config that says it.
+        required: attributes of its config with the only value that we compute, where it has them.
+        block: the weights of its sparse block in memory.
+        checkpoint: the weights in published checkpoints.
+    """
+
+    preset: Callable[..., MoEConfig]
+    fields: Mapping[str, str]
+    required: Mapping[str, Any] = field(default_factory=dict)
+    block: Layout
+    checkpoint: Layout
+
+
+_MIXTRAL_FIELDS = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_experts": "num_local_experts",
+    "top_k": "num_experts_per_tok",
+    "activation": "hidden_act",
+    "load_balance_loss_weight": "router_aux_loss_coef",
+}
+_OLMOE_FIELDS = _MIXTRAL_FIELDS | {"num_experts": "num_experts", "normalization": "norm_topk_prob"}
+_QWEN3_FIELDS = _OLMOE_FIELDS | {"intermediate_size": "moe_intermediate_size"}
+_QWEN2_FIELDS = _QWEN3_FIELDS | {"num_shared_experts": "shared_expert_intermediate_size"}
+_DEEPSEEK_V2_FIELDS = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "moe_intermediate_size",
+    "num_experts": "n_routed_experts",
+    "top_k": "num_experts_per_tok",
+    "activation": "hidden_act",
+    "num_shared_experts": "n_shared_experts",
+    "routed_scaling_factor": "routed_scaling_factor",
+}
+_DEEPSEEK_V3_FIELDS = _DEEPSEEK_V2_FIELDS | {
+    "num_groups": "n_group",
+    "top_k_groups": "topk_group",
+    "normalization": "norm_topk_prob",
+}
+_GPT_OSS_FIELDS = {ours: theirs for ours, theirs in _MIXTRAL_FIELDS.items() if ours != "activation"} | {
+    "activation_limit": "swiglu_limit"
+}
+
+_GATE = router("gate")
+_GATE_BIASED = router("gate", correction_bias="gate.e_score_correction_bias")
+_GATE_BIASED_OUTSIDE = router("gate", correction_bias="e_score_correction_bias")
+_SHARED_GATED = (
+    *shared("shared_expert"),
+    Entry("shared_expert_gate.weight", ("shared_experts.output_gate",), unsqueezed=True),
+)
+_W123 = per_expert("w1", "w3", "w2")
+_PROJ = per_expert("gate_proj", "up_proj", "down_proj")
+_LLAMA4 = Layout("feed_forward", router("router") + stacked(transposed=False) + shared("shared_expert"))
+_GPT_OSS = Layout(
+    "mlp",
+    (
+        *router("router"),
+        Entry("router.bias", ("router.bias",)),
+        *stacked(transposed=False, interleaved=True),
+        Entry("experts.gate_up_proj_bias", ("experts.gate_bias", "experts.up_bias"), interleaved=True),
+        Entry("experts.down_proj_bias", ("experts.down_bias",)),
+    ),
+)
+
+_MIXTRAL = Family(
+    preset=published.mixtral,
+    fields=_MIXTRAL_FIELDS,
+    required={"router_jitter_noise": 0.0},
+    block=Layout("mlp", _GATE + stacked()),
+    checkpoint=Layout("block_sparse_moe", _GATE + _W123),
+)
+_QWEN2_MOE = Family(
+    preset=published.qwen2_moe,
+    fields=_QWEN2_FIELDS,
+    block=Layout("mlp", _GATE + stacked() + _SHARED_GATED),
+    checkpoint=Layout("mlp", _GATE + _PROJ + _SHARED_GATED),
+)
+_QWEN3_MOE = Family(
+    preset=published.qwen3_moe,
+    fields=_QWEN3_FIELDS,
+    block=Layout("mlp", _GATE + stacked()),
+    checkpoint=Layout("mlp", _GATE + _PROJ),
+)
+_DEEPSEEK_V2 = Family(
+    preset=published.deepseek_v2,
+    fields=_DEEPSEEK_V2_FIELDS,
+    # The groups of "group_limited_greedy" are scored by their best expert, ours by the two best.
+    required={"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False, "mlp_bias": False},
+    block=Layout("mlp", _GATE + stacked() + shared("shared_experts")),
+    checkpoint=Layout("mlp", _GATE + _PROJ + shared("shared_experts")),
+)
+_DEEPSEEK_V3 = Family(
+    preset=published.deepseek_v3,
+    fields=_DEEPSEEK_V3_FIELDS,
+    required={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    block=Layout("mlp", _GATE_BIASED + stacked() + shared("shared_experts")),
+    checkpoint=Layout("mlp", _GATE_BIASED + _PROJ + shared("shared_experts")),
+)
+_MINIMAX_M2 = replace(
+    _MIXTRAL,
+    preset=published.minimax_m2,
+    block=Layout("mlp", _GATE_BIASED_OUTSIDE + stacked()),
+    checkpoint=Layout("block_sparse_moe", _GATE_BIASED_OUTSIDE + _W123),
+)
+
+FAMILIES: dict[str, Family] = {
+    "mixtral": _MIXTRAL,
+    "qwen2_moe": _QWEN2_MOE,
+    "qwen3_moe": _QWEN3_MOE,
+    "qwen3_next": replace(_QWEN2_MOE, preset=published.qwen3_next),
+    "olmoe": replace(_QWEN3_MOE, preset=published.olmoe, fields=_OLMOE_FIELDS),
+    "deepseek_v2": _DEEPSEEK_V2,
+    "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v32": _DEEPSEEK_V3,
+    "kimi_k2": replace(_DEEPSEEK_V3, preset=published.kimi_k2),
+    "glm4_moe": replace(_DEEPSEEK_V3, preset=published.glm4_moe),
+    "minimax_m2": _MINIMAX_M2,
+    "gpt_oss": Family(
+        preset=published.gpt_oss,
+        fields=_GPT_OSS_FIELDS,
+        required={"swiglu_alpha": 1.702},
+        block=_GPT_OSS,
+        checkpoint=_GPT_OSS,
+    ),
+    "llama4_text": Family(preset=published.llama4, fields=_MIXTRAL_FIELDS, block=_LLAMA4, checkpoint=_LLAMA4),
+}
+
+
+def family_of(config: Any) -> Family:
+    """Find the family of a config by its `model_type`.
+
+    Args:
+        config: of transformers; of its `text_config` where it has one.
+
+    Returns:
+        The family.
+
+    Raises:
+        ValueError: for a `model_type` that is not in the table.
+    """
+    model_type = getattr(_text_config(config), "model_type", None)
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"model_type must be one of {', '.join(FAMILIES)}, got {model_type!r} ({type(config).__name__})"
+        )
+    return FAMILIES[model_type]
+
+
+def from_transformers(config: Any) -> MoEConfig:
+    """Read the config of a model of transformers.
+
+    What it does not say, as the weights of some losses, is as in the family's preset. Its `router_aux_loss_coef` is
+    taken times K: see `maxmoe.presets.published`.
+
+    Args:
+        config: of transformers, of a family in `maxmoe.presets`; for a multimodal model also the one around it.
+
+    Returns:
+        The config of its Mixture-of-Experts layers.
+
+    Raises:
+        ValueError: for another family, and for a field that is missing, contradicts others or asks for what we do not
+            compute.
+    """
+    family = family_of(config)
+    config = _text_config(config)
+    for attribute, only in family.required.items():
+        value = getattr(config, attribute, only)
+        if value != only:
+            raise ValueError(f"{attribute} of a {config.model_type} config must be {only!r}, got {value!r}")
+    fields = {ours: _read(config, theirs) for ours, theirs in family.fields.items()}
+    try:
+        return family.preset(**fields)
+    except ValueError as error:
+        renamed = [
+            f"{ours} is its {theirs}" for ours, theirs in family.fields.items() if ours in str(error) and ours != theirs
+        ]
+        raise ValueError("; ".join([f"{config.model_type} config: {error}", *renamed])) from error
+
+
+def _text_config(config: Any) -> Any:
+    return getattr(config, "text_config", None) or config
+
+
+def _read(config: Any, attribute: str) -> Any:
+    """A value in the terms of `MoEConfig`."""
+    value = _get(config, attribute)
+    match attribute:
+        case "hidden_act":
+            return {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}.get(value, value)
+        case "norm_topk_prob":
+            return "sum" if value else "none"
+        case "router_aux_loss_coef":
+            return value * _get(config, "num_experts_per_tok")
+        case "shared_expert_intermediate_size":
+            return _num_shared_experts(value, _get(config, "moe_intermediate_size"))
+    return value
+
+
+def _get(config: Any, attribute: str) -> Any:
+    value = getattr(config, attribute, None)
+    if value is None:
+        raise ValueError(f"{attribute} is missing in the {config.model_type} config; transformers >= 5.20 has it")
+    return value
+
+
+def _num_shared_experts(width: int, intermediate_size: int) -> int:
+    if intermediate_size < 1 or width % intermediate_size:
+        raise ValueError(
+            f"shared_expert_intermediate_size ({width}) must be a multiple of "
+            f"moe_intermediate_size ({intermediate_size})"
+        )
+    return width // intermediate_size

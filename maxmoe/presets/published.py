@@ -1,0 +1,235 @@
+"""One function per published family: its `MoEConfig`, with the sizes of its flagship; `overrides` are fields of it.
+
+Weights of the balance loss are in the definition of `maxmoe.nn.load_balance_loss`, which is 1 at perfect balance. The
+`router_aux_loss_coef` of transformers belongs to a loss that sums over the K choices where ours takes their mean, so
+our weight is K times that coefficient. Over the layers transformers takes the mean, where adding up every `aux_loss`
+gives the sum: with L layers, divide these weights by L for the same total. DeepSeek adds its losses up, as we do.
+"""
+
+from typing import Any
+
+from maxmoe.config import MoEConfig
+
+
+def _config(overrides: dict[str, Any], **fields: Any) -> MoEConfig:
+    return MoEConfig(**(fields | overrides))
+
+
+def mixtral(**overrides: Any) -> MoEConfig:
+    """Mixtral 8x7B: the softmax over the chosen two experts, one loss over the batch.
+
+    Source: Jiang et al. 2024 (arXiv:2401.04088); config of mistralai/Mixtral-8x7B-v0.1.
+    """
+    return _config(
+        overrides,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_experts=8,
+        top_k=2,
+        load_balance_loss_weight=0.02 * 2,
+        load_balance_scope="batch",
+    )
+
+
+def qwen2_moe(**overrides: Any) -> MoEConfig:
+    """Qwen2-57B-A14B: weights as the softmax over all experts gives them, and a gated shared expert.
+
+    Source: Yang et al. 2024 (arXiv:2407.10671); config of Qwen/Qwen2-57B-A14B.
+    """
+    return _config(
+        overrides,
+        hidden_size=3584,
+        intermediate_size=2560,
+        num_experts=64,
+        top_k=8,
+        normalization="none",
+        num_shared_experts=8,
+        shared_expert_gate=True,
+        load_balance_loss_weight=0.001 * 8,
+        load_balance_scope="batch",
+    )
+
+
+def qwen3_moe(**overrides: Any) -> MoEConfig:
+    """Qwen3-235B-A22B: fine-grained experts without a shared one, balanced over the global batch.
+
+    Source: Yang et al. 2025 (arXiv:2505.09388); config of Qwen/Qwen3-235B-A22B.
+    """
+    return _config(
+        overrides,
+        hidden_size=4096,
+        intermediate_size=1536,
+        num_experts=128,
+        top_k=8,
+        load_balance_loss_weight=0.001 * 8,
+        load_balance_scope="batch",
+    )
+
+
+def qwen3_next(**overrides: Any) -> MoEConfig:
+    """Qwen3-Next-80B-A3B: ten of 512 small experts, and a gated shared expert.
+
+    Source: config of Qwen/Qwen3-Next-80B-A3B-Instruct.
+    """
+    return _config(
+        overrides,
+        hidden_size=2048,
+        intermediate_size=512,
+        num_experts=512,
+        top_k=10,
+        num_shared_experts=1,
+        shared_expert_gate=True,
+        load_balance_loss_weight=0.001 * 10,
+        load_balance_scope="batch",
+    )
+
+
+def olmoe(**overrides: Any) -> MoEConfig:
+    """OLMoE-1B-7B: weights as the softmax over all experts gives them, a balance and a z-loss.
+
+    Its training code has our definition of the balance loss, so that its weight is the published one.
+
+    Source: Muennighoff et al. 2024 (arXiv:2409.02060); config of allenai/OLMoE-1B-7B-0924.
+    """
+    return _config(
+        overrides,
+        hidden_size=2048,
+        intermediate_size=1024,
+        num_experts=64,
+        top_k=8,
+        normalization="none",
+        load_balance_loss_weight=0.01,
+        load_balance_scope="batch",
+        router_z_loss_weight=0.001,
+    )
+
+
+def deepseek_v2(**overrides: Any) -> MoEConfig:
+    """DeepSeek-V2-Lite: weights as the softmax over all experts gives them, two shared experts.
+
+    Source: DeepSeek-AI 2024 (arXiv:2405.04434), of the losses in section 3.1.2 the one over experts; config of
+    deepseek-ai/DeepSeek-V2-Lite.
+    """
+    return _config(
+        overrides,
+        hidden_size=2048,
+        intermediate_size=1408,
+        num_experts=64,
+        top_k=6,
+        normalization="none",
+        num_shared_experts=2,
+        load_balance_loss_weight=0.003,
+    )
+
+
+def deepseek_v3(**overrides: Any) -> MoEConfig:
+    """DeepSeek-V3: sigmoid scores, four of eight groups, a correction bias that balances without a loss.
+
+    Source: DeepSeek-AI 2024 (arXiv:2412.19437), for the losses section 4.2; config of deepseek-ai/DeepSeek-V3.
+    """
+    return _config(
+        overrides,
+        hidden_size=7168,
+        intermediate_size=2048,
+        num_experts=256,
+        top_k=8,
+        score_function="sigmoid",
+        score_correction_bias=True,
+        num_groups=8,
+        top_k_groups=4,
+        routed_scaling_factor=2.5,
+        num_shared_experts=1,
+        load_balance_loss_weight=0.0001,
+        correction_bias_update_rate=0.001,
+    )
+
+
+def kimi_k2(**overrides: Any) -> MoEConfig:
+    """Kimi-K2: as `deepseek_v3`, with more experts and no groups; the update rate of the bias is not published.
+
+    Source: Kimi Team 2025 (arXiv:2507.20534); config of moonshotai/Kimi-K2-Instruct, the weight of the loss too.
+    """
+    fields: dict[str, Any] = {
+        "num_experts": 384,
+        "num_groups": 1,
+        "top_k_groups": 1,
+        "routed_scaling_factor": 2.827,
+        "load_balance_loss_weight": 0.001,
+    }
+    return deepseek_v3(**(fields | overrides))
+
+
+def glm4_moe(**overrides: Any) -> MoEConfig:
+    """GLM-4.5: as `deepseek_v3`, with fewer and smaller experts and no groups.
+
+    Source: GLM-4.5 Team 2025 (arXiv:2508.06471); config of zai-org/GLM-4.5.
+    """
+    fields: dict[str, Any] = {
+        "hidden_size": 5120,
+        "intermediate_size": 1536,
+        "num_experts": 160,
+        "num_groups": 1,
+        "top_k_groups": 1,
+    }
+    return deepseek_v3(**(fields | overrides))
+
+
+def minimax_m2(**overrides: Any) -> MoEConfig:
+    """MiniMax-M2: sigmoid scores and a correction bias, whose update rate is not published; no shared expert.
+
+    Source: config of MiniMaxAI/MiniMax-M2.
+    """
+    return _config(
+        overrides,
+        hidden_size=3072,
+        intermediate_size=1536,
+        num_experts=256,
+        top_k=8,
+        score_function="sigmoid",
+        score_correction_bias=True,
+        load_balance_loss_weight=0.001 * 8,
+        load_balance_scope="batch",
+    )
+
+
+def gpt_oss(**overrides: Any) -> MoEConfig:
+    """gpt-oss-120b: biases everywhere, a clipped SwiGLU, the softmax over the chosen logits.
+
+    How it was balanced is not published: the 0.9 in its config would outweigh any training loss, so there is none.
+
+    Source: OpenAI 2025 (arXiv:2508.10925); config of openai/gpt-oss-120b.
+    """
+    return _config(
+        overrides,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_experts=128,
+        top_k=4,
+        score_function="identity",
+        router_bias=True,
+        normalization="softmax",
+        activation="swigluoai",
+        activation_limit=7.0,
+        expert_bias=True,
+        load_balance_scope="batch",
+    )
+
+
+def llama4(**overrides: Any) -> MoEConfig:
+    """Llama 4 Maverick: one expert per token, its input scaled by the sigmoid of its logit, and a shared expert.
+
+    Source: config of meta-llama/Llama-4-Maverick-17B-128E.
+    """
+    return _config(
+        overrides,
+        hidden_size=5120,
+        intermediate_size=8192,
+        num_experts=128,
+        top_k=1,
+        score_function="sigmoid",
+        normalization="none",
+        apply_weights_to="input",
+        num_shared_experts=1,
+        load_balance_loss_weight=0.001,
+        load_balance_scope="batch",
+    )

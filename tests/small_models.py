@@ -1,0 +1,91 @@
+"""Small random models of transformers, one for each family of `maxmoe.presets`."""
+
+import importlib
+from typing import Any
+
+import torch
+from torch import nn
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+DEEPSEEK: dict[str, Any] = {
+    "moe_intermediate_size": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 0,
+    "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 4,
+    "q_lora_rank": 4,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
+}
+QWEN: dict[str, Any] = {"moe_intermediate_size": 10, "num_experts": 6, "num_experts_per_tok": 3}
+GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2}
+
+# The preset, the folder in transformers.models, the class without "Config", "ForCausalLM" ..., and its sizes.
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", "Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 10}),
+    "qwen2_moe": ("qwen2_moe", "Qwen2Moe", QWEN | {"shared_expert_intermediate_size": 20, "norm_topk_prob": False}),
+    "qwen3_moe": ("qwen3_moe", "Qwen3Moe", QWEN | {"norm_topk_prob": True}),
+    "qwen3_next": ("qwen3_next", "Qwen3Next", QWEN | {"shared_expert_intermediate_size": 10, "norm_topk_prob": True}),
+    "olmoe": ("olmoe", "Olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 10}),
+    "deepseek_v2": ("deepseek_v2", "DeepseekV2", DEEPSEEK),
+    "deepseek_v3": ("deepseek_v3", "DeepseekV3", DEEPSEEK | GROUPS),
+    "kimi_k2": ("deepseek_v3", "DeepseekV3", DEEPSEEK | {"n_group": 1, "topk_group": 1}),
+    "glm4_moe": ("glm4_moe", "Glm4Moe", DEEPSEEK | {"n_group": 1, "topk_group": 1}),
+    "minimax_m2": (
+        "minimax_m2",
+        "MiniMaxM2",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 10},
+    ),
+    "gpt_oss": ("gpt_oss", "GptOss", {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 10}),
+    "llama4": (
+        "llama4",
+        "Llama4",
+        {"num_local_experts": 6, "num_experts_per_tok": 1, "intermediate_size": 10, "intermediate_size_mlp": 10},
+    ),
+}
+
+
+def config_of(preset: str, **overrides: Any) -> Any:
+    folder, name, sizes = MODELS[preset]
+    module = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
+    config_class = getattr(module, f"{name}TextConfig" if preset == "llama4" else f"{name}Config")
+    return config_class(**(SIZES | sizes | overrides))
+
+
+def model_of(preset: str, **overrides: Any) -> nn.Module:
+    """The whole language model, with random values in all parameters and buffers of its sparse blocks."""
+    folder, name, _ = MODELS[preset]
+    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    config = config_of(preset, **overrides)
+    config._experts_implementation = "eager"  # the default one refuses widths of 10
+    model = getattr(module, f"{name}ForCausalLM")(config)
+    for block in blocks_of(model).values():
+        for value in block.state_dict().values():
+            value.copy_(torch.randn(value.shape, dtype=torch.float64) * 0.3)
+    return model
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The sparse blocks of a model, by the name of the decoder's block they are in."""
+    return {
+        name.rpartition(".")[0]: module
+        for name, module in model.named_modules()
+        if hasattr(module, "experts") and isinstance(module.experts, nn.Module)
+    }
+
+
+def block_of(preset: str, **overrides: Any) -> nn.Module:
+    return next(iter(blocks_of(model_of(preset, num_hidden_layers=1, **overrides)).values()))
