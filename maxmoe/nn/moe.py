@@ -6,12 +6,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
+from maxmoe import presets
 from maxmoe.config import MoEConfig
 from maxmoe.nn.compute import compute_for
+from maxmoe.nn.conversion import check_config, config_of, give_weights, take_weights
 from maxmoe.nn.experts import Experts, SharedExperts
 from maxmoe.nn.losses import load_balance_loss, normalized_scores, router_z_loss
 from maxmoe.nn.router import Router, Routing
+from maxmoe.presets.families import family_of
 
 
 class MoEStats(NamedTuple):
@@ -76,6 +80,42 @@ class MoE(nn.Module):
         self.experts = Experts(config, device=device, dtype=dtype)
         self.shared_experts = SharedExperts(config, device=device, dtype=dtype) if config.num_shared_experts else None
         self.compute = compute_for(config)
+
+    @classmethod
+    def from_transformers(cls, block: nn.Module) -> Self:
+        """Turn the sparse block of a model of transformers into this layer.
+
+        The weights move, one tensor at a time: the block is left on the meta device. Gradients stay behind.
+
+        Args:
+            block: of a family in `maxmoe.presets`, such as `MixtralSparseMoeBlock`.
+
+        Returns:
+            The layer; dtypes, device and `requires_grad` are those of the block.
+
+        Raises:
+            ValueError: for a block of another family or kind; then nothing is moved.
+        """
+        source = config_of(block)
+        dtype = next((parameter.dtype for parameter in block.parameters()), None)
+        layer = cls(presets.from_transformers(source), device="meta", dtype=dtype)
+        take_weights(layer, block, family_of(source).block)
+        return layer.train(block.training)
+
+    def to_transformers(self, block: nn.Module) -> None:
+        """Turn this layer back into the sparse block of a model of transformers.
+
+        The weights move, one tensor at a time: the layer is left on the meta device. Gradients stay behind.
+
+        Args:
+            block: of a family in `maxmoe.presets`; its own weights are dropped, and may be on the meta device.
+
+        Raises:
+            ValueError: if the block computes something else or has other shapes; then nothing is moved.
+        """
+        source = config_of(block)
+        check_config(self.config, presets.from_transformers(source))
+        give_weights(self, block, family_of(source).block)
 
     def reset_parameters(self) -> None:
         """Initialise all parameters anew."""

@@ -1,0 +1,28 @@
+"""A bound on the memory that a piece of code may ask for."""
+
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+MARGIN = 4 * 2**20  # of the interpreter and the allocator
+SELF_CONTAINED = 2**25  # the allocator may take less from what was free before, but not more
+
+
+@contextmanager
+def at_most(num_bytes: int) -> Iterator[None]:
+    """Fail with an error of the allocator where the process grows by more, a little margin apart.
+
+    On one thread, since the stacks of others would count.
+    """
+    torch.set_num_threads(1)
+    (kibibytes,) = re.findall(r"VmData:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (int(kibibytes) * 1024 + num_bytes + MARGIN, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
