@@ -1,0 +1,1 @@
+"""What connects maxmoe with other libraries."""
