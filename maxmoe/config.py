@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus", "identity"]
+GroupScore = Literal["top2", "max"]
 Normalization = Literal["none", "sum", "softmax"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai"]
 WeightsTarget = Literal["output", "input"]
@@ -26,6 +27,7 @@ class MoEConfig:
         score_correction_bias: a bias for the selection only, moved by `MoE.update_correction_bias`.
         num_groups: experts form this many groups of equal size.
         top_k_groups: a token's experts come from its best groups only.
+        group_score: a group is as good as its two best experts together, "top2", or as its best, "max".
         normalization: of the K selected scores: "none", "sum" (divide by their sum), "softmax".
         routed_scaling_factor: multiplies the routing weights.
         apply_weights_to: the routing weights scale the experts' "output" or their "input".
@@ -60,6 +62,7 @@ class MoEConfig:
     score_correction_bias: bool = False
     num_groups: int = 1
     top_k_groups: int = 1
+    group_score: GroupScore = "top2"
     normalization: Normalization = "sum"
     routed_scaling_factor: float = 1.0
     apply_weights_to: WeightsTarget = "output"
@@ -101,6 +104,7 @@ class MoEConfig:
     def _check_choices(self) -> None:
         choices = {
             "score_function": ScoreFunction,
+            "group_score": GroupScore,
             "normalization": Normalization,
             "activation": Activation,
             "apply_weights_to": WeightsTarget,

@@ -40,7 +40,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", "Qwen3Moe", QWEN | {"norm_topk_prob": True}),
     "qwen3_next": ("qwen3_next", "Qwen3Next", QWEN | {"shared_expert_intermediate_size": 10, "norm_topk_prob": True}),
     "olmoe": ("olmoe", "Olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 10}),
-    "deepseek_v2": ("deepseek_v2", "DeepseekV2", DEEPSEEK),
+    "deepseek_v2": ("deepseek_v2", "DeepseekV2", DEEPSEEK | GROUPS | {"topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("deepseek_v3", "DeepseekV3", DEEPSEEK | GROUPS),
     "kimi_k2": ("deepseek_v3", "DeepseekV3", DEEPSEEK | {"n_group": 1, "topk_group": 1}),
     "glm4_moe": ("glm4_moe", "Glm4Moe", DEEPSEEK | {"n_group": 1, "topk_group": 1}),

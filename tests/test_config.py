@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from maxmoe.config import Activation, MoEConfig, Normalization, ScoreFunction
+from maxmoe.config import Activation, GroupScore, MoEConfig, Normalization, ScoreFunction
 
 SIZES: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 4, "num_experts": 6, "top_k": 2}
 
@@ -31,7 +31,12 @@ def test_is_a_frozen_value_of_keywords() -> None:
 
 @pytest.mark.parametrize(
     ("name", "literal"),
-    [("score_function", ScoreFunction), ("normalization", Normalization), ("activation", Activation)],
+    [
+        ("score_function", ScoreFunction),
+        ("group_score", GroupScore),
+        ("normalization", Normalization),
+        ("activation", Activation),
+    ],
 )
 def test_every_choice_is_accepted(name: str, literal: Any) -> None:
     for choice in get_args(literal):
@@ -74,6 +79,7 @@ def test_accepts(accepted: dict[str, Any]) -> None:
         ({"num_groups": 2, "top_k_groups": 3}, ("top_k_groups", "3", "num_groups", "2")),
         ({"num_groups": 3, "top_k": 3}, ("top_k", "3", "2 experts", "top_k_groups", "1")),
         ({"score_function": "tanh"}, ("score_function", "sqrtsoftplus", "tanh")),
+        ({"group_score": "mean"}, ("group_score", "top2", "mean")),
         ({"normalization": "l2"}, ("normalization", "softmax", "l2")),
         ({"activation": "swish"}, ("activation", "silu", "swish")),
         ({"apply_weights_to": "both"}, ("apply_weights_to", "input", "both")),

@@ -19,6 +19,7 @@ pytest.importorskip("transformers")
 each_family = pytest.mark.parametrize("name", small_models.MODELS)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in small_models.MODELS} | {
     "qwen2_moe_normalised": ("qwen2_moe", {"norm_topk_prob": True}),
+    "deepseek_v2_lite": ("deepseek_v2", {"topk_method": "greedy"}),
     "deepseek_v3_not_normalised": ("deepseek_v3", {"norm_topk_prob": False}),
     "llama4_two_experts": ("llama4", {"num_experts_per_tok": 2}),
     "mixtral_gelu": ("mixtral", {"hidden_act": "gelu_pytorch_tanh"}),

@@ -116,6 +116,7 @@ OPTIONS: list[list[Options]] = [
     [{}, {"score_correction_bias": True}],
     [{}, {"router_bias": True}],
     [{}, {"num_groups": 3, "top_k_groups": 2}, {"num_groups": 2}, {"num_groups": 6, "top_k_groups": 4}],
+    [{}, {"group_score": "max"}],
     [{}, {"routed_scaling_factor": 2.5}],
     [{}, {"apply_weights_to": "input"}],
     [

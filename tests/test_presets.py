@@ -74,17 +74,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v2": DEEPSEEK
     | {
         "model_type": "deepseek_v2",
-        "hidden_size": 2048,
-        "moe_intermediate_size": 1408,
-        "n_routed_experts": 64,
+        "hidden_size": 5120,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 160,
         "n_shared_experts": 2,
         "num_experts_per_tok": 6,
-        "n_group": 1,
-        "topk_group": 1,
-        "topk_method": "greedy",
+        "n_group": 8,
+        "topk_group": 3,
+        "topk_method": "group_limited_greedy",
         "scoring_func": "softmax",
         "norm_topk_prob": False,
-        "routed_scaling_factor": 1.0,
+        "routed_scaling_factor": 16.0,
     },
     "deepseek_v3": DEEPSEEK
     | {
@@ -221,7 +221,7 @@ def test_balance_loss_is_that_of_transformers(name: str) -> None:
 GOLDEN = {
     "mixtral": ("mixtral_sparse", {}),
     "qwen3_moe": ("qwen3_moe", {}),
-    "deepseek_v2": ("deepseek2", {"num_shared_experts"}),
+    "deepseek_v2": ("deepseek2", {"num_groups", "top_k_groups", "num_shared_experts"}),
     "deepseek_v3": ("deepseek3", {"num_groups", "top_k_groups", "num_shared_experts"}),
     "gpt_oss": ("gpt_oss_sparse", {"activation_limit"}),
     "llama4": ("llama4_sparse", {"num_shared_experts"}),
@@ -265,9 +265,9 @@ WRONG: dict[str, tuple[Any, tuple[str, ...]]] = {
     "score": (public_config("kimi_k2", scoring_func="softmax"), ("scoring_func", "kimi_k2", "'sigmoid'", "'softmax'")),
     "alpha": (public_config("gpt_oss", swiglu_alpha=1.5), ("swiglu_alpha", "1.702", "1.5")),
     "normalised": (public_config("deepseek_v2", norm_topk_prob=True), ("norm_topk_prob", "False", "True")),
-    "group_limited": (
-        public_config("deepseek_v2", topk_method="group_limited_greedy"),
-        ("topk_method", "'greedy'", "'group_limited_greedy'"),
+    "method": (
+        public_config("deepseek_v2", topk_method="noaux_tc"),
+        ("topk_method", "'greedy'", "'group_limited_greedy'", "'noaux_tc'"),
     ),
 }
 

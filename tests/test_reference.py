@@ -31,6 +31,7 @@ def test_route_groups_count_their_two_best() -> None:
     # Groups (9, 0, 0), (5, 5, 0): the second has the larger sum of two, though not the best expert.
     assert select([9.0, 0.0, 0.0, 5.0, 5.0, 0.0], 2, num_groups=2) == [3, 4]
     # Groups of one expert count that one.
+    assert select([9.0, 0.0, 0.0, 5.0, 5.0, 0.0], 2, num_groups=2, group_score="max") == [0, 1]
     assert select([1.0, 4.0, 3.0], 2, num_groups=3, top_k_groups=2) == [1, 2]
     assert select([1.0, 1.0, 1.0, 1.0], 2, num_groups=2) == [0, 1]
 

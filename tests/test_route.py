@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from maxmoe import ops, reference
-from maxmoe.config import Normalization, ScoreFunction
+from maxmoe.config import GroupScore, Normalization, ScoreFunction
 from operator_calls import Call, assert_same, expected_result, refusal, result, short, tolerance
 from operator_checks import (
     DifferentiableOnce,
@@ -40,8 +40,10 @@ class TestRoute(DifferentiableOnce, OperatorTests):
 @each_normalization
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("groups", [(1, 1), (4, 2), (4, 4), (12, 5)], ids=str)
+@pytest.mark.parametrize("group_score", get_args(GroupScore))
 def test_every_combination(
     path: str,
+    group_score: GroupScore,
     groups: tuple[int, int],
     with_bias: bool,
     normalization: Normalization,
@@ -55,6 +57,7 @@ def test_every_combination(
         correction_bias=torch.randn(12, dtype=torch.float64) if with_bias else None,
         num_groups=groups[0],
         top_k_groups=groups[1],
+        group_score=group_score,
         normalization=normalization,
         scale=2.5,
     )
@@ -196,6 +199,7 @@ def test_compiles_for_any_number_of_tokens(path: str) -> None:
         ({"top_k": 0}, ("top_k", "1", "0")),
         ({"top_k": 7}, ("top_k", "num_experts", "6", "7")),
         ({"score_function": "tanh"}, ("score_function", "sqrtsoftplus", "tanh")),
+        ({"group_score": "mean"}, ("group_score", "top2", "mean")),
         ({"normalization": "l2"}, ("normalization", "softmax", "l2")),
         ({"num_groups": 4}, ("num_groups", "num_experts", "6", "4")),
         ({"num_groups": 0}, ("num_groups", "0")),

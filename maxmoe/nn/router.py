@@ -86,6 +86,7 @@ class Router(nn.Module):
             correction_bias=self.score_correction_bias,
             num_groups=config.num_groups,
             top_k_groups=config.top_k_groups,
+            group_score=config.group_score,
             normalization=config.normalization,
             scale=config.routed_scaling_factor,
         )

@@ -14,6 +14,7 @@ def route(
     correction_bias: Tensor | None = None,
     num_groups: int = 1,
     top_k_groups: int = 1,
+    group_score: str = "top2",
     normalization: str = "sum",
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
@@ -22,9 +23,9 @@ def route(
     s = score(logits);  experts[t] = top_k of (s + correction_bias)[t] within the best groups;
     weights[t] = scale * normalization(s[t, experts[t]])
 
-    A group's score is the sum of its two best biased scores. Experts come best first; among equals the lowest
-    index wins. The weights are those of s, never of the biased scores. The gradient of `weights` reaches `logits`;
-    `correction_bias` gets none.
+    A group's score is the sum of its two best biased scores, or the best one. Experts come best first; among equals
+    the lowest index wins. The weights are those of s, never of the biased scores. The gradient of `weights` reaches
+    `logits`; `correction_bias` gets none.
 
     Args:
         logits: ``(T, E)``, floating; computed in float32 or wider.
@@ -33,6 +34,7 @@ def route(
         correction_bias: ``(E,)``, floating, added for the selection only.
         num_groups: experts form this many groups of equal size.
         top_k_groups: a token's experts come from this many groups.
+        group_score: "top2" or "max".
         normalization: "none", "sum" (divide by the sum + 1e-20) or "softmax", over the K selected scores.
         scale: multiplies the weights.
 
@@ -42,7 +44,8 @@ def route(
     Raises:
         ValueError: for a wrong argument, or logits that give NaN scores.
 
-    Source: DeepSeek-V3 (arXiv:2412.19437) section 2.1.2; MaxText `get_topk`.
+    Source: DeepSeek-V3 (arXiv:2412.19437) section 2.1.2; DeepSeek-V2 (arXiv:2405.04434) section 2.2.2 for the group
+    score "max"; MaxText `get_topk`.
     """
     weights, experts = torch.ops.maxmoe.route(
         logits,
@@ -51,6 +54,7 @@ def route(
         correction_bias=correction_bias,
         num_groups=num_groups,
         top_k_groups=top_k_groups,
+        group_score=group_score,
         normalization=normalization,
         scale=scale,
     )

@@ -1,6 +1,6 @@
 """What transformers calls the fields and the weights of each family: a table, and what reads its configs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,14 +16,14 @@ class Family:
     Args:
         preset: what its config does not say is as in the preset.
         fields: of `MoEConfig`, and the attribute of its config that says it.
-        required: attributes of its config with the only value that we compute, where it has them.
+        required: attributes of its config with the values that we compute, where it has them.
         block: the weights of its sparse block in memory.
         checkpoint: the weights in published checkpoints.
     """
 
     preset: Callable[..., MoEConfig]
     fields: Mapping[str, str]
-    required: Mapping[str, Any] = field(default_factory=dict)
+    required: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     block: Layout
     checkpoint: Layout
 
@@ -47,12 +47,10 @@ _DEEPSEEK_V2_FIELDS = {
     "activation": "hidden_act",
     "num_shared_experts": "n_shared_experts",
     "routed_scaling_factor": "routed_scaling_factor",
-}
-_DEEPSEEK_V3_FIELDS = _DEEPSEEK_V2_FIELDS | {
     "num_groups": "n_group",
     "top_k_groups": "topk_group",
-    "normalization": "norm_topk_prob",
 }
+_DEEPSEEK_V3_FIELDS = _DEEPSEEK_V2_FIELDS | {"normalization": "norm_topk_prob"}
 _GPT_OSS_FIELDS = {ours: theirs for ours, theirs in _MIXTRAL_FIELDS.items() if ours != "activation"} | {
     "activation_limit": "swiglu_limit"
 }
@@ -81,7 +79,7 @@ _GPT_OSS = Layout(
 _MIXTRAL = Family(
     preset=published.mixtral,
     fields=_MIXTRAL_FIELDS,
-    required={"router_jitter_noise": 0.0},
+    required={"router_jitter_noise": [0.0]},
     block=Layout("mlp", _GATE + stacked()),
     checkpoint=Layout("block_sparse_moe", _GATE + _W123),
 )
@@ -100,15 +98,19 @@ _QWEN3_MOE = Family(
 _DEEPSEEK_V2 = Family(
     preset=published.deepseek_v2,
     fields=_DEEPSEEK_V2_FIELDS,
-    # The groups of "group_limited_greedy" are scored by their best expert, ours by the two best.
-    required={"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False, "mlp_bias": False},
+    required={
+        "scoring_func": ["softmax"],
+        "topk_method": ["greedy", "group_limited_greedy"],
+        "norm_topk_prob": [False],
+        "mlp_bias": [False],
+    },
     block=Layout("mlp", _GATE + stacked() + shared("shared_experts")),
     checkpoint=Layout("mlp", _GATE + _PROJ + shared("shared_experts")),
 )
 _DEEPSEEK_V3 = Family(
     preset=published.deepseek_v3,
     fields=_DEEPSEEK_V3_FIELDS,
-    required={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    required={"scoring_func": ["sigmoid"], "topk_method": ["noaux_tc"]},
     block=Layout("mlp", _GATE_BIASED + stacked() + shared("shared_experts")),
     checkpoint=Layout("mlp", _GATE_BIASED + _PROJ + shared("shared_experts")),
 )
@@ -134,7 +136,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": Family(
         preset=published.gpt_oss,
         fields=_GPT_OSS_FIELDS,
-        required={"swiglu_alpha": 1.702},
+        required={"swiglu_alpha": [1.702]},
         block=_GPT_OSS,
         checkpoint=_GPT_OSS,
     ),
@@ -180,10 +182,11 @@ def from_transformers(config: Any) -> MoEConfig:
     """
     family = family_of(config)
     config = _text_config(config)
-    for attribute, only in family.required.items():
-        value = getattr(config, attribute, only)
-        if value != only:
-            raise ValueError(f"{attribute} of a {config.model_type} config must be {only!r}, got {value!r}")
+    for attribute, values in family.required.items():
+        value = getattr(config, attribute, values[0])
+        if value not in values:
+            allowed = " or ".join(map(repr, values))
+            raise ValueError(f"{attribute} of a {config.model_type} config must be {allowed}, got {value!r}")
     fields = {ours: _read(config, theirs) for ours, theirs in family.fields.items()}
     try:
         return family.preset(**fields)
@@ -200,6 +203,8 @@ def _text_config(config: Any) -> Any:
 
 def _read(config: Any, attribute: str) -> Any:
     """A value in the terms of `MoEConfig`."""
+    if attribute in ("n_group", "topk_group") and getattr(config, "topk_method", None) == "greedy":
+        return 1
     value = _get(config, attribute)
     match attribute:
         case "hidden_act":

@@ -105,18 +105,22 @@ def olmoe(**overrides: Any) -> MoEConfig:
 
 
 def deepseek_v2(**overrides: Any) -> MoEConfig:
-    """DeepSeek-V2-Lite: weights as the softmax over all experts gives them, two shared experts.
+    """DeepSeek-V2: weights as the softmax over all experts gives them, from three of eight groups, two shared experts.
 
     Source: DeepSeek-AI 2024 (arXiv:2405.04434), of the losses in section 3.1.2 the one over experts; config of
-    deepseek-ai/DeepSeek-V2-Lite.
+    deepseek-ai/DeepSeek-V2.
     """
     return _config(
         overrides,
-        hidden_size=2048,
-        intermediate_size=1408,
-        num_experts=64,
+        hidden_size=5120,
+        intermediate_size=1536,
+        num_experts=160,
         top_k=6,
+        num_groups=8,
+        top_k_groups=3,
+        group_score="max",
         normalization="none",
+        routed_scaling_factor=16.0,
         num_shared_experts=2,
         load_balance_loss_weight=0.003,
     )

@@ -132,6 +132,7 @@ def moe(x: Tensor, config: MoEConfig, parameters: dict[str, Tensor]) -> tuple[Te
         correction_bias=parameters["router.score_correction_bias"] if config.score_correction_bias else None,
         num_groups=config.num_groups,
         top_k_groups=config.top_k_groups,
+        group_score=config.group_score,
         normalization=config.normalization,
         scale=config.routed_scaling_factor,
     )

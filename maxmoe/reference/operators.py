@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from maxmoe.config import Activation, Normalization, ScoreFunction
+from maxmoe.config import Activation, GroupScore, Normalization, ScoreFunction
 
 
 class RaggedPlan(NamedTuple):
@@ -50,11 +50,14 @@ def best(values: list[float], candidates: list[int], count: int) -> list[int]:
     return sorted(candidates, key=lambda candidate: (-values[candidate], candidate))[:count]
 
 
-def select_experts(biased: list[float], top_k: int, num_groups: int, top_k_groups: int) -> list[int]:
+def select_experts(
+    biased: list[float], top_k: int, num_groups: int, top_k_groups: int, group_score: GroupScore
+) -> list[int]:
     """The best experts of one token within its best groups: even -inf in there beats all the other groups."""
     size = len(biased) // num_groups
     members = [list(range(group * size, (group + 1) * size)) for group in range(num_groups)]
-    group_scores = [sum(biased[expert] for expert in best(biased, group, 2)) for group in members]
+    count = 2 if group_score == "top2" else 1
+    group_scores = [sum(biased[expert] for expert in best(biased, group, count)) for group in members]
     groups = best(group_scores, list(range(num_groups)), top_k_groups)
     return best(biased, [expert for group in groups for expert in members[group]], top_k)
 
@@ -78,6 +81,7 @@ def route(
     correction_bias: Tensor | None = None,
     num_groups: int = 1,
     top_k_groups: int = 1,
+    group_score: GroupScore = "top2",
     normalization: Normalization = "sum",
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
@@ -86,7 +90,7 @@ def route(
     score = scores(logits, score_function)
     biased = score if correction_bias is None else score + correction_bias
     for token_score, token_biased in zip(score, biased.tolist(), strict=True):
-        chosen = select_experts(token_biased, top_k, num_groups, top_k_groups)
+        chosen = select_experts(token_biased, top_k, num_groups, top_k_groups, group_score)
         selected = torch.stack([token_score[expert] for expert in chosen])
         weights.append(normalize(selected, normalization) * scale)
         experts.append(torch.tensor(chosen))
