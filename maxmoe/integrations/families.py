@@ -1,0 +1,132 @@
+"""The experts of all model families in the installed transformers, and which operators compute them.
+
+python -m maxmoe.integrations.families > docs/families.md
+"""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig
+
+from maxmoe.integrations.gates import fused_gate
+
+# The sizes of small experts, by what the names of the fields that ask for them contain.
+_SIZES = {"experts": 5, "hidden_size": 7, "intermediate": 3}
+
+
+def models() -> list[str]:
+    """List the models of transformers that can be set to an experts implementation, importing none of them.
+
+    Returns:
+        Names of the folders in transformers/models.
+    """
+    # The decorator in the source is what transformers itself goes by.
+    files = (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")
+    return sorted(path.parent.name for path in files if "@use_experts_implementation" in path.read_text())
+
+
+def experts_classes(model: str) -> list[type[nn.Module]]:
+    """Import a model and find its experts.
+
+    Args:
+        model: one of `models`.
+
+    Returns:
+        The classes that take an experts implementation.
+    """
+    module = import_module(f"transformers.models.{model}.modeling_{model}")
+    own = (value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__)
+    # The decorator gives every class a gate.
+    return [value for value in own if isinstance(value, type) and "_apply_gate" in vars(value)]
+
+
+def small_experts(experts_class: type[nn.Module]) -> Any:
+    """Build experts with the defaults of their family, but small: E = 5, D = 7, F = 3.
+
+    Args:
+        experts_class: one of `experts_classes`.
+
+    Returns:
+        The module; its parameters are not initialised.
+
+    Raises:
+        LookupError: if no configuration in the module of the class fits.
+    """
+    module = import_module(experts_class.__module__)
+    for config_class in vars(module).values():
+        if isinstance(config_class, type) and issubclass(config_class, PreTrainedConfig):
+            try:
+                return experts_class(_SmallConfig(config_class()))
+            except AttributeError:
+                continue  # of another part of the model
+    raise LookupError(f"no configuration in {module.__name__} has the fields that {experts_class.__name__} reads")
+
+
+class _SmallConfig:
+    """A configuration whose sizes are replaced as the experts read them: nothing else has to fit to them."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._config, name)
+        return next((size for part, size in _SIZES.items() if part in name), value)
+
+
+def table() -> str:
+    """Describe every family: how its experts lie in memory, their activation, and the operator that computes them.
+
+    Returns:
+        A table in Markdown.
+    """
+    lines = ["| model | experts | parameters | activation | operator |", "|---|---|---|---|---|"]
+    for model in models():
+        for experts_class in experts_classes(model):
+            experts = small_experts(experts_class)
+            cells = (f"`{experts_class.__name__}`", _parameters(experts), *_activation_and_operator(experts))
+            lines.append(f"| {model} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _parameters(experts: Any) -> str:
+    parts = ["`gate_up_proj`" if experts.has_gate else "`up_proj`"]
+    if experts.has_gate:
+        parts.append("concatenated" if experts.is_concatenated else "interleaved")
+    parts += ["transposed"] * experts.is_transposed + ["bias"] * experts.has_bias
+    return ", ".join(parts)
+
+
+def _activation_and_operator(experts: Any) -> tuple[str, str]:
+    gate = fused_gate(experts)
+    if gate is None:
+        return "a gate of its own", "`gmm`"
+    if experts.has_post_expert_norm:
+        return f"{gate.activation}, norm after each expert", "`gmm`"
+    return gate.activation if gate.limit is None else f"{gate.activation}, clipped at {gate.limit:g}", "`expert_ffn`"
+
+
+def document() -> str:
+    """Write docs/families.md.
+
+    Returns:
+        Its text.
+    """
+    return f"""# Families of models in transformers
+
+After `import maxmoe.integrations.transformers` these models take `experts_implementation="maxmoe"`. The table is made
+from transformers {transformers.__version__} with the defaults of each family, by
+`python -m maxmoe.integrations.families`; the tests compare every row with the family's own code.
+
+Llama 4 (`Llama4TextExperts`, transposed, silu) takes no experts implementation in transformers; its block is taught
+to. It runs on `expert_ffn` and computes the routed tokens only, where its own code computes every expert on every token.
+All other families, those without experts among them, ignore the setting, as they do with any implementation.
+
+{table()}
+"""
+
+
+if __name__ == "__main__":
+    print(document(), end="")

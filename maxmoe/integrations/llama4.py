@@ -1,0 +1,52 @@
+"""Llama 4, whose experts take no implementation in transformers: its block is taught to ask for "maxmoe"."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch import Tensor
+from transformers.models.llama4 import modeling_llama4
+
+from maxmoe.integrations.gates import FusedGate, recognise_activation
+from maxmoe.ops import expert_ffn, ragged_plan
+
+Forward = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
+
+
+def register() -> None:
+    """Let the models of Llama 4 be set to "maxmoe"; with any other implementation they stay as they are."""
+    block = modeling_llama4.Llama4TextMoe
+    block.forward = _or_maxmoe(block.forward)
+    # transformers reads the source of the model to see whether it can be set.
+    modeling_llama4.Llama4PreTrainedModel._can_set_experts_implementation_cached_value = True
+
+
+def _or_maxmoe(forward: Forward) -> Forward:
+    @wraps(forward)
+    def chosen(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        gate = recognise_activation(block.experts.act_fn)
+        if block.shared_expert.config._experts_implementation != "maxmoe" or gate is None:
+            return forward(block, hidden_states)
+        return _forward(block, hidden_states, gate)
+
+    return chosen
+
+
+def _forward(block: Any, hidden_states: Tensor, gate: FusedGate) -> tuple[Tensor, Tensor]:
+    """The routed slots instead of every expert on every token. The weights scale the input of the experts."""
+    x = hidden_states.reshape(-1, block.hidden_dim)
+    scores, router_logits = block.router(x)
+    experts = router_logits.topk(block.top_k, dim=1).indices  # as the router does
+    slots = (x.unsqueeze(1) * scores.gather(1, experts).unsqueeze(2)).flatten(0, 1)
+    out = expert_ffn(
+        slots,
+        None,
+        ragged_plan(experts.reshape(-1, 1), block.num_experts, num_rows=experts.numel()),
+        None,
+        block.experts.gate_up_proj,
+        block.experts.down_proj,
+        activation=gate.activation,
+        fused_gate="concatenated",
+    )
+    routed = out.view(*experts.shape, -1).sum(1)
+    return block.shared_expert(x) + routed, router_logits

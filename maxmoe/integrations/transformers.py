@@ -1,0 +1,108 @@
+"""The experts of the models of transformers, through the operators of maxmoe.
+
+    import maxmoe.integrations.transformers
+
+    model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="maxmoe")
+    model.set_experts_implementation("maxmoe")  # or later
+
+Importing this module registers "maxmoe" beside the implementations that transformers has. Parameters, checkpoints and
+routers stay those of transformers. docs/families.md lists the families of models.
+"""
+
+from maxmoe.integrations import _transformers_version as _transformers_version  # refuses an old one; first
+from typing import Any, Literal
+
+from torch import Tensor
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from maxmoe.integrations import llama4
+from maxmoe.integrations.gates import FusedGate, apply_gate, fused_gate
+from maxmoe.ops import RaggedPlan, expert_ffn, gmm, ragged_plan, ragged_sort, ragged_unsort
+
+__all__ = ["experts_forward"]
+
+
+def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Compute the experts of a model of transformers: the implementation "maxmoe".
+
+    out[t] = sum_k top_k_weights[t, k] * expert[top_k_index[t, k]](hidden_states[t])
+
+    Gates and activations that `maxmoe.ops.expert_ffn` has run on it: it reads the parameters where they lie, gate and
+    up together, and writes their gradients in the same layout. All others run on `maxmoe.ops.gmm`, around the gate,
+    activation and norm of the family.
+
+    Args:
+        experts: decorated with `transformers.integrations.use_experts_implementation`.
+        hidden_states: ``(T, D)``, floating.
+        top_k_index: ``(T, K)``, int64, each in [0, num_experts). Under expert parallelism num_experts, and what is
+            above it, stands for an expert of another rank.
+        top_k_weights: ``(T, K)``, floating.
+
+    Returns:
+        ``(T, D)``, dtype of hidden_states, under autocast too.
+
+    Raises:
+        ValueError: for an expert out of range or sizes that do not fit.
+    """
+    plan = _plan(experts, top_k_index)
+    gate = None if experts.has_post_expert_norm else fused_gate(experts)
+    if gate is None:
+        out = _composed(experts, hidden_states, top_k_weights, plan)
+    else:
+        out = _fused(experts, gate, hidden_states, top_k_weights, plan)
+    return out.to(hidden_states.dtype)
+
+
+def _plan(experts: Any, top_k_index: Tensor) -> RaggedPlan:
+    if experts._is_expert_parallel:
+        is_elsewhere = top_k_index >= experts.num_experts
+        return ragged_plan(top_k_index.masked_fill(is_elsewhere, -1), experts.num_experts)
+    return ragged_plan(top_k_index, experts.num_experts, num_rows=top_k_index.numel())
+
+
+def _fused(experts: Any, gate: FusedGate, x: Tensor, weights: Tensor, plan: RaggedPlan) -> Tensor:
+    layout: Literal["concatenated", "interleaved"] = "concatenated" if experts.is_concatenated else "interleaved"
+    first = _first_projection(experts)
+    return expert_ffn(
+        x,
+        weights,
+        plan,
+        None,
+        _matrices(experts, first),
+        _matrices(experts, "down_proj"),
+        up_bias=_bias(experts, first),
+        down_bias=_bias(experts, "down_proj"),
+        activation=gate.activation,
+        limit=gate.limit,
+        fused_gate=layout if experts.has_gate else None,
+    )
+
+
+def _composed(experts: Any, x: Tensor, weights: Tensor, plan: RaggedPlan) -> Tensor:
+    first = _first_projection(experts)
+    rows = ragged_sort(x, plan)
+    rows = gmm(rows, _matrices(experts, first), plan.group_sizes, bias=_bias(experts, first))
+    rows = apply_gate(experts, rows)
+    rows = gmm(rows, _matrices(experts, "down_proj"), plan.group_sizes, bias=_bias(experts, "down_proj"))
+    if experts.has_post_expert_norm:
+        rows = experts.post_expert_norm(rows)
+    return ragged_unsort(rows, plan, weights)
+
+
+def _first_projection(experts: Any) -> str:
+    return "gate_up_proj" if experts.has_gate else "up_proj"
+
+
+def _matrices(experts: Any, projection: str) -> Tensor:
+    """As [L, in, out], a view of the parameter: transformers calls that transposed."""
+    parameter: Tensor = getattr(experts, projection)
+    return parameter if experts.is_transposed else parameter.transpose(1, 2)
+
+
+def _bias(experts: Any, projection: str) -> Tensor | None:
+    bias: Tensor | None = getattr(experts, f"{projection}_bias") if experts.has_bias else None
+    return bias
+
+
+ALL_EXPERTS_FUNCTIONS.register("maxmoe", experts_forward)
+llama4.register()
