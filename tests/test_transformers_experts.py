@@ -1,7 +1,6 @@
 """maxmoe as an experts implementation of transformers, one class of experts at a time."""
 
 import re
-from importlib import metadata
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,9 @@ import transformers
 from transformers.activations import ACT2CLS, ACT2FN, SiLUActivation
 from transformers.integrations.moe import use_experts_implementation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-import maxmoe.integrations.transformers as integration
-from maxmoe.integrations import _transformers_version, families
-from maxmoe.integrations.gates import fused_gate
-from operator_checks import compile_whole
+from maxmoe.integrations.transformers import families
+from maxmoe.integrations.transformers.gates import fused_gate
 from transformers_experts import (
     HIDDEN_SIZE,
     INTERMEDIATE_SIZE,
@@ -30,14 +26,11 @@ from transformers_experts import (
     initialise,
     outcome,
     routed,
+    small,
 )
 
 ROOT = Path(__file__).parent.parent
 TOLERANCE = {torch.float64: 2e-6, torch.float32: 3e-5}  # some families compute partly in float32
-
-
-def small(experts_class: type[nn.Module], dtype: torch.dtype = torch.float64) -> Any:
-    return initialise(families.small_experts(experts_class), dtype)
 
 
 # Every class of the installed transformers
@@ -142,3 +135,56 @@ FLAGS = ("is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_e
 def test_every_declared_layout(path: str, values: tuple[bool, ...], act_fn: Any) -> None:
     experts = declared(act_fn, **dict(zip(FLAGS, values, strict=True)))
     assert_equals_eager(experts, routed(torch.float64), 1e-13)
+
+
+# Activations and gates: recognised exactly, or computed by the family
+
+
+@pytest.mark.parametrize("has_gate", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("name", sorted(ACT2CLS))
+def test_every_activation(name: str, has_gate: bool) -> None:
+    experts = declared(ACT2FN[name], has_gate=has_gate)
+    assert_equals_eager(experts, routed(torch.float64), 1e-13)
+
+
+@pytest.mark.parametrize("name", ["silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2"])
+def test_plain_activations_are_fused(name: str) -> None:
+    assert fused_gate(declared(ACT2FN[name])) is not None
+
+
+class TwiceSiLU(SiLUActivation):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class OwnGate(GptOssExperts):
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return 2 * super()._apply_gate(gate_up)
+
+
+def test_a_derived_activation_is_not_its_base() -> None:
+    assert_equals_eager(declared(TwiceSiLU()), routed(torch.float64), 1e-13)
+
+
+def test_a_derived_gate_is_not_its_base() -> None:
+    experts = small(GptOssExperts)
+    experts.__class__ = OwnGate
+    assert_equals_eager(experts, routed(torch.float64), 1e-13)
+
+
+@pytest.mark.parametrize(("name", "value"), [("alpha", 1.5), ("limit", 0.5)])
+def test_other_constants_of_gpt_oss(name: str, value: float) -> None:
+    experts = small(GptOssExperts)
+    setattr(experts, name, value)
+    assert_equals_eager(experts, routed(torch.float64), 1e-13)
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
+def test_hooks_of_the_activation_are_called(kind: str) -> None:
+    experts = declared(ACT2FN["silu"])
+    calls = []
+    getattr(experts.act_fn, f"register_{kind}_hook")(lambda *arguments: calls.append(kind))
+    assert_equals_eager(experts, routed(torch.float64), 1e-13)
+    calls.clear()
+    outcome(experts, "maxmoe", routed(torch.float64))
+    assert calls == [kind]

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from maxmoe.integrations.transformers import families
 from operator_calls import assert_near
 
 NUM_TOKENS, TOP_K, NUM_EXPERTS, HIDDEN_SIZE, INTERMEDIATE_SIZE = 11, 3, 5, 7, 3
@@ -18,6 +19,11 @@ def initialise(experts: nn.Module, dtype: torch.dtype) -> Any:
         values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.data = (values / 2).to(dtype)
     return experts
+
+
+def small(experts_class: type[nn.Module], dtype: torch.dtype = torch.float64) -> Any:
+    """Experts with the defaults of their family."""
+    return initialise(families.small_experts(experts_class), dtype)
 
 
 def routed(dtype: torch.dtype, weights_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,5 +54,5 @@ def assert_equals_eager(experts: Any, inputs: tuple[Tensor, Tensor, Tensor], rel
     expected, got = outcome(experts, "eager", inputs), outcome(experts, "maxmoe", inputs)
     assert expected["output"] is not None and expected["output"].any()
     for name, value in expected.items():
-        assert value is None or got[name] is not None and got[name].dtype == value.dtype, name
+        assert value is None or (got[name] is not None and got[name].dtype == value.dtype), name
         assert_near(got[name], value, relative, name)

@@ -1,6 +1,6 @@
 """The experts of all model families in the installed transformers, and which operators compute them.
 
-python -m maxmoe.integrations.families > docs/families.md
+python -m maxmoe.integrations.transformers.families > docs/families.md
 """
 
 from importlib import import_module
@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig
 
-from maxmoe.integrations.gates import fused_gate
+from maxmoe.integrations.transformers.gates import fused_gate
 
 # The sizes of small experts, by what the names of the fields that ask for them contain.
 _SIZES = {"experts": 5, "hidden_size": 7, "intermediate": 3}
@@ -118,11 +118,11 @@ def document() -> str:
 
 After `import maxmoe.integrations.transformers` these models take `experts_implementation="maxmoe"`. The table is made
 from transformers {transformers.__version__} with the defaults of each family, by
-`python -m maxmoe.integrations.families`; the tests compare every row with the family's own code.
+`python -m maxmoe.integrations.transformers.families`; the tests compare every row with the family's own code.
 
 Llama 4 (`Llama4TextExperts`, transposed, silu) takes no experts implementation in transformers; its block is taught
-to. It runs on `expert_ffn` and computes the routed tokens only, where its own code computes every expert on every token.
-All other families, those without experts among them, ignore the setting, as they do with any implementation.
+to. It runs on `expert_ffn` and computes the routed tokens only, where its own code computes every expert on every
+token. All other families ignore the setting, as they do with any implementation.
 
 {table()}
 """

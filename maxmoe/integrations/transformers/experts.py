@@ -1,25 +1,17 @@
-"""The experts of the models of transformers, through the operators of maxmoe.
+"""The experts implementation "maxmoe"."""
 
-    import maxmoe.integrations.transformers
-
-    model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="maxmoe")
-    model.set_experts_implementation("maxmoe")  # or later
-
-Importing this module registers "maxmoe" beside the implementations that transformers has. Parameters, checkpoints and
-routers stay those of transformers. docs/families.md lists the families of models.
-"""
-
-from maxmoe.integrations import _transformers_version as _transformers_version  # refuses an old one; first
 from typing import Any, Literal
 
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from maxmoe.integrations import llama4
-from maxmoe.integrations.gates import FusedGate, apply_gate, fused_gate
+from maxmoe.integrations.transformers.gates import FusedGate, apply_gate, fused_gate
 from maxmoe.ops import RaggedPlan, expert_ffn, gmm, ragged_plan, ragged_sort, ragged_unsort
 
-__all__ = ["experts_forward"]
+
+def register() -> None:
+    """Add "maxmoe" to the experts implementations of transformers."""
+    ALL_EXPERTS_FUNCTIONS.register("maxmoe", experts_forward)
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -102,7 +94,3 @@ def _matrices(experts: Any, projection: str) -> Tensor:
 def _bias(experts: Any, projection: str) -> Tensor | None:
     bias: Tensor | None = getattr(experts, f"{projection}_bias") if experts.has_bias else None
     return bias
-
-
-ALL_EXPERTS_FUNCTIONS.register("maxmoe", experts_forward)
-llama4.register()

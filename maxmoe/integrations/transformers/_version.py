@@ -18,9 +18,9 @@ def check_version() -> None:
     except metadata.PackageNotFoundError:
         installed = None
     if installed is None or tuple(map(int, re.findall(r"\d+", installed)[:2])) < OLDEST:
+        got = "no transformers" if installed is None else f"transformers {installed}"
         raise ImportError(
-            f"maxmoe.integrations.transformers is tested with {TESTED}, "
-            f"got {'no transformers' if installed is None else f'transformers {installed}'}. Run: pip install '{TESTED}'"
+            f"maxmoe.integrations.transformers is tested with {TESTED}, got {got}. Run: pip install '{TESTED}'"
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers.models.llama4 import modeling_llama4
 
-from maxmoe.integrations.gates import FusedGate, recognise_activation
+from maxmoe.integrations.transformers.gates import FusedGate, recognise_activation
 from maxmoe.ops import expert_ffn, ragged_plan
 
 Forward = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
@@ -15,10 +15,11 @@ Forward = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 
 def register() -> None:
     """Let the models of Llama 4 be set to "maxmoe"; with any other implementation they stay as they are."""
-    block = modeling_llama4.Llama4TextMoe
+    block: Any = modeling_llama4.Llama4TextMoe
     block.forward = _or_maxmoe(block.forward)
-    # transformers reads the source of the model to see whether it can be set.
-    modeling_llama4.Llama4PreTrainedModel._can_set_experts_implementation_cached_value = True
+    model: Any = modeling_llama4.Llama4PreTrainedModel
+    # Without it transformers looks for its decorator in the source of the model.
+    model._can_set_experts_implementation_cached_value = True
 
 
 def _or_maxmoe(forward: Forward) -> Forward:
