@@ -1,0 +1,102 @@
+"""Train a small model of transformers with three implementations of its experts, and compare them.
+
+    python examples/finetune_transformers.py                       Mixtral, a few minutes
+    python examples/finetune_transformers.py --family qwen3_moe    any family with experts
+    python examples/finetune_transformers.py --data notes/         on other text than the Python standard library
+
+The parameters are freshly drawn, the same for all. Each implementation (eager, grouped_mm, maxmoe) trains in a process
+of its own. The folder --out gets comparison.png.
+"""
+
+import argparse
+import multiprocessing
+import os
+import signal
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+from finetuning import figures
+from finetuning.training import MIB, Run, train
+from pretrain import HelpFormatter, at_least, prepare_output
+from pretraining import InputError
+from pretraining.corpus import Corpus, load_corpus
+
+IMPLEMENTATIONS = ("eager", "grouped_mm", "maxmoe")
+
+
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
+    add = parser.add_argument
+    add("--family", default="mixtral", help="model_type of transformers; a wrong one lists all")
+    add("--data", nargs="+", default=[], help="files, folders, patterns; else the standard library")
+    add("--out", type=Path, default=Path("runs/finetune"), help="folder of the picture")
+    add("--learning-rate", type=at_least(0, float), default=1e-3, help="constant")
+    add("--seed", type=at_least(0), default=0, help="of parameters and data order")
+    add("--threads", type=at_least(1), default=os.cpu_count(), help="to compute with")
+    add("--steps", type=at_least(1), default=300, help="optimizer steps")
+    add("--batch-size", type=at_least(1), default=8, help="sequences per step")
+    add("--sequence-length", type=at_least(2), default=128, help="bytes per sequence")
+    add("--hidden-size", type=at_least(16), default=128, help="width of the model, a multiple of 16")
+    add("--num-layers", type=at_least(1), default=4, help="blocks")
+    add("--num-experts", type=at_least(1), default=16, help="experts per block")
+    add("--top-k", type=at_least(1), default=2, help="experts per byte")
+    add("--intermediate-size", type=at_least(1), default=128, help="width inside each expert")
+    return parser.parse_args(arguments)
+
+
+def train_apart(options: argparse.Namespace, corpus: Corpus, implementation: str) -> Run:
+    """Train in a new process, so that its memory is that of this run alone."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+        try:
+            return pool.submit(train, options, corpus.training, implementation).result()
+        except BrokenProcessPool as error:
+            raise InputError(f"{implementation}: the process was killed, perhaps for want of memory") from error
+
+
+def table(runs: list[Run]) -> str:
+    """Write the runs below each other; the first one is what the others are compared with."""
+    lines = [f"{'experts':<12}{'last loss':>10}{'largest difference':>20}{'tokens/s':>12}{'peak MiB':>10}"]
+    for run in runs:
+        difference = max(abs(one - other) for one, other in zip(run.losses, runs[0].losses, strict=True))
+        lines.append(
+            f"{run.implementation:<12}{run.losses[-1]:>10.4f}{difference:>20.1e}"
+            f"{run.tokens_per_second:>12,.0f}{run.peak / MIB:>10,.0f}"
+        )
+    return "\n".join(lines)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Do what the options say."""
+    corpus = load_corpus(options.data, options.sequence_length)
+    print(f"Text: {corpus.description}")
+    prepare_output(options.out)
+    runs = [train_apart(options, corpus, implementation) for implementation in IMPLEMENTATIONS]
+    print(f"\n{options.family}, {options.steps} steps of {options.batch_size * options.sequence_length} bytes\n")
+    print(table(runs))
+    picture = options.out / "comparison.png"
+    try:
+        figures.comparison(picture, options.family, runs)
+    except OSError as error:
+        raise InputError(f"cannot write {picture}: {error.strerror}") from error
+    print("\nPicture:", picture)
+
+
+def main() -> int:
+    """Run the command line."""
+    try:
+        run(parse_options())
+    except InputError as error:
+        print(f"finetune_transformers: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("finetune_transformers: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Small models of the families that transformers has, with freshly drawn parameters."""
+
+from argparse import Namespace
+from dataclasses import fields
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from maxmoe.integrations.transformers import families
+from pretraining import InputError
+
+# Fields that a family leaves open, to be derived from others that are replaced here.
+OPEN = {"num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "top_k_experts", "head_dim"}
+OPEN |= {"num_key_value_heads", "n_shared_experts"}
+LARGEST = 100_000_000
+
+
+def family_names() -> list[str]:
+    """List the language models of transformers whose experts maxmoe computes."""
+    modules = {*families.models(), "llama4"}
+    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if model_type_to_module_name(name) in modules]
+
+
+def sizes(options: Namespace) -> dict[str, int]:
+    """Map ends of names of configuration fields to values: families have many names for few things."""
+    head_size = options.hidden_size // 4
+    return {
+        "vocab_size": 256,
+        "vocab_size_per_layer_input": 256,
+        "hidden_size": options.hidden_size,
+        "intermediate_size": options.intermediate_size,
+        "num_hidden_layers": options.num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": head_size,
+        "num_experts": options.num_experts,
+        "num_local_experts": options.num_experts,
+        "n_routed_experts": options.num_experts,
+        "n_shared_experts": 1,
+        "experts_per_tok": options.top_k,
+        "top_k_experts": options.top_k,
+        "topk": options.top_k,
+        "n_group": 1,
+        "topk_group": 1,
+        "lora_rank": head_size,
+        "qk_rope_head_dim": head_size // 2,
+        "qk_nope_head_dim": head_size // 2,
+        "first_k_dense_replace": 1,
+        "num_dense_layers": 1,
+        "chunk_size": 16,
+    }
+
+
+def small_config(family: str, options: Namespace) -> PreTrainedConfig:
+    """Make a configuration of a family with the sizes of the options.
+
+    Raises:
+        InputError: if transformers has no such family.
+    """
+    if family not in family_names():
+        raise InputError(f"--family {family}: not a language model with experts; there are {', '.join(family_names())}")
+    defaults = CONFIG_MAPPING[family]().get_text_config()
+    changes: dict[str, Any] = {}
+    for name, default in integers(defaults).items():
+        for end, value in sizes(options).items():
+            if name == end or name.endswith(f"_{end}"):
+                # Some families route to one expert only.
+                changes[name] = 1 if default == 1 and end in ("experts_per_tok", "topk") else value
+    if "qk_rope_head_dim" in changes:
+        changes.pop("head_dim", None)  # derived
+    for alias, name in defaults.attribute_map.items():
+        if name in changes:
+            changes.pop(alias, None)
+    tokens = ("pad_token_id", "bos_token_id", "eos_token_id")
+    return type(defaults)(**changes, **{name: None for name in tokens if hasattr(defaults, name)})
+
+
+def integers(config: PreTrainedConfig) -> dict[str, int | None]:
+    """Read the fields that are whole numbers, or open; not those that differ between layers, which cannot be read."""
+    values = {}
+    for name in [*(field.name for field in fields(config)), *config.attribute_map]:
+        try:
+            value = getattr(config, name)
+        except (AttributeError, ValueError):
+            continue
+        if type(value) is int or (value is None and name in OPEN):
+            values[name] = value
+    return values
+
+
+def small_model(options: Namespace, implementation: str) -> PreTrainedModel:
+    """Build the model of `options.family`; the same parameters for every implementation.
+
+    Raises:
+        InputError: if the family cannot be made this small or has no experts then.
+    """
+    try:
+        config = small_config(options.family, options)
+        with torch.device("meta"):
+            num_parameters = sum(value.numel() for value in AutoModelForCausalLM.from_config(config).parameters())
+        if num_parameters > LARGEST:
+            raise ValueError(f"it would have {num_parameters:,} parameters, at most {LARGEST:,} are small")
+        torch.manual_seed(options.seed)
+        model = AutoModelForCausalLM.from_config(config, experts_implementation=implementation)
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
+    except InputError:
+        raise
+    except Exception as error:  # every family checks its configuration in its own way
+        reason = " ".join(str(error).split())
+        raise InputError(f"cannot make a small model of the family {options.family}: {reason}") from error
+    if not any(name.endswith("experts") for name, _ in model.named_modules()):
+        raise InputError(f"the first {options.num_layers} layers of the family {options.family} have no experts")
+    return model
