@@ -18,6 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from finetuning import figures
+from finetuning.models import small_model
 from finetuning.training import MIB, Run, train
 from pretrain import HelpFormatter, at_least, prepare_output
 from pretraining import InputError
@@ -73,16 +74,17 @@ def run(options: argparse.Namespace) -> None:
     """Do what the options say."""
     corpus = load_corpus(options.data, options.sequence_length)
     print(f"Text: {corpus.description}")
+    num_parameters = sum(parameter.numel() for parameter in small_model(options, "eager").parameters())
+    print(f"Model: {options.family}, {num_parameters:,} parameters")
     prepare_output(options.out)
     runs = [train_apart(options, corpus, implementation) for implementation in IMPLEMENTATIONS]
-    print(f"\n{options.family}, {options.steps} steps of {options.batch_size * options.sequence_length} bytes\n")
-    print(table(runs))
+    print(f"\n{table(runs)}\n")
     picture = options.out / "comparison.png"
     try:
         figures.comparison(picture, options.family, runs)
     except OSError as error:
         raise InputError(f"cannot write {picture}: {error.strerror}") from error
-    print("\nPicture:", picture)
+    print("Picture:", picture)
 
 
 def main() -> int:

@@ -28,8 +28,10 @@ from transformers_experts import (
 )
 
 ROOT = Path(__file__).parent.parent
-# One of each kind: silu; interleaved, transposed, bias; norm after the experts; gates of their own; no gate.
+# One of each kind: silu; interleaved, transposed, bias; norm after the experts; gates of their own (not in every
+# version); no gate.
 KINDS = ["mixtral", "gpt_oss", "muse_spark", "beam", "inkling2", "nemotron_h"]
+KINDS = [name for name in KINDS if name in families.models()]
 
 
 # Parameters where they lie

@@ -26,8 +26,7 @@ from finetuning import models
 from pretraining import InputError
 
 FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text"]
-# Those whose models want more than small numbers in the fields of their configuration; tests/test_transformers_experts.py
-# has their experts.
+# Those that want more of their configuration than small numbers; test_transformers_experts.py has their experts.
 NOT_SMALL = {"dots3_note", "dots3_note_text", "gemma4", "gemma4_text", "lfm2_moe", "mimo_v2_flash", "qwen4_exp"}
 NOT_SMALL |= {"qwen4_exp_text"}
 # Their own code mixes float32 and float64.
@@ -54,14 +53,17 @@ def tokens(length: int = 9) -> Tensor:
 def operators_called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Who computes: an implementation that is silently ignored would equal the model's own code, too."""
     called: list[str] = []
+
+    def counted(operator: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Tensor:
+            called.append(operator.__name__)
+            return operator(*args, **options)
+
+        return call
+
     with monkeypatch.context() as patch:
         for module, name in ((implementation, "expert_ffn"), (implementation, "gmm"), (llama4, "expert_ffn")):
-
-            def counted(*args: Any, original: Any = getattr(module, name), name: str = name, **options: Any) -> Tensor:
-                called.append(name)
-                return original(*args, **options)
-
-            patch.setattr(module, name, counted)
+            patch.setattr(module, name, counted(getattr(module, name)))
         yield called
 
 

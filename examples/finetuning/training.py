@@ -1,10 +1,9 @@
 """The training of one model with one experts implementation, measured."""
 
-import resource
-import sys
 import time
 from argparse import Namespace
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -27,7 +26,7 @@ class Run:
         implementation: of the experts.
         losses: of every step, nats per byte.
         tokens_per_second: in the median step.
-        peak: bytes that training added to the highest mark of the memory.
+        peak: bytes of memory above the state before the model, at most.
     """
 
     implementation: str
@@ -51,7 +50,8 @@ def train(options: Namespace, text: Tensor, implementation: str) -> Run:
         InputError: if there is no such model or it does not train.
     """
     torch.set_num_threads(options.threads)
-    before = highest_mark()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the highest mark
+    before = status("RssAnon")
     model = small_model(options, implementation)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
     sequences = TrainingSequences(
@@ -71,7 +71,8 @@ def train(options: Namespace, text: Tensor, implementation: str) -> Run:
                 )
             progress.set_postfix_str(f"loss {losses[-1]:.3f}", refresh=False)
             progress.update(num_tokens)
-    return Run(implementation, losses, num_tokens / median(seconds), highest_mark() - before)
+    peak = status("VmHWM") - status("RssFile") - status("RssShmem") - before  # without the code that was read
+    return Run(implementation, losses, num_tokens / median(seconds), peak)
 
 
 def train_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, tokens: Tensor) -> float:
@@ -85,7 +86,7 @@ def train_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, tokens:
     return loss.item()
 
 
-def highest_mark() -> int:
-    """Bytes that this process had resident at most."""
-    mark = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return mark if sys.platform == "darwin" else 1024 * mark
+def status(field: str) -> int:
+    """Read a line of /proc/self/status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
