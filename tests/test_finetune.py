@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from pretrain_run import InputError, words  # makes the examples importable
+from pretrain_run import InputError, words
 
 pytest.importorskip("transformers")
 

@@ -53,6 +53,12 @@ def test_commands_exist(words: list[str]) -> None:
             from pretrain_run import pretrain
 
             pretrain.parse_options(arguments)
+        case ["python", "examples/finetune_transformers.py", *arguments]:
+            pytest.importorskip("transformers")
+
+            import finetune_transformers
+
+            finetune_transformers.parse_options(arguments)
         case _:
             pytest.fail(f"nothing here checks {words}")
 

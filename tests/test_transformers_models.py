@@ -1,6 +1,5 @@
 """Whole models of transformers with maxmoe as their experts implementation, against their own code."""
 
-import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,14 +14,11 @@ pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM
 
+from finetuning import models
 from maxmoe.integrations.transformers import experts as implementation
 from maxmoe.integrations.transformers import llama4
 from operator_calls import assert_near
 from operator_checks import compile_whole
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
-from finetuning import models
 from pretraining import InputError
 
 FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text"]
