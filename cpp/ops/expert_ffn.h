@@ -36,7 +36,8 @@ struct ExpertFfnArguments {
   std::optional<std::string> fused_gate;
 
   GateLayout gate_layout() const {
-    if (fused_gate.has_value()) return *fused_gate == "interleaved" ? GateLayout::interleaved : GateLayout::concatenated;
+    if (fused_gate.has_value())
+      return *fused_gate == "interleaved" ? GateLayout::interleaved : GateLayout::concatenated;
     return gate.has_value() ? GateLayout::separate : GateLayout::none;
   }
   ActivationKind kind() const {
