@@ -6,11 +6,11 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from ffn_call import PARAMETERS, ffn_call
 from maxmoe import ops, reference
 from maxmoe.config import Activation
 from operator_calls import (
     Call,
-    assert_near,
     assert_same,
     expected_result,
     refusal,
@@ -30,30 +30,6 @@ from operator_checks import (
 from shapes import ODD_WIDTHS, SEVERAL_BLOCKS, SKEWED, TINY, UNROUTED, Shape, each_shape
 
 NAN = float("nan")
-PARAMETERS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
-
-
-def ffn_call(shape: Shape, *, gated: bool = True, bias: bool = True, **options: Any) -> Call:
-    num_experts, hidden_size, inner = shape.num_experts, shape.hidden_size, shape.intermediate_size
-
-    def random(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, dtype=torch.float64)
-
-    return Call(
-        "expert_ffn",
-        {
-            "x": random(shape.num_tokens, hidden_size),
-            "weights": random(shape.num_tokens, shape.top_k),
-            "plan": options.pop("plan", None) or ops.ragged_plan(shape.experts(), num_experts),
-            "gate": random(num_experts, hidden_size, inner) / max(hidden_size, 1) ** 0.5 if gated else None,
-            "up": random(num_experts, hidden_size, inner) / max(hidden_size, 1) ** 0.5,
-            "down": random(num_experts, inner, hidden_size) / max(inner, 1) ** 0.5,
-            "gate_bias": random(num_experts, inner) if gated and bias else None,
-            "up_bias": random(num_experts, inner) if bias else None,
-            "down_bias": random(num_experts, hidden_size) if bias else None,
-            **options,
-        },
-    )
 
 
 class TestExpertFfn(MixedWeights, DifferentiableOnce, OperatorTests):
@@ -71,61 +47,6 @@ class TestExpertFfn(MixedWeights, DifferentiableOnce, OperatorTests):
 def test_every_gated_combination(path: str, limit: float | None, bias: bool, activation: Activation) -> None:
     call = ffn_call(SKEWED, bias=bias, activation=activation, limit=limit)
     assert_same(result(call), result(call, reference), tolerance(torch.float64, 1))
-
-
-def fused(layout: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    if layout == "concatenated":
-        return torch.cat([gate, up], -1)
-    return torch.stack([gate, up], -1).flatten(-2)
-
-
-def transposed_leaf(matrices: torch.Tensor) -> torch.Tensor:
-    """As a linear layer has them, [E, F, D]; its transposed view is what the operator gets."""
-    return matrices.mT.contiguous().requires_grad_()
-
-
-@pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_gate_within_up(path: str, dtype: torch.dtype, bias: bool, layout: str) -> None:
-    """As with matrices of its own; the gradients of transposed views arrive in the layout of their parameters."""
-    call = ffn_call(SKEWED, bias=bias, activation="swigluoai", limit=0.75).cast(dtype)
-    cotangent = torch.randn(20, 12, dtype=dtype)
-    want = result(call, ops, [cotangent])
-    gate, up, gate_bias, up_bias = (call.arguments[name] for name in ("gate", "up", "gate_bias", "up_bias"))
-    both, down = transposed_leaf(fused(layout, gate, up)), transposed_leaf(call.arguments["down"])
-    bias_of_both = fused(layout, gate_bias, up_bias).requires_grad_() if bias else None
-    call = call.trainable().replace(
-        gate=None,
-        up=both.mT,
-        down=down.mT,
-        gate_bias=None,
-        up_bias=bias_of_both,
-        fused_gate=layout,
-    )
-    out = call()[0]
-    out.backward(cotangent)
-    grads = want.gradients
-    pairs = {
-        "out": (out, want.outputs[0]),
-        "both": (both.grad, fused(layout, grads["gate"], grads["up"]).mT),
-        "down": (down.grad, grads["down"].mT),
-        "x": (call.arguments["x"].grad, grads["x"]),
-        "weights": (call.arguments["weights"].grad, grads["weights"]),
-    }
-    if bias_of_both is not None:
-        pairs["bias_of_both"] = (bias_of_both.grad, fused(layout, grads["gate_bias"], grads["up_bias"]))
-    for name, (got, expected) in pairs.items():
-        assert got.is_contiguous(), name
-        assert_near(got, expected, tolerance(dtype, 4), name)
-
-
-@pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
-def test_opcheck_gate_within_up(path: str, layout: str) -> None:
-    call = ffn_call(SKEWED)
-    matrices = fused(layout, call.arguments["gate"], call.arguments["up"]).mT.contiguous().mT
-    biases = fused(layout, call.arguments["gate_bias"], call.arguments["up_bias"])
-    check_registrations(call.replace(gate=None, gate_bias=None, up=matrices, up_bias=biases, fused_gate=layout))
 
 
 @pytest.mark.parametrize("activation", [name for name in get_args(Activation) if name != "swigluoai"])
