@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from ffn_call import ffn_call
-from maxmoe import ops
-from operator_calls import assert_near, result, tolerance
+from maxmoe import ops, reference
+from operator_calls import assert_near, assert_same, result, tolerance
 from operator_checks import check_registrations
-from shapes import SKEWED
+from shapes import SKEWED, Shape, each_shape
 
 
 def fused(layout: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -55,6 +55,16 @@ def test_gate_within_up(path: str, dtype: torch.dtype, bias: bool, layout: str) 
     for name, (got, expected) in pairs.items():
         assert got.is_contiguous(), name
         assert_near(got, expected, tolerance(dtype, 4), name)
+
+
+@pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
+@each_shape
+def test_is_the_loop(path: str, shape: Shape, layout: str) -> None:
+    call = ffn_call(shape, limit=0.5)
+    gate, up, gate_bias, up_bias = (call.arguments[name] for name in ("gate", "up", "gate_bias", "up_bias"))
+    both, bias_of_both = fused(layout, gate, up), fused(layout, gate_bias, up_bias)
+    call = call.replace(gate=None, gate_bias=None, up=both, up_bias=bias_of_both, fused_gate=layout)
+    assert_same(result(call), result(call, reference), tolerance(torch.float64, 1))
 
 
 @pytest.mark.parametrize("layout", ["concatenated", "interleaved"])

@@ -1,6 +1,7 @@
 """The layer, with the result of `maxmoe.MoE`, from its configuration and state dict."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -78,14 +79,20 @@ def routed_experts(
         for name in ("gate_proj", "up_proj", "down_proj", "gate_bias", "up_bias", "down_bias")
     )
     assert up is not None and down is not None
-    biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
-    activation, limit = config.activation, config.activation_limit
+    experts = partial(
+        expert_ffn,
+        gate_bias=gate_bias,
+        up_bias=up_bias,
+        down_bias=down_bias,
+        activation=config.activation,
+        limit=config.activation_limit,
+    )
     if config.apply_weights_to == "output":
-        return expert_ffn(tokens, weights, plan, gate, up, down, **biases, activation=activation, limit=limit)
+        return experts(tokens, weights, plan, gate, up, down)
     rows = ragged_sort(tokens, plan, weights)
     itself = torch.arange(len(rows))
     in_place = plan._replace(slots=itself, rows=itself, top_k=1)
-    rows = expert_ffn(rows, None, in_place, gate, up, down, **biases, activation=activation, limit=limit)
+    rows = experts(rows, None, in_place, gate, up, down)
     return ragged_unsort(rows, plan)
 
 

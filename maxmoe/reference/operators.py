@@ -256,6 +256,14 @@ def feed_forward(x: Tensor, matrices: list[Tensor | None], activation: Activatio
     return project(activate(gate_x, project(wide(x), up, up_bias), activation, limit), down, down_bias)
 
 
+def halves(both: Tensor, fused_gate: str) -> tuple[Tensor, Tensor]:
+    """Gate and up out of what holds both."""
+    if fused_gate == "interleaved":
+        return both[..., ::2], both[..., 1::2]
+    gate, up = both.chunk(2, dim=-1)
+    return gate, up
+
+
 def expert_ffn(
     x: Tensor,
     weights: Tensor | None,
@@ -269,8 +277,12 @@ def expert_ffn(
     down_bias: Tensor | None = None,
     activation: Activation = "silu",
     limit: float | None = None,
+    fused_gate: str | None = None,
 ) -> Tensor:
     """out[t] = sum over k of weights[t, k] * expert(x[t]), over the slots that have a row."""
+    if fused_gate is not None:
+        gate, up = halves(up, fused_gate)
+        gate_bias, up_bias = (None, None) if up_bias is None else halves(up_bias, fused_gate)
     stacked = (gate, up, down, gate_bias, up_bias, down_bias)
     experts = [[None if matrices is None else matrices[e] for matrices in stacked] for e in range(len(up))]
     expert_of_row = local_groups(plan.group_sizes, len(plan.slots), len(up), 0)
