@@ -34,10 +34,10 @@ def test_a_run_prints_a_table_and_leaves_a_picture(tmp_path: Path, capsys: pytes
     data, out = words(tmp_path / "text"), tmp_path / "out"
     with patch.object(finetune_transformers, "IMPLEMENTATIONS", ("eager", "maxmoe")):
         finetune_transformers.run(options("--data", str(data), "--out", str(out)))
-    rows = {cells[0]: cells[1:] for line in capsys.readouterr().out.splitlines() if len(cells := line.split()) == 5}
+    rows = {cells[0]: cells[1:] for line in capsys.readouterr().out.splitlines() if len(cells := line.split()) == 6}
     assert rows.keys() == {"eager", "maxmoe"}
-    for last_loss, difference, tokens_per_second, peak in rows.values():
-        assert 4 < float(last_loss) < 7 and float(difference) < 1e-5
+    for loss, early, difference, tokens_per_second, peak in rows.values():
+        assert 4 < float(loss) < 7 and float(early) <= float(difference) < 1e-5
         assert float(tokens_per_second.replace(",", "")) > 0 and float(peak.replace(",", "")) > 0
     assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
@@ -94,6 +94,24 @@ def test_the_sizes_are_those_of_the_options() -> None:
 def test_what_cannot_be_trained_is_named(arguments: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         train(options(*arguments), text(), "maxmoe")
+
+
+def test_a_large_model_is_refused() -> None:
+    with (
+        patch.object(models, "LARGEST", 1000),
+        pytest.raises(InputError, match=r"would have [\d,]+ parameters, at most 1,000"),
+    ):
+        models.small_model(options(), "maxmoe")
+
+
+def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "comparison.png").mkdir()
+    wanted = options("--data", str(words(tmp_path / "text")), "--out", str(tmp_path))
+    with (
+        patch.object(finetune_transformers, "train_apart", lambda *_: Run("maxmoe", [5.0], 1000.0, 2**20)),
+        pytest.raises(InputError, match=r"cannot write .*comparison.png: Is a directory"),
+    ):
+        finetune_transformers.run(wanted)
 
 
 def test_an_error_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from finetuning.models import small_model
 from pretraining import InputError
 from pretraining.corpus import TrainingSequences
+from pretraining.trainer import learning_rate
 
 MIB = 2**20
 
@@ -62,6 +63,8 @@ def train(options: Namespace, text: Tensor, implementation: str) -> Run:
     bar = {"unit": " tokens", "unit_scale": True, "dynamic_ncols": True, "mininterval": 0.5}
     with tqdm(total=options.steps * num_tokens, desc=implementation, **bar) as progress:
         for step in range(options.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, options.steps, options.learning_rate)
             start = time.perf_counter()
             losses.append(train_step(model, optimizer, sequences.batch(step)[0]))
             seconds.append(time.perf_counter() - start)
