@@ -54,7 +54,6 @@ def test_the_operator_reads_the_parameters_themselves(monkeypatch: pytest.Monkey
         assert seen["fused_gate"] == layout
 
 
-@pytest.mark.xfail(reason="the stand-in splits gate and up")  # STAND-IN
 @pytest.mark.parametrize("experts_class", [MixtralExperts, GptOssExperts])
 def test_gradients_are_written_into_the_layout_of_the_parameters(experts_class: type[nn.Module]) -> None:
     """Backward makes two tensors of the size of the parameters or above: their gradients."""
