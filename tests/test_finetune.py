@@ -76,9 +76,11 @@ def changed(**fields: float) -> object:
 
 def test_the_sizes_are_those_of_the_options() -> None:
     model = models.small_model(options("--top-k", "3"), "maxmoe")
+    assert model.config._experts_implementation == "maxmoe"
     experts = model.model.layers[1].mlp.experts
     assert experts.gate_up_proj.shape == (4, 16, 16) and experts.down_proj.shape == (4, 16, 8)
     assert (model.config.num_experts_per_tok, len(model.model.layers), model.vocab_size) == (3, 2, 256)
+    assert models.small_config("hunyuan_v1_moe", options("--top-k", "3")).moe_topk == 3  # each family has its names
 
 
 @pytest.mark.parametrize(
