@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from dataclasses import fields
+from itertools import product
 from typing import Any
 
 import torch
@@ -64,11 +65,9 @@ def small_config(family: str, options: Namespace) -> PreTrainedConfig:
         raise InputError(f"--family {family}: not a language model with experts; there are {', '.join(family_names())}")
     defaults = CONFIG_MAPPING[family]().get_text_config()
     changes: dict[str, Any] = {}
-    for name, default in integers(defaults).items():
-        for end, value in sizes(options).items():
-            if name == end or name.endswith(f"_{end}"):
-                # Some families route to one expert only.
-                changes[name] = 1 if default == 1 and end in ("experts_per_tok", "topk") else value
+    for name, (end, value) in product(integers(defaults), sizes(options).items()):
+        if f"_{name}".endswith(f"_{end}"):
+            changes[name] = value
     if "qk_rope_head_dim" in changes:
         changes.pop("head_dim", None)  # derived
     for alias, name in defaults.attribute_map.items():
@@ -78,17 +77,17 @@ def small_config(family: str, options: Namespace) -> PreTrainedConfig:
     return type(defaults)(**changes, **{name: None for name in tokens if hasattr(defaults, name)})
 
 
-def integers(config: PreTrainedConfig) -> dict[str, int | None]:
-    """Read the fields that are whole numbers, or open; not those that differ between layers, which cannot be read."""
-    values = {}
+def integers(config: PreTrainedConfig) -> list[str]:
+    """List the fields that are whole numbers, or open; not those that differ between layers, which cannot be read."""
+    names = []
     for name in [*(field.name for field in fields(config)), *config.attribute_map]:
         try:
             value = getattr(config, name)
         except (AttributeError, ValueError):
             continue
         if type(value) is int or (value is None and name in OPEN):
-            values[name] = value
-    return values
+            names.append(name)
+    return names
 
 
 def small_model(options: Namespace, implementation: str) -> PreTrainedModel:
