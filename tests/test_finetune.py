@@ -87,7 +87,7 @@ def test_the_sizes_are_those_of_the_options() -> None:
     ("arguments", "message"),
     [
         (["--family", "bert"], "--family bert: not a language model with experts; there are .*mixtral.*qwen3_moe"),
-        (["--family", "dots3_note"], "cannot make a small model of the family dots3_note: .*num_attention_heads"),
+        (["--family", "gemma4_text"], "cannot make a small model of the family gemma4_text: .*head_dim"),
         (["--family", "deepseek_v3", "--num-layers", "1"], "the first 1 layers of the family deepseek_v3 have no"),
         (["--top-k", "5"], "cannot make a small model of the family mixtral: .*k"),
         (["--learning-rate", "1e30"], r"step \d: the loss is nan, try a smaller --learning-rate"),
