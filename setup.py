@@ -76,5 +76,5 @@ def source_files() -> list[str]:
 setup(
     ext_modules=[Extension("maxmoe._C", sources=[], depends=source_files())],
     cmdclass={"build_ext": CMakeBuild},
-    install_requires=[f"torch=={TORCH.version.split('+')[0]}"],
+    install_requires=[f"torch=={TORCH.version.split('+')[0]}", "PyYAML>=6"],
 )
