@@ -9,7 +9,8 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
 // Columns of the hidden size per task of the weight gradients. A task sums over all rows of its expert, so that the
-// order of sums is fixed. A multiple of the heights and widths of the micro-tiles.
+// order of sums is fixed. A multiple of the widths of the micro-tiles, and at most the rows that a product works on at
+// a time: more would copy its right-hand side twice.
 constexpr int64_t kGradientColumns = 256;
 
 // F
