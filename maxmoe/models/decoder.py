@@ -7,90 +7,16 @@ Shapes: B batch, S sequence, D hidden_size, V vocab_size, H heads, G key-value h
 M Mixture-of-Experts layers, E experts.
 """
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from maxmoe.config import MoEConfig
-from maxmoe.nn import MoE, MoEStats, keep_routing
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
-    """Sizes of a `Decoder`.
-
-    Args:
-        vocab_size: V.
-        hidden_size: D, width of the residual stream.
-        num_layers: blocks, dense and Mixture-of-Experts together.
-        num_heads: H, query heads.
-        num_key_value_heads: G, each shared by H / G query heads; None for H.
-        head_dim: C, even; None for D / H.
-        intermediate_size: width inside the dense blocks, needed where there are any.
-        moe: the layer of the Mixture-of-Experts blocks, None for a dense model.
-        num_dense_layers: the first blocks, which stay dense although `moe` is given.
-        max_sequence_length: longest input, and the window of `Decoder.generate`.
-        rope_theta: base of the rotary frequencies.
-        norm_eps: of every RMSNorm.
-        tie_embeddings: the output projection is the embedding.
-        checkpoint_blocks: keep only the input of each block for the backward, recompute the rest.
-
-    Raises:
-        ValueError: for values that contradict each other; the message names both.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    intermediate_size: int | None = None
-    moe: MoEConfig | None = None
-    num_dense_layers: int = 0
-    max_sequence_length: int = 2048
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-6
-    tie_embeddings: bool = False
-    checkpoint_blocks: bool = False
-
-    def __post_init__(self) -> None:
-        required = ("vocab_size", "hidden_size", "num_layers", "num_heads", "max_sequence_length")
-        for name in (*required, "num_key_value_heads", "head_dim", "intermediate_size"):
-            value = getattr(self, name)
-            derived = value is None and name not in required
-            if not derived and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name} must be a positive int, got {value!r}")
-        self._check_heads()
-        self._check_blocks()
-
-    def _check_heads(self) -> None:
-        if self.num_key_value_heads is not None and self.num_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_key_value_heads ({self.num_key_value_heads}) must divide num_heads ({self.num_heads})"
-            )
-        if self.head_dim is None and self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"num_heads ({self.num_heads}) must divide hidden_size ({self.hidden_size}) without head_dim"
-            )
-        head_dim = self.head_dim or self.hidden_size // self.num_heads
-        if head_dim % 2:
-            raise ValueError(f"head_dim must be even for the rotary embedding, got {head_dim}")
-
-    def _check_blocks(self) -> None:
-        if self.moe is not None and self.moe.hidden_size != self.hidden_size:
-            raise ValueError(f"moe.hidden_size ({self.moe.hidden_size}) must equal hidden_size ({self.hidden_size})")
-        if not 0 <= self.num_dense_layers <= self.num_layers:
-            raise ValueError(
-                f"num_dense_layers ({self.num_dense_layers}) must be from 0 to num_layers ({self.num_layers})"
-            )
-        if self.intermediate_size is None and (self.moe is None or self.num_dense_layers > 0):
-            raise ValueError("intermediate_size must be given where there are dense blocks, got None")
+from maxmoe.models.config import DecoderConfig
+from maxmoe.nn import LogicalNames, MoE, MoEStats, TokenLayout, WholeBatch, keep_routing
 
 
 class DecoderOutput(NamedTuple):
@@ -112,26 +38,45 @@ class DecoderOutput(NamedTuple):
         return torch.stack([stats.tokens_per_expert for stats in self.stats])
 
 
-def rotate(x: Tensor, theta: float) -> Tensor:
-    """Rotary embedding of x ``(B, H, S, C)``: (x[c], x[c + C/2]) at s turns by s * theta^(-2c / C).
+def rotate(x: Tensor, theta: float, start: int = 0) -> Tensor:
+    """Rotary embedding of x ``(B, H, S, C)``: (x[c], x[c + C/2]) at s turns by (start + s) * theta^(-2c / C).
 
     Source: Su et al. 2021, RoFormer, in the half-split order of GPT-NeoX and Llama.
     """
     S, C = x.shape[-2:]
     frequencies = theta ** (-torch.arange(0, C, 2, dtype=torch.float32, device=x.device) / C)
-    angles = torch.outer(torch.arange(S, dtype=torch.float32, device=x.device), frequencies)
+    angles = torch.outer(torch.arange(start, start + S, dtype=torch.float32, device=x.device), frequencies)
     cos, sin = angles.cos(), angles.sin()
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(x.dtype)
 
 
+def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
+    """Let queries ``(B, H, S, C)`` from position `start` on see the keys ``(B, G, N, C)`` up to their own."""
+    is_whole = queries.shape[2] == keys.shape[2]
+    mask = None
+    if not is_whole:
+        positions = torch.arange(keys.shape[2], device=keys.device)
+        mask = positions <= positions[start : start + queries.shape[2], None]
+    return F.scaled_dot_product_attention(queries, keys, values, mask, is_causal=is_whole, enable_gqa=True)
+
+
 class Attention(nn.Module):
     """Causal self-attention with grouped key-value heads; `options` are device and dtype."""
+
+    logical_names: ClassVar[LogicalNames] = {
+        "q_proj.weight": ("q_heads", "embed"),
+        "k_proj.weight": ("kv_heads", "embed"),
+        "v_proj.weight": ("kv_heads", "embed"),
+        "o_proj.weight": ("embed", "q_heads"),
+    }
 
     def __init__(self, config: DecoderConfig, **options: Any) -> None:
         super().__init__()
         D, H = config.hidden_size, config.num_heads
         G, C = config.num_key_value_heads or H, config.head_dim or D // H
+        self.parallel_dims = {"q_heads": H, "kv_heads": G}
+        self.token_layout: TokenLayout = WholeBatch()
         self.head_dim = C
         self.rope_theta = config.rope_theta
         self.q_proj = nn.Linear(D, H * C, bias=False, **options)
@@ -145,8 +90,10 @@ class Attention(nn.Module):
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        queries, keys = rotate(queries, self.rope_theta), rotate(keys, self.rope_theta)
-        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+        start = self.token_layout.first_position(x.shape[1])
+        queries, keys = rotate(queries, self.rope_theta, start), rotate(keys, self.rope_theta, start)
+        keys, values = (self.token_layout.whole_sequence(part, dim=2) for part in (keys, values))
+        mixed = causal_attention(queries, keys, values, start)
         output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(-2))
         return output
 
@@ -154,8 +101,15 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: down_proj(silu(gate_proj(x)) * up_proj(x)); `options` are device and dtype."""
 
+    logical_names: ClassVar[LogicalNames] = {
+        "gate_proj.weight": ("mlp", "embed"),
+        "up_proj.weight": ("mlp", "embed"),
+        "down_proj.weight": ("embed", "mlp"),
+    }
+
     def __init__(self, hidden_size: int, intermediate_size: int, **options: Any) -> None:
         super().__init__()
+        self.parallel_dims = {"mlp": intermediate_size}
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False, **options)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False, **options)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False, **options)
@@ -169,8 +123,11 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Attention, then a dense or a Mixture-of-Experts layer; `options` are device and dtype."""
 
+    logical_names: ClassVar[LogicalNames] = {"attention_norm.weight": ("norm",), "feed_forward_norm.weight": ("norm",)}
+
     def __init__(self, config: DecoderConfig, *, dense: bool, **options: Any) -> None:
         super().__init__()
+        self.parallel_dims: dict[str, int] = {}
         D = config.hidden_size
         self.attention_norm = nn.RMSNorm(D, config.norm_eps, **options)
         self.attention = Attention(config, **options)
@@ -200,6 +157,12 @@ class Decoder(nn.Module):
         dtype: of the parameters.
     """
 
+    logical_names: ClassVar[LogicalNames] = {
+        "embedding.weight": ("vocab", "embed_vocab"),
+        "norm.weight": ("norm",),
+        "output.weight": ("vocab", "embed_vocab"),
+    }
+
     def __init__(
         self,
         config: DecoderConfig,
@@ -209,6 +172,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.parallel_dims: dict[str, int] = {}
         V, D = config.vocab_size, config.hidden_size
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.embedding = nn.Embedding(V, D, **options)

@@ -3,17 +3,21 @@
 from maxmoe.nn.experts import Experts, SharedExperts
 from maxmoe.nn.losses import load_balance_loss, normalized_scores, router_z_loss
 from maxmoe.nn.moe import MoE, MoEOutput, MoEStats
+from maxmoe.nn.parallel import LogicalNames, TokenLayout, WholeBatch
 from maxmoe.nn.recompute import keep_routing
 from maxmoe.nn.router import Router, Routing
 
 __all__ = [
     "Experts",
+    "LogicalNames",
     "MoE",
     "MoEOutput",
     "MoEStats",
     "Router",
     "Routing",
     "SharedExperts",
+    "TokenLayout",
+    "WholeBatch",
     "keep_routing",
     "load_balance_loss",
     "normalized_scores",

@@ -1,10 +1,13 @@
 """The parameters of the experts, routed and shared."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
 from maxmoe.config import MoEConfig
 from maxmoe.nn.linear import linear
+from maxmoe.nn.parallel import LogicalNames
 from maxmoe.ops import RaggedPlan, expert_ffn
 
 
@@ -16,6 +19,15 @@ class Experts(nn.Module):
         device: of the parameters.
         dtype: of the parameters.
     """
+
+    logical_names: ClassVar[LogicalNames] = {
+        "gate_proj": ("exp", "embed_moe", "mlp_moe"),
+        "up_proj": ("exp", "embed_moe", "mlp_moe"),
+        "down_proj": ("exp", "mlp_moe", "embed_moe"),
+        "gate_bias": ("exp", "mlp_moe"),
+        "up_bias": ("exp", "mlp_moe"),
+        "down_bias": ("exp", "embed_moe"),
+    }
 
     gate_proj: Tensor | None
     up_proj: Tensor
@@ -101,6 +113,13 @@ class SharedExperts(nn.Module):
         dtype: of the parameters.
     """
 
+    logical_names: ClassVar[LogicalNames] = {
+        "gate_proj": ("embed", "mlp"),
+        "up_proj": ("embed", "mlp"),
+        "down_proj": ("mlp", "embed"),
+        "output_gate": ("embed",),
+    }
+
     gate_proj: Tensor | None
     up_proj: Tensor
     down_proj: Tensor
@@ -112,6 +131,7 @@ class SharedExperts(nn.Module):
         super().__init__()
         self.config = config
         hidden_size, width = config.hidden_size, config.num_shared_experts * config.intermediate_size
+        self.parallel_dims = {"mlp": width}
 
         def parameter(wanted: bool, *shape: int) -> nn.Parameter | None:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if wanted else None

@@ -4,6 +4,9 @@ import torch
 from torch import Tensor
 
 from maxmoe.config import ScoreFunction
+from maxmoe.nn.parallel import AsOneSequence, TokenSums, WholeBatch
+
+HERE = WholeBatch()
 
 
 def normalized_scores(logits: Tensor, score_function: ScoreFunction) -> Tensor:
@@ -28,7 +31,9 @@ def normalized_scores(logits: Tensor, score_function: ScoreFunction) -> Tensor:
     return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
 
-def load_balance_loss(probabilities: Tensor, tokens_per_expert: Tensor, top_k: int) -> Tensor:
+def load_balance_loss(
+    probabilities: Tensor, tokens_per_expert: Tensor, top_k: int, *, sums: TokenSums = HERE
+) -> Tensor:
     """Loss that is 1 for tokens spread evenly over the experts and grows with imbalance.
 
     mean_b sum_e f[b, e] * mean_s(probabilities[b, s, e]),   f[b, e] = E / (K S) * tokens_per_expert[b, e]
@@ -37,6 +42,7 @@ def load_balance_loss(probabilities: Tensor, tokens_per_expert: Tensor, top_k: i
         probabilities: ``(B, S, E)``, floating; carries the gradient.
         tokens_per_expert: ``(B, E)``, integer counts of the routed slots.
         top_k: K.
+        sums: over the processes that share the tokens; B and S are sums too.
 
     Returns:
         ``()``, dtype of probabilities; 0 for no tokens.
@@ -44,22 +50,37 @@ def load_balance_loss(probabilities: Tensor, tokens_per_expert: Tensor, top_k: i
     Source: DeepSeek-V3 (arXiv:2412.19437) equations 17-20; Switch Transformer (arXiv:2101.03961).
     """
     num_sequences, length, num_experts = probabilities.shape
-    frequencies = tokens_per_expert.to(probabilities.dtype) * (num_experts / (top_k * max(length, 1)))
-    products = frequencies * probabilities.sum(1) / max(length, 1)
-    return products.sum() / max(num_sequences, 1)
+    total_length = at_least_one(sums.sum_within_sequences(length))
+    counts = sums.sum_within_sequences(tokens_per_expert).to(probabilities.dtype)
+    frequencies = counts * (num_experts / (top_k * total_length))
+    products = frequencies * sums.sum_within_sequences(probabilities.sum(1)) / total_length
+    return sums.sum_across_sequences(products.sum()) / at_least_one(sums.sum_across_sequences(num_sequences))
 
 
-def router_z_loss(logits: Tensor) -> Tensor:
+def router_z_loss(logits: Tensor, *, sums: TokenSums = HERE) -> Tensor:
     """Loss that keeps the logits small.
 
     mean_t logsumexp(logits[t])^2
 
     Args:
         logits: ``(T, E)``, floating.
+        sums: over the processes that share the tokens; T is a sum too.
 
     Returns:
         ``()``, dtype of logits; 0 for no tokens.
 
     Source: ST-MoE (arXiv:2202.08906) equation 5.
     """
-    return logits.logsumexp(-1).square().sum() / max(logits.shape[0], 1)
+    return mean_over_tokens(logits.logsumexp(-1).square(), sums)
+
+
+def mean_over_tokens(values: Tensor, sums: TokenSums) -> Tensor:
+    """Average values ``(T, ...)``, summed over all but the first dim, over the tokens of all processes."""
+    total = AsOneSequence(sums)
+    num_tokens = at_least_one(total.sum_within_sequences(values.shape[0]))
+    return total.sum_within_sequences(values.sum()) / num_tokens
+
+
+def at_least_one(count: int | Tensor) -> int | Tensor:
+    """Make a count fit to divide by."""
+    return count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)

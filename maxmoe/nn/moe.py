@@ -13,7 +13,8 @@ from maxmoe.config import MoEConfig
 from maxmoe.nn.compute import compute_for
 from maxmoe.nn.conversion import check_config, config_of, give_weights, take_weights
 from maxmoe.nn.experts import Experts, SharedExperts
-from maxmoe.nn.losses import load_balance_loss, normalized_scores, router_z_loss
+from maxmoe.nn.losses import load_balance_loss, mean_over_tokens, normalized_scores, router_z_loss
+from maxmoe.nn.parallel import AsOneSequence, TokenLayout, TokenSums, WholeBatch
 from maxmoe.nn.router import Router, Routing
 from maxmoe.presets.families import family_of
 
@@ -80,6 +81,8 @@ class MoE(nn.Module):
         self.experts = Experts(config, device=device, dtype=dtype)
         self.shared_experts = SharedExperts(config, device=device, dtype=dtype) if config.num_shared_experts else None
         self.compute = compute_for(config)
+        self.parallel_dims: dict[str, int] = {}
+        self.token_layout: TokenLayout = WholeBatch()
 
     @classmethod
     def from_transformers(cls, block: nn.Module) -> Self:
@@ -173,19 +176,25 @@ class MoE(nn.Module):
         experts = routing.experts.reshape(num_sequences, length * config.top_k)
         counts = experts.new_zeros(num_sequences, num_experts)
         counts = counts.scatter_add(1, experts, torch.ones_like(experts))
-        tokens_per_expert = counts.sum(0)
+        total = AsOneSequence(self.token_layout)
 
         aux_loss = routing.logits.new_zeros(())
         if has_balance_loss:
+            sums: TokenSums = self.token_layout
+            tokens_per_expert = counts
             if config.load_balance_scope == "batch":
-                num_sequences, length, counts = 1, routing.logits.shape[0], tokens_per_expert.unsqueeze(0)
+                sums, num_sequences, length = total, 1, routing.logits.shape[0]
+                tokens_per_expert = counts.sum(0, keepdim=True)
             by_sequence = probabilities.view(num_sequences, length, num_experts)
-            aux_loss = aux_loss + config.load_balance_loss_weight * load_balance_loss(by_sequence, counts, config.top_k)
+            balance_loss = load_balance_loss(by_sequence, tokens_per_expert, config.top_k, sums=sums)
+            aux_loss = aux_loss + config.load_balance_loss_weight * balance_loss
         if config.router_z_loss_weight > 0:
-            aux_loss = aux_loss + config.router_z_loss_weight * router_z_loss(routing.logits)
+            z_loss = router_z_loss(routing.logits, sums=self.token_layout)
+            aux_loss = aux_loss + config.router_z_loss_weight * z_loss
 
-        entropy = torch.special.entr(probabilities.detach()).sum() / max(routing.logits.shape[0], 1)
-        return aux_loss, MoEStats(tokens_per_expert, dropped, entropy)
+        entropy = mean_over_tokens(torch.special.entr(probabilities.detach()), self.token_layout)
+        stats = MoEStats(total.sum_within_sequences(counts.sum(0)), total.sum_within_sequences(dropped), entropy)
+        return aux_loss, stats
 
     def extra_repr(self) -> str:
         """The fields of the config that are not at their default, for `print`.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from typing_extensions import Self
 
 from maxmoe.config import MoEConfig
 from maxmoe.nn.linear import linear
+from maxmoe.nn.parallel import LogicalNames
 from maxmoe.ops.route import route
 
 
@@ -37,6 +38,8 @@ class Router(nn.Module):
         device: of the parameters.
         dtype: of the parameters; `score_correction_bias` is float32 or wider.
     """
+
+    logical_names: ClassVar[LogicalNames] = {"weight": (None, "embed"), "bias": (None,)}
 
     weight: Tensor
     bias: Tensor | None

@@ -1,7 +1,31 @@
 """Which part of every tensor each rank holds: logical names for dims, and rules from names to mesh axes."""
 
+from maxmoe.sharding.assign import Assignment, assign, logical_names
+from maxmoe.sharding.mesh import Mesh, parse_mesh
+from maxmoe.sharding.named_sharding import NamedSharding
+from maxmoe.sharding.parallelize import parallelize
 from maxmoe.sharding.partition_spec import P, PartitionSpec
+from maxmoe.sharding.reshard import reshard, shard_map
 from maxmoe.sharding.resolve import DroppedAxis, Resolution, logical_to_mesh_axes, resolve
 from maxmoe.sharding.rules import LogicalRules
+from maxmoe.sharding.shard_parameters import shard_parameters
 
-__all__ = ["DroppedAxis", "LogicalRules", "P", "PartitionSpec", "Resolution", "logical_to_mesh_axes", "resolve"]
+__all__ = [
+    "Assignment",
+    "DroppedAxis",
+    "LogicalRules",
+    "Mesh",
+    "NamedSharding",
+    "P",
+    "PartitionSpec",
+    "Resolution",
+    "assign",
+    "logical_names",
+    "logical_to_mesh_axes",
+    "parallelize",
+    "parse_mesh",
+    "reshard",
+    "resolve",
+    "shard_map",
+    "shard_parameters",
+]

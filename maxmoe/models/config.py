@@ -1,0 +1,78 @@
+"""The configuration of a `Decoder`."""
+
+from dataclasses import dataclass
+
+from maxmoe.config import MoEConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Sizes of a `Decoder`.
+
+    Args:
+        vocab_size: V.
+        hidden_size: D, width of the residual stream.
+        num_layers: blocks, dense and Mixture-of-Experts together.
+        num_heads: H, query heads.
+        num_key_value_heads: G, each shared by H / G query heads; None for H.
+        head_dim: C, even; None for D / H.
+        intermediate_size: width inside the dense blocks, needed where there are any.
+        moe: the layer of the Mixture-of-Experts blocks, None for a dense model.
+        num_dense_layers: the first blocks, which stay dense although `moe` is given.
+        max_sequence_length: longest input, and the window of `Decoder.generate`.
+        rope_theta: base of the rotary frequencies.
+        norm_eps: of every RMSNorm.
+        tie_embeddings: the output projection is the embedding.
+        checkpoint_blocks: keep only the input of each block for the backward, recompute the rest.
+
+    Raises:
+        ValueError: for values that contradict each other; the message names both.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    moe: MoEConfig | None = None
+    num_dense_layers: int = 0
+    max_sequence_length: int = 2048
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+    checkpoint_blocks: bool = False
+
+    def __post_init__(self) -> None:
+        required = ("vocab_size", "hidden_size", "num_layers", "num_heads", "max_sequence_length")
+        for name in (*required, "num_key_value_heads", "head_dim", "intermediate_size"):
+            value = getattr(self, name)
+            derived = value is None and name not in required
+            if not derived and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name} must be a positive int, got {value!r}")
+        self._check_heads()
+        self._check_blocks()
+
+    def _check_heads(self) -> None:
+        if self.num_key_value_heads is not None and self.num_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads ({self.num_key_value_heads}) must divide num_heads ({self.num_heads})"
+            )
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"num_heads ({self.num_heads}) must divide hidden_size ({self.hidden_size}) without head_dim"
+            )
+        head_dim = self.head_dim or self.hidden_size // self.num_heads
+        if head_dim % 2:
+            raise ValueError(f"head_dim must be even for the rotary embedding, got {head_dim}")
+
+    def _check_blocks(self) -> None:
+        if self.moe is not None and self.moe.hidden_size != self.hidden_size:
+            raise ValueError(f"moe.hidden_size ({self.moe.hidden_size}) must equal hidden_size ({self.hidden_size})")
+        if not 0 <= self.num_dense_layers <= self.num_layers:
+            raise ValueError(
+                f"num_dense_layers ({self.num_dense_layers}) must be from 0 to num_layers ({self.num_layers})"
+            )
+        if self.intermediate_size is None and (self.moe is None or self.num_dense_layers > 0):
+            raise ValueError("intermediate_size must be given where there are dense blocks, got None")

@@ -1,0 +1,99 @@
+"""What a module says of its parameters, and is told of its tokens, for running on several processes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, TypeVar
+
+from torch import Tensor
+
+# Of parameters, by their path within the module: the logical name of each dim, None for one that is never sharded.
+LogicalNames: TypeAlias = Mapping[str, tuple[str | None, ...]]
+Number = TypeVar("Number", int, Tensor)
+
+
+class TokenSums(Protocol):
+    """Sums over the processes that share a forward; each gets the gradient of its own summand."""
+
+    def sum_within_sequences(self, summand: Number) -> Number:
+        """Sum over the processes that hold parts of the same sequences.
+
+        Args:
+            summand: of this process.
+
+        Returns:
+            The sum, the same in all of them.
+        """
+        ...
+
+    def sum_across_sequences(self, summand: Number) -> Number:
+        """Sum over the processes that hold other sequences.
+
+        Args:
+            summand: of this process.
+
+        Returns:
+            The sum, the same in all of them.
+        """
+        ...
+
+
+class TokenLayout(TokenSums, Protocol):
+    """What a layer must know of the tokens that other processes hold."""
+
+    def first_position(self, length: int) -> int:
+        """Find where in its sequences this process begins.
+
+        Args:
+            length: tokens of each sequence that it holds.
+
+        Returns:
+            The position of the first of them.
+        """
+        ...
+
+    def whole_sequence(self, part: Tensor, dim: int) -> Tensor:
+        """Gather sequences; each process gets the gradient of its own part.
+
+        Args:
+            part: of this process.
+            dim: the dim that runs along the sequence.
+
+        Returns:
+            All parts, in order.
+        """
+        ...
+
+
+class WholeBatch:
+    """All tokens are in this process."""
+
+    def sum_within_sequences(self, summand: Number) -> Number:
+        """See `TokenSums`."""
+        return summand
+
+    def sum_across_sequences(self, summand: Number) -> Number:
+        """See `TokenSums`."""
+        return summand
+
+    def first_position(self, length: int) -> int:
+        """See `TokenLayout`."""
+        return 0
+
+    def whole_sequence(self, part: Tensor, dim: int) -> Tensor:
+        """See `TokenLayout`."""
+        return part
+
+
+@dataclass(frozen=True)
+class AsOneSequence:
+    """The sums of a batch that counts as one sequence."""
+
+    sums: TokenSums
+
+    def sum_within_sequences(self, summand: Number) -> Number:
+        """See `TokenSums`."""
+        return self.sums.sum_across_sequences(self.sums.sum_within_sequences(summand))
+
+    def sum_across_sequences(self, summand: Number) -> Number:
+        """See `TokenSums`."""
+        return summand

@@ -1,0 +1,119 @@
+"""The parameters of a module, each with its logical names and what the rules make of them on a mesh."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.named_sharding import NamedSharding
+from maxmoe.sharding.partition_spec import PartitionSpec
+from maxmoe.sharding.resolve import DroppedAxis, logical_to_mesh_axes, resolve
+from maxmoe.sharding.rules import LogicalRules
+
+Names = tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Where a parameter goes.
+
+    Args:
+        names: the logical name of each dim; None for a parameter that nobody has named: every rank holds it.
+        shape: of the whole parameter.
+        dtype: of the parameter.
+        wanted: the axes that the rules give, whatever mesh and shape.
+        sharding: what is left of them on the mesh, for the shape.
+        dropped: the other axes, and why.
+    """
+
+    names: Names | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    wanted: PartitionSpec
+    sharding: NamedSharding
+    dropped: tuple[DroppedAxis, ...]
+
+
+def logical_names(module: nn.Module) -> dict[str, Names]:
+    """Collect the logical names that the modules of a model declare.
+
+    A module declares the names of its parameters, those of its children included, in an attribute beside them::
+
+        class Attention(nn.Module):
+            logical_names = {"q_proj.weight": ("q_heads", "embed"), ...}
+
+    What an outer module says of a parameter comes before what an inner one says. An attribute of the instance does
+    as well as one of the class, for modules of other libraries.
+
+    Args:
+        module: any module.
+
+    Returns:
+        The names by the path of the parameter, one per dim.
+
+    Raises:
+        ValueError: for names of a parameter that is not there, and if they are not one per dim.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    collected: dict[str, Names] = {}
+    for path, owner in module.named_modules():
+        declared: Mapping[str, Names] = getattr(owner, "logical_names", {})
+        for name, names in declared.items():
+            full_name = f"{path}.{name}" if path else name
+            if full_name in parameters:
+                _check(names, parameters[full_name], full_name)
+                collected.setdefault(full_name, tuple(names))
+            elif not _is_optional(owner, name):
+                raise ValueError(f"{type(owner).__name__}.logical_names has {name!r}, which is no parameter of it")
+    return collected
+
+
+def _check(names: Names, parameter: nn.Parameter, name: str) -> None:
+    if isinstance(names, str) or len(names) != parameter.dim():
+        raise ValueError(f"{name} has the shape {tuple(parameter.shape)} and the logical names {names!r}")
+
+
+def _is_optional(owner: nn.Module, name: str) -> bool:
+    """Whether `name` stands for something that this instance was made without: a None in place of it, or on its way."""
+    value: object = owner
+    for part in name.split("."):
+        if not hasattr(value, part):
+            return False
+        value = getattr(value, part)
+        if value is None:
+            return True
+    return False
+
+
+def assign(module: nn.Module, mesh: Mesh, rules: LogicalRules, *, strict: bool = False) -> dict[str, Assignment]:
+    """Find the place of every parameter.
+
+    Args:
+        module: with logical names, see `logical_names`; may be on the meta device.
+        mesh: planned or not.
+        rules: the table.
+        strict: unknown and missing names and dims that do not divide are errors; otherwise their dims are not sharded.
+
+    Returns:
+        By the path of the parameter, in the order of `named_parameters`; a shared parameter once.
+
+    Raises:
+        ValueError: as `logical_names`; if strict, as `logical_to_mesh_axes` and `resolve`, with the parameter's name.
+    """
+    return dict(_assignments(module, mesh, rules, strict))
+
+
+def _assignments(module: nn.Module, mesh: Mesh, rules: LogicalRules, strict: bool) -> Iterator[tuple[str, Assignment]]:
+    names_of = logical_names(module)
+    for name, parameter in module.named_parameters():
+        shape, names = tuple(parameter.shape), names_of.get(name)
+        if names is None and strict:
+            raise ValueError(f"{name} of shape {shape} has no logical names")
+        try:
+            wanted = logical_to_mesh_axes(names or (None,) * len(shape), rules, strict=strict)
+            spec, dropped = resolve(wanted, mesh.sizes, shape, strict=strict)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        yield name, Assignment(names, shape, parameter.dtype, wanted, NamedSharding(mesh, spec), dropped)

@@ -1,0 +1,164 @@
+"""The named axes over which ranks are laid out."""
+
+import math
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+TIMEOUT = timedelta(minutes=10)
+
+
+class Mesh:
+    """Ranks in a grid with named axes, the first one outermost.
+
+        rank = ((coordinate_0 * size_1) + coordinate_1) * size_2 + ...
+
+    Axes of size one and axes that are not there behave alike: `size` is 1, and `device_mesh` has neither.
+
+    Args:
+        sizes: of each axis; one of them may be -1, the rest of the world.
+        device_type: "cpu", "cuda", ...
+        timeout: of every collective on the mesh. torch gives the groups of a mesh its default of half an hour,
+            whatever `init_process_group` was told.
+
+    Raises:
+        ValueError: on every rank alike, if the sizes do not fill the world, or torch.distributed is not initialised.
+
+    Source: `jax.sharding.Mesh`; https://github.com/pytorch/pytorch/issues/119613
+    """
+
+    def __init__(self, sizes: Mapping[str, int], *, device_type: str = "cpu", timeout: timedelta = TIMEOUT) -> None:
+        if not dist.is_initialized():
+            raise ValueError(
+                f"Mesh({dict(sizes)}) needs torch.distributed: call torch.distributed.init_process_group first, "
+                "in processes that torchrun started; Mesh.planned needs none"
+            )
+        self.sizes = filled(sizes, dist.get_world_size())
+        self.rank: int | None = dist.get_rank()
+        large = {axis: size for axis, size in self.sizes.items() if size > 1} or {next(iter(self.sizes), "world"): 1}
+        ranks = torch.arange(math.prod(large.values())).view(*large.values())
+        groups = []
+        for dim, size in enumerate(large.values()):
+            members = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+            groups.append(dist.new_subgroups_by_enumeration(members, timeout=timeout)[0])  # type: ignore[no-untyped-call]
+        self._device_mesh: DeviceMesh | None = DeviceMesh.from_group(
+            groups, device_type, ranks, mesh_dim_names=tuple(large)
+        )
+
+    @classmethod
+    def planned(cls, sizes: Mapping[str, int], *, world_size: int | None = None) -> "Mesh":
+        """Make a mesh of ranks that do not run: for `explain` and `NamedSharding`, without process groups.
+
+        Args:
+            sizes: of each axis; one of them may be -1 if `world_size` is given.
+            world_size: how many ranks there are to be; None for as many as the sizes say.
+
+        Returns:
+            The mesh; its `rank` is None.
+
+        Raises:
+            ValueError: if the sizes do not fill the world.
+        """
+        mesh = cls.__new__(cls)
+        mesh.sizes = filled(sizes, world_size)
+        mesh.rank = None
+        mesh._device_mesh = None
+        return mesh
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The axes larger than one, for DTensor and torch's collectives; one axis of size one if there are none."""
+        if self._device_mesh is None:
+            raise ValueError(f"{self} is planned only: it has no process groups")
+        return self._device_mesh
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes larger than one, in order."""
+        return tuple(axis for axis, size in self.sizes.items() if size > 1)
+
+    @property
+    def num_ranks(self) -> int:
+        """The product of the sizes."""
+        return math.prod(self.sizes.values())
+
+    def size(self, *axes: str) -> int:
+        """Multiply the sizes of `axes`; an axis that is not there counts 1."""
+        return math.prod(self.sizes.get(axis, 1) for axis in axes)
+
+    def coordinates(self, rank: int | None = None) -> dict[str, int]:
+        """Find the place of a rank on each axis.
+
+        Args:
+            rank: within the mesh; None for this process.
+
+        Returns:
+            The coordinate on every axis, those of size one included.
+
+        Raises:
+            ValueError: for a rank outside of the mesh, and without a rank on a planned mesh.
+        """
+        rank = self.rank if rank is None else rank
+        if rank is None or not 0 <= rank < self.num_ranks:
+            raise ValueError(f"rank must be from 0 to {self.num_ranks - 1} on {self}, got {rank}")
+        place = {}
+        for axis, size in reversed(self.sizes.items()):
+            rank, place[axis] = divmod(rank, size)
+        return {axis: place[axis] for axis in self.sizes}
+
+    def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
+        """Take the sub-mesh of some axes larger than one: this rank's, in the order of the mesh."""
+        wanted = (axes,) if isinstance(axes, str) else axes
+        missing = [axis for axis in wanted if axis not in self.axes]
+        if missing or not wanted:
+            raise ValueError(f"{self} has no sub-mesh of {wanted}: its axes larger than one are {self.axes}")
+        return self.device_mesh[tuple(axis for axis in self.axes if axis in wanted)]
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{axis}={size}' for axis, size in self.sizes.items())})"
+
+
+def filled(sizes: Mapping[str, int], world_size: int | None) -> dict[str, int]:
+    """Check the sizes of a mesh and fill in the one that is -1."""
+    for axis, size in sizes.items():
+        if not axis or not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+            raise ValueError(f"the size of the mesh axis {axis!r} must be a positive int or -1, got {size!r}")
+    open_axes = [axis for axis, size in sizes.items() if size == -1]
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if len(open_axes) > 1:
+        raise ValueError(f"only one mesh axis may be -1, got {open_axes}")
+    text = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+    if open_axes and world_size is None:
+        raise ValueError(f"world_size must be given for a mesh with a -1: {text}")
+    if open_axes and world_size is not None and world_size % known == 0:
+        return {axis: world_size // known if size == -1 else size for axis, size in sizes.items()}
+    if world_size not in (None, known):
+        relation = "do not divide" if open_axes else f"make {known} ranks, and"
+        raise ValueError(f"the mesh axes ({text}) {relation} the world {'of' if open_axes else 'has'} {world_size}")
+    return dict(sizes)
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Read the sizes of a mesh from a command line: "fsdp=2,expert=-1".
+
+    Args:
+        text: axes and sizes; empty for none.
+
+    Returns:
+        The sizes, in the order of the text.
+
+    Raises:
+        ValueError: for another form, and for an axis that is there twice.
+    """
+    sizes: dict[str, int] = {}
+    for part in filter(None, text.split(",")):
+        axis, _, size = part.partition("=")
+        if not axis.isidentifier() or not size.removeprefix("-").isdigit():
+            raise ValueError(f"a mesh must read like fsdp=2,expert=4, got {part!r} in {text!r}")
+        if axis in sizes:
+            raise ValueError(f"the mesh axis {axis!r} is there twice: {text!r}")
+        sizes[axis] = int(size)
+    return sizes

@@ -1,0 +1,119 @@
+"""Running a module on a mesh: every rank its own tokens, parameters gathered for as long as they are used."""
+
+from torch import nn
+
+from maxmoe.sharding.assign import Assignment
+from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.resolve import logical_to_mesh_axes
+from maxmoe.sharding.rules import LogicalRules
+from maxmoe.sharding.shard_parameters import shard_parameters
+from maxmoe.sharding.sharded_tokens import ShardedTokens
+from maxmoe.sharding.unit import ParallelUnit
+
+
+def parallelize(
+    module: nn.Module, mesh: Mesh, rules: LogicalRules | str = "ep-as-dp", *, strict: bool = False
+) -> nn.Module:
+    """Shard the parameters of a module, and let it run on every rank's own tokens.
+
+    Afterwards the module takes and returns plain tensors: the sequences that the axes of `activation_batch` give this
+    rank, or the parts that those of `activation_length` give it. Ranks that differ on other axes hold the same tokens.
+    Parameters and their gradients are DTensors. Each rank calls backward on the sum of its token losses plus the
+    auxiliary loss, which is global: the gradients are those of the sum over all tokens plus the auxiliary loss, once.
+
+    Parameters are gathered before the forward of their module, and their gradients scattered after it. A module with
+    an attribute `parallel_dims` gets those of its children along with its own. The keys are logical names of dims
+    inside of it, with the number of parts that may be told apart (heads, say). Where weights and activations of all of
+    them lie on one axis, that axis is not gathered: the ranks along it compute a part of those dims each, and the sum
+    of their outputs is taken. The outputs must be linear in the last of these dims.
+
+    Args:
+        module: with logical names, see `logical_names`.
+        mesh: of the ranks.
+        rules: the table, or the name of a preset.
+        strict: see `assign`.
+
+    Returns:
+        The module.
+
+    Raises:
+        ValueError: as `shard_parameters`, and for a layer whose capacity counts whole sequences where rules cut them.
+    """
+    rules = LogicalRules.load(rules) if isinstance(rules, str) else rules
+    tokens = token_layout(mesh, rules)
+    for path, child in module.named_modules():
+        config = getattr(child, "config", None)
+        if tokens.length_axes and getattr(config, "capacity_factor", None) is not None:
+            raise ValueError(
+                f"{path or type(child).__name__}: capacity_factor counts whole sequences, "
+                f"the rules cut them over {tokens.length_axes}"
+            )
+    assignments = shard_parameters(module, mesh, rules, strict=strict)
+    for child in module.modules():
+        if hasattr(child, "token_layout"):
+            child.token_layout = tokens  # type: ignore[assignment]
+    for unit, parameters in units(module, assignments).items():
+        ParallelUnit(tokens, kept_axes(unit, parameters, mesh, rules), parameters).attach(unit)
+    return module
+
+
+def token_layout(mesh: Mesh, rules: LogicalRules) -> ShardedTokens:
+    """Find the axes of a mesh that spread the tokens."""
+    batch, length = logical_to_mesh_axes(("activation_batch", "activation_length"), rules)
+    present = [tuple(axis for axis in axes if mesh.size(axis) > 1) for axes in (batch, length)]
+    return ShardedTokens(mesh, *present)
+
+
+def units(module: nn.Module, assignments: dict[str, Assignment]) -> dict[nn.Module, dict[str, Assignment]]:
+    """Give every parameter to the module that gathers it.
+
+    Args:
+        module: the whole.
+        assignments: by path; of a shared parameter, under one of its paths.
+
+    Returns:
+        For each of those modules, the assignments by the path of the parameter within it.
+    """
+    of_parameter = {id(parameter): assignments[name] for name, parameter in module.named_parameters()}
+    gathered: dict[nn.Module, dict[str, Assignment]] = {}
+
+    def visit(owner: nn.Module, unit: nn.Module | None, path: str) -> None:
+        if hasattr(owner, "parallel_dims") or unit is None:
+            unit, path = owner if hasattr(owner, "parallel_dims") else None, ""
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            gathered.setdefault(unit or owner, {})[path + name] = of_parameter[id(parameter)]
+        for name, child in owner.named_children():
+            visit(child, unit, f"{path}{name}.")
+
+    visit(module, None, "")
+    return gathered
+
+
+def kept_axes(unit: nn.Module, parameters: dict[str, Assignment], mesh: Mesh, rules: LogicalRules) -> tuple[str, ...]:
+    """Find the axes over which a module computes parts of its `parallel_dims`: weights and activations lie on them.
+
+    Args:
+        unit: the module.
+        parameters: that it gathers.
+        mesh: of the ranks.
+        rules: the table.
+
+    Returns:
+        The axes, in the order of the mesh; none for a module without such dims.
+    """
+    inner: dict[str, int] = getattr(unit, "parallel_dims", {})
+    common = [axis for axis in mesh.axes if inner]
+    for name in inner:
+        activation = {"q_heads": "activation_heads"}.get(name, f"activation_{name}")
+        _, _, axes = logical_to_mesh_axes(("activation_batch", "activation_length", activation), rules)
+        specs = [
+            assignment.sharding.spec[assignment.names.index(name)]
+            for assignment in parameters.values()
+            if assignment.names is not None and name in assignment.names
+        ]
+        common = [axis for axis in common if axis in axes and all(axis in spec for spec in specs)]
+    kept: list[str] = []
+    for axis in common:
+        if all(parts % mesh.size(*kept, axis) == 0 for parts in inner.values()):
+            kept.append(axis)
+    return tuple(kept)

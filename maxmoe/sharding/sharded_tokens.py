@@ -1,0 +1,59 @@
+"""The tokens of one forward, spread over the ranks of a mesh."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maxmoe.nn.parallel import Number
+from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.movement import Layout, Move, move
+from maxmoe.sharding.named_sharding import NamedSharding
+from maxmoe.sharding.partition_spec import PartitionSpec
+
+
+@dataclass(frozen=True)
+class ShardedTokens:
+    """See `maxmoe.nn.TokenLayout`.
+
+    Args:
+        mesh: of the ranks.
+        batch_axes: its axes over which the sequences are spread.
+        length_axes: its axes that cut every sequence, the outer cut first.
+    """
+
+    mesh: Mesh
+    batch_axes: tuple[str, ...]
+    length_axes: tuple[str, ...]
+
+    def sum_within_sequences(self, summand: Number) -> Number:
+        """See `TokenSums`."""
+        total: Number = self._sum(summand, self.length_axes)
+        return total
+
+    def sum_across_sequences(self, summand: Number) -> Number:
+        """See `TokenSums`."""
+        total: Number = self._sum(summand, self.batch_axes)
+        return total
+
+    def first_position(self, length: int) -> int:
+        """See `TokenLayout`."""
+        whole_length = length * self.mesh.size(*self.length_axes)
+        (part,) = NamedSharding(self.mesh, PartitionSpec(self.length_axes)).slices((whole_length,))
+        return int(part.start)
+
+    def whole_sequence(self, part: Tensor, dim: int) -> Tensor:
+        """See `TokenLayout`."""
+        whole = PartitionSpec(*(None,) * part.dim())
+        parts = Layout(PartitionSpec(*whole[:dim], self.length_axes, *whole[dim + 1 :]))
+        return move(part, self.mesh, Move(parts, Layout(whole)), Move(Layout(whole, self.length_axes), parts))
+
+    def _sum(self, summand: Any, axes: tuple[str, ...]) -> Any:
+        if not axes:
+            return summand
+        if isinstance(summand, int):
+            summand = torch.tensor(summand, device=self.mesh.device_mesh.device_type)
+        whole = Layout(PartitionSpec(*(None,) * summand.dim()))
+        # The loss is the same on every rank: each follows it back to its own summand, once.
+        return move(summand, self.mesh, Move(replace(whole, sums=axes), whole), Move(whole, whole))
