@@ -27,7 +27,7 @@ import torch.distributed.tensor  # once, here, and not in every child
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 # What a rank says whose peer is gone, or did not come.
-SYMPTOMS = ("Connection closed by peer", "Connection reset by peer", "Timed out", "timed out", "Read error")
+SYMPTOMS = ("Connection closed by peer", "Connection reset by peer", "Timed out", "timed out", "monitoredBarrier")
 GRACE = 5.0  # seconds that ranks have to notice the failure of another one
 
 
