@@ -1,6 +1,7 @@
 """Which part of every tensor each rank holds: logical names for dims, and rules from names to mesh axes."""
 
 from maxmoe.sharding.assign import Assignment, assign, logical_names
+from maxmoe.sharding.gradients import clip_grad_norm_
 from maxmoe.sharding.mesh import Mesh, parse_mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.parallelize import parallelize
@@ -20,6 +21,7 @@ __all__ = [
     "PartitionSpec",
     "Resolution",
     "assign",
+    "clip_grad_norm_",
     "logical_names",
     "logical_to_mesh_axes",
     "parallelize",

@@ -57,6 +57,10 @@ class NamedSharding:
                 placements[position[axis]] = Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
         return tuple(placements)
 
+    def without(self, *axes: str) -> "NamedSharding":
+        """Return the sharding after gathering over `axes`."""
+        return NamedSharding(self.mesh, self.spec.without(*axes))
+
     def shard_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Compute the shape of every rank's part.
 

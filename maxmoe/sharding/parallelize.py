@@ -1,14 +1,17 @@
 """Running a module on a mesh: every rank its own tokens, parameters gathered for as long as they are used."""
 
+from collections.abc import Sequence
+
 from torch import nn
 
-from maxmoe.sharding.assign import Assignment
+from maxmoe.sharding.assign import Assignment, assign
+from maxmoe.sharding.fsdp import AXIS, fully_shard_blocks, left_to_fsdp
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.resolve import logical_to_mesh_axes
 from maxmoe.sharding.rules import LogicalRules
-from maxmoe.sharding.shard_parameters import shard_parameters
+from maxmoe.sharding.shard_parameters import distribute_parameters
 from maxmoe.sharding.sharded_tokens import ShardedTokens
-from maxmoe.sharding.unit import ParallelUnit
+from maxmoe.sharding.unit import ParallelUnit, parameter_moves
 
 
 def parallelize(
@@ -21,7 +24,8 @@ def parallelize(
     Parameters and their gradients are DTensors. Each rank calls backward on the sum of its token losses plus the
     auxiliary loss, which is global: the gradients are those of the sum over all tokens plus the auxiliary loss, once.
 
-    Parameters are gathered before the forward of their module, and their gradients scattered after it. A module with
+    Parameters are gathered before the forward of their module, and their gradients scattered in the backward. Where it
+    can, FSDP2 does that for the `fsdp` axis, block by block; see `left_to_fsdp`. A module with
     an attribute `parallel_dims` gets those of its children along with its own. The keys are logical names of dims
     inside of it, with the number of parts that may be told apart (heads, say). Where weights and activations of all of
     them lie on one axis, that axis is not gathered: the ranks along it compute a part of those dims each, and the sum
@@ -37,7 +41,8 @@ def parallelize(
         The module.
 
     Raises:
-        ValueError: as `shard_parameters`, and for a layer whose capacity counts whole sequences where rules cut them.
+        ValueError: for what `shard_parameters` refuses, and for a layer whose capacity counts whole sequences where
+            rules cut them.
     """
     rules = LogicalRules.load(rules) if isinstance(rules, str) else rules
     tokens = token_layout(mesh, rules)
@@ -48,12 +53,24 @@ def parallelize(
                 f"{path or type(child).__name__}: capacity_factor counts whole sequences, "
                 f"the rules cut them over {tokens.length_axes}"
             )
-    assignments = shard_parameters(module, mesh, rules, strict=strict)
+    assignments = assign(module, mesh, rules, strict=strict)
+    by_fsdp = left_to_fsdp(assignments, tokens)
+    distribute_parameters(
+        module, {name: a.sharding.without(AXIS) if name in by_fsdp else a.sharding for name, a in assignments.items()}
+    )
     for child in module.modules():
         if hasattr(child, "token_layout"):
             child.token_layout = tokens  # type: ignore[assignment]
-    for unit, parameters in units(module, assignments).items():
-        ParallelUnit(tokens, kept_axes(unit, parameters, mesh, rules), parameters).attach(unit)
+    for unit, names in units(module).items():
+        kept = kept_axes(unit, [assignments[name] for name in names.values()], mesh, rules)
+        moves = {
+            path: parameter_moves(
+                assignments[name].sharding.spec, tokens, kept=kept, by_fsdp=(AXIS,) if name in by_fsdp else ()
+            )
+            for path, name in names.items()
+        }
+        ParallelUnit(mesh, kept, moves).attach(unit)
+    fully_shard_blocks(module, mesh, by_fsdp)
     return module
 
 
@@ -64,24 +81,25 @@ def token_layout(mesh: Mesh, rules: LogicalRules) -> ShardedTokens:
     return ShardedTokens(mesh, *present)
 
 
-def units(module: nn.Module, assignments: dict[str, Assignment]) -> dict[nn.Module, dict[str, Assignment]]:
+def units(module: nn.Module) -> dict[nn.Module, dict[str, str]]:
     """Give every parameter to the module that gathers it.
 
     Args:
         module: the whole.
-        assignments: by path; of a shared parameter, under one of its paths.
 
     Returns:
-        For each of those modules, the assignments by the path of the parameter within it.
+        For each of those modules, by the path of a parameter within it, the path within the whole; the first path of a
+        shared parameter.
     """
-    of_parameter = {id(parameter): assignments[name] for name, parameter in module.named_parameters()}
-    gathered: dict[nn.Module, dict[str, Assignment]] = {}
+    first_path = {parameter: name for name, parameter in module.named_parameters()}
+    gathered: dict[nn.Module, dict[str, str]] = {}
 
     def visit(owner: nn.Module, unit: nn.Module | None, path: str) -> None:
-        if hasattr(owner, "parallel_dims") or unit is None:
-            unit, path = owner if hasattr(owner, "parallel_dims") else None, ""
+        if hasattr(owner, "parallel_dims"):
+            unit, path = owner, ""
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            gathered.setdefault(unit or owner, {})[path + name] = of_parameter[id(parameter)]
+            place = (unit, path + name) if unit is not None else (owner, name)
+            gathered.setdefault(place[0], {})[place[1]] = first_path[parameter]
         for name, child in owner.named_children():
             visit(child, unit, f"{path}{name}.")
 
@@ -89,7 +107,7 @@ def units(module: nn.Module, assignments: dict[str, Assignment]) -> dict[nn.Modu
     return gathered
 
 
-def kept_axes(unit: nn.Module, parameters: dict[str, Assignment], mesh: Mesh, rules: LogicalRules) -> tuple[str, ...]:
+def kept_axes(unit: nn.Module, parameters: Sequence[Assignment], mesh: Mesh, rules: LogicalRules) -> tuple[str, ...]:
     """Find the axes over which a module computes parts of its `parallel_dims`: weights and activations lie on them.
 
     Args:
@@ -108,7 +126,7 @@ def kept_axes(unit: nn.Module, parameters: dict[str, Assignment], mesh: Mesh, ru
         _, _, axes = logical_to_mesh_axes(("activation_batch", "activation_length", activation), rules)
         specs = [
             assignment.sharding.spec[assignment.names.index(name)]
-            for assignment in parameters.values()
+            for assignment in parameters
             if assignment.names is not None and name in assignment.names
         ]
         common = [axis for axis in common if axis in axes and all(axis in spec for spec in specs)]

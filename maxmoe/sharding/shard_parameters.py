@@ -1,5 +1,7 @@
 """Turning the parameters of a module into DTensors."""
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,15 +35,23 @@ def shard_parameters(
         ValueError: for a parameter that is a DTensor already, and as `assign`; then nothing has changed.
     """
     assignments = assign(module, mesh, rules, strict=strict)
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise ValueError(f"{name} is a DTensor already, on {parameter.device_mesh}")
-    replace_parameters(module, {name: assignment.sharding for name, assignment in assignments.items()})
+    distribute_parameters(module, {name: assignment.sharding for name, assignment in assignments.items()})
     return assignments
 
 
-def replace_parameters(module: nn.Module, shardings: dict[str, NamedSharding]) -> None:
-    """Put DTensors in place of parameters; what several modules share, they share afterwards."""
+def distribute_parameters(module: nn.Module, shardings: Mapping[str, NamedSharding]) -> None:
+    """Put DTensors in place of parameters; what several modules share, they share afterwards.
+
+    Args:
+        module: the owner of the parameters.
+        shardings: by path; of a shared parameter, under the first of its paths.
+
+    Raises:
+        ValueError: for a parameter that is a DTensor already.
+    """
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(f"{name} is a DTensor already, on {parameter.device_mesh}")
     sharded = {
         parameter: nn.Parameter(_shard(parameter, shardings[name]), parameter.requires_grad)
         for name, parameter in module.named_parameters()

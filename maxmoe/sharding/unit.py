@@ -1,15 +1,48 @@
 """A module that gathers its parameters before its forward and forgets them after it."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from maxmoe.sharding.assign import Assignment
+from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.movement import Layout, Move, gather_parameter, move
 from maxmoe.sharding.partition_spec import PartitionSpec
 from maxmoe.sharding.sharded_tokens import ShardedTokens
+
+
+class ParameterMoves(NamedTuple):
+    """How a parameter comes to where it is used, and how its gradient goes back.
+
+    Args:
+        value: from the layout between forwards to that of the use.
+        gradient: from the layout in which the use leaves it to that of the parameter.
+    """
+
+    value: Move
+    gradient: Move
+
+
+def parameter_moves(
+    spec: PartitionSpec, tokens: ShardedTokens, *, kept: tuple[str, ...] = (), by_fsdp: tuple[str, ...] = ()
+) -> ParameterMoves:
+    """Find the moves of a parameter: gathered over all axes but the kept ones, its gradient summed over the tokens.
+
+    Args:
+        spec: as it is stored.
+        tokens: which axes spread them.
+        kept: axes whose ranks compute with their own part of it.
+        by_fsdp: axes over which FSDP gathers the value before and sums the gradient after.
+
+    Returns:
+        The moves.
+    """
+    stored = Layout(spec.without(*by_fsdp))
+    used = Layout(PartitionSpec(*(tuple(axis for axis in axes if axis in kept) for axes in stored.spec)))
+    parts = {axis for axes in used.spec for axis in axes}
+    sums = tuple(axis for axis in (*tokens.batch_axes, *tokens.length_axes, *kept) if axis not in parts)
+    return ParameterMoves(Move(stored, used), Move(replace(used, sums=sums), replace(stored, sums=by_fsdp)))
 
 
 @dataclass
@@ -20,14 +53,14 @@ class ParallelUnit:
     of the input too: the sum is taken on the way out in the forward, and on the way in in the backward.
 
     Args:
-        tokens: which axes spread the tokens.
+        mesh: of the ranks.
         kept: the axes that are not gathered.
-        parameters: that the module gathers, by their path within it.
+        moves: of the parameters that the module gathers, by their path within it.
     """
 
-    tokens: ShardedTokens
+    mesh: Mesh
     kept: tuple[str, ...]
-    parameters: dict[str, Assignment]
+    moves: dict[str, ParameterMoves]
     _stored: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
 
     def attach(self, module: nn.Module) -> None:
@@ -37,13 +70,13 @@ class ParallelUnit:
 
     def _enter(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         gathered: dict[int, Tensor] = {}
-        for path, assignment in self.parameters.items():
+        for path, moves in self.moves.items():
             prefix, _, name = path.rpartition(".")
             owner = module.get_submodule(prefix)
             parameter = owner._parameters[name]
             assert isinstance(parameter, DTensor)
             if id(parameter) not in gathered:
-                gathered[id(parameter)] = self._gather(parameter, assignment)
+                gathered[id(parameter)] = gather_parameter(parameter, self.mesh, *moves)
             self._stored.append((owner, name, parameter))
             owner._parameters[name] = gathered[id(parameter)]
         if not self.kept:
@@ -62,18 +95,10 @@ class ParallelUnit:
         if not isinstance(output, Tensor):
             raise TypeError(f"{type(module).__name__} has parallel_dims and must return a tensor, got {type(output)}")
         whole = Layout(PartitionSpec(*(None,) * output.dim()))
-        return move(output, self.tokens.mesh, Move(replace(whole, sums=self.kept), whole), Move(whole, whole))
+        return move(output, self.mesh, Move(replace(whole, sums=self.kept), whole), Move(whole, whole))
 
     def _entering(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
         whole = Layout(PartitionSpec(*(None,) * value.dim()))
-        return move(value, self.tokens.mesh, Move(whole, whole), Move(replace(whole, sums=self.kept), whole))
-
-    def _gather(self, parameter: DTensor, assignment: Assignment) -> Tensor:
-        stored = Layout(assignment.sharding.spec)
-        used = Layout(PartitionSpec(*(tuple(axis for axis in axes if axis in self.kept) for axes in stored.spec)))
-        sharding = {axis for axes in used.spec for axis in axes}
-        spread = (*self.tokens.batch_axes, *self.tokens.length_axes, *self.kept)
-        summands = replace(used, sums=tuple(axis for axis in spread if axis not in sharding))
-        return gather_parameter(parameter, self.tokens.mesh, Move(stored, used), Move(summands, stored))
+        return move(value, self.mesh, Move(whole, whole), Move(replace(whole, sums=self.kept), whole))
