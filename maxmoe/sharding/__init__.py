@@ -2,6 +2,7 @@
 
 from maxmoe.sharding.assign import Assignment, assign, logical_names
 from maxmoe.sharding.gradients import clip_grad_norm_
+from maxmoe.sharding.initialization import reset_parameters
 from maxmoe.sharding.mesh import Mesh, parse_mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.parallelize import parallelize
@@ -26,6 +27,7 @@ __all__ = [
     "logical_to_mesh_axes",
     "parallelize",
     "parse_mesh",
+    "reset_parameters",
     "reshard",
     "resolve",
     "shard_map",

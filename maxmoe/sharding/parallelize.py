@@ -41,17 +41,14 @@ def parallelize(
         The module.
 
     Raises:
-        ValueError: for what `shard_parameters` refuses, and for a layer whose capacity counts whole sequences where
-            rules cut them.
+        ValueError: for what `shard_parameters` refuses, and if the rules cut sequences that a layer needs whole.
     """
     rules = LogicalRules.load(rules) if isinstance(rules, str) else rules
     tokens = token_layout(mesh, rules)
     for path, child in module.named_modules():
-        config = getattr(child, "config", None)
-        if tokens.length_axes and getattr(config, "capacity_factor", None) is not None:
+        if tokens.length_axes and getattr(child, "needs_whole_sequences", False):
             raise ValueError(
-                f"{path or type(child).__name__}: capacity_factor counts whole sequences, "
-                f"the rules cut them over {tokens.length_axes}"
+                f"{path or type(child).__name__} needs whole sequences, cut here over {tokens.length_axes}"
             )
     assignments = assign(module, mesh, rules, strict=strict)
     by_fsdp = left_to_fsdp(assignments, tokens)

@@ -1,0 +1,46 @@
+"""Drawing the parameters of a sharded module."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def reset_parameters(module: nn.Module) -> None:
+    """Call `module.reset_parameters`, with the random numbers that one process would draw.
+
+    DTensor draws every shard from the generator of its rank: with equal seeds shards repeat each other, with different
+    ones the copies of a replicated parameter differ. Here each rank draws the whole parameter and keeps its part, one
+    parameter at a time. Seed all ranks alike.
+
+    Args:
+        module: with a method `reset_parameters`; sharded, not on the meta device any more (`to_empty`).
+    """
+    with _DrawnWhole():  # type: ignore[no-untyped-call]
+        module.reset_parameters()  # type: ignore[operator]
+
+
+class _DrawnWhole(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """In it, an in-place random operator on a DTensor fills a whole tensor first."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        tensor, options = args[0] if args else None, kwargs or {}
+        is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        if not is_random or not isinstance(tensor, DTensor):
+            return func(*args, **options)
+        local = tensor.to_local()
+        whole = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
+        func(whole, *args[1:], **options)
+        mesh = tensor.device_mesh
+        replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        local.copy_(replicated.redistribute(placements=tensor.placements).to_local())
+        return tensor
