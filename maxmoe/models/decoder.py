@@ -3,8 +3,7 @@
     logits = output(norm(blocks(embedding(tokens))))
     block:   x = x + attention(attention_norm(x)), then x = x + feed_forward(feed_forward_norm(x))
 
-Shapes: B batch, S sequence, D hidden_size, V vocab_size, H heads, G key-value heads, C head_dim,
-M Mixture-of-Experts layers, E experts.
+Shapes: B batch, S sequence, D hidden_size, V vocab_size, M Mixture-of-Experts layers, E experts.
 """
 
 from functools import partial
@@ -15,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from maxmoe.models.attention import Attention
 from maxmoe.models.config import DecoderConfig
-from maxmoe.nn import LogicalNames, MoE, MoEStats, TokenLayout, WholeBatch, keep_routing
+from maxmoe.nn import TOKENS, Activation, LogicalNames, MoE, MoEStats, keep_routing, same_tokens_everywhere
 
 
 class DecoderOutput(NamedTuple):
@@ -38,64 +38,12 @@ class DecoderOutput(NamedTuple):
         return torch.stack([stats.tokens_per_expert for stats in self.stats])
 
 
-def rotate(x: Tensor, theta: float, start: int = 0) -> Tensor:
-    """Rotary embedding of x ``(B, H, S, C)``: (x[c], x[c + C/2]) at s turns by (start + s) * theta^(-2c / C).
-
-    Source: Su et al. 2021, RoFormer, in the half-split order of GPT-NeoX and Llama.
-    """
-    S, C = x.shape[-2:]
-    frequencies = theta ** (-torch.arange(0, C, 2, dtype=torch.float32, device=x.device) / C)
-    angles = torch.outer(torch.arange(start, start + S, dtype=torch.float32, device=x.device), frequencies)
-    cos, sin = angles.cos(), angles.sin()
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(x.dtype)
-
-
-def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
-    """Let queries ``(B, H, S, C)`` from position `start` on see the keys ``(B, G, N, C)`` up to their own."""
-    is_whole = queries.shape[2] == keys.shape[2]
-    mask = None
-    if not is_whole:
-        positions = torch.arange(keys.shape[2], device=keys.device)
-        mask = positions <= positions[start : start + queries.shape[2], None]
-    return F.scaled_dot_product_attention(queries, keys, values, mask, is_causal=is_whole, enable_gqa=True)
-
-
-class Attention(nn.Module):
-    """Causal self-attention with grouped key-value heads; `options` are device and dtype."""
-
-    logical_names: ClassVar[LogicalNames] = {
-        "q_proj.weight": ("q_heads", "embed"),
-        "k_proj.weight": ("kv_heads", "embed"),
-        "v_proj.weight": ("kv_heads", "embed"),
-        "o_proj.weight": ("embed", "q_heads"),
-    }
-
-    def __init__(self, config: DecoderConfig, **options: Any) -> None:
-        super().__init__()
-        D, H = config.hidden_size, config.num_heads
-        G, C = config.num_key_value_heads or H, config.head_dim or D // H
-        self.parallel_dims = {"q_heads": H, "kv_heads": G}
-        self.token_layout: TokenLayout = WholeBatch()
-        self.head_dim = C
-        self.rope_theta = config.rope_theta
-        self.q_proj = nn.Linear(D, H * C, bias=False, **options)
-        self.k_proj = nn.Linear(D, G * C, bias=False, **options)
-        self.v_proj = nn.Linear(D, G * C, bias=False, **options)
-        self.o_proj = nn.Linear(H * C, D, bias=False, **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Mix the positions up to each one: ``(B, S, D)`` to ``(B, S, D)``."""
-        queries, keys, values = (
-            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        start = self.token_layout.first_position(x.shape[1])
-        queries, keys = rotate(queries, self.rope_theta, start), rotate(keys, self.rope_theta, start)
-        keys, values = (self.token_layout.whole_sequence(part, dim=2) for part in (keys, values))
-        mixed = causal_attention(queries, keys, values, start)
-        output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(-2))
-        return output
+def kept_by_norm(norm: nn.RMSNorm, batch: int, length: int) -> dict[str, Activation]:
+    """Its input and the same normalized, in float32 or wider, and the factors in between."""
+    wide = torch.promote_types(norm.weight.dtype, torch.float32)
+    names = (*TOKENS, "activation_embed")
+    shapes = {"input": len(norm.weight), "normalized": len(norm.weight), "factors": 1}
+    return {name: Activation((batch, length, width), names, wide) for name, width in shapes.items()}
 
 
 class FeedForward(nn.Module):
@@ -119,6 +67,13 @@ class FeedForward(nn.Module):
         output: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return output
 
+    def kept_for_backward(self, batch: int, length: int) -> dict[str, Activation]:
+        """See `Activation`."""
+        D, F = self.gate_proj.in_features, self.gate_proj.out_features
+        inner = Activation((batch, length, F), (*TOKENS, "activation_mlp"))
+        kept = dict.fromkeys(("gate", "up", "activated_gate", "product"), inner)
+        return {"input": Activation((batch, length, D), (*TOKENS, "activation_embed")), **kept}
+
 
 class Block(nn.Module):
     """Attention, then a dense or a Mixture-of-Experts layer; `options` are device and dtype."""
@@ -128,6 +83,7 @@ class Block(nn.Module):
     def __init__(self, config: DecoderConfig, *, dense: bool, **options: Any) -> None:
         super().__init__()
         self.parallel_dims: dict[str, int] = {}
+        self.is_recomputed = config.checkpoint_blocks
         D = config.hidden_size
         self.attention_norm = nn.RMSNorm(D, config.norm_eps, **options)
         self.attention = Attention(config, **options)
@@ -146,6 +102,11 @@ class Block(nn.Module):
         if isinstance(update, Tensor):
             return x + update, None, None
         return x + update.hidden_states, update.aux_loss, update.stats
+
+    def kept_for_backward(self, batch: int, length: int) -> dict[str, Activation]:
+        """See `Activation`."""
+        kept = kept_by_norm(self.attention_norm, batch, length)
+        return {f"{norm}_{name}": kept[name] for norm in ("attention", "feed_forward") for name in kept}
 
 
 class Decoder(nn.Module):
@@ -212,10 +173,10 @@ class Decoder(nn.Module):
             raise ValueError(f"tokens must have at most {window} positions, got {tokens.shape[-1]}")
         x = self.embedding(tokens)
         aux_losses, stats = [], []
-        recompute = self.config.checkpoint_blocks and torch.is_grad_enabled()
         recomputed = partial(checkpoint, use_reentrant=False, context_fn=keep_routing)
         for block in self.blocks:
-            x, aux_loss, block_stats = recomputed(block, x) if recompute else block(x)
+            is_recomputed = block.is_recomputed and torch.is_grad_enabled()
+            x, aux_loss, block_stats = recomputed(block, x) if is_recomputed else block(x)
             if block_stats is not None:
                 aux_losses.append(aux_loss)
                 stats.append(block_stats)
@@ -223,6 +184,19 @@ class Decoder(nn.Module):
         logits = F.linear(self.norm(x), output.weight)
         total = torch.stack(aux_losses).sum() if aux_losses else logits.new_zeros((), dtype=torch.float32)
         return DecoderOutput(logits, total, tuple(stats))
+
+    def kept_for_backward(self, batch: int, length: int) -> dict[str, Activation]:
+        """See `Activation`; logits: what the loss keeps of them."""
+        V, D, num_layers = *self.embedding.weight.shape, self.config.num_layers
+        tokens, embed = (batch, length), (*TOKENS, "activation_embed")
+        inputs = {"block_inputs": Activation((num_layers, *tokens, D), ("layers", *embed))}
+        return {
+            "tokens": Activation(tokens, TOKENS, torch.int64),
+            **(inputs if self.config.checkpoint_blocks else {}),
+            **kept_by_norm(self.norm, batch, length),
+            "output": Activation((*tokens, D), embed),
+            "logits": Activation((*tokens, V), (*TOKENS, "activation_vocab")),
+        }
 
     def update_correction_bias(self, tokens_per_expert: Tensor) -> None:
         """Take one step of loss-free balancing in every MoE layer, given counts ``(M, E)``."""
@@ -234,6 +208,8 @@ class Decoder(nn.Module):
         self, tokens: Tensor, num_tokens: int, *, temperature: float = 1.0, top_k: int | None = None
     ) -> Tensor:
         """Continue sequences by sampling, each token from the last `max_sequence_length` ones.
+
+        On a mesh all ranks call it, with the same tokens and seeds.
 
         Args:
             tokens: ``(B, S)`` int64, S >= 1.
@@ -250,7 +226,8 @@ class Decoder(nn.Module):
         if tokens.shape[-1] == 0 or temperature < 0:
             raise ValueError(f"need tokens and temperature >= 0, got {[*tokens.shape]}, {temperature}")
         for _ in range(num_tokens):
-            logits = self(tokens[:, -self.config.max_sequence_length :]).logits[:, -1].float()
+            with same_tokens_everywhere(self):
+                logits = self(tokens[:, -self.config.max_sequence_length :]).logits[:, -1].float()
             values, candidates = logits.topk(top_k or logits.shape[-1])
             if temperature > 0:
                 choice = torch.multinomial((values / temperature).softmax(-1), 1)

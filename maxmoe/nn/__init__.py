@@ -3,11 +3,13 @@
 from maxmoe.nn.experts import Experts, SharedExperts
 from maxmoe.nn.losses import load_balance_loss, normalized_scores, router_z_loss
 from maxmoe.nn.moe import MoE, MoEOutput, MoEStats
-from maxmoe.nn.parallel import LogicalNames, TokenLayout, WholeBatch
+from maxmoe.nn.parallel import TOKENS, Activation, LogicalNames, TokenLayout, WholeBatch, same_tokens_everywhere
 from maxmoe.nn.recompute import keep_routing
 from maxmoe.nn.router import Router, Routing
 
 __all__ = [
+    "TOKENS",
+    "Activation",
     "Experts",
     "LogicalNames",
     "MoE",
@@ -22,4 +24,5 @@ __all__ = [
     "load_balance_loss",
     "normalized_scores",
     "router_z_loss",
+    "same_tokens_everywhere",
 ]

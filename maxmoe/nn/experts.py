@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from maxmoe.config import MoEConfig
 from maxmoe.nn.linear import linear
-from maxmoe.nn.parallel import LogicalNames
+from maxmoe.nn.parallel import TOKENS, Activation, LogicalNames
 from maxmoe.ops import RaggedPlan, expert_ffn
 
 
@@ -88,6 +88,22 @@ class Experts(nn.Module):
             limit=self.config.activation_limit,
         )
 
+    def kept_for_backward(self, batch: int, length: int) -> dict[str, Activation]:
+        """See `Activation`; the input is in `MoE`. Each token's K rows lie with the experts that they went to."""
+        if self.config.implementation != "sparse":
+            raise ValueError(f"what implementation={self.config.implementation!r} keeps for backward is not known")
+        K, D, F = self.config.top_k, self.config.hidden_size, self.config.intermediate_size
+        rows = ("activation_batch_moe", "activation_length_moe", "activation_exp")
+        width = 2 * F if self.config.gated else F
+        kept = {
+            "preactivations": Activation((batch, length, K, width), (*rows, "activation_mlp_moe")),
+            "plan": Activation((batch, length, K, 2), (*rows, None), torch.int64),
+        }
+        if self.config.apply_weights_to == "input":
+            kept["weighted_input"] = Activation((batch, length, K, D), (*rows, "activation_embed_moe"))
+            kept["order"] = Activation((batch, length, K), rows, torch.int64)
+        return kept
+
     def extra_repr(self) -> str:
         """Sizes, for `print`.
 
@@ -166,6 +182,18 @@ class SharedExperts(nn.Module):
             activation=self.config.activation,
             limit=self.config.activation_limit,
         )
+
+    def kept_for_backward(self, batch: int, length: int) -> dict[str, Activation]:
+        """See `Activation`; the input is in `MoE`."""
+        F = self.config.num_shared_experts * self.config.intermediate_size
+        width = 2 * F if self.config.gated else F
+        kept = {
+            "preactivations": Activation((batch, length, width), (*TOKENS, "activation_mlp")),
+            "order": Activation((batch, length), TOKENS, torch.int64),
+        }
+        if self.output_gate is not None:
+            kept["weights"] = Activation((batch, length), TOKENS)
+        return kept
 
     def extra_repr(self) -> str:
         """Sizes, for `print`.

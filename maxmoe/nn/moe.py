@@ -14,7 +14,7 @@ from maxmoe.nn.compute import compute_for
 from maxmoe.nn.conversion import check_config, config_of, give_weights, take_weights
 from maxmoe.nn.experts import Experts, SharedExperts
 from maxmoe.nn.losses import load_balance_loss, mean_over_tokens, normalized_scores, router_z_loss
-from maxmoe.nn.parallel import AsOneSequence, TokenLayout, TokenSums, WholeBatch
+from maxmoe.nn.parallel import TOKENS, Activation, AsOneSequence, TokenLayout, TokenSums, WholeBatch
 from maxmoe.nn.router import Router, Routing
 from maxmoe.presets.families import family_of
 
@@ -120,6 +120,11 @@ class MoE(nn.Module):
         check_config(self.config, presets.from_transformers(source))
         give_weights(self, block, family_of(source).block)
 
+    @property
+    def needs_whole_sequences(self) -> bool:
+        """Whether the output depends on how many tokens of a sequence are in this process."""
+        return self.config.capacity_factor is not None
+
     def reset_parameters(self) -> None:
         """Initialise all parameters anew."""
         self.router.reset_parameters()
@@ -148,6 +153,16 @@ class MoE(nn.Module):
             hidden_states = hidden_states + self.shared_experts(tokens)
         aux_loss, stats = self._assess(routing, dropped, num_sequences)
         return MoEOutput(hidden_states.reshape(x.shape), aux_loss, stats)
+
+    def kept_for_backward(self, batch: int, length: int) -> dict[str, Activation]:
+        """See `Activation`."""
+        config, wide = self.config, torch.promote_types(self.experts.up_proj.dtype, torch.float32)
+        kept = {"input": Activation((batch, length, config.hidden_size), (*TOKENS, "activation_embed"))}
+        if config.load_balance_loss_weight > 0:
+            kept["probabilities"] = Activation((batch, length, config.num_experts), (*TOKENS, None), wide)
+        if config.router_z_loss_weight > 0:
+            kept["log_sums"] = Activation((batch, length), TOKENS, wide)
+        return kept
 
     def update_correction_bias(self, tokens_per_expert: Tensor) -> None:
         """One step of the loss-free balancing; see `Router.update_correction_bias`.

@@ -1,14 +1,36 @@
 """What a module says of its parameters, and is told of its tokens, for running on several processes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 # Of parameters, by their path within the module: the logical name of each dim, None for one that is never sharded.
 LogicalNames: TypeAlias = Mapping[str, tuple[str | None, ...]]
 Number = TypeVar("Number", int, Tensor)
+
+
+class Activation(NamedTuple):
+    """A tensor that a module keeps from its forward to its backward.
+
+    Modules say it in a method ``kept_for_backward(batch, length)`` that returns these by name: each its own tensors and
+    its input, children theirs.
+
+    Args:
+        shape: for all sequences, wherever they are.
+        names: the logical name of each dim.
+        dtype: None for that of the parameters.
+    """
+
+    shape: tuple[int, ...]
+    names: tuple[str | None, ...]
+    dtype: torch.dtype | None = None
+
+
+TOKENS = ("activation_batch", "activation_length")
 
 
 class TokenSums(Protocol):
@@ -97,3 +119,16 @@ class AsOneSequence:
     def sum_across_sequences(self, summand: Number) -> Number:
         """See `TokenSums`."""
         return summand
+
+
+@contextmanager
+def same_tokens_everywhere(module: nn.Module) -> Iterator[None]:
+    """In it, every process gives `module` the same whole batch: to generate from it, say, not to train it."""
+    layouts = {child: child.token_layout for child in module.modules() if hasattr(child, "token_layout")}
+    try:
+        for child in layouts:
+            child.token_layout = WholeBatch()  # type: ignore[assignment]
+        yield
+    finally:
+        for child, layout in layouts.items():
+            child.token_layout = layout

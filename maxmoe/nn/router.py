@@ -10,7 +10,7 @@ from typing_extensions import Self
 
 from maxmoe.config import MoEConfig
 from maxmoe.nn.linear import linear
-from maxmoe.nn.parallel import LogicalNames
+from maxmoe.nn.parallel import TOKENS, Activation, LogicalNames
 from maxmoe.ops.route import route
 
 
@@ -94,6 +94,20 @@ class Router(nn.Module):
             scale=config.routed_scaling_factor,
         )
         return Routing(logits, weights, experts)
+
+    def kept_for_backward(self, batch: int, length: int) -> dict[str, Activation]:
+        """See `Activation`; the input is in `MoE`."""
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        (E, D), K = self.weight.shape, self.config.top_k
+        kept = {
+            "logits": Activation((batch, length, E), (*TOKENS, None), wide),
+            "weights": Activation((batch, length, K), (*TOKENS, None), wide),
+            "experts": Activation((batch, length, K), (*TOKENS, None), torch.int64),
+        }
+        if wide != self.weight.dtype:
+            kept["wide_input"] = Activation((batch, length, D), (*TOKENS, "activation_embed"), wide)
+            kept["wide_weight"] = Activation((E, D), (None, None), wide)
+        return kept
 
     def _logits(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)

@@ -1,0 +1,90 @@
+"""Causal self-attention with a rotary embedding.
+
+Shapes: B batch, S sequence, N whole sequence, D hidden_size, H heads, G key-value heads, C head_dim.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from maxmoe.models.config import DecoderConfig
+from maxmoe.nn import TOKENS, Activation, LogicalNames, TokenLayout, WholeBatch
+
+
+def rotate(x: Tensor, theta: float, start: int = 0) -> Tensor:
+    """Rotary embedding of x ``(B, H, S, C)``: (x[c], x[c + C/2]) at s turns by (start + s) * theta^(-2c / C).
+
+    Source: Su et al. 2021, RoFormer, in the half-split order of GPT-NeoX and Llama.
+    """
+    S, C = x.shape[-2:]
+    frequencies = theta ** (-torch.arange(0, C, 2, dtype=torch.float32, device=x.device) / C)
+    angles = torch.outer(torch.arange(start, start + S, dtype=torch.float32, device=x.device), frequencies)
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(x.dtype)
+
+
+def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
+    """Let queries ``(B, H, S, C)`` from position `start` on see the keys ``(B, G, N, C)`` up to their own."""
+    is_whole = queries.shape[2] == keys.shape[2]
+    mask = None
+    if not is_whole:
+        positions = torch.arange(keys.shape[2], device=keys.device)
+        mask = positions <= positions[start : start + queries.shape[2], None]
+    return F.scaled_dot_product_attention(queries, keys, values, mask, is_causal=is_whole, enable_gqa=True)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key-value heads; `options` are device and dtype."""
+
+    logical_names: ClassVar[LogicalNames] = {
+        "q_proj.weight": ("q_heads", "embed"),
+        "k_proj.weight": ("kv_heads", "embed"),
+        "v_proj.weight": ("kv_heads", "embed"),
+        "o_proj.weight": ("embed", "q_heads"),
+    }
+
+    def __init__(self, config: DecoderConfig, **options: Any) -> None:
+        super().__init__()
+        D, H = config.hidden_size, config.num_heads
+        G, C = config.num_key_value_heads or H, config.head_dim or D // H
+        self.parallel_dims = {"q_heads": H, "kv_heads": G}
+        self.token_layout: TokenLayout = WholeBatch()
+        self.head_dim = C
+        self.rope_theta = config.rope_theta
+        self.q_proj = nn.Linear(D, H * C, bias=False, **options)
+        self.k_proj = nn.Linear(D, G * C, bias=False, **options)
+        self.v_proj = nn.Linear(D, G * C, bias=False, **options)
+        self.o_proj = nn.Linear(H * C, D, bias=False, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix the positions up to each one: ``(B, S, D)`` to ``(B, S, D)``."""
+        queries, keys, values = (
+            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        start = self.token_layout.first_position(x.shape[1])
+        queries, keys = rotate(queries, self.rope_theta, start), rotate(keys, self.rope_theta, start)
+        keys, values = (self.token_layout.whole_sequence(part, dim=2) for part in (keys, values))
+        mixed = causal_attention(queries, keys, values, start)
+        output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(-2))
+        return output
+
+    def kept_for_backward(self, batch: int, length: int) -> dict[str, Activation]:
+        """See `Activation`."""
+        H, G, C = *self.parallel_dims.values(), self.head_dim
+        wide = torch.promote_types(self.q_proj.weight.dtype, torch.float32)
+        heads = ("activation_batch", "activation_heads", "activation_length")
+        shared_heads = ("activation_batch", "activation_kv_heads", "activation_kv_length", None)
+        return {
+            "input": Activation((batch, length, self.q_proj.in_features), (*TOKENS, "activation_embed")),
+            "queries": Activation((batch, H, length, C), (*heads, None)),
+            "keys": Activation((batch, G, length, C), shared_heads),
+            "values": Activation((batch, G, length, C), shared_heads),
+            "mixed": Activation((batch, H, length, C), (*heads, None)),
+            "merged": Activation((batch, length, H * C), (*TOKENS, "activation_heads")),
+            "log_sums": Activation((batch, H, length), heads, wide),
+            "angles": Activation((4, length, C // 2), (None, "activation_length", None), torch.float32),
+        }

@@ -1,0 +1,189 @@
+"""Sizes of the published models around the layers of `maxmoe.presets`, for planning them as a `Decoder`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from maxmoe import presets
+from maxmoe.config import MoEConfig
+from maxmoe.models.config import DecoderConfig
+
+_LATENT = "latent attention there, plain attention with as many heads of 128 here"
+_NORMED_HEADS = "norms of queries and keys are left out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedModel:
+    """A model as published, as far as a `Decoder` goes.
+
+    Args:
+        name: of the model.
+        layer: its preset.
+        num_layers: dense ones included; those for predicting further tokens left out.
+        num_heads: query heads.
+        num_key_value_heads: see `DecoderConfig`.
+        head_dim: see `DecoderConfig`.
+        vocab_size: see `DecoderConfig`.
+        num_dense_layers: how many are dense.
+        intermediate_size: of the dense layers.
+        differs: what a `Decoder` does not have, or has otherwise.
+    """
+
+    name: str
+    layer: Callable[..., MoEConfig]
+    num_layers: int
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int = 128
+    vocab_size: int
+    num_dense_layers: int = 0
+    intermediate_size: int | None = None
+    differs: str = ""
+
+    def config(self, *, max_sequence_length: int, checkpoint_blocks: bool = False) -> DecoderConfig:
+        """Make the decoder of these sizes.
+
+        Args:
+            max_sequence_length: see `DecoderConfig`.
+            checkpoint_blocks: see `DecoderConfig`.
+
+        Returns:
+            Its config.
+        """
+        moe = self.layer()
+        return DecoderConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=moe.hidden_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.intermediate_size,
+            moe=moe,
+            num_dense_layers=self.num_dense_layers,
+            max_sequence_length=max_sequence_length,
+            checkpoint_blocks=checkpoint_blocks,
+        )
+
+
+# From the configs that the presets name as their sources.
+PUBLISHED = {
+    "mixtral": PublishedModel(
+        name="Mixtral 8x7B",
+        layer=presets.mixtral,
+        num_layers=32,
+        num_heads=32,
+        num_key_value_heads=8,
+        vocab_size=32000,
+    ),
+    "qwen2_moe": PublishedModel(
+        name="Qwen2-57B-A14B",
+        layer=presets.qwen2_moe,
+        num_layers=28,
+        num_heads=28,
+        num_key_value_heads=4,
+        vocab_size=151936,
+        differs="biases of queries, keys and values are left out",
+    ),
+    "qwen3_moe": PublishedModel(
+        name="Qwen3-235B-A22B",
+        layer=presets.qwen3_moe,
+        num_layers=94,
+        num_heads=64,
+        num_key_value_heads=4,
+        vocab_size=151936,
+        differs=_NORMED_HEADS,
+    ),
+    "qwen3_next": PublishedModel(
+        name="Qwen3-Next-80B-A3B",
+        layer=presets.qwen3_next,
+        num_layers=48,
+        num_heads=16,
+        num_key_value_heads=2,
+        head_dim=256,
+        vocab_size=151936,
+        differs="three of four layers have linear attention there, all have plain attention here",
+    ),
+    "olmoe": PublishedModel(
+        name="OLMoE-1B-7B",
+        layer=presets.olmoe,
+        num_layers=16,
+        num_heads=16,
+        num_key_value_heads=16,
+        vocab_size=50304,
+        differs=_NORMED_HEADS,
+    ),
+    "deepseek_v2": PublishedModel(
+        name="DeepSeek-V2",
+        layer=presets.deepseek_v2,
+        num_layers=60,
+        num_heads=128,
+        num_key_value_heads=128,
+        vocab_size=102400,
+        num_dense_layers=1,
+        intermediate_size=12288,
+        differs=_LATENT,
+    ),
+    "deepseek_v3": PublishedModel(
+        name="DeepSeek-V3",
+        layer=presets.deepseek_v3,
+        num_layers=61,
+        num_heads=128,
+        num_key_value_heads=128,
+        vocab_size=129280,
+        num_dense_layers=3,
+        intermediate_size=18432,
+        differs=_LATENT,
+    ),
+    "kimi_k2": PublishedModel(
+        name="Kimi-K2",
+        layer=presets.kimi_k2,
+        num_layers=61,
+        num_heads=64,
+        num_key_value_heads=64,
+        vocab_size=163840,
+        num_dense_layers=1,
+        intermediate_size=18432,
+        differs=_LATENT,
+    ),
+    "glm4_moe": PublishedModel(
+        name="GLM-4.5",
+        layer=presets.glm4_moe,
+        num_layers=92,
+        num_heads=96,
+        num_key_value_heads=8,
+        vocab_size=151552,
+        num_dense_layers=3,
+        intermediate_size=12288,
+        differs="norms of queries and keys, and their biases, are left out",
+    ),
+    "minimax_m2": PublishedModel(
+        name="MiniMax-M2",
+        layer=presets.minimax_m2,
+        num_layers=62,
+        num_heads=48,
+        num_key_value_heads=8,
+        vocab_size=200064,
+        differs=_NORMED_HEADS,
+    ),
+    "gpt_oss": PublishedModel(
+        name="gpt-oss-120b",
+        layer=presets.gpt_oss,
+        num_layers=36,
+        num_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        vocab_size=201088,
+        differs="biases and sinks of attention are left out, and every layer sees the whole sequence",
+    ),
+    "llama4": PublishedModel(
+        name="Llama 4 Maverick",
+        layer=presets.llama4,
+        num_layers=48,
+        num_heads=40,
+        num_key_value_heads=8,
+        vocab_size=202048,
+        num_dense_layers=24,
+        intermediate_size=16384,
+        differs="every other layer is dense there, the first half here",
+    ),
+}
