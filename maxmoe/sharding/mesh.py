@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -39,13 +40,8 @@ class Mesh:
         self.sizes = filled(sizes, dist.get_world_size())
         self.rank: int | None = dist.get_rank()
         large = {axis: size for axis, size in self.sizes.items() if size > 1} or {next(iter(self.sizes), "world"): 1}
-        ranks = torch.arange(math.prod(large.values())).view(*large.values())
-        groups = []
-        for dim, size in enumerate(large.values()):
-            members = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-            groups.append(dist.new_subgroups_by_enumeration(members, timeout=timeout)[0])  # type: ignore[no-untyped-call]
-        self._device_mesh: DeviceMesh | None = DeviceMesh.from_group(
-            groups, device_type, ranks, mesh_dim_names=tuple(large)
+        self._device_mesh: DeviceMesh | None = _device_mesh(
+            dist.group.WORLD, device_type, tuple(large.items()), timeout
         )
 
     @classmethod
@@ -119,6 +115,19 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{axis}={size}' for axis, size in self.sizes.items())})"
+
+
+@cache
+def _device_mesh(
+    _world: dist.ProcessGroup | None, device_type: str, sizes: tuple[tuple[str, int], ...], timeout: timedelta
+) -> DeviceMesh:
+    """Make the groups: once for equal meshes, which torch compares by value here and by identity there."""
+    ranks = torch.arange(math.prod(size for _, size in sizes)).view(*(size for _, size in sizes))
+    groups = []
+    for dim, (_, size) in enumerate(sizes):
+        members = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+        groups.append(dist.new_subgroups_by_enumeration(members, timeout=timeout)[0])  # type: ignore[no-untyped-call]
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(axis for axis, _ in sizes))
 
 
 def filled(sizes: Mapping[str, int], world_size: int | None) -> dict[str, int]:

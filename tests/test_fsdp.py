@@ -1,0 +1,85 @@
+"""What FSDP2 takes over, and that nothing but the schedule changes by it."""
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+import small_decoder
+from maxmoe.models import Decoder
+from maxmoe.sharding import LogicalRules, Mesh, assign, fsdp, parallelize
+from maxmoe.sharding.parallelize import token_layout
+from run_ranks import run_ranks
+
+SIZES = {"num_experts": 4, "hidden_size": 8, "intermediate_size": 8}
+
+
+def decoder(num_layers: int = 3) -> Decoder:
+    """The small decoder in sizes that four ranks can share."""
+    torch.manual_seed(0)
+    moe = dataclasses.replace(small_decoder.MOE, **SIZES)
+    return small_decoder.make(hidden_size=8, vocab_size=8, intermediate_size=8, moe=moe, num_layers=num_layers)
+
+
+def taken(rules: str, **sizes: int) -> dict[str, int]:
+    mesh, table = Mesh.planned(sizes), LogicalRules.load(rules)
+    return fsdp.left_to_fsdp(assign(decoder(), mesh, table), token_layout(mesh, table))
+
+
+def test_fsdp_takes_a_parameter_with_the_dim_that_its_axis_splits_last() -> None:
+    found = taken("shard-exp-on-fsdp", fsdp=2, expert=2)
+    # Experts: exp = [expert, fsdp]. The others: embed = [fsdp, expert], where fsdp is the major axis.
+    assert set(found.values()) == {0} and all(".experts." in name for name in found)
+    assert len(found) == 2 * 3
+    assert taken("ep-as-dp", fsdp=2, expert=2)["blocks.0.attention.o_proj.weight"] == 0
+    assert taken("ep-as-dp", fsdp=2, expert=2)["blocks.1.feed_forward.experts.up_proj"] == 1
+
+
+def test_fsdp_takes_nothing_where_its_ranks_have_the_same_tokens() -> None:
+    mesh = Mesh.planned({"fsdp": 2})
+    rules = LogicalRules.load("pure-fsdp").override([("activation_batch", None)])
+    assert fsdp.left_to_fsdp(assign(decoder(), mesh, rules), token_layout(mesh, rules)) == {}
+
+
+def test_blocks_are_the_children_of_outermost_lists() -> None:
+    model = decoder()
+    model.blocks[0].inner = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+    assert list(fsdp.blocks(model)) == list(model.blocks)
+
+
+def gradients(rules: str, sizes: dict[str, int]) -> dict[str, Tensor]:
+    """Of one step on the tokens of this rank."""
+    model = decoder()
+    mesh = Mesh(sizes)
+    parallelize(model, mesh, rules)
+    torch.manual_seed(mesh.rank or 0)
+    output = model(torch.randint(8, (2, 5)))
+    (output.logits.square().sum() + output.aux_loss).backward()
+    return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("rules", "sizes", "units"),
+    [
+        ("pure-fsdp", {"fsdp": 4}, ["", "blocks.0", "blocks.1", "blocks.2"]),
+        ("ep-as-dp", {"fsdp": 2, "expert": 2}, ["", "blocks.0", "blocks.1", "blocks.2"]),
+        ("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2}, ["blocks.1", "blocks.2"]),
+    ],
+)
+def test_gradients_are_those_without_fsdp(
+    rules: str, sizes: dict[str, int], units: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compare() -> list[str]:
+        with_fsdp = gradients(rules, sizes)
+        model = parallelize(decoder(), Mesh(sizes), rules)
+        found = [name for name, child in model.named_modules() if isinstance(child, FSDPModule)]
+        monkeypatch.setattr(sys.modules["maxmoe.sharding.parallelize"], "left_to_fsdp", lambda *_: {})
+        for name, expected in gradients(rules, sizes).items():
+            torch.testing.assert_close(with_fsdp[name], expected, rtol=1e-12, atol=1e-14, msg=f"{name}: {{}}".format)
+        return found
+
+    for found in run_ranks(compare, 4):
+        assert found == units
