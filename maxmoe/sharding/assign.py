@@ -54,7 +54,7 @@ def logical_names(module: nn.Module) -> dict[str, Names]:
         The names by the path of the parameter, one per dim.
 
     Raises:
-        ValueError: for names of a parameter that is not there, and if they are not one per dim.
+        ValueError: for names of a parameter that is not there, names that are not one per dim, and names of activations.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     collected: dict[str, Names] = {}
@@ -73,6 +73,9 @@ def logical_names(module: nn.Module) -> dict[str, Names]:
 def _check(names: Names, parameter: nn.Parameter, name: str) -> None:
     if isinstance(names, str) or len(names) != parameter.dim():
         raise ValueError(f"{name} has the shape {tuple(parameter.shape)} and the logical names {names!r}")
+    of_activations = [part for part in names if part is not None and part.startswith("activation_")]
+    if of_activations:
+        raise ValueError(f"{name} is a parameter, {of_activations[0]!r} is a name for activations: {names!r}")
 
 
 def _is_optional(owner: nn.Module, name: str) -> bool:

@@ -7,6 +7,7 @@ from torch import nn
 from maxmoe.sharding.assign import Assignment, assign
 from maxmoe.sharding.fsdp import AXIS, fully_shard_blocks, left_to_fsdp
 from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.partition_spec import PartitionSpec
 from maxmoe.sharding.resolve import logical_to_mesh_axes
 from maxmoe.sharding.rules import LogicalRules
 from maxmoe.sharding.shard_parameters import distribute_parameters
@@ -73,9 +74,14 @@ def parallelize(
 
 def token_layout(mesh: Mesh, rules: LogicalRules) -> ShardedTokens:
     """Find the axes of a mesh that spread the tokens."""
-    batch, length = logical_to_mesh_axes(("activation_batch", "activation_length"), rules)
-    present = [tuple(axis for axis in axes if mesh.size(axis) > 1) for axes in (batch, length)]
-    return ShardedTokens(mesh, *present)
+    batch, length = activation_axes(("activation_batch", "activation_length"), mesh, rules)
+    return ShardedTokens(mesh, batch, length)
+
+
+def activation_axes(names: tuple[str, ...], mesh: Mesh, rules: LogicalRules) -> PartitionSpec:
+    """Find the axes of an activation; a name without a rule has none."""
+    spec = logical_to_mesh_axes([name if name in rules.names else None for name in names], rules)
+    return PartitionSpec(*(tuple(axis for axis in axes if mesh.size(axis) > 1) for axes in spec))
 
 
 def units(module: nn.Module) -> dict[nn.Module, dict[str, str]]:
@@ -120,7 +126,7 @@ def kept_axes(unit: nn.Module, parameters: Sequence[Assignment], mesh: Mesh, rul
     common = [axis for axis in mesh.axes if inner]
     for name in inner:
         activation = {"q_heads": "activation_heads"}.get(name, f"activation_{name}")
-        _, _, axes = logical_to_mesh_axes(("activation_batch", "activation_length", activation), rules)
+        _, _, axes = activation_axes(("activation_batch", "activation_length", activation), mesh, rules)
         specs = [
             assignment.sharding.spec[assignment.names.index(name)]
             for assignment in parameters

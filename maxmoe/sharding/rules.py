@@ -32,6 +32,11 @@ class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
     def __repr__(self) -> str:
         return f"LogicalRules({list(self)!r})"
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The logical names that have a rule."""
+        return frozenset(name for name, _ in self)
+
     @classmethod
     def load(cls, source: str | Path) -> "LogicalRules":
         """Read a preset of the package, or a file of one's own.
@@ -58,8 +63,7 @@ class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
     def override(self, rules: Iterable[tuple[str, Axes]]) -> "LogicalRules":
         """Replace all rules of the names in `rules`; the new ones come after the rest, in their own order."""
         new = LogicalRules(rules)
-        replaced = {name for name, _ in new}
-        return LogicalRules([*(rule for rule in self if rule[0] not in replaced), *new])
+        return LogicalRules([*(rule for rule in self if rule[0] not in new.names), *new])
 
 
 def _checked(rule: object, owner: str) -> tuple[str, tuple[str, ...]]:
