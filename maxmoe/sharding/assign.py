@@ -54,7 +54,7 @@ def logical_names(module: nn.Module) -> dict[str, Names]:
         The names by the path of the parameter, one per dim.
 
     Raises:
-        ValueError: for names of a parameter that is not there, names that are not one per dim, and names of activations.
+        ValueError: for names of a parameter that is not there, that are not one per dim, or that are of activations.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     collected: dict[str, Names] = {}
