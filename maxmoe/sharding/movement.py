@@ -68,6 +68,18 @@ class Move(NamedTuple):
                 yield layout
 
 
+def stay(num_dims: int) -> Move:
+    """Leave a tensor whole, as every rank has it."""
+    whole = Layout(PartitionSpec(*(None,) * num_dims))
+    return Move(whole, whole)
+
+
+def take_sum(num_dims: int, axes: tuple[str, ...]) -> Move:
+    """Sum tensors over axes; every rank gets the sum."""
+    whole = Layout(PartitionSpec(*(None,) * num_dims))
+    return Move(replace(whole, sums=axes), whole)
+
+
 def _with_axes(spec: PartitionSpec, dim: int, axes: tuple[str, ...]) -> PartitionSpec:
     return PartitionSpec(*spec[:dim], axes, *spec[dim + 1 :])
 

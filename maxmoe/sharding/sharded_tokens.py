@@ -1,6 +1,6 @@
 """The tokens of one forward, spread over the ranks of a mesh."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from maxmoe.nn.parallel import Number
 from maxmoe.sharding.mesh import Mesh
-from maxmoe.sharding.movement import Layout, Move, move
+from maxmoe.sharding.movement import Layout, Move, move, stay, take_sum
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.partition_spec import PartitionSpec
 
@@ -45,15 +45,18 @@ class ShardedTokens:
 
     def whole_sequence(self, part: Tensor, dim: int) -> Tensor:
         """See `TokenLayout`."""
-        whole = PartitionSpec(*(None,) * part.dim())
+        return move(part, self.mesh, *self.sequence_moves(part.dim(), dim))
+
+    def sequence_moves(self, num_dims: int, dim: int) -> tuple[Move, Move]:
+        """The moves of `whole_sequence`: of the value, and of its gradient."""
+        whole = PartitionSpec(*(None,) * num_dims)
         parts = Layout(PartitionSpec(*whole[:dim], self.length_axes, *whole[dim + 1 :]))
-        return move(part, self.mesh, Move(parts, Layout(whole)), Move(Layout(whole, self.length_axes), parts))
+        return Move(parts, Layout(whole)), Move(Layout(whole, self.length_axes), parts)
 
     def _sum(self, summand: Any, axes: tuple[str, ...]) -> Any:
         if not axes:
             return summand
         if isinstance(summand, int):
             summand = torch.tensor(summand, device=self.mesh.device_mesh.device_type)
-        whole = Layout(PartitionSpec(*(None,) * summand.dim()))
         # The loss is the same on every rank: each follows it back to its own summand, once.
-        return move(summand, self.mesh, Move(replace(whole, sums=axes), whole), Move(whole, whole))
+        return move(summand, self.mesh, take_sum(summand.dim(), axes), stay(summand.dim()))

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from maxmoe.sharding.mesh import Mesh
-from maxmoe.sharding.movement import Layout, Move, gather_parameter, move
+from maxmoe.sharding.movement import Layout, Move, gather_parameter, move, stay, take_sum
 from maxmoe.sharding.partition_spec import PartitionSpec
 from maxmoe.sharding.sharded_tokens import ShardedTokens
 
@@ -94,11 +94,9 @@ class ParallelUnit:
             return output
         if not isinstance(output, Tensor):
             raise TypeError(f"{type(module).__name__} has parallel_dims and must return a tensor, got {type(output)}")
-        whole = Layout(PartitionSpec(*(None,) * output.dim()))
-        return move(output, self.mesh, Move(replace(whole, sums=self.kept), whole), Move(whole, whole))
+        return move(output, self.mesh, take_sum(output.dim(), self.kept), stay(output.dim()))
 
     def _entering(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
-        whole = Layout(PartitionSpec(*(None,) * value.dim()))
-        return move(value, self.mesh, Move(whole, whole), Move(replace(whole, sums=self.kept), whole))
+        return move(value, self.mesh, stay(value.dim()), take_sum(value.dim(), self.kept))
