@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from torch import nn
-from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
+from torch.distributed import fsdp
 from torch.distributed.tensor import Shard
 
 from maxmoe.sharding.assign import Assignment
@@ -17,7 +17,7 @@ def left_to_fsdp(assignments: Mapping[str, Assignment], tokens: ShardedTokens) -
     """Find the parameters whose `fsdp` axis FSDP2 can take care of.
 
     It cuts every block that other axes leave, so its axis must be the minor one of its dim; and it sums gradients,
-    so its ranks must have tokens of their own.
+    so its ranks must have tokens of their own. That of torch 2.11 takes no parameters on larger meshes.
 
     Args:
         assignments: by path.
@@ -26,7 +26,7 @@ def left_to_fsdp(assignments: Mapping[str, Assignment], tokens: ShardedTokens) -
     Returns:
         The dim that FSDP2 shards, by the path of the parameter.
     """
-    if AXIS not in (*tokens.batch_axes, *tokens.length_axes):
+    if AXIS not in (*tokens.batch_axes, *tokens.length_axes) or not hasattr(fsdp, "DataParallelMeshDims"):
         return {}
     return {
         name: dim
@@ -51,10 +51,11 @@ def fully_shard_blocks(module: nn.Module, mesh: Mesh, dims: Mapping[str, int]) -
     ignored = {parameter for parameter in parameters.values() if parameter not in dim_of}
     for block in (*blocks(module), module):
         if any(parameter in dim_of for parameter in block.parameters()):
-            unit = fully_shard(
+            unit = fsdp.fully_shard(
                 block,
                 mesh=mesh.device_mesh,
-                dp_mesh_dims=DataParallelMeshDims(shard=AXIS),
+                reshard_after_forward=True,  # the last unit too: an optimizer made after an evaluation needs shards
+                dp_mesh_dims=fsdp.DataParallelMeshDims(shard=AXIS),
                 shard_placement_fn=lambda parameter: Shard(dim_of[parameter]),
                 ignored_params=ignored,
             )
