@@ -50,6 +50,7 @@ def run_ranks(
         RuntimeError: if a rank failed, died or hung: with the traceback of the one that failed first, and the stacks
             of those that hung.
     """
+    __tracebackhide__ = True  # by pytest
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryDirectory() as folder:
@@ -141,6 +142,7 @@ def _dump_stacks(ranks: list[BaseProcess], hung: list[int]) -> None:
 
 def _raise_first_failure(box: Path, exit_codes: list[int | None], hung: list[int]) -> None:
     """Tell the cause from its symptoms: what other ranks say of a lost peer comes last."""
+    __tracebackhide__ = True
     failures = []
     for rank, code in enumerate(exit_codes):
         error = box / f"{rank}.error"

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from maxmoe.sharding import Mesh, NamedSharding, P, PartitionSpec
+from parts import part_by_definition
 from run_ranks import fake_rank, run_ranks
 
 SIZES = {"data": 2, "fsdp": 2, "expert": 4}
@@ -26,15 +27,6 @@ def all_specs(mesh: Mesh, shape: tuple[int, ...]) -> Iterator[PartitionSpec]:
                 spec = P(*(order[begin:end] for begin, end in itertools.pairwise(bounds)))
                 if all(length % mesh.size(*dim) == 0 for length, dim in zip(shape, spec, strict=True)):
                     yield spec
-
-
-def part_by_definition(whole: torch.Tensor, spec: PartitionSpec, mesh: Mesh, rank: int) -> torch.Tensor:
-    """Cut one dim after the other, for one axis after the other."""
-    place = dict(zip(mesh.sizes, list(itertools.product(*map(range, mesh.sizes.values())))[rank], strict=True))
-    for dim, axes in enumerate(spec):
-        for axis in axes:
-            whole = whole.tensor_split(mesh.sizes[axis], dim)[place[axis]]
-    return whole
 
 
 def numbered(*shape: int) -> torch.Tensor:
@@ -63,17 +55,16 @@ def test_slices_and_dtensors_are_the_part_by_definition(rank: int) -> None:
 
 def check_every_spec(sizes: dict[str, int]) -> int:
     whole, mesh = numbered(*SHAPE), Mesh(sizes)
-    assert mesh.rank is not None
     specs = list(all_specs(mesh, SHAPE))
     for spec in specs:
         sharding = NamedSharding(mesh, spec)
         laid = distribute_tensor(whole, mesh.device_mesh, sharding.placements, src_data_rank=None)
-        assert laid.to_local().equal(part_by_definition(whole, spec, mesh, mesh.rank)), spec
+        assert laid.to_local().equal(part_by_definition(whole, spec, mesh)), spec
         assert laid.full_tensor().equal(whole), spec
         for axis in sorted(axis for axes in spec for axis in axes):
             rest = NamedSharding(mesh, spec.without(axis))
             gathered = laid.redistribute(placements=rest.placements).to_local()
-            assert gathered.equal(part_by_definition(whole, rest.spec, mesh, mesh.rank)), (spec, axis)
+            assert gathered.equal(part_by_definition(whole, rest.spec, mesh)), (spec, axis)
     return len(specs)
 
 

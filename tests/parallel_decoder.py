@@ -1,0 +1,155 @@
+"""Decoders that every preset can spread over a few ranks, and what one training step of one process makes of them."""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from maxmoe import MoEConfig
+from maxmoe.models import Decoder, DecoderConfig
+from maxmoe.models.decoder import DecoderOutput
+from maxmoe.sharding import LogicalRules, Mesh, PartitionSpec, logical_to_mesh_axes, resolve
+
+MOE = MoEConfig(
+    hidden_size=16,
+    intermediate_size=8,
+    num_experts=8,
+    top_k=2,
+    router_bias=True,
+    score_correction_bias=True,
+    expert_bias=True,
+    num_shared_experts=1,
+    shared_expert_gate=True,
+    load_balance_loss_weight=0.1,
+    router_z_loss_weight=0.01,
+)
+CONFIG = DecoderConfig(
+    vocab_size=32,
+    hidden_size=16,
+    num_layers=2,
+    num_heads=8,
+    num_key_value_heads=4,
+    head_dim=4,
+    intermediate_size=16,
+    moe=MOE,
+    num_dense_layers=1,
+    max_sequence_length=16,
+)
+BATCH, LENGTH = 8, 8
+
+
+class MeshRules(NamedTuple):
+    """A preset, and the sizes of a mesh to use it on."""
+
+    rules: str
+    sizes: dict[str, int]
+
+    def __str__(self) -> str:
+        return ",".join([self.rules, *(f"{axis}={size}" for axis, size in self.sizes.items())])
+
+    @property
+    def world_size(self) -> int:
+        return Mesh.planned(self.sizes).num_ranks
+
+
+def layouts(*world_sizes: int) -> list[MeshRules]:
+    """Every preset on meshes of its own axes."""
+    return [layout for layout in LAYOUTS if layout.world_size in world_sizes]
+
+
+LAYOUTS = [
+    MeshRules("pure-fsdp", {"fsdp": 2}),
+    MeshRules("ep-tp", {"expert": 2}),
+    MeshRules("default", {"context": 2, "fsdp_transpose": 2}),
+    MeshRules("default", {"fsdp": 2, "tensor": 2}),
+    MeshRules("pure-fsdp", {"fsdp": 4}),
+    MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2}),
+    MeshRules("ep-as-cp", {"fsdp": 2, "expert": 2}),
+    MeshRules("cp-as-ep", {"context": 2, "expert": 2}),
+    MeshRules("pipeline-large-moe", {"expert": 2, "tensor": 2}),
+    MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2}),
+    MeshRules("ep-tp", {"data": 2, "expert": 2}),
+    MeshRules("default", {"fsdp": 2, "context": 2, "tensor": 2}),
+    MeshRules("pure-fsdp", {"fsdp": 8}),
+    MeshRules("ep-as-dp", {"fsdp": 2, "fsdp_transpose": 2, "expert": 2}),
+    MeshRules("ep-as-cp", {"data": 2, "fsdp": 2, "expert": 2}),
+    MeshRules("cp-as-ep", {"fsdp": 2, "context": 2, "expert": 2}),
+    MeshRules("pipeline-large-moe", {"fsdp": 2, "expert": 2, "tensor": 2}),
+    MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 4}),
+    MeshRules("ep-tp", {"data": 2, "expert": 4}),
+]
+
+VARIANTS = {
+    "every part": CONFIG,
+    "recomputed, tied, balanced over the batch": replace(
+        CONFIG, tie_embeddings=True, checkpoint_blocks=True, moe=replace(MOE, load_balance_scope="batch")
+    ),
+    "dense, sizes that do not divide": replace(
+        CONFIG,
+        num_key_value_heads=1,
+        intermediate_size=10,
+        moe=replace(MOE, implementation="dense", intermediate_size=9, num_experts=6, shared_expert_gate=False),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one process makes of a batch."""
+
+    before: dict[str, Tensor]
+    output: DecoderOutput
+    gradients: dict[str, Tensor]
+    after: dict[str, Tensor]
+
+
+def decoder(config: DecoderConfig = CONFIG) -> Decoder:
+    """The same parameters at every call, large enough to matter."""
+    generator = torch.Generator().manual_seed(0)
+    model = Decoder(config, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(0.4 * noise + (parameter.ndim == 1))
+    return model
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Tokens and targets, the same at every call."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(CONFIG.vocab_size, (BATCH, LENGTH + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def token_spec(mesh: Mesh, rules: LogicalRules) -> PartitionSpec:
+    """Which of the tokens a rank has."""
+    spec = logical_to_mesh_axes(("activation_batch", "activation_length"), rules)
+    return resolve(spec, mesh.sizes, (BATCH, LENGTH), strict=True).spec
+
+
+def loss(output: DecoderOutput, targets: Tensor) -> Tensor:
+    """This rank's share of the mean over all tokens, and the auxiliary loss."""
+    token_losses = F.cross_entropy(output.logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return token_losses / (BATCH * LENGTH) + output.aux_loss
+
+
+def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """AdamW; with an eps that does not blow up the rounding of gradients near zero."""
+    return torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3, weight_decay=0.1)
+
+
+def values(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@functools.cache
+def step_of_one_process(config: DecoderConfig) -> Step:
+    model, (tokens, targets) = decoder(config), batch()
+    before, output = values(model), model(tokens)
+    loss(output, targets).backward()
+    gradients: dict[str, Any] = {name: parameter.grad for name, parameter in model.named_parameters()}
+    optimizer(model).step()
+    return Step(before, output, gradients, values(model))
