@@ -3,9 +3,13 @@
     python examples/pretrain.py                              the Python standard library, about five minutes
     python examples/pretrain.py --data notes/ 'src/**/*.c'   files, folders and patterns
     python examples/pretrain.py --resume                     go on from the checkpoint in --out
+    torchrun --nproc-per-node 4 examples/pretrain.py --mesh fsdp=2,expert=2 --rules shard-exp-on-fsdp
 
 The folder --out gets the checkpoint and two pictures: loss.png and expert_load.png. Ctrl-C finishes the
 step and saves. A resumed run computes bit for bit what an uninterrupted one would have computed.
+
+Under torchrun the ranks split the model and every batch as --mesh and --rules say, and compute what one
+process computes, up to rounding. A checkpoint fits every mesh and number of ranks.
 """
 
 import argparse
@@ -19,7 +23,7 @@ from types import FrameType
 
 from tqdm import tqdm
 
-from pretraining import InputError, figures
+from pretraining import InputError, figures, ranks
 from pretraining.baselines import bigram_bits_per_byte, zlib_bits_per_byte
 from pretraining.corpus import load_corpus
 from pretraining.trainer import Trainer
@@ -38,6 +42,8 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--data", nargs="+", default=[], help="files, folders, patterns; else the standard library")
     add("--out", type=Path, default=Path("runs/pretrain"), help="folder of the results")
     add("--resume", action="store_true", help="go on with the run in --out; other options as before")
+    add("--mesh", default="fsdp=-1", help="under torchrun: axes and sizes, one may be -1, the rest of the ranks")
+    add("--rules", default="ep-as-dp", help="from names of dims to mesh axes: a preset, or a YAML file")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the matrix products")
     add("--learning-rate", type=at_least(0, float), default=3e-3, help="at its peak")
     add("--seed", type=at_least(0), default=0, help="of parameters and data order")
@@ -88,8 +94,8 @@ class StopRequest:
         signal.signal(number, self.usual[number])
 
 
-def train(trainer: Trainer, baselines: dict[str, float]) -> int | None:
-    """Take the remaining steps, with evaluations and checkpoints; return the signal that cut them short."""
+def train(trainer: Trainer, baselines: dict[str, float]) -> int:
+    """Take the remaining steps, with evaluations and checkpoints; return the signal that cut them short, or 0."""
     options = trainer.options
     against = ", ".join(f"{name} {value:.3f}" for name, value in baselines.items())
     bytes_per_step = options.batch_size * options.sequence_length
@@ -102,7 +108,8 @@ def train(trainer: Trainer, baselines: dict[str, float]) -> int | None:
         mininterval=0.5,
     )
     with progress, StopRequest() as stop:
-        while trainer.step < options.steps and stop.signal is None:
+        stopped_by = 0
+        while trainer.step < options.steps and not stopped_by:
             output = trainer.train_step()
             load = max(float(stats.load_max_over_mean) for stats in output.stats)
             status = f"{trainer.history.training[-1]:.3f} bits, load max/mean {load:.2f}"
@@ -112,9 +119,10 @@ def train(trainer: Trainer, baselines: dict[str, float]) -> int | None:
             if last or trainer.step % options.eval_every == 0:
                 bits = trainer.evaluate()
                 progress.write(f"step {trainer.step}: {bits:.3f} bits per byte on held-out text ({against})")
-            if last or trainer.step % options.save_every == 0 or stop.signal is not None:
+            stopped_by = ranks.largest(stop.signal or 0)  # all ranks stop after the same step
+            if last or trainer.step % options.save_every == 0 or stopped_by:
                 trainer.save()
-    return stop.signal
+    return stopped_by
 
 
 def prepare_output(folder: Path) -> None:
@@ -137,17 +145,26 @@ def report(trainer: Trainer, baselines: dict[str, float]) -> None:
     last = history.tokens_per_expert[-1]
     print(f"{int((last == 0).sum())} dead experts of {last.numel()} in the last steps")
     pictures = out / "loss.png", out / "expert_load.png"
-    try:
-        figures.loss_curves(pictures[0], history.training, history.held_out, baselines)
-        figures.expert_load(pictures[1], history.tokens_per_expert, trainer.options.steps)
-    except OSError as error:
-        raise InputError(f"cannot write the pictures to {out}: {error.strerror}") from error
+    with ranks.agreed():
+        if ranks.is_first():
+            draw(*pictures, trainer, baselines)
     print("Pictures:", *pictures)
+
+
+def draw(loss: Path, expert_load: Path, trainer: Trainer, baselines: dict[str, float]) -> None:
+    """Write the pictures."""
+    history = trainer.history
+    try:
+        figures.loss_curves(loss, history.training, history.held_out, baselines)
+        figures.expert_load(expert_load, history.tokens_per_expert, trainer.options.steps)
+    except OSError as error:
+        raise InputError(f"cannot write the pictures to {loss.parent}: {error.strerror}") from error
 
 
 def run(options: argparse.Namespace, command: list[str]) -> int:
     """Do what the options say and return the exit status."""
-    corpus = load_corpus(options.data, options.sequence_length)
+    with ranks.agreed():
+        corpus = load_corpus(options.data, options.sequence_length)
     print(f"Text: {corpus.description}")
     baselines = {
         "byte bigram": bigram_bits_per_byte(corpus.training, corpus.held_out),
@@ -160,9 +177,10 @@ def run(options: argparse.Namespace, command: list[str]) -> int:
         print(f"Resumed at step {trainer.step} of {options.steps}")
     elif (options.out / "checkpoint").exists():
         print(f"The first save replaces the checkpoint in {options.out}; --resume would go on with it")
-    prepare_output(options.out)
+    with ranks.agreed():
+        prepare_output(options.out)
     stopped_by = train(trainer, baselines)
-    if stopped_by is not None:
+    if stopped_by:
         again = [*command, *([] if options.resume else ["--resume"])]
         print(f"Stopped and saved at step {trainer.step}. To go on: {shlex.join(again)}")
         return 128 + stopped_by
@@ -172,14 +190,15 @@ def run(options: argparse.Namespace, command: list[str]) -> int:
 
 def main() -> int:
     """Run the command line."""
-    try:
-        return run(parse_options(), [sys.executable, *sys.argv])
-    except InputError as error:
-        print(f"pretrain: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("pretrain: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+    with ranks.joined():
+        try:
+            return run(parse_options(), ranks.command())
+        except InputError as error:
+            print(f"pretrain: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print("pretrain: interrupted", file=sys.stderr)
+            return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

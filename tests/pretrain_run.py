@@ -1,6 +1,7 @@
 """Runs of `examples/pretrain.py` that last a moment, and what they leave."""
 
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import pretrain  # noqa: E402
 from pretraining import InputError as InputError  # noqa: E402
-from pretraining import checkpoint  # noqa: E402
 
 TINY = [
     *("--hidden-size", "16", "--num-layers", "2", "--num-heads", "2", "--num-experts", "4", "--top-k", "2"),
@@ -42,11 +43,16 @@ def run(text: Path, out: Path, *arguments: str) -> int:
 
 def saved(out: Path) -> dict[str, Any]:
     """Everything in the checkpoint, flat, so that two of them can be compared bit for bit."""
-    training = torch.load(out / "checkpoint/training.pt", weights_only=True)
-    weights = checkpoint.load(out / "checkpoint", {})[0]
+    training: dict[str, Any] = torch.load(out / "checkpoint/training.pt", weights_only=True)
+    with tempfile.TemporaryDirectory() as folder:
+        whole = Path(folder) / "whole.pt"
+        dcp_to_torch_save(out / "checkpoint", whole)
+        state = torch.load(whole, weights_only=True)
+    weights, moments = state["model"], state["optimizer"]["state"]
+    assert weights.keys() - {name for name in weights if name.endswith("score_correction_bias")} == moments.keys()
     flat = {f"weights.{name}": value for name, value in weights.items()}
-    for index, state in training.pop("optimizer")["state"].items():
-        flat |= {f"optimizer.{index}.{name}": value for name, value in state.items()}
+    for name, state in moments.items():
+        flat |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
     return flat | training
 
 

@@ -9,17 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain_run import (
-    EXAMPLES,
-    InputError,
-    after_step,
-    assert_same,
-    checkpoint,
-    pretrain,
-    run,
-    saved,
-    words,
-)
+from pretrain_run import EXAMPLES, InputError, after_step, assert_same, pretrain, run, saved, words
+from pretraining import checkpoint
 
 
 @pytest.fixture
@@ -53,7 +44,7 @@ def test_a_checkpoint_of_another_text_is_refused(text: Path, tmp_path: Path) -> 
         run(text, tmp_path / "out", "--resume")
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "training.pt"])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "training.pt"])
 def test_a_damaged_checkpoint_is_named(text: Path, tmp_path: Path, name: str) -> None:
     run(text, tmp_path / "out")
     path = tmp_path / "out/checkpoint" / name

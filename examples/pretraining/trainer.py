@@ -8,11 +8,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 
 from maxmoe import MoEConfig
 from maxmoe.models import Decoder, DecoderConfig, DecoderOutput
+from maxmoe.sharding import clip_grad_norm_
 from pretraining import InputError, checkpoint
 from pretraining.corpus import Corpus, TrainingSequences
+from pretraining.ranks import Split
 
 LOAD_WINDOWS = 100  # columns of the picture of the expert load
 
@@ -81,7 +89,7 @@ class History:
 
 
 class Trainer:
-    """A run between two steps.
+    """A run between two steps; on several ranks, all call every method together.
 
     Args:
         options: the command line.
@@ -91,7 +99,9 @@ class Trainer:
     def __init__(self, options: Namespace, corpus: Corpus) -> None:
         self.options = options
         self.corpus = corpus
+        self.split = Split(options.mesh, options.rules, (options.batch_size, options.sequence_length))
         self.model = build_model(options)
+        self.split.parallelize(self.model)
         self.optimizer = build_optimizer(self.model, options.learning_rate)
         self.sequences = TrainingSequences(
             corpus.training,
@@ -109,68 +119,85 @@ class Trainer:
         return len(self.history.training)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, DecoderOutput]:
-        """Mean cross entropy in nats of `targets` (B, S) after `tokens` (B, S), and the model's output."""
+        """Compute this rank's part of a batch.
+
+        Args:
+            tokens: ``(B, S)``, the whole batch.
+            targets: ``(B, S)``, what follows them; -100 counts nothing.
+
+        Returns:
+            The sum of the cross entropies in nats, and the model's output.
+        """
         with torch.autocast("cpu", torch.bfloat16, enabled=self.options.dtype == "bfloat16"):
-            output = self.model(tokens)
-        return F.cross_entropy(output.logits.float().flatten(0, 1), targets.flatten()), output
+            output = self.model(self.split.part(tokens))
+        expected = self.split.part(targets).flatten()
+        return F.cross_entropy(output.logits.float().flatten(0, 1), expected, reduction="sum"), output
 
     def train_step(self) -> DecoderOutput:
         """Take one optimizer step and record it."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.options.steps, self.options.learning_rate)
-        loss, output = self.loss(*self.sequences.batch(self.step))
+        tokens, targets = self.sequences.batch(self.step)
+        token_losses, output = self.loss(tokens, targets)
+        loss = token_losses / targets.numel()
         self.optimizer.zero_grad()
         (loss + output.aux_loss).backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        norm = clip_grad_norm_(self.model.parameters(), 1.0)
         if not norm.isfinite():
             raise InputError(f"step {self.step}: the gradient is {norm:.0f}, try a smaller --learning-rate")
         self.optimizer.step()
         self.model.update_correction_bias(output.tokens_per_expert)
         window = self.step * len(self.history.tokens_per_expert) // self.options.steps
         self.history.tokens_per_expert[window] += output.tokens_per_expert
-        self.history.training.append(loss.item() / math.log(2))
+        self.history.training.append(self.split.total(loss).item() / math.log(2))
         return output
 
     @torch.no_grad()
     def evaluate(self) -> float:
         """Measure bits per byte on the held-out text; a sequence knows only the byte before it."""
         pieces = self.corpus.held_out.long()
-        tokens, targets = (
-            part.reshape(-1, self.options.sequence_length).split(self.options.batch_size)
-            for part in (pieces[:, :-1], pieces[:, 1:])
-        )
-        losses = [self.loss(*batch)[0] * batch[0].numel() for batch in zip(tokens, targets, strict=True)]
-        bits_per_byte = float(sum(losses)) / pieces[:, 1:].numel() / math.log(2)
+        tokens, targets = (part.reshape(-1, self.options.sequence_length) for part in (pieces[:, :-1], pieces[:, 1:]))
+        missing = -len(tokens) % self.options.batch_size  # in the last batch, which is split like all others
+        tokens, targets = F.pad(tokens, (0, 0, 0, missing)), F.pad(targets, (0, 0, 0, missing), value=-100)
+        batches = zip(*(part.split(self.options.batch_size) for part in (tokens, targets)), strict=True)
+        token_losses = torch.stack([self.loss(*batch)[0] for batch in batches]).sum()
+        bits_per_byte = self.split.total(token_losses).item() / pieces[:, 1:].numel() / math.log(2)
         self.history.held_out.append((self.step, bits_per_byte))
         return bits_per_byte
 
     def sample(self, prompt_bytes: int, sample_bytes: int) -> str:
-        """Continue the beginning of the held-out text."""
+        """Continue the beginning of the held-out text; every rank gathers the whole model for it."""
+        model = build_model(self.options)
+        model.load_state_dict(get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True)))
         torch.manual_seed(self.options.seed)
         prompt = self.corpus.held_out[:1, 1 : 1 + prompt_bytes].long()
-        continued = self.model.generate(prompt, sample_bytes, temperature=0.8)
+        continued = model.generate(prompt, sample_bytes, temperature=0.8)
         return bytes(continued[0].tolist()).decode(errors="replace")
 
     def configuration(self) -> dict[str, Any]:
         """What must not change between a run and its continuation."""
-        free = ("data", "out", "resume", "eval_every", "save_every")
+        free = ("data", "out", "resume", "eval_every", "save_every", "mesh", "rules")
         chosen = {name: value for name, value in vars(self.options).items() if name not in free}
         return {**chosen, "data": self.corpus.fingerprint}
+
+    def state(self) -> dict[str, Any]:
+        """Parameters and optimizer, each parameter under its name and, on several ranks, a DTensor."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
 
     def save(self) -> None:
         """Write the checkpoint."""
         training = {
             "configuration": self.configuration(),
-            "optimizer": self.optimizer.state_dict(),
             "random_state": torch.get_rng_state(),
             **vars(self.history),
         }
-        checkpoint.save(self.options.out / "checkpoint", self.model.state_dict(), training)
+        checkpoint.save(self.options.out / "checkpoint", self.state(), training)
 
     def resume(self) -> None:
-        """Go on from the checkpoint."""
-        weights, training = checkpoint.load(self.options.out / "checkpoint", self.configuration())
-        self.model.load_state_dict(weights)
-        self.optimizer.load_state_dict(training["optimizer"])
+        """Go on from the checkpoint, whatever mesh it was written on."""
+        state = self.state()
+        training = checkpoint.load(self.options.out / "checkpoint", self.configuration(), state)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         torch.set_rng_state(training["random_state"])
         self.history = History(**{name: training[name] for name in vars(self.history)})

@@ -1,0 +1,119 @@
+"""The processes that train one model together: those that torchrun started, or this one alone."""
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from maxmoe.models import Decoder
+from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, logical_to_mesh_axes, parallelize, parse_mesh, resolve
+from pretraining import InputError
+
+PATIENCE = timedelta(seconds=5)  # with ranks that do not come to the end
+
+
+@contextmanager
+def joined() -> Iterator[None]:
+    """Meet the other ranks; only the first one prints, and none leaves before the others come to the end."""
+    if not dist.is_torchelastic_launched():
+        yield
+        return
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it has advice on the order of gathers
+    dist.init_process_group("gloo")
+    try:
+        with ExitStack() as silence:
+            if not is_first():
+                nowhere = silence.enter_context(open(os.devnull, "w"))
+                silence.enter_context(redirect_stdout(nowhere))
+                silence.enter_context(redirect_stderr(nowhere))
+            yield
+    finally:
+        with suppress(RuntimeError):  # torchrun ends all ranks when the first one ends with an error
+            dist.monitored_barrier(timeout=PATIENCE)
+        dist.destroy_process_group()
+
+
+def is_first() -> bool:
+    """Tell whether this is rank 0."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+@contextmanager
+def agreed() -> Iterator[None]:
+    """Around what may fail on some ranks only: all raise the `InputError` of the first that has one."""
+    message = None
+    try:
+        yield
+    except InputError as error:
+        message = str(error)
+    messages = [message]
+    if dist.is_initialized():
+        messages = [None] * dist.get_world_size()
+        dist.all_gather_object(messages, message)
+    for message in filter(None, messages):
+        raise InputError(message)
+
+
+def largest(number: int) -> int:
+    """Return the largest of the numbers that the ranks have."""
+    if not dist.is_initialized():
+        return number
+    result = torch.tensor(number)
+    dist.all_reduce(result, dist.ReduceOp.MAX)
+    return int(result)
+
+
+def command() -> list[str]:
+    """Return the words that started the ranks."""
+    if dist.is_initialized():
+        return ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], *sys.argv]
+    return [sys.executable, *sys.argv]
+
+
+class Split:
+    """How the ranks divide the model and every batch; one process has all of both.
+
+    Args:
+        mesh: the axes over which the ranks are laid out, see `maxmoe.sharding.parse_mesh`.
+        rules: see `maxmoe.sharding.LogicalRules.load`.
+        batch_shape: sequences and their length.
+
+    Raises:
+        InputError: if they do not fit each other or the number of ranks.
+    """
+
+    def __init__(self, mesh: str, rules: str, batch_shape: tuple[int, int]) -> None:
+        try:
+            sizes, self.rules = parse_mesh(mesh), LogicalRules.load(rules)
+            self.mesh = Mesh(sizes) if dist.is_initialized() else Mesh.planned(sizes, world_size=1)
+            known = list(dict.fromkeys(axis for _, axes in self.rules for axis in axes))
+            for axis in self.mesh.axes:
+                if axis not in known:
+                    raise ValueError(f"{rules} has no rule for the mesh axis {axis!r}, only for {', '.join(known)}")
+            spec = logical_to_mesh_axes(("activation_batch", "activation_length"), self.rules)
+            self.batch = NamedSharding(self.mesh, resolve(spec, self.mesh.sizes, batch_shape, strict=True).spec)
+        except (OSError, ValueError) as error:
+            raise InputError(f"--mesh {mesh} --rules {rules}: {error}") from error
+
+    def parallelize(self, model: Decoder) -> None:
+        """Leave this rank's part of the parameters, and let the model run on this rank's part of a batch."""
+        if dist.is_initialized():
+            parallelize(model, self.mesh, self.rules)
+
+    def part(self, batch: Tensor) -> Tensor:
+        """Take this rank's part of a batch ``(B, S)``."""
+        return batch[self.batch.slices(batch.shape, self.mesh.rank or 0)]
+
+    def total(self, summand: Tensor) -> Tensor:
+        """Sum over the ranks that have different parts of the batch."""
+        total = summand.detach().clone()
+        for axes in self.batch.spec:
+            for axis in axes:
+                dist.all_reduce(total, group=self.mesh.device_mesh.get_group(axis))
+        return total
