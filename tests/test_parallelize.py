@@ -1,4 +1,4 @@
-"""A parallelized Decoder against one process: logits, losses, statistics, gradients and a step of AdamW."""
+"""A parallelized Decoder against one process: logits, losses, statistics, gradients and a step of the optimizer."""
 
 import pytest
 import torch
@@ -66,12 +66,12 @@ def check_step(config: DecoderConfig, layout: MeshRules) -> None:
     tokens, targets = (part_by_definition(whole, spec, mesh) for whole in batch())
     with torch.no_grad():
         check_output(model(tokens), expected.output, spec, mesh)
-    adamw = optimizer(model)
+    descent = optimizer(model)
     output = model(tokens)
     loss(output, targets).backward()
     check_output(output, expected.output, spec, mesh)
     check_gradients(model, expected.gradients)
-    adamw.step()
+    descent.step()
     for name, parameter in model.named_parameters():
         assert_same(parameter.detach().full_tensor(), expected.after[name], f"{name} after the step")
 
