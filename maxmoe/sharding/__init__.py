@@ -1,6 +1,8 @@
 """Which part of every tensor each rank holds: logical names for dims, and rules from names to mesh axes."""
 
 from maxmoe.sharding.assign import Assignment, assign, logical_names
+from maxmoe.sharding.estimate import Estimate, estimate
+from maxmoe.sharding.explain import Explanation, explain
 from maxmoe.sharding.gradients import clip_grad_norm_
 from maxmoe.sharding.initialization import reset_parameters
 from maxmoe.sharding.mesh import Mesh, parse_mesh
@@ -15,6 +17,8 @@ from maxmoe.sharding.shard_parameters import shard_parameters
 __all__ = [
     "Assignment",
     "DroppedAxis",
+    "Estimate",
+    "Explanation",
     "LogicalRules",
     "Mesh",
     "NamedSharding",
@@ -23,6 +27,8 @@ __all__ = [
     "Resolution",
     "assign",
     "clip_grad_norm_",
+    "estimate",
+    "explain",
     "logical_names",
     "logical_to_mesh_axes",
     "parallelize",

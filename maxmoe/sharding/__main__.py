@@ -1,0 +1,146 @@
+"""Plan a model on a mesh, without the mesh: where parameters go, memory, communication.
+
+    python -m maxmoe.sharding explain --preset deepseek_v3 --rules shard-exp-on-fsdp --mesh fsdp=16,expert=16
+
+Nothing is allocated. The model is a `maxmoe.models.Decoder` with the sizes of a published one.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from maxmoe.models import Decoder
+from maxmoe.models.published import PUBLISHED
+from maxmoe.sharding.estimate import Optimizer, estimate
+from maxmoe.sharding.explain import explain
+from maxmoe.sharding.mesh import Mesh, parse_mesh
+from maxmoe.sharding.rules import LogicalRules
+
+SIZES = ("num_layers", "num_dense_layers", "num_heads", "num_key_value_heads", "vocab_size", "intermediate_size")
+CONVENTIONS = """\
+Memory is that at the beginning of the backward. Parameters, gradients and the optimizer's state are {dtype}. Gathered
+parameters stay until their backward unless blocks are recomputed. Activations are those that the operators of the CPU
+keep. Work space is left out, and so are the sums of losses and statistics and what the optimizer moves.
+Bytes on a ring of n ranks: (n - 1) / n of the whole tensor for all-gather and reduce-scatter, twice that for
+all-reduce; rings of several axes one after the other."""
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line.
+
+    Args:
+        arguments: None for those of the process.
+
+    Returns:
+        The options.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m maxmoe.sharding", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    command = parser.add_subparsers(required=True).add_parser(
+        "explain", help="print the plan", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = command.add_argument
+    add("--preset", required=True, help=f"the model: {', '.join(PUBLISHED)}")
+    add("--rules", default="ep-as-dp", help="a preset of rules, or a YAML file")
+    add("--mesh", required=True, help="axes and sizes, as fsdp=16,expert=16; one may be -1 with --world-size")
+    add("--world-size", type=positive, help="number of ranks, if not the product of the sizes")
+    add("--batch-size", type=positive, default=256, help="sequences of a step, over all ranks")
+    add("--sequence-length", type=positive, default=4096, help="tokens of each")
+    add("--dtype", choices=["bfloat16", "float32", "float16"], default="bfloat16", help="of the parameters")
+    add("--optimizer", choices=["adamw", "muon"], default="adamw", help="whose state is counted")
+    add("--recompute", action="store_true", help="recompute each block in the backward (checkpoint_blocks)")
+    for size in SIZES:
+        add(f"--{size.replace('_', '-')}", type=positive, help="another than the published one")
+    return parser.parse_args(arguments)
+
+
+def positive(text: str) -> int:
+    """Read an option that is a number of things.
+
+    Args:
+        text: as given.
+
+    Returns:
+        The number.
+
+    Raises:
+        ArgumentTypeError: if there are none of them.
+    """
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return number
+
+
+def report(options: argparse.Namespace) -> str:
+    """Plan the model.
+
+    Args:
+        options: see `parse_options`.
+
+    Returns:
+        The text.
+
+    Raises:
+        ValueError: for a mesh, rules or sizes that cannot be.
+    """
+    mesh = Mesh.planned(parse_mesh(options.mesh), world_size=options.world_size)
+    rules = LogicalRules.load(options.rules)
+    if options.preset not in PUBLISHED:
+        raise ValueError(f"there is no model {options.preset!r}, only {', '.join(PUBLISHED)}")
+    changes = {size: getattr(options, size) for size in SIZES if getattr(options, size) is not None}
+    published = replace(PUBLISHED[options.preset], **changes)
+    config = published.config(max_sequence_length=options.sequence_length, checkpoint_blocks=options.recompute)
+    model = Decoder(config, device="meta", dtype=getattr(torch, options.dtype))
+    optimizer: Optimizer = options.optimizer
+    explanation = explain(model, mesh, rules)
+    costs = estimate(
+        model,
+        mesh,
+        rules,
+        batch_size=options.batch_size,
+        sequence_length=options.sequence_length,
+        optimizer=optimizer,
+    )
+    dense = f", {config.num_dense_layers} of them dense" if config.num_dense_layers else ""
+    changed = "".join(f" Here {name}={value}." for name, value in changes.items())
+    difference = f" Unlike as published: {published.differs}." if published.differs else ""
+    return f"""\
+{published.name}: a Decoder of {config.num_layers} layers{dense}, embedding and output projection.{difference}{changed}
+{mesh.num_ranks} ranks: {options.mesh}. Rules: {options.rules}. A step: {options.batch_size} sequences of \
+{options.sequence_length} tokens.
+
+{explanation}
+
+{costs}
+
+{CONVENTIONS.format(dtype=options.dtype)}"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: None for those of the process.
+
+    Returns:
+        The exit code: 2 for options that cannot be.
+    """
+    options = parse_options(arguments)
+    try:
+        print(report(options))
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""Where every parameter goes, and why."""
+
+import math
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from maxmoe.sharding.assign import Assignment, assign
+from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.resolve import DroppedAxis
+from maxmoe.sharding.rules import LogicalRules
+from maxmoe.sharding.text_table import readable_bytes, text_table
+
+# A weight that every rank holds whole is large if it takes at least this share of what a rank holds.
+LARGE_SHARE = 0.01
+
+
+@dataclass(frozen=True)
+class ExplainedParameter:
+    """Where a parameter goes, and why.
+
+    Args:
+        name: its path.
+        assignment: its logical names, what the rules make of them, and the axes that do not shard it.
+        rules: for each dim the axes of the rule that applies, None without one.
+        local_shape: of every rank's part.
+        local_bytes: of every rank's part.
+    """
+
+    name: str
+    assignment: Assignment
+    rules: tuple[tuple[str, ...] | None, ...]
+    local_shape: tuple[int, ...]
+    local_bytes: int
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds all of it."""
+        return self.local_shape == self.assignment.shape
+
+    @property
+    def indivisible(self) -> tuple[DroppedAxis, ...]:
+        """The axes of the mesh that cannot shard it evenly."""
+        sizes = self.assignment.sharding.mesh.sizes
+        return tuple(drop for drop in self.assignment.dropped if sizes.get(drop.axis, 1) > 1)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` returns; as a string, a table.
+
+    Args:
+        mesh: of the ranks.
+        parameters: in the order of `named_parameters`, a shared one once.
+        unknown_names: logical names for which there is no rule.
+    """
+
+    mesh: Mesh
+    parameters: tuple[ExplainedParameter, ...]
+    unknown_names: tuple[str, ...]
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all parameters of all ranks, each counted once."""
+        return sum(math.prod(parameter.assignment.shape) for parameter in self.parameters)
+
+    @property
+    def local_bytes(self) -> int:
+        """Of the parameters of a rank; all ranks hold as many."""
+        return sum(parameter.local_bytes for parameter in self.parameters)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What may not be as it was meant."""
+        large = [
+            f"{label} is whole on every rank: {readable_bytes(local_bytes)}, "
+            f"{local_bytes / self.local_bytes:.0%} of what a rank holds"
+            for label, group in grouped(self.parameters)
+            if group[0].is_replicated
+            and self.mesh.num_ranks > 1
+            and (local_bytes := sum(parameter.local_bytes for parameter in group)) >= LARGE_SHARE * self.local_bytes
+        ]
+        unnamed = [
+            f"{label} has no logical names: it is not sharded"
+            for label, group in grouped(self.parameters)
+            if group[0].assignment.names is None
+        ]
+        unknown = [f"no rule for the logical name {name!r}: its dims are not sharded" for name in self.unknown_names]
+        return (*large, *unnamed, *unknown)
+
+    def __str__(self) -> str:
+        heading = ("parameter", "logical names and their rules", "on the mesh", "local shape", "bytes per rank")
+        rows = [
+            (
+                label,
+                self._rules_text(group[0]),
+                " | ".join(" ".join(axes) or "-" for axes in group[0].assignment.sharding.spec),
+                str(list(group[0].local_shape)),
+                readable_bytes(sum(parameter.local_bytes for parameter in group)),
+            )
+            for label, group in grouped(self.parameters)
+        ]
+        total = f"all {self.num_parameters:,} parameters"
+        rows.append((total, "", "", "", readable_bytes(self.local_bytes)))
+        return "\n".join([text_table([heading, *rows], right=[4]), *self._remarks()])
+
+    def _rules_text(self, parameter: ExplainedParameter) -> str:
+        texts = []
+        for name, axes in zip(parameter.assignment.names or (), parameter.rules, strict=False):
+            without = "no rule" if name in self.unknown_names else "its axes are taken"
+            applied = without if axes is None else " ".join(axes) or "-"
+            texts.append("-" if name is None else f"{name}: {applied}")
+        return " | ".join(texts) or "no names"
+
+    def _remarks(self) -> Iterator[str]:
+        absent = {drop.axis: None for parameter in self.parameters for drop in parameter.assignment.dropped}
+        absent_axes = [axis for axis in absent if self.mesh.size(axis) == 1]
+        if absent_axes:
+            yield f"Axes of the rules that this mesh lacks, or has with size 1: {', '.join(absent_axes)}."
+        for label, group in grouped(self.parameters):
+            for axis, dim, reason in group[0].indivisible:
+                yield f"Dropped: {axis} from dim {dim} of {label}: {reason}."
+        for warning in self.warnings:
+            yield f"Warning: {warning}."
+
+
+def explain(module: nn.Module, mesh: Mesh, rules: LogicalRules | str) -> Explanation:
+    """Say where `parallelize` puts every parameter of a module, and why.
+
+    Args:
+        module: with logical names, see `logical_names`; may be on the meta device.
+        mesh: planned or not.
+        rules: the table, or the name of a preset.
+
+    Returns:
+        The parameters with their rules, local shapes and bytes; as a string, a table with repeated layers in one row.
+
+    Raises:
+        ValueError: as `assign`.
+    """
+    rules = LogicalRules.load(rules) if isinstance(rules, str) else rules
+    with warnings.catch_warnings():  # names without a rule are in the result
+        warnings.simplefilter("ignore")
+        assignments = assign(module, mesh, rules)
+    known = {name for name, _ in rules}
+    names = dict.fromkeys(name for assignment in assignments.values() for name in assignment.names or ())
+    return Explanation(
+        mesh,
+        tuple(
+            ExplainedParameter(
+                name,
+                assignment,
+                _applied_rules(assignment, rules),
+                assignment.sharding.shard_shape(assignment.shape),
+                assignment.sharding.bytes(assignment.shape, assignment.dtype),
+            )
+            for name, assignment in assignments.items()
+        ),
+        tuple(name for name in names if name is not None and name not in known),
+    )
+
+
+def grouped(parameters: Iterable[ExplainedParameter]) -> list[tuple[str, list[ExplainedParameter]]]:
+    """Put together the parameters of repeated layers that differ in one number of their path.
+
+    Args:
+        parameters: in order.
+
+    Returns:
+        Labels, as "blocks.3-60.norm.weight x58", and the parameters of each.
+    """
+    groups: dict[object, list[tuple[str, ExplainedParameter]]] = {}
+    for parameter in parameters:
+        prefix, number, suffix = re.fullmatch(r"(?:(.*?\.)??(\d+)(?=\.|$))?(.*)", parameter.name).groups("")  # type: ignore[union-attr]
+        groups.setdefault((prefix, suffix, parameter.assignment), []).append((number, parameter))
+    result = []
+    for (prefix, suffix, _), members in groups.items():  # type: ignore[misc]
+        numbers = [int(number) for number, _ in members if number]
+        count = f" x{len(members)}" if len(members) > 1 else ""
+        result.append((f"{prefix}{_ranges(numbers)}{suffix}{count}", [parameter for _, parameter in members]))
+    return result
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Write increasing numbers as "0-2,5"."""
+    starts = [number for number in numbers if number - 1 not in numbers]
+    ends = [number for number in numbers if number + 1 not in numbers]
+    return ",".join(str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
+
+
+def _applied_rules(assignment: Assignment, rules: LogicalRules) -> tuple[tuple[str, ...] | None, ...]:
+    """For each dim the axes of its rule: `assignment.wanted`, but None where no rule of its name could be applied."""
+    names = assignment.names or (None,) * len(assignment.shape)
+    return tuple(axes if (name, axes) in rules else None for name, axes in zip(names, assignment.wanted, strict=True))
