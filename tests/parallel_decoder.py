@@ -84,14 +84,20 @@ LAYOUTS = [
 
 VARIANTS = {
     "every part": CONFIG,
-    "recomputed, tied, balanced over the batch": replace(
-        CONFIG, tie_embeddings=True, checkpoint_blocks=True, moe=replace(MOE, load_balance_scope="batch")
-    ),
-    "dense, sizes that do not divide": replace(
+    "recomputed, tied, dense, balanced over the batch, sizes that do not divide": replace(
         CONFIG,
         num_key_value_heads=1,
         intermediate_size=10,
-        moe=replace(MOE, implementation="dense", intermediate_size=9, num_experts=6, shared_expert_gate=False),
+        tie_embeddings=True,
+        checkpoint_blocks=True,
+        moe=replace(
+            MOE,
+            implementation="dense",
+            intermediate_size=9,
+            num_experts=6,
+            shared_expert_gate=False,
+            load_balance_scope="batch",
+        ),
     ),
 }
 

@@ -19,11 +19,13 @@ def part_by_definition(whole: Tensor, spec: PartitionSpec, mesh: Mesh, rank: int
     return whole
 
 
-def assert_same(actual: Tensor, expected: Tensor, name: str = "", tolerance: float = 1e-12) -> None:
-    """All entries within a tolerance of each other, relative to the largest."""
+def assert_same(
+    actual: Tensor, expected: Tensor, name: str = "", *, scale: float | None = None, tolerance: float = 1e-12
+) -> None:
+    """All entries within a tolerance of each other, relative to the largest of `expected` or to `scale`."""
     actual, expected = actual.detach(), expected.detach()
     assert type(actual) is type(expected) is Tensor, name
     assert actual.shape == expected.shape and actual.dtype == expected.dtype, (name, actual.shape, expected.shape)
     if expected.numel():
-        error, scale = float((actual - expected).abs().max()), float(expected.abs().max())
+        error, scale = float((actual - expected).abs().max()), scale or float(expected.abs().max())
         assert error <= tolerance * scale, f"{name}: {error} on a scale of {scale}"

@@ -32,7 +32,12 @@ GRACE = 5.0  # seconds that ranks have to notice the failure of another one
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 30.0, deadline: float = 60.0
+    function: Callable[..., Any],
+    world_size: int,
+    *arguments: Any,
+    timeout: float = 60.0,
+    deadline: float = 120.0,
+    debug: bool = False,
 ) -> list[Any]:
     """Call a function on every rank.
 
@@ -42,6 +47,7 @@ def run_ranks(
         *arguments: of every call.
         timeout: seconds for a collective of the default group.
         deadline: seconds for everything; ranks that still run then are hung.
+        debug: compare the collectives of all ranks before they run, which takes half as much time again.
 
     Returns:
         What it returned, by rank.
@@ -56,7 +62,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         box, context = Path(folder), multiprocessing.get_context("fork")
         ranks: list[BaseProcess] = [
-            context.Process(target=_rank_main, args=(box, rank, world_size, function, arguments, timeout))
+            context.Process(target=_rank_main, args=(box, rank, world_size, function, arguments, timeout, debug))
             for rank in range(world_size)
         ]
         try:
@@ -92,6 +98,7 @@ def _rank_main(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
     timeout: float,
+    debug: bool,
 ) -> NoReturn:
     """What a forked process does: `os._exit` skips destructors that may wait for dead peers."""
     torch.set_num_threads(1)  # first of all: the threads of OpenMP are not forked, and waiting for them hangs
@@ -100,7 +107,7 @@ def _rank_main(
         with (box / f"{rank}.stack").open("w") as stack:
             faulthandler.register(signal.SIGUSR1, stack)
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-            dist.set_debug_level(dist.DebugLevel.DETAIL)  # ranks say so if their collectives do not match
+            dist.set_debug_level(dist.DebugLevel.DETAIL if debug else dist.DebugLevel.OFF)
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
             dist.init_process_group(
                 "gloo",
@@ -163,4 +170,6 @@ def _raise_first_failure(box: Path, exit_codes: list[int | None], hung: list[int
         parts.append(f"ranks that failed too: {sorted(rank for _, _, rank, _ in failures)}")
     for rank in hung:
         parts.append(f"rank {rank} of {len(exit_codes)} hung at:\n{(box / f'{rank}.stack').read_text().rstrip()}")
+    if len(parts) > 1:
+        parts.append("run_ranks(..., debug=True) says whether all ranks called the same collectives")
     raise RuntimeError("\n\n".join(parts))

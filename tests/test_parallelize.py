@@ -2,14 +2,15 @@
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from maxmoe.models import Decoder, DecoderConfig
-from maxmoe.sharding import LogicalRules, Mesh, assign, parallelize
+from maxmoe.models import DecoderConfig
+from maxmoe.models.decoder import DecoderOutput
+from maxmoe.sharding import Assignment, LogicalRules, Mesh, PartitionSpec, assign, parallelize
 from parallel_decoder import (
     VARIANTS,
     MeshRules,
-    Step,
     batch,
     decoder,
     layouts,
@@ -24,21 +25,20 @@ from run_ranks import run_ranks
 pytestmark = pytest.mark.filterwarnings("ignore:no rule for the logical name")
 
 
-def check_parameters(model: Decoder, config: DecoderConfig, mesh: Mesh, rules: LogicalRules) -> None:
-    """They lie where `assign` says, and have the values of the part by definition."""
-    before = step_of_one_process(config).before
-    parameters = dict(model.named_parameters())
-    assignments = assign(decoder(config), mesh, rules)
-    assert parameters.keys() == assignments.keys() == before.keys()
+def check_parts(
+    found: dict[str, Tensor | None], whole: dict[str, Tensor], assignments: dict[str, Assignment], what: str
+) -> None:
+    """Every DTensor lies where `assign` says, and is the part by definition of what one process has."""
+    assert found.keys() == assignments.keys() == whole.keys()
     for name, assignment in assignments.items():
-        parameter = parameters[name]
-        assert isinstance(parameter, DTensor), name
-        assert parameter.shape == before[name].shape, name
-        assert parameter.placements == assignment.sharding.placements, name
-        assert parameter.to_local().equal(part_by_definition(before[name], assignment.sharding.spec, mesh)), name
+        tensor, sharding = found[name], assignment.sharding
+        assert isinstance(tensor, DTensor), (what, name)
+        assert tensor.shape == whole[name].shape and tensor.placements == sharding.placements, (what, name)
+        part = part_by_definition(whole[name], sharding.spec, sharding.mesh)
+        assert_same(tensor.detach().to_local(), part, f"{what} {name}", scale=float(whole[name].abs().max()))
 
 
-def check_output(output, expected, spec, mesh: Mesh) -> None:
+def check_output(output: DecoderOutput, expected: DecoderOutput, spec: PartitionSpec, mesh: Mesh) -> None:
     assert_same(output.logits, part_by_definition(expected.logits, spec, mesh), "logits")
     assert_same(output.aux_loss, expected.aux_loss, "aux_loss")
     assert len(output.stats) == len(expected.stats)
@@ -48,37 +48,30 @@ def check_output(output, expected, spec, mesh: Mesh) -> None:
         assert_same(stats.router_entropy, expected_stats.router_entropy, "router_entropy")
 
 
-def check_gradients(model: Decoder, expected: dict[str, torch.Tensor]) -> None:
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter.grad, DTensor), name
-        assert parameter.grad.placements == parameter.placements, name
-        assert_same(parameter.grad.full_tensor(), expected[name], f"gradient of {name}")
-
-
 def check_step(config: DecoderConfig, layout: MeshRules) -> None:
-    expected: Step = step_of_one_process(config)
+    expected = step_of_one_process(config)
     mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
+    assignments = assign(decoder(config), mesh, rules)
     model = parallelize(decoder(config), mesh, rules)
-    assert isinstance(model, Decoder)
-    check_parameters(model, config, mesh, rules)
+    check_parts(dict(model.named_parameters()), expected.before, assignments, "parameter")
 
     spec = token_spec(mesh, rules)
     tokens, targets = (part_by_definition(whole, spec, mesh) for whole in batch())
     with torch.no_grad():
         check_output(model(tokens), expected.output, spec, mesh)
-    descent = optimizer(model)
+    descent = optimizer(model)  # made of shards, the evaluation notwithstanding
     output = model(tokens)
     loss(output, targets).backward()
     check_output(output, expected.output, spec, mesh)
-    check_gradients(model, expected.gradients)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    check_parts(gradients, expected.gradients, assignments, "gradient of")
     descent.step()
-    for name, parameter in model.named_parameters():
-        assert_same(parameter.detach().full_tensor(), expected.after[name], f"{name} after the step")
+    check_parts(dict(model.named_parameters()), expected.after, assignments, "after a step:")
 
 
 @pytest.mark.parametrize("layout", layouts(4, 8), ids=str)
 def test_a_training_step_equals_that_of_one_process(layout: MeshRules) -> None:
-    variants = list(VARIANTS)[: 3 if layout.world_size == 4 else 1]
+    variants = list(VARIANTS)[: 2 if layout.world_size == 4 else 1]
     for name in variants:
         step_of_one_process(VARIANTS[name])
 

@@ -2,6 +2,7 @@
 
 import os
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ import torch.distributed as dist
 from run_ranks import fake_rank, run_ranks
 
 
-def failure(function, world_size: int, **limits: float) -> str:
+def failure(function, world_size: int, **options: Any) -> str:
     with pytest.raises(RuntimeError) as caught:
-        run_ranks(function, world_size, **limits)
+        run_ranks(function, world_size, **options)
     return str(caught.value)
 
 
@@ -76,7 +77,7 @@ def test_collectives_that_do_not_match() -> None:
     def mismatch() -> None:
         dist.all_reduce(torch.ones(2 + dist.get_rank()))
 
-    assert "Detected mismatch between collectives on ranks" in failure(mismatch, 2)
+    assert "Detected mismatch between collectives on ranks" in failure(mismatch, 2, debug=True)
 
 
 def test_the_ranks_have_the_warning_filters_of_the_test() -> None:
