@@ -61,7 +61,13 @@ def layouts(*world_sizes: int) -> list[MeshRules]:
 
 
 LAYOUTS = [
+    MeshRules("default", {"tensor": 2}),
     MeshRules("pure-fsdp", {"fsdp": 2}),
+    MeshRules("ep-as-dp", {"expert": 2}),
+    MeshRules("ep-as-cp", {"expert": 2}),
+    MeshRules("cp-as-ep", {"context": 2}),
+    MeshRules("pipeline-large-moe", {"expert": 2}),
+    MeshRules("shard-exp-on-fsdp", {"fsdp": 2}),
     MeshRules("ep-tp", {"expert": 2}),
     MeshRules("default", {"context": 2, "fsdp_transpose": 2}),
     MeshRules("default", {"fsdp": 2, "tensor": 2}),
@@ -143,8 +149,8 @@ def loss(output: DecoderOutput, targets: Tensor) -> Tensor:
 
 
 def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """One with few operators: DTensor takes its time for each."""
-    return torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    """One with a single operator: DTensor takes its time for each."""
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def values(model: torch.nn.Module) -> dict[str, Tensor]:

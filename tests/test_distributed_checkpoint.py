@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 from maxmoe.sharding import Assignment, LogicalRules, Mesh, assign, parallelize
-from parallel_decoder import CONFIG, LAYOUTS, MOE, MeshRules, decoder, layouts, values
+from parallel_decoder import CONFIG, MOE, MeshRules, decoder, layouts, values
 from parts import part_by_definition
 from run_ranks import run_ranks
 
@@ -67,35 +66,22 @@ class Training:
         set_state_dict(self.model, self.adamw, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """One of every layout, in their order."""
-    root = tmp_path_factory.mktemp("checkpoints")
-    folders = [root / str(layout) for layout in LAYOUTS]
+def test_presets_load_what_others_saved(tmp_path: Path) -> None:
+    """Every layout but the first loads what two before it saved: another preset, and one on more or fewer ranks."""
+    saved: list[MeshRules] = []
 
-    def save(world_size: int) -> None:
-        for layout in layouts(world_size):
+    def check(world_size: int) -> None:
+        for number, layout in enumerate(layouts(world_size)):
             training = Training(layout)
             training.fill()
-            dcp.save(training.state(), checkpoint_id=root / str(layout))
-
-    for world_size in (2, 4, 8):
-        run_ranks(save, world_size, world_size)
-    return folders
-
-
-@pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_a_preset_loads_what_others_saved(world_size: int, checkpoints: list[Path]) -> None:
-    """Each from its own checkpoint, and from those of two others: in the end each has been loaded by two others."""
-
-    def check() -> None:
-        for layout in layouts(world_size):
-            training, number = Training(layout), LAYOUTS.index(layout)
-            for offset in (0, 5, 12):
+            dcp.save(training.state(), checkpoint_id=tmp_path / str(layout))
+            sources = [*saved, *layouts(world_size)[:number]]
+            for source in {str(source): source for source in (sources[-1:] + saved[-1 - number :][:1])}:
                 training.forget()
-                folder = checkpoints[(number + offset) % len(checkpoints)]
-                training.load(folder)
+                training.load(tmp_path / source)
                 for what, (actual, expected) in training.parts().items():
-                    assert actual.equal(expected), (folder.name, what)
+                    assert actual.equal(expected), (source, str(layout), what)
 
-    run_ranks(check, world_size)
+    for world_size in (4, 8, 2):
+        run_ranks(check, world_size, world_size)
+        saved += layouts(world_size)
