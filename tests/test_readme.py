@@ -49,7 +49,9 @@ def test_commands_exist(words: list[str]) -> None:
             pass
         case ["python", "-m", benchmark, *_] if benchmark.startswith("benchmarks."):
             assert importlib.util.find_spec(benchmark)
-        case ["python", "examples/pretrain.py", *arguments]:
+        case ["python", "examples/pretrain.py", *arguments] | [
+            "torchrun", "--nproc-per-node", _, "examples/pretrain.py", *arguments
+        ]:  # fmt: skip
             from pretrain_run import pretrain
 
             pretrain.parse_options(arguments)
