@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -31,7 +30,8 @@ class Training:
             self.expected[moment] = {name: value.square() + number for name, value in values(whole).items()}
         self.model = parallelize(whole, self.mesh, rules)
         self.adamw = torch.optim.AdamW(self.model.parameters(), fused=True)
-        get_state_dict(self.model, self.adamw)  # makes the moments
+        model_state, optimizer_state = get_state_dict(self.model, self.adamw)  # makes the moments
+        self.state = {"model": model_state, "optimizer": optimizer_state}
 
     def parts(self) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
         """What this rank has, and what it should have."""
@@ -56,32 +56,33 @@ class Training:
         for actual, _ in self.parts().values():
             actual.fill_(-1.0)
 
-    def state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.adamw)
-        return {"model": model, "optimizer": optimizer}
-
     def load(self, folder: Path) -> None:
-        state = self.state()
-        dcp.load(state, checkpoint_id=folder)
-        set_state_dict(self.model, self.adamw, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        dcp.load(self.state, checkpoint_id=folder)
+        set_state_dict(
+            self.model,
+            self.adamw,
+            model_state_dict=self.state["model"],
+            optim_state_dict=self.state["optimizer"],
+        )
 
 
 def test_presets_load_what_others_saved(tmp_path: Path) -> None:
-    """Every layout but the first loads what two before it saved: another preset, and one on more or fewer ranks."""
+    """Every other layout loads what was saved on more or fewer ranks, the rest what the one before them saved."""
     saved: list[MeshRules] = []
 
     def check(world_size: int) -> None:
+        before = saved[-1] if saved else None
         for number, layout in enumerate(layouts(world_size)):
             training = Training(layout)
             training.fill()
-            dcp.save(training.state(), checkpoint_id=tmp_path / str(layout))
-            sources = [*saved, *layouts(world_size)[:number]]
-            for source in {str(source): source for source in (sources[-1:] + saved[-1 - number :][:1])}:
-                training.forget()
-                training.load(tmp_path / source)
-                for what, (actual, expected) in training.parts().items():
-                    assert actual.equal(expected), (source, str(layout), what)
+            dcp.save(training.state, checkpoint_id=tmp_path / str(layout))
+            training.forget()
+            source = saved[number] if saved and number % 2 else before or layout
+            training.load(tmp_path / str(source))
+            for what, (actual, expected) in training.parts().items():
+                assert actual.equal(expected), (str(source), str(layout), what)
+            before = layout
 
-    for world_size in (4, 8, 2):
+    for world_size in (2, 8, 4):
         run_ranks(check, world_size, world_size)
-        saved += layouts(world_size)
+        saved = layouts(world_size)
