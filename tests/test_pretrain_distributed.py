@@ -152,7 +152,8 @@ def test_a_killed_rank_ends_the_others(text: Path, tmp_path: Path, monkeypatch: 
     after_step(monkeypatch, 2, lambda: dist.get_rank() == 1 and os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(RuntimeError) as error:
         run_ranks(run, 2, text, tmp_path / "out", *SHORT)
-    assert str(error.value) == "rank 1 of 2 failed first:\nit died: exit code -9\n\nranks that failed too: [0]"
+    message = "rank 1 of 2 failed first:\nit died: exit code -9\n\nranks that failed too: [0]"
+    assert str(error.value).startswith(message)  # none hung
 
 
 def torchrun(text: Path, out: Path, *arguments: str) -> subprocess.Popen[str]:
