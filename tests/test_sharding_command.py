@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,22 +26,31 @@ BILLIONS = {
 def run(*arguments: str) -> tuple[int, str]:
     try:
         return main(["explain", *arguments]), ""
-    except SystemExit as exit:
-        return int(exit.code or 0), "usage"
+    except SystemExit as end:
+        return int(end.code or 0), "usage"
 
 
 @pytest.mark.parametrize("name", BILLIONS)
 def test_published_sizes_give_the_published_number_of_parameters(name: str) -> None:
-    model = Decoder(PUBLISHED[name].config(max_sequence_length=4096), device="meta")
-    assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(BILLIONS[name], rel=2e-3)
+    published = PUBLISHED[name]
+    num_moe_layers = published.num_layers - published.num_dense_layers
+
+    def count(num_layers: int) -> int:
+        config = replace(published, num_layers=num_layers).config(max_sequence_length=4096)
+        return sum(parameter.numel() for parameter in Decoder(config, device="meta").parameters())
+
+    one, two = (count(published.num_dense_layers + layers) for layers in (1, 2))
+    total = one + (num_moe_layers - 1) * (two - one)
+    assert total / 1e9 == pytest.approx(BILLIONS[name], rel=2e-3)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_model_can_be_planned(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--rules", "shard-exp-on-fsdp", "--mesh", "fsdp=2,expert=-1", "--world-size", "8", "--num-layers", "30")
-    assert run("--preset", name, *options) == (0, "")
+    num_layers = PUBLISHED[name].num_dense_layers + 2
+    mesh = ("--mesh", "fsdp=2,expert=-1", "--world-size", "8", "--num-layers", str(num_layers))
+    assert run("--preset", name, "--rules", "shard-exp-on-fsdp", *mesh) == (0, "")
     text = capsys.readouterr().out
-    assert text.startswith(f"{PUBLISHED[name].name}: a Decoder of 30 layers")
+    assert text.startswith(f"{PUBLISHED[name].name}: a Decoder of {num_layers} layers")
     assert "8 ranks: fsdp=2,expert=-1. Rules: shard-exp-on-fsdp." in text
     assert PUBLISHED[name].differs in text
     assert "state of adamw" in text and "reduce-scatter" in text
@@ -57,7 +67,18 @@ def test_256_ranks_from_a_shell() -> None:
 
 
 def test_other_rules_optimizer_and_recomputation(capsys: pytest.CaptureFixture[str]) -> None:
-    base = ("--preset", "olmoe", "--mesh", "data=2,expert=2", "--rules", "ep-tp", "--batch-size", "8")
+    base = (
+        "--preset",
+        "olmoe",
+        "--num-layers",
+        "4",
+        "--mesh",
+        "data=2,expert=2",
+        "--rules",
+        "ep-tp",
+        "--batch-size",
+        "8",
+    )
     memory = {}
     for options in ((), ("--recompute", "--optimizer", "muon"), ("--dtype", "float32")):
         assert run(*base, *options) == (0, "")
