@@ -3,9 +3,12 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
+from maxmoe.sharding.gathered import Gathered, in_backward
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.movement import Layout, Move, gather_parameter, move, stay, take_sum
 from maxmoe.sharding.partition_spec import PartitionSpec
@@ -16,12 +19,14 @@ class ParameterMoves(NamedTuple):
     """How a parameter comes to where it is used, and how its gradient goes back.
 
     Args:
-        value: from the layout between forwards to that of the use.
+        value: from the layout in which the forward finds it to that of the use.
         gradient: from the layout in which the use leaves it to that of the parameter.
+        stored: the layout between forwards, before FSDP has gathered it.
     """
 
     value: Move
     gradient: Move
+    stored: Layout
 
 
 def parameter_moves(
@@ -38,11 +43,12 @@ def parameter_moves(
     Returns:
         The moves.
     """
-    stored = Layout(spec.without(*by_fsdp))
-    used = Layout(PartitionSpec(*(tuple(axis for axis in axes if axis in kept) for axes in stored.spec)))
+    found = Layout(spec.without(*by_fsdp))
+    used = Layout(PartitionSpec(*(tuple(axis for axis in axes if axis in kept) for axes in spec)))
     parts = {axis for axes in used.spec for axis in axes}
     sums = tuple(axis for axis in (*tokens.batch_axes, *tokens.length_axes, *kept) if axis not in parts)
-    return ParameterMoves(Move(stored, used), Move(replace(used, sums=sums), replace(stored, sums=by_fsdp)))
+    gradient = Move(replace(used, sums=sums), replace(found, sums=by_fsdp))
+    return ParameterMoves(Move(found, used), gradient, Layout(spec))
 
 
 @dataclass
@@ -62,6 +68,7 @@ class ParallelUnit:
     kept: tuple[str, ...]
     moves: dict[str, ParameterMoves]
     _stored: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
+    _gathered: list[Gathered] = field(default_factory=list)
 
     def attach(self, module: nn.Module) -> None:
         """Install the hooks."""
@@ -74,11 +81,11 @@ class ParallelUnit:
             prefix, _, name = path.rpartition(".")
             owner = module.get_submodule(prefix)
             parameter = owner._parameters[name]
-            assert isinstance(parameter, DTensor)
+            assert parameter is not None
             if id(parameter) not in gathered:
-                gathered[id(parameter)] = gather_parameter(parameter, self.mesh, *moves)
+                gathered[id(parameter)] = self._gather(owner, name, moves)
             self._stored.append((owner, name, parameter))
-            owner._parameters[name] = gathered[id(parameter)]
+            owner._parameters[name] = gathered[id(parameter)]  # type: ignore[assignment]
         if not self.kept:
             return None
         return (
@@ -90,8 +97,44 @@ class ParallelUnit:
         while self._stored:
             owner, name, parameter = self._stored.pop()
             owner._parameters[name] = parameter  # type: ignore[assignment]
-        if output is None or not self.kept:
-            return output
+        if self.kept and output is not None:
+            output = self._leaving(module, output)
+        gathered, self._gathered = self._gathered, []
+        if torch.is_grad_enabled() and not in_backward():
+            self._release(gathered, output)
+        return output
+
+    def _gather(self, owner: nn.Module, name: str, moves: ParameterMoves) -> Tensor:
+        parameter = owner._parameters[name]
+        assert isinstance(parameter, DTensor)
+        tensor = gather_parameter(parameter, self.mesh, moves.value, moves.gradient)
+        if moves.value.source != moves.value.target:
+
+            def gather_again() -> Tensor:
+                parameter = owner._parameters[name]
+                assert isinstance(parameter, DTensor)
+                # On the output of the whole model this hook comes before that of FSDP.
+                is_found = parameter.placements == moves.value.source.placements(self.mesh)
+                value = moves.value if is_found else Move(moves.stored, moves.value.target)
+                return gather_parameter(parameter, self.mesh, value, moves.gradient)
+
+            self._gathered.append(Gathered(tensor, gather_again))
+        return tensor
+
+    def _release(self, gathered: list[Gathered], output: Any) -> None:
+        """Give the memory of gathered parameters back until the backward comes to the output."""
+
+        def restore(_gradient: Tensor) -> None:
+            for parameter in gathered:
+                parameter.restore()
+
+        for parameter in gathered:
+            parameter.release()
+        for tensor in tree_leaves(output):
+            if gathered and isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(restore)  # type: ignore[no-untyped-call]
+
+    def _leaving(self, module: nn.Module, output: Any) -> Tensor:
         if not isinstance(output, Tensor):
             raise TypeError(f"{type(module).__name__} has parallel_dims and must return a tensor, got {type(output)}")
         return move(output, self.mesh, take_sum(output.dim(), self.kept), stay(output.dim()))
