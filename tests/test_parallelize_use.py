@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from maxmoe.sharding import LogicalRules, Mesh, parallelize
+from maxmoe.models.decoder import FeedForward
+from maxmoe.sharding import LogicalRules, Mesh, P, parallelize
 from parallel_decoder import CONFIG, MOE, MeshRules, batch, decoder, loss, step_of_one_process, token_spec
 from parts import assert_same, part_by_definition
 from run_ranks import fake_rank, run_ranks
@@ -220,6 +221,34 @@ def test_modules_of_others(rules: str, inner: dict[str, int]) -> None:
             assert_same(parameter.grad.full_tensor(), model.get_parameter(name).grad, name)
 
     run_ranks(check, 8)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        [("mlp", "expert"), ("activation_mlp", "expert")],
+        [("mlp", None), ("activation_mlp", "expert")],
+        [("mlp", "fsdp"), ("activation_mlp", None)],
+        [("mlp", ("expert", "fsdp")), ("activation_mlp", ("expert",))],
+    ],
+    ids=["both", "activations only", "weights only, on the axis of the tokens", "weights on more axes"],
+)
+def test_parts_are_computed_where_weights_and_activations_lie_on_an_axis(table) -> None:
+    """Elsewhere weights are gathered: the result is that of one process in any case."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(FeedForward(4, 8)).double(), torch.randn(4, 3, 4, dtype=torch.float64)
+    model(x).square().sum().backward()
+    rules = LogicalRules([("activation_batch", "fsdp"), ("activation_length", None), ("embed", None), *table])
+
+    def check() -> None:
+        mesh, ours = Mesh({"fsdp": 2, "expert": 2}), nn.Sequential(FeedForward(4, 8)).double()
+        ours.load_state_dict(model.state_dict())
+        parallelize(ours, mesh, rules)
+        ours(part_by_definition(x, P("fsdp", None, None), mesh)).square().sum().backward()
+        for name, parameter in ours.named_parameters():
+            assert_same(parameter.grad.full_tensor(), model.get_parameter(name).grad, name)
+
+    run_ranks(check, 4)
 
 
 def test_parts_of_a_module_must_add_up_to_a_tensor() -> None:
