@@ -202,6 +202,7 @@ def save_and_die(folder: Path, value: float, moment: int) -> int:
     process = os.fork()
     if process:
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    torch.set_num_threads(1)  # those of OpenMP are not forked, and waiting for them hangs
     left = moment
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
