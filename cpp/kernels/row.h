@@ -25,11 +25,23 @@ MAXMOE_INLINE void zero_row(T* target, int64_t count) {
   if (count > 0) std::memset(static_cast<void*>(target), 0, static_cast<size_t>(count) * sizeof(T));
 }
 
+// target = source, past the caches where it covers their lines; see stream_line.
+template <class T>
+MAXMOE_INLINE void stream_row(const T* source, T* target, int64_t count) {
+  const auto* from = reinterpret_cast<const std::byte*>(source);
+  auto* to = reinterpret_cast<std::byte*>(target);
+  auto* const end = reinterpret_cast<std::byte*>(target + count);
+  const auto past_line = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) % kCacheLine);
+  const int64_t head = past_line == 0 ? 0 : at_most(kCacheLine - past_line, end - to);
+  copy_row(from, to, head);
+  for (from += head, to += head; end - to >= kCacheLine; from += kCacheLine, to += kCacheLine) stream_line(from, to);
+  copy_row(from, to, end - to);
+}
+
 // No processor foresees where the next row is.
 template <class T>
 MAXMOE_INLINE void prefetch_row(const T* row, int64_t columns) {
-  constexpr int64_t kCacheLine = 64 / sizeof(T);
-  for (int64_t c = 0; c < columns; c += kCacheLine) __builtin_prefetch(row + c);
+  for (int64_t c = 0; c < columns; c += kCacheLine / sizeof(T)) __builtin_prefetch(row + c);
 }
 
 // target = widen(source)
@@ -50,13 +62,18 @@ MAXMOE_INLINE void narrow_row(const Accumulator<T>* __restrict source, T* __rest
   for (; i < count; ++i) target[i] = narrow<T>(source[i]);
 }
 
-// target = weight * source
+// target = weight * source; the last vectors overlap those before
 template <class T>
 MAXMOE_INLINE void scale_row(const T* source, Accumulator<T> weight, T* target, int64_t count) {
   using S = Accumulator<T>;
-  int64_t i = 0;
-  for (; i + kLanes<S> <= count; i += kLanes<S>) store_narrowed<T>(target + i, weight * load_vector(source + i));
-  for (; i < count; ++i) target[i] = narrow<T>(weight * widen(source[i]));
+  constexpr int64_t kWidth = 2 * kLanes<S>;
+  const auto scale_two = [&](int64_t i) {
+    const TwoVectors<S> two = load_two(source + i);
+    store_two_narrowed<T>(target + i, {weight * two.first, weight * two.second});
+  };
+  for (int64_t i = 0; i + kWidth <= count; i += kWidth) scale_two(i);
+  if (count >= kWidth) return scale_two(count - kWidth);
+  for (int64_t i = 0; i < count; ++i) target[i] = narrow<T>(weight * widen(source[i]));
 }
 
 // target = sum over i < count of weight_of(i) * rows[index_of(i)], in this order; a negative index is left out.
@@ -64,48 +81,60 @@ template <class T, class IndexOf, class WeightOf>
 MAXMOE_INLINE void sum_weighted_rows(ConstMatrixView<T> rows, int64_t count, const IndexOf& index_of,
                                      const WeightOf& weight_of, T* target) {
   using S = Accumulator<T>;
-  constexpr int kVectorsAtOnce = 8;  // a cache line or more of each row
-  const int64_t columns = rows.columns;
+  constexpr int64_t kWidth = 2 * kLanes<S>;
   int64_t column = 0;
-  for (; column + kVectorsAtOnce * kLanes<S> <= columns; column += kVectorsAtOnce * kLanes<S>) {
-    Vector<S> sum[kVectorsAtOnce] = {};
+  const auto block = [&]<int kTwos>() {
+    TwoVectors<S> sum[kTwos] = {};
     for (int64_t i = 0; i < count; ++i) {
       const int64_t index = index_of(i);
       if (index < 0) continue;
-      const T* row = rows.row(index);
+      const T* row = rows.row(index) + column;
       const S weight = weight_of(i);
-#pragma GCC unroll 8
-      for (int v = 0; v < kVectorsAtOnce; ++v) {
-        sum[v] = multiply_add<S>(sum[v], weight, load_vector(row + column + v * kLanes<S>));
+#pragma GCC unroll 4
+      for (int v = 0; v < kTwos; ++v) {
+        const TwoVectors<S> two = load_two(row + v * kWidth);
+        sum[v] = {multiply_add<S>(sum[v].first, weight, two.first), multiply_add<S>(sum[v].second, weight, two.second)};
       }
     }
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectorsAtOnce; ++v) store_narrowed<T>(target + column + v * kLanes<S>, sum[v]);
+#pragma GCC unroll 4
+    for (int v = 0; v < kTwos; ++v) store_two_narrowed<T>(target + column + v * kWidth, sum[v]);
+    column += kTwos * kWidth;
+  };
+  while (column + 4 * kWidth <= rows.columns) block.template operator()<4>();  // a cache line or more of each row
+  while (column + kWidth <= rows.columns) block.template operator()<1>();
+  if (column == rows.columns) return;
+  if (rows.columns >= kWidth) {  // the last vectors overlap those before
+    column = rows.columns - kWidth;
+    return block.template operator()<1>();
   }
-  const int64_t rest = columns - column;
-  S sum[kVectorsAtOnce * kLanes<S>] = {};
-  for (int64_t i = 0; i < count && rest > 0; ++i) {
+  S sum[kWidth] = {};
+  for (int64_t i = 0; i < count; ++i) {
     const int64_t index = index_of(i);
     if (index < 0) continue;
     const T* row = rows.row(index);
     const S weight = weight_of(i);
-    for (int64_t c = 0; c < rest; ++c) sum[c] += weight * widen(row[column + c]);
+    for (int64_t c = 0; c < rows.columns; ++c) sum[c] += weight * widen(row[c]);
   }
-  narrow_row<T>(sum, target + column, rest);
+  narrow_row<T>(sum, target, rows.columns);
 }
 
 // <a, b>, summed in a fixed order
 template <class T>
 MAXMOE_INLINE Accumulator<T> dot_rows(const T* a, const T* b, int64_t count) {
   using S = Accumulator<T>;
-  constexpr int kSums = 4;
-  Vector<S> sums[kSums] = {};
+  constexpr int kSums = 2;
+  constexpr int64_t kWidth = 2 * kLanes<S>;
+  TwoVectors<S> sums[kSums] = {};
   int64_t i = 0;
-  for (; i + kSums * kLanes<S> <= count; i += kSums * kLanes<S>) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kSums; ++v) sums[v] += load_vector(a + i + v * kLanes<S>) * load_vector(b + i + v * kLanes<S>);
+  for (; i + kSums * kWidth <= count; i += kSums * kWidth) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kSums; ++v) {
+      const TwoVectors<S> left = load_two(a + i + v * kWidth);
+      const TwoVectors<S> right = load_two(b + i + v * kWidth);
+      sums[v] = {sums[v].first + left.first * right.first, sums[v].second + left.second * right.second};
+    }
   }
-  const Vector<S> sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  const Vector<S> sum = (sums[0].first + sums[0].second) + (sums[1].first + sums[1].second);
   S total = 0;
   for (int lane = 0; lane < kLanes<S>; ++lane) total += sum[lane];
   for (; i < count; ++i) total += widen(a[i]) * widen(b[i]);

@@ -8,6 +8,7 @@
 // a panel of b hold pairs.
 #include "tile_gemm.h"
 
+#include "few_rows.h"
 #include "micro_tile.h"
 #include "row.h"
 #include "transpose.h"
@@ -25,9 +26,6 @@ constexpr int64_t kBlockDepth = 2048;
 constexpr int64_t kPanels = 4;
 constexpr int64_t kLeftPanels = 8;
 constexpr int64_t kRowsAhead = 8;
-
-// Rows of b that are read in place at a time: few, so that b is read in the order of memory.
-constexpr int64_t kRowsInPlace = 8;
 
 static_assert(kBlockRows % kHeight == 0 && kBlockDepth % 2 == 0);
 
@@ -152,27 +150,26 @@ void multiply_panel(LeftBlock<Element> left, const Element* panel, int64_t depth
   const bool is_rows = left.layout == Layout::rows;
   for (int64_t row = 0; row < sum.rows; row += kHeight) {
     const int64_t height = at_most(sum.rows - row, kHeight);
-    const auto micro = is_rows ? micro_tile_of<S, Element, Element, Layout::rows, false>(height)
-                               : micro_tile_of<S, Element, Element, Layout::panels, false>(height);
+    const auto micro =
+        is_rows ? micro_tile_of<S, Element, Layout::rows>(height) : micro_tile_of<S, Element, Layout::panels>(height);
     const Element* a = left.data + row * (is_rows ? left.stride : depth);
     if (sum.columns == kWidth<S>) {
-      micro(a, left.stride, panel, kWidth<S>, depth, sum.row(row), sum.row_stride, accumulate);
+      micro(a, left.stride, panel, depth, sum.row(row), sum.row_stride, accumulate);
       continue;
     }
     alignas(kVectorBytes) S tile[kHeight * kWidth<S>] = {};
     for (int64_t r = 0; r < height && accumulate; ++r) copy_row(sum.row(row + r), tile + r * kWidth<S>, sum.columns);
-    micro(a, left.stride, panel, kWidth<S>, depth, tile, kWidth<S>, accumulate);
+    micro(a, left.stride, panel, depth, tile, kWidth<S>, accumulate);
     for (int64_t r = 0; r < height; ++r) copy_row(tile + r * kWidth<S>, sum.row(row + r), sum.columns);
   }
 }
 
-// sum = or += a * b from column `begin` of b on; a block of rows and of the inner dimension.
+// sum = or += a * b; a block of rows and of the inner dimension.
 template <class Element, class T>
-void multiply_panels(LeftBlock<Element> left, int64_t begin, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sum,
-                     bool accumulate) {
+void multiply_panels(LeftBlock<Element> left, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sum, bool accumulate) {
   constexpr int64_t kPanelWidth = kWidth<Accumulator<T>>;
   const int64_t depth = steps<Element>(b.rows);
-  for (; begin < b.columns; begin += kPanels * kPanelWidth) {
+  for (int64_t begin = 0; begin < b.columns; begin += kPanels * kPanelWidth) {
     const int64_t end = at_most(b.columns, begin + kPanels * kPanelWidth);
     const Element* panel = right_panels<Element>(b.column_range(begin, end));
     for (int64_t column = begin; column < end; column += kPanelWidth, panel += depth * kPanelWidth) {
@@ -181,44 +178,10 @@ void multiply_panels(LeftBlock<Element> left, int64_t begin, ConstMatrixView<T> 
   }
 }
 
-// The same for at most kHeight rows of a, reading b in place, a few of its rows at a time: in the order of memory.
-// Returns the number of columns done: the rest does not fill a micro-tile.
-template <class T>
-int64_t multiply_in_place(LeftBlock<Accumulator<T>> left, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sum,
-                          bool accumulate) {
-  using S = Accumulator<T>;
-  const auto wide = micro_tile_of<S, S, T, Layout::rows, true>(sum.rows);
-  const auto narrow = micro_tile_of<S, S, T, Layout::rows, false>(sum.rows);
-  const int64_t wide_columns = wide_vectors(static_cast<int>(sum.rows)) * kLanes<S>;
-  const int64_t columns = b.columns / kWidth<S> * kWidth<S>;
-  for (int64_t k = 0; k < b.rows; k += kRowsInPlace) {
-    const int64_t depth = at_most(b.rows - k, kRowsInPlace);
-    const bool has_sum = accumulate || k > 0;
-    for (int64_t column = 0; column < columns;) {
-      const bool is_wide = column + wide_columns <= columns;
-      const int64_t width = is_wide ? wide_columns : kWidth<S>;
-      for (int64_t next = k + depth; next < at_most(b.rows, k + depth + kRowsInPlace); ++next) {
-        prefetch_row(b.row(next) + column, width);
-      }
-      (is_wide ? wide : narrow)(left.data + k, left.stride, b.row(k) + column, b.row_stride, depth, sum.data + column,
-                                sum.row_stride, has_sum);
-      column += width;
-    }
-  }
-  return b.rows == 0 ? 0 : columns;
-}
-
 template <class T>
 void multiply_block(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sum, bool accumulate) {
-  using S = Accumulator<T>;
-  if (a.rows <= kHeight && a.column_stride == 1 && b.column_stride == 1) {
-    const auto left = left_block<S>(a);
-    multiply_panels(left, multiply_in_place(left, b, sum, accumulate), b, sum, accumulate);
-  } else if constexpr (kHasPairs && std::is_same_v<T, BFloat16>) {
-    multiply_panels(left_block<Pair>(a), 0, b, sum, accumulate);
-  } else {
-    multiply_panels(left_block<S>(a), 0, b, sum, accumulate);
-  }
+  using Element = std::conditional_t<kHasPairs && std::is_same_v<T, BFloat16>, Pair, Accumulator<T>>;
+  multiply_panels(left_block<Element>(a), b, sum, accumulate);
 }
 
 template <class T>
@@ -229,23 +192,39 @@ void multiply_rows(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<Accumu
   }
 }
 
+template <class T>
+void multiply(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<T> c, bool accumulate) {
+  using S = Accumulator<T>;
+  for (int64_t begin = 0; begin < c.rows; begin += kBlockRows) {
+    const int64_t end = at_most(c.rows, begin + kBlockRows);
+    const MatrixView<T> rows = c.row_range(begin, end);
+    if constexpr (std::is_same_v<T, S>) {
+      multiply_rows(a.row_range(begin, end), b, rows, accumulate);
+    } else {
+      const MatrixView<S> sum{scratch<S>(kGemmScratch + 2, rows.rows * c.columns), rows.rows, c.columns, c.columns};
+      for (int64_t r = 0; r < rows.rows && accumulate; ++r) widen_row(rows.row(r), sum.row(r), c.columns);
+      multiply_rows(a.row_range(begin, end), b, sum, accumulate);
+      for (int64_t r = 0; r < rows.rows; ++r) narrow_row<T>(sum.row(r), rows.row(r), c.columns);
+    }
+  }
+}
+
+// How many of the first columns multiply_few_rows can take.
+template <class T>
+int64_t columns_in_place(const TileGemm<T>& p) {
+  const bool is_few_rows = 0 < p.a.rows && p.a.rows <= kFewRows && p.a.column_stride == 1;
+  if (!is_few_rows || p.b.rows == 0 || p.b.column_stride != 1) return 0;
+  return p.b.columns / kColumnsInPlace<Accumulator<T>> * kColumnsInPlace<Accumulator<T>>;
+}
+
 }  // namespace
 
 template <class T>
 void tile_gemm(const TileGemm<T>& p, const Executor& /*executor*/) {
-  using S = Accumulator<T>;
-  for (int64_t begin = 0; begin < p.c.rows; begin += kBlockRows) {
-    const int64_t end = at_most(p.c.rows, begin + kBlockRows);
-    const MatrixView<T> c = p.c.row_range(begin, end);
-    if constexpr (std::is_same_v<T, S>) {
-      multiply_rows(p.a.row_range(begin, end), p.b, c, p.accumulate);
-    } else {
-      const MatrixView<S> sum{scratch<S>(kGemmScratch + 2, c.rows * c.columns), c.rows, c.columns, c.columns};
-      for (int64_t r = 0; r < c.rows && p.accumulate; ++r) widen_row(c.row(r), sum.row(r), c.columns);
-      multiply_rows(p.a.row_range(begin, end), p.b, sum, p.accumulate);
-      for (int64_t r = 0; r < c.rows; ++r) narrow_row<T>(sum.row(r), c.row(r), c.columns);
-    }
-  }
+  const int64_t begin = columns_in_place(p);
+  const int64_t end = p.b.columns;
+  if (begin > 0) multiply_few_rows(p.a, p.b.column_range(0, begin), p.c.column_range(0, begin), p.accumulate);
+  if (begin < end) multiply(p.a, p.b.column_range(begin, end), p.c.column_range(begin, end), p.accumulate);
 }
 
 MAXMOE_INSTANTIATE(tile_gemm, TileGemm)

@@ -2,11 +2,12 @@
 #pragma once
 
 #include <bit>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 
-#if defined(__F16C__) || defined(__AVX512BF16__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -94,17 +95,20 @@ MAXMOE_INLINE void store_vector(S* target, Vector<S> vector) {
   std::memcpy(target, &vector, sizeof(vector));
 }
 
+// The nearest bfloat16, ties to even, in the upper 16 bits. A NaN keeps its sign, and stays one.
+MAXMOE_INLINE Vector<uint32_t> round_to_bfloat16(Vector<float> vector) {
+  const auto bits = std::bit_cast<Vector<uint32_t>>(vector);
+  return vector != vector ? bits | 0x400000U : bits + 0x7fffU + ((bits >> 16) & 1U);
+}
+
 // target = narrow(vector)
 template <class T>
 MAXMOE_INLINE void store_narrowed(T* target, Vector<Accumulator<T>> vector) {
   if constexpr (std::is_same_v<T, Accumulator<T>>) {
     store_vector(target, vector);
   } else if constexpr (std::is_same_v<T, BFloat16>) {
-    const auto bits = std::bit_cast<Vector<uint32_t>>(vector);
-    const auto high = bits >> 16;
-    const auto rounded = (bits + 0x7fffU + (high & 1U)) >> 16;
-    const auto chosen = vector != vector ? high | 0x40U : rounded;  // a NaN keeps its sign, and stays one
-    const auto half = __builtin_convertvector(chosen, VectorOf<uint16_t, kVectorBytes / 2>::type);
+    const auto half =
+        __builtin_convertvector(round_to_bfloat16(vector) >> 16, VectorOf<uint16_t, kVectorBytes / 2>::type);
     std::memcpy(target, &half, sizeof(half));
   } else {
 #if defined(__AVX512F__)
@@ -114,6 +118,58 @@ MAXMOE_INLINE void store_narrowed(T* target, Vector<Accumulator<T>> vector) {
 #else
     for (int i = 0; i < kLanes<Accumulator<T>>; ++i) target[i] = narrow<T>(vector[i]);
 #endif
+  }
+}
+
+constexpr int64_t kCacheLine = 64;
+
+// target = source, past the caches: lines that are written whole need not be read first. Others see it after
+// end_streaming().
+MAXMOE_INLINE void stream_line(const std::byte* source, std::byte* target) {
+#if defined(__SSE2__)
+  for (int64_t i = 0; i < kCacheLine; i += 16) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(target + i),
+                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i)));
+  }
+#else
+  std::memcpy(target, source, kCacheLine);
+#endif
+}
+
+MAXMOE_INLINE void end_streaming() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+// 2 * kLanes elements in the order that is cheapest to have: of bfloat16 those at even places first, which are the
+// lower halves of 32 bits. What is computed for each element alone can be stored back in its place.
+template <class S>
+struct TwoVectors {
+  Vector<S> first;
+  Vector<S> second;
+};
+
+template <class T>
+MAXMOE_INLINE TwoVectors<Accumulator<T>> load_two(const T* source) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    Vector<uint32_t> bits;
+    std::memcpy(&bits, source, sizeof(bits));
+    return {std::bit_cast<Vector<float>>(bits << 16), std::bit_cast<Vector<float>>(bits & 0xffff0000U)};
+  } else {
+    return {load_vector(source), load_vector(source + kLanes<Accumulator<T>>)};
+  }
+}
+
+// target = narrow(two)
+template <class T>
+MAXMOE_INLINE void store_two_narrowed(T* target, TwoVectors<Accumulator<T>> two) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    const auto bits = round_to_bfloat16(two.first) >> 16 | (round_to_bfloat16(two.second) & 0xffff0000U);
+    std::memcpy(target, &bits, sizeof(bits));
+  } else {
+    store_narrowed<T>(target, two.first);
+    store_narrowed<T>(target + kLanes<Accumulator<T>>, two.second);
   }
 }
 
