@@ -3,22 +3,54 @@
 #include "row.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
+namespace {
+
+// Results of this size are out of the caches before anybody reads them.
+constexpr int64_t kStreamedBytes = 16 << 20;
+
+// Columns to work on at a time: up to the end of a line of `target`, so that lines are streamed whole.
+template <class T>
+int64_t block_size(const T* target, int64_t columns) {
+  const auto past_line = static_cast<int64_t>(reinterpret_cast<uintptr_t>(target) % kCacheLine / sizeof(T));
+  return at_most(columns, kColumnBlock - past_line);
+}
+
+// target = weight * source, or source without a weight; at most kColumnBlock columns
+template <class T>
+void gather_block(const T* source, const Accumulator<T>* weight, T* target, int64_t columns, bool is_streamed) {
+  if (!is_streamed) {
+    return weight == nullptr ? copy_row(source, target, columns) : scale_row(source, *weight, target, columns);
+  }
+  T scaled[kColumnBlock];
+  if (weight != nullptr) scale_row(source, *weight, scaled, columns);
+  stream_row(weight == nullptr ? source : scaled, target, columns);
+}
+
+}  // namespace
 
 template <class T>
 void ragged_gather(const RaggedGather<T>& a, const Executor& executor) {
   const int64_t columns = a.out.columns;
+  const bool is_streamed = a.out.rows * columns * static_cast<int64_t>(sizeof(T)) >= kStreamedBytes;
   const auto has_row = [&](int64_t i) { return a.start <= i && i < a.end && a.index[i] >= 0; };
   run_ranges(executor, a.out.rows, rows_per_task(columns), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      if (i + 1 < end && has_row(i + 1)) prefetch_row(a.x.row(a.index[i + 1]), columns);
       if (!has_row(i)) {
         zero_row(a.out.row(i), columns);
-      } else if (a.weights == nullptr) {
-        copy_row(a.x.row(a.index[i]), a.out.row(i), columns);
-      } else {
-        scale_row(a.x.row(a.index[i]), a.weights[i], a.out.row(i), columns);
+        continue;
+      }
+      const T* row = a.x.row(a.index[i]);
+      const T* next = i + 1 < end && has_row(i + 1) ? a.x.row(a.index[i + 1]) : row;
+      const Accumulator<T>* weight = a.weights == nullptr ? nullptr : a.weights + i;
+      int64_t size = 0;
+      for (int64_t column = 0; column < columns; column += size) {
+        T* target = a.out.row(i) + column;
+        size = block_size(target, columns - column);
+        prefetch_row(next + column, size);
+        gather_block(row + column, weight, target, size, is_streamed);
       }
     }
+    end_streaming();
   });
 }
 

@@ -52,6 +52,17 @@ TYPED_TEST(RaggedGatherTest, ManyTasks) {
   this->check(x, random_index(400, 50, 3), &weights, 17, 390);
 }
 
+// What is larger than the caches is written past them: rows that start anywhere in a line, and the gaps stay intact.
+TYPED_TEST(RaggedGatherTest, LargerThanTheCaches) {
+  constexpr int64_t kColumns = 1001;
+  constexpr int64_t kRows = (16 << 20) / static_cast<int64_t>(sizeof(TypeParam)) / kColumns + 1;
+  const auto x = Matrix<TypeParam>::random(50, kColumns, 1);
+  const auto weights = Matrix<Accumulator<TypeParam>>::random(1, kRows, 2);
+  const std::vector<int64_t> index = random_index(kRows, x.rows(), 3);
+  this->check(x, index, nullptr, 0, kRows);
+  this->check(x, index, &weights, 5, kRows - 3);
+}
+
 TYPED_TEST(RaggedGatherTest, RowsThatNoIndexNamesAreNotRead) {
   const auto x = Matrix<TypeParam>::random(5, 9, 1).poisoned(1, 3);
   const auto weights = Matrix<Accumulator<TypeParam>>::random(1, 4, 2);
