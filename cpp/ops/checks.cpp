@@ -1,7 +1,8 @@
 #include "ops/checks.h"
 
 #include <ATen/ops/_assert_async.h>
-#include <ATen/ops/aminmax.h>
+
+#include <span>
 
 namespace maxmoe::ops {
 
@@ -52,11 +53,11 @@ const Argument& Argument::has_values_in(int64_t low, int64_t high, const char* m
                       std::string("maxmoe::") + op_ + ": a value of " + name_ + " is out of range (" + meaning + ")");
     return *this;
   }
-  const auto [least, largest] = at::aminmax(tensor_);
-  const auto smallest = least.item<int64_t>();
-  const auto greatest = largest.item<int64_t>();
-  MAXMOE_CHECK(smallest >= low && greatest < high, op_, name_, " must be in [", low, ", ", high, ") (", meaning,
-               "), got ", smallest < low ? smallest : greatest);
+  const Tensor values = tensor_.contiguous();
+  for (const int64_t value : std::span(values.const_data_ptr<int64_t>(), static_cast<size_t>(values.numel()))) {
+    MAXMOE_CHECK(low <= value && value < high, op_, name_, " must be in [", low, ", ", high, ") (", meaning, "), got ",
+                 value);
+  }
   return *this;
 }
 
