@@ -77,17 +77,13 @@ struct ActivatedBlock {
   Block<S> up_slope = {};
 };
 
+// Without a limit it is infinite, and clips nothing.
 template <class S, bool kWithSlope>
 ActivatedBlock<S> activate_gated(const ActivationKind& kind, const Block<S>& gate, const Block<S>& up) {
-  const S one = kind.activation == Activation::swigluoai ? S(1) : S(0);
-  if (kind.limit == std::numeric_limits<double>::infinity()) {
-    const ValueAndSlope<S> f = activate<S, kWithSlope>(kind.activation, gate);
-    if constexpr (!kWithSlope) return {f.value * (up + one)};
-    return {f.value * (up + one), f.slope * (up + one), f.value};
-  }
   const S limit = static_cast<S>(kind.limit);
-  const Block<S> clipped_gate = (gate > limit).select(limit, gate);
-  const Block<S> factor = one + (up > limit).select(limit, (up < -limit).select(-limit, up));
+  const S one = kind.activation == Activation::swigluoai ? S(1) : S(0);
+  const Block<S> clipped_gate = gate.template min<Eigen::PropagateNaN>(limit);
+  const Block<S> factor = one + up.template min<Eigen::PropagateNaN>(limit).template max<Eigen::PropagateNaN>(-limit);
   const ValueAndSlope<S> f = activate<S, kWithSlope>(kind.activation, clipped_gate);
   if constexpr (!kWithSlope) return {f.value * factor};
   return {f.value * factor, (gate > limit).select(S(0), f.slope * factor), (up.abs() > limit).select(S(0), f.value)};
