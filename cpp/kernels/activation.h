@@ -3,7 +3,6 @@
 
 #include <Eigen/Core>
 #include <cmath>
-#include <limits>
 
 #include "expert_ffn.h"
 #include "row.h"
