@@ -69,7 +69,7 @@ void multiply_few_rows(ConstMatrixView<Accumulator<T>> a, ConstMatrixView<T> b, 
     const int64_t rows_ahead = at_most(b.rows - k - depth, kRowsInPlace);
     const bool has_sum = accumulate || k > 0;
     int64_t column = 0;
-    const auto block = [&]<int kBlockTwos>() {
+    const auto block = [&]<int kBlockTwos> {
       constexpr int64_t kBlockWidth = kBlockTwos * kColumnsInPlace<Accumulator<T>>;
       for (int64_t next = 0; next < rows_ahead; ++next) {
         prefetch_row(b.row(k + depth + next) + column, kBlockWidth);

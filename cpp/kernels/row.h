@@ -83,7 +83,7 @@ MAXMOE_INLINE void sum_weighted_rows(ConstMatrixView<T> rows, int64_t count, con
   using S = Accumulator<T>;
   constexpr int64_t kWidth = 2 * kLanes<S>;
   int64_t column = 0;
-  const auto block = [&]<int kTwos>() {
+  const auto block = [&]<int kTwos> {
     TwoVectors<S> sum[kTwos] = {};
     for (int64_t i = 0; i < count; ++i) {
       const int64_t index = index_of(i);
@@ -107,15 +107,16 @@ MAXMOE_INLINE void sum_weighted_rows(ConstMatrixView<T> rows, int64_t count, con
     column = rows.columns - kWidth;
     return block.template operator()<1>();
   }
+  const int64_t few = at_most(rows.columns, kWidth);
   S sum[kWidth] = {};
   for (int64_t i = 0; i < count; ++i) {
     const int64_t index = index_of(i);
     if (index < 0) continue;
     const T* row = rows.row(index);
     const S weight = weight_of(i);
-    for (int64_t c = 0; c < rows.columns; ++c) sum[c] += weight * widen(row[c]);
+    for (int64_t c = 0; c < few; ++c) sum[c] += weight * widen(row[c]);
   }
-  narrow_row<T>(sum, target, rows.columns);
+  for (int64_t c = 0; c < few; ++c) target[c] = narrow<T>(sum[c]);
 }
 
 // <a, b>, summed in a fixed order
