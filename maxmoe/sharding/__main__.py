@@ -22,7 +22,7 @@ from maxmoe.sharding.rules import LogicalRules
 SIZES = ("num_layers", "num_dense_layers", "num_heads", "num_key_value_heads", "vocab_size", "intermediate_size")
 CONVENTIONS = """\
 Memory is that at the beginning of the backward. Parameters, gradients and the optimizer's state are {dtype}. Gathered
-parameters stay until their backward unless blocks are recomputed. Activations are those that the operators of the CPU
+parameters are those of the largest module and of the model itself. Activations are those that the operators of the CPU
 keep. Work space is left out, and so are the sums of losses and statistics and what the optimizer moves.
 Bytes on a ring of n ranks: (n - 1) / n of the whole tensor for all-gather and reduce-scatter, twice that for
 all-reduce; rings of several axes one after the other."""

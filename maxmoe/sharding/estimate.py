@@ -76,6 +76,9 @@ def estimate(
     numbers per parameter. Muon keeps one for matrices and stacks of them, but for those of the vocabulary, which have
     two like everything else; the gathers of its orthogonalisation are not counted.
 
+    Every weight is gathered in the forward and again in the backward. An embedding that is not the output projection
+    too is gathered in the forward only: it is counted twice all the same.
+
     Args:
         module: whose parameters have one dtype, on the meta device or elsewhere; not parallelized yet.
         mesh: planned or not.
@@ -123,7 +126,7 @@ def _num_states(parameter: PlannedParameter, optimizer: Optimizer) -> int:
 
 
 def _largest(parts: Iterable[tuple[str | None, int]]) -> int:
-    """Add up what lasts (None) and, of what is there for one block at a time, the largest block."""
+    """Add up what lasts (None) and, of what is there for one module at a time, that of the largest."""
     totals: dict[str | None, int] = defaultdict(int)
     for block, count in parts:
         totals[block] += count
@@ -131,12 +134,12 @@ def _largest(parts: Iterable[tuple[str | None, int]]) -> int:
 
 
 def _gathered(parameter: PlannedParameter) -> Iterator[tuple[str | None, int]]:
-    """Whole parameters that a rank holds: until their backward, or for as long as their block is computed."""
+    """Whole parameters that a rank holds for as long as the module runs that has gathered them."""
     value = parameter.moves.value
     if parameter.bucket is not None:
         yield parameter.bucket or None, parameter.bytes(value.source)
     if value.source != value.target:
-        yield parameter.recomputed, parameter.bytes(value.target)
+        yield parameter.unit or None, parameter.bytes(value.target)
 
 
 def _traffic(flows: Iterable[Flow], mesh: Mesh, itemsize: int) -> tuple[Traffic, ...]:

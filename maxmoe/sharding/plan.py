@@ -42,13 +42,13 @@ class PlannedParameter:
     Args:
         assignment: where it is stored.
         moves: to its use and back, after FSDP has gathered it and before FSDP sums its gradient.
-        recomputed: path of the block that is computed again in the backward, its use included; None if none is.
+        unit: path of the module that gathers it, for as long as it runs; "" for the whole model.
         bucket: path of the block with which FSDP gathers it, "" for the rest of the model; None without FSDP.
     """
 
     assignment: Assignment
     moves: ParameterMoves
-    recomputed: str | None
+    unit: str
     bucket: str | None
 
     def bytes(self, layout: Layout) -> int:
@@ -56,11 +56,17 @@ class PlannedParameter:
         sharding = NamedSharding(self.assignment.sharding.mesh, layout.spec)
         return sharding.bytes(self.assignment.shape, self.assignment.dtype)
 
+    @property
+    def gathered_again(self) -> Move:
+        """The move of the value in the backward, which comes to the end of the model before FSDP does."""
+        value = self.moves.value
+        is_early = self.bucket == "" and value.source != value.target
+        return Move(self.moves.stored, value.target) if is_early else value
+
     def flows(self) -> Iterator[Flow]:
         """Yield its way through a step."""
         yield Flow(FORWARD, self.moves.value, self.assignment.shape)
-        if self.recomputed is not None:
-            yield Flow(BACKWARD, self.moves.value, self.assignment.shape)
+        yield Flow(BACKWARD, self.gathered_again, self.assignment.shape)
         yield Flow(GRADIENTS, self.moves.gradient, self.assignment.shape)
         if self.bucket is not None:
             spec = self.assignment.sharding.spec
@@ -99,7 +105,7 @@ class Plan:
                 self.parameters[name] = PlannedParameter(
                     assignments[name],
                     parameter_moves(spec, self.tokens, kept=self.kept[unit], by_fsdp=axes),
-                    self.recomputed(paths[unit]),
+                    paths[unit],
                     bucket if axes else None,
                 )
 
