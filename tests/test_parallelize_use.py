@@ -57,8 +57,22 @@ def test_heads_that_cannot_be_told_apart_are_gathered() -> None:
         return collectives(model.blocks[0].attention, hidden_states())
 
     for forward, backward in run_ranks(count, 8):
-        assert forward == {"c10d_functional.all_gather_into_tensor": 4}
-        assert backward == {}, "every rank has the whole gradient, and keeps its part"
+        # In both directions the weights; of its gradient every rank has the whole, and keeps its part.
+        assert forward == backward == {"c10d_functional.all_gather_into_tensor": 4}
+
+
+@pytest.mark.parametrize("layout", [MeshRules("ep-as-cp", {"fsdp": 2, "expert": 2}), FSDP_AND_EXPERT], ids=str)
+def test_every_rank_generates_what_one_process_generates(layout: MeshRules) -> None:
+    """Also where the ranks train on parts of sequences: here each has them whole, of any length."""
+    prompt = torch.arange(3).unsqueeze(0)
+
+    def generate(model: nn.Module) -> Tensor:
+        torch.manual_seed(5)
+        return model.generate(prompt, 4)
+
+    expected = generate(decoder())
+    for generated in run_ranks(lambda: generate(parallelize(decoder(), Mesh(layout.sizes), layout.rules)), 4):
+        assert torch.equal(generated, expected)
 
 
 def test_gradients_accumulate() -> None:

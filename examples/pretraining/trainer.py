@@ -8,12 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from maxmoe import MoEConfig
 from maxmoe.models import Decoder, DecoderConfig, DecoderOutput
@@ -166,12 +161,10 @@ class Trainer:
         return bits_per_byte
 
     def sample(self, prompt_bytes: int, sample_bytes: int) -> str:
-        """Continue the beginning of the held-out text; every rank gathers the whole model for it."""
-        model = build_model(self.options)
-        model.load_state_dict(get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True)))
+        """Continue the beginning of the held-out text; every rank computes the same."""
         torch.manual_seed(self.options.seed)
         prompt = self.corpus.held_out[:1, 1 : 1 + prompt_bytes].long()
-        continued = model.generate(prompt, sample_bytes, temperature=0.8)
+        continued = self.model.generate(prompt, sample_bytes, temperature=0.8)
         return bytes(continued[0].tolist()).decode(errors="replace")
 
     def configuration(self) -> dict[str, Any]:
