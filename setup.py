@@ -32,7 +32,9 @@ class CMakeBuild(build_ext):
         package = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
         # The cmake and ninja that pip installed beside this Python come before those of the system.
         path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
-        options = [f"-DPython_EXECUTABLE={sys.executable}", *shlex.split(os.environ.get("CMAKE_ARGS", ""))]
+        options = [f"-DPython_EXECUTABLE={sys.executable}"]
+        options += ["-DMAXMOE_BUILD_TESTS=OFF", "-DMAXMOE_BUILD_BENCHMARKS=OFF"]  # tests/test_cpp.py turns them on
+        options += shlex.split(os.environ.get("CMAKE_ARGS", ""))
         if shutil.which("ninja", path=path):
             options.insert(0, "-GNinja")
         jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(os.cpu_count() or 1)

@@ -40,13 +40,23 @@ def build_step(*command: str) -> None:
 
 @pytest.fixture(scope="module")
 def build_folder() -> Path:
-    folder = ROOT / "build" / f"tests-{sys.implementation.cache_tag}"
-    build_step(
-        *("cmake", "-S", str(ROOT), "-B", str(folder), "-GNinja", f"-DPython_EXECUTABLE={sys.executable}"),
-        *("-DMAXMOE_BUILD_PYTHON=OFF", "-DMAXMOE_BUILD_TESTS=ON", "-DMAXMOE_BUILD_BENCHMARKS=ON"),
-    )
+    """Where the core was built for this Python, if it was built here: its kernels are not compiled again."""
+    options = ["-DMAXMOE_BUILD_TESTS=ON", "-DMAXMOE_BUILD_BENCHMARKS=ON"]
+    folder = core_build_folder()
+    if folder is None:
+        folder = ROOT / "build" / f"tests-{sys.implementation.cache_tag}"
+        options += ["-GNinja", f"-DPython_EXECUTABLE={sys.executable}", "-DMAXMOE_BUILD_PYTHON=OFF"]
+    build_step("cmake", "-S", str(ROOT), "-B", str(folder), *options)
     build_step("cmake", "--build", str(folder))
     return folder
+
+
+def core_build_folder() -> Path | None:
+    for cache in sorted((ROOT / "build").glob("*/CMakeCache.txt")):
+        variables = dict(re.findall(r"^(\w+):\w+=(.*)$", cache.read_text(), re.MULTILINE))
+        if (variables.get("Python_EXECUTABLE"), variables.get("MAXMOE_BUILD_PYTHON")) == (sys.executable, "ON"):
+            return cache.parent
+    return None
 
 
 @pytest.mark.parametrize("isa", ISAS)
