@@ -15,6 +15,7 @@ from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.sharding import Estimate, LogicalRules, Mesh, assign, estimate
 from maxmoe.sharding.collectives import collectives
 from maxmoe.sharding.estimate import Traffic
+from maxmoe.sharding.flows import BACKWARD, parameter_flows
 from maxmoe.sharding.plan import Plan
 from measured_step import PRESET_LAYOUTS, kept_tensors, measured_steps, num_bytes
 from parallel_decoder import BATCH, CONFIG, LENGTH, MeshRules, decoder, token_spec
@@ -145,11 +146,15 @@ def embedding_gathers(config: DecoderConfig, layout: MeshRules) -> dict[tuple[st
     mesh, rules = Mesh.planned(layout.sizes), LogicalRules.load(layout.rules)
     assignments = assign(decoder(config), mesh, rules)
     parameter = Plan(decoder(config), mesh, rules, assignments).parameters["embedding.weight"]
-    moves = collectives(parameter.gathered_again, mesh, parameter.assignment.shape, torch.float64.itemsize)
+    (again,) = (flow for flow in parameter_flows(parameter) if flow.purpose == BACKWARD and flow.bucket is None)
+    moves = collectives(again.move, mesh, again.shape, torch.float64.itemsize)
     return {(kind, axis): [1, count] for kind, axis, count in moves}
 
 
-@pytest.mark.parametrize("layout", PRESET_LAYOUTS, ids=str)
+REPLICAS = MeshRules("ep-as-dp", {"data": 2, "fsdp": 2})
+
+
+@pytest.mark.parametrize("layout", [*PRESET_LAYOUTS, REPLICAS], ids=str)
 def test_collectives_are_those_that_torch_runs(layout: MeshRules) -> None:
     planned = estimated(CONFIG, layout)
     expected = by_kind_and_axis(*planned.traffic)

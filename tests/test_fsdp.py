@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 import small_decoder
 from maxmoe.models import Decoder
 from maxmoe.sharding import LogicalRules, Mesh, assign, fsdp, parallelize
-from maxmoe.sharding.parallelize import token_layout
+from maxmoe.sharding.plan import token_layout
 from run_ranks import run_ranks
 
 SIZES = {"num_experts": 4, "hidden_size": 8, "intermediate_size": 8}
@@ -26,7 +26,7 @@ def decoder(num_layers: int = 3) -> Decoder:
 
 def taken(rules: str, **sizes: int) -> dict[str, int]:
     mesh, table = Mesh.planned(sizes), LogicalRules.load(rules)
-    return fsdp.left_to_fsdp(assign(decoder(), mesh, table), token_layout(mesh, table))
+    return fsdp.left_to_fsdp(assign(decoder(), mesh, table), token_layout(mesh, table)).dims
 
 
 def test_fsdp_takes_a_parameter_with_the_dim_that_its_axis_splits_last() -> None:
@@ -41,7 +41,7 @@ def test_fsdp_takes_a_parameter_with_the_dim_that_its_axis_splits_last() -> None
 def test_fsdp_takes_nothing_where_its_ranks_have_the_same_tokens() -> None:
     mesh = Mesh.planned({"fsdp": 2})
     rules = LogicalRules.load("pure-fsdp").override([("activation_batch", None)])
-    assert fsdp.left_to_fsdp(assign(decoder(), mesh, rules), token_layout(mesh, rules)) == {}
+    assert fsdp.left_to_fsdp(assign(decoder(), mesh, rules), token_layout(mesh, rules)).dims == {}
 
 
 def test_blocks_are_the_children_of_outermost_lists() -> None:
@@ -66,6 +66,7 @@ def gradients(rules: str, sizes: dict[str, int]) -> dict[str, Tensor]:
     [
         ("pure-fsdp", {"fsdp": 4}, ["", "blocks.0", "blocks.1", "blocks.2"]),
         ("ep-as-dp", {"fsdp": 2, "expert": 2}, ["", "blocks.0", "blocks.1", "blocks.2"]),
+        ("ep-as-dp", {"data": 2, "fsdp": 2}, ["", "blocks.0", "blocks.1", "blocks.2"]),
         ("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2}, ["blocks.1", "blocks.2"]),
     ],
 )
@@ -76,7 +77,7 @@ def test_gradients_are_those_without_fsdp(
         with_fsdp = gradients(rules, sizes)
         model = parallelize(decoder(), Mesh(sizes), rules)
         found = [name for name, child in model.named_modules() if isinstance(child, FSDPModule)]
-        monkeypatch.setattr(sys.modules["maxmoe.sharding.parallelize"], "left_to_fsdp", lambda *_: {})
+        monkeypatch.setattr(sys.modules["maxmoe.sharding.plan"], "left_to_fsdp", lambda *_: fsdp.LeftToFSDP({}, ()))
         for name, expected in gradients(rules, sizes).items():
             torch.testing.assert_close(with_fsdp[name], expected, rtol=1e-12, atol=1e-14, msg=f"{name}: {{}}".format)
         return found

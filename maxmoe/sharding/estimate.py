@@ -10,9 +10,10 @@ from torch import nn
 
 from maxmoe.sharding.collectives import collectives
 from maxmoe.sharding.explain import explain
+from maxmoe.sharding.flows import Flow, activation_flows, kept_for_backward, parameter_flows
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.movement import Layout
-from maxmoe.sharding.plan import Flow, Plan, PlannedParameter
+from maxmoe.sharding.plan import Plan, PlannedParameter
 from maxmoe.sharding.rules import LogicalRules
 from maxmoe.sharding.text_table import readable_bytes, text_table
 
@@ -105,7 +106,7 @@ def estimate(
     states = [_num_states(parameter, optimizer) for parameter in parameters]
     activations = [
         (plan.recomputed(path), math.prod(activation.shape) * (activation.dtype or dtype).itemsize)
-        for path, activation in plan.kept_for_backward(batch_size, sequence_length)
+        for path, activation in kept_for_backward(plan, batch_size, sequence_length)
     ]
     memory = {
         "parameters": sum(stored),
@@ -114,8 +115,8 @@ def estimate(
         "gathered parameters": _largest(part for parameter in parameters for part in _gathered(parameter)),
         "activations": _largest(activations),
     }
-    flows = [flow for parameter in parameters for flow in parameter.flows()]
-    flows += plan.activation_flows(batch_size, sequence_length)
+    flows = [flow for parameter in parameters for flow in parameter_flows(parameter)]
+    flows += activation_flows(plan, batch_size, sequence_length)
     return Estimate(memory, _traffic(flows, mesh, dtype.itemsize))
 
 
@@ -136,8 +137,8 @@ def _largest(parts: Iterable[tuple[str | None, int]]) -> int:
 def _gathered(parameter: PlannedParameter) -> Iterator[tuple[str | None, int]]:
     """Whole parameters that a rank holds for as long as the module runs that has gathered them."""
     value = parameter.moves.value
-    if parameter.bucket is not None:
-        yield parameter.bucket or None, parameter.bytes(value.source)
+    if parameter.block is not None:
+        yield parameter.block or None, parameter.bytes(value.source)
     if value.source != value.target:
         yield parameter.unit or None, parameter.bytes(value.target)
 

@@ -1,38 +1,20 @@
-"""What `parallelize` will make of a module: which tensors move, and which are kept."""
+"""What becomes of every parameter of a module on a mesh: where it is stored, who gathers it, who sums its gradient."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import nn
 
-from maxmoe.nn import Activation
 from maxmoe.sharding.assign import Assignment
-from maxmoe.sharding.fsdp import AXIS, blocks, left_to_fsdp
+from maxmoe.sharding.fsdp import blocks, left_to_fsdp
 from maxmoe.sharding.mesh import Mesh
-from maxmoe.sharding.movement import Layout, Move, take_sum
+from maxmoe.sharding.movement import Layout
 from maxmoe.sharding.named_sharding import NamedSharding
-from maxmoe.sharding.parallelize import kept_axes, token_layout, units
+from maxmoe.sharding.partition_spec import PartitionSpec
+from maxmoe.sharding.resolve import logical_to_mesh_axes
 from maxmoe.sharding.rules import LogicalRules
+from maxmoe.sharding.sharded_tokens import ShardedTokens
 from maxmoe.sharding.unit import ParameterMoves, parameter_moves
-
-FORWARD, BACKWARD, GRADIENTS = "weights, forward", "weights, backward", "gradients of weights"
-
-
-class Flow(NamedTuple):
-    """A tensor on its way.
-
-    Args:
-        purpose: what it is, and when it moves.
-        move: from layout to layout.
-        shape: where the layouts do not shard it.
-        bucket: flows with the same one share their collectives; None for a flow with its own.
-    """
-
-    purpose: str
-    move: Move
-    shape: tuple[int, ...]
-    bucket: str | None = None
 
 
 @dataclass(frozen=True)
@@ -41,49 +23,28 @@ class PlannedParameter:
 
     Args:
         assignment: where it is stored.
-        moves: to its use and back, after FSDP has gathered it and before FSDP sums its gradient.
+        moves: to its use and back.
         unit: path of the module that gathers it, for as long as it runs; "" for the whole model.
-        bucket: path of the block with which FSDP gathers it, "" for the rest of the model; None without FSDP.
+        block: path of the block with which FSDP gathers it, "" for the rest of the model; None without FSDP.
     """
 
     assignment: Assignment
     moves: ParameterMoves
     unit: str
-    bucket: str | None
+    block: str | None
 
     def bytes(self, layout: Layout) -> int:
         """Of every rank's part in a layout."""
         sharding = NamedSharding(self.assignment.sharding.mesh, layout.spec)
         return sharding.bytes(self.assignment.shape, self.assignment.dtype)
 
-    @property
-    def gathered_again(self) -> Move:
-        """The move of the value in the backward, which comes to the end of the model before FSDP does."""
-        value = self.moves.value
-        is_early = self.bucket == "" and value.source != value.target
-        return Move(self.moves.stored, value.target) if is_early else value
-
-    def flows(self) -> Iterator[Flow]:
-        """Yield its way through a step."""
-        yield Flow(FORWARD, self.moves.value, self.assignment.shape)
-        yield Flow(BACKWARD, self.gathered_again, self.assignment.shape)
-        yield Flow(GRADIENTS, self.moves.gradient, self.assignment.shape)
-        if self.bucket is not None:
-            spec = self.assignment.sharding.spec
-            gathered = spec.without(AXIS)
-            gather = Move(Layout(spec), Layout(gathered))
-            yield Flow(FORWARD, gather, self.assignment.shape, self.bucket)
-            yield Flow(BACKWARD, gather, self.assignment.shape, self.bucket)
-            scatter = Move(Layout(gathered, (AXIS,)), Layout(spec))
-            yield Flow(GRADIENTS, scatter, self.assignment.shape, self.bucket)
-
 
 class Plan:
-    """What `parallelize` will make of a module.
+    """What `parallelize` makes of a module.
 
     Args:
         module: not parallelized yet.
-        mesh: of the ranks.
+        mesh: of the ranks, planned or not.
         rules: the table.
         assignments: of all parameters.
     """
@@ -92,107 +53,94 @@ class Plan:
         self.mesh = mesh
         self.tokens = token_layout(mesh, rules)
         self.modules = dict(module.named_modules())
+        self.units = units(module)
+        self.by_fsdp = left_to_fsdp(assignments, self.tokens)
         self.kept: dict[nn.Module, tuple[str, ...]] = {}
         self.parameters: dict[str, PlannedParameter] = {}
-        by_fsdp = left_to_fsdp(assignments, self.tokens)
-        buckets = set(blocks(module))
-        paths = {child: path for path, child in self.modules.items()}
-        for unit, names in units(module).items():
+        paths, block_modules = {child: path for path, child in self.modules.items()}, set(blocks(module))
+        for unit, names in self.units.items():
             self.kept[unit] = kept_axes(unit, [assignments[name] for name in names.values()], mesh, rules)
-            bucket = next((path for path in _around(paths[unit]) if self.modules[path] in buckets), "")
+            block = next((path for path in around(paths[unit]) if self.modules[path] in block_modules), "")
             for name in names.values():
-                spec, axes = assignments[name].sharding.spec, (AXIS,) if name in by_fsdp else ()
-                self.parameters[name] = PlannedParameter(
-                    assignments[name],
-                    parameter_moves(spec, self.tokens, kept=self.kept[unit], by_fsdp=axes),
-                    paths[unit],
-                    bucket if axes else None,
-                )
+                axes = self.by_fsdp.axes if name in self.by_fsdp.dims else ()
+                spec = assignments[name].sharding.spec
+                moves = parameter_moves(spec, self.tokens, kept=self.kept[unit], by_fsdp=axes)
+                self.parameters[name] = PlannedParameter(assignments[name], moves, paths[unit], block if axes else None)
 
     def recomputed(self, path: str) -> str | None:
         """Find the block around a module, or itself, that is computed again in the backward; None if none is."""
-        return next((outer for outer in _around(path) if getattr(self.modules[outer], "is_recomputed", False)), None)
-
-    def kept_for_backward(self, batch_size: int, sequence_length: int) -> Iterator[tuple[str, Activation]]:
-        """Yield what a rank keeps from its forward to its backward.
-
-        Args:
-            batch_size: sequences of a step, over all ranks.
-            sequence_length: their tokens.
-
-        Yields:
-            The path of the module that says so, and the tensor with its local shape.
-
-        Raises:
-            ValueError: if the axes that spread the tokens do not divide them.
-        """
-        for axes, length, owner in (
-            (self.tokens.batch_axes, batch_size, "batch_size"),
-            (self.tokens.length_axes, sequence_length, "sequence_length"),
-        ):
-            if length % self.mesh.size(*axes):
-                product = " * ".join(f"{axis}={self.mesh.size(axis)}" for axis in axes)
-                raise ValueError(f"{owner} ({length}) must be divisible by {product}, over which it is spread")
-        for path, module in self.modules.items():
-            if hasattr(module, "kept_for_backward"):
-                for activation in module.kept_for_backward(batch_size, sequence_length).values():
-                    yield path, activation._replace(shape=self._local_shape(module, activation))
-
-    def _local_shape(self, module: nn.Module, activation: Activation) -> tuple[int, ...]:
-        """Tokens stay on their rank, whichever experts they are routed to."""
-        axes_of = {
-            "activation_batch": self.tokens.batch_axes,
-            "activation_batch_moe": self.tokens.batch_axes,
-            "activation_length": self.tokens.length_axes,
-            "activation_length_moe": self.tokens.length_axes,
-        }
-        for name in ("activation_heads", "activation_kv_heads", "activation_mlp"):
-            axes_of[name] = self.kept.get(module, ())
-        return tuple(
-            length // self.mesh.size(*axes_of.get(name or "", ()))
-            for length, name in zip(activation.shape, activation.names, strict=True)
-        )
-
-    def activation_flows(self, batch_size: int, sequence_length: int) -> Iterator[Flow]:
-        """Yield what moves of the tokens: sums over kept axes, keys and values of cut sequences.
-
-        Args:
-            batch_size: sequences of a step, over all ranks.
-            sequence_length: their tokens.
-
-        Yields:
-            The flows of a step.
-        """
-        batch = batch_size // self.mesh.size(*self.tokens.batch_axes)
-        length = sequence_length // self.mesh.size(*self.tokens.length_axes)
-        paths = {child: path for path, child in self.modules.items()}
-        for unit, kept in self.kept.items():
-            if kept:
-                shape = (batch, length, _embed(unit, self.parameters, paths[unit]))
-                yield from self._both_ways("sums of parts", paths[unit], take_sum(3, kept), take_sum(3, kept), shape)
-        for path, activation in self.kept_for_backward(batch_size, sequence_length):
-            if "activation_kv_length" in activation.names and self.tokens.length_axes:
-                dims = len(activation.names)
-                moves = self.tokens.sequence_moves(dims, activation.names.index("activation_kv_length"))
-                yield from self._both_ways("keys and values", path, *moves, activation.shape)
-
-    def _both_ways(
-        self, purpose: str, path: str, value: Move, gradient: Move, shape: tuple[int, ...]
-    ) -> Iterator[Flow]:
-        yield Flow(f"{purpose}, forward", value, shape)
-        yield Flow(f"{purpose}, backward", gradient, shape)
-        if self.recomputed(path) is not None:
-            yield Flow(f"{purpose}, backward", value, shape)
+        return next((outer for outer in around(path) if getattr(self.modules[outer], "is_recomputed", False)), None)
 
 
-def _around(path: str) -> list[str]:
-    """The paths of a module and of all around it, the innermost first."""
+def around(path: str) -> list[str]:
+    """List the paths of a module and of all around it, the innermost first."""
     parts = path.split(".") if path else []
     return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
 
 
-def _embed(unit: nn.Module, parameters: dict[str, PlannedParameter], path: str) -> int:
-    """The width of the input and the output of a module with kept axes: the dim "embed" of its weights."""
-    name = next(iter(dict(unit.named_parameters())))
-    assignment = parameters[f"{path}.{name}" if path else name].assignment
-    return assignment.shape[(assignment.names or ()).index("embed")]
+def token_layout(mesh: Mesh, rules: LogicalRules) -> ShardedTokens:
+    """Find the axes of a mesh that spread the tokens."""
+    batch, length = activation_axes(("activation_batch", "activation_length"), mesh, rules)
+    return ShardedTokens(mesh, batch, length)
+
+
+def activation_axes(names: tuple[str, ...], mesh: Mesh, rules: LogicalRules) -> PartitionSpec:
+    """Find the axes of an activation; a name without a rule has none."""
+    spec = logical_to_mesh_axes([name if name in rules.names else None for name in names], rules)
+    return PartitionSpec(*(tuple(axis for axis in axes if mesh.size(axis) > 1) for axes in spec))
+
+
+def units(module: nn.Module) -> dict[nn.Module, dict[str, str]]:
+    """Give every parameter to the module that gathers it.
+
+    Args:
+        module: the whole.
+
+    Returns:
+        For each of those modules, by the path of a parameter within it, the path within the whole; the first path of a
+        shared parameter.
+    """
+    first_path = {parameter: name for name, parameter in module.named_parameters()}
+    gathered: dict[nn.Module, dict[str, str]] = {}
+
+    def visit(owner: nn.Module, unit: nn.Module | None, path: str) -> None:
+        if hasattr(owner, "parallel_dims"):
+            unit, path = owner, ""
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            place = (unit, path + name) if unit is not None else (owner, name)
+            gathered.setdefault(place[0], {})[place[1]] = first_path[parameter]
+        for name, child in owner.named_children():
+            visit(child, unit, f"{path}{name}.")
+
+    visit(module, None, "")
+    return gathered
+
+
+def kept_axes(unit: nn.Module, parameters: Sequence[Assignment], mesh: Mesh, rules: LogicalRules) -> tuple[str, ...]:
+    """Find the axes over which a module computes parts of its `parallel_dims`: weights and activations lie on them.
+
+    Args:
+        unit: the module.
+        parameters: that it gathers.
+        mesh: of the ranks.
+        rules: the table.
+
+    Returns:
+        The axes, in the order of the mesh; none for a module without such dims.
+    """
+    inner: dict[str, int] = getattr(unit, "parallel_dims", {})
+    common = [axis for axis in mesh.axes if inner]
+    for name in inner:
+        activation = {"q_heads": "activation_heads"}.get(name, f"activation_{name}")
+        _, _, axes = activation_axes(("activation_batch", "activation_length", activation), mesh, rules)
+        specs = [
+            assignment.sharding.spec[assignment.names.index(name)]
+            for assignment in parameters
+            if assignment.names is not None and name in assignment.names
+        ]
+        common = [axis for axis in common if axis in axes and all(axis in spec for spec in specs)]
+    kept: list[str] = []
+    for axis in common:
+        if all(parts % mesh.size(*kept, axis) == 0 for parts in inner.values()):
+            kept.append(axis)
+    return tuple(kept)
