@@ -22,12 +22,15 @@ def parallelize(
     Parameters and their gradients are DTensors. Each rank calls backward on the sum of its token losses plus the
     auxiliary loss, which is global: the gradients are those of the sum over all tokens plus the auxiliary loss, once.
 
-    Parameters are gathered before the forward of their module, and their gradients scattered in the backward. Where it
-    can, FSDP2 does that for the `fsdp` axis, block by block; see `left_to_fsdp`. A module with
-    an attribute `parallel_dims` gets those of its children along with its own. The keys are logical names of dims
-    inside of it, with the number of parts that may be told apart (heads, say). Where weights and activations of all of
-    them lie on one axis, that axis is not gathered: the ranks along it compute a part of those dims each, and the sum
-    of their outputs is taken. The outputs must be linear in the last of these dims.
+    Parameters are gathered before the forward of their module, dropped after it, gathered again in the backward, and
+    their gradients scattered. Where it can, FSDP2 does that for the `fsdp` axis, block by block; see `left_to_fsdp`.
+    A loss must come from what modules return: a tensor that a hook has taken from inside leads the backward to
+    parameters that are not there.
+
+    A module with an attribute `parallel_dims` gathers the parameters of its children along with its own. The keys are
+    logical names of dims inside of it, with the number of parts that may be told apart (heads, say). Where weights and
+    activations of all of them lie on one axis, that axis is not gathered: the ranks along it compute a part of those
+    dims each, and the sum of their outputs is taken. The outputs must be linear in the last of these dims.
 
     Args:
         module: with logical names, see `logical_names`.
