@@ -145,7 +145,6 @@ def explain(module: nn.Module, mesh: Mesh, rules: LogicalRules | str) -> Explana
     with warnings.catch_warnings():  # names without a rule are in the result
         warnings.simplefilter("ignore")
         assignments = assign(module, mesh, rules)
-    known = {name for name, _ in rules}
     names = dict.fromkeys(name for assignment in assignments.values() for name in assignment.names or ())
     return Explanation(
         mesh,
@@ -159,7 +158,7 @@ def explain(module: nn.Module, mesh: Mesh, rules: LogicalRules | str) -> Explana
             )
             for name, assignment in assignments.items()
         ),
-        tuple(name for name in names if name is not None and name not in known),
+        tuple(name for name in names if name is not None and name not in rules.names),
     )
 
 

@@ -106,11 +106,10 @@ def activation_flows(plan: Plan, batch_size: int, sequence_length: int) -> Itera
     """
     batch = batch_size // plan.mesh.size(*plan.tokens.batch_axes)
     length = sequence_length // plan.mesh.size(*plan.tokens.length_axes)
-    paths = {child: path for path, child in plan.modules.items()}
     for unit, kept in plan.kept.items():
         if kept:
-            shape = (batch, length, _embed(plan, unit, paths[unit]))
-            yield from _both_ways(plan, "sums of parts", paths[unit], take_sum(3, kept), take_sum(3, kept), shape)
+            shape = (batch, length, _embed(plan, unit))
+            yield from _both_ways(plan, "sums of parts", plan.paths[unit], take_sum(3, kept), take_sum(3, kept), shape)
     for path, activation in kept_for_backward(plan, batch_size, sequence_length):
         if "activation_kv_length" in activation.names and plan.tokens.length_axes:
             dims = len(activation.names)
@@ -127,8 +126,7 @@ def _both_ways(
         yield Flow(f"{purpose}, backward", value, shape)
 
 
-def _embed(plan: Plan, unit: nn.Module, path: str) -> int:
+def _embed(plan: Plan, unit: nn.Module) -> int:
     """The width of the input and the output of a module with kept axes: the dim "embed" of its weights."""
-    name = next(iter(dict(unit.named_parameters())))
-    assignment = plan.parameters[f"{path}.{name}" if path else name].assignment
+    assignment = plan.parameters[next(iter(plan.units[unit].values()))].assignment
     return assignment.shape[(assignment.names or ()).index("embed")]

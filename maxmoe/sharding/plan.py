@@ -53,19 +53,22 @@ class Plan:
         self.mesh = mesh
         self.tokens = token_layout(mesh, rules)
         self.modules = dict(module.named_modules())
+        self.paths = {child: path for path, child in self.modules.items()}
         self.units = units(module)
         self.by_fsdp = left_to_fsdp(assignments, self.tokens)
         self.kept: dict[nn.Module, tuple[str, ...]] = {}
         self.parameters: dict[str, PlannedParameter] = {}
-        paths, block_modules = {child: path for path, child in self.modules.items()}, set(blocks(module))
+        block_modules = set(blocks(module))
         for unit, names in self.units.items():
             self.kept[unit] = kept_axes(unit, [assignments[name] for name in names.values()], mesh, rules)
-            block = next((path for path in around(paths[unit]) if self.modules[path] in block_modules), "")
+            block = next((path for path in around(self.paths[unit]) if self.modules[path] in block_modules), "")
             for name in names.values():
                 axes = self.by_fsdp.axes if name in self.by_fsdp.dims else ()
                 spec = assignments[name].sharding.spec
                 moves = parameter_moves(spec, self.tokens, kept=self.kept[unit], by_fsdp=axes)
-                self.parameters[name] = PlannedParameter(assignments[name], moves, paths[unit], block if axes else None)
+                self.parameters[name] = PlannedParameter(
+                    assignments[name], moves, self.paths[unit], block if axes else None
+                )
 
     def recomputed(self, path: str) -> str | None:
         """Find the block around a module, or itself, that is computed again in the backward; None if none is."""

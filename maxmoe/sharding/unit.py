@@ -80,8 +80,7 @@ class ParallelUnit:
         for path, moves in self.moves.items():
             prefix, _, name = path.rpartition(".")
             owner = module.get_submodule(prefix)
-            parameter = owner._parameters[name]
-            assert parameter is not None
+            parameter = _stored_at(owner, name)
             if id(parameter) not in gathered:
                 gathered[id(parameter)] = self._gather(owner, name, moves)
             self._stored.append((owner, name, parameter))
@@ -105,14 +104,11 @@ class ParallelUnit:
         return output
 
     def _gather(self, owner: nn.Module, name: str, moves: ParameterMoves) -> Tensor:
-        parameter = owner._parameters[name]
-        assert isinstance(parameter, DTensor)
-        tensor = gather_parameter(parameter, self.mesh, moves.value, moves.gradient)
+        tensor = gather_parameter(_stored_at(owner, name), self.mesh, moves.value, moves.gradient)
         if moves.value.source != moves.value.target:
 
             def gather_again() -> Tensor:
-                parameter = owner._parameters[name]
-                assert isinstance(parameter, DTensor)
+                parameter = _stored_at(owner, name)
                 # On the output of the whole model this hook comes before that of FSDP.
                 is_found = parameter.placements == moves.value.source.placements(self.mesh)
                 value = moves.value if is_found else Move(moves.stored, moves.value.target)
@@ -143,3 +139,10 @@ class ParallelUnit:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
         return move(value, self.mesh, stay(value.dim()), take_sum(value.dim(), self.kept))
+
+
+def _stored_at(owner: nn.Module, name: str) -> DTensor:
+    """The parameter itself, as FSDP has left it."""
+    parameter = owner._parameters[name]
+    assert isinstance(parameter, DTensor)
+    return parameter
