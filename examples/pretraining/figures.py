@@ -70,7 +70,7 @@ def expert_load(path: Path, tokens_per_expert: Tensor, steps: int) -> None:
         axes.remove()
     figure.supxlabel("step")
     figure.supylabel("expert")
-    label = "tokens of the expert / mean over experts (0: dead)"
+    label = "tokens of the expert /\nmean over experts (0: dead)"
     figure.colorbar(image, ax=panels[:num_layers].tolist(), extend="max", ticks=[0, 0.5, 1, 2, 3], label=label)
     save(figure, path)
 
