@@ -21,9 +21,7 @@ void gather_block(const T* source, const Accumulator<T>* weight, T* target, int6
   if (!is_streamed) {
     return weight == nullptr ? copy_row(source, target, columns) : scale_row(source, *weight, target, columns);
   }
-  T scaled[kColumnBlock];
-  if (weight != nullptr) scale_row(source, *weight, scaled, columns);
-  stream_row(weight == nullptr ? source : scaled, target, columns);
+  return weight == nullptr ? stream_row(source, target, columns) : stream_scaled_row(source, *weight, target, columns);
 }
 
 }  // namespace

@@ -76,6 +76,28 @@ MAXMOE_INLINE void scale_row(const T* source, Accumulator<T> weight, T* target, 
   for (int64_t i = 0; i < count; ++i) target[i] = narrow<T>(weight * widen(source[i]));
 }
 
+// target = weight * source, past the caches where it covers their lines; see stream_line.
+template <class T>
+MAXMOE_INLINE void stream_scaled_row(const T* source, Accumulator<T> weight, T* target, int64_t count) {
+  constexpr auto kLine = static_cast<int64_t>(kCacheLine / sizeof(T));
+  alignas(kCacheLine) T line[kLine];
+  const auto past_line = static_cast<int64_t>(reinterpret_cast<uintptr_t>(target) % kCacheLine / sizeof(T));
+  const int64_t scaled = at_most(count, kLine);
+  int64_t i = past_line == 0 ? 0 : at_most(count, kLine - past_line);
+  if (i > 0) {
+    scale_row(source, weight, line, scaled);
+    copy_row(line, target, i);
+  }
+  for (; i + kLine <= count; i += kLine) {
+    scale_row(source + i, weight, line, kLine);
+    stream_line(reinterpret_cast<const std::byte*>(line), reinterpret_cast<std::byte*>(target + i));
+  }
+  if (i < count) {
+    scale_row(source + count - scaled, weight, line, scaled);
+    copy_row(line + scaled - (count - i), target + i, count - i);
+  }
+}
+
 // target = sum over i < count of weight_of(i) * rows[index_of(i)], in this order; a negative index is left out.
 template <class T, class IndexOf, class WeightOf>
 MAXMOE_INLINE void sum_weighted_rows(ConstMatrixView<T> rows, int64_t count, const IndexOf& index_of,

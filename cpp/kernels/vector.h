@@ -126,7 +126,14 @@ constexpr int64_t kCacheLine = 64;
 // target = source, past the caches: lines that are written whole need not be read first. Others see it after
 // end_streaming().
 MAXMOE_INLINE void stream_line(const std::byte* source, std::byte* target) {
-#if defined(__SSE2__)
+#if defined(__AVX512F__)
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(target), _mm512_loadu_si512(source));
+#elif defined(__AVX2__)
+  for (int64_t i = 0; i < kCacheLine; i += 32) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(target + i),
+                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + i)));
+  }
+#elif defined(__SSE2__)
   for (int64_t i = 0; i < kCacheLine; i += 16) {
     _mm_stream_si128(reinterpret_cast<__m128i*>(target + i),
                      _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i)));
