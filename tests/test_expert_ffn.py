@@ -133,6 +133,21 @@ def test_saves_the_preactivations_and_its_arguments(path: str, dtype: torch.dtyp
     assert sum(tensor.numel() for tensor in integers) <= len(plan.slots) + len(plan.rows) + len(plan.group_sizes)
 
 
+def test_backward_takes_the_memory_of_the_preactivations_but_from_a_retained_graph() -> None:
+    call = ffn_call(SKEWED).trainable()
+    with saved_for_backward() as saved:
+        (out,) = call()
+    arguments = {tensor.data_ptr() for tensor in call.tensors().values()}
+    (preactivations,) = [z for z in saved if z.is_floating_point() and z.data_ptr() not in arguments]
+    before = preactivations.detach().clone()
+    trained = [tensor for tensor in call.tensors().values() if tensor.requires_grad]
+    first = torch.autograd.grad(out.square().sum(), trained, retain_graph=True)
+    assert torch.equal(preactivations, before)
+    second = torch.autograd.grad(out.square().sum(), trained)
+    assert not torch.equal(preactivations, before)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def test_nan_of_nobody_stays_out(path: str) -> None:
     """Idle tokens and their gradients, weights of slots without an expert, experts without tokens."""
     shape = Shape("idle", 11, 5, 2, 8, 4, lambda slot: -1 if slot % 5 < 3 else slot % 4)

@@ -102,24 +102,24 @@ void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile) {
                     a.rows.row_range(tile.begin, tile.end));
 }
 
-// For one row: dA' becomes dZ, A becomes weight * A; returns <dA', A>.
+// For one row: Z becomes dZ, A becomes weight * A; returns <dA', A>.
 template <class T>
 Accumulator<T> activate_backward_row(const ExpertFfnBackward<T>& a, int64_t row, Accumulator<T> weight,
                                      const T* grad_activated) {
   using S = Accumulator<T>;
   const int64_t width = intermediate_size(a.experts);
-  T* grad_preactivations = a.grad_preactivations.row(row);
+  T* preactivations = a.preactivations.row(row);
   S grad_weight = 0;
   for (int64_t begin = 0; begin < width; begin += kColumnBlock) {
     const int64_t size = at_most(width - begin, kColumnBlock);
-    const auto block = activate_block<T, true>(a.kind, a.preactivations.row(row), width, begin, size);
+    const auto block = activate_block<T, true>(a.kind, preactivations, width, begin, size);
     const PreactivationColumns columns = preactivation_columns(a.kind.gate, width, begin);
     Block<S> grad = load_block(grad_activated + begin, 1, size);
     grad_weight += (grad * block.activated).sum();
     grad *= weight;
-    store_block<T>(grad * block.up_slope, grad_preactivations + columns.up, columns.stride);
+    store_block<T>(grad * block.up_slope, preactivations + columns.up, columns.stride);
     if (a.kind.gate != GateLayout::none) {
-      store_block<T>(grad * block.gate_slope, grad_preactivations + columns.gate, columns.stride);
+      store_block<T>(grad * block.gate_slope, preactivations + columns.gate, columns.stride);
     }
     if (a.activated.data != nullptr) store_block<T>(weight * block.activated, a.activated.row(row) + begin, 1);
   }
@@ -152,7 +152,7 @@ void backward_tile(const ExpertFfnBackward<T>& a, const GroupTile& tile) {
 template <class T>
 void grad_rows_tile(const ExpertFfnBackward<T>& a, const GroupTile& tile) {
   const ExpertWeights<T>& experts = a.experts;
-  const ConstMatrixView<T> grad = a.grad_preactivations.row_range(tile.begin, tile.end).as_const();
+  const ConstMatrixView<T> grad = a.preactivations.row_range(tile.begin, tile.end).as_const();
   const MatrixView<T> grad_rows = a.grad_rows.row_range(tile.begin, tile.end);
   a.gemm->multiply(up_columns(grad, experts), experts.up[tile.group].transposed(), grad_rows, false);
   if (a.kind.gate == GateLayout::separate) {
@@ -179,7 +179,7 @@ template <class T>
 void weight_gradients(const ExpertFfnBackward<T>& a, const GroupTile& rows, int64_t begin, int64_t end) {
   const int64_t height = rows.end - rows.begin;
   const int64_t columns = end - begin;
-  const ConstMatrixView<T> grad = a.grad_preactivations.row_range(rows.begin, rows.end).as_const();
+  const ConstMatrixView<T> grad = a.preactivations.row_range(rows.begin, rows.end).as_const();
 
   if (!a.grad_up.empty() || !a.grad_gate.empty()) {
     const MatrixView<T> tokens{scratch<T>(0, height * columns), height, columns, columns};
@@ -211,7 +211,7 @@ void weight_gradients(const ExpertFfnBackward<T>& a, const GroupTile& rows, int6
 
 template <class T>
 void bias_gradients(const ExpertFfnBackward<T>& a, const GroupTile& rows) {
-  const ConstMatrixView<T> grad = a.grad_preactivations.row_range(rows.begin, rows.end).as_const();
+  const ConstMatrixView<T> grad = a.preactivations.row_range(rows.begin, rows.end).as_const();
   const auto one = [](int64_t) { return Accumulator<T>(1); };
   if (a.grad_up_bias.data != nullptr) {
     sum_rows(up_columns(grad, a.experts), one, a.grad_up_bias.row(rows.group));

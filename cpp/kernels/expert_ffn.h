@@ -54,7 +54,7 @@ struct ExpertFfn {
 
 // With dO the gradient of out, dA' = dO_t down^T: the gradient of weights is <dA', A> + <dO_t, bias>, and nothing of
 // the size [R, D] need be kept from the forward pass. Outputs that are null or empty are not computed, so that a caller
-// can take them in several calls, and free in between what it needs no more: the first one fills grad_preactivations,
+// can take them in several calls, and free in between what it needs no more: the first one turns Z into dZ and fills
 // activated and grad_weights, the others continue.
 template <class T>
 struct ExpertFfnBackward {
@@ -65,11 +65,10 @@ struct ExpertFfnBackward {
   ExpertWeights<T> experts;
   ActivationKind kind;
   const Gemm<T>* gemm;
-  bool continues;                     // dZ and weights * A are there already
-  ConstMatrixView<T> preactivations;  // Z
-  MatrixView<T> grad_preactivations;  // dZ, work space
-  MatrixView<T> activated;            // weights * A [R, F], work space; empty when nobody wants grad_down
-  MatrixView<T> grad_rows;            // [R, D], work space; empty when grad_x is
+  bool continues;                // dZ and weights * A are there already
+  MatrixView<T> preactivations;  // Z, overwritten with dZ
+  MatrixView<T> activated;       // weights * A [R, F], work space; empty when nobody wants grad_down
+  MatrixView<T> grad_rows;       // [R, D], work space; empty when grad_x is
 
   MatrixView<T> grad_x;          // [T, D]
   Accumulator<T>* grad_weights;  // [T * K]

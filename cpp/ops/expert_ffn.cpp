@@ -1,5 +1,5 @@
 // Three operators: expert_ffn, which people call; expert_ffn_forward, which also returns what backward needs; and
-// expert_ffn_backward.
+// expert_ffn_backward, which uses up the preactivations: their memory becomes that of their gradient.
 #include "ops/expert_ffn.h"
 
 #include <algorithm>
@@ -22,7 +22,7 @@ constexpr const char* kOp = "expert_ffn";
 TORCH_LIBRARY_FRAGMENT(maxmoe, m) {
   m.def("expert_ffn(" MAXMOE_EXPERT_FFN_SCHEMA ") -> Tensor");
   m.def("expert_ffn_forward(" MAXMOE_EXPERT_FFN_SCHEMA ") -> (Tensor out, Tensor preactivations)");
-  m.def("expert_ffn_backward(Tensor grad_out, Tensor preactivations, bool[8] output_mask, " MAXMOE_EXPERT_FFN_SCHEMA
+  m.def("expert_ffn_backward(Tensor grad_out, Tensor(a!) preactivations, bool[8] output_mask, " MAXMOE_EXPERT_FFN_SCHEMA
         ") -> (Tensor x, Tensor weights, Tensor gate, Tensor up, Tensor down, Tensor gate_bias, Tensor up_bias, "
         "Tensor down_bias)");
 }
@@ -175,8 +175,10 @@ class Gradient : public torch::autograd::Function<Gradient> {
     const auto optional = [&](size_t index) { return optional_tensor(saved[index]); };
     OutputMask wanted{};
     std::ranges::copy(ctx->saved_data["wanted"].toBoolList().vec(), wanted.begin());
+    const bool may_come_again = torch::autograd::get_current_graph_task_keep_graph();  // retain_graph
+    const Tensor preactivations = may_come_again ? saved[11].clone() : saved[11];
     const auto gradients = call_backward(
-        grads[0], saved[11], wanted, saved[0], optional(1), saved[2], saved[3], saved[4],
+        grads[0], preactivations, wanted, saved[0], optional(1), saved[2], saved[3], saved[4],
         ctx->saved_data["top_k"].toInt(), optional(5), saved[6], saved[7], optional(8), optional(9), optional(10),
         ctx->saved_data["activation"].toStringRef(), ctx->saved_data["limit"].toOptional<double>(),
         ctx->saved_data["fused_gate"].toOptional<std::string_view>());

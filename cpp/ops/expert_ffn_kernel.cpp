@@ -1,6 +1,5 @@
 // expert_ffn on the CPU: from tensors to the kernels.
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 
 #include "ops/backend.h"
@@ -92,7 +91,6 @@ Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const Tensor& preac
       return wanted[which] ? stack<T>(out) : MatrixStack<T>{};
     };
     auto& [grad_x, grad_weights, grad_gate, grad_up, grad_down, grad_gate_bias, grad_up_bias, grad_down_bias] = grads;
-    const Tensor grad_z = at::empty_like(z);
     ExpertFfnBackward<T> b{};
     b.grad_out = const_view<T>(grad);
     b.x = const_view<T>(k.x);
@@ -102,7 +100,7 @@ Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const Tensor& preac
     b.kind = a.kind();
     b.gemm = &best_gemm<T>();
     b.continues = true;
-    b.grad_preactivations = view<T>(grad_z);
+    b.preactivations = view<T>(z);
 
     // One gradient after the other, so that the work space of one is free for the next.
     {
@@ -111,7 +109,6 @@ Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const Tensor& preac
           at::zeros({wanted[kWeights] ? a.rows.numel() : 0}, a.x.options().dtype(accumulator_type(a.x.scalar_type())));
       ExpertFfnBackward<T> down = b;
       down.continues = false;
-      down.preactivations = const_view<T>(z);
       down.activated = wanted[kDown] ? view<T>(activated) : MatrixView<T>{};
       down.grad_weights = wanted[kWeights] ? pointer<Accumulator<T>>(grad_weights) : nullptr;
       down.grad_down = matrices(grad_down, kDown, a.down);

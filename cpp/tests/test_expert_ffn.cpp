@@ -81,9 +81,8 @@ Forward<T> run_forward(const FfnShape& shape, const Variant& variant, const FfnT
 // The gradients of <grad_out, out>, in the layout of the tensors.
 template <class T>
 FfnTensors<T> run_backward(const FfnShape& shape, const Variant& variant, const FfnTensors<T>& tensors,
-                           const Matrix<T>& preactivations, const Matrix<T>& grad_out, const Executor& executor) {
+                           Matrix<T> preactivations, const Matrix<T>& grad_out, const Executor& executor) {
   const Routing& routing = shape.routing;
-  Matrix<T> grad_preactivations(routing.num_rows(), preactivations.columns());
   Matrix<T> activated(routing.num_rows(), shape.intermediate_size);
   Matrix<T> grad_rows(routing.num_rows(), shape.hidden_size);
   FfnTensors<T> grads(shape);
@@ -99,7 +98,6 @@ FfnTensors<T> run_backward(const FfnShape& shape, const Variant& variant, const 
   a.kind = variant.kind;
   a.gemm = &test_gemm<T>();
   a.preactivations = preactivations.view();
-  a.grad_preactivations = grad_preactivations.view();
   a.activated = activated.view();
   a.grad_rows = grad_rows.view();
   a.grad_x = grads.x.view();
