@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 import small_decoder
 from maxmoe.models import Decoder
 from maxmoe.sharding import LogicalRules, Mesh, assign, fsdp, parallelize
-from maxmoe.sharding.plan import token_layout
+from maxmoe.sharding.plan import Plan
 from run_ranks import run_ranks
 
 takes_larger_meshes = pytest.mark.skipif(
@@ -28,9 +28,10 @@ def decoder(num_layers: int = 3) -> Decoder:
     return small_decoder.make(hidden_size=8, vocab_size=8, intermediate_size=8, moe=moe, num_layers=num_layers)
 
 
-def taken(rules: str, **sizes: int) -> dict[str, int]:
-    mesh, table = Mesh.planned(sizes), LogicalRules.load(rules)
-    return fsdp.left_to_fsdp(assign(decoder(), mesh, table), token_layout(mesh, table)).dims
+def taken(rules: str | LogicalRules, **sizes: int) -> dict[str, int]:
+    mesh, module = Mesh.planned(sizes), decoder()
+    table = LogicalRules.load(rules) if isinstance(rules, str) else rules
+    return Plan(module, mesh, table, assign(module, mesh, table)).by_fsdp.dims
 
 
 @takes_larger_meshes
@@ -44,9 +45,7 @@ def test_fsdp_takes_a_parameter_with_the_dim_that_its_axis_splits_last() -> None
 
 
 def test_fsdp_takes_nothing_where_its_ranks_have_the_same_tokens() -> None:
-    mesh = Mesh.planned({"fsdp": 2})
-    rules = LogicalRules.load("pure-fsdp").override([("activation_batch", None)])
-    assert fsdp.left_to_fsdp(assign(decoder(), mesh, rules), token_layout(mesh, rules)).dims == {}
+    assert taken(LogicalRules.load("pure-fsdp").override([("activation_batch", None)]), fsdp=2) == {}
 
 
 def test_blocks_are_the_children_of_outermost_lists() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from maxmoe.models import Decoder
-from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, logical_to_mesh_axes, parallelize, parse_mesh
+from maxmoe.sharding import LogicalRules, Mesh, parallelize, parse_mesh, token_sharding
 from pretraining import InputError
 
 PATIENCE = timedelta(seconds=5)  # with ranks that do not come to the end
@@ -96,8 +96,7 @@ class Split:
             for axis in self.mesh.axes:
                 if axis not in known:
                     raise ValueError(f"{rules} has no rule for the mesh axis {axis!r}, only for {', '.join(known)}")
-            spec = logical_to_mesh_axes(("activation_batch", "activation_length"), self.rules)
-            self.batch = NamedSharding(self.mesh, spec.without(*set(known).difference(self.mesh.axes)))
+            self.batch = token_sharding(self.mesh, self.rules)
             for option, size, axes in zip(("batch-size", "sequence-length"), batch_shape, self.batch.spec, strict=True):
                 if size % self.mesh.size(*axes):
                     product = " * ".join(f"{axis}={self.mesh.size(axis)}" for axis in axes)

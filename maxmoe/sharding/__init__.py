@@ -13,6 +13,7 @@ from maxmoe.sharding.reshard import reshard, shard_map
 from maxmoe.sharding.resolve import DroppedAxis, Resolution, logical_to_mesh_axes, resolve
 from maxmoe.sharding.rules import LogicalRules
 from maxmoe.sharding.shard_parameters import shard_parameters
+from maxmoe.sharding.sharded_tokens import token_sharding
 
 __all__ = [
     "Assignment",
@@ -38,4 +39,5 @@ __all__ = [
     "resolve",
     "shard_map",
     "shard_parameters",
+    "token_sharding",
 ]

@@ -5,15 +5,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from maxmoe.nn.parallel import TOKENS
 from maxmoe.sharding.assign import Assignment
 from maxmoe.sharding.fsdp import blocks, left_to_fsdp
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.movement import Layout
 from maxmoe.sharding.named_sharding import NamedSharding
-from maxmoe.sharding.partition_spec import PartitionSpec
-from maxmoe.sharding.resolve import logical_to_mesh_axes
 from maxmoe.sharding.rules import LogicalRules
-from maxmoe.sharding.sharded_tokens import ShardedTokens
+from maxmoe.sharding.sharded_tokens import ShardedTokens, activation_axes, token_sharding
 from maxmoe.sharding.unit import ParameterMoves, parameter_moves
 
 
@@ -51,7 +50,7 @@ class Plan:
 
     def __init__(self, module: nn.Module, mesh: Mesh, rules: LogicalRules, assignments: dict[str, Assignment]) -> None:
         self.mesh = mesh
-        self.tokens = token_layout(mesh, rules)
+        self.tokens = ShardedTokens(mesh, *token_sharding(mesh, rules).spec)
         self.modules = dict(module.named_modules())
         self.paths = {child: path for path, child in self.modules.items()}
         self.units = units(module)
@@ -79,18 +78,6 @@ def around(path: str) -> list[str]:
     """List the paths of a module and of all around it, the innermost first."""
     parts = path.split(".") if path else []
     return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
-
-
-def token_layout(mesh: Mesh, rules: LogicalRules) -> ShardedTokens:
-    """Find the axes of a mesh that spread the tokens."""
-    batch, length = activation_axes(("activation_batch", "activation_length"), mesh, rules)
-    return ShardedTokens(mesh, batch, length)
-
-
-def activation_axes(names: tuple[str, ...], mesh: Mesh, rules: LogicalRules) -> PartitionSpec:
-    """Find the axes of an activation; a name without a rule has none."""
-    spec = logical_to_mesh_axes([name if name in rules.names else None for name in names], rules)
-    return PartitionSpec(*(tuple(axis for axis in axes if mesh.size(axis) > 1) for axes in spec))
 
 
 def units(module: nn.Module) -> dict[nn.Module, dict[str, str]]:
@@ -135,7 +122,7 @@ def kept_axes(unit: nn.Module, parameters: Sequence[Assignment], mesh: Mesh, rul
     common = [axis for axis in mesh.axes if inner]
     for name in inner:
         activation = {"q_heads": "activation_heads"}.get(name, f"activation_{name}")
-        _, _, axes = activation_axes(("activation_batch", "activation_length", activation), mesh, rules)
+        _, _, axes = activation_axes((*TOKENS, activation), mesh, rules)
         specs = [
             assignment.sharding.spec[assignment.names.index(name)]
             for assignment in parameters

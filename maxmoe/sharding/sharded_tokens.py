@@ -6,11 +6,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxmoe.nn.parallel import Number
+from maxmoe.nn.parallel import TOKENS, Number
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.movement import Layout, Move, move, stay, take_sum
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.partition_spec import PartitionSpec
+from maxmoe.sharding.resolve import logical_to_mesh_axes
+from maxmoe.sharding.rules import LogicalRules
+
+
+def token_sharding(mesh: Mesh, rules: LogicalRules | str) -> NamedSharding:
+    """Find which tokens of a batch each rank gives to a parallelized module.
+
+    ``batch[token_sharding(mesh, rules).slices(batch.shape)]``
+
+    Args:
+        mesh: of the ranks, planned or not.
+        rules: the table, or the name of a preset.
+
+    Returns:
+        The sharding of a batch ``(B, S)``: its sequences over the axes of `activation_batch`, every sequence over those
+        of `activation_length`.
+
+    Raises:
+        ValueError: for a preset that does not exist.
+    """
+    rules = LogicalRules.load(rules) if isinstance(rules, str) else rules
+    return NamedSharding(mesh, activation_axes(TOKENS, mesh, rules))
+
+
+def activation_axes(names: tuple[str, ...], mesh: Mesh, rules: LogicalRules) -> PartitionSpec:
+    """Find the axes of an activation; a name without a rule has none."""
+    spec = logical_to_mesh_axes([name if name in rules.names else None for name in names], rules)
+    return PartitionSpec(*(tuple(axis for axis in axes if mesh.size(axis) > 1) for axes in spec))
 
 
 @dataclass(frozen=True)
