@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from maxmoe import MoE
+from maxmoe.config import LoadBalanceScope
 from maxmoe.models.decoder import FeedForward
 from maxmoe.sharding import LogicalRules, Mesh, P, parallelize
 from parallel_decoder import CONFIG, MOE, MeshRules, batch, decoder, loss, step_of_one_process, token_spec
@@ -47,6 +49,21 @@ def test_tensor_parallel_parts_take_one_sum_and_gather_no_weight(part: str) -> N
 
     once = {"c10d_functional.all_reduce": 1}
     assert run_ranks(count, 4) == [(once, once)] * 4
+
+
+@pytest.mark.parametrize("scope", ["batch", "sequence"])
+def test_losses_and_statistics_of_a_layer_take_three_sums_over_each_axis(scope: LoadBalanceScope) -> None:
+    """Balance loss, z-loss, statistics: what is added up for one of them travels together."""
+
+    def count() -> tuple[int, list[torch.dtype]]:
+        config = replace(MOE, load_balance_scope=scope)
+        layer = parallelize(MoE(config).double(), Mesh({"fsdp": 2, "expert": 2}), "ep-as-cp")
+        with CommDebugMode() as forward:
+            output = layer(torch.randn(2, 4, config.hidden_size, dtype=torch.float64))
+        counts = {str(name): count for name, count in forward.get_comm_counts().items()}
+        return counts["c10d_functional.all_reduce"], [tensor.dtype for tensor in output.stats]
+
+    assert run_ranks(count, 4) == [(3 * 2, [torch.int64, torch.int64, torch.float64])] * 4
 
 
 def test_heads_that_cannot_be_told_apart_are_gathered() -> None:

@@ -1,5 +1,7 @@
 """Losses on the routing, each a plain function."""
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,7 @@ from maxmoe.config import ScoreFunction
 from maxmoe.nn.parallel import AsOneSequence, TokenSums, WholeBatch
 
 HERE = WholeBatch()
+Number = TypeVar("Number", int, Tensor)
 
 
 def normalized_scores(logits: Tensor, score_function: ScoreFunction) -> Tensor:
@@ -50,11 +53,11 @@ def load_balance_loss(
     Source: DeepSeek-V3 (arXiv:2412.19437) equations 17-20; Switch Transformer (arXiv:2101.03961).
     """
     num_sequences, length, num_experts = probabilities.shape
-    total_length = at_least_one(sums.sum_within_sequences(length))
-    counts = sums.sum_within_sequences(tokens_per_expert).to(probabilities.dtype)
-    frequencies = counts * (num_experts / (top_k * total_length))
-    products = frequencies * sums.sum_within_sequences(probabilities.sum(1)) / total_length
-    return sums.sum_across_sequences(products.sum()) / at_least_one(sums.sum_across_sequences(num_sequences))
+    length, counts, mass = sums.sum_within_sequences(length, tokens_per_expert, probabilities.sum(1))
+    length = at_least_one(length)
+    frequencies = counts.to(probabilities.dtype) * (num_experts / (top_k * length))
+    loss, num_sequences = sums.sum_across_sequences((frequencies * mass / length).sum(), num_sequences)
+    return loss / at_least_one(num_sequences)
 
 
 def router_z_loss(logits: Tensor, *, sums: TokenSums = HERE) -> Tensor:
@@ -75,12 +78,11 @@ def router_z_loss(logits: Tensor, *, sums: TokenSums = HERE) -> Tensor:
 
 
 def mean_over_tokens(values: Tensor, sums: TokenSums) -> Tensor:
-    """Average values ``(T, ...)``, summed over all but the first dim, over the tokens of all processes."""
-    total = AsOneSequence(sums)
-    num_tokens = at_least_one(total.sum_within_sequences(values.shape[0]))
-    return total.sum_within_sequences(values.sum()) / num_tokens
+    """Average values ``(T,)`` over the tokens of all processes."""
+    total, num_tokens = AsOneSequence(sums).sum_within_sequences(values.sum(), values.shape[0])
+    return total / at_least_one(num_tokens)
 
 
-def at_least_one(count: int | Tensor) -> int | Tensor:
+def at_least_one(count: Number) -> Number:
     """Make a count fit to divide by."""
     return count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)

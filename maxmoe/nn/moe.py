@@ -13,7 +13,7 @@ from maxmoe.config import MoEConfig
 from maxmoe.nn.compute import compute_for
 from maxmoe.nn.conversion import check_config, config_of, give_weights, take_weights
 from maxmoe.nn.experts import Experts, SharedExperts
-from maxmoe.nn.losses import load_balance_loss, mean_over_tokens, normalized_scores, router_z_loss
+from maxmoe.nn.losses import at_least_one, load_balance_loss, normalized_scores, router_z_loss
 from maxmoe.nn.parallel import TOKENS, Activation, AsOneSequence, TokenLayout, TokenSums, WholeBatch
 from maxmoe.nn.router import Router, Routing
 from maxmoe.presets.families import family_of
@@ -152,7 +152,9 @@ class MoE(nn.Module):
         if self.shared_experts is not None:
             hidden_states = hidden_states + self.shared_experts(tokens)
         aux_loss, stats = self._assess(routing, dropped, num_sequences)
-        return MoEOutput(hidden_states.reshape(x.shape), aux_loss, stats)
+        # Not a view, which an operator in place would separate from what FSDP has hung on this output.
+        hidden_states = torch.ops.aten._unsafe_view(hidden_states.contiguous(), x.shape)
+        return MoEOutput(hidden_states, aux_loss, stats)
 
     def kept_for_backward(self, batch: int, length: int) -> dict[str, Activation]:
         """See `Activation`."""
@@ -207,9 +209,11 @@ class MoE(nn.Module):
             z_loss = router_z_loss(routing.logits, sums=self.token_layout)
             aux_loss = aux_loss + config.router_z_loss_weight * z_loss
 
-        entropy = mean_over_tokens(torch.special.entr(probabilities.detach()), self.token_layout)
-        stats = MoEStats(total.sum_within_sequences(counts.sum(0)), total.sum_within_sequences(dropped), entropy)
-        return aux_loss, stats
+        entropy = torch.special.entr(probabilities.detach()).sum()
+        load, dropped, entropy, num_tokens = total.sum_within_sequences(
+            counts.sum(0), dropped, entropy, routing.logits.shape[0]
+        )
+        return aux_loss, MoEStats(load, dropped, entropy / at_least_one(num_tokens))
 
     def extra_repr(self) -> str:
         """The fields of the config that are not at their default, for `print`.

@@ -3,14 +3,15 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import TypeVarTuple, Unpack
 
 # Of parameters, by their path within the module: the logical name of each dim, None for one that is never sharded.
 LogicalNames: TypeAlias = Mapping[str, tuple[str | None, ...]]
-Number = TypeVar("Number", int, Tensor)
+Summands = TypeVarTuple("Summands")
 
 
 class Activation(NamedTuple):
@@ -34,27 +35,30 @@ TOKENS = ("activation_batch", "activation_length")
 
 
 class TokenSums(Protocol):
-    """Sums over the processes that share a forward; each gets the gradient of its own summand."""
+    """Sums over the processes that share a forward; each gets the gradient of its own summands.
 
-    def sum_within_sequences(self, summand: Number) -> Number:
+    Summands are tensors and counts. Those of one call travel in one message, and counts come back as tensors from it.
+    """
+
+    def sum_within_sequences(self, *summands: Unpack[Summands]) -> tuple[Unpack[Summands]]:
         """Sum over the processes that hold parts of the same sequences.
 
         Args:
-            summand: of this process.
+            *summands: of this process.
 
         Returns:
-            The sum, the same in all of them.
+            The sum of each, the same in all of them.
         """
         ...
 
-    def sum_across_sequences(self, summand: Number) -> Number:
+    def sum_across_sequences(self, *summands: Unpack[Summands]) -> tuple[Unpack[Summands]]:
         """Sum over the processes that hold other sequences.
 
         Args:
-            summand: of this process.
+            *summands: of this process.
 
         Returns:
-            The sum, the same in all of them.
+            The sum of each, the same in all of them.
         """
         ...
 
@@ -89,13 +93,13 @@ class TokenLayout(TokenSums, Protocol):
 class WholeBatch:
     """All tokens are in this process."""
 
-    def sum_within_sequences(self, summand: Number) -> Number:
+    def sum_within_sequences(self, *summands: Unpack[Summands]) -> tuple[Unpack[Summands]]:
         """See `TokenSums`."""
-        return summand
+        return summands
 
-    def sum_across_sequences(self, summand: Number) -> Number:
+    def sum_across_sequences(self, *summands: Unpack[Summands]) -> tuple[Unpack[Summands]]:
         """See `TokenSums`."""
-        return summand
+        return summands
 
     def first_position(self, length: int) -> int:
         """See `TokenLayout`."""
@@ -112,13 +116,13 @@ class AsOneSequence:
 
     sums: TokenSums
 
-    def sum_within_sequences(self, summand: Number) -> Number:
+    def sum_within_sequences(self, *summands: Unpack[Summands]) -> tuple[Unpack[Summands]]:
         """See `TokenSums`."""
-        return self.sums.sum_across_sequences(self.sums.sum_within_sequences(summand))
+        return self.sums.sum_across_sequences(*self.sums.sum_within_sequences(*summands))
 
-    def sum_across_sequences(self, summand: Number) -> Number:
+    def sum_across_sequences(self, *summands: Unpack[Summands]) -> tuple[Unpack[Summands]]:
         """See `TokenSums`."""
-        return summand
+        return summands
 
 
 @contextmanager

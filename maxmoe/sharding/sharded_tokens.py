@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from maxmoe.nn.parallel import TOKENS, Number
+from maxmoe.nn.parallel import TOKENS, Summands
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.movement import Layout, Move, move, stay, take_sum
 from maxmoe.sharding.named_sharding import NamedSharding
@@ -55,15 +56,15 @@ class ShardedTokens:
     batch_axes: tuple[str, ...]
     length_axes: tuple[str, ...]
 
-    def sum_within_sequences(self, summand: Number) -> Number:
+    def sum_within_sequences(self, *summands: Unpack[Summands]) -> tuple[Unpack[Summands]]:
         """See `TokenSums`."""
-        total: Number = self._sum(summand, self.length_axes)
-        return total
+        sums: tuple[Unpack[Summands]] = self._sum(summands, self.length_axes)
+        return sums
 
-    def sum_across_sequences(self, summand: Number) -> Number:
+    def sum_across_sequences(self, *summands: Unpack[Summands]) -> tuple[Unpack[Summands]]:
         """See `TokenSums`."""
-        total: Number = self._sum(summand, self.batch_axes)
-        return total
+        sums: tuple[Unpack[Summands]] = self._sum(summands, self.batch_axes)
+        return sums
 
     def first_position(self, length: int) -> int:
         """See `TokenLayout`."""
@@ -81,10 +82,12 @@ class ShardedTokens:
         parts = Layout(PartitionSpec(*whole[:dim], self.length_axes, *whole[dim + 1 :]))
         return Move(parts, Layout(whole)), Move(Layout(whole, self.length_axes), parts)
 
-    def _sum(self, summand: Any, axes: tuple[str, ...]) -> Any:
+    def _sum(self, summands: Any, axes: tuple[str, ...]) -> Any:
         if not axes:
-            return summand
-        if isinstance(summand, int):
-            summand = torch.tensor(summand, device=self.mesh.device_mesh.device_type)
+            return summands
+        tensors = [torch.as_tensor(summand, device=self.mesh.device_mesh.device_type) for summand in summands]
+        packed = torch.cat([tensor.flatten().double() for tensor in tensors])  # counts below 2^53 stay exact
         # The loss is the same on every rank: each follows it back to its own summand, once.
-        return move(summand, self.mesh, take_sum(summand.dim(), axes), stay(summand.dim()))
+        total = move(packed, self.mesh, take_sum(1, axes), stay(1))
+        parts = torch.split(total, [tensor.numel() for tensor in tensors])
+        return tuple(part.view_as(tensor).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True))
