@@ -54,10 +54,8 @@ def build_folder() -> Path:
 def core_build_folder() -> Path | None:
     for cache in sorted((ROOT / "build").glob("*/CMakeCache.txt")):
         variables = dict(re.findall(r"^(\w+):\w+=(.*)$", cache.read_text(), re.MULTILINE))
-        environment = Path(
-            variables.get("Python_EXECUTABLE", "")
-        ).parent.parent  # its python may have been called python3
-        if environment == Path(sys.prefix) and variables.get("MAXMOE_BUILD_PYTHON") == "ON":
+        interpreter = Path(variables.get("Python_EXECUTABLE", ""))  # python or python3 of an environment
+        if interpreter.parent.parent == Path(sys.prefix) and variables.get("MAXMOE_BUILD_PYTHON") == "ON":
             return cache.parent
     return None
 

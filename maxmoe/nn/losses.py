@@ -74,12 +74,8 @@ def router_z_loss(logits: Tensor, *, sums: TokenSums = HERE) -> Tensor:
 
     Source: ST-MoE (arXiv:2202.08906) equation 5.
     """
-    return mean_over_tokens(logits.logsumexp(-1).square(), sums)
-
-
-def mean_over_tokens(values: Tensor, sums: TokenSums) -> Tensor:
-    """Average values ``(T,)`` over the tokens of all processes."""
-    total, num_tokens = AsOneSequence(sums).sum_within_sequences(values.sum(), values.shape[0])
+    squares = logits.logsumexp(-1).square()
+    total, num_tokens = AsOneSequence(sums).sum_within_sequences(squares.sum(), squares.shape[0])
     return total / at_least_one(num_tokens)
 
 
