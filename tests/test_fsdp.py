@@ -30,7 +30,7 @@ def decoder(num_layers: int = 3) -> Decoder:
 
 def taken(rules: str | LogicalRules, **sizes: int) -> dict[str, int]:
     mesh, module = Mesh.planned(sizes), decoder()
-    table = LogicalRules.load(rules) if isinstance(rules, str) else rules
+    table = LogicalRules.load(rules)
     return Plan(module, mesh, table, assign(module, mesh, table)).by_fsdp.dims
 
 

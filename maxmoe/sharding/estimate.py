@@ -94,7 +94,7 @@ def estimate(
     Raises:
         ValueError: as `assign`; for parameters of several dtypes; if axes that spread the tokens do not divide them.
     """
-    rules = LogicalRules.load(rules) if isinstance(rules, str) else rules
+    rules = LogicalRules.load(rules)
     assignments = {parameter.name: parameter.assignment for parameter in explain(module, mesh, rules).parameters}
     dtypes = {assignment.dtype for assignment in assignments.values()}
     if len(dtypes) != 1:

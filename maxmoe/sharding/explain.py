@@ -141,7 +141,7 @@ def explain(module: nn.Module, mesh: Mesh, rules: LogicalRules | str) -> Explana
     Raises:
         ValueError: as `assign`.
     """
-    rules = LogicalRules.load(rules) if isinstance(rules, str) else rules
+    rules = LogicalRules.load(rules)
     with warnings.catch_warnings():  # names without a rule are in the result
         warnings.simplefilter("ignore")
         assignments = assign(module, mesh, rules)

@@ -44,7 +44,7 @@ def parallelize(
     Raises:
         ValueError: for what `shard_parameters` refuses, and if the rules cut sequences that a layer needs whole.
     """
-    rules = LogicalRules.load(rules) if isinstance(rules, str) else rules
+    rules = LogicalRules.load(rules)
     plan = Plan(module, mesh, rules, assign(module, mesh, rules, strict=strict))
     tokens = plan.tokens
     for path, child in plan.modules.items():

@@ -38,13 +38,14 @@ class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
         return frozenset(name for name, _ in self)
 
     @classmethod
-    def load(cls, source: str | Path) -> "LogicalRules":
+    def load(cls, source: "str | Path | LogicalRules") -> "LogicalRules":
         """Read a preset of the package, or a file of one's own.
 
         A file is a YAML list with one rule per entry: ``- name: [axis, ...]``.
 
         Args:
-            source: the name of a preset, or the path of a file: a `Path`, or a string that ends in .yaml or .yml.
+            source: the name of a preset, or the path of a file: a `Path`, or a string that ends in .yaml or .yml. A
+                table is returned as it is, so that functions can take any of them.
 
         Returns:
             the rules in the order of the file.
@@ -53,6 +54,8 @@ class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
             ValueError: for a preset that is not there, with those that are, and for a file of another form, with its
                 line and the rule's name.
         """
+        if isinstance(source, LogicalRules):
+            return source
         if isinstance(source, Path) or source.endswith((".yaml", ".yml")):
             return cls(_read(Path(source)))
         names = sorted(path.stem for path in PRESETS.glob("*.yaml"))

@@ -32,7 +32,7 @@ def token_sharding(mesh: Mesh, rules: LogicalRules | str) -> NamedSharding:
     Raises:
         ValueError: for a preset that does not exist.
     """
-    rules = LogicalRules.load(rules) if isinstance(rules, str) else rules
+    rules = LogicalRules.load(rules)
     return NamedSharding(mesh, activation_axes(TOKENS, mesh, rules))
 
 
