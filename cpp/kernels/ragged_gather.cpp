@@ -8,14 +8,7 @@ namespace {
 // Results of this size are out of the caches before anybody reads them.
 constexpr int64_t kStreamedBytes = 16 << 20;
 
-// Columns to work on at a time: up to the end of a line of `target`, so that lines are streamed whole.
-template <class T>
-int64_t block_size(const T* target, int64_t columns) {
-  const auto past_line = static_cast<int64_t>(reinterpret_cast<uintptr_t>(target) % kCacheLine / sizeof(T));
-  return at_most(columns, kColumnBlock - past_line);
-}
-
-// target = weight * source, or source without a weight; at most kColumnBlock columns
+// target = weight * source, or source without a weight
 template <class T>
 void gather_block(const T* source, const Accumulator<T>* weight, T* target, int64_t columns, bool is_streamed) {
   if (!is_streamed) {
@@ -43,7 +36,7 @@ void ragged_gather(const RaggedGather<T>& a, const Executor& executor) {
       int64_t size = 0;
       for (int64_t column = 0; column < columns; column += size) {
         T* target = a.out.row(i) + column;
-        size = block_size(target, columns - column);
+        size = at_most(columns - column, kColumnBlock + elements_to_line(target));  // up to the end of a line
         prefetch_row(next + column, size);
         gather_block(row + column, weight, target, size, is_streamed);
       }

@@ -25,23 +25,35 @@ MAXMOE_INLINE void zero_row(T* target, int64_t count) {
   if (count > 0) std::memset(static_cast<void*>(target), 0, static_cast<size_t>(count) * sizeof(T));
 }
 
-// target = source, past the caches where it covers their lines; see stream_line.
+// How many elements there are before the first line of the caches that begins in a row.
 template <class T>
-MAXMOE_INLINE void stream_row(const T* source, T* target, int64_t count) {
-  const auto* from = reinterpret_cast<const std::byte*>(source);
-  auto* to = reinterpret_cast<std::byte*>(target);
-  auto* const end = reinterpret_cast<std::byte*>(target + count);
-  const auto past_line = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) % kCacheLine);
-  const int64_t head = past_line == 0 ? 0 : at_most(kCacheLine - past_line, end - to);
-  copy_row(from, to, head);
-  for (from += head, to += head; end - to >= kCacheLine; from += kCacheLine, to += kCacheLine) stream_line(from, to);
-  copy_row(from, to, end - to);
+MAXMOE_INLINE int64_t elements_to_line(const T* row) {
+  const auto past_line = static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) % kCacheLine);
+  return past_line == 0 ? 0 : (kCacheLine - past_line) / static_cast<int64_t>(sizeof(T));
 }
 
-// No processor foresees where the next row is.
+// target = source, past the caches where it covers their lines; see stream_vector.
+template <class T>
+MAXMOE_INLINE void stream_row(const T* source, T* target, int64_t count) {
+  constexpr auto kLine = static_cast<int64_t>(kCacheLine / sizeof(T));
+  int64_t i = at_most(elements_to_line(target), count);
+  copy_row(source, target, i);
+  for (; i + kLine <= count; i += kLine) {
+#pragma GCC unroll 4
+    for (int64_t part = 0; part < kLine; part += kVectorBytes / sizeof(T)) {
+      Vector<uint32_t> vector;
+      std::memcpy(&vector, source + i + part, sizeof(vector));
+      stream_vector(target + i + part, vector);
+    }
+  }
+  copy_row(source + i, target + i, count - i);
+}
+
+// No processor foresees where the next row is. A row that begins amid a line ends in one more.
 template <class T>
 MAXMOE_INLINE void prefetch_row(const T* row, int64_t columns) {
   for (int64_t c = 0; c < columns; c += kCacheLine / sizeof(T)) __builtin_prefetch(row + c);
+  __builtin_prefetch(row + columns - 1);
 }
 
 // target = widen(source)
@@ -62,39 +74,46 @@ MAXMOE_INLINE void narrow_row(const Accumulator<T>* __restrict source, T* __rest
   for (; i < count; ++i) target[i] = narrow<T>(source[i]);
 }
 
+// target = weight * source, in whole vectors; returns how many elements these are.
+template <class T, bool kStreamed>
+MAXMOE_INLINE int64_t scale_vectors(const T* source, Accumulator<T> weight, T* target, int64_t count) {
+  constexpr int64_t kWidth = 2 * kLanes<Accumulator<T>>;
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) {
+    const auto two = load_two(source + i);
+    store_two_narrowed<T, kStreamed>(target + i, {weight * two.first, weight * two.second});
+  }
+  return i;
+}
+
 // target = weight * source; the last vectors overlap those before
 template <class T>
 MAXMOE_INLINE void scale_row(const T* source, Accumulator<T> weight, T* target, int64_t count) {
-  using S = Accumulator<T>;
-  constexpr int64_t kWidth = 2 * kLanes<S>;
-  const auto scale_two = [&](int64_t i) {
-    const TwoVectors<S> two = load_two(source + i);
-    store_two_narrowed<T>(target + i, {weight * two.first, weight * two.second});
-  };
-  for (int64_t i = 0; i + kWidth <= count; i += kWidth) scale_two(i);
-  if (count >= kWidth) return scale_two(count - kWidth);
-  for (int64_t i = 0; i < count; ++i) target[i] = narrow<T>(weight * widen(source[i]));
+  constexpr int64_t kWidth = 2 * kLanes<Accumulator<T>>;
+  const int64_t last = count - kWidth;
+  int64_t i = scale_vectors<T, false>(source, weight, target, count);
+  if (i < count && last >= 0) i = last + scale_vectors<T, false>(source + last, weight, target + last, kWidth);
+  for (; i < count; ++i) target[i] = narrow<T>(weight * widen(source[i]));
 }
 
-// target = weight * source, past the caches where it covers their lines; see stream_line.
+// target = weight * source, past the caches where it covers their lines; see stream_vector.
 template <class T>
 MAXMOE_INLINE void stream_scaled_row(const T* source, Accumulator<T> weight, T* target, int64_t count) {
+  constexpr int64_t kWidth = 2 * kLanes<Accumulator<T>>;
   constexpr auto kLine = static_cast<int64_t>(kCacheLine / sizeof(T));
-  alignas(kCacheLine) T line[kLine];
-  const auto past_line = static_cast<int64_t>(reinterpret_cast<uintptr_t>(target) % kCacheLine / sizeof(T));
-  const int64_t scaled = at_most(count, kLine);
-  int64_t i = past_line == 0 ? 0 : at_most(count, kLine - past_line);
-  if (i > 0) {
-    scale_row(source, weight, line, scaled);
-    copy_row(line, target, i);
+  constexpr int64_t kWhole = kWidth < kLine ? kLine : kWidth;  // vectors that fill lines
+  T part[kWhole];
+  const int64_t scaled = at_most(count, kWhole);
+  const int64_t begin = at_most(elements_to_line(target), count);
+  const int64_t end = count - (count - begin) % kWhole;
+  if (begin > 0) {
+    scale_row(source, weight, part, scaled);
+    copy_row(part, target, begin);
   }
-  for (; i + kLine <= count; i += kLine) {
-    scale_row(source + i, weight, line, kLine);
-    stream_line(reinterpret_cast<const std::byte*>(line), reinterpret_cast<std::byte*>(target + i));
-  }
-  if (i < count) {
-    scale_row(source + count - scaled, weight, line, scaled);
-    copy_row(line + scaled - (count - i), target + i, count - i);
+  scale_vectors<T, true>(source + begin, weight, target + begin, end - begin);
+  if (end < count) {
+    scale_row(source + count - scaled, weight, part, scaled);
+    copy_row(part + scaled - (count - end), target + end, count - end);
   }
 }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #if defined(__SSE2__)
 #include <immintrin.h>
@@ -122,24 +123,21 @@ MAXMOE_INLINE void store_narrowed(T* target, Vector<Accumulator<T>> vector) {
 }
 
 constexpr int64_t kCacheLine = 64;
+static_assert(kCacheLine % kVectorBytes == 0);
 
-// target = source, past the caches: lines that are written whole need not be read first. Others see it after
-// end_streaming().
-MAXMOE_INLINE void stream_line(const std::byte* source, std::byte* target) {
+// target = vector, past the caches: a line that is written whole need not be read first. `target` is aligned. Others
+// see it after end_streaming().
+template <class V>
+MAXMOE_INLINE void stream_vector(void* target, V vector) {
+  static_assert(sizeof(V) == kVectorBytes);
 #if defined(__AVX512F__)
-  _mm512_stream_si512(reinterpret_cast<__m512i*>(target), _mm512_loadu_si512(source));
+  _mm512_stream_si512(static_cast<__m512i*>(target), std::bit_cast<__m512i>(vector));
 #elif defined(__AVX2__)
-  for (int64_t i = 0; i < kCacheLine; i += 32) {
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(target + i),
-                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + i)));
-  }
+  _mm256_stream_si256(static_cast<__m256i*>(target), std::bit_cast<__m256i>(vector));
 #elif defined(__SSE2__)
-  for (int64_t i = 0; i < kCacheLine; i += 16) {
-    _mm_stream_si128(reinterpret_cast<__m128i*>(target + i),
-                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i)));
-  }
+  _mm_stream_si128(static_cast<__m128i*>(target), std::bit_cast<__m128i>(vector));
 #else
-  std::memcpy(target, source, kCacheLine);
+  std::memcpy(target, &vector, sizeof(vector));
 #endif
 }
 
@@ -168,15 +166,65 @@ MAXMOE_INLINE TwoVectors<Accumulator<T>> load_two(const T* source) {
   }
 }
 
-// target = narrow(two)
-template <class T>
+template <class V, int... kLane>
+MAXMOE_INLINE V even_and_odd(V even, V odd, std::integer_sequence<int, kLane...> /*lanes*/) {
+  return __builtin_shufflevector(even, odd, (kLane % 2 == 0 ? kLane : kLane + static_cast<int>(sizeof...(kLane)))...);
+}
+
+// The lanes at even places of the one, and those at odd places of the other.
+template <class V>
+MAXMOE_INLINE V even_and_odd(V even, V odd) {
+  return even_and_odd(even, odd, std::make_integer_sequence<int, sizeof(V) / sizeof(even[0])>());
+}
+
+// Both at once, in lanes of 16 bits: the nearest bfloat16 of results of arithmetic, ties to even. NaNs stay NaN.
+MAXMOE_INLINE auto round_to_bfloat16(TwoVectors<float> two) {
+  using Halves = VectorOf<int16_t, kVectorBytes>::type;
+  const auto first = std::bit_cast<Vector<uint32_t>>(two.first);
+  const auto second = std::bit_cast<Vector<uint32_t>>(two.second);
+  const auto kept = even_and_odd(std::bit_cast<Halves>(first >> 16), std::bit_cast<Halves>(second));
+  const auto cut_off = even_and_odd(std::bit_cast<Halves>(first), std::bit_cast<Halves>(second << 16));
+  // Up where cut_off > 0x8000, or equal to it and kept is odd: less 0x8000, as comparisons are of signed numbers.
+  const Halves is_up = (cut_off ^ INT16_MIN) > -(kept & 1);
+  const Halves is_last_nan = (kept | INT16_MIN) == -1;
+  return kept - (is_up < is_last_nan);  // true is -1: up, unless a NaN would wrap round to zero
+}
+
+MAXMOE_INLINE auto round_to_float16(TwoVectors<float> two) {
+#if defined(__AVX512F__)
+  const __m256i first = _mm512_cvtps_ph(two.first, _MM_FROUND_TO_NEAREST_INT);
+  const __m256i second = _mm512_cvtps_ph(two.second, _MM_FROUND_TO_NEAREST_INT);
+  return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+#elif defined(__F16C__)
+  const __m128i first = _mm256_cvtps_ph(two.first, _MM_FROUND_TO_NEAREST_INT);
+  return _mm256_set_m128i(_mm256_cvtps_ph(two.second, _MM_FROUND_TO_NEAREST_INT), first);
+#else
+  typename VectorOf<uint16_t, kVectorBytes>::type halves;
+  for (int i = 0; i < kLanes<float>; ++i) {
+    halves[i] = narrow<Float16>(two.first[i]).bits;
+    halves[kLanes<float> + i] = narrow<Float16>(two.second[i]).bits;
+  }
+  return halves;
+#endif
+}
+
+// target = narrow(two), past the caches if it says so; then `target` is aligned to vectors.
+template <class T, bool kStreamed = false>
 MAXMOE_INLINE void store_two_narrowed(T* target, TwoVectors<Accumulator<T>> two) {
+  const auto store = [](T* place, auto vector) {
+    if constexpr (kStreamed) {
+      stream_vector(place, vector);
+    } else {
+      std::memcpy(place, &vector, sizeof(vector));
+    }
+  };
   if constexpr (std::is_same_v<T, BFloat16>) {
-    const auto bits = round_to_bfloat16(two.first) >> 16 | (round_to_bfloat16(two.second) & 0xffff0000U);
-    std::memcpy(target, &bits, sizeof(bits));
+    store(target, round_to_bfloat16(two));
+  } else if constexpr (std::is_same_v<T, Float16>) {
+    store(target, round_to_float16(two));
   } else {
-    store_narrowed<T>(target, two.first);
-    store_narrowed<T>(target + kLanes<Accumulator<T>>, two.second);
+    store(target, two.first);
+    store(target + kLanes<T>, two.second);
   }
 }
 

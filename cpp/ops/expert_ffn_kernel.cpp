@@ -1,9 +1,9 @@
 // expert_ffn on the CPU: from tensors to the kernels.
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include "ops/backend.h"
 #include "ops/expert_ffn.h"
+#include "ops/memory.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
@@ -50,8 +50,8 @@ Tensor empty_gradient(const Tensor& matrices) {
   const int64_t count = matrices.size(0);
   const int64_t rows = matrices.size(1);
   const int64_t columns = matrices.size(2);
-  if (!is_transposed(matrices)) return at::empty({count, rows, columns}, matrices.options());
-  return at::empty({count, columns, rows}, matrices.options()).transpose(1, 2);
+  if (!is_transposed(matrices)) return empty({count, rows, columns}, matrices.options());
+  return empty({count, columns, rows}, matrices.options()).transpose(1, 2);
 }
 
 }  // namespace
@@ -59,10 +59,9 @@ Tensor empty_gradient(const Tensor& matrices) {
 Outputs expert_ffn_kernel(const ExpertFfnArguments& a, bool keeps_preactivations) {
   const ExpertFfnArguments k = kernel_layout(a);
   const int64_t num_rows = a.slots.size(0);
-  const Tensor out = at::empty({a.x.size(0), a.x.size(1)}, a.x.options());
-  const Tensor row_outputs = at::empty({num_rows, a.x.size(1)}, a.x.options());
-  const Tensor preactivations =
-      at::empty({keeps_preactivations ? num_rows : 0, a.preactivation_width()}, a.x.options());
+  const Tensor out = empty({a.x.size(0), a.x.size(1)}, a.x.options());
+  const Tensor row_outputs = empty({num_rows, a.x.size(1)}, a.x.options());
+  const Tensor preactivations = empty({keeps_preactivations ? num_rows : 0, a.preactivation_width()}, a.x.options());
   for_dtype(a.x.scalar_type(), [&]<class T>() {
     maxmoe::expert_ffn(
         ExpertFfn<T>{const_view<T>(k.x), const_pointer<Accumulator<T>>(k.weights), routed_rows(k), expert_weights<T>(k),
@@ -81,7 +80,7 @@ Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const Tensor& preac
   const int64_t num_rows = a.slots.size(0);
   Gradients grads;
   for_dtype(a.x.scalar_type(), [&]<class T>() {
-    const auto empty = [&](at::IntArrayRef sizes) { return at::empty(sizes, a.x.options()); };
+    const auto empty = [&](at::IntArrayRef sizes) { return maxmoe::ops::empty(sizes, a.x.options()); };
     const auto matrix = [&](Tensor& out, Wanted which, const OptionalTensor& like) {
       out = empty(wanted[which] ? like->sizes() : at::IntArrayRef{0});
       return wanted[which] ? view<T>(out) : MatrixView<T>{};

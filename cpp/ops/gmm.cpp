@@ -1,7 +1,6 @@
 #include "ops/gmm.h"
 
 #include <ATen/ops/addmm.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
@@ -10,6 +9,7 @@
 #include "ops/autograd.h"
 #include "ops/backend.h"
 #include "ops/checks.h"
+#include "ops/memory.h"
 #include "ops/tgmm.h"
 #include "ops/views.h"
 
@@ -56,7 +56,7 @@ Tensor gmm_backend(const Tensor& lhs, const Tensor& rhs, const Tensor& group_siz
                    int64_t group_offset) {
   check(lhs, rhs, group_sizes, bias);
   if (!uses_kernels(lhs)) return gmm_aten(lhs, rhs, group_sizes, bias, group_offset);
-  const Tensor out = at::empty({lhs.size(0), rhs.size(2)}, lhs.options());
+  const Tensor out = empty({lhs.size(0), rhs.size(2)}, lhs.options());
   const Tensor left = gemm_operand(lhs);
   const Tensor right = gemm_operand(rhs);
   const Tensor sizes = group_sizes.contiguous();

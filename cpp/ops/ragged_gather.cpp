@@ -1,7 +1,6 @@
 #include "ops/ragged_gather.h"
 
 #include <ATen/ops/arange.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
@@ -9,6 +8,7 @@
 #include "ops/autograd.h"
 #include "ops/backend.h"
 #include "ops/checks.h"
+#include "ops/memory.h"
 #include "ops/ragged_dot.h"
 #include "ops/ragged_scatter_add.h"
 #include "ops/views.h"
@@ -55,7 +55,7 @@ Tensor ragged_gather_backend(const Tensor& x, const Tensor& index, const Optiona
   const int64_t end = end_or_all.value_or(index.dim() == 1 ? index.size(0) : start);
   check(x, index, weights, start, end);
   if (!uses_kernels(x)) return ragged_gather_aten(x, index, weights, start, end);
-  const Tensor out = at::empty({index.size(0), x.size(1)}, x.options());
+  const Tensor out = empty({index.size(0), x.size(1)}, x.options());
   const Tensor source = contiguous_rows(x);
   const Tensor list = index.contiguous();
   const auto scale = accumulator_weights(weights, x.scalar_type());

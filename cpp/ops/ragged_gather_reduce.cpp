@@ -1,6 +1,5 @@
 #include "ops/ragged_gather_reduce.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
@@ -8,6 +7,7 @@
 #include "ops/autograd.h"
 #include "ops/backend.h"
 #include "ops/checks.h"
+#include "ops/memory.h"
 #include "ops/ragged_dot.h"
 #include "ops/ragged_scatter_add.h"
 #include "ops/views.h"
@@ -61,7 +61,7 @@ Tensor ragged_gather_reduce_backend(const Tensor& rows, const Tensor& index, int
                                     const OptionalTensor& weights, const OptionalTensor& valid) {
   check(rows, index, group_size, weights, valid);
   if (!uses_kernels(rows)) return ragged_gather_reduce_aten(rows, index, group_size, weights, valid);
-  const Tensor out = at::empty({index.size(0) / group_size, rows.size(1)}, rows.options());
+  const Tensor out = empty({index.size(0) / group_size, rows.size(1)}, rows.options());
   const Tensor source = contiguous_rows(rows);
   const Tensor list = index.contiguous();
   const auto scale = accumulator_weights(weights, rows.scalar_type());

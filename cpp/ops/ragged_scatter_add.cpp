@@ -8,6 +8,7 @@
 #include "ops/autograd.h"
 #include "ops/backend.h"
 #include "ops/checks.h"
+#include "ops/memory.h"
 #include "ops/ragged_dot.h"
 #include "ops/ragged_gather_reduce.h"
 #include "ops/views.h"
@@ -49,7 +50,7 @@ Tensor ragged_scatter_add_backend(const Tensor& rows, const Tensor& index, int64
                                   const OptionalTensor& weights) {
   check(rows, index, num_rows, group_size, weights);
   if (!uses_kernels(rows)) return ragged_scatter_add_aten(rows, index, num_rows, group_size, weights);
-  const Tensor out = at::empty({num_rows, rows.size(1)}, rows.options());
+  const Tensor out = empty({num_rows, rows.size(1)}, rows.options());
   const Tensor source = contiguous_rows(rows);
   const Tensor list = index.contiguous();
   const Tensor offsets = at::empty({num_rows + 1}, list.options());

@@ -1,10 +1,9 @@
 #include "ops/ragged_sort.h"
 
-#include <ATen/ops/empty.h>
-
 #include "kernels/ragged_sort.h"
 #include "ops/autograd.h"
 #include "ops/backend.h"
+#include "ops/memory.h"
 #include "ops/ragged_dot.h"
 #include "ops/ragged_unsort.h"
 #include "ops/routed_rows.h"
@@ -37,7 +36,7 @@ Tensor ragged_sort_backend(const Tensor& x, const Tensor& slots, const Tensor& r
                            const OptionalTensor& weights) {
   check(x, slots, rows, top_k, weights);
   if (!uses_kernels(x)) return ragged_sort_aten(x, slots, top_k, weights);
-  const Tensor out = at::empty({slots.size(0), x.size(1)}, x.options());
+  const Tensor out = empty({slots.size(0), x.size(1)}, x.options());
   const Tensor source = contiguous_rows(x);
   const Tensor list = slots.contiguous();
   const auto scale = accumulator_weights(weights, x.scalar_type());

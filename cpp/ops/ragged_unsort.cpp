@@ -1,10 +1,9 @@
 #include "ops/ragged_unsort.h"
 
-#include <ATen/ops/empty.h>
-
 #include "kernels/ragged_unsort.h"
 #include "ops/autograd.h"
 #include "ops/backend.h"
+#include "ops/memory.h"
 #include "ops/ragged_dot.h"
 #include "ops/ragged_gather_reduce.h"
 #include "ops/ragged_sort.h"
@@ -36,7 +35,7 @@ Tensor ragged_unsort_backend(const Tensor& rows, const Tensor& slots, const Tens
                              const OptionalTensor& weights) {
   check(rows, slots, row_of_slot, top_k, weights);
   if (!uses_kernels(rows)) return ragged_gather_reduce(rows, row_of_slot, top_k, weights, std::nullopt);
-  const Tensor out = at::empty({row_of_slot.size(0) / top_k, rows.size(1)}, rows.options());
+  const Tensor out = empty({row_of_slot.size(0) / top_k, rows.size(1)}, rows.options());
   const Tensor source = contiguous_rows(rows);
   const Tensor list = row_of_slot.contiguous();
   const auto scale = accumulator_weights(weights, rows.scalar_type());

@@ -1,6 +1,5 @@
 #include "ops/tgmm.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 
@@ -9,6 +8,7 @@
 #include "ops/backend.h"
 #include "ops/checks.h"
 #include "ops/gmm.h"
+#include "ops/memory.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
@@ -48,7 +48,7 @@ Tensor tgmm_backend(const Tensor& lhs, const Tensor& rhs, const Tensor& group_si
                     int64_t group_offset) {
   check(lhs, rhs, group_sizes, num_local_groups);
   if (!uses_kernels(lhs)) return tgmm_aten(lhs, rhs, group_sizes, num_local_groups, group_offset);
-  const Tensor out = at::empty({num_local_groups, lhs.size(1), rhs.size(1)}, lhs.options());
+  const Tensor out = empty({num_local_groups, lhs.size(1), rhs.size(1)}, lhs.options());
   const Tensor left = gemm_operand(lhs);
   const Tensor right = gemm_operand(rhs);
   const Tensor sizes = group_sizes.contiguous();
