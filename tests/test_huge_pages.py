@@ -36,4 +36,3 @@ def test_large_results(size: int) -> None:
     plan = ops.ragged_plan(torch.zeros(len(rows), 1, dtype=torch.int64), 1)
     assert asks_for_huge_pages(ops.ragged_sort(rows, plan))
     assert asks_for_huge_pages(ops.gmm(rows, torch.ones(1, 256, 256), plan.group_sizes))
-
