@@ -13,7 +13,7 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 constexpr int kFewRows = kVectorRegisters == 32 ? 12 : 6;
 
 // Rows of b that are read at a time.
-constexpr int64_t kRowsInPlace = 8;
+constexpr int64_t kRowsAtATime = 8;
 
 // Columns that fill the vectors of few_rows_block. Those past the last multiple of it are left to others.
 template <class S>
@@ -64,9 +64,9 @@ void multiply_few_rows(ConstMatrixView<Accumulator<T>> a, ConstMatrixView<T> b, 
                        bool accumulate) {
   constexpr int kTwos = twos_in_place(kRows);
   constexpr int64_t kLongWidth = kTwos * kColumnsInPlace<Accumulator<T>>;
-  for (int64_t k = 0; k < b.rows; k += kRowsInPlace) {
-    const int64_t depth = at_most(b.rows - k, kRowsInPlace);
-    const int64_t rows_ahead = at_most(b.rows - k - depth, kRowsInPlace);
+  for (int64_t k = 0; k < b.rows; k += kRowsAtATime) {
+    const int64_t depth = at_most(b.rows - k, kRowsAtATime);
+    const int64_t rows_ahead = at_most(b.rows - k - depth, kRowsAtATime);
     const bool has_sum = accumulate || k > 0;
     int64_t column = 0;
     const auto block = [&]<int kBlockTwos> {

@@ -144,23 +144,35 @@ const Element* right_panels(ConstMatrixView<T> b) {
   return panels;
 }
 
-// sum = or += a * b for the columns of one panel.
-template <class Element, class S>
-void multiply_panel(LeftBlock<Element> left, const Element* panel, int64_t depth, MatrixView<S> sum, bool accumulate) {
-  const bool is_rows = left.layout == Layout::rows;
-  for (int64_t row = 0; row < sum.rows; row += kHeight) {
-    const int64_t height = at_most(sum.rows - row, kHeight);
-    const auto micro =
-        is_rows ? micro_tile_of<S, Element, Layout::rows>(height) : micro_tile_of<S, Element, Layout::panels>(height);
-    const Element* a = left.data + row * (is_rows ? left.stride : depth);
-    if (sum.columns == kWidth<S>) {
-      micro(a, left.stride, panel, depth, sum.row(row), sum.row_stride, accumulate);
+// The columns of b that a micro-tile takes: a panel, or where they lie.
+template <class Element>
+struct RightColumns {
+  const Element* data;
+  int64_t stride;  // of rows
+};
+
+// sum = or += a * b for the columns of one micro-tile.
+template <Layout kLayout, class Element, class S, class Ask>
+void multiply_columns(LeftBlock<Element> left, RightColumns<Element> right, int64_t depth, MatrixView<S> sum,
+                      bool accumulate, const Ask& ask) {
+  const bool is_whole = sum.columns == kWidth<S> && sum.column_stride == 1;
+  for (int64_t begin = 0; begin < sum.rows; begin += kHeight) {
+    const MatrixView<S> rows = sum.row_range(begin, at_most(sum.rows, begin + kHeight));
+    const auto micro = micro_tile_of<S, Element, Ask, kLayout>(rows.rows);
+    const Element* a = left.data + begin * (kLayout == Layout::rows ? left.stride : depth);
+    if (is_whole) {
+      micro(a, left.stride, right.data, right.stride, depth, rows.data, rows.row_stride, accumulate, ask);
       continue;
     }
     alignas(kVectorBytes) S tile[kHeight * kWidth<S>] = {};
-    for (int64_t r = 0; r < height && accumulate; ++r) copy_row(sum.row(row + r), tile + r * kWidth<S>, sum.columns);
-    micro(a, left.stride, panel, depth, tile, kWidth<S>, accumulate);
-    for (int64_t r = 0; r < height; ++r) copy_row(tile + r * kWidth<S>, sum.row(row + r), sum.columns);
+    const auto for_elements = [&](const auto& copy) {
+      for (int64_t r = 0; r < rows.rows; ++r) {
+        for (int64_t c = 0; c < rows.columns; ++c) copy(tile[r * kWidth<S> + c], rows.row(r)[c * rows.column_stride]);
+      }
+    };
+    if (accumulate) for_elements([](S& in_tile, S of_sum) { in_tile = of_sum; });
+    micro(a, left.stride, right.data, right.stride, depth, tile, kWidth<S>, accumulate, ask);
+    for_elements([](S in_tile, S& of_sum) { of_sum = in_tile; });
   }
 }
 
@@ -169,11 +181,72 @@ template <class Element, class T>
 void multiply_panels(LeftBlock<Element> left, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sum, bool accumulate) {
   constexpr int64_t kPanelWidth = kWidth<Accumulator<T>>;
   const int64_t depth = steps<Element>(b.rows);
+  const auto multiply = left.layout == Layout::rows
+                            ? multiply_columns<Layout::rows, Element, Accumulator<T>, AskNothing>
+                            : multiply_columns<Layout::panels, Element, Accumulator<T>, AskNothing>;
   for (int64_t begin = 0; begin < b.columns; begin += kPanels * kPanelWidth) {
     const int64_t end = at_most(b.columns, begin + kPanels * kPanelWidth);
     const Element* panel = right_panels<Element>(b.column_range(begin, end));
     for (int64_t column = begin; column < end; column += kPanelWidth, panel += depth * kPanelWidth) {
-      multiply_panel(left, panel, depth, sum.column_range(column, at_most(end, column + kPanelWidth)), accumulate);
+      const MatrixView<Accumulator<T>> columns = sum.column_range(column, at_most(end, column + kPanelWidth));
+      multiply(left, {panel, kPanelWidth}, depth, columns, accumulate, AskNothing());
+    }
+  }
+}
+
+// Whether copying b would cost more than it gives, as its rows are multiplied with few rows of a. They are lines apart
+// then, so that none of its vectors lies in two lines.
+template <class T>
+bool is_read_in_place(ConstMatrixView<T> a, ConstMatrixView<T> b) {
+  const auto is_aligned = [](int64_t address) { return address % kVectorBytes == 0; };
+  return a.column_stride == 1 && b.column_stride == 1 && a.rows <= 3 * kHeight &&
+         is_aligned(reinterpret_cast<intptr_t>(b.data)) && is_aligned(b.row_stride * int64_t{sizeof(T)});
+}
+
+// sum = or += a * b for the columns that fill micro-tiles, with b read where it lies; returns how many these are. While
+// some columns are multiplied, those next to them are asked for.
+template <class T>
+int64_t multiply_in_place(LeftBlock<T> left, ConstMatrixView<T> b, MatrixView<T> sum, bool accumulate) {
+  constexpr int kEveryRow = 62;
+  int64_t begin = 0;
+  for (; begin + kWidth<T> <= b.columns; begin += kWidth<T>) {
+    const T* columns = b.data + begin;
+    const AskRows next{reinterpret_cast<const std::byte*>(columns + kWidth<T>), b.row_stride * int64_t{sizeof(T)},
+                       kEveryRow};
+    multiply_columns<Layout::rows>(left, {columns, b.row_stride}, b.rows, sum.column_range(begin, begin + kWidth<T>),
+                                   accumulate, next);
+  }
+  return begin;
+}
+
+// Whether copying a transposed b would cost more than multiplying it from the left, with rows of a that do not fill
+// micro-tiles. Rows that have to be widened first are worth it where they fill half of one.
+template <class Element, class T>
+bool is_transposed_product(ConstMatrixView<T> a, ConstMatrixView<T> b) {
+  constexpr int64_t kPanelWidth = kWidth<Accumulator<T>>;
+  const bool is_few_rows =
+      std::is_same_v<Element, T> ? a.rows <= 2 * kPanelWidth : kPanelWidth / 2 <= a.rows && a.rows <= kPanelWidth;
+  return is_few_rows && a.column_stride == 1 && b.column_stride != 1;
+}
+
+// sum = or += a * b by way of the transposed product: panels are those of a, and b is read where it lies. While some
+// columns of b are multiplied, those after them are asked for.
+template <class Element, class T>
+void multiply_transposed(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sum, bool accumulate) {
+  constexpr int64_t kPanelWidth = kWidth<Accumulator<T>>;
+  constexpr int kEightRows = 3;
+  const ConstMatrixView<T> left = b.transposed();
+  const int64_t depth = steps<Element>(left.columns);
+  const Element* const panels = right_panels<Element>(a.transposed());
+  for (int64_t begin = 0; begin < left.rows; begin += kHeight) {
+    const int64_t end = at_most(left.rows, begin + kHeight);
+    const LeftBlock<Element> block = left_block<Element>(left.row_range(begin, end));
+    const AskRows next{reinterpret_cast<const std::byte*>(left.row(begin + kHeight)),
+                       left.row_stride * int64_t{sizeof(T)}, kEightRows};
+    for (int64_t row = 0; row < sum.rows; row += kPanelWidth) {
+      const MatrixView<Accumulator<T>> out = sum.row_range(row, at_most(sum.rows, row + kPanelWidth));
+      multiply_columns<Layout::rows>(block, {panels + row * depth, kPanelWidth}, depth,
+                                     out.column_range(begin, end).transposed(), accumulate, next);
     }
   }
 }
@@ -181,7 +254,13 @@ void multiply_panels(LeftBlock<Element> left, ConstMatrixView<T> b, MatrixView<A
 template <class T>
 void multiply_block(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sum, bool accumulate) {
   using Element = std::conditional_t<kHasPairs && std::is_same_v<T, BFloat16>, Pair, Accumulator<T>>;
-  multiply_panels(left_block<Element>(a), b, sum, accumulate);
+  if (is_transposed_product<Element>(a, b)) return multiply_transposed<Element>(a, b, sum, accumulate);
+  const LeftBlock<Element> left = left_block<Element>(a);
+  int64_t done = 0;
+  if constexpr (std::is_same_v<Element, T>) {
+    if (is_read_in_place(a, b)) done = multiply_in_place(left, b, sum, accumulate);
+  }
+  multiply_panels(left, b.column_range(done, b.columns), sum.column_range(done, b.columns), accumulate);
 }
 
 template <class T>

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <new>
 #include <random>
 #include <string>
 #include <type_traits>
@@ -16,6 +17,20 @@
 #include "kernels/matrix_view.h"
 
 namespace maxmoe {
+
+// Memory begins on a line of the caches, as that of tensors.
+template <class T>
+struct LineAllocator {
+  using value_type = T;
+  static constexpr std::align_val_t kLine{64};
+
+  LineAllocator() = default;
+  template <class U>
+  explicit LineAllocator(const LineAllocator<U>& /*other*/) {}
+  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), kLine)); }
+  void deallocate(T* memory, size_t /*count*/) { ::operator delete(memory, kLine); }
+  bool operator==(const LineAllocator&) const = default;
+};
 
 // Row-major with a gap after each row. Every byte begins as 0xFF, a NaN in all types: who reads what nobody wrote
 // gives NaN, and who writes into the gap is found out.
@@ -91,7 +106,7 @@ class Matrix {
   static constexpr int64_t kGap = 3;
   int64_t rows_;
   int64_t columns_;
-  std::vector<T> values_;
+  std::vector<T, LineAllocator<T>> values_;
 };
 
 // `count` matrices of one shape, one below the other.
