@@ -2,7 +2,7 @@
 // dimension runs past: per step one vector load for each kLanes columns of b and one broadcast for each row of a. Its
 // columns of b are first copied to a panel, where they follow each other (and are widened, and transposed where b is).
 // The panel stays in the first- or second-level cache while all rows of a block of a run past it. With few rows the
-// copy would cost more than it gives, and b is read where it lies.
+// copy would cost more than it gives: b is read where it lies, and multiplied from the left where it is transposed.
 //
 // Where the processor multiplies pairs of bfloat16, a step is two elements of the inner dimension, and a block of a and
 // a panel of b hold pairs.
