@@ -199,7 +199,7 @@ MAXMOE_INLINE auto round_to_float16(TwoVectors<float> two) {
   const __m128i first = _mm256_cvtps_ph(two.first, _MM_FROUND_TO_NEAREST_INT);
   return _mm256_set_m128i(_mm256_cvtps_ph(two.second, _MM_FROUND_TO_NEAREST_INT), first);
 #else
-  typename VectorOf<uint16_t, kVectorBytes>::type halves;
+  VectorOf<uint16_t, kVectorBytes>::type halves;
   for (int i = 0; i < kLanes<float>; ++i) {
     halves[i] = narrow<Float16>(two.first[i]).bits;
     halves[kLanes<float> + i] = narrow<Float16>(two.second[i]).bits;
