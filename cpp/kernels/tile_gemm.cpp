@@ -107,7 +107,7 @@ int64_t multiply_in_place(LeftBlock<T> left, ConstMatrixView<T> b, MatrixView<T>
 // Whether copying a transposed b would cost more than multiplying it from the left, with rows of a that do not fill
 // micro-tiles. Rows that have to be widened first are worth it where they fill half of one.
 template <class Element, class T>
-bool is_transposed_product(ConstMatrixView<T> a, ConstMatrixView<T> b) {
+bool is_multiplied_from_left(ConstMatrixView<T> a, ConstMatrixView<T> b) {
   constexpr int64_t kPanelWidth = kWidth<Accumulator<T>>;
   const bool is_few_rows =
       std::is_same_v<Element, T> ? a.rows <= 2 * kPanelWidth : kPanelWidth / 2 <= a.rows && a.rows <= kPanelWidth;
@@ -117,7 +117,7 @@ bool is_transposed_product(ConstMatrixView<T> a, ConstMatrixView<T> b) {
 // sum = or += a * b by way of the transposed product: panels are those of a, and b is read where it lies. While some
 // columns of b are multiplied, those after them are asked for.
 template <class Element, class T>
-void multiply_transposed(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sum, bool accumulate) {
+void multiply_from_left(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sum, bool accumulate) {
   constexpr int64_t kPanelWidth = kWidth<Accumulator<T>>;
   constexpr int kEightRows = 3;
   const ConstMatrixView<T> left = b.transposed();
@@ -139,7 +139,7 @@ void multiply_transposed(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<
 template <class T>
 void multiply_block(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sum, bool accumulate) {
   using Element = std::conditional_t<kHasPairs && std::is_same_v<T, BFloat16>, Pair, Accumulator<T>>;
-  if (is_transposed_product<Element>(a, b)) return multiply_transposed<Element>(a, b, sum, accumulate);
+  if (is_multiplied_from_left<Element>(a, b)) return multiply_from_left<Element>(a, b, sum, accumulate);
   const LeftBlock<Element> left = left_block<Element>(a);
   int64_t done = 0;
   if constexpr (std::is_same_v<Element, T>) {

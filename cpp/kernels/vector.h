@@ -102,23 +102,33 @@ MAXMOE_INLINE Vector<uint32_t> round_to_bfloat16(Vector<float> vector) {
   return vector != vector ? bits | 0x400000U : bits + 0x7fffU + ((bits >> 16) & 1U);
 }
 
+// 16-bit numbers, as many as there are lanes of float.
+using HalfVector = VectorOf<uint16_t, kVectorBytes / 2>::type;
+
+// The nearest float16, ties to even.
+MAXMOE_INLINE HalfVector round_to_float16(Vector<float> vector) {
+#if defined(__AVX512F__)
+  return std::bit_cast<HalfVector>(_mm512_cvtps_ph(vector, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  return std::bit_cast<HalfVector>(_mm256_cvtps_ph(vector, _MM_FROUND_TO_NEAREST_INT));
+#else
+  HalfVector half;
+  for (int i = 0; i < kLanes<float>; ++i) half[i] = narrow<Float16>(vector[i]).bits;
+  return half;
+#endif
+}
+
 // target = narrow(vector)
 template <class T>
 MAXMOE_INLINE void store_narrowed(T* target, Vector<Accumulator<T>> vector) {
   if constexpr (std::is_same_v<T, Accumulator<T>>) {
     store_vector(target, vector);
   } else if constexpr (std::is_same_v<T, BFloat16>) {
-    const auto half =
-        __builtin_convertvector(round_to_bfloat16(vector) >> 16, VectorOf<uint16_t, kVectorBytes / 2>::type);
+    const auto half = __builtin_convertvector(round_to_bfloat16(vector) >> 16, HalfVector);
     std::memcpy(target, &half, sizeof(half));
   } else {
-#if defined(__AVX512F__)
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), _mm512_cvtps_ph(vector, _MM_FROUND_TO_NEAREST_INT));
-#elif defined(__F16C__)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm256_cvtps_ph(vector, _MM_FROUND_TO_NEAREST_INT));
-#else
-    for (int i = 0; i < kLanes<Accumulator<T>>; ++i) target[i] = narrow<T>(vector[i]);
-#endif
+    const HalfVector half = round_to_float16(vector);
+    std::memcpy(target, &half, sizeof(half));
   }
 }
 
@@ -177,6 +187,16 @@ MAXMOE_INLINE V even_and_odd(V even, V odd) {
   return even_and_odd(even, odd, std::make_integer_sequence<int, sizeof(V) / sizeof(even[0])>());
 }
 
+template <class V, int... kLane>
+MAXMOE_INLINE auto concatenated(V first, V second, std::integer_sequence<int, kLane...> /*lanes*/) {
+  return __builtin_shufflevector(first, second, kLane...);
+}
+
+template <class V>
+MAXMOE_INLINE auto concatenated(V first, V second) {
+  return concatenated(first, second, std::make_integer_sequence<int, 2 * sizeof(V) / sizeof(first[0])>());
+}
+
 // Both at once, in lanes of 16 bits: the nearest bfloat16 of results of arithmetic, ties to even. NaNs stay NaN.
 MAXMOE_INLINE auto round_to_bfloat16(TwoVectors<float> two) {
   using Halves = VectorOf<int16_t, kVectorBytes>::type;
@@ -188,24 +208,6 @@ MAXMOE_INLINE auto round_to_bfloat16(TwoVectors<float> two) {
   const Halves is_up = (cut_off ^ INT16_MIN) > -(kept & 1);
   const Halves is_last_nan = (kept | INT16_MIN) == -1;
   return kept - (is_up < is_last_nan);  // true is -1: up, unless a NaN would wrap round to zero
-}
-
-MAXMOE_INLINE auto round_to_float16(TwoVectors<float> two) {
-#if defined(__AVX512F__)
-  const __m256i first = _mm512_cvtps_ph(two.first, _MM_FROUND_TO_NEAREST_INT);
-  const __m256i second = _mm512_cvtps_ph(two.second, _MM_FROUND_TO_NEAREST_INT);
-  return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
-#elif defined(__F16C__)
-  const __m128i first = _mm256_cvtps_ph(two.first, _MM_FROUND_TO_NEAREST_INT);
-  return _mm256_set_m128i(_mm256_cvtps_ph(two.second, _MM_FROUND_TO_NEAREST_INT), first);
-#else
-  VectorOf<uint16_t, kVectorBytes>::type halves;
-  for (int i = 0; i < kLanes<float>; ++i) {
-    halves[i] = narrow<Float16>(two.first[i]).bits;
-    halves[kLanes<float> + i] = narrow<Float16>(two.second[i]).bits;
-  }
-  return halves;
-#endif
 }
 
 // target = narrow(two), past the caches if it says so; then `target` is aligned to vectors.
@@ -221,7 +223,7 @@ MAXMOE_INLINE void store_two_narrowed(T* target, TwoVectors<Accumulator<T>> two)
   if constexpr (std::is_same_v<T, BFloat16>) {
     store(target, round_to_bfloat16(two));
   } else if constexpr (std::is_same_v<T, Float16>) {
-    store(target, round_to_float16(two));
+    store(target, concatenated(round_to_float16(two.first), round_to_float16(two.second)));
   } else {
     store(target, two.first);
     store(target + kLanes<T>, two.second);
