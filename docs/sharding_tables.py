@@ -10,11 +10,11 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Polygon, Rectangle
+from maxmoe.sharding.estimate import Traffic
 
 from maxmoe import MoEConfig
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, estimate, logical_to_mesh_axes, resolve
-from maxmoe.sharding.estimate import Traffic
 
 FOLDER = Path(__file__).parent
 

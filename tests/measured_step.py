@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from maxmoe.sharding.sharded_tokens import ShardedTokens
 from torch import Tensor
 
 from counted_collectives import CountedCollectives
 from maxmoe.models import DecoderConfig
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, parallelize
-from maxmoe.sharding.sharded_tokens import ShardedTokens
 from parallel_decoder import BATCH, CONFIG, LENGTH, MeshRules, batch, decoder, layouts, loss, token_spec
 from run_ranks import run_ranks
 

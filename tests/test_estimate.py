@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from maxmoe.sharding.collectives import collectives
+from maxmoe.sharding.estimate import Traffic
+from maxmoe.sharding.flows import BACKWARD, parameter_flows
+from maxmoe.sharding.plan import Plan
 from torch import Tensor
 
 from maxmoe import MoEConfig
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.sharding import Estimate, LogicalRules, Mesh, assign, estimate
-from maxmoe.sharding.collectives import collectives
-from maxmoe.sharding.estimate import Traffic
-from maxmoe.sharding.flows import BACKWARD, parameter_flows
-from maxmoe.sharding.plan import Plan
 from measured_step import PRESET_LAYOUTS, kept_tensors, measured_steps, num_bytes
 from parallel_decoder import BATCH, CONFIG, LENGTH, MeshRules, decoder, token_spec
 

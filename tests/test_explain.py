@@ -5,11 +5,11 @@ from typing import ClassVar
 
 import pytest
 import torch
+from maxmoe.sharding.explain import Explanation
 from torch import nn
 
 from maxmoe.models import Decoder
 from maxmoe.sharding import LogicalRules, Mesh, explain
-from maxmoe.sharding.explain import Explanation
 from measured_step import PRESET_LAYOUTS, measured_steps
 from parallel_decoder import CONFIG, MeshRules, decoder
 

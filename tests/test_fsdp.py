@@ -5,13 +5,13 @@ import sys
 
 import pytest
 import torch
+from maxmoe.sharding.plan import Plan
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 import small_decoder
 from maxmoe.models import Decoder
 from maxmoe.sharding import LogicalRules, Mesh, assign, fsdp, parallelize
-from maxmoe.sharding.plan import Plan
 from run_ranks import run_ranks
 
 takes_larger_meshes = pytest.mark.skipif(

@@ -1,11 +1,11 @@
 """Memory that is given back between forward and backward."""
 
 import torch
+from maxmoe.sharding.gathered import Gathered
 from torch import nn
 
 import parallel_decoder
 from maxmoe.sharding import Mesh, parallelize
-from maxmoe.sharding.gathered import Gathered
 from measured_step import kept_tensors
 from run_ranks import run_ranks
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from maxmoe.sharding.movement import Layout, Move, move
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from maxmoe.models.decoder import FeedForward
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, P, PartitionSpec, reshard, shard_map, shard_parameters
-from maxmoe.sharding.movement import Layout, Move, move
 from parts import assert_same, part_by_definition
 from run_ranks import fake_rank, run_ranks
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from maxmoe.sharding.__main__ import main
 
 from maxmoe.models import Decoder
 from maxmoe.models.published import PUBLISHED
-from maxmoe.sharding.__main__ import main
 
 # Billions of parameters as their authors count them, for the models whose attention a Decoder has.
 BILLIONS = {

@@ -3,14 +3,14 @@
 Shapes: B batch, S sequence, N whole sequence, D hidden_size, H heads, G key-value heads, C head_dim.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maxmoe.models.config import DecoderConfig
-from maxmoe.nn import TOKENS, Activation, LogicalNames, TokenLayout, WholeBatch
+from maxmoe.nn import TOKEN_DIMS, Declaration, LocalTokens, SavedTensor, TokenGroup
 
 
 def rotate(x: Tensor, theta: float, start: int = 0) -> Tensor:
@@ -39,20 +39,12 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, start: int) 
 class Attention(nn.Module):
     """Causal self-attention with grouped key-value heads; `options` are device and dtype."""
 
-    logical_names: ClassVar[LogicalNames] = {
-        "q_proj.weight": ("q_heads", "embed"),
-        "k_proj.weight": ("kv_heads", "embed"),
-        "v_proj.weight": ("kv_heads", "embed"),
-        "o_proj.weight": ("embed", "q_heads"),
-    }
-
     def __init__(self, config: DecoderConfig, **options: Any) -> None:
         super().__init__()
         D, H = config.hidden_size, config.num_heads
         G, C = config.num_key_value_heads or H, config.head_dim or D // H
-        self.parallel_dims = {"q_heads": H, "kv_heads": G}
-        self.token_layout: TokenLayout = WholeBatch()
-        self.head_dim = C
+        self.num_heads, self.num_key_value_heads, self.head_dim = H, G, C
+        self.token_group: TokenGroup = LocalTokens()
         self.rope_theta = config.rope_theta
         self.q_proj = nn.Linear(D, H * C, bias=False, **options)
         self.k_proj = nn.Linear(D, G * C, bias=False, **options)
@@ -65,26 +57,40 @@ class Attention(nn.Module):
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        start = self.token_layout.first_position(x.shape[1])
+        start = self.token_group.first_position(x.shape[1])
         queries, keys = rotate(queries, self.rope_theta, start), rotate(keys, self.rope_theta, start)
-        keys, values = (self.token_layout.whole_sequence(part, dim=2) for part in (keys, values))
+        keys, values = (self.token_group.all_gather_sequence(part, dim=2) for part in (keys, values))
         mixed = causal_attention(queries, keys, values, start)
         output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(-2))
         return output
 
-    def kept_for_backward(self, batch: int, length: int) -> dict[str, Activation]:
-        """See `Activation`."""
-        H, G, C = *self.parallel_dims.values(), self.head_dim
+    @property
+    def declaration(self) -> Declaration:
+        """See `Declaration`."""
+        return Declaration(
+            logical_names={
+                "q_proj.weight": ("q_heads", "embed"),
+                "k_proj.weight": ("kv_heads", "embed"),
+                "v_proj.weight": ("kv_heads", "embed"),
+                "o_proj.weight": ("embed", "q_heads"),
+            },
+            tensor_parallel_dims={"q_heads": self.num_heads, "kv_heads": self.num_key_value_heads},
+            uses_token_group=True,
+            saved_tensors=self._saved_tensors,
+        )
+
+    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
+        H, G, C = self.num_heads, self.num_key_value_heads, self.head_dim
         wide = torch.promote_types(self.q_proj.weight.dtype, torch.float32)
         heads = ("activation_batch", "activation_heads", "activation_length")
-        shared_heads = ("activation_batch", "activation_kv_heads", "activation_kv_length", None)
+        key_value_heads = ("activation_batch", "activation_kv_heads", "activation_kv_length", None)
         return {
-            "input": Activation((batch, length, self.q_proj.in_features), (*TOKENS, "activation_embed")),
-            "queries": Activation((batch, H, length, C), (*heads, None)),
-            "keys": Activation((batch, G, length, C), shared_heads),
-            "values": Activation((batch, G, length, C), shared_heads),
-            "mixed": Activation((batch, H, length, C), (*heads, None)),
-            "merged": Activation((batch, length, H * C), (*TOKENS, "activation_heads")),
-            "log_sums": Activation((batch, H, length), heads, wide),
-            "angles": Activation((4, length, C // 2), (None, "activation_length", None), torch.float32),
+            "input": SavedTensor((batch, length, self.q_proj.in_features), (*TOKEN_DIMS, "activation_embed")),
+            "queries": SavedTensor((batch, H, length, C), (*heads, None)),
+            "keys": SavedTensor((batch, G, length, C), key_value_heads),
+            "values": SavedTensor((batch, G, length, C), key_value_heads),
+            "mixed": SavedTensor((batch, H, length, C), (*heads, None)),
+            "merged": SavedTensor((batch, length, H * C), (*TOKEN_DIMS, "activation_heads")),
+            "logsumexp": SavedTensor((batch, H, length), heads, wide),
+            "angles": SavedTensor((4, length, C // 2), (None, "activation_length", None), torch.float32),
         }

@@ -7,7 +7,7 @@ Shapes: B batch, S sequence, D hidden_size, V vocab_size, M Mixture-of-Experts l
 """
 
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from maxmoe.models.attention import Attention
 from maxmoe.models.config import DecoderConfig
-from maxmoe.nn import TOKENS, Activation, LogicalNames, MoE, MoEStats, keep_routing, same_tokens_everywhere
+from maxmoe.nn import TOKEN_DIMS, Declaration, MoE, MoEStats, SavedTensor, keep_routing, same_tokens_everywhere
 
 
 class DecoderOutput(NamedTuple):
@@ -38,26 +38,20 @@ class DecoderOutput(NamedTuple):
         return torch.stack([stats.tokens_per_expert for stats in self.stats])
 
 
-def kept_by_norm(norm: nn.RMSNorm, batch: int, length: int) -> dict[str, Activation]:
+def saved_by_norm(norm: nn.RMSNorm, batch: int, length: int) -> dict[str, SavedTensor]:
     """Its input and the same normalized, in float32 or wider, and the factors in between."""
     wide = torch.promote_types(norm.weight.dtype, torch.float32)
-    names = (*TOKENS, "activation_embed")
+    names = (*TOKEN_DIMS, "activation_embed")
     shapes = {"input": len(norm.weight), "normalized": len(norm.weight), "factors": 1}
-    return {name: Activation((batch, length, width), names, wide) for name, width in shapes.items()}
+    return {name: SavedTensor((batch, length, width), names, wide) for name, width in shapes.items()}
 
 
 class FeedForward(nn.Module):
     """SwiGLU: down_proj(silu(gate_proj(x)) * up_proj(x)); `options` are device and dtype."""
 
-    logical_names: ClassVar[LogicalNames] = {
-        "gate_proj.weight": ("mlp", "embed"),
-        "up_proj.weight": ("mlp", "embed"),
-        "down_proj.weight": ("embed", "mlp"),
-    }
-
     def __init__(self, hidden_size: int, intermediate_size: int, **options: Any) -> None:
         super().__init__()
-        self.parallel_dims = {"mlp": intermediate_size}
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False, **options)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False, **options)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False, **options)
@@ -67,22 +61,30 @@ class FeedForward(nn.Module):
         output: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return output
 
-    def kept_for_backward(self, batch: int, length: int) -> dict[str, Activation]:
-        """See `Activation`."""
-        D, F = self.gate_proj.in_features, self.gate_proj.out_features
-        inner = Activation((batch, length, F), (*TOKENS, "activation_mlp"))
-        kept = dict.fromkeys(("gate", "up", "activated_gate", "product"), inner)
-        return {"input": Activation((batch, length, D), (*TOKENS, "activation_embed")), **kept}
+    @property
+    def declaration(self) -> Declaration:
+        """See `Declaration`."""
+        return Declaration(
+            logical_names={
+                "gate_proj.weight": ("mlp", "embed"),
+                "up_proj.weight": ("mlp", "embed"),
+                "down_proj.weight": ("embed", "mlp"),
+            },
+            tensor_parallel_dims={"mlp": self.intermediate_size},
+            saved_tensors=self._saved_tensors,
+        )
+
+    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
+        inner = SavedTensor((batch, length, self.intermediate_size), (*TOKEN_DIMS, "activation_mlp"))
+        saved = dict.fromkeys(("gate", "up", "activated_gate", "product"), inner)
+        return {"input": SavedTensor((batch, length, self.hidden_size), (*TOKEN_DIMS, "activation_embed")), **saved}
 
 
 class Block(nn.Module):
     """Attention, then a dense or a Mixture-of-Experts layer; `options` are device and dtype."""
 
-    logical_names: ClassVar[LogicalNames] = {"attention_norm.weight": ("norm",), "feed_forward_norm.weight": ("norm",)}
-
     def __init__(self, config: DecoderConfig, *, dense: bool, **options: Any) -> None:
         super().__init__()
-        self.parallel_dims: dict[str, int] = {}
         self.is_recomputed = config.checkpoint_blocks
         D = config.hidden_size
         self.attention_norm = nn.RMSNorm(D, config.norm_eps, **options)
@@ -103,10 +105,19 @@ class Block(nn.Module):
             return x + update, None, None
         return x + update.hidden_states, update.aux_loss, update.stats
 
-    def kept_for_backward(self, batch: int, length: int) -> dict[str, Activation]:
-        """See `Activation`."""
-        kept = kept_by_norm(self.attention_norm, batch, length)
-        return {f"{norm}_{name}": kept[name] for norm in ("attention", "feed_forward") for name in kept}
+    @property
+    def declaration(self) -> Declaration:
+        """See `Declaration`."""
+        return Declaration(
+            logical_names={"attention_norm.weight": ("norm",), "feed_forward_norm.weight": ("norm",)},
+            gather_unit=True,
+            is_recomputed=self.is_recomputed,
+            saved_tensors=self._saved_tensors,
+        )
+
+    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
+        saved = saved_by_norm(self.attention_norm, batch, length)
+        return {f"{norm}_{name}": saved[name] for norm in ("attention", "feed_forward") for name in saved}
 
 
 class Decoder(nn.Module):
@@ -118,12 +129,6 @@ class Decoder(nn.Module):
         dtype: of the parameters.
     """
 
-    logical_names: ClassVar[LogicalNames] = {
-        "embedding.weight": ("vocab", "embed_vocab"),
-        "norm.weight": ("norm",),
-        "output.weight": ("vocab", "embed_vocab"),
-    }
-
     def __init__(
         self,
         config: DecoderConfig,
@@ -133,7 +138,6 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.parallel_dims: dict[str, int] = {}
         V, D = config.vocab_size, config.hidden_size
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.embedding = nn.Embedding(V, D, **options)
@@ -185,17 +189,30 @@ class Decoder(nn.Module):
         total = torch.stack(aux_losses).sum() if aux_losses else logits.new_zeros((), dtype=torch.float32)
         return DecoderOutput(logits, total, tuple(stats))
 
-    def kept_for_backward(self, batch: int, length: int) -> dict[str, Activation]:
-        """See `Activation`; logits: what the loss keeps of them."""
+    @property
+    def declaration(self) -> Declaration:
+        """See `Declaration`. Tied embeddings are read outside of their module: a gather unit."""
+        return Declaration(
+            logical_names={
+                "embedding.weight": ("vocab", "embed_vocab"),
+                "norm.weight": ("norm",),
+                "output.weight": ("vocab", "embed_vocab"),
+            },
+            gather_unit=True,
+            saved_tensors=self._saved_tensors,
+        )
+
+    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
+        """Of the logits, what the loss saves."""
         V, D, num_layers = *self.embedding.weight.shape, self.config.num_layers
-        tokens, embed = (batch, length), (*TOKENS, "activation_embed")
-        inputs = {"block_inputs": Activation((num_layers, *tokens, D), ("layers", *embed))}
+        tokens, embed = (batch, length), (*TOKEN_DIMS, "activation_embed")
+        inputs = {"block_inputs": SavedTensor((num_layers, *tokens, D), ("layers", *embed))}
         return {
-            "tokens": Activation(tokens, TOKENS, torch.int64),
+            "tokens": SavedTensor(tokens, TOKEN_DIMS, torch.int64),
             **(inputs if self.config.checkpoint_blocks else {}),
-            **kept_by_norm(self.norm, batch, length),
-            "output": Activation((*tokens, D), embed),
-            "logits": Activation((*tokens, V), (*TOKENS, "activation_vocab")),
+            **saved_by_norm(self.norm, batch, length),
+            "output": SavedTensor((*tokens, D), embed),
+            "logits": SavedTensor((*tokens, V), (*TOKEN_DIMS, "activation_vocab")),
         }
 
     def update_correction_bias(self, tokens_per_expert: Tensor) -> None:

@@ -1,25 +1,31 @@
 """The Mixture-of-Experts layer and its parts."""
 
+from maxmoe.nn.declaration import TOKEN_DIMS, Declaration, LogicalNames, SavedTensor
+from maxmoe.nn.dispatcher import Dispatched, Dispatcher, LocalDispatcher
 from maxmoe.nn.experts import Experts, SharedExperts
-from maxmoe.nn.losses import load_balance_loss, normalized_scores, router_z_loss
-from maxmoe.nn.moe import MoE, MoEOutput, MoEStats
-from maxmoe.nn.parallel import TOKENS, Activation, LogicalNames, TokenLayout, WholeBatch, same_tokens_everywhere
+from maxmoe.nn.losses import MoEStats, load_balance_loss, router_z_loss
+from maxmoe.nn.moe import MoE, MoEOutput
 from maxmoe.nn.recompute import keep_routing
-from maxmoe.nn.router import Router, Routing
+from maxmoe.nn.router import Router, Routing, normalized_scores
+from maxmoe.nn.tokens import LocalTokens, TokenGroup, same_tokens_everywhere
 
 __all__ = [
-    "TOKENS",
-    "Activation",
+    "TOKEN_DIMS",
+    "Declaration",
+    "Dispatched",
+    "Dispatcher",
     "Experts",
+    "LocalDispatcher",
+    "LocalTokens",
     "LogicalNames",
     "MoE",
     "MoEOutput",
     "MoEStats",
     "Router",
     "Routing",
+    "SavedTensor",
     "SharedExperts",
-    "TokenLayout",
-    "WholeBatch",
+    "TokenGroup",
     "keep_routing",
     "load_balance_loss",
     "normalized_scores",

@@ -1,13 +1,12 @@
 """The parameters of the experts, routed and shared."""
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 
 from maxmoe.config import MoEConfig
+from maxmoe.nn.activation import activate
+from maxmoe.nn.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.nn.linear import linear
-from maxmoe.nn.parallel import TOKENS, Activation, LogicalNames
 from maxmoe.ops import RaggedPlan, expert_ffn
 
 
@@ -19,15 +18,6 @@ class Experts(nn.Module):
         device: of the parameters.
         dtype: of the parameters.
     """
-
-    logical_names: ClassVar[LogicalNames] = {
-        "gate_proj": ("exp", "embed_moe", "mlp_moe"),
-        "up_proj": ("exp", "embed_moe", "mlp_moe"),
-        "down_proj": ("exp", "mlp_moe", "embed_moe"),
-        "gate_bias": ("exp", "mlp_moe"),
-        "up_bias": ("exp", "mlp_moe"),
-        "down_bias": ("exp", "embed_moe"),
-    }
 
     gate_proj: Tensor | None
     up_proj: Tensor
@@ -43,8 +33,8 @@ class Experts(nn.Module):
         self.config = config
         num_experts, hidden_size, width = config.num_experts, config.hidden_size, config.intermediate_size
 
-        def parameter(wanted: bool, *shape: int) -> nn.Parameter | None:
-            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if wanted else None
+        def parameter(exists: bool, *shape: int) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if exists else None
 
         gated, biased = config.gated, config.expert_bias
         self.register_parameter("gate_proj", parameter(gated, num_experts, hidden_size, width))
@@ -64,16 +54,20 @@ class Experts(nn.Module):
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
 
     def forward(self, x: Tensor, weights: Tensor | None, plan: RaggedPlan) -> Tensor:
-        """Compute the rows of a plan with `maxmoe.ops.expert_ffn`.
+        """Compute the rows of a plan, all experts together.
 
         Args:
             x: ``(T, D)``, floating.
             weights: ``(T, K)``, floating, or None for ones.
-            plan: from `maxmoe.ops.ragged_plan`.
+            plan: from `maxmoe.ops.ragged_plan`. With ``implementation="dense"`` the rows must be in the order of the
+                experts, as many for each, and `weights` None.
 
         Returns:
-            ``(T, D)``, dtype of x.
+            ``(T, D)``, dtype of x: the weighted sum over each token's experts.
         """
+        if self.config.implementation == "dense":
+            num_experts = self.config.num_experts
+            return self._batched(x.view(num_experts, x.shape[0] // num_experts, x.shape[1])).flatten(0, 1)
         return expert_ffn(
             x,
             weights,
@@ -88,21 +82,49 @@ class Experts(nn.Module):
             limit=self.config.activation_limit,
         )
 
-    def kept_for_backward(self, batch: int, length: int) -> dict[str, Activation]:
-        """See `Activation`; the input is in `MoE`. Each token's K rows lie with the experts that they went to."""
+    def _batched(self, inputs: Tensor) -> Tensor:
+        """Compute blocks of rows ``(E, N, D)`` as batched products, each block with its expert."""
+
+        def project(x: Tensor, matrices: Tensor, bias: Tensor | None) -> Tensor:
+            product = x @ matrices
+            return product if bias is None else product + bias.unsqueeze(1).to(product.dtype)
+
+        gate = None if self.gate_proj is None else project(inputs, self.gate_proj, self.gate_bias)
+        up = project(inputs, self.up_proj, self.up_bias)
+        activated = activate(gate, up, self.config.activation, self.config.activation_limit)
+        return project(activated, self.down_proj, self.down_bias)
+
+    @property
+    def declaration(self) -> Declaration:
+        """See `Declaration`. A gather unit of its own: dispatch decides over which axes experts are gathered."""
+        return Declaration(
+            logical_names={
+                "gate_proj": ("exp", "embed_moe", "mlp_moe"),
+                "up_proj": ("exp", "embed_moe", "mlp_moe"),
+                "down_proj": ("exp", "mlp_moe", "embed_moe"),
+                "gate_bias": ("exp", "mlp_moe"),
+                "up_bias": ("exp", "mlp_moe"),
+                "down_bias": ("exp", "embed_moe"),
+            },
+            gather_unit=True,
+            saved_tensors=self._saved_tensors,
+        )
+
+    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
+        """The input is counted in `MoE`. The K rows of each token are on the rank of their experts."""
         if self.config.implementation != "sparse":
-            raise ValueError(f"what implementation={self.config.implementation!r} keeps for backward is not known")
+            raise ValueError(f"the tensors that implementation={self.config.implementation!r} saves are not known")
         K, D, F = self.config.top_k, self.config.hidden_size, self.config.intermediate_size
         rows = ("activation_batch_moe", "activation_length_moe", "activation_exp")
         width = 2 * F if self.config.gated else F
-        kept = {
-            "preactivations": Activation((batch, length, K, width), (*rows, "activation_mlp_moe")),
-            "plan": Activation((batch, length, K, 2), (*rows, None), torch.int64),
+        saved = {
+            "preactivations": SavedTensor((batch, length, K, width), (*rows, "activation_mlp_moe")),
+            "plan": SavedTensor((batch, length, K, 2), (*rows, None), torch.int64),
         }
         if self.config.apply_weights_to == "input":
-            kept["weighted_input"] = Activation((batch, length, K, D), (*rows, "activation_embed_moe"))
-            kept["order"] = Activation((batch, length, K), rows, torch.int64)
-        return kept
+            saved["weighted_input"] = SavedTensor((batch, length, K, D), (*rows, "activation_embed_moe"))
+            saved["order"] = SavedTensor((batch, length, K), rows, torch.int64)
+        return saved
 
     def extra_repr(self) -> str:
         """Sizes, for `print`.
@@ -129,13 +151,6 @@ class SharedExperts(nn.Module):
         dtype: of the parameters.
     """
 
-    logical_names: ClassVar[LogicalNames] = {
-        "gate_proj": ("embed", "mlp"),
-        "up_proj": ("embed", "mlp"),
-        "down_proj": ("mlp", "embed"),
-        "output_gate": ("embed",),
-    }
-
     gate_proj: Tensor | None
     up_proj: Tensor
     down_proj: Tensor
@@ -147,10 +162,9 @@ class SharedExperts(nn.Module):
         super().__init__()
         self.config = config
         hidden_size, width = config.hidden_size, config.num_shared_experts * config.intermediate_size
-        self.parallel_dims = {"mlp": width}
 
-        def parameter(wanted: bool, *shape: int) -> nn.Parameter | None:
-            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if wanted else None
+        def parameter(exists: bool, *shape: int) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if exists else None
 
         self.register_parameter("gate_proj", parameter(config.gated, hidden_size, width))
         self.register_parameter("up_proj", parameter(True, hidden_size, width))
@@ -175,7 +189,7 @@ class SharedExperts(nn.Module):
         return expert_ffn(
             x,
             None if self.output_gate is None else torch.sigmoid(linear(x, self.output_gate.unsqueeze(1))),
-            one_group(x),
+            RaggedPlan.of_sorted_rows(x.shape[0], torch.full((1,), x.shape[0], device=x.device)),
             None if self.gate_proj is None else self.gate_proj.unsqueeze(0),
             self.up_proj.unsqueeze(0),
             self.down_proj.unsqueeze(0),
@@ -183,17 +197,31 @@ class SharedExperts(nn.Module):
             limit=self.config.activation_limit,
         )
 
-    def kept_for_backward(self, batch: int, length: int) -> dict[str, Activation]:
-        """See `Activation`; the input is in `MoE`."""
+    @property
+    def declaration(self) -> Declaration:
+        """See `Declaration`."""
+        return Declaration(
+            logical_names={
+                "gate_proj": ("embed", "mlp"),
+                "up_proj": ("embed", "mlp"),
+                "down_proj": ("mlp", "embed"),
+                "output_gate": ("embed",),
+            },
+            tensor_parallel_dims={"mlp": self.config.num_shared_experts * self.config.intermediate_size},
+            saved_tensors=self._saved_tensors,
+        )
+
+    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
+        """The input is counted in `MoE`."""
         F = self.config.num_shared_experts * self.config.intermediate_size
         width = 2 * F if self.config.gated else F
-        kept = {
-            "preactivations": Activation((batch, length, width), (*TOKENS, "activation_mlp")),
-            "order": Activation((batch, length), TOKENS, torch.int64),
+        saved = {
+            "preactivations": SavedTensor((batch, length, width), (*TOKEN_DIMS, "activation_mlp")),
+            "order": SavedTensor((batch, length), TOKEN_DIMS, torch.int64),
         }
         if self.output_gate is not None:
-            kept["weights"] = Activation((batch, length), TOKENS)
-        return kept
+            saved["weights"] = SavedTensor((batch, length), TOKEN_DIMS)
+        return saved
 
     def extra_repr(self) -> str:
         """Sizes, for `print`.
@@ -207,17 +235,3 @@ class SharedExperts(nn.Module):
             f"hidden_size={config.hidden_size}, intermediate_size={width}, "
             f"activation={config.activation!r}, gate={config.shared_expert_gate}"
         )
-
-
-def one_group(x: Tensor) -> RaggedPlan:
-    """Plan of rows that lie in order already, all of one expert.
-
-    Args:
-        x: ``(R, D)``.
-
-    Returns:
-        The plan, with K = 1.
-    """
-    order = torch.arange(x.shape[0], device=x.device)
-    group_sizes = torch.full((1,), x.shape[0], device=x.device)
-    return RaggedPlan(order, order, group_sizes, torch.zeros_like(group_sizes[0]), 1)

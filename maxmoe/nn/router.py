@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from maxmoe.config import MoEConfig
+from maxmoe.config import MoEConfig, ScoreFunction
+from maxmoe.nn.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.nn.linear import linear
-from maxmoe.nn.parallel import TOKENS, Activation, LogicalNames
 from maxmoe.ops.route import route
 
 
@@ -19,13 +19,37 @@ class Routing(NamedTuple):
 
     Attributes:
         logits: ``(T, E)``, float32 or wider.
+        probabilities: ``(T, E)``, the scores of every expert, scaled to sum one; see `normalized_scores`.
         weights: ``(T, K)``, float32 or wider.
         experts: ``(T, K)``, int64.
     """
 
     logits: Tensor
+    probabilities: Tensor
     weights: Tensor
     experts: Tensor
+
+
+def normalized_scores(logits: Tensor, score_function: ScoreFunction) -> Tensor:
+    """Scores of every expert, scaled to sum one.
+
+    p = s / (sum_e s + 1e-20);  the softmax for "softmax" and "identity"
+
+    Args:
+        logits: ``(T, E)``, floating.
+        score_function: of the router.
+
+    Returns:
+        ``(T, E)``, dtype of logits.
+    """
+    if score_function in ("softmax", "identity"):
+        return logits.softmax(-1)
+    if score_function == "sigmoid":
+        scores = logits.sigmoid()
+    else:  # the square root has no slope at zero, where the softplus of large negative logits ends up
+        softplus = torch.logaddexp(logits, torch.zeros_like(logits))
+        scores = softplus.clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
 
 class Router(nn.Module):
@@ -38,8 +62,6 @@ class Router(nn.Module):
         device: of the parameters.
         dtype: of the parameters; `score_correction_bias` is float32 or wider.
     """
-
-    logical_names: ClassVar[LogicalNames] = {"weight": (None, "embed"), "bias": (None,)}
 
     weight: Tensor
     bias: Tensor | None
@@ -93,21 +115,30 @@ class Router(nn.Module):
             normalization=config.normalization,
             scale=config.routed_scaling_factor,
         )
-        return Routing(logits, weights, experts)
+        # Only the balance loss has a gradient to them; the statistics are read without one.
+        source = logits if config.load_balance_loss_weight > 0 else logits.detach()
+        return Routing(logits, normalized_scores(source, config.score_function), weights, experts)
 
-    def kept_for_backward(self, batch: int, length: int) -> dict[str, Activation]:
-        """See `Activation`; the input is in `MoE`."""
+    @property
+    def declaration(self) -> Declaration:
+        """See `Declaration`."""
+        return Declaration(
+            logical_names={"weight": (None, "embed"), "bias": (None,)}, saved_tensors=self._saved_tensors
+        )
+
+    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
+        """The input is counted in `MoE`."""
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         (E, D), K = self.weight.shape, self.config.top_k
-        kept = {
-            "logits": Activation((batch, length, E), (*TOKENS, None), wide),
-            "weights": Activation((batch, length, K), (*TOKENS, None), wide),
-            "experts": Activation((batch, length, K), (*TOKENS, None), torch.int64),
+        saved = {
+            "logits": SavedTensor((batch, length, E), (*TOKEN_DIMS, None), wide),
+            "weights": SavedTensor((batch, length, K), (*TOKEN_DIMS, None), wide),
+            "experts": SavedTensor((batch, length, K), (*TOKEN_DIMS, None), torch.int64),
         }
         if wide != self.weight.dtype:
-            kept["wide_input"] = Activation((batch, length, D), (*TOKENS, "activation_embed"), wide)
-            kept["wide_weight"] = Activation((E, D), (None, None), wide)
-        return kept
+            saved["wide_input"] = SavedTensor((batch, length, D), (*TOKEN_DIMS, "activation_embed"), wide)
+            saved["wide_weight"] = SavedTensor((E, D), (None, None), wide)
+        return saved
 
     def _logits(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)

@@ -25,6 +25,20 @@ class RaggedPlan(NamedTuple):
     dropped: Tensor
     top_k: int
 
+    @classmethod
+    def of_sorted_rows(cls, num_rows: int, group_sizes: Tensor) -> "RaggedPlan":
+        """Return the plan of rows that are in the order of their experts already, each a token with K = 1.
+
+        Args:
+            num_rows: R.
+            group_sizes: ``(L,)``, int64, sum R.
+
+        Returns:
+            The plan; row i is that of slot i.
+        """
+        order = torch.arange(num_rows, device=group_sizes.device)
+        return cls(order, order, group_sizes, group_sizes.new_zeros(()), 1)
+
 
 def ragged_plan(
     experts: Tensor,

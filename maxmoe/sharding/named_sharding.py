@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from maxmoe.sharding.mesh import Mesh
@@ -14,38 +14,51 @@ from maxmoe.sharding.partition_spec import PartitionSpec
 
 @dataclass(frozen=True)
 class NamedSharding:
-    """How a tensor lies on a mesh.
+    """How a tensor is sharded on a mesh.
 
     The axes of a dim split it in their order: in P(("expert", "fsdp")) `expert` cuts it into blocks, and `fsdp` each
-    block again. Ranks that differ on other axes only hold the same part.
+    block again. The tensor is replicated over all other axes, except those in `partial`, over which every rank holds a
+    summand of it (DTensor's Partial, JAX's unreduced).
 
     Args:
         mesh: the mesh, planned or not.
         spec: the axes of each dim.
+        partial: the axes over which the tensor is an unreduced sum.
 
     Raises:
-        ValueError: for an axis that the mesh does not have.
+        ValueError: for an axis that the mesh does not have, and for one that both shards a dim and is partial.
 
     Source: `jax.sharding.NamedSharding`.
     """
 
     mesh: Mesh
     spec: PartitionSpec
+    partial: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for axis in self.partial:
+            if axis not in self.mesh.sizes:
+                raise ValueError(f"axis {axis!r} is partial, but {self.mesh} has no such axis")
         for dim, axes in enumerate(self.spec):
             for axis in axes:
                 if axis not in self.mesh.sizes:
                     raise ValueError(
                         f"axis {axis!r} shards dim {dim} of {self.spec!r}, but {self.mesh} has no such axis"
                     )
+                if axis in self.partial:
+                    raise ValueError(f"axis {axis!r} shards dim {dim} of {self.spec!r} and is partial")
+
+    @classmethod
+    def replicated(cls, mesh: Mesh, num_dims: int, *, partial: tuple[str, ...] = ()) -> "NamedSharding":
+        """Return the sharding of a tensor of `num_dims` dims that no axis shards."""
+        return cls(mesh, PartitionSpec(*(None,) * num_dims), partial)
 
     @property
     def placements(self) -> tuple[Placement, ...]:
         """The same for DTensor: one placement per axis of `mesh.device_mesh`.
 
-        DTensor lets the outer axes of the mesh split first. An axis that splits a dim after axes that lie further in
-        on the mesh takes a strided shard.
+        DTensor splits a dim by the outer axes of the mesh first. An axis that splits a dim after axes that are further
+        inside on the mesh becomes a strided shard.
         """
         position = {axis: index for index, axis in enumerate(self.mesh.axes)}
         placements: list[Placement] = [Replicate()] * max(len(position), 1)
@@ -55,11 +68,14 @@ class NamedSharding:
                 split_before = [major for major in large[:index] if position[major] > position[axis]]
                 factor = self.mesh.size(*split_before)
                 placements[position[axis]] = Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
+        for axis in self.partial:
+            if axis in position:
+                placements[position[axis]] = Partial()
         return tuple(placements)
 
     def without(self, *axes: str) -> "NamedSharding":
-        """Return the sharding after gathering over `axes`."""
-        return NamedSharding(self.mesh, self.spec.without(*axes))
+        """Return the sharding after an all-gather over `axes`."""
+        return replace(self, spec=self.spec.without(*axes))
 
     def shard_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Compute the shape of every rank's part.

@@ -8,30 +8,31 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from maxmoe.sharding.assign import Assignment, assign
+from maxmoe.parallel.parameter_sharding import ParameterSharding
+from maxmoe.parallel.plan import Plan
+from maxmoe.planning.text_table import readable_bytes, text_table
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.resolve import DroppedAxis
 from maxmoe.sharding.rules import LogicalRules
-from maxmoe.sharding.text_table import readable_bytes, text_table
 
-# A weight that every rank holds whole is large if it takes at least this share of what a rank holds.
+# A replicated parameter is large if it takes at least this share of the bytes of a rank.
 LARGE_SHARE = 0.01
 
 
 @dataclass(frozen=True)
 class ExplainedParameter:
-    """Where a parameter goes, and why.
+    """How a parameter is sharded, and why.
 
     Args:
         name: its path.
-        assignment: its logical names, what the rules make of them, and the axes that do not shard it.
+        parameter: its logical names, the axes that the rules give it and those that shard it.
         rules: for each dim the axes of the rule that applies, None without one.
         local_shape: of every rank's part.
         local_bytes: of every rank's part.
     """
 
     name: str
-    assignment: Assignment
+    parameter: ParameterSharding
     rules: tuple[tuple[str, ...] | None, ...]
     local_shape: tuple[int, ...]
     local_bytes: int
@@ -39,13 +40,13 @@ class ExplainedParameter:
     @property
     def is_replicated(self) -> bool:
         """Whether every rank holds all of it."""
-        return self.local_shape == self.assignment.shape
+        return self.local_shape == self.parameter.shape
 
     @property
     def indivisible(self) -> tuple[DroppedAxis, ...]:
         """The axes of the mesh that cannot shard it evenly."""
-        sizes = self.assignment.sharding.mesh.sizes
-        return tuple(drop for drop in self.assignment.dropped if sizes.get(drop.axis, 1) > 1)
+        sizes = self.parameter.sharding.mesh.sizes
+        return tuple(drop for drop in self.parameter.dropped if sizes.get(drop.axis, 1) > 1)
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Explanation:
     @property
     def num_parameters(self) -> int:
         """Numbers in all parameters of all ranks, each counted once."""
-        return sum(math.prod(parameter.assignment.shape) for parameter in self.parameters)
+        return sum(math.prod(parameter.parameter.shape) for parameter in self.parameters)
 
     @property
     def local_bytes(self) -> int:
@@ -76,7 +77,7 @@ class Explanation:
     def warnings(self) -> tuple[str, ...]:
         """What may not be as it was meant."""
         large = [
-            f"{label} is whole on every rank: {readable_bytes(local_bytes)}, "
+            f"{label} is replicated on every rank: {readable_bytes(local_bytes)}, "
             f"{local_bytes / self.local_bytes:.0%} of what a rank holds"
             for label, group in grouped(self.parameters)
             if group[0].is_replicated
@@ -86,7 +87,7 @@ class Explanation:
         unnamed = [
             f"{label} has no logical names: it is not sharded"
             for label, group in grouped(self.parameters)
-            if group[0].assignment.names is None
+            if group[0].parameter.names is None
         ]
         unknown = [f"no rule for the logical name {name!r}: its dims are not sharded" for name in self.unknown_names]
         return (*large, *unnamed, *unknown)
@@ -97,7 +98,7 @@ class Explanation:
             (
                 label,
                 self._rules_text(group[0]),
-                " | ".join(" ".join(axes) or "-" for axes in group[0].assignment.sharding.spec),
+                " | ".join(" ".join(axes) or "-" for axes in group[0].parameter.sharding.spec),
                 str(list(group[0].local_shape)),
                 readable_bytes(sum(parameter.local_bytes for parameter in group)),
             )
@@ -109,14 +110,14 @@ class Explanation:
 
     def _rules_text(self, parameter: ExplainedParameter) -> str:
         texts = []
-        for name, axes in zip(parameter.assignment.names or (), parameter.rules, strict=False):
+        for name, axes in zip(parameter.parameter.names or (), parameter.rules, strict=False):
             without = "no rule" if name in self.unknown_names else "its axes are taken"
             applied = without if axes is None else " ".join(axes) or "-"
             texts.append("-" if name is None else f"{name}: {applied}")
         return " | ".join(texts) or "no names"
 
     def _remarks(self) -> Iterator[str]:
-        absent = {drop.axis: None for parameter in self.parameters for drop in parameter.assignment.dropped}
+        absent = {drop.axis: None for parameter in self.parameters for drop in parameter.parameter.dropped}
         absent_axes = [axis for axis in absent if self.mesh.size(axis) == 1]
         if absent_axes:
             yield f"Axes of the rules that this mesh lacks, or has with size 1: {', '.join(absent_axes)}."
@@ -128,10 +129,10 @@ class Explanation:
 
 
 def explain(module: nn.Module, mesh: Mesh, rules: LogicalRules | str) -> Explanation:
-    """Say where `parallelize` puts every parameter of a module, and why.
+    """Say how `parallelize` shards every parameter of a module, and why.
 
     Args:
-        module: with logical names, see `logical_names`; may be on the meta device.
+        module: with logical names, see `Declaration`; may be on the meta device.
         mesh: planned or not.
         rules: the table, or the name of a preset.
 
@@ -139,31 +140,36 @@ def explain(module: nn.Module, mesh: Mesh, rules: LogicalRules | str) -> Explana
         The parameters with their rules, local shapes and bytes; as a string, a table with repeated layers in one row.
 
     Raises:
-        ValueError: as `assign`.
+        ValueError: as `parameter_shardings`.
     """
     rules = LogicalRules.load(rules)
-    with warnings.catch_warnings():  # names without a rule are in the result
-        warnings.simplefilter("ignore")
-        assignments = assign(module, mesh, rules)
-    names = dict.fromkeys(name for assignment in assignments.values() for name in assignment.names or ())
+    parameters = quiet_plan(module, mesh, rules).parameters
+    names = dict.fromkeys(name for plan in parameters.values() for name in plan.parameter.names or ())
     return Explanation(
         mesh,
         tuple(
             ExplainedParameter(
                 name,
-                assignment,
-                _applied_rules(assignment, rules),
-                assignment.sharding.shard_shape(assignment.shape),
-                assignment.sharding.bytes(assignment.shape, assignment.dtype),
+                parameters[name].parameter,
+                _applied_rules(parameters[name].parameter, rules),
+                parameters[name].stored.shard_shape(parameters[name].parameter.shape),
+                parameters[name].bytes(parameters[name].stored),
             )
-            for name, assignment in assignments.items()
+            for name, _ in module.named_parameters()
         ),
         tuple(name for name in names if name is not None and name not in rules.names),
     )
 
 
+def quiet_plan(module: nn.Module, mesh: Mesh, rules: LogicalRules) -> Plan:
+    """Make a plan without the warnings on names that no rule has: an explanation lists them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return Plan(module, mesh, rules)
+
+
 def grouped(parameters: Iterable[ExplainedParameter]) -> list[tuple[str, list[ExplainedParameter]]]:
-    """Put together the parameters of repeated layers that differ in one number of their path.
+    """Group the parameters of repeated layers, which differ in one number of their path.
 
     Args:
         parameters: in order.
@@ -174,7 +180,7 @@ def grouped(parameters: Iterable[ExplainedParameter]) -> list[tuple[str, list[Ex
     groups: dict[object, list[tuple[str, ExplainedParameter]]] = {}
     for parameter in parameters:
         prefix, number, suffix = re.fullmatch(r"(?:(.*?\.)??(\d+)(?=\.|$))?(.*)", parameter.name).groups("")  # type: ignore[union-attr]
-        groups.setdefault((prefix, suffix, parameter.assignment), []).append((number, parameter))
+        groups.setdefault((prefix, suffix, parameter.parameter), []).append((number, parameter))
     result = []
     for (prefix, suffix, _), members in groups.items():  # type: ignore[misc]
         numbers = [int(number) for number, _ in members if number]
@@ -190,7 +196,7 @@ def _ranges(numbers: list[int]) -> str:
     return ",".join(str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
 
 
-def _applied_rules(assignment: Assignment, rules: LogicalRules) -> tuple[tuple[str, ...] | None, ...]:
-    """For each dim the axes of its rule: `assignment.wanted`, but None where no rule of its name could be applied."""
-    names = assignment.names or (None,) * len(assignment.shape)
-    return tuple(axes if (name, axes) in rules else None for name, axes in zip(names, assignment.wanted, strict=True))
+def _applied_rules(parameter: ParameterSharding, rules: LogicalRules) -> tuple[tuple[str, ...] | None, ...]:
+    """For each dim the axes of its rule: `parameter.requested`, but None where no rule of its name could be applied."""
+    names = parameter.names or (None,) * len(parameter.shape)
+    return tuple(axes if (name, axes) in rules else None for name, axes in zip(names, parameter.requested, strict=True))

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from maxmoe.sharding.assign import Assignment, assign
+from maxmoe.parallel.parameter_sharding import ParameterSharding, parameter_shardings
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.rules import LogicalRules
@@ -15,32 +15,32 @@ from maxmoe.sharding.rules import LogicalRules
 
 def shard_parameters(
     module: nn.Module, mesh: Mesh, rules: LogicalRules, *, strict: bool = False
-) -> dict[str, Assignment]:
+) -> dict[str, ParameterSharding]:
     """Make every parameter of a module a DTensor on a mesh, sharded as the rules say.
 
     Parameters on the meta device stay there with the shape of their shard: `to_empty` then allocates nothing more, and
-    values come from a checkpoint or `reset_parameters`. All others must be whole on every rank; the values of the
-    first rank count, one parameter at a time. Gradients stay behind. Make the optimizer afterwards.
+    values come from a checkpoint or `reset_parameters`. All others must be whole on every rank; they are broadcast from
+    the first rank, one at a time, and sharded. Their `.grad` is dropped. Make the optimizer afterwards.
 
     Args:
-        module: with logical names, see `logical_names`.
+        module: with logical names, see `Declaration`.
         mesh: of all its parameters.
         rules: the table.
         strict: unknown and missing names and dims that do not divide are errors; otherwise their dims are not sharded.
 
     Returns:
-        Where each parameter went.
+        The sharding of each parameter.
 
     Raises:
-        ValueError: for a parameter that is a DTensor already, and as `assign`; then nothing has changed.
+        ValueError: for a parameter that is a DTensor already, and as `parameter_shardings`; nothing has changed then.
     """
-    assignments = assign(module, mesh, rules, strict=strict)
-    distribute_parameters(module, {name: assignment.sharding for name, assignment in assignments.items()})
-    return assignments
+    parameters = parameter_shardings(module, mesh, rules, strict=strict)
+    distribute_parameters(module, {name: parameter.sharding for name, parameter in parameters.items()})
+    return parameters
 
 
 def distribute_parameters(module: nn.Module, shardings: Mapping[str, NamedSharding]) -> None:
-    """Put DTensors in place of parameters; what several modules share, they share afterwards.
+    """Replace parameters by DTensors; modules that share a parameter share its DTensor.
 
     Args:
         module: the owner of the parameters.

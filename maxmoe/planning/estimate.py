@@ -8,14 +8,17 @@ from typing import Literal, NamedTuple
 
 from torch import nn
 
-from maxmoe.sharding.collectives import collectives
-from maxmoe.sharding.explain import explain
-from maxmoe.sharding.flows import Flow, activation_flows, kept_for_backward, parameter_flows
+from maxmoe.parallel.plan import ParameterPlan
+from maxmoe.planning.communication import (
+    Communication,
+    activation_communication,
+    parameter_communication,
+    saved_tensors,
+)
+from maxmoe.planning.explain import quiet_plan
+from maxmoe.planning.text_table import readable_bytes, text_table
 from maxmoe.sharding.mesh import Mesh
-from maxmoe.sharding.movement import Layout
-from maxmoe.sharding.plan import Plan, PlannedParameter
 from maxmoe.sharding.rules import LogicalRules
-from maxmoe.sharding.text_table import readable_bytes, text_table
 
 Optimizer = Literal["adamw", "muon"]
 
@@ -24,7 +27,7 @@ class Traffic(NamedTuple):
     """Collectives of one kind over one axis, in one step.
 
     Args:
-        purpose: what is moved, and when.
+        purpose: of which tensors, and whether in the forward or in the backward.
         kind: "all-gather", "reduce-scatter" or "all-reduce".
         axis: of the mesh.
         times: how many there are.
@@ -44,7 +47,7 @@ class Estimate:
 
     Args:
         memory: bytes of a rank at the beginning of the backward, by what they are for.
-        traffic: of a rank in one step. Sums of losses and statistics, and what the optimizer moves, are left out.
+        traffic: of a rank in one step, without the all-reduces of losses and statistics and those of the optimizer.
     """
 
     memory: dict[str, int]
@@ -52,13 +55,13 @@ class Estimate:
 
     def __str__(self) -> str:
         lines = [(name, readable_bytes(count)) for name, count in self.memory.items()]
-        memory = [("memory of a rank", "bytes"), *lines, ("together", readable_bytes(sum(self.memory.values())))]
+        memory = [("memory of a rank", "bytes"), *lines, ("total", readable_bytes(sum(self.memory.values())))]
         traffic = [("collectives of a step", "kind", "axis", "times", "bytes sent, and received, by a rank")]
         traffic += [
-            (flow.purpose, flow.kind, flow.axis, str(flow.times), readable_bytes(flow.bytes)) for flow in self.traffic
+            (row.purpose, row.kind, row.axis, str(row.times), readable_bytes(row.bytes)) for row in self.traffic
         ]
-        total = readable_bytes(sum(flow.bytes for flow in self.traffic))
-        traffic.append(("together", "", "", str(sum(flow.times for flow in self.traffic)), total))
+        total = readable_bytes(sum(row.bytes for row in self.traffic))
+        traffic.append(("total", "", "", str(sum(row.times for row in self.traffic)), total))
         return f"{text_table(memory, right=[1])}\n\n{text_table(traffic, right=[3, 4])}"
 
 
@@ -71,7 +74,7 @@ def estimate(
     sequence_length: int,
     optimizer: Optimizer = "adamw",
 ) -> Estimate:
-    """Add up what `parallelize` makes of a module: memory, and the collectives of one forward and backward.
+    """Estimate what a parallelized module needs: memory, and the collectives of one forward and backward.
 
     Gradients and the state of the optimizer have the dtype of the parameters, as in `torch.optim`. AdamW keeps two
     numbers per parameter. Muon keeps one for matrices and stacks of them, but for those of the vocabulary, which have
@@ -92,21 +95,20 @@ def estimate(
         The estimate.
 
     Raises:
-        ValueError: as `assign`; for parameters of several dtypes; if axes that spread the tokens do not divide them.
+        ValueError: as `parameter_shardings`; for parameters of several dtypes; if axes that shard the tokens do not
+            divide them.
     """
-    rules = LogicalRules.load(rules)
-    assignments = {parameter.name: parameter.assignment for parameter in explain(module, mesh, rules).parameters}
-    dtypes = {assignment.dtype for assignment in assignments.values()}
+    plan = quiet_plan(module, mesh, LogicalRules.load(rules))
+    parameters = list(plan.parameters.values())
+    dtypes = {parameter.parameter.dtype for parameter in parameters}
     if len(dtypes) != 1:
         raise ValueError(f"the parameters must have one dtype, got {', '.join(map(str, dtypes)) or 'none'}")
     (dtype,) = dtypes
-    plan = Plan(module, mesh, rules, assignments)
-    parameters = list(plan.parameters.values())
-    stored = [parameter.bytes(Layout(parameter.assignment.sharding.spec)) for parameter in parameters]
+    stored = [parameter.bytes(parameter.stored) for parameter in parameters]
     states = [_num_states(parameter, optimizer) for parameter in parameters]
     activations = [
-        (plan.recomputed(path), math.prod(activation.shape) * (activation.dtype or dtype).itemsize)
-        for path, activation in kept_for_backward(plan, batch_size, sequence_length)
+        (plan.recomputed_by(path), math.prod(tensor.shape) * (tensor.dtype or dtype).itemsize)
+        for path, tensor in saved_tensors(plan, batch_size, sequence_length)
     ]
     memory = {
         "parameters": sum(stored),
@@ -115,43 +117,42 @@ def estimate(
         "gathered parameters": _largest(part for parameter in parameters for part in _gathered(parameter)),
         "activations": _largest(activations),
     }
-    flows = [flow for parameter in parameters for flow in parameter_flows(parameter)]
-    flows += activation_flows(plan, batch_size, sequence_length)
-    return Estimate(memory, _traffic(flows, mesh, dtype.itemsize))
+    communication = [item for parameter in parameters for item in parameter_communication(parameter)]
+    communication += activation_communication(plan, batch_size, sequence_length)
+    return Estimate(memory, _traffic(communication, dtype.itemsize))
 
 
-def _num_states(parameter: PlannedParameter, optimizer: Optimizer) -> int:
-    """Numbers that the optimizer keeps for each number of a parameter."""
-    names, shape = parameter.assignment.names or (), parameter.assignment.shape
+def _num_states(parameter: ParameterPlan, optimizer: Optimizer) -> int:
+    """Elements of optimizer state for each element of a parameter."""
+    names, shape = parameter.parameter.names or (), parameter.parameter.shape
     return 1 if optimizer == "muon" and len(shape) > 1 and "vocab" not in names else 2
 
 
 def _largest(parts: Iterable[tuple[str | None, int]]) -> int:
-    """Add up what lasts (None) and, of what is there for one module at a time, that of the largest."""
+    """Add the bytes that last (None) to those of the largest module, of which there is one at a time."""
     totals: dict[str | None, int] = defaultdict(int)
     for block, count in parts:
         totals[block] += count
     return totals.pop(None, 0) + max(totals.values(), default=0)
 
 
-def _gathered(parameter: PlannedParameter) -> Iterator[tuple[str | None, int]]:
-    """Whole parameters that a rank holds for as long as the module runs that has gathered them."""
-    value = parameter.moves.value
-    if parameter.block is not None:
-        yield parameter.block or None, parameter.bytes(value.source)
-    if value.source != value.target:
-        yield parameter.unit or None, parameter.bytes(value.target)
+def _gathered(parameter: ParameterPlan) -> Iterator[tuple[str | None, int]]:
+    """Gathered copies of a parameter, each for as long as the module runs that has gathered it."""
+    if parameter.fsdp_block is not None:
+        yield parameter.fsdp_block or None, parameter.bytes(parameter.unsharded)
+    if parameter.is_gathered:
+        yield parameter.gather_unit or None, parameter.bytes(parameter.used)
 
 
-def _traffic(flows: Iterable[Flow], mesh: Mesh, itemsize: int) -> tuple[Traffic, ...]:
+def _traffic(communication: Iterable[Communication], itemsize: int) -> tuple[Traffic, ...]:
     total: dict[tuple[str, str, str], list[int]] = {}
     buckets = set()
-    for flow in flows:
-        for collective in collectives(flow.move, mesh, flow.shape, itemsize):
-            key = (flow.purpose, collective.kind, collective.axis)
+    for item in communication:
+        for collective in item.collectives(itemsize):
+            key = (item.purpose, collective.kind, collective.axis)
             counted = total.setdefault(key, [0, 0])
-            if flow.bucket is None or (key, flow.bucket) not in buckets:
+            if item.bucket is None or (key, item.bucket) not in buckets:
                 counted[0] += 1
-                buckets.add((key, flow.bucket))
+                buckets.add((key, item.bucket))
             counted[1] += collective.bytes
     return tuple(Traffic(*key, times, num_bytes) for key, (times, num_bytes) in sorted(total.items()))

@@ -1,37 +1,14 @@
-"""Moving tensors from one sharding to another, at stated points."""
+"""Functions of local tensors, run on every rank's part of DTensors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import Placement
 from torch.distributed.tensor.experimental import local_map
 
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.partition_spec import PartitionSpec
-
-
-def reshard(tensor: Tensor, sharding: NamedSharding) -> DTensor:
-    """Move a tensor to a sharding: gathers, reduces, exchanges or slices, whatever it takes.
-
-    Args:
-        tensor: a DTensor on the mesh, partial sums included; or a plain tensor, whole and equal on every rank.
-        sharding: where it goes.
-
-    Returns:
-        The same tensor there; gradients go the way back.
-
-    Raises:
-        ValueError: for a DTensor on another mesh, and as `NamedSharding.shard_shape`.
-    """
-    sharding.shard_shape(tensor.shape)
-    device_mesh = sharding.mesh.device_mesh
-    if not isinstance(tensor, DTensor):
-        tensor = DTensor.from_local(tensor, device_mesh, [Replicate()] * device_mesh.ndim, run_check=False)
-    if tensor.device_mesh != device_mesh:
-        raise ValueError(f"the tensor is on {tensor.device_mesh}, the sharding on {device_mesh}")
-    return tensor.redistribute(placements=sharding.placements)
 
 
 def shard_map(
@@ -44,22 +21,22 @@ def shard_map(
 ) -> Callable[..., Any]:
     """Run a function of plain tensors on every rank's part of DTensors.
 
-    Inputs are resharded to their specs first. Over an axis that shards some argument, but not this one, the gradient
-    of this one is the sum over the ranks.
+    Inputs are redistributed to their specs first. Over an axis that shards the outputs or is partial in them, and does
+    not shard this input, the gradient of this input is summed over the ranks.
 
     Args:
         function: takes and returns each rank's parts; its collectives, if any, are its own.
         mesh: of all tensors.
         in_specs: one per positional argument, None for what is not a DTensor.
         out_specs: one for a single output, a tuple for several.
-        partial: axes over which the outputs are sums that nobody has taken yet; `reshard` takes them.
+        partial: axes over which the outputs are unreduced sums; `redistribute` reduces them.
 
     Returns:
         The function of DTensors.
 
     Raises:
-        ValueError: for an axis that shards an input and neither shards the outputs nor is `partial`: a sum taken
-            inside of `function` would count gradients once per rank.
+        ValueError: for an axis that shards an input and neither shards the outputs nor is `partial`: the gradient of
+            an all-reduce inside `function` would count once per rank.
 
     Source: `jax.shard_map`, over `torch.distributed.tensor.experimental.local_map`.
     """
@@ -73,13 +50,9 @@ def shard_map(
                 f"name the axis in partial, got partial={tuple(partial)!r}"
             )
 
-    def placements(spec: PartitionSpec, sums: set[str]) -> list[Placement]:
+    def placements(spec: PartitionSpec, sums: set[str]) -> tuple[Placement, ...]:
         owned = {axis for axes in spec for axis in axes}
-        laid = NamedSharding(mesh, spec).placements
-        return [
-            Partial() if axis in sums - owned else placement
-            for axis, placement in zip(mesh.device_mesh.mesh_dim_names or (), laid, strict=True)
-        ]
+        return NamedSharding(mesh, spec, tuple(axis for axis in mesh.sizes if axis in sums - owned)).placements
 
     out_placements = tuple(placements(spec, set(partial)) for spec in outputs)
     mapped: Callable[..., Any] = local_map(

@@ -1,11 +1,12 @@
-"""The parameters of a module, each with its logical names and what the rules make of them on a mesh."""
+"""The parameters of a module, each with its logical names and the sharding that the rules give it on a mesh."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from maxmoe.nn.declaration import declaration_of
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.partition_spec import PartitionSpec
@@ -16,36 +17,28 @@ Names = tuple[str | None, ...]
 
 
 @dataclass(frozen=True)
-class Assignment:
-    """Where a parameter goes.
+class ParameterSharding:
+    """How a parameter is sharded, and why.
 
     Args:
-        names: the logical name of each dim; None for a parameter that nobody has named: every rank holds it.
-        shape: of the whole parameter.
+        names: the logical name of each dim; None for a parameter without names, which is replicated.
+        shape: of the parameter over all ranks.
         dtype: of the parameter.
-        wanted: the axes that the rules give, whatever mesh and shape.
+        requested: the axes that the rules give, whatever mesh and shape.
         sharding: what is left of them on the mesh, for the shape.
-        dropped: the other axes, and why.
+        dropped: the axes that are not left, and why.
     """
 
     names: Names | None
     shape: tuple[int, ...]
     dtype: torch.dtype
-    wanted: PartitionSpec
+    requested: PartitionSpec
     sharding: NamedSharding
     dropped: tuple[DroppedAxis, ...]
 
 
 def logical_names(module: nn.Module) -> dict[str, Names]:
-    """Collect the logical names that the modules of a model declare.
-
-    A module declares the names of its parameters, those of its children included, in an attribute beside them::
-
-        class Attention(nn.Module):
-            logical_names = {"q_proj.weight": ("q_heads", "embed"), ...}
-
-    What an outer module says of a parameter comes before what an inner one says. An attribute of the instance does
-    as well as one of the class, for modules of other libraries.
+    """Collect the logical names that a module and its descendants declare; see `Declaration`.
 
     Args:
         module: any module.
@@ -59,14 +52,15 @@ def logical_names(module: nn.Module) -> dict[str, Names]:
     parameters = dict(module.named_parameters(remove_duplicate=False))
     collected: dict[str, Names] = {}
     for path, owner in module.named_modules():
-        declared: Mapping[str, Names] = getattr(owner, "logical_names", {})
-        for name, names in declared.items():
+        for name, names in declaration_of(owner).logical_names.items():
             full_name = f"{path}.{name}" if path else name
             if full_name in parameters:
                 _check(names, parameters[full_name], full_name)
                 collected.setdefault(full_name, tuple(names))
             elif not _is_optional(owner, name):
-                raise ValueError(f"{type(owner).__name__}.logical_names has {name!r}, which is no parameter of it")
+                raise ValueError(
+                    f"the logical_names of {type(owner).__name__} have {name!r}, which is no parameter of it"
+                )
     return collected
 
 
@@ -79,7 +73,7 @@ def _check(names: Names, parameter: nn.Parameter, name: str) -> None:
 
 
 def _is_optional(owner: nn.Module, name: str) -> bool:
-    """Whether `name` stands for something that this instance was made without: a None in place of it, or on its way."""
+    """Whether `name` is the path of a parameter, or in a child, that this instance has set to None."""
     value: object = owner
     for part in name.split("."):
         if not hasattr(value, part):
@@ -90,11 +84,13 @@ def _is_optional(owner: nn.Module, name: str) -> bool:
     return False
 
 
-def assign(module: nn.Module, mesh: Mesh, rules: LogicalRules, *, strict: bool = False) -> dict[str, Assignment]:
-    """Find the place of every parameter.
+def parameter_shardings(
+    module: nn.Module, mesh: Mesh, rules: LogicalRules, *, strict: bool = False
+) -> dict[str, ParameterSharding]:
+    """Find the sharding of every parameter.
 
     Args:
-        module: with logical names, see `logical_names`; may be on the meta device.
+        module: with logical names, see `Declaration`; may be on the meta device.
         mesh: planned or not.
         rules: the table.
         strict: unknown and missing names and dims that do not divide are errors; otherwise their dims are not sharded.
@@ -105,18 +101,20 @@ def assign(module: nn.Module, mesh: Mesh, rules: LogicalRules, *, strict: bool =
     Raises:
         ValueError: as `logical_names`; if strict, as `logical_to_mesh_axes` and `resolve`, with the parameter's name.
     """
-    return dict(_assignments(module, mesh, rules, strict))
+    return dict(_parameter_shardings(module, mesh, rules, strict))
 
 
-def _assignments(module: nn.Module, mesh: Mesh, rules: LogicalRules, strict: bool) -> Iterator[tuple[str, Assignment]]:
+def _parameter_shardings(
+    module: nn.Module, mesh: Mesh, rules: LogicalRules, strict: bool
+) -> Iterator[tuple[str, ParameterSharding]]:
     names_of = logical_names(module)
     for name, parameter in module.named_parameters():
         shape, names = tuple(parameter.shape), names_of.get(name)
         if names is None and strict:
             raise ValueError(f"{name} of shape {shape} has no logical names")
         try:
-            wanted = logical_to_mesh_axes(names or (None,) * len(shape), rules, strict=strict)
-            spec, dropped = resolve(wanted, mesh.sizes, shape, strict=strict)
+            requested = logical_to_mesh_axes(names or (None,) * len(shape), rules, strict=strict)
+            spec, dropped = resolve(requested, mesh.sizes, shape, strict=strict)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        yield name, Assignment(names, shape, parameter.dtype, wanted, NamedSharding(mesh, spec), dropped)
+        yield name, ParameterSharding(names, shape, parameter.dtype, requested, NamedSharding(mesh, spec), dropped)

@@ -1,29 +1,35 @@
-"""Plan a model on a mesh, without the mesh: where parameters go, memory, communication.
+"""Plan a model on a mesh before there is a cluster, or describe this installation.
 
-    python -m maxmoe.sharding explain --preset deepseek_v3 --rules shard-exp-on-fsdp --mesh fsdp=16,expert=16
+    python -m maxmoe explain --preset deepseek_v3 --rules shard-exp-on-fsdp --mesh fsdp=16,expert=16
+    python -m maxmoe info
 
-Nothing is allocated. The model is a `maxmoe.models.Decoder` with the sizes of a published one.
+`explain` prints how every parameter is sharded and why, the memory of a rank and the collectives of a step. Nothing is
+allocated. The model is a `maxmoe.models.Decoder` with the sizes of a published one. `info` prints what a bug report
+needs.
 """
 
 import argparse
+import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from maxmoe import build_info
 from maxmoe.models import Decoder
 from maxmoe.models.published import PUBLISHED
-from maxmoe.sharding.estimate import Optimizer, estimate
-from maxmoe.sharding.explain import explain
+from maxmoe.planning.estimate import Optimizer, estimate
+from maxmoe.planning.explain import explain
 from maxmoe.sharding.mesh import Mesh, parse_mesh
 from maxmoe.sharding.rules import LogicalRules
 
 SIZES = ("num_layers", "num_dense_layers", "num_heads", "num_key_value_heads", "vocab_size", "intermediate_size")
 CONVENTIONS = """\
-Memory is that at the beginning of the backward. Parameters, gradients and the optimizer's state are {dtype}. Gathered
-parameters are those of the largest module and of the model itself. Activations are those that the operators of the CPU
-keep. Work space is left out, and so are the sums of losses and statistics and what the optimizer moves.
+Memory is that at the beginning of the backward. Parameters, gradients and optimizer state are {dtype}. Gathered
+parameters are those of the largest module and of the model itself. Activations are the tensors that autograd saves on
+the CPU. Work space is left out, and so are the all-reduces of losses and statistics and those of the optimizer.
 Bytes on a ring of n ranks: (n - 1) / n of the whole tensor for all-gather and reduce-scatter, twice that for
 all-reduce; rings of several axes one after the other."""
 
@@ -38,11 +44,14 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         The options.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m maxmoe.sharding", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m maxmoe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    command = parser.add_subparsers(required=True).add_parser(
-        "explain", help="print the plan", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    commands = parser.add_subparsers(required=True, metavar="command")
+    commands.add_parser("info", help="print versions, build and processor").set_defaults(report=describe)
+    command = commands.add_parser(
+        "explain", help="print the plan of a model", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
+    command.set_defaults(report=plan)
     add = command.add_argument
     add("--preset", required=True, help=f"the model: {', '.join(PUBLISHED)}")
     add("--rules", default="ep-as-dp", help="a preset of rules, or a YAML file")
@@ -59,7 +68,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def positive(text: str) -> int:
-    """Read an option that is a number of things.
+    """Read a positive integer.
 
     Args:
         text: as given.
@@ -68,7 +77,7 @@ def positive(text: str) -> int:
         The number.
 
     Raises:
-        ArgumentTypeError: if there are none of them.
+        ArgumentTypeError: if it is smaller than 1.
     """
     number = int(text)
     if number < 1:
@@ -76,8 +85,8 @@ def positive(text: str) -> int:
     return number
 
 
-def report(options: argparse.Namespace) -> str:
-    """Plan the model.
+def plan(options: argparse.Namespace) -> str:
+    """Plan a model.
 
     Args:
         options: see `parse_options`.
@@ -121,6 +130,40 @@ def report(options: argparse.Namespace) -> str:
 {CONVENTIONS.format(dtype=options.dtype)}"""
 
 
+def describe(_options: argparse.Namespace) -> str:
+    """Describe this installation.
+
+    Returns:
+        Versions, what was built and which instruction set runs, processor and threads.
+    """
+    packages = {}
+    for package in ("maxmoe", "torch", "transformers", "safetensors"):
+        try:
+            packages[package] = version(package)
+        except PackageNotFoundError:
+            packages[package] = "not installed"
+    facts = {
+        **packages,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "cuda": f"{torch.version.cuda}, {torch.cuda.device_count()} devices" if torch.version.cuda else "not in torch",
+        **build_info(),
+    }
+    width = max(map(len, facts))
+    return "\n".join(f"{name.ljust(width)}  {fact}" for name, fact in facts.items())
+
+
+def _processor() -> str:
+    """Return the model name of the processor, which `platform.processor` leaves empty on Linux."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or "unknown"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
@@ -132,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = parse_options(arguments)
     try:
-        print(report(options))
+        print(options.report(options))
     except OSError as error:
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2

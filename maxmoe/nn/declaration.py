@@ -1,0 +1,102 @@
+"""What a module declares for running on several processes and for planning such a run."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+# Of parameters, by their path within the module: the logical name of each dim, None for a dim that is never sharded.
+LogicalNames: TypeAlias = Mapping[str, tuple[str | None, ...]]
+
+# The logical names of the dims along the batch and along the sequence.
+TOKEN_DIMS = ("activation_batch", "activation_length")
+
+
+class SavedTensor(NamedTuple):
+    """A tensor that autograd saves in the forward of a module for its backward.
+
+    Args:
+        shape: over all ranks.
+        names: the logical name of each dim.
+        dtype: None for that of the parameters.
+    """
+
+    shape: tuple[int, ...]
+    names: tuple[str | None, ...]
+    dtype: torch.dtype | None = None
+
+
+SavedTensors: TypeAlias = Callable[[int, int], Mapping[str, SavedTensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declaration:
+    """What `maxmoe.parallelize` and `maxmoe.planning` must know of a module, in its attribute `declaration`.
+
+    A module without the attribute is run as any other: its parameters are replicated and reported by `explain`, unless
+    a module around it names them, and they are gathered by the gather unit around it, or else by itself::
+
+        class FeedForward(nn.Module):
+            @property
+            def declaration(self) -> Declaration:
+                return Declaration(
+                    logical_names={"up_proj.weight": ("mlp", "embed"), "down_proj.weight": ("embed", "mlp")},
+                    tensor_parallel_dims={"mlp": self.up_proj.out_features},
+                )
+
+    Args:
+        logical_names: of the parameters of the module and of its children, by their path within the module. Those of
+            an outer module take precedence over those of an inner one.
+        gather_unit: whether the parameters of the module and of its descendants, other gather units excepted, are
+            gathered before the forward of the module and freed after it. Where it is False, each module gathers the
+            parameters that it owns when it runs itself. A module that reads parameters of its children outside of
+            their forward must be a gather unit.
+        tensor_parallel_dims: logical names of dims that the ranks along an axis may compute in parts, with the number
+            of parts that must stay whole (heads, say): tensor parallelism, over the axes on which the rules put both
+            the weights and the activations of all these dims. The output of the module must be one tensor, linear in
+            the last of these dims, so that the partial outputs can be summed. Makes the module a gather unit.
+        uses_token_group: whether `parallelize` sets the attribute `token_group` of the module; see `TokenGroup`.
+        needs_whole_sequences: whether the output depends on tokens of the sequence on other ranks that the module does
+            not ask its token group for. Rules that shard sequences are an error then.
+        is_recomputed: whether activation checkpointing runs the module again in the backward.
+        saved_tensors: given the batch size and the sequence length over all ranks, the tensors that the module itself
+            saves for the backward, its input among them, by name; those of its children are theirs.
+    """
+
+    logical_names: LogicalNames = field(default_factory=dict)
+    gather_unit: bool = False
+    tensor_parallel_dims: Mapping[str, int] = field(default_factory=dict)
+    uses_token_group: bool = False
+    needs_whole_sequences: bool = False
+    is_recomputed: bool = False
+    saved_tensors: SavedTensors | None = None
+
+    def __post_init__(self) -> None:
+        for name, parts in self.tensor_parallel_dims.items():
+            if parts < 1:
+                raise ValueError(f"tensor_parallel_dims must be positive, got {name!r}: {parts}")
+
+
+NOTHING = Declaration()
+
+
+def declaration_of(module: nn.Module) -> Declaration:
+    """Return what a module declares.
+
+    Args:
+        module: any module.
+
+    Returns:
+        Its `declaration`; an empty one if it has none.
+
+    Raises:
+        TypeError: for an attribute of another type.
+    """
+    declaration: object = getattr(module, "declaration", NOTHING)
+    if not isinstance(declaration, Declaration):
+        raise TypeError(
+            f"{type(module).__name__}.declaration must be a maxmoe.parallel.Declaration, got {type(declaration)}"
+        )
+    return declaration

@@ -1,0 +1,28 @@
+"""How a module runs on a mesh: what it declares, the plan, `parallelize` and what a training script needs beside it."""
+
+from maxmoe.nn.declaration import Declaration, LogicalNames, SavedTensor
+from maxmoe.nn.tokens import TokenGroup
+from maxmoe.parallel.clip_grad_norm import clip_grad_norm_
+from maxmoe.parallel.initialization import reset_parameters
+from maxmoe.parallel.parallelize import parallelize
+from maxmoe.parallel.parameter_sharding import ParameterSharding, logical_names, parameter_shardings
+from maxmoe.parallel.plan import ParameterPlan, Plan
+from maxmoe.parallel.shard_parameters import shard_parameters
+from maxmoe.parallel.tokens import token_sharding
+
+__all__ = [
+    "Declaration",
+    "LogicalNames",
+    "ParameterPlan",
+    "ParameterSharding",
+    "Plan",
+    "SavedTensor",
+    "TokenGroup",
+    "clip_grad_norm_",
+    "logical_names",
+    "parallelize",
+    "parameter_shardings",
+    "reset_parameters",
+    "shard_parameters",
+    "token_sharding",
+]

@@ -1,0 +1,65 @@
+"""Running a module on a mesh: every rank its own tokens, parameters gathered where and while they are used."""
+
+from torch import nn
+
+from maxmoe.nn.declaration import declaration_of
+from maxmoe.parallel.fsdp import fully_shard_blocks
+from maxmoe.parallel.parameter_hooks import ParameterHooks
+from maxmoe.parallel.plan import Plan
+from maxmoe.parallel.shard_parameters import distribute_parameters
+from maxmoe.parallel.tensor_parallel_hooks import TensorParallelHooks
+from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.rules import LogicalRules
+
+
+def parallelize(
+    module: nn.Module, mesh: Mesh, rules: LogicalRules | str = "ep-as-dp", *, strict: bool = False
+) -> nn.Module:
+    """Shard the parameters of a module, and let it run on every rank's own tokens.
+
+    Afterwards the module takes and returns plain tensors: the sequences that the axes of `activation_batch` give this
+    rank, or the parts of them that those of `activation_length` give it; see `token_sharding`. Ranks that differ on
+    other axes hold the same tokens. Parameters and their gradients are DTensors. Each rank calls backward on the sum of
+    its token losses plus the auxiliary loss, which is global: the gradients are those of the sum over all tokens plus
+    the auxiliary loss, once.
+
+    Parameters are gathered before the forward of their gather unit, freed after it, gathered again in the backward, and
+    their gradients are reduce-scattered. Where it can, FSDP2 does that for the `fsdp` axis, block by block; see
+    `fsdp_managed`. Modules with tensor-parallel dims compute with their own part of the weights and all-reduce their
+    output. What modules declare for this is in `Declaration`.
+
+    Compute losses from what modules return. Do not backpropagate from tensors captured by forward hooks: the gathered
+    weights are freed.
+
+    Args:
+        module: with logical names, see `Declaration`.
+        mesh: of the ranks.
+        rules: the table, or the name of a preset.
+        strict: see `parameter_shardings`.
+
+    Returns:
+        The module.
+
+    Raises:
+        ValueError: as `shard_parameters`, and if the rules shard sequences that a layer needs whole.
+    """
+    plan = Plan(module, mesh, LogicalRules.load(rules), strict=strict)
+    _check_whole_sequences(plan)
+    distribute_parameters(module, {name: parameter.unsharded for name, parameter in plan.parameters.items()})
+    for child in plan.modules.values():
+        if declaration_of(child).uses_token_group:
+            child.token_group = plan.tokens
+    for unit, names in plan.gather_units.items():
+        ParameterHooks({path: plan.parameters[name] for path, name in names.items()}).register(unit)
+        if plan.tensor_parallel_axes[unit]:
+            TensorParallelHooks(mesh, plan.tensor_parallel_axes[unit]).register(unit)
+    fully_shard_blocks(module, mesh, plan.fsdp_managed)
+    return module
+
+
+def _check_whole_sequences(plan: Plan) -> None:
+    for path, child in plan.modules.items():
+        if plan.tokens.length_axes and declaration_of(child).needs_whole_sequences:
+            raise ValueError(
+                f"{path or type(child).__name__} needs whole sequences, sharded here over {plan.tokens.length_axes}"
+            )

@@ -1,0 +1,179 @@
+"""What `parallelize` does with every parameter: how it is stored, who gathers it, who reduces its gradient."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from maxmoe.nn.declaration import TOKEN_DIMS, declaration_of
+from maxmoe.parallel.fsdp import blocks, fsdp_managed
+from maxmoe.parallel.parameter_sharding import ParameterSharding, parameter_shardings
+from maxmoe.parallel.tokens import ShardedTokens, activation_spec, token_sharding
+from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.named_sharding import NamedSharding
+from maxmoe.sharding.rules import LogicalRules
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """A parameter, from how it is stored to how it is used, and its gradient back.
+
+    value:     stored -- FSDP --> unsharded -- gather unit --> used
+    gradient:  grad_used -- gather unit --> grad_unsharded -- FSDP --> stored
+
+    Without FSDP, `unsharded` is `stored` and `grad_unsharded` is no partial sum.
+
+    Args:
+        parameter: names, shape, dtype and the sharding in which it is stored.
+        unsharded: when the forward of the gather unit begins; FSDP's unsharded parameter.
+        used: in the forward of the gather unit: sharded over tensor-parallel axes only.
+        grad_used: in the backward of the gather unit: partial over the axes whose ranks hold different tokens, or
+            compute different parts.
+        grad_unsharded: when the gather unit has reduced it: partial over the axes of FSDP.
+        gather_unit: path of the module that gathers it; "" for the whole model.
+        fsdp_block: path of the block with which FSDP gathers it, "" for the rest of the model; None without FSDP.
+    """
+
+    parameter: ParameterSharding
+    unsharded: NamedSharding
+    used: NamedSharding
+    grad_used: NamedSharding
+    grad_unsharded: NamedSharding
+    gather_unit: str
+    fsdp_block: str | None
+
+    @property
+    def stored(self) -> NamedSharding:
+        """The sharding between steps, in checkpoints and in the optimizer."""
+        return self.parameter.sharding
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the gather unit has anything to gather."""
+        return self.unsharded != self.used
+
+    def bytes(self, sharding: NamedSharding) -> int:
+        """Compute the bytes of every rank's part in a sharding."""
+        return sharding.bytes(self.parameter.shape, self.parameter.dtype)
+
+
+class Plan:
+    """What `parallelize` does with a module; `maxmoe.planning` reads it too.
+
+    Args:
+        module: not parallelized yet.
+        mesh: of the ranks, planned or not.
+        rules: the table.
+        strict: see `parameter_shardings`.
+
+    Raises:
+        ValueError: as `parameter_shardings`.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh, rules: LogicalRules, *, strict: bool = False) -> None:
+        shardings = parameter_shardings(module, mesh, rules, strict=strict)
+        self.mesh = mesh
+        self.tokens = ShardedTokens(mesh, *token_sharding(mesh, rules).spec)
+        self.modules = dict(module.named_modules())
+        self.paths = {child: path for path, child in self.modules.items()}
+        self.gather_units = gather_units(module)
+        self.fsdp_managed = fsdp_managed(shardings, self.tokens)
+        self.tensor_parallel_axes: dict[nn.Module, tuple[str, ...]] = {}
+        self.parameters: dict[str, ParameterPlan] = {}
+        block_modules = set(blocks(module))
+        for unit, names in self.gather_units.items():
+            axes = tensor_parallel_axes(unit, [shardings[name] for name in names.values()], mesh, rules)
+            self.tensor_parallel_axes[unit] = axes
+            path = self.paths[unit]
+            block = next((outer for outer in enclosing(path) if self.modules[outer] in block_modules), "")
+            for name in names.values():
+                self.parameters[name] = self._plan_parameter(shardings[name], name, axes, path, block)
+
+    def _plan_parameter(
+        self, parameter: ParameterSharding, name: str, tensor_parallel: tuple[str, ...], unit: str, block: str
+    ) -> ParameterPlan:
+        fsdp_axes = self.fsdp_managed.axes if name in self.fsdp_managed.dims else ()
+        unsharded = parameter.sharding.without(*fsdp_axes)
+        used = unsharded.without(*(axis for axis in self.mesh.axes if axis not in tensor_parallel))
+        sharded = {axis for axes in used.spec for axis in axes}
+        summed = (*self.tokens.batch_axes, *self.tokens.length_axes, *tensor_parallel)
+        partial = tuple(axis for axis in summed if axis not in sharded)
+        return ParameterPlan(
+            parameter,
+            unsharded=unsharded,
+            used=used,
+            grad_used=NamedSharding(self.mesh, used.spec, partial),
+            grad_unsharded=NamedSharding(self.mesh, unsharded.spec, fsdp_axes),
+            gather_unit=unit,
+            fsdp_block=block if fsdp_axes else None,
+        )
+
+    def recomputed_by(self, path: str) -> str | None:
+        """Return the innermost module at or around a path that is recomputed in the backward; None without one."""
+        return next((outer for outer in enclosing(path) if declaration_of(self.modules[outer]).is_recomputed), None)
+
+
+def enclosing(path: str) -> list[str]:
+    """List the paths of a module and of all modules around it, the innermost first."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
+
+
+def gather_units(module: nn.Module) -> dict[nn.Module, dict[str, str]]:
+    """Assign every parameter to the module that gathers it; see `Declaration`.
+
+    Args:
+        module: the whole model.
+
+    Returns:
+        For each gathering module, by the path of a parameter within it, the path within the model; of a shared
+        parameter the first one.
+    """
+    first_path = {parameter: name for name, parameter in module.named_parameters()}
+    units: dict[nn.Module, dict[str, str]] = {}
+
+    def visit(owner: nn.Module, unit: nn.Module | None, path: str) -> None:
+        declaration = declaration_of(owner)
+        if declaration.gather_unit or declaration.tensor_parallel_dims:
+            unit, path = owner, ""
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            gathered_by, path_in_unit = (owner, name) if unit is None else (unit, path + name)
+            units.setdefault(gathered_by, {})[path_in_unit] = first_path[parameter]
+        for name, child in owner.named_children():
+            visit(child, unit, f"{path}{name}.")
+
+    visit(module, None, "")
+    return units
+
+
+def tensor_parallel_axes(
+    unit: nn.Module, parameters: Sequence[ParameterSharding], mesh: Mesh, rules: LogicalRules
+) -> tuple[str, ...]:
+    """Find the axes over which a module computes parts of its tensor-parallel dims.
+
+    Args:
+        unit: the module.
+        parameters: that it gathers.
+        mesh: of the ranks.
+        rules: the table.
+
+    Returns:
+        The axes on which the rules put the weights and the activations of all these dims, and whose sizes divide
+        their numbers of parts, in the order of the mesh; none for a module without such dims.
+    """
+    dims = declaration_of(unit).tensor_parallel_dims
+    common = [axis for axis in mesh.axes if dims]
+    for name in dims:
+        activation = {"q_heads": "activation_heads"}.get(name, f"activation_{name}")
+        _, _, axes = activation_spec((*TOKEN_DIMS, activation), mesh, rules)
+        specs = [
+            parameter.sharding.spec[parameter.names.index(name)]
+            for parameter in parameters
+            if parameter.names is not None and name in parameter.names
+        ]
+        common = [axis for axis in common if axis in axes and all(axis in spec for spec in specs)]
+    chosen: list[str] = []
+    for axis in common:
+        if all(parts % mesh.size(*chosen, axis) == 0 for parts in dims.values()):
+            chosen.append(axis)
+    return tuple(chosen)

@@ -1,0 +1,96 @@
+"""The tokens of one forward, sharded over the ranks of a mesh."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from maxmoe.nn.declaration import TOKEN_DIMS
+from maxmoe.nn.tokens import Summands
+from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.named_sharding import NamedSharding
+from maxmoe.sharding.partition_spec import PartitionSpec
+from maxmoe.sharding.redistribute import all_reduce, redistribute_local
+from maxmoe.sharding.resolve import logical_to_mesh_axes
+from maxmoe.sharding.rules import LogicalRules
+
+
+def token_sharding(mesh: Mesh, rules: LogicalRules | str) -> NamedSharding:
+    """Find the sharding of the tokens that a parallelized module takes.
+
+    ``batch[token_sharding(mesh, rules).slices(batch.shape)]`` are those of this rank.
+
+    Args:
+        mesh: of the ranks, planned or not.
+        rules: the table, or the name of a preset.
+
+    Returns:
+        The sharding of a batch ``(B, S)``: the batch over the axes of `activation_batch`, the sequence over those of
+        `activation_length`.
+
+    Raises:
+        ValueError: for a preset that does not exist.
+    """
+    rules = LogicalRules.load(rules)
+    return NamedSharding(mesh, activation_spec(TOKEN_DIMS, mesh, rules))
+
+
+def activation_spec(names: tuple[str, ...], mesh: Mesh, rules: LogicalRules) -> PartitionSpec:
+    """Return the axes larger than one that shard an activation; a name without a rule has none."""
+    spec = logical_to_mesh_axes([name if name in rules.names else None for name in names], rules)
+    return PartitionSpec(*(tuple(axis for axis in axes if mesh.size(axis) > 1) for axes in spec))
+
+
+@dataclass(frozen=True)
+class ShardedTokens:
+    """The `maxmoe.nn.TokenGroup` of a parallelized layer.
+
+    Args:
+        mesh: of the ranks.
+        batch_axes: the axes that shard the batch.
+        length_axes: the axes that shard every sequence, the major one first.
+    """
+
+    mesh: Mesh
+    batch_axes: tuple[str, ...]
+    length_axes: tuple[str, ...]
+
+    def all_reduce_sequence(self, *summands: Unpack[Summands]) -> tuple[Unpack[Summands]]:
+        """See `TokenReductions`."""
+        sums: tuple[Unpack[Summands]] = self._all_reduce(summands, self.length_axes)
+        return sums
+
+    def all_reduce_batch(self, *summands: Unpack[Summands]) -> tuple[Unpack[Summands]]:
+        """See `TokenReductions`."""
+        sums: tuple[Unpack[Summands]] = self._all_reduce(summands, self.batch_axes)
+        return sums
+
+    def first_position(self, length: int) -> int:
+        """See `TokenGroup`."""
+        whole_length = length * self.mesh.size(*self.length_axes)
+        (part,) = NamedSharding(self.mesh, PartitionSpec(self.length_axes)).slices((whole_length,))
+        return int(part.start)
+
+    def all_gather_sequence(self, part: Tensor, dim: int) -> Tensor:
+        """See `TokenGroup`."""
+        sharded, gathered, partial = self.sequence_shardings(part.dim(), dim)
+        return redistribute_local(part, sharded, gathered, grad_source=partial, grad_target=sharded)
+
+    def sequence_shardings(self, num_dims: int, dim: int) -> tuple[NamedSharding, NamedSharding, NamedSharding]:
+        """Return the shardings of a tensor in `all_gather_sequence`: before, after, and of the gradient after."""
+        gathered = NamedSharding.replicated(self.mesh, num_dims)
+        spec = PartitionSpec(*gathered.spec[:dim], self.length_axes, *gathered.spec[dim + 1 :])
+        partial = NamedSharding.replicated(self.mesh, num_dims, partial=self.length_axes)
+        return NamedSharding(self.mesh, spec), gathered, partial
+
+    def _all_reduce(self, summands: Any, axes: tuple[str, ...]) -> Any:
+        if not axes:
+            return summands
+        tensors = [torch.as_tensor(summand, device=self.mesh.device_mesh.device_type) for summand in summands]
+        packed = torch.cat([tensor.flatten().double() for tensor in tensors])  # counts below 2^53 stay exact
+        # Every rank computes the same loss from the sums and backpropagates it to its own summands: identity backward.
+        total = all_reduce(packed, self.mesh, axes)
+        parts = torch.split(total, [tensor.numel() for tensor in tensors])
+        return tuple(part.view_as(tensor).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True))
