@@ -1,0 +1,154 @@
+"""The shape of the code base: one name per operator in every layer, small files, imports that go one way."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OPERATORS = sorted(path.stem for path in (ROOT / "maxmoe/ops").glob("[a-z]*.py"))
+PYTHON_FOLDERS = ("maxmoe", "tests", "examples", "benchmarks")
+PYTHON_FILES = sorted(path for folder in PYTHON_FOLDERS for path in (ROOT / folder).rglob("*.py"))
+CPP_FILES = sorted(path for pattern in ("*.h", "*.cpp") for path in (ROOT / "cpp").rglob(pattern))
+
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 50
+MAX_CPP_FUNCTION_LINES = 80
+
+# A module imports from its own level and the levels above it in this list.
+LEVELS = [
+    {"_C"},
+    {"_library", "config"},
+    {"ops", "reference"},
+    {"nn", "presets"},
+    {"sharding", "dispatch"},
+    {"models", "optim", "integrations"},
+]
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_the_operators_of_the_design_are_there() -> None:
+    gathers = {"ragged_plan", "ragged_gather", "ragged_gather_reduce", "ragged_scatter_add", "ragged_dot"}
+    assert {"route", "ragged_sort", "ragged_unsort", "gmm", "tgmm", "expert_ffn"} | gathers <= set(OPERATORS)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_an_operator_has_one_name_in_every_layer(operator: str) -> None:
+    files = (
+        f"maxmoe/ops/{operator}.py",
+        f"cpp/ops/{operator}.cpp",
+        f"cpp/kernels/{operator}.h",
+        f"cpp/kernels/{operator}.cpp",
+        f"cpp/tests/test_{operator}.cpp",
+        f"tests/ops/test_{operator}.py",
+    )
+    missing = [file for file in files if not (ROOT / file).exists()]
+    assert not missing, f"the operator {operator} lacks {missing}"
+    assert f"def {operator}(" in (ROOT / f"maxmoe/ops/{operator}.py").read_text()
+    assert f"MAXMOE_KERNEL({operator}," in (ROOT / f"cpp/kernels/{operator}.h").read_text()
+    assert re.search(rf'"{operator}\(', (ROOT / f"cpp/ops/{operator}.cpp").read_text()), "its schema is elsewhere"
+
+
+def test_no_operator_is_hidden_from_python() -> None:
+    hidden = {
+        relative(path)
+        for path in (ROOT / "cpp/ops").glob("*.cpp")
+        if "TORCH_LIBRARY_FRAGMENT" in path.read_text() and path.stem not in OPERATORS
+    }
+    assert not hidden
+
+
+def test_every_kernel_has_a_cpp_test() -> None:
+    kernels = {path.stem for path in (ROOT / "cpp/kernels").glob("*.cpp")}
+    tests = {path.stem.removeprefix("test_") for path in (ROOT / "cpp/tests").glob("test_*.cpp")}
+    assert kernels <= tests, f"without a test: {sorted(kernels - tests)}"
+
+
+def test_every_kernel_has_a_cpp_benchmark() -> None:
+    headers = (ROOT / "cpp/kernels").glob("*.h")
+    kernels = {path.stem for path in headers if re.search(r"^MAXMOE_KERNEL\(", path.read_text(), re.MULTILINE)}
+    benchmarks = {path.stem.removeprefix("benchmark_") for path in (ROOT / "cpp/benchmarks").glob("benchmark_*.cpp")}
+    assert kernels == benchmarks
+
+
+@pytest.mark.parametrize("path", [*PYTHON_FILES, *CPP_FILES], ids=relative)
+def test_files_are_short(path: Path) -> None:
+    lines = len(path.read_text().splitlines())
+    assert lines <= MAX_FILE_LINES, f"{relative(path)} has {lines} lines, the limit is {MAX_FILE_LINES}"
+
+
+@pytest.mark.parametrize("path", PYTHON_FILES, ids=relative)
+def test_functions_are_short(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            documented = ast.get_docstring(node) is not None
+            body = node.body[1:] if documented else node.body
+            lines = node.end_lineno - body[0].lineno + 1 if body and node.end_lineno else 0
+            assert lines <= MAX_FUNCTION_LINES, f"{relative(path)}:{node.lineno} {node.name} has {lines} lines"
+
+
+def cpp_functions(text: str) -> Iterator[tuple[int, int]]:
+    """First and last line of every function: both, and nothing between them, are in column 0."""
+    begin = 0
+    for number, line in enumerate(text.splitlines(), start=1):
+        if re.match("[A-Za-z]", line):
+            begin = number
+        elif line == "}":
+            yield begin, number
+
+
+@pytest.mark.parametrize("path", CPP_FILES, ids=relative)
+def test_cpp_functions_are_short(path: Path) -> None:
+    for begin, end in cpp_functions(path.read_text()):
+        lines = end - begin + 1
+        assert lines <= MAX_CPP_FUNCTION_LINES, f"{relative(path)}:{begin} has a function of {lines} lines"
+
+
+def level(module: str) -> int:
+    levels = [index for index, modules in enumerate(LEVELS) if module in modules]
+    assert levels, f"maxmoe.{module} has no place in LEVELS"
+    return levels[0]
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """The modules right below maxmoe that a file imports from."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{relative(path)}:{node.lineno}: write imports in full"
+            is_root = node.module == "maxmoe"
+            names = [f"maxmoe.{alias.name}" for alias in node.names] if is_root else [node.module or ""]
+        else:
+            continue
+        yield from (name.split(".")[1] for name in names if name.startswith("maxmoe."))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "maxmoe").rglob("*.py")), ids=relative)
+def test_imports_go_one_way(path: Path) -> None:
+    module = path.relative_to(ROOT / "maxmoe").parts[0].removesuffix(".py")
+    if module == "__init__" or path.stem == "__main__":  # nothing imports a program
+        return
+    for imported in imported_modules(path):
+        assert level(imported) <= level(module), f"{relative(path)} must not import maxmoe.{imported}"
+
+
+def test_the_reference_rests_on_nothing() -> None:
+    reference = (ROOT / "maxmoe/reference").rglob("*.py")
+    assert {module for path in reference for module in imported_modules(path)} <= {"config", "reference"}
+
+
+@pytest.mark.parametrize("path", [path for path in CPP_FILES if path.parent.name == "kernels"], ids=relative)
+def test_kernels_know_nothing_of_torch(path: Path) -> None:
+    assert not re.search(r'#include [<"](torch|ATen|c10|pybind11|ops)/', path.read_text())
+
+
+@pytest.mark.parametrize("path", CPP_FILES, ids=relative)
+def test_no_torch_extension_header(path: Path) -> None:
+    """It quadruples the time to compile a file."""
+    assert not re.search(r"#include <torch/(extension|torch)\.h>", path.read_text())
