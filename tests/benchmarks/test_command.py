@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 pytest.importorskip("transformers")
-from benchmarks import command, experts, layer, local, memory, peak, ragged, route, scaling, shapes
+
+from benchmarks import command, experts, layer, local, memory, peak, ragged, route, scaling
 from benchmarks.alternatives.maxmoe_experts import MaxmoeExperts
-from benchmarks.results import Case, Result, summary_against_alternatives, table
+from benchmarks.results import Case
 from benchmarks.timing import Runner
 
 COMMANDS = [experts.BENCHMARK, layer.BENCHMARK, memory.BENCHMARK, scaling.BENCHMARK]
@@ -140,22 +140,3 @@ def test_help(benchmark: command.Benchmark, capsys: pytest.CaptureFixture[str]) 
     shown = capsys.readouterr().out
     assert f"python -m benchmarks.{benchmark.name}" in shown
     assert benchmark.description.strip().splitlines()[0] in shown
-
-
-def test_table_leaves_out_empty_columns() -> None:
-    assert table(["name", "none", "ms"], [["a", "", "1.0"], ["bcd", "", "10"]]).splitlines() == [
-        "name   ms",
-        "----  ---",
-        "a     1.0",
-        "bcd    10",
-    ]
-
-
-def test_summary_compares_with_the_best_alternative() -> None:
-    case = Case("A", shapes.A, torch.bfloat16, "forward")
-    seconds = {"maxmoe": 2.0, "slow": 9.0, "fast": 5.0, "bound: mm bfloat16": 1.0, "bound: mm float32": 1.5}
-    kinds = ["maxmoe", "alternative", "alternative", "bound", "bound"]
-    results = [Result(case, name, kind, [t, t + 1]) for (name, t), kind in zip(seconds.items(), kinds, strict=True)]
-    lines = summary_against_alternatives(results).splitlines()
-    assert lines[3].split() == ["A", "bfloat16", "forward", "2000.0", "fast", "2.50", "0.50", "0.75"]
-    assert lines[4] == "best alternative / maxmoe, forward: geometric mean 2.50, least 2.50"

@@ -8,13 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.pretrain_run import EXAMPLES, TINY, after_step, assert_same, pretrain, run, saved, words
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    return words(tmp_path / "text")
-
+from support.pretrain_run import EXAMPLES, TINY, after_step, assert_same, pretrain, run, saved
 
 # A whole run
 

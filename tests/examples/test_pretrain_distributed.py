@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from support.pretrain_run import EXAMPLES, TINY, InputError, after_step, pretrain, run, saved, words
+from support.pretrain_run import EXAMPLES, TINY, InputError, after_step, pretrain, run, saved
 from support.run_ranks import run_ranks as run_ranks_in_time
 
 SHORT = ("--batch-size", "4", "--sequence-length", "32", "--steps", "5", "--eval-every", "5")
@@ -28,11 +28,6 @@ CUT_SEQUENCES = ("--mesh", "expert=2", "--rules", "ep-as-cp")
 
 
 run_ranks = partial(run_ranks_in_time, timeout=60, deadline=180)  # pictures and checkpoints, on a busy machine
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    return words(tmp_path / "text")
 
 
 def printed(text: Path, out: Path, *arguments: str) -> str:

@@ -10,12 +10,7 @@ from pathlib import Path
 import pytest
 
 from pretraining import checkpoint
-from support.pretrain_run import EXAMPLES, InputError, after_step, assert_same, pretrain, run, saved, words
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    return words(tmp_path / "text")
+from support.pretrain_run import EXAMPLES, InputError, after_step, assert_same, pretrain, run, saved
 
 
 @pytest.mark.parametrize(

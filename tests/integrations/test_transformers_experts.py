@@ -1,8 +1,6 @@
-"""maxmoe as an experts implementation of transformers, one class of experts at a time."""
+"""maxmoe as an experts implementation of transformers: layouts of parameters, inputs, dtypes, compile."""
 
-import re
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,125 +9,32 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-import transformers
-from transformers.activations import ACT2CLS, ACT2FN, SiLUActivation
-from transformers.integrations.moe import use_experts_implementation
+from transformers.activations import ACT2FN
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from maxmoe.integrations.transformers import experts as implementation
 from maxmoe.integrations.transformers import families
-from maxmoe.integrations.transformers.gates import fused_gate
+from support.operator_checks import compile_whole
 from support.transformers_experts import (
     HIDDEN_SIZE,
     INTERMEDIATE_SIZE,
     NUM_EXPERTS,
     assert_equals_eager,
-    initialise,
+    declared,
     outcome,
     routed,
     small,
 )
 
-ROOT = Path(__file__).parents[2]
-TOLERANCE = {torch.float64: 2e-6, torch.float32: 3e-5}  # some families compute partly in float32
-
-
-# Every class of the installed transformers
-
-
-def test_the_families_are_found() -> None:
-    assert len(families.models()) >= 55
-    assert {"mixtral", "gpt_oss", "nemotron_h", "muse_spark"} < set(families.models())
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("model", families.models())
-def test_equals_the_code_of_the_family(path: str, model: str, dtype: torch.dtype) -> None:
-    classes = families.experts_classes(model)
-    assert classes
-    for experts_class in classes:
-        experts = small(experts_class, dtype)
-        assert all(5 in parameter.shape for name, parameter in experts.named_parameters() if "norm" not in name)
-        for limit in {"limit", "swiglu_limit"} & vars(experts).keys():
-            setattr(experts, limit, 0.75)  # so low that something is clipped
-        assert_equals_eager(experts, routed(dtype), TOLERANCE[dtype])
-
-
-def test_the_table_is_up_to_date() -> None:
-    text = (ROOT / "docs/families.md").read_text()
-    version = re.search(r"from transformers (\S+) ", text)
-    assert version is not None
-    if version[1] != transformers.__version__:
-        pytest.skip(f"docs/families.md is of transformers {version[1]}, installed is {transformers.__version__}")
-    assert text == families.document()
+FLAGS = ("is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm")
+# One of each kind: silu; interleaved, transposed, bias; norm after the experts; gates of their own (not in every
+# version); no gate.
+KINDS = ["mixtral", "gpt_oss", "muse_spark", "beam", "inkling2", "nemotron_h"]
+KINDS = [name for name in KINDS if name in families.models()]
 
 
 # Every layout that the interface declares
-
-
-class DeclaredExperts(nn.Module):
-    """Its own code reads the parameters as its flags say."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        flags, D, F = config.flags, HIDDEN_SIZE, INTERMEDIATE_SIZE
-        self.num_experts = NUM_EXPERTS
-        first = "gate_up_proj" if flags["has_gate"] else "up_proj"
-        width = 2 * F if flags["has_gate"] else F
-        for name, inner, outer in ((first, D, width), ("down_proj", F, D)):
-            shape = (inner, outer) if flags["is_transposed"] else (outer, inner)
-            setattr(self, name, nn.Parameter(torch.empty(NUM_EXPERTS, *shape)))
-            if flags["has_bias"]:
-                setattr(self, f"{name}_bias", nn.Parameter(torch.empty(NUM_EXPERTS, outer)))
-        self.first = first
-        self.act_fn = config.act_fn
-        if flags["has_post_expert_norm"]:
-            self.post_expert_norm = nn.RMSNorm(D)
-
-    def project(self, x: torch.Tensor, name: str, expert: int) -> torch.Tensor:
-        matrix = getattr(self, name)[expert]
-        x = x @ (matrix if self.is_transposed else matrix.T)
-        return x + getattr(self, f"{name}_bias")[expert] if self.has_bias else x
-
-    def forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros_like(hidden_states)
-        for expert in range(NUM_EXPERTS):
-            token, k = (index == expert).nonzero(as_tuple=True)
-            inner = self.project(hidden_states[token], self.first, expert)
-            if not self.has_gate:
-                inner = self.act_fn(inner)
-            elif self.is_concatenated:
-                inner = self.act_fn(inner[:, :INTERMEDIATE_SIZE]) * inner[:, INTERMEDIATE_SIZE:]
-            else:
-                inner = self.act_fn(inner[:, ::2]) * inner[:, 1::2]
-            rows = self.project(inner, "down_proj", expert)
-            rows = self.post_expert_norm(rows) if self.has_post_expert_norm else rows
-            out = out.index_add(0, token, rows * weights[token, k, None])
-        return out
-
-
-class Config:
-    _experts_implementation = "eager"
-
-    def __init__(self, act_fn: Any, **flags: bool) -> None:
-        self.act_fn, self.flags = act_fn, flags
-
-
-def declared(act_fn: Any, **flags: bool) -> Any:
-    """An instance of a class of its own: the decorator changes the class."""
-    flags = {
-        "is_concatenated": True,
-        "is_transposed": False,
-        "has_bias": False,
-        "has_gate": True,
-        "has_post_expert_norm": False,
-        **flags,
-    }
-    body = {name: vars(DeclaredExperts)[name] for name in ("__init__", "project", "forward")}
-    experts_class = use_experts_implementation(type("Experts", (DeclaredExperts,), body), **flags)
-    return initialise(experts_class(Config(act_fn, **flags)), torch.float64)
-
-
-FLAGS = ("is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm")
 
 
 @pytest.mark.parametrize("act_fn", [ACT2FN["silu"], ACT2FN["mish"]], ids=["known", "unknown"])
@@ -139,54 +44,105 @@ def test_every_declared_layout(path: str, values: tuple[bool, ...], act_fn: Any)
     assert_equals_eager(experts, routed(torch.float64), 1e-13)
 
 
-# Activations and gates: recognised exactly, or computed by the family
+# Parameters where they lie
 
 
-@pytest.mark.parametrize("has_gate", [True, False], ids=["gated", "plain"])
-@pytest.mark.parametrize("name", sorted(ACT2CLS))
-def test_every_activation(name: str, has_gate: bool) -> None:
-    experts = declared(ACT2FN[name], has_gate=has_gate)
-    assert_equals_eager(experts, routed(torch.float64), 1e-13)
+def test_the_operator_reads_the_parameters_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    fused = implementation.expert_ffn
+    monkeypatch.setattr(
+        implementation,
+        "expert_ffn",
+        lambda *args, **options: seen.update(args=args, **options) or fused(*args, **options),
+    )
+    for experts_class, layout in ((MixtralExperts, "concatenated"), (GptOssExperts, "interleaved")):
+        experts = small(experts_class)
+        outcome(experts, "maxmoe", routed(torch.float64))
+        gate, up, down = seen["args"][3:6]
+        assert gate is None and up.shape == (NUM_EXPERTS, HIDDEN_SIZE, 2 * INTERMEDIATE_SIZE)
+        assert (up.data_ptr(), down.data_ptr()) == (experts.gate_up_proj.data_ptr(), experts.down_proj.data_ptr())
+        assert seen["fused_gate"] == layout
 
 
-@pytest.mark.parametrize("name", ["silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2"])
-def test_plain_activations_are_fused(name: str) -> None:
-    assert fused_gate(declared(ACT2FN[name])) is not None
+@pytest.mark.parametrize("experts_class", [MixtralExperts, GptOssExperts])
+def test_gradients_are_written_into_the_layout_of_the_parameters(experts_class: type[nn.Module]) -> None:
+    """Backward makes two tensors of the size of the parameters or above: their gradients."""
+    experts = small(experts_class)
+    experts.config._experts_implementation = "maxmoe"
+    out = experts(*routed(torch.float64))
+    smallest = min(experts.gate_up_proj.numel(), experts.down_proj.numel())
+    large: dict[int, tuple[int, ...]] = {}
+
+    class Record(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            results = function(*args, **(kwargs or {}))
+            for tensor in torch.utils._pytree.tree_leaves(results):
+                if isinstance(tensor, torch.Tensor) and tensor.dim() == 3 and tensor.numel() >= smallest:
+                    large[tensor.untyped_storage().data_ptr()] = tuple(tensor.shape)
+            return results
+
+    with Record():
+        out.sum().backward()
+    assert len(large) == 2
+    for parameter in (experts.gate_up_proj, experts.down_proj):
+        assert parameter.grad.stride() == parameter.stride()
 
 
-class TwiceSiLU(SiLUActivation):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * super().forward(x)
+# What comes in
 
 
-class OwnGate(GptOssExperts):
-    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return 2 * super()._apply_gate(gate_up)
+def test_experts_of_other_ranks_are_left_out() -> None:
+    """As transformers marks them under expert parallelism: id num_experts or above, weight 0. Their rows may be NaN."""
+    experts = small(MixtralExperts)
+    experts._is_expert_parallel = True
+    hidden_states, index, weights = routed(torch.float64)
+    is_elsewhere = torch.rand(index.shape) < 0.5
+    is_elsewhere[0] = True
+    weights = weights.masked_fill(is_elsewhere, 0.0)
+    expected = outcome(experts, "eager", (hidden_states, index.masked_fill(is_elsewhere, NUM_EXPERTS), weights))
+    hidden_states[0] = float("nan")
+    index = torch.where(is_elsewhere, NUM_EXPERTS + torch.arange(3), index)
+    got = outcome(experts, "maxmoe", (hidden_states, index, weights))
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-12, atol=1e-12, msg=name)
 
 
-def test_a_derived_activation_is_not_its_base() -> None:
-    assert_equals_eager(declared(TwiceSiLU()), routed(torch.float64), 1e-13)
+def test_an_expert_that_does_not_exist_is_refused() -> None:
+    hidden_states, index, weights = routed(torch.float64)
+    index[2, 1] = NUM_EXPERTS
+    with pytest.raises(ValueError, match=r"ragged_plan: .*5"):
+        outcome(small(MixtralExperts), "maxmoe", (hidden_states, index, weights))
 
 
-def test_a_derived_gate_is_not_its_base() -> None:
-    experts = small(GptOssExperts)
-    experts.__class__ = OwnGate
-    assert_equals_eager(experts, routed(torch.float64), 1e-13)
+@pytest.mark.parametrize("model", KINDS)
+@pytest.mark.parametrize("weights_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_bfloat16(model: str, weights_dtype: torch.dtype) -> None:
+    """Routers of some families keep their weights in float32. `assert_equals_eager` compares the dtypes, too."""
+    experts = small(families.experts_classes(model)[0], torch.bfloat16)
+    assert_equals_eager(experts, routed(torch.bfloat16, weights_dtype), 0.03)
 
 
-@pytest.mark.parametrize(("name", "value"), [("alpha", 1.5), ("limit", 0.5)])
-def test_other_constants_of_gpt_oss(name: str, value: float) -> None:
-    experts = small(GptOssExperts)
-    setattr(experts, name, value)
-    assert_equals_eager(experts, routed(torch.float64), 1e-13)
+@pytest.mark.parametrize("model", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_returns_the_dtype_of_its_input(model: str, dtype: torch.dtype) -> None:
+    experts = small(families.experts_classes(model)[0], torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_equals_eager(experts, routed(dtype, torch.float32), 0.03)
 
 
-@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
-def test_hooks_of_the_activation_are_called(kind: str) -> None:
-    experts = declared(ACT2FN["silu"])
-    calls = []
-    getattr(experts.act_fn, f"register_{kind}_hook")(lambda *arguments: calls.append(kind))
-    assert_equals_eager(experts, routed(torch.float64), 1e-13)
-    calls.clear()
-    outcome(experts, "maxmoe", routed(torch.float64))
-    assert calls == [kind]
+def test_no_tokens() -> None:
+    experts = small(MixtralExperts)
+    empty = tuple(value[:0] for value in routed(torch.float64))
+    got = outcome(experts, "maxmoe", empty)
+    assert got["output"].shape == (0, HIDDEN_SIZE)
+    assert not any(value.any() for value in got.values())
+
+
+@pytest.mark.parametrize("model", KINDS)
+def test_compiles_without_graph_breaks(model: str) -> None:
+    experts = small(families.experts_classes(model)[0])
+    inputs = routed(torch.float64)
+    expected = outcome(experts, "maxmoe", inputs)
+    experts.forward = compile_whole(experts.forward, "aot_eager")
+    for name, value in outcome(experts, "maxmoe", inputs).items():
+        torch.testing.assert_close(value, expected[name], msg=name)

@@ -22,7 +22,7 @@ from support.operator_calls import assert_near
 from support.operator_checks import compile_whole
 
 FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text"]
-# Those that want more of their configuration than small numbers; test_transformers_experts.py has their experts.
+# Those that want more of their configuration than small numbers; test_transformers_families.py has their experts.
 NOT_SMALL = {"dots3_note", "dots3_note_text", "gemma4", "gemma4_text", "lfm2_moe", "mimo_v2_flash", "qwen4_exp"}
 NOT_SMALL |= {"qwen4_exp_text"}
 # Their own code mixes float32 and float64.

@@ -1,4 +1,4 @@
-"""Moves between shardings, stated and automatic: values and gradients on real ranks against one process."""
+"""Tensors brought from one sharding to another: values and gradients on real ranks against one process."""
 
 import itertools
 import random
@@ -9,18 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from maxmoe.models.decoder import FeedForward
-from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, P, PartitionSpec, reshard, shard_map, shard_parameters
+from maxmoe.sharding import Mesh, NamedSharding, P, PartitionSpec, reshard
 from maxmoe.sharding.movement import Layout, Move, move
-from support.parts import assert_same, part_by_definition
+from support.parts import assert_same, laid, part_by_definition, whole_tensor
 from support.run_ranks import fake_rank, run_ranks
 
 SIZES = {"data": 2, "fsdp": 2, "expert": 2}
-SHAPE = (8, 16)
 
 
 def random_spec(draw: random.Random, axes: tuple[str, ...] = tuple(SIZES)) -> PartitionSpec:
@@ -28,17 +25,6 @@ def random_spec(draw: random.Random, axes: tuple[str, ...] = tuple(SIZES)) -> Pa
     chosen = draw.sample(axes, draw.randrange(len(axes) + 1))
     cut = draw.randrange(len(chosen) + 1)
     return P(chosen[:cut], chosen[cut:])
-
-
-def whole_tensor(seed: int = 0, shape: tuple[int, ...] = SHAPE) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def laid(whole: Tensor, mesh: Mesh, spec: PartitionSpec) -> DTensor:
-    """This rank's part by definition, as a leaf."""
-    part = part_by_definition(whole, spec, mesh).contiguous()
-    placements = NamedSharding(mesh, spec).placements
-    return DTensor.from_local(part, mesh.device_mesh, placements, run_check=False).detach().requires_grad_()
 
 
 def test_between_random_specs() -> None:
@@ -106,93 +92,6 @@ def test_what_cannot_be_resharded() -> None:
         message = "P('fsdp', None) has 2 dims, the shape (4,) has 1"
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             reshard(torch.zeros(4), NamedSharding(mesh, P("fsdp", None)))
-
-
-def feed_forward(x: Tensor, scale: float, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-    hidden = F.silu(x @ up)
-    return hidden @ down * scale, hidden
-
-
-IN_SPECS = (P("data", None), None, P(None, "expert"), P("expert", None))
-OUT_SPECS = (P("data", None), P("data", "expert"))
-
-
-@pytest.mark.parametrize(
-    "sizes", [{"data": 2, "fsdp": 2, "expert": 2}, {"expert": 2, "data": 1}, {"data": 2, "expert": 1}], ids=str
-)
-def test_shard_map_of_tokens_and_weights(sizes: dict[str, int]) -> None:
-    """Data parallel, tensor parallel with a sum in the end, and an axis on which all ranks do the same."""
-    inputs = {"x": whole_tensor(0), "up": whole_tensor(1, (16, 4)), "down": whole_tensor(2, (4, 16))}
-    gradient = whole_tensor(3)
-    leaves = {name: value.clone().requires_grad_() for name, value in inputs.items()}
-    expected, hidden = feed_forward(leaves["x"], 0.5, leaves["up"], leaves["down"])
-    expected.backward(gradient)
-
-    def check() -> None:
-        mesh = Mesh(sizes)
-        stored = P(None, "fsdp" if "fsdp" in sizes else None)  # shard_map brings them to where the function wants them
-        ours = {name: laid(value, mesh, stored) for name, value in inputs.items()}
-        mapped = shard_map(feed_forward, mesh, IN_SPECS, OUT_SPECS, partial=("expert",))
-        summands, hidden_parts = mapped(ours["x"], 0.5, ours["up"], ours["down"])
-        assert_same(hidden_parts.to_local(), part_by_definition(hidden, OUT_SPECS[1], mesh), "hidden")
-        output = reshard(summands, NamedSharding(mesh, OUT_SPECS[0]))
-        assert_same(output.to_local(), part_by_definition(expected, OUT_SPECS[0], mesh), "output")
-        output.backward(laid(gradient, mesh, OUT_SPECS[0]).detach())
-        for name, leaf in leaves.items():
-            assert leaf.grad is not None
-            assert_same(ours[name].grad.full_tensor(), leaf.grad, name)
-
-    run_ranks(check, Mesh.planned(sizes).num_ranks)
-
-
-def test_shard_map_of_one_output() -> None:
-    value = whole_tensor()
-
-    def check() -> None:
-        mesh = Mesh({"expert": 2})
-        rows = P("expert", None)
-        doubled = shard_map(lambda x: 2 * x, mesh, [rows], rows)(laid(value, mesh, rows))
-        assert isinstance(doubled, DTensor) and doubled.full_tensor().equal(2 * value)
-        total = shard_map(lambda x: x.sum(0), mesh, [rows], P(None), partial=("expert",))
-        assert_same(total(laid(value, mesh, P(None, "expert"))).full_tensor(), value.sum(0))
-
-    run_ranks(check, 2)
-
-
-def test_shard_map_refuses_a_sum_taken_inside() -> None:
-    mesh = Mesh.planned({"data": 2, "one": 1, "expert": 2})
-    message = (
-        "axis 'expert' shards input 2 (P('expert', None)) and no output: return the unreduced sum and name the axis "
-        "in partial, got partial=('data',)"
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        shard_map(feed_forward, mesh, [P("data", "one"), None, P("expert", None)], P("data", None), partial=("data",))
-
-
-def test_dtensor_propagates_what_was_not_stated() -> None:
-    """Automatic use: a module whose parameters are DTensors takes DTensors."""
-    whole, x, gradient = FeedForward(16, 8).double(), whole_tensor(0), whole_tensor(1)
-    leaf = x.clone().requires_grad_()
-    expected = whole(leaf)
-    expected.backward(gradient)
-    rules = LogicalRules([("mlp", "tensor"), ("embed", "fsdp")])
-
-    def check() -> None:
-        mesh = Mesh({"fsdp": 2, "tensor": 2})
-        ours = FeedForward(16, 8).double()
-        ours.load_state_dict(whole.state_dict())
-        shard_parameters(ours, mesh, rules)
-        tokens = laid(x, mesh, P("fsdp", None))
-        output = ours(tokens)
-        assert isinstance(output, DTensor)
-        assert_same(output.full_tensor(), expected)
-        output.backward(reshard(gradient, NamedSharding(mesh, P("fsdp", None))))
-        assert leaf.grad is not None and isinstance(tokens.grad, DTensor)
-        assert_same(tokens.grad.full_tensor(), leaf.grad)
-        for name, parameter in whole.named_parameters():
-            assert_same(ours.get_parameter(name).grad.full_tensor(), parameter.grad, name)
-
-    run_ranks(check, 4)
 
 
 def random_moves(count: int) -> Iterator[Move]:

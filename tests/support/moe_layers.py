@@ -37,6 +37,13 @@ LLAMA4: Options = {
     "apply_weights_to": "input",
     "num_shared_experts": 1,
 }
+EVERYTHING: Options = {
+    "router_bias": True,
+    "score_correction_bias": True,
+    "expert_bias": True,
+    "num_shared_experts": 2,
+    "shared_expert_gate": True,
+}
 FAMILIES = {"plain": {}, "deepseek": DEEPSEEK, "gpt_oss": GPT_OSS, "llama4": LLAMA4}
 COMPUTE = {
     "sparse": {},

@@ -2,9 +2,11 @@
 
 import itertools
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from maxmoe.sharding import Mesh, PartitionSpec
+from maxmoe.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def part_by_definition(whole: Tensor, spec: PartitionSpec, mesh: Mesh, rank: int | None = None) -> Tensor:
@@ -29,3 +31,17 @@ def assert_same(
     if expected.numel():
         error, scale = float((actual - expected).abs().max()), scale or float(expected.abs().max())
         assert error <= tolerance * scale, f"{name}: {error} on a scale of {scale}"
+
+
+SHAPE = (8, 16)
+
+
+def whole_tensor(seed: int = 0, shape: tuple[int, ...] = SHAPE) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def laid(whole: Tensor, mesh: Mesh, spec: PartitionSpec) -> DTensor:
+    """This rank's part by definition, as a leaf."""
+    part = part_by_definition(whole, spec, mesh).contiguous()
+    placements = NamedSharding(mesh, spec).placements
+    return DTensor.from_local(part, mesh.device_mesh, placements, run_check=False).detach().requires_grad_()

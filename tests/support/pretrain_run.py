@@ -1,6 +1,7 @@
 """Runs of `examples/pretrain.py` that last a moment, and what they leave."""
 
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,16 @@ import pretrain
 from pretraining import InputError as InputError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
 TINY = [
     *("--hidden-size", "16", "--num-layers", "2", "--num-heads", "2", "--num-experts", "4", "--top-k", "2"),
     *("--intermediate-size", "8", "--batch-size", "2", "--sequence-length", "16"),
     *("--steps", "8", "--eval-every", "4"),
 ]
+OPTIONS = Namespace(
+    hidden_size=8, num_layers=2, num_heads=1, num_experts=4, top_k=2, intermediate_size=4, batch_size=3,
+    sequence_length=16, steps=8, learning_rate=0.01, seed=0, dtype="float32", mesh="fsdp=-1",
+    rules="ep-as-dp",
+)  # fmt: skip
 
 
 def words(folder: Path) -> Path:
