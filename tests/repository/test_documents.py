@@ -81,12 +81,6 @@ def check_pip(arguments: list[str]) -> None:
             assert f'"{argument}"' in project, argument
 
 
-def test_the_two_commands_are_two() -> None:
-    section = re.search(r"^## Two commands$(.*?)^In an environment", DOCUMENTS[0].read_text(), re.DOTALL | re.MULTILINE)
-    assert section is not None
-    assert re.findall(r"^make \w+", section[1], re.MULTILINE) == ["make train", "make test"]
-
-
 def test_every_field_of_the_config_is_named() -> None:
     named = set(re.findall(r"`(\w+)`", DOCUMENTS[0].read_text()))
     assert {field.name for field in dataclasses.fields(maxmoe.MoEConfig)} <= named

@@ -10,8 +10,7 @@ import pytest
 from maxmoe.sharding import LogicalRules, P, logical_to_mesh_axes
 from support.golden_sharding import golden_tables
 
-PRESETS = sorted((Path(__file__).parents[2] / "maxmoe/sharding/presets").glob("*.yaml"))
-NAMES = [path.stem for path in PRESETS]
+NAMES = sorted(path.stem for path in (Path(__file__).parents[2] / "maxmoe/sharding/presets").glob("*.yaml"))
 EXPERTS = ("exp", "embed_moe", "mlp_moe")
 
 
@@ -110,13 +109,6 @@ def test_the_presets_of_the_design_are_there() -> None:
         "shard-exp-on-fsdp",
         "ep-tp",
     }
-
-
-@pytest.mark.parametrize("path", PRESETS, ids=NAMES)
-def test_a_preset_says_what_it_is_for_what_it_causes_and_when_to_choose_it(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    assert [line.split()[1] for line in lines[:3]] == ["For:", "Collectives:", "Choose"] and lines[3] == ""
-    assert all(len(line) <= 120 for line in lines)
 
 
 @pytest.mark.parametrize("preset", NAMES)
