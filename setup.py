@@ -33,7 +33,8 @@ class CMakeBuild(build_ext):
         # The cmake and ninja that pip installed beside this Python come before those of the system.
         path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
         options = [f"-DPython_EXECUTABLE={sys.executable}"]
-        options += ["-DMAXMOE_BUILD_TESTS=OFF", "-DMAXMOE_BUILD_BENCHMARKS=OFF"]  # tests/test_cpp.py turns them on
+        # tests/repository/test_cpp.py turns these on.
+        options += ["-DMAXMOE_BUILD_TESTS=OFF", "-DMAXMOE_BUILD_BENCHMARKS=OFF"]
         options += shlex.split(os.environ.get("CMAKE_ARGS", ""))
         if shutil.which("ninja", path=path):
             options.insert(0, "-GNinja")

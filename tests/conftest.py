@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+pytest.register_assert_rewrite("support")
+
 
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:

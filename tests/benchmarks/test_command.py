@@ -1,0 +1,142 @@
+"""Runs of the benchmarks: what they write, wrong contenders, Ctrl-C, options."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from benchmarks import command, experts, layer, local, memory, peak, ragged, route, scaling
+from benchmarks.alternatives.maxmoe_experts import MaxmoeExperts
+from benchmarks.results import Case
+from benchmarks.timing import Runner
+
+COMMANDS = [experts.BENCHMARK, layer.BENCHMARK, memory.BENCHMARK, scaling.BENCHMARK]
+COMMANDS += [ragged.BENCHMARK, local.BENCHMARK, route.BENCHMARK]
+
+
+class Doubled(MaxmoeExperts):
+    """Computes the wrong thing."""
+
+    name, kind = "doubled", "alternative"
+
+    def compute(self) -> Tensor:
+        return 2 * super().compute()
+
+
+def run(benchmark: command.Benchmark, out: Path, *options: str) -> dict[str, Any]:
+    arguments = ["--out", str(out), "--threads", "1", *options]
+    command.main(benchmark, arguments + (["--rounds", "1"] if benchmark.is_timed else []))
+    contents: dict[str, Any] = json.loads((out / "results.json").read_text())
+    return contents
+
+
+def test_who_computes_something_else_is_not_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(experts, "contenders", lambda: [MaxmoeExperts(), Doubled()])
+    results = run(experts.BENCHMARK, tmp_path, "--shapes", "8x16x8x4x2", "--dtype", "float32")["results"]
+    of_doubled = [result for result in results if result["contender"] == "doubled"]
+    assert all("wrong output: relative error 1.0e+00" in result["absent"] for result in of_doubled)
+    assert len(of_doubled) == 3
+    assert "doubled (forward+backward; forward; forward, weights changed): wrong output" in capsys.readouterr().out
+
+
+def measure_here(name: str, case: Case, threads: int, experts: Any) -> tuple[dict[str, float], None]:
+    return peak.answer(json.dumps([name, list(case.shape), case.dtype_name, case.mode, threads, experts])), None
+
+
+@pytest.mark.parametrize("benchmark", COMMANDS, ids=lambda benchmark: benchmark.name)
+def test_a_run_writes_table_json_and_picture(
+    benchmark: command.Benchmark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A process takes seconds to start: `memory` gets one, `local` does without.
+    monkeypatch.setattr(memory, "contenders", lambda: [MaxmoeExperts()])
+    monkeypatch.setattr(local, "measure_apart", measure_here)
+    modes = benchmark.modes[:1] if benchmark is memory.BENCHMARK else benchmark.modes
+    shape = {"ragged": "40x33,16x8", "route": "16x64x32x16x2"}.get(benchmark.name, "16x64x32x8x2")
+    contents = run(dataclasses.replace(benchmark, modes=modes), tmp_path, "--shapes", shape, "--dtype", "float32")
+
+    assert set(contents) == {"benchmark", "date", "interrupted", "machine", "options", "timing", "results"}
+    assert contents["benchmark"] == benchmark.name
+    assert contents["interrupted"] is False
+    assert {"cpu", "cpu_flags", "threads", "torch", "maxmoe"} <= set(contents["machine"])
+    assert contents["machine"]["threads"] == 1
+    keys = {"shape", "sizes", "dtype", "mode", "contender", "kind", "seconds", "rounds", "numbers", "absent"}
+    assert contents["results"]
+    for result in contents["results"]:
+        assert set(result) == keys
+        assert result["seconds"] or result["numbers"] or result["absent"]
+    assert (tmp_path / f"{benchmark.name}.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr()
+    assert "maxmoe" in printed.out
+    assert str(tmp_path / "results.json") in printed.out
+    assert "100%" in printed.err
+
+
+def test_ctrl_c_keeps_what_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = 0
+
+    def third_call_is_interrupted() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+
+    def measure(session: command.Session, case: Case) -> None:
+        session.time(case, [Runner("maxmoe", lambda: None, "maxmoe"), Runner("other", third_call_is_interrupted)])
+
+    contents = run(dataclasses.replace(experts.BENCHMARK, measure=measure), tmp_path)
+    assert contents["interrupted"] is True
+    assert [len(result["seconds"]) > 0 for result in contents["results"]] == [True, True]
+    assert "Interrupted" in capsys.readouterr().out
+    assert (tmp_path / "experts.png").exists()
+
+
+@pytest.mark.parametrize("benchmark", COMMANDS, ids=lambda benchmark: benchmark.name)
+@pytest.mark.parametrize("num_calls", [0, 1, 2])
+def test_ctrl_c_at_any_time_gives_a_report(
+    benchmark: command.Benchmark, num_calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is missing of a case: the report leaves it out."""
+
+    def interrupted(runners: list[Runner], rounds: int) -> Any:
+        for each in runners[:num_calls]:
+            each.seconds.append(1.0)
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(command, "round_robin", interrupted)
+    monkeypatch.setattr(memory, "measure_apart", lambda *arguments: interrupted([], 0).__next__())
+    shape = {"ragged": "16x8", "route": "16x64x32x16x2"}.get(benchmark.name, "16x64x32x8x2")
+    assert run(benchmark, tmp_path, "--shapes", shape)["interrupted"] is True
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--shapes", "nobody"], "'nobody' should be a number, at least 1"),
+        (["--shapes", "8x8"], "'8x8' should be 5 sizes"),
+        (["--threads", "0"], "'0' should be a number, at least 1"),
+        (["--dtype", "int8"], "int8"),
+    ],
+)
+def test_wrong_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        command.main(experts.BENCHMARK, options)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("benchmark", COMMANDS, ids=lambda benchmark: benchmark.name)
+def test_help(benchmark: command.Benchmark, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        command.main(benchmark, ["--help"])
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"python -m benchmarks.{benchmark.name}" in shown
+    assert benchmark.description.strip().splitlines()[0] in shown

@@ -1,0 +1,33 @@
+"""What the benchmarks compute on: routing, local experts, rows."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from benchmarks import local, ragged, shapes
+from benchmarks.problem import make_problem
+
+
+def test_the_problem_is_skewed_and_its_weights_exact() -> None:
+    problem = make_problem(shapes.B, torch.bfloat16)
+    load = problem.experts.flatten().bincount(minlength=64).float()
+    logits = torch.randn(2048, 64) + torch.linspace(1.5, 0, 64)
+    skewed = logits.topk(8).indices.flatten().bincount(minlength=64).float()
+    assert float((load - skewed).norm() / skewed.norm()) < 0.1
+    assert torch.equal(problem.weights, problem.weights.bfloat16().float())
+
+
+def test_local_experts_are_a_typical_block() -> None:
+    problem = make_problem(shapes.B, torch.float32)
+    count, first, num_rows = local.typical_block(problem)
+    chosen = (problem.experts >= first) & (problem.experts < first + count)
+    assert (count, first % 8, int(chosen.sum())) == (8, 0, num_rows)
+    assert num_rows / problem.experts.numel() == pytest.approx(1 / 8, abs=0.02)
+
+
+def test_bytes_to_move() -> None:
+    inputs = ragged.make_inputs(shapes.RowsShape(20, 5), torch.bfloat16)
+    assert len(inputs.rows) == 16  # whole groups of 8
+    assert ragged.bytes_to_move("ragged_gather", inputs) == 16 * 5 * 2 * 2 + 16 * 12
+    assert ragged.bytes_to_move("ragged_gather_reduce", inputs) == 16 * 5 * 2 + 2 * 5 * 2 + 16 * 12

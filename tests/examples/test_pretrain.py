@@ -1,0 +1,107 @@
+"""`examples/pretrain.py`: whole runs, stopping, and resuming bit for bit."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from support.pretrain_run import EXAMPLES, TINY, after_step, assert_same, pretrain, run, saved
+
+# A whole run
+
+
+def test_a_run_leaves_checkpoint_pictures_and_a_report(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(text, tmp_path / "out") == 0
+    printed = capsys.readouterr().out
+    for part in ("12 files of", "Sample, after 64 held-out bytes", "with byte bigram", "dead experts of 8"):
+        assert part in printed
+    names = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*")}
+    checkpoint = {f"checkpoint/{name}" for name in (".metadata", "__0_0.distcp", "training.pt")}
+    assert names == checkpoint | {"loss.png", "expert_load.png"}
+    for picture in (tmp_path / "out").glob("*.png"):
+        assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+    state = saved(tmp_path / "out")
+    assert len(state["training"]) == 8
+    assert [step for step, _ in state["held_out"]] == [4, 8]
+    # Every step routes each of its 2 * 16 tokens to 2 experts, in each of the 2 layers.
+    assert state["tokens_per_expert"].shape == (8, 2, 4)
+    assert (state["tokens_per_expert"].sum(-1) == 2 * 16 * 2).all()
+
+
+def test_it_learns(text: Path, tmp_path: Path) -> None:
+    run(text, tmp_path / "out", "--steps", "150", "--eval-every", "150", "--learning-rate", "0.01")
+    training = saved(tmp_path / "out")["training"]
+    assert training[0] == pytest.approx(8, abs=0.3)
+    assert sum(training[-10:]) / 10 < 3.5
+
+
+def test_bfloat16_stays_close_to_float32(text: Path, tmp_path: Path) -> None:
+    run(text, tmp_path / "wide")
+    run(text, tmp_path / "narrow", "--dtype", "bfloat16")
+    wide, narrow = saved(tmp_path / "wide")["training"], saved(tmp_path / "narrow")["training"]
+    assert wide != narrow
+    assert narrow == pytest.approx(wide, rel=0.02)
+
+
+# Stopping and resuming
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_resumed_run_is_the_uninterrupted_one(
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+) -> None:
+    assert run(text, tmp_path / "whole") == 0
+    before = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        after_step(patch, 3, lambda: signal.raise_signal(number))
+        assert run(text, tmp_path / "halves") == 128 + number
+    assert signal.getsignal(number) == before
+    assert "Stopped and saved at step 3. To go on: pretrain.py --resume" in capsys.readouterr().out
+    assert len(saved(tmp_path / "halves")["training"]) == 3
+    assert run(text, tmp_path / "halves", "--resume") == 0
+    assert "Resumed at step 3 of 8" in capsys.readouterr().out
+    assert_same(saved(tmp_path / "whole"), saved(tmp_path / "halves"))
+
+
+def test_a_second_signal_acts_as_usual() -> None:
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background may ignore it
+    with pretrain.StopRequest() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.signal == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, usual)
+
+
+def test_a_killed_process_resumes_bit_for_bit(text: Path, tmp_path: Path) -> None:
+    arguments = ("--steps", "150", "--save-every", "7")
+    command = [sys.executable, str(EXAMPLES / "pretrain.py"), *TINY, "--data", str(text), *arguments]
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path / "killed")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    while not (tmp_path / "killed/checkpoint").exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert len(saved(tmp_path / "killed")["training"]) < 150
+    run(text, tmp_path / "killed", *arguments, "--resume")
+    run(text, tmp_path / "whole", *arguments)
+    assert_same(saved(tmp_path / "whole"), saved(tmp_path / "killed"))
+
+
+def test_a_finished_run_can_be_resumed_for_its_report(text: Path, tmp_path: Path) -> None:
+    run(text, tmp_path / "out")
+    before = saved(tmp_path / "out")
+    (tmp_path / "out/loss.png").unlink()
+    assert run(text, tmp_path / "out", "--resume") == 0
+    assert (tmp_path / "out/loss.png").exists()
+    assert_same(saved(tmp_path / "out"), before)

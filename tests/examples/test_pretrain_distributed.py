@@ -1,0 +1,184 @@
+"""`examples/pretrain.py` on several ranks: the losses of one process, checkpoints for every mesh, and its end."""
+
+import errno
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from support.pretrain_run import EXAMPLES, TINY, InputError, after_step, pretrain, run, saved
+from support.run_ranks import run_ranks as run_ranks_in_time
+
+SHORT = ("--batch-size", "4", "--sequence-length", "32", "--steps", "5", "--eval-every", "5")
+STRIDED = ("--mesh", "fsdp=2,expert=-1", "--rules", "shard-exp-on-fsdp")
+TENSOR_PARALLEL = ("--mesh", "data=2,expert=2", "--rules", "ep-tp")
+CUT_SEQUENCES = ("--mesh", "expert=2", "--rules", "ep-as-cp")
+
+
+run_ranks = partial(run_ranks_in_time, timeout=60, deadline=180)  # pictures and checkpoints, on a busy machine
+
+
+def printed(text: Path, out: Path, *arguments: str) -> str:
+    """What a run prints on this rank, but for the folder."""
+    with redirect_stdout(io.StringIO()) as stream:
+        assert run(text, out, *SHORT, *arguments) == 0
+    return stream.getvalue().replace(str(out), "")
+
+
+def assert_close(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Two checkpoints say the same, up to the rounding of float32."""
+    assert one.keys() == other.keys()
+    for name in ("training", "held_out"):
+        assert torch.tensor(one[name]).allclose(torch.tensor(other[name]), rtol=2e-6, atol=0), name
+    for name, value in one.items():
+        if name.startswith(("weights.", "optimizer.")):
+            assert torch.allclose(value, other[name], rtol=1e-3, atol=1e-5), name
+    assert torch.equal(one["tokens_per_expert"], other["tokens_per_expert"])
+
+
+# The same numbers
+
+
+@pytest.mark.parametrize("arguments", [STRIDED, TENSOR_PARALLEL, CUT_SEQUENCES], ids=lambda words: words[-1])
+def test_ranks_compute_what_one_process_computes(text: Path, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    alone = printed(text, tmp_path / "alone")
+    world_size = 2 if arguments is CUT_SEQUENCES else 4
+    together = run_ranks(printed, world_size, text, tmp_path / "together", *arguments)
+    assert together == [alone] * world_size  # the sample too
+    assert_close(saved(tmp_path / "alone"), saved(tmp_path / "together"))
+
+
+def test_a_stopped_run_goes_on_with_any_mesh(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the last rank gets the signal, and all stop after the same step."""
+
+    def part(step: int | None, *arguments: str) -> int:
+        with monkeypatch.context() as patch:
+            if step is not None:
+                last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
+                after_step(patch, step, lambda: signal.raise_signal(signal.SIGTERM) if last else None)
+            return run(text, tmp_path / "out", *SHORT, *arguments)
+
+    assert run(text, tmp_path / "whole", *SHORT) == 0
+    assert part(1) == 143
+    assert run_ranks(part, 4, 2, *STRIDED, "--resume") == [143] * 4
+    assert run_ranks(part, 2, 3, *CUT_SEQUENCES, "--resume") == [143] * 2
+    assert part(None, "--resume") == 0
+    assert_close(saved(tmp_path / "whole"), saved(tmp_path / "out"))
+
+
+# Its end
+
+
+def messages(text: Path, out: Path, commands: list[list[str]]) -> list[str]:
+    """What each command line gets on this rank."""
+    result = []
+    for arguments in commands:
+        with pytest.raises(InputError) as error:
+            run(text, out, *arguments)
+        result.append(str(error.value))
+    return result
+
+
+def test_bad_input_is_named_on_all_ranks_alike(text: Path, tmp_path: Path) -> None:
+    expected = {
+        "--mesh fsdp=4": r"the mesh axes \(fsdp=4\) make 4 ranks, and the world has 2",
+        "--mesh fsdp=-1,expert=3": r"the mesh axes .* do not divide the world of 2",
+        "--mesh fsdp:2": "a mesh must read like fsdp=2,expert=4, got 'fsdp:2'",
+        "--mesh node=2": "ep-as-dp has no rule for the mesh axis 'node', only for data, fsdp, fsdp_transpose, expert",
+        "--rules best": "there is no preset 'best', only .*, shard-exp-on-fsdp",
+        "--rules best.yaml": "No such file or directory: 'best.yaml'",
+        "--batch-size 3": "--batch-size 3 is not divisible by fsdp=2",
+        "--mesh expert=2 --rules ep-as-cp --sequence-length 15": "--sequence-length 15 is not divisible by expert=2",
+        "--top-k 5": "top_k .* must not exceed num_experts",
+        "--resume": "nothing to resume",
+    }
+    together = run_ranks(messages, 2, text, tmp_path / "out", [arguments.split() for arguments in expected])
+    assert together[0] == together[1]
+    for message, pattern in zip(together[0], expected.values(), strict=True):
+        assert re.search(pattern, message) and "\n" not in message
+
+
+def refuse(*arguments: Any) -> NoReturn:
+    raise InputError("cannot read 0.txt")
+
+
+def full_disk(*arguments: Any) -> NoReturn:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "failure", "message"),
+    [
+        (pretrain, "load_corpus", refuse, "cannot read 0.txt"),
+        (dcp.FileSystemWriter, "write_data", full_disk, "No space left on device; the old one is intact"),
+    ],
+    ids=["text", "disk"],
+)
+def test_what_fails_on_one_rank_fails_on_all(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, name: str, failure: object, message: str
+) -> None:
+    def failing() -> list[str]:
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(owner, name, failure)
+        return messages(text, tmp_path / "out", [[*SHORT, "--resume"]])
+
+    with monkeypatch.context() as patch:
+        after_step(patch, 4, lambda: signal.raise_signal(signal.SIGINT))
+        run(text, tmp_path / "out", *SHORT)
+    ((first,), (second,)) = run_ranks(failing, 2)
+    assert first == second and first.endswith(message)
+    assert len(saved(tmp_path / "out")["training"]) == 4
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"checkpoint"}
+
+
+def test_a_killed_rank_ends_the_others(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    after_step(monkeypatch, 2, lambda: dist.get_rank() == 1 and os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(RuntimeError) as error:
+        run_ranks(run, 2, text, tmp_path / "out", *SHORT)
+    message = "rank 1 of 2 failed first:\nit died: exit code -9\n\nranks that failed too: [0]"
+    assert str(error.value).startswith(message)  # none hung
+
+
+def torchrun(text: Path, out: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.Popen(
+        [*command, str(EXAMPLES / "pretrain.py"), *TINY, "--data", str(text), "--out", str(out), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_one_rank_says_what_is_wrong(text: Path, tmp_path: Path) -> None:
+    process = torchrun(text, tmp_path / "out", "--batch-size", "3")
+    output, errors = process.communicate()
+    assert process.returncode != 0 and output.count("\n") == 1
+    own = [line for line in errors.splitlines() if line.startswith("pretrain:")]
+    assert len(own) == 1 and own[0].endswith("--batch-size 3 is not divisible by fsdp=2")
+    assert "examples/pretrain" not in "".join(re.findall(r"^.*line \d+, in.*$", errors, re.MULTILINE))
+
+
+def test_an_interrupt_saves(text: Path, tmp_path: Path) -> None:
+    process = torchrun(text, tmp_path / "out", "--steps", "5000", "--eval-every", "5000", "--save-every", "2")
+    while not (tmp_path / "out/checkpoint").exists() and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate()
+    step = len(saved(tmp_path / "out")["training"])
+    assert re.findall("^Stopped.*--out", output, re.MULTILINE) == [
+        f"Stopped and saved at step {step}. To go on: torchrun --nproc-per-node 2 {EXAMPLES}/pretrain.py "
+        f"{' '.join(TINY)} --data {text} --out"
+    ]
+    assert "examples/pretrain" not in "".join(re.findall(r"^.*line \d+, in.*$", errors, re.MULTILINE))

@@ -1,0 +1,114 @@
+"""The checkpoints of `examples/pretrain.py`: whole, whenever the process or the disk gives up."""
+
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pretraining import InputError, checkpoint
+
+
+def state_of(value: float) -> dict[str, Any]:
+    return {"weight": torch.full((4096,), value)}
+
+
+def loaded(folder: Path) -> float:
+    """The value in a checkpoint, which must be whole."""
+    state = state_of(0.0)
+    assert checkpoint.load(folder, {}, state)["value"] == float(state["weight"][0])
+    assert len(state["weight"].unique()) == 1
+    return float(state["weight"][0])
+
+
+def save(folder: Path, value: float) -> None:
+    checkpoint.save(folder, state_of(value), {"configuration": {}, "value": value})
+
+
+def save_and_die(folder: Path, value: float, moment: int) -> int:
+    """Save in a process of its own, which ends before or after one of the calls that change the disk."""
+    process = os.fork()
+    if process:
+        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    torch.set_num_threads(1)  # those of OpenMP are not forked, and waiting for them hangs
+    left = moment
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal left
+            for action in (lambda: None, lambda: function(*arguments, **options)):
+                result = action()
+                left -= 1
+                if left == -1:
+                    os._exit(9)
+            return result
+
+        return call
+
+    changes = [(Path, "mkdir"), (checkpoint, "write"), (Path, "rename"), (os, "fsync"), (shutil, "rmtree")]
+    for owner, name in changes:
+        setattr(owner, name, counted(getattr(owner, name)))
+    code = 1
+    try:
+        save(folder, value)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_kill_at_any_moment_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
+    """Every call that changes the disk is the last one once: before it has begun, and after it has ended."""
+    found, moment, code = set(), 0, 9
+    while code == 9:
+        folder = tmp_path / str(moment) / "checkpoint"
+        folder.parent.mkdir()
+        save(folder, 1.0)
+        code = save_and_die(folder, 2.0, moment)
+        found.add(loaded(folder))
+        save(folder, 3.0)
+        assert loaded(folder) == 3
+        assert [path.name for path in folder.parent.iterdir()] == ["checkpoint"]
+        moment += 1
+    assert code == 0 and moment > 20 and found == {1.0, 2.0}
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """What a full disk does: writing goes so far and then fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("size", [0, 1000, 20_000, 410_000])
+def test_a_failing_write_leaves_the_old_checkpoint(tmp_path: Path, size: int) -> None:
+    folder = tmp_path / "checkpoint"
+    save(folder, 1.0)
+    large = {"large": torch.zeros(100_000)}
+    with (
+        largest_file(size),
+        pytest.raises(InputError, match=r"cannot write the checkpoint .*: File too large; the old one is intact"),
+    ):
+        checkpoint.save(folder, large, {"configuration": {}, **large, "more": torch.zeros(10_000)})
+    assert loaded(folder) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_a_second_interrupt_ends_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(path: Path, data: bytes) -> None:
+        raise KeyboardInterrupt
+
+    save(tmp_path / "checkpoint", 1.0)
+    monkeypatch.setattr(checkpoint, "write", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path / "checkpoint", 2.0)
+    assert loaded(tmp_path / "checkpoint") == 1

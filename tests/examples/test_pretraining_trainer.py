@@ -1,0 +1,45 @@
+"""The steps of `examples/pretrain.py`: batches, load, learning rate, weight decay."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pretraining import corpus, trainer
+from support.pretrain_run import OPTIONS
+
+
+def test_a_step_reads_its_batch_and_records_its_load(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = 250  # more than there are windows, so that some share one
+    run = trainer.Trainer(Namespace(**{**vars(OPTIONS), "steps": steps}), corpus.load_corpus([str(text)], 16))
+    batch, read = run.sequences.batch, []
+    monkeypatch.setattr(run.sequences, "batch", lambda step: read.append(step) or batch(step))
+    biases = [torch.zeros(4) for _ in run.model.moe_layers()]
+    total = torch.zeros(2, 4, dtype=torch.int64)
+    for step in range(6):
+        counts = run.train_step().tokens_per_expert
+        total += counts
+        assert run.optimizer.param_groups[0]["lr"] == trainer.learning_rate(step, steps, 0.01)
+        for layer, bias, count in zip(run.model.moe_layers(), biases, counts.float(), strict=True):
+            bias += layer.config.correction_bias_update_rate * (count.mean() - count).sign()
+            torch.testing.assert_close(layer.router.score_correction_bias, bias)
+    assert read == list(range(6))
+    assert torch.equal(run.history.tokens_per_expert.sum(0), total)
+    assert run.history.tokens_per_expert[:3].sum((1, 2)).tolist() == [3 * 192, 2 * 192, 192]
+
+
+def test_learning_rate_warms_up_and_decays() -> None:
+    rates = [trainer.learning_rate(step, 200, 1.0) for step in range(200)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == 1.0
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert rates[-1] == pytest.approx(0.05, abs=1e-3)
+    assert trainer.learning_rate(0, 1, 1.0) == 1.0
+
+
+def test_decay_is_for_matrices_only() -> None:
+    model = trainer.build_model(OPTIONS)
+    decayed, others = trainer.build_optimizer(model, 0.1).param_groups
+    assert all(parameter.ndim >= 2 for parameter in decayed["params"]) and decayed["weight_decay"] > 0
+    assert all(parameter.ndim < 2 for parameter in others["params"]) and others["weight_decay"] == 0
+    assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters()))

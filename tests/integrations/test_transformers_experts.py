@@ -1,0 +1,148 @@
+"""maxmoe as an experts implementation of transformers: layouts of parameters, inputs, dtypes, compile."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from transformers.activations import ACT2FN
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from maxmoe.integrations.transformers import experts as implementation
+from maxmoe.integrations.transformers import families
+from support.operator_checks import compile_whole
+from support.transformers_experts import (
+    HIDDEN_SIZE,
+    INTERMEDIATE_SIZE,
+    NUM_EXPERTS,
+    assert_equals_eager,
+    declared,
+    outcome,
+    routed,
+    small,
+)
+
+FLAGS = ("is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm")
+# One of each kind: silu; interleaved, transposed, bias; norm after the experts; gates of their own (not in every
+# version); no gate.
+KINDS = ["mixtral", "gpt_oss", "muse_spark", "beam", "inkling2", "nemotron_h"]
+KINDS = [name for name in KINDS if name in families.models()]
+
+
+# Every layout that the interface declares
+
+
+@pytest.mark.parametrize("act_fn", [ACT2FN["silu"], ACT2FN["mish"]], ids=["known", "unknown"])
+@pytest.mark.parametrize("values", list(product([False, True], repeat=5)), ids=str)
+def test_every_declared_layout(path: str, values: tuple[bool, ...], act_fn: Any) -> None:
+    experts = declared(act_fn, **dict(zip(FLAGS, values, strict=True)))
+    assert_equals_eager(experts, routed(torch.float64), 1e-13)
+
+
+# Parameters where they lie
+
+
+def test_the_operator_reads_the_parameters_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    fused = implementation.expert_ffn
+    monkeypatch.setattr(
+        implementation,
+        "expert_ffn",
+        lambda *args, **options: seen.update(args=args, **options) or fused(*args, **options),
+    )
+    for experts_class, layout in ((MixtralExperts, "concatenated"), (GptOssExperts, "interleaved")):
+        experts = small(experts_class)
+        outcome(experts, "maxmoe", routed(torch.float64))
+        gate, up, down = seen["args"][3:6]
+        assert gate is None and up.shape == (NUM_EXPERTS, HIDDEN_SIZE, 2 * INTERMEDIATE_SIZE)
+        assert (up.data_ptr(), down.data_ptr()) == (experts.gate_up_proj.data_ptr(), experts.down_proj.data_ptr())
+        assert seen["fused_gate"] == layout
+
+
+@pytest.mark.parametrize("experts_class", [MixtralExperts, GptOssExperts])
+def test_gradients_are_written_into_the_layout_of_the_parameters(experts_class: type[nn.Module]) -> None:
+    """Backward makes two tensors of the size of the parameters or above: their gradients."""
+    experts = small(experts_class)
+    experts.config._experts_implementation = "maxmoe"
+    out = experts(*routed(torch.float64))
+    smallest = min(experts.gate_up_proj.numel(), experts.down_proj.numel())
+    large: dict[int, tuple[int, ...]] = {}
+
+    class Record(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            results = function(*args, **(kwargs or {}))
+            for tensor in torch.utils._pytree.tree_leaves(results):
+                if isinstance(tensor, torch.Tensor) and tensor.dim() == 3 and tensor.numel() >= smallest:
+                    large[tensor.untyped_storage().data_ptr()] = tuple(tensor.shape)
+            return results
+
+    with Record():
+        out.sum().backward()
+    assert len(large) == 2
+    for parameter in (experts.gate_up_proj, experts.down_proj):
+        assert parameter.grad.stride() == parameter.stride()
+
+
+# What comes in
+
+
+def test_experts_of_other_ranks_are_left_out() -> None:
+    """As transformers marks them under expert parallelism: id num_experts or above, weight 0. Their rows may be NaN."""
+    experts = small(MixtralExperts)
+    experts._is_expert_parallel = True
+    hidden_states, index, weights = routed(torch.float64)
+    is_elsewhere = torch.rand(index.shape) < 0.5
+    is_elsewhere[0] = True
+    weights = weights.masked_fill(is_elsewhere, 0.0)
+    expected = outcome(experts, "eager", (hidden_states, index.masked_fill(is_elsewhere, NUM_EXPERTS), weights))
+    hidden_states[0] = float("nan")
+    index = torch.where(is_elsewhere, NUM_EXPERTS + torch.arange(3), index)
+    got = outcome(experts, "maxmoe", (hidden_states, index, weights))
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_an_expert_that_does_not_exist_is_refused() -> None:
+    hidden_states, index, weights = routed(torch.float64)
+    index[2, 1] = NUM_EXPERTS
+    with pytest.raises(ValueError, match=r"ragged_plan: .*5"):
+        outcome(small(MixtralExperts), "maxmoe", (hidden_states, index, weights))
+
+
+@pytest.mark.parametrize("model", KINDS)
+@pytest.mark.parametrize("weights_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_bfloat16(model: str, weights_dtype: torch.dtype) -> None:
+    """Routers of some families keep their weights in float32. `assert_equals_eager` compares the dtypes, too."""
+    experts = small(families.experts_classes(model)[0], torch.bfloat16)
+    assert_equals_eager(experts, routed(torch.bfloat16, weights_dtype), 0.03)
+
+
+@pytest.mark.parametrize("model", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_returns_the_dtype_of_its_input(model: str, dtype: torch.dtype) -> None:
+    experts = small(families.experts_classes(model)[0], torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_equals_eager(experts, routed(dtype, torch.float32), 0.03)
+
+
+def test_no_tokens() -> None:
+    experts = small(MixtralExperts)
+    empty = tuple(value[:0] for value in routed(torch.float64))
+    got = outcome(experts, "maxmoe", empty)
+    assert got["output"].shape == (0, HIDDEN_SIZE)
+    assert not any(value.any() for value in got.values())
+
+
+@pytest.mark.parametrize("model", KINDS)
+def test_compiles_without_graph_breaks(model: str) -> None:
+    experts = small(families.experts_classes(model)[0])
+    inputs = routed(torch.float64)
+    expected = outcome(experts, "maxmoe", inputs)
+    experts.forward = compile_whole(experts.forward, "aot_eager")
+    for name, value in outcome(experts, "maxmoe", inputs).items():
+        torch.testing.assert_close(value, expected[name], msg=name)

@@ -1,0 +1,48 @@
+"""The experts of every family of the installed transformers, run with their own code and with maxmoe."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from maxmoe.integrations.transformers import families
+from support.transformers_experts import (
+    assert_equals_eager,
+    routed,
+    small,
+)
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = {torch.float64: 2e-6, torch.float32: 3e-5}  # some families compute partly in float32
+
+
+def test_the_families_are_found() -> None:
+    assert len(families.models()) >= 55
+    assert {"mixtral", "gpt_oss", "nemotron_h", "muse_spark"} < set(families.models())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("model", families.models())
+def test_equals_the_code_of_the_family(path: str, model: str, dtype: torch.dtype) -> None:
+    classes = families.experts_classes(model)
+    assert classes
+    for experts_class in classes:
+        experts = small(experts_class, dtype)
+        assert all(5 in parameter.shape for name, parameter in experts.named_parameters() if "norm" not in name)
+        for limit in {"limit", "swiglu_limit"} & vars(experts).keys():
+            setattr(experts, limit, 0.75)  # so low that something is clipped
+        assert_equals_eager(experts, routed(dtype), TOLERANCE[dtype])
+
+
+def test_the_table_is_up_to_date() -> None:
+    text = (ROOT / "docs/families.md").read_text()
+    version = re.search(r"from transformers (\S+) ", text)
+    assert version is not None
+    if version[1] != transformers.__version__:
+        pytest.skip(f"docs/families.md is of transformers {version[1]}, installed is {transformers.__version__}")
+    assert text == families.document()

@@ -1,0 +1,182 @@
+"""Whole models of transformers with maxmoe as their experts implementation, against their own code."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM
+
+from finetuning import models
+from maxmoe.integrations.transformers import experts as implementation
+from maxmoe.integrations.transformers import llama4
+from pretraining import InputError
+from support.operator_calls import assert_near
+from support.operator_checks import compile_whole
+
+FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4_text"]
+# Those that want more of their configuration than small numbers; test_transformers_families.py has their experts.
+NOT_SMALL = {"dots3_note", "dots3_note_text", "gemma4", "gemma4_text", "lfm2_moe", "mimo_v2_flash", "qwen4_exp"}
+NOT_SMALL |= {"qwen4_exp_text"}
+# Their own code mixes float32 and float64.
+FLOAT32_ONLY = {"inkling2_text"}
+OPTIONS = {"hidden_size": 64, "intermediate_size": 13, "num_layers": 4, "num_experts": 7, "seed": 0}
+
+
+def build(family: str, dtype: torch.dtype = torch.float64) -> Any:
+    """A small model with its own code, and with every kind of loss that it has."""
+    top_k = 1 if family == "zaya" else 2  # it takes no other
+    model = models.small_model(Namespace(family=family, top_k=top_k, **OPTIONS), "eager").to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():  # enough to tell them apart
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype)
+    if hasattr(model.config, "output_router_logits"):
+        model.config.output_router_logits = True
+    return model
+
+
+def tokens(length: int = 9) -> Tensor:
+    return torch.randint(0, 256, (2, length), generator=torch.Generator().manual_seed(2))
+
+
+@contextmanager
+def operators_called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Who computes: an implementation that is silently ignored would equal the model's own code, too."""
+    called: list[str] = []
+
+    def counted(operator: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Tensor:
+            called.append(operator.__name__)
+            return operator(*args, **options)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for module, name in ((implementation, "expert_ffn"), (implementation, "gmm"), (llama4, "expert_ffn")):
+            patch.setattr(module, name, counted(getattr(module, name)))
+        yield called
+
+
+def step(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+    """Logits, losses and gradients."""
+    torch.manual_seed(3)  # some routers add noise
+    model.zero_grad()
+    out = model(input_ids=ids, labels=ids, use_cache=False)
+    out.loss.backward()
+    values = {"logits": out.logits.detach(), "loss": out.loss.detach()}
+    if getattr(out, "aux_loss", None) is not None:
+        values["aux_loss"] = out.aux_loss.detach()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return values | {name: gradient.clone() for name, gradient in gradients.items()}
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], relative: float) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name].dtype == value.dtype, name
+        if max(value.abs().max(), got[name].abs().max()) > 1e-12:  # rounding, where the exact value is zero
+            assert_near(got[name], value, relative, name)
+
+
+@pytest.mark.parametrize("family", models.family_names())
+def test_equals_the_code_of_the_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if family in NOT_SMALL:
+        with pytest.raises(InputError, match="cannot make a small model of the family"):
+            build(family)
+        return
+    dtype, relative = (torch.float32, 3e-5) if family in FLOAT32_ONLY else (torch.float64, 2e-6)
+    model, ids = build(family, dtype), tokens()
+    with operators_called(monkeypatch) as called:
+        expected = step(model, ids)
+        assert not called
+        model.set_experts_implementation("maxmoe")
+        assert_same(step(model, ids), expected, relative)
+        assert called
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe", "gpt_oss"])
+def test_the_balance_loss_is_among_them(family: str) -> None:
+    model = build(family)
+    model.set_experts_implementation("maxmoe")
+    assert step(model, tokens())["aux_loss"] > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ten_steps(family: str) -> None:
+    trained = []
+    for name in ("eager", "maxmoe"):
+        model = build(family)
+        model.set_experts_implementation(name)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        losses = []
+        for _ in range(10):
+            losses.append(step(model, tokens())["loss"])
+            optimizer.step()
+        assert losses[-1] < losses[0]
+        trained.append({name: parameter.detach() for name, parameter in model.named_parameters()})
+    assert_same(trained[1], trained[0], 2e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generates_the_same_tokens(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through `from_pretrained`, as users load a model."""
+    build(family, torch.float32).save_pretrained(tmp_path)
+    generated = []
+    for name in ("eager", "maxmoe"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation=name).eval()
+        with operators_called(monkeypatch) as called:
+            generated.append(model.generate(tokens(4), max_new_tokens=12, do_sample=False, pad_token_id=0))
+        assert bool(called) == (name == "maxmoe")
+    assert generated[0].shape == (2, 16) and torch.equal(*generated)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradient_checkpointing(family: str) -> None:
+    model = build(family).train()
+    model.set_experts_implementation("maxmoe")
+    expected = step(model, tokens())
+    # Renamed in 5.23.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    assert_same(step(model, tokens()), expected, 1e-12)
+
+
+@pytest.mark.parametrize("is_autocast", [False, True], ids=["bfloat16", "autocast"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16(family: str, is_autocast: bool) -> None:
+    """Beside the float64 model: no further away from it than the model's own code, by a factor."""
+    exact = step(build(family), tokens())["logits"]
+    model = build(family, torch.float32 if is_autocast else torch.bfloat16)
+    errors = {}
+    for name in ("eager", "maxmoe"):
+        model.set_experts_implementation(name)
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            got = step(model, tokens())
+        assert all(gradient.isfinite().all() for gradient in got.values())
+        errors[name] = (got["logits"].double() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    assert errors["maxmoe"] < 2 * errors["eager"] < 0.5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_block_compiles_without_graph_breaks(family: str) -> None:
+    model = build(family)
+    model.set_experts_implementation("maxmoe")
+    path = next(name for name, _ in model.named_modules() if name.endswith(".experts")).removesuffix(".experts")
+    block = model.get_submodule(path)
+    x = torch.randn(2, 9, OPTIONS["hidden_size"], dtype=torch.float64, requires_grad=True)
+
+    def result(function: Any) -> tuple[Tensor, ...]:
+        out = function(x)
+        out = out[0] if isinstance(out, tuple) else out
+        leaves = [x, *(parameter for parameter in block.parameters() if parameter.requires_grad)]
+        return out.detach(), *torch.autograd.grad(out.square().sum(), leaves)
+
+    for got, expected in zip(result(compile_whole(block, "aot_eager")), result(block), strict=True):
+        torch.testing.assert_close(got, expected)

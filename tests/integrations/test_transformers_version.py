@@ -1,0 +1,39 @@
+"""The versions of transformers that are taken and refused."""
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from maxmoe.integrations.transformers import _version
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("installed", ["4.57.6", "5.19.0", "5.9.0.dev0"])
+def test_an_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: installed)
+    with pytest.raises(ImportError, match=rf"transformers>=5.20,<6, got transformers {re.escape(installed)}"):
+        _version.check_version()
+
+
+def test_a_missing_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(ImportError, match=r"got no transformers. Run: pip install 'transformers>=5.20,<6'"):
+        _version.check_version()
+
+
+@pytest.mark.parametrize("installed", ["5.20.0", "5.23.0", "5.100.1", "6.0.0rc1"])
+def test_a_newer_transformers_is_taken(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: installed)
+    _version.check_version()
+
+
+def test_the_extra_asks_for_the_tested_versions() -> None:
+    assert f'transformers = ["{_version.TESTED}"]' in (ROOT / "pyproject.toml").read_text()

@@ -1,0 +1,33 @@
+"""DecoderConfig: what contradicts itself is refused."""
+
+from typing import Any
+
+import pytest
+
+from maxmoe.models import DecoderConfig
+from support.small_decoder import SIZES
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size must be a positive int, got 0"),
+        ({"num_layers": True}, "num_layers must be a positive int, got True"),
+        ({"head_dim": 2.5}, "head_dim must be a positive int, got 2.5"),
+        ({"num_key_value_heads": 3}, r"num_key_value_heads \(3\) must divide num_heads \(4\)"),
+        (
+            {"num_heads": 5, "num_key_value_heads": 5, "head_dim": None},
+            r"num_heads \(5\) must divide hidden_size \(12\)",
+        ),
+        ({"head_dim": 3}, "head_dim must be even for the rotary embedding, got 3"),
+        ({"hidden_size": 24}, r"moe.hidden_size \(12\) must equal hidden_size \(24\)"),
+        ({"num_dense_layers": 4}, r"num_dense_layers \(4\) must be from 0 to num_layers \(3\)"),
+        (
+            {"intermediate_size": None},
+            "intermediate_size must be given where there are dense blocks, got None",
+        ),
+    ],
+)
+def test_contradictions_in_the_config_name_both_values(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DecoderConfig(**{**SIZES, **changes})

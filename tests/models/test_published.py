@@ -1,0 +1,33 @@
+"""Sizes of published models, against what their authors say."""
+
+from dataclasses import replace
+
+import pytest
+
+from maxmoe.models import Decoder
+from maxmoe.models.published import PUBLISHED
+
+# Billions of parameters as their authors count them, for the models whose attention a Decoder has.
+BILLIONS = {
+    "mixtral": 46.7,
+    "qwen2_moe": 57.4,
+    "qwen3_moe": 235.1,
+    "olmoe": 6.92,
+    "minimax_m2": 228.7,
+    "gpt_oss": 116.8,
+    "llama4": 400.7,
+}
+
+
+@pytest.mark.parametrize("name", BILLIONS)
+def test_published_sizes_give_the_published_number_of_parameters(name: str) -> None:
+    published = PUBLISHED[name]
+    num_moe_layers = published.num_layers - published.num_dense_layers
+
+    def count(num_layers: int) -> int:
+        config = replace(published, num_layers=num_layers).config(max_sequence_length=4096)
+        return sum(parameter.numel() for parameter in Decoder(config, device="meta").parameters())
+
+    one, two = (count(published.num_dense_layers + layers) for layers in (1, 2))
+    total = one + (num_moe_layers - 1) * (two - one)
+    assert total / 1e9 == pytest.approx(BILLIONS[name], rel=2e-3)

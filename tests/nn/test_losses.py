@@ -1,0 +1,209 @@
+"""The losses on the routing and the statistics, against numbers worked out by hand."""
+
+import math
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from maxmoe import MoE, MoEConfig, MoEStats
+from maxmoe.config import ScoreFunction
+from maxmoe.nn import load_balance_loss, normalized_scores, router_z_loss
+from support.moe_layers import Options, make, tokens
+
+each_score_function = pytest.mark.parametrize("score_function", get_args(ScoreFunction))
+BALANCE: Options = {"load_balance_loss_weight": 0.3}
+
+
+def one_hot_router(num_experts: int, scale: float = 1.0, **options: Any) -> MoE:
+    """Whose logits are scale * x: the largest entry of a token names its expert."""
+    sizes: Options = {"hidden_size": num_experts, "num_experts": num_experts, "intermediate_size": 2}
+    layer = MoE(MoEConfig(**{**sizes, "top_k": 1, **options}), dtype=torch.float64)
+    with torch.no_grad():
+        layer.router.weight.copy_(scale * torch.eye(num_experts))
+    return layer
+
+
+# Losses
+
+
+@each_score_function
+@pytest.mark.parametrize("scope", ["sequence", "batch"])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_balance_loss_is_its_weight_at_perfect_balance(top_k: int, scope: str, score_function: str) -> None:
+    layer = one_hot_router(
+        4, score_function=score_function, top_k=top_k, load_balance_scope=scope, load_balance_loss_weight=0.3
+    )
+    # Token t prefers expert t, then the next one.
+    x = torch.eye(4, dtype=torch.float64) + 0.5 * torch.eye(4, dtype=torch.float64).roll(1, 1)
+    output = layer(x.expand(3, 4, 4))
+    assert output.stats.tokens_per_expert.tolist() == [3 * top_k] * 4
+    torch.testing.assert_close(output.aux_loss.item(), 0.3, rtol=1e-14, atol=0)
+
+
+def test_balance_loss_is_the_number_of_experts_at_collapse() -> None:
+    layer = one_hot_router(4, scale=100.0, **BALANCE)
+    collapsed = torch.eye(4, dtype=torch.float64)[[2] * 5]
+    torch.testing.assert_close(layer(collapsed).aux_loss.item(), 0.3 * 4, rtol=1e-14, atol=0)
+
+
+def test_balance_loss_of_every_sequence_or_of_the_batch() -> None:
+    # Either sequence has its own favourite: unbalanced one by one (f = 2, P = 3/4), balanced together.
+    x = torch.tensor([[[3.0, 1.0]] * 2, [[1.0, 3.0]] * 2], dtype=torch.float64).log()
+    for scope, expected in (("sequence", 1.5), ("batch", 1.0)):
+        layer = one_hot_router(2, load_balance_scope=scope, load_balance_loss_weight=1.0)
+        torch.testing.assert_close(layer(x).aux_loss.item(), expected, rtol=1e-14, atol=0)
+        torch.testing.assert_close(layer(x.reshape(1, 2, 2, 2)).aux_loss.item(), expected, rtol=1e-14, atol=0)
+        # Without sequences there is but the batch.
+        torch.testing.assert_close(layer(x.flatten(0, 1)).aux_loss.item(), 1.0, rtol=1e-14, atol=0)
+
+
+def test_balance_loss_has_its_gradient_through_the_probabilities_only() -> None:
+    probabilities = torch.rand(2, 3, 4, dtype=torch.float64).requires_grad_()
+    counts = torch.tensor([[3, 2, 1, 0], [0, 0, 6, 0]])
+    (gradient,) = torch.autograd.grad(load_balance_loss(probabilities, counts, 2), probabilities)
+    # f = E / (K S) * count, then the mean over S tokens and B sequences
+    expected = (counts * (4 / (2 * 3)) / 3 / 2).double()
+    torch.testing.assert_close(gradient, expected.unsqueeze(1).expand(2, 3, 4))
+
+
+def test_losses_train_the_router_alone() -> None:
+    layer = make(router_z_loss_weight=0.2, expert_bias=True, num_shared_experts=1, **BALANCE)
+    x = tokens(layer).requires_grad_()
+    parameters = dict(layer.named_parameters())
+    gradients = torch.autograd.grad(layer(x).aux_loss, [x, *parameters.values()], allow_unused=True)
+    reached = [name for name, gradient in zip(["x", *parameters], gradients, strict=True) if gradient is not None]
+    assert reached == ["x", "router.weight"]
+
+
+def test_z_loss_and_its_gradient() -> None:
+    logits = torch.tensor([[1.0, 3.0], [2.0, 6.0]], dtype=torch.float64).log().requires_grad_()
+    four, eight = math.log(4), math.log(8)
+    loss = router_z_loss(logits)
+    torch.testing.assert_close(loss.item(), (four**2 + eight**2) / 2)
+    expected = torch.tensor([[four * 1 / 4, four * 3 / 4], [eight * 2 / 8, eight * 6 / 8]], dtype=torch.float64)
+    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], expected)
+
+
+def test_the_auxiliary_loss_is_the_weighted_sum() -> None:
+    both = make(router_z_loss_weight=0.2, **BALANCE)
+    x = tokens(both)
+    logits = both.router(x.flatten(0, 1)).logits
+    balance, z = make(load_balance_loss_weight=1.0), 0.2 * router_z_loss(logits)
+    balance.load_state_dict(both.state_dict())
+    torch.testing.assert_close(both(x).aux_loss, 0.3 * balance(x).aux_loss + z)
+
+
+def test_no_loss_is_exactly_zero_and_takes_no_part_in_the_graph() -> None:
+    layer = make()
+    aux_loss = layer(tokens(layer)).aux_loss
+    assert aux_loss.shape == () and aux_loss.item() == 0.0 and not aux_loss.requires_grad
+    (layer(tokens(layer)).hidden_states.sum() + aux_loss).backward()
+
+
+def test_the_balance_loss_balances() -> None:
+    layer = make(num_experts=8, top_k=2, hidden_size=16, router_bias=True, load_balance_loss_weight=1.0)
+    assert layer.router.bias is not None
+    with torch.no_grad():
+        layer.router.bias.copy_(torch.arange(8.0))
+    optimizer = torch.optim.SGD(layer.router.parameters(), lr=1.0)
+    x = tokens(layer, 1, 256)
+    before = layer(x).stats.load_max_over_mean
+    for _ in range(60):
+        optimizer.zero_grad()
+        layer(x).aux_loss.backward()
+        optimizer.step()
+    assert before > 3
+    assert layer(x).stats.load_max_over_mean < 1.5
+
+
+@each_score_function
+def test_normalized_scores(score_function: Any) -> None:
+    logits = torch.randn(5, 6, dtype=torch.float64)
+    score = {
+        "softmax": logits.exp(),
+        "identity": logits.exp(),
+        "sigmoid": 1 / (1 + (-logits).exp()),
+        "sqrtsoftplus": (1 + logits.exp()).log().sqrt(),
+    }[score_function]
+    expected = score / score.sum(-1, keepdim=True)
+    torch.testing.assert_close(normalized_scores(logits, score_function), expected)
+
+
+@each_score_function
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_normalized_scores_of_large_logits_have_finite_gradients(dtype: torch.dtype, score_function: Any) -> None:
+    logits = torch.tensor([[-1000.0, -80.0, 0.0, 80.0, 1000.0], [-1000.0] * 5], dtype=dtype).requires_grad_()
+    probabilities = normalized_scores(logits, score_function)
+    probabilities.square().sum().backward()
+    assert probabilities.isfinite().all() and logits.grad is not None and logits.grad.isfinite().all()
+
+
+# Statistics
+
+
+def stats_of(counts: list[int]) -> MoEStats:
+    return MoEStats(torch.tensor(counts), torch.tensor(0), torch.tensor(0.0))
+
+
+def test_load_and_dead_experts() -> None:
+    stats = stats_of([6, 0, 2, 0])
+    assert (stats.load_max_over_mean.item(), stats.dead_expert_fraction.item()) == (3.0, 0.5)
+    balanced = stats_of([5, 5, 5, 5])
+    assert (balanced.load_max_over_mean.item(), balanced.dead_expert_fraction.item()) == (1.0, 0.0)
+    idle = stats_of([0, 0])
+    assert (idle.load_max_over_mean.item(), idle.dead_expert_fraction.item()) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("shape", [(7,), (2, 5), (2, 3, 4)], ids=str)
+def test_counts_are_those_of_the_router(shape: tuple[int, ...]) -> None:
+    layer = make(score_correction_bias=True)
+    x = tokens(layer, *shape)
+    stats = layer(x).stats
+    experts = layer.router(x.reshape(-1, 7)).experts
+    assert torch.equal(stats.tokens_per_expert, experts.flatten().bincount(minlength=6))
+    assert stats.tokens_per_expert.sum() == math.prod(shape) * 3
+    assert (stats.tokens_per_expert.dtype, stats.dropped.dtype) == (torch.int64, torch.int64)
+    assert stats.dropped.shape == stats.router_entropy.shape == () and stats.dropped == 0
+
+
+def test_dropped_slots_are_counted_and_still_part_of_the_load() -> None:
+    layer = make(buffer_factor=0.5, load_balance_loss_weight=0.3)
+    unbounded = make(load_balance_loss_weight=0.3)
+    unbounded.load_state_dict(layer.state_dict())
+    x = tokens(layer, 2, 5)
+    output, expected = layer(x), unbounded(x)
+    assert output.stats.dropped == 15
+    assert torch.equal(output.stats.tokens_per_expert, expected.stats.tokens_per_expert)
+    assert torch.equal(output.aux_loss, expected.aux_loss)
+
+
+@each_score_function
+def test_entropy_from_none_to_that_of_all_experts(score_function: str) -> None:
+    uniform = one_hot_router(4, score_function=score_function)(torch.zeros(3, 4, dtype=torch.float64))
+    torch.testing.assert_close(uniform.stats.router_entropy.item(), math.log(4))
+    x = torch.tensor([[0.0, -1e3, -1e3, -1e3]] * 3, dtype=torch.float64)
+    certain = one_hot_router(4, score_function=score_function)(x)
+    assert certain.stats.router_entropy == pytest.approx(0.0, abs=1e-12)
+
+
+def test_entropy_is_the_mean_over_the_tokens() -> None:
+    x = torch.tensor([[1.0, 1.0], [3.0, 1.0]], dtype=torch.float64).log()
+    expected = (math.log(2) + math.log(4) - 0.75 * math.log(3)) / 2
+    torch.testing.assert_close(one_hot_router(2)(x).stats.router_entropy.item(), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"router_z_loss_weight": 0.2, **BALANCE}], ids=["", "losses"])
+def test_statistics_take_no_part_in_the_graph(options: Options) -> None:
+    layer = make(**options)
+    stats = layer(tokens(layer).requires_grad_()).stats
+    values: tuple[Tensor, ...] = (*stats, stats.load_max_over_mean, stats.dead_expert_fraction)
+    assert not any(value.requires_grad for value in values)
+
+
+def test_no_tokens() -> None:
+    layer = make(router_z_loss_weight=0.2, **BALANCE)
+    _, aux_loss, stats = layer(torch.empty(2, 0, 7, dtype=torch.float64))
+    assert (aux_loss.item(), stats.router_entropy.item(), stats.dropped.item()) == (0.0, 0.0, 0)
+    assert (stats.load_max_over_mean.item(), stats.dead_expert_fraction.item()) == (0.0, 1.0)

@@ -1,0 +1,183 @@
+"""MoE: the layer against the specification, in every combination of its options."""
+
+from collections.abc import Iterator
+from itertools import combinations, product
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from maxmoe import MoE, MoEOutput
+from maxmoe.config import Normalization, ScoreFunction
+from support import published_blocks
+from support.moe_layers import (
+    COMPUTE,
+    Options,
+    assert_meets_specification,
+    each_compute,
+    each_family,
+    make,
+    tokens,
+)
+from support.operator_calls import tolerance
+from support.shapes import each_dtype
+
+
+def assert_gradcheck(layer: MoE, x: Tensor) -> None:
+    names, values = zip(*layer.named_parameters(), strict=True)
+
+    def function(x: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+        output: MoEOutput = torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+        return (output.hidden_states, *([output.aux_loss] if output.aux_loss.requires_grad else []))
+
+    x = x.detach().requires_grad_()
+    assert torch.autograd.gradcheck(function, (x, *values), fast_mode=True)
+
+
+OPTIONS: list[list[Options]] = [
+    [{"score_function": name} for name in get_args(ScoreFunction)],
+    [{"normalization": name} for name in get_args(Normalization)],
+    [{}, {"score_correction_bias": True}],
+    [{}, {"router_bias": True}],
+    [{}, {"num_groups": 3, "top_k_groups": 2}, {"num_groups": 2}, {"num_groups": 6, "top_k_groups": 4}],
+    [{}, {"group_score": "max"}],
+    [{}, {"routed_scaling_factor": 2.5}],
+    [{}, {"apply_weights_to": "input"}],
+    [
+        {"activation": "silu"},
+        {"activation": "silu", "gated": False},
+        {"activation": "gelu", "activation_limit": 0.5},
+        {"activation": "gelu_tanh", "gated": False},
+        {"activation": "relu"},
+        {"activation": "relu2", "gated": False},
+        {"activation": "swigluoai"},
+        {"activation": "swigluoai", "activation_limit": 0.75},
+    ],
+    [{}, {"expert_bias": True}],
+    [{}, {"num_shared_experts": 1}, {"num_shared_experts": 2, "shared_expert_gate": True}],
+    [
+        {},
+        {"load_balance_loss_weight": 0.3},
+        {"load_balance_loss_weight": 0.3, "load_balance_scope": "batch", "router_z_loss_weight": 0.2},
+        {"router_z_loss_weight": 0.2},
+    ],
+    list(COMPUTE.values()),
+    [{"shape": (2, 5)}, {"shape": (11,)}, {"shape": (2, 1, 6)}],
+]
+
+
+def pairwise(options: list[list[Options]]) -> Iterator[Options]:
+    """Few combinations in which any choice of an option meets any choice of any other."""
+    numbered = [[(number, choice) for choice in range(len(choices))] for number, choices in enumerate(options)]
+    missing = {pair for one, other in combinations(numbered, 2) for pair in product(one, other)}
+    while missing:
+        chosen = dict(min(missing))
+        for number, choices in enumerate(numbered):
+            if number not in chosen:
+                new = [sum(tuple(sorted((c, o))) in missing for o in chosen.items()) for c in choices]
+                chosen[number] = new.index(max(new))
+        missing -= set(combinations(sorted(chosen.items()), 2))
+        yield {key: value for n, choice in chosen.items() for key, value in options[n][choice].items()}
+
+
+def name_of(options: Options) -> str:
+    return "-".join(str(value).replace(" ", "") for value in options.values())
+
+
+@pytest.mark.parametrize("options", list(pairwise(OPTIONS)), ids=name_of)
+def test_every_pair_of_options(path: str, options: Options) -> None:
+    shape = options["shape"]
+    layer = make(**{key: value for key, value in options.items() if key != "shape"})
+    assert_meets_specification(layer, tokens(layer, *shape), 1e-11)
+
+
+@each_family
+@each_compute
+@each_dtype
+def test_every_dtype(path: str, dtype: torch.dtype, compute: Options, options: Options) -> None:
+    sizes = {"hidden_size": 17, "intermediate_size": 11}
+    layer = make(dtype, **options, **compute, **sizes)
+    x = tokens(layer, 2, 13)
+    output = layer(x)
+    assert output.hidden_states.dtype == dtype
+    assert output.aux_loss.dtype == output.stats.router_entropy.dtype
+    assert output.aux_loss.dtype == torch.promote_types(dtype, torch.float32)
+    assert_meets_specification(layer, x, 4 * tolerance(dtype, 2))
+
+
+SITUATIONS: dict[str, tuple[tuple[int, ...], Options]] = {
+    "no_token": ((0,), {}),
+    "sequences_without_token": ((2, 0), {}),
+    "no_sequence": ((0, 4), {}),
+    "neither": ((0, 0), {}),
+    "one_token": ((1,), {}),
+    "sequences_of_one_token": ((5, 1), {}),
+    "one_expert": ((3, 2), {"num_experts": 1, "top_k": 1}),
+    "all_experts": ((2, 5), {"top_k": 6}),
+    "many_experts": ((1, 3), {"num_experts": 40, "top_k": 2}),
+    "width_one": ((2, 4), {"hidden_size": 1, "intermediate_size": 1}),
+}
+
+
+@pytest.mark.parametrize(("shape", "options"), SITUATIONS.values(), ids=SITUATIONS)
+@pytest.mark.parametrize("weights_to", ["output", "input"])
+@each_compute
+def test_situations(path: str, compute: Options, weights_to: str, shape: tuple[int, ...], options: Options) -> None:
+    features = {"expert_bias": True, "load_balance_loss_weight": 0.3, "router_z_loss_weight": 0.2}
+    layer = make(apply_weights_to=weights_to, num_shared_experts=1, **features, **options, **compute)
+    assert_meets_specification(layer, tokens(layer, *shape))
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+@each_compute
+def test_all_to_the_same_experts(path: str, compute: Options, top_k: int) -> None:
+    options = {"normalization": "none", "score_correction_bias": True, "load_balance_loss_weight": 0.3}
+    layer = make(top_k=top_k, **options, **compute)
+    assert layer.router.score_correction_bias is not None
+    layer.router.score_correction_bias[2 : 2 + top_k] = 30.0
+    x = tokens(layer, 2, 5)
+    assert layer(x).stats.tokens_per_expert.tolist() == [0, 0, *[10] * top_k, *[0] * (4 - top_k)]
+    assert_meets_specification(layer, x)
+    assert_gradcheck(layer, x[:, :2])
+
+
+@pytest.mark.parametrize("score_function", get_args(ScoreFunction))
+@pytest.mark.parametrize("normalization", get_args(Normalization))
+@pytest.mark.parametrize("weights_to", ["output", "input"])
+def test_gradcheck_of_routing(weights_to: str, normalization: str, score_function: str) -> None:
+    for bias, groups in product((False, True), ((1, 1), (3, 2))):
+        layer = make(
+            score_function=score_function,
+            normalization=normalization,
+            apply_weights_to=weights_to,
+            router_bias=bias,
+            score_correction_bias=bias,
+            num_groups=groups[0],
+            top_k_groups=groups[1],
+            load_balance_loss_weight=0.3,
+            router_z_loss_weight=0.2,
+        )
+        assert_gradcheck(layer, tokens(layer, 2, 2))
+
+
+@each_compute
+@pytest.mark.parametrize("shape", [(0,), (1,), (2, 3)], ids=str)
+@each_family
+def test_gradcheck_of_families(options: Options, shape: tuple[int, ...], compute: Options) -> None:
+    layer = make(hidden_size=3, intermediate_size=2, **options, **compute)
+    assert_gradcheck(layer, tokens(layer, *shape))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss", "llama4"])
+def test_equals_the_block_of_transformers(family: str) -> None:
+    block, config, parameters = getattr(published_blocks, family)()
+    x = torch.randn(2, 8, 12, requires_grad=True)
+    theirs = block(x)
+    theirs = (theirs[0] if isinstance(theirs, tuple) else theirs).reshape(x.shape)
+    ours = torch.func.functional_call(MoE(config, device="meta"), parameters, (x,), strict=True).hidden_states
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    leaves, cotangent = [x, *block.parameters()], torch.randn(2, 8, 12)
+    expected = torch.autograd.grad(theirs, leaves, cotangent)
+    for one, other in zip(torch.autograd.grad(ours, leaves, cotangent), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

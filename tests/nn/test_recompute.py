@@ -1,0 +1,153 @@
+"""Activation checkpointing: the same gradients to the bit, and with `keep_routing` never a second routing."""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import maxmoe
+from maxmoe import MoE, MoEOutput
+from support.moe_layers import COMPUTE, DEEPSEEK, GPT_OSS, LLAMA4, Options, make, outcome, tokens
+from support.operator_calls import assert_same
+from support.operator_checks import compile_whole
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "non_reentrant": partial(checkpoint, use_reentrant=False),
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "keep_routing": partial(checkpoint, use_reentrant=False, context_fn=maxmoe.keep_routing),
+}
+LAYERS: dict[str, Options] = {
+    "plain": {},
+    "deepseek": DEEPSEEK,
+    "gpt_oss": GPT_OSS,
+    "llama4": LLAMA4,
+    "random": {"router": "random", "load_balance_loss_weight": 0.3},
+    "buffer": COMPUTE["buffer"],
+    "dense": COMPUTE["dense"],
+    "capacity": COMPUTE["capacity"],
+}
+each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+each_layer = pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+
+
+class Executed(TorchDispatchMode):
+    """How often each of our operators was executed, backward included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.times[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@each_way
+@each_layer
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_gives_the_same_bits(path: str, dtype: torch.dtype, options: Options, way: Callable[..., Any]) -> None:
+    layer = make(dtype, **options)
+    x = tokens(layer, 2, 9)
+    torch.manual_seed(3)
+    expected = outcome(layer, x)
+    torch.manual_seed(3)
+    assert_same(outcome(layer, x, lambda x: way(layer, x)), expected)
+
+
+@each_way
+def test_gives_the_same_bits_under_autocast(way: Callable[..., Any]) -> None:
+    layer = make(torch.float32, **DEEPSEEK)
+    x = tokens(layer, 2, 9)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = outcome(layer, x)
+        assert_same(outcome(layer, x, lambda x: way(layer, x)), expected)
+
+
+@each_way
+@pytest.mark.parametrize("options", [DEEPSEEK, COMPUTE["capacity"]], ids=["sparse", "capacity"])
+def test_inside_of_a_block(options: Options, way: Callable[..., Any]) -> None:
+    """The routing is neither the first nor the last thing in what is recomputed."""
+    layer = make(**options)
+    x = tokens(layer, 2, 9)
+
+    def block(x: Tensor) -> MoEOutput:
+        x = torch.tanh(x)
+        output = layer(x)
+        return output._replace(hidden_states=torch.sin(x + output.hidden_states))
+
+    assert_same(outcome(layer, x, lambda x: way(block, x)), outcome(layer, x, block))
+
+
+@pytest.mark.parametrize(("name", "times"), [("non_reentrant", 2), ("reentrant", 2), ("keep_routing", 1)])
+def test_how_often_it_routes(name: str, times: int) -> None:
+    layer = make(**DEEPSEEK)
+    with Executed() as executed:
+        outcome(layer, tokens(layer), lambda x: WAYS[name](layer, x))
+    assert executed.times["maxmoe.route.default"] == times
+    assert executed.times["maxmoe.ragged_plan.default"] == times
+    # The experts, routed and shared ones, are recomputed all the same; without gradients it is one operator.
+    experts = executed.times["maxmoe.expert_ffn_forward.default"] + executed.times["maxmoe.expert_ffn.default"]
+    assert experts == 4
+
+
+def one_expert_for_each_sign() -> MoE:
+    """A token goes to expert 0 if its first entry is positive, to expert 1 if it is negative."""
+    layer = make(num_experts=4, top_k=1, normalization="none", score_function="sigmoid")
+    with torch.no_grad():
+        layer.router.weight.zero_()
+        layer.router.weight[:2, 0] = torch.tensor([1.0, -1.0])
+        layer.router.weight[2:, 0] = 0.0
+    return layer
+
+
+def test_keeps_the_experts_of_the_forward_when_the_recomputation_differs() -> None:
+    layer = one_expert_for_each_sign()
+    x = tokens(layer, 9)
+    x[:, 0] = 0.01
+    calls = []
+
+    def unrepeatable(x: Tensor) -> MoEOutput:
+        calls.append(len(calls))
+        output: MoEOutput = layer(x - torch.tensor([0.02 * calls[-1], *[0.0] * 6]))
+        return output
+
+    assert layer(x).stats.tokens_per_expert.tolist() == [9, 0, 0, 0]
+    expected = outcome(layer, x)
+    got = outcome(layer, x, lambda x: WAYS["keep_routing"](unrepeatable, x))
+    assert calls == [0, 1]
+    for name in ("experts.gate_proj", "experts.up_proj", "experts.down_proj"):
+        gradient = got.gradients[name]
+        assert gradient is not None and gradient[0].any() and not gradient[1:].any()
+    assert_same(got, expected, 0.2)  # up to the perturbation
+
+    # Without it the other expert is trained, on tokens that it has not computed.
+    calls.clear()
+    other = outcome(layer, x, lambda x: WAYS["non_reentrant"](unrepeatable, x)).gradients["experts.up_proj"]
+    assert other is not None and other[1].any()
+
+
+def test_counts_once(path: str) -> None:
+    """Statistics are returned, not gathered: recomputing cannot count again, nor step the bias twice."""
+    layer = make(score_correction_bias=True, correction_bias_update_rate=0.25)
+    x = tokens(layer)
+    expected = layer(x).stats
+    bias = layer.state_dict()["router.score_correction_bias"].clone()
+    for way in WAYS.values():
+        hidden_states, _, stats = way(layer, x.requires_grad_())
+        hidden_states.sum().backward()
+        assert torch.equal(stats.tokens_per_expert, expected.tokens_per_expert)
+    assert torch.equal(layer.state_dict()["router.score_correction_bias"], bias)
+
+
+@pytest.mark.parametrize("name", ["non_reentrant", "keep_routing"])
+def test_compiles(name: str) -> None:
+    layer = make(**DEEPSEEK)
+    x = tokens(layer)
+    compiled = compile_whole(lambda x: WAYS[name](layer, x), "aot_eager")
+    assert_same(outcome(layer, x, compiled), outcome(layer, x), 1e-13)

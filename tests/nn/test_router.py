@@ -1,0 +1,230 @@
+"""Router: precision, the correction bias and its balancing, the random router."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from maxmoe import MoE, MoEConfig, reference
+from maxmoe.nn import Router
+from support.moe_layers import SIZES, make, outcome, tokens
+from support.shapes import each_dtype
+
+BALANCING: dict[str, Any] = {"score_correction_bias": True, "correction_bias_update_rate": 0.25}
+LOW_PRECISION = [torch.bfloat16, torch.float16]
+
+
+def correction_bias(layer: MoE) -> Tensor:
+    bias = layer.router.score_correction_bias
+    assert bias is not None
+    return bias
+
+
+# Precision
+
+
+@each_dtype
+def test_is_in_float32_or_wider(path: str, dtype: torch.dtype) -> None:
+    """As if x and the parameters had been widened first: no product is rounded to 16 bits."""
+    wide = torch.promote_types(dtype, torch.float32)
+    router = make(dtype, router_bias=True, hidden_size=65).router
+    x = torch.randn(20, 65).to(dtype)
+    routing = router(x)
+    assert (routing.logits.dtype, routing.weights.dtype, routing.experts.dtype) == (wide, wide, torch.int64)
+    assert router.bias is not None
+    expected = functional.linear(x.double(), router.weight.double(), router.bias.double())
+    torch.testing.assert_close(
+        routing.logits.double(), expected, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5
+    )
+
+
+@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
+def test_autocast_changes_nothing(path: str, dtype: torch.dtype) -> None:
+    layer = make(torch.float32, router_bias=True, score_correction_bias=True)
+    x = tokens(layer, 20)
+    expected = layer.router(x)
+    with torch.autocast("cpu", dtype=dtype):
+        routing, stats = layer.router(x), layer(x).stats
+    assert all(torch.equal(one, other) for one, other in zip(routing, expected, strict=True))
+    assert torch.equal(stats.tokens_per_expert, layer(x).stats.tokens_per_expert)
+
+
+def test_logits_that_are_no_numbers_are_refused() -> None:
+    layer = make()
+    x = tokens(layer)
+    x[1, 2, 3] = float("nan")
+    with pytest.raises(ValueError, match=r"maxmoe::route: logits .*NaN"):
+        layer(x)
+
+
+# Correction bias
+
+
+def test_update_adds_the_rate_towards_the_mean() -> None:
+    layer = make(**BALANCING)
+    bias = correction_bias(layer)
+    before = bias.clone()
+    layer.update_correction_bias(torch.tensor([0, 1, 2, 2, 3, 4]))
+    assert torch.equal(bias - before, 0.25 * torch.tensor([1.0, 1.0, 0.0, 0.0, -1.0, -1.0]).double())
+    layer.update_correction_bias(torch.tensor([0, 0, 0, 0, 0, 12]))
+    assert torch.equal(bias - before, 0.25 * torch.tensor([2.0, 2.0, 1.0, 1.0, 0.0, -2.0]).double())
+    assert bias is correction_bias(layer) and not bias.requires_grad
+
+
+@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
+def test_counts_are_compared_exactly(dtype: torch.dtype) -> None:
+    """Whatever the dtype of the model and however many tokens there are."""
+    for base in (1000, 2**24, 2**40):
+        for layer in (make(dtype, **BALANCING), make(torch.float32, **BALANCING).to(dtype)):
+            correction_bias(layer).zero_()
+            layer.update_correction_bias(base + torch.tensor([0, 1, 1, 1, 2, 1]))
+            assert correction_bias(layer).tolist() == [0.25, 0.0, 0.0, 0.0, -0.25, 0.0]
+
+
+@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
+def test_small_steps_are_not_lost_in_16_bits(dtype: torch.dtype) -> None:
+    options = {"score_correction_bias": True, "correction_bias_update_rate": 1e-3}
+    for layer in (make(dtype, **options), make(torch.float32, **options).to(dtype)):
+        assert layer.router.weight.dtype == dtype and correction_bias(layer).dtype == torch.float32
+        correction_bias(layer).fill_(1.0)
+        for _ in range(10):
+            layer.update_correction_bias(torch.tensor([0, 2, 1, 1, 1, 1]))
+        expected = torch.tensor([1.01, 0.99, 1.0, 1.0, 1.0, 1.0])
+        torch.testing.assert_close(correction_bias(layer), expected, rtol=1e-6, atol=0)
+
+
+def test_bias_of_a_converted_layer() -> None:
+    layer = make(torch.float32, **BALANCING)
+    values = correction_bias(layer).clone()
+    assert correction_bias(copy.deepcopy(layer).double()).dtype == torch.float64
+    assert torch.equal(correction_bias(copy.deepcopy(layer).half()), values)
+    assert correction_bias(copy.deepcopy(layer).to("meta")).is_meta
+    assert correction_bias(layer.to(torch.bfloat16)) is layer.get_buffer("router.score_correction_bias")
+    assert "router.score_correction_bias" in layer.state_dict()
+
+
+def test_update_of_nothing() -> None:
+    layer = make(score_correction_bias=True)  # at rate 0
+    before = correction_bias(layer).clone()
+    layer.update_correction_bias(torch.tensor([9, 0, 0, 0, 0, 0]))
+    assert torch.equal(correction_bias(layer), before)
+    layer = make(**BALANCING)
+    before = correction_bias(layer).clone()
+    layer.update_correction_bias(torch.zeros(6, dtype=torch.int64))
+    assert torch.equal(correction_bias(layer), before)
+
+
+@pytest.mark.parametrize(
+    ("options", "counts", "message"),
+    [
+        ({}, (6,), "update_correction_bias needs score_correction_bias=True in the config, got False"),
+        (BALANCING, (5,), r"tokens_per_expert must have shape \(6,\), got \(5,\)"),
+        (BALANCING, (1, 6), r"tokens_per_expert must have shape \(6,\), got \(1, 6\)"),
+        (BALANCING, (), r"tokens_per_expert must have shape \(6,\), got \(\)"),
+    ],
+)
+def test_update_refuses(options: dict[str, Any], counts: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**options).update_correction_bias(torch.zeros(counts, dtype=torch.int64))
+
+
+def test_bias_selects_but_does_not_weigh() -> None:
+    layer = make(score_function="sigmoid", normalization="none", top_k=1, load_balance_loss_weight=1.0, **BALANCING)
+    x = tokens(layer, 12)
+    correction_bias(layer).copy_(torch.tensor([0.0, 0.0, 0.0, 5.0, 0.0, 0.0]))
+    routing, stats = layer.router(x), layer(x).stats
+    assert routing.experts.unique().tolist() == [3]
+    torch.testing.assert_close(routing.weights, torch.sigmoid(routing.logits[:, 3:4]))
+    # Neither the probabilities of the balance loss nor the entropy know of it.
+    share = torch.sigmoid(routing.logits) / torch.sigmoid(routing.logits).sum(-1, keepdim=True)
+    torch.testing.assert_close(layer(x).aux_loss, 6 * share[:, 3].mean())
+    correction_bias(layer).zero_()
+    torch.testing.assert_close(layer(x).stats.router_entropy, stats.router_entropy)
+
+
+def test_updates_balance_a_skewed_router() -> None:
+    layer = make(
+        hidden_size=16,
+        num_experts=8,
+        top_k=2,
+        router_bias=True,
+        score_correction_bias=True,
+        score_function="sigmoid",
+        correction_bias_update_rate=0.02,
+    )
+    with torch.no_grad():
+        assert layer.router.bias is not None
+        layer.router.bias.copy_(torch.linspace(-2, 2, 8))
+        correction_bias(layer).zero_()
+    x = tokens(layer, 512)
+    before = layer(x).stats.load_max_over_mean
+    for _ in range(60):
+        layer.update_correction_bias(layer(x).stats.tokens_per_expert)
+    assert before > 2
+    assert layer(x).stats.load_max_over_mean < 1.25
+
+
+@pytest.mark.parametrize("options", [BALANCING, {"router": "random"}], ids=["learned", "random"])
+def test_forward_and_backward_change_no_state(options: dict[str, Any]) -> None:
+    layer = make(load_balance_loss_weight=0.3, **options)
+    before = copy.deepcopy(layer.state_dict())
+    for _ in range(2):
+        outcome(layer, tokens(layer))
+    layer.eval()(tokens(layer))
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+# Random router
+
+
+def test_random_router_is_balanced() -> None:
+    layer = make(router="random", num_experts=8, top_k=2)
+    counts = layer(tokens(layer, 6000)).stats.tokens_per_expert
+    # Of 6000 tokens each takes an expert with probability 1/4: 1500, give or take 5 standard deviations of 33.5.
+    assert (counts - 1500).abs().max() < 168
+    assert counts.sum() == 12000
+
+
+def test_random_router_repeats_with_the_seed_whatever_the_input() -> None:
+    layer = make(router="random")
+    torch.manual_seed(3)
+    first, second = layer.router(tokens(layer, 50)), layer.router(tokens(layer, 50))
+    assert not torch.equal(first.experts, second.experts)
+    x = 100 * tokens(layer, 50)
+    torch.manual_seed(3)
+    tokens(layer, 50)
+    again = layer.router(x)
+    assert torch.equal(again.experts, first.experts)
+    torch.testing.assert_close(again.weights, first.weights)
+
+
+def test_random_router_has_the_gradient_of_the_logits() -> None:
+    layer = make(router="random", router_bias=True)
+    router, x = layer.router, tokens(layer, 20).requires_grad_()
+    cotangent = torch.randn(20, 3, dtype=torch.float64)
+    assert router.bias is not None
+    leaves = [x, router.weight, router.bias]
+    torch.manual_seed(3)
+    gradients = torch.autograd.grad(router(x).weights, leaves, cotangent)
+
+    torch.manual_seed(3)
+    noise = torch.randn(20, 6, dtype=torch.float64).requires_grad_()
+    weights, _ = reference.route(noise, 3)
+    (of_logits,) = torch.autograd.grad(weights, noise, cotangent)
+    expected = torch.autograd.grad(functional.linear(*leaves), leaves, of_logits)
+    torch.testing.assert_close(gradients, expected)
+    assert all(gradient.abs().max() > 1e-3 for gradient in gradients)
+
+
+# For print
+
+
+def test_repr() -> None:
+    config = MoEConfig(**SIZES, score_function="sigmoid", router_bias=True, score_correction_bias=True)
+    assert repr(Router(config)) == (
+        "Router(hidden_size=7, num_experts=6, top_k=3, score_function='sigmoid', bias=True, score_correction_bias=True)"
+    )

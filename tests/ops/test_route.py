@@ -1,0 +1,223 @@
+"""route: the experts of the largest score + correction_bias, and weights made of their scores."""
+
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from maxmoe import ops, reference
+from maxmoe.config import GroupScore, Normalization, ScoreFunction
+from support.operator_calls import Call, assert_same, expected_result, refusal, result, short, tolerance
+from support.operator_checks import (
+    DifferentiableOnce,
+    OperatorTests,
+    check_compile,
+    check_registrations,
+    compile_whole,
+)
+from support.shapes import SKEWED, Shape, each_dtype
+
+each_score_function = pytest.mark.parametrize("score_function", get_args(ScoreFunction))
+each_normalization = pytest.mark.parametrize("normalization", get_args(Normalization))
+NEVER = float("-inf")
+
+
+def route_call(num_tokens: int, num_experts: int, top_k: int, **options: Any) -> Call:
+    logits = 2 * torch.randn(num_tokens, num_experts, dtype=torch.float64)
+    return Call("route", {"logits": logits, "top_k": top_k, **options})
+
+
+class TestRoute(DifferentiableOnce, OperatorTests):
+    def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.promote_types(dtype, torch.float32)
+
+    def call(self, shape: Shape) -> Call:
+        # Normalised weights that all get the same upstream gradient, or that stand alone, have no gradient.
+        return route_call(shape.num_tokens, shape.num_experts, shape.top_k, normalization="none")
+
+
+@each_score_function
+@each_normalization
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2), (4, 4), (12, 5)], ids=str)
+@pytest.mark.parametrize("group_score", get_args(GroupScore))
+def test_every_combination(
+    path: str,
+    group_score: GroupScore,
+    groups: tuple[int, int],
+    with_bias: bool,
+    normalization: Normalization,
+    score_function: ScoreFunction,
+) -> None:
+    call = route_call(
+        16,
+        12,
+        4,
+        score_function=score_function,
+        correction_bias=torch.randn(12, dtype=torch.float64) if with_bias else None,
+        num_groups=groups[0],
+        top_k_groups=groups[1],
+        group_score=group_score,
+        normalization=normalization,
+        scale=2.5,
+    )
+    expected = result(call, reference)
+    got = result(call)
+    assert got.gradients.get("correction_bias") is None
+    # Scores of "identity" may sum to almost nothing, which makes the weights and their error large.
+    assert_same(got, expected, tolerance(torch.float64, 1))
+    single = call.cast(torch.float32)
+    assert_same(result(single), expected_result(single), 20 * tolerance(torch.float32, 1))
+
+
+@each_dtype
+def test_is_in_float32_or_wider(path: str, dtype: torch.dtype) -> None:
+    """16 bit logits are exact in float32, and so the weights come from them without another rounding."""
+    call = route_call(64, 16, 4, score_function="sigmoid").cast(dtype)
+    (weights, experts), expected = call(), expected_result(call)
+    assert weights.dtype == torch.promote_types(dtype, torch.float32)
+    assert torch.equal(experts, expected.outputs[1])
+    torch.testing.assert_close(weights.double(), expected.outputs[0], rtol=1e-6, atol=0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under_autocast = call()
+    assert torch.equal(under_autocast[0], weights)
+    assert torch.equal(under_autocast[1], experts)
+
+
+@each_score_function
+@pytest.mark.parametrize("num_experts", [1, 2, 7, 8, 13, 64, 129, 256])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_equal_logits_take_the_lowest_index(
+    path: str, dtype: torch.dtype, num_experts: int, score_function: ScoreFunction
+) -> None:
+    """In every lane of a vector and in its remainder the same score comes of the same logit."""
+    top_k = min(5, num_experts)
+    for value in (0.0, 0.7, -3.1):
+        logits = torch.full((3, num_experts), value, dtype=dtype)
+        _, experts = ops.route(logits, top_k, score_function=score_function, normalization="none")
+        assert experts.tolist() == [list(range(top_k))] * 3
+
+
+def test_ties_among_few_values(path: str) -> None:
+    for seed in range(20):
+        torch.manual_seed(seed)
+        call = Call(
+            "route",
+            {
+                "logits": torch.randint(0, 3, (16, 24)).double(),
+                "top_k": 6,
+                "score_function": "identity",
+                "normalization": "none",
+                "num_groups": 6,
+                "top_k_groups": 3,
+            },
+        )
+        assert torch.equal(call()[1], call(reference)[1])
+
+
+def test_groups_hold_even_when_an_expert_in_them_is_impossible(path: str) -> None:
+    logits = torch.tensor([[9.0, NEVER, 9.0, 1.0, 1.0, 1.0]])
+    _, experts = ops.route(logits, 3, score_function="identity", normalization="none", num_groups=2, top_k_groups=1)
+    assert experts.tolist() == [[0, 2, 1]]
+    bias = torch.tensor([0.0, NEVER, 0.0, 0.0, 0.0, 0.0])
+    _, experts = ops.route(
+        logits.nan_to_num(neginf=0.0),
+        3,
+        score_function="identity",
+        correction_bias=bias,
+        num_groups=2,
+        top_k_groups=1,
+    )
+    assert experts.tolist() == [[0, 2, 1]]
+
+
+def test_impossible_experts_are_not_chosen_and_get_no_gradient(path: str) -> None:
+    logits = torch.tensor([[1.0, NEVER, 2.0, NEVER, 0.5]], requires_grad=True)
+    weights, experts = ops.route(logits, 3)
+    assert experts.tolist() == [[2, 0, 4]]
+    weights.backward(torch.randn(1, 3))
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+    assert logits.grad[0, [1, 3]].tolist() == [0.0, 0.0]
+
+
+@each_score_function
+def test_large_logits_stay_finite(path: str, score_function: ScoreFunction) -> None:
+    logits = torch.tensor([[1e4, -600.0, 88.0, 0.0, 9.9e3]], dtype=torch.float32)
+    call = Call("route", {"logits": logits, "top_k": 2, "score_function": score_function})
+    got = result(call)
+    assert got.outputs[0].isfinite().all()
+    assert got.outputs[1].tolist()[0][0] == 0
+    gradient, expected = got.gradients["logits"], expected_result(call)
+    assert gradient is not None and expected.gradients["logits"] is not None
+    torch.testing.assert_close(got.outputs[0].double(), expected.outputs[0])
+    torch.testing.assert_close(gradient.double(), expected.gradients["logits"])
+
+
+def test_correction_bias_gets_no_gradient(path: str) -> None:
+    logits, bias = torch.randn(4, 6, requires_grad=True), torch.zeros(6, requires_grad=True)
+    weights, _ = ops.route(logits, 2, score_function="sigmoid", correction_bias=bias)
+    assert torch.autograd.grad(weights.sum(), [logits, bias], allow_unused=True)[1] is None
+
+
+def test_unused_weights_cost_nothing(path: str) -> None:
+    """The experts alone are integers and no part of the graph."""
+    _, experts = ops.route(torch.randn(4, 6, requires_grad=True), 2)
+    assert experts.dtype == torch.int64
+    assert not experts.requires_grad
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiles_with_all_arguments(path: str, backend: str) -> None:
+    call = route_call(
+        20,
+        12,
+        4,
+        score_function="sigmoid",
+        correction_bias=torch.randn(12, dtype=torch.float64),
+        num_groups=4,
+        top_k_groups=2,
+        scale=2.5,
+    )
+    check_compile(call, backend)
+    check_registrations(call)
+
+
+def test_compiles_for_any_number_of_tokens(path: str) -> None:
+    compiled = compile_whole(ops.route, "aot_eager", dynamic=True)
+    for num_tokens in (5, 9, 32):
+        logits = torch.randn(num_tokens, SKEWED.num_experts)
+        for ours, expected in zip(compiled(logits, 3), ops.route(logits, 3), strict=True):
+            assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"logits": torch.randn(6)}, ("logits", "[T, E]", "[6]")),
+        ({"logits": torch.zeros(4, 6, dtype=torch.int64)}, ("logits", "float64", "Long")),
+        ({"top_k": 0}, ("top_k", "1", "0")),
+        ({"top_k": 7}, ("top_k", "num_experts", "6", "7")),
+        ({"score_function": "tanh"}, ("score_function", "sqrtsoftplus", "tanh")),
+        ({"group_score": "mean"}, ("group_score", "top2", "mean")),
+        ({"normalization": "l2"}, ("normalization", "softmax", "l2")),
+        ({"num_groups": 4}, ("num_groups", "num_experts", "6", "4")),
+        ({"num_groups": 0}, ("num_groups", "0")),
+        ({"num_groups": -3}, ("num_groups", "-3")),
+        ({"num_groups": 2, "top_k_groups": 3}, ("top_k_groups", "2", "3")),
+        ({"top_k_groups": 0}, ("top_k_groups", "0")),
+        ({"num_groups": 3, "top_k": 3}, ("top_k", "2", "top_k_groups", "1", "3")),
+        ({"correction_bias": torch.zeros(5)}, ("correction_bias", "6", "[5]")),
+        ({"correction_bias": torch.zeros(1, 6)}, ("correction_bias", "[E]", "[1, 6]")),
+        ({"correction_bias": torch.zeros(6, dtype=torch.int64)}, ("correction_bias", "float64", "Long")),
+        ({"correction_bias": torch.zeros(6, device="meta")}, ("correction_bias", "cpu", "meta")),
+        ({"correction_bias": torch.full((6,), float("nan"))}, ("NaN", "0", "4")),
+        ({"logits": torch.tensor([[0.0] * 6, [0.0] * 5 + [float("nan")]])}, ("logits", "NaN", "1", "2")),
+        ({"logits": torch.full((1, 6), NEVER)}, ("logits", "NaN")),
+        ({"logits": torch.tensor([[float("inf")] + [0.0] * 5])}, ("logits", "NaN")),
+    ],
+    ids=short,
+)
+def test_refuses(path: str, changes: dict[str, Any], named: tuple[str, ...]) -> None:
+    with refusal("route", *named):
+        ops.route(**{"logits": torch.randn(4, 6), "top_k": 2, **changes})

@@ -1,0 +1,48 @@
+"""Clipping gradients on several meshes, against the same gradients in one process."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
+
+from maxmoe.sharding import Mesh, NamedSharding, P, clip_grad_norm_, reshard
+from support.run_ranks import run_ranks
+
+SHAPES = ((8, 3), (4, 6), (5,), (2, 2), (7,))
+
+
+def plain_parameters() -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in SHAPES]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    return parameters
+
+
+@pytest.mark.parametrize("max_norm", [0.3, 100.0])
+def test_norm_and_gradients_are_those_of_one_process(max_norm: float) -> None:
+    expected = plain_parameters()
+    expected_norm = torch.nn.utils.clip_grad_norm_(expected, max_norm)
+
+    def clip() -> tuple[Tensor, list[Tensor]]:
+        mesh = Mesh({"fsdp": 2, "expert": 2})
+        parameters = plain_parameters()
+        for index, spec in ((0, P(("expert", "fsdp"))), (1, P(None, "fsdp")), (2, P(None))):
+            sharding = NamedSharding(mesh, P(*spec, *(None,) * (parameters[index].dim() - len(spec))))
+            gradient = parameters[index].grad
+            parameters[index] = nn.Parameter(reshard(parameters[index].detach(), sharding))
+            parameters[index].grad = reshard(gradient, sharding)
+        sub_mesh, gradient = mesh["expert"], parameters[3].grad
+        parameters[3] = nn.Parameter(distribute_tensor(parameters[3].detach(), sub_mesh))
+        parameters[3].grad = distribute_tensor(gradient, sub_mesh)
+        norm = clip_grad_norm_([*parameters, nn.Parameter(torch.ones(3))], max_norm)  # the last one has no gradient
+        return norm, [getattr(p.grad, "full_tensor", lambda gradient=p.grad: gradient)() for p in parameters]
+
+    for norm, gradients in run_ranks(clip, 4):
+        torch.testing.assert_close(norm, expected_norm, rtol=1e-14, atol=0)
+        for gradient, parameter in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-14, atol=0)
+
+
+def test_without_gradients_the_norm_is_zero() -> None:
+    assert clip_grad_norm_([nn.Parameter(torch.ones(3))], 1.0).item() == 0.0

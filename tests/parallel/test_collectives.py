@@ -1,0 +1,71 @@
+"""The collectives of a parallelized module: how many it takes, and that it gathers no more than it must."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
+
+from maxmoe import MoE
+from maxmoe.config import LoadBalanceScope
+from maxmoe.sharding import Mesh, parallelize
+from support.parallel_decoder import CONFIG, MOE, decoder
+from support.run_ranks import run_ranks
+
+
+def collectives(module: nn.Module, x: Tensor) -> tuple[dict[str, int], dict[str, int]]:
+    """How often each was called in forward, and in backward."""
+    with CommDebugMode() as forward:
+        output = module(x)
+    with CommDebugMode() as backward:
+        output.sum().backward()
+    counts = tuple({str(name): count for name, count in mode.get_comm_counts().items()} for mode in (forward, backward))
+    return counts[0], counts[1]
+
+
+def hidden_states() -> Tensor:
+    return torch.randn(2, 8, CONFIG.hidden_size, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("part", ["attention", "feed_forward", "shared_experts"])
+def test_tensor_parallel_parts_take_one_sum_and_gather_no_weight(part: str) -> None:
+    config = replace(CONFIG, moe=replace(MOE, shared_expert_gate=False))
+
+    def count() -> tuple[dict[str, int], dict[str, int]]:
+        model = parallelize(decoder(config), Mesh({"expert": 4}), "ep-tp")
+        module = dict(model.named_modules())[
+            "blocks.1.feed_forward.shared_experts" if part == "shared_experts" else f"blocks.0.{part}"
+        ]
+        x = hidden_states()
+        return collectives(module, x.detach()[0].requires_grad_() if part == "shared_experts" else x)
+
+    once = {"c10d_functional.all_reduce": 1}
+    assert run_ranks(count, 4) == [(once, once)] * 4
+
+
+@pytest.mark.parametrize("scope", ["batch", "sequence"])
+def test_losses_and_statistics_of_a_layer_take_three_sums_over_each_axis(scope: LoadBalanceScope) -> None:
+    """Balance loss, z-loss, statistics: what is added up for one of them travels together."""
+
+    def count() -> tuple[int, list[torch.dtype]]:
+        config = replace(MOE, load_balance_scope=scope)
+        layer = parallelize(MoE(config).double(), Mesh({"fsdp": 2, "expert": 2}), "ep-as-cp")
+        with CommDebugMode() as forward:
+            output = layer(torch.randn(2, 4, config.hidden_size, dtype=torch.float64))
+        counts = {str(name): count for name, count in forward.get_comm_counts().items()}
+        return counts["c10d_functional.all_reduce"], [tensor.dtype for tensor in output.stats]
+
+    assert run_ranks(count, 4) == [(3 * 2, [torch.int64, torch.int64, torch.float64])] * 4
+
+
+def test_heads_that_cannot_be_told_apart_are_gathered() -> None:
+    """4 key-value heads for 8 ranks: two ranks would have half a head each."""
+
+    def count() -> tuple[dict[str, int], dict[str, int]]:
+        model = parallelize(decoder(), Mesh({"expert": 8}), "ep-tp")
+        return collectives(model.blocks[0].attention, hidden_states())
+
+    for forward, backward in run_ranks(count, 8):
+        # In both directions the weights; of its gradient every rank has the whole, and keeps its part.
+        assert forward == backward == {"c10d_functional.all_gather_into_tensor": 4}

@@ -1,0 +1,88 @@
+"""Checkpoints by torch.distributed.checkpoint: saved under one preset on one mesh, loaded under others, bit by bit."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+from maxmoe.sharding import Assignment, LogicalRules, Mesh, assign, parallelize
+from support.parallel_decoder import CONFIG, MOE, MeshRules, decoder, layouts, values
+from support.parts import part_by_definition
+from support.run_ranks import run_ranks
+
+SMALL = replace(CONFIG, num_layers=1, num_dense_layers=0, moe=replace(MOE, expert_bias=False, shared_expert_gate=False))
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Training:
+    """A parallelized decoder and its AdamW, with the whole values that they should have."""
+
+    def __init__(self, layout: MeshRules) -> None:
+        self.mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
+        whole = decoder(SMALL)
+        self.assignments: dict[str, Assignment] = assign(whole, self.mesh, rules)
+        self.expected = {"parameter": values(whole)}
+        for number, moment in enumerate(MOMENTS, start=1):
+            self.expected[moment] = {name: value.square() + number for name, value in values(whole).items()}
+        self.model = parallelize(whole, self.mesh, rules)
+        self.adamw = torch.optim.AdamW(self.model.parameters(), fused=True)
+        model_state, optimizer_state = get_state_dict(self.model, self.adamw)  # makes the moments
+        self.state = {"model": model_state, "optimizer": optimizer_state}
+
+    def parts(self) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
+        """What this rank has, and what it should have."""
+        found = {}
+        for kind, whole in self.expected.items():
+            for name, parameter in self.model.named_parameters():
+                actual = parameter if kind == "parameter" else self.adamw.state[parameter][kind]
+                assert isinstance(actual, DTensor)
+                spec = self.assignments[name].sharding.spec
+                found[kind, name] = actual.to_local(), part_by_definition(whole[name], spec, self.mesh)
+        return found
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Give everything the values that it should have."""
+        for actual, expected in self.parts().values():
+            actual.copy_(expected)
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Give everything another value."""
+        for actual, _ in self.parts().values():
+            actual.fill_(-1.0)
+
+    def load(self, folder: Path) -> None:
+        dcp.load(self.state, checkpoint_id=folder)
+        set_state_dict(
+            self.model,
+            self.adamw,
+            model_state_dict=self.state["model"],
+            optim_state_dict=self.state["optimizer"],
+        )
+
+
+def test_presets_load_what_others_saved(tmp_path: Path) -> None:
+    """Every other layout loads what was saved on more or fewer ranks, the rest what the one before them saved."""
+    saved: list[MeshRules] = []
+
+    def check(world_size: int) -> None:
+        before = saved[-1] if saved else None
+        for number, layout in enumerate(layouts(world_size)):
+            training = Training(layout)
+            training.fill()
+            dcp.save(training.state, checkpoint_id=tmp_path / str(layout))
+            training.forget()
+            source = saved[number] if saved and number % 2 else before or layout
+            training.load(tmp_path / str(source))
+            for what, (actual, expected) in training.parts().items():
+                assert actual.equal(expected), (str(source), str(layout), what)
+            before = layout
+
+    for world_size in (2, 8, 4):
+        run_ranks(check, world_size, world_size)
+        saved = layouts(world_size)

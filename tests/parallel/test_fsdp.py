@@ -1,0 +1,96 @@
+"""What FSDP2 takes over, and that nothing but the schedule changes by it."""
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+from maxmoe.sharding.plan import Plan
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from maxmoe.models import Decoder
+from maxmoe.sharding import LogicalRules, Mesh, assign, fsdp, parallelize
+<<<<<<< HEAD:tests/test_fsdp.py
+from run_ranks import run_ranks
+=======
+from maxmoe.sharding.plan import Plan
+from support import small_decoder
+from support.run_ranks import run_ranks
+>>>>>>> tests:tests/parallel/test_fsdp.py
+
+takes_larger_meshes = pytest.mark.skipif(
+    not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"),
+    reason="FSDP2 of torch 2.11 takes no parameters on larger meshes: all is gathered without it",
+)
+SIZES = {"num_experts": 4, "hidden_size": 8, "intermediate_size": 8}
+
+
+def decoder(num_layers: int = 3) -> Decoder:
+    """The small decoder in sizes that four ranks can share."""
+    torch.manual_seed(0)
+    moe = dataclasses.replace(small_decoder.MOE, **SIZES)
+    return small_decoder.make(hidden_size=8, vocab_size=8, intermediate_size=8, moe=moe, num_layers=num_layers)
+
+
+def taken(rules: str | LogicalRules, **sizes: int) -> dict[str, int]:
+    mesh, module = Mesh.planned(sizes), decoder()
+    table = LogicalRules.load(rules)
+    return Plan(module, mesh, table, assign(module, mesh, table)).by_fsdp.dims
+
+
+@takes_larger_meshes
+def test_fsdp_takes_a_parameter_with_the_dim_that_its_axis_splits_last() -> None:
+    found = taken("shard-exp-on-fsdp", fsdp=2, expert=2)
+    # Experts: exp = [expert, fsdp]. The others: embed = [fsdp, expert], where fsdp is the major axis.
+    assert set(found.values()) == {0} and all(".experts." in name for name in found)
+    assert len(found) == 2 * 3
+    assert taken("ep-as-dp", fsdp=2, expert=2)["blocks.0.attention.o_proj.weight"] == 0
+    assert taken("ep-as-dp", fsdp=2, expert=2)["blocks.1.feed_forward.experts.up_proj"] == 1
+
+
+def test_fsdp_takes_nothing_where_its_ranks_have_the_same_tokens() -> None:
+    assert taken(LogicalRules.load("pure-fsdp").override([("activation_batch", None)]), fsdp=2) == {}
+
+
+def test_blocks_are_the_children_of_outermost_lists() -> None:
+    model = decoder()
+    model.blocks[0].inner = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+    assert list(fsdp.blocks(model)) == list(model.blocks)
+
+
+def gradients(rules: str, sizes: dict[str, int]) -> dict[str, Tensor]:
+    """Of one step on the tokens of this rank."""
+    model = decoder()
+    mesh = Mesh(sizes)
+    parallelize(model, mesh, rules)
+    torch.manual_seed(mesh.rank or 0)
+    output = model(torch.randint(8, (2, 5)))
+    (output.logits.square().sum() + output.aux_loss).backward()
+    return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+
+
+@takes_larger_meshes
+@pytest.mark.parametrize(
+    ("rules", "sizes", "units"),
+    [
+        ("pure-fsdp", {"fsdp": 4}, ["", "blocks.0", "blocks.1", "blocks.2"]),
+        ("ep-as-dp", {"fsdp": 2, "expert": 2}, ["", "blocks.0", "blocks.1", "blocks.2"]),
+        ("ep-as-dp", {"data": 2, "fsdp": 2}, ["", "blocks.0", "blocks.1", "blocks.2"]),
+        ("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2}, ["blocks.1", "blocks.2"]),
+    ],
+)
+def test_gradients_are_those_without_fsdp(
+    rules: str, sizes: dict[str, int], units: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compare() -> list[str]:
+        with_fsdp = gradients(rules, sizes)
+        model = parallelize(decoder(), Mesh(sizes), rules)
+        found = [name for name, child in model.named_modules() if isinstance(child, FSDPModule)]
+        monkeypatch.setattr(sys.modules["maxmoe.sharding.plan"], "left_to_fsdp", lambda *_: fsdp.LeftToFSDP({}, ()))
+        for name, expected in gradients(rules, sizes).items():
+            torch.testing.assert_close(with_fsdp[name], expected, rtol=1e-12, atol=1e-14, msg=f"{name}: {{}}".format)
+        return found
+
+    for found in run_ranks(compare, 4):
+        assert found == units

@@ -1,0 +1,91 @@
+"""Modules that are not of this library, named from outside, parallelized."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from maxmoe.models.decoder import FeedForward
+from maxmoe.sharding import LogicalRules, Mesh, P, parallelize
+from support.parallel_decoder import token_spec
+from support.parts import assert_same, part_by_definition
+from support.run_ranks import fake_rank, run_ranks
+
+
+class TwoLayers(nn.Module):
+    """A module of somebody else, named from outside; its bias has no names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8, bias=False)
+        self.second = nn.Linear(8, 4)
+        self.logical_names = {"first.weight": ("mlp", "embed"), "second.weight": ("embed", "mlp")}
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return self.second(self.first(x).relu()) * scale
+
+
+@pytest.mark.parametrize("rules", ["ep-tp", "default", "pure-fsdp"])
+@pytest.mark.parametrize("inner", [{}, {"mlp": 8}], ids=["gathered", "tensor parallel"])
+def test_modules_of_others(rules: str, inner: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model, x = TwoLayers().double(), torch.randn(8, 4, dtype=torch.float64)
+    model.second.bias = None
+    model(x, scale=3.0).square().sum().backward()
+
+    def check() -> None:
+        mesh, table = Mesh({"fsdp": 2, "tensor": 2, "expert": 2}), LogicalRules.load(rules)
+        ours = TwoLayers().double()
+        ours.second.bias = None
+        ours.load_state_dict(model.state_dict())
+        if inner:
+            ours.parallel_dims = inner
+        parallelize(ours, mesh, table)
+        spec = token_spec(mesh, table)
+        part = part_by_definition(x, spec, mesh).requires_grad_()
+        ours(part, scale=3.0).square().sum().backward()
+        for name, parameter in ours.named_parameters():
+            assert_same(parameter.grad.full_tensor(), model.get_parameter(name).grad, name)
+
+    run_ranks(check, 8)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        [("mlp", "expert"), ("activation_mlp", "expert")],
+        [("mlp", None), ("activation_mlp", "expert")],
+        [("mlp", "fsdp"), ("activation_mlp", None)],
+        [("mlp", ("expert", "fsdp")), ("activation_mlp", ("expert",))],
+    ],
+    ids=["both", "activations only", "weights only, on the axis of the tokens", "weights on more axes"],
+)
+def test_parts_are_computed_where_weights_and_activations_lie_on_an_axis(table) -> None:
+    """Elsewhere weights are gathered: the result is that of one process in any case."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(FeedForward(4, 8)).double(), torch.randn(4, 3, 4, dtype=torch.float64)
+    model(x).square().sum().backward()
+    rules = LogicalRules([("activation_batch", "fsdp"), ("activation_length", None), ("embed", None), *table])
+
+    def check() -> None:
+        mesh, ours = Mesh({"fsdp": 2, "expert": 2}), nn.Sequential(FeedForward(4, 8)).double()
+        ours.load_state_dict(model.state_dict())
+        parallelize(ours, mesh, rules)
+        ours(part_by_definition(x, P("fsdp", None, None), mesh)).square().sum().backward()
+        for name, parameter in ours.named_parameters():
+            assert_same(parameter.grad.full_tensor(), model.get_parameter(name).grad, name)
+
+    run_ranks(check, 4)
+
+
+def test_parts_of_a_module_must_add_up_to_a_tensor() -> None:
+    class Pair(TwoLayers):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            return x, x
+
+    with fake_rank(0, 2):
+        model = Pair()
+        model.parallel_dims = {"mlp": 8}
+        model.second.bias = None
+        parallelize(model, Mesh({"expert": 2}), "ep-tp")
+        with pytest.raises(TypeError, match=r"^Pair has parallel_dims and must return a tensor, got <class 'tuple'>$"):
+            model(torch.randn(2, 4))

@@ -1,0 +1,232 @@
+"""A parallelized Decoder against one process: training steps, odd batches, frozen parameters, failures, generation."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from maxmoe.models import DecoderConfig
+from maxmoe.models.decoder import DecoderOutput
+from maxmoe.sharding import Assignment, LogicalRules, Mesh, PartitionSpec, assign, parallelize
+from support.parallel_decoder import (
+    CONFIG,
+    MOE,
+    VARIANTS,
+    MeshRules,
+    batch,
+    decoder,
+    layouts,
+    loss,
+    optimizer,
+    step_of_one_process,
+    token_spec,
+)
+from support.parts import assert_same, part_by_definition
+from support.run_ranks import fake_rank, run_ranks
+
+
+def check_parts(
+    found: dict[str, Tensor | None], whole: dict[str, Tensor], assignments: dict[str, Assignment], what: str
+) -> None:
+    """Every DTensor lies where `assign` says, and is the part by definition of what one process has."""
+    assert found.keys() == assignments.keys() == whole.keys()
+    for name, assignment in assignments.items():
+        tensor, sharding = found[name], assignment.sharding
+        assert isinstance(tensor, DTensor), (what, name)
+        assert tensor.shape == whole[name].shape and tensor.placements == sharding.placements, (what, name)
+        part = part_by_definition(whole[name], sharding.spec, sharding.mesh)
+        assert_same(tensor.detach().to_local(), part, f"{what} {name}", scale=float(whole[name].abs().max()))
+
+
+def check_output(output: DecoderOutput, expected: DecoderOutput, spec: PartitionSpec, mesh: Mesh) -> None:
+    assert_same(output.logits, part_by_definition(expected.logits, spec, mesh), "logits")
+    assert_same(output.aux_loss, expected.aux_loss, "aux_loss")
+    assert len(output.stats) == len(expected.stats)
+    for stats, expected_stats in zip(output.stats, expected.stats, strict=True):
+        assert stats.tokens_per_expert.equal(expected_stats.tokens_per_expert)
+        assert stats.dropped.equal(expected_stats.dropped)
+        assert_same(stats.router_entropy, expected_stats.router_entropy, "router_entropy")
+
+
+def check_step(config: DecoderConfig, layout: MeshRules) -> None:
+    expected = step_of_one_process(config)
+    mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
+    assignments = assign(decoder(config), mesh, rules)
+    model = parallelize(decoder(config), mesh, rules)
+    check_parts(dict(model.named_parameters()), expected.before, assignments, "parameter")
+
+    spec = token_spec(mesh, rules)
+    tokens, targets = (part_by_definition(whole, spec, mesh) for whole in batch())
+    if layout.world_size == 4:
+        with torch.no_grad():
+            check_output(model(tokens), expected.output, spec, mesh)
+    descent = optimizer(model)  # made of shards, the evaluation notwithstanding
+    output = model(tokens)
+    loss(output, targets).backward()
+    check_output(output, expected.output, spec, mesh)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    check_parts(gradients, expected.gradients, assignments, "gradient of")
+    descent.step()
+    check_parts(dict(model.named_parameters()), expected.after, assignments, "after a step:")
+
+
+@pytest.mark.filterwarnings("ignore:no rule for the logical name")
+@pytest.mark.parametrize("layout", layouts(4, 8), ids=str)
+def test_a_training_step_equals_that_of_one_process(layout: MeshRules) -> None:
+    variants = list(VARIANTS)[: 2 if layout.world_size == 4 else 1]
+    for name in variants:
+        step_of_one_process(VARIANTS[name])
+
+    def check() -> None:
+        for name in variants:
+            try:
+                check_step(VARIANTS[name], layout)
+            except Exception as error:
+                raise AssertionError(f"{name}: {error}") from error
+
+    run_ranks(check, layout.world_size)
+
+
+FSDP_AND_EXPERT = MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2})
+
+
+@pytest.mark.parametrize("layout", [MeshRules("ep-as-cp", {"fsdp": 2, "expert": 2}), FSDP_AND_EXPERT], ids=str)
+def test_every_rank_generates_what_one_process_generates(layout: MeshRules) -> None:
+    """Also where the ranks train on parts of sequences: here each has them whole, of any length."""
+    prompt = torch.arange(3).unsqueeze(0)
+
+    def generate(model: nn.Module) -> Tensor:
+        torch.manual_seed(5)
+        return model.generate(prompt, 4)
+
+    expected = generate(decoder())
+    for generated in run_ranks(lambda: generate(parallelize(decoder(), Mesh(layout.sizes), layout.rules)), 4):
+        assert torch.equal(generated, expected)
+
+
+def test_gradients_accumulate() -> None:
+    expected = step_of_one_process(CONFIG).gradients
+
+    def check() -> None:
+        mesh = Mesh(FSDP_AND_EXPERT.sizes)
+        model = parallelize(decoder(), mesh, FSDP_AND_EXPERT.rules)
+        spec = token_spec(mesh, LogicalRules.load(FSDP_AND_EXPERT.rules))
+        tokens, targets = (part_by_definition(whole, spec, mesh) for whole in batch())
+        for _ in range(2):
+            loss(model(tokens), targets).backward()
+        for name, parameter in model.named_parameters():
+            assert_same(parameter.grad.full_tensor(), 2 * expected[name], name)
+
+    run_ranks(check, 4)
+
+
+def test_frozen_parameters_have_no_gradient() -> None:
+    expected = step_of_one_process(CONFIG).gradients
+
+    def check() -> None:
+        mesh = Mesh(FSDP_AND_EXPERT.sizes)
+        model = decoder()
+        frozen = [name for name, _ in model.named_parameters() if "router" in name or "embedding" in name]
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+        parallelize(model, mesh, FSDP_AND_EXPERT.rules)
+        spec = token_spec(mesh, LogicalRules.load(FSDP_AND_EXPERT.rules))
+        tokens, targets = (part_by_definition(whole, spec, mesh) for whole in batch())
+        loss(model(tokens), targets).backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.requires_grad == (name not in frozen)
+            if name in frozen:
+                assert parameter.grad is None
+            else:
+                assert_same(parameter.grad.full_tensor(), expected[name], name)
+
+    run_ranks(check, 4)
+
+
+@pytest.mark.parametrize("sizes", [(5, 3, 0, 0), (0, 1, 7, 0)])
+def test_ranks_with_few_sequences_and_with_none(sizes: tuple[int, ...]) -> None:
+    expected = step_of_one_process(CONFIG)
+
+    def check() -> None:
+        model = parallelize(decoder(), Mesh({"fsdp": 4}), "pure-fsdp")
+        tokens, targets = (whole.split(sizes)[dist.get_rank()] for whole in batch())
+        output = model(tokens)
+        loss(output, targets).backward()
+        assert_same(output.logits, expected.output.logits.split(sizes)[dist.get_rank()])
+        assert_same(output.aux_loss, expected.output.aux_loss)
+        for name, parameter in model.named_parameters():
+            assert_same(parameter.grad.full_tensor(), expected.gradients[name], name)
+
+    run_ranks(check, 4)
+
+
+def test_a_forward_that_fails_leaves_the_parameters_in_place() -> None:
+    expected = step_of_one_process(CONFIG)
+
+    def fail(*_: object) -> None:
+        raise KeyError("on purpose")
+
+    def check() -> None:
+        mesh = Mesh(FSDP_AND_EXPERT.sizes)
+        model = parallelize(decoder(), mesh, FSDP_AND_EXPERT.rules)
+        before = dict(model.named_parameters())
+        spec = token_spec(mesh, LogicalRules.load(FSDP_AND_EXPERT.rules))
+        tokens, targets = (part_by_definition(whole, spec, mesh) for whole in batch())
+        for path in ("blocks.1.feed_forward.router", "blocks.0.attention", "norm"):
+            hook = model.get_submodule(path).register_forward_hook(fail)
+            with pytest.raises(KeyError, match="on purpose"):
+                model(tokens)
+            hook.remove()
+            after = dict(model.named_parameters())
+            assert after.keys() == before.keys(), path
+            assert all(isinstance(parameter, DTensor) for parameter in after.values()), path
+        loss(model(tokens), targets).backward()
+        for name, parameter in model.named_parameters():
+            assert parameter is before[name], name
+            assert_same(parameter.grad.full_tensor(), expected.gradients[name], name)
+
+    run_ranks(check, 4)
+
+
+def test_capacity_of_sequences_that_stay_whole() -> None:
+    config = replace(CONFIG, moe=replace(MOE, implementation="dense", capacity_factor=1.0))
+    expected = step_of_one_process(config)
+    assert expected.output.stats[0].dropped > 0
+
+    def check() -> None:
+        mesh, rules = Mesh({"fsdp": 2, "expert": 2}), LogicalRules.load("ep-as-dp")
+        model, spec = parallelize(decoder(config), mesh, rules), token_spec(mesh, rules)
+        tokens, targets = (part_by_definition(whole, spec, mesh) for whole in batch())
+        output = model(tokens)
+        loss(output, targets).backward()
+        assert output.stats[0].dropped.equal(expected.output.stats[0].dropped)
+        for name, parameter in model.named_parameters():
+            assert_same(parameter.grad.full_tensor(), expected.gradients[name], name)
+
+    run_ranks(check, 4)
+
+
+def test_capacity_of_sequences_that_are_cut_is_refused() -> None:
+    config = replace(CONFIG, moe=replace(MOE, implementation="dense", capacity_factor=1.0))
+    message = "blocks.1.feed_forward needs whole sequences, cut here over ('context',)"
+    with fake_rank(0, 4):
+        model = decoder(config)
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            parallelize(model, Mesh({"fsdp": 2, "context": 2}), "default")
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("rules", ["default", "pure-fsdp", "ep-tp"])
+def test_one_rank_computes_what_one_process_does(rules: str) -> None:
+    expected, (tokens, targets) = step_of_one_process(CONFIG), batch()
+    with fake_rank(0, 1):
+        model = parallelize(decoder(), Mesh({"fsdp": 1, "expert": 1}), rules)
+        output = model(tokens)
+        loss(output, targets).backward()
+        assert output.logits.equal(expected.output.logits) and output.aux_loss.equal(expected.output.aux_loss)
+        for name, parameter in model.named_parameters():
+            assert parameter.grad.to_local().equal(expected.gradients[name]), name

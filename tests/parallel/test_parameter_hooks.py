@@ -1,0 +1,63 @@
+"""Memory that is given back between forward and backward."""
+
+import torch
+from maxmoe.sharding.gathered import Gathered
+from torch import nn
+
+from maxmoe.sharding import Mesh, parallelize
+<<<<<<< HEAD:tests/test_gathered.py
+from measured_step import kept_tensors
+from run_ranks import run_ranks
+=======
+from maxmoe.sharding.gathered import Gathered
+from support import parallel_decoder
+from support.measured_step import kept_tensors
+from support.run_ranks import run_ranks
+>>>>>>> tests:tests/parallel/test_parameter_hooks.py
+
+
+def test_what_autograd_saved_is_there_again_for_the_backward() -> None:
+    weight, x = torch.randn(3, 5), torch.randn(2, 5, requires_grad=True)
+    expected = torch.autograd.grad((x @ weight.t()).sum(), x)
+    copy = weight.clone()
+    output = x @ copy.t()  # autograd saves a view
+    parameter = Gathered(copy, lambda: weight)
+    parameter.release()
+    assert copy.untyped_storage().nbytes() == 0
+    parameter.restore()
+    assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected[0])
+
+
+def test_what_nobody_saved_is_not_gathered_again() -> None:
+    calls = []
+    parameter = Gathered(torch.ones(3), lambda: calls.append(1) or torch.ones(3))
+    parameter.release()
+    parameter.restore()
+    assert not calls
+
+
+def test_memory_that_was_not_given_back_is_left_alone() -> None:
+    calls, tensor = [], torch.ones(3)
+    Gathered(tensor, lambda: calls.append(1) or torch.ones(3)).restore()
+    assert not calls
+
+
+def test_a_model_keeps_no_gathered_parameter() -> None:
+    def kept() -> tuple[int, int]:
+        model = parallelize(parallel_decoder.decoder(), Mesh({"expert": 2}), "ep-as-dp")
+        tokens = torch.randint(parallel_decoder.CONFIG.vocab_size, (2, 4))
+        with kept_tensors([]) as saved:
+            output = model(tokens)
+        shapes = {tuple(parameter.shape) for parameter in experts(model)}
+        weights = [tensor for tensor in saved.values() if tuple(tensor.shape) in shapes]
+        empty = sum(tensor.untyped_storage().nbytes() == 0 for tensor in weights)
+        output.logits.sum().backward()
+        filled = sum(tensor.untyped_storage().nbytes() > 0 for tensor in weights)
+        return empty, filled
+
+    for empty, filled in run_ranks(kept, 2):
+        assert empty == filled > 0
+
+
+def experts(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for name, parameter in model.named_parameters() if ".experts." in name and parameter.dim() == 3]

@@ -1,0 +1,211 @@
+"""`maxmoe.sharding.estimate` against what a step really keeps and moves."""
+
+import math
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from maxmoe.sharding.collectives import collectives
+from maxmoe.sharding.estimate import Traffic
+from maxmoe.sharding.flows import BACKWARD, parameter_flows
+from maxmoe.sharding.plan import Plan
+from torch import Tensor
+
+from maxmoe import MoEConfig
+from maxmoe.models import Decoder, DecoderConfig
+from maxmoe.sharding import Estimate, LogicalRules, Mesh, assign, estimate
+<<<<<<< HEAD:tests/test_estimate.py
+from measured_step import PRESET_LAYOUTS, kept_tensors, measured_steps, num_bytes
+from parallel_decoder import BATCH, CONFIG, LENGTH, MeshRules, decoder, token_spec
+=======
+from maxmoe.sharding.collectives import collectives
+from maxmoe.sharding.estimate import Traffic
+from maxmoe.sharding.flows import BACKWARD, parameter_flows
+from maxmoe.sharding.plan import Plan
+from support.measured_step import PRESET_LAYOUTS, kept_tensors, measured_steps, num_bytes
+from support.parallel_decoder import BATCH, CONFIG, LENGTH, MeshRules, decoder, token_spec
+>>>>>>> tests:tests/planning/test_estimate.py
+
+RECOMPUTED = replace(CONFIG, tie_embeddings=True, checkpoint_blocks=True)
+
+
+def estimated(config: DecoderConfig, layout: MeshRules, **options: Any) -> Estimate:
+    options = {"batch_size": BATCH, "sequence_length": LENGTH, **options}
+    return estimate(decoder(config), Mesh.planned(layout.sizes), layout.rules, **options)
+
+
+# Activations, in one process
+
+
+def kept_by_a_step(model: Decoder, tokens: Tensor) -> int:
+    with kept_tensors(model.parameters()) as kept:
+        output = model(tokens)
+        token_loss = F.cross_entropy(output.logits.flatten(0, 1), tokens.flatten())
+    assert token_loss.requires_grad
+    return num_bytes(kept)
+
+
+WIDE = MoEConfig(hidden_size=64, intermediate_size=48, num_experts=8, top_k=2, num_shared_experts=1)
+VARIANTS = {
+    "balance loss": replace(WIDE, load_balance_loss_weight=0.1),
+    "z-loss, shared gate": replace(WIDE, score_function="sigmoid", router_z_loss_weight=0.1, shared_expert_gate=True),
+    "weights on the input": replace(WIDE, apply_weights_to="input", num_shared_experts=0),
+    "no gate, biases": replace(WIDE, gated=False, activation="relu2", expert_bias=True, router_bias=True),
+}
+
+
+def wide_decoder(moe: MoEConfig, dtype: torch.dtype, **changes: Any) -> Decoder:
+    sizes: dict[str, Any] = {"num_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
+    config = DecoderConfig(vocab_size=101, hidden_size=64, num_layers=4, num_dense_layers=1, moe=moe, **sizes)
+    return Decoder(replace(config, **changes), dtype=dtype)
+
+
+def activation_bytes(model: Decoder, batch_size: int, length: int) -> int:
+    mesh = Mesh.planned({})
+    return estimate(model, mesh, "ep-as-dp", batch_size=batch_size, sequence_length=length).memory["activations"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_activations_are_what_autograd_saves(variant: str, dtype: torch.dtype) -> None:
+    model = wide_decoder(VARIANTS[variant], dtype)
+    kept = kept_by_a_step(model, torch.randint(101, (2, 40)))
+    assert activation_bytes(model, 2, 40) == pytest.approx(kept, rel=0.003)
+
+
+def test_recomputed_blocks_keep_their_input_and_one_block_its_activations() -> None:
+    model = wide_decoder(VARIANTS["balance loss"], torch.float32, checkpoint_blocks=True)
+    tokens, x = torch.randint(101, (2, 40)), torch.randn(2, 40, 64, requires_grad=True)
+    inside = []
+    for block in model.blocks:
+        with kept_tensors([*model.parameters(), x]) as kept:
+            block(x)
+        inside.append(num_bytes(kept) + x.nbytes)
+    # The routing of the other blocks is not in autograd's hands, and small.
+    assert activation_bytes(model, 2, 40) == pytest.approx(kept_by_a_step(model, tokens) + max(inside), rel=0.003)
+
+
+def test_what_it_cannot_know_is_an_error() -> None:
+    dense = replace(WIDE, implementation="dense")
+    with pytest.raises(ValueError, match="implementation='dense'"):
+        activation_bytes(wide_decoder(dense, torch.float32), 2, 40)
+    mixed = wide_decoder(WIDE, torch.float32)
+    mixed.norm.bfloat16()
+    with pytest.raises(ValueError, match=r"one dtype, got torch\.(float32|bfloat16), torch\."):
+        activation_bytes(mixed, 2, 40)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "message"),
+    [
+        ({"data": 3}, {}, r"batch_size \(8\) must be divisible by data=3"),
+        ({"context": 2, "expert": 2}, {"sequence_length": 7}, r"sequence_length \(7\) must be divisible by context=2"),
+    ],
+)
+def test_tokens_that_do_not_divide(sizes: dict[str, int], options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        estimated(CONFIG, MeshRules("cp-as-ep", sizes), **options)
+
+
+# Parameters, gradients, optimizers
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the moments that an optimizer of torch has made."""
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(value.nbytes for value in states if isinstance(value, Tensor) and value.dim())
+
+
+def test_the_state_of_adamw_is_that_of_torch() -> None:
+    model = decoder()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    memory = estimated(CONFIG, MeshRules("pure-fsdp", {})).memory
+    assert memory["state of adamw"] == states_of(optimizer)
+    assert memory["parameters"] == memory["their gradients"] == sum(p.nbytes for p in model.parameters())
+    assert memory["gathered parameters"] == 0
+
+
+def test_muon_keeps_one_momentum_of_matrices() -> None:
+    model = decoder()
+    two = [model.embedding.weight, model.output.weight if model.output else None]
+    two += [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    total = sum(parameter.nbytes for parameter in [*model.parameters(), *two] if parameter is not None)
+    assert estimated(CONFIG, MeshRules("pure-fsdp", {}), optimizer="muon").memory["state of muon"] == total
+
+
+# Real ranks
+
+
+def by_kind_and_axis(*flows: Traffic) -> dict[tuple[str, str], list[int]]:
+    total: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for flow in flows:
+        total[flow.kind, flow.axis][0] += flow.times
+        total[flow.kind, flow.axis][1] += flow.bytes
+    return dict(total)
+
+
+def embedding_gathers(config: DecoderConfig, layout: MeshRules) -> dict[tuple[str, str], list[int]]:
+    """Of the embedding in the backward, where FSDP does not do it with others."""
+    mesh, rules = Mesh.planned(layout.sizes), LogicalRules.load(layout.rules)
+    assignments = assign(decoder(config), mesh, rules)
+    parameter = Plan(decoder(config), mesh, rules, assignments).parameters["embedding.weight"]
+    (again,) = (flow for flow in parameter_flows(parameter) if flow.purpose == BACKWARD and flow.bucket is None)
+    moves = collectives(again.move, mesh, again.shape, torch.float64.itemsize)
+    return {(kind, axis): [1, count] for kind, axis, count in moves}
+
+
+REPLICAS = MeshRules("ep-as-dp", {"data": 2, "fsdp": 2})
+
+
+@pytest.mark.parametrize("layout", [*PRESET_LAYOUTS, REPLICAS], ids=str)
+def test_collectives_are_those_that_torch_runs(layout: MeshRules) -> None:
+    planned = estimated(CONFIG, layout)
+    expected = by_kind_and_axis(*planned.traffic)
+    # The embedding is not needed in the backward.
+    for key, (times, count) in embedding_gathers(CONFIG, layout).items():
+        expected[key] = [expected[key][0] - times, expected[key][1] - count]
+    for step in measured_steps(layout):
+        assert step.collectives == expected
+        assert sum(part for _, part in step.parameters.values()) == planned.memory["parameters"]
+        # Between forward and backward nothing is gathered.
+        assert planned.memory["activations"] == pytest.approx(step.kept_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("layout", PRESET_LAYOUTS[::3], ids=str)
+def test_collectives_of_recomputed_blocks(layout: MeshRules) -> None:
+    expected = by_kind_and_axis(*estimated(RECOMPUTED, layout).traffic)
+    step = measured_steps(layout, RECOMPUTED)[0]
+    # The recomputation ends before the sum of the dense block's parts: nothing in the backward needs it.
+    tokens = BATCH * LENGTH // Mesh.planned(layout.sizes).size(*token_axes(layout))
+    last_sum = [1, torch.float64.itemsize * tokens * CONFIG.hidden_size]
+    assert step.collectives.keys() == expected.keys()
+    for key, count in step.collectives.items():
+        ahead = [planned - real for planned, real in zip(expected[key], count, strict=True)]
+        assert ahead == [0, 0] or (ahead == last_sum and key[0] == "all-reduce"), key
+
+
+def token_axes(layout: MeshRules) -> list[str]:
+    spec = token_spec(Mesh.planned(layout.sizes), LogicalRules.load(layout.rules))
+    return [axis for axes in spec for axis in axes]
+
+
+# As text
+
+
+def test_the_tables_add_up() -> None:
+    result = estimated(CONFIG, MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2}))
+    memory, traffic = str(result).split("\n\n")
+    assert memory.splitlines()[-1].split()[0] == traffic.splitlines()[-1].split()[0] == "together"
+    assert traffic.splitlines()[-1].split()[1] == str(sum(line.times for line in result.traffic))
+    assert len(traffic.splitlines()) == len(result.traffic) + 3
+    assert math.prod(result.memory.values()) > 0
+
+
+def test_one_rank_moves_nothing() -> None:
+    assert estimated(CONFIG, MeshRules("default", {"fsdp": 1})).traffic == ()

@@ -1,0 +1,120 @@
+"""`maxmoe.sharding.explain`: where every parameter goes, and why; and the same as a table."""
+
+import math
+from typing import ClassVar
+
+import pytest
+import torch
+from maxmoe.sharding.explain import Explanation
+from torch import nn
+
+from maxmoe.models import Decoder
+from maxmoe.sharding import LogicalRules, Mesh, explain
+<<<<<<< HEAD:tests/test_explain.py
+from measured_step import PRESET_LAYOUTS, measured_steps
+from parallel_decoder import CONFIG, MeshRules, decoder
+=======
+from maxmoe.sharding.explain import Explanation
+from support.measured_step import PRESET_LAYOUTS, measured_steps
+from support.parallel_decoder import CONFIG, MeshRules, decoder
+>>>>>>> tests:tests/planning/test_explain.py
+
+
+class Named(nn.Module):
+    logical_names: ClassVar = {"weight": ("rows", "columns")}
+
+    def __init__(self, rows: int = 8, columns: int = 6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(rows, columns))
+
+
+class Stack(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+
+def explained(module: nn.Module, mesh: dict[str, int], *rules: tuple[str, list[str]]) -> Explanation:
+    return explain(module, Mesh.planned(mesh), LogicalRules(rules))
+
+
+def rows_of(explanation: Explanation) -> dict[str, list[str]]:
+    """The cells of the table by the label of the row."""
+    lines = str(explanation).splitlines()[2:]
+    cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
+    return {first: rest for first, *rest in cells}
+
+
+@pytest.mark.parametrize("layout", PRESET_LAYOUTS, ids=str)
+def test_parameters_land_where_it_says(layout: MeshRules) -> None:
+    explanation = explain(decoder(), Mesh.planned(layout.sizes), layout.rules)
+    said = {parameter.name: (parameter.local_shape, parameter.local_bytes) for parameter in explanation.parameters}
+    for step in measured_steps(layout):
+        assert said == step.parameters
+    assert explanation.num_parameters == sum(parameter.numel() for parameter in decoder().parameters())
+
+
+def test_rules_that_apply_and_those_that_cannot() -> None:
+    rules = [("rows", ["a"]), ("columns", ["a"]), ("columns", ["b", "c"])]
+    (parameter,) = explained(Named(), {"a": 2, "b": 3}, *rules).parameters
+    assert parameter.rules == (("a",), ("b", "c"))
+    assert parameter.local_shape == (4, 2)
+    (parameter,) = explained(Named(), {"a": 2, "b": 3}, *rules[:2]).parameters
+    assert parameter.rules == (("a",), None)
+    assert rows_of(explained(Named(), {"a": 2}, *rules[:2]))["weight"][0] == "rows: a | columns: its axes are taken"
+    assert rows_of(explained(Named(), {"a": 2}, ("columns", []), *rules[:1]))["weight"][0] == "rows: a | columns: -"
+
+
+def test_axes_that_do_not_divide_are_told() -> None:
+    explanation = explained(Named(8, 6), {"a": 4}, ("rows", []), ("columns", ["a", "far"]))
+    (parameter,) = explanation.parameters
+    assert [(drop.axis, drop.dim) for drop in parameter.indivisible] == [("a", 1)]
+    assert "Dropped: a from dim 1 of weight: 6 is not divisible by 4." in str(explanation)
+    assert "Axes of the rules that this mesh lacks, or has with size 1: far." in str(explanation)
+
+
+def test_repeated_layers_are_one_row() -> None:
+    blocks = [Named(4), *(Named() for _ in range(3)), Named(4), Named()]
+    rules = [("rows", ["a"]), ("columns", [])]
+    explanation = explained(Stack(*blocks), {"a": 2}, *rules)
+    assert len(explanation.parameters) == 6
+    rows = rows_of(explanation)
+    assert list(rows)[:2] == ["blocks.0,4.weight x2", "blocks.1-3,5.weight x4"]
+    assert rows["blocks.1-3,5.weight x4"] == ["rows: a | columns: -", "a | -", "[4, 6]", "384 B"]
+    assert rows["all 240 parameters"] == ["480 B"]
+
+
+def test_layers_of_other_shapes_or_places_are_other_rows() -> None:
+    model = Decoder(CONFIG, device="meta")
+    labels = list(rows_of(explain(model, Mesh.planned({"expert": 2}), "ep-tp")))
+    assert "blocks.0-1.attention.q_proj.weight x2" in labels
+    assert "blocks.0.feed_forward.up_proj.weight" in labels
+    assert "blocks.1.feed_forward.experts.up_proj" in labels
+
+
+def test_large_weights_on_every_rank_are_a_warning() -> None:
+    big, small = Named(100, 100), Named(2, 1)
+    rules = [("rows", []), ("columns", [])]
+    (warning,) = explained(Stack(big, small), {"a": 4}, *rules).warnings
+    assert warning == "blocks.0.weight is whole on every rank: 39.06 KiB, 100% of what a rank holds"
+    assert not explained(Stack(big, small), {"a": 1}, *rules).warnings
+    assert not explained(Stack(big, small), {"a": 4}, ("rows", ["a"]), ("columns", [])).warnings
+
+
+def test_what_has_no_name_or_no_rule_is_a_warning() -> None:
+    model = nn.Sequential(nn.Linear(3, 2, bias=False), Named())
+    explanation = explained(model, {"a": 2}, ("rows", ["a"]))
+    assert "0.weight has no logical names: it is not sharded" in explanation.warnings
+    assert "no rule for the logical name 'columns': its dims are not sharded" in explanation.warnings
+    assert all(f"Warning: {warning}." in str(explanation) for warning in explanation.warnings)
+    rows = rows_of(explanation)
+    assert rows["0.weight"][0] == "no names"
+    assert rows["1.weight"][0] == "rows: a | columns: no rule"
+
+
+def test_nothing_is_allocated() -> None:
+    model = Decoder(CONFIG, device="meta", dtype=torch.bfloat16)
+    explanation = explain(model, Mesh.planned({"fsdp": 2, "expert": 2}), "shard-exp-on-fsdp")
+    assert all(parameter.is_meta for parameter in model.parameters())
+    up = next(parameter for parameter in explanation.parameters if parameter.name.endswith("experts.up_proj"))
+    assert up.local_bytes == math.prod(up.assignment.shape) // 4 * 2

@@ -1,0 +1,288 @@
+"""Presets: the published configs, what transformers makes of them, and MaxText's numbers for the same families."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from maxmoe import MoE, MoEConfig, presets
+from support import golden_fixtures, small_models
+
+transformers = pytest.importorskip("transformers")
+
+DEEPSEEK: dict[str, Any] = {"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+QWEN: dict[str, Any] = {"hidden_act": "silu", "router_aux_loss_coef": 0.001}
+# Of the config.json of the published models: all that has to do with their Mixture-of-Experts layers.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "mixtral": {
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "hidden_act": "silu",
+        "router_aux_loss_coef": 0.02,
+    },
+    "qwen2_moe": QWEN
+    | {
+        "model_type": "qwen2_moe",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "moe_intermediate_size": 2560,
+        "shared_expert_intermediate_size": 20480,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+    },
+    "qwen3_moe": QWEN
+    | {
+        "model_type": "qwen3_moe",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+    },
+    "qwen3_next": QWEN
+    | {
+        "model_type": "qwen3_next",
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+    },
+    "olmoe": {
+        "model_type": "olmoe",
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "hidden_act": "silu",
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.01,
+    },
+    "deepseek_v2": DEEPSEEK
+    | {
+        "model_type": "deepseek_v2",
+        "hidden_size": 5120,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 160,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "n_group": 8,
+        "topk_group": 3,
+        "topk_method": "group_limited_greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 16.0,
+    },
+    "deepseek_v3": DEEPSEEK
+    | {
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
+    "kimi_k2": DEEPSEEK
+    | {
+        "model_type": "kimi_k2",
+        "hidden_size": 7168,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 384,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.827,
+    },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        "hidden_size": 5120,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 160,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "hidden_act": "silu",
+    },
+    "minimax_m2": {
+        "model_type": "minimax_m2",
+        "hidden_size": 3072,
+        "intermediate_size": 1536,
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+        "hidden_act": "silu",
+        "scoring_func": "sigmoid",
+        "router_aux_loss_coef": 0.001,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "hidden_act": "silu",
+        "swiglu_limit": 7.0,
+        "router_aux_loss_coef": 0.9,
+    },
+    "llama4": {
+        "model_type": "llama4_text",
+        "hidden_size": 5120,
+        "intermediate_size": 8192,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 1,
+        "hidden_act": "silu",
+        "router_aux_loss_coef": 0.001,
+    },
+}
+
+
+def public_config(name: str, **overrides: Any) -> SimpleNamespace:
+    return SimpleNamespace(**(PUBLISHED[name] | overrides))
+
+
+def test_every_preset_is_tested() -> None:
+    assert set(presets.__all__) == {"from_transformers", *PUBLISHED}
+    assert set(PUBLISHED) == set(small_models.MODELS)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_preset_is_the_published_config(name: str) -> None:
+    # Where the weight in the config is not what the model was trained with, see the preset.
+    trained_with = {"olmoe": 0.01, "gpt_oss": 0.0}
+    config = presets.from_transformers(public_config(name))
+    if name in trained_with:
+        assert config.load_balance_loss_weight == PUBLISHED[name]["router_aux_loss_coef"] * config.top_k
+        config = dataclasses.replace(config, load_balance_loss_weight=trained_with[name])
+    assert getattr(presets, name)() == config
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_field_can_be_set(name: str) -> None:
+    values = {"hidden_size": 24, "num_experts": 48, "implementation": "dense", "load_balance_loss_weight": 0.5}
+    config = getattr(presets, name)(**values)
+    assert config == dataclasses.replace(getattr(presets, name)(), **values)
+    with pytest.raises(TypeError, match="num_expert"):
+        getattr(presets, name)(num_expert=4)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_config_of_transformers_is_the_preset_of_its_size(name: str) -> None:
+    config = presets.from_transformers(small_models.config_of(name))
+    sizes = ("hidden_size", "intermediate_size", "num_experts", "top_k", "num_shared_experts")
+    others = ("num_groups", "top_k_groups", "routed_scaling_factor", "load_balance_loss_weight")
+    values = {field: getattr(config, field) for field in sizes + others}
+    assert config == getattr(presets, name)(**values)
+    assert (config.hidden_size, config.intermediate_size) == (16, 10)
+    attributes = vars(small_models.config_of(name))
+    assert config.num_experts in {attributes.get(f"{kind}_experts") for kind in ("num", "num_local", "n_routed")}
+    assert config.top_k == attributes["num_experts_per_tok"]
+
+
+def test_multimodal_config() -> None:
+    text = small_models.config_of("llama4")
+    assert presets.from_transformers(transformers.Llama4Config(text_config=text)) == presets.from_transformers(text)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "gpt_oss"])
+def test_balance_loss_is_that_of_transformers(name: str) -> None:
+    """For one layer; the other families have no such loss, or not of the softmax."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    theirs = small_models.config_of(name, router_aux_loss_coef=0.25)
+    config = presets.from_transformers(theirs)
+    layer = MoE(dataclasses.replace(config, router_z_loss_weight=0.0))
+    x = torch.randn(3, 7, 16)
+    logits = x.flatten(0, 1) @ layer.router.weight.T
+    expected = 0.25 * load_balancing_loss_func((logits,), config.num_experts, config.top_k)
+    torch.testing.assert_close(layer(x).aux_loss, expected)
+
+
+GOLDEN = {
+    "mixtral": ("mixtral_sparse", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "deepseek_v2": ("deepseek2", {"num_groups", "top_k_groups", "num_shared_experts"}),
+    "deepseek_v3": ("deepseek3", {"num_groups", "top_k_groups", "num_shared_experts"}),
+    "gpt_oss": ("gpt_oss_sparse", {"activation_limit"}),
+    "llama4": ("llama4_sparse", {"num_shared_experts"}),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_numbers_of_maxtext(name: str) -> None:
+    """The preset, and not the rule that golden_fixtures reads from MaxText's options."""
+    fixture, fields = GOLDEN[name]
+    arrays, meta = golden_fixtures.load(fixture)
+    rule = golden_fixtures.layer_config(arrays, meta)
+    sizes = ("hidden_size", "intermediate_size", "num_experts", "top_k", "routed_scaling_factor", *fields)
+    config: MoEConfig = getattr(presets, name)(**{field: getattr(rule, field) for field in sizes})
+    parameters = golden_fixtures.layer_parameters(arrays, rule)
+    out = torch.func.functional_call(MoE(config), parameters, (arrays["x"],), strict=True).hidden_states
+    torch.testing.assert_close(out, arrays["out"], rtol=2e-5, atol=2e-5 * arrays["out"].abs().max().item())
+
+
+def without(name: str, attribute: str) -> SimpleNamespace:
+    config = public_config(name)
+    delattr(config, attribute)
+    return config
+
+
+WRONG: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "other_family": (SimpleNamespace(model_type="bert"), ("model_type", "mixtral", "gpt_oss", "'bert'")),
+    "no_config": (7, ("model_type", "int", "None")),
+    "missing": (without("mixtral", "num_local_experts"), ("num_local_experts", "mixtral", "5.20")),
+    "nothing": (public_config("qwen3_moe", moe_intermediate_size=None), ("moe_intermediate_size", "qwen3_moe")),
+    "coefficient": (without("olmoe", "router_aux_loss_coef"), ("router_aux_loss_coef", "olmoe")),
+    "top_k": (
+        public_config("mixtral", num_experts_per_tok=9),
+        ("top_k (9)", "num_experts (8)", "top_k is its num_experts_per_tok", "num_experts is its num_local_experts"),
+    ),
+    "groups": (public_config("deepseek_v3", n_group=7), ("num_groups (7)", "(256)", "num_groups is its n_group")),
+    "activation": (public_config("llama4", hidden_act="quick_gelu"), ("activation is its hidden_act", "'quick_gelu'")),
+    "shared": (public_config("qwen2_moe", shared_expert_intermediate_size=2561), ("(2561)", "(2560)", "multiple")),
+    "no_width": (public_config("qwen3_next", moe_intermediate_size=0), ("moe_intermediate_size (0)",)),
+    "jitter": (public_config("mixtral", router_jitter_noise=0.1), ("router_jitter_noise", "0.0", "0.1")),
+    "score": (public_config("kimi_k2", scoring_func="softmax"), ("scoring_func", "kimi_k2", "'sigmoid'", "'softmax'")),
+    "alpha": (public_config("gpt_oss", swiglu_alpha=1.5), ("swiglu_alpha", "1.702", "1.5")),
+    "normalised": (public_config("deepseek_v2", norm_topk_prob=True), ("norm_topk_prob", "False", "True")),
+    "method": (
+        public_config("deepseek_v2", topk_method="noaux_tc"),
+        ("topk_method", "'greedy'", "'group_limited_greedy'", "'noaux_tc'"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "words"), WRONG.values(), ids=WRONG)
+def test_errors(config: Any, words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="".join(f"(?=.*{re.escape(word)})" for word in words)):
+        presets.from_transformers(config)
+
+
+def test_activation_has_other_names_there() -> None:
+    names = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "swish": "silu", "relu2": "relu2"}
+    for theirs, ours in names.items():
+        assert presets.from_transformers(public_config("mixtral", hidden_act=theirs)).activation == ours
+
+
+def test_needs_neither_transformers_nor_safetensors() -> None:
+    code = "import sys, maxmoe; maxmoe.presets.mixtral(); assert not {'transformers', 'safetensors'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

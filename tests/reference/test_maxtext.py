@@ -1,0 +1,158 @@
+"""MaxText's numbers: the reference, the operators and the layer against the fixtures of tests/golden.
+
+Tolerance 2e-5 of the largest value: both sides are float32 and add up to 40 products in their own order.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import maxmoe
+from maxmoe import ops, reference
+from maxmoe.config import MoEConfig
+from support import golden_fixtures
+
+Layer = Callable[[Tensor, MoEConfig, dict[str, Tensor]], Tensor]
+
+
+def assert_matches(got: Tensor, expected: Tensor, what: str) -> None:
+    assert got.shape == expected.shape, what
+    error = (got - expected).abs().max() / expected.abs().max()
+    assert error < 2e-5, f"{what}: relative error {error:.2e}"
+
+
+def reference_layer(x: Tensor, config: MoEConfig, parameters: dict[str, Tensor]) -> Tensor:
+    return reference.moe(x, config, parameters)[0]
+
+
+def sparse_layer(x: Tensor, config: MoEConfig, parameters: dict[str, Tensor]) -> Tensor:
+    layer = maxmoe.MoE(config)
+    assert set(layer.state_dict()) == set(parameters)
+    output: maxmoe.MoEOutput = torch.func.functional_call(layer, parameters, (x,))
+    return output.hidden_states
+
+
+def dense_layer(x: Tensor, config: MoEConfig, parameters: dict[str, Tensor]) -> Tensor:
+    return sparse_layer(x, dataclasses.replace(config, implementation="dense"), parameters)
+
+
+@pytest.mark.parametrize("name", golden_fixtures.LAYERS)
+@pytest.mark.parametrize("layer", [reference_layer, sparse_layer, dense_layer])
+def test_layer(layer: Layer, name: str) -> None:
+    arrays, meta = golden_fixtures.load(name)
+    config = golden_fixtures.layer_config(arrays, meta)
+    parameters = {
+        key: value.clone().requires_grad_(key != "router.score_correction_bias")
+        for key, value in golden_fixtures.layer_parameters(arrays, config).items()
+    }
+    x = arrays["x"].clone().requires_grad_()
+
+    out = layer(x, config, parameters)
+    assert_matches(out, arrays["out"], "out")
+    balance_loss = golden_fixtures.balance_loss(x, parameters, arrays, meta)
+    ((out * arrays["cotangent"]).sum() + balance_loss).backward()
+    gradients = golden_fixtures.expected_gradients(arrays, config)
+    assert set(gradients) - {"x"} == {key for key, value in parameters.items() if value.requires_grad}
+    for key, expected in gradients.items():
+        gradient = x.grad if key == "x" else parameters[key].grad
+        assert gradient is not None
+        assert_matches(gradient, expected, f"gradient of {key}")
+
+
+@pytest.mark.parametrize("name", ["deepseek3", "deepseek2", "deepseek4_sqrtsoftplus"])
+@pytest.mark.parametrize("module", [reference, ops])
+def test_route(module: Any, name: str) -> None:
+    """Here MaxText's scores come before its top-k, so that our routing can be compared alone."""
+    arrays, meta = golden_fixtures.load(name)
+    config = golden_fixtures.layer_config(arrays, meta)
+    weights, experts = module.route(
+        (arrays["x"] @ arrays["gate_kernel"]).flatten(0, 1),
+        config.top_k,
+        score_function=config.score_function,
+        correction_bias=arrays.get("gate_bias"),
+        num_groups=config.num_groups,
+        top_k_groups=config.top_k_groups,
+        group_score=config.group_score,
+        normalization=config.normalization,
+        scale=config.routed_scaling_factor,
+    )
+    assert torch.equal(experts, arrays["topk_indices"].flatten(0, 1))
+    assert_matches(weights, arrays["topk_weights"].flatten(0, 1), "weights")
+
+
+@pytest.mark.parametrize("module", [reference, ops])
+def test_ragged_kernels(module: Any) -> None:
+    arrays, meta = golden_fixtures.load("ragged_kernels")
+    x, index, weights = arrays["x"], arrays["indices"], arrays["weights"]
+    bounds = {"start": meta["start"], "end": meta["end"]}
+    assert_matches(module.ragged_gather(x, index, **bounds), arrays["gather"], "gather")
+    assert_matches(module.ragged_gather(x, index, weights, **bounds), arrays["gather_weighted"], "weighted gather")
+    reduced = module.ragged_gather_reduce(
+        x, index, meta["reduce_group_size"], weights, valid=arrays["reduce_mask"].bool()
+    )
+    assert_matches(reduced, arrays["gather_reduce"], "gather_reduce")
+
+
+@pytest.mark.parametrize("module", [reference, ops])
+def test_permutation(module: Any) -> None:
+    """MaxText sorts the rows that an all-to-all brought by a permutation of the valid prefix, and back."""
+    arrays, meta = golden_fixtures.load("a2a_sort")
+    for permutation, out, gradient in (
+        ("sort_indices", "sorted_out", "grad_x"),
+        ("revert_indices", "unsort_out", "grad_unsort_in"),
+    ):
+        x = arrays["x"].clone().requires_grad_()
+        rows = module.ragged_gather(x, arrays[permutation], end=meta["valid_end"])
+        assert_matches(rows, arrays[out], out)
+        (rows * arrays["cotangent"]).sum().backward()
+        assert_matches(x.grad, arrays[gradient], gradient)
+
+
+@pytest.mark.parametrize("name", ["gmm_full", "gmm_offset"])
+@pytest.mark.parametrize("module", [reference, ops])
+def test_gmm(module: Any, name: str) -> None:
+    arrays, meta = golden_fixtures.load(name)
+    lhs, rhs = arrays["lhs"].requires_grad_(), arrays["rhs"].requires_grad_()
+    out = module.gmm(lhs, rhs, arrays["group_sizes"], group_offset=meta["group_offset"])
+    assert_matches(out, arrays["out"], "out")
+    out.backward(arrays["cotangent"])
+    assert_matches(lhs.grad, arrays["grad_lhs"], "gradient of lhs")
+    assert_matches(rhs.grad, arrays["grad_rhs"], "gradient of rhs")
+
+
+@pytest.mark.parametrize("name", ["ring_sort_full", "ring_sort_trunc"])
+@pytest.mark.parametrize("module", [reference, ops])
+def test_ring_sort(module: Any, name: str) -> None:
+    """Each of four ranks sorts the rows of its experts; truncated buffers drop the last rows."""
+    arrays, meta = golden_fixtures.load(name)
+    num_local_experts = meta["E"] // meta["ep"]
+    experts = arrays["topk_indices"]
+    for rank in range(meta["ep"]):
+        valid = arrays["valid"][rank].bool()
+        plan = module.ragged_plan(
+            experts,
+            meta["E"],
+            first_expert=rank * num_local_experts,
+            num_local_experts=num_local_experts,
+            max_rows=meta["buffer_rows"],
+        )
+        assert len(plan.slots) == valid.sum()
+
+        x = arrays["x"].clone().requires_grad_()
+        rows = module.ragged_sort(x, plan)
+        assert_matches(rows, arrays["sorted_out"][rank][valid], "sorted rows")
+        rows.backward(arrays["cot_sorted"][rank][valid])
+        assert_matches(x.grad, arrays["grad_x_per_shard"][rank], "gradient of x")
+
+        rows = arrays["unsort_in"][rank][valid].requires_grad_()
+        weights = arrays["topk_weights"].reshape(experts.shape).clone().requires_grad_()
+        out = module.ragged_unsort(rows, plan, weights)
+        assert_matches(out, arrays["unsort_out_per_shard"][rank], "unsorted rows")
+        out.backward(arrays["cot_unsort"][rank])
+        assert_matches(rows.grad, arrays["grad_unsort_in"][rank][valid], "gradient of rows")
+        gradient = arrays["grad_topk_weights_true"][rank].reshape(experts.shape)
+        assert_matches(weights.grad, gradient, "gradient of weights")

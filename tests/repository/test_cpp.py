@@ -1,0 +1,114 @@
+"""Builds the GoogleTest suite of the kernels (cpp/tests) and runs it with every instruction set there is.
+
+The benchmarks of the kernels (cpp/benchmarks) are built with it, and run on small sizes.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import maxmoe
+
+ROOT = Path(__file__).parents[2]
+ISAS = maxmoe.build_info()["supported_isas"]
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+    return subprocess.run(
+        command,
+        env=os.environ | {"PATH": path} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+def build_step(*command: str) -> None:
+    done = run(*command)
+    if done.returncode != 0:
+        lines = done.stdout.splitlines()
+        first = next((i for i, line in enumerate(lines) if re.search("error|FAILED", line, re.IGNORECASE)), 0)
+        pytest.fail("\n".join([f"$ {' '.join(command)}", *lines[first : first + 60]]), pytrace=False)
+
+
+@pytest.fixture(scope="module")
+def build_folder() -> Path:
+    """Where the core was built for this Python, if it was built here: its kernels are not compiled again."""
+    options = ["-DMAXMOE_BUILD_TESTS=ON", "-DMAXMOE_BUILD_BENCHMARKS=ON"]
+    folder = core_build_folder()
+    if folder is None:
+        folder = ROOT / "build" / f"tests-{sys.implementation.cache_tag}"
+        options += ["-GNinja", f"-DPython_EXECUTABLE={sys.executable}", "-DMAXMOE_BUILD_PYTHON=OFF"]
+    build_step("cmake", "-S", str(ROOT), "-B", str(folder), *options)
+    build_step("cmake", "--build", str(folder))
+    return folder
+
+
+def core_build_folder() -> Path | None:
+    for cache in sorted((ROOT / "build").glob("*/CMakeCache.txt")):
+        variables = dict(re.findall(r"^(\w+):\w+=(.*)$", cache.read_text(), re.MULTILINE))
+        interpreter = Path(variables.get("Python_EXECUTABLE", ""))  # python or python3 of an environment
+        if interpreter.parent.parent == Path(sys.prefix) and variables.get("MAXMOE_BUILD_PYTHON") == "ON":
+            return cache.parent
+    return None
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_kernels(build_folder: Path, isa: str) -> None:
+    done = run("ctest", "--test-dir", str(build_folder), "--no-tests=error", "--output-on-failure", MAXMOE_ISA=isa)
+    if done.returncode != 0:
+        failed = [line for line in done.stdout.splitlines() if not re.search(r"^ +Start |Passed", line)]
+        pytest.fail("\n".join([f"ctest with MAXMOE_ISA={isa}", *failed[-200:]]), pytrace=False)
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "avx512bf16"])
+def test_instruction_sets_share_no_code(build_folder: Path, isa: str) -> None:
+    """Of a weak symbol the linker keeps one definition: none may come out of two instruction sets."""
+    objects = sorted(build_folder.glob(f"CMakeFiles/maxmoe_kernels_{isa}.dir/**/*.o"))
+    if not objects:
+        pytest.skip(f"this build has no kernels for {isa}")
+    symbols = run("nm", "--print-file-name", *map(str, objects))
+    assert symbols.returncode == 0, symbols.stdout
+    own = (f"{len(isa)}{isa}", f"Eigen_{isa}", "DW.ref.__gxx_personality_v0")  # as in mangled names
+    weak = [line for line in symbols.stdout.splitlines() if re.search(r" [VWu] ", line)]
+    shared = [line for line in weak if not any(name in line.split()[-1] for name in own)]
+    assert not shared, "declare these MAXMOE_INLINE or move them into MAXMOE_ISA_NAMESPACE:\n" + "\n".join(shared)
+
+
+def run_benchmarks(build_folder: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run(str(build_folder / "cpp/benchmarks/maxmoe_kernels_benchmarks"), *options, **environment)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_benchmarks(build_folder: Path, isa: str) -> None:
+    """Every kernel has a row with its time, and one with the time of its bound."""
+    headers = [path.read_text() for path in (ROOT / "cpp/kernels").glob("*.h")]
+    kernels = {name for text in headers for name in re.findall(r"^MAXMOE_KERNEL\((\w+),", text, re.MULTILINE)}
+    done = run_benchmarks(build_folder, "--rounds", "1", "--threads", "2", "--filter", "(T 16|R 128),", MAXMOE_ISA=isa)
+    assert done.returncode == 0, done.stdout
+    cells = [re.split("  +", line) for line in done.stdout.splitlines()[3:]]
+    times = {(kernel, contender): float(best) for kernel, _, _, contender, best, *_ in cells}
+    assert {kernel for kernel, contender in times if contender == "maxmoe"} == kernels
+    assert {kernel for kernel, contender in times if contender.startswith("bound: ")} == kernels
+    assert min(times.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--filter", "no such kernel"], "no case matches --filter 'no such kernel'"),
+        (["--rounds", "0"], "--rounds must be a positive number, got '0'"),
+        (["--threads", "2x"], "--threads must be a positive number, got '2x'"),
+        (["--help"], "options are --filter REGEX"),
+    ],
+)
+def test_benchmarks_say_what_is_wrong(build_folder: Path, options: list[str], message: str) -> None:
+    done = run_benchmarks(build_folder, *options)
+    assert (done.returncode, message in done.stdout) == (2, True), done.stdout

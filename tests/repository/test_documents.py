@@ -1,0 +1,123 @@
+"""What README.md, CONTRIBUTING.md and docs say: the Python runs, the commands exist, the names are right."""
+
+import dataclasses
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import maxmoe
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def blocks(language: str) -> list[str]:
+    """The code blocks of one language in all documents."""
+    pattern = rf"^```{language}\n(.*?)^```$"
+    return [block for path in DOCUMENTS for block in re.findall(pattern, path.read_text(), re.DOTALL | re.MULTILINE)]
+
+
+def commands() -> list[list[str]]:
+    """The lines of all shell blocks, in words, without comments."""
+    lines = [line for block in blocks("sh") for line in block.splitlines()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def test_every_block_has_a_language_that_is_checked() -> None:
+    fences = [line for path in DOCUMENTS for line in path.read_text().splitlines() if line.startswith("```")]
+    assert set(fences) == {"```", "```python", "```sh", "```text"}
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out.count("\n") == code.count("print(")
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_commands_exist(words: list[str]) -> None:
+    match words:
+        case ["make", target]:
+            assert target in TARGETS
+        case ["pip", "install", *arguments]:
+            check_pip(arguments)
+        case ["python", "-m", "pytest"]:
+            pass
+        case ["python", "-m", benchmark, *_] if benchmark.startswith("benchmarks."):
+            assert importlib.util.find_spec(benchmark)
+        case ["python", "-m", "maxmoe.sharding", *arguments]:
+            from maxmoe.sharding.__main__ import parse_options as parse_plan
+            from maxmoe.sharding.__main__ import report
+
+            assert report(parse_plan([*arguments, "--num-layers", "4"]))
+        case ["python", "examples/pretrain.py", *arguments] | [
+            "torchrun", "--nproc-per-node", _, "examples/pretrain.py", *arguments
+        ]:  # fmt: skip
+            from support.pretrain_run import pretrain
+
+            pretrain.parse_options(arguments)
+        case ["python", "examples/finetune_transformers.py", *arguments]:
+            pytest.importorskip("transformers")
+
+            import finetune_transformers
+
+            finetune_transformers.parse_options(arguments)
+        case _:
+            pytest.fail(f"nothing here checks {words}")
+
+
+def check_pip(arguments: list[str]) -> None:
+    """What is installed is what pyproject.toml asks for."""
+    project = (ROOT / "pyproject.toml").read_text()
+    for argument in arguments:
+        if argument.startswith(".["):
+            for extra in argument[2:-1].split(","):
+                assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
+        elif not argument.startswith(("-", "https://")):
+            assert f'"{argument}"' in project, argument
+
+
+def test_every_field_of_the_config_is_named() -> None:
+    named = set(re.findall(r"`(\w+)`", DOCUMENTS[0].read_text()))
+    assert {field.name for field in dataclasses.fields(maxmoe.MoEConfig)} <= named
+
+
+def test_the_state_dict_is_as_written() -> None:
+    sizes = {"E": 4, "D": 6, "F": 3, "n F": 6}
+    rows = re.findall(r"^\| (`\w+\.\w+`.*?) \| `\[(.*?)\]` \|", DOCUMENTS[0].read_text(), re.MULTILINE)
+    written = {
+        name: tuple(sizes[size] for size in shape.split(", "))
+        for names, shape in rows
+        for name in re.findall(r"`([\w.]+)`", names)
+    }
+    config = maxmoe.MoEConfig(
+        hidden_size=6,
+        intermediate_size=3,
+        num_experts=4,
+        top_k=2,
+        router_bias=True,
+        score_correction_bias=True,
+        expert_bias=True,
+        num_shared_experts=2,
+        shared_expert_gate=True,
+    )
+    assert {name: tuple(value.shape) for name, value in maxmoe.MoE(config).state_dict().items()} == written
+
+
+def test_layout_names_what_exists() -> None:
+    for block in blocks("text"):
+        for line in block.splitlines():
+            assert (ROOT / line.split()[0]).exists(), line
+    for path in re.findall(r"`((?:maxmoe|cpp|tests|examples|benchmarks)/[\w./]+)`", DOCUMENTS[1].read_text()):
+        file = re.sub(r"(?<![a-z])x(?=\.)", "ragged_dot", path)
+        assert (ROOT / file).exists(), path
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\((?!https?://)(.*?)\)", path.read_text()):
+        assert (path.parent / target).exists(), target

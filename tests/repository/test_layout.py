@@ -1,0 +1,127 @@
+"""The shape of the code base: one name per operator in every layer, imports that go one way."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OPERATORS = sorted(path.stem for path in (ROOT / "maxmoe/ops").glob("[a-z]*.py"))
+CPP_FILES = sorted(path for pattern in ("*.h", "*.cpp") for path in (ROOT / "cpp").rglob(pattern))
+
+# A package imports from its own level and the levels above it in this list. Of what may be there some is to come.
+LEVELS = [
+    {"_C"},
+    {"_library", "config"},
+    {"ops", "reference"},
+    {"nn", "presets"},
+    {"sharding"},
+    {"parallel", "dispatch"},
+    {"planning"},
+    {"models", "optim", "integrations"},
+]
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_the_operators_of_the_design_are_there() -> None:
+    gathers = {"ragged_plan", "ragged_gather", "ragged_gather_reduce", "ragged_scatter_add", "ragged_dot"}
+    assert {"route", "ragged_sort", "ragged_unsort", "gmm", "tgmm", "expert_ffn"} | gathers <= set(OPERATORS)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_an_operator_has_one_name_in_every_layer(operator: str) -> None:
+    files = (
+        f"maxmoe/ops/{operator}.py",
+        f"cpp/ops/{operator}.cpp",
+        f"cpp/kernels/{operator}.h",
+        f"cpp/kernels/{operator}.cpp",
+        f"cpp/tests/test_{operator}.cpp",
+        f"tests/ops/test_{operator}.py",
+    )
+    missing = [file for file in files if not (ROOT / file).exists()]
+    assert not missing, f"the operator {operator} lacks {missing}"
+    assert f"def {operator}(" in (ROOT / f"maxmoe/ops/{operator}.py").read_text()
+    assert f"MAXMOE_KERNEL({operator}," in (ROOT / f"cpp/kernels/{operator}.h").read_text()
+    assert re.search(rf'"{operator}\(', (ROOT / f"cpp/ops/{operator}.cpp").read_text()), "its schema is elsewhere"
+
+
+def test_no_operator_is_hidden_from_python() -> None:
+    hidden = {
+        relative(path)
+        for path in (ROOT / "cpp/ops").glob("*.cpp")
+        if "TORCH_LIBRARY_FRAGMENT" in path.read_text() and path.stem not in OPERATORS
+    }
+    assert not hidden
+
+
+def test_every_kernel_has_a_cpp_test() -> None:
+    kernels = {path.stem for path in (ROOT / "cpp/kernels").glob("*.cpp")}
+    tests = {path.stem.removeprefix("test_") for path in (ROOT / "cpp/tests").glob("test_*.cpp")}
+    assert kernels <= tests, f"without a test: {sorted(kernels - tests)}"
+
+
+def test_every_kernel_has_a_cpp_benchmark() -> None:
+    headers = (ROOT / "cpp/kernels").glob("*.h")
+    kernels = {path.stem for path in headers if re.search(r"^MAXMOE_KERNEL\(", path.read_text(), re.MULTILINE)}
+    benchmarks = {path.stem.removeprefix("benchmark_") for path in (ROOT / "cpp/benchmarks").glob("benchmark_*.cpp")}
+    assert kernels == benchmarks
+
+
+def level(module: str) -> int:
+    levels = [index for index, modules in enumerate(LEVELS) if module in modules]
+    assert levels, f"maxmoe.{module} has no place in LEVELS"
+    return levels[0]
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """The modules right below maxmoe that a file imports from."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{relative(path)}:{node.lineno}: write imports in full"
+            is_root = node.module == "maxmoe"
+            names = [f"maxmoe.{alias.name}" for alias in node.names] if is_root else [node.module or ""]
+        else:
+            continue
+        yield from (name.split(".")[1] for name in names if name.startswith("maxmoe."))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "maxmoe").rglob("*.py")), ids=relative)
+def test_imports_go_one_way(path: Path) -> None:
+    module = path.relative_to(ROOT / "maxmoe").parts[0].removesuffix(".py")
+    if module in ("__init__", "__main__"):  # maxmoe itself, and `python -m maxmoe`, stand on top of everything
+        return
+    for imported in imported_modules(path):
+        assert level(imported) <= level(module), f"{relative(path)} must not import maxmoe.{imported}"
+
+
+def test_no_two_packages_import_each_other() -> None:
+    """Within a level, too."""
+    imports = {
+        (path.relative_to(ROOT / "maxmoe").parts[0], imported)
+        for path in sorted((ROOT / "maxmoe").glob("*/**/*.py"))
+        for imported in imported_modules(path)
+    }
+    assert not {(one, other) for one, other in imports if one < other and (other, one) in imports}
+
+
+def test_the_reference_rests_on_nothing() -> None:
+    reference = (ROOT / "maxmoe/reference").rglob("*.py")
+    assert {module for path in reference for module in imported_modules(path)} <= {"config", "reference"}
+
+
+@pytest.mark.parametrize("path", [path for path in CPP_FILES if path.parent.name == "kernels"], ids=relative)
+def test_kernels_know_nothing_of_torch(path: Path) -> None:
+    assert not re.search(r'#include [<"](torch|ATen|c10|pybind11|ops)/', path.read_text())
+
+
+@pytest.mark.parametrize("path", CPP_FILES, ids=relative)
+def test_no_torch_extension_header(path: Path) -> None:
+    """It quadruples the time to compile a file."""
+    assert not re.search(r"#include <torch/(extension|torch)\.h>", path.read_text())

@@ -1,0 +1,203 @@
+"""Mesh: sizes, coordinates, groups and their timeouts; what does not fit is said alike on every rank."""
+
+import itertools
+import re
+import time
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from maxmoe.sharding import Mesh, parse_mesh
+from support.run_ranks import fake_rank, run_ranks
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "filled"),
+    [
+        ({"fsdp": 2, "expert": 4}, 8, {"fsdp": 2, "expert": 4}),
+        ({"fsdp": -1, "expert": 4}, 8, {"fsdp": 2, "expert": 4}),
+        ({"fsdp": 2, "one": 1, "expert": -1}, 8, {"fsdp": 2, "one": 1, "expert": 4}),
+        ({"fsdp": 8, "expert": -1}, 8, {"fsdp": 8, "expert": 1}),
+        ({"fsdp": -1}, 1, {"fsdp": 1}),
+        ({"fsdp": 4}, None, {"fsdp": 4}),
+        ({}, 1, {}),
+        ({}, None, {}),
+    ],
+)
+def test_sizes_are_filled_in(sizes, world_size: int | None, filled) -> None:
+    mesh = Mesh.planned(sizes, world_size=world_size)
+    assert mesh.sizes == filled and list(mesh.sizes) == list(sizes)
+    assert mesh.rank is None
+    if world_size is not None:
+        assert mesh.num_ranks == world_size
+        with fake_rank(0, world_size):
+            assert Mesh(sizes).sizes == filled
+
+
+def test_axes_of_size_one_are_like_axes_that_are_not_there() -> None:
+    mesh = Mesh.planned({"fsdp": 2, "one": 1, "expert": 3})
+    assert mesh.axes == ("fsdp", "expert")
+    assert mesh.size("one") == mesh.size("absent") == mesh.size() == 1
+    assert mesh.size("expert", "absent", "fsdp", "one") == 6 == mesh.num_ranks
+    with fake_rank(3, 6):
+        assert Mesh(mesh.sizes).device_mesh.mesh_dim_names == ("fsdp", "expert")
+
+
+@pytest.mark.parametrize(("sizes", "name"), [({}, "world"), ({"fsdp": 1, "expert": 1}, "fsdp")])
+def test_a_world_of_one_rank_has_a_device_mesh(sizes, name: str) -> None:
+    with fake_rank(0, 1):
+        mesh = Mesh(sizes)
+        assert mesh.axes == () and mesh.num_ranks == 1
+        assert mesh.device_mesh.mesh_dim_names == (name,) and mesh.device_mesh.shape == (1,)
+        assert mesh.coordinates() == dict.fromkeys(sizes, 0)
+
+
+def test_the_first_axis_is_the_outermost() -> None:
+    mesh = Mesh.planned({"data": 2, "one": 1, "fsdp": 3, "expert": 2})
+    places = list(itertools.product(range(2), range(1), range(3), range(2)))
+    assert [tuple(mesh.coordinates(rank).values()) for rank in range(12)] == places
+    assert list(mesh.coordinates(5)) == ["data", "one", "fsdp", "expert"]
+
+
+def sums_over_groups() -> tuple[dict[str, int], dict[tuple[str, ...], list[int]], tuple[str, ...]]:
+    """This rank's place, the ranks that it shares sub-meshes with, and the axes of one asked for in another order."""
+    mesh = Mesh({"data": 2, "one": 1, "fsdp": 2, "expert": -1})
+    assert mesh.rank == dist.get_rank() and mesh.coordinates() == mesh.coordinates(mesh.rank)
+    partners = {}
+    for axes in (("data",), ("fsdp",), ("expert",)):
+        ranks = [torch.empty((), dtype=torch.int64) for _ in range(mesh.size(*axes))]
+        dist.all_gather(ranks, torch.tensor(mesh.rank), group=mesh[axes].get_group())
+        partners[axes] = [int(rank) for rank in ranks]
+    for axes in (("data", "fsdp"), ("fsdp", "expert"), ("data", "fsdp", "expert")):
+        partners[axes] = mesh[axes].mesh.flatten().tolist()
+    return mesh.coordinates(), partners, mesh["expert", "data"].mesh_dim_names
+
+
+def test_sub_meshes_are_those_of_the_rank() -> None:
+    results = run_ranks(sums_over_groups, 8)
+    places = [place for place, _, _ in results]
+    for place, partners, names in results:
+        for axes, ranks in partners.items():
+            elsewhere = set(place) - set(axes)
+            assert ranks == [
+                rank for rank, other in enumerate(places) if all(other[axis] == place[axis] for axis in elsewhere)
+            ]
+        assert names == ("data", "expert"), "the order of the mesh"
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(77, 256), (4095, 4096)])
+def test_large_worlds(rank: int, world_size: int) -> None:
+    begin = time.monotonic()
+    with fake_rank(rank, world_size):
+        mesh = Mesh({"data": 4, "fsdp": -1, "expert": 16})
+        assert mesh.num_ranks == world_size
+        assert tuple(mesh.device_mesh.get_coordinate() or ()) == tuple(mesh.coordinates().values())
+        assert mesh["fsdp", "expert"].shape == (world_size // 64, 16)
+        assert rank in mesh["fsdp"].mesh
+    assert time.monotonic() - begin < 5
+
+
+def wait_for_a_rank_that_stays_away() -> float:
+    mesh = Mesh({"fsdp": 2, "expert": 2}, timeout=timedelta(seconds=1))
+    begin = time.monotonic()
+    axis = {1: "fsdp", 2: "expert"}.get(dist.get_rank())  # in groups with rank 3
+    if axis is not None:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out|failed to pass monitoredBarrier in 1000 ms"):
+            dist.all_reduce(torch.ones(1), group=mesh[axis].get_group())
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_the_timeout_reaches_every_group(debug: bool) -> None:
+    _, *victims, _ = run_ranks(wait_for_a_rank_that_stays_away, 4, debug=debug)
+    assert all(0.9 < seconds < 10 for seconds in victims)
+
+
+BAD_SIZES = [
+    ({"fsdp": 0}, "the size of the mesh axis 'fsdp' must be a positive int or -1, got 0"),
+    ({"fsdp": -2}, "the size of the mesh axis 'fsdp' must be a positive int or -1, got -2"),
+    ({"fsdp": True}, "the size of the mesh axis 'fsdp' must be a positive int or -1, got True"),
+    ({"fsdp": "2"}, "the size of the mesh axis 'fsdp' must be a positive int or -1, got '2'"),
+    ({"": 2}, "the size of the mesh axis '' must be a positive int or -1, got 2"),
+    ({"data": -1, "fsdp": 2, "expert": -1}, "only one mesh axis may be -1, got ['data', 'expert']"),
+    ({"fsdp": 2, "expert": 4}, "the mesh axes (fsdp=2, expert=4) make 8 ranks, and the world has 4"),
+    ({"expert": 2}, "the mesh axes (expert=2) make 2 ranks, and the world has 4"),
+    ({}, "the mesh axes () make 1 ranks, and the world has 4"),
+    ({"fsdp": -1, "expert": 3}, "the mesh axes (fsdp=-1, expert=3) do not divide the world of 4"),
+    ({"fsdp": -1, "expert": 8}, "the mesh axes (fsdp=-1, expert=8) do not divide the world of 4"),
+]
+
+
+def error_of(make) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  the message is what is tested
+        make()
+    return str(caught.value)
+
+
+def test_sizes_that_do_not_fit_are_refused_on_every_rank_alike() -> None:
+    expected = [message for _, message in BAD_SIZES]
+    assert [error_of(partial(Mesh.planned, sizes, world_size=4)) for sizes, _ in BAD_SIZES] == expected
+    assert run_ranks(lambda: [error_of(partial(Mesh, sizes)) for sizes, _ in BAD_SIZES], 4) == [expected] * 4
+
+
+def test_a_planned_mesh_with_an_open_size_needs_a_world() -> None:
+    message = "world_size must be given for a mesh with a -1: fsdp=-1, expert=2"
+    assert error_of(lambda: Mesh.planned({"fsdp": -1, "expert": 2})) == message
+
+
+def test_a_mesh_needs_torch_distributed() -> None:
+    assert error_of(lambda: Mesh({"fsdp": 2})) == (
+        "Mesh({'fsdp': 2}) needs torch.distributed: call torch.distributed.init_process_group first, "
+        "in processes that torchrun started; Mesh.planned needs none"
+    )
+
+
+def test_what_a_planned_mesh_cannot_do() -> None:
+    mesh = Mesh.planned({"fsdp": 2, "expert": 4})
+    planned_only = "Mesh(fsdp=2, expert=4) is planned only: it has no process groups"
+    assert error_of(lambda: mesh.device_mesh) == planned_only
+    assert error_of(lambda: mesh["fsdp"]) == planned_only
+    assert error_of(mesh.coordinates) == "rank must be from 0 to 7 on Mesh(fsdp=2, expert=4), got None"
+
+
+@pytest.mark.parametrize("rank", [-1, 8])
+def test_ranks_outside_of_the_mesh(rank: int) -> None:
+    mesh = Mesh.planned({"fsdp": 2, "expert": 4})
+    message = f"rank must be from 0 to 7 on Mesh(fsdp=2, expert=4), got {rank}"
+    assert error_of(lambda: mesh.coordinates(rank)) == message
+
+
+@pytest.mark.parametrize("axes", [("one",), ("absent",), ("fsdp", "one"), ()])
+def test_sub_meshes_that_are_not_there(axes: tuple[str, ...]) -> None:
+    with fake_rank(0, 8):
+        mesh = Mesh({"fsdp": 2, "one": 1, "expert": 4})
+        assert error_of(lambda: mesh[axes]) == (
+            f"Mesh(fsdp=2, one=1, expert=4) has no sub-mesh of {axes}: its axes larger than one are ('fsdp', 'expert')"
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("fsdp=2,expert=-1", {"fsdp": 2, "expert": -1}),
+        ("expert=16,fsdp_transpose=1", {"expert": 16, "fsdp_transpose": 1}),
+        ("", {}),
+    ],
+)
+def test_sizes_from_a_command_line(text: str, sizes) -> None:
+    assert parse_mesh(text) == sizes and list(parse_mesh(text)) == list(sizes)
+
+
+@pytest.mark.parametrize("part", ["fsdp", "fsdp=", "=2", "fsdp=two", "fsdp=2.0", "fsdp=--2", "fsdp:2", " fsdp=2"])
+def test_a_command_line_of_another_form(part: str) -> None:
+    message = f"a mesh must read like fsdp=2,expert=4, got {part!r} in 'expert=2,{part}'"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        parse_mesh(f"expert=2,{part}")
+
+
+def test_an_axis_twice_on_a_command_line() -> None:
+    message = "the mesh axis 'fsdp' is there twice: 'fsdp=2,expert=2,fsdp=2'"
+    assert error_of(lambda: parse_mesh("fsdp=2,expert=2,fsdp=2")) == message

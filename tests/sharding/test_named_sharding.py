@@ -1,0 +1,154 @@
+"""NamedSharding: which part of a tensor every rank holds, by definition and by DTensor."""
+
+import itertools
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from maxmoe.sharding import Mesh, NamedSharding, P, PartitionSpec
+from support.parts import part_by_definition
+from support.run_ranks import fake_rank, run_ranks
+
+SIZES = {"data": 2, "fsdp": 2, "expert": 4}
+SHAPE = (16, 32)
+
+
+def all_specs(mesh: Mesh, shape: tuple[int, ...]) -> Iterator[PartitionSpec]:
+    """Every choice of axes for each dim, in every order, that divides the shape."""
+    axes = tuple(mesh.sizes)
+    for count in range(len(axes) + 1):
+        for order in itertools.permutations(axes, count):
+            for cuts in itertools.combinations_with_replacement(range(count + 1), len(shape) - 1):
+                bounds = (0, *cuts, count)
+                spec = P(*(order[begin:end] for begin, end in itertools.pairwise(bounds)))
+                if all(length % mesh.size(*dim) == 0 for length, dim in zip(shape, spec, strict=True)):
+                    yield spec
+
+
+def numbered(*shape: int) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+
+
+def test_there_are_many_specs() -> None:
+    specs = list(all_specs(Mesh.planned(SIZES), SHAPE))
+    assert len(set(specs)) == len(specs) == 49
+    assert P(("expert", "data"), "fsdp") in specs and P(("expert", "fsdp", "data"), None) in specs
+
+
+@pytest.mark.parametrize("rank", range(16))
+def test_slices_and_dtensors_are_the_part_by_definition(rank: int) -> None:
+    whole = numbered(*SHAPE)
+    with fake_rank(rank, 16):
+        mesh = Mesh(SIZES)
+        for spec in all_specs(mesh, SHAPE):
+            sharding, part = NamedSharding(mesh, spec), part_by_definition(whole, spec, mesh, rank)
+            assert whole[sharding.slices(SHAPE)].equal(part), spec
+            assert whole[sharding.slices(SHAPE, rank)].equal(part), spec
+            assert sharding.shard_shape(SHAPE) == part.shape
+            laid = distribute_tensor(whole, mesh.device_mesh, sharding.placements, src_data_rank=None)
+            assert laid.to_local().equal(part), (spec, sharding.placements)
+
+
+def check_every_spec(sizes: dict[str, int]) -> int:
+    whole, mesh = numbered(*SHAPE), Mesh(sizes)
+    specs = list(all_specs(mesh, SHAPE))
+    for spec in specs:
+        sharding = NamedSharding(mesh, spec)
+        laid = distribute_tensor(whole, mesh.device_mesh, sharding.placements, src_data_rank=None)
+        assert laid.to_local().equal(part_by_definition(whole, spec, mesh)), spec
+        assert laid.full_tensor().equal(whole), spec
+        for axis in sorted(axis for axes in spec for axis in axes):
+            rest = NamedSharding(mesh, spec.without(axis))
+            gathered = laid.redistribute(placements=rest.placements).to_local()
+            assert gathered.equal(part_by_definition(whole, rest.spec, mesh)), (spec, axis)
+    return len(specs)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count"),
+    [
+        ({"fsdp": 2}, 3),
+        ({"fsdp": 2, "expert": 2}, 11),
+        ({"one": 1, "fsdp": 2, "expert": 4}, 49),
+        ({"expert": 2, "fsdp": 2, "data": 2}, 49),
+    ],
+    ids=str,
+)
+def test_real_ranks_hold_their_part_and_give_it_back(sizes: dict[str, int], count: int) -> None:
+    """The whole tensor, and what is left of a spec after gathering over any one of its axes."""
+    assert set(run_ranks(check_every_spec, Mesh.planned(sizes).num_ranks, sizes)) == {count}
+
+
+def test_placements_of_axes_in_and_out_of_the_order_of_the_mesh() -> None:
+    mesh = Mesh.planned(SIZES)
+    placements = NamedSharding(mesh, P(("fsdp", "expert"), None)).placements
+    assert placements == (Replicate(), Shard(0), Shard(0))
+    placements = NamedSharding(mesh, P(None, ("expert", "fsdp"))).placements
+    assert placements == (Replicate(), _StridedShard(1, split_factor=4), Shard(1))
+    placements = NamedSharding(mesh, P(("expert", "data", "fsdp"), None)).placements
+    assert placements == (_StridedShard(0, split_factor=4), _StridedShard(0, split_factor=4), Shard(0))
+
+
+def test_axes_of_size_one_shard_nothing() -> None:
+    mesh = Mesh.planned({"one": 1, "fsdp": 2})
+    sharding = NamedSharding(mesh, P(("one", "fsdp"), None))
+    assert sharding.placements == NamedSharding(mesh, P("fsdp", None)).placements == (Shard(0),)
+    assert sharding.slices((4, 3), rank=1) == (slice(2, 4), slice(0, 3))
+    assert NamedSharding(mesh, P("one", None)).shard_shape((3, 3)) == (3, 3)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"one": 1}])
+def test_a_world_of_one_rank_holds_everything(sizes: dict[str, int]) -> None:
+    with fake_rank(0, 1):
+        mesh = Mesh(sizes)
+        sharding = NamedSharding(mesh, P(*sizes, None))
+        whole = numbered(*(3,) * len(sharding.spec))
+        laid = distribute_tensor(whole, mesh.device_mesh, sharding.placements)
+        assert laid.to_local().equal(whole) and whole[sharding.slices(whole.shape)].equal(whole)
+
+
+def test_scalars_and_empty_dims() -> None:
+    mesh = Mesh.planned(SIZES)
+    scalar = NamedSharding(mesh, P())
+    assert scalar.shard_shape(()) == () == scalar.slices((), rank=5)
+    assert scalar.placements == (Replicate(), Replicate(), Replicate())
+    assert scalar.bytes((), torch.float64) == 8
+    empty = NamedSharding(mesh, P("expert", None))
+    assert empty.shard_shape((0, 3)) == (0, 3) and empty.slices((0, 3), rank=3) == (slice(0, 0), slice(0, 3))
+
+
+def test_bytes_of_one_rank() -> None:
+    sharding = NamedSharding(Mesh.planned(SIZES), P(("expert", "fsdp"), None, "data"))
+    assert sharding.bytes((16, 3, 4), torch.bfloat16) == 2 * 3 * 2 * 2
+    assert sharding.bytes((16, 3, 4), torch.float64) == 2 * 3 * 2 * 8
+
+
+def test_an_axis_that_the_mesh_lacks() -> None:
+    message = "axis 'tensor' shards dim 1 of P('fsdp', 'tensor'), but Mesh(data=2, fsdp=2, expert=4) has no such axis"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        NamedSharding(Mesh.planned(SIZES), P("fsdp", "tensor"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((16,), "P(('expert', 'fsdp'), None) has 2 dims, the shape (16,) has 1"),
+        ((12, 5), "dim 0 of the shape (12, 5) is not divisible by expert=4 * fsdp=2"),
+    ],
+)
+def test_shapes_that_do_not_fit(shape: tuple[int, ...], message: str) -> None:
+    sharding = NamedSharding(Mesh.planned(SIZES), P(("expert", "fsdp"), None))
+    for call in (sharding.shard_shape, lambda shape: sharding.slices(shape, 0)):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            call(shape)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        sharding.bytes(shape, torch.float32)
+
+
+def test_slices_of_a_planned_mesh_are_those_of_a_rank() -> None:
+    with pytest.raises(ValueError, match=r"^rank must be from 0 to 15 on Mesh\(.*\), got None$"):
+        NamedSharding(Mesh.planned(SIZES), P("fsdp")).slices((4,))

@@ -1,0 +1,165 @@
+"""LogicalRules: tables, overrides, files and what is wrong with them; the presets of the package."""
+
+import copy
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+
+from maxmoe.sharding import LogicalRules, P, logical_to_mesh_axes
+from support.golden_sharding import golden_tables
+
+NAMES = sorted(path.stem for path in (Path(__file__).parents[2] / "maxmoe/sharding/presets").glob("*.yaml"))
+EXPERTS = ("exp", "embed_moe", "mlp_moe")
+
+
+def test_axes_are_tuples_in_the_order_of_the_table() -> None:
+    rules = LogicalRules([("exp", "expert"), ["embed", ["fsdp", "tensor"]], ("norm", None), ("exp", ())])
+    assert list(rules) == [("exp", ("expert",)), ("embed", ("fsdp", "tensor")), ("norm", ()), ("exp", ())]
+    assert rules == LogicalRules(rules) and hash(rules) == hash(LogicalRules(rules))
+    assert repr(LogicalRules([("exp", "expert")])) == "LogicalRules([('exp', ('expert',))])"
+    assert copy.deepcopy(rules) == rules == pickle.loads(pickle.dumps(rules))
+
+
+def test_override_replaces_every_rule_of_a_name_and_goes_last() -> None:
+    rules = LogicalRules([("a", "x"), ("b", "y"), ("a", "z"), ("c", "x")])
+    assert rules.override([("a", "w"), ("d", None), ("a", "v")]) == LogicalRules(
+        [("b", "y"), ("c", "x"), ("a", "w"), ("d", None), ("a", "v")]
+    )
+    assert rules.override([]) == rules
+    assert type(rules.override([])) is LogicalRules
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([("a", "x"), ("b", ("x", "x"))], "rule 1, 'b', has the axis 'x' twice: ('x', 'x')"),
+        ([("a", 3)], "rule 0, 'a', must be None, an axis or a tuple of axes, got 3"),
+        ([("a",)], "rule 0 must be a logical name and its axes, got ('a',)"),
+        ([(None, "x")], "rule 0 must be a logical name and its axes, got (None, 'x')"),
+        ([("", "x")], "rule 0 must be a logical name and its axes, got ('', 'x')"),
+        (["ab"], "rule 0 must be a logical name and its axes, got 'ab'"),
+    ],
+)
+def test_errors_name_the_rule(rules, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        LogicalRules(rules)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        LogicalRules().override(rules)
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "yml"])
+def test_a_file_of_ones_own(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"rules.{suffix}"
+    path.write_text("# mine\n- exp: expert\n- embed: [fsdp, tensor]\n\n- norm: []\n- norm:\n- exp: [fsdp]\n")
+    expected = LogicalRules(
+        [("exp", "expert"), ("embed", ("fsdp", "tensor")), ("norm", ()), ("norm", ()), ("exp", "fsdp")]
+    )
+    assert LogicalRules.load(path) == LogicalRules.load(str(path)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "1: rules must be a list with entries like '- exp: [expert]'"),
+        ("exp: [expert]\n", "1: rules must be a list with entries like '- exp: [expert]'"),
+        ("- exp: [expert]\n- norm\n", "2: a rule must be one 'name: axes', got 'norm'"),
+        ("- exp: [expert]\n  norm: []\n", "1: a rule must be one 'name: axes', got {'exp': ['expert'], 'norm': []}"),
+        ("# x\n\n- 3: [x]\n", "3: a rule must be a logical name and its axes, got (3, ['x'])"),
+        ("- a: x\n- b: [x, 7]\n", "2: a rule, 'b', must be None, an axis or a tuple of axes, got ['x', 7]"),
+        ("- a: {x: y}\n", "1: a rule, 'a', must be None, an axis or a tuple of axes, got {'x': 'y'}"),
+        ("- a: x\n- b: [y, z, y]\n", "2: a rule, 'b', has the axis 'y' twice: ['y', 'z', 'y']"),
+        ("- a: x\n- b: [x\n", "3: this is not YAML: expected ',' or ']', but got '<stream end>'"),
+        ("- a: x\n- b: !other y\n", "2: this is not YAML: could not determine a constructor for the tag '!other'"),
+        ("- a: x\n---\n- b: x\n", "2: this is not YAML: but found another document"),
+        ("- a: \x01\n", "1: this is not YAML: unacceptable character #x0001: special characters are not allowed"),
+    ],
+)
+def test_errors_name_file_line_and_key(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "rules.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{path}:{message}')}"):
+        LogicalRules.load(path)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"rules\.yaml"):
+        LogicalRules.load(str(tmp_path / "rules.yaml"))
+    with pytest.raises(FileNotFoundError, match="default"):
+        LogicalRules.load(tmp_path / "default")
+
+
+def test_an_unknown_preset_says_which_there_are() -> None:
+    with pytest.raises(
+        ValueError, match=r"^there is no preset 'ep_tp', only (.*); a path ends in \.yaml or \.yml$"
+    ) as error:
+        LogicalRules.load("ep_tp")
+    assert all(f"{name}" in str(error.value) for name in NAMES)
+
+
+def test_the_presets_of_the_design_are_there() -> None:
+    assert set(NAMES) == {
+        "default",
+        "pure-fsdp",
+        "ep-as-dp",
+        "ep-as-cp",
+        "cp-as-ep",
+        "pipeline-large-moe",
+        "shard-exp-on-fsdp",
+        "ep-tp",
+    }
+
+
+@pytest.mark.parametrize("preset", NAMES)
+def test_presets_have_the_same_clean_names(preset: str) -> None:
+    names = {name for name, _ in LogicalRules.load(preset)}
+    assert names == {name for name, _ in LogicalRules.load("default")}
+    weights = {name for name in names if not name.startswith("activation_")}
+    assert {name for name in weights if name.endswith("_moe")} == {"embed_moe", "mlp_moe"}
+    assert not {name for name in names if "no_fsdp" in name}
+
+
+@pytest.mark.parametrize("table", golden_tables(), ids=lambda table: table.name)
+def test_presets_agree_with_maxtext_in_the_names_and_axes_they_share(table) -> None:
+    ours = LogicalRules.load(table.name)
+    axes = {axis for _, rule_axes in ours for axis in rule_axes}
+
+    def of(rules: LogicalRules, name: str) -> list[tuple[str, ...]]:
+        found = [tuple(axis for axis in rule_axes if axis in axes) for key, rule_axes in rules if key == name]
+        return [rule_axes for rule_axes in dict.fromkeys(found) if rule_axes]
+
+    # Once routed, the batch leaves the expert axis to the experts. MaxText has two names for the length.
+    names = {name for name, _ in ours} - {"activation_batch_moe", "activation_length_moe"}
+    pairs = {name: (of(ours, name), of(table.rules, name)) for name in names}
+    differ = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    assert not differ
+
+
+@pytest.mark.parametrize(
+    ("preset", "spec"),
+    [
+        ("default", P("expert", ("fsdp", "context"), ("fsdp_transpose", "tensor"))),
+        ("pure-fsdp", P(None, "fsdp", None)),
+        ("ep-as-dp", P("expert", "fsdp", "fsdp_transpose")),
+        ("ep-as-cp", P("expert", "fsdp", None)),
+        ("cp-as-ep", P(("context", "expert"), "fsdp", None)),
+        ("pipeline-large-moe", P("expert", "fsdp", "tensor")),
+        ("shard-exp-on-fsdp", P(("expert", "fsdp"), "context", "fsdp_transpose")),
+        ("ep-tp", P("expert", None, None)),
+    ],
+)
+def test_what_presets_do_to_an_expert_weight(preset: str, spec: P) -> None:
+    rules = LogicalRules.load(preset)
+    assert logical_to_mesh_axes(EXPERTS, rules, strict=True) == spec
+    assert logical_to_mesh_axes(EXPERTS[::2] + EXPERTS[1:2], rules, strict=True) == P(spec[0], spec[2], spec[1])
+
+
+def test_ep_tp_splits_heads_and_shared_experts_and_leaves_tokens_whole() -> None:
+    rules = LogicalRules.load("ep-tp")
+    residual = ("activation_batch", "activation_length", "activation_embed")
+    assert logical_to_mesh_axes(("q_heads", "embed"), rules, strict=True) == P("expert", None)
+    assert logical_to_mesh_axes(("embed", "mlp"), rules, strict=True) == P(None, "expert")
+    assert logical_to_mesh_axes(residual, rules, strict=True) == P("data", None, None)
+    split = rules.override([("activation_embed", "expert")])
+    assert logical_to_mesh_axes(residual, split, strict=True) == P("data", None, "expert")

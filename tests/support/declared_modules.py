@@ -1,0 +1,36 @@
+"""Modules that declare logical names, and rules and a mesh for them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from maxmoe.sharding import LogicalRules, Mesh
+
+RULES = LogicalRules([("exp", "expert"), ("embed", "fsdp"), ("mlp", ("expert", "fsdp")), ("heads", None)])
+MESH = Mesh.planned({"fsdp": 2, "expert": 4})
+
+
+class Inner(nn.Module):
+    logical_names = {"weight": ("mlp", "embed"), "bias": ("mlp",)}  # noqa: RUF012
+
+    def __init__(self, *, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 6))
+        self.register_parameter("bias", nn.Parameter(torch.randn(8)) if bias else None)
+
+
+class Outer(nn.Module):
+    def __init__(self, **names: Any) -> None:
+        super().__init__()
+        self.first, self.second = Inner(), Inner(bias=False)
+        self.extra = None
+        self.scale = nn.Parameter(torch.randn(()))
+        self.logical_names = names
+
+
+def error_of(call, *arguments: Any, **options: Any) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  the message is what is tested
+        call(*arguments, **options)
+    return str(caught.value)

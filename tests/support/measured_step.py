@@ -1,0 +1,81 @@
+"""What a training step on real ranks holds, keeps and moves: for comparison with what is planned."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from maxmoe.models import DecoderConfig
+from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, parallelize
+from maxmoe.sharding.sharded_tokens import ShardedTokens
+from support.counted_collectives import CountedCollectives
+from support.parallel_decoder import BATCH, CONFIG, LENGTH, MeshRules, batch, decoder, layouts, loss, token_spec
+from support.run_ranks import run_ranks
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """Of one rank.
+
+    Args:
+        parameters: shape and bytes of its part of each.
+        collectives: times and bytes by kind and axis, without the sums of losses and statistics.
+        kept_bytes: that autograd holds after the forward, stored parameters apart.
+    """
+
+    parameters: dict[str, tuple[tuple[int, ...], int]]
+    collectives: dict[tuple[str, str], list[int]]
+    kept_bytes: int
+
+
+@contextmanager
+def kept_tensors(others: Iterable[Tensor]) -> Iterator[dict[int, Tensor]]:
+    """Collect what autograd saves, by its memory, but for `others`."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in others}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in known:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield kept
+
+
+def num_bytes(kept: dict[int, Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+# Every preset once, on a mesh of its own axes.
+PRESET_LAYOUTS = [layout for layout in layouts(4) if "fsdp_transpose" not in layout.sizes]
+_measured: dict[str, list[MeasuredStep]] = {}
+
+
+def measured_steps(layout: MeshRules, config: DecoderConfig = CONFIG) -> list[MeasuredStep]:
+    """By rank; what has been measured once is not measured again."""
+    key = f"{layout} {config}"
+    if key not in _measured:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ShardedTokens, "_sum", lambda tokens, summand, axes: summand)
+            _measured[key] = run_ranks(_step, layout.world_size, layout, config)
+    return _measured[key]
+
+
+def _step(layout: MeshRules, config: DecoderConfig) -> MeasuredStep:
+    mesh = Mesh(layout.sizes)
+    model: Any = parallelize(decoder(config), mesh, layout.rules)
+    part = NamedSharding(mesh, token_spec(mesh, LogicalRules.load(layout.rules))).slices((BATCH, LENGTH))
+    tokens, targets = (whole[part] for whole in batch())
+    stored = {name: parameter.to_local() for name, parameter in model.named_parameters()}
+    with CountedCollectives(mesh) as counted:
+        with kept_tensors(stored.values()) as kept:
+            result = loss(model(tokens), targets)
+        kept_bytes = num_bytes(kept)
+        result.backward()
+    parameters = {name: (tuple(local.shape), local.nbytes) for name, local in stored.items()}
+    return MeasuredStep(parameters, dict(counted.counts), kept_bytes)

@@ -1,0 +1,103 @@
+"""Small MoE layers with random parameters: their options, results and gradients, and those of the specification."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from maxmoe import MoE, MoEConfig, reference
+from support.operator_calls import Result, assert_same, cotangents_of, floating
+
+Options = dict[str, Any]
+SIZES: Options = {"hidden_size": 7, "intermediate_size": 5, "num_experts": 6, "top_k": 3}
+DEEPSEEK: Options = {
+    "score_function": "sigmoid",
+    "score_correction_bias": True,
+    "num_groups": 3,
+    "top_k_groups": 2,
+    "routed_scaling_factor": 2.5,
+    "num_shared_experts": 2,
+    "shared_expert_gate": True,
+    "load_balance_loss_weight": 0.3,
+    "router_z_loss_weight": 0.2,
+}
+GPT_OSS: Options = {
+    "score_function": "identity",
+    "normalization": "softmax",
+    "router_bias": True,
+    "activation": "swigluoai",
+    "activation_limit": 0.75,
+    "expert_bias": True,
+}
+LLAMA4: Options = {
+    "score_function": "sigmoid",
+    "normalization": "none",
+    "apply_weights_to": "input",
+    "num_shared_experts": 1,
+}
+EVERYTHING: Options = {
+    "router_bias": True,
+    "score_correction_bias": True,
+    "expert_bias": True,
+    "num_shared_experts": 2,
+    "shared_expert_gate": True,
+}
+FAMILIES = {"plain": {}, "deepseek": DEEPSEEK, "gpt_oss": GPT_OSS, "llama4": LLAMA4}
+COMPUTE = {
+    "sparse": {},
+    "buffer": {"buffer_factor": 0.6},
+    "dense": {"implementation": "dense"},
+    "capacity": {"implementation": "dense", "capacity_factor": 0.7},
+    "wide_capacity": {"implementation": "dense", "capacity_factor": 2.5},
+}
+each_family = pytest.mark.parametrize("options", FAMILIES.values(), ids=FAMILIES)
+each_compute = pytest.mark.parametrize("compute", COMPUTE.values(), ids=COMPUTE)
+
+
+def make(dtype: torch.dtype = torch.float64, **options: Any) -> MoE:
+    """A small layer with random values in all parameters, biases included."""
+    torch.set_num_threads(1)  # more only wait for each other at this size
+    layer = MoE(MoEConfig(**{**SIZES, **options}), dtype=dtype)
+    with torch.no_grad():
+        for value in layer.state_dict().values():
+            value.copy_(0.5 * torch.randn(value.shape, dtype=torch.float64))
+    return layer
+
+
+def tokens(layer: MoE, *shape: int) -> Tensor:
+    x = torch.randn(*(shape or (2, 5)), layer.config.hidden_size, dtype=torch.float64)
+    return x.to(layer.router.weight.dtype)
+
+
+def differentiate(outputs: tuple[Tensor, ...], leaves: dict[str, Tensor], cotangents: list[Tensor]) -> Result:
+    """Runs backward as training does: the gradients are added to the leaves."""
+    for leaf in leaves.values():
+        leaf.grad = None
+    roots = [(out, c) for out, c in zip(floating(outputs), cotangents, strict=True) if out.requires_grad]
+    torch.autograd.backward(*zip(*roots, strict=True))
+    return Result(tuple(out.detach() for out in outputs), {name: leaf.grad for name, leaf in leaves.items()})
+
+
+def outcome(layer: MoE, x: Tensor, forward: Callable[[Tensor], Any] | None = None) -> Result:
+    """Outputs, and the gradients of x and of all parameters; `forward` is the layer in another guise."""
+    x = x.detach().requires_grad_()
+    hidden_states, aux_loss, stats = layer(x) if forward is None else forward(x)
+    outputs = (hidden_states, aux_loss, stats.tokens_per_expert, stats.dropped)
+    return differentiate(outputs, {"x": x, **dict(layer.named_parameters())}, cotangents_of(outputs))
+
+
+def specification(layer: MoE, x: Tensor, got: Result) -> Result:
+    """What the reference makes of the same values in float64, along the same upstream gradients."""
+    state = {name: value.double().requires_grad_() for name, value in layer.state_dict().items()}
+    x = x.detach().double().requires_grad_()
+    outputs = reference.moe(x, layer.config, state)
+    cotangents = [cotangent.double() for cotangent in cotangents_of(got.outputs)]
+    return differentiate(outputs, {"x": x, **state}, cotangents)
+
+
+def assert_meets_specification(layer: MoE, x: Tensor, relative: float = 1e-12) -> None:
+    got = outcome(layer, x)
+    assert set(got.gradients) - {"x"} == set(dict(layer.named_parameters()))
+    assert_same(got, specification(layer, x, got), relative)

@@ -1,0 +1,47 @@
+"""The part of a tensor that a rank holds, by definition, and how equal numbers must be."""
+
+import itertools
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from maxmoe.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+def part_by_definition(whole: Tensor, spec: PartitionSpec, mesh: Mesh, rank: int | None = None) -> Tensor:
+    """Cut one dim after the other, for one axis after the other; `rank` is this one if None."""
+    rank = mesh.rank if rank is None else rank
+    assert rank is not None
+    place = dict(zip(mesh.sizes, list(itertools.product(*map(range, mesh.sizes.values())))[rank], strict=True))
+    for dim, axes in enumerate(spec):
+        for axis in axes:
+            if axis in mesh.sizes:
+                whole = whole.tensor_split(mesh.sizes[axis], dim)[place[axis]]
+    return whole
+
+
+def assert_same(
+    actual: Tensor, expected: Tensor, name: str = "", *, scale: float | None = None, tolerance: float = 1e-12
+) -> None:
+    """All entries within a tolerance of each other, relative to the largest of `expected` or to `scale`."""
+    actual, expected = actual.detach(), expected.detach()
+    assert type(actual) is type(expected) is Tensor, name
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype, (name, actual.shape, expected.shape)
+    if expected.numel():
+        error, scale = float((actual - expected).abs().max()), scale or float(expected.abs().max())
+        assert error <= tolerance * scale, f"{name}: {error} on a scale of {scale}"
+
+
+SHAPE = (8, 16)
+
+
+def whole_tensor(seed: int = 0, shape: tuple[int, ...] = SHAPE) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def laid(whole: Tensor, mesh: Mesh, spec: PartitionSpec) -> DTensor:
+    """This rank's part by definition, as a leaf."""
+    part = part_by_definition(whole, spec, mesh).contiguous()
+    placements = NamedSharding(mesh, spec).placements
+    return DTensor.from_local(part, mesh.device_mesh, placements, run_check=False).detach().requires_grad_()

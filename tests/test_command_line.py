@@ -1,0 +1,91 @@
+"""`python -m maxmoe.sharding explain`: plans of published models from the command line."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from maxmoe.sharding.__main__ import main
+
+from maxmoe.models.published import PUBLISHED
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    try:
+        return main(["explain", *arguments]), ""
+    except SystemExit as end:
+        return int(end.code or 0), "usage"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_model_can_be_planned(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    num_layers = PUBLISHED[name].num_dense_layers + 2
+    mesh = ("--mesh", "fsdp=2,expert=-1", "--world-size", "8", "--num-layers", str(num_layers))
+    assert run("--preset", name, "--rules", "shard-exp-on-fsdp", *mesh) == (0, "")
+    text = capsys.readouterr().out
+    assert text.startswith(f"{PUBLISHED[name].name}: a Decoder of {num_layers} layers")
+    assert "8 ranks: fsdp=2,expert=-1. Rules: shard-exp-on-fsdp." in text
+    assert PUBLISHED[name].differs in text
+    assert "state of adamw" in text and "reduce-scatter" in text
+
+
+def test_256_ranks_from_a_shell() -> None:
+    command = "-m maxmoe.sharding explain --preset deepseek_v3 --rules shard-exp-on-fsdp --mesh fsdp=16,expert=16"
+    text = subprocess.run([sys.executable, *command.split()], check=True, capture_output=True, text=True).stdout
+    rows = [line.split() for line in text.splitlines()]
+    (up_proj,) = (row for row in rows if row[:2] == ["blocks.3-60.feed_forward.experts.up_proj", "x58"])
+    # One expert of 256 on each of 256 ranks, in each of 58 layers, in bfloat16.
+    assert "[1, 7168, 2048]" in " ".join(up_proj)
+    assert " ".join(up_proj[-2:]) == f"{58 * 7168 * 2048 * torch.bfloat16.itemsize / 2**30:.2f} GiB"
+
+
+def test_other_rules_optimizer_and_recomputation(capsys: pytest.CaptureFixture[str]) -> None:
+    base = (
+        "--preset",
+        "olmoe",
+        "--num-layers",
+        "4",
+        "--mesh",
+        "data=2,expert=2",
+        "--rules",
+        "ep-tp",
+        "--batch-size",
+        "8",
+    )
+    memory = {}
+    for options in ((), ("--recompute", "--optimizer", "muon"), ("--dtype", "float32")):
+        assert run(*base, *options) == (0, "")
+        text = capsys.readouterr().out
+        memory[options] = [line.rsplit(maxsplit=2)[1] for line in text.splitlines() if line.startswith("activations")]
+    usual, recomputed, wide = (float(amount) for (amount,) in memory.values())
+    assert recomputed < usual < wide
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--preset", "mixtra", "--mesh", "a=2"), "there is no model 'mixtra', only mixtral, "),
+        (("--preset", "mixtral", "--mesh", "a:2"), "a mesh must read like fsdp=2,expert=4, got 'a:2'"),
+        (("--preset", "mixtral", "--mesh", "fsdp=-1"), "world_size must be given for a mesh with a -1: fsdp=-1"),
+        (("--preset", "mixtral", "--mesh", "fsdp=3", "--world-size", "8"), "make 3 ranks, and the world has 8"),
+        (("--preset", "mixtral", "--mesh", "fsdp=2", "--rules", "ep"), "there is no preset 'ep', only cp-as-ep, "),
+        (("--preset", "mixtral", "--mesh", "fsdp=2", "--rules", "no/such.yaml"), "no/such.yaml: No such file"),
+        (
+            ("--preset", "mixtral", "--mesh", "fsdp=2", "--batch-size", "3"),
+            "batch_size (3) must be divisible by fsdp=2",
+        ),
+        (("--preset", "mixtral", "--mesh", "fsdp=2", "--num-dense-layers", "99"), "num_dense_layers (99) must be"),
+        (("--preset", "mixtral", "--mesh", "fsdp=2", "--num-heads", "7"), "must divide num_heads (7)"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*arguments)[0] == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
+    assert message in said.err
+
+
+@pytest.mark.parametrize("option", ["--batch-size", "--world-size", "--num-layers"])
+def test_numbers_are_positive(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--preset", "mixtral", "--mesh", "fsdp=2", option, "0") == (2, "usage")
+    assert f"argument {option}: must be at least 1, got 0" in capsys.readouterr().err
