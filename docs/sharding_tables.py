@@ -10,11 +10,12 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Polygon, Rectangle
-from maxmoe.sharding.estimate import Traffic
 
 from maxmoe import MoEConfig
 from maxmoe.models import Decoder, DecoderConfig
-from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, estimate, logical_to_mesh_axes, resolve
+from maxmoe.planning import estimate
+from maxmoe.planning.estimate import Traffic
+from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, logical_to_mesh_axes, resolve
 
 FOLDER = Path(__file__).parent
 
@@ -84,18 +85,18 @@ def placements() -> str:
 
 
 def collectives() -> str:
-    """What moves over which axis in a step of a small decoder, on a mesh of all axes of the rules, in Markdown."""
+    """The collectives in a step of a small decoder, on a mesh of all axes of the rules, as a table in Markdown."""
     lines = [
-        "| preset | weights gathered over | their gradients summed over | keys and values gathered over "
-        "| sums of parts over |",
+        "| preset | weights: all-gather over | their gradients: reduction over | keys and values: all-gather over "
+        "| partial outputs: all-reduce over |",
         "|---|---|---|---|---|",
     ]
     for preset in MESHES:
         over: dict[str, dict[str, None]] = defaultdict(dict)
-        for flow in traffic(preset):
-            if flow.purpose != "gradients of weights" or flow.kind != "all-gather":
-                over[flow.purpose.split(",")[0]][flow.axis] = None
-        columns = ("weights", "gradients of weights", "keys and values", "sums of parts")
+        for row in traffic(preset):
+            if row.purpose != "gradients of weights" or row.kind != "all-gather":
+                over[row.purpose.split(",")[0]][row.axis] = None
+        columns = ("weights", "gradients of weights", "keys and values", "partial outputs")
         cells = [", ".join(sorted(over[column])) or "-" for column in columns]
         lines.append(f"| {preset} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -133,6 +133,9 @@ def plan(options: argparse.Namespace) -> str:
 def describe(_options: argparse.Namespace) -> str:
     """Describe this installation.
 
+    Args:
+        _options: none.
+
     Returns:
         Versions, what was built and which instruction set runs, processor and threads.
     """
@@ -149,7 +152,7 @@ def describe(_options: argparse.Namespace) -> str:
         "processor": _processor(),
         "threads": torch.get_num_threads(),
         "cuda": f"{torch.version.cuda}, {torch.cuda.device_count()} devices" if torch.version.cuda else "not in torch",
-        **build_info(),
+        **{f"core:{name}": fact for name, fact in build_info().items()},
     }
     width = max(map(len, facts))
     return "\n".join(f"{name.ljust(width)}  {fact}" for name, fact in facts.items())

@@ -1,12 +1,13 @@
-"""`python -m maxmoe.sharding explain`: plans of published models from the command line."""
+"""`python -m maxmoe`: plans of published models, and a description of the installation."""
 
 import subprocess
 import sys
 
 import pytest
 import torch
-from maxmoe.sharding.__main__ import main
 
+from maxmoe import build_info
+from maxmoe.__main__ import main
 from maxmoe.models.published import PUBLISHED
 
 
@@ -30,7 +31,7 @@ def test_every_model_can_be_planned(name: str, capsys: pytest.CaptureFixture[str
 
 
 def test_256_ranks_from_a_shell() -> None:
-    command = "-m maxmoe.sharding explain --preset deepseek_v3 --rules shard-exp-on-fsdp --mesh fsdp=16,expert=16"
+    command = "-m maxmoe explain --preset deepseek_v3 --rules shard-exp-on-fsdp --mesh fsdp=16,expert=16"
     text = subprocess.run([sys.executable, *command.split()], check=True, capture_output=True, text=True).stdout
     rows = [line.split() for line in text.splitlines()]
     (up_proj,) = (row for row in rows if row[:2] == ["blocks.3-60.feed_forward.experts.up_proj", "x58"])
@@ -89,3 +90,11 @@ def test_bad_input_is_one_line(arguments: tuple[str, ...], message: str, capsys:
 def test_numbers_are_positive(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--preset", "mixtral", "--mesh", "fsdp=2", option, "0") == (2, "usage")
     assert f"argument {option}: must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_info_describes_this_installation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert said["torch"] == torch.__version__ and said["threads"] == str(torch.get_num_threads())
+    assert said["core:isa"] == build_info()["isa"] in said["core:supported_isas"]
+    assert said["processor"] != "unknown"

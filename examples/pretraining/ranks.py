@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from maxmoe.models import Decoder
-from maxmoe.sharding import LogicalRules, Mesh, parallelize, parse_mesh, token_sharding
+from maxmoe.parallel import parallelize, token_sharding
+from maxmoe.sharding import LogicalRules, Mesh, parse_mesh
 from pretraining import InputError
 
 PATIENCE = timedelta(seconds=5)  # with ranks that do not come to the end

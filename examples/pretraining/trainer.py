@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from maxmoe import MoEConfig
 from maxmoe.models import Decoder, DecoderConfig, DecoderOutput
-from maxmoe.sharding import clip_grad_norm_
+from maxmoe.parallel import clip_grad_norm_
 from pretraining import InputError, checkpoint
 from pretraining.corpus import Corpus, TrainingSequences
 from pretraining.ranks import Split

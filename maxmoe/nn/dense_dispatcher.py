@@ -87,7 +87,7 @@ class CapacityDispatcher:
         row = ((assigned * num_sequences + sequence) * capacity + place).view(-1)
         is_placed = (place < capacity).view(-1)
 
-        # All dropped slots are scattered to one row past the buffer, which is cut off.
+        # All dropped slots are scattered to one row past the buffer, which is sliced off.
         num_rows = config.num_experts * num_sequences * capacity
         slot_of_row = row.new_full((num_rows + 1,), -1)
         slots = torch.arange(row.shape[0], device=x.device)

@@ -1,4 +1,4 @@
-"""Clipping gradients that lie on several meshes, or on none."""
+"""Gradient clipping for DTensors on several meshes, and plain tensors."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale gradients down to a largest norm, as `torch.nn.utils.clip_grad_norm_` does for those on one mesh.
+    """Clip the total norm of gradients, as `torch.nn.utils.clip_grad_norm_` does for those on one mesh.
 
     norm = sqrt(sum of the squares of all entries),   gradient *= min(1, max_norm / (norm + 1e-6))
 

@@ -1,4 +1,4 @@
-"""Drawing the parameters of a sharded module."""
+"""Initialization of the parameters of a sharded module."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """Call `module.reset_parameters`, with the random numbers that one process would draw.
+    """Call `module.reset_parameters`, with the values that one process would draw.
 
     DTensor draws every shard from the generator of its rank: with equal seeds shards repeat each other, with different
     ones the copies of a replicated parameter differ. Here each rank draws the whole parameter and keeps its part, one

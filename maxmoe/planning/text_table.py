@@ -1,4 +1,4 @@
-"""Tables and sizes for people to read."""
+"""Text tables and readable sizes."""
 
 from collections.abc import Sequence
 

@@ -17,13 +17,13 @@ class Mesh:
 
         rank = ((coordinate_0 * size_1) + coordinate_1) * size_2 + ...
 
-    Axes of size one and axes that are not there behave alike: `size` is 1, and `device_mesh` has neither.
+    Axes of size one and absent axes behave alike: `size` is 1, and `device_mesh` has neither.
 
     Args:
         sizes: of each axis; one of them may be -1, the rest of the world.
         device_type: "cpu", "cuda", ...
-        timeout: of every collective on the mesh. torch gives the groups of a mesh its default of half an hour,
-            whatever `init_process_group` was told.
+        timeout: of every collective on the mesh. The groups of a `DeviceMesh` ignore the timeout given to
+            `init_process_group` and would have torch's default of half an hour.
 
     Raises:
         ValueError: on every rank alike, if the sizes do not fill the world, or torch.distributed is not initialised.
@@ -46,11 +46,11 @@ class Mesh:
 
     @classmethod
     def planned(cls, sizes: Mapping[str, int], *, world_size: int | None = None) -> "Mesh":
-        """Make a mesh of ranks that do not run: for `explain` and `NamedSharding`, without process groups.
+        """Make a mesh without processes, for planning.
 
         Args:
             sizes: of each axis; one of them may be -1 if `world_size` is given.
-            world_size: how many ranks there are to be; None for as many as the sizes say.
+            world_size: the number of ranks; None for the product of the sizes.
 
         Returns:
             The mesh; its `rank` is None.
@@ -82,11 +82,11 @@ class Mesh:
         return math.prod(self.sizes.values())
 
     def size(self, *axes: str) -> int:
-        """Multiply the sizes of `axes`; an axis that is not there counts 1."""
+        """Return the product of the sizes of `axes`; an absent axis counts 1."""
         return math.prod(self.sizes.get(axis, 1) for axis in axes)
 
     def coordinates(self, rank: int | None = None) -> dict[str, int]:
-        """Find the place of a rank on each axis.
+        """Return the coordinates of a rank.
 
         Args:
             rank: within the mesh; None for this process.
@@ -106,7 +106,7 @@ class Mesh:
         return {axis: place[axis] for axis in self.sizes}
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
-        """Take the sub-mesh of some axes larger than one: this rank's, in the order of the mesh."""
+        """Return this rank's sub-mesh of some axes larger than one, in the order of the mesh."""
         wanted = (axes,) if isinstance(axes, str) else axes
         missing = [axis for axis in wanted if axis not in self.axes]
         if missing or not wanted:
@@ -121,7 +121,7 @@ class Mesh:
 def _device_mesh(
     _world: dist.ProcessGroup | None, device_type: str, sizes: tuple[tuple[str, int], ...], timeout: timedelta
 ) -> DeviceMesh:
-    """Make the groups: once for equal meshes, which torch compares by value here and by identity there."""
+    """Make the process groups, once for equal meshes: DTensor compares meshes by value, collectives by group."""
     ranks = torch.arange(math.prod(size for _, size in sizes)).view(*(size for _, size in sizes))
     groups = []
     for dim, (_, size) in enumerate(sizes):
@@ -131,7 +131,7 @@ def _device_mesh(
 
 
 def filled(sizes: Mapping[str, int], world_size: int | None) -> dict[str, int]:
-    """Check the sizes of a mesh and fill in the one that is -1."""
+    """Check the sizes of a mesh and infer the one that is -1."""
     for axis, size in sizes.items():
         if not axis or not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
             raise ValueError(f"the size of the mesh axis {axis!r} must be a positive int or -1, got {size!r}")

@@ -220,7 +220,7 @@ def _redistributed(local: Tensor, source: NamedSharding, target: NamedSharding) 
     for sharding in redistribution_steps(source, target):
         tensor = tensor.redistribute(placements=sharding.placements)
     result = tensor.to_local()
-    # Autograd and the C++ operators read the memory; nobody waits for the collective on their behalf.
+    # The C++ operators read the memory directly, which does not wait for an asynchronous collective.
     return result.wait() if isinstance(result, AsyncCollectiveTensor) else result
 
 

@@ -15,7 +15,7 @@ class DroppedAxis(NamedTuple):
 
     Args:
         axis: its name.
-        dim: the dim that it would have sharded.
+        dim: that it would have sharded.
         reason: why it does not.
     """
 
@@ -42,8 +42,8 @@ def logical_to_mesh_axes(names: Sequence[str | None], rules: LogicalRules, *, st
         for (name, axes) in rules, in order:
             spec[dim of name] = axes, unless that dim has its axes already or one of `axes` is taken
 
-    A rule applies whole or not at all; one without axes settles its dim too. No other dim is sharded. Sizes do not
-    count here: `resolve` follows.
+    A rule applies whole or not at all; a rule without axes decides its dim too. All other dims are not sharded. Sizes
+    of axes and dims are not considered: see `resolve`.
 
     Args:
         names: one per dim, None for a dim that is never sharded.
@@ -92,8 +92,8 @@ def resolve(
 
         shape[dim] % prod(sizes of its axes) == 0
 
-    Axes that the mesh lacks and axes of size one are dropped alike. In a dim that does not divide, an axis stays if
-    its size and those of the axes kept before it do: DTensor loses rows of dims that two axes share unevenly.
+    Absent axes and axes of size one are dropped alike. In a dim that does not divide, axes are taken in order as long
+    as the product of their sizes divides it: DTensor loses rows of a dim that two axes shard unevenly.
 
     Args:
         spec: from `logical_to_mesh_axes`, or stated.
@@ -111,24 +111,24 @@ def resolve(
     """
     if len(spec) != len(shape):
         raise ValueError(f"{spec!r} has {len(spec)} dims, the shape {tuple(shape)} has {len(shape)}")
-    kept: list[list[str]] = [[] for _ in shape]
+    axes_of: list[list[str]] = [[] for _ in shape]
     dropped: list[DroppedAxis] = []
     for dim, axes in enumerate(spec):
         for axis in axes:
-            reason = _obstacle(axis, kept[dim], mesh_sizes, shape[dim])
+            reason = _reason_to_drop(axis, axes_of[dim], mesh_sizes, shape[dim])
             if reason is None:
-                kept[dim].append(axis)
+                axes_of[dim].append(axis)
             else:
                 dropped.append(DroppedAxis(axis, dim, reason))
     uneven = [drop for drop in dropped if mesh_sizes.get(drop.axis, 1) > 1]
     if strict and uneven:
         axis, dim, reason = uneven[0]
         raise ValueError(f"axis {axis!r} of {spec!r} cannot shard dim {dim} of the shape {tuple(shape)}: {reason}")
-    return Resolution(PartitionSpec(*kept), tuple(dropped))
+    return Resolution(PartitionSpec(*axes_of), tuple(dropped))
 
 
-def _obstacle(axis: str, major: Sequence[str], mesh_sizes: Mapping[str, int], length: int) -> str | None:
-    """Why `axis` cannot shard a dim of this length below the `major` axes, None if it can."""
+def _reason_to_drop(axis: str, major: Sequence[str], mesh_sizes: Mapping[str, int], length: int) -> str | None:
+    """Return why `axis` cannot shard a dim of this length after the `major` axes, None if it can."""
     if axis not in mesh_sizes:
         return "the mesh has no such axis"
     if mesh_sizes[axis] == 1:

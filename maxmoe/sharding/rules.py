@@ -14,8 +14,8 @@ class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
     """An ordered table of rules (logical name, mesh axes); `logical_to_mesh_axes` says how it is read.
 
     Args:
-        rules: pairs of a logical name and None, an axis or a tuple of axes. Earlier rules come first where two want
-            the same axis; a name that is there again is a fall-back for the first.
+        rules: pairs of a logical name and None, an axis or a tuple of axes. Where two rules have the same axis the
+            earlier one gets it; a repeated name is a fall-back for its first rule.
 
     Raises:
         ValueError: for anything else than such a pair, and for a rule that has an axis twice.

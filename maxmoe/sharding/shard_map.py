@@ -50,9 +50,9 @@ def shard_map(
                 f"name the axis in partial, got partial={tuple(partial)!r}"
             )
 
-    def placements(spec: PartitionSpec, sums: set[str]) -> tuple[Placement, ...]:
+    def placements(spec: PartitionSpec, sums: set[str]) -> list[Placement]:  # local_map reads a tuple as several outputs
         owned = {axis for axes in spec for axis in axes}
-        return NamedSharding(mesh, spec, tuple(axis for axis in mesh.sizes if axis in sums - owned)).placements
+        return [*NamedSharding(mesh, spec, tuple(axis for axis in mesh.sizes if axis in sums - owned)).placements]
 
     out_placements = tuple(placements(spec, set(partial)) for spec in outputs)
     mapped: Callable[..., Any] = local_map(

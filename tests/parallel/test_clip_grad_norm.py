@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
-from maxmoe.sharding import Mesh, NamedSharding, P, clip_grad_norm_, reshard
+from maxmoe.parallel import clip_grad_norm_
+from maxmoe.sharding import Mesh, NamedSharding, P, redistribute
 from support.run_ranks import run_ranks
 
 SHAPES = ((8, 3), (4, 6), (5,), (2, 2), (7,))
@@ -30,8 +31,8 @@ def test_norm_and_gradients_are_those_of_one_process(max_norm: float) -> None:
         for index, spec in ((0, P(("expert", "fsdp"))), (1, P(None, "fsdp")), (2, P(None))):
             sharding = NamedSharding(mesh, P(*spec, *(None,) * (parameters[index].dim() - len(spec))))
             gradient = parameters[index].grad
-            parameters[index] = nn.Parameter(reshard(parameters[index].detach(), sharding))
-            parameters[index].grad = reshard(gradient, sharding)
+            parameters[index] = nn.Parameter(redistribute(parameters[index].detach(), sharding))
+            parameters[index].grad = redistribute(gradient, sharding)
         sub_mesh, gradient = mesh["expert"], parameters[3].grad
         parameters[3] = nn.Parameter(distribute_tensor(parameters[3].detach(), sub_mesh))
         parameters[3].grad = distribute_tensor(gradient, sub_mesh)

@@ -9,7 +9,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from maxmoe import MoE
 from maxmoe.config import LoadBalanceScope
-from maxmoe.sharding import Mesh, parallelize
+from maxmoe.parallel import parallelize
+from maxmoe.sharding import Mesh
 from support.parallel_decoder import CONFIG, MOE, decoder
 from support.run_ranks import run_ranks
 

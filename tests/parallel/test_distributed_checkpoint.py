@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from maxmoe.sharding import Assignment, LogicalRules, Mesh, assign, parallelize
+from maxmoe.parallel import ParameterSharding, parallelize, parameter_shardings
+from maxmoe.sharding import LogicalRules, Mesh
 from support.parallel_decoder import CONFIG, MOE, MeshRules, decoder, layouts, values
 from support.parts import part_by_definition
 from support.run_ranks import run_ranks
@@ -24,7 +25,7 @@ class Training:
     def __init__(self, layout: MeshRules) -> None:
         self.mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
         whole = decoder(SMALL)
-        self.assignments: dict[str, Assignment] = assign(whole, self.mesh, rules)
+        self.assignments: dict[str, ParameterSharding] = parameter_shardings(whole, self.mesh, rules)
         self.expected = {"parameter": values(whole)}
         for number, moment in enumerate(MOMENTS, start=1):
             self.expected[moment] = {name: value.square() + number for name, value in values(whole).items()}

@@ -5,19 +5,15 @@ import sys
 
 import pytest
 import torch
-from maxmoe.sharding.plan import Plan
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from maxmoe.models import Decoder
-from maxmoe.sharding import LogicalRules, Mesh, assign, fsdp, parallelize
-<<<<<<< HEAD:tests/test_fsdp.py
-from run_ranks import run_ranks
-=======
-from maxmoe.sharding.plan import Plan
+from maxmoe.parallel import fsdp, parallelize
+from maxmoe.parallel.plan import Plan
+from maxmoe.sharding import LogicalRules, Mesh
 from support import small_decoder
 from support.run_ranks import run_ranks
->>>>>>> tests:tests/parallel/test_fsdp.py
 
 takes_larger_meshes = pytest.mark.skipif(
     not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"),
@@ -36,7 +32,7 @@ def decoder(num_layers: int = 3) -> Decoder:
 def taken(rules: str | LogicalRules, **sizes: int) -> dict[str, int]:
     mesh, module = Mesh.planned(sizes), decoder()
     table = LogicalRules.load(rules)
-    return Plan(module, mesh, table, assign(module, mesh, table)).by_fsdp.dims
+    return Plan(module, mesh, table).fsdp_managed.dims
 
 
 @takes_larger_meshes
@@ -87,7 +83,7 @@ def test_gradients_are_those_without_fsdp(
         with_fsdp = gradients(rules, sizes)
         model = parallelize(decoder(), Mesh(sizes), rules)
         found = [name for name, child in model.named_modules() if isinstance(child, FSDPModule)]
-        monkeypatch.setattr(sys.modules["maxmoe.sharding.plan"], "left_to_fsdp", lambda *_: fsdp.LeftToFSDP({}, ()))
+        monkeypatch.setattr(sys.modules["maxmoe.parallel.plan"], "fsdp_managed", lambda *_: fsdp.FSDPManaged({}, ()))
         for name, expected in gradients(rules, sizes).items():
             torch.testing.assert_close(with_fsdp[name], expected, rtol=1e-12, atol=1e-14, msg=f"{name}: {{}}".format)
         return found

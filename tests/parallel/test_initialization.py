@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from maxmoe.models import Decoder
-from maxmoe.sharding import Mesh, parallelize, reset_parameters
+from maxmoe.parallel import parallelize, reset_parameters
+from maxmoe.sharding import Mesh
 from support import small_decoder
 from support.run_ranks import run_ranks
 

@@ -5,10 +5,13 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe.models.decoder import FeedForward
-from maxmoe.sharding import LogicalRules, Mesh, P, parallelize
+from maxmoe.parallel import Declaration, parallelize
+from maxmoe.sharding import LogicalRules, Mesh, P
 from support.parallel_decoder import token_spec
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import fake_rank, run_ranks
+
+NAMES = {"first.weight": ("mlp", "embed"), "second.weight": ("embed", "mlp")}
 
 
 class TwoLayers(nn.Module):
@@ -18,7 +21,7 @@ class TwoLayers(nn.Module):
         super().__init__()
         self.first = nn.Linear(4, 8, bias=False)
         self.second = nn.Linear(8, 4)
-        self.logical_names = {"first.weight": ("mlp", "embed"), "second.weight": ("embed", "mlp")}
+        self.declaration = Declaration(logical_names=NAMES)
 
     def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
         return self.second(self.first(x).relu()) * scale
@@ -38,7 +41,7 @@ def test_modules_of_others(rules: str, inner: dict[str, int]) -> None:
         ours.second.bias = None
         ours.load_state_dict(model.state_dict())
         if inner:
-            ours.parallel_dims = inner
+            ours.declaration = Declaration(logical_names=NAMES, tensor_parallel_dims=inner)
         parallelize(ours, mesh, table)
         spec = token_spec(mesh, table)
         part = part_by_definition(x, spec, mesh).requires_grad_()
@@ -84,8 +87,9 @@ def test_parts_of_a_module_must_add_up_to_a_tensor() -> None:
 
     with fake_rank(0, 2):
         model = Pair()
-        model.parallel_dims = {"mlp": 8}
+        model.declaration = Declaration(logical_names=NAMES, tensor_parallel_dims={"mlp": 8})
         model.second.bias = None
         parallelize(model, Mesh({"expert": 2}), "ep-tp")
-        with pytest.raises(TypeError, match=r"^Pair has parallel_dims and must return a tensor, got <class 'tuple'>$"):
+        message = "Pair declares tensor_parallel_dims and must return a tensor, got <class 'tuple'>"
+        with pytest.raises(TypeError, match=f"^{message}$"):
             model(torch.randn(2, 4))

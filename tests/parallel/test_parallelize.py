@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from maxmoe.models import DecoderConfig
 from maxmoe.models.decoder import DecoderOutput
-from maxmoe.sharding import Assignment, LogicalRules, Mesh, PartitionSpec, assign, parallelize
+from maxmoe.parallel import ParameterSharding, parallelize, parameter_shardings
+from maxmoe.sharding import LogicalRules, Mesh, PartitionSpec
 from support.parallel_decoder import (
     CONFIG,
     MOE,
@@ -30,9 +31,9 @@ from support.run_ranks import fake_rank, run_ranks
 
 
 def check_parts(
-    found: dict[str, Tensor | None], whole: dict[str, Tensor], assignments: dict[str, Assignment], what: str
+    found: dict[str, Tensor | None], whole: dict[str, Tensor], assignments: dict[str, ParameterSharding], what: str
 ) -> None:
-    """Every DTensor lies where `assign` says, and is the part by definition of what one process has."""
+    """Every DTensor lies where `parameter_shardings` says, and is the part by definition of what one process has."""
     assert found.keys() == assignments.keys() == whole.keys()
     for name, assignment in assignments.items():
         tensor, sharding = found[name], assignment.sharding
@@ -55,7 +56,7 @@ def check_output(output: DecoderOutput, expected: DecoderOutput, spec: Partition
 def check_step(config: DecoderConfig, layout: MeshRules) -> None:
     expected = step_of_one_process(config)
     mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
-    assignments = assign(decoder(config), mesh, rules)
+    assignments = parameter_shardings(decoder(config), mesh, rules)
     model = parallelize(decoder(config), mesh, rules)
     check_parts(dict(model.named_parameters()), expected.before, assignments, "parameter")
 
@@ -212,7 +213,7 @@ def test_capacity_of_sequences_that_stay_whole() -> None:
 
 def test_capacity_of_sequences_that_are_cut_is_refused() -> None:
     config = replace(CONFIG, moe=replace(MOE, implementation="dense", capacity_factor=1.0))
-    message = "blocks.1.feed_forward needs whole sequences, cut here over ('context',)"
+    message = "blocks.1.feed_forward needs whole sequences, sharded here over ('context',)"
     with fake_rank(0, 4):
         model = decoder(config)
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

@@ -1,19 +1,14 @@
 """Memory that is given back between forward and backward."""
 
 import torch
-from maxmoe.sharding.gathered import Gathered
 from torch import nn
 
-from maxmoe.sharding import Mesh, parallelize
-<<<<<<< HEAD:tests/test_gathered.py
-from measured_step import kept_tensors
-from run_ranks import run_ranks
-=======
-from maxmoe.sharding.gathered import Gathered
+from maxmoe.parallel import parallelize
+from maxmoe.parallel.parameter_hooks import GatheredParameter
+from maxmoe.sharding import Mesh
 from support import parallel_decoder
 from support.measured_step import kept_tensors
 from support.run_ranks import run_ranks
->>>>>>> tests:tests/parallel/test_parameter_hooks.py
 
 
 def test_what_autograd_saved_is_there_again_for_the_backward() -> None:
@@ -21,24 +16,24 @@ def test_what_autograd_saved_is_there_again_for_the_backward() -> None:
     expected = torch.autograd.grad((x @ weight.t()).sum(), x)
     copy = weight.clone()
     output = x @ copy.t()  # autograd saves a view
-    parameter = Gathered(copy, lambda: weight)
-    parameter.release()
+    parameter = GatheredParameter(copy, lambda: weight)
+    parameter.free()
     assert copy.untyped_storage().nbytes() == 0
-    parameter.restore()
+    parameter.refill()
     assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected[0])
 
 
 def test_what_nobody_saved_is_not_gathered_again() -> None:
     calls = []
-    parameter = Gathered(torch.ones(3), lambda: calls.append(1) or torch.ones(3))
-    parameter.release()
-    parameter.restore()
+    parameter = GatheredParameter(torch.ones(3), lambda: calls.append(1) or torch.ones(3))
+    parameter.free()
+    parameter.refill()
     assert not calls
 
 
 def test_memory_that_was_not_given_back_is_left_alone() -> None:
     calls, tensor = [], torch.ones(3)
-    Gathered(tensor, lambda: calls.append(1) or torch.ones(3)).restore()
+    GatheredParameter(tensor, lambda: calls.append(1) or torch.ones(3)).refill()
     assert not calls
 
 

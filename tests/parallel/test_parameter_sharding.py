@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from maxmoe.sharding import LogicalRules, Mesh, P, assign, logical_names
+from maxmoe.parallel import logical_names, parameter_shardings
+from maxmoe.sharding import LogicalRules, Mesh, P
 from support import small_decoder
 from support.declared_modules import MESH, RULES, Outer, error_of
 from support.parallel_decoder import layouts
@@ -35,7 +36,7 @@ def test_parameters_that_this_instance_lacks_may_have_names() -> None:
 
 @pytest.mark.parametrize("name", ["firts.weight", "first.weights", "first.weight.data", "first"])
 def test_names_of_nothing_are_refused(name: str) -> None:
-    message = f"Outer.logical_names has {name!r}, which is no parameter of it"
+    message = f"the logical_names of Outer have {name!r}, which is no parameter of it"
     assert error_of(logical_names, Outer(**{name: ("mlp", "embed")})) == message
 
 
@@ -52,41 +53,41 @@ def test_every_parameter_of_a_decoder_has_names(changes: dict[str, Any]) -> None
         "output.weight" if changes.get("tie_embeddings") else ""
     }
     for preset in {layout.rules for layout in layouts(2, 4, 8)}:
-        for assignment in assign(model, Mesh.planned({}), LogicalRules.load(preset), strict=True).values():
+        for assignment in parameter_shardings(model, Mesh.planned({}), LogicalRules.load(preset), strict=True).values():
             assert assignment.names is not None and len(assignment.names) == len(assignment.shape)
 
 
-def test_an_assignment_says_what_became_of_the_rules() -> None:
-    found = assign(Outer(), MESH, RULES)
+def test_a_parameter_sharding_says_what_became_of_the_rules() -> None:
+    found = parameter_shardings(Outer(), MESH, RULES)
     assert list(found) == ["scale", "first.weight", "first.bias", "second.weight"]
     weight = found["first.weight"]
     assert (weight.names, weight.shape, weight.dtype) == (("mlp", "embed"), (8, 6), torch.float32)
-    assert weight.wanted == P(None, "fsdp") == weight.sharding.spec and weight.dropped == ()
+    assert weight.requested == P(None, "fsdp") == weight.sharding.spec and weight.dropped == ()
     bias = found["first.bias"]
-    assert bias.wanted == P(("expert", "fsdp")) == bias.sharding.spec
-    assert found["scale"].names is None and found["scale"].wanted == P() == found["scale"].sharding.spec
+    assert bias.requested == P(("expert", "fsdp")) == bias.sharding.spec
+    assert found["scale"].names is None and found["scale"].requested == P() == found["scale"].sharding.spec
 
 
 def test_axes_that_do_not_divide_are_dropped_or_refused() -> None:
     mesh = Mesh.planned({"fsdp": 4, "expert": 2})
-    found = assign(Outer(), mesh, RULES)["first.weight"]
-    assert found.wanted == P(None, "fsdp") and found.sharding.spec == P(None, None)
+    found = parameter_shardings(Outer(), mesh, RULES)["first.weight"]
+    assert found.requested == P(None, "fsdp") and found.sharding.spec == P(None, None)
     assert [tuple(drop) for drop in found.dropped] == [("fsdp", 1, "6 is not divisible by 4")]
     model = Outer(scale=())
-    assert error_of(assign, model, mesh, RULES, strict=True) == (
+    assert error_of(parameter_shardings, model, mesh, RULES, strict=True) == (
         "first.weight: axis 'fsdp' of P(None, 'fsdp') cannot shard dim 1 of the shape (8, 6): 6 is not divisible by 4"
     )
 
 
 def test_strict_wants_names_and_rules_for_them() -> None:
-    assert error_of(assign, Outer(), MESH, RULES, strict=True) == "scale of shape () has no logical names"
+    assert error_of(parameter_shardings, Outer(), MESH, RULES, strict=True) == "scale of shape () has no logical names"
     model = Outer(**{"scale": (), "first.bias": ("mlb",)})
     message = "first.bias: no rule for the logical name 'mlb' of ('mlb',); the nearest are 'mlp'"
-    assert error_of(assign, model, MESH, RULES, strict=True) == message
+    assert error_of(parameter_shardings, model, MESH, RULES, strict=True) == message
     with pytest.warns(UserWarning, match="no rule for the logical name 'mlb'"):
-        assert assign(model, MESH, RULES)["first.bias"].sharding.spec == P(None)
+        assert parameter_shardings(model, MESH, RULES)["first.bias"].sharding.spec == P(None)
 
 
 def test_a_name_that_is_there_twice_is_refused_in_any_case() -> None:
     message = "first.weight: logical name 'mlp' is that of dim 0 and of dim 1: ('mlp', 'mlp')"
-    assert error_of(assign, Outer(**{"first.weight": ("mlp", "mlp")}), MESH, RULES) == message
+    assert error_of(parameter_shardings, Outer(**{"first.weight": ("mlp", "mlp")}), MESH, RULES) == message

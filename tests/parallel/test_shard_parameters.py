@@ -7,7 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from maxmoe.models import Decoder
 from maxmoe.models.decoder import FeedForward
-from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, P, assign, reshard, shard_parameters
+from maxmoe.parallel import parameter_shardings, shard_parameters
+from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, P, redistribute
 from support.declared_modules import MESH, RULES, Inner, Outer, error_of
 from support.parallel_decoder import CONFIG, MOE
 from support.parts import assert_same, laid, part_by_definition, whole_tensor
@@ -32,7 +33,7 @@ def test_values_of_the_first_rank_on_every_rank() -> None:
                 for parameter in model.parameters():
                     parameter.add_(mesh.rank)
         assignments = shard_parameters(model, mesh, RULES)
-        assert assignments == assign(whole, mesh, RULES)
+        assert assignments == parameter_shardings(whole, mesh, RULES)
         assert [name for name, _ in model.named_parameters()] == list(assignments)
         assert model.second.weight is model.first.weight and not model.first.weight.requires_grad
         for name, parameter in model.named_parameters():
@@ -127,7 +128,7 @@ def test_dtensor_propagates_what_was_not_stated() -> None:
         output = ours(tokens)
         assert isinstance(output, DTensor)
         assert_same(output.full_tensor(), expected)
-        output.backward(reshard(gradient, NamedSharding(mesh, P("fsdp", None))))
+        output.backward(redistribute(gradient, NamedSharding(mesh, P("fsdp", None))))
         assert leaf.grad is not None and isinstance(tokens.grad, DTensor)
         assert_same(tokens.grad.full_tensor(), leaf.grad)
         for name, parameter in whole.named_parameters():

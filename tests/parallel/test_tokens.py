@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, P, token_sharding
+from maxmoe.parallel import token_sharding
+from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, P
 from support.parallel_decoder import BATCH, LENGTH, MeshRules, layouts, token_spec
 
 

@@ -8,26 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from maxmoe.sharding.collectives import collectives
-from maxmoe.sharding.estimate import Traffic
-from maxmoe.sharding.flows import BACKWARD, parameter_flows
-from maxmoe.sharding.plan import Plan
 from torch import Tensor
 
 from maxmoe import MoEConfig
 from maxmoe.models import Decoder, DecoderConfig
-from maxmoe.sharding import Estimate, LogicalRules, Mesh, assign, estimate
-<<<<<<< HEAD:tests/test_estimate.py
-from measured_step import PRESET_LAYOUTS, kept_tensors, measured_steps, num_bytes
-from parallel_decoder import BATCH, CONFIG, LENGTH, MeshRules, decoder, token_spec
-=======
-from maxmoe.sharding.collectives import collectives
-from maxmoe.sharding.estimate import Traffic
-from maxmoe.sharding.flows import BACKWARD, parameter_flows
-from maxmoe.sharding.plan import Plan
+from maxmoe.parallel.plan import Plan
+from maxmoe.planning import Estimate, estimate
+from maxmoe.planning.communication import BACKWARD, parameter_communication
+from maxmoe.planning.estimate import Traffic
+from maxmoe.sharding import LogicalRules, Mesh
 from support.measured_step import PRESET_LAYOUTS, kept_tensors, measured_steps, num_bytes
 from support.parallel_decoder import BATCH, CONFIG, LENGTH, MeshRules, decoder, token_spec
->>>>>>> tests:tests/planning/test_estimate.py
 
 RECOMPUTED = replace(CONFIG, tie_embeddings=True, checkpoint_blocks=True)
 
@@ -153,11 +144,9 @@ def by_kind_and_axis(*flows: Traffic) -> dict[tuple[str, str], list[int]]:
 def embedding_gathers(config: DecoderConfig, layout: MeshRules) -> dict[tuple[str, str], list[int]]:
     """Of the embedding in the backward, where FSDP does not do it with others."""
     mesh, rules = Mesh.planned(layout.sizes), LogicalRules.load(layout.rules)
-    assignments = assign(decoder(config), mesh, rules)
-    parameter = Plan(decoder(config), mesh, rules, assignments).parameters["embedding.weight"]
-    (again,) = (flow for flow in parameter_flows(parameter) if flow.purpose == BACKWARD and flow.bucket is None)
-    moves = collectives(again.move, mesh, again.shape, torch.float64.itemsize)
-    return {(kind, axis): [1, count] for kind, axis, count in moves}
+    parameter = Plan(decoder(config), mesh, rules).parameters["embedding.weight"]
+    (again,) = (item for item in parameter_communication(parameter) if item.purpose == BACKWARD and item.bucket is None)
+    return {(kind, axis): [1, count] for kind, axis, count in again.collectives(torch.float64.itemsize)}
 
 
 REPLICAS = MeshRules("ep-as-dp", {"data": 2, "fsdp": 2})
@@ -201,7 +190,7 @@ def token_axes(layout: MeshRules) -> list[str]:
 def test_the_tables_add_up() -> None:
     result = estimated(CONFIG, MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2}))
     memory, traffic = str(result).split("\n\n")
-    assert memory.splitlines()[-1].split()[0] == traffic.splitlines()[-1].split()[0] == "together"
+    assert memory.splitlines()[-1].split()[0] == traffic.splitlines()[-1].split()[0] == "total"
     assert traffic.splitlines()[-1].split()[1] == str(sum(line.times for line in result.traffic))
     assert len(traffic.splitlines()) == len(result.traffic) + 3
     assert math.prod(result.memory.values()) > 0

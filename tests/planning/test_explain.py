@@ -1,27 +1,22 @@
 """`maxmoe.sharding.explain`: where every parameter goes, and why; and the same as a table."""
 
 import math
-from typing import ClassVar
 
 import pytest
 import torch
-from maxmoe.sharding.explain import Explanation
 from torch import nn
 
 from maxmoe.models import Decoder
-from maxmoe.sharding import LogicalRules, Mesh, explain
-<<<<<<< HEAD:tests/test_explain.py
-from measured_step import PRESET_LAYOUTS, measured_steps
-from parallel_decoder import CONFIG, MeshRules, decoder
-=======
-from maxmoe.sharding.explain import Explanation
+from maxmoe.parallel import Declaration
+from maxmoe.planning import explain
+from maxmoe.planning.explain import Explanation
+from maxmoe.sharding import LogicalRules, Mesh
 from support.measured_step import PRESET_LAYOUTS, measured_steps
 from support.parallel_decoder import CONFIG, MeshRules, decoder
->>>>>>> tests:tests/planning/test_explain.py
 
 
 class Named(nn.Module):
-    logical_names: ClassVar = {"weight": ("rows", "columns")}
+    declaration = Declaration(logical_names={"weight": ("rows", "columns")})
 
     def __init__(self, rows: int = 8, columns: int = 6) -> None:
         super().__init__()
@@ -96,7 +91,7 @@ def test_large_weights_on_every_rank_are_a_warning() -> None:
     big, small = Named(100, 100), Named(2, 1)
     rules = [("rows", []), ("columns", [])]
     (warning,) = explained(Stack(big, small), {"a": 4}, *rules).warnings
-    assert warning == "blocks.0.weight is whole on every rank: 39.06 KiB, 100% of what a rank holds"
+    assert warning == "blocks.0.weight is replicated on every rank: 39.06 KiB, 100% of what a rank holds"
     assert not explained(Stack(big, small), {"a": 1}, *rules).warnings
     assert not explained(Stack(big, small), {"a": 4}, ("rows", ["a"]), ("columns", [])).warnings
 
@@ -117,4 +112,4 @@ def test_nothing_is_allocated() -> None:
     explanation = explain(model, Mesh.planned({"fsdp": 2, "expert": 2}), "shard-exp-on-fsdp")
     assert all(parameter.is_meta for parameter in model.parameters())
     up = next(parameter for parameter in explanation.parameters if parameter.name.endswith("experts.up_proj"))
-    assert up.local_bytes == math.prod(up.assignment.shape) // 4 * 2
+    assert up.local_bytes == math.prod(up.parameter.shape) // 4 * 2

@@ -49,11 +49,11 @@ def test_commands_exist(words: list[str]) -> None:
             pass
         case ["python", "-m", benchmark, *_] if benchmark.startswith("benchmarks."):
             assert importlib.util.find_spec(benchmark)
-        case ["python", "-m", "maxmoe.sharding", *arguments]:
-            from maxmoe.sharding.__main__ import parse_options as parse_plan
-            from maxmoe.sharding.__main__ import report
+        case ["python", "-m", "maxmoe", *arguments]:
+            from maxmoe.__main__ import parse_options as parse_command
 
-            assert report(parse_plan([*arguments, "--num-layers", "4"]))
+            options = parse_command([*arguments, *(["--num-layers", "4"] if arguments[0] == "explain" else [])])
+            assert options.report(options)
         case ["python", "examples/pretrain.py", *arguments] | [
             "torchrun", "--nproc-per-node", _, "examples/pretrain.py", *arguments
         ]:  # fmt: skip

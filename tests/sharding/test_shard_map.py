@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from maxmoe.sharding import Mesh, NamedSharding, P, reshard, shard_map
+from maxmoe.sharding import Mesh, NamedSharding, P, redistribute, shard_map
 from support.parts import assert_same, laid, part_by_definition, whole_tensor
 from support.run_ranks import run_ranks
 
@@ -39,7 +39,7 @@ def test_shard_map_of_tokens_and_weights(sizes: dict[str, int]) -> None:
         mapped = shard_map(feed_forward, mesh, IN_SPECS, OUT_SPECS, partial=("expert",))
         summands, hidden_parts = mapped(ours["x"], 0.5, ours["up"], ours["down"])
         assert_same(hidden_parts.to_local(), part_by_definition(hidden, OUT_SPECS[1], mesh), "hidden")
-        output = reshard(summands, NamedSharding(mesh, OUT_SPECS[0]))
+        output = redistribute(summands, NamedSharding(mesh, OUT_SPECS[0]))
         assert_same(output.to_local(), part_by_definition(expected, OUT_SPECS[0], mesh), "output")
         output.backward(laid(gradient, mesh, OUT_SPECS[0]).detach())
         for name, leaf in leaves.items():

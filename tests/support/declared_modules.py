@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from maxmoe.parallel import Declaration
 from maxmoe.sharding import LogicalRules, Mesh
 
 RULES = LogicalRules([("exp", "expert"), ("embed", "fsdp"), ("mlp", ("expert", "fsdp")), ("heads", None)])
@@ -13,7 +14,7 @@ MESH = Mesh.planned({"fsdp": 2, "expert": 4})
 
 
 class Inner(nn.Module):
-    logical_names = {"weight": ("mlp", "embed"), "bias": ("mlp",)}  # noqa: RUF012
+    declaration = Declaration(logical_names={"weight": ("mlp", "embed"), "bias": ("mlp",)})
 
     def __init__(self, *, bias: bool = True) -> None:
         super().__init__()
@@ -27,7 +28,7 @@ class Outer(nn.Module):
         self.first, self.second = Inner(), Inner(bias=False)
         self.extra = None
         self.scale = nn.Parameter(torch.randn(()))
-        self.logical_names = names
+        self.declaration = Declaration(logical_names=names)
 
 
 def error_of(call, *arguments: Any, **options: Any) -> str:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from maxmoe.models import DecoderConfig
-from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, parallelize
-from maxmoe.sharding.sharded_tokens import ShardedTokens
+from maxmoe.parallel import parallelize
+from maxmoe.parallel.tokens import ShardedTokens
+from maxmoe.sharding import LogicalRules, Mesh, NamedSharding
 from support.counted_collectives import CountedCollectives
 from support.parallel_decoder import BATCH, CONFIG, LENGTH, MeshRules, batch, decoder, layouts, loss, token_spec
 from support.run_ranks import run_ranks
@@ -61,7 +62,7 @@ def measured_steps(layout: MeshRules, config: DecoderConfig = CONFIG) -> list[Me
     key = f"{layout} {config}"
     if key not in _measured:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ShardedTokens, "_sum", lambda tokens, summand, axes: summand)
+            patch.setattr(ShardedTokens, "_all_reduce", lambda tokens, summand, axes: summand)
             _measured[key] = run_ranks(_step, layout.world_size, layout, config)
     return _measured[key]
 

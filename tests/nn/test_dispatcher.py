@@ -1,0 +1,76 @@
+"""The seams of the layer: dispatchers, and the experts that are called in one way."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from maxmoe import MoE, MoEConfig
+from maxmoe.nn import Dispatched, Routing
+from maxmoe.nn.dense_dispatcher import CapacityDispatcher, DenseDispatcher, local_dispatcher
+from maxmoe.nn.dispatcher import Dispatcher, LocalDispatcher
+from maxmoe.ops import RaggedPlan
+
+SIZES: dict[str, Any] = {"hidden_size": 6, "intermediate_size": 4, "num_experts": 4, "top_k": 2}
+IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
+    "sparse": {},
+    "buffer": {"buffer_factor": 0.5},
+    "dense": {"implementation": "dense"},
+    "capacity": {"implementation": "dense", "capacity_factor": 1.0},
+}
+each_implementation = pytest.mark.parametrize("options", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+each_weights = pytest.mark.parametrize("weights_to", ["output", "input"])
+
+
+def test_an_implementation_has_one_dispatcher() -> None:
+    kinds = [type(local_dispatcher(MoEConfig(**SIZES, **options))) for options in IMPLEMENTATIONS.values()]
+    assert kinds == [LocalDispatcher, LocalDispatcher, DenseDispatcher, CapacityDispatcher]
+
+
+@each_weights
+@each_implementation
+def test_hooks_on_the_experts_fire_once_and_can_change_their_output(options: dict[str, Any], weights_to: str) -> None:
+    torch.manual_seed(0)
+    layer = MoE(MoEConfig(**SIZES, apply_weights_to=weights_to, **options), dtype=torch.float64)
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    whole, calls = layer(x).hidden_states, []
+
+    def double(_module: torch.nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
+        calls.append(arguments)
+        return 2 * output
+
+    layer.experts.register_forward_hook(double)
+    torch.testing.assert_close(layer(x).hidden_states, 2 * whole, rtol=1e-13, atol=0)
+    ((rows, _weights, plan),) = calls
+    assert isinstance(plan, RaggedPlan) and rows.shape[1] == 6
+
+
+@each_weights
+@each_implementation
+def test_backward_hooks_on_the_experts_see_the_gradient(options: dict[str, Any], weights_to: str) -> None:
+    layer = MoE(MoEConfig(**SIZES, apply_weights_to=weights_to, **options))
+    seen: list[Any] = []
+    layer.experts.register_full_backward_hook(lambda _module, _inputs, outputs: seen.append(outputs[0]))
+    layer(torch.randn(2, 5, 6, requires_grad=True)).hidden_states.sum().backward()
+    (gradient,) = seen
+    assert gradient.isfinite().all() and gradient.abs().sum() > 0
+
+
+def test_the_layer_takes_any_dispatcher() -> None:
+    """One that reverses the tokens and brings them back: the result is that without it."""
+
+    class Reversed:
+        def __init__(self, inner: Dispatcher) -> None:
+            self.inner = inner
+
+        def dispatch(self, x: Tensor, routing: Routing, num_sequences: int) -> Dispatched:
+            return self.inner.dispatch(x.flip(0), Routing(*(part.flip(0) for part in routing)), num_sequences)
+
+        def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
+            return self.inner.combine(outputs, dispatched).flip(0)
+
+    layer, x = MoE(MoEConfig(**SIZES), dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
+    whole = layer(x).hidden_states
+    layer.dispatcher = Reversed(layer.dispatcher)
+    torch.testing.assert_close(layer(x).hidden_states, whole, rtol=1e-14, atol=1e-15)
