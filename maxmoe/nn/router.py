@@ -20,14 +20,18 @@ class Routing(NamedTuple):
     Attributes:
         logits: ``(T, E)``, float32 or wider.
         probabilities: ``(T, E)``, the scores of every expert, scaled to sum one; see `normalized_scores`.
-        weights: ``(T, K)``, float32 or wider.
-        experts: ``(T, K)``, int64.
+        weights: ``(T, K)``, float32 or wider; 0 where `experts` is -1.
+        experts: ``(T, K)``, int64; -1 for a slot that is not routed.
+        token_mask: ``(T,)``, bool, False for padding; None if there is none.
+        is_complete: whether every slot is known to be routed, so that their number needs no look at `experts`.
     """
 
     logits: Tensor
     probabilities: Tensor
     weights: Tensor
     experts: Tensor
+    token_mask: Tensor | None = None
+    is_complete: bool = True
 
 
 def normalized_scores(logits: Tensor, score_function: ScoreFunction) -> Tensor:
@@ -50,6 +54,19 @@ def normalized_scores(logits: Tensor, score_function: ScoreFunction) -> Tensor:
         softplus = torch.logaddexp(logits, torch.zeros_like(logits))
         scores = softplus.clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
     return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+
+def _without_padding(routing: Routing, token_mask: Tensor) -> Routing:
+    """Route no padding, and leave it out of all sums over tokens: its probabilities are zero."""
+    is_padding = ~token_mask.unsqueeze(1)
+    return Routing(
+        routing.logits,
+        routing.probabilities.masked_fill(is_padding, 0.0),
+        routing.weights.masked_fill(is_padding, 0.0),
+        routing.experts.masked_fill(is_padding, -1),
+        token_mask,
+        is_complete=False,
+    )
 
 
 class Router(nn.Module):
@@ -90,11 +107,12 @@ class Router(nn.Module):
             if bias is not None:
                 nn.init.zeros_(bias)
 
-    def forward(self, x: Tensor) -> Routing:
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Routing:
         """Route tokens.
 
         Args:
-            x: ``(T, D)``, floating.
+            x: ``(T, D)``, floating; finite where `token_mask` is False.
+            token_mask: ``(T,)``, bool, False for padding, which is not routed.
 
         Returns:
             The routing.
@@ -117,7 +135,8 @@ class Router(nn.Module):
         )
         # Only the balance loss has a gradient to them; the statistics are read without one.
         source = logits if config.load_balance_loss_weight > 0 else logits.detach()
-        return Routing(logits, normalized_scores(source, config.score_function), weights, experts)
+        routing = Routing(logits, normalized_scores(source, config.score_function), weights, experts)
+        return routing if token_mask is None else _without_padding(routing, token_mask)
 
     @property
     def declaration(self) -> Declaration:
