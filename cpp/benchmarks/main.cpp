@@ -11,6 +11,7 @@
 namespace maxmoe::benchmarks {
 namespace {
 
+// At least so long is a contender timed at a stretch.
 constexpr double kSecondsPerTurn = 1e-3;
 
 std::vector<void (*)(Session&)>& benchmarks() {
@@ -18,14 +19,15 @@ std::vector<void (*)(Session&)>& benchmarks() {
   return all;
 }
 
-// Seconds of `calls` calls.
+// Seconds that `calls` calls take.
 double turn(const Contender& contender, int64_t calls) {
   const auto start = std::chrono::steady_clock::now();
   for (int64_t i = 0; i < calls; ++i) contender.call();
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// So many that the clock's own time is nothing. The first call finds new pages and cold caches: it does not count.
+// So many that reading the clock takes a negligible share. The first call, with page faults and cold caches, is not
+// timed.
 int64_t calls_per_turn(const Contender& contender) {
   contender.call();
   int64_t calls = 1;
@@ -85,7 +87,7 @@ Session::Session(const std::string& filter, int rounds, int num_threads)
               "median ms", "at best", "bound / best");
 }
 
-bool Session::wants(const Case& c) const {
+bool Session::is_selected(const Case& c) const {
   return std::regex_search(c.kernel + " " + c.shape + " " + c.dtype, filter_);
 }
 
@@ -93,7 +95,7 @@ void Session::time(const Case& c, Work work, const std::vector<Contender>& conte
   ++num_cases_;
   std::vector<int64_t> calls;
   for (const Contender& contender : contenders) calls.push_back(calls_per_turn(contender));
-  // Each round starts with another contender: nobody always comes after the same one.
+  // Each round starts with the next contender.
   std::vector<std::vector<double>> seconds(contenders.size());
   for (size_t round = 0; round < static_cast<size_t>(rounds_); ++round) {
     for (size_t i = 0; i < contenders.size(); ++i) {

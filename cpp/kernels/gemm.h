@@ -1,9 +1,14 @@
-// The one matrix product that the kernels are built on.
+// The matrix product that the kernels are built on.
 #pragma once
 
 #include "matrix_view.h"
 
 namespace maxmoe {
+
+// Rows of C that a product computes with one packed block of B (MC of BLIS); more are several such products. Kernels
+// cut their work into tasks of as many rows: lower ones pack B more often (half: 4 to 15 % slower), higher ones give
+// fewer tasks to threads (twice: no faster). A multiple of the heights of micro-tiles, 6 and 12.
+constexpr int64_t kMC = 264;
 
 // c = a * b, or c += a * b. One stride of a and of b is 1, so a transposed view costs nothing; c is row-major.
 // Sums are in Accumulator<T>, rounded once to T. Runs on the calling thread. Any size, empty ones included.
