@@ -59,7 +59,7 @@ MAXMOE_INLINE void copy_row_nontemporal(const T* source, T* target, int64_t coun
 // next row is taken by index, or a page away, they miss it. A row that does not begin on a cache line ends in one more.
 template <class T>
 MAXMOE_INLINE void prefetch_row(const T* row, int64_t columns) {
-  for (int64_t c = 0; c < columns; c += kCacheLineElements<T>) __builtin_prefetch(row + c);
+  for (int64_t c = 0; c < columns; c += kCacheLineBytes / sizeof(T)) __builtin_prefetch(row + c);
   __builtin_prefetch(row + columns - 1);
 }
 
