@@ -65,7 +65,7 @@ class Table {
     std::mt19937 generator(0);
     std::uniform_real_distribution<double> uniform(-0.5, 0.5);
     const int64_t count = rows * columns;
-    const int64_t num_random = std::min<int64_t>(count, 4099);  // a prime: rows differ
+    const int64_t num_random = std::min<int64_t>(count, 4099);  // a prime: no row equals the next
     for (int64_t i = 0; i < num_random; ++i) data()[i] = narrow<T>(static_cast<Accumulator<T>>(uniform(generator)));
     for (int64_t i = num_random; i < count; ++i) data()[i] = data()[i - num_random];
   }

@@ -11,7 +11,7 @@
 namespace maxmoe::benchmarks {
 namespace {
 
-// At least so long is a contender timed at a stretch.
+// The least time for which a contender is called without a break.
 constexpr double kSecondsPerTurn = 1e-3;
 
 std::vector<void (*)(Session&)>& benchmarks() {
@@ -95,12 +95,12 @@ void Session::time(const Case& c, Work work, const std::vector<Contender>& conte
   ++num_cases_;
   std::vector<int64_t> calls;
   for (const Contender& contender : contenders) calls.push_back(calls_per_turn(contender));
-  // Each round starts with the next contender.
+  // Rounds start with each contender in turn.
   std::vector<std::vector<double>> seconds(contenders.size());
   for (size_t round = 0; round < static_cast<size_t>(rounds_); ++round) {
     for (size_t i = 0; i < contenders.size(); ++i) {
-      const size_t who = (round + i) % contenders.size();
-      seconds[who].push_back(turn(contenders[who], calls[who]) / static_cast<double>(calls[who]));
+      const size_t index = (round + i) % contenders.size();
+      seconds[index].push_back(turn(contenders[index], calls[index]) / static_cast<double>(calls[index]));
     }
   }
   const double bound = *std::min_element(seconds[1].begin(), seconds[1].end());

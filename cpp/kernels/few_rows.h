@@ -1,10 +1,10 @@
-// The product of few rows of A with a row-major B. B is read once and where it lies: each of its elements is multiplied
-// so few times that packing it would cost more than it gives. Only for the .cpp files that are compiled per instruction
-// set.
+// The product of few rows of A with a row-major B. B is read once and in place: each of its elements is used so few
+// times that packing it would cost more than it saves. Only for the .cpp files that are compiled per instruction set.
 //
-// The loop nest is turned over: blocks of a few rows of B outside, all columns inside, so that B is read in the order
-// of memory, as hardware prefetchers and the TLB want it. The partial sums of C are loaded and stored once per block of
-// rows of B; for few rows of C they stay in the first- or second-level cache.
+// The loops over columns and over the inner dimension are exchanged: blocks of a few rows of B outside, all columns
+// inside, so that B is read in the order of memory, which hardware prefetchers follow and which misses the TLB least.
+// The partial sums of C are loaded and stored once per block of rows of B; for few rows of C they stay in the first- or
+// second-level cache.
 #pragma once
 
 #include "executor.h"

@@ -5,9 +5,9 @@
 
 namespace maxmoe {
 
-// Rows of C that a product computes with one packed block of B (MC of BLIS); more are several such products. Kernels
-// cut their work into tasks of as many rows: lower ones pack B more often (half: 4 to 15 % slower), higher ones give
-// fewer tasks to threads (twice: no faster). A multiple of the heights of micro-tiles, 6 and 12.
+// Rows of C that a product computes with B packed once (MC of BLIS); more rows are several such products. Kernels give
+// their tasks as many rows: half as many pack B twice as often and are 4 to 15 % slower, twice as many are no faster
+// and take twice the scratch memory. A multiple of the heights of micro-tiles, 6 and 12.
 constexpr int64_t kMC = 264;
 
 // c = a * b, or c += a * b. One stride of a and of b is 1, so a transposed view costs nothing; c is row-major.

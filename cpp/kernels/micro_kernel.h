@@ -96,7 +96,8 @@ MicroKernel<S, Element, Prefetch> micro_kernel_of_rows(int64_t rows, std::index_
   return kernels[rows - 1];
 }
 
-// The micro-kernel for 1 to MR rows: the last rows of a block run one of their own height, and compute nothing in vain.
+// The micro-kernel for 1 to MR rows: the last rows of a block run one of their own height, so that
+// no multiply-adds are wasted on padding.
 template <class S, class Element, class Prefetch, ALayout kALayout>
 MicroKernel<S, Element, Prefetch> micro_kernel_of_rows(int64_t rows) {
   return micro_kernel_of_rows<S, Element, Prefetch, kALayout>(rows, std::make_index_sequence<kMR>());

@@ -9,14 +9,14 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// Columns of B that are packed at a time: 4 micro-panels. Rows of large matrices lie pages apart, and a row then gives
-// 4 to 8 cache lines (float32, AVX2 to AVX-512) for one TLB look-up instead of 1 or 2. 8 micro-panels are slower: they
-// leave too little of the second-level cache to the block of A.
+// Columns of B that are packed at a time: 4 micro-panels. Rows of large matrices are pages apart, so that each row is
+// a TLB miss: it then brings 4 to 8 cache lines (float32, AVX2 to AVX-512) instead of 1 or 2. 8 micro-panels are
+// slower, as they leave too little of the second-level cache to the block of A.
 template <class S>
 constexpr int64_t kNC = 4 * kNR<S>;
 
 // Micro-panels of a transposed A that are packed at a time, for the same reason.
-constexpr int64_t kAPanelsAtATime = 8;
+constexpr int64_t kPackAPanels = 8;
 
 // How many steps ahead of its copy a row is prefetched.
 constexpr int64_t kPackPrefetchSteps = 8;
@@ -24,10 +24,10 @@ constexpr int64_t kPackPrefetchSteps = 8;
 // Element is what one step of a micro-kernel multiplies: an Accumulator<T>, or a BFloat16Pair for two of the inner
 // dimension.
 template <class Element>
-constexpr int64_t kDepthOfStep = std::is_same_v<Element, BFloat16Pair> ? 2 : 1;
+constexpr int64_t kDepthPerStep = std::is_same_v<Element, BFloat16Pair> ? 2 : 1;
 template <class Element>
 constexpr int64_t steps_of_depth(int64_t depth) {
-  return (depth + kDepthOfStep<Element> - 1) / kDepthOfStep<Element>;
+  return (depth + kDepthPerStep<Element> - 1) / kDepthPerStep<Element>;
 }
 
 MAXMOE_INLINE BFloat16Pair make_pair(BFloat16 first, BFloat16 second) {
@@ -74,7 +74,7 @@ struct ABlock {
   ALayout layout;
 };
 
-// A block of A, packed in scratch memory or where it lies. Rows need no micro-panels, as a micro-kernel broadcasts
+// A block of A, packed into scratch memory or in place. Rows need no micro-panels, as a micro-kernel broadcasts
 // single elements of A: they are taken as they are, or converted. Of a transposed A the elements of a step are
 // neighbours: it is packed into micro-panels.
 template <class Element, class T>
@@ -88,13 +88,13 @@ ABlock<Element> pack_a(ConstMatrixView<T> a) {
   }
   const int64_t num_panels = (a.rows + kMR - 1) / kMR;
   Element* const panels = scratch<Element>(kPackedAScratch, num_panels * kMR * num_steps);
-  for (int64_t first = 0; first < num_panels; first += kAPanelsAtATime) {
-    const int64_t last = at_most(first + kAPanelsAtATime, num_panels);
+  for (int64_t first = 0; first < num_panels; first += kPackAPanels) {
+    const int64_t last = at_most(first + kPackAPanels, num_panels);
     for (int64_t k = 0; k < num_steps; ++k) {
-      const T* column = a.data + kDepthOfStep<Element> * k * a.column_stride;
-      const bool is_last_column = kDepthOfStep<Element> * k + 1 == a.columns;
-      // Past the last column: a prefetch of any address is allowed.
-      prefetch_row(column + first * kMR + kDepthOfStep<Element> * kPackPrefetchSteps * a.column_stride,
+      const T* column = a.data + kDepthPerStep<Element> * k * a.column_stride;
+      const bool is_last_column = kDepthPerStep<Element> * k + 1 == a.columns;
+      // This may be past the last column: a prefetch never faults.
+      prefetch_row(column + first * kMR + kDepthPerStep<Element> * kPackPrefetchSteps * a.column_stride,
                    (last - first) * kMR);
       for (int64_t p = first; p < last; ++p) {
         pack_step<Element>(column + p * kMR, a.column_stride, is_last_column, at_most(a.rows - p * kMR, kMR),
@@ -117,9 +117,9 @@ const Element* pack_b(ConstMatrixView<T> b) {
   if (last_width < kWidth) zero_row(panels + (num_panels - 1) * num_steps * kWidth, num_steps * kWidth);
   if (b.column_stride == 1 || b.columns == 1) {
     for (int64_t k = 0; k < num_steps; ++k) {
-      const T* row = b.row(kDepthOfStep<Element> * k);
-      const bool is_last_row = kDepthOfStep<Element> * k + 1 == b.rows;
-      prefetch_row(b.row(kDepthOfStep<Element> * (k + kPackPrefetchSteps)), b.columns);
+      const T* row = b.row(kDepthPerStep<Element> * k);
+      const bool is_last_row = kDepthPerStep<Element> * k + 1 == b.rows;
+      prefetch_row(b.row(kDepthPerStep<Element> * (k + kPackPrefetchSteps)), b.columns);
       for (int64_t p = 0; p < num_panels; ++p) {
         pack_step<Element>(row + p * kWidth, b.row_stride, is_last_row, p + 1 < num_panels ? kWidth : last_width,
                            panels + (p * num_steps + k) * kWidth);
@@ -127,13 +127,12 @@ const Element* pack_b(ConstMatrixView<T> b) {
     }
     return panels;
   }
-  // The columns of a transposed B are rows in memory: read in that order, and transposed on the way into the
-  // micro-panel.
+  // The columns of a transposed B are rows in memory: read in that order, and transposed into the micro-panel.
   for (int64_t p = 0; p < num_panels; ++p) {
     const auto copy = [&](int64_t column, int64_t first_step, int64_t count, Element* target) {
-      const int64_t first_row = first_step * kDepthOfStep<Element>;
+      const int64_t first_row = first_step * kDepthPerStep<Element>;
       const T* source = b.data + (p * kWidth + column) * b.column_stride + first_row;
-      pack_along_depth(source, target, at_most(b.rows - first_row, count * kDepthOfStep<Element>));
+      pack_along_depth(source, target, at_most(b.rows - first_row, count * kDepthPerStep<Element>));
     };
     transpose_rows<Element>(p + 1 < num_panels ? kWidth : last_width, num_steps, copy, panels + p * num_steps * kWidth,
                             kWidth);

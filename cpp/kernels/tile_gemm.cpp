@@ -9,11 +9,12 @@
 //   k   steps of the inner dimension                        micro_kernel
 //
 // A micro-tile of C stays in registers during k, a micro-panel of B in the first- or second-level cache during ir, and
-// the block of A in the second- or third-level cache during jc. BLIS has jc outermost and packs all of B once. Here
-// callers cut C into row blocks that run on different threads, and B is packed for each: NC is small, as all that it
-// must serve is packing.
+// the block of A in the second- or third-level cache during jc. Unlike in BLIS, jc is not outermost: callers cut C into
+// blocks of rows, which run on different threads and pack B each for itself. NC then only bounds how much of B is
+// packed at a time.
 //
-// Few rows of A use each element of B so rarely that packing B costs more than it saves. Then B is read where it lies:
+// With few rows of A each element of packed B is used so rarely that packing costs more than it saves. Then B is read
+// in place:
 //
 //   B row-major, up to MR rows of A                         multiply_few_rows (few_rows.h)
 //   B row-major, a few more rows, nothing to convert        multiply_unpacked_b
@@ -31,11 +32,12 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// The inner dimension in a block. In float32 a micro-panel of B (KC x NR) takes 128 or 256 KiB at most, and a block of
-// A (MC x KC) 2 MiB: more than most second-level caches, but it streams from the third at no loss.
+// The inner dimension in a block. In float32 a micro-panel of B (KC x NR) takes 128 KiB (AVX2) or 256 KiB (AVX-512),
+// and a block of A (MC x KC) 2 MiB: more than many second-level caches, but reading it from the third costs no time.
+// The next block continues the sums in the accumulator's type, so that KC does not change the bits of a result.
 constexpr int64_t kKC = 2048;
 
-static_assert(kMC % kMR == 0, "only the last block of rows has micro-tiles that are not full");
+static_assert(kMC % kMR == 0, "a block of MC rows has full micro-tiles only");
 static_assert(kKC % 2 == 0, "blocks end between pairs");
 
 // MAXMOE_BFLOAT16_PAIRS: pairs in plain arithmetic, for tests on processors without the instruction.
@@ -45,13 +47,13 @@ constexpr bool kMultipliesPairs = true;
 constexpr bool kMultipliesPairs = false;
 #endif
 
-// Up to how many rows of A a row-major B is left unpacked; three micro-tiles. Measured: 0.8 of the time of packing it
-// for 8 to 16 rows, up to 1.6 times that time for 32 rows and more in float32 (AVX2).
+// Rows of A up to which a row-major B is not packed: three micro-tiles. Measured with AVX2 in float32: 0.8 of the time
+// of packing B for 8 to 16 rows, up to 1.6 times that time for 32 rows and more.
 constexpr int64_t kMaxRowsUnpackedB = 3 * kMR;
 
-// For which numbers of rows of A the transposed product is faster than packing a transposed B (measured). Rows that
-// have to be converted must fill at least half of a micro-panel: the conversion of B, which is not packed, is then
-// repaid.
+// Rows of A for which the transposed product is faster than packing a transposed B (measured). If elements have to be
+// converted, those of B are so each time that they are read: rows of A must fill at least half of a micro-panel, and no
+// more than one.
 template <class S>
 constexpr int64_t kMaxRowsTransposed = 2 * kNR<S>;
 template <class S>
@@ -59,8 +61,8 @@ constexpr int64_t kMinRowsTransposedConverted = kNR<S> / 2;
 template <class S>
 constexpr int64_t kMaxRowsTransposedConverted = kNR<S>;
 
-// In the transposed product, how many rows of memory after those of a micro-tile are prefetched: most of the next
-// one's, in a power of two.
+// Rows of B^T that the transposed product prefetches while it computes a micro-tile: about as many as the next one has
+// (MR is 6 or 12), and a power of two.
 constexpr int64_t kPrefetchedRows = 8;
 
 // The NR columns of B that a micro-kernel reads: a packed micro-panel, or in place.
@@ -88,8 +90,9 @@ void multiply_micro_panel(ABlock<Element> a, BColumns<Element> b, int64_t num_st
     alignas(kVectorBytes) S tile[kMR * kNR<S>] = {};
     const auto for_elements = [&](const auto& copy) {
       for (int64_t r = 0; r < c_rows.rows; ++r) {
-        for (int64_t j = 0; j < c_rows.columns; ++j)
+        for (int64_t j = 0; j < c_rows.columns; ++j) {
           copy(tile[r * kNR<S> + j], c_rows.row(r)[j * c_rows.column_stride]);
+        }
       }
     };
     if (accumulate) for_elements([](S& in_tile, S in_c) { in_tile = in_c; });
@@ -115,7 +118,7 @@ void multiply_packed_b(ABlock<Element> a, ConstMatrixView<T> b, MatrixView<Accum
   }
 }
 
-// B must be aligned, and its rows whole vectors apart: then no vector of it lies in two cache lines.
+// B must be aligned, and its rows whole vectors apart: then no vector load crosses a cache line.
 template <class T>
 bool is_faster_unpacked(ConstMatrixView<T> a, ConstMatrixView<T> b) {
   const auto is_aligned = [](int64_t address) { return address % kVectorBytes == 0; };
@@ -124,8 +127,8 @@ bool is_faster_unpacked(ConstMatrixView<T> a, ConstMatrixView<T> b) {
 }
 
 // c = or += a * b for the columns that fill micro-tiles, with B read in place; returns how many these are. At step k
-// the micro-kernel prefetches row k of the next micro-panel: its rows lie a stride apart, and most of them on other
-// pages.
+// the micro-kernel prefetches row k of the next micro-panel: its rows are a stride apart,
+// which for large matrices is more than a page, where hardware prefetchers stop.
 template <class T>
 int64_t multiply_unpacked_b(ABlock<T> a, ConstMatrixView<T> b, MatrixView<T> c, bool accumulate) {
   int64_t jr = 0;
@@ -147,8 +150,8 @@ bool is_faster_transposed(ConstMatrixView<T> a, ConstMatrixView<T> b) {
   return is_few_rows && a.column_stride == 1 && b.column_stride != 1;
 }
 
-// c = or += a * b for a transposed B, as C^T = or += B^T * A^T: B^T is row-major, so that B is read row by row where it
-// lies in memory (16-bit types: converted MR rows at a time), and A^T, of few columns, is what is packed.
+// c = or += a * b for a transposed B, as C^T = or += B^T * A^T: B^T is row-major, and read in
+// place (or converted MR rows at a time), and A^T, of few columns, is packed.
 template <class Element, class T>
 void multiply_transposed(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> c, bool accumulate) {
   using S = Accumulator<T>;

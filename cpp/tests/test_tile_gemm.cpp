@@ -1,5 +1,4 @@
-// The matrix product against Eigen's in float64, with sizes around those of its micro-tiles (MR, NR) and blocks (MC,
-// KC).
+// The matrix product against Eigen's in float64, with sizes around MR, NR, MC and KC.
 #include "kernels/tile_gemm.h"
 
 #include <algorithm>
@@ -84,7 +83,7 @@ TYPED_TEST(TileGemmTest, BitsOfARowDependOnNothingElse) {
   }
 }
 
-// The NaN beside a and b in memory do not get into c; 0 times infinity is NaN.
+// NaN that lie beside a and b in memory do not get into c; 0 times infinity is NaN.
 TYPED_TEST(TileGemmTest, NonFiniteValues) {
   Matrix<TypeParam> a(7, 3);
   Matrix<TypeParam> b(3, 5);
