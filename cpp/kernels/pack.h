@@ -13,7 +13,7 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 // a TLB miss: it then brings 4 to 8 cache lines (float32, AVX2 to AVX-512) instead of 1 or 2. 8 micro-panels are
 // slower, as they leave too little of the second-level cache to the block of A.
 template <class S>
-constexpr int64_t kNC = 4 * kNR<S>;
+constexpr int64_t kNC = 4 * int64_t{kNR<S>};
 
 // Micro-panels of a transposed A that are packed at a time, for the same reason.
 constexpr int64_t kPackAPanels = 8;

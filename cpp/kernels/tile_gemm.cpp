@@ -49,13 +49,13 @@ constexpr bool kMultipliesPairs = false;
 
 // Rows of A up to which a row-major B is not packed: three micro-tiles. Measured with AVX2 in float32: 0.8 of the time
 // of packing B for 8 to 16 rows, up to 1.6 times that time for 32 rows and more.
-constexpr int64_t kMaxRowsUnpackedB = 3 * kMR;
+constexpr int64_t kMaxRowsUnpackedB = 3 * int64_t{kMR};
 
 // Rows of A for which the transposed product is faster than packing a transposed B (measured). If elements have to be
 // converted, those of B are so each time that they are read: rows of A must fill at least half of a micro-panel, and no
 // more than one.
 template <class S>
-constexpr int64_t kMaxRowsTransposed = 2 * kNR<S>;
+constexpr int64_t kMaxRowsTransposed = 2 * int64_t{kNR<S>};
 template <class S>
 constexpr int64_t kMinRowsTransposedConverted = kNR<S> / 2;
 template <class S>
