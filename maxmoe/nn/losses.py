@@ -95,6 +95,63 @@ def router_z_loss(logits: Tensor, *, token_mask: Tensor | None = None, tokens: T
     return total / at_least_one(num_tokens).to(total.dtype)
 
 
+def mean_over_tokens(
+    token_losses: Tensor,
+    token_mask: Tensor | None = None,
+    *,
+    num_tokens: Tensor | None = None,
+    tokens: TokenReductions = LOCAL,
+) -> Tensor:
+    """Mean of a loss over the tokens of all ranks, to report and to backpropagate.
+
+    sum over all ranks of token_losses[token_mask] / num_tokens
+
+    Its gradient on each rank is that of the rank's own tokens, which is what `maxmoe.parallelize` expects.
+
+    Args:
+        token_losses: ``(...)``, floating, one loss per token of this rank.
+        token_mask: ``(...)``, bool, False for tokens that do not count.
+        num_tokens: ``()``, divides the sum: with gradient accumulation, `count_tokens` of all micro-batches, whose
+            values then add up to the mean. None for the number of these tokens on all ranks.
+        tokens: reductions over the ranks: `maxmoe.parallel.token_group` of the mesh; not needed in one process.
+
+    Returns:
+        ``()``, float32 or wider, the same on every rank; 0 for no tokens.
+
+    Raises:
+        ValueError: for a mask that is not bool or has another shape.
+    """
+    if token_mask is not None:
+        if token_mask.dtype != torch.bool or token_mask.shape != token_losses.shape:
+            raise ValueError(
+                f"token_mask must be bool of shape {tuple(token_losses.shape)}, "
+                f"got {token_mask.dtype} of shape {tuple(token_mask.shape)}"
+            )
+        token_losses = token_losses.masked_fill(~token_mask, 0.0)
+    total = token_losses.to(torch.promote_types(token_losses.dtype, torch.float32)).sum()
+    everywhere = BatchAsSequence(tokens)
+    if num_tokens is None:
+        local = torch.tensor(token_losses.numel(), device=total.device) if token_mask is None else token_mask.sum()
+        total, num_tokens = everywhere.all_reduce_sequence(total, local)
+    else:
+        (total,) = everywhere.all_reduce_sequence(total)
+    return total / at_least_one(num_tokens).to(total.dtype)
+
+
+def count_tokens(token_mask: Tensor, *, tokens: TokenReductions = LOCAL) -> Tensor:
+    """Count the tokens of all ranks.
+
+    Args:
+        token_mask: bool, of this rank: a batch, or all micro-batches of an optimizer step stacked.
+        tokens: see `mean_over_tokens`.
+
+    Returns:
+        ``()``, int64, the number of True values on all ranks.
+    """
+    (count,) = BatchAsSequence(tokens).all_reduce_sequence(token_mask.sum())
+    return count
+
+
 def _num_tokens(logits: Tensor, token_mask: Tensor | None) -> Tensor:
     if token_mask is None:
         return torch.tensor(logits.shape[0], device=logits.device)

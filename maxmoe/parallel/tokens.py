@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from maxmoe.nn.declaration import TOKEN_DIMS
+from maxmoe.nn.tokens import TokenGroup
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.partition_spec import PartitionSpec
@@ -32,6 +33,22 @@ def token_sharding(mesh: Mesh, rules: LogicalRules | str) -> NamedSharding:
     """
     rules = LogicalRules.load(rules)
     return NamedSharding(mesh, activation_spec(TOKEN_DIMS, mesh, rules))
+
+
+def token_group(mesh: Mesh, rules: LogicalRules | str) -> TokenGroup:
+    """Return the ranks that share the tokens of a batch, for `mean_over_tokens`.
+
+    Args:
+        mesh: of the ranks.
+        rules: the table, or the name of a preset.
+
+    Returns:
+        The reductions over them; ranks that hold the same tokens count once.
+
+    Raises:
+        ValueError: for a preset that does not exist.
+    """
+    return ShardedTokens(mesh, *token_sharding(mesh, rules).spec)
 
 
 def activation_spec(names: tuple[str, ...], mesh: Mesh, rules: LogicalRules) -> PartitionSpec:
