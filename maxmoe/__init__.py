@@ -1,10 +1,14 @@
 """Mixture-of-Experts training for PyTorch."""
 
+from typing import TYPE_CHECKING, Any
+
 from maxmoe import presets
 from maxmoe._library import build_info
 from maxmoe.config import MoEConfig
 from maxmoe.nn import MoE, MoEOutput, MoEStats, keep_routing, mean_over_tokens
-from maxmoe.parallel import parallelize
+
+if TYPE_CHECKING:
+    from maxmoe.parallel import parallelize
 
 __all__ = [
     "MoE",
@@ -17,3 +21,11 @@ __all__ = [
     "parallelize",
     "presets",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "parallelize":  # DTensor takes as long to import as the rest of torch
+        from maxmoe.parallel import parallelize
+
+        return parallelize
+    raise AttributeError(f"module 'maxmoe' has no attribute {name!r}")
