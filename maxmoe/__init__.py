@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from maxmoe import presets
 from maxmoe._library import build_info
 from maxmoe.config import MoEConfig
-from maxmoe.nn import MoE, MoEOutput, MoEStats, keep_routing, mean_over_tokens
+from maxmoe.nn import MoE, MoEOutput, MoEStats, keep_routing, mean_over_tokens, record_routing, replay_routing
 
 if TYPE_CHECKING:
     from maxmoe.parallel import parallelize
@@ -20,6 +20,8 @@ __all__ = [
     "mean_over_tokens",
     "parallelize",
     "presets",
+    "record_routing",
+    "replay_routing",
 ]
 
 

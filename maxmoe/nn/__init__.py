@@ -6,6 +6,7 @@ from maxmoe.nn.experts import Experts, SharedExperts
 from maxmoe.nn.losses import MoEStats, count_tokens, load_balance_loss, mean_over_tokens, router_z_loss
 from maxmoe.nn.moe import MoE, MoEOutput
 from maxmoe.nn.recompute import keep_routing
+from maxmoe.nn.replay import RoutingRecord, record_routing, replay_routing
 from maxmoe.nn.router import Router, Routing, normalized_scores
 from maxmoe.nn.tokens import LocalTokens, TokenGroup, same_tokens_everywhere
 
@@ -23,6 +24,7 @@ __all__ = [
     "MoEStats",
     "Router",
     "Routing",
+    "RoutingRecord",
     "SavedTensor",
     "SharedExperts",
     "TokenGroup",
@@ -31,6 +33,8 @@ __all__ = [
     "load_balance_loss",
     "mean_over_tokens",
     "normalized_scores",
+    "record_routing",
+    "replay_routing",
     "router_z_loss",
     "same_tokens_everywhere",
 ]

@@ -25,10 +25,8 @@ def padding() -> tuple[Tensor, Tensor]:
     return mask, (torch.rand(shape, generator=generator) < 0.3).cumsum(1)
 
 
-def loss_of(
-    model: Decoder, tokens: Tensor, targets: Tensor, mask: Tensor, documents: Tensor, group: TokenGroup
-) -> Tensor:
-    output = model(tokens, mask, documents)
+def loss_of(model: Decoder, group: TokenGroup, tokens: Tensor, targets: Tensor, mask: Tensor, ids: Tensor) -> Tensor:
+    output = model(tokens, mask, ids)
     losses = F.cross_entropy(output.logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(mask)
     return maxmoe.mean_over_tokens(losses, mask, tokens=group) + output.aux_loss
 
