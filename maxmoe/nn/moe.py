@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from maxmoe import presets
 from maxmoe.config import MoEConfig
 from maxmoe.nn.conversion import check_config, config_of, give_weights, take_weights
 from maxmoe.nn.declaration import TOKEN_DIMS, Declaration, SavedTensor
@@ -17,6 +16,7 @@ from maxmoe.nn.experts import Experts, SharedExperts
 from maxmoe.nn.losses import MoEStats, RoutingLosses
 from maxmoe.nn.router import Router
 from maxmoe.nn.tokens import LocalTokens, TokenGroup
+from maxmoe.presets import from_transformers
 from maxmoe.presets.families import family_of
 
 
@@ -77,7 +77,7 @@ class MoE(nn.Module):
         """
         source = config_of(block)
         dtype = next((parameter.dtype for parameter in block.parameters()), None)
-        layer = cls(presets.from_transformers(source), device="meta", dtype=dtype)
+        layer = cls(from_transformers(source), device="meta", dtype=dtype)
         take_weights(layer, block, family_of(source).block)
         return layer.train(block.training)
 
@@ -93,7 +93,7 @@ class MoE(nn.Module):
             ValueError: if the block computes something else or has other shapes; then nothing is moved.
         """
         source = config_of(block)
-        check_config(self.config, presets.from_transformers(source))
+        check_config(self.config, from_transformers(source))
         give_weights(self, block, family_of(source).block)
 
     def reset_parameters(self) -> None:
