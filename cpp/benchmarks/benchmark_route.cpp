@@ -27,18 +27,22 @@ struct Problem {
       : logits(shape.num_tokens, shape.num_experts),
         bias(1, shape.num_experts),
         weights(shape.num_tokens, shape.top_k),
+        probabilities(shape.num_tokens, shape.num_experts),
         experts(static_cast<size_t>(shape.num_tokens * shape.top_k)),
         routing{.logits = logits.read(),
                 .correction_bias = shape.rule.num_groups > 1 ? bias.data() : nullptr,
+                .given = nullptr,
                 .rule = shape.rule,
                 .weights = weights.view(),
-                .experts = {experts.data(), shape.num_tokens, shape.top_k, shape.top_k}} {
+                .experts = {experts.data(), shape.num_tokens, shape.top_k, shape.top_k},
+                .probabilities = probabilities.view()} {
     route(routing, SerialExecutor());
   }
 
   Table<float> logits;
   Table<float> bias;
   Table<float> weights;
+  Table<float> probabilities;
   std::vector<int64_t> experts;
   Route<float> routing;
 };
@@ -58,6 +62,7 @@ void benchmark_backward(Session& session, const RouteShape& shape) {
   const Table<float> grad_weights(shape.num_tokens, shape.top_k);
   const Table<float> grad_logits(shape.num_tokens, shape.num_experts);
   const RouteBackward<float> backward{.grad_weights = grad_weights.read(),
+                                      .grad_probabilities = {},
                                       .logits = problem.logits.read(),
                                       .experts = problem.routing.experts.as_const(),
                                       .rule = shape.rule,
