@@ -73,7 +73,7 @@ def measure(session: Session, case: Case) -> None:
         return torch.autograd.grad(output, [x, *layer.parameters()], problem.cotangent)
 
     def run_routing() -> object:
-        weights, experts = route(
+        weights, experts, _ = route(
             logits,
             top_k,
             score_function="sigmoid",

@@ -59,44 +59,75 @@ void benchmark_forward(Session& session, const Case& c, const ExpertsShape& shap
 }
 
 template <class T>
-void benchmark_backward(Session& session, const Case& c, const ExpertsShape& shape) {
+void benchmark_backward_down(Session& session, const Case& c, const ExpertsShape& shape) {
   const Problem<T> problem(shape);
   const int64_t num_rows = problem.plan.num_rows();
   const Table<T> grad_out(shape.num_tokens, shape.hidden_size);
   const Table<T> preactivations(num_rows, 2 * shape.intermediate_size);
   const Table<T> activated(num_rows, shape.intermediate_size);
-  const Table<T> grad_rows(num_rows, shape.hidden_size);
   const Problem<T> gradients(shape);
-  ExpertFfnBackward<T> ffn{};  // without biases
+  ExpertFfnBackwardDown<T> ffn{};  // without biases
   ffn.grad_out = grad_out.read();
-  ffn.x = problem.x.read();
   ffn.weights = problem.weights.data();
   ffn.routed = problem.routed;
-  ffn.experts = problem.experts();
+  ffn.down = problem.experts().down;
   ffn.kind = kKind;
   ffn.gemm = &problem.gemm;
   ffn.preactivations = preactivations.view();
   ffn.activated = activated.view();
-  ffn.grad_rows = grad_rows.view();
-  ffn.grad_x = gradients.x.view();
   ffn.grad_weights = gradients.weights.data();
-  ffn.grad_gate = gradients.gate.stack(shape.num_experts);
-  ffn.grad_up = gradients.up.stack(shape.num_experts);
   ffn.grad_down = gradients.down.stack(shape.num_experts);
-  const auto refill = [&](int64_t row) {  // they are used up
+  const auto refill = [&](int64_t row) {  // they are overwritten
     std::copy_n(problem.preactivations.read().row(row), preactivations.view().columns, preactivations.view().row(row));
   };
-  time_products<T>(session, c, shape, /*count=*/6, [&] {
+  time_products<T>(session, c, shape, /*count=*/2, [&] {
     session.threads().run(num_rows, Task(refill));
-    expert_ffn_backward(ffn, session.threads());
+    expert_ffn_backward_down(ffn, session.threads());
   });
+}
+
+template <class T>
+void benchmark_backward_input(Session& session, const Case& c, const ExpertsShape& shape) {
+  const Problem<T> problem(shape);
+  const Table<T> rows(problem.plan.num_rows(), shape.hidden_size);
+  const Table<T> grad_x(shape.num_tokens, shape.hidden_size);
+  const ExpertWeights<T> experts = problem.experts();
+  const ExpertFfnBackwardInput<T> ffn{problem.preactivations.read(),
+                                      problem.routed,
+                                      experts.gate,
+                                      experts.up,
+                                      &problem.gemm,
+                                      rows.view(),
+                                      grad_x.view()};
+  time_products<T>(session, c, shape, /*count=*/2, [&] { expert_ffn_backward_input(ffn, session.threads()); });
+}
+
+template <class T>
+void benchmark_backward_up(Session& session, const Case& c, const ExpertsShape& shape) {
+  const Problem<T> problem(shape);
+  const Problem<T> gradients(shape);
+  ExpertFfnBackwardUp<T> ffn{};  // without biases
+  ffn.x = problem.x.read();
+  ffn.grad_preactivations = problem.preactivations.read();
+  ffn.gate_width = shape.intermediate_size;
+  ffn.routed = problem.routed;
+  ffn.gemm = &problem.gemm;
+  ffn.grad_gate = gradients.gate.stack(shape.num_experts);
+  ffn.grad_up = gradients.up.stack(shape.num_experts);
+  time_products<T>(session, c, shape, /*count=*/2, [&] { expert_ffn_backward_up(ffn, session.threads()); });
 }
 
 const Registration registration([](Session& session) {
   for_experts(session, "expert_ffn",
               [&]<class T>(const Case& c, const ExpertsShape& shape) { benchmark_forward<T>(session, c, shape); });
-  for_experts(session, "expert_ffn_backward",
-              [&]<class T>(const Case& c, const ExpertsShape& shape) { benchmark_backward<T>(session, c, shape); });
+  for_experts(session, "expert_ffn_backward_down", [&]<class T>(const Case& c, const ExpertsShape& shape) {
+    benchmark_backward_down<T>(session, c, shape);
+  });
+  for_experts(session, "expert_ffn_backward_input", [&]<class T>(const Case& c, const ExpertsShape& shape) {
+    benchmark_backward_input<T>(session, c, shape);
+  });
+  for_experts(session, "expert_ffn_backward_up",
+              [&]<class T>(const Case& c, const ExpertsShape& shape) { benchmark_backward_up<T>(session, c, shape); });
 });
 
 }  // namespace

@@ -4,7 +4,7 @@
 #include <Eigen/Core>
 #include <cmath>
 
-#include "expert_ffn.h"
+#include "activation_kind.h"
 #include "row.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {

@@ -13,7 +13,7 @@ namespace {
 // a time: more would copy its right-hand side twice.
 constexpr int64_t kGradientColumns = 256;
 
-// F
+// F, the rows of the matrices of down.
 template <class T>
 int64_t intermediate_size(const ExpertWeights<T>& experts) {
   return experts.down.first.rows;
@@ -25,21 +25,15 @@ int64_t preactivation_width(const ExpertWeights<T>& experts) {
   return experts.gate.first.columns + experts.up.first.columns;
 }
 
-// The columns of Z that `up` gives: all but those of a separate gate.
-template <class View, class T>
-View up_columns(const View& preactivations, const ExpertWeights<T>& experts) {
-  return preactivations.column_range(preactivations.columns - experts.up.first.columns, preactivations.columns);
+// The columns of Z, or dZ, of a separate gate, and those of up.
+template <class View>
+View gate_columns(const View& preactivations, int64_t gate_width) {
+  return preactivations.column_range(0, gate_width);
 }
 
-template <class View, class T>
-View gate_columns(const View& preactivations, const ExpertWeights<T>& experts) {
-  return preactivations.column_range(0, experts.gate.first.columns);
-}
-
-// Elements of one expert's matrices: multiply-adds per row.
-template <class Arguments>
-int64_t matrix_elements(const Arguments& a) {
-  return a.x.columns * (preactivation_width(a.experts) + intermediate_size(a.experts));
+template <class View>
+View up_columns(const View& preactivations, int64_t gate_width) {
+  return preactivations.column_range(gate_width, preactivations.columns);
 }
 
 template <class T>
@@ -93,21 +87,21 @@ void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile) {
   gather_tokens(a.x, a.routed, tile.begin, tokens);
   if (a.kind.gate == GateLayout::separate) {
     multiply_add_bias(*a.gemm, tokens.as_const(), experts.gate[tile.group], bias_row(experts.gate_bias, tile.group),
-                      gate_columns(preactivations, experts));
+                      gate_columns(preactivations, experts.gate.first.columns));
   }
   multiply_add_bias(*a.gemm, tokens.as_const(), experts.up[tile.group], bias_row(experts.up_bias, tile.group),
-                    up_columns(preactivations, experts));
+                    up_columns(preactivations, experts.gate.first.columns));
   activate_rows(a.kind, preactivations, activated);
   multiply_add_bias(*a.gemm, activated.as_const(), experts.down[tile.group], bias_row(experts.down_bias, tile.group),
                     a.rows.row_range(tile.begin, tile.end));
 }
 
-// For one row: Z becomes dZ, A becomes weight * A; returns <dA', A>.
+// For one row: Z becomes dZ, A becomes weight * A; returns <dA, A>.
 template <class T>
-Accumulator<T> activate_backward_row(const ExpertFfnBackward<T>& a, int64_t row, Accumulator<T> weight,
+Accumulator<T> activate_backward_row(const ExpertFfnBackwardDown<T>& a, int64_t row, Accumulator<T> weight,
                                      const T* grad_activated) {
   using S = Accumulator<T>;
-  const int64_t width = intermediate_size(a.experts);
+  const int64_t width = a.down.first.rows;
   T* preactivations = a.preactivations.row(row);
   S grad_weight = 0;
   for (int64_t begin = 0; begin < width; begin += kColumnBlock) {
@@ -127,36 +121,40 @@ Accumulator<T> activate_backward_row(const ExpertFfnBackward<T>& a, int64_t row,
 }
 
 template <class T>
-void backward_tile(const ExpertFfnBackward<T>& a, const GroupTile& tile) {
-  const ExpertWeights<T>& experts = a.experts;
+Accumulator<T> weight_of_slot(const ExpertFfnBackwardDown<T>& a, int64_t slot) {
+  return a.weights == nullptr ? Accumulator<T>(1) : a.weights[slot];
+}
+
+template <class T>
+void grad_preactivations_tile(const ExpertFfnBackwardDown<T>& a, const GroupTile& tile) {
   const int64_t height = tile.end - tile.begin;
-  const int64_t hidden_size = a.x.columns;
-  const int64_t width = intermediate_size(experts);
+  const int64_t width = a.down.first.rows;
+  const int64_t hidden_size = a.grad_out.columns;
   const MatrixView<T> grad_out{scratch<T>(0, height * hidden_size), height, hidden_size, hidden_size};
   const MatrixView<T> grad_activated{scratch<T>(1, height * width), height, width, width};
 
   gather_tokens(a.grad_out, a.routed, tile.begin, grad_out);
-  a.gemm->multiply(grad_out.as_const(), experts.down[tile.group].transposed(), grad_activated, false);
+  a.gemm->multiply(grad_out.as_const(), a.down[tile.group].transposed(), grad_activated, false);
   for (int64_t r = 0; r < height; ++r) {
     const int64_t slot = a.routed.slots[tile.begin + r];
-    const Accumulator<T> weight = a.weights == nullptr ? Accumulator<T>(1) : a.weights[slot];
-    Accumulator<T> grad_weight = activate_backward_row(a, tile.begin + r, weight, grad_activated.row(r));
+    Accumulator<T> grad_weight =
+        activate_backward_row(a, tile.begin + r, weight_of_slot(a, slot), grad_activated.row(r));
     if (a.grad_weights == nullptr) continue;
-    if (experts.down_bias.data != nullptr) {
-      grad_weight += dot_rows<T>(grad_out.row(r), experts.down_bias.row(tile.group), hidden_size);
+    if (a.down_bias.data != nullptr) {
+      grad_weight += dot_rows<T>(grad_out.row(r), a.down_bias.row(tile.group), hidden_size);
     }
     a.grad_weights[slot] = grad_weight;
   }
 }
 
 template <class T>
-void grad_rows_tile(const ExpertFfnBackward<T>& a, const GroupTile& tile) {
-  const ExpertWeights<T>& experts = a.experts;
-  const ConstMatrixView<T> grad = a.preactivations.row_range(tile.begin, tile.end).as_const();
-  const MatrixView<T> grad_rows = a.grad_rows.row_range(tile.begin, tile.end);
-  a.gemm->multiply(up_columns(grad, experts), experts.up[tile.group].transposed(), grad_rows, false);
-  if (a.kind.gate == GateLayout::separate) {
-    a.gemm->multiply(gate_columns(grad, experts), experts.gate[tile.group].transposed(), grad_rows, true);
+void grad_rows_tile(const ExpertFfnBackwardInput<T>& a, const GroupTile& tile) {
+  const ConstMatrixView<T> grad = a.grad_preactivations.row_range(tile.begin, tile.end);
+  const MatrixView<T> rows = a.rows.row_range(tile.begin, tile.end);
+  const int64_t gate_width = a.gate.first.columns;
+  a.gemm->multiply(up_columns(grad, gate_width), a.up[tile.group].transposed(), rows, false);
+  if (!a.gate.empty()) {
+    a.gemm->multiply(gate_columns(grad, gate_width), a.gate[tile.group].transposed(), rows, true);
   }
 }
 
@@ -174,105 +172,114 @@ void sum_rows(ConstMatrixView<T> rows, const Weight& weight_of, T* out) {
   sum_weighted_rows<T>(rows, rows.rows, [](int64_t r) { return r; }, weight_of, out);
 }
 
-// The gradients of one expert's matrices in columns [begin, end) of the hidden size.
+// The gradients of down and its bias for one expert, in columns [begin, end) of the hidden size.
 template <class T>
-void weight_gradients(const ExpertFfnBackward<T>& a, const GroupTile& rows, int64_t begin, int64_t end) {
+void grad_down_columns(const ExpertFfnBackwardDown<T>& a, const GroupTile& rows, int64_t begin, int64_t end) {
   const int64_t height = rows.end - rows.begin;
   const int64_t columns = end - begin;
-  const ConstMatrixView<T> grad = a.preactivations.row_range(rows.begin, rows.end).as_const();
-
-  if (!a.grad_up.empty() || !a.grad_gate.empty()) {
-    const MatrixView<T> tokens{scratch<T>(0, height * columns), height, columns, columns};
-    gather_tokens(a.x.column_range(begin, end), a.routed, rows.begin, tokens);
-    if (!a.grad_up.empty()) {
-      multiply_transposed(*a.gemm, tokens.as_const(), up_columns(grad, a.experts),
-                          a.grad_up[rows.group].row_range(begin, end));
-    }
-    if (!a.grad_gate.empty()) {
-      multiply_transposed(*a.gemm, tokens.as_const(), gate_columns(grad, a.experts),
-                          a.grad_gate[rows.group].row_range(begin, end));
-    }
+  const MatrixView<T> grad_out{scratch<T>(0, height * columns), height, columns, columns};
+  gather_tokens(a.grad_out.column_range(begin, end), a.routed, rows.begin, grad_out);
+  if (!a.grad_down.empty()) {
+    multiply_transposed(*a.gemm, a.activated.row_range(rows.begin, rows.end).as_const(), grad_out.as_const(),
+                        a.grad_down[rows.group].column_range(begin, end));
   }
-  if (!a.grad_down.empty() || a.grad_down_bias.data != nullptr) {
-    const MatrixView<T> grad_out{scratch<T>(0, height * columns), height, columns, columns};
-    gather_tokens(a.grad_out.column_range(begin, end), a.routed, rows.begin, grad_out);
-    if (!a.grad_down.empty()) {
-      multiply_transposed(*a.gemm, a.activated.row_range(rows.begin, rows.end).as_const(), grad_out.as_const(),
-                          a.grad_down[rows.group].column_range(begin, end));
-    }
-    if (a.grad_down_bias.data != nullptr) {
-      const auto weight = [&](int64_t r) {
-        return a.weights == nullptr ? Accumulator<T>(1) : a.weights[a.routed.slots[rows.begin + r]];
-      };
-      sum_rows(grad_out.as_const(), weight, a.grad_down_bias.row(rows.group) + begin);
-    }
+  if (a.grad_down_bias.data != nullptr) {
+    const auto weight = [&](int64_t r) { return weight_of_slot(a, a.routed.slots[rows.begin + r]); };
+    sum_rows(grad_out.as_const(), weight, a.grad_down_bias.row(rows.group) + begin);
+  }
+}
+
+// The gradients of gate and up for one expert, in rows [begin, end) of the hidden size.
+template <class T>
+void grad_up_rows(const ExpertFfnBackwardUp<T>& a, const GroupTile& rows, int64_t begin, int64_t end) {
+  const int64_t height = rows.end - rows.begin;
+  const int64_t columns = end - begin;
+  const ConstMatrixView<T> grad = a.grad_preactivations.row_range(rows.begin, rows.end);
+  const MatrixView<T> tokens{scratch<T>(0, height * columns), height, columns, columns};
+  gather_tokens(a.x.column_range(begin, end), a.routed, rows.begin, tokens);
+  if (!a.grad_up.empty()) {
+    multiply_transposed(*a.gemm, tokens.as_const(), up_columns(grad, a.gate_width),
+                        a.grad_up[rows.group].row_range(begin, end));
+  }
+  if (!a.grad_gate.empty()) {
+    multiply_transposed(*a.gemm, tokens.as_const(), gate_columns(grad, a.gate_width),
+                        a.grad_gate[rows.group].row_range(begin, end));
   }
 }
 
 template <class T>
-void bias_gradients(const ExpertFfnBackward<T>& a, const GroupTile& rows) {
-  const ConstMatrixView<T> grad = a.preactivations.row_range(rows.begin, rows.end).as_const();
+void grad_up_biases(const ExpertFfnBackwardUp<T>& a, const GroupTile& rows) {
+  const ConstMatrixView<T> grad = a.grad_preactivations.row_range(rows.begin, rows.end);
   const auto one = [](int64_t) { return Accumulator<T>(1); };
   if (a.grad_up_bias.data != nullptr) {
-    sum_rows(up_columns(grad, a.experts), one, a.grad_up_bias.row(rows.group));
+    sum_rows(up_columns(grad, a.gate_width), one, a.grad_up_bias.row(rows.group));
   }
   if (a.grad_gate_bias.data != nullptr) {
-    sum_rows(gate_columns(grad, a.experts), one, a.grad_gate_bias.row(rows.group));
+    sum_rows(gate_columns(grad, a.gate_width), one, a.grad_gate_bias.row(rows.group));
   }
 }
 
-template <class T>
-void all_weight_gradients(const ExpertFfnBackward<T>& a, const Executor& executor) {
-  const bool is_wanted = !a.grad_gate.empty() || !a.grad_up.empty() || !a.grad_down.empty() ||
-                         a.grad_gate_bias.data != nullptr || a.grad_up_bias.data != nullptr ||
-                         a.grad_down_bias.data != nullptr;
-  if (!is_wanted) return;
-  const GroupTiles list = make_whole_groups(a.routed.group_sizes, a.routed.num_groups, kWorkListScratch);
-  const int64_t hidden_size = a.x.columns;
+// Calls body(rows, begin, end) for the rows of every expert and columns [begin, end) of the hidden size. Writing the
+// result counts as one row of `row_multiply_adds`.
+template <class Body>
+void run_experts(const RoutedRows& routed, int64_t hidden_size, int64_t row_multiply_adds, const Executor& executor,
+                 const Body& body) {
+  const GroupTiles list = make_whole_groups(routed.group_sizes, routed.num_groups, kWorkListScratch);
   // At least one: the biases have gradients whatever the hidden size.
   const int64_t blocks = hidden_size == 0 ? 1 : (hidden_size + kGradientColumns - 1) / kGradientColumns;
   const auto compute = [&](int64_t index) {
-    const GroupTile& rows = list.tiles[index / blocks];
     const int64_t begin = index % blocks * kGradientColumns;
-    const int64_t end = at_most(begin + kGradientColumns, hidden_size);
-    weight_gradients(a, rows, begin, end);
-    if (begin == 0) bias_gradients(a, rows);
+    body(list.tiles[index / blocks], begin, at_most(begin + kGradientColumns, hidden_size));
   };
-  // Writing the result counts as one row.
-  const int64_t multiply_adds = (list.num_rows + list.count) * matrix_elements(a);
-  run_tasks(executor, list.count * blocks, multiply_adds, Task(compute));
+  run_tasks(executor, list.count * blocks, (list.num_rows + list.count) * row_multiply_adds, Task(compute));
 }
 
 // Calls body(tile) for all rows.
-template <class Arguments, class Body>
-void run_tiles(const Arguments& a, const Executor& executor, const Body& body) {
-  const GroupTiles list = make_group_tiles(a.routed.group_sizes, a.routed.num_groups, kWorkListScratch);
+template <class Body>
+void run_tiles(const RoutedRows& routed, int64_t row_multiply_adds, const Executor& executor, const Body& body) {
+  const GroupTiles list = make_group_tiles(routed.group_sizes, routed.num_groups, kWorkListScratch);
   const auto compute = [&](int64_t index) { body(list.tiles[index]); };
-  run_tasks(executor, list.count, list.num_rows * matrix_elements(a), Task(compute));
+  run_tasks(executor, list.count, list.num_rows * row_multiply_adds, Task(compute));
 }
 
 }  // namespace
 
 template <class T>
 void expert_ffn(const ExpertFfn<T>& a, const Executor& executor) {
-  run_tiles(a, executor, [&](const GroupTile& tile) { forward_tile(a, tile); });
+  const int64_t multiply_adds = a.x.columns * (preactivation_width(a.experts) + intermediate_size(a.experts));
+  run_tiles(a.routed, multiply_adds, executor, [&](const GroupTile& tile) { forward_tile(a, tile); });
   ragged_unsort(RaggedUnsort<T>{a.rows.as_const(), a.routed.row_of_slot, a.routed.top_k, a.weights, a.out}, executor);
 }
 
 template <class T>
-void expert_ffn_backward(const ExpertFfnBackward<T>& a, const Executor& executor) {
-  if (!a.continues) {
-    run_tiles(a, executor, [&](const GroupTile& tile) { backward_tile(a, tile); });
-  }
-  if (a.grad_x.data != nullptr) {
-    run_tiles(a, executor, [&](const GroupTile& tile) { grad_rows_tile(a, tile); });
-    const RaggedUnsort<T> unsort{a.grad_rows.as_const(), a.routed.row_of_slot, a.routed.top_k, nullptr, a.grad_x};
-    ragged_unsort(unsort, executor);
-  }
-  all_weight_gradients(a, executor);
+void expert_ffn_backward_down(const ExpertFfnBackwardDown<T>& a, const Executor& executor) {
+  const int64_t hidden_size = a.grad_out.columns;
+  const int64_t multiply_adds = hidden_size * a.down.first.rows;
+  run_tiles(a.routed, multiply_adds, executor, [&](const GroupTile& tile) { grad_preactivations_tile(a, tile); });
+  if (a.grad_down.empty() && a.grad_down_bias.data == nullptr) return;
+  run_experts(a.routed, hidden_size, multiply_adds, executor,
+              [&](const GroupTile& rows, int64_t begin, int64_t end) { grad_down_columns(a, rows, begin, end); });
+}
+
+template <class T>
+void expert_ffn_backward_input(const ExpertFfnBackwardInput<T>& a, const Executor& executor) {
+  const int64_t multiply_adds = a.grad_x.columns * a.grad_preactivations.columns;
+  run_tiles(a.routed, multiply_adds, executor, [&](const GroupTile& tile) { grad_rows_tile(a, tile); });
+  ragged_unsort(RaggedUnsort<T>{a.rows.as_const(), a.routed.row_of_slot, a.routed.top_k, nullptr, a.grad_x}, executor);
+}
+
+template <class T>
+void expert_ffn_backward_up(const ExpertFfnBackwardUp<T>& a, const Executor& executor) {
+  const int64_t multiply_adds = a.x.columns * a.grad_preactivations.columns;
+  run_experts(a.routed, a.x.columns, multiply_adds, executor, [&](const GroupTile& rows, int64_t begin, int64_t end) {
+    if (!a.grad_up.empty() || !a.grad_gate.empty()) grad_up_rows(a, rows, begin, end);
+    if (begin == 0) grad_up_biases(a, rows);
+  });
 }
 
 MAXMOE_INSTANTIATE(expert_ffn, ExpertFfn)
-MAXMOE_INSTANTIATE(expert_ffn_backward, ExpertFfnBackward)
+MAXMOE_INSTANTIATE(expert_ffn_backward_down, ExpertFfnBackwardDown)
+MAXMOE_INSTANTIATE(expert_ffn_backward_input, ExpertFfnBackwardInput)
+MAXMOE_INSTANTIATE(expert_ffn_backward_up, ExpertFfnBackwardUp)
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

@@ -1,22 +1,12 @@
 // The experts as one operator: gather, up and gate, activation, down, weighted sum.
 #pragma once
 
+#include "activation_kind.h"
 #include "dtype.h"
 #include "executor.h"
 #include "gemm.h"
 
 namespace maxmoe {
-
-enum class Activation { silu, gelu, gelu_tanh, relu, relu2, swigluoai };
-
-// Where the gate is: nowhere; in matrices of its own; in those of up, before its columns or in turn with them.
-enum class GateLayout { none, separate, concatenated, interleaved };
-
-struct ActivationKind {
-  Activation activation;
-  GateLayout gate;
-  double limit;  // gate is clipped from above, up on both sides; infinity for no clipping
-};
 
 template <class T>
 struct ExpertWeights {
@@ -52,35 +42,59 @@ struct ExpertFfn {
   MatrixView<T> out;             // [T, D]
 };
 
-// With dO the gradient of out, dA' = dO_t down^T: the gradient of weights is <dA', A> + <dO_t, bias>, and nothing of
-// the size [R, D] need be kept from the forward pass. Outputs that are null or empty are not computed, so that a caller
-// can take them in several calls, and free in between what it needs no more: the first one turns Z into dZ and fills
-// activated and grad_weights, the others continue.
+// Backward, with dO the gradient of out: three kernels, so that the caller can free in between what the next one needs
+// no more. Nothing of the size [R, D] is kept from the forward pass: with dA = dO_t down^T the gradient of weights is
+// <dA, A> + <dO_t, bias>. Of the results, those that are null or empty are not computed.
+
+// From dO to the preactivations: Z becomes dZ = weights * dA * activation'(Z).
 template <class T>
-struct ExpertFfnBackward {
+struct ExpertFfnBackwardDown {
   ConstMatrixView<T> grad_out;    // dO [T, D]
-  ConstMatrixView<T> x;           // [T, D]
   const Accumulator<T>* weights;  // [T * K] or null for ones
   RoutedRows routed;
-  ExpertWeights<T> experts;
+  ConstMatrixStack<T> down;      // [L, F, D]
+  ConstMatrixView<T> down_bias;  // [L, D] or empty
   ActivationKind kind;
   const Gemm<T>* gemm;
-  bool continues;                // dZ and weights * A are there already
   MatrixView<T> preactivations;  // Z, overwritten with dZ
-  MatrixView<T> activated;       // weights * A [R, F], work space; empty when nobody wants grad_down
-  MatrixView<T> grad_rows;       // [R, D], work space; empty when grad_x is
+  MatrixView<T> activated;       // weights * A [R, F], work space; empty when grad_down is
 
-  MatrixView<T> grad_x;          // [T, D]
-  Accumulator<T>* grad_weights;  // [T * K]
+  Accumulator<T>* grad_weights;  // [T * K]; nothing is written for a slot without a row
+  MatrixStack<T> grad_down;
+  MatrixView<T> grad_down_bias;
+};
+
+// From dZ to x.
+template <class T>
+struct ExpertFfnBackwardInput {
+  ConstMatrixView<T> grad_preactivations;  // dZ [R, 2F]
+  RoutedRows routed;
+  ConstMatrixStack<T> gate;  // [L, D, F]; empty unless separate
+  ConstMatrixStack<T> up;    // [L, D, F], or with the gate [L, D, 2F]
+  const Gemm<T>* gemm;
+  MatrixView<T> rows;  // dZ [gate | up]^T [R, D], work space
+
+  MatrixView<T> grad_x;  // [T, D]
+};
+
+// From dZ to gate and up.
+template <class T>
+struct ExpertFfnBackwardUp {
+  ConstMatrixView<T> x;                    // [T, D]
+  ConstMatrixView<T> grad_preactivations;  // dZ [R, 2F]
+  int64_t gate_width;                      // columns of dZ that belong to a separate gate; the others belong to up
+  RoutedRows routed;
+  const Gemm<T>* gemm;
+
   MatrixStack<T> grad_gate;
   MatrixStack<T> grad_up;
-  MatrixStack<T> grad_down;
   MatrixView<T> grad_gate_bias;
   MatrixView<T> grad_up_bias;
-  MatrixView<T> grad_down_bias;
 };
 
 }  // namespace maxmoe
 
 MAXMOE_KERNEL(expert_ffn, ExpertFfn)
-MAXMOE_KERNEL(expert_ffn_backward, ExpertFfnBackward)
+MAXMOE_KERNEL(expert_ffn_backward_down, ExpertFfnBackwardDown)
+MAXMOE_KERNEL(expert_ffn_backward_input, ExpertFfnBackwardInput)
+MAXMOE_KERNEL(expert_ffn_backward_up, ExpertFfnBackwardUp)

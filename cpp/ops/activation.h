@@ -6,7 +6,7 @@
 #include <string_view>
 #include <utility>
 
-#include "kernels/expert_ffn.h"
+#include "kernels/activation_kind.h"
 
 namespace maxmoe::ops {
 

@@ -1,6 +1,7 @@
 #include "ops/checks.h"
 
 #include <ATen/ops/_assert_async.h>
+#include <c10/util/safe_numerics.h>
 
 #include <span>
 
@@ -40,12 +41,6 @@ const Argument& Argument::has_dtype_of(const char* other_name, const Tensor& oth
   return *this;
 }
 
-const Argument& Argument::is_on_device_of(const char* other_name, const Tensor& other) const {
-  MAXMOE_CHECK(tensor_.device() == other.device(), op_, name_, " must be on the device of ", other_name, " (",
-               other.device(), "), got ", tensor_.device());
-  return *this;
-}
-
 const Argument& Argument::has_values_in(int64_t low, int64_t high, const char* meaning) const {
   if (tensor_.numel() == 0) return *this;
   if (!tensor_.is_cpu()) {
@@ -61,8 +56,34 @@ const Argument& Argument::has_values_in(int64_t low, int64_t high, const char* m
   return *this;
 }
 
-void check_group_sizes(const char* op, const Tensor& group_sizes, const Tensor& rows, int64_t num_rows, Sum sum) {
-  Argument(op, "group_sizes", group_sizes).has_dims(1, "[G]").is_int64().is_on_device_of("the rows", rows);
+void check_tensors(const c10::FunctionSchema& schema, std::initializer_list<const Tensor*> tensors) {
+  const std::span arguments(tensors.begin(), tensors.size());
+  const auto op = [&] { return schema.name().substr(std::string_view("maxmoe::").size()); };
+  const auto name = [&](size_t position) { return schema.arguments()[position].name(); };
+  std::optional<size_t> first;
+  for (size_t position = 0; position < arguments.size(); ++position) {
+    if (arguments[position] == nullptr) {
+      const bool is_missing = schema.arguments()[position].type()->kind() == c10::TypeKind::TensorType;
+      MAXMOE_CHECK(!is_missing, op(), name(position), " must be a tensor, got None");
+      continue;
+    }
+    const Tensor& tensor = *arguments[position];
+    first = first.value_or(position);
+    MAXMOE_CHECK(tensor.layout() == at::kStrided, op(), name(position), " must be a dense tensor, got layout ",
+                 tensor.layout());
+    MAXMOE_CHECK(tensor.device() == arguments[*first]->device(), op(), name(position), " must be on the device of ",
+                 name(*first), " (", arguments[*first]->device(), "), got ", tensor.device());
+  }
+}
+
+int64_t checked_product(const char* op, const char* name, int64_t a, int64_t b) {
+  int64_t product = 0;
+  MAXMOE_CHECK(!c10::mul_overflows(a, b, &product), op, name, " must have fewer than 2**63 slots, got ", a, " * ", b);
+  return product;
+}
+
+void check_group_sizes(const char* op, const Tensor& group_sizes, int64_t num_rows, Sum sum) {
+  Argument(op, "group_sizes", group_sizes).has_dims(1, "[G]").is_int64();
   if (!group_sizes.is_cpu()) {
     const Tensor total = group_sizes.sum();
     const Tensor fits = sum == Sum::exactly ? total.eq(num_rows) : total.le(num_rows);
@@ -83,9 +104,9 @@ void check_group_sizes(const char* op, const Tensor& group_sizes, const Tensor& 
                "), got ", total);
 }
 
-void check_weights(const char* op, const OptionalTensor& weights, const Tensor& x, int64_t count) {
+void check_weights(const char* op, const OptionalTensor& weights, int64_t count) {
   if (!weights.has_value()) return;
-  Argument(op, "weights", *weights).is_floating().is_on_device_of("the rows", x);
+  Argument(op, "weights", *weights).is_floating();
   MAXMOE_CHECK(weights->numel() == count, op, "weights must have ", count, " elements, one for each slot, got shape ",
                weights->sizes());
 }

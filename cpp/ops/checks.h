@@ -2,8 +2,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/function_schema.h>
 #include <c10/util/Exception.h>
 
+#include <initializer_list>
 #include <optional>
 
 #define MAXMOE_CHECK(condition, op, ...) TORCH_CHECK_VALUE(condition, "maxmoe::", op, ": ", __VA_ARGS__)
@@ -25,7 +27,6 @@ class Argument {
   const Argument& is_int64() const;
   const Argument& is_bool() const;
   const Argument& has_dtype_of(const char* other_name, const Tensor& other) const;
-  const Argument& is_on_device_of(const char* other_name, const Tensor& other) const;
   // Every value lies in [low, high). Waits for the answer on CPU; other devices assert when they get there.
   const Argument& has_values_in(int64_t low, int64_t high, const char* meaning) const;
 
@@ -35,11 +36,18 @@ class Argument {
   const Tensor& tensor_;
 };
 
+// All tensors of a call, in the order of the schema, null for an argument that is none: given unless optional, dense,
+// and on one device.
+void check_tensors(const c10::FunctionSchema& schema, std::initializer_list<const Tensor*> tensors);
+
+// a * b, the number of slots that an argument must have.
+int64_t checked_product(const char* op, const char* name, int64_t a, int64_t b);
+
 // Row counts of groups: int64 [G], none negative, with a sum of at most num_rows, or of exactly that.
 enum class Sum { at_most, exactly };
-void check_group_sizes(const char* op, const Tensor& group_sizes, const Tensor& rows, int64_t num_rows, Sum sum);
+void check_group_sizes(const char* op, const Tensor& group_sizes, int64_t num_rows, Sum sum);
 
-// Weights of slots: floating, on the device of x, one for each of `count` slots.
-void check_weights(const char* op, const OptionalTensor& weights, const Tensor& x, int64_t count);
+// Weights of slots: floating, one for each of `count` slots.
+void check_weights(const char* op, const OptionalTensor& weights, int64_t count);
 
 }  // namespace maxmoe::ops

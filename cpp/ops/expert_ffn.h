@@ -3,19 +3,15 @@
 
 #include <array>
 #include <limits>
-#include <string>
+#include <string_view>
 #include <tuple>
+#include <utility>
 
-#include "kernels/expert_ffn.h"
+#include "kernels/activation_kind.h"
 #include "ops/activation.h"
-#include "ops/checks.h"
+#include "ops/operator.h"
 
 namespace maxmoe::ops {
-
-// The gradients, in the order of the schema. One that is not wanted is an empty tensor.
-enum Wanted : uint8_t { kX, kWeights, kGate, kUp, kDown, kGateBias, kUpBias, kDownBias };
-using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-using OutputMask = std::array<bool, 8>;
 
 // What the three operators share. Tensors are as the caller gave them.
 struct ExpertFfnArguments {
@@ -31,32 +27,69 @@ struct ExpertFfnArguments {
   OptionalTensor gate_bias;
   OptionalTensor up_bias;
   OptionalTensor down_bias;
-  std::string activation;
+  std::string_view activation;  // the caller's, or that of the context that they were loaded from
   std::optional<double> limit;
-  std::optional<std::string> fused_gate;
+  std::optional<std::string_view> fused_gate;
 
-  GateLayout gate_layout() const {
-    if (fused_gate.has_value())
-      return *fused_gate == "interleaved" ? GateLayout::interleaved : GateLayout::concatenated;
-    return gate.has_value() ? GateLayout::separate : GateLayout::none;
-  }
-  ActivationKind kind() const {
-    return {parse_activation("expert_ffn", activation), gate_layout(),
-            limit.value_or(std::numeric_limits<double>::infinity())};
-  }
+  GateLayout gate_layout() const;
+  ActivationKind kind() const;
   int64_t intermediate_size() const { return fused_gate.has_value() ? up.size(2) / 2 : up.size(2); }
   int64_t preactivation_width() const { return gate.has_value() ? 2 * up.size(2) : up.size(2); }
+
+  // Calls visit(tensor) for every one, in the order of the schema.
+  template <class Self, class Visit>
+  static void for_each_tensor(Self& self, const Visit& visit) {
+    visit(self.x);
+    visit(self.weights);
+    visit(self.slots);
+    visit(self.rows);
+    visit(self.group_sizes);
+    visit(self.gate);
+    visit(self.up);
+    visit(self.down);
+    visit(self.gate_bias);
+    visit(self.up_bias);
+    visit(self.down_bias);
+  }
+
+  // Into the context of an autograd function and out of it, with the preactivations beside them.
+  void save(AutogradContext* ctx, const Tensor& preactivations) const;
+  static std::pair<ExpertFfnArguments, Tensor> load(AutogradContext* ctx);
 };
+
+// op(before..., all arguments)
+template <class Op, class... Before>
+auto call(const Op& op, const ExpertFfnArguments& a, const Before&... before) {
+  return op(before..., a.x, a.weights, a.slots, a.rows, a.group_sizes, a.top_k, a.gate, a.up, a.down, a.gate_bias,
+            a.up_bias, a.down_bias, a.activation, a.limit, a.fused_gate);
+}
+
+// One value for each argument that may have a gradient.
+template <class T>
+struct PerInput {
+  T x, weights, gate, up, down, gate_bias, up_bias, down_bias;
+
+  std::array<T, 8> in_order() const { return {x, weights, gate, up, down, gate_bias, up_bias, down_bias}; }
+  static PerInput from(const std::array<T, 8>& values) {
+    return std::apply([](const auto&... value) { return PerInput{value...}; }, values);
+  }
+};
+// A gradient that is not wanted is an empty tensor.
+using Gradients = PerInput<Tensor>;
+using Wanted = PerInput<bool>;
 
 // The output, and the preactivations that backward needs: [R, 2F], or empty where they are not kept.
 using Outputs = std::tuple<Tensor, Tensor>;
 
 Outputs expert_ffn_kernel(const ExpertFfnArguments& a, bool keeps_preactivations);
-Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const Tensor& preactivations, const OutputMask& wanted,
+Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const Tensor& preactivations, const Wanted& wanted,
                                      const ExpertFfnArguments& a);
 
+// Made of the other operators and of ATen's, all of them differentiable.
 Outputs expert_ffn_aten(const ExpertFfnArguments& a);
-Gradients expert_ffn_backward_aten(const Tensor& grad_out, const Tensor& preactivations, const OutputMask& wanted,
+Gradients expert_ffn_backward_aten(const Tensor& grad_out, const Tensor& preactivations, const Wanted& wanted,
                                    const ExpertFfnArguments& a);
+// The same with the preactivations computed again, so that it depends on the arguments alone.
+Gradients expert_ffn_backward_composed(const Tensor& grad_out, const Wanted& wanted, const ExpertFfnArguments& a);
 
 }  // namespace maxmoe::ops

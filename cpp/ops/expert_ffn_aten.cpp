@@ -13,21 +13,27 @@
 #include "ops/views.h"
 
 namespace maxmoe::ops {
+namespace {
+
+Tensor preactivations_aten(const ExpertFfnArguments& a) {
+  const Tensor tokens = ragged_sort(a.x, a.slots, a.rows, a.top_k, std::nullopt);
+  const Tensor up = gmm(tokens, a.up, a.group_sizes, a.up_bias, 0);
+  if (!a.gate.has_value()) return up;
+  return at::cat({gmm(tokens, *a.gate, a.group_sizes, a.gate_bias, 0), up}, 1);
+}
+
+}  // namespace
 
 Outputs expert_ffn_aten(const ExpertFfnArguments& a) {
   const auto type = accumulator_type(a.x.scalar_type());
-  const Tensor tokens = ragged_sort(a.x, a.slots, a.rows, a.top_k, std::nullopt);
-  Tensor preactivations = gmm(tokens, a.up, a.group_sizes, a.up_bias, 0);
-  if (a.gate.has_value()) {
-    preactivations = at::cat({gmm(tokens, *a.gate, a.group_sizes, a.gate_bias, 0), preactivations}, 1);
-  }
+  const Tensor preactivations = preactivations_aten(a);
   const auto [gate, up] = gate_and_up(a.gate_layout(), preactivations.to(type));
   const Tensor activated = activate(a.kind(), gate, up).activated.to(a.x.scalar_type());
   const Tensor row_outputs = gmm(activated, a.down, a.group_sizes, a.down_bias, 0);
   return {ragged_unsort(row_outputs, a.slots, a.rows, a.top_k, a.weights), preactivations};
 }
 
-Gradients expert_ffn_backward_aten(const Tensor& grad_out, const Tensor& preactivations, const OutputMask& wanted,
+Gradients expert_ffn_backward_aten(const Tensor& grad_out, const Tensor& preactivations, const Wanted& wanted,
                                    const ExpertFfnArguments& a) {
   const auto type = accumulator_type(a.x.scalar_type());
   const auto dtype = a.x.scalar_type();
@@ -50,38 +56,42 @@ Gradients expert_ffn_backward_aten(const Tensor& grad_out, const Tensor& preacti
   const Tensor grad_up = grad_preactivations.narrow(1, gate_width, a.up.size(2));
 
   Tensor grad_x = none;
-  if (wanted[kX]) {
+  if (wanted.x) {
     grad_x = gmm(grad_up, a.up.transpose(1, 2), a.group_sizes, std::nullopt, 0);
     if (a.gate.has_value()) grad_x = grad_x + gmm(grad_gate, a.gate->transpose(1, 2), a.group_sizes, std::nullopt, 0);
     grad_x = ragged_unsort(grad_x, a.slots, a.rows, a.top_k, std::nullopt);
   }
-  Tensor grad_weights = at::zeros({wanted[kWeights] ? a.rows.numel() : 0}, a.x.options().dtype(type));
-  if (wanted[kWeights]) {
+  Tensor grad_weights = at::zeros({wanted.weights ? a.rows.numel() : 0}, a.x.options().dtype(type));
+  if (wanted.weights) {
     Tensor of_rows = (grad_activated * act.activated).sum(1);
     if (a.down_bias.has_value()) {
       const Tensor bias = gmm(ones, a.down_bias->unsqueeze(1), a.group_sizes, std::nullopt, 0);
       of_rows = of_rows + (grad_y.to(type) * bias.to(type)).sum(1);
     }
-    grad_weights.index_put_({a.slots}, of_rows);
+    grad_weights = grad_weights.index_put({a.slots}, of_rows);
   }
   const Tensor tokens = ragged_sort(a.x, a.slots, a.rows, a.top_k, std::nullopt);
   // In the memory layout of the matrices.
-  const auto transposed = [&](Wanted which, const OptionalTensor& matrices, const Tensor& lhs, const Tensor& rhs) {
-    if (!wanted[which]) return none;
+  const auto of_matrices = [&](bool is_wanted, const OptionalTensor& matrices, const Tensor& lhs, const Tensor& rhs) {
+    if (!is_wanted) return none;
     if (is_transposed(*matrices)) return tgmm(rhs, lhs, a.group_sizes, num_groups, 0).transpose(1, 2);
     return tgmm(lhs, rhs, a.group_sizes, num_groups, 0);
   };
-  const auto summed = [&](Wanted which, const Tensor& lhs, const Tensor& rhs) {
-    return wanted[which] ? tgmm(lhs, rhs, a.group_sizes, num_groups, 0).squeeze(1) : none;
+  const auto of_bias = [&](bool is_wanted, const Tensor& lhs, const Tensor& rhs) {
+    return is_wanted ? tgmm(lhs, rhs, a.group_sizes, num_groups, 0).squeeze(1) : none;
   };
   return {grad_x,
           grad_weights,
-          transposed(kGate, a.gate, tokens, grad_gate),
-          transposed(kUp, a.up, tokens, grad_up),
-          transposed(kDown, a.down, (scale * act.activated).to(dtype), grad_y),
-          summed(kGateBias, ones, grad_gate),
-          summed(kUpBias, ones, grad_up),
-          summed(kDownBias, scale.to(dtype), grad_y)};
+          of_matrices(wanted.gate, a.gate, tokens, grad_gate),
+          of_matrices(wanted.up, a.up, tokens, grad_up),
+          of_matrices(wanted.down, a.down, (scale * act.activated).to(dtype), grad_y),
+          of_bias(wanted.gate_bias, ones, grad_gate),
+          of_bias(wanted.up_bias, ones, grad_up),
+          of_bias(wanted.down_bias, scale.to(dtype), grad_y)};
+}
+
+Gradients expert_ffn_backward_composed(const Tensor& grad_out, const Wanted& wanted, const ExpertFfnArguments& a) {
+  return expert_ffn_backward_aten(grad_out, preactivations_aten(a), wanted, a);
 }
 
 }  // namespace maxmoe::ops

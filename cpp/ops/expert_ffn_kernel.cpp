@@ -1,6 +1,7 @@
 // expert_ffn on the CPU: from tensors to the kernels.
 #include <ATen/ops/zeros.h>
 
+#include "kernels/expert_ffn.h"
 #include "ops/backend.h"
 #include "ops/expert_ffn.h"
 #include "ops/memory.h"
@@ -45,13 +46,91 @@ ExpertWeights<T> expert_weights(const ExpertFfnArguments& a) {
           bias(a.down_bias)};
 }
 
-// In the memory layout of the matrices, so that the gradient of a transposed parameter need not be turned round.
-Tensor empty_gradient(const Tensor& matrices) {
-  const int64_t count = matrices.size(0);
-  const int64_t rows = matrices.size(1);
-  const int64_t columns = matrices.size(2);
-  if (!is_transposed(matrices)) return empty({count, rows, columns}, matrices.options());
-  return empty({count, columns, rows}, matrices.options()).transpose(1, 2);
+// The gradient of an argument like `argument`, or an empty tensor.
+Tensor empty_gradient(bool is_wanted, const OptionalTensor& argument, const at::TensorOptions& options) {
+  return empty(is_wanted ? argument->sizes() : at::IntArrayRef{0}, options);
+}
+
+// That of matrices lies in memory as they do, so that the gradient of a transposed parameter need not be turned round.
+Tensor empty_matrices(bool is_wanted, const OptionalTensor& matrices, const at::TensorOptions& options) {
+  if (!is_wanted || !is_transposed(*matrices)) return empty_gradient(is_wanted, matrices, options);
+  return empty(matrices->transpose(1, 2).sizes(), options).transpose(1, 2);
+}
+
+template <class T>
+MatrixView<T> view_if(bool is_wanted, const Tensor& out) {
+  return is_wanted ? view<T>(out) : MatrixView<T>{};
+}
+
+template <class T>
+MatrixStack<T> stack_if(bool is_wanted, const Tensor& out) {
+  return is_wanted ? stack<T>(out) : MatrixStack<T>{};
+}
+
+// The next three fill in the gradients of down, of x, and of gate and up. preactivations: Z, from the first on dZ.
+template <class T>
+void backward_down(const Tensor& grad_out, const Tensor& preactivations, const Wanted& wanted,
+                   const ExpertFfnArguments& a, Gradients& grads) {
+  const auto options = a.x.options();
+  const Tensor activated = empty({wanted.down ? a.slots.size(0) : 0, a.intermediate_size()}, options);
+  grads.weights = at::zeros({wanted.weights ? a.rows.numel() : 0}, options.dtype(accumulator_type(a.x.scalar_type())));
+  grads.down = empty_matrices(wanted.down, a.down, options);
+  grads.down_bias = empty_gradient(wanted.down_bias, a.down_bias, options);
+  const ExpertWeights<T> experts = expert_weights<T>(a);
+  ExpertFfnBackwardDown<T> arguments{};
+  arguments.grad_out = const_view<T>(grad_out);
+  arguments.weights = const_pointer<Accumulator<T>>(a.weights);
+  arguments.routed = routed_rows(a);
+  arguments.down = experts.down;
+  arguments.down_bias = experts.down_bias;
+  arguments.kind = a.kind();
+  arguments.gemm = &best_gemm<T>();
+  arguments.preactivations = view<T>(preactivations);
+  arguments.activated = view_if<T>(wanted.down, activated);
+  arguments.grad_weights = wanted.weights ? pointer<Accumulator<T>>(grads.weights) : nullptr;
+  arguments.grad_down = stack_if<T>(wanted.down, grads.down);
+  arguments.grad_down_bias = view_if<T>(wanted.down_bias, grads.down_bias);
+  expert_ffn_backward_down(arguments, torch_executor());
+}
+
+template <class T>
+void backward_input(const Tensor& grad_preactivations, const Wanted& wanted, const ExpertFfnArguments& a,
+                    Gradients& grads) {
+  grads.x = empty_gradient(wanted.x, a.x, a.x.options());
+  if (!wanted.x) return;
+  const Tensor rows = empty({a.slots.size(0), a.x.size(1)}, a.x.options());
+  const ExpertWeights<T> experts = expert_weights<T>(a);
+  ExpertFfnBackwardInput<T> arguments{};
+  arguments.grad_preactivations = const_view<T>(grad_preactivations);
+  arguments.routed = routed_rows(a);
+  arguments.gate = experts.gate;
+  arguments.up = experts.up;
+  arguments.gemm = &best_gemm<T>();
+  arguments.rows = view<T>(rows);
+  arguments.grad_x = view<T>(grads.x);
+  expert_ffn_backward_input(arguments, torch_executor());
+}
+
+template <class T>
+void backward_up(const Tensor& grad_preactivations, const Wanted& wanted, const ExpertFfnArguments& a,
+                 Gradients& grads) {
+  const auto options = a.x.options();
+  grads.gate = empty_matrices(wanted.gate, a.gate, options);
+  grads.up = empty_matrices(wanted.up, a.up, options);
+  grads.gate_bias = empty_gradient(wanted.gate_bias, a.gate_bias, options);
+  grads.up_bias = empty_gradient(wanted.up_bias, a.up_bias, options);
+  if (!wanted.gate && !wanted.up && !wanted.gate_bias && !wanted.up_bias) return;
+  ExpertFfnBackwardUp<T> arguments{};
+  arguments.x = const_view<T>(a.x);
+  arguments.grad_preactivations = const_view<T>(grad_preactivations);
+  arguments.gate_width = a.gate.has_value() ? a.gate->size(2) : 0;
+  arguments.routed = routed_rows(a);
+  arguments.gemm = &best_gemm<T>();
+  arguments.grad_gate = stack_if<T>(wanted.gate, grads.gate);
+  arguments.grad_up = stack_if<T>(wanted.up, grads.up);
+  arguments.grad_gate_bias = view_if<T>(wanted.gate_bias, grads.gate_bias);
+  arguments.grad_up_bias = view_if<T>(wanted.up_bias, grads.up_bias);
+  expert_ffn_backward_up(arguments, torch_executor());
 }
 
 }  // namespace
@@ -72,61 +151,17 @@ Outputs expert_ffn_kernel(const ExpertFfnArguments& a, bool keeps_preactivations
   return {out, preactivations};
 }
 
-Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const Tensor& preactivations, const OutputMask& wanted,
+Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const Tensor& preactivations, const Wanted& wanted,
                                      const ExpertFfnArguments& a) {
   const ExpertFfnArguments k = kernel_layout(a);
   const Tensor grad = contiguous_rows(grad_out);
   const Tensor z = preactivations.contiguous();
-  const int64_t num_rows = a.slots.size(0);
   Gradients grads;
   for_dtype(a.x.scalar_type(), [&]<class T>() {
-    const auto empty = [&](at::IntArrayRef sizes) { return maxmoe::ops::empty(sizes, a.x.options()); };
-    const auto matrix = [&](Tensor& out, Wanted which, const OptionalTensor& like) {
-      out = empty(wanted[which] ? like->sizes() : at::IntArrayRef{0});
-      return wanted[which] ? view<T>(out) : MatrixView<T>{};
-    };
-    const auto matrices = [&](Tensor& out, Wanted which, const OptionalTensor& like) {
-      out = wanted[which] ? empty_gradient(*like) : empty({0});
-      return wanted[which] ? stack<T>(out) : MatrixStack<T>{};
-    };
-    auto& [grad_x, grad_weights, grad_gate, grad_up, grad_down, grad_gate_bias, grad_up_bias, grad_down_bias] = grads;
-    ExpertFfnBackward<T> b{};
-    b.grad_out = const_view<T>(grad);
-    b.x = const_view<T>(k.x);
-    b.weights = const_pointer<Accumulator<T>>(k.weights);
-    b.routed = routed_rows(k);
-    b.experts = expert_weights<T>(k);
-    b.kind = a.kind();
-    b.gemm = &best_gemm<T>();
-    b.continues = true;
-    b.preactivations = view<T>(z);
-
-    // One gradient after the other, so that the work space of one is free for the next.
-    {
-      const Tensor activated = empty({wanted[kDown] ? num_rows : 0, a.intermediate_size()});
-      grad_weights =
-          at::zeros({wanted[kWeights] ? a.rows.numel() : 0}, a.x.options().dtype(accumulator_type(a.x.scalar_type())));
-      ExpertFfnBackward<T> down = b;
-      down.continues = false;
-      down.activated = wanted[kDown] ? view<T>(activated) : MatrixView<T>{};
-      down.grad_weights = wanted[kWeights] ? pointer<Accumulator<T>>(grad_weights) : nullptr;
-      down.grad_down = matrices(grad_down, kDown, a.down);
-      down.grad_down_bias = matrix(grad_down_bias, kDownBias, a.down_bias);
-      maxmoe::expert_ffn_backward(down, torch_executor());
-    }
-    {
-      const Tensor grad_rows = empty({wanted[kX] ? num_rows : 0, a.x.size(1)});
-      ExpertFfnBackward<T> input = b;
-      input.grad_rows = view<T>(grad_rows);
-      input.grad_x = matrix(grad_x, kX, a.x);
-      maxmoe::expert_ffn_backward(input, torch_executor());
-    }
-    ExpertFfnBackward<T> up = b;
-    up.grad_gate = matrices(grad_gate, kGate, a.gate);
-    up.grad_up = matrices(grad_up, kUp, a.up);
-    up.grad_gate_bias = matrix(grad_gate_bias, kGateBias, a.gate_bias);
-    up.grad_up_bias = matrix(grad_up_bias, kUpBias, a.up_bias);
-    maxmoe::expert_ffn_backward(up, torch_executor());
+    // One kernel after the other, so that the work space of one is free for the next.
+    backward_down<T>(grad, z, wanted, k, grads);
+    backward_input<T>(z, wanted, k, grads);
+    backward_up<T>(z, wanted, k, grads);
   });
   return grads;
 }

@@ -5,10 +5,10 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
+
 #include "kernels/gmm.h"
-#include "ops/autograd.h"
 #include "ops/backend.h"
-#include "ops/checks.h"
 #include "ops/memory.h"
 #include "ops/tgmm.h"
 #include "ops/views.h"
@@ -18,19 +18,15 @@ namespace {
 
 constexpr const char* kOp = "gmm";
 
-TORCH_LIBRARY_FRAGMENT(maxmoe, m) {
-  m.def("gmm(Tensor lhs, Tensor rhs, Tensor group_sizes, *, Tensor? bias=None, int group_offset=0) -> Tensor");
-}
-
 void check(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, const OptionalTensor& bias) {
   Argument(kOp, "lhs", lhs).has_dims(2, "[R, D]").is_floating();
-  Argument(kOp, "rhs", rhs).has_dims(3, "[L, D, F]").has_dtype_of("lhs", lhs).is_on_device_of("lhs", lhs);
+  Argument(kOp, "rhs", rhs).has_dims(3, "[L, D, F]").has_dtype_of("lhs", lhs);
   Argument(kOp, "rhs", rhs).has_size(1, lhs.size(1), "D of lhs");
   if (bias.has_value()) {
-    Argument(kOp, "bias", *bias).has_dims(2, "[L, F]").has_dtype_of("lhs", lhs).is_on_device_of("lhs", lhs);
+    Argument(kOp, "bias", *bias).has_dims(2, "[L, F]").has_dtype_of("lhs", lhs);
     Argument(kOp, "bias", *bias).has_size(0, rhs.size(0), "L of rhs").has_size(1, rhs.size(2), "F of rhs");
   }
-  check_group_sizes(kOp, group_sizes, lhs, lhs.size(0), Sum::at_most);
+  check_group_sizes(kOp, group_sizes, lhs.size(0), Sum::at_most);
 }
 
 Tensor gmm_aten(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, const OptionalTensor& bias,
@@ -55,8 +51,11 @@ Tensor gmm_aten(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes,
 Tensor gmm_backend(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, const OptionalTensor& bias,
                    int64_t group_offset) {
   check(lhs, rhs, group_sizes, bias);
+  // Past the groups on either side there is none, however far.
+  group_offset = std::clamp(group_offset, -rhs.size(0), group_sizes.size(0));
   if (!uses_kernels(lhs)) return gmm_aten(lhs, rhs, group_sizes, bias, group_offset);
   const Tensor out = empty({lhs.size(0), rhs.size(2)}, lhs.options());
+  if (out.numel() == 0) return out;
   const Tensor left = gemm_operand(lhs);
   const Tensor right = gemm_operand(rhs);
   const Tensor sizes = group_sizes.contiguous();
@@ -74,19 +73,16 @@ class Gradient : public torch::autograd::Function<Gradient> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes,
                         const OptionalTensor& bias, int64_t group_offset) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
+    const Tensor out = gmm(lhs, rhs, group_sizes, bias, group_offset);
     ctx->save_for_backward({rhs.requires_grad() ? lhs : Tensor(), lhs.requires_grad() ? rhs : Tensor(), group_sizes});
     ctx->saved_data["has_bias_gradient"] = requires_grad(bias);
     ctx->saved_data["num_local_groups"] = rhs.size(0);
     ctx->saved_data["group_offset"] = group_offset;
-    return ops::gmm(lhs, rhs, group_sizes, bias, group_offset);
+    return out;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    const Tensor& lhs = saved[0];
-    const Tensor& rhs = saved[1];
-    const Tensor& group_sizes = saved[2];
+    const auto [lhs, rhs, group_sizes] = saved_tensors<3>(ctx);
     const Tensor& grad = grads[0];
     const int64_t num_local_groups = ctx->saved_data["num_local_groups"].toInt();
     const int64_t group_offset = ctx->saved_data["group_offset"].toInt();
@@ -101,43 +97,21 @@ class Gradient : public torch::autograd::Function<Gradient> {
     }
     return {grad_lhs, grad_rhs, Tensor(), grad_bias, Tensor()};
   }
+
+  // A bias is the product of a column of ones: without it the operator is linear in each tensor.
+  static Tensor with_tangents(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes,
+                              const OptionalTensor& bias, int64_t group_offset) {
+    if (!bias.has_value()) return product_rule(gmm, lhs, rhs, group_sizes, bias, group_offset);
+    const Tensor ones = at::ones({lhs.size(0), 1}, lhs.options());
+    return gmm(lhs, rhs, group_sizes, std::nullopt, group_offset)
+        .add(gmm(ones, bias->unsqueeze(1), group_sizes, std::nullopt, group_offset));
+  }
 };
 
-Tensor gmm_autograd(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, const OptionalTensor& bias,
-                    int64_t group_offset) {
-  if (needs_gradient(lhs, rhs, defined_or_empty(bias))) {
-    return Gradient::apply(lhs, rhs, group_sizes, bias, group_offset);
-  }
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  return ops::gmm(lhs, rhs, group_sizes, bias, group_offset);
-}
-
-template <c10::DispatchKey key, c10::DeviceType device>
-Tensor gmm_autocast(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, const OptionalTensor& bias,
-                    int64_t group_offset) {
-  const c10::impl::ExcludeDispatchKeyGuard guard(key);
-  return ops::gmm(autocast(lhs, device), autocast(rhs, device), group_sizes, autocast(bias, device), group_offset);
-}
-
-TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) {
-  m.impl("gmm", &gmm_backend);
-}
-TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) {
-  m.impl("gmm", &gmm_autograd);
-}
-TORCH_LIBRARY_IMPL(maxmoe, AutocastCPU, m) {
-  m.impl("gmm", &gmm_autocast<c10::DispatchKey::AutocastCPU, c10::kCPU>);
-}
-TORCH_LIBRARY_IMPL(maxmoe, AutocastCUDA, m) {
-  m.impl("gmm", &gmm_autocast<c10::DispatchKey::AutocastCUDA, c10::kCUDA>);
+TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
+  gmm.define<gmm_backend, Gradient, Autocast::lower_precision>(
+      library, "gmm(Tensor lhs, Tensor rhs, Tensor group_sizes, *, Tensor? bias=None, int group_offset=0) -> Tensor");
 }
 
 }  // namespace
-
-Tensor gmm(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, const OptionalTensor& bias,
-           int64_t group_offset) {
-  static const auto op = find_operator<decltype(gmm)>("maxmoe::gmm");
-  return op.call(lhs, rhs, group_sizes, bias, group_offset);
-}
-
 }  // namespace maxmoe::ops

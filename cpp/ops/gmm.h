@@ -1,12 +1,11 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <optional>
+#include "ops/operator.h"
 
 namespace maxmoe::ops {
 
-at::Tensor gmm(const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& group_sizes,
-               const std::optional<at::Tensor>& bias, int64_t group_offset);
+inline constexpr Operator<"gmm", Tensor(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes,
+                                        const OptionalTensor& bias, int64_t group_offset)>
+    gmm;
 
 }  // namespace maxmoe::ops

@@ -6,9 +6,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "kernels/ragged_dot.h"
-#include "ops/autograd.h"
 #include "ops/backend.h"
-#include "ops/checks.h"
 #include "ops/ragged_gather_reduce.h"
 #include "ops/ragged_scatter_add.h"
 #include "ops/views.h"
@@ -18,17 +16,14 @@ namespace {
 
 constexpr const char* kOp = "ragged_dot";
 
-TORCH_LIBRARY_FRAGMENT(maxmoe, m) {
-  m.def("ragged_dot(Tensor a, Tensor b, Tensor index, int group_size=1) -> Tensor");
-}
-
 void check(const Tensor& a, const Tensor& b, const Tensor& index, int64_t group_size) {
   Argument(kOp, "a", a).has_dims(2, "[M / group_size, D]").is_floating();
-  Argument(kOp, "b", b).has_dims(2, "[N, D]").has_dtype_of("a", a).is_on_device_of("a", a);
+  Argument(kOp, "b", b).has_dims(2, "[N, D]").has_dtype_of("a", a);
   Argument(kOp, "b", b).has_size(1, a.size(1), "D of a");
-  Argument(kOp, "index", index).has_dims(1, "[M]").is_int64().is_on_device_of("a", a);
+  Argument(kOp, "index", index).has_dims(1, "[M]").is_int64();
   MAXMOE_CHECK(group_size >= 1, kOp, "group_size must be at least 1, got ", group_size);
-  Argument(kOp, "index", index).has_size(0, a.size(0) * group_size, "rows of a times group_size");
+  Argument(kOp, "index", index)
+      .has_size(0, checked_product(kOp, "group_size", a.size(0), group_size), "rows of a times group_size");
   Argument(kOp, "index", index).has_values_in(-1, b.size(0), "-1 or a row of b");
 }
 
@@ -60,17 +55,13 @@ class Gradient : public torch::autograd::Function<Gradient> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, const Tensor& index,
                         int64_t group_size) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({a, b, index});
     ctx->saved_data["group_size"] = group_size;
-    return ops::ragged_dot(a, b, index, group_size);
+    return ragged_dot(a, b, index, group_size);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    const Tensor& a = saved[0];
-    const Tensor& b = saved[1];
-    const Tensor& index = saved[2];
+    const auto [a, b, index] = saved_tensors<3>(ctx);
     const int64_t group_size = ctx->saved_data["group_size"].toInt();
     Tensor grad_a;
     Tensor grad_b;
@@ -80,24 +71,10 @@ class Gradient : public torch::autograd::Function<Gradient> {
   }
 };
 
-Tensor ragged_dot_autograd(const Tensor& a, const Tensor& b, const Tensor& index, int64_t group_size) {
-  if (needs_gradient(a, b)) return Gradient::apply(a, b, index, group_size);
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  return ops::ragged_dot(a, b, index, group_size);
-}
-
-TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) {
-  m.impl("ragged_dot", &ragged_dot_backend);
-}
-TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) {
-  m.impl("ragged_dot", &ragged_dot_autograd);
+TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
+  ragged_dot.define<ragged_dot_backend, Gradient>(
+      library, "ragged_dot(Tensor a, Tensor b, Tensor index, int group_size=1) -> Tensor");
 }
 
 }  // namespace
-
-Tensor ragged_dot(const Tensor& a, const Tensor& b, const Tensor& index, int64_t group_size) {
-  static const auto op = find_operator<decltype(ragged_dot)>("maxmoe::ragged_dot");
-  return op.call(a, b, index, group_size);
-}
-
 }  // namespace maxmoe::ops

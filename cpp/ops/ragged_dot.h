@@ -1,9 +1,11 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include "ops/operator.h"
 
 namespace maxmoe::ops {
 
-at::Tensor ragged_dot(const at::Tensor& a, const at::Tensor& b, const at::Tensor& index, int64_t group_size);
+inline constexpr Operator<"ragged_dot",
+                          Tensor(const Tensor& a, const Tensor& b, const Tensor& index, int64_t group_size)>
+    ragged_dot;
 
 }  // namespace maxmoe::ops

@@ -5,9 +5,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "kernels/ragged_gather.h"
-#include "ops/autograd.h"
 #include "ops/backend.h"
-#include "ops/checks.h"
 #include "ops/memory.h"
 #include "ops/ragged_dot.h"
 #include "ops/ragged_scatter_add.h"
@@ -18,14 +16,10 @@ namespace {
 
 constexpr const char* kOp = "ragged_gather";
 
-TORCH_LIBRARY_FRAGMENT(maxmoe, m) {
-  m.def("ragged_gather(Tensor x, Tensor index, Tensor? weights=None, *, SymInt start=0, SymInt? end=None) -> Tensor");
-}
-
 void check(const Tensor& x, const Tensor& index, const OptionalTensor& weights, int64_t start, int64_t end) {
   Argument(kOp, "x", x).has_dims(2, "[N, D]").is_floating();
-  Argument(kOp, "index", index).has_dims(1, "[M]").is_int64().is_on_device_of("x", x);
-  check_weights(kOp, weights, x, index.size(0));
+  Argument(kOp, "index", index).has_dims(1, "[M]").is_int64();
+  check_weights(kOp, weights, index.size(0));
   MAXMOE_CHECK(0 <= start && start <= index.size(0), kOp, "start must be in [0, ", index.size(0), "], got ", start);
   MAXMOE_CHECK(start <= end && end <= index.size(0), kOp, "end must be in [start (", start, "), ", index.size(0),
                "], got ", end);
@@ -70,53 +64,32 @@ Tensor ragged_gather_backend(const Tensor& x, const Tensor& index, const Optiona
 class Gradient : public torch::autograd::Function<Gradient> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& index, const OptionalTensor& weights,
-                        c10::SymInt start, std::optional<c10::SymInt> end) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
+                        const c10::SymInt& start, const std::optional<c10::SymInt>& end) {
+    const Tensor out = ragged_gather(x, index, weights, start, end);
     const bool is_whole = start == 0 && !end.has_value();
     const Tensor masked = is_whole ? index : masked_index(index, start, end.value_or(index.sym_size(0)));
     ctx->save_for_backward({requires_grad(weights) ? x : Tensor(), masked, defined_or_empty(weights)});
     ctx->saved_data["num_rows"] = x.sym_size(0);
-    return ops::ragged_gather(x, index, weights, std::move(start), std::move(end));
+    return out;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    const Tensor& index = saved[1];
-    const auto weights = optional_tensor(saved[2]);
+    const auto [x, index, weights] = saved_tensors<3>(ctx);
     Tensor grad_x;
     Tensor grad_weights;
     if (ctx->needs_input_grad(0)) {
-      grad_x = ragged_scatter_add(grads[0], index, ctx->saved_data["num_rows"].toSymInt(), 1, weights);
+      grad_x = ragged_scatter_add(grads[0], index, ctx->saved_data["num_rows"].toSymInt(), 1, optional_tensor(weights));
     }
-    if (saved[0].defined()) {
-      grad_weights = ragged_dot(grads[0], saved[0], index, 1).view_as(*weights).to(weights->scalar_type());
-    }
+    if (x.defined()) grad_weights = like_weights(ragged_dot(grads[0], x, index, 1), weights);
     return {grad_x, Tensor(), grad_weights, Tensor(), Tensor()};
   }
 };
 
-Tensor ragged_gather_autograd(const Tensor& x, const Tensor& index, const OptionalTensor& weights, c10::SymInt start,
-                              std::optional<c10::SymInt> end) {
-  if (needs_gradient(x, defined_or_empty(weights))) {
-    return Gradient::apply(x, index, weights, std::move(start), std::move(end));
-  }
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  return ops::ragged_gather(x, index, weights, std::move(start), std::move(end));
-}
-
-TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) {
-  m.impl("ragged_gather", &ragged_gather_backend);
-}
-TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) {
-  m.impl("ragged_gather", &ragged_gather_autograd);
+TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
+  ragged_gather.define<ragged_gather_backend, Gradient>(
+      library,
+      "ragged_gather(Tensor x, Tensor index, Tensor? weights=None, *, SymInt start=0, SymInt? end=None) -> Tensor");
 }
 
 }  // namespace
-
-Tensor ragged_gather(const Tensor& x, const Tensor& index, const OptionalTensor& weights, c10::SymInt start,
-                     std::optional<c10::SymInt> end) {
-  static const auto op = find_operator<decltype(ragged_gather)>("maxmoe::ragged_gather");
-  return op.call(x, index, weights, std::move(start), std::move(end));
-}
-
 }  // namespace maxmoe::ops

@@ -1,12 +1,11 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <optional>
+#include "ops/operator.h"
 
 namespace maxmoe::ops {
 
-at::Tensor ragged_gather(const at::Tensor& x, const at::Tensor& index, const std::optional<at::Tensor>& weights,
-                         c10::SymInt start, std::optional<c10::SymInt> end);
+inline constexpr Operator<"ragged_gather", Tensor(const Tensor& x, const Tensor& index, const OptionalTensor& weights,
+                                                  c10::SymInt start, std::optional<c10::SymInt> end)>
+    ragged_gather;
 
 }  // namespace maxmoe::ops

@@ -4,9 +4,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "kernels/ragged_gather_reduce.h"
-#include "ops/autograd.h"
 #include "ops/backend.h"
-#include "ops/checks.h"
 #include "ops/memory.h"
 #include "ops/ragged_dot.h"
 #include "ops/ragged_scatter_add.h"
@@ -17,22 +15,16 @@ namespace {
 
 constexpr const char* kOp = "ragged_gather_reduce";
 
-TORCH_LIBRARY_FRAGMENT(maxmoe, m) {
-  m.def(
-      "ragged_gather_reduce(Tensor rows, Tensor index, int group_size, Tensor? weights=None, *, Tensor? valid=None) "
-      "-> Tensor");
-}
-
 void check(const Tensor& rows, const Tensor& index, int64_t group_size, const OptionalTensor& weights,
            const OptionalTensor& valid) {
   Argument(kOp, "rows", rows).has_dims(2, "[R, D]").is_floating();
-  Argument(kOp, "index", index).has_dims(1, "[M]").is_int64().is_on_device_of("rows", rows);
+  Argument(kOp, "index", index).has_dims(1, "[M]").is_int64();
   MAXMOE_CHECK(group_size >= 1, kOp, "group_size must be at least 1, got ", group_size);
   MAXMOE_CHECK(index.size(0) % group_size == 0, kOp, "group_size must divide the size of index (", index.size(0),
                "), got ", group_size);
-  check_weights(kOp, weights, rows, index.size(0));
+  check_weights(kOp, weights, index.size(0));
   if (valid.has_value()) {
-    Argument(kOp, "valid", *valid).has_dims(1, "[M]").is_bool().is_on_device_of("rows", rows);
+    Argument(kOp, "valid", *valid).has_dims(1, "[M]").is_bool();
     Argument(kOp, "valid", *valid).has_size(0, index.size(0), "size of index");
   }
   Argument(kOp, "index", index).has_values_in(-1, rows.size(0), "-1 or a row of rows");
@@ -79,54 +71,34 @@ class Gradient : public torch::autograd::Function<Gradient> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& rows, const Tensor& index, int64_t group_size,
                         const OptionalTensor& weights, const OptionalTensor& valid) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    const Tensor kept_rows = requires_grad(weights) ? rows : Tensor();
-    ctx->save_for_backward({kept_rows, masked_index(index, valid), defined_or_empty(weights)});
+    const Tensor out = ragged_gather_reduce(rows, index, group_size, weights, valid);
+    const Tensor saved_rows = requires_grad(weights) ? rows : Tensor();
+    ctx->save_for_backward({saved_rows, masked_index(index, valid), defined_or_empty(weights)});
     ctx->saved_data["num_rows"] = rows.sym_size(0);
     ctx->saved_data["group_size"] = group_size;
-    return ops::ragged_gather_reduce(rows, index, group_size, weights, valid);
+    return out;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    const Tensor& index = saved[1];
-    const auto weights = optional_tensor(saved[2]);
+    const auto [rows, index, weights] = saved_tensors<3>(ctx);
     const int64_t group_size = ctx->saved_data["group_size"].toInt();
     Tensor grad_rows;
     Tensor grad_weights;
     if (ctx->needs_input_grad(0)) {
       const c10::SymInt num_rows = ctx->saved_data["num_rows"].toSymInt();
-      grad_rows = ragged_scatter_add(grads[0], index, num_rows, group_size, weights);
+      grad_rows = ragged_scatter_add(grads[0], index, num_rows, group_size, optional_tensor(weights));
     }
-    if (saved[0].defined()) {
-      grad_weights = ragged_dot(grads[0], saved[0], index, group_size).view_as(*weights).to(weights->scalar_type());
-    }
+    if (rows.defined()) grad_weights = like_weights(ragged_dot(grads[0], rows, index, group_size), weights);
     return {grad_rows, Tensor(), Tensor(), grad_weights, Tensor()};
   }
 };
 
-Tensor ragged_gather_reduce_autograd(const Tensor& rows, const Tensor& index, int64_t group_size,
-                                     const OptionalTensor& weights, const OptionalTensor& valid) {
-  if (needs_gradient(rows, defined_or_empty(weights))) {
-    return Gradient::apply(rows, index, group_size, weights, valid);
-  }
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  return ops::ragged_gather_reduce(rows, index, group_size, weights, valid);
-}
-
-TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) {
-  m.impl("ragged_gather_reduce", &ragged_gather_reduce_backend);
-}
-TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) {
-  m.impl("ragged_gather_reduce", &ragged_gather_reduce_autograd);
+TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
+  ragged_gather_reduce.define<ragged_gather_reduce_backend, Gradient>(
+      library,
+      "ragged_gather_reduce(Tensor rows, Tensor index, int group_size, Tensor? weights=None, *, Tensor? valid=None) "
+      "-> Tensor");
 }
 
 }  // namespace
-
-Tensor ragged_gather_reduce(const Tensor& rows, const Tensor& index, int64_t group_size, const OptionalTensor& weights,
-                            const OptionalTensor& valid) {
-  static const auto op = find_operator<decltype(ragged_gather_reduce)>("maxmoe::ragged_gather_reduce");
-  return op.call(rows, index, group_size, weights, valid);
-}
-
 }  // namespace maxmoe::ops

@@ -1,12 +1,11 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <optional>
+#include "ops/operator.h"
 
 namespace maxmoe::ops {
 
-at::Tensor ragged_gather_reduce(const at::Tensor& rows, const at::Tensor& index, int64_t group_size,
-                                const std::optional<at::Tensor>& weights, const std::optional<at::Tensor>& valid);
+inline constexpr Operator<"ragged_gather_reduce", Tensor(const Tensor& rows, const Tensor& index, int64_t group_size,
+                                                         const OptionalTensor& weights, const OptionalTensor& valid)>
+    ragged_gather_reduce;
 
 }  // namespace maxmoe::ops

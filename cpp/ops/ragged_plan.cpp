@@ -6,13 +6,12 @@
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
 #include <tuple>
 
 #include "kernels/ragged_plan.h"
 #include "ops/backend.h"
-#include "ops/checks.h"
+#include "ops/operator.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
@@ -20,14 +19,12 @@ namespace {
 
 constexpr const char* kOp = "ragged_plan";
 
-TORCH_LIBRARY_FRAGMENT(maxmoe, m) {
-  m.def(
-      "ragged_plan(Tensor experts, int num_experts, *, int first_expert=0, int? num_local_experts=None, "
-      "SymInt? max_rows=None, SymInt? num_rows=None) -> (Tensor slots, Tensor rows, Tensor group_sizes, Tensor "
-      "dropped)");
-}
-
 using Plan = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+constexpr Operator<"ragged_plan", Plan(const Tensor& experts, int64_t num_experts, int64_t first_expert,
+                                       std::optional<int64_t> num_local_experts, std::optional<c10::SymInt> max_rows,
+                                       std::optional<c10::SymInt> num_rows)>
+    ragged_plan;
 
 void check(const Tensor& experts, int64_t num_experts, int64_t first_expert, int64_t num_local_experts,
            std::optional<int64_t> max_rows) {
@@ -111,8 +108,12 @@ Plan ragged_plan_backend(const Tensor& experts, int64_t num_experts, int64_t fir
   return {slots, rows, group_sizes, dropped};
 }
 
-TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) {
-  m.impl("ragged_plan", &ragged_plan_backend);
+TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
+  ragged_plan.define<ragged_plan_backend>(
+      library,
+      "ragged_plan(Tensor experts, int num_experts, *, int first_expert=0, int? num_local_experts=None, "
+      "SymInt? max_rows=None, SymInt? num_rows=None) -> (Tensor slots, Tensor rows, Tensor group_sizes, Tensor "
+      "dropped)");
 }
 
 }  // namespace

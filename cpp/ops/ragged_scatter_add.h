@@ -1,12 +1,11 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <optional>
+#include "ops/operator.h"
 
 namespace maxmoe::ops {
 
-at::Tensor ragged_scatter_add(const at::Tensor& rows, const at::Tensor& index, c10::SymInt num_rows, int64_t group_size,
-                              const std::optional<at::Tensor>& weights);
+inline constexpr Operator<"ragged_scatter_add", Tensor(const Tensor& rows, const Tensor& index, c10::SymInt num_rows,
+                                                       int64_t group_size, const OptionalTensor& weights)>
+    ragged_scatter_add;
 
 }  // namespace maxmoe::ops

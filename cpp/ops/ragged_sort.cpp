@@ -1,7 +1,6 @@
 #include "ops/ragged_sort.h"
 
 #include "kernels/ragged_sort.h"
-#include "ops/autograd.h"
 #include "ops/backend.h"
 #include "ops/memory.h"
 #include "ops/ragged_dot.h"
@@ -14,14 +13,10 @@ namespace {
 
 constexpr const char* kOp = "ragged_sort";
 
-TORCH_LIBRARY_FRAGMENT(maxmoe, m) {
-  m.def("ragged_sort(Tensor x, Tensor slots, Tensor rows, int top_k, Tensor? weights=None) -> Tensor");
-}
-
 void check(const Tensor& x, const Tensor& slots, const Tensor& rows, int64_t top_k, const OptionalTensor& weights) {
   Argument(kOp, "x", x).has_dims(2, "[T, D]").is_floating();
-  check_weights(kOp, weights, x, rows.numel());
-  check_routed_rows(kOp, slots, rows, x, x.size(0), slots.numel(), top_k);
+  check_weights(kOp, weights, rows.numel());
+  check_routed_rows(kOp, slots, rows, x.size(0), slots.numel(), top_k);
 }
 
 Tensor ragged_sort_aten(const Tensor& x, const Tensor& slots, int64_t top_k, const OptionalTensor& weights) {
@@ -52,48 +47,26 @@ class Gradient : public torch::autograd::Function<Gradient> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& slots, const Tensor& rows, int64_t top_k,
                         const OptionalTensor& weights) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({requires_grad(weights) ? x : Tensor(), slots, rows, defined_or_empty(weights)});
     ctx->saved_data["top_k"] = top_k;
-    return ops::ragged_sort(x, slots, rows, top_k, weights);
+    return ragged_sort(x, slots, rows, top_k, weights);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    const Tensor& slots = saved[1];
-    const Tensor& rows = saved[2];
-    const auto weights = optional_tensor(saved[3]);
+    const auto [x, slots, rows, weights] = saved_tensors<4>(ctx);
     const int64_t top_k = ctx->saved_data["top_k"].toInt();
     Tensor grad_x;
     Tensor grad_weights;
-    if (ctx->needs_input_grad(0)) grad_x = ragged_unsort(grads[0], slots, rows, top_k, weights);
-    if (saved[0].defined()) {
-      grad_weights = ragged_dot(saved[0], grads[0], rows, top_k).view_as(*weights).to(weights->scalar_type());
-    }
+    if (ctx->needs_input_grad(0)) grad_x = ragged_unsort(grads[0], slots, rows, top_k, optional_tensor(weights));
+    if (x.defined()) grad_weights = like_weights(ragged_dot(x, grads[0], rows, top_k), weights);
     return {grad_x, Tensor(), Tensor(), Tensor(), grad_weights};
   }
 };
 
-Tensor ragged_sort_autograd(const Tensor& x, const Tensor& slots, const Tensor& rows, int64_t top_k,
-                            const OptionalTensor& weights) {
-  if (needs_gradient(x, defined_or_empty(weights))) return Gradient::apply(x, slots, rows, top_k, weights);
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  return ops::ragged_sort(x, slots, rows, top_k, weights);
-}
-
-TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) {
-  m.impl("ragged_sort", &ragged_sort_backend);
-}
-TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) {
-  m.impl("ragged_sort", &ragged_sort_autograd);
+TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
+  ragged_sort.define<ragged_sort_backend, Gradient>(
+      library, "ragged_sort(Tensor x, Tensor slots, Tensor rows, int top_k, Tensor? weights=None) -> Tensor");
 }
 
 }  // namespace
-
-Tensor ragged_sort(const Tensor& x, const Tensor& slots, const Tensor& rows, int64_t top_k,
-                   const OptionalTensor& weights) {
-  static const auto op = find_operator<decltype(ragged_sort)>("maxmoe::ragged_sort");
-  return op.call(x, slots, rows, top_k, weights);
-}
-
 }  // namespace maxmoe::ops

@@ -1,12 +1,11 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <optional>
+#include "ops/operator.h"
 
 namespace maxmoe::ops {
 
-at::Tensor ragged_sort(const at::Tensor& x, const at::Tensor& slots, const at::Tensor& rows, int64_t top_k,
-                       const std::optional<at::Tensor>& weights);
+inline constexpr Operator<"ragged_sort", Tensor(const Tensor& x, const Tensor& slots, const Tensor& rows, int64_t top_k,
+                                                const OptionalTensor& weights)>
+    ragged_sort;
 
 }  // namespace maxmoe::ops

@@ -1,7 +1,6 @@
 #include "ops/ragged_unsort.h"
 
 #include "kernels/ragged_unsort.h"
-#include "ops/autograd.h"
 #include "ops/backend.h"
 #include "ops/memory.h"
 #include "ops/ragged_dot.h"
@@ -15,10 +14,6 @@ namespace {
 
 constexpr const char* kOp = "ragged_unsort";
 
-TORCH_LIBRARY_FRAGMENT(maxmoe, m) {
-  m.def("ragged_unsort(Tensor rows, Tensor slots, Tensor row_of_slot, int top_k, Tensor? weights=None) -> Tensor");
-}
-
 void check(const Tensor& rows, const Tensor& slots, const Tensor& row_of_slot, int64_t top_k,
            const OptionalTensor& weights) {
   Argument(kOp, "rows", rows).has_dims(2, "[R, D]").is_floating();
@@ -27,8 +22,8 @@ void check(const Tensor& rows, const Tensor& slots, const Tensor& row_of_slot, i
                "), got ", top_k);
   MAXMOE_CHECK(rows.size(0) >= slots.numel(), kOp, "rows must have a row for each of the plan's ", slots.numel(),
                ", got shape ", rows.sizes());
-  check_weights(kOp, weights, rows, row_of_slot.numel());
-  check_routed_rows(kOp, slots, row_of_slot, rows, row_of_slot.numel() / top_k, slots.numel(), top_k);
+  check_weights(kOp, weights, row_of_slot.numel());
+  check_routed_rows(kOp, slots, row_of_slot, row_of_slot.numel() / top_k, slots.numel(), top_k);
 }
 
 Tensor ragged_unsort_backend(const Tensor& rows, const Tensor& slots, const Tensor& row_of_slot, int64_t top_k,
@@ -51,56 +46,34 @@ class Gradient : public torch::autograd::Function<Gradient> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& rows, const Tensor& slots, const Tensor& row_of_slot,
                         int64_t top_k, const OptionalTensor& weights) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    const Tensor kept_rows = requires_grad(weights) ? rows : Tensor();
-    ctx->save_for_backward({kept_rows, slots, row_of_slot, defined_or_empty(weights)});
+    const Tensor out = ragged_unsort(rows, slots, row_of_slot, top_k, weights);
+    const Tensor saved_rows = requires_grad(weights) ? rows : Tensor();
+    ctx->save_for_backward({saved_rows, slots, row_of_slot, defined_or_empty(weights)});
     ctx->saved_data["top_k"] = top_k;
     ctx->saved_data["num_rows"] = rows.sym_size(0);
-    return ops::ragged_unsort(rows, slots, row_of_slot, top_k, weights);
+    return out;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    const Tensor& slots = saved[1];
-    const Tensor& row_of_slot = saved[2];
-    const auto weights = optional_tensor(saved[3]);
+    const auto [rows, slots, row_of_slot, weights] = saved_tensors<4>(ctx);
     const int64_t top_k = ctx->saved_data["top_k"].toInt();
     Tensor grad_rows;
     Tensor grad_weights;
     if (ctx->needs_input_grad(0)) {
-      grad_rows = ragged_sort(grads[0], slots, row_of_slot, top_k, weights);
+      grad_rows = ragged_sort(grads[0], slots, row_of_slot, top_k, optional_tensor(weights));
       const c10::SymInt spare_rows = ctx->saved_data["num_rows"].toSymInt() - grad_rows.sym_size(0);
       if (spare_rows != 0) grad_rows = at::constant_pad_nd_symint(grad_rows, {0, 0, 0, spare_rows});
     }
-    if (saved[0].defined()) {
-      grad_weights = ragged_dot(grads[0], saved[0], row_of_slot, top_k).view_as(*weights).to(weights->scalar_type());
-    }
+    if (rows.defined()) grad_weights = like_weights(ragged_dot(grads[0], rows, row_of_slot, top_k), weights);
     return {grad_rows, Tensor(), Tensor(), Tensor(), grad_weights};
   }
 };
 
-Tensor ragged_unsort_autograd(const Tensor& rows, const Tensor& slots, const Tensor& row_of_slot, int64_t top_k,
-                              const OptionalTensor& weights) {
-  if (needs_gradient(rows, defined_or_empty(weights))) {
-    return Gradient::apply(rows, slots, row_of_slot, top_k, weights);
-  }
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  return ops::ragged_unsort(rows, slots, row_of_slot, top_k, weights);
-}
-
-TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) {
-  m.impl("ragged_unsort", &ragged_unsort_backend);
-}
-TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) {
-  m.impl("ragged_unsort", &ragged_unsort_autograd);
+TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
+  ragged_unsort.define<ragged_unsort_backend, Gradient>(
+      library,
+      "ragged_unsort(Tensor rows, Tensor slots, Tensor row_of_slot, int top_k, Tensor? weights=None) -> Tensor");
 }
 
 }  // namespace
-
-Tensor ragged_unsort(const Tensor& rows, const Tensor& slots, const Tensor& row_of_slot, int64_t top_k,
-                     const OptionalTensor& weights) {
-  static const auto op = find_operator<decltype(ragged_unsort)>("maxmoe::ragged_unsort");
-  return op.call(rows, slots, row_of_slot, top_k, weights);
-}
-
 }  // namespace maxmoe::ops

@@ -1,12 +1,11 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <optional>
+#include "ops/operator.h"
 
 namespace maxmoe::ops {
 
-at::Tensor ragged_unsort(const at::Tensor& rows, const at::Tensor& slots, const at::Tensor& row_of_slot, int64_t top_k,
-                         const std::optional<at::Tensor>& weights);
+inline constexpr Operator<"ragged_unsort", Tensor(const Tensor& rows, const Tensor& slots, const Tensor& row_of_slot,
+                                                  int64_t top_k, const OptionalTensor& weights)>
+    ragged_unsort;
 
 }  // namespace maxmoe::ops

@@ -3,10 +3,10 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
+
 #include "kernels/tgmm.h"
-#include "ops/autograd.h"
 #include "ops/backend.h"
-#include "ops/checks.h"
 #include "ops/gmm.h"
 #include "ops/memory.h"
 #include "ops/views.h"
@@ -16,16 +16,12 @@ namespace {
 
 constexpr const char* kOp = "tgmm";
 
-TORCH_LIBRARY_FRAGMENT(maxmoe, m) {
-  m.def("tgmm(Tensor lhs, Tensor rhs, Tensor group_sizes, int num_local_groups, *, int group_offset=0) -> Tensor");
-}
-
 void check(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, int64_t num_local_groups) {
   Argument(kOp, "lhs", lhs).has_dims(2, "[R, D]").is_floating();
-  Argument(kOp, "rhs", rhs).has_dims(2, "[R, F]").has_dtype_of("lhs", lhs).is_on_device_of("lhs", lhs);
+  Argument(kOp, "rhs", rhs).has_dims(2, "[R, F]").has_dtype_of("lhs", lhs);
   Argument(kOp, "rhs", rhs).has_size(0, lhs.size(0), "R of lhs");
   MAXMOE_CHECK(num_local_groups >= 0, kOp, "num_local_groups must not be negative, got ", num_local_groups);
-  check_group_sizes(kOp, group_sizes, lhs, lhs.size(0), Sum::at_most);
+  check_group_sizes(kOp, group_sizes, lhs.size(0), Sum::at_most);
 }
 
 Tensor tgmm_aten(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, int64_t num_local_groups,
@@ -47,8 +43,11 @@ Tensor tgmm_aten(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes
 Tensor tgmm_backend(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, int64_t num_local_groups,
                     int64_t group_offset) {
   check(lhs, rhs, group_sizes, num_local_groups);
+  // Past the groups on either side there is none, however far.
+  group_offset = std::clamp(group_offset, -num_local_groups, group_sizes.size(0));
   if (!uses_kernels(lhs)) return tgmm_aten(lhs, rhs, group_sizes, num_local_groups, group_offset);
   const Tensor out = empty({num_local_groups, lhs.size(1), rhs.size(1)}, lhs.options());
+  if (out.numel() == 0) return out;
   const Tensor left = gemm_operand(lhs);
   const Tensor right = gemm_operand(rhs);
   const Tensor sizes = group_sizes.contiguous();
@@ -64,17 +63,13 @@ class Gradient : public torch::autograd::Function<Gradient> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes,
                         int64_t num_local_groups, int64_t group_offset) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({rhs.requires_grad() ? lhs : Tensor(), lhs.requires_grad() ? rhs : Tensor(), group_sizes});
     ctx->saved_data["group_offset"] = group_offset;
-    return ops::tgmm(lhs, rhs, group_sizes, num_local_groups, group_offset);
+    return tgmm(lhs, rhs, group_sizes, num_local_groups, group_offset);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    const Tensor& lhs = saved[0];
-    const Tensor& rhs = saved[1];
-    const Tensor& group_sizes = saved[2];
+    const auto [lhs, rhs, group_sizes] = saved_tensors<3>(ctx);
     const int64_t group_offset = ctx->saved_data["group_offset"].toInt();
     Tensor grad_lhs;
     Tensor grad_rhs;
@@ -84,39 +79,11 @@ class Gradient : public torch::autograd::Function<Gradient> {
   }
 };
 
-Tensor tgmm_autograd(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, int64_t num_local_groups,
-                     int64_t group_offset) {
-  if (needs_gradient(lhs, rhs)) return Gradient::apply(lhs, rhs, group_sizes, num_local_groups, group_offset);
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  return ops::tgmm(lhs, rhs, group_sizes, num_local_groups, group_offset);
-}
-
-template <c10::DispatchKey key, c10::DeviceType device>
-Tensor tgmm_autocast(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, int64_t num_local_groups,
-                     int64_t group_offset) {
-  const c10::impl::ExcludeDispatchKeyGuard guard(key);
-  return ops::tgmm(autocast(lhs, device), autocast(rhs, device), group_sizes, num_local_groups, group_offset);
-}
-
-TORCH_LIBRARY_IMPL(maxmoe, CompositeExplicitAutograd, m) {
-  m.impl("tgmm", &tgmm_backend);
-}
-TORCH_LIBRARY_IMPL(maxmoe, Autograd, m) {
-  m.impl("tgmm", &tgmm_autograd);
-}
-TORCH_LIBRARY_IMPL(maxmoe, AutocastCPU, m) {
-  m.impl("tgmm", &tgmm_autocast<c10::DispatchKey::AutocastCPU, c10::kCPU>);
-}
-TORCH_LIBRARY_IMPL(maxmoe, AutocastCUDA, m) {
-  m.impl("tgmm", &tgmm_autocast<c10::DispatchKey::AutocastCUDA, c10::kCUDA>);
+TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
+  tgmm.define<tgmm_backend, Gradient, Autocast::lower_precision>(
+      library,
+      "tgmm(Tensor lhs, Tensor rhs, Tensor group_sizes, int num_local_groups, *, int group_offset=0) -> Tensor");
 }
 
 }  // namespace
-
-Tensor tgmm(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, int64_t num_local_groups,
-            int64_t group_offset) {
-  static const auto op = find_operator<decltype(tgmm)>("maxmoe::tgmm");
-  return op.call(lhs, rhs, group_sizes, num_local_groups, group_offset);
-}
-
 }  // namespace maxmoe::ops

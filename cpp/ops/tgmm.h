@@ -1,10 +1,11 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include "ops/operator.h"
 
 namespace maxmoe::ops {
 
-at::Tensor tgmm(const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& group_sizes, int64_t num_local_groups,
-                int64_t group_offset);
+inline constexpr Operator<"tgmm", Tensor(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes,
+                                         int64_t num_local_groups, int64_t group_offset)>
+    tgmm;
 
 }  // namespace maxmoe::ops

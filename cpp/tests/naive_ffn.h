@@ -94,7 +94,7 @@ class Projections {
     return e;
   }
 
-  void collect_into(ExpertFfnBackward<T>& a, bool biased) {
+  void collect_into(ExpertFfnBackwardUp<T>& a, bool biased) {
     if (layout_ == GateLayout::separate) a.grad_gate = stack(gate_, num_experts_);
     a.grad_up = stack(up_, num_experts_);
     if (biased && layout_ == GateLayout::separate) a.grad_gate_bias = gate_bias_.view();

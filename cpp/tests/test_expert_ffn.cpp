@@ -88,25 +88,39 @@ FfnTensors<T> run_backward(const FfnShape& shape, const Variant& variant, const 
   FfnTensors<T> grads(shape);
   grads.weights.fill(0.0);  // of slots without a row nobody writes
 
-  ExpertFfnBackward<T> a{};
-  a.grad_out = grad_out.view();
-  a.x = tensors.x.view();
-  a.weights = variant.weighted ? tensors.weights.view().data : nullptr;
-  a.routed = routed_rows(routing);
   const Projections<T> projections(variant.kind.gate, tensors, routing.num_experts);
-  a.experts = projections.experts(tensors, variant.biased);
-  a.kind = variant.kind;
-  a.gemm = &test_gemm<T>();
-  a.preactivations = preactivations.view();
-  a.activated = activated.view();
-  a.grad_rows = grad_rows.view();
-  a.grad_x = grads.x.view();
-  if (variant.weighted) a.grad_weights = grads.weights.view().data;
+  const ExpertWeights<T> experts = projections.experts(tensors, variant.biased);
+  const Gemm<T>* gemm = &test_gemm<T>();
+
+  ExpertFfnBackwardDown<T> down{};
+  down.grad_out = grad_out.view();
+  down.weights = variant.weighted ? tensors.weights.view().data : nullptr;
+  down.routed = routed_rows(routing);
+  down.down = experts.down;
+  down.down_bias = experts.down_bias;
+  down.kind = variant.kind;
+  down.gemm = gemm;
+  down.preactivations = preactivations.view();
+  down.activated = activated.view();
+  if (variant.weighted) down.grad_weights = grads.weights.view().data;
+  down.grad_down = stack(grads.down, routing.num_experts);
+  if (variant.biased) down.grad_down_bias = grads.down_bias.view();
+  expert_ffn_backward_down(down, executor);
+
+  const ConstMatrixView<T> grad_preactivations = preactivations.view().as_const();
+  expert_ffn_backward_input(ExpertFfnBackwardInput<T>{grad_preactivations, down.routed, experts.gate, experts.up, gemm,
+                                                      grad_rows.view(), grads.x.view()},
+                            executor);
+
   Projections<T> grad_projections(variant.kind.gate, grads, routing.num_experts);
-  grad_projections.collect_into(a, variant.biased);
-  a.grad_down = stack(grads.down, routing.num_experts);
-  if (variant.biased) a.grad_down_bias = grads.down_bias.view();
-  expert_ffn_backward(a, executor);
+  ExpertFfnBackwardUp<T> up{};
+  up.x = tensors.x.view();
+  up.grad_preactivations = grad_preactivations;
+  up.gate_width = experts.gate.first.columns;
+  up.routed = down.routed;
+  up.gemm = gemm;
+  grad_projections.collect_into(up, variant.biased);
+  expert_ffn_backward_up(up, executor);
   grad_projections.copy_to(grads);
   return grads;
 }

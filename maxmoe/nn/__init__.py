@@ -7,7 +7,7 @@ from maxmoe.nn.losses import MoEStats, count_tokens, load_balance_loss, mean_ove
 from maxmoe.nn.moe import MoE, MoEOutput
 from maxmoe.nn.recompute import keep_routing
 from maxmoe.nn.replay import RoutingRecord, record_routing, replay_routing
-from maxmoe.nn.router import Router, Routing, normalized_scores
+from maxmoe.nn.router import Router, Routing
 from maxmoe.nn.tokens import LocalTokens, TokenGroup, same_tokens_everywhere
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "keep_routing",
     "load_balance_loss",
     "mean_over_tokens",
-    "normalized_scores",
     "record_routing",
     "replay_routing",
     "router_z_loss",

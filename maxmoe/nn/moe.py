@@ -151,8 +151,6 @@ class MoE(nn.Module):
     def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
         config, wide = self.config, torch.promote_types(self.experts.up_proj.dtype, torch.float32)
         saved = {"input": SavedTensor((batch, length, config.hidden_size), (*TOKEN_DIMS, "activation_embed"))}
-        if config.load_balance_loss_weight > 0:
-            saved["probabilities"] = SavedTensor((batch, length, config.num_experts), (*TOKEN_DIMS, None), wide)
         if config.router_z_loss_weight > 0:
             saved["logsumexp"] = SavedTensor((batch, length), TOKEN_DIMS, wide)
         return saved

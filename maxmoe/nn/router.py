@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from maxmoe.config import MoEConfig, ScoreFunction
+from maxmoe.config import MoEConfig
 from maxmoe.nn.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.nn.linear import linear
 from maxmoe.ops.route import route
@@ -19,7 +19,7 @@ class Routing(NamedTuple):
 
     Attributes:
         logits: ``(T, E)``, float32 or wider.
-        probabilities: ``(T, E)``, the scores of every expert, scaled to sum one; see `normalized_scores`.
+        probabilities: ``(T, E)``, the scores of every expert, scaled to sum one; see `maxmoe.ops.route`.
         weights: ``(T, K)``, float32 or wider; 0 where `experts` is -1.
         experts: ``(T, K)``, int64; -1 for a slot that is not routed.
         token_mask: ``(T,)``, bool, False for padding; None if there is none.
@@ -32,60 +32,6 @@ class Routing(NamedTuple):
     experts: Tensor
     token_mask: Tensor | None = None
     is_complete: bool = True
-
-
-def normalized_scores(logits: Tensor, score_function: ScoreFunction) -> Tensor:
-    """Scores of every expert, scaled to sum one.
-
-    p = s / (sum_e s + 1e-20);  the softmax for "softmax" and "identity"
-
-    Args:
-        logits: ``(T, E)``, floating.
-        score_function: of the router.
-
-    Returns:
-        ``(T, E)``, dtype of logits.
-    """
-    if score_function in ("softmax", "identity"):
-        return logits.softmax(-1)
-    scores = _scores(logits, score_function)
-    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
-
-
-def _scores(logits: Tensor, score_function: ScoreFunction) -> Tensor:
-    if score_function == "softmax":
-        return logits.softmax(-1)
-    if score_function == "sigmoid":
-        return logits.sigmoid()
-    if score_function == "sqrtsoftplus":
-        # The slope of the square root is infinite at zero, which is the softplus of large negative logits.
-        softplus = torch.logaddexp(logits, torch.zeros_like(logits))
-        return softplus.clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
-    return logits
-
-
-def weights_of_experts(logits: Tensor, experts: Tensor, config: MoEConfig) -> Tensor:
-    """Weights of given experts, as `maxmoe.ops.route` gives them to those that it selects.
-
-    weights[t] = scale * normalization(score(logits[t])[experts[t]])
-
-    Args:
-        logits: ``(T, E)``, float32 or wider.
-        experts: ``(T, K)``, int64; slots of -1 are left out.
-        config: of the layer.
-
-    Returns:
-        ``(T, K)``, dtype of logits; 0 where `experts` is -1.
-    """
-    is_absent = experts < 0
-    weights = _scores(logits, config.score_function).gather(1, experts.clamp_min(0))
-    if config.normalization == "sum":
-        weights = weights.masked_fill(is_absent, 0.0)
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    elif config.normalization == "softmax":
-        # Not minus infinity: the softmax of a token without experts would be NaN.
-        weights = weights.masked_fill(is_absent, torch.finfo(weights.dtype).min).softmax(-1)
-    return (weights * config.routed_scaling_factor).masked_fill(is_absent, 0.0)
 
 
 def _without_padding(routing: Routing, token_mask: Tensor) -> Routing:
@@ -156,25 +102,20 @@ class Router(nn.Module):
         if config.router == "random":
             # The values are noise, the gradient is that of the logits: the work of real training, in balance.
             logits = logits + (torch.randn_like(logits) - logits).detach()
-        is_forced = experts is not None
-        if experts is None:
-            weights, experts = route(
-                logits,
-                config.top_k,
-                score_function=config.score_function,
-                correction_bias=self.score_correction_bias,
-                num_groups=config.num_groups,
-                top_k_groups=config.top_k_groups,
-                group_score=config.group_score,
-                normalization=config.normalization,
-                scale=config.routed_scaling_factor,
-            )
-        else:
-            weights = weights_of_experts(logits, experts, config)
-        # Only the balance loss has a gradient to them; the statistics are read without one.
-        source = logits if config.load_balance_loss_weight > 0 else logits.detach()
-        probabilities = normalized_scores(source, config.score_function)
-        routing = Routing(logits, probabilities, weights, experts, is_complete=not is_forced)
+        is_complete = experts is None
+        weights, experts, probabilities = route(
+            logits,
+            config.top_k,
+            score_function=config.score_function,
+            correction_bias=self.score_correction_bias,
+            num_groups=config.num_groups,
+            top_k_groups=config.top_k_groups,
+            group_score=config.group_score,
+            normalization=config.normalization,
+            scale=config.routed_scaling_factor,
+            experts=experts,
+        )
+        routing = Routing(logits, probabilities, weights, experts, is_complete=is_complete)
         return routing if token_mask is None else _without_padding(routing, token_mask)
 
     @property

@@ -2,6 +2,18 @@
 
 `maxmoe.ops.X` is `torch.ops.maxmoe.X` with a plan in place of its tensors. `maxmoe.reference` says in loops what
 each one computes.
+
+Every operator that takes floating tensors works with
+
+- `torch.autograd`: any number of times (`create_graph`), for batches of gradients (`is_grads_batched`,
+  `torch.autograd.functional.jacobian(vectorize=True)`), in forward mode (`torch.autograd.forward_ad`), and forward
+  mode over reverse mode. Here `expert_ffn` and `route` are composed of the other operators and of PyTorch's: a second
+  derivative of `expert_ffn` computes the pre-activations again, and results differ by rounding.
+- `torch.func.jvp`, `jacfwd` and `vmap`; also over parameters that require gradients. There are no batching rules:
+  PyTorch calls the operator once for each member of the batch, and warns that this is slow.
+
+`torch.func.grad`, `vjp`, `jacrev` and `hessian` raise `NotImplementedError`: PyTorch has no such transforms of
+autograd functions in C++. `torch.autograd.grad` computes the same.
 """
 
 from maxmoe import _library as _library  # registers the operators; first

@@ -1,5 +1,6 @@
 """What the fake kernels share."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,30 +13,35 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def register_fake(operator: str) -> Callable[[Function], Function]:
     """Declare the fake kernel of an operator: what it returns in shape and dtype, for torch.compile and meta tensors.
 
+    A single meta tensor among others is enough to be sent to it, so that it checks the devices of all tensors, as the
+    operators themselves do.
+
     Args:
         operator: without the namespace.
 
     Returns:
         A decorator that leaves the function as it is.
     """
-    register: Callable[[Function], Function] = torch.library.register_fake(f"maxmoe::{operator}")
+    names = [argument.name for argument in getattr(torch.ops.maxmoe, operator).default._schema.arguments]
+
+    def register(function: Function) -> Function:
+        @functools.wraps(function)
+        def fake(*args: Any, **kwargs: Any) -> Any:
+            _check_devices(operator, dict(zip(names, args, strict=False)) | kwargs)
+            return function(*args, **kwargs)
+
+        torch.library.register_fake(f"maxmoe::{operator}", fake)
+        return function
+
     return register
 
 
-def check_devices(operator: str, **tensors: Tensor | None) -> None:
-    """Refuse tensors of different devices: one meta tensor is enough to be sent to a fake kernel.
-
-    Args:
-        operator: for the message.
-        **tensors: the arguments by name; the first one says which device is right.
-
-    Raises:
-        ValueError: naming the argument and both devices.
-    """
-    (first, reference), *others = tensors.items()
-    assert reference is not None
-    for name, tensor in others:
-        if tensor is not None and tensor.device != reference.device:
+def _check_devices(operator: str, arguments: dict[str, Any]) -> None:
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    first, *_ = tensors
+    device = tensors[first].device
+    for name, tensor in tensors.items():
+        if tensor.device != device:
             raise ValueError(
-                f"maxmoe::{operator}: {name} must be on the device of {first} ({reference.device}), got {tensor.device}"
+                f"maxmoe::{operator}: {name} must be on the device of {first} ({device}), got {tensor.device}"
             )

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from maxmoe.ops._fake import check_devices, register_fake
+from maxmoe.ops._fake import register_fake
 from maxmoe.ops.ragged_plan import RaggedPlan
 
 
@@ -77,29 +77,7 @@ def expert_ffn(
 
 
 @register_fake("expert_ffn")
-def _expert_ffn_fake(
-    x: Tensor,
-    weights: Tensor | None,
-    slots: Tensor,
-    rows: Tensor,
-    group_sizes: Tensor,
-    top_k: int,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    **biases: object,
-) -> Tensor:
-    check_devices(
-        "expert_ffn",
-        x=x,
-        weights=weights,
-        slots=slots,
-        rows=rows,
-        group_sizes=group_sizes,
-        gate=gate,
-        up=up,
-        down=down,
-    )
+def _expert_ffn_fake(x: Tensor, *_: object, **__: object) -> Tensor:
     return x.new_empty(x.shape)
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from maxmoe.ops._fake import check_devices, register_fake
+from maxmoe.ops._fake import register_fake
 from maxmoe.ops.ragged_plan import RaggedPlan
 
 
@@ -36,5 +36,4 @@ def ragged_unsort(rows: Tensor, plan: RaggedPlan, weights: Tensor | None = None)
 def _ragged_unsort_fake(
     rows: Tensor, slots: Tensor, row_of_slot: Tensor, top_k: int, weights: Tensor | None = None
 ) -> Tensor:
-    check_devices("ragged_unsort", rows=rows, slots=slots, row_of_slot=row_of_slot, weights=weights)
     return rows.new_empty(row_of_slot.shape[0] // top_k, rows.shape[1])

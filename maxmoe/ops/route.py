@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from maxmoe.ops._fake import check_devices, register_fake
+from maxmoe.ops._fake import register_fake
 
 
 def route(
@@ -17,15 +17,17 @@ def route(
     group_score: str = "top2",
     normalization: str = "sum",
     scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+    experts: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Choose the experts of every token and weigh them.
 
     s = score(logits);  experts[t] = top_k of (s + correction_bias)[t] within the best groups;
-    weights[t] = scale * normalization(s[t, experts[t]])
+    weights[t] = scale * normalization(s[t, experts[t]]);  probabilities[t] = s[t] / (sum_e s[t, e] + 1e-20)
 
     A group's score is the sum of its two best biased scores, or the best one. Experts come best first; among equals
-    the lowest index wins. The weights are those of s, never of the biased scores. The gradient of `weights` reaches
-    `logits`; `correction_bias` gets none.
+    the lowest index wins. The weights are those of s, never of the biased scores. The gradients of `weights` and
+    `probabilities` reach `logits`; `correction_bias` gets none. The probabilities of "identity" are the softmax of the
+    logits.
 
     Args:
         logits: ``(T, E)``, floating; computed in float32 or wider.
@@ -37,9 +39,10 @@ def route(
         group_score: "top2" or "max".
         normalization: "none", "sum" (divide by the sum + 1e-20) or "softmax", over the K selected scores.
         scale: multiplies the weights.
+        experts: ``(T, K)``, int64, in [-1, E): weigh these instead of choosing; a slot of -1 gets weight 0.
 
     Returns:
-        weights ``(T, K)``, float32 or wider, and experts ``(T, K)``, int64.
+        weights ``(T, K)``, float32 or wider, experts ``(T, K)``, int64, and probabilities ``(T, E)``, as the weights.
 
     Raises:
         ValueError: for a wrong argument, or logits that give NaN scores.
@@ -47,7 +50,7 @@ def route(
     Source: DeepSeek-V3 (arXiv:2412.19437) section 2.1.2; DeepSeek-V2 (arXiv:2405.04434) section 2.2.2 for the group
     score "max"; MaxText `get_topk`.
     """
-    weights, experts = torch.ops.maxmoe.route(
+    weights, chosen, probabilities = torch.ops.maxmoe.route(
         logits,
         top_k,
         score_function=score_function,
@@ -57,26 +60,25 @@ def route(
         group_score=group_score,
         normalization=normalization,
         scale=scale,
+        experts=experts,
     )
-    return weights, experts
-
-
-def _weights_dtype(logits: Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
+    return weights, chosen, probabilities
 
 
 @register_fake("route")
 def _route_fake(
     logits: Tensor, top_k: int, *, correction_bias: Tensor | None = None, **_: object
-) -> tuple[Tensor, Tensor]:
-    check_devices("route", logits=logits, correction_bias=correction_bias)
-    shape = (logits.shape[0], top_k)
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape, wide = (logits.shape[0], top_k), torch.promote_types(logits.dtype, torch.float32)
     return (
-        logits.new_empty(shape, dtype=_weights_dtype(logits)),
+        logits.new_empty(shape, dtype=wide),
         logits.new_empty(shape, dtype=torch.int64),
+        logits.new_empty(logits.shape, dtype=wide),
     )
 
 
 @register_fake("route_backward")
-def _route_backward_fake(_grad_weights: Tensor, logits: Tensor, *_: object) -> Tensor:
+def _route_backward_fake(
+    _grad_weights: Tensor, _grad_probabilities: Tensor | None, logits: Tensor, *_: object
+) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)

@@ -141,7 +141,7 @@ def moe(
     lengths = [int(sequence.sum()) for sequence in is_valid.reshape(math.prod(x.shape[:-2]), length)]
 
     logits = router_logits(tokens, config, parameters)
-    weights, experts = route(
+    weights, experts, _ = route(
         logits,
         config.top_k,
         score_function=config.score_function,

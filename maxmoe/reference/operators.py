@@ -84,17 +84,35 @@ def route(
     group_score: GroupScore = "top2",
     normalization: Normalization = "sum",
     scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """Choose by score + correction_bias, weigh by the score alone: weights [T, K], experts [T, K]."""
-    weights, experts = [], []
+    experts: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose by score + correction_bias, or take the experts that are given, and weigh by the score alone.
+
+    Weights [T, K], experts [T, K], and the scores of all experts scaled to sum one [T, E].
+    """
+    weights, chosen, probabilities = [], [], []
     score = scores(logits, score_function)
+    shares = scores(logits, "softmax") if score_function == "identity" else score
     biased = score if correction_bias is None else score + correction_bias
-    for token_score, token_biased in zip(score, biased.tolist(), strict=True):
-        chosen = select_experts(token_biased, top_k, num_groups, top_k_groups, group_score)
-        selected = torch.stack([token_score[expert] for expert in chosen])
-        weights.append(normalize(selected, normalization) * scale)
-        experts.append(torch.tensor(chosen))
-    return stack(weights, score, top_k), stack(experts, torch.empty(0, dtype=torch.int64), top_k)
+    for t, (token_score, token_biased) in enumerate(zip(score, biased.tolist(), strict=True)):
+        ids = select_experts(token_biased, top_k, num_groups, top_k_groups, group_score)
+        if experts is not None:
+            ids = experts[t].tolist()
+        present = [expert for expert in ids if expert >= 0]
+        row = [token_score.new_zeros(())] * top_k
+        if present:
+            normalized = iter(
+                normalize(torch.stack([token_score[expert] for expert in present]), normalization) * scale
+            )
+            row = [next(normalized) if expert >= 0 else token_score.new_zeros(()) for expert in ids]
+        weights.append(torch.stack(row))
+        chosen.append(torch.tensor(ids))
+        probabilities.append(shares[t] / (shares[t].sum() + 1e-20))
+    return (
+        stack(weights, score, top_k),
+        stack(chosen, torch.empty(0, dtype=torch.int64), top_k),
+        stack(probabilities, score, logits.shape[1]),
+    )
 
 
 def ragged_plan(

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from maxmoe import MoE, MoEConfig, MoEStats
 from maxmoe.config import ScoreFunction
-from maxmoe.nn import load_balance_loss, normalized_scores, router_z_loss
+from maxmoe.nn import load_balance_loss, router_z_loss
+from maxmoe.ops import route
 from support.moe_layers import Options, make, tokens
 
 each_score_function = pytest.mark.parametrize("score_function", get_args(ScoreFunction))
@@ -128,14 +129,14 @@ def test_normalized_scores(score_function: Any) -> None:
         "sqrtsoftplus": (1 + logits.exp()).log().sqrt(),
     }[score_function]
     expected = score / score.sum(-1, keepdim=True)
-    torch.testing.assert_close(normalized_scores(logits, score_function), expected)
+    torch.testing.assert_close(route(logits, 1, score_function=score_function, normalization="none")[2], expected)
 
 
 @each_score_function
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_normalized_scores_of_large_logits_have_finite_gradients(dtype: torch.dtype, score_function: Any) -> None:
     logits = torch.tensor([[-1000.0, -80.0, 0.0, 80.0, 1000.0], [-1000.0] * 5], dtype=dtype).requires_grad_()
-    probabilities = normalized_scores(logits, score_function)
+    probabilities = route(logits, 1, score_function=score_function, normalization="none")[2]
     probabilities.square().sum().backward()
     assert probabilities.isfinite().all() and logits.grad is not None and logits.grad.isfinite().all()
 

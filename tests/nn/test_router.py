@@ -213,7 +213,7 @@ def test_random_router_has_the_gradient_of_the_logits() -> None:
 
     torch.manual_seed(3)
     noise = torch.randn(20, 6, dtype=torch.float64).requires_grad_()
-    weights, _ = reference.route(noise, 3)
+    weights, _, _ = reference.route(noise, 3)
     (of_logits,) = torch.autograd.grad(weights, noise, cotangent)
     expected = torch.autograd.grad(functional.linear(*leaves), leaves, of_logits)
     torch.testing.assert_close(gradients, expected)

@@ -20,7 +20,6 @@ from support.operator_calls import (
     tolerance,
 )
 from support.operator_checks import (
-    DifferentiableOnce,
     MixedWeights,
     OperatorTests,
     check_compile,
@@ -32,7 +31,7 @@ from support.shapes import ODD_WIDTHS, SEVERAL_BLOCKS, SKEWED, TINY, UNROUTED, S
 NAN = float("nan")
 
 
-class TestExpertFfn(MixedWeights, DifferentiableOnce, OperatorTests):
+class TestExpertFfn(MixedWeights, OperatorTests):
     """In 16 bits the preactivations, the activations, their gradients and the rows are rounded on the way."""
 
     roundings = 8

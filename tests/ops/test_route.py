@@ -9,7 +9,6 @@ from maxmoe import ops, reference
 from maxmoe.config import GroupScore, Normalization, ScoreFunction
 from support.operator_calls import Call, assert_same, expected_result, refusal, result, short, tolerance
 from support.operator_checks import (
-    DifferentiableOnce,
     OperatorTests,
     check_compile,
     check_registrations,
@@ -27,7 +26,7 @@ def route_call(num_tokens: int, num_experts: int, top_k: int, **options: Any) ->
     return Call("route", {"logits": logits, "top_k": top_k, **options})
 
 
-class TestRoute(DifferentiableOnce, OperatorTests):
+class TestRoute(OperatorTests):
     def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.promote_types(dtype, torch.float32)
 
@@ -74,7 +73,7 @@ def test_every_combination(
 def test_is_in_float32_or_wider(path: str, dtype: torch.dtype) -> None:
     """16 bit logits are exact in float32, and so the weights come from them without another rounding."""
     call = route_call(64, 16, 4, score_function="sigmoid").cast(dtype)
-    (weights, experts), expected = call(), expected_result(call)
+    (weights, experts, _), expected = call(), expected_result(call)
     assert weights.dtype == torch.promote_types(dtype, torch.float32)
     assert torch.equal(experts, expected.outputs[1])
     torch.testing.assert_close(weights.double(), expected.outputs[0], rtol=1e-6, atol=0)
@@ -94,7 +93,7 @@ def test_equal_logits_take_the_lowest_index(
     top_k = min(5, num_experts)
     for value in (0.0, 0.7, -3.1):
         logits = torch.full((3, num_experts), value, dtype=dtype)
-        _, experts = ops.route(logits, top_k, score_function=score_function, normalization="none")
+        _, experts, _ = ops.route(logits, top_k, score_function=score_function, normalization="none")
         assert experts.tolist() == [list(range(top_k))] * 3
 
 
@@ -117,10 +116,10 @@ def test_ties_among_few_values(path: str) -> None:
 
 def test_groups_hold_even_when_an_expert_in_them_is_impossible(path: str) -> None:
     logits = torch.tensor([[9.0, NEVER, 9.0, 1.0, 1.0, 1.0]])
-    _, experts = ops.route(logits, 3, score_function="identity", normalization="none", num_groups=2, top_k_groups=1)
+    _, experts, _ = ops.route(logits, 3, score_function="identity", normalization="none", num_groups=2, top_k_groups=1)
     assert experts.tolist() == [[0, 2, 1]]
     bias = torch.tensor([0.0, NEVER, 0.0, 0.0, 0.0, 0.0])
-    _, experts = ops.route(
+    _, experts, _ = ops.route(
         logits.nan_to_num(neginf=0.0),
         3,
         score_function="identity",
@@ -133,7 +132,7 @@ def test_groups_hold_even_when_an_expert_in_them_is_impossible(path: str) -> Non
 
 def test_impossible_experts_are_not_chosen_and_get_no_gradient(path: str) -> None:
     logits = torch.tensor([[1.0, NEVER, 2.0, NEVER, 0.5]], requires_grad=True)
-    weights, experts = ops.route(logits, 3)
+    weights, experts, _ = ops.route(logits, 3)
     assert experts.tolist() == [[2, 0, 4]]
     weights.backward(torch.randn(1, 3))
     assert logits.grad is not None
@@ -156,13 +155,13 @@ def test_large_logits_stay_finite(path: str, score_function: ScoreFunction) -> N
 
 def test_correction_bias_gets_no_gradient(path: str) -> None:
     logits, bias = torch.randn(4, 6, requires_grad=True), torch.zeros(6, requires_grad=True)
-    weights, _ = ops.route(logits, 2, score_function="sigmoid", correction_bias=bias)
+    weights, _, _ = ops.route(logits, 2, score_function="sigmoid", correction_bias=bias)
     assert torch.autograd.grad(weights.sum(), [logits, bias], allow_unused=True)[1] is None
 
 
 def test_unused_weights_cost_nothing(path: str) -> None:
     """The experts alone are integers and no part of the graph."""
-    _, experts = ops.route(torch.randn(4, 6, requires_grad=True), 2)
+    _, experts, _ = ops.route(torch.randn(4, 6, requires_grad=True), 2)
     assert experts.dtype == torch.int64
     assert not experts.requires_grad
 
@@ -221,3 +220,29 @@ def test_compiles_for_any_number_of_tokens(path: str) -> None:
 def test_refuses(path: str, changes: dict[str, Any], named: tuple[str, ...]) -> None:
     with refusal("route", *named):
         ops.route(**{"logits": torch.randn(4, 6), "top_k": 2, **changes})
+
+
+@each_score_function
+@each_normalization
+def test_given_experts(path: str, normalization: Normalization, score_function: ScoreFunction) -> None:
+    """Weighed as the selected ones are; a slot of -1 has weight 0 and takes part in nothing."""
+    ids = torch.stack([torch.randperm(12)[:4] for _ in range(16)])
+    ids[torch.rand(ids.shape) < 0.3] = -1
+    ids[3] = -1
+    call = route_call(
+        16, 12, 4, score_function=score_function, normalization=normalization, scale=2.5, experts=ids
+    )
+    got = result(call)
+    assert torch.equal(got.outputs[1], ids) and torch.equal(got.outputs[0][ids < 0], got.outputs[0].new_zeros((ids < 0).sum()))
+    assert_same(got, result(call, reference), tolerance(torch.float64, 1))
+
+
+@each_score_function
+@each_normalization
+def test_the_selected_experts_given_again_have_the_same_bits(
+    path: str, normalization: Normalization, score_function: ScoreFunction
+) -> None:
+    logits = torch.randn(33, 17)
+    selected = ops.route(logits, 5, score_function=score_function, normalization=normalization)
+    again = ops.route(logits, 5, score_function=score_function, normalization=normalization, experts=selected[1])
+    assert all(torch.equal(one, other) for one, other in zip(selected, again, strict=True))

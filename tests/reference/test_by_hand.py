@@ -15,7 +15,7 @@ NEVER = float("-inf")
 def select(row: list[float], top_k: int, **options: Any) -> list[int]:
     """The experts chosen for one token whose scores are `row`."""
     logits = torch.tensor([row], dtype=torch.float64)
-    _, experts = reference.route(logits, top_k, score_function="identity", normalization="none", **options)
+    _, experts, _ = reference.route(logits, top_k, score_function="identity", normalization="none", **options)
     return experts[0].tolist()
 
 
@@ -44,7 +44,7 @@ def test_route_never_leaves_the_best_groups() -> None:
 def test_route_bias_selects_but_does_not_weigh() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0]], dtype=torch.float64)
     bias = torch.tensor([10.0, 0.0, 0.0], dtype=torch.float64, requires_grad=True)
-    weights, experts = reference.route(
+    weights, experts, _ = reference.route(
         logits, 2, score_function="sigmoid", correction_bias=bias, normalization="none", scale=2.5
     )
     assert experts.tolist() == [[0, 2]]
@@ -66,7 +66,7 @@ def test_route_bias_selects_but_does_not_weigh() -> None:
 )
 def test_route_weights(score_function: Any, normalization: Any, expected: list[float]) -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0]], dtype=torch.float64).log()
-    weights, _ = reference.route(logits, 2, score_function=score_function, normalization=normalization)
+    weights, _, _ = reference.route(logits, 2, score_function=score_function, normalization=normalization)
     torch.testing.assert_close(weights, torch.tensor([expected], dtype=torch.float64), rtol=1e-14, atol=0)
 
 

@@ -69,7 +69,7 @@ def test_route(module: Any, name: str) -> None:
     """Here MaxText's scores come before its top-k, so that our routing can be compared alone."""
     arrays, meta = golden_fixtures.load(name)
     config = golden_fixtures.layer_config(arrays, meta)
-    weights, experts = module.route(
+    weights, experts, _ = module.route(
         (arrays["x"] @ arrays["gate_kernel"]).flatten(0, 1),
         config.top_k,
         score_function=config.score_function,

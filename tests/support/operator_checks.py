@@ -2,6 +2,7 @@
 
 import importlib
 import warnings
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -24,14 +25,17 @@ from support.operator_calls import (
 )
 from support.shapes import MANY_ROWS, NO_TOKEN, ODD_WIDTHS, SKEWED, TINY, UNROUTED, Shape, each_dtype, each_shape
 
+# Torch's own: it loads its forward-mode rules with torch.jit, and runs an operator once for each member of a batch.
+ignore_warnings_of_transforms = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated", "ignore:There is a performance drop"
+)
+
 
 class OperatorTests:
     """The common tests; a class that derives from it is collected once per operator."""
 
     # Roundings to a 16 bit dtype between the arguments and any result.
     roundings: ClassVar[int] = 1
-    # Linear in each tensor, with a backward made of our operators: differentiable any number of times.
-    differentiable_twice: ClassVar[bool] = True
 
     def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
@@ -55,18 +59,47 @@ class OperatorTests:
             assert output.requires_grad
             output.sum().backward()
 
+    @ignore_warnings_of_transforms
     @pytest.mark.parametrize("shape", [TINY, UNROUTED], ids=str)
     def test_gradcheck(self, path: str, shape: Shape) -> None:
-        call = self.call(shape).trainable()
-        names = list(call.floats())
+        """Reverse, forward, and one after the other; for one vector and for a batch of them."""
+        function, values = function_of(self.call(shape).trainable())
+        assert torch.autograd.gradcheck(
+            function,
+            values,
+            fast_mode=shape is not TINY,
+            check_forward_ad=True,
+            check_batched_grad=True,
+            check_batched_forward_grad=True,
+        )
+        assert torch.autograd.gradgradcheck(
+            function, values, fast_mode=True, check_fwd_over_rev=True, check_rev_over_rev=True, check_batched_grad=True
+        )
 
-        def function(*values: Tensor) -> tuple[Tensor, ...]:
-            return tuple(floating(call.replace(**dict(zip(names, values, strict=True)))()))
+    @ignore_warnings_of_transforms
+    @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+    def test_function_transforms_in_forward_mode(self, path: str, trained: bool) -> None:
+        function, values = function_of(self.call(TINY))
+        jacobians = torch.autograd.functional.jacobian(function, values)
+        values = tuple(value.requires_grad_(trained) for value in values)
+        tangents = tuple(torch.randn_like(value) for value in values)
+        batch = tuple(torch.stack([value, 2 * value]) for value in values)
 
-        values = tuple(call.floats().values())
-        assert torch.autograd.gradcheck(function, values, fast_mode=shape is not TINY)
-        if self.differentiable_twice:
-            assert torch.autograd.gradgradcheck(function, values, fast_mode=True)
+        _, got = torch.func.jvp(function, values, tangents)
+        along = zip(got, *[jacobians] if len(got) > 1 else [[jacobians[0]]], strict=True)
+        for tangent, jacobian in along:
+            expected = sum(torch.tensordot(j, t, t.dim()) for j, t in zip(jacobian, tangents, strict=True))
+            torch.testing.assert_close(tangent, expected)
+        torch.testing.assert_close(torch.func.jacfwd(function, tuple(range(len(values))))(*values), jacobians)
+        both = zip(function(*values), function(*(2 * value for value in values)), strict=True)
+        torch.testing.assert_close(torch.func.vmap(function)(*batch), tuple(torch.stack(pair) for pair in both))
+
+    @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
+    def test_function_transforms_in_reverse_mode_are_refused(self, path: str, transform: Any) -> None:
+        call = self.call(TINY)
+        function, values = function_of(call)
+        with pytest.raises(NotImplementedError, match=f"maxmoe::{call.operator}: gradients must be taken with"):
+            transform(lambda *values: function(*values)[0].sum())(*values)
 
     @pytest.mark.parametrize("layout", ["transposed", "columns", "rows", "expanded"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -122,17 +155,14 @@ class OperatorTests:
         check_compile(self.call(SKEWED), "aot_eager")
 
 
-class DifferentiableOnce:
-    """For the operators whose backward is one kernel: a second backward is an error, never a silent zero."""
+def function_of(call: Call) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]:
+    """The call as a function of its floating tensors, and these."""
+    names = list(call.floats())
 
-    differentiable_twice: ClassVar[bool] = False
+    def function(*values: Tensor) -> tuple[Tensor, ...]:
+        return tuple(floating(call.replace(**dict(zip(names, values, strict=True)))()))
 
-    def test_second_backward_is_refused(self: Any, path: str) -> None:
-        call = self.call(TINY).trainable()
-        leaves = list(call.floats().values())
-        gradients = torch.autograd.grad(call()[0].square().sum(), leaves, create_graph=True)
-        with pytest.raises(RuntimeError, match=f"derivative for maxmoe::{call.operator}_backward"):
-            torch.autograd.grad(sum(gradient.sum() for gradient in gradients), leaves)
+    return function, tuple(call.floats().values())
 
 
 class MixedWeights:

@@ -1,0 +1,244 @@
+"""Calls every registered operator with one or two arguments that are wrong, on both paths.
+
+Run as a program, since what it looks for may end the process. A call must either raise an error that names the
+operator, or give the same on both paths.
+"""
+
+import random
+import re
+import resource
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from maxmoe import ops
+
+HUGE = (-(2**63), -(2**62), -1, 0, 1, 3, 10**9, 2**32, 2**62, 2**63 - 1)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
+# What torch itself says of an argument that the schema does not allow, or of a size that no tensor may have.
+OF_TORCH = "Expected a value of type|fixed-size array|too large|overflow|negative dimension|can't allocate memory"
+MEMORY = 2**34  # bytes that a call may ask for
+SAMPLE = 150  # calls of each operator in each way
+
+Arguments = dict[str, Any]
+
+
+def valid_calls() -> Iterator[tuple[str, Arguments]]:
+    """One for each operator: 5 tokens, 2 experts each out of 3, D = 4, F = 6."""
+    experts = torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2], [2, 1]])
+    plan = ops.ragged_plan(experts, 3)
+    x, weights = torch.randn(5, 4), torch.rand(5, 2)
+    rows, index = torch.randn(10, 4), plan.slots // 2
+    ffn: Arguments = {"x": x, "weights": weights, "slots": plan.slots, "rows": plan.rows}
+    ffn |= {"group_sizes": plan.group_sizes, "top_k": 2, "gate": torch.randn(3, 4, 6), "up": torch.randn(3, 4, 6)}
+    ffn |= {"down": torch.randn(3, 6, 4), "gate_bias": torch.randn(3, 6), "up_bias": torch.randn(3, 6)}
+    ffn |= {"down_bias": torch.randn(3, 4), "activation": "silu", "limit": 1.0, "fused_gate": None}
+    before = {"grad_out": torch.randn(5, 4), "preactivations": torch.randn(10, 12), "output_mask": [True] * 8}
+    rules: Arguments = {"score_function": "softmax", "normalization": "sum", "scale": 1.0}
+    groups = {"correction_bias": torch.randn(3), "num_groups": 1, "top_k_groups": 1, "group_score": "top2"}
+    yield "expert_ffn", ffn
+    yield "expert_ffn_forward", ffn
+    yield "expert_ffn_backward", before | ffn
+    yield "route", {"logits": torch.randn(5, 3), "top_k": 2, **rules, **groups}
+    yield "route_backward", {"grad_weights": weights, "logits": torch.randn(5, 3), "experts": experts, **rules}
+    yield (
+        "ragged_plan",
+        {
+            "experts": experts,
+            "num_experts": 3,
+            "first_expert": 0,
+            "num_local_experts": 3,
+            "max_rows": None,
+            "num_rows": None,
+        },
+    )
+    sizes, biases = plan.group_sizes, torch.randn(3, 6)
+    yield "gmm", {"lhs": rows, "rhs": ffn["up"], "group_sizes": sizes, "bias": biases, "group_offset": 0}
+    yield "tgmm", {"lhs": rows, "rhs": rows, "group_sizes": sizes, "num_local_groups": 3, "group_offset": 0}
+    yield "ragged_dot", {"a": x, "b": rows, "index": plan.rows, "group_size": 2}
+    list_weights = torch.rand(10)
+    yield "ragged_gather", {"x": x, "index": index, "weights": list_weights, "start": 1, "end": 9}
+    valid = list_weights > 0.3
+    reduce = {"rows": rows, "index": plan.rows, "group_size": 2, "weights": list_weights, "valid": valid}
+    yield "ragged_gather_reduce", reduce
+    scatter = {"rows": x, "index": plan.rows, "num_rows": 10, "group_size": 2, "weights": list_weights}
+    yield "ragged_scatter_add", scatter
+    yield "ragged_sort", {"x": x, "slots": plan.slots, "rows": plan.rows, "top_k": 2, "weights": weights}
+    unsort = {"rows": rows, "slots": plan.slots, "row_of_slot": plan.rows, "top_k": 2, "weights": weights}
+    yield "ragged_unsort", unsort
+
+
+def registered_operators() -> set[str]:
+    names = torch._C._dispatch_get_all_op_names()
+    return {name.removeprefix("maxmoe::") for name in names if name.startswith("maxmoe::")}
+
+
+def hostile_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The same in another dtype, rank, size, layout or place, and with other values."""
+    yield from (tensor.to(dtype) for dtype in DTYPES if dtype != tensor.dtype)
+    yield from (tensor.unsqueeze(0), tensor.flatten(), tensor[0], tensor.new_zeros(()))
+    for dim in range(tensor.dim()):
+        yield tensor.narrow(dim, 0, tensor.shape[dim] - 1)
+        yield tensor.narrow(dim, 0, 0)
+        yield torch.cat([tensor, tensor.narrow(dim, 0, 1)], dim)
+        yield tensor.narrow(dim, 0, 1).expand_as(tensor)
+        if dim > 0:
+            yield tensor.transpose(0, dim)
+            yield tensor.transpose(0, dim).contiguous().transpose(0, dim)
+    yield torch.empty_like(tensor, device="meta")
+    yield tensor.to_sparse()
+    yield tensor.new_zeros(1).expand(2**40, *tensor.shape[1:])
+    yield tensor.new_zeros((2**40, 0))
+    if tensor.is_floating_point():
+        yield from (torch.full_like(tensor, value) for value in (float("nan"), float("inf"), -1e30))
+    elif tensor.dtype == torch.int64:
+        yield from (tensor.clone().index_fill_(0, torch.tensor(0), value) for value in HUGE)
+        yield from (torch.full_like(tensor, value) for value in HUGE)
+
+
+def hostile_values(value: Any) -> Iterator[Any]:
+    yield None
+    if isinstance(value, Tensor):
+        yield from hostile_tensors(value)
+    elif isinstance(value, list):
+        yield from ([False] * len(value), value[1:], [])
+    elif isinstance(value, str):
+        yield from ("", "nonsense", "identity", "none", "relu2")
+    elif isinstance(value, float):
+        yield from (0.0, -1.0, 1e300, float("nan"), float("inf"))
+    elif isinstance(value, int) or value is None:
+        yield from (*HUGE, "interleaved", "concatenated", "nonsense")
+
+
+def changes_of(arguments: Arguments) -> list[Arguments]:
+    """Of one argument, and of two."""
+    single = [{name: value} for name, valid in arguments.items() for value in hostile_values(valid)]
+    generator = random.Random(0)
+    pairs = [generator.sample(single, 2) for _ in range(SAMPLE // 4)]
+    return [*generator.sample(single, min(SAMPLE, len(single))), *(first | second for first, second in pairs)]
+
+
+def fresh(value: Any) -> Any:
+    """A copy of what a call may overwrite."""
+    return value.clone() if isinstance(value, Tensor) and value.numel() < 1000 else value
+
+
+def outcome(operator: str, arguments: Arguments, force: bool, wrap: Callable[..., Any]) -> tuple[Tensor, ...] | str:
+    """The results, or the error if it says enough."""
+    arguments = {name: fresh(value) for name, value in arguments.items()}
+    try:
+        with ops.force_aten(force):
+            result = wrap(getattr(torch.ops.maxmoe, operator))(**arguments)
+    except (ValueError, RuntimeError, TypeError, MemoryError) as error:
+        asked = operator.removesuffix("_forward")
+        named = rf"maxmoe::{asked}"
+        if not re.search(f"{named}|{OF_TORCH}", str(error)):
+            raise AssertionError(f"the error does not name the operator: {error}") from error
+        return str(error)
+    return result if isinstance(result, tuple) else (result,)
+
+
+def without_gradients(function: Any) -> Callable[..., Any]:
+    return torch.no_grad()(function)
+
+
+def with_gradients(function: Any) -> Callable[..., Any]:
+    """Forward and backward, the results and all gradients."""
+
+    def run(**arguments: Any) -> tuple[Tensor, ...]:
+        tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+        leaves = [tensor.requires_grad_() for tensor in tensors if tensor.is_floating_point() and tensor.is_leaf]
+        out = function(**arguments)
+        outputs = out if isinstance(out, tuple) else (out,)
+        roots = [output.sum() for output in outputs if output.requires_grad]
+        gradients = torch.autograd.grad(roots, leaves, allow_unused=True) if roots else ()
+        return (*(output.detach() for output in outputs), *(g for g in gradients if g is not None))
+
+    return run
+
+
+def inference(function: Any) -> Callable[..., Any]:
+    return torch.inference_mode()(function)
+
+
+def autocast(function: Any) -> Callable[..., Any]:
+    return torch.autocast("cpu", dtype=torch.bfloat16)(torch.no_grad()(function))
+
+
+WAYS = (without_gradients, with_gradients, inference, autocast)
+
+
+def check(operator: str, arguments: Arguments, change: Arguments, way: Callable[..., Any]) -> None:
+    kernel, aten = (outcome(operator, arguments | change, force, way) for force in (False, True))
+    if isinstance(kernel, str) or isinstance(aten, str):
+        assert "memory" in f"{kernel} {aten}" or isinstance(kernel, str) == isinstance(aten, str), f"{kernel} {aten}"
+        return
+    if {"slots", "rows", "row_of_slot"} & set(change) and "top_k" in arguments:
+        return  # a plan that contradicts itself gives wrong rows, never a read out of bounds
+    for ours, other in zip(kernel, aten, strict=True):
+        assert (ours.shape, ours.dtype, ours.device) == (other.shape, other.dtype, other.device), f"{ours} {other}"
+        if ours.numel() and ours.device.type != "meta" and other.isfinite().all():
+            error = (ours.double() - other.double()).abs().max()
+            assert error <= 0.05 * other.double().abs().max() + 1e-3, f"error {error} of {other.abs().max()}"
+
+
+def check_saved_tensors(operator: str, arguments: Arguments) -> None:
+    """Backward gets what a saved-tensor hook makes of a saved tensor: an error or some number, and no crash."""
+    generator = random.Random(0)
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> int:
+        saved.append(tensor.detach())
+        return len(saved) - 1
+
+    def run(unpack: Callable[[int], Tensor]) -> None:
+        saved.clear()
+        with saved_tensors_hooks(pack, unpack):
+            with_gradients(getattr(torch.ops.maxmoe, operator))(**{k: fresh(v) for k, v in arguments.items()})
+
+    run(lambda number: saved[number])
+    for number, tensor in enumerate(list(saved)):
+        variants = list(hostile_tensors(tensor))
+        for variant in generator.sample(variants, min(len(variants), SAMPLE // 8)):
+            announce(operator, "saved", {str(number): variant})
+            with suppress(ValueError, RuntimeError, IndexError, MemoryError):
+                run(lambda n, number=number, variant=variant: variant if n == number else saved[n])
+
+
+def announce(operator: str, way: str, change: Arguments) -> None:
+    """The last line says what the process ended at."""
+    print(operator, way, {name: short(value) for name, value in change.items()}, flush=True)
+
+
+def short(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    strides = value.stride() if value.layout == torch.strided else value.layout
+    return f"{value.dtype} {tuple(value.shape)} {strides} {value.device}"
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)  # memory that nobody wrote is NaN
+    warnings.simplefilter("ignore")
+    calls = dict(valid_calls())
+    assert set(calls) == registered_operators(), set(calls) ^ registered_operators()
+    for operator, arguments in calls.items():
+        for way in WAYS:
+            if way is with_gradients and operator.endswith(("_forward", "_backward")):
+                continue
+            for change in changes_of(arguments):
+                announce(operator, way.__name__, change)
+                check(operator, arguments, change, way)
+        if not operator.endswith(("_forward", "_backward", "_plan")):
+            check_saved_tensors(operator, arguments)
+
+
+if __name__ == "__main__":
+    main()
