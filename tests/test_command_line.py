@@ -75,7 +75,7 @@ def test_other_rules_optimizer_and_recomputation(capsys: pytest.CaptureFixture[s
             ("--preset", "mixtral", "--mesh", "fsdp=2", "--batch-size", "3"),
             "batch_size (3) must be divisible by fsdp=2",
         ),
-        (("--preset", "mixtral", "--mesh", "fsdp=2", "--num-dense-layers", "99"), "num_dense_layers (99) must be"),
+        (("--preset", "mixtral", "--mesh", "fsdp=2", "--num-dense-layers", "99"), "num_dense_layers (99) must not"),
         (("--preset", "mixtral", "--mesh", "fsdp=2", "--num-heads", "7"), "must divide num_heads (7)"),
     ],
 )

@@ -109,7 +109,8 @@ class CapacityDispatcher:
     def _capacity(self, slots_per_sequence: int) -> int:
         factor = self.config.capacity_factor
         assert factor is not None
-        return int(max(math.ceil(slots_per_sequence / self.config.num_experts) * factor, factor))
+        capacity = int(max(math.ceil(slots_per_sequence / self.config.num_experts) * factor, factor))
+        return min(capacity, slots_per_sequence // self.config.top_k)  # a token chooses an expert once
 
 
 def _equal_groups(rows: Tensor, num_groups: int) -> RaggedPlan:

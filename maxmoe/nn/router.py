@@ -11,6 +11,7 @@ from typing_extensions import Self
 from maxmoe.config import MoEConfig, ScoreFunction
 from maxmoe.nn.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.nn.linear import linear
+from maxmoe.nn.module_path import module_path
 from maxmoe.ops.route import route
 
 
@@ -98,23 +99,29 @@ class Router(nn.Module):
 
         Returns:
             The routing.
+
+        Raises:
+            ValueError: for scores that are not numbers, with the path of the router in the model.
         """
         config = self.config
         logits = self._logits(x)
         if config.router == "random":
             # The values are noise, the gradient is that of the logits: the work of real training, in balance.
             logits = logits + (torch.randn_like(logits) - logits).detach()
-        weights, experts = route(
-            logits,
-            config.top_k,
-            score_function=config.score_function,
-            correction_bias=self.score_correction_bias,
-            num_groups=config.num_groups,
-            top_k_groups=config.top_k_groups,
-            group_score=config.group_score,
-            normalization=config.normalization,
-            scale=config.routed_scaling_factor,
-        )
+        try:
+            weights, experts = route(
+                logits,
+                config.top_k,
+                score_function=config.score_function,
+                correction_bias=self.score_correction_bias,
+                num_groups=config.num_groups,
+                top_k_groups=config.top_k_groups,
+                group_score=config.group_score,
+                normalization=config.normalization,
+                scale=config.routed_scaling_factor,
+            )
+        except ValueError as error:
+            raise ValueError(f"{module_path(self)}: {error}") from error
         # Only the balance loss has a gradient to them; the statistics are read without one.
         source = logits if config.load_balance_loss_weight > 0 else logits.detach()
         return Routing(logits, normalized_scores(source, config.score_function), weights, experts)

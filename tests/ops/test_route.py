@@ -211,7 +211,7 @@ def test_compiles_for_any_number_of_tokens(path: str) -> None:
         ({"correction_bias": torch.zeros(1, 6)}, ("correction_bias", "[E]", "[1, 6]")),
         ({"correction_bias": torch.zeros(6, dtype=torch.int64)}, ("correction_bias", "float64", "Long")),
         ({"correction_bias": torch.zeros(6, device="meta")}, ("correction_bias", "cpu", "meta")),
-        ({"correction_bias": torch.full((6,), float("nan"))}, ("NaN", "0", "4")),
+        ({"correction_bias": torch.tensor([0.0] * 5 + [float("nan")])}, ("correction_bias must be numbers, got NaN",)),
         ({"logits": torch.tensor([[0.0] * 6, [0.0] * 5 + [float("nan")]])}, ("logits", "NaN", "1", "2")),
         ({"logits": torch.full((1, 6), NEVER)}, ("logits", "NaN")),
         ({"logits": torch.tensor([[float("inf")] + [0.0] * 5])}, ("logits", "NaN")),
