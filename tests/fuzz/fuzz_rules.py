@@ -34,10 +34,11 @@ NAMES = sorted(LogicalRules.load("default").names)
 MODEL = Decoder(CONFIG, device="meta")
 PIECES = [
     *"[]{}:,&*!|>'\"%@`?-#~=<\t\n\r \\",
-    *"- ¦: ¦[[¦]]¦- - ¦? ¦<<: ¦---\n¦...\n¦%YAML 1.1\n¦%TAG ! x\n¦&a¦*a¦&a [*a]¦null¦~¦yes¦exp¦[expert]".split("¦"),
-    *"!!python/object/apply:os.system [true]¦!!binary x¦!!set¦!!int a¦!!str 3¦!<x>¦1e999¦0x¦0o8¦1:2:3¦.nan".split("¦"),
-    *'2024-13-45¦2024-01-01T99:99:99¦\\U00110000¦"\\ud800"¦"\\U99999999"¦\ufeff¦\x00¦\x85¦\u2028¦é¦𝄞'.split("¦"),
-    *("9" * 5000, "a" * 2000),
+    *["- ", ": ", "[[", "]]", "- - ", "? ", "<<: ", "---\n", "...\n", "%YAML 1.1\n", "%TAG ! x\n", "&a", "*a"],
+    *["&a [*a]", "null", "~", "yes", "exp", "[expert]", "1e999", "0x", "0o8", "1:2:3", ".nan", "!!set", "!<x>"],
+    *["!!python/object/apply:os.system [true]", "!!binary x", "!!int a", "!!str 3", "2024-13-45", "\\U00110000"],
+    *["2024-01-01T99:99:99", '"\\ud800"', '"\\U99999999"', "\ufeff", "\x00", "\x85", "\u2028", "é", "𝄞"],
+    *["9" * 5000, "a" * 2000],
 ]
 MESH_AXES = [*AXES, "x", "", "é", "fsdp "]
 SIZES = ["1", "2", "2", "2", "-1", "0", "1e3", "²", "٣", "9" * 5000, "", "+2", "0x2", " 2", "2_0"]
