@@ -64,6 +64,8 @@ class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
         """
         if isinstance(source, LogicalRules):
             return source
+        if not isinstance(source, str | Path):
+            raise ValueError(f"rules must be LogicalRules, a preset or a path, got {reprlib.repr(source)}")
         if isinstance(source, Path) or source.endswith((".yaml", ".yml")):
             return cls(_read(Path(source)))
         names = sorted(path.stem for path in PRESETS.glob("*.yaml"))

@@ -143,6 +143,13 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         LogicalRules.load(tmp_path / "default")
 
 
+@pytest.mark.parametrize("source", [None, 3, [("exp", "expert")], {"exp": "expert"}])
+def test_what_is_neither_a_table_nor_where_one_is(source) -> None:
+    message = f"rules must be LogicalRules, a preset or a path, got {source!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        LogicalRules.load(source)
+
+
 def test_an_unknown_preset_says_which_there_are() -> None:
     with pytest.raises(
         ValueError, match=r"^there is no preset 'ep_tp', only (.*); a path ends in \.yaml or \.yml$"
