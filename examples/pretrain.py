@@ -43,7 +43,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs/pretrain"), help="folder of the results")
     add("--resume", action="store_true", help="go on with the run in --out; other options as before")
     add("--mesh", default="fsdp=-1", help="under torchrun: axes and sizes, one may be -1, the rest of the ranks")
-    add("--rules", default="ep-as-dp", help="from names of dims to mesh axes: a preset, or a YAML file")
+    add("--rules", default="default", help="from names of dims to mesh axes: a preset, or a YAML file")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the matrix products")
     add("--learning-rate", type=at_least(0, float), default=3e-3, help="at its peak")
     add("--seed", type=at_least(0), default=0, help="of parameters and data order")

@@ -54,7 +54,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     command.set_defaults(report=plan)
     add = command.add_argument
     add("--preset", required=True, help=f"the model: {', '.join(PUBLISHED)}")
-    add("--rules", default="ep-as-dp", help="a preset of rules, or a YAML file")
+    add("--rules", default="default", help="a preset of rules, or a YAML file")
+    add("--allow-unused", action="store_true", help="accept axes and names of rules that have no effect")
     add("--mesh", required=True, help="axes and sizes, as fsdp=16,expert=16; one may be -1 with --world-size")
     add("--world-size", type=positive, help="number of ranks, if not the product of the sizes")
     add("--batch-size", type=positive, default=256, help="sequences of a step, over all ranks")
@@ -106,7 +107,7 @@ def plan(options: argparse.Namespace) -> str:
     config = published.config(max_sequence_length=options.sequence_length, checkpoint_blocks=options.recompute)
     model = Decoder(config, device="meta", dtype=getattr(torch, options.dtype))
     optimizer: Optimizer = options.optimizer
-    explanation = explain(model, mesh, rules)
+    explanation = explain(model, mesh, rules, allow_unused=options.allow_unused)
     costs = estimate(
         model,
         mesh,
@@ -114,6 +115,7 @@ def plan(options: argparse.Namespace) -> str:
         batch_size=options.batch_size,
         sequence_length=options.sequence_length,
         optimizer=optimizer,
+        allow_unused=options.allow_unused,
     )
     dense = f", {config.num_dense_layers} of them dense" if config.num_dense_layers else ""
     changed = "".join(f" Here {name}={value}." for name, value in changes.items())

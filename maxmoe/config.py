@@ -1,5 +1,6 @@
 """The configuration of one Mixture-of-Experts layer."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -11,6 +12,8 @@ WeightsTarget = Literal["output", "input"]
 RouterKind = Literal["learned", "random"]
 LoadBalanceScope = Literal["sequence", "batch"]
 Implementation = Literal["sparse", "dense"]
+
+FLOAT32_MAX = 2.0**128 - 2.0**104
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +47,13 @@ class MoEConfig:
         correction_bias_update_rate: step of the loss-free balancing, 0 for none.
         implementation: "sparse" computes the routed rows, "dense" all experts with static shapes.
         capacity_factor: dense only; slots past int(max(ceil(S*K/E) * cf, cf)) per sequence and
-            expert are dropped and counted.
+            expert are dropped and counted. At most E, with which none is.
         buffer_factor: sparse only; at most int(T*K * factor) rows are computed, the slots past
-            them are dropped and counted.
+            them are dropped and counted. At most E.
 
     Raises:
-        ValueError: for values that contradict each other; the message names both.
+        ValueError: for a value of another type or out of range, and for values that contradict each other; the message
+            names both.
     """
 
     hidden_size: int
@@ -93,11 +97,8 @@ class MoEConfig:
 
     def _check_sizes(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k", "num_groups", "top_k_groups"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive int, got {value!r}")
-        if not isinstance(self.num_shared_experts, int) or self.num_shared_experts < 0:
-            raise ValueError(f"num_shared_experts must be an int >= 0, got {self.num_shared_experts!r}")
+            check_int(name, getattr(self, name), at_least=1)
+        check_int("num_shared_experts", self.num_shared_experts, at_least=0)
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k ({self.top_k}) must not exceed num_experts ({self.num_experts})")
 
@@ -114,8 +115,10 @@ class MoEConfig:
         }
         for name, literal in choices.items():
             value = getattr(self, name)
-            if value not in get_args(literal):
+            if not isinstance(value, str) or value not in get_args(literal):
                 raise ValueError(f"{name} must be one of {get_args(literal)}, got {value!r}")
+        for name in ("router_bias", "score_correction_bias", "gated", "expert_bias", "shared_expert_gate"):
+            check_bool(name, getattr(self, name))
 
     def _check_groups(self) -> None:
         if self.num_experts % self.num_groups:
@@ -132,17 +135,17 @@ class MoEConfig:
     def _check_experts(self) -> None:
         if self.activation == "swigluoai" and not self.gated:
             raise ValueError("activation 'swigluoai' needs gated=True, got gated=False")
-        if self.activation_limit is not None and not self.gated:
-            raise ValueError(f"activation_limit ({self.activation_limit}) needs gated=True, got gated=False")
-        if self.activation_limit is not None and not self.activation_limit > 0:
-            raise ValueError(f"activation_limit must be positive or None, got {self.activation_limit}")
+        if self.activation_limit is not None:
+            check_number("activation_limit", self.activation_limit, above=0)
+            if not self.gated:
+                raise ValueError(f"activation_limit ({self.activation_limit}) needs gated=True, got gated=False")
         if self.shared_expert_gate and self.num_shared_experts == 0:
             raise ValueError("shared_expert_gate=True needs num_shared_experts >= 1, got 0")
 
     def _check_limits(self) -> None:
+        check_number("routed_scaling_factor", self.routed_scaling_factor, above=0)
         for name in ("load_balance_loss_weight", "router_z_loss_weight", "correction_bias_update_rate"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+            check_number(name, getattr(self, name), at_least=0)
         if self.correction_bias_update_rate and not self.score_correction_bias:
             raise ValueError(
                 f"correction_bias_update_rate ({self.correction_bias_update_rate}) needs "
@@ -152,9 +155,35 @@ class MoEConfig:
             value = getattr(self, name)
             if value is None:
                 continue
-            if not value > 0:
-                raise ValueError(f"{name} must be positive or None, got {value}")
+            check_number(name, value, above=0)
+            if value > self.num_experts:
+                raise ValueError(
+                    f"{name} ({value}) must not exceed num_experts ({self.num_experts}), which leaves out no slot"
+                )
             if self.implementation != implementation:
                 raise ValueError(
                     f"{name} ({value}) needs implementation={implementation!r}, got {self.implementation!r}"
                 )
+
+
+def check_int(name: str, value: object, *, at_least: int) -> None:
+    """Refuse what is no int, bool among it, or outside of [at_least, 2^31)."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        kind = "a positive int" if at_least == 1 else f"an int >= {at_least}"
+        raise ValueError(f"{name} must be {kind}, got {value!r}")
+    if value >= 2**31:
+        raise ValueError(f"{name} must be an int below 2^31, got {value}")
+
+
+def check_number(name: str, value: object, *, above: float = -math.inf, at_least: float = -math.inf) -> None:
+    """Refuse what is no int or float, not finite in float32, or too small."""
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not (number > above and at_least <= number <= FLOAT32_MAX):
+        bound = f"> {above}" if above > at_least else f">= {at_least}"
+        raise ValueError(f"{name} must be a finite float {bound}, got {value!r}")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Refuse what is not True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")

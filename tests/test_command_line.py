@@ -69,13 +69,18 @@ def test_other_rules_optimizer_and_recomputation(capsys: pytest.CaptureFixture[s
         (("--preset", "mixtral", "--mesh", "a:2"), "a mesh must read like fsdp=2,expert=4, got 'a:2'"),
         (("--preset", "mixtral", "--mesh", "fsdp=-1"), "world_size must be given for a mesh with a -1: fsdp=-1"),
         (("--preset", "mixtral", "--mesh", "fsdp=3", "--world-size", "8"), "make 3 ranks, and the world has 8"),
+        (
+            ("--preset", "mixtral", "--mesh", "fdsp=2"),
+            "no rule has the axis 'fdsp' of Mesh(fdsp=2); the nearest are 'fsdp'",
+        ),
+        (("--preset", "mixtral", "--mesh", "fsdp=²"), "a mesh must read like fsdp=2,expert=4, got 'fsdp=²'"),
         (("--preset", "mixtral", "--mesh", "fsdp=2", "--rules", "ep"), "there is no preset 'ep', only cp-as-ep, "),
         (("--preset", "mixtral", "--mesh", "fsdp=2", "--rules", "no/such.yaml"), "no/such.yaml: No such file"),
         (
             ("--preset", "mixtral", "--mesh", "fsdp=2", "--batch-size", "3"),
             "batch_size (3) must be divisible by fsdp=2",
         ),
-        (("--preset", "mixtral", "--mesh", "fsdp=2", "--num-dense-layers", "99"), "num_dense_layers (99) must be"),
+        (("--preset", "mixtral", "--mesh", "fsdp=2", "--num-dense-layers", "99"), "num_dense_layers (99) must not"),
         (("--preset", "mixtral", "--mesh", "fsdp=2", "--num-heads", "7"), "must divide num_heads (7)"),
     ],
 )
@@ -84,6 +89,11 @@ def test_bad_input_is_one_line(arguments: tuple[str, ...], message: str, capsys:
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
     assert message in said.err
+
+
+def test_names_without_effect_can_be_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--preset", "mixtral", "--num-layers", "2", "--mesh", "node=2", "--allow-unused") == (0, "")
+    assert "2 ranks: node=2. Rules: default." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", ["--batch-size", "--world-size", "--num-layers"])

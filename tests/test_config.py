@@ -4,6 +4,7 @@ import dataclasses
 import re
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 
 from maxmoe.config import Activation, GroupScore, MoEConfig, Normalization, ScoreFunction
@@ -63,6 +64,33 @@ def test_accepts(accepted: dict[str, Any]) -> None:
     MoEConfig(**{**SIZES, **accepted})
 
 
+FIELDS = dataclasses.fields(MoEConfig)
+WRONG_TYPES = {
+    "int": ("7", 7.0, True, None, float("nan"), np.int64(7), [7]),
+    "float": ("7", "nan", True, [7.0], 1j, float("nan"), float("inf"), -float("inf"), -1.0, np.float32(1)),
+    "bool": ("no", "True", 0, 1, 1.0, None, np.True_),
+    "str": (7, None, "Silu", "", ["silu"], np.array(["silu", "sum"])),
+}
+
+
+def kind_of(field: "dataclasses.Field[Any]") -> str:
+    """The type of a field, without the None that some accept."""
+    types = [kind for kind in get_args(field.type) or (field.type,) if kind is not type(None)]
+    return "str" if isinstance(types[0], str) else types[0].__name__
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+def test_a_value_of_another_type_is_named(field: "dataclasses.Field[Any]") -> None:
+    for value in WRONG_TYPES[kind_of(field)]:
+        with pytest.raises(ValueError, match=f"^{field.name} must be .*, got {re.escape(repr(value))}$"):
+            MoEConfig(**{**SIZES, field.name: value})
+
+
+def test_an_int_is_a_float_and_none_is_no_factor() -> None:
+    config = MoEConfig(**SIZES, routed_scaling_factor=2, load_balance_loss_weight=-0.0, buffer_factor=None)
+    assert config == MoEConfig(**SIZES, routed_scaling_factor=2.0)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -88,8 +116,9 @@ def test_accepts(accepted: dict[str, Any]) -> None:
         ({"implementation": "fast"}, ("implementation", "sparse", "fast")),
         ({"activation": "swigluoai", "gated": False}, ("swigluoai", "gated=True", "gated=False")),
         ({"activation_limit": 7.0, "gated": False}, ("activation_limit", "7.0", "gated=False")),
-        ({"activation_limit": 0.0}, ("activation_limit", "positive", "0.0")),
+        ({"activation_limit": 0.0}, ("activation_limit", "> 0", "0.0")),
         ({"activation_limit": float("nan")}, ("activation_limit", "nan")),
+        ({"activation_limit": float("inf")}, ("activation_limit", "finite", "inf")),
         ({"shared_expert_gate": True}, ("shared_expert_gate", "num_shared_experts", "0")),
         ({"load_balance_loss_weight": -0.1}, ("load_balance_loss_weight", ">= 0", "-0.1")),
         ({"router_z_loss_weight": float("nan")}, ("router_z_loss_weight", "nan")),
@@ -98,9 +127,21 @@ def test_accepts(accepted: dict[str, Any]) -> None:
             {"correction_bias_update_rate": 0.1},
             ("correction_bias_update_rate", "0.1", "score_correction_bias", "False"),
         ),
-        ({"capacity_factor": 0.0, "implementation": "dense"}, ("capacity_factor", "positive", "0.0")),
+        ({"capacity_factor": 0.0, "implementation": "dense"}, ("capacity_factor", "> 0", "0.0")),
         ({"capacity_factor": 1.0}, ("capacity_factor", "1.0", "dense", "sparse")),
-        ({"buffer_factor": -2.0}, ("buffer_factor", "positive", "-2.0")),
+        ({"buffer_factor": -2.0}, ("buffer_factor", "> 0", "-2.0")),
+        ({"buffer_factor": float("inf")}, ("buffer_factor", "finite", "inf")),
+        ({"buffer_factor": 6.5}, ("buffer_factor", "6.5", "num_experts", "6")),
+        ({"capacity_factor": 1e9, "implementation": "dense"}, ("capacity_factor", "1000000000.0", "num_experts", "6")),
+        ({"routed_scaling_factor": float("nan")}, ("routed_scaling_factor", "nan")),
+        ({"routed_scaling_factor": -0.0}, ("routed_scaling_factor", "> 0", "-0.0")),
+        ({"routed_scaling_factor": 1e39}, ("routed_scaling_factor", "finite", "1e+39")),
+        ({"routed_scaling_factor": 10**400}, ("routed_scaling_factor", "finite", "1000")),
+        ({"routed_scaling_factor": np.float32(1)}, ("routed_scaling_factor", "float", "np.float32(1.0)")),
+        ({"hidden_size": np.int64(8)}, ("hidden_size", "int", "np.int64(8)")),
+        ({"hidden_size": 2**31}, ("hidden_size", "2^31", "2147483648")),
+        ({"num_shared_experts": True}, ("num_shared_experts", "int", "True")),
+        ({"activation": np.array(["silu", "relu"])}, ("activation", "silu", "array")),
         ({"buffer_factor": 2.0, "implementation": "dense"}, ("buffer_factor", "2.0", "sparse", "dense")),
     ],
     ids=str,

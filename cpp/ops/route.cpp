@@ -125,7 +125,10 @@ Routing route_backend(const Tensor& logits, OptionTypes... options) {
   if (logits.is_cpu()) {
     const auto ids = experts.accessor<int64_t, 2>();
     for (int64_t token = 0; token < ids.size(0); ++token) {
-      MAXMOE_CHECK(ids[token][0] != kNotANumber, kOp,
+      if (ids[token][0] != kNotANumber) continue;
+      MAXMOE_CHECK(!bias.has_value() || !bias->isnan().any().item<bool>(), kOp,
+                   "correction_bias must be numbers, got NaN");
+      MAXMOE_CHECK(false, kOp,
                    "logits must give scores that are numbers (no NaN, softmax also no +inf and not only "
                    "-inf), got NaN for token ",
                    token, " of ", logits.size(0));

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from maxmoe.models import Decoder
 from maxmoe.parallel import parallelize, token_sharding
-from maxmoe.sharding import LogicalRules, Mesh, parse_mesh
+from maxmoe.sharding import LogicalRules, Mesh, check_used, parse_mesh
 from pretraining import InputError
 
 PATIENCE = timedelta(seconds=5)  # with ranks that do not come to the end
@@ -93,10 +93,7 @@ class Split:
         try:
             sizes, self.rules = parse_mesh(mesh), LogicalRules.load(rules)
             self.mesh = Mesh(sizes) if dist.is_initialized() else Mesh.planned(sizes, world_size=1)
-            known = list(dict.fromkeys(axis for _, axes in self.rules for axis in axes))
-            for axis in self.mesh.axes:
-                if axis not in known:
-                    raise ValueError(f"{rules} has no rule for the mesh axis {axis!r}, only for {', '.join(known)}")
+            check_used(self.mesh, self.rules)
             self.batch = token_sharding(self.mesh, self.rules)
             for option, size, axes in zip(("batch-size", "sequence-length"), batch_shape, self.batch.spec, strict=True):
                 if size % self.mesh.size(*axes):

@@ -4,13 +4,14 @@ One expert at a time: beside the layers there is memory for one expert, whatever
 """
 
 import json
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from maxmoe.nn import MoE
@@ -31,7 +32,8 @@ def read_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str) ->
         family: the `model_type` in the config of the model, as "mixtral".
 
     Raises:
-        ValueError: if the family is not known, or the checkpoint's tensors are not those of the layers in it.
+        ValueError: if the family is not known, for a file that is not of safetensors, and if the tensors are not those
+            of the layers.
     """
     known = _family(family)
     with ExitStack() as stack:
@@ -91,13 +93,22 @@ def _open(path: Path, stack: ExitStack) -> dict[str, Any]:
         raise ValueError(f"{path} must be a safetensors file or a folder of them, got a folder without any")
     files: dict[str, Any] = {}
     for each in paths:
-        file = stack.enter_context(safe_open(each, "pt"))
+        file = stack.enter_context(_open_file(each))
         keys = file.keys()
         for key in keys:
             if key in files:
                 raise ValueError(f"{path}: {key} must be in one file, it is in two, the second is {each.name}")
             files[key] = file
     return files
+
+
+def _open_file(path: Path) -> safe_open:
+    if not stat.S_ISREG(path.stat().st_mode):  # opening a FIFO waits for a writer
+        raise ValueError(f"{path} must be a safetensors file")
+    try:
+        return safe_open(path, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} must be a safetensors file: {error}") from error
 
 
 def _below(base: str, files: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from maxmoe.config import MoEConfig
+from maxmoe.config import MoEConfig, check_bool, check_int, check_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class DecoderConfig:
         checkpoint_blocks: keep only the input of each block for the backward, recompute the rest.
 
     Raises:
-        ValueError: for values that contradict each other; the message names both.
+        ValueError: as `MoEConfig`.
     """
 
     vocab_size: int
@@ -45,12 +45,18 @@ class DecoderConfig:
     checkpoint_blocks: bool = False
 
     def __post_init__(self) -> None:
-        required = ("vocab_size", "hidden_size", "num_layers", "num_heads", "max_sequence_length")
-        for name in (*required, "num_key_value_heads", "head_dim", "intermediate_size"):
-            value = getattr(self, name)
-            derived = value is None and name not in required
-            if not derived and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name} must be a positive int, got {value!r}")
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "max_sequence_length"):
+            check_int(name, getattr(self, name), at_least=1)
+        for name in ("num_key_value_heads", "head_dim", "intermediate_size"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), at_least=1)
+        check_int("num_dense_layers", self.num_dense_layers, at_least=0)
+        check_number("rope_theta", self.rope_theta, above=0)
+        check_number("norm_eps", self.norm_eps, at_least=0)
+        for name in ("tie_embeddings", "checkpoint_blocks"):
+            check_bool(name, getattr(self, name))
+        if not isinstance(self.moe, MoEConfig | None):
+            raise ValueError(f"moe must be a MoEConfig or None, got {self.moe!r}")
         self._check_heads()
         self._check_blocks()
 
@@ -70,9 +76,9 @@ class DecoderConfig:
     def _check_blocks(self) -> None:
         if self.moe is not None and self.moe.hidden_size != self.hidden_size:
             raise ValueError(f"moe.hidden_size ({self.moe.hidden_size}) must equal hidden_size ({self.hidden_size})")
-        if not 0 <= self.num_dense_layers <= self.num_layers:
+        if self.num_dense_layers > self.num_layers:
             raise ValueError(
-                f"num_dense_layers ({self.num_dense_layers}) must be from 0 to num_layers ({self.num_layers})"
+                f"num_dense_layers ({self.num_dense_layers}) must not exceed num_layers ({self.num_layers})"
             )
         if self.intermediate_size is None and (self.moe is None or self.num_dense_layers > 0):
             raise ValueError("intermediate_size must be given where there are dense blocks, got None")

@@ -88,7 +88,9 @@ class CapacityDispatcher:
         place = one_hot.cumsum(1).gather(2, assigned.unsqueeze(2)).squeeze(2) - 1
         capacity = self._capacity(slots_per_sequence)
         # The buffer has the capacity of a sequence without padding; sequences with padding use less of it.
-        limit = capacity if routing.is_complete else self._capacities(is_routed.sum(1, keepdim=True))
+        limit = (
+            capacity if routing.is_complete else self._capacities(is_routed.sum(1, keepdim=True)).clamp_max(capacity)
+        )
         sequence = torch.arange(num_sequences, device=x.device).unsqueeze(1)
         row = ((assigned * num_sequences + sequence) * capacity + place).view(-1)
         is_placed = (is_routed & (place < limit)).view(-1)
@@ -118,7 +120,8 @@ class CapacityDispatcher:
         """Slots that an expert takes of a sequence of `num_slots`."""
         factor = self.config.capacity_factor
         assert factor is not None
-        return int(max(math.ceil(num_slots / self.config.num_experts) * factor, factor))
+        capacity = int(max(math.ceil(num_slots / self.config.num_experts) * factor, factor))
+        return min(capacity, num_slots // self.config.top_k)  # a token chooses an expert once
 
     def _capacities(self, num_slots: Tensor) -> Tensor:
         """The same for a tensor, in the same float64 arithmetic."""

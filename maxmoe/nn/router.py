@@ -11,6 +11,7 @@ from typing_extensions import Self
 from maxmoe.config import MoEConfig
 from maxmoe.nn.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.nn.linear import linear
+from maxmoe.nn.module_path import module_path
 from maxmoe.ops.route import route
 
 
@@ -96,6 +97,9 @@ class Router(nn.Module):
 
         Returns:
             The routing.
+
+        Raises:
+            ValueError: for scores that are not numbers, with the path of the router in the model.
         """
         config = self.config
         logits = self._logits(x)
@@ -103,18 +107,21 @@ class Router(nn.Module):
             # The values are noise, the gradient is that of the logits: the work of real training, in balance.
             logits = logits + (torch.randn_like(logits) - logits).detach()
         is_complete = experts is None
-        weights, experts, probabilities = route(
-            logits,
-            config.top_k,
-            score_function=config.score_function,
-            correction_bias=self.score_correction_bias,
-            num_groups=config.num_groups,
-            top_k_groups=config.top_k_groups,
-            group_score=config.group_score,
-            normalization=config.normalization,
-            scale=config.routed_scaling_factor,
-            experts=experts,
-        )
+        try:
+            weights, experts, probabilities = route(
+                logits,
+                config.top_k,
+                score_function=config.score_function,
+                correction_bias=self.score_correction_bias,
+                num_groups=config.num_groups,
+                top_k_groups=config.top_k_groups,
+                group_score=config.group_score,
+                normalization=config.normalization,
+                scale=config.routed_scaling_factor,
+                experts=experts,
+            )
+        except ValueError as error:
+            raise ValueError(f"{module_path(self)}: {error}") from error
         routing = Routing(logits, probabilities, weights, experts, is_complete=is_complete)
         return routing if token_mask is None else _without_padding(routing, token_mask)
 

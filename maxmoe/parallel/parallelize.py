@@ -14,7 +14,12 @@ from maxmoe.sharding.rules import LogicalRules
 
 
 def parallelize(
-    module: nn.Module, mesh: Mesh, rules: LogicalRules | str = "ep-as-dp", *, strict: bool = False
+    module: nn.Module,
+    mesh: Mesh,
+    rules: LogicalRules | str = "default",
+    *,
+    strict: bool = False,
+    allow_unused: bool = False,
 ) -> nn.Module:
     """Shard the parameters of a module, and let it run on every rank's own tokens.
 
@@ -40,6 +45,8 @@ def parallelize(
         mesh: of the ranks.
         rules: the table, or the name of a preset.
         strict: see `parameter_shardings`.
+        allow_unused: accept mesh axes that no rule has, and rules with names or axes that nothing else has; they have
+            no effect, and most are typos.
 
     Returns:
         The module.
@@ -50,7 +57,7 @@ def parallelize(
     """
     rules = LogicalRules.load(rules)
     check_ranks_agree(_facts(module, rules), mesh.device_mesh.device_type)
-    plan = Plan(module, mesh, rules, strict=strict)
+    plan = Plan(module, mesh, rules, strict=strict, allow_unused=allow_unused)
     _check_whole_sequences(plan)
     distribute_parameters(module, {name: parameter.unsharded for name, parameter in plan.parameters.items()})
     for child in plan.modules.values():

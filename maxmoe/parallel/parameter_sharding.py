@@ -12,6 +12,7 @@ from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.partition_spec import PartitionSpec
 from maxmoe.sharding.resolve import DroppedAxis, logical_to_mesh_axes, resolve
 from maxmoe.sharding.rules import LogicalRules
+from maxmoe.sharding.unused import check_used
 
 Names = tuple[str | None, ...]
 
@@ -84,8 +85,24 @@ def _is_optional(owner: nn.Module, name: str) -> bool:
     return False
 
 
+def declared_names(module: nn.Module) -> Iterator[str]:
+    """Yield all logical names that a module and its descendants declare, those of activations too."""
+    for owner in module.modules():
+        declaration = declaration_of(owner)
+        saved = declaration.saved_tensors(1, 1) if declaration.saved_tensors else {}
+        dims = (*declaration.logical_names.values(), *(tensor.names for tensor in saved.values()))
+        yield from (name for names in dims for name in names if name is not None)
+        for name in declaration.tensor_parallel_dims:
+            yield from (name, tensor_parallel_activation(name))
+
+
+def tensor_parallel_activation(name: str) -> str:
+    """Return the name of the activations that a tensor-parallel dim of weights makes."""
+    return {"q_heads": "activation_heads"}.get(name, f"activation_{name}")
+
+
 def parameter_shardings(
-    module: nn.Module, mesh: Mesh, rules: LogicalRules, *, strict: bool = False
+    module: nn.Module, mesh: Mesh, rules: LogicalRules, *, strict: bool = False, allow_unused: bool = False
 ) -> dict[str, ParameterSharding]:
     """Find the sharding of every parameter.
 
@@ -94,13 +111,18 @@ def parameter_shardings(
         mesh: planned or not.
         rules: the table.
         strict: unknown and missing names and dims that do not divide are errors; otherwise their dims are not sharded.
+        allow_unused: accept mesh axes that no rule has, and rules with names or axes that nothing else has; otherwise
+            they are errors, see `check_used`.
 
     Returns:
         By the path of the parameter, in the order of `named_parameters`; a shared parameter once.
 
     Raises:
-        ValueError: as `logical_names`; if strict, as `logical_to_mesh_axes` and `resolve`, with the parameter's name.
+        ValueError: as `logical_names`; unless allow_unused, as `check_used`; if strict, as `logical_to_mesh_axes` and
+            `resolve`, with the parameter's name.
     """
+    if not allow_unused:
+        check_used(mesh, rules, declared_names(module))
     return dict(_parameter_shardings(module, mesh, rules, strict))
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from maxmoe.nn.declaration import TOKEN_DIMS, declaration_of
 from maxmoe.parallel.fsdp import blocks, fsdp_managed
-from maxmoe.parallel.parameter_sharding import ParameterSharding, parameter_shardings
+from maxmoe.parallel.parameter_sharding import ParameterSharding, parameter_shardings, tensor_parallel_activation
 from maxmoe.parallel.tokens import ShardedTokens, activation_spec, token_sharding
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
@@ -65,13 +65,16 @@ class Plan:
         mesh: of the ranks, planned or not.
         rules: the table.
         strict: see `parameter_shardings`.
+        allow_unused: see `parameter_shardings`.
 
     Raises:
         ValueError: as `parameter_shardings`.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh, rules: LogicalRules, *, strict: bool = False) -> None:
-        shardings = parameter_shardings(module, mesh, rules, strict=strict)
+    def __init__(
+        self, module: nn.Module, mesh: Mesh, rules: LogicalRules, *, strict: bool = False, allow_unused: bool = False
+    ) -> None:
+        shardings = parameter_shardings(module, mesh, rules, strict=strict, allow_unused=allow_unused)
         self.mesh = mesh
         self.tokens = ShardedTokens(mesh, *token_sharding(mesh, rules).spec)
         self.modules = dict(module.named_modules())
@@ -164,8 +167,7 @@ def tensor_parallel_axes(
     dims = declaration_of(unit).tensor_parallel_dims
     common = [axis for axis in mesh.axes if dims]
     for name in dims:
-        activation = {"q_heads": "activation_heads"}.get(name, f"activation_{name}")
-        _, _, axes = activation_spec((*TOKEN_DIMS, activation), mesh, rules)
+        _, _, axes = activation_spec((*TOKEN_DIMS, tensor_parallel_activation(name)), mesh, rules)
         specs = [
             parameter.sharding.spec[parameter.names.index(name)]
             for parameter in parameters

@@ -14,7 +14,7 @@ from maxmoe.sharding.rules import LogicalRules
 
 
 def shard_parameters(
-    module: nn.Module, mesh: Mesh, rules: LogicalRules, *, strict: bool = False
+    module: nn.Module, mesh: Mesh, rules: LogicalRules, *, strict: bool = False, allow_unused: bool = False
 ) -> dict[str, ParameterSharding]:
     """Make every parameter of a module a DTensor on a mesh, sharded as the rules say.
 
@@ -27,6 +27,7 @@ def shard_parameters(
         mesh: of all its parameters.
         rules: the table.
         strict: unknown and missing names and dims that do not divide are errors; otherwise their dims are not sharded.
+        allow_unused: see `parameter_shardings`.
 
     Returns:
         The sharding of each parameter.
@@ -34,7 +35,7 @@ def shard_parameters(
     Raises:
         ValueError: for a parameter that is a DTensor already, and as `parameter_shardings`; nothing has changed then.
     """
-    parameters = parameter_shardings(module, mesh, rules, strict=strict)
+    parameters = parameter_shardings(module, mesh, rules, strict=strict, allow_unused=allow_unused)
     distribute_parameters(module, {name: parameter.sharding for name, parameter in parameters.items()})
     return parameters
 

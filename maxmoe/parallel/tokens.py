@@ -15,7 +15,7 @@ from maxmoe.sharding.resolve import logical_to_mesh_axes
 from maxmoe.sharding.rules import LogicalRules
 
 
-def token_sharding(mesh: Mesh, rules: LogicalRules | str) -> NamedSharding:
+def token_sharding(mesh: Mesh, rules: LogicalRules | str = "default") -> NamedSharding:
     """Find the sharding of the tokens that a parallelized module takes.
 
     ``batch[token_sharding(mesh, rules).slices(batch.shape)]`` are those of this rank.

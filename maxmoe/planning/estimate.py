@@ -68,11 +68,12 @@ class Estimate:
 def estimate(
     module: nn.Module,
     mesh: Mesh,
-    rules: LogicalRules | str,
+    rules: LogicalRules | str = "default",
     *,
     batch_size: int,
     sequence_length: int,
     optimizer: Optimizer = "adamw",
+    allow_unused: bool = False,
 ) -> Estimate:
     """Estimate what a parallelized module needs: memory, and the collectives of one forward and backward.
 
@@ -90,6 +91,7 @@ def estimate(
         batch_size: sequences of a step, over all ranks.
         sequence_length: their tokens.
         optimizer: which state is kept.
+        allow_unused: see `maxmoe.parallelize`.
 
     Returns:
         The estimate.
@@ -98,7 +100,7 @@ def estimate(
         ValueError: as `parameter_shardings`; for parameters of several dtypes; if axes that shard the tokens do not
             divide them.
     """
-    plan = quiet_plan(module, mesh, LogicalRules.load(rules))
+    plan = quiet_plan(module, mesh, LogicalRules.load(rules), allow_unused=allow_unused)
     parameters = list(plan.parameters.values())
     dtypes = {parameter.parameter.dtype for parameter in parameters}
     if len(dtypes) != 1:

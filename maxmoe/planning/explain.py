@@ -128,13 +128,16 @@ class Explanation:
             yield f"Warning: {warning}."
 
 
-def explain(module: nn.Module, mesh: Mesh, rules: LogicalRules | str) -> Explanation:
+def explain(
+    module: nn.Module, mesh: Mesh, rules: LogicalRules | str = "default", *, allow_unused: bool = False
+) -> Explanation:
     """Say how `parallelize` shards every parameter of a module, and why.
 
     Args:
         module: with logical names, see `Declaration`; may be on the meta device.
         mesh: planned or not.
         rules: the table, or the name of a preset.
+        allow_unused: see `maxmoe.parallelize`.
 
     Returns:
         The parameters with their rules, local shapes and bytes; as a string, a table with repeated layers in one row.
@@ -143,7 +146,7 @@ def explain(module: nn.Module, mesh: Mesh, rules: LogicalRules | str) -> Explana
         ValueError: as `parameter_shardings`.
     """
     rules = LogicalRules.load(rules)
-    parameters = quiet_plan(module, mesh, rules).parameters
+    parameters = quiet_plan(module, mesh, rules, allow_unused=allow_unused).parameters
     names = dict.fromkeys(name for plan in parameters.values() for name in plan.parameter.names or ())
     return Explanation(
         mesh,
@@ -161,11 +164,11 @@ def explain(module: nn.Module, mesh: Mesh, rules: LogicalRules | str) -> Explana
     )
 
 
-def quiet_plan(module: nn.Module, mesh: Mesh, rules: LogicalRules) -> Plan:
+def quiet_plan(module: nn.Module, mesh: Mesh, rules: LogicalRules, *, allow_unused: bool) -> Plan:
     """Make a plan without the warnings on names that no rule has: an explanation lists them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return Plan(module, mesh, rules)
+        return Plan(module, mesh, rules, allow_unused=allow_unused)
 
 
 def grouped(parameters: Iterable[ExplainedParameter]) -> list[tuple[str, list[ExplainedParameter]]]:

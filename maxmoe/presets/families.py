@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from maxmoe.config import MoEConfig
+from maxmoe.config import MoEConfig, check_bool, check_int, check_number
 from maxmoe.presets import published
 from maxmoe.presets.layouts import Entry, Layout, per_expert, router, shared, stacked
 
@@ -206,15 +206,19 @@ def _read(config: Any, attribute: str) -> Any:
     if attribute in ("n_group", "topk_group") and getattr(config, "topk_method", None) == "greedy":
         return 1
     value = _get(config, attribute)
+    where = f"{attribute} of the {config.model_type} config"
     match attribute:
-        case "hidden_act":
+        case "hidden_act" if isinstance(value, str):
             return {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}.get(value, value)
         case "norm_topk_prob":
+            check_bool(where, value)
             return "sum" if value else "none"
         case "router_aux_loss_coef":
-            return value * _get(config, "num_experts_per_tok")
+            check_number(where, value, at_least=0)
+            return value * _get_int(config, "num_experts_per_tok", at_least=1)
         case "shared_expert_intermediate_size":
-            return _num_shared_experts(value, _get(config, "moe_intermediate_size"))
+            width = _get_int(config, attribute, at_least=0)
+            return _num_shared_experts(width, _get_int(config, "moe_intermediate_size", at_least=1))
     return value
 
 
@@ -225,8 +229,14 @@ def _get(config: Any, attribute: str) -> Any:
     return value
 
 
+def _get_int(config: Any, attribute: str, *, at_least: int) -> int:
+    value: int = _get(config, attribute)
+    check_int(f"{attribute} of the {config.model_type} config", value, at_least=at_least)
+    return value
+
+
 def _num_shared_experts(width: int, intermediate_size: int) -> int:
-    if intermediate_size < 1 or width % intermediate_size:
+    if width % intermediate_size:
         raise ValueError(
             f"shared_expert_intermediate_size ({width}) must be a multiple of "
             f"moe_intermediate_size ({intermediate_size})"

@@ -7,6 +7,7 @@ from maxmoe.sharding.redistribute import redistribute
 from maxmoe.sharding.resolve import DroppedAxis, Resolution, logical_to_mesh_axes, resolve
 from maxmoe.sharding.rules import LogicalRules
 from maxmoe.sharding.shard_map import shard_map
+from maxmoe.sharding.unused import check_used
 
 __all__ = [
     "DroppedAxis",
@@ -16,6 +17,7 @@ __all__ = [
     "P",
     "PartitionSpec",
     "Resolution",
+    "check_used",
     "logical_to_mesh_axes",
     "parse_mesh",
     "redistribute",

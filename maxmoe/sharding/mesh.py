@@ -1,6 +1,7 @@
 """The named axes over which ranks are laid out."""
 
 import math
+import re
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import cache
@@ -168,7 +169,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         axis, _, size = part.partition("=")
-        if not axis.isidentifier() or not size.removeprefix("-").isdigit():
+        if not axis.isidentifier() or not re.fullmatch("-?[0-9]{1,9}", size):
             raise ValueError(f"a mesh must read like fsdp=2,expert=4, got {part!r} in {text!r}")
         if axis in sizes:
             raise ValueError(f"the mesh axis {axis!r} is there twice: {text!r}")

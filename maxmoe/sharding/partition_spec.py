@@ -1,5 +1,7 @@
 """Which mesh axes shard each dim of a tensor."""
 
+import reprlib
+from collections import Counter
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -10,10 +12,10 @@ def axis_tuple(axes: object, owner: str) -> tuple[str, ...]:
     """Write None, one axis or a sequence of axes as a tuple; `owner` begins the error messages."""
     entries = (axes,) if isinstance(axes, str) else () if axes is None else axes
     if not isinstance(entries, list | tuple) or not all(isinstance(axis, str) and axis for axis in entries):
-        raise ValueError(f"{owner} must be None, an axis or a tuple of axes, got {axes!r}")
-    repeated = [axis for index, axis in enumerate(entries) if axis in entries[:index]]
+        raise ValueError(f"{owner} must be None, an axis or a tuple of axes, got {reprlib.repr(axes)}")
+    repeated = [axis for axis, count in Counter(entries).items() if count > 1]
     if repeated:
-        raise ValueError(f"{owner} has the axis {repeated[0]!r} twice: {axes!r}")
+        raise ValueError(f"{owner} has the axis {reprlib.repr(repeated[0])} twice: {reprlib.repr(axes)}")
     return tuple(entries)
 
 

@@ -3,7 +3,7 @@
 import difflib
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from maxmoe.sharding.partition_spec import PartitionSpec
@@ -77,12 +77,19 @@ def _report_unknown(names: Sequence[str | None], rules: LogicalRules, strict: bo
     for name in names:
         if name is None or name in known:
             continue
-        nearest = difflib.get_close_matches(name, known, n=3)
-        hint = f"; the nearest are {', '.join(map(repr, nearest))}" if nearest else ""
-        message = f"no rule for the logical name {name!r} of {tuple(names)}{hint}"
+        message = f"no rule for the logical name {name!r} of {tuple(names)}{nearest(name, known)}"
         if strict:
             raise ValueError(message)
         warnings.warn(f"{message}; its dim is not sharded", stacklevel=3)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Write the names most like one that is not known, for the end of a message; all of them if none is alike."""
+    known = sorted(set(known))
+    alike = difflib.get_close_matches(name, known, n=3)
+    if alike:
+        return f"; the nearest are {', '.join(map(repr, alike))}"
+    return f"; there are {', '.join(map(repr, known)) or 'none'}"
 
 
 def resolve(

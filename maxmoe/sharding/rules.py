@@ -1,5 +1,7 @@
 """The table that says which mesh axes shard the dims of each logical name."""
 
+import reprlib
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -8,6 +10,11 @@ import yaml  # type: ignore[import-untyped]
 from maxmoe.sharding.partition_spec import Axes, axis_tuple
 
 PRESETS = Path(__file__).parent / "presets"
+SOURCE = reprlib.Repr()
+SOURCE.maxstring = 80
+MAX_BYTES = 2**15
+MAX_DEPTH = 3  # the list of rules, a rule, its axes
+STRING, NULL = "tag:yaml.org,2002:str", "tag:yaml.org,2002:null"
 
 
 class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
@@ -41,7 +48,8 @@ class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
     def load(cls, source: "str | Path | LogicalRules") -> "LogicalRules":
         """Read a preset of the package, or a file of one's own.
 
-        A file is a YAML list with one rule per entry: ``- name: [axis, ...]``.
+        A file is a YAML list with one rule per entry: ``- name: [axis, ...]``, in UTF-8, of 32 KiB at most and without
+        aliases.
 
         Args:
             source: the name of a preset, or the path of a file: a `Path`, or a string that ends in .yaml or .yml. A
@@ -56,6 +64,8 @@ class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
         """
         if isinstance(source, LogicalRules):
             return source
+        if not isinstance(source, str | Path):
+            raise ValueError(f"rules must be LogicalRules, a preset or a path, got {reprlib.repr(source)}")
         if isinstance(source, Path) or source.endswith((".yaml", ".yml")):
             return cls(_read(Path(source)))
         names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
@@ -71,27 +81,63 @@ class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
 
 def _checked(rule: object, owner: str) -> tuple[str, tuple[str, ...]]:
     if not isinstance(rule, list | tuple) or len(rule) != 2 or not isinstance(rule[0], str) or not rule[0]:
-        raise ValueError(f"{owner} must be a logical name and its axes, got {rule!r}")
-    return rule[0], axis_tuple(rule[1], f"{owner}, {rule[0]!r},")
+        raise ValueError(f"{owner} must be a logical name and its axes, got {reprlib.repr(rule)}")
+    return rule[0], axis_tuple(rule[1], f"{owner}, {reprlib.repr(rule[0])},")
 
 
 def _read(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield the rules of a file."""
+    text = _text(path)
+    root = _compose(text, path)
+    if not isinstance(root, yaml.SequenceNode):
+        raise ValueError(f"{path}:1: rules must be a list with entries like '- exp: [expert]'")
+    for node in root.value:
+        yield _rule(node, text, f"{path}:{node.start_mark.line + 1}: a rule")
+
+
+def _text(path: Path) -> str:
+    """Read a file that may be anything: opening a FIFO waits for a writer, and a device may have no end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"{path}: rules must be in a regular file")
+    with path.open("rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"{path}: a file of rules has at most {MAX_BYTES} bytes, got {path.stat().st_size}")
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-        if not isinstance(root, yaml.SequenceNode):
-            raise ValueError(f"{path}:1: rules must be a list with entries like '- exp: [expert]'")
-        for node in root.value:
-            yield _rule(node, f"{path}:{node.start_mark.line + 1}: a rule")
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = mark.line + 1 if mark else 1
-        raise ValueError(f"{path}:{line}: this is not YAML: {getattr(error, 'problem', error)}") from None
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path}:{line}: rules must be UTF-8, got the byte {content[error.start]:#04x}") from None
 
 
-def _rule(node: yaml.Node, owner: str) -> tuple[str, tuple[str, ...]]:
-    """Read one entry: the nodes of YAML know their lines, the values that they stand for do not."""
-    value = yaml.SafeLoader("").construct_object(node, deep=True)
-    if not isinstance(value, dict) or len(value) != 1:
-        raise ValueError(f"{owner} must be one 'name: axes', got {value!r}")
-    return _checked(next(iter(value.items())), owner)
+def _compose(text: str, path: Path) -> yaml.Node | None:
+    """Parse a file, but refuse deep nesting and aliases of aliases before they take time and memory."""
+    line, depth = 1, 0
+    try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            line = event.start_mark.line + 1
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise yaml.MarkedYAMLError(problem="brackets in the axes of a rule", problem_mark=event.start_mark)
+            if isinstance(event, yaml.AliasEvent):
+                raise yaml.MarkedYAMLError(problem="an alias", problem_mark=event.start_mark)
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.reader.ReaderError as error:
+        line, problem = text.count("\n", 0, error.position) + 1, error.reason
+    except yaml.MarkedYAMLError as error:
+        line, problem = error.problem_mark.line + 1 if error.problem_mark else line, error.problem
+    except (ValueError, OverflowError) as error:  # numbers in escapes and in directives
+        problem = str(error)
+    raise ValueError(f"{path}:{line}: this is no list of rules in YAML: {problem}")
+
+
+def _rule(node: yaml.Node, text: str, owner: str) -> tuple[str, tuple[str, ...]]:
+    """Read one entry from its nodes: values made of them are without lines, and a repeated key is lost."""
+    source = SOURCE.repr(text[node.start_mark.index : node.end_mark.index].rstrip())
+    if not isinstance(node, yaml.MappingNode) or len(node.value) != 1:
+        raise ValueError(f"{owner} must be one 'name: axes', got {source}")
+    ((key, value),) = node.value
+    entries = value.value if isinstance(value, yaml.SequenceNode) else [] if value.tag == NULL else [value]
+    if not all(isinstance(part, yaml.ScalarNode) and part.tag == STRING for part in (key, *entries)):
+        raise ValueError(f"{owner} must be a logical name and its axes, got {source}")
+    return _checked((key.value, [entry.value for entry in entries]), owner)

@@ -96,7 +96,7 @@ def test_bad_input_is_named_on_all_ranks_alike(text: Path, tmp_path: Path) -> No
         "--mesh fsdp=4": r"the mesh axes \(fsdp=4\) make 4 ranks, and the world has 2",
         "--mesh fsdp=-1,expert=3": r"the mesh axes .* do not divide the world of 2",
         "--mesh fsdp:2": "a mesh must read like fsdp=2,expert=4, got 'fsdp:2'",
-        "--mesh node=2": "ep-as-dp has no rule for the mesh axis 'node', only for data, fsdp, fsdp_transpose, expert",
+        "--mesh fdsp=2": r"no rule has the axis 'fdsp' of Mesh\(fdsp=2\); the nearest are 'fsdp'",
         "--rules best": "there is no preset 'best', only .*, shard-exp-on-fsdp",
         "--rules best.yaml": "No such file or directory: 'best.yaml'",
         "--batch-size 3": "--batch-size 3 is not divisible by fsdp=2",

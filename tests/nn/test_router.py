@@ -1,12 +1,14 @@
 """Router: precision, the correction bias and its balancing, the random router."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from maxmoe import MoE, MoEConfig, reference
 from maxmoe.nn import Router
@@ -56,8 +58,40 @@ def test_logits_that_are_no_numbers_are_refused() -> None:
     layer = make()
     x = tokens(layer)
     x[1, 2, 3] = float("nan")
-    with pytest.raises(ValueError, match=r"maxmoe::route: logits .*NaN"):
+    with pytest.raises(ValueError, match=r"^router: maxmoe::route: logits .*NaN"):
         layer(x)
+    with pytest.raises(ValueError, match=r"^Router: maxmoe::route: logits .*NaN"):
+        layer.router(x.flatten(0, 1))
+
+
+class Model(nn.Module):
+    """With a layer in places that a name must tell apart, one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = make(), nn.ModuleList(nn.Sequential(nn.Identity(), make()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x).hidden_states + self.first(x).hidden_states
+        for number, block in enumerate(self.layers):
+            x = x + (checkpoint(block, x, use_reentrant=False) if number % 2 else block(x)).hidden_states
+        return x
+
+
+@pytest.mark.parametrize("place", ["first", *(f"layers.{number}.1" for number in range(4))])
+def test_the_error_says_which_layer_of_a_model_it_was(place: str) -> None:
+    model, x = nn.Sequential(Model()), torch.randn(2, 5, 7, dtype=torch.float64)
+    model(x)
+    model.get_submodule(f"0.{place}").router.weight.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=rf"^0\.{re.escape(place)}\.router: maxmoe::route: logits .*NaN"):
+        model(x)
+
+
+def test_nan_in_the_correction_bias_is_not_blamed_on_the_logits() -> None:
+    layer = make(score_correction_bias=True)
+    correction_bias(layer)[3] = float("nan")
+    with pytest.raises(ValueError, match=r"^router: maxmoe::route: correction_bias must be numbers, got NaN$"):
+        layer(tokens(layer))
 
 
 # Correction bias

@@ -30,7 +30,7 @@ class Stack(nn.Module):
 
 
 def explained(module: nn.Module, mesh: dict[str, int], *rules: tuple[str, list[str]]) -> Explanation:
-    return explain(module, Mesh.planned(mesh), LogicalRules(rules))
+    return explain(module, Mesh.planned(mesh), LogicalRules(rules), allow_unused=True)
 
 
 def rows_of(explanation: Explanation) -> dict[str, list[str]]:

@@ -60,6 +60,8 @@ def test_commands_exist(words: list[str]) -> None:
             from support.pretrain_run import pretrain
 
             pretrain.parse_options(arguments)
+        case ["python", fuzzer, *arguments] if fuzzer.startswith("tests/fuzz/"):
+            assert (ROOT / fuzzer).exists() and set(arguments[::2]) <= {"--seconds", "--seed", "--case"}
         case ["python", "examples/finetune_transformers.py", *arguments]:
             pytest.importorskip("transformers")
 

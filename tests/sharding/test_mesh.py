@@ -191,7 +191,9 @@ def test_sizes_from_a_command_line(text: str, sizes) -> None:
     assert parse_mesh(text) == sizes and list(parse_mesh(text)) == list(sizes)
 
 
-@pytest.mark.parametrize("part", ["fsdp", "fsdp=", "=2", "fsdp=two", "fsdp=2.0", "fsdp=--2", "fsdp:2", " fsdp=2"])
+@pytest.mark.parametrize(
+    "part", ["fsdp", "fsdp=", "=2", "fsdp=two", "fsdp=2.0", "fsdp=--2", "fsdp=²", "fsdp:2", " fsdp=2"]
+)
 def test_a_command_line_of_another_form(part: str) -> None:
     message = f"a mesh must read like fsdp=2,expert=4, got {part!r} in 'expert=2,{part}'"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

@@ -99,7 +99,9 @@ def test_a_repeated_logical_name(strict: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("embd_moe", "; the nearest are 'embed_moe', 'embed'"), ("qqq", "")], ids=["near", "far"]
+    ("name", "hint"),
+    [("embd_moe", "; the nearest are 'embed_moe', 'embed'"), ("qqq", "; there are 'embed', 'embed_moe', 'exp'")],
+    ids=["near", "far"],
 )
 def test_an_unknown_name_is_reported_or_refused(name: str, hint: str) -> None:
     rules = LogicalRules([("exp", "expert"), ("embed", "fsdp"), ("embed", "x"), ("embed_moe", "fsdp")])

@@ -1,8 +1,11 @@
 """LogicalRules: tables, overrides, files and what is wrong with them; the presets of the package."""
 
 import copy
+import os
 import pickle
 import re
+import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -65,15 +68,25 @@ def test_a_file_of_ones_own(tmp_path: Path, suffix: str) -> None:
         ("", "1: rules must be a list with entries like '- exp: [expert]'"),
         ("exp: [expert]\n", "1: rules must be a list with entries like '- exp: [expert]'"),
         ("- exp: [expert]\n- norm\n", "2: a rule must be one 'name: axes', got 'norm'"),
-        ("- exp: [expert]\n  norm: []\n", "1: a rule must be one 'name: axes', got {'exp': ['expert'], 'norm': []}"),
-        ("# x\n\n- 3: [x]\n", "3: a rule must be a logical name and its axes, got (3, ['x'])"),
-        ("- a: x\n- b: [x, 7]\n", "2: a rule, 'b', must be None, an axis or a tuple of axes, got ['x', 7]"),
-        ("- a: {x: y}\n", "1: a rule, 'a', must be None, an axis or a tuple of axes, got {'x': 'y'}"),
+        ("- exp: [expert]\n  norm: []\n", r"1: a rule must be one 'name: axes', got 'exp: [expert]\n  norm: []'"),
+        ("- a: x\n- {exp: x, exp: y}\n", "2: a rule must be one 'name: axes', got '{exp: x, exp: y}'"),
+        ("# x\n\n- 3: [x]\n", "3: a rule must be a logical name and its axes, got '3: [x]'"),
+        ("- a: x\n- 2024-13-45: x\n", "2: a rule must be a logical name and its axes, got '2024-13-45: x'"),
+        ("- a: x\n- b: 99999-99-99\n- c: 2024-13-45", "3: a rule must be a logical name and its axes, got 'c: 2024-"),
+        ("- a: x\n- b: [x, 7]\n", "2: a rule must be a logical name and its axes, got 'b: [x, 7]'"),
+        ("- a: x\n- b: [x, y: z]\n", "2: this is no list of rules in YAML: brackets in the axes of a rule"),
+        ("- a: {x: y}\n", "1: a rule must be a logical name and its axes, got 'a: {x: y}'"),
+        ("- [a]: x\n", "1: a rule must be a logical name and its axes, got '[a]: x'"),
         ("- a: x\n- b: [y, z, y]\n", "2: a rule, 'b', has the axis 'y' twice: ['y', 'z', 'y']"),
-        ("- a: x\n- b: [x\n", "3: this is not YAML: expected ',' or ']', but got '<stream end>'"),
-        ("- a: x\n- b: !other y\n", "2: this is not YAML: could not determine a constructor for the tag '!other'"),
-        ("- a: x\n---\n- b: x\n", "2: this is not YAML: but found another document"),
-        ("- a: \x01\n", "1: this is not YAML: unacceptable character #x0001: special characters are not allowed"),
+        ("- a: x\n- b: ['']\n", "2: a rule, 'b', must be None, an axis or a tuple of axes, got ['']"),
+        ("- a: x\n- b: [x\n", "3: this is no list of rules in YAML: expected ',' or ']', but got '<stream end>'"),
+        ("- a: x\n- b: !other y\n", "2: a rule must be a logical name and its axes, got 'b: !other y'"),
+        ("- a: x\n- b: !!python/name:os.system\n", "2: a rule must be a logical name and its axes, got 'b: !!python"),
+        ("- a: x\n---\n- b: x\n", "2: this is no list of rules in YAML: but found another document"),
+        ("- a: x\n- b: \x01\n", "2: this is no list of rules in YAML: special characters are not allowed"),
+        ("- a: &a x\n- b: *a\n", "2: this is no list of rules in YAML: an alias"),
+        ('- a: x\n- "\\UFFFFFFFF": x\n', "2: this is no list of rules in YAML: "),
+        (f"%YAML {'9' * 5000}.1\n---\n- a: x\n", "1: this is no list of rules in YAML: Exceeds the limit"),
     ],
 )
 def test_errors_name_file_line_and_key(tmp_path: Path, text: str, message: str) -> None:
@@ -83,11 +96,58 @@ def test_errors_name_file_line_and_key(tmp_path: Path, text: str, message: str) 
         LogicalRules.load(path)
 
 
+LAUGHS = "".join(f"- &l{n} [{', '.join([f'*l{n - 1}' if n else 'lol'] * 9)}]\n" for n in range(9))
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "aliases of aliases": (LAUGHS.encode(), ":2: this is no list of rules in YAML: an alias"),
+    "brackets": (b"- a: " + b"[" * 3000, ":1: this is no list of rules in YAML: brackets in the axes of a rule"),
+    "UTF-16": ("- a: x\n".encode("utf-16"), ":1: rules must be UTF-8, got the byte 0xff"),
+    "Latin-1": ("- a: x\n- ä: x\n".encode("latin-1"), ":2: rules must be UTF-8, got the byte 0xe4"),
+    "a program": (Path("/bin/sh").read_bytes()[:5000], ":1: "),
+    "a large file": (b"- a: x\n" * 10**5, ": a file of rules has at most 32768 bytes, got 700000"),
+    "zeros": (bytes(5000), ":1: this is no list of rules in YAML: special characters are not allowed"),
+    "a long name": (b"- a: x\n- " + b"n" * 30000, ":2: a rule must be one 'name: axes', got 'nnn"),
+    "a long list": (b"- a: [" + b"x, " * 10000 + b"]", ":1: a rule, 'a', has the axis 'x' twice: ['x', "),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), HOSTILE.values(), ids=HOSTILE)
+def test_hostile_files_are_a_short_line_in_a_moment(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "rules.yaml"
+    path.write_bytes(content)
+    tracemalloc.start()
+    began = time.process_time()
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{path}{message}')}") as error:
+        LogicalRules.load(path)
+    seconds, (_, peak) = time.process_time() - began, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(str(error.value)) < 400 and "\n" not in str(error.value)
+    assert seconds < 30 and peak < 200 * 2**20
+
+
+def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
+    """Opening a FIFO waits for a writer."""
+    os.mkfifo(tmp_path / "fifo.yaml")
+    (tmp_path / "folder.yaml").mkdir()
+    for path in (tmp_path / "fifo.yaml", tmp_path / "folder.yaml", Path("/dev/zero")):
+        with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: rules must be in a regular file$"):
+            LogicalRules.load(path)
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    with pytest.raises(OSError, match=r"loop\.yaml"):
+        LogicalRules.load(tmp_path / "loop.yaml")
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"rules\.yaml"):
         LogicalRules.load(str(tmp_path / "rules.yaml"))
     with pytest.raises(FileNotFoundError, match="default"):
         LogicalRules.load(tmp_path / "default")
+
+
+@pytest.mark.parametrize("source", [None, 3, [("exp", "expert")], {"exp": "expert"}])
+def test_what_is_neither_a_table_nor_where_one_is(source) -> None:
+    message = f"rules must be LogicalRules, a preset or a path, got {source!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        LogicalRules.load(source)
 
 
 def test_an_unknown_preset_says_which_there_are() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from maxmoe.parallel import Declaration
 from maxmoe.sharding import LogicalRules, Mesh
 
-RULES = LogicalRules([("exp", "expert"), ("embed", "fsdp"), ("mlp", ("expert", "fsdp")), ("heads", None)])
+RULES = LogicalRules([("exp", "expert"), ("embed", "fsdp"), ("mlp", ("expert", "fsdp")), ("q_heads", None)])
 MESH = Mesh.planned({"fsdp": 2, "expert": 4})
 
 

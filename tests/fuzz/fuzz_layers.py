@@ -1,0 +1,206 @@
+"""Compares layers of random configs, sizes, dtypes and strides with the specification in float64.
+
+    python tests/fuzz/fuzz_layers.py --seconds 3600 --seed 1
+    python tests/fuzz/fuzz_layers.py --seed 1 --case 4711
+
+Outputs, losses, statistics and all gradients must be those of `maxmoe.reference`, up to rounding: some eps of the
+largest value, and what the specification itself changes by when its arguments are rounded otherwise. Where that is
+another routing, nothing is compared.
+"""
+
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any, get_args
+from unittest.mock import patch
+
+ROOT = Path(__file__).parents[2]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from fuzz import loop  # noqa: E402
+from maxmoe import MoE, MoEConfig, config, ops, reference  # noqa: E402
+from support.moe_layers import differentiate  # noqa: E402
+from support.operator_calls import Result, cotangents_of, floating, strided  # noqa: E402
+
+DTYPES = [torch.float64, torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16]
+WIDTHS = [1, 2, 3, 5, 7, 8, 13, 16, 17, 24, 31, 33, 64, 67]
+LAYOUTS = ["contiguous", "contiguous", "transposed", "columns", "rows"]
+MAX = 2.0**15  # with room for partial sums
+
+
+def draw_config(random: Random) -> MoEConfig:
+    """Draw every field."""
+
+    def sometimes(value: Any, otherwise: Any, share: float = 0.4) -> Any:
+        return value if random.random() < share else otherwise
+
+    num_groups = random.choice([1, 1, 2, 3, 4, 8])
+    num_experts = num_groups * random.choice([1, 2, 3, 5, 8])
+    top_k_groups = random.randint(1, num_groups)
+    reachable = num_experts // num_groups * top_k_groups
+    gated = random.random() < 0.75
+    activations = [name for name in get_args(config.Activation) if gated or name != "swigluoai"]
+    correction = random.random() < 0.4
+    num_shared_experts = sometimes(random.randint(1, 3), 0)
+    implementation = random.choice(get_args(config.Implementation))
+    factor = sometimes(random.choice([0.1, 0.5, 0.8, 1.0, 1.25, 2, 4.0]), None)
+    factor = None if factor is None else min(factor, num_experts)
+    return MoEConfig(
+        hidden_size=random.choice(WIDTHS),
+        intermediate_size=random.choice(WIDTHS),
+        num_experts=num_experts,
+        top_k=random.randint(1, min(reachable, random.choice([1, 2, 4, 40]))),
+        score_function=random.choice(get_args(config.ScoreFunction)),
+        router_bias=random.random() < 0.4,
+        score_correction_bias=correction,
+        num_groups=num_groups,
+        top_k_groups=top_k_groups,
+        group_score=random.choice(get_args(config.GroupScore)),
+        normalization=random.choice(get_args(config.Normalization)),
+        routed_scaling_factor=random.choice([1.0, 1, 0.25, 2.5]),
+        apply_weights_to=random.choice(get_args(config.WeightsTarget)),
+        router=sometimes("random", "learned", 0.15),
+        activation=random.choice(activations),
+        gated=gated,
+        activation_limit=sometimes(random.choice([0.3, 1, 7.0]), None) if gated else None,
+        expert_bias=random.random() < 0.4,
+        num_shared_experts=num_shared_experts,
+        shared_expert_gate=num_shared_experts > 0 and random.random() < 0.5,
+        load_balance_loss_weight=sometimes(random.choice([0.01, 0.3, 1]), 0.0, 0.6),
+        load_balance_scope=random.choice(get_args(config.LoadBalanceScope)),
+        router_z_loss_weight=sometimes(random.choice([0.001, 0.2]), 0.0),
+        correction_bias_update_rate=sometimes(1e-3, 0.0) if correction else 0.0,
+        implementation=implementation,
+        capacity_factor=factor if implementation == "dense" else None,
+        buffer_factor=factor if implementation == "sparse" else None,
+    )
+
+
+def draw_layer(random: Random, dtype: torch.dtype) -> MoE:
+    """Draw parameters of any strides, of which some are frozen."""
+    layer = MoE(draw_config(random), dtype=dtype)
+    scale = random.choice([0.1, 0.5, 0.5])
+    for value in layer.state_dict().values():
+        value.copy_(scale * torch.randn(value.shape, dtype=torch.float64))
+    if random.random() < 0.1:  # every expert is as good as every other
+        layer.router.weight.data.zero_()
+    for parameter in layer.parameters():
+        if random.random() < 0.3:
+            parameter.data = strided(parameter.data, random.choice(LAYOUTS))
+        parameter.requires_grad_(random.random() < 0.9)
+    return layer
+
+
+def draw_tokens(random: Random, layer: MoE, dtype: torch.dtype) -> Tensor:
+    leading = random.choice([(), (1,), (2,), (3,), (2, 2), (0,), (1, 3)])
+    length = random.choice([0, 1, 2, 3, 5, 8, 8, 13, 40])
+    x = random.choice([0.3, 1.0, 1.0]) * torch.randn(*leading, length, layer.config.hidden_size, dtype=torch.float64)
+    if x.numel() and random.random() < 0.1:  # all tokens go to the same experts
+        x = x.flatten(0, -2)[:1].expand(x.numel() // x.shape[-1], -1).reshape(x.shape)
+    return strided(x.to(dtype), random.choice(LAYOUTS))
+
+
+def run_layer(layer: MoE, x: Tensor) -> Result:
+    x = x.detach().requires_grad_()
+    with patch("torch.randn_like", Tensor.detach):  # the noise of the random router: then it is the learned one
+        hidden_states, aux_loss, stats = layer(x)
+    outputs = (hidden_states, aux_loss, stats.router_entropy, stats.tokens_per_expert, stats.dropped)
+    assert hidden_states.requires_grad, "hidden_states have no gradient"
+    return differentiate(outputs, {"x": x, **dict(layer.named_parameters())}, cotangents(outputs))
+
+
+def cotangents(outputs: tuple[Tensor, ...]) -> list[Tensor]:
+    return cotangents_of(outputs[:2]) + [torch.zeros_like(out) for out in floating(outputs[2:])]
+
+
+def run_reference(layer: MoE, x: Tensor, got: Result, noise: float) -> Result:
+    """Run the specification in float64; with noise, on arguments that are rounded otherwise."""
+    settings = MoEConfig(**{**vars(layer.config), "router": "learned"})
+    state = {"x": x, **layer.state_dict()}
+    # The router is computed in float32 at least, from the values as they are.
+    fine = min(noise, 16 * torch.finfo(torch.float32).eps)
+    for name, value in state.items():
+        exact = value.detach().double()
+        scale = fine if name == "x" or name.startswith("router.") else noise
+        state[name] = (exact * (1 + scale * torch.randn_like(exact))).requires_grad_()
+    hidden_states, aux_loss, load, dropped = reference.moe(state["x"], settings, state)
+    logits = reference.layer.router_logits(state["x"].flatten(0, -2), settings, state)
+    scores = reference.operators.scores(
+        logits, "softmax" if settings.score_function == "identity" else settings.score_function
+    )
+    probabilities = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+    entropy = torch.special.entr(probabilities).sum() / max(len(logits), 1)
+    outputs = (hidden_states, aux_loss, entropy.detach(), load, dropped)
+    if not (hidden_states.requires_grad or aux_loss.requires_grad):  # all slots are dropped
+        return Result(outputs, dict.fromkeys(state))
+    return differentiate(outputs, state, [cotangent.double() for cotangent in cotangents(got.outputs)])
+
+
+def pairs(got: Result, expected: Result) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+    """What must be near, by name."""
+    names = ("hidden_states", "aux_loss", "router_entropy")
+    values: dict[str, Any] = dict(zip(names, zip(got.outputs, expected.outputs, strict=True), strict=False))
+    gradients = {f"gradient of {name}": (grad, expected.gradients[name]) for name, grad in got.gradients.items()}
+    return values | gradients
+
+
+def one_case(random: Random) -> str:
+    """Compare one layer, and say what came of it."""
+    torch.manual_seed(random.getrandbits(60))
+    torch.set_num_threads(random.choice([1, 1, 2]))
+    dtype = random.choice(DTYPES)
+    layer = draw_layer(random, dtype)
+    x = draw_tokens(random, layer, dtype)
+    with ops.force_aten(random.random() < 0.3):
+        got = run_layer(layer, x)
+    eps = torch.finfo(dtype).eps
+    expected = run_reference(layer, x, got, 0.0)
+    others = [run_reference(layer, x, got, 4 * eps) for _ in range(2)]
+    if any(not torch.equal(one, two) for other in others for one, two in zip(*integers(expected, other), strict=True)):
+        return "another routing is as good"
+    if dtype == torch.float16 and max(map(largest, [*floating(expected.outputs), *expected.gradients.values()])) > MAX:
+        return "too large for float16"
+    for one, two in zip(*integers(got, expected), strict=True):
+        assert torch.equal(one, two), (
+            f"{layer.config} {dtype} {tuple(x.shape)}: got {one.tolist()}, expected {two.tolist()}"
+        )
+    compare(layer, got, expected, others)
+    return str(dtype)
+
+
+def compare(layer: MoE, got: Result, expected: Result, others: list[Result]) -> None:
+    """Compare what is near."""
+    dtype = got.outputs[0].dtype
+    eps, wide_eps = torch.finfo(dtype).eps, torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    frozen = {f"gradient of {name}" for name, value in layer.named_parameters() if not value.requires_grad}
+    changed = [pairs(other, expected) for other in others]
+    # Terms of this size cancel in the gradient of weights that are scaled to sum one.
+    terms = max(largest(gradient) for gradient in expected.gradients.values())
+    for name, (value, exact) in pairs(got, expected).items():
+        where = f"{layer.config} {dtype} {tuple(got.outputs[0].shape)}: {name}"
+        if name in frozen:
+            assert value is None, f"{where} is frozen"
+            continue
+        if exact is None:
+            assert largest(value) == 0, f"{where} is {largest(value)}, and not 0"
+            continue
+        assert value is not None and value.shape == exact.shape, f"{where} has another shape"
+        error, slack = largest(value - exact), max(largest(change[name][0] - exact) for change in changed)
+        bound = (128 if dtype.itemsize > 2 else 8) * eps * largest(exact) + 8 * slack + 512 * wide_eps * terms
+        assert error <= bound, f"{where}: error {error:.3e}, allowed {bound:.3e}"
+
+
+def integers(*results: Result) -> list[list[Tensor]]:
+    return [[out for out in result.outputs if not out.is_floating_point()] for result in results]
+
+
+def largest(values: Tensor | None) -> float:
+    return 0.0 if values is None or not values.numel() else float(values.detach().abs().max())
+
+
+if __name__ == "__main__":
+    sys.exit(loop.main(one_case, __doc__))

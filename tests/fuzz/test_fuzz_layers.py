@@ -1,0 +1,23 @@
+"""A short run of `fuzz_layers.py`; the command line runs it for as long as one likes."""
+
+import dataclasses
+from random import Random
+from typing import get_args
+
+from fuzz import fuzz_layers
+from fuzz.loop import fuzz
+from maxmoe import MoEConfig
+
+
+def test_layers_are_the_specification() -> None:
+    outcomes = fuzz(fuzz_layers.one_case, seed=0, cases=range(150), seconds=30)
+    assert all(outcomes[str(dtype)] > 0 for dtype in fuzz_layers.DTYPES), outcomes
+
+
+def test_every_field_is_drawn() -> None:
+    random = Random(0)
+    configs = [fuzz_layers.draw_config(random) for _ in range(500)]
+    for field in dataclasses.fields(MoEConfig):
+        drawn = {getattr(config, field.name) for config in configs}
+        choices = get_args(field.type) if isinstance(field.default, str) else ()
+        assert len(drawn) > 1 and drawn >= set(choices), field.name

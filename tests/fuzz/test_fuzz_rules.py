@@ -1,0 +1,12 @@
+"""A short run of `fuzz_rules.py`; the command line runs it for as long as one likes."""
+
+import pytest
+
+from fuzz import fuzz_rules
+from fuzz.loop import fuzz
+
+
+@pytest.mark.filterwarnings("ignore:no rule for the logical name")
+def test_rules_are_read_as_written_or_refused() -> None:
+    outcomes = fuzz(fuzz_rules.one_case, seed=0, cases=range(600), seconds=30)
+    assert len(outcomes) == 7, outcomes

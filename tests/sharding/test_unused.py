@@ -1,0 +1,125 @@
+"""check_used: names of a mesh and of rules that have no effect are errors, wherever rules meet a mesh."""
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+
+import maxmoe
+from maxmoe.__main__ import parse_options as explain_options
+from maxmoe.models import Decoder
+from maxmoe.nn import SavedTensor
+from maxmoe.parallel import Declaration, shard_parameters, token_sharding
+from maxmoe.planning import estimate, explain
+from maxmoe.sharding import LogicalRules, Mesh, check_used
+from pretrain import parse_options as pretrain_options
+from support.parallel_decoder import CONFIG, LAYOUTS, MeshRules
+from support.run_ranks import fake_rank
+
+Table = str | list[tuple[str, Any]]
+PRESET_AXES = {"data": 2, "stage": 2, "fsdp": 2, "fsdp_transpose": 2, "context": 2, "tensor": 2, "expert": 2}
+TYPOS: list[tuple[dict[str, int], Table, str]] = [
+    ({"fdsp": 2}, "default", "no rule has the axis 'fdsp' of Mesh(fdsp=2); the nearest are 'fsdp'"),
+    ({"expp": 4}, "ep-tp", "no rule has the axis 'expp' of Mesh(expp=4); the nearest are 'expert'"),
+    ({"node": 2}, "pure-fsdp", "no rule has the axis 'node' of Mesh(node=2); there are 'fsdp'"),
+    ({"fsdp": 2}, [], "no rule has the axis 'fsdp' of Mesh(fsdp=2); there are none"),
+    (
+        {"expert": 2},
+        [("exp", "expert"), ("mpl_moe", None)],
+        "the rules have the name 'mpl_moe', which no module declares and no preset has; "
+        "the nearest are 'mlp_moe', 'embed_moe'",
+    ),
+    (
+        {"expert": 2},
+        [("exp", "expert"), ("embed", ("fdsp", "expert"))],
+        "the rules have the axis 'fdsp', which neither Mesh(expert=2) nor a preset has; the nearest are 'fsdp'",
+    ),
+    (
+        {"rack": 2},
+        [("exp", "rack"), ("embed", "rak")],
+        "the rules have the axis 'rak', which neither Mesh(rack=2) nor a preset has; the nearest are 'rack'",
+    ),
+]
+FINE: list[tuple[dict[str, int], Table]] = [
+    ({}, "default"),
+    (PRESET_AXES, "default"),
+    ({"fdsp": 1, "expert": 2}, "default"),  # like an absent axis
+    ({"rack": 1}, [("exp", ("expert", "rack"))]),
+    ({"rack": 2}, [("exp", "rack"), ("embed", "fsdp")]),
+]
+
+
+def rules_of(table: Table) -> LogicalRules:
+    return LogicalRules.load(table) if isinstance(table, str) else LogicalRules(table)
+
+
+@pytest.mark.parametrize(("sizes", "table", "message"), TYPOS)
+def test_a_name_without_effect_is_an_error_with_the_nearest(sizes: dict[str, int], table: Table, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        check_used(Mesh.planned(sizes), rules_of(table))
+
+
+@pytest.mark.parametrize(("sizes", "table"), FINE)
+def test_absent_axes_of_presets_and_own_axes_of_the_mesh_pass(sizes: dict[str, int], table: Table) -> None:
+    check_used(Mesh.planned(sizes), rules_of(table))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_presets_pass_on_meshes_of_their_axes(layout: MeshRules) -> None:
+    check_used(Mesh.planned(layout.sizes), LogicalRules.load(layout.rules))
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "parallelize": maxmoe.parallelize,
+    "shard_parameters": shard_parameters,
+    "explain": explain,
+    "estimate": lambda *arguments, **options: estimate(*arguments, batch_size=4, sequence_length=8, **options),
+}
+
+
+@pytest.mark.filterwarnings("ignore:no rule for the logical name")
+@pytest.mark.parametrize(("sizes", "table", "message"), TYPOS)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_running_and_planning_agree(
+    call: Callable[..., Any], sizes: dict[str, int], table: Table, message: str
+) -> None:
+    rules = rules_of(table)
+    with fake_rank(0, Mesh.planned(sizes).num_ranks):
+        with pytest.raises(ValueError, match=f"^{re.escape(message.split(';')[0])}"):
+            call(Decoder(CONFIG, device="meta"), Mesh(sizes), rules)
+        call(Decoder(CONFIG, device="meta"), Mesh(sizes), rules, allow_unused=True)
+
+
+class Own(nn.Module):
+    declaration = Declaration(
+        logical_names={"rows": ("rows", None), "absent": ("columns",)},
+        tensor_parallel_dims={"parts": 2},
+        saved_tensors=lambda batch, length: {"x": SavedTensor((batch, length), ("activation_mine", None))},
+    )
+    absent = None
+
+
+@pytest.mark.parametrize("name", ["rows", "columns", "parts", "activation_parts", "activation_mine"])
+def test_names_of_a_module_pass(name: str) -> None:
+    module = nn.Sequential(Own())
+    module[0].rows = nn.Parameter(nn.Linear(2, 4).weight.detach())
+    rules = LogicalRules([("rows", "fsdp"), (name, "fsdp")])
+    explain(module, Mesh.planned({"fsdp": 2}), rules)
+    near = name[:-1] + "z"
+    with pytest.raises(ValueError, match=f"the rules have the name '{near}', .*; the nearest are '{name}'"):
+        explain(module, Mesh.planned({"fsdp": 2}), LogicalRules([*rules, (near, None)]))
+
+
+def test_one_default_everywhere() -> None:
+    for function in (maxmoe.parallelize, explain, estimate, token_sharding):
+        assert inspect.signature(function).parameters["rules"].default == "default"
+    assert explain_options(["explain", "--preset", "mixtral", "--mesh", "fsdp=2"]).rules == "default"
+    assert pretrain_options([]).rules == "default"
+
+
+def test_the_default_works_on_every_mesh_of_the_axes_that_it_is_for() -> None:
+    for axis in PRESET_AXES:
+        explain(Decoder(CONFIG, device="meta"), Mesh.planned({axis: 2}))
