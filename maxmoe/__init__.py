@@ -3,7 +3,32 @@
 from maxmoe import presets
 from maxmoe._library import build_info
 from maxmoe.config import MoEConfig
-from maxmoe.nn import MoE, MoEOutput, MoEStats, keep_routing
+from maxmoe.nn import (
+    MoE,
+    MoEFeedForward,
+    MoEOutput,
+    MoEStats,
+    StatsAccumulator,
+    StepStats,
+    keep_routing,
+    set_aux_loss_scale,
+)
 from maxmoe.parallel import parallelize
 
-__all__ = ["MoE", "MoEConfig", "MoEOutput", "MoEStats", "build_info", "keep_routing", "parallelize", "presets"]
+__version__ = build_info()["version"]
+
+__all__ = [
+    "MoE",
+    "MoEConfig",
+    "MoEFeedForward",
+    "MoEOutput",
+    "MoEStats",
+    "StatsAccumulator",
+    "StepStats",
+    "__version__",
+    "build_info",
+    "keep_routing",
+    "parallelize",
+    "presets",
+    "set_aux_loss_scale",
+]

@@ -3,10 +3,12 @@
 from maxmoe.nn.declaration import TOKEN_DIMS, Declaration, LogicalNames, SavedTensor
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, LocalDispatcher
 from maxmoe.nn.experts import Experts, SharedExperts
+from maxmoe.nn.feed_forward import MoEFeedForward, set_aux_loss_scale
 from maxmoe.nn.losses import MoEStats, load_balance_loss, router_z_loss
 from maxmoe.nn.moe import MoE, MoEOutput
 from maxmoe.nn.recompute import keep_routing
 from maxmoe.nn.router import Router, Routing, normalized_scores
+from maxmoe.nn.stats_accumulator import StatsAccumulator, StepStats
 from maxmoe.nn.tokens import LocalTokens, TokenGroup, same_tokens_everywhere
 
 __all__ = [
@@ -19,16 +21,20 @@ __all__ = [
     "LocalTokens",
     "LogicalNames",
     "MoE",
+    "MoEFeedForward",
     "MoEOutput",
     "MoEStats",
     "Router",
     "Routing",
     "SavedTensor",
     "SharedExperts",
+    "StatsAccumulator",
+    "StepStats",
     "TokenGroup",
     "keep_routing",
     "load_balance_loss",
     "normalized_scores",
     "router_z_loss",
     "same_tokens_everywhere",
+    "set_aux_loss_scale",
 ]
