@@ -145,15 +145,14 @@ def test_ranks_add_up_to_one_process() -> None:
         gradients, step = train(DistributedDataParallel(model), [part], 12)
         return gradients, step.aux_loss, step.layers["module"].tokens_per_expert, bias_of(model)
 
-    def mesh() -> Any:
-        rules = LogicalRules.load("ep-as-dp")
-        mesh = Mesh({"fsdp": 1, "expert": 2})
+    def mesh(sizes: dict[str, int]) -> Any:
+        rules, mesh = LogicalRules.load("shard-exp-on-fsdp"), Mesh(sizes)
         model = parallelize(block(), mesh, rules)
         part = part_by_definition(x, token_spec(mesh, rules), mesh)
         gradients, step = train(model, [part], 24)
         return gradients, step.aux_loss, step.layers[""].tokens_per_expert, bias_of(model)
 
-    for run in (ddp, mesh):
+    for run in (ddp, partial(mesh, {"fsdp": 2}), partial(mesh, {"expert": 2})):
         for gradients, aux_loss, counts, bias in run_ranks(run, 2):
             torch.testing.assert_close(aux_loss, expected.aux_loss, rtol=1e-13, atol=0)
             assert counts.equal(expected.layers[""].tokens_per_expert) and bias.equal(bias_of(whole))
