@@ -1,5 +1,7 @@
 """Mixture-of-Experts training for PyTorch."""
 
+from typing import TYPE_CHECKING, Any
+
 from maxmoe import presets
 from maxmoe._library import build_info
 from maxmoe.config import MoEConfig
@@ -11,9 +13,14 @@ from maxmoe.nn import (
     StatsAccumulator,
     StepStats,
     keep_routing,
+    mean_over_tokens,
+    record_routing,
+    replay_routing,
     set_aux_loss_scale,
 )
-from maxmoe.parallel import parallelize
+
+if TYPE_CHECKING:
+    from maxmoe.parallel import parallelize
 
 __version__ = build_info()["version"]
 
@@ -28,7 +35,18 @@ __all__ = [
     "__version__",
     "build_info",
     "keep_routing",
+    "mean_over_tokens",
     "parallelize",
     "presets",
+    "record_routing",
+    "replay_routing",
     "set_aux_loss_scale",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "parallelize":  # DTensor takes as long to import as the rest of torch
+        from maxmoe.parallel import parallelize
+
+        return parallelize
+    raise AttributeError(f"module 'maxmoe' has no attribute {name!r}")

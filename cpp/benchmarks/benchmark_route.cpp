@@ -27,25 +27,29 @@ struct Problem {
       : logits(shape.num_tokens, shape.num_experts),
         bias(1, shape.num_experts),
         weights(shape.num_tokens, shape.top_k),
+        probabilities(shape.num_tokens, shape.num_experts),
         experts(static_cast<size_t>(shape.num_tokens * shape.top_k)),
         routing{.logits = logits.read(),
                 .correction_bias = shape.rule.num_groups > 1 ? bias.data() : nullptr,
+                .given = nullptr,
                 .rule = shape.rule,
                 .weights = weights.view(),
-                .experts = {experts.data(), shape.num_tokens, shape.top_k, shape.top_k}} {
+                .experts = {experts.data(), shape.num_tokens, shape.top_k, shape.top_k},
+                .probabilities = probabilities.view()} {
     route(routing, SerialExecutor());
   }
 
   Table<float> logits;
   Table<float> bias;
   Table<float> weights;
+  Table<float> probabilities;
   std::vector<int64_t> experts;
   Route<float> routing;
 };
 
 void benchmark_forward(Session& session, const RouteShape& shape) {
   const Case c{"route", shape_text(shape), "float32"};
-  if (!session.wants(c)) return;
+  if (!session.is_selected(c)) return;
   const Problem problem(shape);
   time_read(session, c, problem.logits.data(), problem.logits.bytes(),
             [&] { route(problem.routing, session.threads()); });
@@ -53,16 +57,17 @@ void benchmark_forward(Session& session, const RouteShape& shape) {
 
 void benchmark_backward(Session& session, const RouteShape& shape) {
   const Case c{"route_backward", shape_text(shape), "float32"};
-  if (!session.wants(c)) return;
+  if (!session.is_selected(c)) return;
   const Problem problem(shape);
   const Table<float> grad_weights(shape.num_tokens, shape.top_k);
   const Table<float> grad_logits(shape.num_tokens, shape.num_experts);
   const RouteBackward<float> backward{.grad_weights = grad_weights.read(),
+                                      .grad_probabilities = {},
                                       .logits = problem.logits.read(),
                                       .experts = problem.routing.experts.as_const(),
                                       .rule = shape.rule,
                                       .grad_logits = grad_logits.view()};
-  time_move(session, c, problem.logits, grad_logits, [&] { route_backward(backward, session.threads()); });
+  time_read_write(session, c, problem.logits, grad_logits, [&] { route_backward(backward, session.threads()); });
 }
 
 const Registration registration([](Session& session) {

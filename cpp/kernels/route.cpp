@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "row.h"
+#include "top_k.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
@@ -14,14 +15,16 @@ using Row = Eigen::Map<Eigen::Array<T, Eigen::Dynamic, 1>>;
 template <class T>
 using ConstRow = Eigen::Map<const Eigen::Array<T, Eigen::Dynamic, 1>>;
 
-constexpr double kSumEpsilon = 1e-20;  // of "sum", as DeepSeek-V3 has it
+// Added to the sum of Normalization::sum, so that scores that are all zero do not give NaN; the value is DeepSeek-V3's.
+constexpr double kSumEpsilon = 1e-20;
 
 template <class T>
 T sigmoid(T x) {
   return T(1) / (T(1) + std::exp(-x));
 }
 
-// Each without overflow for any logit.
+// No finite logit overflows: softmax subtracts the largest one; exp(-logit) = infinity makes a sigmoid 0; softplus is
+// written as max(x, 0) + log1p(exp(-|x|)).
 template <class T>
 void score_row(ScoreFunction function, ConstRow<T> logits, Row<T> scores) {
   switch (function) {
@@ -41,72 +44,7 @@ void score_row(ScoreFunction function, ConstRow<T> logits, Row<T> scores) {
   }
 }
 
-// The `count` largest of `keys`, largest first, in ranges that are shown one after the other; an earlier index wins a
-// tie.
-template <class T>
-class Selection {
- public:
-  Selection(const T* keys, int64_t count, int64_t* selected) : keys_(keys), count_(count), selected_(selected) {}
-
-  void add_range(int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      if (filled_ == count_ && !(keys_[i] > keys_[selected_[count_ - 1]])) continue;
-      int64_t place = filled_ < count_ ? filled_++ : count_ - 1;
-      for (; place > 0 && keys_[i] > keys_[selected_[place - 1]]; --place) selected_[place] = selected_[place - 1];
-      selected_[place] = i;
-    }
-  }
-
- private:
-  const T* keys_;
-  int64_t count_;
-  int64_t* selected_;
-  int64_t filled_ = 0;
-};
-
-template <class T>
-MAXMOE_INLINE Vector<T> larger(Vector<T> a, Vector<T> b) {
-  return a < b ? b : a;
-}
-
-template <class T>
-MAXMOE_INLINE Vector<T> smaller(Vector<T> a, Vector<T> b) {
-  return b < a ? b : a;
-}
-
-// vector[(lane + distance) % kLanes]
-template <class T>
-MAXMOE_INLINE Vector<T> rotated(Vector<T> vector, int distance) {
-  Vector<T> result;
-  for (int lane = 0; lane < kLanes<T>; ++lane) result[lane] = vector[(lane + distance) % kLanes<T>];
-  return result;
-}
-
-// In vectors and without branches: nobody foresees them.
-template <class T>
-T score_group(GroupScore group_score, const T* biased, int64_t group_size) {
-  const Vector<T> lowest = Vector<T>{} - std::numeric_limits<T>::infinity();
-  Vector<T> best = lowest;
-  Vector<T> second = lowest;
-  const auto add = [&](Vector<T> values) {
-    second = larger<T>(second, smaller<T>(values, best));
-    best = larger<T>(best, values);
-  };
-  int64_t i = 0;
-  for (; i + kLanes<T> <= group_size; i += kLanes<T>) add(load_vector(biased + i));
-  Vector<T> rest = lowest;
-  for (int64_t lane = 0; i + lane < group_size; ++lane) rest[lane] = biased[i + lane];
-  add(rest);
-  // The best two of disjoint lanes, until each lane has them of all.
-#pragma GCC unroll 4
-  for (int distance = kLanes<T> / 2; distance > 0; distance /= 2) {
-    const Vector<T> other = rotated<T>(best, distance);
-    second = larger<T>(smaller<T>(best, other), larger<T>(second, rotated<T>(second, distance)));
-    best = larger<T>(best, other);
-  }
-  return group_score == GroupScore::top2 && group_size > 1 ? best[0] + second[0] : best[0];
-}
-
+// A NaN compares false with everything: whether it is selected would depend on its position alone.
 template <class T>
 bool has_nan(const T* values, int64_t count) {
   auto is_nan = Vector<T>{} != Vector<T>{};
@@ -118,8 +56,9 @@ bool has_nan(const T* values, int64_t count) {
   return any;
 }
 
-// Scratch memory of one token. All arithmetic happens here, on aligned memory: Eigen treats the unaligned ends of a
-// row differently, and results must not depend on where a tensor begins.
+// Scratch memory of one token. All arithmetic is done here, in memory that is aligned: Eigen computes the elements
+// before the first aligned one with scalar functions, which round differently, and results must not depend on the
+// address of a tensor.
 template <class T>
 struct TokenScratch {
   T* scores;
@@ -127,60 +66,84 @@ struct TokenScratch {
   T* weights;
   T* group_scores;
   int64_t* groups;
-  int64_t* is_open;
+  int64_t* group_is_selected;
 };
 
 template <class T>
 void select_experts(const Route<T>& a, int64_t token, const TokenScratch<T>& s) {
   const RoutingRule& rule = a.rule;
-  Selection<T> experts(s.biased, a.experts.columns, a.experts.row(token));
+  TopK<T> experts(s.biased, a.experts.columns, a.experts.row(token));
   if (rule.num_groups == 1) return experts.add_range(0, a.logits.columns);
   const int64_t group_size = a.logits.columns / rule.num_groups;
   for (int64_t group = 0; group < rule.num_groups; ++group) {
     s.group_scores[group] = score_group(rule.group_score, s.biased + group * group_size, group_size);
   }
-  Selection<T>(s.group_scores, rule.top_k_groups, s.groups).add_range(0, rule.num_groups);
-  zero_row(s.is_open, rule.num_groups);
-  for (int64_t i = 0; i < rule.top_k_groups; ++i) s.is_open[s.groups[i]] = 1;
+  TopK<T>(s.group_scores, rule.top_k_groups, s.groups).add_range(0, rule.num_groups);
+  zero_row(s.group_is_selected, rule.num_groups);
+  for (int64_t i = 0; i < rule.top_k_groups; ++i) s.group_is_selected[s.groups[i]] = 1;
   for (int64_t group = 0; group < rule.num_groups; ++group) {
-    if (s.is_open[group] != 0) experts.add_range(group * group_size, (group + 1) * group_size);
+    if (s.group_is_selected[group] != 0) experts.add_range(group * group_size, (group + 1) * group_size);
   }
 }
 
+// Slots without an expert take no part.
 template <class T>
-void normalize(const RoutingRule& rule, Row<T> weights) {
+void normalize(const RoutingRule& rule, const int64_t* experts, Row<T> weights) {
   if (rule.normalization == Normalization::sum) weights /= weights.sum() + T(kSumEpsilon);
-  if (rule.normalization == Normalization::softmax) {
-    weights = (weights - weights.maxCoeff()).exp().eval();
-    weights /= weights.sum();
+  if (rule.normalization != Normalization::softmax) return;
+  T largest = -std::numeric_limits<T>::infinity();
+  for (int64_t k = 0; k < weights.size(); ++k) {
+    if (experts[k] >= 0) largest = std::fmax(largest, weights[k]);
   }
+  weights = (weights - largest).exp().eval();
+  for (int64_t k = 0; k < weights.size(); ++k) {
+    if (experts[k] < 0) weights[k] = T(0);
+  }
+  const T sum = weights.sum();
+  if (sum > T(0)) weights /= sum;
+}
+
+// Writes the scores of all experts, scaled to sum one.
+template <class T>
+void normalize_scores(ScoreFunction function, ConstRow<T> logits, ConstRow<T> scores, Row<T> probabilities) {
+  if (function == ScoreFunction::identity) return score_row<T>(ScoreFunction::softmax, logits, probabilities);
+  probabilities = scores;
+  if (function != ScoreFunction::softmax) probabilities /= scores.sum() + T(kSumEpsilon);
 }
 
 template <class T>
 void route_token(const Route<T>& a, int64_t token, const TokenScratch<T>& s) {
   const int64_t num_experts = a.logits.columns;
   const int64_t top_k = a.experts.columns;
+  const ConstRow<T> logits(a.logits.row(token), num_experts);
+  int64_t* experts = a.experts.row(token);
   const Row<T> scores(s.scores, num_experts);
   Row<T> biased(s.biased, num_experts);
-  score_row<T>(a.rule.score_function, ConstRow<T>(a.logits.row(token), num_experts), scores);
+  score_row<T>(a.rule.score_function, logits, scores);
+  normalize_scores<T>(a.rule.score_function, logits, ConstRow<T>(s.scores, num_experts), biased);
+  copy_row(s.biased, a.probabilities.row(token), num_experts);
   biased = scores;
   if (a.correction_bias != nullptr) biased += ConstRow<T>(a.correction_bias, num_experts);
-  Row<T> weights(s.weights, top_k);
   if (has_nan(s.biased, num_experts)) {
     zero_row(a.weights.row(token), top_k);
-    for (int64_t k = 0; k < top_k; ++k) a.experts.row(token)[k] = -1;
+    for (int64_t k = 0; k < top_k; ++k) experts[k] = kNotANumber;
     return;
   }
-  select_experts(a, token, s);
-  for (int64_t k = 0; k < top_k; ++k) weights[k] = scores[a.experts.row(token)[k]];
-  normalize<T>(a.rule, weights);
+  if (a.given != nullptr) {
+    copy_row(a.given + token * top_k, experts, top_k);
+  } else {
+    select_experts(a, token, s);
+  }
+  Row<T> weights(s.weights, top_k);
+  for (int64_t k = 0; k < top_k; ++k) weights[k] = experts[k] >= 0 ? scores[experts[k]] : T(0);
+  normalize<T>(a.rule, experts, weights);
   weights *= T(a.rule.scale);
   copy_row(s.weights, a.weights.row(token), top_k);
 }
 
-// The gradient of the normalised weights, from that of the K selected scores on: grad becomes d/dscore.
+// Backward of normalize: turns `grad` from the gradient of the weights into that of the K selected scores.
 template <class T>
-void normalize_backward(const RoutingRule& rule, ConstRow<T> selected, Row<T> grad) {
+void normalize_backward(const RoutingRule& rule, const int64_t* experts, ConstRow<T> selected, Row<T> grad) {
   grad *= T(rule.scale);
   if (rule.normalization == Normalization::none) return;
   if (rule.normalization == Normalization::sum) {
@@ -188,12 +151,13 @@ void normalize_backward(const RoutingRule& rule, ConstRow<T> selected, Row<T> gr
     grad = ((grad - (grad * selected).sum() / total) / total).eval();
     return;
   }
-  const Eigen::Array<T, Eigen::Dynamic, 1> shifted = (selected - selected.maxCoeff()).exp();
-  const Eigen::Array<T, Eigen::Dynamic, 1> softmax = shifted / shifted.sum();
+  Eigen::Array<T, Eigen::Dynamic, 1> softmax = selected;
+  normalize<T>({rule.score_function, Normalization::softmax, 1.0, 1, 1}, experts,
+               Row<T>(softmax.data(), softmax.size()));
   grad = (softmax * (grad - (grad * softmax).sum())).eval();
 }
 
-// d score / d logit, for the functions that work on each logit by itself
+// d score / d logit, for the elementwise score functions
 template <class T>
 T score_slope(ScoreFunction function, T logit, T score) {
   switch (function) {
@@ -206,35 +170,65 @@ T score_slope(ScoreFunction function, T logit, T score) {
   }
 }
 
+// Scratch memory of one token of the backward pass.
 template <class T>
-void route_token_backward(const RouteBackward<T>& a, int64_t token, T* score_scratch, T* selected_scratch,
-                          T* grad_scratch) {
+struct BackwardScratch {
+  T* scores;              // [E]
+  T* probabilities;       // [E]
+  T* grad_probabilities;  // [E]
+  T* selected;            // [K]
+  T* grad;                // [K]
+};
+
+// Writes the gradient of the logits that comes through the probabilities.
+template <class T>
+void probabilities_backward(ScoreFunction function, ConstRow<T> logits, ConstRow<T> scores, ConstRow<T> grad,
+                            Row<T> probabilities, Row<T> grad_logits) {
+  normalize_scores<T>(function, logits, scores, probabilities);
+  grad_logits = grad - (grad * probabilities).sum();
+  if (function == ScoreFunction::softmax || function == ScoreFunction::identity) {
+    grad_logits *= probabilities;
+    return;
+  }
+  grad_logits /= scores.sum() + T(kSumEpsilon);
+  for (int64_t e = 0; e < logits.size(); ++e) grad_logits[e] *= score_slope(function, logits[e], scores[e]);
+}
+
+template <class T>
+void route_token_backward(const RouteBackward<T>& a, int64_t token, const BackwardScratch<T>& s) {
   const int64_t num_experts = a.logits.columns;
   const int64_t top_k = a.experts.columns;
   const int64_t* experts = a.experts.row(token);
-  const Row<T> scores(score_scratch, num_experts);
-  Row<T> selected(selected_scratch, top_k);
-  Row<T> grad(grad_scratch, top_k);
+  const ScoreFunction function = a.rule.score_function;
+  const ConstRow<T> logits(a.logits.row(token), num_experts);
+  const ConstRow<T> scores(s.scores, num_experts);
+  const ConstRow<T> selected(s.selected, top_k);
+  Row<T> grad(s.grad, top_k);
   Row<T> grad_logits(a.grad_logits.row(token), num_experts);
 
-  const bool is_softmax = a.rule.score_function == ScoreFunction::softmax;  // the others see each logit by itself
-  if (is_softmax) score_row<T>(a.rule.score_function, ConstRow<T>(a.logits.row(token), num_experts), scores);
+  score_row<T>(function, logits, Row<T>(s.scores, num_experts));
   for (int64_t k = 0; k < top_k; ++k) {
-    selected_scratch[k] = is_softmax ? scores[experts[k]] : a.logits.row(token)[experts[k]];
-    grad[k] = a.grad_weights.row(token)[k];
+    s.selected[k] = experts[k] >= 0 ? s.scores[experts[k]] : T(0);
+    s.grad[k] = experts[k] >= 0 ? a.grad_weights.row(token)[k] : T(0);
   }
-  if (!is_softmax) score_row<T>(a.rule.score_function, ConstRow<T>(selected_scratch, top_k), selected);
-  normalize_backward<T>(a.rule, ConstRow<T>(selected_scratch, top_k), grad);
+  normalize_backward<T>(a.rule, experts, selected, grad);
+  for (int64_t k = 0; k < top_k; ++k) {
+    if (experts[k] < 0) s.grad[k] = T(0);
+  }
 
-  if (is_softmax) {
-    grad_logits = -(grad * selected).sum() * scores;
-    for (int64_t k = 0; k < top_k; ++k) grad_logits[experts[k]] += grad[k] * selected[k];
-    return;
+  if (a.grad_probabilities.rows > 0) {
+    copy_row(a.grad_probabilities.row(token), s.grad_probabilities, num_experts);
+    probabilities_backward<T>(function, logits, scores, ConstRow<T>(s.grad_probabilities, num_experts),
+                              Row<T>(s.probabilities, num_experts), grad_logits);
+  } else {
+    grad_logits.setZero();
   }
-  grad_logits.setZero();
+  if (function == ScoreFunction::softmax) grad_logits -= (grad * selected).sum() * scores;
   for (int64_t k = 0; k < top_k; ++k) {
-    grad_logits[experts[k]] +=
-        grad[k] * score_slope(a.rule.score_function, a.logits.row(token)[experts[k]], selected[k]);
+    if (experts[k] < 0) continue;
+    const T slope =
+        function == ScoreFunction::softmax ? selected[k] : score_slope(function, logits[experts[k]], selected[k]);
+    grad_logits[experts[k]] += grad[k] * slope;
   }
 }
 
@@ -259,12 +253,9 @@ template <class T>
 void route_backward(const RouteBackward<T>& a, const Executor& executor) {
   const int64_t num_experts = a.logits.columns;
   run_ranges(executor, a.logits.rows, rows_per_task(num_experts), [&](int64_t begin, int64_t end) {
-    auto* score_scratch = scratch<T>(0, num_experts);
-    auto* selected_scratch = scratch<T>(1, a.experts.columns);
-    auto* grad_scratch = scratch<T>(2, a.experts.columns);
-    for (int64_t token = begin; token < end; ++token) {
-      route_token_backward(a, token, score_scratch, selected_scratch, grad_scratch);
-    }
+    const BackwardScratch<T> s{scratch<T>(0, num_experts), scratch<T>(1, num_experts), scratch<T>(2, num_experts),
+                               scratch<T>(3, a.experts.columns), scratch<T>(4, a.experts.columns)};
+    for (int64_t token = begin; token < end; ++token) route_token_backward(a, token, s);
   });
 }
 

@@ -1,4 +1,4 @@
-// Scores, selection of the top experts, and the routing weights.
+// Routing: scores of the experts, the top K of each token, and their weights.
 #pragma once
 
 #include "executor.h"
@@ -10,7 +10,7 @@ enum class ScoreFunction { softmax, sigmoid, sqrtsoftplus, identity };
 enum class Normalization { none, sum, softmax };
 enum class GroupScore { top2, max };  // the sum of a group's two best experts, or its best one
 
-// How a token's experts are chosen and weighed.
+// How a token's experts are selected, and how their scores become weights.
 struct RoutingRule {
   ScoreFunction score_function;
   Normalization normalization;
@@ -20,23 +20,30 @@ struct RoutingRule {
   GroupScore group_score = GroupScore::top2;
 };
 
+// Marks a token whose scores are not all numbers: its experts are this.
+constexpr int64_t kNotANumber = -2;
+
 // weights[t] = scale * normalization(score(logits[t])[experts[t]]), where experts[t] are the K best of
-// score + correction_bias among the best groups, best first, the lowest index first among equals. A token whose scores
-// are not all numbers gets experts -1.
+// score + correction_bias among the best groups, best first, the lowest index first among equals; or those given, where
+// a slot of -1 has no expert and weight 0. probabilities[t] = score(logits[t]) / (its sum + 1e-20), for identity the
+// softmax of the logits.
 template <class T>
 struct Route {
   ConstMatrixView<T> logits;  // [T, E]
   const T* correction_bias;   // [E] or null
+  const int64_t* given;       // [T, K] or null: experts are selected
   RoutingRule rule;
   MatrixView<T> weights;        // [T, K]
   MatrixView<int64_t> experts;  // [T, K]
+  MatrixView<T> probabilities;  // [T, E]
 };
 
 template <class T>
 struct RouteBackward {
-  ConstMatrixView<T> grad_weights;   // [T, K]
-  ConstMatrixView<T> logits;         // [T, E]
-  ConstMatrixView<int64_t> experts;  // [T, K]
+  ConstMatrixView<T> grad_weights;        // [T, K]
+  ConstMatrixView<T> grad_probabilities;  // [T, E], or empty for zero
+  ConstMatrixView<T> logits;              // [T, E]
+  ConstMatrixView<int64_t> experts;       // [T, K]
   RoutingRule rule;
   MatrixView<T> grad_logits;  // [T, E]
 };

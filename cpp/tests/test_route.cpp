@@ -1,4 +1,4 @@
-// Scores, selection and weights, against float64 loops; the backward pass against differences of them.
+// Scores, selection and weights against float64 loops; the backward pass against their central differences.
 #include "kernels/route.h"
 
 #include <gtest/gtest.h>
@@ -53,12 +53,21 @@ std::vector<size_t> naive_experts(const RoutingRule& rule, Values biased, size_t
     const bool counts_second = rule.group_score == GroupScore::top2 && group_size > 1;
     group_scores.push_back(group[0] + (counts_second ? group[1] : 0.0));
   }
-  const std::vector<size_t> open = largest(group_scores, static_cast<size_t>(rule.top_k_groups));
+  const std::vector<size_t> selected_groups = largest(group_scores, static_cast<size_t>(rule.top_k_groups));
   for (size_t e = 0; e < biased.size(); ++e) {
-    const bool is_open = std::find(open.begin(), open.end(), e / group_size) != open.end();
-    if (!is_open) biased[e] = -std::numeric_limits<double>::infinity();
+    const bool is_selected =
+        std::find(selected_groups.begin(), selected_groups.end(), e / group_size) != selected_groups.end();
+    if (!is_selected) biased[e] = -std::numeric_limits<double>::infinity();
   }
   return largest(biased, top_k);
+}
+
+Values naive_probabilities(ScoreFunction function, const Values& logits) {
+  if (function == ScoreFunction::identity) return softmax(logits);
+  Values scores = naive_scores(function, logits);
+  const double sum = std::accumulate(scores.begin(), scores.end(), 1e-20);
+  for (double& score : scores) score /= sum;
+  return scores;
 }
 
 Values naive_weights(const RoutingRule& rule, const Values& logits, const std::vector<size_t>& experts) {
@@ -76,16 +85,22 @@ template <class T>
 struct Routed {
   Matrix<T> weights;
   Matrix<int64_t> experts;
+  Matrix<T> probabilities;
 };
 
 template <class T>
-Routed<T> run_route(const RoutingRule& rule, const Matrix<T>& logits, const Matrix<T>* bias, int64_t top_k) {
+Routed<T> run_route(const RoutingRule& rule, const Matrix<T>& logits, const Matrix<T>* bias, int64_t top_k,
+                    const int64_t* given = nullptr) {
   Matrix<int64_t> experts(logits.rows(), top_k);
+  Matrix<T> probabilities(logits.rows(), logits.columns());
   const auto weights = run_kernel<T>(logits.rows(), top_k, [&](MatrixView<T> view, const Executor& executor) {
-    route(Route<T>{logits.view(), bias ? bias->view().data : nullptr, rule, view, experts.view()}, executor);
+    route(Route<T>{logits.view(), bias ? bias->view().data : nullptr, given, rule, view, experts.view(),
+                   probabilities.view()},
+          executor);
   });
   EXPECT_TRUE(experts.gap_is_intact());
-  return {weights, experts};
+  EXPECT_TRUE(probabilities.gap_is_intact());
+  return {weights, experts, probabilities};
 }
 
 template <class T>
@@ -108,16 +123,24 @@ void check_forward(const RoutingRule& rule, const Matrix<T>& logits, const Matri
       ASSERT_EQ(got.experts.element(t, k), static_cast<int64_t>(experts[i])) << "token " << t << ", place " << k;
       ASSERT_NEAR(got.weights(t, k), weights[i], tolerance<T>() * std::max(1.0, std::abs(weights[i])));
     }
+    const Values probabilities = naive_probabilities(rule.score_function, row_of(logits, t));
+    for (int64_t e = 0; e < logits.columns(); ++e) {
+      ASSERT_NEAR(got.probabilities(t, e), probabilities[static_cast<size_t>(e)], tolerance<T>());
+    }
   }
 }
 
-// d/dlogits of sum_k grad_weights[k] * weights[k] for the experts chosen, by central differences.
+// d/dlogits of <grad_weights, weights> + <grad_probabilities, probabilities> for the experts chosen, by central
+// differences.
 template <class T>
-void check_backward(const RoutingRule& rule, const Matrix<T>& logits, int64_t top_k) {
+void check_backward(const RoutingRule& rule, const Matrix<T>& logits, int64_t top_k, bool has_loss) {
   const Routed<T> routed = run_route<T>(rule, logits, nullptr, top_k);
   const auto grad_weights = Matrix<T>::random(logits.rows(), top_k, 5);
+  const auto grad_probabilities = Matrix<T>::random(logits.rows(), logits.columns(), 6);
   const auto got = run_kernel<T>(logits.rows(), logits.columns(), [&](MatrixView<T> view, const Executor& executor) {
-    route_backward(RouteBackward<T>{grad_weights.view(), logits.view(), routed.experts.view(), rule, view}, executor);
+    route_backward(RouteBackward<T>{grad_weights.view(), has_loss ? grad_probabilities.view() : ConstMatrixView<T>{},
+                                    logits.view(), routed.experts.view(), rule, view},
+                   executor);
   });
   constexpr double kStep = 1e-5;
   for (int64_t t = 0; t < logits.rows(); ++t) {
@@ -133,6 +156,11 @@ void check_backward(const RoutingRule& rule, const Matrix<T>& logits, int64_t to
       const Values weights_below = naive_weights(rule, below, experts);
       double want = 0.0;
       for (size_t k = 0; k < grad.size(); ++k) want += grad[k] * (weights_above[k] - weights_below[k]) / (2 * kStep);
+      const Values probabilities_above = naive_probabilities(rule.score_function, above);
+      const Values probabilities_below = naive_probabilities(rule.score_function, below);
+      for (size_t i = 0; i < above.size() && has_loss; ++i) {
+        want += row_of(grad_probabilities, t)[i] * (probabilities_above[i] - probabilities_below[i]) / (2 * kStep);
+      }
       ASSERT_NEAR(got(t, e), want, std::max(1e-8, 2 * tolerance<T>()) * std::max(1.0, std::abs(want)));
     }
   }
@@ -152,7 +180,7 @@ void for_every_rule(const Case& c, const Check& check) {
   for (const ScoreFunction function :
        {ScoreFunction::softmax, ScoreFunction::sigmoid, ScoreFunction::sqrtsoftplus, ScoreFunction::identity}) {
     for (const Normalization normalization : {Normalization::none, Normalization::sum, Normalization::softmax}) {
-      // The sum of scores of either sign may be anything.
+      // Scores of either sign may add up to nearly 0.
       if (function == ScoreFunction::identity && normalization == Normalization::sum) continue;
       SCOPED_TRACE(testing::Message() << c.num_experts << " experts, top " << c.top_k << " of " << c.top_k_groups << "/"
                                       << c.num_groups << " groups by score " << static_cast<int>(c.group_score)
@@ -184,8 +212,36 @@ TYPED_TEST(RouteTest, MatchesTheLoop) {
 TYPED_TEST(RouteTest, BackwardMatchesDifferences) {
   for (const Case& c : kCases) {
     const auto logits = Matrix<TypeParam>::random(3, c.num_experts, 1);
-    for_every_rule(c, [&](const RoutingRule& rule) { check_backward<TypeParam>(rule, logits, c.top_k); });
+    for_every_rule(c, [&](const RoutingRule& rule) {
+      check_backward<TypeParam>(rule, logits, c.top_k, false);
+      check_backward<TypeParam>(rule, logits, c.top_k, true);
+    });
   }
+}
+
+// The experts that route selects, given to it: the same bits. A slot without an expert: the others as if it were not
+// there.
+TYPED_TEST(RouteTest, TakesGivenExperts) {
+  const auto logits = Matrix<TypeParam>::random(7, 12, 1);
+  for_every_rule({12, 3, 1, 1}, [&](const RoutingRule& rule) {
+    Routed<TypeParam> selected = run_route<TypeParam>(rule, logits, nullptr, 3);
+    std::vector<int64_t> given;
+    for (int64_t t = 0; t < 7; ++t) {
+      for (int64_t k = 0; k < 3; ++k) given.push_back(selected.experts.element(t, k));
+    }
+    const Routed<TypeParam> again = run_route<TypeParam>(rule, logits, nullptr, 3, given.data());
+    for (int64_t t = 0; t < 7; ++t) given[static_cast<size_t>(3 * t + 1)] = -1;
+    const Routed<TypeParam> without = run_route<TypeParam>(rule, logits, nullptr, 3, given.data());
+    for (int64_t t = 0; t < 7; ++t) {
+      for (int64_t k = 0; k < 3; ++k) EXPECT_EQ(again.weights(t, k), selected.weights(t, k));
+      const std::vector<size_t> rest = {static_cast<size_t>(given[static_cast<size_t>(3 * t)]),
+                                        static_cast<size_t>(given[static_cast<size_t>(3 * t + 2)])};
+      const Values weights = naive_weights(rule, row_of(logits, t), rest);
+      EXPECT_EQ(without.weights(t, 1), 0.0);
+      EXPECT_NEAR(without.weights(t, 0), weights[0], tolerance<TypeParam>() * std::max(1.0, std::abs(weights[0])));
+      EXPECT_NEAR(without.weights(t, 2), weights[1], tolerance<TypeParam>() * std::max(1.0, std::abs(weights[1])));
+    }
+  });
 }
 
 TYPED_TEST(RouteTest, ManyTasks) {
@@ -223,7 +279,7 @@ TYPED_TEST(RouteTest, NanLogitsChooseNoExpert) {
   logits.element(1, 5) = std::numeric_limits<TypeParam>::quiet_NaN();
   Routed<TypeParam> got = run_route<TypeParam>(rule, logits, nullptr, 2);
   for (int64_t k = 0; k < 2; ++k) {
-    EXPECT_EQ(got.experts.element(1, k), -1);
+    EXPECT_EQ(got.experts.element(1, k), kNotANumber);
     EXPECT_EQ(got.weights(1, k), 0.0);
     EXPECT_GE(got.experts.element(0, k), 0);
     EXPECT_GE(got.experts.element(2, k), 0);

@@ -26,16 +26,17 @@ class MoEFeedForward(MoE):
 
     aux_loss_scale: float | Tensor = 1.0
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Route the tokens and compute their experts.
 
         Args:
             x: ``(..., S, D)``, as in `MoE.forward`.
+            token_mask: ``(..., S)``, bool, False for padding; None if there is none.
 
         Returns:
             Shape and dtype as `MoEOutput.hidden_states`.
         """
-        hidden_states, aux_loss, _ = super().forward(x)
+        hidden_states, aux_loss, _ = super().forward(x, token_mask)
         if not aux_loss.requires_grad:
             return hidden_states
         loss = aux_loss * self.aux_loss_scale

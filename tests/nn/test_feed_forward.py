@@ -63,6 +63,15 @@ def test_gradients_are_those_of_the_sum(way: Callable[[MoEFeedForward], Callable
     assert_same(gradients(block, x, way(block), times=2), expected, 1e-13)
 
 
+def test_gradients_with_padding() -> None:
+    layer = make(**DEEPSEEK)
+    x, block = tokens(layer, 2, 5), drop_in(layer)
+    token_mask = torch.tensor([[True] * 5, [True, True, False, False, False]])
+    x[~token_mask] = torch.nan
+    expected = gradients(layer, x, partial(layer, token_mask=token_mask))
+    assert_same(gradients(block, x, partial(block, token_mask=token_mask)), expected, 1e-13)
+
+
 def test_gradients_under_autocast() -> None:
     layer = make(torch.float32, **DEEPSEEK)
     x, block = tokens(layer), drop_in(layer)

@@ -1,0 +1,79 @@
+// The largest of a row of keys. Only for the .cpp files that are compiled per instruction set.
+#pragma once
+
+#include <limits>
+
+#include "route.h"
+#include "vector.h"
+
+namespace maxmoe::MAXMOE_ISA_NAMESPACE {
+
+// The indices of the `count` largest of `keys`, by insertion into a sorted list: largest first, and the lowest index
+// first among equals as long as ranges are added in ascending order. Most keys fail the first comparison.
+template <class T>
+class TopK {
+ public:
+  TopK(const T* keys, int64_t count, int64_t* selected) : keys_(keys), count_(count), selected_(selected) {}
+
+  void add_range(int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (filled_ == count_ && !(keys_[i] > keys_[selected_[count_ - 1]])) continue;
+      int64_t place = filled_ < count_ ? filled_++ : count_ - 1;
+      for (; place > 0 && keys_[i] > keys_[selected_[place - 1]]; --place) selected_[place] = selected_[place - 1];
+      selected_[place] = i;
+    }
+  }
+
+ private:
+  const T* keys_;
+  int64_t count_;
+  int64_t* selected_;
+  int64_t filled_ = 0;
+};
+
+template <class T>
+MAXMOE_INLINE Vector<T> lanewise_max(Vector<T> a, Vector<T> b) {
+  return a < b ? b : a;
+}
+
+template <class T>
+MAXMOE_INLINE Vector<T> lanewise_min(Vector<T> a, Vector<T> b) {
+  return b < a ? b : a;
+}
+
+// vector[(lane + distance) % kLanes]
+template <class T>
+MAXMOE_INLINE Vector<T> rotated(Vector<T> vector, int distance) {
+  Vector<T> result;
+  for (int lane = 0; lane < kLanes<T>; ++lane) result[lane] = vector[(lane + distance) % kLanes<T>];
+  return result;
+}
+
+// The largest of a group's biased scores, or the sum of its two largest. In vectors and without branches, which would
+// be mispredicted: the order of the scores is random.
+template <class T>
+T score_group(GroupScore group_score, const T* biased, int64_t group_size) {
+  const Vector<T> lowest = Vector<T>{} - std::numeric_limits<T>::infinity();
+  Vector<T> best = lowest;
+  Vector<T> second = lowest;
+  const auto add = [&](Vector<T> values) {
+    second = lanewise_max<T>(second, lanewise_min<T>(values, best));
+    best = lanewise_max<T>(best, values);
+  };
+  int64_t i = 0;
+  for (; i + kLanes<T> <= group_size; i += kLanes<T>) add(load_vector(biased + i));
+  Vector<T> rest = lowest;
+  for (int64_t lane = 0; i + lane < group_size; ++lane) rest[lane] = biased[i + lane];
+  add(rest);
+  // Each step merges the two best of a lane with those of the lane `distance` further on, which come from other scores.
+  // In the end every lane holds the two best of all.
+#pragma GCC unroll 4
+  for (int distance = kLanes<T> / 2; distance > 0; distance /= 2) {
+    const Vector<T> other = rotated<T>(best, distance);
+    second = lanewise_max<T>(lanewise_min<T>(best, other), lanewise_max<T>(second, rotated<T>(second, distance)));
+    best = lanewise_max<T>(best, other);
+  }
+  return group_score == GroupScore::top2 && group_size > 1 ? best[0] + second[0] : best[0];
+}
+
+}  // namespace maxmoe::MAXMOE_ISA_NAMESPACE
