@@ -5,16 +5,34 @@ from typing import TYPE_CHECKING, Any
 from maxmoe import presets
 from maxmoe._library import build_info
 from maxmoe.config import MoEConfig
-from maxmoe.nn import MoE, MoEOutput, MoEStats, keep_routing, mean_over_tokens, record_routing, replay_routing
+from maxmoe.nn import (
+    MoE,
+    MoEFeedForward,
+    MoEOutput,
+    MoEStats,
+    StatsAccumulator,
+    StepStats,
+    keep_routing,
+    mean_over_tokens,
+    record_routing,
+    replay_routing,
+    set_aux_loss_scale,
+)
 
 if TYPE_CHECKING:
     from maxmoe.parallel import parallelize
 
+__version__ = build_info()["version"]
+
 __all__ = [
     "MoE",
     "MoEConfig",
+    "MoEFeedForward",
     "MoEOutput",
     "MoEStats",
+    "StatsAccumulator",
+    "StepStats",
+    "__version__",
     "build_info",
     "keep_routing",
     "mean_over_tokens",
@@ -22,6 +40,7 @@ __all__ = [
     "presets",
     "record_routing",
     "replay_routing",
+    "set_aux_loss_scale",
 ]
 
 

@@ -22,16 +22,19 @@ from maxmoe.models import Decoder
 from maxmoe.models.published import PUBLISHED
 from maxmoe.planning.estimate import Optimizer, estimate
 from maxmoe.planning.explain import explain
+from maxmoe.planning.text_table import paragraph, terminal_width
 from maxmoe.sharding.mesh import Mesh, parse_mesh
 from maxmoe.sharding.rules import LogicalRules
 
 SIZES = ("num_layers", "num_dense_layers", "num_heads", "num_key_value_heads", "vocab_size", "intermediate_size")
-CONVENTIONS = """\
-Memory is that at the beginning of the backward. Parameters, gradients and optimizer state are {dtype}. Gathered
-parameters are those of the largest module and of the model itself. Activations are the tensors that autograd saves on
-the CPU. Work space is left out, and so are the all-reduces of losses and statistics and those of the optimizer.
-Bytes on a ring of n ranks: (n - 1) / n of the whole tensor for all-gather and reduce-scatter, twice that for
-all-reduce; rings of several axes one after the other."""
+CONVENTIONS = (
+    "Memory is that at the beginning of the backward. Parameters, gradients and optimizer state are {dtype}. Gathered "
+    "parameters are those of the largest module and of the model itself. Activations are the tensors that autograd "
+    "saves on the CPU. Work space is left out, and so are the all-reduces of losses and statistics and those of the "
+    "optimizer.",
+    "Bytes on a ring of n ranks: (n - 1) / n of the whole tensor for all-gather and reduce-scatter, twice that for "
+    "all-reduce; rings of several axes one after the other.",
+)
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -120,16 +123,16 @@ def plan(options: argparse.Namespace) -> str:
     dense = f", {config.num_dense_layers} of them dense" if config.num_dense_layers else ""
     changed = "".join(f" Here {name}={value}." for name, value in changes.items())
     difference = f" Unlike as published: {published.differs}." if published.differs else ""
-    return f"""\
-{published.name}: a Decoder of {config.num_layers} layers{dense}, embedding and output projection.{difference}{changed}
-{mesh.num_ranks} ranks: {options.mesh}. Rules: {options.rules}. A step: {options.batch_size} sequences of \
-{options.sequence_length} tokens.
-
-{explanation}
-
-{costs}
-
-{CONVENTIONS.format(dtype=options.dtype)}"""
+    head = (
+        f"{published.name}: a Decoder of {config.num_layers} layers{dense}, embedding and output projection."
+        f"{difference}{changed}",
+        f"{mesh.num_ranks} ranks: {options.mesh}. Rules: {options.rules}. A step: {options.batch_size} sequences of "
+        f"{options.sequence_length} tokens.",
+    )
+    width = terminal_width()
+    opening = "\n".join(paragraph(line, width=width) for line in head)
+    conventions = "\n".join(paragraph(line.format(dtype=options.dtype), width=width or 120) for line in CONVENTIONS)
+    return f"{opening}\n\n{explanation}\n\n{costs}\n\n{conventions}"
 
 
 def describe(_options: argparse.Namespace) -> str:

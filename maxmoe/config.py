@@ -45,7 +45,8 @@ class MoEConfig:
         load_balance_scope: balance every "sequence" by itself or the whole "batch".
         router_z_loss_weight: weight of mean(logsumexp(logits)^2), 0 for none.
         correction_bias_update_rate: step of the loss-free balancing, 0 for none.
-        implementation: "sparse" computes the routed rows, "dense" all experts with static shapes.
+        implementation: "sparse" computes the routed rows, "dense" all experts with static shapes. The bits of a token
+            do not depend on other tokens or threads in "sparse"; in "dense", whose products are torch's, they do.
         capacity_factor: dense only; slots past int(max(ceil(S*K/E) * cf, cf)) per sequence and
             expert are dropped and counted. At most E, with which none is.
         buffer_factor: sparse only; at most int(T*K * factor) rows are computed, the slots past

@@ -11,6 +11,11 @@ from maxmoe.__main__ import main
 from maxmoe.models.published import PUBLISHED
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+
+
 def run(*arguments: str) -> tuple[int, str]:
     try:
         return main(["explain", *arguments]), ""
@@ -38,6 +43,14 @@ def test_256_ranks_from_a_shell() -> None:
     # One expert of 256 on each of 256 ranks, in each of 58 layers, in bfloat16.
     assert "[1, 7168, 2048]" in " ".join(up_proj)
     assert " ".join(up_proj[-2:]) == f"{58 * 7168 * 2048 * torch.bfloat16.itemsize / 2**30:.2f} GiB"
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    mesh = ("--mesh", "fsdp=16,expert=16", "--num-layers", "4")
+    assert run("--preset", "deepseek_v3", "--rules", "shard-exp-on-fsdp", *mesh) == (0, "")
+    assert max(map(len, capsys.readouterr().out.splitlines())) == columns
 
 
 def test_other_rules_optimizer_and_recomputation(capsys: pytest.CaptureFixture[str]) -> None:

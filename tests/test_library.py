@@ -70,6 +70,7 @@ def error_line(done: subprocess.CompletedProcess[str]) -> str:
 
 def test_build_info() -> None:
     assert INFO["torch"].split("+")[0].split(".")[:2] == torch.__version__.split("+")[0].split(".")[:2]
+    assert maxmoe.__version__ == INFO["version"]
     assert f'version = "{INFO["version"]}"' in (ROOT / "pyproject.toml").read_text()
     assert re.fullmatch(r"(gcc|clang) \d+.*", INFO["compiler"])
     assert re.fullmatch(r"\d+\.\d+\.\d+", INFO["eigen"])

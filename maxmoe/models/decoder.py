@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import _register_namedtuple
 from torch.utils.checkpoint import checkpoint
 
 from maxmoe.models.attention import Attention
@@ -36,6 +37,10 @@ class DecoderOutput(NamedTuple):
     def tokens_per_expert(self) -> Tensor:
         """``(M, E)`` int64: to be logged, summed over micro-batches, handed to `update_correction_bias`."""
         return torch.stack([stats.tokens_per_expert for stats in self.stats])
+
+
+# torch.export.save writes this name, and needs one.
+_register_namedtuple(DecoderOutput, serialized_type_name="maxmoe.models.DecoderOutput")
 
 
 def saved_by_norm(norm: nn.RMSNorm, batch: int, length: int) -> dict[str, SavedTensor]:

@@ -3,11 +3,13 @@
 from maxmoe.nn.declaration import TOKEN_DIMS, Declaration, LogicalNames, SavedTensor
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, LocalDispatcher
 from maxmoe.nn.experts import Experts, SharedExperts
+from maxmoe.nn.feed_forward import MoEFeedForward, set_aux_loss_scale
 from maxmoe.nn.losses import MoEStats, count_tokens, load_balance_loss, mean_over_tokens, router_z_loss
 from maxmoe.nn.moe import MoE, MoEOutput
 from maxmoe.nn.recompute import keep_routing
 from maxmoe.nn.replay import RoutingRecord, record_routing, replay_routing
 from maxmoe.nn.router import Router, Routing
+from maxmoe.nn.stats_accumulator import StatsAccumulator, StepStats
 from maxmoe.nn.tokens import LocalTokens, TokenGroup, same_tokens_everywhere
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "LocalTokens",
     "LogicalNames",
     "MoE",
+    "MoEFeedForward",
     "MoEOutput",
     "MoEStats",
     "Router",
@@ -27,6 +30,8 @@ __all__ = [
     "RoutingRecord",
     "SavedTensor",
     "SharedExperts",
+    "StatsAccumulator",
+    "StepStats",
     "TokenGroup",
     "count_tokens",
     "keep_routing",
@@ -36,4 +41,5 @@ __all__ = [
     "replay_routing",
     "router_z_loss",
     "same_tokens_everywhere",
+    "set_aux_loss_scale",
 ]

@@ -123,11 +123,13 @@ class CapacityDispatcher:
         capacity = int(max(math.ceil(num_slots / self.config.num_experts) * factor, factor))
         return min(capacity, num_slots // self.config.top_k)  # a token chooses an expert once
 
-    def _capacities(self, num_slots: Tensor) -> Tensor:
-        """The same for a tensor, in the same float64 arithmetic."""
+    def _capacities(self, num_slots: Tensor, largest: int) -> Tensor:
+        """The same for a tensor, in the same float64 arithmetic, and at most `largest`."""
         factor = self.config.capacity_factor
         assert factor is not None
-        return ((num_slots.double() / self.config.num_experts).ceil() * factor).clamp_min(factor).long()
+        return (
+            ((num_slots.double() / self.config.num_experts).ceil() * factor).clamp_min(factor).long().clamp_max(largest)
+        )
 
 
 def _equal_groups(rows: Tensor, num_groups: int) -> RaggedPlan:

@@ -26,6 +26,8 @@ class Experts(nn.Module):
     up_bias: Tensor | None
     down_bias: Tensor | None
 
+    is_transposed = True  # what PEFT asks: each matrix is [in, out], that of nn.Linear is [out, in]
+
     def __init__(
         self, config: MoEConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
@@ -64,7 +66,13 @@ class Experts(nn.Module):
 
         Returns:
             ``(T, D)``, dtype of x: the weighted sum over each token's experts.
+
+        Raises:
+            ValueError: if the dtype of x is not that of the parameters, outside of autocast.
         """
+        dtype = self.up_proj.dtype
+        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"x must have the dtype of the parameters ({dtype}) outside of autocast, got {x.dtype}")
         if self.config.implementation == "dense":
             num_experts = self.config.num_experts
             return self._batched(x.view(num_experts, x.shape[0] // num_experts, x.shape[1])).flatten(0, 1)
@@ -189,7 +197,7 @@ class SharedExperts(nn.Module):
         """
         return expert_ffn(
             x,
-            None if self.output_gate is None else torch.sigmoid(linear(x, self.output_gate.unsqueeze(1))),
+            None if self.output_gate is None else _sigmoid(linear(x, self.output_gate.unsqueeze(1))),
             _one_group(x, token_mask),
             None if self.gate_proj is None else self.gate_proj.unsqueeze(0),
             self.up_proj.unsqueeze(0),
@@ -236,6 +244,15 @@ class SharedExperts(nn.Module):
             f"hidden_size={config.hidden_size}, intermediate_size={width}, "
             f"activation={config.activation!r}, gate={config.shared_expert_gate}"
         )
+
+
+def _sigmoid(column: Tensor) -> Tensor:
+    """Compute the sigmoid of ``(T, 1)``, the bits of an element being the same wherever it is.
+
+    `torch.sigmoid` computes the last elements of a tensor, and of what each thread has of it, by another function than
+    those that fill a vector. The softmax of (x, 0) is the sigmoid of x, and computes all rows by one function.
+    """
+    return torch.cat((column, torch.zeros_like(column)), dim=1).softmax(1)[:, :1]
 
 
 def _one_group(x: Tensor, token_mask: Tensor | None) -> RaggedPlan:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import _register_namedtuple
 
 from maxmoe.config import MoEConfig
 from maxmoe.nn.router import Routing
@@ -36,6 +37,14 @@ class MoEStats(NamedTuple):
     def dead_expert_fraction(self) -> Tensor:
         """Share of the experts that got no token."""
         return (self.tokens_per_expert == 0).to(torch.float32).mean()
+
+    def __repr__(self) -> str:
+        shown = (*self._fields, "load_max_over_mean", "dead_expert_fraction")
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+
+# torch.export.save writes this name, and needs one.
+_register_namedtuple(MoEStats, serialized_type_name="maxmoe.MoEStats")
 
 
 def load_balance_loss(

@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import _register_namedtuple
 from typing_extensions import Self
 
 from maxmoe.config import MoEConfig
+from maxmoe.nn.backward import StatsSum
 from maxmoe.nn.conversion import check_config, config_of, give_weights, take_weights
 from maxmoe.nn.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.nn.dense_dispatcher import local_dispatcher
@@ -32,6 +34,10 @@ class MoEOutput(NamedTuple):
     hidden_states: Tensor
     aux_loss: Tensor
     stats: MoEStats
+
+
+# torch.export.save writes this name, and needs one.
+_register_namedtuple(MoEOutput, serialized_type_name="maxmoe.MoEOutput")
 
 
 class MoE(nn.Module):
@@ -59,6 +65,7 @@ class MoE(nn.Module):
         self.dispatcher = local_dispatcher(config)
         self.losses = RoutingLosses(config)
         self.token_group: TokenGroup = LocalTokens()
+        self.stats_sum: StatsSum | None = None  # set by StatsAccumulator
 
     @classmethod
     def from_transformers(cls, block: nn.Module) -> Self:
@@ -133,6 +140,8 @@ class MoE(nn.Module):
         if self.shared_experts is not None:
             hidden_states = hidden_states + self.shared_experts(tokens, token_mask)
         aux_loss, stats = self.losses(routing, dispatched.dropped, num_sequences, self.token_group)
+        if self.stats_sum is not None:
+            hidden_states = self.stats_sum.add(hidden_states, aux_loss, stats)
         # FSDP registers its backward hook on this tensor. A view would lose it: an in-place operator on a view
         # replaces the autograd history of the view, and with it the hook.
         hidden_states = torch.ops.aten._unsafe_view(hidden_states.contiguous(), x.shape)
@@ -149,7 +158,7 @@ class MoE(nn.Module):
         )
 
     def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        config, wide = self.config, torch.promote_types(self.experts.up_proj.dtype, torch.float32)
+        config, wide = self.config, torch.promote_types(next(self.parameters()).dtype, torch.float32)
         saved = {"input": SavedTensor((batch, length, config.hidden_size), (*TOKEN_DIMS, "activation_embed"))}
         if config.router_z_loss_weight > 0:
             saved["logsumexp"] = SavedTensor((batch, length), TOKEN_DIMS, wide)
@@ -161,15 +170,14 @@ class MoE(nn.Module):
         Args:
             tokens_per_expert: ``(E,)``, from the stats; summed over the micro-batches of the optimizer step.
         """
-        self.router.update_correction_bias(tokens_per_expert)
+        # Adapters such as those of PEFT wrap modules, and hide all but their forward.
+        router = next(module for module in self.router.modules() if isinstance(module, Router))
+        router.update_correction_bias(tokens_per_expert)
 
     def _check(self, x: Tensor, token_mask: Tensor | None) -> None:
         hidden_size = self.config.hidden_size
         if x.dim() < 2 or x.shape[-1] != hidden_size:
             raise ValueError(f"x must have shape [..., S, hidden_size ({hidden_size})], got {tuple(x.shape)}")
-        dtype = self.experts.up_proj.dtype
-        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
-            raise ValueError(f"x must have the dtype of the parameters ({dtype}) outside of autocast, got {x.dtype}")
         if token_mask is not None and (token_mask.dtype != torch.bool or token_mask.shape != x.shape[:-1]):
             raise ValueError(
                 f"token_mask must be bool of shape {tuple(x.shape[:-1])}, "

@@ -1,11 +1,12 @@
 """Gradient clipping for DTensors on several meshes, and plain tensors."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 
 @torch.no_grad()
@@ -19,7 +20,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         max_norm: of all gradients together.
 
     Returns:
-        ``()``, the norm before; a plain tensor, the same on every rank.
+        ``()``, float64, the norm before; a plain tensor, the same on every rank.
     """
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
     for parameter in parameters:
@@ -28,12 +29,38 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
             mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
             by_mesh.setdefault(mesh, []).append(parameter)
     if not by_mesh:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float64)
     norms = []
-    for group in by_mesh.values():
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in group if parameter.grad is not None])
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    for mesh, group in by_mesh.items():
+        gradients = [parameter.grad for parameter in group if parameter.grad is not None]
+        norms.append(_norm(gradients) if mesh is None else _norm_on_mesh(gradients, mesh))
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     for group in by_mesh.values():
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
+
+
+def _norm(gradients: Sequence[Tensor]) -> Tensor:
+    # The dtype of all ranks and meshes, whatever gradients are here.
+    return torch.nn.utils.get_total_norm(gradients).double()
+
+
+def _norm_on_mesh(gradients: Sequence[Tensor], mesh: DeviceMesh) -> Tensor:
+    """Sum squares over all ranks at once: DTensor sums over one axis after the other, warns, and ranks may differ."""
+    local = [part for gradient in gradients if isinstance(gradient, DTensor) for part in _parts_to_count(gradient)]
+    squares = _norm(local or [torch.zeros_like(gradients[0].to_local())]).square()  # type: ignore[attr-defined]
+    whole = mesh if mesh.ndim == 1 else mesh._flatten()
+    dist.all_reduce(squares, group=whole.get_group())
+    return squares.sqrt()
+
+
+def _parts_to_count(gradient: DTensor) -> list[Tensor]:
+    """Return this rank's part; none where another rank, the first one along some axis, holds the same."""
+    summed = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+    gradient = gradient.redistribute(placements=summed)
+    coordinates = gradient.device_mesh.get_coordinate() or ()
+    is_copy = any(
+        placement.is_replicate() and coordinate > 0
+        for placement, coordinate in zip(gradient.placements, coordinates, strict=True)
+    )
+    return [] if is_copy else [gradient.to_local()]

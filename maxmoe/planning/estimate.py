@@ -16,7 +16,7 @@ from maxmoe.planning.communication import (
     saved_tensors,
 )
 from maxmoe.planning.explain import quiet_plan
-from maxmoe.planning.text_table import readable_bytes, text_table
+from maxmoe.planning.text_table import readable_bytes, terminal_width, text_table
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.rules import LogicalRules
 
@@ -43,7 +43,7 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """What `estimate` returns; as a string, two tables.
+    """What `estimate` returns; as a string, two tables as wide as the terminal.
 
     Args:
         memory: bytes of a rank at the beginning of the backward, by what they are for.
@@ -62,7 +62,8 @@ class Estimate:
         ]
         total = readable_bytes(sum(row.bytes for row in self.traffic))
         traffic.append(("total", "", "", str(sum(row.times for row in self.traffic)), total))
-        return f"{text_table(memory, right=[1])}\n\n{text_table(traffic, right=[3, 4])}"
+        width = terminal_width()
+        return f"{text_table(memory, right=[1], width=width)}\n\n{text_table(traffic, right=[3, 4], width=width)}"
 
 
 def estimate(

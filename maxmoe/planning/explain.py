@@ -10,7 +10,7 @@ from torch import nn
 
 from maxmoe.parallel.parameter_sharding import ParameterSharding
 from maxmoe.parallel.plan import Plan
-from maxmoe.planning.text_table import readable_bytes, text_table
+from maxmoe.planning.text_table import paragraph, readable_bytes, terminal_width, text_table
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.resolve import DroppedAxis
 from maxmoe.sharding.rules import LogicalRules
@@ -51,7 +51,7 @@ class ExplainedParameter:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` returns; as a string, a table.
+    """What `explain` returns; as a string, a table as wide as the terminal.
 
     Args:
         mesh: of the ranks.
@@ -106,7 +106,9 @@ class Explanation:
         ]
         total = f"all {self.num_parameters:,} parameters"
         rows.append((total, "", "", "", readable_bytes(self.local_bytes)))
-        return "\n".join([text_table([heading, *rows], right=[4]), *self._remarks()])
+        width = terminal_width()
+        remarks = (paragraph(remark, width=width) for remark in self._remarks())
+        return "\n".join([text_table([heading, *rows], right=[4], width=width), *remarks])
 
     def _rules_text(self, parameter: ExplainedParameter) -> str:
         texts = []

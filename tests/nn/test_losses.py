@@ -157,6 +157,14 @@ def test_load_and_dead_experts() -> None:
     assert (idle.load_max_over_mean.item(), idle.dead_expert_fraction.item()) == (0.0, 1.0)
 
 
+def test_printed_they_show_everything() -> None:
+    stats = MoEStats(torch.tensor([6, 0]), torch.tensor(2), torch.tensor(0.5))
+    assert str(stats) == (
+        "MoEStats(tokens_per_expert=tensor([6, 0]), dropped=tensor(2), router_entropy=tensor(0.5000), "
+        "load_max_over_mean=tensor(2.), dead_expert_fraction=tensor(0.5000))"
+    )
+
+
 @pytest.mark.parametrize("shape", [(7,), (2, 5), (2, 3, 4)], ids=str)
 def test_counts_are_those_of_the_router(shape: tuple[int, ...]) -> None:
     layer = make(score_correction_bias=True)

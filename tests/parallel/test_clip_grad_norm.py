@@ -1,5 +1,7 @@
 """Clipping gradients on several meshes, against the same gradients in one process."""
 
+import logging
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -36,7 +38,12 @@ def test_norm_and_gradients_are_those_of_one_process(max_norm: float) -> None:
         sub_mesh, gradient = mesh["expert"], parameters[3].grad
         parameters[3] = nn.Parameter(distribute_tensor(parameters[3].detach(), sub_mesh))
         parameters[3].grad = distribute_tensor(gradient, sub_mesh)
+        warnings: list[logging.LogRecord] = []
+        logger = logging.getLogger("torch.distributed.tensor._redistribute")
+        logger.setLevel(logging.WARNING)
+        logger.addFilter(lambda record: warnings.append(record) or False)
         norm = clip_grad_norm_([*parameters, nn.Parameter(torch.ones(3))], max_norm)  # the last one has no gradient
+        assert not [record.getMessage() for record in warnings]
         return norm, [getattr(p.grad, "full_tensor", lambda gradient=p.grad: gradient)() for p in parameters]
 
     for norm, gradients in run_ranks(clip, 4):

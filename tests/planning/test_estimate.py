@@ -187,7 +187,8 @@ def token_axes(layout: MeshRules) -> list[str]:
 # As text
 
 
-def test_the_tables_add_up() -> None:
+def test_the_tables_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
     result = estimated(CONFIG, MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2}))
     memory, traffic = str(result).split("\n\n")
     assert memory.splitlines()[-1].split()[0] == traffic.splitlines()[-1].split()[0] == "total"

@@ -1,6 +1,7 @@
 """`maxmoe.sharding.explain`: where every parameter goes, and why; and the same as a table."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -9,10 +10,15 @@ from torch import nn
 from maxmoe.models import Decoder
 from maxmoe.parallel import Declaration
 from maxmoe.planning import explain
-from maxmoe.planning.explain import Explanation
+from maxmoe.planning.explain import Explanation, grouped
 from maxmoe.sharding import LogicalRules, Mesh
 from support.measured_step import PRESET_LAYOUTS, measured_steps
 from support.parallel_decoder import CONFIG, MeshRules, decoder
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
 
 
 class Named(nn.Module):
@@ -113,3 +119,19 @@ def test_nothing_is_allocated() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
     up = next(parameter for parameter in explanation.parameters if parameter.name.endswith("experts.up_proj"))
     assert up.local_bytes == math.prod(up.parameter.shape) // 4 * 2
+
+
+@pytest.mark.parametrize("columns", [80, 100, 120])
+def test_is_as_wide_as_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Decoder(CONFIG, device="meta")
+    explanation = explain(model, Mesh.planned({"fsdp": 2, "expert": 2}), "shard-exp-on-fsdp")
+    words = str(explanation).split()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = str(explanation).splitlines()
+    assert columns - 20 < max(map(len, lines)) <= columns
+    is_rule = re.compile("-{20,}").fullmatch
+    assert sorted(word for word in " ".join(lines).split() if not is_rule(word)) == sorted(
+        word for word in words if not is_rule(word)
+    )
+    # The path of every parameter is whole.
+    assert all(any(line.startswith(label) for line in lines) for label, _ in grouped(explanation.parameters))

@@ -1,0 +1,49 @@
+"""torch.export: saved, loaded by another process, and the same numbers."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch.export import Dim
+
+import maxmoe
+from maxmoe.models import Decoder, DecoderOutput
+from support.moe_layers import DEEPSEEK, make, tokens
+from support.parallel_decoder import CONFIG
+
+LOAD = """
+import sys
+import torch
+import maxmoe
+
+program, inputs, outputs = sys.argv[1:]
+layer = torch.export.load(program).module()
+results = [layer(x) for x in torch.load(inputs)]
+assert all(type(result) is maxmoe.MoEOutput and type(result.stats) is maxmoe.MoEStats for result in results)
+torch.save([[*result[:2], *result.stats] for result in results], outputs)
+"""
+
+
+def test_of_the_layer_for_any_number_of_tokens(tmp_path: Path) -> None:
+    layer = make(**DEEPSEEK)
+    inputs = [tokens(layer, 2, 5), tokens(layer, 3, 9)]
+    program = torch.export.export(layer, (inputs[0],), dynamic_shapes={"x": {0: Dim("batch"), 1: Dim("length")}})
+    paths = [tmp_path / name for name in ("layer.pt2", "inputs.pt", "outputs.pt")]
+    torch.export.save(program, paths[0])
+    torch.save(inputs, paths[1])
+    root = Path(maxmoe.__file__).parents[1]
+    subprocess.run([sys.executable, "-c", LOAD, *map(str, paths)], cwd=root, check=True, timeout=120)
+    for x, got in zip(inputs, torch.load(paths[2]), strict=True):
+        output = layer(x)
+        for one, other in zip(got, [*output[:2], *output.stats], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
+
+
+def test_of_a_model(tmp_path: Path) -> None:
+    model, x = Decoder(CONFIG), torch.randint(CONFIG.vocab_size, (2, 7))
+    torch.export.save(torch.export.export(model, (x,)), tmp_path / "model.pt2")
+    output, expected = torch.export.load(tmp_path / "model.pt2").module()(x), model(x)
+    assert isinstance(output, DecoderOutput)
+    torch.testing.assert_close(output.logits, expected.logits)
+    assert torch.equal(output.tokens_per_expert, expected.tokens_per_expert)

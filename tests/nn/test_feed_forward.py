@@ -1,0 +1,140 @@
+"""MoEFeedForward: a tensor in, a tensor out, and the gradients of the training loss plus the auxiliary loss."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import maxmoe
+from maxmoe import MoE, MoEFeedForward, set_aux_loss_scale
+from support.moe_layers import DEEPSEEK, make, tokens
+from support.operator_calls import Result, assert_same
+from support.operator_checks import compile_whole
+
+SCALE = 0.25
+# torch.compile warns about itself, whatever torch.autograd.Function it meets.
+compiles = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+def drop_in(layer: MoE) -> MoEFeedForward:
+    """The same layer, with a tensor for its output."""
+    block = MoEFeedForward(layer.config, dtype=layer.router.weight.dtype)
+    block.load_state_dict(layer.state_dict(), strict=True)
+    block.aux_loss_scale = SCALE
+    return block
+
+
+def gradients(module: nn.Module, x: Tensor, forward: Callable[[Tensor], Any], times: int = 1) -> Result:
+    """Of a loss whose upstream gradient is no constant, accumulated over some backwards."""
+    module.zero_grad()
+    x = x.detach().requires_grad_()
+    for _ in range(times):
+        output = forward(x)
+        hidden_states, aux_loss = output[:2] if isinstance(output, tuple) else (output, 0.0)
+        (hidden_states.sin().sum() + SCALE * aux_loss).backward()
+    leaves = {"x": x, **dict(module.named_parameters())}
+    return Result((hidden_states.detach(),), {name: leaf.grad for name, leaf in leaves.items()})
+
+
+WAYS: dict[str, Callable[[MoEFeedForward], Callable[[Tensor], Tensor]]] = {
+    "called": lambda block: block,
+    "sequential": lambda block: nn.Sequential(nn.Identity(), block, nn.Identity()),
+    "checkpoint": lambda block: partial(checkpoint, block, use_reentrant=False),
+    "reentrant": lambda block: partial(checkpoint, block, use_reentrant=True),
+    "keep_routing": lambda block: partial(checkpoint, block, use_reentrant=False, context_fn=maxmoe.keep_routing),
+    "compiled": lambda block: compile_whole(block, "aot_eager"),
+    "compiled_checkpoint": lambda block: compile_whole(partial(checkpoint, block, use_reentrant=False), "aot_eager"),
+    "changed_in_place": lambda block: lambda x: block(x).mul_(1.0),
+}
+
+
+@compiles
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_gradients_are_those_of_the_sum(way: Callable[[MoEFeedForward], Callable[[Tensor], Tensor]]) -> None:
+    layer = make(**DEEPSEEK)
+    x = tokens(layer)
+    block = drop_in(layer)
+    expected = gradients(layer, x, layer, times=2)
+    assert_same(gradients(block, x, way(block), times=2), expected, 1e-13)
+
+
+def test_gradients_with_padding() -> None:
+    layer = make(**DEEPSEEK)
+    x, block = tokens(layer, 2, 5), drop_in(layer)
+    token_mask = torch.tensor([[True] * 5, [True, True, False, False, False]])
+    x[~token_mask] = torch.nan
+    expected = gradients(layer, x, partial(layer, token_mask=token_mask))
+    assert_same(gradients(block, x, partial(block, token_mask=token_mask)), expected, 1e-13)
+
+
+def test_gradients_under_autocast() -> None:
+    layer = make(torch.float32, **DEEPSEEK)
+    x, block = tokens(layer), drop_in(layer)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = gradients(layer, x, layer)
+        got = gradients(block, x, block)
+    assert got.outputs[0].dtype == torch.bfloat16
+    assert_same(got, expected, 1e-6)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
+def test_scaled_losses_and_micro_batches(as_tensor: bool) -> None:
+    """As Megatron's MoEAuxLossAutoScaler must be told, too: the scale of GradScaler, and one over the micro-batches."""
+    layer = make(torch.float32, **{**DEEPSEEK, "load_balance_loss_weight": 30.0})
+    block, batches = drop_in(layer), [tokens(layer, 2, 5) for _ in range(4)]
+    sum((layer(x).hidden_states.sin().mean() + layer(x).aux_loss) / 4 for x in batches).backward()
+    optimizer, scaler = torch.optim.SGD(block.parameters(), lr=1.0), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    factor = scaler.scale(torch.tensor(1 / 4))
+    set_aux_loss_scale(nn.Sequential(block), factor if as_tensor else factor.item())
+    for x in batches:
+        scaler.scale(block(x).sin().mean() / 4).backward()
+    scaler.unscale_(optimizer)
+    for name, parameter in block.named_parameters():
+        torch.testing.assert_close(parameter.grad, layer.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+
+
+@compiles
+def test_other_scales_do_not_compile_again() -> None:
+    block, compilations = drop_in(make(**DEEPSEEK)), []
+    compiled = compile_whole(block, lambda graph, _: compilations.append(graph) or graph.forward)
+    x = tokens(block)
+    for scale in (0.5, 1.0, 3.0):
+        set_aux_loss_scale(block, torch.tensor(scale))
+        expected = gradients(block, x, block)
+        assert_same(gradients(block, x, compiled), expected, 1e-13)
+    assert len(compilations) == 1
+
+
+def test_without_losses_or_gradients_nothing_is_added() -> None:
+    block = drop_in(make())
+    x = tokens(block)
+    assert torch.equal(gradients(block, x, block).outputs[0], block(x))
+    with torch.no_grad():
+        assert not drop_in(make(**DEEPSEEK))(x).requires_grad
+    frozen = drop_in(make(**DEEPSEEK)).requires_grad_(False)
+    assert not frozen(x).requires_grad
+
+
+def test_a_model_without_the_layer_has_no_scale() -> None:
+    with pytest.raises(ValueError, match=r"^Sequential must have layers of type MoEFeedForward, got none$"):
+        set_aux_loss_scale(nn.Sequential(make()), 0.5)
+
+
+def test_in_a_model_of_transformers() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 12, "num_local_experts": 4, "num_hidden_layers": 2}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, vocab_size=32))
+    ours, ids = copy.deepcopy(model), torch.randint(32, (2, 9))
+    for layer in ours.model.layers:
+        layer.mlp = MoEFeedForward.from_transformers(layer.mlp)
+    expected, got = model(ids, labels=ids), ours(ids, labels=ids)
+    torch.testing.assert_close(got.logits, expected.logits, rtol=1e-4, atol=1e-5)
+    got.loss.backward()
+    assert all(parameter.grad is not None for parameter in ours.parameters())
+    assert "model.layers.0.mlp.experts.up_proj" in ours.state_dict()
