@@ -88,9 +88,7 @@ class CapacityDispatcher:
         place = one_hot.cumsum(1).gather(2, assigned.unsqueeze(2)).squeeze(2) - 1
         capacity = self._capacity(slots_per_sequence)
         # The buffer has the capacity of a sequence without padding; sequences with padding use less of it.
-        limit = (
-            capacity if routing.is_complete else self._capacities(is_routed.sum(1, keepdim=True)).clamp_max(capacity)
-        )
+        limit = capacity if routing.is_complete else self._capacities(is_routed.sum(1, keepdim=True), capacity)
         sequence = torch.arange(num_sequences, device=x.device).unsqueeze(1)
         row = ((assigned * num_sequences + sequence) * capacity + place).view(-1)
         is_placed = (is_routed & (place < limit)).view(-1)
