@@ -1,7 +1,7 @@
 """The specification: every operator and the layer, in plain loops.
 
 One token, slot or row at a time, any dtype, gradients by autograd. Written to be read and to be compared
-with, never to be fast. `operators` has the names of `maxmoe.ops`; `layer` is `maxmoe.MoE` as a function.
+with, never to be fast. `routing` and `operators` have the names of `maxmoe.ops`; `layer` is `maxmoe.MoE` as a function.
 
 T tokens, D hidden_size, F intermediate_size, E experts, K top_k, L local experts, R routed rows; a slot is
 one (token, k) pair, number t * K + k. Sums and router math are in float32, in float64 when the input is
@@ -21,9 +21,9 @@ from maxmoe.reference.operators import (
     ragged_scatter_add,
     ragged_sort,
     ragged_unsort,
-    route,
     tgmm,
 )
+from maxmoe.reference.routing import route
 
 __all__ = [
     "RaggedPlan",

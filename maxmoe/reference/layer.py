@@ -16,11 +16,8 @@ from maxmoe.reference.operators import (
     ragged_plan,
     ragged_sort,
     ragged_unsort,
-    route,
-    scores,
-    stack,
-    wide,
 )
+from maxmoe.reference.routing import route, scores, stack, wide
 
 
 def load_balance_loss(

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from maxmoe.config import Activation, GroupScore, Normalization, ScoreFunction
+from maxmoe.config import Activation
+from maxmoe.reference.routing import stack, wide
 
 
 class RaggedPlan(NamedTuple):
@@ -17,102 +18,6 @@ class RaggedPlan(NamedTuple):
     group_sizes: Tensor
     dropped: Tensor
     top_k: int
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """float64 stays, everything else becomes float32."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def stack(rows: list[Tensor], like: Tensor, *width: int) -> Tensor:
-    """Stack the rows, each [*width], in the dtype of `like`."""
-    return torch.stack(rows).to(like.dtype) if rows else like.new_zeros((0, *width))
-
-
-# Routing
-
-
-def scores(logits: Tensor, score_function: ScoreFunction) -> Tensor:
-    """Scores of logits [..., E], float32 or wider."""
-    match score_function:
-        case "softmax":
-            return torch.softmax(wide(logits), -1)
-        case "sigmoid":
-            return torch.sigmoid(wide(logits))
-        case "sqrtsoftplus":
-            return torch.sqrt(torch.logaddexp(wide(logits), wide(torch.zeros_like(logits))))
-        case "identity":
-            return wide(logits)
-
-
-def best(values: list[float], candidates: list[int], count: int) -> list[int]:
-    """The `count` candidates of the largest values, best first; a tie goes to the lowest index."""
-    return sorted(candidates, key=lambda candidate: (-values[candidate], candidate))[:count]
-
-
-def select_experts(
-    biased: list[float], top_k: int, num_groups: int, top_k_groups: int, group_score: GroupScore
-) -> list[int]:
-    """The best experts of one token within its best groups: even -inf in there beats all the other groups."""
-    size = len(biased) // num_groups
-    members = [list(range(group * size, (group + 1) * size)) for group in range(num_groups)]
-    count = 2 if group_score == "top2" else 1
-    group_scores = [sum(biased[expert] for expert in best(biased, group, count)) for group in members]
-    groups = best(group_scores, list(range(num_groups)), top_k_groups)
-    return best(biased, [expert for group in groups for expert in members[group]], top_k)
-
-
-def normalize(selected: Tensor, normalization: Normalization) -> Tensor:
-    """The K selected scores of one token to weights."""
-    match normalization:
-        case "none":
-            return selected
-        case "sum":
-            return selected / (selected.sum() + 1e-20)
-        case "softmax":
-            return torch.softmax(selected, -1)
-
-
-def route(
-    logits: Tensor,
-    top_k: int,
-    *,
-    score_function: ScoreFunction = "softmax",
-    correction_bias: Tensor | None = None,
-    num_groups: int = 1,
-    top_k_groups: int = 1,
-    group_score: GroupScore = "top2",
-    normalization: Normalization = "sum",
-    scale: float = 1.0,
-    experts: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose by score + correction_bias, or take the experts that are given, and weigh by the score alone.
-
-    Weights [T, K], experts [T, K], and the scores of all experts scaled to sum one [T, E].
-    """
-    weights, chosen, probabilities = [], [], []
-    score = scores(logits, score_function)
-    shares = scores(logits, "softmax") if score_function == "identity" else score
-    biased = score if correction_bias is None else score + correction_bias
-    for t, (token_score, token_biased) in enumerate(zip(score, biased.tolist(), strict=True)):
-        ids = select_experts(token_biased, top_k, num_groups, top_k_groups, group_score)
-        if experts is not None:
-            ids = experts[t].tolist()
-        present = [expert for expert in ids if expert >= 0]
-        row = [token_score.new_zeros(())] * top_k
-        if present:
-            normalized = iter(
-                normalize(torch.stack([token_score[expert] for expert in present]), normalization) * scale
-            )
-            row = [next(normalized) if expert >= 0 else token_score.new_zeros(()) for expert in ids]
-        weights.append(torch.stack(row))
-        chosen.append(torch.tensor(ids))
-        probabilities.append(shares[t] / (shares[t].sum() + 1e-20))
-    return (
-        stack(weights, score, top_k),
-        stack(chosen, torch.empty(0, dtype=torch.int64), top_k),
-        stack(probabilities, score, logits.shape[1]),
-    )
 
 
 def ragged_plan(
