@@ -129,7 +129,7 @@ def run_reference(layer: MoE, x: Tensor, got: Result, noise: float) -> Result:
         state[name] = (exact * (1 + scale * torch.randn_like(exact))).requires_grad_()
     hidden_states, aux_loss, load, dropped = reference.moe(state["x"], settings, state)
     logits = reference.layer.router_logits(state["x"].flatten(0, -2), settings, state)
-    scores = reference.operators.scores(
+    scores = reference.routing.scores(
         logits, "softmax" if settings.score_function == "identity" else settings.score_function
     )
     probabilities = scores / (scores.sum(-1, keepdim=True) + 1e-20)
