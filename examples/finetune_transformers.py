@@ -5,26 +5,25 @@
     python examples/finetune_transformers.py --data notes/         on other text than the Python standard library
 
 The parameters are freshly drawn, the same for all. Each implementation (eager, grouped_mm, maxmoe) trains in a process
-of its own. The folder --out gets comparison.png.
+of its own, one step of each in turn, so that a busy moment of the machine slows all of them. The folder --out gets
+comparison.png.
 """
 
 import argparse
-import multiprocessing
 import os
-import signal
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from statistics import mean
 
 from finetuning import figures
 from finetuning.models import small_model
-from finetuning.training import MIB, Run, train
-from pretrain import HelpFormatter, at_least, prepare_output
+from finetuning.training import MIB, Run
+from finetuning.turns import train_in_turns
 from pretraining import InputError
-from pretraining.corpus import Corpus, load_corpus
+from pretraining.command import LARGEST_DEPTH, LARGEST_SEED, HelpFormatter, at_least, exit_status, prepare_output
+from pretraining.corpus import load_corpus
 
+LARGEST_BATCH = 2**20  # tokens of a step
 IMPLEMENTATIONS = ("eager", "grouped_mm", "maxmoe")
 
 
@@ -36,27 +35,17 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--data", nargs="+", default=[], help="files, folders, patterns; else the standard library")
     add("--out", type=Path, default=Path("runs/finetune"), help="folder of the picture")
     add("--learning-rate", type=at_least(0, float), default=1e-3, help="at its peak")
-    add("--seed", type=at_least(0), default=0, help="of parameters and data order")
-    add("--threads", type=at_least(1), default=os.cpu_count(), help="to compute with")
+    add("--seed", type=at_least(0, at_most=LARGEST_SEED), default=0, help="of parameters and data order")
+    add("--threads", type=at_least(1, at_most=1024), default=os.cpu_count(), help="to compute with")
     add("--steps", type=at_least(1), default=300, help="optimizer steps")
     add("--batch-size", type=at_least(1), default=8, help="sequences per step")
     add("--sequence-length", type=at_least(2), default=128, help="bytes per sequence")
     add("--hidden-size", type=at_least(16), default=128, help="width of the model, a multiple of 16")
-    add("--num-layers", type=at_least(1), default=4, help="blocks")
+    add("--num-layers", type=at_least(1, at_most=LARGEST_DEPTH), default=4, help="blocks")
     add("--num-experts", type=at_least(1), default=16, help="experts per block")
     add("--top-k", type=at_least(1), default=2, help="experts per byte")
     add("--intermediate-size", type=at_least(1), default=128, help="width inside each expert")
     return parser.parse_args(arguments)
-
-
-def train_apart(options: argparse.Namespace, corpus: Corpus, implementation: str) -> Run:
-    """Train in a new process, so that its memory is that of this run alone."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-        try:
-            return pool.submit(train, options, corpus.training, implementation).result()
-        except BrokenProcessPool as error:
-            raise InputError(f"{implementation}: the process was killed, perhaps for want of memory") from error
 
 
 def table(runs: list[Run]) -> str:
@@ -82,35 +71,29 @@ def table(runs: list[Run]) -> str:
     return "\n".join(lines)
 
 
-def run(options: argparse.Namespace) -> None:
-    """Do what the options say."""
+def run(options: argparse.Namespace) -> int:
+    """Do what the options say and return the exit status."""
+    num_tokens = options.batch_size * options.sequence_length
+    if num_tokens > LARGEST_BATCH:
+        raise InputError(
+            f"--batch-size {options.batch_size} with --sequence-length {options.sequence_length} makes "
+            f"{num_tokens:,} tokens a step, more than {LARGEST_BATCH:,}"
+        )
     corpus = load_corpus(options.data, options.sequence_length)
     print(f"Text: {corpus.description}")
     num_parameters = sum(parameter.numel() for parameter in small_model(options, "eager").parameters())
     print(f"Model: {options.family}, {num_parameters:,} parameters")
-    prepare_output(options.out)
-    runs = [train_apart(options, corpus, implementation) for implementation in IMPLEMENTATIONS]
-    print(f"\n{table(runs)}\n")
     picture = options.out / "comparison.png"
+    prepare_output(options.out, picture.name)
+    runs = train_in_turns(options, corpus.training, IMPLEMENTATIONS)
+    print(f"\n{table(runs)}\n")
     try:
         figures.comparison(picture, options.family, runs)
     except OSError as error:
         raise InputError(f"cannot write {picture}: {error.strerror}") from error
     print("Picture:", picture)
-
-
-def main() -> int:
-    """Run the command line."""
-    try:
-        run(parse_options())
-    except InputError as error:
-        print(f"finetune_transformers: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("finetune_transformers: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status("finetune_transformers", lambda: run(parse_options())))

@@ -16,23 +16,19 @@ import argparse
 import shlex
 import signal
 import sys
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 from tqdm import tqdm
 
-from pretraining import InputError, figures, ranks
+from pretraining import InputError, checkpoint, figures, ranks
 from pretraining.baselines import bigram_bits_per_byte, zlib_bits_per_byte
+from pretraining.command import LARGEST_DEPTH, LARGEST_SEED, HelpFormatter, at_least, exit_status, prepare_output
 from pretraining.corpus import load_corpus
 from pretraining.trainer import Trainer
 
 SAMPLE_PROMPT_BYTES, SAMPLE_BYTES = 64, 256
-
-
-class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Keeps the lines of the description and adds every default."""
+PICTURES = ("loss.png", "expert_load.png")
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -41,37 +37,29 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--data", nargs="+", default=[], help="files, folders, patterns; else the standard library")
     add("--out", type=Path, default=Path("runs/pretrain"), help="folder of the results")
-    add("--resume", action="store_true", help="go on with the run in --out; other options as before")
+    add("--resume", action="store_true", help="go on with the run in --out; other options as before, --steps may grow")
     add("--mesh", default="fsdp=-1", help="under torchrun: axes and sizes, one may be -1, the rest of the ranks")
     add("--rules", default="default", help="from names of dims to mesh axes: a preset, or a YAML file")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the matrix products")
     add("--learning-rate", type=at_least(0, float), default=3e-3, help="at its peak")
-    add("--seed", type=at_least(0), default=0, help="of parameters and data order")
-    add("--steps", type=at_least(1), default=1600, help="optimizer steps")
+    add("--seed", type=at_least(0, at_most=LARGEST_SEED), default=0, help="of parameters and data order")
+    add("--steps", type=at_least(1), help="optimizer steps (default: 1600, with --resume those of the run)")
     add("--batch-size", type=at_least(1), default=8, help="sequences per step")
     add("--sequence-length", type=at_least(1), default=256, help="bytes per sequence")
     add("--eval-every", type=at_least(1), default=200, help="steps from one evaluation to the next")
     add("--save-every", type=at_least(1), default=200, help="steps from one checkpoint to the next")
     add("--hidden-size", type=at_least(1), default=128, help="width of the model")
-    add("--num-layers", type=at_least(1), default=4, help="blocks, each with a Mixture-of-Experts layer")
+    add(
+        "--num-layers",
+        type=at_least(1, at_most=LARGEST_DEPTH),
+        default=4,
+        help="blocks, each with a Mixture-of-Experts layer",
+    )
     add("--num-heads", type=at_least(1), default=2, help="attention heads per block")
     add("--num-experts", type=at_least(1), default=16, help="experts per block")
     add("--top-k", type=at_least(1), default=2, help="experts per byte")
     add("--intermediate-size", type=at_least(1), default=128, help="width inside each expert")
     return parser.parse_args(arguments)
-
-
-def at_least(minimum: int, kind: type[int] | type[float] = int) -> Callable[[str], float]:
-    """Make the conversion of an option that is a number."""
-
-    def convert(text: str) -> float:
-        value = kind(text)
-        if not value >= minimum:
-            raise argparse.ArgumentTypeError(f"must be at least {minimum}, got {text}")
-        return value
-
-    convert.__name__ = kind.__name__  # argparse says "invalid int value"
-    return convert
 
 
 class StopRequest:
@@ -100,7 +88,7 @@ def train(trainer: Trainer, baselines: dict[str, float]) -> int:
     against = ", ".join(f"{name} {value:.3f}" for name, value in baselines.items())
     bytes_per_step = options.batch_size * options.sequence_length
     progress = tqdm(
-        total=options.steps * bytes_per_step,
+        total=trainer.steps * bytes_per_step,
         initial=trainer.step * bytes_per_step,
         unit=" tokens",
         unit_scale=True,
@@ -109,13 +97,13 @@ def train(trainer: Trainer, baselines: dict[str, float]) -> int:
     )
     with progress, StopRequest() as stop:
         stopped_by = 0
-        while trainer.step < options.steps and not stopped_by:
+        while trainer.step < trainer.steps and not stopped_by:
             output = trainer.train_step()
             load = max(float(stats.load_max_over_mean) for stats in output.stats)
             status = f"{trainer.history.training[-1]:.3f} bits, load max/mean {load:.2f}"
             progress.set_postfix_str(status, refresh=False)
             progress.update(bytes_per_step)
-            last = trainer.step == options.steps
+            last = trainer.step == trainer.steps
             if last or trainer.step % options.eval_every == 0:
                 bits = trainer.evaluate()
                 progress.write(f"step {trainer.step}: {bits:.3f} bits per byte on held-out text ({against})")
@@ -125,26 +113,19 @@ def train(trainer: Trainer, baselines: dict[str, float]) -> int:
     return stopped_by
 
 
-def prepare_output(folder: Path) -> None:
-    """Make the folder and try it before the work begins."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise InputError(f"cannot write to --out {folder}: {error.strerror}") from error
-
-
 def report(trainer: Trainer, baselines: dict[str, float]) -> None:
     """Print a sample and the result, and draw the pictures."""
     history, out = trainer.history, trainer.options.out
+    if not history.held_out or history.held_out[-1][0] != trainer.step:  # of a run that was shortened
+        trainer.evaluate()
     sample = trainer.sample(SAMPLE_PROMPT_BYTES, SAMPLE_BYTES)
     print(f"\nSample, after {SAMPLE_PROMPT_BYTES} held-out bytes:\n{sample}\n")
     print(f"{history.held_out[-1][1]:.3f} bits per byte on held-out text")
     for name, value in baselines.items():
         print(f"{value:.3f} with {name}")
-    last = history.tokens_per_expert[-1]
+    last = history.windows()[-2:].sum(0)  # the very last one may be of a single step
     print(f"{int((last == 0).sum())} dead experts of {last.numel()} in the last steps")
-    pictures = out / "loss.png", out / "expert_load.png"
+    pictures = [out / name for name in PICTURES]
     with ranks.agreed():
         if ranks.is_first():
             draw(*pictures, trainer, baselines)
@@ -156,7 +137,7 @@ def draw(loss: Path, expert_load: Path, trainer: Trainer, baselines: dict[str, f
     history = trainer.history
     try:
         figures.loss_curves(loss, history.training, history.held_out, baselines)
-        figures.expert_load(expert_load, history.tokens_per_expert, trainer.options.steps)
+        figures.expert_load(expert_load, history.windows(), history.window, trainer.step)
     except OSError as error:
         raise InputError(f"cannot write the pictures to {loss.parent}: {error.strerror}") from error
 
@@ -174,11 +155,12 @@ def run(options: argparse.Namespace, command: list[str]) -> int:
     print(f"Model: {sum(parameter.numel() for parameter in trainer.model.parameters()):,} parameters")
     if options.resume:
         trainer.resume()
-        print(f"Resumed at step {trainer.step} of {options.steps}")
-    elif (options.out / "checkpoint").exists():
-        print(f"The first save replaces the checkpoint in {options.out}; --resume would go on with it")
+        print(f"Resumed at step {trainer.step} of {trainer.steps}")
     with ranks.agreed():
-        prepare_output(options.out)
+        prepare_output(options.out, *PICTURES)
+        checkpoint.prepare(trainer.checkpoint)
+    if trainer.checkpoint.exists() and not options.resume:
+        print(f"The first save replaces the checkpoint in {options.out}; --resume would go on with it")
     stopped_by = train(trainer, baselines)
     if stopped_by:
         again = [*command, *([] if options.resume else ["--resume"])]
@@ -191,14 +173,7 @@ def run(options: argparse.Namespace, command: list[str]) -> int:
 def main() -> int:
     """Run the command line."""
     with ranks.joined():
-        try:
-            return run(parse_options(), ranks.command())
-        except InputError as error:
-            print(f"pretrain: {error}", file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:
-            print("pretrain: interrupted", file=sys.stderr)
-            return 128 + signal.SIGINT
+        return exit_status("pretrain", lambda: run(parse_options(), ranks.command()))
 
 
 if __name__ == "__main__":

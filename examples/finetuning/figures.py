@@ -1,41 +1,52 @@
-"""The picture of a comparison, as PNG: the losses, the speed and the memory."""
+"""The picture of a comparison, as PNG: the loss and its differences, the speed and the memory."""
 
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from finetuning.training import MIB, Run
 from pretraining.figures import save
 
 COLORS = {"eager": "#9aa5b1", "grouped_mm": "#b5541c", "maxmoe": "#1b6ca8"}
-# Equal losses lie on each other: thick lines below thin ones show all of them.
-WIDTHS = {"eager": 5.0, "grouped_mm": 2.5, "maxmoe": 1.0}
 
 
 def comparison(path: Path, family: str, runs: list[Run]) -> None:
-    """Draw the runs beside each other.
+    """Draw the loss of the first run, how far the others are from it, and what each of them needs.
 
     Args:
         path: of the PNG.
         family: for the title.
-        runs: one for each implementation.
+        runs: one for each implementation, of the same batches.
     """
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    losses, speed, memory = figure.subplots(1, 3, width_ratios=(2, 1, 1))
-    names = [run.implementation for run in runs]
-    colors = [COLORS[name] for name in names]
-    for run in runs:
-        name = run.implementation
-        steps = range(1, len(run.losses) + 1)
-        losses.plot(steps, run.losses, color=COLORS[name], linewidth=WIDTHS[name], label=name)
-    losses.set(xlabel="step", ylabel="loss, nats per byte", title=family)
-    losses.legend(frameon=False)
-    bars = speed.bar(names, [run.tokens_per_second for run in runs], color=colors)
-    speed.bar_label(bars, fmt="{:,.0f}")
-    speed.set_title("tokens per second")
-    bars = memory.bar(names, [run.peak / MIB for run in runs], color=colors)
-    memory.bar_label(bars, fmt="{:,.0f}")
-    memory.set_title("peak memory, MiB")
-    for axes in (losses, speed, memory):
+    first, *others = runs
+    figure = Figure(figsize=(12, 6), layout="constrained")
+    figure.suptitle(f"{family}, with the same parameters and batches for all implementations of the experts")
+    panels = figure.subplots(2, 2, width_ratios=(2, 1))
+    (loss, speed), (difference, memory) = panels
+    steps = range(1, len(first.losses) + 1)
+    loss.plot(steps, first.losses, color=COLORS[first.implementation], linewidth=1)
+    loss.set(xlabel="step", ylabel="nats per byte", title=f"loss with {first.implementation}")
+    for run in others:
+        apart = [abs(one - other) for one, other in zip(run.losses, first.losses, strict=True)]
+        difference.plot(steps, apart, color=COLORS[run.implementation], linewidth=1, label=run.implementation)
+    # Equal losses, which a logarithm cannot show, lie on the lower edge.
+    difference.set_yscale("symlog", linthresh=1e-8)
+    difference.set_ylim(bottom=0)
+    difference.set(xlabel="step", ylabel="nats per byte", title=f"difference from the loss with {first.implementation}")
+    difference.legend(frameon=False)
+    bars(speed, "tokens per second", runs, [run.tokens_per_second for run in runs])
+    bars(memory, "peak memory, MiB", runs, [run.peak / MIB for run in runs])
+    for axes in panels.ravel():
         axes.spines[["top", "right"]].set_visible(False)
     save(figure, path)
+
+
+def bars(axes: Axes, title: str, runs: list[Run], values: list[float]) -> None:
+    """Draw one for each run, with its number."""
+    drawn = axes.barh([run.implementation for run in runs], values, color=[COLORS[run.implementation] for run in runs])
+    axes.bar_label(drawn, fmt="{:,.0f}", padding=3)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set(title=title, xticks=[])
+    axes.spines["bottom"].set_visible(False)

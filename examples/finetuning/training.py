@@ -1,5 +1,6 @@
 """The training of one model with one experts implementation, measured."""
 
+import math
 import time
 from argparse import Namespace
 from dataclasses import dataclass
@@ -8,7 +9,6 @@ from statistics import median
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from finetuning.models import small_model
@@ -36,46 +36,67 @@ class Run:
     peak: int
 
 
-def train(options: Namespace, text: Tensor, implementation: str) -> Run:
-    """Take all steps. The memory is that of the process: give every run its own.
+class Training:
+    """A run between two steps. The memory is that of the process: give every run its own.
 
     Args:
         options: the command line.
         text: ``(N,)`` uint8.
         implementation: "eager", "grouped_mm" or "maxmoe".
 
-    Returns:
-        What was measured.
-
     Raises:
-        InputError: if there is no such model or it does not train.
+        InputError: if there is no such model.
     """
-    torch.set_num_threads(options.threads)
-    Path("/proc/self/clear_refs").write_text("5")  # resets the highest mark
-    before = status("RssAnon")
-    model = small_model(options, implementation)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
-    sequences = TrainingSequences(
-        text, sequence_length=options.sequence_length, batch_size=options.batch_size, seed=options.seed
-    )
-    losses, seconds = [], []
-    num_tokens = options.batch_size * options.sequence_length
-    bar = {"unit": " tokens", "unit_scale": True, "dynamic_ncols": True, "mininterval": 0.5}
-    with tqdm(total=options.steps * num_tokens, desc=implementation, **bar) as progress:
-        for step in range(options.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, options.steps, options.learning_rate)
-            start = time.perf_counter()
-            losses.append(train_step(model, optimizer, sequences.batch(step)[0]))
-            seconds.append(time.perf_counter() - start)
-            if not losses[-1] < float("inf"):
-                raise InputError(
-                    f"{implementation}, step {step}: the loss is {losses[-1]}, try a smaller --learning-rate"
-                )
-            progress.set_postfix_str(f"loss {losses[-1]:.3f}", refresh=False)
-            progress.update(num_tokens)
-    peak = status("VmHWM") - status("RssFile") - status("RssShmem") - before  # without the code that was read
-    return Run(implementation, losses, num_tokens / median(seconds), peak)
+
+    def __init__(self, options: Namespace, text: Tensor, implementation: str) -> None:
+        torch.set_num_threads(options.threads)
+        Path("/proc/self/clear_refs").write_text("5")  # resets the highest mark
+        self.before = status("RssAnon")
+        self.options, self.implementation = options, implementation
+        self.model = small_model(options, implementation)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), fused=True
+        )
+        self.sequences = TrainingSequences(
+            text, sequence_length=options.sequence_length, batch_size=options.batch_size, seed=options.seed
+        )
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def step(self) -> float:
+        """Take a step and return its loss.
+
+        Raises:
+            InputError: if the loss is not a number.
+        """
+        step = len(self.losses)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, self.options.steps, self.options.learning_rate)
+        tokens = self.sequences.batch(step)[0]
+        start = time.perf_counter()
+        try:
+            loss = train_step(self.model, self.optimizer, tokens)
+        except ValueError as error:  # the operators refuse logits that are not numbers; at first they are
+            if not step:
+                raise
+            raise self.diverged(str(error)) from error
+        self.seconds.append(time.perf_counter() - start)
+        if not math.isfinite(loss):
+            raise self.diverged(f"the loss is {loss}")
+        self.losses.append(loss)
+        return loss
+
+    def diverged(self, what: str) -> InputError:
+        """Make the error of a run whose parameters have become too large."""
+        where = f"{self.implementation}, step {len(self.losses)}"
+        return InputError(f"{where}: {what}, try a smaller --learning-rate")
+
+    def run(self) -> Run:
+        """Return what was measured."""
+        num_tokens = self.options.batch_size * self.options.sequence_length
+        files = status("RssFile") + status("RssShmem")  # the code that was read
+        peak = status("VmHWM") - files - self.before
+        return Run(self.implementation, self.losses, num_tokens / median(self.seconds), peak)
 
 
 def train_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, tokens: Tensor) -> float:

@@ -1,13 +1,19 @@
-"""Checkpoints that survive a kill at any moment and a full disk, and fit any mesh.
+"""Checkpoints that survive a kill at any moment and a full disk, fit any mesh, and run no code when they are read.
 
-    checkpoint/*.distcp, .metadata   the model and its optimizer, as `torch.distributed.checkpoint` writes them
-    checkpoint/training.pt           everything else that the next step depends on
+    checkpoint/*.safetensors   tensors: the model, its optimizer, the expert load, the state of the random numbers
+    checkpoint/training.json   configuration and losses
+    checkpoint/SHA256SUMS      of these files, as `sha256sum` writes and checks them
+
+`torch.distributed.checkpoint` writes the tensors, every rank its part. Its own format is pickled and so can run code
+when it is read: the metadata, and everything that is not a tensor. This one has neither.
 
 A new checkpoint is written beside the old one and takes its place by renaming, after it has reached the
 disk. In the instant between the two renames the old one is `checkpoint.old`; `recover` puts it back.
 """
 
-import io
+import hashlib
+import json
+import math
 import os
 import shutil
 import warnings
@@ -16,13 +22,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 
 from pretraining import InputError
 from pretraining.ranks import agreed, is_first
 
 Configuration = Mapping[str, str | int | float]
+TRAINING, SUMS = "training.json", "SHA256SUMS"
+LARGEST_TEXT = 2**27  # bytes of all files that are not elements of tensors: those two, and headers
+
+
+def prepare(folder: Path) -> None:
+    """Raise an `InputError` if something is where a checkpoint, or the one before it, will be."""
+    for path in (folder, folder.with_suffix(".new"), folder.with_suffix(".old")):
+        if os.path.lexists(path) and (path.is_symlink() or not path.is_dir()):
+            raise InputError(f"cannot write the checkpoint {folder}: {path.name} is not a folder")
+    if not folder.parent.is_dir():  # where a link leads
+        raise InputError(f"cannot write the checkpoint {folder}: there is no folder {folder.parent}")
 
 
 def save(folder: Path, state: dict[str, Any], training: dict[str, Any]) -> None:
@@ -32,8 +48,8 @@ def save(folder: Path, state: dict[str, Any], training: dict[str, Any]) -> None:
 
     Args:
         folder: the checkpoint; its parent exists.
-        state: of model and optimizer; of a DTensor every rank writes its part.
-        training: the rest, of tensors, numbers, strings, lists and dicts; the same on every rank.
+        state: tensors, in dicts; of a DTensor every rank writes its part.
+        training: the rest, of what JSON has; the same on every rank.
 
     Raises:
         InputError: if the new checkpoint cannot be written.
@@ -50,11 +66,11 @@ def save(folder: Path, state: dict[str, Any], training: dict[str, Any]) -> None:
         raise InputError(f"cannot write the checkpoint {folder}: {in_words(error)}{kept}") from error
 
 
-class ReplacingWriter(dcp.FileSystemWriter):
+class ReplacingWriter(dcp.HuggingFaceStorageWriter):
     """Puts a checkpoint in the place of the old one; what fails on one rank fails on all."""
 
     def __init__(self, folder: Path, training: dict[str, Any]) -> None:
-        super().__init__(folder.with_suffix(".new"), sync_files=True)
+        super().__init__(str(folder.with_suffix(".new")), save_distributed=True)
         self.folder = folder
         self.new, self.old = folder.with_suffix(".new"), folder.with_suffix(".old")
         self.training = training
@@ -70,19 +86,11 @@ class ReplacingWriter(dcp.FileSystemWriter):
         self.new.mkdir()
         return super().prepare_global_plan(plans)
 
-    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
-        """Write the part of this rank."""
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:  # of the archive, in the place of what the system said
-            raise error.__context__ or error from None
-
     def finish(self, metadata: dcp.Metadata, results: Any) -> None:
         """Write the rest and replace the old checkpoint: on one rank, after the others have written."""
-        stream = io.BytesIO()
-        torch.save(self.training, stream)
-        write(self.new / "training.pt", stream.getvalue())
-        super().finish(metadata, results)
+        write(self.new / TRAINING, json.dumps(self.training).encode())
+        sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(self.new.iterdir())]
+        write(self.new / SUMS, "".join(sums).encode())
         synchronize(self.new)
         if self.folder.exists():
             self.folder.rename(self.old)
@@ -97,7 +105,7 @@ def load(folder: Path, configuration: Configuration, state: dict[str, Any]) -> d
     Args:
         folder: the checkpoint.
         configuration: of this run, compared with `training["configuration"]`.
-        state: of model and optimizer; every rank gets its part of a DTensor.
+        state: as given to `save`; every rank gets its part of a DTensor.
 
     Returns:
         The rest, as given to `save`.
@@ -108,33 +116,128 @@ def load(folder: Path, configuration: Configuration, state: dict[str, Any]) -> d
     with agreed():
         if is_first():
             recover(folder)
-    with agreed():
-        training = load_training(folder, configuration)
+            if not folder.exists():
+                raise InputError(f"nothing to resume: there is no checkpoint {folder}")
+            with named(folder):
+                verify(folder, size_of(state) + LARGEST_TEXT)
+    with agreed(), named(folder):
+        training = read_training(folder / TRAINING)
+        reader = Reader(folder)
+    compare(folder, training["configuration"], configuration)
     try:
         with one_process_will_do():
-            dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
+            dcp.load(state, storage_reader=reader, planner=StrictLoadPlanner())
     except dcp.CheckpointException as failure:
-        error = cause(failure)
-        raise InputError(f"cannot read the checkpoint {folder}: {in_words(error)}") from error
+        with named(folder):
+            raise cause(failure)  # noqa: B904
     return training
 
 
-def load_training(folder: Path, configuration: Configuration) -> dict[str, Any]:
-    """Read what is not in the state of model and optimizer, and compare the configurations."""
-    if not folder.exists():
-        raise InputError(f"nothing to resume: there is no checkpoint {folder}")
-    try:
-        training: dict[str, Any] = torch.load(folder / "training.pt", weights_only=True)
-    except Exception as error:  # truncated and foreign files fail in many ways
-        raise InputError(f"cannot read the checkpoint {folder}: {in_words(error)}") from error
-    saved = training["configuration"]
+class Reader(dcp.HuggingFaceStorageReader):
+    """Reads all headers at once: those that fail within `dcp.load` are printed with a traceback."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self.metadata = super().read_metadata()
+
+    def read_metadata(self) -> dcp.Metadata:
+        """Return what was read."""
+        return self.metadata
+
+
+class StrictLoadPlanner(dcp.DefaultLoadPlanner):
+    """Reads what was saved, whole: without conversions, and without elements that no file has."""
+
+    def create_local_plan(self) -> dcp.LoadPlan:
+        """Compare what is there with what is wanted: torch does it for names and shapes."""
+        plan = super().create_local_plan()
+        for name, wanted in self.state_dict.items():
+            there = self.metadata.state_dict_metadata[name]
+            if there.properties.dtype != wanted.dtype:
+                raise ValueError(f"{name} is {there.properties.dtype} there and {wanted.dtype} here")
+            if sum(math.prod(chunk.sizes) for chunk in there.chunks) != wanted.numel():
+                raise ValueError(f"{name} is not whole")
+        return plan
+
+
+def verify(folder: Path, at_most: int) -> None:
+    """Raise a `ValueError` unless the folder has exactly the files of SHA256SUMS, all as they were written."""
+    paths = sorted(folder.iterdir())
+    if not os.path.lexists(folder / SUMS):
+        raise ValueError(f"it has no {SUMS}")
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"{path.name} is not a file")
+    size = sum(path.stat().st_size for path in paths)
+    if size > at_most:
+        raise ValueError(f"{size:,} bytes, for this model there are at most {at_most:,}")
+    lines = (folder / SUMS).read_text().splitlines()
+    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    names = {path.name for path in paths} - {SUMS}
+    for name in sorted(names ^ sums.keys()):
+        raise ValueError(f"{name} is {'not in' if name in names else 'missing, but in'} {SUMS}")
+    for name in sorted(names):
+        if sha256(folder / name) != sums[name]:
+            raise ValueError(f"{name} was changed: it does not have the hash of {SUMS}")
+
+
+def read_training(path: Path) -> dict[str, Any]:
+    """Read what is not a tensor; raise a `ValueError` where it is something else."""
+
+    def number(value: object) -> bool:
+        return type(value) in (int, float) and -1e9 < value < 1e9
+
+    def evaluation(value: object) -> bool:
+        return isinstance(value, list) and len(value) == 2 and type(value[0]) is int and number(value[1])
+
+    training = json.loads(path.read_text())
+    wanted = {
+        "configuration": lambda value: isinstance(value, dict),
+        "steps": lambda value: type(value) is int and value > 0,
+        "training": lambda value: isinstance(value, list) and value and all(map(number, value)),
+        "held_out": lambda value: isinstance(value, list) and all(map(evaluation, value)),
+    }
+    if not isinstance(training, dict) or training.keys() != wanted.keys():
+        raise ValueError(f"{path.name} does not have exactly {', '.join(wanted)}")
+    for name, is_right in wanted.items():
+        if not is_right(training[name]):
+            raise ValueError(f"{path.name} has no proper {name}")
+    return training
+
+
+def compare(folder: Path, saved: Configuration, configuration: Configuration) -> None:
+    """Raise an `InputError` that names the first difference."""
     for name, value in configuration.items():
         if saved.get(name) != value:
             raise InputError(
                 f"the checkpoint {folder} is of another configuration: "
-                f"{name} is {saved.get(name)} there and {value} here"
+                f"{name} is {str(saved.get(name))[:100]} there and {value} here"
             )
-    return training
+
+
+def size_of(state: dict[str, Any]) -> int:
+    """Add the bytes of all tensors, DTensors whole."""
+    return sum(
+        size_of(value) if isinstance(value, dict) else value.numel() * value.itemsize for value in state.values()
+    )
+
+
+def sha256(path: Path) -> str:
+    """Hash a file."""
+    result = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            result.update(block)
+    return result.hexdigest()
+
+
+@contextmanager
+def named(folder: Path) -> Iterator[None]:
+    """Around reading a checkpoint: what goes wrong is an `InputError`, as damaged files fail in many ways."""
+    try:
+        yield
+    except Exception as error:
+        raise InputError(f"cannot read the checkpoint {folder}: {in_words(error)}") from error
 
 
 @contextmanager
@@ -154,8 +257,8 @@ def cause(failure: dcp.CheckpointException) -> Exception:
 
 
 def in_words(error: Exception) -> str:
-    """Say it in one line."""
-    return getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
+    """Say it in one line, which may be from a damaged file."""
+    return (getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0])[:500]
 
 
 def recover(folder: Path) -> None:

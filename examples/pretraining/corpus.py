@@ -21,6 +21,7 @@ HELD_OUT_FRACTION = 0.1
 # The evaluation reads this many pieces, spread evenly over the held-out text: 128 KiB together.
 EVALUATION_PIECES = 16
 EVALUATION_PIECE_BYTES = 8192
+LARGEST_TEXT = 4 * 2**30
 # Other people's packages, tests, and tables that nobody wrote by hand.
 STANDARD_LIBRARY_WITHOUT = {
     "site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data",
@@ -51,7 +52,10 @@ def load_corpus(data: list[str], sequence_length: int) -> Corpus:
         InputError: if a file cannot be read, nothing matches or the text is too short.
     """
     source = " ".join(data) or "the Python standard library (without tests, packages and tables)"
-    texts = read_texts(named_files(data) if data else standard_library_files())
+    try:
+        texts = read_texts(named_files(data) if data else standard_library_files())
+    except OSError as error:
+        raise InputError(f"cannot read {error.filename}: {error.strerror}") from error
     if not texts:
         raise InputError(f"no text in {source}: no file that is neither empty nor binary")
     training, held_out = split_by_file(texts)
@@ -80,6 +84,8 @@ def standard_library_files() -> Iterator[tuple[str, Path]]:
 def named_files(data: list[str]) -> Iterator[tuple[str, Path]]:
     """Yield name and path of each file, of the files below each folder, and of what each glob matches."""
     for argument in data:
+        if not argument:
+            raise InputError("--data '': an empty name; a dot is the current folder")
         path = Path(argument)
         matches = [path] if path.exists() else [Path(match) for match in glob.glob(argument, recursive=True)]
         if not matches:
@@ -99,10 +105,15 @@ def hidden(name: Path) -> bool:
 
 def read_texts(files: Iterable[tuple[str, Path]]) -> list[tuple[str, bytes]]:
     """Read every file once; empty files and binary ones (with a zero byte) hold no text and are left out."""
-    texts = []
-    for name, path in {path.resolve(): (name, path) for name, path in files}.values():
+    texts, size = [], 0
+    for name, path in {os.path.realpath(path): (name, path) for name, path in files}.values():
+        if not path.is_file():  # reading a pipe waits, and some devices have no end
+            raise InputError(f"cannot read {path}: neither a file nor a folder")
         try:
-            text = path.read_bytes()
+            size += path.stat().st_size
+            if size > LARGEST_TEXT:
+                raise InputError(f"too much text: {size:,} bytes up to {path}, at most {LARGEST_TEXT:,} are read")
+            text = path.read_bytes() if path.stat().st_size else b""  # some files of /proc wait when they are read
         except OSError as error:
             raise InputError(f"cannot read {path}: {error.strerror}") from error
         if text and SEPARATOR not in text:

@@ -3,11 +3,14 @@
 import io
 from pathlib import Path
 
+import matplotlib
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
 TRAINING, HELD_OUT, BASELINE = "#9aa5b1", "#1b6ca8", "#b5541c"
+NO_TOKEN = "black"
+LEAST = 1e-9  # of a load above zero, which is a number of tokens by their mean
 
 
 def loss_curves(
@@ -39,39 +42,47 @@ def loss_curves(
     save(figure, path)
 
 
-def expert_load(path: Path, tokens_per_expert: Tensor, steps: int) -> None:
-    """Draw the share of every expert over time, one panel per layer; 1 is perfect balance, 0 a dead expert.
+def expert_load(path: Path, tokens_per_expert: Tensor, window: int, steps: int) -> None:
+    """Draw the share of every expert over time, one panel per layer; 1 is perfect balance.
+
+    An expert without a token in a window is drawn in a color of its own.
 
     Args:
         path: of the PNG.
         tokens_per_expert: ``(W, M, E)`` int64, counts in W windows of equally many steps.
-        steps: that the windows cover.
+        window: steps in each of them; the last one may have fewer.
+        steps: done.
     """
     counts = tokens_per_expert.double()
     load = (counts / counts.mean(-1, keepdim=True)).permute(1, 2, 0)  # [M, E, W]
-    num_layers, num_experts, _ = load.shape
+    num_layers, num_experts, num_windows = load.shape
     columns = min(num_layers, 2)
     rows = -(-num_layers // columns)
     figure = Figure(figsize=(5 * columns, 0.9 + 2.4 * rows), layout="constrained")
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
-    norm = TwoSlopeNorm(vmin=0, vcenter=1, vmax=3)
+    norm = TwoSlopeNorm(vmin=LEAST, vcenter=1, vmax=3)
+    colors = matplotlib.colormaps["RdBu_r"].with_extremes(under=NO_TOKEN)
     for layer, axes in enumerate(panels[:num_layers]):
-        extent = (0, steps, num_experts - 0.5, -0.5)
+        extent = (0, num_windows * window, num_experts - 0.5, -0.5)
         image = axes.imshow(
             load[layer].numpy(),
             aspect="auto",
             interpolation="nearest",
-            cmap="RdBu_r",
+            cmap=colors,
             norm=norm,
             extent=extent,
         )
         axes.set_title(f"MoE layer {layer}", fontsize=10)
+        axes.set_xlim(0, steps)
     for axes in panels[num_layers:]:
         axes.remove()
+    for axes in panels[max(0, num_layers - columns) : num_layers]:  # with no panel below
+        axes.tick_params(labelbottom=True)
     figure.supxlabel("step")
     figure.supylabel("expert")
-    label = "tokens of the expert /\nmean over experts (0: dead)"
-    figure.colorbar(image, ax=panels[:num_layers].tolist(), extend="max", ticks=[0, 0.5, 1, 2, 3], label=label)
+    label = "tokens of the expert /\nmean over experts (black: none)"
+    bar = figure.colorbar(image, ax=panels[:num_layers].tolist(), extend="both", label=label)
+    bar.set_ticks([LEAST, 0.5, 1, 2, 3], labels=["0", "0.5", "1", "2", "3"])
     save(figure, path)
 
 

@@ -5,17 +5,20 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from maxmoe.models import Decoder
+from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.parallel import parallelize, token_sharding
+from maxmoe.planning import estimate
 from maxmoe.sharding import LogicalRules, Mesh, check_used, parse_mesh
 from pretraining import InputError
 
+GIB = 2**30
 PATIENCE = timedelta(seconds=5)  # with ranks that do not come to the end
 
 
@@ -94,6 +97,7 @@ class Split:
             sizes, self.rules = parse_mesh(mesh), LogicalRules.load(rules)
             self.mesh = Mesh(sizes) if dist.is_initialized() else Mesh.planned(sizes, world_size=1)
             check_used(self.mesh, self.rules)
+            self.batch_shape = batch_shape
             self.batch = token_sharding(self.mesh, self.rules)
             for option, size, axes in zip(("batch-size", "sequence-length"), batch_shape, self.batch.spec, strict=True):
                 if size % self.mesh.size(*axes):
@@ -101,6 +105,27 @@ class Split:
                     raise ValueError(f"--{option} {size} is not divisible by {product}")
         except (OSError, ValueError) as error:
             raise InputError(f"--mesh {mesh} --rules {rules}: {error}") from error
+
+    def check_memory(self, config: DecoderConfig) -> None:
+        """Raise an `InputError` if training such a model would take more memory than the machine has."""
+        batch = dict(zip(("batch_size", "sequence_length"), self.batch_shape, strict=True))
+
+        def needed(num_layers: int) -> int:
+            with torch.device("meta"):
+                model = Decoder(replace(config, num_layers=num_layers))
+            return sum(estimate(model, self.mesh, self.rules, **batch).memory.values())
+
+        try:
+            first, second = needed(1), needed(2)  # every further one needs as much more as the second
+        except RuntimeError as error:  # torch counts bytes with 64 bits
+            raise InputError(f"the model is too large: {error}") from error
+        needed_here = (first + (config.num_layers - 1) * (second - first)) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if needed_here > memory:
+            raise InputError(
+                f"the run would need about {needed_here / GIB:,.1f} GiB of memory, the machine has "
+                f"{memory / GIB:,.1f}: try a smaller model or --batch-size"
+            )
 
     def parallelize(self, model: Decoder) -> None:
         """Leave this rank's part of the parameters, and let the model run on this rank's part of a batch."""

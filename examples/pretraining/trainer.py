@@ -1,8 +1,12 @@
 """The model, its optimizer and what was measured, which move together from step to step."""
 
 import math
+import os
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +21,12 @@ from pretraining import InputError, checkpoint
 from pretraining.corpus import Corpus, TrainingSequences
 from pretraining.ranks import Split
 
-LOAD_WINDOWS = 100  # columns of the picture of the expert load
+DEFAULT_STEPS = 1600
+LOAD_WINDOWS = 100  # columns of the picture of the expert load, at most
 
 
-def build_model(options: Namespace) -> Decoder:
-    """Make the model that the options describe, with freshly drawn parameters.
+def decoder_config(options: Namespace) -> DecoderConfig:
+    """Make the configuration that the options describe.
 
     Raises:
         InputError: if its sizes contradict each other.
@@ -37,7 +42,7 @@ def build_model(options: Namespace) -> Decoder:
             correction_bias_update_rate=1e-3,
             load_balance_loss_weight=1e-3,
         )
-        config = DecoderConfig(
+        return DecoderConfig(
             vocab_size=256,
             hidden_size=options.hidden_size,
             num_layers=options.num_layers,
@@ -47,6 +52,11 @@ def build_model(options: Namespace) -> Decoder:
         )
     except ValueError as error:
         raise InputError(str(error)) from error
+
+
+def build_model(options: Namespace) -> Decoder:
+    """Make the model that the options describe, with freshly drawn parameters."""
+    config = decoder_config(options)
     torch.manual_seed(options.seed)
     return Decoder(config)
 
@@ -72,8 +82,11 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 class History:
     """What the run has measured so far; part of the checkpoint.
 
+    The expert load is summed over windows of equally many steps. When there are too many, pairs of neighbours become
+    one: they depend on the steps done, not on those to come, which may become more.
+
     Args:
-        tokens_per_expert: ``(W, M, E)`` int64, summed over W windows of equally many steps.
+        tokens_per_expert: ``(LOAD_WINDOWS, M, E)`` int64; the windows to come are zero.
         training: bits per byte of every step's batch.
         held_out: pairs of step and bits per byte on the held-out text.
     """
@@ -81,6 +94,24 @@ class History:
     tokens_per_expert: Tensor
     training: list[float] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
+
+    @property
+    def window(self) -> int:
+        """Steps of a window: the power of two with which they suffice."""
+        return 1 << (max(0, len(self.training) - 1) // LOAD_WINDOWS).bit_length()
+
+    def record(self, bits_per_byte: float, tokens_per_expert: Tensor) -> None:
+        """Add a step."""
+        before = self.window
+        self.training.append(bits_per_byte)
+        if self.window > before:
+            pairs = self.tokens_per_expert.unflatten(0, (-1, 2)).sum(1)
+            self.tokens_per_expert = torch.cat([pairs, torch.zeros_like(pairs)])
+        self.tokens_per_expert[(len(self.training) - 1) // self.window] += tokens_per_expert
+
+    def windows(self) -> Tensor:
+        """Return those that have begun: ``(W, M, E)``."""
+        return self.tokens_per_expert[: -(-len(self.training) // self.window)]
 
 
 class Trainer:
@@ -95,6 +126,7 @@ class Trainer:
         self.options = options
         self.corpus = corpus
         self.split = Split(options.mesh, options.rules, (options.batch_size, options.sequence_length))
+        self.split.check_memory(decoder_config(options))
         self.model = build_model(options)
         self.split.parallelize(self.model)
         self.optimizer = build_optimizer(self.model, options.learning_rate)
@@ -104,8 +136,9 @@ class Trainer:
             batch_size=options.batch_size,
             seed=options.seed,
         )
-        windows = min(LOAD_WINDOWS, options.steps)
-        shape = (windows, options.num_layers, options.num_experts)
+        self.steps = options.steps or DEFAULT_STEPS
+        self.checkpoint = Path(os.path.realpath(options.out / "checkpoint"))  # a link stays one
+        shape = (LOAD_WINDOWS, options.num_layers, options.num_experts)
         self.history = History(torch.zeros(shape, dtype=torch.int64))
 
     @property
@@ -123,7 +156,7 @@ class Trainer:
         Returns:
             The sum of the cross entropies in nats, and the model's output.
         """
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.options.dtype == "bfloat16"):
+        with self.diverging(), torch.autocast("cpu", torch.bfloat16, enabled=self.options.dtype == "bfloat16"):
             output = self.model(self.split.part(tokens))
         expected = self.split.part(targets).flatten()
         return F.cross_entropy(output.logits.float().flatten(0, 1), expected, reduction="sum"), output
@@ -131,7 +164,7 @@ class Trainer:
     def train_step(self) -> DecoderOutput:
         """Take one optimizer step and record it."""
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.step, self.options.steps, self.options.learning_rate)
+            group["lr"] = learning_rate(self.step, self.steps, self.options.learning_rate)
         tokens, targets = self.sequences.batch(self.step)
         token_losses, output = self.loss(tokens, targets)
         loss = token_losses / targets.numel()
@@ -139,12 +172,10 @@ class Trainer:
         (loss + output.aux_loss).backward()
         norm = clip_grad_norm_(self.model.parameters(), 1.0)
         if not norm.isfinite():
-            raise InputError(f"step {self.step}: the gradient is {norm:.0f}, try a smaller --learning-rate")
+            raise self.diverged(f"the gradient is {norm:.0f}")
         self.optimizer.step()
         self.model.update_correction_bias(output.tokens_per_expert)
-        window = self.step * len(self.history.tokens_per_expert) // self.options.steps
-        self.history.tokens_per_expert[window] += output.tokens_per_expert
-        self.history.training.append(self.split.total(loss).item() / math.log(2))
+        self.history.record(self.split.total(loss).item() / math.log(2), output.tokens_per_expert)
         return output
 
     @torch.no_grad()
@@ -157,6 +188,8 @@ class Trainer:
         batches = zip(*(part.split(self.options.batch_size) for part in (tokens, targets)), strict=True)
         token_losses = torch.stack([self.loss(*batch)[0] for batch in batches]).sum()
         bits_per_byte = self.split.total(token_losses).item() / pieces[:, 1:].numel() / math.log(2)
+        if not math.isfinite(bits_per_byte):
+            raise self.diverged(f"{bits_per_byte} bits per byte on held-out text")
         self.history.held_out.append((self.step, bits_per_byte))
         return bits_per_byte
 
@@ -164,33 +197,62 @@ class Trainer:
         """Continue the beginning of the held-out text; every rank computes the same."""
         torch.manual_seed(self.options.seed)
         prompt = self.corpus.held_out[:1, 1 : 1 + prompt_bytes].long()
-        continued = self.model.generate(prompt, sample_bytes, temperature=0.8)
+        with self.diverging():
+            continued = self.model.generate(prompt, sample_bytes, temperature=0.8)
         return bytes(continued[0].tolist()).decode(errors="replace")
+
+    def diverged(self, what: str) -> InputError:
+        """Make the error of a run whose parameters have become too large."""
+        return InputError(f"step {self.step}: {what}, try a smaller --learning-rate")
+
+    @contextmanager
+    def diverging(self) -> Iterator[None]:
+        """Around a forward, which refuses logits that are not numbers; the first one of a run does not have any."""
+        try:
+            yield
+        except ValueError as error:
+            if not self.step:
+                raise
+            raise self.diverged(str(error)) from error
 
     def configuration(self) -> dict[str, Any]:
         """What must not change between a run and its continuation."""
-        free = ("data", "out", "resume", "eval_every", "save_every", "mesh", "rules")
+        free = ("data", "out", "resume", "steps", "eval_every", "save_every", "mesh", "rules")
         chosen = {name: value for name, value in vars(self.options).items() if name not in free}
         return {**chosen, "data": self.corpus.fingerprint}
 
     def state(self) -> dict[str, Any]:
-        """Parameters and optimizer, each parameter under its name and, on several ranks, a DTensor."""
+        """Parameters and optimizer, each parameter under its name and, on several ranks, a DTensor; load; randomness.
+
+        The hyperparameters of the optimizer are not among them: they are those of `build_optimizer`.
+        """
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
+        load = self.history.tokens_per_expert
+        return {"model": model, "optimizer": optimizer["state"], "load": load, "random_state": torch.get_rng_state()}
 
     def save(self) -> None:
         """Write the checkpoint."""
         training = {
             "configuration": self.configuration(),
-            "random_state": torch.get_rng_state(),
-            **vars(self.history),
+            "steps": self.steps,
+            "training": self.history.training,
+            "held_out": self.history.held_out,
         }
-        checkpoint.save(self.options.out / "checkpoint", self.state(), training)
+        checkpoint.save(self.checkpoint, self.state(), training)
 
     def resume(self) -> None:
-        """Go on from the checkpoint, whatever mesh it was written on."""
+        """Go on from the checkpoint, whatever mesh it was written on, to as many steps as the options or it say."""
         state = self.state()
-        training = checkpoint.load(self.options.out / "checkpoint", self.configuration(), state)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        torch.set_rng_state(training["random_state"])
-        self.history = History(**{name: training[name] for name in vars(self.history)})
+        training = checkpoint.load(self.checkpoint, self.configuration(), state)
+        _, optimizer = get_state_dict(self.model, self.optimizer)
+        optimizer["state"] = state["optimizer"]
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=optimizer)
+        try:
+            torch.set_rng_state(state["random_state"])
+        except RuntimeError as error:
+            raise InputError(f"cannot read the checkpoint {self.checkpoint}: its random_state is none") from error
+        held_out = [(step, bits) for step, bits in training["held_out"]]
+        self.history = History(state["load"], training["training"], held_out)
+        self.steps = self.options.steps or training["steps"]
+        if self.steps < self.step:
+            raise InputError(f"--steps {self.steps}: the run in {self.options.out} has done {self.step} already")

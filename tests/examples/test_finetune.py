@@ -1,6 +1,5 @@
 """`examples/finetune_transformers.py`: whole runs, equal losses, and one line for what a user can do wrong."""
 
-import sys
 from argparse import Namespace
 from pathlib import Path
 from unittest.mock import patch
@@ -13,8 +12,9 @@ from support.pretrain_run import InputError, words
 pytest.importorskip("transformers")
 
 import finetune_transformers
-from finetuning import figures, models
-from finetuning.training import Run, train
+from finetuning import figures, models, turns
+from finetuning.training import Run, Training
+from pretraining.command import exit_status
 
 TINY = [
     *("--hidden-size", "16", "--intermediate-size", "8", "--num-layers", "2", "--num-experts", "4"),
@@ -28,6 +28,14 @@ def options(*arguments: str) -> Namespace:
 
 def text() -> torch.Tensor:
     return torch.tensor([*(b"one two three " * 20)], dtype=torch.uint8)
+
+
+def train(options: Namespace, text: torch.Tensor, implementation: str) -> Run:
+    """Take all steps, in this process."""
+    training = Training(options, text, implementation)
+    for _ in range(options.steps):
+        training.step()
+    return training.run()
 
 
 def test_a_run_prints_a_table_and_leaves_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +98,7 @@ def test_the_sizes_are_those_of_the_options() -> None:
         (["--family", "gemma4_text"], "cannot make a small model of the family gemma4_text: .*head_dim"),
         (["--family", "deepseek_v3", "--num-layers", "1"], "the first 1 layers of the family deepseek_v3 have no"),
         (["--top-k", "5"], "cannot make a small model of the family mixtral: .*k"),
-        (["--learning-rate", "1e30"], r"step \d: the loss is nan, try a smaller --learning-rate"),
+        (["--learning-rate", "1e30"], r"maxmoe, step \d: .*(nan|NaN).*, try a smaller --learning-rate"),
     ],
 )
 def test_what_cannot_be_trained_is_named(arguments: list[str], message: str) -> None:
@@ -106,28 +114,32 @@ def test_a_large_model_is_refused() -> None:
         models.small_model(options(), "maxmoe")
 
 
-def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_large_batch_is_refused() -> None:
+    message = "--batch-size 100000 with --sequence-length 16 makes 1,600,000 tokens a step, more than 1,048,576"
+    with pytest.raises(InputError, match=message):
+        finetune_transformers.run(options("--batch-size", "100000"))
+
+
+def test_a_picture_that_cannot_be_written_is_named_before_the_work_begins(tmp_path: Path) -> None:
     (tmp_path / "comparison.png").mkdir()
     wanted = options("--data", str(words(tmp_path / "text")), "--out", str(tmp_path))
     with (
-        patch.object(finetune_transformers, "train_apart", lambda *_: Run("maxmoe", [5.0], 1000.0, 2**20)),
-        pytest.raises(InputError, match=r"cannot write .*comparison.png: Is a directory"),
+        patch.object(finetune_transformers, "train_in_turns", lambda *_: pytest.fail("it began")),
+        pytest.raises(InputError, match=r"cannot write .*comparison.png: it is not a file"),
     ):
         finetune_transformers.run(wanted)
 
 
 def test_an_error_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = words(tmp_path / "text")
-    arguments = [*TINY, "--data", str(data), "--out", str(tmp_path / "out"), "--family", "bert"]
-    with patch.object(sys, "argv", ["finetune_transformers.py", *arguments]):
-        assert finetune_transformers.main() == 1
+    wanted = options("--data", str(data), "--out", str(tmp_path / "out"), "--family", "bert")
+    assert exit_status("finetune_transformers", lambda: finetune_transformers.run(wanted)) == 1
     assert capsys.readouterr().err.splitlines()[-1].startswith("finetune_transformers: --family bert: not a language")
 
 
 def test_a_killed_process_is_named() -> None:
-    corpus = Namespace(training=text())
     with pytest.raises(InputError, match="maxmoe: the process was killed"):
-        finetune_transformers.train_apart(Kill(), corpus, "maxmoe")
+        turns.train_in_turns(options(), Kill(), ("maxmoe",))
 
 
 class Kill:
@@ -137,6 +149,27 @@ class Kill:
         import os
 
         return os._exit, (1,)
+
+
+def test_the_implementations_take_turns() -> None:
+    """A step of each, and another one first every time."""
+    taken = []
+
+    class Recorded(turns.Apart):
+        def __init__(self, pool: object, *arguments: object) -> None:
+            self.implementation = arguments[-1]
+
+        def step(self) -> float:
+            taken.append(self.implementation)
+            return 1.0
+
+        def run(self) -> Run:
+            return Run(self.implementation, [1.0], 1.0, 1)
+
+    with patch.object(turns, "Apart", Recorded):
+        runs = turns.train_in_turns(options("--steps", "4"), text(), ("a", "b", "c"))
+    assert "".join(taken) == "abc" + "bca" + "cab" + "abc"
+    assert [run.implementation for run in runs] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("arguments", [["--threads", "0"], ["--sequence-length", "1"], ["--hidden-size", "8"]])
@@ -150,3 +183,16 @@ def test_the_picture_shows_every_run(tmp_path: Path) -> None:
     runs = [Run(name, [5.0, 4.0], 1000.0, 2**20) for name in finetune_transformers.IMPLEMENTATIONS]
     figures.comparison(tmp_path / "comparison.png", "mixtral", runs)
     assert (tmp_path / "comparison.png").stat().st_size > 10_000
+
+
+def test_the_picture_shows_the_difference_of_every_run(tmp_path: Path) -> None:
+    """One that is far off, and one that is equal."""
+    sizes = []
+    for difference in (0.0, 1e-3):
+        runs = [Run("eager", [5.0, 4.0], 1.0, 1), Run("maxmoe", [5.0, 4.0 + difference], 1.0, 1)]
+        with patch.object(figures, "save", lambda figure, path: sizes.append(figure.axes)):
+            figures.comparison(tmp_path / "comparison.png", "mixtral", runs)
+    for axes, difference in zip(sizes, (0.0, 1e-3), strict=True):
+        shown = next(panel for panel in axes if "difference" in panel.get_title())
+        (line,) = shown.lines
+        assert line.get_label() == "maxmoe" and line.get_ydata() == pytest.approx([0, difference], abs=1e-12)

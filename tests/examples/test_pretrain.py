@@ -21,7 +21,7 @@ def test_a_run_leaves_checkpoint_pictures_and_a_report(
     for part in ("12 files of", "Sample, after 64 held-out bytes", "with byte bigram", "dead experts of 8"):
         assert part in printed
     names = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*")}
-    checkpoint = {f"checkpoint/{name}" for name in (".metadata", "__0_0.distcp", "training.pt")}
+    checkpoint = {"checkpoint/shard-00001-model-00001-of-00001.safetensors", "checkpoint/training.json"}
     assert names == checkpoint | {"loss.png", "expert_load.png"}
     for picture in (tmp_path / "out").glob("*.png"):
         assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
@@ -29,8 +29,8 @@ def test_a_run_leaves_checkpoint_pictures_and_a_report(
     assert len(state["training"]) == 8
     assert [step for step, _ in state["held_out"]] == [4, 8]
     # Every step routes each of its 2 * 16 tokens to 2 experts, in each of the 2 layers.
-    assert state["tokens_per_expert"].shape == (8, 2, 4)
-    assert (state["tokens_per_expert"].sum(-1) == 2 * 16 * 2).all()
+    assert state["load"].shape == (100, 2, 4)
+    assert (state["load"][:8].sum(-1) == 2 * 16 * 2).all() and not state["load"][8:].any()
 
 
 def test_it_learns(text: Path, tmp_path: Path) -> None:

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from pretraining import checkpoint
-from support.pretrain_run import EXAMPLES, InputError, after_step, assert_same, pretrain, run, saved
+from pretraining import checkpoint, corpus
+from pretraining.command import exit_status
+from support.pretrain_run import EXAMPLES, TINY, InputError, after_step, assert_same, pretrain, run, saved, words
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--hidden-size", "32"], "hidden_size is 16 there and 32 here"),
-        (["--steps", "9"], "steps is 8 there and 9 here"),
         (["--seed", "5"], "seed is 0 there and 5 here"),
         (["--dtype", "bfloat16"], "dtype is float32 there and bfloat16 here"),
     ],
@@ -39,7 +39,7 @@ def test_a_checkpoint_of_another_text_is_refused(text: Path, tmp_path: Path) -> 
         run(text, tmp_path / "out", "--resume")
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "training.pt"])
+@pytest.mark.parametrize("name", ["shard-00001-model-00001-of-00001.safetensors", "training.json", "SHA256SUMS"])
 def test_a_damaged_checkpoint_is_named(text: Path, tmp_path: Path, name: str) -> None:
     run(text, tmp_path / "out")
     path = tmp_path / "out/checkpoint" / name
@@ -91,6 +91,54 @@ def test_an_unreadable_file_is_named(text: Path, tmp_path: Path, monkeypatch: py
     assert not (tmp_path / "out").exists()
 
 
+def test_data_that_has_no_end_or_no_name_is_named(tmp_path: Path) -> None:
+    """Nothing is opened: reading a pipe would wait for a writer."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", 2**42)
+    expected = {
+        "": "--data '': an empty name",
+        str(tmp_path / "pipe"): "cannot read .*pipe: neither a file nor a folder",
+        "/dev/zero": "cannot read /dev/zero: neither a file nor a folder",
+        str(tmp_path / "loop"): "cannot read .*loop: neither a file nor a folder",
+        "x" * 5000: "cannot read x+: File name too long",
+        str(tmp_path / "large"): "too much text: 4,398,046,511,104 bytes up to .*large, at most 4,294,967,296 are read",
+    }
+    for data, message in expected.items():
+        with pytest.raises(InputError, match=message):
+            corpus.load_corpus([data], 16)
+
+
+def test_files_of_the_system_that_say_they_are_empty_are_not_read() -> None:
+    """Reading this one waits for the next message of the kernel."""
+    assert corpus.read_texts([("kmsg", Path("/proc/kmsg"))]) == []
+
+
+def test_names_that_are_no_text_are_printed(tmp_path: Path) -> None:
+    folder = words(Path(os.fsdecode(os.fsencode(tmp_path) + b"/na\xffme")))
+    command = [sys.executable, str(EXAMPLES / "pretrain.py"), *TINY, "--top-k", "5", "--data", str(folder)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1 and "na\\udcffme" in result.stdout
+    assert result.stderr == "pretrain: top_k (5) must not exceed num_experts (4)\n"
+
+
+@pytest.mark.parametrize("name", ["loss.png", "expert_load.png", "checkpoint"])
+def test_a_pipe_in_the_place_of_a_result_is_named_before_the_work_begins(text: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "out").mkdir()
+    os.mkfifo(tmp_path / "out" / name)
+    with pytest.raises(InputError, match=rf"cannot write .*{name}: .*is not a"):
+        run(text, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
+
+
+def test_an_output_that_is_a_loop_or_too_long_is_named(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for out, message in (("loop/out", "Too many levels of symbolic links"), ("x" * 5000, "File name too long")):
+        with pytest.raises(InputError, match=f"cannot write to --out .*: {message}"):
+            run(text, tmp_path / out)
+
+
 def test_an_unwritable_output_is_named(text: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"cannot write to --out .*file/out: Not a directory"):
@@ -100,6 +148,37 @@ def test_an_unwritable_output_is_named(text: Path, tmp_path: Path) -> None:
 def test_an_exploding_run_stops_before_the_step(text: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"step \d: the gradient is (inf|nan), try a smaller --learning-rate"):
         run(text, tmp_path / "out", "--learning-rate", "1e30")
+
+
+@pytest.mark.parametrize("steps", ["1", "8"])
+def test_parameters_of_any_size_end_in_one_line(text: Path, tmp_path: Path, steps: str) -> None:
+    """The router refuses their logits, in the next step or in the evaluation; nothing is saved."""
+    with pytest.raises(InputError, match=r"step 1: .*got NaN.*, try a smaller --learning-rate"):
+        run(text, tmp_path / "out", "--learning-rate", "1e10", "--steps", steps)
+    assert not any((tmp_path / "out").iterdir())
+
+
+def test_the_largest_seed_is_one(text: Path, tmp_path: Path) -> None:
+    assert run(text, tmp_path / "out", "--seed", str(2**64 - 1), "--steps", "1") == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--num-experts", "1000000000"],
+        ["--batch-size", "2000000000"],
+        ["--num-layers", "200", "--hidden-size", "20000"],
+    ],
+)
+def test_a_run_that_the_machine_cannot_hold_is_named(text: Path, tmp_path: Path, arguments: list[str]) -> None:
+    message = r"the run would need about [\d,.]+ GiB of memory, the machine has [\d,.]+: try a smaller model"
+    with pytest.raises(InputError, match=message):
+        run(text, tmp_path / "out", *arguments)
+
+
+def test_sizes_that_torch_cannot_count_are_named(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="the model is too large: Storage size calculation overflowed"):
+        run(text, tmp_path / "out", "--hidden-size", "2147483644")
 
 
 def test_sizes_that_contradict_each_other_are_named(text: Path, tmp_path: Path) -> None:
@@ -114,6 +193,11 @@ def test_sizes_that_contradict_each_other_are_named(text: Path, tmp_path: Path) 
         (["--seed", "-1"], "argument --seed: must be at least 0, got -1"),
         (["--batch-size", "many"], "argument --batch-size: invalid int value: 'many'"),
         (["--learning-rate", "nan"], "argument --learning-rate: must be at least 0, got nan"),
+        (["--learning-rate", "inf"], "argument --learning-rate: must be at most 1.7976931348623157e+308, got inf"),
+        (["--seed", str(2**64)], "argument --seed: must be at most 18446744073709551615, got 18446744073709551616"),
+        (["--num-experts", str(2**31)], "argument --num-experts: must be at most 2147483647, got 2147483648"),
+        (["--num-layers", "201"], "argument --num-layers: must be at most 200, got 201"),
+        (["--steps", "9" * 5000], "argument --steps: invalid int value"),
     ],
 )
 def test_options_that_are_no_numbers_are_named(
@@ -122,6 +206,56 @@ def test_options_that_are_no_numbers_are_named(
     with pytest.raises(SystemExit):
         pretrain.parse_options(arguments)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (MemoryError(), "not enough memory"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+            "not enough memory",
+        ),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), "[Errno 32] Broken pipe"),
+        (InputError("a\x1b[2J name\n"), "a\\x1b[2J name\\n"),
+    ],
+)
+def test_what_ends_a_command_is_one_line(capfd: pytest.CaptureFixture[str], error: Exception, message: str) -> None:
+    def failing() -> int:
+        raise error
+
+    assert exit_status("pretrain", failing) == 1
+    assert capfd.readouterr().err == f"pretrain: {message}\n"
+
+
+def test_other_errors_keep_their_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        exit_status("pretrain", lambda: 1 // 0)
+    with pytest.raises(RuntimeError, match="of a bug"):
+        exit_status("pretrain", bug)
+
+
+def bug() -> int:
+    raise RuntimeError("of a bug")
+
+
+@pytest.mark.parametrize("stdout", ["/dev/full", "pipe"])
+def test_an_output_that_nobody_reads_ends_in_one_line(stdout: str) -> None:
+    code = (
+        "import sys; from pretraining.command import exit_status; sys.exit(exit_status('x', lambda: print('y') or 0))"
+    )
+    if stdout == "pipe":
+        read, write = os.pipe()
+        os.close(read)
+    else:
+        write = os.open(stdout, os.O_WRONLY)
+    command, buffered = [sys.executable, "-c", code], {**os.environ, "PYTHONUNBUFFERED": ""}
+    result = subprocess.run(
+        command, cwd=EXAMPLES, env=buffered, stdout=write, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(write)
+    assert result.returncode == 1
+    assert result.stderr in ("x: [Errno 32] Broken pipe\n", "x: [Errno 28] No space left on device\n")
 
 
 def test_the_command_prints_one_line_and_fails(tmp_path: Path) -> None:

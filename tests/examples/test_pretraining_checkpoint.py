@@ -18,16 +18,20 @@ def state_of(value: float) -> dict[str, Any]:
     return {"weight": torch.full((4096,), value)}
 
 
+def training_of(*losses: float) -> dict[str, Any]:
+    return {"configuration": {}, "steps": 1, "training": list(losses), "held_out": []}
+
+
 def loaded(folder: Path) -> float:
     """The value in a checkpoint, which must be whole."""
     state = state_of(0.0)
-    assert checkpoint.load(folder, {}, state)["value"] == float(state["weight"][0])
+    assert checkpoint.load(folder, {}, state) == training_of(float(state["weight"][0]))
     assert len(state["weight"].unique()) == 1
     return float(state["weight"][0])
 
 
 def save(folder: Path, value: float) -> None:
-    checkpoint.save(folder, state_of(value), {"configuration": {}, "value": value})
+    checkpoint.save(folder, state_of(value), training_of(value))
 
 
 def save_and_die(folder: Path, value: float, moment: int) -> int:
@@ -98,7 +102,7 @@ def test_a_failing_write_leaves_the_old_checkpoint(tmp_path: Path, size: int) ->
         largest_file(size),
         pytest.raises(InputError, match=r"cannot write the checkpoint .*: File too large; the old one is intact"),
     ):
-        checkpoint.save(folder, large, {"configuration": {}, **large, "more": torch.zeros(10_000)})
+        checkpoint.save(folder, large, training_of(*[1.5] * 100_000))
     assert loaded(folder) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
@@ -112,3 +116,30 @@ def test_a_second_interrupt_ends_a_save(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path / "checkpoint", 2.0)
     assert loaded(tmp_path / "checkpoint") == 1
+
+
+def test_a_checkpoint_may_be_a_link_to_a_folder_elsewhere(tmp_path: Path) -> None:
+    """It is replaced where it lies."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/checkpoint").symlink_to(tmp_path / "disk/checkpoint")
+    for value in (1.0, 2.0, 3.0):
+        folder = Path(os.path.realpath(tmp_path / "out/checkpoint"))
+        checkpoint.prepare(folder)
+        save(folder, value)
+        assert loaded(folder) == value
+    assert (tmp_path / "out/checkpoint").is_symlink()
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["checkpoint"]
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "checkpoint.new", "checkpoint.old"])
+def test_what_is_in_the_place_of_a_checkpoint_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("not to be lost")
+    with pytest.raises(InputError, match=rf"cannot write the checkpoint .*: {name} is not a folder"):
+        checkpoint.prepare(tmp_path / "checkpoint")
+    assert (tmp_path / name).read_text() == "not to be lost"
+
+
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"there is no folder .*nowhere"):
+        checkpoint.prepare(tmp_path / "nowhere/checkpoint")

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import matplotlib.image
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +13,23 @@ from pretraining import figures
 @pytest.mark.parametrize(("layers", "experts", "windows"), [(1, 3, 1), (3, 8, 20), (4, 16, 100)])
 def test_pictures_of_any_number_of_layers(tmp_path: Path, layers: int, experts: int, windows: int) -> None:
     counts = torch.randint(0, 9, (windows, layers, experts))
-    figures.expert_load(tmp_path / "load.png", counts, 300)
+    figures.expert_load(tmp_path / "load.png", counts, 16, 16 * windows - 5)
     figures.loss_curves(tmp_path / "loss.png", [8.0], [(1, 3.0)], {"byte bigram": 3.5})
     assert (tmp_path / "load.png").stat().st_size > 5000 and (tmp_path / "loss.png").stat().st_size > 5000
+
+
+def black(path: Path) -> float:
+    """Share of the pixels."""
+    pixels: np.ndarray = matplotlib.image.imread(path)[..., :3]
+    return float((pixels.max(-1) < 0.02).mean())
+
+
+def test_an_expert_without_tokens_has_a_color_of_its_own(tmp_path: Path) -> None:
+    """A single token is drawn as the least load, and none at all in black."""
+    counts = torch.full((10, 1, 4), 1000)
+    pictures = {}
+    for tokens in (1, 0):
+        counts[:, 0, 2] = tokens
+        figures.expert_load(tmp_path / f"{tokens}.png", counts, 1, 10)
+        pictures[tokens] = black(tmp_path / f"{tokens}.png")
+    assert pictures[1] < 0.03 and pictures[0] > pictures[1] + 0.1

@@ -11,7 +11,7 @@ from support.pretrain_run import OPTIONS
 
 
 def test_a_step_reads_its_batch_and_records_its_load(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = 250  # more than there are windows, so that some share one
+    steps = 250
     run = trainer.Trainer(Namespace(**{**vars(OPTIONS), "steps": steps}), corpus.load_corpus([str(text)], 16))
     batch, read = run.sequences.batch, []
     monkeypatch.setattr(run.sequences, "batch", lambda step: read.append(step) or batch(step))
@@ -26,7 +26,19 @@ def test_a_step_reads_its_batch_and_records_its_load(text: Path, monkeypatch: py
             torch.testing.assert_close(layer.router.score_correction_bias, bias)
     assert read == list(range(6))
     assert torch.equal(run.history.tokens_per_expert.sum(0), total)
-    assert run.history.tokens_per_expert[:3].sum((1, 2)).tolist() == [3 * 192, 2 * 192, 192]
+    assert run.history.windows().sum((1, 2)).tolist() == [192] * 6
+
+
+@pytest.mark.parametrize(("steps", "window"), [(1, 1), (100, 1), (101, 2), (200, 2), (201, 4), (400, 4), (1600, 16)])
+def test_the_load_is_summed_over_windows_that_depend_on_the_steps_done(steps: int, window: int) -> None:
+    history = trainer.History(torch.zeros(100, 1, 2, dtype=torch.int64))
+    counts = torch.randint(0, 9, (steps, 1, 2))
+    for step in range(steps):
+        history.record(float(step), counts[step])
+    assert history.window == window and history.training == [*range(steps)]
+    expected = [part.sum(0) for part in counts.split(window)]
+    assert torch.equal(history.windows(), torch.stack(expected))
+    assert torch.equal(history.tokens_per_expert.sum(0), counts.sum(0))
 
 
 def test_learning_rate_warms_up_and_decays() -> None:
