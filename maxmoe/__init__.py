@@ -1,9 +1,33 @@
 """Mixture-of-Experts training for PyTorch."""
 
+from typing import TYPE_CHECKING, Any
+
 from maxmoe import presets
 from maxmoe._library import build_info
 from maxmoe.config import MoEConfig
-from maxmoe.nn import MoE, MoEOutput, MoEStats, keep_routing
-from maxmoe.parallel import parallelize
+from maxmoe.nn import MoE, MoEOutput, MoEStats, keep_routing, mean_over_tokens, record_routing, replay_routing
 
-__all__ = ["MoE", "MoEConfig", "MoEOutput", "MoEStats", "build_info", "keep_routing", "parallelize", "presets"]
+if TYPE_CHECKING:
+    from maxmoe.parallel import parallelize
+
+__all__ = [
+    "MoE",
+    "MoEConfig",
+    "MoEOutput",
+    "MoEStats",
+    "build_info",
+    "keep_routing",
+    "mean_over_tokens",
+    "parallelize",
+    "presets",
+    "record_routing",
+    "replay_routing",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "parallelize":  # DTensor takes as long to import as the rest of torch
+        from maxmoe.parallel import parallelize
+
+        return parallelize
+    raise AttributeError(f"module 'maxmoe' has no attribute {name!r}")

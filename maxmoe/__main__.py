@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from maxmoe import build_info
+from maxmoe._library import build_info
 from maxmoe.models import Decoder
 from maxmoe.models.published import PUBLISHED
 from maxmoe.planning.estimate import Optimizer, estimate

@@ -8,11 +8,18 @@ import torch
 pytest.register_assert_rewrite("support")
 
 
+@pytest.fixture
+def num_threads() -> int:
+    """One: at most sizes more only wait for each other, on a busy machine most of the time."""
+    return 1
+
+
 @pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
+def fresh_state(num_threads: int) -> Iterator[None]:
     """Seeds, and undoes what a test changes for the whole process."""
     torch.manual_seed(0)
     threads = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
     yield
     torch.set_num_threads(threads)
 

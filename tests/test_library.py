@@ -1,10 +1,11 @@
 """The C++ core: what it says about itself, choosing an instruction set, and the errors of a wrong build."""
 
-import os
+import json
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,49 @@ PACKAGE = Path(maxmoe.__file__).parent
 INFO = maxmoe.build_info()
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+# Importing torch takes seconds: one process does it, and forks for every piece of code that it reads.
+FORKS = """
+import json, os, sys, traceback
+import torch
+
+for line in sys.stdin:
+    code, environment, outputs = json.loads(line)
+    child = os.fork()
+    if child:
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    os.environ.update(environment)
+    for number, path in enumerate(outputs, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    status = 1
+    try:
+        exec(code, {})
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+"""
+
+Python = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Python]:
+    """Runs code in a process that has imported torch and nothing of maxmoe, in an environment."""
+    outputs = [tmp_path_factory.mktemp("python") / name for name in ("stdout", "stderr")]
+    command = [sys.executable, "-c", FORKS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+
+        def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+            print(json.dumps([code, environment, [str(path) for path in outputs]]), file=process.stdin, flush=True)
+            status = int(process.stdout.readline())
+            return subprocess.CompletedProcess(code, status, *(path.read_text() for path in outputs))
+
+        yield run
 
 
 def error_line(done: subprocess.CompletedProcess[str]) -> str:
@@ -43,7 +79,7 @@ def test_build_info() -> None:
 
 
 @pytest.mark.parametrize("isa", INFO["supported_isas"])
-def test_environment_variable_lowers_the_isa(isa: str) -> None:
+def test_environment_variable_lowers_the_isa(python: Python, isa: str) -> None:
     done = python("import maxmoe; print(maxmoe.build_info()['isa'])", MAXMOE_ISA=isa)
     assert done.stdout.strip() == isa, done.stderr
 
@@ -51,7 +87,7 @@ def test_environment_variable_lowers_the_isa(isa: str) -> None:
 @pytest.mark.parametrize(
     "isa", ["sse", *sorted({"baseline", "avx2", "avx512", "avx512bf16"} - set(INFO["supported_isas"]))]
 )
-def test_unsupported_isa_says_what_is_possible(isa: str) -> None:
+def test_unsupported_isa_says_what_is_possible(python: Python, isa: str) -> None:
     message = error_line(python("import maxmoe", MAXMOE_ISA=isa))
     assert message.startswith("ImportError: MAXMOE_ISA must be one of")
     assert f"({', '.join(INFO['supported_isas'])}), got '{isa}'" in message
@@ -63,14 +99,14 @@ def copied_library(folder: Path) -> str:
     return f"import runpy; runpy.run_path({str(folder / '_library.py')!r})"
 
 
-def test_missing_core_says_how_to_build(tmp_path: Path) -> None:
+def test_missing_core_says_how_to_build(python: Python, tmp_path: Path) -> None:
     message = error_line(python(copied_library(tmp_path)))
     assert message.startswith("ImportError: the C++ core of maxmoe is not built")
     assert "pip install --no-build-isolation -e ." in message
 
 
 @pytest.mark.parametrize("built", ["2.9.1+cpu", "2.1.0"])
-def test_wrong_torch_gives_the_command_that_mends_it(tmp_path: Path, built: str) -> None:
+def test_wrong_torch_gives_the_command_that_mends_it(python: Python, tmp_path: Path, built: str) -> None:
     (tmp_path / "_torch_version.txt").write_text(f"{built}\n")
     message = error_line(python(copied_library(tmp_path)))
     assert message.startswith(f"ImportError: maxmoe was built against torch {built}, but torch {torch.__version__}")
@@ -78,7 +114,7 @@ def test_wrong_torch_gives_the_command_that_mends_it(tmp_path: Path, built: str)
     assert f"pip install torch=={built.split('+')[0]})" in message
 
 
-def test_a_patch_release_of_torch_is_no_other_torch(tmp_path: Path) -> None:
+def test_a_patch_release_of_torch_is_no_other_torch(python: Python, tmp_path: Path) -> None:
     major, minor = torch.__version__.split(".")[:2]
     (tmp_path / "_torch_version.txt").write_text(f"{major}.{minor}.99+cu999\n")
     done = python(copied_library(tmp_path))

@@ -12,13 +12,13 @@ const Registration registration([](Session& session) {
     const std::vector<int64_t> index = permutation(shape.num_rows);
     const Table<Accumulator<T>> weights(shape.num_rows, 1);
     const Table<T> out(shape.num_rows, shape.hidden_size);
-    const RaggedGather<T> moving{.x = x.read(),
+    const RaggedGather<T> gather{.x = x.read(),
                                  .index = index.data(),
                                  .weights = weights.data(),
                                  .start = 0,
                                  .end = shape.num_rows,
                                  .out = out.view()};
-    time_move(session, c, x, out, [&] { ragged_gather(moving, session.threads()); });
+    time_read_write(session, c, x, out, [&] { ragged_gather(gather, session.threads()); });
   });
 });
 

@@ -12,13 +12,13 @@ const Registration registration([](Session& session) {
     const std::vector<int64_t> index = permutation(shape.num_rows);
     const Table<Accumulator<T>> weights(shape.num_rows, 1);
     const Table<T> out(shape.num_rows / kTopK, shape.hidden_size);
-    const RaggedGatherReduce<T> moving{.rows = rows.read(),
+    const RaggedGatherReduce<T> reduce{.rows = rows.read(),
                                        .index = index.data(),
                                        .group_size = kTopK,
                                        .weights = weights.data(),
                                        .valid = nullptr,
                                        .out = out.view()};
-    time_move(session, c, rows, out, [&] { ragged_gather_reduce(moving, session.threads()); });
+    time_read_write(session, c, rows, out, [&] { ragged_gather_reduce(reduce, session.threads()); });
   });
 });
 

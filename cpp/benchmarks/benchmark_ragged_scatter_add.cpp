@@ -16,15 +16,15 @@ const Registration registration([](Session& session) {
     std::vector<int64_t> offsets(static_cast<size_t>(num_tokens) + 1);
     std::vector<int64_t> order(index.size());
     const Table<T> out(num_tokens, shape.hidden_size);
-    const RaggedScatterAdd<T> moving{.rows = rows.read(),
-                                     .index = index.data(),
-                                     .index_size = shape.num_rows,
-                                     .group_size = 1,
-                                     .weights = weights.data(),
-                                     .offsets = offsets.data(),
-                                     .order = order.data(),
-                                     .out = out.view()};
-    time_move(session, c, rows, out, [&] { ragged_scatter_add(moving, session.threads()); });
+    const RaggedScatterAdd<T> scatter{.rows = rows.read(),
+                                      .index = index.data(),
+                                      .index_size = shape.num_rows,
+                                      .group_size = 1,
+                                      .weights = weights.data(),
+                                      .offsets = offsets.data(),
+                                      .order = order.data(),
+                                      .out = out.view()};
+    time_read_write(session, c, rows, out, [&] { ragged_scatter_add(scatter, session.threads()); });
   });
 });
 

@@ -13,9 +13,9 @@ const Registration registration([](Session& session) {
     const Table<T> x(num_tokens, shape.hidden_size);
     const Table<Accumulator<T>> weights(shape.num_rows, 1);
     const Table<T> rows(shape.num_rows, shape.hidden_size);
-    const RaggedSort<T> moving{
+    const RaggedSort<T> sort{
         .x = x.read(), .slots = plan.slots.data(), .top_k = kTopK, .weights = weights.data(), .rows = rows.view()};
-    time_move(session, c, x, rows, [&] { ragged_sort(moving, session.threads()); });
+    time_read_write(session, c, x, rows, [&] { ragged_sort(sort, session.threads()); });
   });
 });
 

@@ -13,12 +13,12 @@ const Registration registration([](Session& session) {
     const Table<T> rows(shape.num_rows, shape.hidden_size);
     const Table<Accumulator<T>> weights(shape.num_rows, 1);
     const Table<T> out(num_tokens, shape.hidden_size);
-    const RaggedUnsort<T> moving{.rows = rows.read(),
+    const RaggedUnsort<T> unsort{.rows = rows.read(),
                                  .row_of_slot = plan.rows.data(),
                                  .top_k = kTopK,
                                  .weights = weights.data(),
                                  .out = out.view()};
-    time_move(session, c, rows, out, [&] { ragged_unsort(moving, session.threads()); });
+    time_read_write(session, c, rows, out, [&] { ragged_unsort(unsort, session.threads()); });
   });
 });
 

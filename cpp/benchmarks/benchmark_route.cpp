@@ -45,7 +45,7 @@ struct Problem {
 
 void benchmark_forward(Session& session, const RouteShape& shape) {
   const Case c{"route", shape_text(shape), "float32"};
-  if (!session.wants(c)) return;
+  if (!session.is_selected(c)) return;
   const Problem problem(shape);
   time_read(session, c, problem.logits.data(), problem.logits.bytes(),
             [&] { route(problem.routing, session.threads()); });
@@ -53,7 +53,7 @@ void benchmark_forward(Session& session, const RouteShape& shape) {
 
 void benchmark_backward(Session& session, const RouteShape& shape) {
   const Case c{"route_backward", shape_text(shape), "float32"};
-  if (!session.wants(c)) return;
+  if (!session.is_selected(c)) return;
   const Problem problem(shape);
   const Table<float> grad_weights(shape.num_tokens, shape.top_k);
   const Table<float> grad_logits(shape.num_tokens, shape.num_experts);
@@ -62,7 +62,7 @@ void benchmark_backward(Session& session, const RouteShape& shape) {
                                       .experts = problem.routing.experts.as_const(),
                                       .rule = shape.rule,
                                       .grad_logits = grad_logits.view()};
-  time_move(session, c, problem.logits, grad_logits, [&] { route_backward(backward, session.threads()); });
+  time_read_write(session, c, problem.logits, grad_logits, [&] { route_backward(backward, session.threads()); });
 }
 
 const Registration registration([](Session& session) {

@@ -28,7 +28,7 @@ void benchmark(Session& session, const ProductShape& shape, Transposed transpose
                text({{'T', shape.num_rows}, {'D', shape.depth}, {'F', shape.num_columns}}) +
                    (is_a ? ", a transposed" : "") + (is_b ? ", b transposed" : ""),
                dtype_name<T>()};
-  if (!session.wants(c)) return;
+  if (!session.is_selected(c)) return;
   const Table<T> a(is_a ? shape.depth : shape.num_rows, is_a ? shape.num_rows : shape.depth);
   const Table<T> b(is_b ? shape.num_columns : shape.depth, is_b ? shape.depth : shape.num_columns);
   const Table<T> out(shape.num_rows, shape.num_columns);

@@ -5,22 +5,22 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// The compiler must take the vector for used, and for changed.
+// Makes the compiler assume that the vector is read and changed here, so that it neither drops nor hoists computations.
 template <class Vector>
 MAXMOE_INLINE void consume(Vector& vector) {
   asm volatile("" : "+m"(vector) : : "memory");
 }
 
-// Steps of a loop that counts for nothing beside them, each on all sums: enough to fill the pipelines of the units
-// (a multiply-add of four or five cycles on two units), and few enough to stay in registers.
+// Independent sums: a multiply-add takes 4 or 5 cycles and two begin in each, so that 10 sums keep both units busy. As
+// many as the micro-kernels have stay in registers. The unrolling makes the cost of the loop negligible.
 constexpr int kSums = kVectorRegisters == 32 ? 24 : 12;
 constexpr int kUnroll = 4;
 
-// A step multiplies and adds kLanes<S> numbers, or as many pairs.
+// Calls step(sum) `steps` times in all; each is one multiply-add of kLanes<S> numbers, or of as many pairs.
 template <class S, class Step>
 MAXMOE_INLINE void run_steps(int64_t steps, const Step& step) {
   Vector<S> sums[kSums] = {};
-  for (Vector<S>& sum : sums) consume(sum);  // or else all are known to be equal
+  for (Vector<S>& sum : sums) consume(sum);  // otherwise the compiler knows that all are equal
   for (int64_t i = 0; i < steps; i += int64_t{kSums} * kUnroll) {
 #pragma GCC unroll 4
     for (int u = 0; u < kUnroll; ++u) {
@@ -38,21 +38,21 @@ void peak_multiply_adds(const PeakMultiplyAdds<T>& a, const Executor& /*executor
   using S = Accumulator<T>;
 #ifdef __AVX512BF16__
   if constexpr (std::is_same_v<T, BFloat16>) {
-    Vector<Pair> vector = Vector<Pair>{} + 0x3f803f80U;  // (1, 1)
+    Vector<BFloat16Pair> vector = Vector<BFloat16Pair>{} + 0x3f803f80U;  // (1, 1)
     consume(vector);
     run_steps<S>(a.multiply_adds / (2 * kLanes<S>),
-                 [&](Vector<S> sum) { return multiply_add(sum, Pair{0x3f803f80U}, vector); });
+                 [&](Vector<S> sum) { return multiply_add(sum, BFloat16Pair{0x3f803f80U}, vector); });
     return;
   }
 #endif
   Vector<S> one = Vector<S>{} + S(1);
   consume(one);
-  // The sum is a factor: a product of constants would be moved out of the loop.
+  // The sum is a factor: a product of constants would be hoisted out of the loop.
   run_steps<S>(a.multiply_adds / kLanes<S>, [&](Vector<S> sum) { return multiply_add(one, S(0.5), sum); });
 }
 
 template <class Word>
-void streaming_read(const StreamingRead<Word>& a, const Executor& executor) {
+void sequential_read(const SequentialRead<Word>& a, const Executor& executor) {
   constexpr int kSumsOfWords = 4;
   constexpr int64_t kWordsPerTask = 1 << 16;
   run_ranges(executor, a.count, kWordsPerTask, [&](int64_t begin, int64_t end) {
@@ -66,6 +66,6 @@ void streaming_read(const StreamingRead<Word>& a, const Executor& executor) {
 }
 
 MAXMOE_INSTANTIATE(peak_multiply_adds, PeakMultiplyAdds)
-template void streaming_read<uint32_t>(const StreamingRead<uint32_t>&, const Executor&);
+template void sequential_read<uint32_t>(const SequentialRead<uint32_t>&, const Executor&);
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

@@ -1,4 +1,4 @@
-// What no kernel can beat: the multiply-add units at their peak, and memory at its bandwidth.
+// Upper bounds of the speed of kernels: the peak of the multiply-add units, and the bandwidth of memory.
 #pragma once
 
 #include "kernels/dtype.h"
@@ -6,7 +6,7 @@
 
 namespace maxmoe {
 
-// That many multiply-adds of elements of T, on registers alone, on the calling thread.
+// As many multiply-adds of elements of T, with all operands in registers, on the calling thread.
 template <class T>
 struct PeakMultiplyAdds {
   int64_t multiply_adds;
@@ -14,7 +14,7 @@ struct PeakMultiplyAdds {
 
 // Reads memory once, in order.
 template <class Word>
-struct StreamingRead {
+struct SequentialRead {
   const Word* data;
   int64_t count;
 };
@@ -22,4 +22,4 @@ struct StreamingRead {
 }  // namespace maxmoe
 
 MAXMOE_KERNEL(peak_multiply_adds, PeakMultiplyAdds)
-MAXMOE_KERNEL(streaming_read, StreamingRead)
+MAXMOE_KERNEL(sequential_read, SequentialRead)

@@ -5,13 +5,13 @@
 
 namespace maxmoe::benchmarks {
 
-// Calls body.operator()<T>(case, shape) for every shape and dtype that the session wants.
+// Calls body.operator()<T>(case, shape) for every shape and dtype that the session's filter selects.
 template <class... Dtypes, class Shapes, class Body>
 void for_cases(const Session& session, const char* name, const Shapes& shapes, const Body& body) {
   for (const auto& shape : shapes) {
     const auto run = [&]<class T>() {
       const Case c{name, text(shape), dtype_name<T>()};
-      if (session.wants(c)) body.template operator()<T>(c, shape);
+      if (session.is_selected(c)) body.template operator()<T>(c, shape);
     };
     (run.template operator()<Dtypes>(), ...);
   }
@@ -27,18 +27,21 @@ void for_experts(const Session& session, const char* name, const Body& body) {
   for_cases<float, BFloat16>(session, name, kExpertsShapes, body);
 }
 
+// Against reading `data`.
 template <class T, class Call>
 void time_read(Session& session, const Case& c, const T* data, size_t size, const Call& call) {
   session.time(c, bytes(size), {kernel(call), read_bound(session.threads(), data, size)});
 }
 
+// Against reading `source` and writing `target`.
 template <class T, class Call>
-void time_move(Session& session, const Case& c, const Table<T>& source, const Table<T>& target, const Call& call) {
+void time_read_write(Session& session, const Case& c, const Table<T>& source, const Table<T>& target,
+                     const Call& call) {
   session.time(c, bytes(source.bytes() + target.bytes()),
-               {kernel(call), move_bound(session.threads(), source, target)});
+               {kernel(call), read_write_bound(session.threads(), source, target)});
 }
 
-// `count` products of all rows, each with one matrix of every expert.
+// `count` products of all rows, each with one matrix of every expert, against as many dense products.
 template <class T, class Call>
 void time_products(Session& session, const Case& c, const ExpertsShape& shape, int64_t count, const Call& call) {
   const int64_t num_rows = shape.num_tokens * shape.top_k;

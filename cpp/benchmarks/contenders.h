@@ -1,4 +1,4 @@
-// The bounds of the benchmarks as contenders.
+// Contenders of the benchmarks: the kernel, and its upper bounds.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace maxmoe::benchmarks {
 
-// The kernel by its name in the table.
+// The kernel that is benchmarked.
 template <class Call>
 Contender kernel(Call call) {
   return {"maxmoe", call};
@@ -24,7 +24,7 @@ Contender multiply_add_bound(int64_t multiply_adds) {
   return {"bound: multiply-adds", [=] { peak_multiply_adds(PeakMultiplyAdds<T>{multiply_adds}, SerialExecutor()); }};
 }
 
-// `count` dense products [R, D] [D, F], in tiles of rows as the kernels have them.
+// `count` dense products [R, D] [D, F], cut into tiles of rows as grouped products are.
 template <class T>
 class DenseProducts {
  public:
@@ -58,20 +58,20 @@ class DenseProducts {
 
 template <class T>
 Contender read_bound(const ThreadPool& threads, const T* data, size_t bytes) {
-  const StreamingRead<uint32_t> read{reinterpret_cast<const uint32_t*>(data),
-                                     static_cast<int64_t>(bytes / sizeof(uint32_t))};
-  return {"bound: read", [read, &threads] { streaming_read(read, threads); }};
+  const SequentialRead<uint32_t> read{reinterpret_cast<const uint32_t*>(data),
+                                      static_cast<int64_t>(bytes / sizeof(uint32_t))};
+  return {"bound: read", [read, &threads] { sequential_read(read, threads); }};
 }
 
-// Reads one table and writes another one, once, in order: a copy of as many bytes as both have, and the rest of the
-// larger one. Index and weights of a row, some hundredths of its bytes, are not counted.
+// Reads one table and writes another one, once, in order: a copy of as many bytes as the smaller one has, and a read or
+// a memset of what the larger one has more. Index and weights of a row, some hundredths of its bytes, are not counted.
 template <class T>
-Contender move_bound(const ThreadPool& threads, const Table<T>& source, const Table<T>& target) {
-  const auto move = [&threads, &source, &target] {
+Contender read_write_bound(const ThreadPool& threads, const Table<T>& source, const Table<T>& target) {
+  const auto read_write = [&threads, &source, &target] {
     const auto* from = reinterpret_cast<const std::byte*>(source.data());
     auto* to = reinterpret_cast<std::byte*>(target.data());
     const size_t copied = std::min(source.bytes(), target.bytes());
-    // One piece for each thread, but none that is done before another thread would be awake.
+    // One piece per thread, but none so small that it takes less time than waking a thread.
     const auto share = [&](size_t bytes, const auto& body) {
       const auto count = static_cast<int64_t>(bytes);
       const int64_t grain = std::max<int64_t>(count / threads.num_threads() + 1, 1 << 16);
@@ -86,7 +86,7 @@ Contender move_bound(const ThreadPool& threads, const Table<T>& source, const Ta
   return {source.bytes() == target.bytes()  ? "bound: memcpy"
           : source.bytes() > target.bytes() ? "bound: memcpy and read"
                                             : "bound: memcpy and memset",
-          move};
+          read_write};
 }
 
 }  // namespace maxmoe::benchmarks

@@ -1,4 +1,4 @@
-// Eigen's matrix product, with the instruction set of the kernels.
+// Eigen's matrix product, compiled once per instruction set as the kernels are.
 #pragma once
 
 #include "kernels/executor.h"
@@ -6,7 +6,7 @@
 
 namespace maxmoe {
 
-// c = a * b, as in TileGemm. T is float or double: Eigen's products of narrower types are slower than those.
+// c = a * b, as in TileGemm. T is float or double: Eigen's products of 16-bit types are slower than those.
 template <class T>
 struct EigenProduct {
   ConstMatrixView<T> a;

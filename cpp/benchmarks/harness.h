@@ -1,8 +1,8 @@
-// The clock and the table of the benchmarks.
+// Times the contenders of a benchmark in turn, and prints a table.
 //
-// Not Google Benchmark: there, a repetition that is interleaved with others makes its inputs anew, and no benchmark
-// knows of another one, so that the share of the bound, the point of these tables, would take a reporter as long as
-// this harness. And the test suite, which runs the benchmarks once, would need one more library.
+// Not Google Benchmark: its interleaved repetitions create their inputs again each time, and its benchmarks cannot
+// refer to each other, so that a column with the share of the bound, the point of these tables, would need a reporter
+// as long as this harness. And the test suite, which runs the benchmarks once, would depend on one more library.
 #pragma once
 
 #include <cstddef>
@@ -16,14 +16,14 @@
 
 namespace maxmoe::benchmarks {
 
-// What contenders are compared in.
+// The first three columns of the table: what contenders are compared in.
 struct Case {
   std::string kernel;
   std::string shape;
   std::string dtype;
 };
 
-// What one call does, or would have to do.
+// The work of one call at least: its multiply-adds, or the bytes that it reads and writes.
 struct Work {
   double amount;
   const char* unit;
@@ -44,10 +44,10 @@ class Session {
  public:
   Session(const std::string& filter, int rounds, int num_threads);
 
-  // Whether the filter lets the case through: ask before making its inputs.
-  bool wants(const Case& c) const;
+  // Whether the filter selects the case. To be called before its inputs are created.
+  bool is_selected(const Case& c) const;
 
-  // Times everybody in turn and prints a row for each: the kernel first, then its bound, then alternatives.
+  // Times all contenders in turn and prints a row for each: the kernel first, then its bound, then alternatives.
   void time(const Case& c, Work work, const std::vector<Contender>& contenders);
 
   const ThreadPool& threads() const { return threads_; }
@@ -60,7 +60,7 @@ class Session {
   int num_cases_ = 0;
 };
 
-// A file of benchmarks has one of these: main calls the function.
+// A file of benchmarks has one global Registration: main calls its function.
 struct Registration {
   explicit Registration(void (*benchmark)(Session&));
 };

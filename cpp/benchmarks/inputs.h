@@ -1,4 +1,4 @@
-// Shapes, matrices and routings of the benchmarks.
+// Shapes, matrices and routings that the benchmarks share.
 #pragma once
 
 #include <algorithm>
@@ -25,11 +25,12 @@ struct ExpertsShape {
   int64_t top_k;              // K
 };
 
-// Few large experts, many small ones; and the latter for a small batch and for decoding.
+// Few large experts; many small ones; those with a small batch, and with the tokens of a decoding step.
 inline constexpr ExpertsShape kExpertsShapes[] = {
     {2048, 512, 1024, 8, 2}, {2048, 512, 192, 64, 8}, {128, 512, 192, 64, 8}, {16, 512, 192, 64, 8}};
 
-// Rows R of D elements, kTopK for each token; and those of decoding.
+// R rows of D elements, kTopK for each token. 1001: rows that begin anywhere in a cache line. 128 rows: a decoding
+// step.
 struct RowsShape {
   int64_t num_rows;
   int64_t hidden_size;
@@ -54,7 +55,8 @@ inline std::string text(const RowsShape& s) {
   return text({{'R', s.num_rows}, {'D', s.hidden_size}});
 }
 
-// A matrix of numbers in [-0.5, 0.5): some random ones, again and again. All its pages are there.
+// A matrix of numbers in [-0.5, 0.5): 4099 random ones, repeated. Filling it touches every page, so that no page faults
+// are timed.
 template <class T>
 class Table {
  public:
@@ -63,7 +65,7 @@ class Table {
     std::mt19937 generator(0);
     std::uniform_real_distribution<double> uniform(-0.5, 0.5);
     const int64_t count = rows * columns;
-    const int64_t num_random = std::min<int64_t>(count, 4099);  // a prime: no row like the next
+    const int64_t num_random = std::min<int64_t>(count, 4099);  // a prime: no row equals the next
     for (int64_t i = 0; i < num_random; ++i) data()[i] = narrow<T>(static_cast<Accumulator<T>>(uniform(generator)));
     for (int64_t i = num_random; i < count; ++i) data()[i] = data()[i - num_random];
   }
@@ -82,7 +84,7 @@ class Table {
   }
 
  private:
-  static constexpr std::align_val_t kAlignment{64};
+  static constexpr std::align_val_t kAlignment{64};  // as tensors of torch
   struct Delete {
     void operator()(T* values) const { ::operator delete(values, kAlignment); }
   };
@@ -100,7 +102,7 @@ inline std::vector<int64_t> permutation(int64_t count) {
   return order;
 }
 
-// top_k different experts for every token, low ones more often: the load of real routers is not even.
+// top_k different experts for every token, low ids more often: the load of real routers is skewed.
 inline std::vector<int64_t> skewed_experts(int64_t num_tokens, int64_t num_experts, int64_t top_k) {
   std::mt19937 generator(0);
   std::vector<int64_t> experts;
@@ -116,7 +118,7 @@ inline std::vector<int64_t> skewed_experts(int64_t num_tokens, int64_t num_exper
   return experts;
 }
 
-// ragged_plan with its memory.
+// ragged_plan and the memory of its results.
 struct Plan {
   Plan(std::vector<int64_t> experts_of_slots, int64_t num_experts)
       : experts(std::move(experts_of_slots)),

@@ -11,6 +11,7 @@
 namespace maxmoe::benchmarks {
 namespace {
 
+// The least time for which a contender is called without a break.
 constexpr double kSecondsPerTurn = 1e-3;
 
 std::vector<void (*)(Session&)>& benchmarks() {
@@ -18,14 +19,15 @@ std::vector<void (*)(Session&)>& benchmarks() {
   return all;
 }
 
-// Seconds of `calls` calls.
+// Seconds that `calls` calls take.
 double turn(const Contender& contender, int64_t calls) {
   const auto start = std::chrono::steady_clock::now();
   for (int64_t i = 0; i < calls; ++i) contender.call();
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// So many that the clock's own time is nothing. The first call finds new pages and cold caches: it does not count.
+// So many that reading the clock takes a negligible share. The first call, with page faults and cold caches, is not
+// timed.
 int64_t calls_per_turn(const Contender& contender) {
   contender.call();
   int64_t calls = 1;
@@ -85,7 +87,7 @@ Session::Session(const std::string& filter, int rounds, int num_threads)
               "median ms", "at best", "bound / best");
 }
 
-bool Session::wants(const Case& c) const {
+bool Session::is_selected(const Case& c) const {
   return std::regex_search(c.kernel + " " + c.shape + " " + c.dtype, filter_);
 }
 
@@ -93,12 +95,12 @@ void Session::time(const Case& c, Work work, const std::vector<Contender>& conte
   ++num_cases_;
   std::vector<int64_t> calls;
   for (const Contender& contender : contenders) calls.push_back(calls_per_turn(contender));
-  // Each round starts with another contender: nobody always comes after the same one.
+  // Rounds start with each contender in turn.
   std::vector<std::vector<double>> seconds(contenders.size());
   for (size_t round = 0; round < static_cast<size_t>(rounds_); ++round) {
     for (size_t i = 0; i < contenders.size(); ++i) {
-      const size_t who = (round + i) % contenders.size();
-      seconds[who].push_back(turn(contenders[who], calls[who]) / static_cast<double>(calls[who]));
+      const size_t index = (round + i) % contenders.size();
+      seconds[index].push_back(turn(contenders[index], calls[index]) / static_cast<double>(calls[index]));
     }
   }
   const double bound = *std::min_element(seconds[1].begin(), seconds[1].end());

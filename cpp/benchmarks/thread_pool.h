@@ -1,4 +1,4 @@
-// Threads that are kept from one run to the next.
+// An executor whose threads are kept from one run to the next.
 #pragma once
 
 #include <atomic>
@@ -11,7 +11,7 @@
 
 namespace maxmoe::benchmarks {
 
-// The calling thread is one of them. One run at a time, none inside a task.
+// The calling thread is one of them. One run at a time, and none inside a task.
 class ThreadPool final : public Executor {
  public:
   explicit ThreadPool(int num_threads) {
@@ -38,9 +38,9 @@ class ThreadPool final : public Executor {
   }
 
  private:
-  // A worker looks out for the next run for about this many microseconds, then sleeps: waking it takes longer than many
-  // a kernel.
-  static constexpr int kYields = 1000;
+  // A worker polls for the next run this often, about 1 ms, before it sleeps: waking it takes longer than a small
+  // kernel.
+  static constexpr int kPollsBeforeSleep = 1000;
 
   void start() const {
     ++num_runs_;
@@ -49,7 +49,7 @@ class ThreadPool final : public Executor {
 
   void serve() const {
     for (uint64_t seen = 0;; ++seen) {
-      for (int i = 0; i < kYields && num_runs_ == seen; ++i) std::this_thread::yield();
+      for (int i = 0; i < kPollsBeforeSleep && num_runs_ == seen; ++i) std::this_thread::yield();
       num_runs_.wait(seen);
       if (task_ == nullptr) return;
       work();
@@ -73,7 +73,7 @@ class ThreadPool final : public Executor {
   mutable std::atomic<uint64_t> num_runs_ = 0;
   mutable std::atomic<int64_t> next_ = 0;
   mutable std::atomic<size_t> busy_ = 0;
-  std::vector<std::thread> workers_;  // last: they use the others
+  std::vector<std::thread> workers_;  // last, so that the members they use are destroyed after them
 };
 
 }  // namespace maxmoe::benchmarks

@@ -1,5 +1,5 @@
 # Eigen's headers: from the system, else from the PyPI package cmeel-eigen of the running Python.
-# -DMAXMOE_EIGEN_INCLUDE_DIR=<folder that holds Eigen/Core> names others.
+# -DMAXMOE_EIGEN_INCLUDE_DIR=<folder that holds Eigen/Core> overrides both.
 if(Python_EXECUTABLE)
   execute_process(
     COMMAND ${Python_EXECUTABLE} -c "import sys; print(*(p + '/cmeel.prefix' for p in sys.path if p), sep=';', end='')"
@@ -20,4 +20,5 @@ message(STATUS "Eigen: ${MAXMOE_EIGEN_INCLUDE_DIR}")
 
 add_library(maxmoe_eigen INTERFACE)
 target_include_directories(maxmoe_eigen SYSTEM INTERFACE ${MAXMOE_EIGEN_INCLUDE_DIR})
+# No threads of its own, which would ignore the executor; and no code under the LGPL.
 target_compile_definitions(maxmoe_eigen INTERFACE EIGEN_DONT_PARALLELIZE EIGEN_MPL2_ONLY)

@@ -10,14 +10,15 @@ foreach(source IN LISTS sources)
   endif()
 endforeach()
 
-# The definition renames Eigen: its inline functions would otherwise be merged across instruction sets by the linker,
-# and baseline code would run AVX-512 instructions.
+# The definition renames the namespace Eigen: otherwise the linker would merge its inline functions across instruction
+# sets, and baseline code could run AVX-512 instructions.
 function(maxmoe_add_kernels isa)
   add_library(maxmoe_kernels_${isa} OBJECT ${MAXMOE_ISA_SOURCES})
   target_include_directories(maxmoe_kernels_${isa} PRIVATE cpp)
   target_link_libraries(maxmoe_kernels_${isa} PRIVATE maxmoe_eigen)
   target_compile_definitions(maxmoe_kernels_${isa} PRIVATE MAXMOE_ISA_NAMESPACE=${isa} Eigen=Eigen_${isa})
-  # GCC 12 sees uninitialized values in its own AVX-512 intrinsics (its bug 105593).
+  # GCC vectorizes no sqrt that may set errno, and no branch whose operations may trap. GCC 12 warns of uninitialized values
+  # in its own AVX-512 intrinsics (GCC bug 105593).
   target_compile_options(maxmoe_kernels_${isa} PRIVATE
     -fno-math-errno -fno-trapping-math "$<$<CXX_COMPILER_ID:GNU>:-Wno-uninitialized;-Wno-maybe-uninitialized>" ${ARGN})
 endfunction()
@@ -27,6 +28,7 @@ maxmoe_add_kernels(baseline)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   list(APPEND MAXMOE_ISAS avx2 avx512 avx512bf16)
   maxmoe_add_kernels(avx2 -march=x86-64-v3)
+  # GCC prefers vectors of 256 bits for x86-64-v4 where it vectorizes by itself.
   maxmoe_add_kernels(avx512 -march=x86-64-v4 -mprefer-vector-width=512)
   maxmoe_add_kernels(avx512bf16 -march=x86-64-v4 -mavx512bf16 -mprefer-vector-width=512)
 endif()

@@ -13,10 +13,10 @@ find_package(pybind11 3.0 CONFIG REQUIRED)
 file(GLOB MAXMOE_OP_SOURCES CONFIGURE_DEPENDS cpp/ops/*.cpp)
 add_library(maxmoe_ops OBJECT ${MAXMOE_OP_SOURCES})
 target_link_libraries(maxmoe_ops PUBLIC maxmoe_kernels maxmoe_torch)
-# gcc 12 takes the destructor of an empty std::optional<at::Tensor> for a read of uninitialised memory.
+# GCC 12 warns that the destructor of an empty std::optional<at::Tensor> reads uninitialised memory.
 target_compile_options(maxmoe_ops PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
 
-# NO_EXTRAS: no link-time optimisation, which costs half again the build time.
+# NO_EXTRAS: no link-time optimisation, which makes the build half as long again.
 pybind11_add_module(_C MODULE NO_EXTRAS cpp/module.cpp)
 target_compile_definitions(_C PRIVATE
   MAXMOE_VERSION="${MAXMOE_VERSION}" MAXMOE_TORCH_VERSION="${MAXMOE_TORCH_VERSION}")

@@ -29,8 +29,8 @@ if(NOT MAXMOE_TORCH_CXX11_ABI)
   target_compile_definitions(maxmoe_torch INTERFACE _GLIBCXX_USE_CXX11_ABI=0)
 endif()
 
-# Without -fopenmp at::parallel_for, a template in a header, is silently serial. The flags and not the target
-# OpenMP::OpenMP_CXX: its library path would win over the libgomp that torch brings.
+# Without -fopenmp at::parallel_for, a template in a header, is silently serial. The flags, not the target
+# OpenMP::OpenMP_CXX: its library path would take precedence over the libgomp that torch ships.
 find_package(OpenMP REQUIRED COMPONENTS CXX)
 separate_arguments(MAXMOE_OPENMP_FLAGS UNIX_COMMAND "${OpenMP_CXX_FLAGS}")
 target_compile_options(maxmoe_torch INTERFACE ${MAXMOE_OPENMP_FLAGS})

@@ -1,4 +1,4 @@
-// The four floating types of the kernels, and the wider type that each one is accumulated in.
+// The four floating-point types of the kernels, and the type in which each is accumulated.
 #pragma once
 
 #include <bit>
@@ -9,7 +9,7 @@
 
 namespace maxmoe {
 
-// Storage only: arithmetic happens in Accumulator<T>.
+// Storage only: arithmetic is done in Accumulator<T>.
 struct BFloat16 {
   uint16_t bits;
 };
@@ -20,7 +20,7 @@ struct Float16 {
 template <class T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// As PyTorch calls it.
+// PyTorch's name of the type.
 template <class T>
 MAXMOE_INLINE constexpr const char* dtype_name() {
   if (std::is_same_v<T, double>) return "float64";
@@ -52,7 +52,7 @@ template <class T>
 MAXMOE_INLINE T narrow(Accumulator<T> value) {
   if constexpr (std::is_same_v<T, BFloat16>) {
     const auto bits = std::bit_cast<uint32_t>(value);
-    const bool is_nan = (bits & 0x7fffffffU) > 0x7f800000U;
+    const bool is_nan = (bits & 0x7fffffffU) > 0x7f800000U;  // with the quiet bit it stays one when cut off
     const uint32_t rounded = bits + 0x7fffU + ((bits >> 16) & 1U);
     return {static_cast<uint16_t>(is_nan ? (bits >> 16) | 0x40U : rounded >> 16)};
   } else if constexpr (std::is_same_v<T, Float16>) {
@@ -64,7 +64,8 @@ MAXMOE_INLINE T narrow(Accumulator<T> value) {
       half = 0x7e00U;                        // NaN
     } else if (magnitude >= (143U << 23)) {  // 2^16 and above
       half = 0x7c00U;
-    } else if (magnitude < (113U << 23)) {  // below 2^-14: adding 0.5 aligns and rounds the subnormal
+    } else if (magnitude < (113U << 23)) {
+      // Below 2^-14. The last bits of a float at 0.5 and of a subnormal are both 2^-24: the addition rounds to it.
       half = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5F) - 0x3f000000U;
     } else {  // a carry out of the mantissa may round up to infinity
       half = (magnitude - (112U << 23) + 0xfffU + ((magnitude >> 13) & 1U)) >> 13;

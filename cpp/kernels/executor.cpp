@@ -7,7 +7,7 @@
 namespace maxmoe {
 namespace {
 
-constexpr std::align_val_t kAlignment{64};  // a cache line, and the widest vector
+constexpr std::align_val_t kAlignment{64};  // a cache line, and a vector of AVX-512
 
 struct AlignedDelete {
   void operator()(std::byte* memory) const { ::operator delete(memory, kAlignment); }
@@ -28,7 +28,7 @@ void* scratch_bytes(int slot, size_t bytes) {
   thread_local std::array<Buffer, kScratchSlots> buffers;
   Buffer& buffer = buffers.at(static_cast<size_t>(slot));
   if (buffer.size < bytes) {
-    buffer.memory.reset();  // first, so that old and new are never held together
+    buffer.memory.reset();  // before the allocation: never both at once
     buffer.size = 0;
     buffer.memory.reset(static_cast<std::byte*>(::operator new(bytes, kAlignment)));
     buffer.size = bytes;

@@ -1,4 +1,4 @@
-// How kernels use threads, and the scratch memory of each thread.
+// How kernels run tasks on threads, and the scratch memory of each thread.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace maxmoe {
 
-// A reference to a callable void(int64_t) that outlives it.
+// A non-owning reference to a callable void(int64_t), which must outlive it. Not std::function: that may allocate.
 class Task {
  public:
   template <class Callable>
@@ -30,9 +30,9 @@ class Executor {
   Executor& operator=(const Executor&) = delete;
   virtual ~Executor() = default;
 
-  // Calls task(i) once for every i in [0, count) and returns when all are done. Tasks start in order of i, each
-  // on whichever thread is free. Inside a task every library runs on that thread alone, so that a result cannot
-  // depend on the number of threads. The first exception of a task is thrown here.
+  // Calls task(i) once for every i in [0, count) and returns when all are done. Tasks start in order of i, each on
+  // whichever thread is free. Inside a task every library runs on that thread alone, so that a result cannot depend on
+  // the number of threads. The first exception of a task is rethrown here.
   virtual void run(int64_t count, const Task& task) const = 0;
 };
 
@@ -42,10 +42,11 @@ class SerialExecutor final : public Executor {
   void run(int64_t count, const Task& task) const override;
 };
 
-// Runs tasks of `multiply_adds` in all: on the calling thread when waking others would take longer than the work.
+// Runs tasks that take `multiply_adds` multiply-adds in all. Few of them run on the calling thread: waking others would
+// take longer.
 MAXMOE_INLINE void run_tasks(const Executor& executor, int64_t count, int64_t multiply_adds, const Task& task) {
-  constexpr int64_t kWorthSharing = 1 << 17;  // some microseconds
-  if (multiply_adds < kWorthSharing) return SerialExecutor().run(count, task);
+  constexpr int64_t kMinParallelMultiplyAdds = 1 << 17;  // some microseconds, as waking a thread takes
+  if (multiply_adds < kMinParallelMultiplyAdds) return SerialExecutor().run(count, task);
   executor.run(count, task);
 }
 
@@ -60,18 +61,23 @@ MAXMOE_INLINE void run_ranges(const Executor& executor, int64_t count, int64_t g
   executor.run((count + grain - 1) / grain, Task(chunk));
 }
 
-// Rows of `columns` elements that make one task: enough bytes to outweigh starting it.
+// How many rows of `columns` elements make one task: 32 to 128 KiB by type, which take microseconds to move, while
+// taking a task takes a fraction of one. Four times as many were no faster.
 MAXMOE_INLINE int64_t rows_per_task(int64_t columns) {
-  constexpr int64_t elements_per_task = 16384;
-  return elements_per_task / (columns < 1 ? 1 : columns) + 1;
+  constexpr int64_t kElementsPerTask = 16384;
+  return kElementsPerTask / (columns < 1 ? 1 : columns) + 1;
 }
 
-// Uninitialised memory of the calling thread, 64-byte aligned, kept for the next call. One `slot` per buffer that
-// is in use at the same time; asking again for a slot gives up what it held.
-// Kernels use the slots from 0 on in their tasks, kWorkListScratch around them; a Gemm uses the last three.
-constexpr int kScratchSlots = 9;
+// The slots of scratch memory: a buffer for each that is in use at the same time. A kernel has slots 0 to 4 to itself
+// inside its tasks; around them it holds its work list, and inside them it calls a Gemm, which has the last three.
 constexpr int kWorkListScratch = 5;
-constexpr int kGemmScratch = 6;
+constexpr int kPackedAScratch = 6;
+constexpr int kPackedBScratch = 7;
+constexpr int kWideCScratch = 8;  // rows of C in the accumulator's type
+constexpr int kScratchSlots = 9;
+
+// Uninitialised memory of the calling thread, 64-byte aligned. It is kept for the next call, which spares the page
+// faults of fresh memory; a second call for a slot invalidates what the first one returned.
 void* scratch_bytes(int slot, size_t bytes);
 
 template <class T>

@@ -6,8 +6,8 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// Columns of the result per task, so that a single group still feeds several threads.
-constexpr int64_t kTileColumns = 1024;
+// Columns of the result per task: a single group of few rows still occupies several threads.
+constexpr int64_t kColumnsPerTask = 1024;
 
 template <class T>
 void multiply_tile(const Gmm<T>& a, const GroupTile& tile, int64_t begin, int64_t end) {
@@ -31,13 +31,13 @@ void multiply_tile(const Gmm<T>& a, const GroupTile& tile, int64_t begin, int64_
 template <class T>
 void gmm(const Gmm<T>& a, const Executor& executor) {
   const GroupTiles list = make_group_tiles(a.group_sizes, a.num_groups, kWorkListScratch);
-  const int64_t column_tiles = (a.out.columns + kTileColumns - 1) / kTileColumns;
+  const int64_t column_tasks = (a.out.columns + kColumnsPerTask - 1) / kColumnsPerTask;
   const auto multiply = [&](int64_t index) {
-    const int64_t begin = index % column_tiles * kTileColumns;
-    const int64_t end = at_most(begin + kTileColumns, a.out.columns);
-    multiply_tile(a, list.tiles[index / column_tiles], begin, end);
+    const int64_t begin = index % column_tasks * kColumnsPerTask;
+    const int64_t end = at_most(begin + kColumnsPerTask, a.out.columns);
+    multiply_tile(a, list.tiles[index / column_tasks], begin, end);
   };
-  run_tasks(executor, list.count * column_tiles, list.num_rows * a.lhs.columns * a.out.columns, Task(multiply));
+  run_tasks(executor, list.count * column_tasks, list.num_rows * a.lhs.columns * a.out.columns, Task(multiply));
   for (int64_t r = list.num_rows; r < a.out.rows; ++r) zero_row(a.out.row(r), a.out.columns);
 }
 

@@ -1,13 +1,14 @@
-// Groups of rows cut into tiles of equal height, whatever the number of threads: the work list of the products.
+// Groups of rows cut into tiles, the work list of grouped products. Tiles do not depend on the number of threads, so
+// that results do not.
 #pragma once
 
 #include "executor.h"
+#include "gemm.h"
 
 namespace maxmoe {
 
-// High enough that a product runs at full speed, low enough that a tile's rows stay in the second-level cache.
-// A multiple of the heights of the micro-tiles (6 and 12).
-constexpr int64_t kTileRows = 264;
+// Rows of a tile: the last tile of a group has fewer.
+constexpr int64_t kTileRows = kMC;
 
 struct GroupTile {
   int64_t group;
@@ -15,7 +16,8 @@ struct GroupTile {
   int64_t end;
 };
 
-// In the calling thread's scratch memory of the slot that was given. Largest first, so that threads end together.
+// In the calling thread's scratch memory of the slot that was given. Largest first: the tiles that are left for the end
+// are small, and threads finish at about the same time.
 struct GroupTiles {
   const GroupTile* tiles;
   int64_t count;

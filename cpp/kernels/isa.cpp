@@ -8,7 +8,7 @@ namespace maxmoe {
 
 namespace {
 
-// The features behind x86-64-v3 and x86-64-v4, one by one: not every compiler knows the levels by name here.
+// The features of x86-64-v3 and x86-64-v4 one by one: __builtin_cpu_supports knows the levels only in newer compilers.
 bool has_avx2() {
 #if defined(__x86_64__)
   return __builtin_cpu_supports("avx") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&

@@ -1,8 +1,8 @@
-// Instruction sets: which ones the processor has, and kernels compiled once for each of them.
+// Instruction sets: which ones the processor supports, and kernels compiled once for each of them.
 //
 // Every kernel file is compiled four times from the same source, into the namespaces maxmoe::baseline, maxmoe::avx2,
-// maxmoe::avx512 and maxmoe::avx512bf16 (the macro MAXMOE_ISA_NAMESPACE names the one at hand). A kernel header
-// declares
+// maxmoe::avx512 and maxmoe::avx512bf16 (the macro MAXMOE_ISA_NAMESPACE is the name of the one being compiled). A
+// kernel header declares
 //
 //     template <class T> struct RaggedGather { ... };
 //     MAXMOE_KERNEL(ragged_gather, RaggedGather)
@@ -10,8 +10,8 @@
 // and callers write maxmoe::ragged_gather(arguments, executor), which runs the variant of active_isa().
 #pragma once
 
-// Helpers in headers that kernels share. An ordinary inline function becomes a weak symbol, of which the
-// linker keeps one for all instruction sets: baseline code would then run AVX-512 instructions.
+// For functions in headers that are outside of those namespaces. An ordinary inline function becomes a weak symbol, of
+// which the linker keeps one definition for all instruction sets: baseline code could then run AVX-512 instructions.
 #define MAXMOE_INLINE __attribute__((always_inline)) inline
 
 namespace maxmoe {
@@ -22,15 +22,15 @@ enum class Isa { baseline, avx2, avx512, avx512bf16 };
 
 inline constexpr Isa all_isas[] = {Isa::baseline, Isa::avx2, Isa::avx512, Isa::avx512bf16};
 
-// The best instruction set of this processor, or the one that the environment variable MAXMOE_ISA names.
-// Read once. Throws std::invalid_argument, which says what is possible, for an unknown or unsupported name.
+// The best instruction set of this processor, or the one that the environment variable MAXMOE_ISA names, which is read
+// once. Throws std::invalid_argument, with the supported names, for an unknown or unsupported one.
 Isa active_isa();
 
-// Whether this processor has the instruction set (avx2: x86-64-v3, avx512: x86-64-v4, avx512bf16: that with the
-// products of bfloat16 pairs) and this build its kernels.
+// Whether this processor has the instruction set (avx2: x86-64-v3, avx512: x86-64-v4, avx512bf16: x86-64-v4 and
+// AVX512-BF16) and this build has kernels for it.
 bool is_supported(Isa isa);
 
-// The instruction set of that name. Throws std::invalid_argument when it is unknown or unsupported.
+// The instruction set of that name. Throws std::invalid_argument if it is unknown or unsupported.
 Isa parse_isa(const char* text);
 
 const char* name(Isa isa);
@@ -65,8 +65,8 @@ const char* name(Isa isa);
     return baseline::kernel(arguments, executor);
 #endif
 
-// Used at file scope, outside of any namespace. Kernel files see the declarations only: a dispatcher
-// instantiated there would be a weak symbol compiled for one instruction set.
+// Used at file scope, outside of any namespace. Files that are compiled per instruction set see the declarations only:
+// a dispatcher instantiated there would be a weak symbol with the instructions of one of them.
 #if defined(MAXMOE_ISA_NAMESPACE)
 #define MAXMOE_KERNEL(kernel, Arguments) MAXMOE_DECLARE_KERNELS(kernel, Arguments)
 #else

@@ -1,4 +1,4 @@
-// Matrices that somebody else owns.
+// Non-owning views of matrices.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,8 @@
 
 namespace maxmoe {
 
-// The smaller one. Not std::min: where that is not inlined, the linker keeps one for all instruction sets.
+// The smaller of the two. Not std::min: where that is not inlined, the linker keeps one definition of it for all
+// instruction sets (isa.h).
 MAXMOE_INLINE int64_t at_most(int64_t value, int64_t limit) {
   return value < limit ? value : limit;
 }
@@ -35,7 +36,7 @@ struct MatrixView {
 template <class T>
 using ConstMatrixView = MatrixView<const T>;
 
-// A stack of matrices of one shape, one per group.
+// Matrices of one shape at a constant stride, one per group.
 template <class T>
 struct MatrixStack {
   MatrixView<T> first;

@@ -1,4 +1,4 @@
-// Products of pairs of rows: the gradient of the weights of the other ragged operators.
+// Dot products of rows: the gradient of the weights of the other ragged operators.
 #pragma once
 
 #include "dtype.h"

@@ -5,16 +5,18 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// Results of this size are out of the caches before anybody reads them.
-constexpr int64_t kStreamedBytes = 16 << 20;
+// From this size on a result is stored non-temporally: in a last-level cache that several cores share, its first rows
+// would be evicted before the next kernel reads them.
+constexpr int64_t kMinNonTemporalBytes = 16 << 20;
 
 // target = weight * source, or source without a weight
 template <class T>
-void gather_block(const T* source, const Accumulator<T>* weight, T* target, int64_t columns, bool is_streamed) {
-  if (!is_streamed) {
+void gather_block(const T* source, const Accumulator<T>* weight, T* target, int64_t columns, bool is_nontemporal) {
+  if (!is_nontemporal) {
     return weight == nullptr ? copy_row(source, target, columns) : scale_row(source, *weight, target, columns);
   }
-  return weight == nullptr ? stream_row(source, target, columns) : stream_scaled_row(source, *weight, target, columns);
+  return weight == nullptr ? copy_row_nontemporal(source, target, columns)
+                           : scale_row_nontemporal(source, *weight, target, columns);
 }
 
 }  // namespace
@@ -22,7 +24,7 @@ void gather_block(const T* source, const Accumulator<T>* weight, T* target, int6
 template <class T>
 void ragged_gather(const RaggedGather<T>& a, const Executor& executor) {
   const int64_t columns = a.out.columns;
-  const bool is_streamed = a.out.rows * columns * static_cast<int64_t>(sizeof(T)) >= kStreamedBytes;
+  const bool is_nontemporal = a.out.rows * columns * static_cast<int64_t>(sizeof(T)) >= kMinNonTemporalBytes;
   const auto has_row = [&](int64_t i) { return a.start <= i && i < a.end && a.index[i] >= 0; };
   run_ranges(executor, a.out.rows, rows_per_task(columns), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -33,15 +35,17 @@ void ragged_gather(const RaggedGather<T>& a, const Executor& executor) {
       const T* row = a.x.row(a.index[i]);
       const T* next = i + 1 < end && has_row(i + 1) ? a.x.row(a.index[i + 1]) : row;
       const Accumulator<T>* weight = a.weights == nullptr ? nullptr : a.weights + i;
+      // In blocks, so that the prefetches of the next row are spread over the copy of this one: a core keeps only one
+      // or two dozen cache misses outstanding. A block ends with a cache line, so that no line is stored in two parts.
       int64_t size = 0;
       for (int64_t column = 0; column < columns; column += size) {
         T* target = a.out.row(i) + column;
-        size = at_most(columns - column, kColumnBlock + elements_to_line(target));  // up to the end of a line
+        size = at_most(columns - column, kColumnBlock + elements_to_cache_line(target));
         prefetch_row(next + column, size);
-        gather_block(row + column, weight, target, size, is_streamed);
+        gather_block(row + column, weight, target, size, is_nontemporal);
       }
     }
-    end_streaming();
+    fence_nontemporal_stores();
   });
 }
 

@@ -5,7 +5,8 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// Asks for the rows of a group: so much of them that a few of them fit into the first-level cache.
+// Prefetches the beginnings of the rows of a group: half of a first-level cache of 32 KiB in all. Of longer rows the
+// hardware prefetchers follow what comes after.
 template <class T>
 void prefetch_group(const RaggedGatherReduce<T>& a, int64_t group) {
   constexpr int64_t kPrefetchedBytes = 16384;

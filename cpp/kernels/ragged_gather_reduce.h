@@ -1,4 +1,4 @@
-// Sums rows by index, a fixed number per sum.
+// Sums of rows taken by index, of a fixed number of rows each.
 #pragma once
 
 #include "dtype.h"

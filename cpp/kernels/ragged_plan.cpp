@@ -5,6 +5,7 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
+// Where max_rows cuts, the experts with the highest ids lose their rows first.
 template <class Index>
 void count_rows(const RaggedPlan<Index>& plan) {
   zero_row(plan.group_sizes, plan.num_local_experts);
@@ -23,6 +24,7 @@ void count_rows(const RaggedPlan<Index>& plan) {
   }
 }
 
+// The second half of a counting sort. Slots are visited in order, so that it is stable.
 template <class Index>
 void place_slots(const RaggedPlan<Index>& plan) {
   auto* next = scratch<Index>(0, plan.num_local_experts);

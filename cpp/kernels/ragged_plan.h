@@ -1,12 +1,13 @@
-// Which row each routed slot gets: integers only.
+// Assigns rows to routed slots, grouped by expert. Integers only.
 #pragma once
 
 #include "executor.h"
 
 namespace maxmoe {
 
-// The slots (t * K + k) whose expert is local, ordered by expert, then slot; at most max_rows of them. Call twice:
-// `slots` null fills group_sizes, rows_needed and dropped; then `slots` of [R] and `rows` are filled.
+// The slots (t * K + k) whose expert is local, ordered by expert, then slot; at most max_rows of them. Call twice, as R
+// is not known before the first call: with `slots` null it fills group_sizes and dropped, with `slots` of [R] the
+// second one fills slots and rows.
 template <class Index>
 struct RaggedPlan {
   const Index* experts;  // [T * K], each in [-1, num_experts); -1 is a slot without an expert

@@ -5,7 +5,8 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// Stable counting sort: order[offsets[n] .. offsets[n + 1]) lists the j with index[j] == n, ascending.
+// Stable counting sort: order[offsets[n] .. offsets[n + 1]) lists the j with index[j] == n, ascending. offsets[n] first
+// counts, then is the end of n's range, and its begin after the last loop, which fills the ranges from their ends.
 template <class T>
 void invert_index(const RaggedScatterAdd<T>& a) {
   zero_row(a.offsets, a.out.rows + 1);

@@ -1,4 +1,4 @@
-// Adds rows where an index says: the transpose of ragged_gather and ragged_gather_reduce.
+// Adds rows to the rows that an index names: the transpose of ragged_gather and ragged_gather_reduce.
 #pragma once
 
 #include "dtype.h"
@@ -7,7 +7,8 @@
 
 namespace maxmoe {
 
-// out[n] = sum_{j : index[j] == n} weights[j] * rows[j / group_size], in the order of j; no atomics.
+// out[n] = sum_{j : index[j] == n} weights[j] * rows[j / group_size], in the order of j. No atomics: each row of out is
+// summed by one task. A row that no j names becomes zero.
 template <class T>
 struct RaggedScatterAdd {
   ConstMatrixView<T> rows;  // [M / group_size, D]

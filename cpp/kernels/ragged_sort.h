@@ -1,4 +1,4 @@
-// Tokens to the rows of their experts.
+// Gathers tokens into rows grouped by expert.
 #pragma once
 
 #include "dtype.h"

@@ -1,4 +1,4 @@
-// Rows of the experts back to their tokens.
+// Sums the rows of each token: the transpose of ragged_sort, and its inverse but for the weights.
 #pragma once
 
 #include "ragged_gather_reduce.h"

@@ -14,14 +14,16 @@ using Row = Eigen::Map<Eigen::Array<T, Eigen::Dynamic, 1>>;
 template <class T>
 using ConstRow = Eigen::Map<const Eigen::Array<T, Eigen::Dynamic, 1>>;
 
-constexpr double kSumEpsilon = 1e-20;  // of "sum", as DeepSeek-V3 has it
+// Added to the sum of Normalization::sum, so that scores that are all zero do not give NaN; the value is DeepSeek-V3's.
+constexpr double kSumEpsilon = 1e-20;
 
 template <class T>
 T sigmoid(T x) {
   return T(1) / (T(1) + std::exp(-x));
 }
 
-// Each without overflow for any logit.
+// No finite logit overflows: softmax subtracts the largest one; exp(-logit) = infinity makes a sigmoid 0; softplus is
+// written as max(x, 0) + log1p(exp(-|x|)).
 template <class T>
 void score_row(ScoreFunction function, ConstRow<T> logits, Row<T> scores) {
   switch (function) {
@@ -41,12 +43,12 @@ void score_row(ScoreFunction function, ConstRow<T> logits, Row<T> scores) {
   }
 }
 
-// The `count` largest of `keys`, largest first, in ranges that are shown one after the other; an earlier index wins a
-// tie.
+// The indices of the `count` largest of `keys`, by insertion into a sorted list: largest first, and the lowest index
+// first among equals as long as ranges are added in ascending order. Most keys fail the first comparison.
 template <class T>
-class Selection {
+class TopK {
  public:
-  Selection(const T* keys, int64_t count, int64_t* selected) : keys_(keys), count_(count), selected_(selected) {}
+  TopK(const T* keys, int64_t count, int64_t* selected) : keys_(keys), count_(count), selected_(selected) {}
 
   void add_range(int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -65,12 +67,12 @@ class Selection {
 };
 
 template <class T>
-MAXMOE_INLINE Vector<T> larger(Vector<T> a, Vector<T> b) {
+MAXMOE_INLINE Vector<T> lanewise_max(Vector<T> a, Vector<T> b) {
   return a < b ? b : a;
 }
 
 template <class T>
-MAXMOE_INLINE Vector<T> smaller(Vector<T> a, Vector<T> b) {
+MAXMOE_INLINE Vector<T> lanewise_min(Vector<T> a, Vector<T> b) {
   return b < a ? b : a;
 }
 
@@ -82,31 +84,34 @@ MAXMOE_INLINE Vector<T> rotated(Vector<T> vector, int distance) {
   return result;
 }
 
-// In vectors and without branches: nobody foresees them.
+// The largest of a group's biased scores, or the sum of its two largest. In vectors and without branches, which would
+// be mispredicted: the order of the scores is random.
 template <class T>
 T score_group(GroupScore group_score, const T* biased, int64_t group_size) {
   const Vector<T> lowest = Vector<T>{} - std::numeric_limits<T>::infinity();
   Vector<T> best = lowest;
   Vector<T> second = lowest;
   const auto add = [&](Vector<T> values) {
-    second = larger<T>(second, smaller<T>(values, best));
-    best = larger<T>(best, values);
+    second = lanewise_max<T>(second, lanewise_min<T>(values, best));
+    best = lanewise_max<T>(best, values);
   };
   int64_t i = 0;
   for (; i + kLanes<T> <= group_size; i += kLanes<T>) add(load_vector(biased + i));
   Vector<T> rest = lowest;
   for (int64_t lane = 0; i + lane < group_size; ++lane) rest[lane] = biased[i + lane];
   add(rest);
-  // The best two of disjoint lanes, until each lane has them of all.
+  // Each step merges the two best of a lane with those of the lane `distance` further on, which come from other scores.
+  // In the end every lane holds the two best of all.
 #pragma GCC unroll 4
   for (int distance = kLanes<T> / 2; distance > 0; distance /= 2) {
     const Vector<T> other = rotated<T>(best, distance);
-    second = larger<T>(smaller<T>(best, other), larger<T>(second, rotated<T>(second, distance)));
-    best = larger<T>(best, other);
+    second = lanewise_max<T>(lanewise_min<T>(best, other), lanewise_max<T>(second, rotated<T>(second, distance)));
+    best = lanewise_max<T>(best, other);
   }
   return group_score == GroupScore::top2 && group_size > 1 ? best[0] + second[0] : best[0];
 }
 
+// A NaN compares false with everything: whether it is selected would depend on its position alone.
 template <class T>
 bool has_nan(const T* values, int64_t count) {
   auto is_nan = Vector<T>{} != Vector<T>{};
@@ -118,8 +123,9 @@ bool has_nan(const T* values, int64_t count) {
   return any;
 }
 
-// Scratch memory of one token. All arithmetic happens here, on aligned memory: Eigen treats the unaligned ends of a
-// row differently, and results must not depend on where a tensor begins.
+// Scratch memory of one token. All arithmetic is done here, in memory that is aligned: Eigen computes the elements
+// before the first aligned one with scalar functions, which round differently, and results must not depend on the
+// address of a tensor.
 template <class T>
 struct TokenScratch {
   T* scores;
@@ -127,23 +133,23 @@ struct TokenScratch {
   T* weights;
   T* group_scores;
   int64_t* groups;
-  int64_t* is_open;
+  int64_t* group_is_selected;
 };
 
 template <class T>
 void select_experts(const Route<T>& a, int64_t token, const TokenScratch<T>& s) {
   const RoutingRule& rule = a.rule;
-  Selection<T> experts(s.biased, a.experts.columns, a.experts.row(token));
+  TopK<T> experts(s.biased, a.experts.columns, a.experts.row(token));
   if (rule.num_groups == 1) return experts.add_range(0, a.logits.columns);
   const int64_t group_size = a.logits.columns / rule.num_groups;
   for (int64_t group = 0; group < rule.num_groups; ++group) {
     s.group_scores[group] = score_group(rule.group_score, s.biased + group * group_size, group_size);
   }
-  Selection<T>(s.group_scores, rule.top_k_groups, s.groups).add_range(0, rule.num_groups);
-  zero_row(s.is_open, rule.num_groups);
-  for (int64_t i = 0; i < rule.top_k_groups; ++i) s.is_open[s.groups[i]] = 1;
+  TopK<T>(s.group_scores, rule.top_k_groups, s.groups).add_range(0, rule.num_groups);
+  zero_row(s.group_is_selected, rule.num_groups);
+  for (int64_t i = 0; i < rule.top_k_groups; ++i) s.group_is_selected[s.groups[i]] = 1;
   for (int64_t group = 0; group < rule.num_groups; ++group) {
-    if (s.is_open[group] != 0) experts.add_range(group * group_size, (group + 1) * group_size);
+    if (s.group_is_selected[group] != 0) experts.add_range(group * group_size, (group + 1) * group_size);
   }
 }
 
@@ -178,7 +184,7 @@ void route_token(const Route<T>& a, int64_t token, const TokenScratch<T>& s) {
   copy_row(s.weights, a.weights.row(token), top_k);
 }
 
-// The gradient of the normalised weights, from that of the K selected scores on: grad becomes d/dscore.
+// Backward of normalize: turns `grad` from the gradient of the weights into that of the K selected scores.
 template <class T>
 void normalize_backward(const RoutingRule& rule, ConstRow<T> selected, Row<T> grad) {
   grad *= T(rule.scale);
@@ -193,7 +199,7 @@ void normalize_backward(const RoutingRule& rule, ConstRow<T> selected, Row<T> gr
   grad = (softmax * (grad - (grad * softmax).sum())).eval();
 }
 
-// d score / d logit, for the functions that work on each logit by itself
+// d score / d logit, for the elementwise score functions
 template <class T>
 T score_slope(ScoreFunction function, T logit, T score) {
   switch (function) {
@@ -217,7 +223,7 @@ void route_token_backward(const RouteBackward<T>& a, int64_t token, T* score_scr
   Row<T> grad(grad_scratch, top_k);
   Row<T> grad_logits(a.grad_logits.row(token), num_experts);
 
-  const bool is_softmax = a.rule.score_function == ScoreFunction::softmax;  // the others see each logit by itself
+  const bool is_softmax = a.rule.score_function == ScoreFunction::softmax;  // the others are elementwise
   if (is_softmax) score_row<T>(a.rule.score_function, ConstRow<T>(a.logits.row(token), num_experts), scores);
   for (int64_t k = 0; k < top_k; ++k) {
     selected_scratch[k] = is_softmax ? scores[experts[k]] : a.logits.row(token)[experts[k]];

@@ -1,4 +1,4 @@
-// Scores, selection of the top experts, and the routing weights.
+// Routing: scores of the experts, the top K of each token, and their weights.
 #pragma once
 
 #include "executor.h"
@@ -10,7 +10,7 @@ enum class ScoreFunction { softmax, sigmoid, sqrtsoftplus, identity };
 enum class Normalization { none, sum, softmax };
 enum class GroupScore { top2, max };  // the sum of a group's two best experts, or its best one
 
-// How a token's experts are chosen and weighed.
+// How a token's experts are selected, and how their scores become weights.
 struct RoutingRule {
   ScoreFunction score_function;
   Normalization normalization;

@@ -1,4 +1,5 @@
-// What the kernels do with one row of a matrix. Only for the .cpp files that are compiled per instruction set.
+// Operations on rows of matrices: copy, convert, scale, sum, dot product, prefetch. Only for the .cpp files that are
+// compiled per instruction set.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +12,11 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// Columns that are worked on at a time: their accumulators stay in the first-level cache.
+// Columns of a row that are worked on at a time: at most 2 KiB in an accumulator's type, so that several such buffers
+// lie in a first-level cache of 32 KiB.
 constexpr int64_t kColumnBlock = 256;
 
-// Empty tensors have no memory: memcpy and memset must not see their null pointers.
+// Empty tensors have null pointers, which memcpy and memset must not be given even for 0 bytes.
 template <class T>
 MAXMOE_INLINE void copy_row(const T* source, T* target, int64_t count) {
   if (count > 0) std::memcpy(target, source, static_cast<size_t>(count) * sizeof(T));
@@ -25,34 +27,39 @@ MAXMOE_INLINE void zero_row(T* target, int64_t count) {
   if (count > 0) std::memset(static_cast<void*>(target), 0, static_cast<size_t>(count) * sizeof(T));
 }
 
-// How many elements there are before the first line of the caches that begins in a row.
 template <class T>
-MAXMOE_INLINE int64_t elements_to_line(const T* row) {
-  const auto past_line = static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) % kCacheLine);
-  return past_line == 0 ? 0 : (kCacheLine - past_line) / static_cast<int64_t>(sizeof(T));
+constexpr auto kCacheLineElements = static_cast<int64_t>(kCacheLineBytes / sizeof(T));
+
+// How many elements of a row lie before the first cache line that begins in it.
+template <class T>
+MAXMOE_INLINE int64_t elements_to_cache_line(const T* row) {
+  const auto past_line = static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) % kCacheLineBytes);
+  return past_line == 0 ? 0 : (kCacheLineBytes - past_line) / static_cast<int64_t>(sizeof(T));
 }
 
-// target = source, past the caches where it covers their lines; see stream_vector.
+// target = source. Cache lines that the row covers whole are stored non-temporally (see store_vector_nontemporal), the
+// parts of lines at its ends are not: those lines also hold elements of its neighbours.
 template <class T>
-MAXMOE_INLINE void stream_row(const T* source, T* target, int64_t count) {
-  constexpr auto kLine = static_cast<int64_t>(kCacheLine / sizeof(T));
-  int64_t i = at_most(elements_to_line(target), count);
+MAXMOE_INLINE void copy_row_nontemporal(const T* source, T* target, int64_t count) {
+  constexpr int64_t kLine = kCacheLineElements<T>;
+  int64_t i = at_most(elements_to_cache_line(target), count);
   copy_row(source, target, i);
   for (; i + kLine <= count; i += kLine) {
 #pragma GCC unroll 4
     for (int64_t part = 0; part < kLine; part += kVectorBytes / sizeof(T)) {
       Vector<uint32_t> vector;
       std::memcpy(&vector, source + i + part, sizeof(vector));
-      stream_vector(target + i + part, vector);
+      store_vector_nontemporal(target + i + part, vector);
     }
   }
   copy_row(source + i, target + i, count - i);
 }
 
-// No processor foresees where the next row is. A row that begins amid a line ends in one more.
+// Prefetches all cache lines of a row. Hardware prefetchers follow consecutive lines and constant strides: where the
+// next row is taken by index, or a page away, they miss it. A row that does not begin on a cache line ends in one more.
 template <class T>
 MAXMOE_INLINE void prefetch_row(const T* row, int64_t columns) {
-  for (int64_t c = 0; c < columns; c += kCacheLine / sizeof(T)) __builtin_prefetch(row + c);
+  for (int64_t c = 0; c < columns; c += kCacheLineBytes / sizeof(T)) __builtin_prefetch(row + c);
   __builtin_prefetch(row + columns - 1);
 }
 
@@ -74,81 +81,85 @@ MAXMOE_INLINE void narrow_row(const Accumulator<T>* __restrict source, T* __rest
   for (; i < count; ++i) target[i] = narrow<T>(source[i]);
 }
 
-// target = weight * source, in whole vectors; returns how many elements these are.
-template <class T, bool kStreamed>
-MAXMOE_INLINE int64_t scale_vectors(const T* source, Accumulator<T> weight, T* target, int64_t count) {
-  constexpr int64_t kWidth = 2 * kLanes<Accumulator<T>>;
+// target = weight * source for the elements that fill vectors; returns how many these are.
+template <class T, bool kNonTemporal>
+MAXMOE_INLINE int64_t scale_whole_vectors(const T* source, Accumulator<T> weight, T* target, int64_t count) {
+  constexpr int64_t kWidth = kLanesX2<Accumulator<T>>;
   int64_t i = 0;
   for (; i + kWidth <= count; i += kWidth) {
-    const auto two = load_two(source + i);
-    store_two_narrowed<T, kStreamed>(target + i, {weight * two.first, weight * two.second});
+    const auto x2 = load_x2(source + i);
+    store_narrowed_x2<T, kNonTemporal>(target + i, {weight * x2.first, weight * x2.second});
   }
   return i;
 }
 
-// target = weight * source; the last vectors overlap those before
+// target = weight * source. The elements left over are done with vectors that end with the row and overlap those
+// before, which store the same values again; only a row shorter than that takes the scalar loop.
 template <class T>
 MAXMOE_INLINE void scale_row(const T* source, Accumulator<T> weight, T* target, int64_t count) {
-  constexpr int64_t kWidth = 2 * kLanes<Accumulator<T>>;
+  constexpr int64_t kWidth = kLanesX2<Accumulator<T>>;
   const int64_t last = count - kWidth;
-  int64_t i = scale_vectors<T, false>(source, weight, target, count);
-  if (i < count && last >= 0) i = last + scale_vectors<T, false>(source + last, weight, target + last, kWidth);
+  int64_t i = scale_whole_vectors<T, false>(source, weight, target, count);
+  if (i < count && last >= 0) i = last + scale_whole_vectors<T, false>(source + last, weight, target + last, kWidth);
   for (; i < count; ++i) target[i] = narrow<T>(weight * widen(source[i]));
 }
 
-// target = weight * source, past the caches where it covers their lines; see stream_vector.
+// target = weight * source, with non-temporal stores as in copy_row_nontemporal. The ends are scaled in a buffer, as
+// whole vectors, and the part of it that belongs to them is copied.
 template <class T>
-MAXMOE_INLINE void stream_scaled_row(const T* source, Accumulator<T> weight, T* target, int64_t count) {
-  constexpr int64_t kWidth = 2 * kLanes<Accumulator<T>>;
-  constexpr auto kLine = static_cast<int64_t>(kCacheLine / sizeof(T));
-  constexpr int64_t kWhole = kWidth < kLine ? kLine : kWidth;  // vectors that fill lines
+MAXMOE_INLINE void scale_row_nontemporal(const T* source, Accumulator<T> weight, T* target, int64_t count) {
+  constexpr int64_t kWidth = kLanesX2<Accumulator<T>>;
+  constexpr int64_t kWhole =
+      kWidth < kCacheLineElements<T> ? kCacheLineElements<T> : kWidth;  // of lines and of vectors
   T part[kWhole];
   const int64_t scaled = at_most(count, kWhole);
-  const int64_t begin = at_most(elements_to_line(target), count);
+  const int64_t begin = at_most(elements_to_cache_line(target), count);
   const int64_t end = count - (count - begin) % kWhole;
   if (begin > 0) {
     scale_row(source, weight, part, scaled);
     copy_row(part, target, begin);
   }
-  scale_vectors<T, true>(source + begin, weight, target + begin, end - begin);
+  scale_whole_vectors<T, true>(source + begin, weight, target + begin, end - begin);
   if (end < count) {
     scale_row(source + count - scaled, weight, part, scaled);
     copy_row(part + scaled - (count - end), target + end, count - end);
   }
 }
 
-// target = sum over i < count of weight_of(i) * rows[index_of(i)], in this order; a negative index is left out.
+// target = sum over i < count of weight_of(i) * rows[index_of(i)], in this order; a negative index is left out. The
+// sums of a block of columns stay in registers while all rows are read. Every column has a sum of its own, so that its
+// bits do not depend on the block that it falls into.
 template <class T, class IndexOf, class WeightOf>
 MAXMOE_INLINE void sum_weighted_rows(ConstMatrixView<T> rows, int64_t count, const IndexOf& index_of,
                                      const WeightOf& weight_of, T* target) {
   using S = Accumulator<T>;
-  constexpr int64_t kWidth = 2 * kLanes<S>;
+  constexpr int64_t kWidth = kLanesX2<S>;
   int64_t column = 0;
-  const auto block = [&]<int kTwos> {
-    TwoVectors<S> sum[kTwos] = {};
+  const auto block = [&]<int kVectorsX2> {
+    VectorX2<S> sum[kVectorsX2] = {};
     for (int64_t i = 0; i < count; ++i) {
       const int64_t index = index_of(i);
       if (index < 0) continue;
       const T* row = rows.row(index) + column;
       const S weight = weight_of(i);
 #pragma GCC unroll 4
-      for (int v = 0; v < kTwos; ++v) {
-        const TwoVectors<S> two = load_two(row + v * kWidth);
-        sum[v] = {multiply_add<S>(sum[v].first, weight, two.first), multiply_add<S>(sum[v].second, weight, two.second)};
+      for (int v = 0; v < kVectorsX2; ++v) {
+        const VectorX2<S> x2 = load_x2(row + v * kWidth);
+        sum[v] = {multiply_add<S>(sum[v].first, weight, x2.first), multiply_add<S>(sum[v].second, weight, x2.second)};
       }
     }
 #pragma GCC unroll 4
-    for (int v = 0; v < kTwos; ++v) store_two_narrowed<T>(target + column + v * kWidth, sum[v]);
-    column += kTwos * kWidth;
+    for (int v = 0; v < kVectorsX2; ++v) store_narrowed_x2<T>(target + column + v * kWidth, sum[v]);
+    column += kVectorsX2 * kWidth;
   };
-  while (column + 4 * kWidth <= rows.columns) block.template operator()<4>();  // a cache line or more of each row
+  while (column + 4 * kWidth <= rows.columns) block.template operator()<4>();  // at least a cache line of each row
   while (column + kWidth <= rows.columns) block.template operator()<1>();
   if (column == rows.columns) return;
-  if (rows.columns >= kWidth) {  // the last vectors overlap those before
+  if (rows.columns >= kWidth) {  // the last vectors overlap those before, and store the same values again
     column = rows.columns - kWidth;
     return block.template operator()<1>();
   }
-  const int64_t few = at_most(rows.columns, kWidth);
+  const int64_t few = at_most(rows.columns, kWidth);  // all columns: the limit is known to the compiler
   S sum[kWidth] = {};
   for (int64_t i = 0; i < count; ++i) {
     const int64_t index = index_of(i);
@@ -160,19 +171,19 @@ MAXMOE_INLINE void sum_weighted_rows(ConstMatrixView<T> rows, int64_t count, con
   for (int64_t c = 0; c < few; ++c) target[c] = narrow<T>(sum[c]);
 }
 
-// <a, b>, summed in a fixed order
+// <a, b>. The order of summation depends on `count` and the width of vectors alone: the result is bitwise reproducible.
 template <class T>
 MAXMOE_INLINE Accumulator<T> dot_rows(const T* a, const T* b, int64_t count) {
   using S = Accumulator<T>;
-  constexpr int kSums = 2;
-  constexpr int64_t kWidth = 2 * kLanes<S>;
-  TwoVectors<S> sums[kSums] = {};
+  constexpr int kSums = 2;  // four chains of multiply-adds with the two vectors of each, to cover their latency
+  constexpr int64_t kWidth = kLanesX2<S>;
+  VectorX2<S> sums[kSums] = {};
   int64_t i = 0;
   for (; i + kSums * kWidth <= count; i += kSums * kWidth) {
 #pragma GCC unroll 2
     for (int v = 0; v < kSums; ++v) {
-      const TwoVectors<S> left = load_two(a + i + v * kWidth);
-      const TwoVectors<S> right = load_two(b + i + v * kWidth);
+      const VectorX2<S> left = load_x2(a + i + v * kWidth);
+      const VectorX2<S> right = load_x2(b + i + v * kWidth);
       sums[v] = {sums[v].first + left.first * right.first, sums[v].second + left.second * right.second};
     }
   }

@@ -6,8 +6,8 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// Rows of one result per task; a task sums over all rows of its group, so that the order of sums is fixed.
-constexpr int64_t kTileRowsOfResult = 264;
+// Rows of one result per task. The sum over the rows of a group is never split, so that its order is fixed.
+constexpr int64_t kOutRowsPerTask = kMC;
 
 template <class T>
 void zero_rows(MatrixView<T> out) {
@@ -19,21 +19,21 @@ void zero_rows(MatrixView<T> out) {
 template <class T>
 void tgmm(const Tgmm<T>& a, const Executor& executor) {
   const GroupTiles list = make_whole_groups(a.group_sizes, a.num_groups, kWorkListScratch);
-  const int64_t row_tiles = (a.out.first.rows + kTileRowsOfResult - 1) / kTileRowsOfResult;
+  const int64_t row_tasks = (a.out.first.rows + kOutRowsPerTask - 1) / kOutRowsPerTask;
   const auto multiply = [&](int64_t index) {
-    const GroupTile& rows = list.tiles[index / row_tiles];
+    const GroupTile& rows = list.tiles[index / row_tasks];
     const int64_t local = rows.group - a.group_offset;
     if (local < 0 || local >= a.out.count) return;
-    const int64_t begin = index % row_tiles * kTileRowsOfResult;
-    const int64_t end = at_most(begin + kTileRowsOfResult, a.out.first.rows);
+    const int64_t begin = index % row_tasks * kOutRowsPerTask;
+    const int64_t end = at_most(begin + kOutRowsPerTask, a.out.first.rows);
     const MatrixView<T> out = a.out[local].row_range(begin, end);
     if (rows.begin == rows.end) return zero_rows(out);
     a.gemm->multiply(a.lhs.row_range(rows.begin, rows.end).column_range(begin, end).transposed(),
                      a.rhs.row_range(rows.begin, rows.end), out, false);
   };
-  // Writing the result counts as one row.
+  // Of a group without rows the result is still written: as much time as one row takes.
   const int64_t multiply_adds = (a.lhs.rows + a.out.count) * a.lhs.columns * a.rhs.columns;
-  run_tasks(executor, list.count * row_tiles, multiply_adds, Task(multiply));
+  run_tasks(executor, list.count * row_tasks, multiply_adds, Task(multiply));
 
   for (int64_t local = 0; local < a.out.count; ++local) {
     const int64_t group = local + a.group_offset;

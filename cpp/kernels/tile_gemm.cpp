@@ -1,191 +1,230 @@
-// How the product is computed. A micro-tile of c, kHeight rows and kWidth columns, stays in registers while the inner
-// dimension runs past: per step one vector load for each kLanes columns of b and one broadcast for each row of a. Its
-// columns of b are first copied to a panel, where they follow each other (and are widened, and transposed where b is).
-// The panel stays in the first- or second-level cache while all rows of a block of a run past it. With few rows the
-// copy would cost more than it gives: b is read where it lies, and multiplied from the left where it is transposed.
+// The product as a loop nest around a micro-kernel, in the words of BLIS (Van Zee and van de Geijn, 2015). Its loops,
+// outermost first:
 //
-// Where the processor multiplies pairs of bfloat16, a step is two elements of the inner dimension, and a block of a and
-// a panel of b hold pairs.
+//   ic  blocks of MC rows of A and C                        multiply
+//   pc  blocks of KC of the inner dimension: packs A        multiply_row_block, multiply_block
+//   jc  blocks of NC columns of B and C: packs B            multiply_packed_b
+//   jr  micro-panels of B, of NR columns                    multiply_packed_b
+//   ir  micro-tiles of C, of MR rows                        multiply_micro_panel
+//   k   steps of the inner dimension                        micro_kernel
+//
+// A micro-tile of C stays in registers during k, a micro-panel of B in the first- or second-level cache during ir, and
+// the block of A in the second- or third-level cache during jc. Unlike in BLIS, jc is not outermost: callers cut C into
+// blocks of rows, which run on different threads and pack B each for itself. NC then only bounds how much of B is
+// packed at a time.
+//
+// With few rows of A each element of packed B is used so rarely that packing costs more than it saves. Then B is read
+// in place:
+//
+//   B row-major, up to MR rows of A                         multiply_few_rows (few_rows.h)
+//   B row-major, a few more rows, nothing to convert        multiply_unpacked_b
+//   B transposed                                            multiply_transposed, which computes C^T = B^T * A^T
+//
+// With AVX512-BF16 packed blocks of bfloat16 matrices hold BFloat16Pairs, and a step is two elements of the inner
+// dimension.
 #include "tile_gemm.h"
 
 #include "few_rows.h"
-#include "micro_tile.h"
-#include "panels.h"
+#include "micro_kernel.h"
+#include "pack.h"
 #include "row.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// Rows of a and steps of the inner dimension that are worked on at a time: they fit into the second-level cache, or
-// stream from the third at no loss.
-constexpr int64_t kBlockRows = 264;
-constexpr int64_t kBlockDepth = 2048;
+// The inner dimension in a block. In float32 a micro-panel of B (KC x NR) takes 128 KiB (AVX2) or 256 KiB (AVX-512),
+// and a block of A (MC x KC) 2 MiB: more than many second-level caches, but reading it from the third costs no time.
+// The next block continues the sums in the accumulator's type, so that KC does not change the bits of a result.
+constexpr int64_t kKC = 2048;
 
-static_assert(kBlockRows % kHeight == 0 && kBlockDepth % 2 == 0);
+static_assert(kMC % kMR == 0, "a block of MC rows has full micro-tiles only");
+static_assert(kKC % 2 == 0, "blocks end between pairs");
 
-#if defined(__AVX512BF16__) || defined(MAXMOE_PAIRS)
-constexpr bool kHasPairs = true;
+// MAXMOE_BFLOAT16_PAIRS: pairs in plain arithmetic, for tests on processors without the instruction.
+#if defined(__AVX512BF16__) || defined(MAXMOE_BFLOAT16_PAIRS)
+constexpr bool kMultipliesPairs = true;
 #else
-constexpr bool kHasPairs = false;
+constexpr bool kMultipliesPairs = false;
 #endif
 
-// The columns of b that a micro-tile takes: a panel, or where they lie.
+// Rows of A up to which a row-major B is not packed: three micro-tiles. Measured with AVX2 in float32: 0.8 of the time
+// of packing B for 8 to 16 rows, up to 1.6 times that time for 32 rows and more.
+constexpr int64_t kMaxRowsUnpackedB = 3 * int64_t{kMR};
+
+// Rows of A for which the transposed product is faster than packing a transposed B (measured). If elements have to be
+// converted, those of B are so each time that they are read: rows of A must fill at least half of a micro-panel, and no
+// more than one.
+template <class S>
+constexpr int64_t kMaxRowsTransposed = 2 * int64_t{kNR<S>};
+template <class S>
+constexpr int64_t kMinRowsTransposedConverted = kNR<S> / 2;
+template <class S>
+constexpr int64_t kMaxRowsTransposedConverted = kNR<S>;
+
+// Rows of B^T that the transposed product prefetches while it computes a micro-tile: about as many as the next one has
+// (MR is 6 or 12), and a power of two.
+constexpr int64_t kPrefetchedRows = 8;
+
+// The NR columns of B that a micro-kernel reads: a packed micro-panel, or in place.
 template <class Element>
-struct RightColumns {
+struct BColumns {
   const Element* data;
-  int64_t stride;  // of rows
+  int64_t row_stride;
 };
 
-// sum = or += a * b for the columns of one micro-tile.
-template <Layout kLayout, class Element, class S, class Ask>
-void multiply_columns(LeftBlock<Element> left, RightColumns<Element> right, int64_t depth, MatrixView<S> sum,
-                      bool accumulate, const Ask& ask) {
-  const bool is_whole = sum.columns == kWidth<S> && sum.column_stride == 1;
-  for (int64_t begin = 0; begin < sum.rows; begin += kHeight) {
-    const MatrixView<S> rows = sum.row_range(begin, at_most(sum.rows, begin + kHeight));
-    const auto micro = micro_tile_of<S, Element, Ask, kLayout>(rows.rows);
-    const Element* a = left.data + begin * (kLayout == Layout::rows ? left.stride : depth);
-    if (is_whole) {
-      micro(a, left.stride, right.data, right.stride, depth, rows.data, rows.row_stride, accumulate, ask);
+// c = or += a * b for at most NR columns: the loop ir. A micro-tile that is not full, or whose columns are not
+// neighbours in memory, is computed in a buffer and copied.
+template <ALayout kALayout, class Element, class S, class Prefetch>
+void multiply_micro_panel(ABlock<Element> a, BColumns<Element> b, int64_t num_steps, MatrixView<S> c, bool accumulate,
+                          const Prefetch& prefetch) {
+  const bool is_full = c.columns == kNR<S> && c.column_stride == 1;
+  for (int64_t ir = 0; ir < c.rows; ir += kMR) {
+    const MatrixView<S> c_rows = c.row_range(ir, at_most(c.rows, ir + kMR));
+    const auto kernel = micro_kernel_of_rows<S, Element, Prefetch, kALayout>(c_rows.rows);
+    const Element* a_rows = a.data + ir * (kALayout == ALayout::rows ? a.row_stride : num_steps);
+    if (is_full) {
+      kernel(a_rows, a.row_stride, b.data, b.row_stride, num_steps, c_rows.data, c_rows.row_stride, accumulate,
+             prefetch);
       continue;
     }
-    alignas(kVectorBytes) S tile[kHeight * kWidth<S>] = {};
+    alignas(kVectorBytes) S tile[kMR * kNR<S>] = {};
     const auto for_elements = [&](const auto& copy) {
-      for (int64_t r = 0; r < rows.rows; ++r) {
-        for (int64_t c = 0; c < rows.columns; ++c) copy(tile[r * kWidth<S> + c], rows.row(r)[c * rows.column_stride]);
+      for (int64_t r = 0; r < c_rows.rows; ++r) {
+        for (int64_t j = 0; j < c_rows.columns; ++j) {
+          copy(tile[r * kNR<S> + j], c_rows.row(r)[j * c_rows.column_stride]);
+        }
       }
     };
-    if (accumulate) for_elements([](S& in_tile, S of_sum) { in_tile = of_sum; });
-    micro(a, left.stride, right.data, right.stride, depth, tile, kWidth<S>, accumulate, ask);
-    for_elements([](S in_tile, S& of_sum) { of_sum = in_tile; });
+    if (accumulate) for_elements([](S& in_tile, S in_c) { in_tile = in_c; });
+    kernel(a_rows, a.row_stride, b.data, b.row_stride, num_steps, tile, kNR<S>, accumulate, prefetch);
+    for_elements([](S in_tile, S& in_c) { in_c = in_tile; });
   }
 }
 
-// sum = or += a * b; a block of rows and of the inner dimension.
+// c = or += a * b for a block of A: the loops jc and jr.
 template <class Element, class T>
-void multiply_panels(LeftBlock<Element> left, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sum, bool accumulate) {
-  constexpr int64_t kPanelWidth = kWidth<Accumulator<T>>;
-  const int64_t depth = steps<Element>(b.rows);
-  const auto multiply = left.layout == Layout::rows
-                            ? multiply_columns<Layout::rows, Element, Accumulator<T>, AskNothing>
-                            : multiply_columns<Layout::panels, Element, Accumulator<T>, AskNothing>;
-  for (int64_t begin = 0; begin < b.columns; begin += kPanels * kPanelWidth) {
-    const int64_t end = at_most(b.columns, begin + kPanels * kPanelWidth);
-    const Element* panel = right_panels<Element>(b.column_range(begin, end));
-    for (int64_t column = begin; column < end; column += kPanelWidth, panel += depth * kPanelWidth) {
-      const MatrixView<Accumulator<T>> columns = sum.column_range(column, at_most(end, column + kPanelWidth));
-      multiply(left, {panel, kPanelWidth}, depth, columns, accumulate, AskNothing());
+void multiply_packed_b(ABlock<Element> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> c, bool accumulate) {
+  using S = Accumulator<T>;
+  const int64_t num_steps = steps_of_depth<Element>(b.rows);
+  const auto multiply = a.layout == ALayout::rows ? multiply_micro_panel<ALayout::rows, Element, S, NoPrefetch>
+                                                  : multiply_micro_panel<ALayout::micro_panels, Element, S, NoPrefetch>;
+  for (int64_t jc = 0; jc < b.columns; jc += kNC<S>) {
+    const int64_t jc_end = at_most(b.columns, jc + kNC<S>);
+    const Element* panel = pack_b<Element>(b.column_range(jc, jc_end));
+    for (int64_t jr = jc; jr < jc_end; jr += kNR<S>, panel += num_steps * kNR<S>) {
+      const MatrixView<S> c_columns = c.column_range(jr, at_most(jc_end, jr + kNR<S>));
+      multiply(a, {panel, kNR<S>}, num_steps, c_columns, accumulate, NoPrefetch());
     }
   }
 }
 
-// Whether copying b would cost more than it gives, as its rows are multiplied with few rows of a. They are lines apart
-// then, so that none of its vectors lies in two lines.
+// B must be aligned, and its rows whole vectors apart: then no vector load crosses a cache line.
 template <class T>
-bool is_read_in_place(ConstMatrixView<T> a, ConstMatrixView<T> b) {
+bool is_faster_unpacked(ConstMatrixView<T> a, ConstMatrixView<T> b) {
   const auto is_aligned = [](int64_t address) { return address % kVectorBytes == 0; };
-  return a.column_stride == 1 && b.column_stride == 1 && a.rows <= 3 * kHeight &&
+  return a.column_stride == 1 && b.column_stride == 1 && a.rows <= kMaxRowsUnpackedB &&
          is_aligned(reinterpret_cast<intptr_t>(b.data)) && is_aligned(b.row_stride * int64_t{sizeof(T)});
 }
 
-// sum = or += a * b for the columns that fill micro-tiles, with b read where it lies; returns how many these are. While
-// some columns are multiplied, those next to them are asked for.
+// c = or += a * b for the columns that fill micro-tiles, with B read in place; returns how many these are. At step k
+// the micro-kernel prefetches row k of the next micro-panel: its rows are a stride apart,
+// which for large matrices is more than a page, where hardware prefetchers stop.
 template <class T>
-int64_t multiply_in_place(LeftBlock<T> left, ConstMatrixView<T> b, MatrixView<T> sum, bool accumulate) {
-  constexpr int kEveryRow = 62;
-  int64_t begin = 0;
-  for (; begin + kWidth<T> <= b.columns; begin += kWidth<T>) {
-    const T* columns = b.data + begin;
-    const AskRows next{reinterpret_cast<const std::byte*>(columns + kWidth<T>), b.row_stride * int64_t{sizeof(T)},
-                       kEveryRow};
-    multiply_columns<Layout::rows>(left, {columns, b.row_stride}, b.rows, sum.column_range(begin, begin + kWidth<T>),
-                                   accumulate, next);
+int64_t multiply_unpacked_b(ABlock<T> a, ConstMatrixView<T> b, MatrixView<T> c, bool accumulate) {
+  int64_t jr = 0;
+  for (; jr + kNR<T> <= b.columns; jr += kNR<T>) {
+    const T* columns = b.data + jr;
+    const PrefetchRows next_panel(columns + kNR<T>, b.row_stride, /*num_rows=*/b.rows);
+    multiply_micro_panel<ALayout::rows>(a, {columns, b.row_stride}, b.rows, c.column_range(jr, jr + kNR<T>), accumulate,
+                                        next_panel);
   }
-  return begin;
+  return jr;
 }
 
-// Whether copying a transposed b would cost more than multiplying it from the left, with rows of a that do not fill
-// micro-tiles. Rows that have to be widened first are worth it where they fill half of one.
 template <class Element, class T>
-bool is_multiplied_from_left(ConstMatrixView<T> a, ConstMatrixView<T> b) {
-  constexpr int64_t kPanelWidth = kWidth<Accumulator<T>>;
-  const bool is_few_rows =
-      std::is_same_v<Element, T> ? a.rows <= 2 * kPanelWidth : kPanelWidth / 2 <= a.rows && a.rows <= kPanelWidth;
+bool is_faster_transposed(ConstMatrixView<T> a, ConstMatrixView<T> b) {
+  using S = Accumulator<T>;
+  const bool is_few_rows = std::is_same_v<Element, T>
+                               ? a.rows <= kMaxRowsTransposed<S>
+                               : kMinRowsTransposedConverted<S> <= a.rows && a.rows <= kMaxRowsTransposedConverted<S>;
   return is_few_rows && a.column_stride == 1 && b.column_stride != 1;
 }
 
-// sum = or += a * b by way of the transposed product: panels are those of a, and b is read where it lies. While some
-// columns of b are multiplied, those after them are asked for.
+// c = or += a * b for a transposed B, as C^T = or += B^T * A^T: B^T is row-major, and read in
+// place (or converted MR rows at a time), and A^T, of few columns, is packed.
 template <class Element, class T>
-void multiply_from_left(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sum, bool accumulate) {
-  constexpr int64_t kPanelWidth = kWidth<Accumulator<T>>;
-  constexpr int kEightRows = 3;
+void multiply_transposed(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> c, bool accumulate) {
+  using S = Accumulator<T>;
   const ConstMatrixView<T> left = b.transposed();
-  const int64_t depth = steps<Element>(left.columns);
-  const Element* const panels = right_panels<Element>(a.transposed());
-  for (int64_t begin = 0; begin < left.rows; begin += kHeight) {
-    const int64_t end = at_most(left.rows, begin + kHeight);
-    const LeftBlock<Element> block = left_block<Element>(left.row_range(begin, end));
-    const AskRows next{reinterpret_cast<const std::byte*>(left.row(begin + kHeight)),
-                       left.row_stride * int64_t{sizeof(T)}, kEightRows};
-    for (int64_t row = 0; row < sum.rows; row += kPanelWidth) {
-      const MatrixView<Accumulator<T>> out = sum.row_range(row, at_most(sum.rows, row + kPanelWidth));
-      multiply_columns<Layout::rows>(block, {panels + row * depth, kPanelWidth}, depth,
-                                     out.column_range(begin, end).transposed(), accumulate, next);
+  const int64_t num_steps = steps_of_depth<Element>(left.columns);
+  const Element* const panels = pack_b<Element>(a.transposed());
+  for (int64_t ir = 0; ir < left.rows; ir += kMR) {
+    const int64_t ir_end = at_most(left.rows, ir + kMR);
+    const ABlock<Element> block = pack_a<Element>(left.row_range(ir, ir_end));
+    const PrefetchRows next_rows(left.row(ir + kMR), left.row_stride, kPrefetchedRows);
+    for (int64_t jr = 0; jr < c.rows; jr += kNR<S>) {
+      const MatrixView<S> c_tile = c.row_range(jr, at_most(c.rows, jr + kNR<S>)).column_range(ir, ir_end);
+      multiply_micro_panel<ALayout::rows>(block, {panels + jr * num_steps, kNR<S>}, num_steps, c_tile.transposed(),
+                                          accumulate, next_rows);
     }
   }
 }
 
+// c = or += a * b for a block of at most MC rows and KC of the inner dimension: chooses what is packed.
 template <class T>
-void multiply_block(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sum, bool accumulate) {
-  using Element = std::conditional_t<kHasPairs && std::is_same_v<T, BFloat16>, Pair, Accumulator<T>>;
-  if (is_multiplied_from_left<Element>(a, b)) return multiply_from_left<Element>(a, b, sum, accumulate);
-  const LeftBlock<Element> left = left_block<Element>(a);
+void multiply_block(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> c, bool accumulate) {
+  using Element = std::conditional_t<kMultipliesPairs && std::is_same_v<T, BFloat16>, BFloat16Pair, Accumulator<T>>;
+  if (is_faster_transposed<Element>(a, b)) return multiply_transposed<Element>(a, b, c, accumulate);
+  const ABlock<Element> block = pack_a<Element>(a);
   int64_t done = 0;
   if constexpr (std::is_same_v<Element, T>) {
-    if (is_read_in_place(a, b)) done = multiply_in_place(left, b, sum, accumulate);
+    if (is_faster_unpacked(a, b)) done = multiply_unpacked_b(block, b, c, accumulate);
   }
-  multiply_panels(left, b.column_range(done, b.columns), sum.column_range(done, b.columns), accumulate);
+  multiply_packed_b(block, b.column_range(done, b.columns), c.column_range(done, b.columns), accumulate);
 }
 
+// c = or += a * b for at most MC rows: the loop pc. It runs once even if the inner dimension is 0: c must become 0.
 template <class T>
-void multiply_rows(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sum, bool accumulate) {
-  for (int64_t begin = 0; begin < a.columns || begin == 0; begin += kBlockDepth) {
-    const int64_t end = at_most(a.columns, begin + kBlockDepth);
-    multiply_block(a.column_range(begin, end), b.row_range(begin, end), sum, accumulate || begin > 0);
+void multiply_row_block(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> c, bool accumulate) {
+  for (int64_t pc = 0; pc < a.columns || pc == 0; pc += kKC) {
+    const int64_t pc_end = at_most(a.columns, pc + kKC);
+    multiply_block(a.column_range(pc, pc_end), b.row_range(pc, pc_end), c, accumulate || pc > 0);
   }
 }
 
+// The loop ic. C of 16-bit types is summed in a buffer of the accumulator's type, so that it is rounded once, after all
+// blocks of the inner dimension.
 template <class T>
 void multiply(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<T> c, bool accumulate) {
   using S = Accumulator<T>;
-  for (int64_t begin = 0; begin < c.rows; begin += kBlockRows) {
-    const int64_t end = at_most(c.rows, begin + kBlockRows);
-    const MatrixView<T> rows = c.row_range(begin, end);
+  for (int64_t ic = 0; ic < c.rows; ic += kMC) {
+    const int64_t ic_end = at_most(c.rows, ic + kMC);
+    const ConstMatrixView<T> a_rows = a.row_range(ic, ic_end);
+    const MatrixView<T> c_rows = c.row_range(ic, ic_end);
     if constexpr (std::is_same_v<T, S>) {
-      multiply_rows(a.row_range(begin, end), b, rows, accumulate);
+      multiply_row_block(a_rows, b, c_rows, accumulate);
     } else {
-      const MatrixView<S> sum{scratch<S>(kGemmScratch + 2, rows.rows * c.columns), rows.rows, c.columns, c.columns};
-      for (int64_t r = 0; r < rows.rows && accumulate; ++r) widen_row(rows.row(r), sum.row(r), c.columns);
-      multiply_rows(a.row_range(begin, end), b, sum, accumulate);
-      for (int64_t r = 0; r < rows.rows; ++r) narrow_row<T>(sum.row(r), rows.row(r), c.columns);
+      const MatrixView<S> wide_c{scratch<S>(kWideCScratch, c_rows.rows * c.columns), c_rows.rows, c.columns, c.columns};
+      for (int64_t r = 0; r < c_rows.rows && accumulate; ++r) widen_row(c_rows.row(r), wide_c.row(r), c.columns);
+      multiply_row_block(a_rows, b, wide_c, accumulate);
+      for (int64_t r = 0; r < c_rows.rows; ++r) narrow_row<T>(wide_c.row(r), c_rows.row(r), c.columns);
     }
   }
 }
 
-// How many of the first columns multiply_few_rows can take.
+// How many of the first columns multiply_few_rows takes: those that fill its vectors.
 template <class T>
-int64_t columns_in_place(const TileGemm<T>& p) {
-  const bool is_few_rows = 0 < p.a.rows && p.a.rows <= kFewRows && p.a.column_stride == 1;
+int64_t few_rows_columns(const TileGemm<T>& p) {
+  const bool is_few_rows = 0 < p.a.rows && p.a.rows <= kMaxFewRows && p.a.column_stride == 1;
   if (!is_few_rows || p.b.rows == 0 || p.b.column_stride != 1) return 0;
-  return p.b.columns / kColumnsInPlace<Accumulator<T>> * kColumnsInPlace<Accumulator<T>>;
+  return p.b.columns / kLanesX2<Accumulator<T>> * kLanesX2<Accumulator<T>>;
 }
 
 }  // namespace
 
 template <class T>
 void tile_gemm(const TileGemm<T>& p, const Executor& /*executor*/) {
-  const int64_t begin = columns_in_place(p);
+  const int64_t begin = few_rows_columns(p);
   const int64_t end = p.b.columns;
   if (begin > 0) multiply_few_rows(p.a, p.b.column_range(0, begin), p.c.column_range(0, begin), p.accumulate);
   if (begin < end) multiply(p.a, p.b.column_range(begin, end), p.c.column_range(begin, end), p.accumulate);

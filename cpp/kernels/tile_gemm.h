@@ -1,4 +1,4 @@
-// The matrix product of this library: runs from registers, at the speed of the processor, for every size.
+// The matrix product of this library, for all types, every size, and either layout of a and b.
 #pragma once
 
 #include "dtype.h"
@@ -8,8 +8,8 @@
 namespace maxmoe {
 
 // c = a * b, or c += a * b: see Gemm. An element of c is one chain of multiply-adds along the inner dimension, so its
-// bits depend on its row of a and its column of b alone: not on the rows beside it, nor on how it is cut into tiles.
-// (Products of bfloat16 pairs are used from some rows on: those of few rows may round otherwise.)
+// bits depend on its row of a and its column of b alone, not on the other rows, nor on how c is cut into tiles. Except
+// in bfloat16 with AVX512-BF16: products of few rows do not sum pairs, and may round differently from those of more.
 template <class T>
 struct TileGemm {
   ConstMatrixView<T> a;
@@ -25,7 +25,7 @@ MAXMOE_KERNEL(tile_gemm, TileGemm)
 #if !defined(MAXMOE_ISA_NAMESPACE)
 namespace maxmoe {
 
-// tile_gemm behind the interface of the kernels.
+// tile_gemm as the Gemm that other kernels are given.
 template <class T>
 class KernelGemm final : public Gemm<T> {
  public:

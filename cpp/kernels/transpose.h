@@ -1,4 +1,4 @@
-// Transposes narrow matrices. Only for the .cpp files that are compiled per instruction set.
+// Transposes blocks of rows, converting them on the way. Only for the .cpp files that are compiled per instruction set.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,8 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// Four rows of `count` elements become four columns of `target`.
+// Four rows of `count` elements become four columns of `target`. Elements of 4 bytes, floats or bfloat16 pairs, are
+// shuffled in 4 x 4 blocks of SSE registers.
 template <class Element>
 MAXMOE_INLINE void transpose_four(const Element (&rows)[4][kColumnBlock], int64_t count, Element* target,
                                   int64_t target_stride) {
@@ -40,8 +41,8 @@ MAXMOE_INLINE void transpose_four(const Element (&rows)[4][kColumnBlock], int64_
   }
 }
 
-// target[c, r] = source[r, c], where copy(r, c, count, buffer) gives `count` elements of row r of the source from
-// column c on.
+// target[c, r] = source[r, c], where copy(r, c, count, buffer) writes `count` elements of row r of the source, from
+// column c on, to the buffer. Rows are read in consecutive pieces of kColumnBlock elements.
 template <class Element, class Copy>
 MAXMOE_INLINE void transpose_rows(int64_t num_rows, int64_t num_columns, const Copy& copy, Element* target,
                                   int64_t target_stride) {

@@ -1,4 +1,5 @@
-// Vectors of the instruction set at hand. Only for the .cpp files that are compiled per instruction set.
+// Vectors of the instruction set that the file is compiled for: load, convert, multiply-add, round, store. Only for the
+// .cpp files that are compiled per instruction set.
 #pragma once
 
 #include <bit>
@@ -16,16 +17,16 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__)  // zmm0 to zmm31
 constexpr int kVectorBytes = 64;
 constexpr int kVectorRegisters = 32;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__)     // ymm0 to ymm15
 constexpr int kVectorBytes = 32;
 constexpr int kVectorRegisters = 16;
-#elif defined(__aarch64__)
+#elif defined(__aarch64__)  // v0 to v31
 constexpr int kVectorBytes = 16;
 constexpr int kVectorRegisters = 32;
-#else
+#else                       // xmm0 to xmm15
 constexpr int kVectorBytes = 16;
 constexpr int kVectorRegisters = 16;
 #endif
@@ -42,13 +43,15 @@ using Vector = VectorOf<S, kVectorBytes>::type;
 template <class S>
 constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(S));
 
-// Two bfloat16 that follow each other in a sum of products, the first one in the low half.
-using Pair = uint32_t;
+// Two bfloat16 that are neighbours along the inner dimension of a product, the first one in the low half: what a lane
+// of the AVX512-BF16 instruction vdpbf16ps multiplies. oneDNN and PyTorch call matrices of such pairs VNNI-packed.
+using BFloat16Pair = uint32_t;
 
+// What a lane of load_vector<T> holds.
 template <class T>
-using VectorElement = std::conditional_t<std::is_same_v<T, Pair>, Pair, Accumulator<T>>;
+using VectorElement = std::conditional_t<std::is_same_v<T, BFloat16Pair>, BFloat16Pair, Accumulator<T>>;
 
-// kLanes elements of T, widened; pairs as they are.
+// kLanes elements of T, converted to the accumulator's type; pairs as they are. `source` need not be aligned.
 template <class T>
 MAXMOE_INLINE Vector<VectorElement<T>> load_vector(const T* source) {
   using S = VectorElement<T>;
@@ -73,13 +76,16 @@ MAXMOE_INLINE Vector<VectorElement<T>> load_vector(const T* source) {
   }
 }
 
-// sum + factor * vector; both products of a pair.
+// sum + factor * vector in each lane. The compiler contracts it to one fused multiply-add, rounded once, where the
+// instruction set has it: so do the scalar loops for the columns that fill no vector, whose bits are then the same.
 template <class S>
 MAXMOE_INLINE Vector<S> multiply_add(Vector<S> sum, S factor, Vector<S> vector) {
   return sum + factor * vector;
 }
 
-MAXMOE_INLINE Vector<float> multiply_add(Vector<float> sum, Pair factor, Vector<Pair> vector) {
+// sum + first * first + second * second in each lane. vdpbf16ps takes subnormals for zero, and plain arithmetic does
+// not.
+MAXMOE_INLINE Vector<float> multiply_add(Vector<float> sum, BFloat16Pair factor, Vector<BFloat16Pair> vector) {
 #ifdef __AVX512BF16__
   const __m512i factors = _mm512_set1_epi32(static_cast<int>(factor));
   return _mm512_dpbf16_ps(sum, std::bit_cast<__m512bh>(factors), std::bit_cast<__m512bh>(vector));
@@ -96,13 +102,14 @@ MAXMOE_INLINE void store_vector(S* target, Vector<S> vector) {
   std::memcpy(target, &vector, sizeof(vector));
 }
 
-// The nearest bfloat16, ties to even, in the upper 16 bits. A NaN keeps its sign, and stays one.
+// The nearest bfloat16, ties to even, in the upper 16 bits. A NaN keeps its sign and gets the quiet bit: without it,
+// cutting off the lower 16 bits could leave an infinity.
 MAXMOE_INLINE Vector<uint32_t> round_to_bfloat16(Vector<float> vector) {
   const auto bits = std::bit_cast<Vector<uint32_t>>(vector);
   return vector != vector ? bits | 0x400000U : bits + 0x7fffU + ((bits >> 16) & 1U);
 }
 
-// 16-bit numbers, as many as there are lanes of float.
+// As many lanes of 16 bits as a vector has of float.
 using HalfVector = VectorOf<uint16_t, kVectorBytes / 2>::type;
 
 // The nearest float16, ties to even.
@@ -132,13 +139,14 @@ MAXMOE_INLINE void store_narrowed(T* target, Vector<Accumulator<T>> vector) {
   }
 }
 
-constexpr int64_t kCacheLine = 64;
-static_assert(kCacheLine % kVectorBytes == 0);
+constexpr int64_t kCacheLineBytes = 64;
+static_assert(kCacheLineBytes % kVectorBytes == 0);
 
-// target = vector, past the caches: a line that is written whole need not be read first. `target` is aligned. Others
-// see it after end_streaming().
+// Stores to `target`, aligned to kVectorBytes, past the caches: a cache line that is written whole is not read from
+// memory first (write-allocate), and evicts nothing. Such stores are weakly ordered: another thread sees them only
+// after fence_nontemporal_stores().
 template <class V>
-MAXMOE_INLINE void stream_vector(void* target, V vector) {
+MAXMOE_INLINE void store_vector_nontemporal(void* target, V vector) {
   static_assert(sizeof(V) == kVectorBytes);
 #if defined(__AVX512F__)
   _mm512_stream_si512(static_cast<__m512i*>(target), std::bit_cast<__m512i>(vector));
@@ -151,22 +159,28 @@ MAXMOE_INLINE void stream_vector(void* target, V vector) {
 #endif
 }
 
-MAXMOE_INLINE void end_streaming() {
+MAXMOE_INLINE void fence_nontemporal_stores() {
 #if defined(__SSE2__)
   _mm_sfence();
 #endif
 }
 
-// 2 * kLanes elements in the order that is cheapest to have: of bfloat16 those at even places first, which are the
-// lower halves of 32 bits. What is computed for each element alone can be stored back in its place.
+// Two vectors, 2 * kLanes elements. Those of bfloat16 are deinterleaved, elements at even places in `first` and those
+// at odd places in `second`: converting them is one shift and one mask of 32-bit lanes, and in the order of memory
+// would need a permutation across the vector. Arithmetic is the same in every lane; store_narrowed_x2 restores the
+// order.
 template <class S>
-struct TwoVectors {
+struct VectorX2 {
   Vector<S> first;
   Vector<S> second;
 };
 
+template <class S>
+constexpr int64_t kLanesX2 = 2 * kLanes<S>;
+
+// kLanesX2 elements of T, converted to the accumulator's type. `source` need not be aligned.
 template <class T>
-MAXMOE_INLINE TwoVectors<Accumulator<T>> load_two(const T* source) {
+MAXMOE_INLINE VectorX2<Accumulator<T>> load_x2(const T* source) {
   if constexpr (std::is_same_v<T, BFloat16>) {
     Vector<uint32_t> bits;
     std::memcpy(&bits, source, sizeof(bits));
@@ -177,14 +191,14 @@ MAXMOE_INLINE TwoVectors<Accumulator<T>> load_two(const T* source) {
 }
 
 template <class V, int... kLane>
-MAXMOE_INLINE V even_and_odd(V even, V odd, std::integer_sequence<int, kLane...> /*lanes*/) {
+MAXMOE_INLINE V blend_even_odd(V even, V odd, std::integer_sequence<int, kLane...> /*lanes*/) {
   return __builtin_shufflevector(even, odd, (kLane % 2 == 0 ? kLane : kLane + static_cast<int>(sizeof...(kLane)))...);
 }
 
-// The lanes at even places of the one, and those at odd places of the other.
+// The even lanes of `even` and the odd lanes of `odd`.
 template <class V>
-MAXMOE_INLINE V even_and_odd(V even, V odd) {
-  return even_and_odd(even, odd, std::make_integer_sequence<int, sizeof(V) / sizeof(even[0])>());
+MAXMOE_INLINE V blend_even_odd(V even, V odd) {
+  return blend_even_odd(even, odd, std::make_integer_sequence<int, sizeof(V) / sizeof(even[0])>());
 }
 
 template <class V, int... kLane>
@@ -192,41 +206,44 @@ MAXMOE_INLINE auto concatenated(V first, V second, std::integer_sequence<int, kL
   return __builtin_shufflevector(first, second, kLane...);
 }
 
+// A vector of twice the lanes: those of `first`, then those of `second`.
 template <class V>
 MAXMOE_INLINE auto concatenated(V first, V second) {
   return concatenated(first, second, std::make_integer_sequence<int, 2 * sizeof(V) / sizeof(first[0])>());
 }
 
-// Both at once, in lanes of 16 bits: the nearest bfloat16 of results of arithmetic, ties to even. NaNs stay NaN.
-MAXMOE_INLINE auto round_to_bfloat16(TwoVectors<float> two) {
+// The nearest bfloat16, ties to even, of 2 * kLanes results of arithmetic, in the order of memory: both vectors at
+// once, in lanes of 16 bits. A NaN stays a NaN: arithmetic makes quiet ones, whose quiet bit is among those that are
+// kept.
+MAXMOE_INLINE auto round_to_bfloat16(VectorX2<float> x2) {
   using Halves = VectorOf<int16_t, kVectorBytes>::type;
-  const auto first = std::bit_cast<Vector<uint32_t>>(two.first);
-  const auto second = std::bit_cast<Vector<uint32_t>>(two.second);
-  const auto kept = even_and_odd(std::bit_cast<Halves>(first >> 16), std::bit_cast<Halves>(second));
-  const auto cut_off = even_and_odd(std::bit_cast<Halves>(first), std::bit_cast<Halves>(second << 16));
-  // Up where cut_off > 0x8000, or equal to it and kept is odd: less 0x8000, as comparisons are of signed numbers.
+  const auto first = std::bit_cast<Vector<uint32_t>>(x2.first);
+  const auto second = std::bit_cast<Vector<uint32_t>>(x2.second);
+  const auto kept = blend_even_odd(std::bit_cast<Halves>(first >> 16), std::bit_cast<Halves>(second));
+  const auto cut_off = blend_even_odd(std::bit_cast<Halves>(first), std::bit_cast<Halves>(second << 16));
+  // Up where cut_off > 0x8000, or equal to it and kept is odd. Both sides less 0x8000, as comparisons are signed.
   const Halves is_up = (cut_off ^ INT16_MIN) > -(kept & 1);
-  const Halves is_last_nan = (kept | INT16_MIN) == -1;
-  return kept - (is_up < is_last_nan);  // true is -1: up, unless a NaN would wrap round to zero
+  const Halves is_last_nan = (kept | INT16_MIN) == -1;  // 0x7fff and 0xffff, which a carry would turn into zeros
+  return kept - (is_up < is_last_nan);                  // true is -1: up, unless is_last_nan
 }
 
-// target = narrow(two), past the caches if it says so; then `target` is aligned to vectors.
-template <class T, bool kStreamed = false>
-MAXMOE_INLINE void store_two_narrowed(T* target, TwoVectors<Accumulator<T>> two) {
+// target = narrow(x2). A non-temporal store needs a `target` that is aligned to kVectorBytes.
+template <class T, bool kNonTemporal = false>
+MAXMOE_INLINE void store_narrowed_x2(T* target, VectorX2<Accumulator<T>> x2) {
   const auto store = [](T* place, auto vector) {
-    if constexpr (kStreamed) {
-      stream_vector(place, vector);
+    if constexpr (kNonTemporal) {
+      store_vector_nontemporal(place, vector);
     } else {
       std::memcpy(place, &vector, sizeof(vector));
     }
   };
   if constexpr (std::is_same_v<T, BFloat16>) {
-    store(target, round_to_bfloat16(two));
+    store(target, round_to_bfloat16(x2));
   } else if constexpr (std::is_same_v<T, Float16>) {
-    store(target, concatenated(round_to_float16(two.first), round_to_float16(two.second)));
+    store(target, concatenated(round_to_float16(x2.first), round_to_float16(x2.second)));
   } else {
-    store(target, two.first);
-    store(target + kLanes<T>, two.second);
+    store(target, x2.first);
+    store(target + kLanes<T>, x2.second);
   }
 }
 

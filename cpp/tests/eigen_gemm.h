@@ -1,4 +1,4 @@
-// Eigen's matrix product for the kernels, in the accumulator's type.
+// Eigen's matrix product as the Gemm of kernels under test, in the accumulator's type.
 #pragma once
 
 #include <Eigen/Core>
@@ -31,7 +31,7 @@ class EigenGemm final : public Gemm<T> {
   }
 };
 
-// The product that lives as long as the program.
+// One for all tests of a type.
 template <class T>
 const Gemm<T>& test_gemm() {
   static const EigenGemm<T> gemm;

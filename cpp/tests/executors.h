@@ -1,4 +1,4 @@
-// Plain threads for the kernels.
+// An executor on plain threads.
 #pragma once
 
 #include <atomic>
@@ -11,7 +11,7 @@
 
 namespace maxmoe {
 
-// Starts its threads for every run: slow, and without anything that a task could inherit from the one before.
+// Starts new threads for every run: slow, but no task finds scratch memory that another run has filled.
 class ThreadExecutor final : public Executor {
  public:
   explicit ThreadExecutor(int num_threads) : num_threads_(num_threads) {}

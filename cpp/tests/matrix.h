@@ -18,22 +18,22 @@
 
 namespace maxmoe {
 
-// Memory begins on a line of the caches, as that of tensors.
+// Memory that begins on a cache line, as that of tensors does.
 template <class T>
-struct LineAllocator {
+struct CacheLineAllocator {
   using value_type = T;
-  static constexpr std::align_val_t kLine{64};
+  static constexpr std::align_val_t kCacheLine{64};
 
-  LineAllocator() = default;
+  CacheLineAllocator() = default;
   template <class U>
-  explicit LineAllocator(const LineAllocator<U>& /*other*/) {}
-  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), kLine)); }
-  void deallocate(T* memory, size_t /*count*/) { ::operator delete(memory, kLine); }
-  bool operator==(const LineAllocator&) const = default;
+  explicit CacheLineAllocator(const CacheLineAllocator<U>& /*other*/) {}
+  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), kCacheLine)); }
+  void deallocate(T* memory, size_t /*count*/) { ::operator delete(memory, kCacheLine); }
+  bool operator==(const CacheLineAllocator&) const = default;
 };
 
-// Row-major with a gap after each row. Every byte begins as 0xFF, a NaN in all types: who reads what nobody wrote
-// gives NaN, and who writes into the gap is found out.
+// Row-major with a gap after each row. Every byte is 0xFF at first, a NaN in all types: a kernel that reads elements
+// that were never written yields NaN, and one that writes past a row changes the gap.
 template <class T>
 class Matrix {
  public:
@@ -106,7 +106,7 @@ class Matrix {
   static constexpr int64_t kGap = 3;
   int64_t rows_;
   int64_t columns_;
-  std::vector<T, LineAllocator<T>> values_;
+  std::vector<T, CacheLineAllocator<T>> values_;
 };
 
 // `count` matrices of one shape, one below the other.
@@ -121,7 +121,7 @@ ConstMatrixStack<T> stack(const Matrix<T>& matrix, int64_t count) {
           count == 0 ? 0 : matrix.rows() / count * matrix.view().row_stride};
 }
 
-// What a sum of some dozen terms of size 1, rounded once to T, may be off by.
+// The error that a sum of some dozen terms of size 1, rounded once to T, may have.
 template <class T>
 constexpr double tolerance() {
   if (std::is_same_v<T, double>) return 1e-13;
@@ -140,7 +140,7 @@ void expect_near(const Matrix<T>& got, const Want& want, double slack = 1.0) {
   }
 }
 
-// The matrix that kernel(out, executor) writes: the same bits on one thread and on several.
+// The matrix that kernel(out, executor) writes. Checks that it has the same bits on one thread and on several.
 template <class T, class Kernel>
 Matrix<T> run_kernel(int64_t rows, int64_t columns, const Kernel& kernel) {
   Matrix<T> out(rows, columns);

@@ -1,4 +1,4 @@
-// What every matrix product is checked for.
+// Checks of a matrix product, for tile_gemm and its variants.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -21,27 +21,28 @@ Exact exact(const Matrix<T>& matrix) {
   return values;
 }
 
-// A matrix and its transpose in memory, so that a view of either layout can be had. What lies beside them is NaN.
+// A matrix in row-major and in column-major order, so that products can be given views of either layout. What lies
+// beside it in memory is NaN.
 template <class T>
 class Operand {
  public:
   Operand(int64_t rows, int64_t columns, unsigned seed)
-      : straight_(Matrix<T>::random(rows, columns, seed)), turned_(columns, rows) {
+      : row_major_(Matrix<T>::random(rows, columns, seed)), transposed_(columns, rows) {
     for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t c = 0; c < columns; ++c) turned_.element(c, r) = straight_.element(r, c);
+      for (int64_t c = 0; c < columns; ++c) transposed_.element(c, r) = row_major_.element(r, c);
     }
   }
-  const Matrix<T>& matrix() const { return straight_; }
+  const Matrix<T>& matrix() const { return row_major_; }
   ConstMatrixView<T> view(bool is_transposed) const {
-    return is_transposed ? turned_.view().transposed() : straight_.view();
+    return is_transposed ? transposed_.view().transposed() : row_major_.view();
   }
 
  private:
-  Matrix<T> straight_;
-  Matrix<T> turned_;
+  Matrix<T> row_major_;
+  Matrix<T> transposed_;
 };
 
-// multiply(TileGemm<T>) against Eigen in float64: in the four layouts, with and without the values that are there.
+// multiply(TileGemm<T>) against Eigen in float64: a and b row-major or transposed, overwriting c and adding to it.
 template <class T, class Multiply>
 void check_product(const Multiply& multiply, int64_t rows, int64_t depth, int64_t columns) {
   SCOPED_TRACE(testing::Message() << "[" << rows << ", " << depth << "] x [" << depth << ", " << columns << "]");

@@ -1,4 +1,4 @@
-// The 16-bit types against Eigen's, one by one and in the rows and vectors of the kernels.
+// Conversions of the 16-bit types against Eigen's: of single values, and in the vectors of ragged_gather and tile_gemm.
 #include <gtest/gtest.h>
 
 #include <Eigen/Core>
@@ -28,7 +28,7 @@ uint16_t eigen_narrow(float value) {
   return std::bit_cast<uint16_t>(EigenType<T>(value));
 }
 
-// Two conversions agree: the same bits, or NaN both.
+// The same bits, or both NaN.
 void expect_same(float got, float want, uint16_t bits) {
   if (std::isnan(want)) {
     EXPECT_TRUE(std::isnan(got)) << bits;
@@ -60,11 +60,11 @@ TYPED_TEST(Dtype, WidensEveryValue) {
     const float want = eigen_widen<TypeParam>(bits);
     expect_same(widen(TypeParam{bits}), want, bits);
     expect_same(widen(row.element(0, i)), want, bits);
-    expect_same(widen(product.element(0, i)), want == 0.0F ? 0.0F : want, bits);  // a sum that begins with +0
+    expect_same(widen(product.element(0, i)), want == 0.0F ? 0.0F : want, bits);  // 0 + -0 is +0
   }
 }
 
-// Floats around every 16-bit value: it, its neighbours, halfway to the next one and beside that; and any bits at all.
+// Floats around every 16-bit value: itself, half-way to the next one, and the neighbours of both; and random bits.
 template <class T>
 std::vector<float> interesting_floats() {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();

@@ -52,7 +52,7 @@ TEST(Executor, ScratchIsAlignedKeptAndPerSlotAndThread) {
   EXPECT_EQ(reinterpret_cast<uintptr_t>(first) % 64, 0U);
   EXPECT_NE(first, second);
   first[99] = 1.5;
-  EXPECT_EQ(scratch<double>(0, 50), first);  // a smaller wish is served from the same memory
+  EXPECT_EQ(scratch<double>(0, 50), first);  // a smaller request gets the same memory
   EXPECT_EQ(first[99], 1.5);
   void* elsewhere = nullptr;
   const auto task = [&](int64_t) { elsewhere = scratch_bytes(0, 8); };

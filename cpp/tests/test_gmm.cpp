@@ -1,4 +1,4 @@
-// Rows of group g times matrix g - group_offset, plus a bias.
+// out[r] = lhs[r] * rhs[g - group_offset] + bias[g - group_offset] for the rows r of group g
 #include "kernels/gmm.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// The work list of the products.
+// The work lists of grouped products.
 #include "kernels/group_tiles.h"
 
 #include <gtest/gtest.h>

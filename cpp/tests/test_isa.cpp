@@ -1,4 +1,4 @@
-// Choosing an instruction set.
+// The choice of an instruction set.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -14,15 +14,15 @@ TEST(Isa, BaselineIsAlwaysSupported) {
   EXPECT_TRUE(is_supported(Isa::baseline));
 }
 
-TEST(Isa, ActiveIsTheOneAskedFor) {
-  const char* asked = std::getenv("MAXMOE_ISA");
+TEST(Isa, ActiveIsTheOneOfTheEnvironment) {
+  const char* requested = std::getenv("MAXMOE_ISA");
   EXPECT_TRUE(is_supported(active_isa()));
-  if (asked != nullptr) {
-    EXPECT_STREQ(name(active_isa()), asked);
+  if (requested != nullptr) {
+    EXPECT_STREQ(name(active_isa()), requested);
   }
 }
 
-TEST(Isa, WithoutAWishTheBestOneRuns) {
+TEST(Isa, TheBestOneIsTheDefault) {
   if (std::getenv("MAXMOE_ISA") != nullptr) GTEST_SKIP() << "MAXMOE_ISA is set";
   for (const Isa isa : all_isas) {
     if (is_supported(isa)) {
@@ -39,7 +39,7 @@ TEST(Isa, NamesAreParsedBack) {
   }
 }
 
-TEST(Isa, UnknownAndUnsupportedNamesSayWhatIsPossible) {
+TEST(Isa, ErrorsListTheSupportedNames) {
   for (const char* text : {"", "sse", "AVX2", "avx1024"}) {
     try {
       parse_isa(text);

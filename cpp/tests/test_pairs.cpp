@@ -1,5 +1,5 @@
-// The product of bfloat16 pairs, on processors without the instruction for it: compiled once more with the pairs in
-// plain arithmetic (CMakeLists.txt), so that how pairs are packed and summed is tested on every machine.
+// The product of bfloat16 pairs without the instruction for it (AVX512-BF16): CMakeLists.txt compiles tile_gemm.cpp
+// once more with pairs in plain arithmetic, so that packing and summing them is tested on every processor.
 #include "products.h"
 
 MAXMOE_DECLARE_KERNEL(pairs, tile_gemm, TileGemm)

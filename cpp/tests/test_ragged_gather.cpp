@@ -52,8 +52,8 @@ TYPED_TEST(RaggedGatherTest, ManyTasks) {
   this->check(x, random_index(400, 50, 3), &weights, 17, 390);
 }
 
-// What is larger than the caches is written past them: rows that start anywhere in a line, and the gaps stay intact.
-TYPED_TEST(RaggedGatherTest, LargerThanTheCaches) {
+// From 16 MiB on results are stored non-temporally. Rows begin anywhere in a cache line, and the gaps stay intact.
+TYPED_TEST(RaggedGatherTest, NonTemporalStores) {
   constexpr int64_t kColumns = 1001;
   constexpr int64_t kRows = (16 << 20) / static_cast<int64_t>(sizeof(TypeParam)) / kColumns + 1;
   const auto x = Matrix<TypeParam>::random(50, kColumns, 1);

@@ -67,7 +67,7 @@ TYPED_TEST(RaggedGatherReduceTest, ManyTasks) {
   this->check(rows, random_index(400, 50, 3), 2, &weights, nullptr);
 }
 
-TYPED_TEST(RaggedGatherReduceTest, RowsThatNobodySumsAreNotRead) {
+TYPED_TEST(RaggedGatherReduceTest, RowsInNoSumAreNotRead) {
   const auto rows = Matrix<TypeParam>::random(6, 9, 1).poisoned(2, 4);
   constexpr std::array<bool, 6> valid = {true, true, false, true, false, true};
   this->check(rows, {0, 1, 2, 5, 3, 4}, 3, nullptr, valid.data());

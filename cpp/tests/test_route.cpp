@@ -1,4 +1,4 @@
-// Scores, selection and weights, against float64 loops; the backward pass against differences of them.
+// Scores, selection and weights against float64 loops; the backward pass against their central differences.
 #include "kernels/route.h"
 
 #include <gtest/gtest.h>
@@ -53,10 +53,11 @@ std::vector<size_t> naive_experts(const RoutingRule& rule, Values biased, size_t
     const bool counts_second = rule.group_score == GroupScore::top2 && group_size > 1;
     group_scores.push_back(group[0] + (counts_second ? group[1] : 0.0));
   }
-  const std::vector<size_t> open = largest(group_scores, static_cast<size_t>(rule.top_k_groups));
+  const std::vector<size_t> selected_groups = largest(group_scores, static_cast<size_t>(rule.top_k_groups));
   for (size_t e = 0; e < biased.size(); ++e) {
-    const bool is_open = std::find(open.begin(), open.end(), e / group_size) != open.end();
-    if (!is_open) biased[e] = -std::numeric_limits<double>::infinity();
+    const bool is_selected =
+        std::find(selected_groups.begin(), selected_groups.end(), e / group_size) != selected_groups.end();
+    if (!is_selected) biased[e] = -std::numeric_limits<double>::infinity();
   }
   return largest(biased, top_k);
 }
@@ -152,7 +153,7 @@ void for_every_rule(const Case& c, const Check& check) {
   for (const ScoreFunction function :
        {ScoreFunction::softmax, ScoreFunction::sigmoid, ScoreFunction::sqrtsoftplus, ScoreFunction::identity}) {
     for (const Normalization normalization : {Normalization::none, Normalization::sum, Normalization::softmax}) {
-      // The sum of scores of either sign may be anything.
+      // Scores of either sign may add up to nearly 0.
       if (function == ScoreFunction::identity && normalization == Normalization::sum) continue;
       SCOPED_TRACE(testing::Message() << c.num_experts << " experts, top " << c.top_k << " of " << c.top_k_groups << "/"
                                       << c.num_groups << " groups by score " << static_cast<int>(c.group_score)

@@ -1,4 +1,4 @@
-// The matrix product against Eigen's in float64, over all sizes around those of its micro-tiles and blocks.
+// The matrix product against Eigen's in float64, with sizes around MR, NR, MC and KC.
 #include "kernels/tile_gemm.h"
 
 #include <algorithm>
@@ -36,20 +36,20 @@ TYPED_TEST(TileGemmTest, Empty) {
   this->check(0, 0, 0);
 }
 
-TYPED_TEST(TileGemmTest, WiderThanTheVectorsOfFewRows) {
+TYPED_TEST(TileGemmTest, FewRowsOfManyColumns) {
   for (int64_t rows = 1; rows <= 13; ++rows) {
     for (const int64_t columns : {127, 128, 129, 255, 256, 257, 289}) this->check(rows, 5, columns);
   }
 }
 
-TYPED_TEST(TileGemmTest, MoreThanOneBlock) {
+TYPED_TEST(TileGemmTest, MoreThanOneBlockOfRows) {
   this->check(191, 3, 33);
   this->check(192, 3, 33);
   this->check(193, 3, 33);
   this->check(387, 2, 3);
 }
 
-TYPED_TEST(TileGemmTest, SumsPastOneBlockAreRoundedOnce) {
+TYPED_TEST(TileGemmTest, SumsOverSeveralBlocksAreRoundedOnce) {
   for (const int64_t depth : {2047, 2048, 2049, 4097}) {
     for (const int64_t rows : {1, 7}) {
       const Operand<TypeParam> a(rows, depth, 4);
@@ -62,7 +62,7 @@ TYPED_TEST(TileGemmTest, SumsPastOneBlockAreRoundedOnce) {
   }
 }
 
-// A row of c is the same whatever the other rows are, and however b lies.
+// A row of c has the same bits whatever the other rows are, and whether b is transposed.
 TYPED_TEST(TileGemmTest, BitsOfARowDependOnNothingElse) {
   constexpr int64_t kRows = 29;
   const Operand<TypeParam> a(kRows, 2500, 6);
@@ -83,7 +83,7 @@ TYPED_TEST(TileGemmTest, BitsOfARowDependOnNothingElse) {
   }
 }
 
-// What lies past the end of a and b is never used, NaN or not; 0 times infinity is NaN, as it must be.
+// NaN that lie beside a and b in memory do not get into c; 0 times infinity is NaN.
 TYPED_TEST(TileGemmTest, NonFiniteValues) {
   Matrix<TypeParam> a(7, 3);
   Matrix<TypeParam> b(3, 5);

@@ -18,22 +18,37 @@ def rotate(x: Tensor, theta: float, start: int = 0) -> Tensor:
 
     Source: Su et al. 2021, RoFormer, in the half-split order of GPT-NeoX and Llama.
     """
-    S, C = x.shape[-2:]
-    frequencies = theta ** (-torch.arange(0, C, 2, dtype=torch.float32, device=x.device) / C)
-    angles = torch.outer(torch.arange(start, start + S, dtype=torch.float32, device=x.device), frequencies)
+    (S, C), wide = x.shape[-2:], torch.promote_types(x.dtype, torch.float32)
+    frequencies = theta ** (-torch.arange(0, C, 2, dtype=wide, device=x.device) / C)
+    angles = torch.outer(torch.arange(start, start + S, dtype=wide, device=x.device), frequencies)
     cos, sin = angles.cos(), angles.sin()
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(x.dtype)
 
 
-def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
-    """Let queries ``(B, H, S, C)`` from position `start` on see the keys ``(B, G, N, C)`` up to their own."""
-    is_whole = queries.shape[2] == keys.shape[2]
-    mask = None
-    if not is_whole:
-        positions = torch.arange(keys.shape[2], device=keys.device)
-        mask = positions <= positions[start : start + queries.shape[2], None]
-    return F.scaled_dot_product_attention(queries, keys, values, mask, is_causal=is_whole, enable_gqa=True)
+def causal_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, start: int, documents: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """Let each query attend to the keys of its document up to its own position.
+
+    Args:
+        queries: ``(B, H, S, C)``, from position `start` on.
+        keys: ``(B, G, N, C)``, from position 0 on.
+        values: as keys.
+        start: see queries.
+        documents: ids of the documents of the queries ``(B, S)`` and of the keys ``(B, N)``; None for one document.
+
+    Returns:
+        ``(B, H, S, C)``.
+    """
+    if documents is None and queries.shape[2] == keys.shape[2]:
+        return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+    positions = torch.arange(keys.shape[2], device=keys.device)
+    mask = positions <= positions[start : start + queries.shape[2], None]
+    if documents is not None:
+        of_queries, of_keys = documents
+        mask = (mask & (of_queries.unsqueeze(2) == of_keys.unsqueeze(1))).unsqueeze(1)
+    return F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
 
 
 class Attention(nn.Module):
@@ -51,8 +66,8 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(D, G * C, bias=False, **options)
         self.o_proj = nn.Linear(H * C, D, bias=False, **options)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Mix the positions up to each one: ``(B, S, D)`` to ``(B, S, D)``."""
+    def forward(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        """Mix the positions of a document up to each one: ``(B, S, D)`` and ids ``(B, S)`` to ``(B, S, D)``."""
         queries, keys, values = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -60,7 +75,10 @@ class Attention(nn.Module):
         start = self.token_group.first_position(x.shape[1])
         queries, keys = rotate(queries, self.rope_theta, start), rotate(keys, self.rope_theta, start)
         keys, values = (self.token_group.all_gather_sequence(part, dim=2) for part in (keys, values))
-        mixed = causal_attention(queries, keys, values, start)
+        documents = None
+        if document_ids is not None:
+            documents = (document_ids, self.token_group.all_gather_sequence(document_ids, dim=1))
+        mixed = causal_attention(queries, keys, values, start, documents)
         output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(-2))
         return output
 
@@ -92,5 +110,5 @@ class Attention(nn.Module):
             "mixed": SavedTensor((batch, H, length, C), (*heads, None)),
             "merged": SavedTensor((batch, length, H * C), (*TOKEN_DIMS, "activation_heads")),
             "logsumexp": SavedTensor((batch, H, length), heads, wide),
-            "angles": SavedTensor((4, length, C // 2), (None, "activation_length", None), torch.float32),
+            "angles": SavedTensor((4, length, C // 2), (None, "activation_length", None), wide),
         }

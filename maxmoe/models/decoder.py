@@ -97,12 +97,15 @@ class Block(nn.Module):
         else:
             self.feed_forward = MoE(config.moe, **options)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None, MoEStats | None]:
+    def forward(
+        self, x: Tensor, token_mask: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, MoEStats | None]:
         """Return x ``(B, S, D)`` after the block, then auxiliary loss and statistics of a MoE layer."""
-        x = x + self.attention(self.attention_norm(x))
-        update = self.feed_forward(self.feed_forward_norm(x))
-        if isinstance(update, Tensor):
-            return x + update, None, None
+        x = x + self.attention(self.attention_norm(x), document_ids)
+        normed = self.feed_forward_norm(x)
+        if isinstance(self.feed_forward, FeedForward):
+            return x + self.feed_forward(normed), None, None
+        update = self.feed_forward(normed, token_mask)
         return x + update.hidden_states, update.aux_loss, update.stats
 
     @property
@@ -170,17 +173,38 @@ class Decoder(nn.Module):
         """Return the Mixture-of-Experts layers in the order of `DecoderOutput.stats`."""
         return [block.feed_forward for block in self.blocks if isinstance(block.feed_forward, MoE)]
 
-    def forward(self, tokens: Tensor) -> DecoderOutput:
-        """Predict the token after each position of ``tokens`` (B, S) int64."""
-        window = self.config.max_sequence_length
-        if tokens.shape[-1] > window:
-            raise ValueError(f"tokens must have at most {window} positions, got {tokens.shape[-1]}")
+    def forward(
+        self, tokens: Tensor, token_mask: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> DecoderOutput:
+        """Predict the token after each position.
+
+        Args:
+            tokens: ``(B, S)``, int64.
+            token_mask: ``(B, S)``, bool, False for padding: no token attends to it and no expert computes it, whatever
+                its id; its logits mean nothing.
+            document_ids: ``(B, S)``, integer: a token attends to those before it with the same id. For sequences that
+                are packed from several documents.
+
+        Returns:
+            The output.
+
+        Raises:
+            ValueError: for more than `max_sequence_length` positions, a mask that is not bool, or other shapes.
+        """
+        self._check(tokens, token_mask, document_ids)
+        if token_mask is not None:
+            tokens = tokens.masked_fill(~token_mask, 0)
+            document_ids = torch.zeros_like(tokens) if document_ids is None else document_ids
+            # Padding is a document of its own. It attends to itself: a softmax over no keys would be NaN.
+            document_ids = document_ids.masked_fill(~token_mask, torch.iinfo(document_ids.dtype).min)
         x = self.embedding(tokens)
         aux_losses, stats = [], []
         recomputed = partial(checkpoint, use_reentrant=False, context_fn=keep_routing)
         for block in self.blocks:
             is_recomputed = block.is_recomputed and torch.is_grad_enabled()
-            x, aux_loss, block_stats = recomputed(block, x) if is_recomputed else block(x)
+            x, aux_loss, block_stats = (
+                recomputed(block, x, token_mask, document_ids) if is_recomputed else block(x, token_mask, document_ids)
+            )
             if block_stats is not None:
                 aux_losses.append(aux_loss)
                 stats.append(block_stats)
@@ -214,6 +238,20 @@ class Decoder(nn.Module):
             "output": SavedTensor((*tokens, D), embed),
             "logits": SavedTensor((*tokens, V), (*TOKEN_DIMS, "activation_vocab")),
         }
+
+    def _check(self, tokens: Tensor, token_mask: Tensor | None, document_ids: Tensor | None) -> None:
+        window = self.config.max_sequence_length
+        if tokens.shape[-1] > window:
+            raise ValueError(f"tokens must have at most {window} positions, got {tokens.shape[-1]}")
+        for name, value in (("token_mask", token_mask), ("document_ids", document_ids)):
+            if value is not None and value.shape != tokens.shape:
+                raise ValueError(
+                    f"{name} must have the shape of tokens {tuple(tokens.shape)}, got {tuple(value.shape)}"
+                )
+        if token_mask is not None and token_mask.dtype != torch.bool:
+            raise ValueError(f"token_mask must be bool, got {token_mask.dtype}")
+        if document_ids is not None and (document_ids.is_floating_point() or document_ids.dtype == torch.bool):
+            raise ValueError(f"document_ids must be integer, got {document_ids.dtype}")
 
     def update_correction_bias(self, tokens_per_expert: Tensor) -> None:
         """Take one step of loss-free balancing in every MoE layer, given counts ``(M, E)``."""

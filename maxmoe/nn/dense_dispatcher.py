@@ -44,8 +44,10 @@ class DenseDispatcher:
         """See `Dispatcher`."""
         num_experts = self.config.num_experts
         zeros = routing.weights.new_zeros(x.shape[0], num_experts)
-        weights = zeros.scatter(1, routing.experts, routing.weights)
-        chosen = zeros.scatter(1, routing.experts, 1.0).t().unsqueeze(2) > 0
+        # Slots that are not routed (-1) add zero to some expert.
+        experts, is_routed = routing.experts.clamp_min(0), (routing.experts >= 0).to(zeros.dtype)
+        weights = zeros.scatter_add(1, experts, routing.weights)
+        chosen = zeros.scatter_add(1, experts, is_routed).t().unsqueeze(2) > 0
         inputs = x.expand(num_experts, *x.shape)
         if self.config.apply_weights_to == "input":
             inputs = (inputs * weights.t().unsqueeze(2)).to(x.dtype)
@@ -79,13 +81,17 @@ class CapacityDispatcher:
         """See `Dispatcher`."""
         config = self.config
         slots_per_sequence = routing.experts.numel() // max(num_sequences, 1)
-        capacity = self._capacity(slots_per_sequence)
         assigned = routing.experts.view(num_sequences, slots_per_sequence)
-        one_hot = torch.nn.functional.one_hot(assigned, config.num_experts)
+        is_routed = assigned >= 0
+        assigned = assigned.clamp_min(0)
+        one_hot = torch.nn.functional.one_hot(assigned, config.num_experts) * is_routed.unsqueeze(2)
         place = one_hot.cumsum(1).gather(2, assigned.unsqueeze(2)).squeeze(2) - 1
+        capacity = min(self._capacity(slots_per_sequence), slots_per_sequence)
+        # The buffer has the capacity of a sequence without padding; sequences with padding use less of it.
+        limit = capacity if routing.is_complete else self._capacities(is_routed.sum(1, keepdim=True))
         sequence = torch.arange(num_sequences, device=x.device).unsqueeze(1)
         row = ((assigned * num_sequences + sequence) * capacity + place).view(-1)
-        is_placed = (place < capacity).view(-1)
+        is_placed = (is_routed & (place < limit)).view(-1)
 
         # All dropped slots are scattered to one row past the buffer, which is sliced off.
         num_rows = config.num_experts * num_sequences * capacity
@@ -99,18 +105,26 @@ class CapacityDispatcher:
         input_weights = ragged_gather(weights.unsqueeze(1), slot_of_row).squeeze(1) if scales_input else None
         rows = ragged_gather(x, token_of_row, input_weights)
         state = CapacityState(torch.where(is_placed, row, -1), None if scales_input else weights)
-        return Dispatched(rows, None, _equal_groups(rows, config.num_experts), (~is_placed).sum(), state)
+        return Dispatched(
+            rows, None, _equal_groups(rows, config.num_experts), (is_routed.view(-1) & ~is_placed).sum(), state
+        )
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
         """See `Dispatcher`."""
         state: CapacityState = dispatched.state
         return ragged_gather_reduce(outputs, state.row_of_slot, self.config.top_k, state.weights)
 
-    def _capacity(self, slots_per_sequence: int) -> int:
+    def _capacity(self, num_slots: int) -> int:
+        """Slots that an expert takes of a sequence of `num_slots`."""
         factor = self.config.capacity_factor
         assert factor is not None
-        capacity = int(max(math.ceil(slots_per_sequence / self.config.num_experts) * factor, factor))
-        return min(capacity, slots_per_sequence // self.config.top_k)  # a token chooses an expert once
+        return int(max(math.ceil(num_slots / self.config.num_experts) * factor, factor))
+
+    def _capacities(self, num_slots: Tensor) -> Tensor:
+        """The same for a tensor, in the same float64 arithmetic."""
+        factor = self.config.capacity_factor
+        assert factor is not None
+        return ((num_slots.double() / self.config.num_experts).ceil() * factor).clamp_min(factor).long()
 
 
 def _equal_groups(rows: Tensor, num_groups: int) -> RaggedPlan:

@@ -65,7 +65,7 @@ class LocalDispatcher:
 
     def dispatch(self, x: Tensor, routing: Routing, num_sequences: int) -> Dispatched:
         """See `Dispatcher`."""
-        plan = self._plan(routing.experts)
+        plan = self._plan(routing)
         if self.config.apply_weights_to == "output":  # `expert_ffn` sorts, multiplies and sums by itself
             return Dispatched(x, routing.weights, plan, plan.dropped)
         rows = ragged_sort(x, plan, routing.weights)
@@ -76,8 +76,10 @@ class LocalDispatcher:
         plan: RaggedPlan | None = dispatched.state
         return outputs if plan is None else ragged_unsort(outputs, plan)
 
-    def _plan(self, experts: Tensor) -> RaggedPlan:
-        num_slots, factor = experts.numel(), self.config.buffer_factor
+    def _plan(self, routing: Routing) -> RaggedPlan:
+        num_slots, factor = routing.experts.numel(), self.config.buffer_factor
         max_rows = None if factor is None else int(num_slots * factor)
-        num_rows = num_slots if max_rows is None else min(num_slots, max_rows)  # the router leaves no slot out
-        return ragged_plan(experts, self.config.num_experts, max_rows=max_rows, num_rows=num_rows)
+        num_rows = None
+        if routing.is_complete:
+            num_rows = num_slots if max_rows is None else min(num_slots, max_rows)
+        return ragged_plan(routing.experts, self.config.num_experts, max_rows=max_rows, num_rows=num_rows)

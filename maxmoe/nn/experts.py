@@ -7,7 +7,7 @@ from maxmoe.config import MoEConfig
 from maxmoe.nn.activation import activate
 from maxmoe.nn.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.nn.linear import linear
-from maxmoe.ops import RaggedPlan, expert_ffn
+from maxmoe.ops import RaggedPlan, expert_ffn, ragged_plan
 
 
 class Experts(nn.Module):
@@ -177,19 +177,20 @@ class SharedExperts(nn.Module):
         for parameter in self.parameters(recurse=False):
             nn.init.normal_(parameter, std=parameter.shape[0] ** -0.5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
         """Compute the dense expert: `maxmoe.ops.expert_ffn` with all tokens in one group.
 
         Args:
             x: ``(T, D)``, floating.
+            token_mask: ``(T,)``, bool, False for padding, which is not computed.
 
         Returns:
-            ``(T, D)``, dtype of x.
+            ``(T, D)``, dtype of x; zero for padding.
         """
         return expert_ffn(
             x,
             None if self.output_gate is None else torch.sigmoid(linear(x, self.output_gate.unsqueeze(1))),
-            RaggedPlan.of_sorted_rows(x.shape[0], torch.full((1,), x.shape[0], device=x.device)),
+            _one_group(x, token_mask),
             None if self.gate_proj is None else self.gate_proj.unsqueeze(0),
             self.up_proj.unsqueeze(0),
             self.down_proj.unsqueeze(0),
@@ -235,3 +236,10 @@ class SharedExperts(nn.Module):
             f"hidden_size={config.hidden_size}, intermediate_size={width}, "
             f"activation={config.activation!r}, gate={config.shared_expert_gate}"
         )
+
+
+def _one_group(x: Tensor, token_mask: Tensor | None) -> RaggedPlan:
+    """Return the plan of all tokens but padding, as those of one expert."""
+    if token_mask is None:
+        return RaggedPlan.of_sorted_rows(x.shape[0], torch.full((1,), x.shape[0], device=x.device))
+    return ragged_plan(token_mask.long().sub(1).unsqueeze(1), 1)  # expert 0, or -1 for padding

@@ -1,7 +1,7 @@
 """Losses and statistics of the routing."""
 
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from maxmoe.nn.router import Routing
 from maxmoe.nn.tokens import BatchAsSequence, LocalTokens, TokenReductions
 
 LOCAL = LocalTokens()
-Number = TypeVar("Number", int, Tensor)
 
 
 class MoEStats(NamedTuple):
@@ -40,16 +39,22 @@ class MoEStats(NamedTuple):
 
 
 def load_balance_loss(
-    probabilities: Tensor, tokens_per_expert: Tensor, top_k: int, *, tokens: TokenReductions = LOCAL
+    probabilities: Tensor,
+    tokens_per_expert: Tensor,
+    top_k: int,
+    *,
+    lengths: Tensor | None = None,
+    tokens: TokenReductions = LOCAL,
 ) -> Tensor:
     """Loss that is 1 for tokens spread evenly over the experts and grows with imbalance.
 
-    mean_b sum_e f[b, e] * mean_s(probabilities[b, s, e]),   f[b, e] = E / (K S) * tokens_per_expert[b, e]
+    mean_b sum_e f[b, e] * sum_s(probabilities[b, s, e]) / S[b],   f[b, e] = E / (K S[b]) * tokens_per_expert[b, e]
 
     Args:
-        probabilities: ``(B, S, E)``, floating; carries the gradient.
+        probabilities: ``(B, S, E)``, floating, zero for padding; carries the gradient.
         tokens_per_expert: ``(B, E)``, integer counts of the routed slots.
         top_k: K.
+        lengths: ``(B,)``, integer, tokens of each sequence without padding; None for S. Empty sequences do not count.
         tokens: reductions over the processes that share the tokens; B and S are reduced too.
 
     Returns:
@@ -58,20 +63,24 @@ def load_balance_loss(
     Source: DeepSeek-V3 (arXiv:2412.19437) equations 17-20; Switch Transformer (arXiv:2101.03961).
     """
     num_sequences, length, num_experts = probabilities.shape
-    length, counts, mass = tokens.all_reduce_sequence(length, tokens_per_expert, probabilities.sum(1))
-    length = at_least_one(length)
-    frequencies = counts.to(probabilities.dtype) * (num_experts / (top_k * length))
-    loss, num_sequences = tokens.all_reduce_batch((frequencies * mass / length).sum(), num_sequences)
-    return loss / at_least_one(num_sequences)
+    if lengths is None:
+        lengths = tokens_per_expert.new_full((num_sequences,), length)
+    lengths, counts, mass = tokens.all_reduce_sequence(lengths, tokens_per_expert, probabilities.sum(1))
+    # Integers divide in the default dtype, float32, whatever the dtype of the probabilities.
+    divisors = at_least_one(lengths).to(mass.dtype).unsqueeze(1)
+    frequencies = counts.to(mass.dtype) * (num_experts / top_k) / divisors
+    loss, count = tokens.all_reduce_batch((frequencies * mass / divisors).sum(), (lengths > 0).sum())
+    return loss / at_least_one(count).to(loss.dtype)
 
 
-def router_z_loss(logits: Tensor, *, tokens: TokenReductions = LOCAL) -> Tensor:
+def router_z_loss(logits: Tensor, *, token_mask: Tensor | None = None, tokens: TokenReductions = LOCAL) -> Tensor:
     """Loss that keeps the logits small.
 
     mean_t logsumexp(logits[t])^2
 
     Args:
         logits: ``(T, E)``, floating.
+        token_mask: ``(T,)``, bool, False for padding.
         tokens: reductions over the processes that share the tokens; T is reduced too.
 
     Returns:
@@ -80,13 +89,78 @@ def router_z_loss(logits: Tensor, *, tokens: TokenReductions = LOCAL) -> Tensor:
     Source: ST-MoE (arXiv:2202.08906) equation 5.
     """
     squares = logits.logsumexp(-1).square()
-    total, num_tokens = BatchAsSequence(tokens).all_reduce_sequence(squares.sum(), squares.shape[0])
-    return total / at_least_one(num_tokens)
+    if token_mask is not None:
+        squares = squares.masked_fill(~token_mask, 0.0)
+    total, num_tokens = BatchAsSequence(tokens).all_reduce_sequence(squares.sum(), _num_tokens(logits, token_mask))
+    return total / at_least_one(num_tokens).to(total.dtype)
 
 
-def at_least_one(count: Number) -> Number:
+def mean_over_tokens(
+    token_losses: Tensor,
+    token_mask: Tensor | None = None,
+    *,
+    num_tokens: Tensor | None = None,
+    tokens: TokenReductions = LOCAL,
+) -> Tensor:
+    """Mean of a loss over the tokens of all ranks, to report and to backpropagate.
+
+    sum over all ranks of token_losses[token_mask] / num_tokens
+
+    Its gradient on each rank is that of the rank's own tokens, which is what `maxmoe.parallelize` expects.
+
+    Args:
+        token_losses: ``(...)``, floating, one loss per token of this rank.
+        token_mask: ``(...)``, bool, False for tokens that do not count.
+        num_tokens: ``()``, divides the sum: with gradient accumulation, `count_tokens` of all micro-batches, whose
+            values then add up to the mean. None for the number of these tokens on all ranks.
+        tokens: reductions over the ranks: `maxmoe.parallel.token_group` of the mesh; not needed in one process.
+
+    Returns:
+        ``()``, float32 or wider, the same on every rank; 0 for no tokens.
+
+    Raises:
+        ValueError: for a mask that is not bool or has another shape.
+    """
+    if token_mask is not None:
+        if token_mask.dtype != torch.bool or token_mask.shape != token_losses.shape:
+            raise ValueError(
+                f"token_mask must be bool of shape {tuple(token_losses.shape)}, "
+                f"got {token_mask.dtype} of shape {tuple(token_mask.shape)}"
+            )
+        token_losses = token_losses.masked_fill(~token_mask, 0.0)
+    total = token_losses.to(torch.promote_types(token_losses.dtype, torch.float32)).sum()
+    everywhere = BatchAsSequence(tokens)
+    if num_tokens is None:
+        local = torch.tensor(token_losses.numel(), device=total.device) if token_mask is None else token_mask.sum()
+        total, num_tokens = everywhere.all_reduce_sequence(total, local)
+    else:
+        (total,) = everywhere.all_reduce_sequence(total)
+    return total / at_least_one(num_tokens).to(total.dtype)
+
+
+def count_tokens(token_mask: Tensor, *, tokens: TokenReductions = LOCAL) -> Tensor:
+    """Count the tokens of all ranks.
+
+    Args:
+        token_mask: bool, of this rank: a batch, or all micro-batches of an optimizer step stacked.
+        tokens: see `mean_over_tokens`.
+
+    Returns:
+        ``()``, int64, the number of True values on all ranks.
+    """
+    (count,) = BatchAsSequence(tokens).all_reduce_sequence(token_mask.sum())
+    return count
+
+
+def _num_tokens(logits: Tensor, token_mask: Tensor | None) -> Tensor:
+    if token_mask is None:
+        return torch.tensor(logits.shape[0], device=logits.device)
+    return token_mask.sum()
+
+
+def at_least_one(count: Tensor) -> Tensor:
     """Return a count to divide by."""
-    return count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
+    return count.clamp_min(1)
 
 
 @dataclass(frozen=True)
@@ -114,19 +188,20 @@ class RoutingLosses:
         if self.config.load_balance_loss_weight > 0:
             aux_loss = aux_loss + self.config.load_balance_loss_weight * self._balance(routing, counts, tokens)
         if self.config.router_z_loss_weight > 0:
-            aux_loss = aux_loss + self.config.router_z_loss_weight * router_z_loss(routing.logits, tokens=tokens)
+            z_loss = router_z_loss(routing.logits, token_mask=routing.token_mask, tokens=tokens)
+            aux_loss = aux_loss + self.config.router_z_loss_weight * z_loss
 
         entropy = torch.special.entr(routing.probabilities.detach()).sum()
         load, dropped, entropy, num_tokens = BatchAsSequence(tokens).all_reduce_sequence(
-            counts.sum(0), dropped, entropy, routing.logits.shape[0]
+            counts.sum(0), dropped, entropy, _num_tokens(routing.logits, routing.token_mask)
         )
-        return aux_loss, MoEStats(load, dropped, entropy / at_least_one(num_tokens))
+        return aux_loss, MoEStats(load, dropped, entropy / at_least_one(num_tokens).to(entropy.dtype))
 
     def _tokens_per_expert(self, experts: Tensor, num_sequences: int) -> Tensor:
-        """Count the slots of each sequence and expert: ``(B, E)``."""
+        """Count the routed slots of each sequence and expert: ``(B, E)``."""
         slots = experts.reshape(num_sequences, experts.numel() // max(num_sequences, 1))
         counts = slots.new_zeros(num_sequences, self.config.num_experts)
-        return counts.scatter_add(1, slots, torch.ones_like(slots))
+        return counts.scatter_add(1, slots.clamp_min(0), (slots >= 0).to(slots.dtype))
 
     def _balance(self, routing: Routing, counts: Tensor, tokens: TokenReductions) -> Tensor:
         if self.config.load_balance_scope == "batch":
@@ -134,4 +209,5 @@ class RoutingLosses:
         num_sequences = counts.shape[0]
         length = routing.probabilities.shape[0] // max(num_sequences, 1)
         probabilities = routing.probabilities.view(num_sequences, length, self.config.num_experts)
-        return load_balance_loss(probabilities, counts, self.config.top_k, tokens=tokens)
+        lengths = None if routing.token_mask is None else routing.token_mask.view(num_sequences, length).sum(1)
+        return load_balance_loss(probabilities, counts, self.config.top_k, lengths=lengths, tokens=tokens)

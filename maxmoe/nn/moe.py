@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from maxmoe import presets
 from maxmoe.config import MoEConfig
 from maxmoe.nn.conversion import check_config, config_of, give_weights, take_weights
 from maxmoe.nn.declaration import TOKEN_DIMS, Declaration, SavedTensor
@@ -17,6 +16,7 @@ from maxmoe.nn.experts import Experts, SharedExperts
 from maxmoe.nn.losses import MoEStats, RoutingLosses
 from maxmoe.nn.router import Router
 from maxmoe.nn.tokens import LocalTokens, TokenGroup
+from maxmoe.presets import from_transformers
 from maxmoe.presets.families import family_of
 
 
@@ -77,7 +77,7 @@ class MoE(nn.Module):
         """
         source = config_of(block)
         dtype = next((parameter.dtype for parameter in block.parameters()), None)
-        layer = cls(presets.from_transformers(source), device="meta", dtype=dtype)
+        layer = cls(from_transformers(source), device="meta", dtype=dtype)
         take_weights(layer, block, family_of(source).block)
         return layer.train(block.training)
 
@@ -93,7 +93,7 @@ class MoE(nn.Module):
             ValueError: if the block computes something else or has other shapes; then nothing is moved.
         """
         source = config_of(block)
-        check_config(self.config, presets.from_transformers(source))
+        check_config(self.config, from_transformers(source))
         give_weights(self, block, family_of(source).block)
 
     def reset_parameters(self) -> None:
@@ -103,27 +103,35 @@ class MoE(nn.Module):
         if self.shared_experts is not None:
             self.shared_experts.reset_parameters()
 
-    def forward(self, x: Tensor) -> MoEOutput:
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> MoEOutput:
         """Route the tokens and compute their experts.
+
+        Padding is not routed and comes out zero. It takes part in no loss, statistic or capacity, gets no gradient, and
+        what it holds, NaN included, reaches nothing. `buffer_factor` bounds the rows by the slots of all tokens.
 
         Args:
             x: ``(..., S, D)``, floating: sequences of S tokens; ``(T, D)`` is one sequence.
+            token_mask: ``(..., S)``, bool, False for padding; None if there is none.
 
         Returns:
             The output.
 
         Raises:
-            ValueError: if the last dim of x is not `hidden_size`, or its dtype not that of the parameters.
+            ValueError: if the last dim of x is not `hidden_size`, its dtype not that of the parameters, or the mask not
+                bool or of another shape.
         """
-        self._check(x)
+        self._check(x, token_mask)
         num_sequences = math.prod(x.shape[:-2])
         tokens = x.reshape(-1, x.shape[-1])
-        routing = self.router(tokens)
+        if token_mask is not None:
+            token_mask = token_mask.reshape(-1)
+            tokens = tokens.masked_fill(~token_mask.unsqueeze(1), 0.0)
+        routing = self.router(tokens, token_mask)
         dispatched = self.dispatcher.dispatch(tokens, routing, num_sequences)
         outputs = self.experts(dispatched.x, dispatched.weights, dispatched.plan)
         hidden_states = self.dispatcher.combine(outputs, dispatched)
         if self.shared_experts is not None:
-            hidden_states = hidden_states + self.shared_experts(tokens)
+            hidden_states = hidden_states + self.shared_experts(tokens, token_mask)
         aux_loss, stats = self.losses(routing, dispatched.dropped, num_sequences, self.token_group)
         # FSDP registers its backward hook on this tensor. A view would lose it: an in-place operator on a view
         # replaces the autograd history of the view, and with it the hook.
@@ -157,13 +165,18 @@ class MoE(nn.Module):
         """
         self.router.update_correction_bias(tokens_per_expert)
 
-    def _check(self, x: Tensor) -> None:
+    def _check(self, x: Tensor, token_mask: Tensor | None) -> None:
         hidden_size = self.config.hidden_size
         if x.dim() < 2 or x.shape[-1] != hidden_size:
             raise ValueError(f"x must have shape [..., S, hidden_size ({hidden_size})], got {tuple(x.shape)}")
         dtype = self.experts.up_proj.dtype
         if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"x must have the dtype of the parameters ({dtype}) outside of autocast, got {x.dtype}")
+        if token_mask is not None and (token_mask.dtype != torch.bool or token_mask.shape != x.shape[:-1]):
+            raise ValueError(
+                f"token_mask must be bool of shape {tuple(x.shape[:-1])}, "
+                f"got {token_mask.dtype} of shape {tuple(token_mask.shape)}"
+            )
 
     def extra_repr(self) -> str:
         """The fields of the config that are not at their default, for `print`.

@@ -3,12 +3,31 @@
 from contextlib import AbstractContextManager
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    create_selective_checkpoint_contexts,
+)
+
+
+def is_recomputation() -> bool:
+    """Return whether a forward that runs now is a recomputation: a backward is running."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def checkpointed_call() -> int | None:
+    """Return a number that a forward checkpointed with `keep_routing` and its recomputation share; None otherwise."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode):
+            return id(mode.storage)  # the forward writes the kept tensors there, the recomputation reads them
+    return None
 
 
 def _policy(_context: object, operator: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    kept = {torch.ops.maxmoe.route.default, torch.ops.maxmoe.ragged_plan.default}
-    return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+    saved = {torch.ops.maxmoe.route.default, torch.ops.maxmoe.ragged_plan.default}
+    return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def keep_routing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -21,14 +21,18 @@ class Routing(NamedTuple):
     Attributes:
         logits: ``(T, E)``, float32 or wider.
         probabilities: ``(T, E)``, the scores of every expert, scaled to sum one; see `normalized_scores`.
-        weights: ``(T, K)``, float32 or wider.
-        experts: ``(T, K)``, int64.
+        weights: ``(T, K)``, float32 or wider; 0 where `experts` is -1.
+        experts: ``(T, K)``, int64; -1 for a slot that is not routed.
+        token_mask: ``(T,)``, bool, False for padding; None if there is none.
+        is_complete: whether every slot is known to be routed, so that their number needs no look at `experts`.
     """
 
     logits: Tensor
     probabilities: Tensor
     weights: Tensor
     experts: Tensor
+    token_mask: Tensor | None = None
+    is_complete: bool = True
 
 
 def normalized_scores(logits: Tensor, score_function: ScoreFunction) -> Tensor:
@@ -45,12 +49,57 @@ def normalized_scores(logits: Tensor, score_function: ScoreFunction) -> Tensor:
     """
     if score_function in ("softmax", "identity"):
         return logits.softmax(-1)
-    if score_function == "sigmoid":
-        scores = logits.sigmoid()
-    else:  # the square root has no slope at zero, where the softplus of large negative logits ends up
-        softplus = torch.logaddexp(logits, torch.zeros_like(logits))
-        scores = softplus.clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
+    scores = _scores(logits, score_function)
     return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+
+def _scores(logits: Tensor, score_function: ScoreFunction) -> Tensor:
+    if score_function == "softmax":
+        return logits.softmax(-1)
+    if score_function == "sigmoid":
+        return logits.sigmoid()
+    if score_function == "sqrtsoftplus":
+        # The slope of the square root is infinite at zero, which is the softplus of large negative logits.
+        softplus = torch.logaddexp(logits, torch.zeros_like(logits))
+        return softplus.clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
+    return logits
+
+
+def weights_of_experts(logits: Tensor, experts: Tensor, config: MoEConfig) -> Tensor:
+    """Weights of given experts, as `maxmoe.ops.route` gives them to those that it selects.
+
+    weights[t] = scale * normalization(score(logits[t])[experts[t]])
+
+    Args:
+        logits: ``(T, E)``, float32 or wider.
+        experts: ``(T, K)``, int64; slots of -1 are left out.
+        config: of the layer.
+
+    Returns:
+        ``(T, K)``, dtype of logits; 0 where `experts` is -1.
+    """
+    is_absent = experts < 0
+    weights = _scores(logits, config.score_function).gather(1, experts.clamp_min(0))
+    if config.normalization == "sum":
+        weights = weights.masked_fill(is_absent, 0.0)
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    elif config.normalization == "softmax":
+        # Not minus infinity: the softmax of a token without experts would be NaN.
+        weights = weights.masked_fill(is_absent, torch.finfo(weights.dtype).min).softmax(-1)
+    return (weights * config.routed_scaling_factor).masked_fill(is_absent, 0.0)
+
+
+def _without_padding(routing: Routing, token_mask: Tensor) -> Routing:
+    """Route no padding, and leave it out of all sums over tokens: its probabilities are zero."""
+    is_padding = ~token_mask.unsqueeze(1)
+    return Routing(
+        routing.logits,
+        routing.probabilities.masked_fill(is_padding, 0.0),
+        routing.weights.masked_fill(is_padding, 0.0),
+        routing.experts.masked_fill(is_padding, -1),
+        token_mask,
+        is_complete=False,
+    )
 
 
 class Router(nn.Module):
@@ -91,11 +140,14 @@ class Router(nn.Module):
             if bias is not None:
                 nn.init.zeros_(bias)
 
-    def forward(self, x: Tensor) -> Routing:
+    def forward(self, x: Tensor, token_mask: Tensor | None = None, experts: Tensor | None = None) -> Routing:
         """Route tokens.
 
         Args:
-            x: ``(T, D)``, floating.
+            x: ``(T, D)``, floating; finite where `token_mask` is False.
+            token_mask: ``(T,)``, bool, False for padding, which is not routed.
+            experts: ``(T, K)``, int64: route to these experts, -1 for none, with the weights that their scores give;
+                None to choose the best.
 
         Returns:
             The routing.
@@ -108,8 +160,21 @@ class Router(nn.Module):
         if config.router == "random":
             # The values are noise, the gradient is that of the logits: the work of real training, in balance.
             logits = logits + (torch.randn_like(logits) - logits).detach()
+        is_forced = experts is not None
+        if experts is None:
+            weights, experts = self._choose(logits)
+        else:
+            weights = weights_of_experts(logits, experts, config)
+        # Only the balance loss has a gradient to them; the statistics are read without one.
+        source = logits if config.load_balance_loss_weight > 0 else logits.detach()
+        probabilities = normalized_scores(source, config.score_function)
+        routing = Routing(logits, probabilities, weights, experts, is_complete=not is_forced)
+        return routing if token_mask is None else _without_padding(routing, token_mask)
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        config = self.config
         try:
-            weights, experts = route(
+            return route(
                 logits,
                 config.top_k,
                 score_function=config.score_function,
@@ -122,9 +187,6 @@ class Router(nn.Module):
             )
         except ValueError as error:
             raise ValueError(f"{module_path(self)}: {error}") from error
-        # Only the balance loss has a gradient to them; the statistics are read without one.
-        source = logits if config.load_balance_loss_weight > 0 else logits.detach()
-        return Routing(logits, normalized_scores(source, config.score_function), weights, experts)
 
     @property
     def declaration(self) -> Declaration:

@@ -6,21 +6,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
-from typing_extensions import TypeVarTuple, Unpack
 
 from maxmoe.nn.declaration import declaration_of
-
-Summands = TypeVarTuple("Summands")
 
 
 class TokenReductions(Protocol):
     """All-reduces over the processes that share a forward.
 
-    Summands are tensors and counts. Those of one call travel in one message, and counts come back as tensors from it.
-    The gradient of each process's summand is the gradient of the sum.
+    The summands of one call travel in one message, each in its own shape and dtype; integers stay exact below 2^53. The
+    gradient of each process's summand is the gradient of the sum.
     """
 
-    def all_reduce_sequence(self, *summands: Unpack[Summands]) -> tuple[Unpack[Summands]]:
+    def all_reduce_sequence(self, *summands: Tensor) -> tuple[Tensor, ...]:
         """Sum over the processes that hold parts of the same sequences.
 
         Args:
@@ -31,7 +28,7 @@ class TokenReductions(Protocol):
         """
         ...
 
-    def all_reduce_batch(self, *summands: Unpack[Summands]) -> tuple[Unpack[Summands]]:
+    def all_reduce_batch(self, *summands: Tensor) -> tuple[Tensor, ...]:
         """Sum over the processes that hold other sequences.
 
         Args:
@@ -76,11 +73,11 @@ class TokenGroup(TokenReductions, Protocol):
 class LocalTokens:
     """All tokens are in this process."""
 
-    def all_reduce_sequence(self, *summands: Unpack[Summands]) -> tuple[Unpack[Summands]]:
+    def all_reduce_sequence(self, *summands: Tensor) -> tuple[Tensor, ...]:
         """See `TokenReductions`."""
         return summands
 
-    def all_reduce_batch(self, *summands: Unpack[Summands]) -> tuple[Unpack[Summands]]:
+    def all_reduce_batch(self, *summands: Tensor) -> tuple[Tensor, ...]:
         """See `TokenReductions`."""
         return summands
 
@@ -99,11 +96,11 @@ class BatchAsSequence:
 
     tokens: TokenReductions
 
-    def all_reduce_sequence(self, *summands: Unpack[Summands]) -> tuple[Unpack[Summands]]:
+    def all_reduce_sequence(self, *summands: Tensor) -> tuple[Tensor, ...]:
         """See `TokenReductions`."""
         return self.tokens.all_reduce_batch(*self.tokens.all_reduce_sequence(*summands))
 
-    def all_reduce_batch(self, *summands: Unpack[Summands]) -> tuple[Unpack[Summands]]:
+    def all_reduce_batch(self, *summands: Tensor) -> tuple[Tensor, ...]:
         """See `TokenReductions`."""
         return summands
 

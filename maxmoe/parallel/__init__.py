@@ -8,7 +8,7 @@ from maxmoe.parallel.parallelize import parallelize
 from maxmoe.parallel.parameter_sharding import ParameterSharding, logical_names, parameter_shardings
 from maxmoe.parallel.plan import ParameterPlan, Plan
 from maxmoe.parallel.shard_parameters import shard_parameters
-from maxmoe.parallel.tokens import token_sharding
+from maxmoe.parallel.tokens import token_group, token_sharding
 
 __all__ = [
     "Declaration",
@@ -24,5 +24,6 @@ __all__ = [
     "parameter_shardings",
     "reset_parameters",
     "shard_parameters",
+    "token_group",
     "token_sharding",
 ]

@@ -8,6 +8,7 @@ from maxmoe.parallel.parameter_hooks import ParameterHooks
 from maxmoe.parallel.plan import Plan
 from maxmoe.parallel.shard_parameters import distribute_parameters
 from maxmoe.parallel.tensor_parallel_hooks import TensorParallelHooks
+from maxmoe.sharding.agreement import check_ranks_agree
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.rules import LogicalRules
 
@@ -33,6 +34,9 @@ def parallelize(
     `fsdp_managed`. Modules with tensor-parallel dims compute with their own part of the weights and all-reduce their
     output. What modules declare for this is in `Declaration`.
 
+    Use `maxmoe.mean_over_tokens` for the loss: a mean over the tokens of this rank alone, as under DDP and FSDP, gives
+    gradients too large by the number of ranks that hold different tokens.
+
     Compute losses from what modules return. Do not backpropagate from tensors captured by forward hooks: the gathered
     weights are freed.
 
@@ -48,9 +52,12 @@ def parallelize(
         The module.
 
     Raises:
-        ValueError: as `shard_parameters`, and if the rules shard sequences that a layer needs whole.
+        ValueError: as `shard_parameters`; if the rules shard sequences that a layer needs whole; if modules, their
+            parameters or the rules differ between ranks.
     """
-    plan = Plan(module, mesh, LogicalRules.load(rules), strict=strict, allow_unused=allow_unused)
+    rules = LogicalRules.load(rules)
+    check_ranks_agree(_facts(module, rules), mesh.device_mesh.device_type)
+    plan = Plan(module, mesh, rules, strict=strict, allow_unused=allow_unused)
     _check_whole_sequences(plan)
     distribute_parameters(module, {name: parameter.unsharded for name, parameter in plan.parameters.items()})
     for child in plan.modules.values():
@@ -62,6 +69,16 @@ def parallelize(
             TensorParallelHooks(mesh, plan.tensor_parallel_axes[unit]).register(unit)
     fully_shard_blocks(module, mesh, plan.fsdp_managed)
     return module
+
+
+def _facts(module: nn.Module, rules: LogicalRules) -> dict[str, str]:
+    """What the collectives of a parallelized module depend on."""
+    facts = {"the rules": repr(rules)}
+    for path, child in module.named_modules():
+        facts[f"the module {path or '(root)'}"] = f"{type(child).__name__}({child.extra_repr()})"
+    for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+        facts[path] = f"shape {tuple(tensor.shape)}, {tensor.dtype}, requires_grad={tensor.requires_grad}"
+    return facts
 
 
 def _check_whole_sequences(plan: Plan) -> None:

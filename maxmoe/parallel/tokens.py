@@ -1,14 +1,12 @@
 """The tokens of one forward, sharded over the ranks of a mesh."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from maxmoe.nn.declaration import TOKEN_DIMS
-from maxmoe.nn.tokens import Summands
+from maxmoe.nn.tokens import TokenGroup
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.partition_spec import PartitionSpec
@@ -37,6 +35,22 @@ def token_sharding(mesh: Mesh, rules: LogicalRules | str = "default") -> NamedSh
     return NamedSharding(mesh, activation_spec(TOKEN_DIMS, mesh, rules))
 
 
+def token_group(mesh: Mesh, rules: LogicalRules | str = "default") -> TokenGroup:
+    """Return the ranks that share the tokens of a batch, for `mean_over_tokens`.
+
+    Args:
+        mesh: of the ranks.
+        rules: the table, or the name of a preset.
+
+    Returns:
+        The reductions over them; ranks that hold the same tokens count once.
+
+    Raises:
+        ValueError: for a preset that does not exist.
+    """
+    return ShardedTokens(mesh, *token_sharding(mesh, rules).spec)
+
+
 def activation_spec(names: tuple[str, ...], mesh: Mesh, rules: LogicalRules) -> PartitionSpec:
     """Return the axes larger than one that shard an activation; a name without a rule has none."""
     spec = logical_to_mesh_axes([name if name in rules.names else None for name in names], rules)
@@ -57,15 +71,13 @@ class ShardedTokens:
     batch_axes: tuple[str, ...]
     length_axes: tuple[str, ...]
 
-    def all_reduce_sequence(self, *summands: Unpack[Summands]) -> tuple[Unpack[Summands]]:
+    def all_reduce_sequence(self, *summands: Tensor) -> tuple[Tensor, ...]:
         """See `TokenReductions`."""
-        sums: tuple[Unpack[Summands]] = self._all_reduce(summands, self.length_axes)
-        return sums
+        return self._all_reduce(summands, self.length_axes)
 
-    def all_reduce_batch(self, *summands: Unpack[Summands]) -> tuple[Unpack[Summands]]:
+    def all_reduce_batch(self, *summands: Tensor) -> tuple[Tensor, ...]:
         """See `TokenReductions`."""
-        sums: tuple[Unpack[Summands]] = self._all_reduce(summands, self.batch_axes)
-        return sums
+        return self._all_reduce(summands, self.batch_axes)
 
     def first_position(self, length: int) -> int:
         """See `TokenGroup`."""
@@ -85,12 +97,11 @@ class ShardedTokens:
         partial = NamedSharding.replicated(self.mesh, num_dims, partial=self.length_axes)
         return NamedSharding(self.mesh, spec), gathered, partial
 
-    def _all_reduce(self, summands: Any, axes: tuple[str, ...]) -> Any:
+    def _all_reduce(self, summands: tuple[Tensor, ...], axes: tuple[str, ...]) -> tuple[Tensor, ...]:
         if not axes:
             return summands
-        tensors = [torch.as_tensor(summand, device=self.mesh.device_mesh.device_type) for summand in summands]
-        packed = torch.cat([tensor.flatten().double() for tensor in tensors])  # counts below 2^53 stay exact
+        packed = torch.cat([summand.flatten().double() for summand in summands])
         # Every rank computes the same loss from the sums and backpropagates it to its own summands: identity backward.
         total = all_reduce(packed, self.mesh, axes)
-        parts = torch.split(total, [tensor.numel() for tensor in tensors])
-        return tuple(part.view_as(tensor).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True))
+        sums = torch.split(total, [summand.numel() for summand in summands])
+        return tuple(part.view_as(summand).to(summand.dtype) for part, summand in zip(sums, summands, strict=True))

@@ -1,7 +1,9 @@
 """The layer, with the result of `maxmoe.MoE`, from its configuration and state dict."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,26 +24,26 @@ from maxmoe.reference.operators import (
 
 
 def load_balance_loss(
-    logits: Tensor, experts: Tensor, *, score_function: ScoreFunction, scope: LoadBalanceScope
+    logits: Sequence[Tensor], experts: Sequence[Tensor], *, score_function: ScoreFunction, scope: LoadBalanceScope
 ) -> Tensor:
-    """sum_e f_e P_e, 1 at perfect balance, of logits [B, S, E] and experts [B, S, K] of B sequences.
+    """sum_e f_e P_e, 1 at perfect balance, of logits [S, E] and experts [S, K] of each of B sequences.
 
     f_e = E / (K S) * (slots routed to e), P_e = mean over the tokens of score[e] / sum(score), for "identity"
     of the softmax of the logits. "sequence" is the mean over the sequences, "batch" takes all tokens as one.
     """
     if scope == "batch":
-        logits, experts = logits.flatten(0, 1)[None], experts.flatten(0, 1)[None]
-    total = wide(logits.new_zeros(()))
-    if experts.numel() == 0:
-        return total
-    num_experts = logits.shape[-1]
+        logits, experts = [torch.cat([*logits])], [torch.cat([*experts])]
+    total, num_sequences = wide(logits[0].new_zeros(())), 0
     for sequence_logits, sequence_experts in zip(logits, experts, strict=True):
+        if sequence_experts.numel() == 0:
+            continue
+        num_sequences, num_experts = num_sequences + 1, sequence_logits.shape[-1]
         score = scores(sequence_logits, "softmax" if score_function == "identity" else score_function)
         probability = score / (score.sum(-1, keepdim=True) + 1e-20)
         for e in range(num_experts):
             frequency = num_experts / sequence_experts.numel() * (sequence_experts == e).sum().item()
             total = total + frequency * probability[:, e].mean()
-    return total / len(logits)
+    return total / max(num_sequences, 1)
 
 
 def router_z_loss(logits: Tensor) -> Tensor:
@@ -51,17 +53,14 @@ def router_z_loss(logits: Tensor) -> Tensor:
 
 
 def apply_capacity(experts: Tensor, num_experts: int, capacity_factor: float) -> Tensor:
-    """experts [B, S, K], -1 for the slots past the capacity of their expert, by slot within each sequence."""
-    slots_per_sequence = experts.shape[1] * experts.shape[2]
-    capacity = int(max(math.ceil(slots_per_sequence / num_experts) * capacity_factor, capacity_factor))
-    kept = experts.clone()
-    for sequence in kept.flatten(1):
-        used = [0] * num_experts
-        for slot, expert in enumerate(sequence.tolist()):
-            used[expert] += 1
-            if used[expert] > capacity:
-                sequence[slot] = -1
-    return kept
+    """experts [S, K] of one sequence, -1 for the slots past the capacity of their expert."""
+    capacity = int(max(math.ceil(experts.numel() / num_experts) * capacity_factor, capacity_factor))
+    slots, used = experts.flatten().tolist(), [0] * num_experts
+    for slot, expert in enumerate(slots):
+        used[expert] += 1
+        if used[expert] > capacity:
+            slots[slot] = -1
+    return torch.tensor(slots, dtype=torch.int64).reshape(experts.shape)
 
 
 def router_logits(tokens: Tensor, config: MoEConfig, parameters: dict[str, Tensor]) -> Tensor:
@@ -107,29 +106,39 @@ def shared_experts(tokens: Tensor, config: MoEConfig, parameters: dict[str, Tens
     return stack(out, tokens, tokens.shape[1])
 
 
-def auxiliary_loss(logits: Tensor, experts: Tensor, config: MoEConfig) -> Tensor:
-    """The sum of the weighted losses of logits [B, S, E], experts [B, S, K]; exactly 0 when none is on."""
-    loss = wide(logits.new_zeros(()))
+def auxiliary_loss(logits: Sequence[Tensor], experts: Sequence[Tensor], config: MoEConfig) -> Tensor:
+    """The sum of the weighted losses of logits [S, E], experts [S, K] of B sequences; exactly 0 when none is on."""
+    loss = wide(logits[0].new_zeros(()))
     if config.load_balance_loss_weight:
         balance = load_balance_loss(
             logits, experts, score_function=config.score_function, scope=config.load_balance_scope
         )
         loss = loss + config.load_balance_loss_weight * balance
     if config.router_z_loss_weight:
-        loss = loss + config.router_z_loss_weight * router_z_loss(logits)
+        loss = loss + config.router_z_loss_weight * router_z_loss(torch.cat([*logits]))
     return loss
 
 
-def moe(x: Tensor, config: MoEConfig, parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def sequences(rows: Tensor, lengths: list[int]) -> list[Tensor]:
+    """The rows of each sequence, given how many there are of each; one empty sequence if there is none."""
+    ends = torch.tensor([0, *(lengths or [0])]).cumsum(0).tolist()
+    return [rows[begin:end] for begin, end in pairwise(ends)]
+
+
+def moe(
+    x: Tensor, config: MoEConfig, parameters: dict[str, Tensor], token_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The layer: hidden_states, aux_loss, tokens_per_expert, dropped.
 
-    x is [..., S, D], sequences of S tokens, or [D]; `parameters` has the names of the layer's state dict.
+    x is [..., S, D], sequences of S tokens, or [D]; token_mask is [..., S], False for padding, which takes part in
+    nothing and comes out zero; `parameters` has the names of the layer's state dict.
     """
     if config.router == "random":
         raise ValueError("router must be 'learned' for the reference, got 'random'")
-    tokens = x.reshape(-1, x.shape[-1])
+    is_valid = torch.ones(x.shape[:-1], dtype=torch.bool) if token_mask is None else token_mask
+    tokens = x[is_valid] if x.dim() > 1 else x[None]
     length = x.shape[-2] if x.dim() > 1 else 1
-    num_sequences = math.prod(x.shape[:-2])
+    lengths = [int(sequence.sum()) for sequence in is_valid.reshape(math.prod(x.shape[:-2]), length)]
 
     logits = router_logits(tokens, config, parameters)
     weights, experts = route(
@@ -143,21 +152,22 @@ def moe(x: Tensor, config: MoEConfig, parameters: dict[str, Tensor]) -> tuple[Te
         normalization=config.normalization,
         scale=config.routed_scaling_factor,
     )
-    logits = logits.reshape(num_sequences, length, config.num_experts)
-    experts = experts.reshape(num_sequences, length, config.top_k)
-
     kept = experts
     if config.capacity_factor is not None:
-        kept = apply_capacity(experts, config.num_experts, config.capacity_factor)
-    max_rows = None if config.buffer_factor is None else int(experts.numel() * config.buffer_factor)
-    plan = ragged_plan(kept.flatten(0, 1), config.num_experts, max_rows=max_rows)
+        factor = config.capacity_factor
+        kept = torch.cat([apply_capacity(part, config.num_experts, factor) for part in sequences(experts, lengths)])
+    num_slots = is_valid.numel() * config.top_k
+    max_rows = None if config.buffer_factor is None else int(num_slots * config.buffer_factor)
+    plan = ragged_plan(kept, config.num_experts, max_rows=max_rows)
 
-    hidden_states = routed_experts(tokens, weights, plan, config, parameters)
+    outputs = routed_experts(tokens, weights, plan, config, parameters)
     if config.num_shared_experts:
-        hidden_states = hidden_states + shared_experts(tokens, config, parameters)
+        outputs = outputs + shared_experts(tokens, config, parameters)
+    hidden_states = torch.zeros_like(x)
+    hidden_states[is_valid] = outputs if x.dim() > 1 else outputs[0]
     return (
-        hidden_states.reshape(x.shape),
-        auxiliary_loss(logits, experts, config),
+        hidden_states,
+        auxiliary_loss(sequences(logits, lengths), sequences(experts, lengths), config),
         torch.tensor([int((experts == e).sum()) for e in range(config.num_experts)]),
         (kept < 0).sum() + plan.dropped,
     )

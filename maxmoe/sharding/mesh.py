@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from maxmoe.sharding.agreement import check_ranks_agree
+
 TIMEOUT = timedelta(minutes=10)
 
 
@@ -38,6 +40,7 @@ class Mesh:
                 f"Mesh({dict(sizes)}) needs torch.distributed: call torch.distributed.init_process_group first, "
                 "in processes that torchrun started; Mesh.planned needs none"
             )
+        check_ranks_agree({"the sizes of the mesh": str(dict(sizes))}, device_type)
         self.sizes = filled(sizes, dist.get_world_size())
         self.rank: int | None = dist.get_rank()
         large = {axis: size for axis, size in self.sizes.items() if size > 1} or {next(iter(self.sizes), "world"): 1}

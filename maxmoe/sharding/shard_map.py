@@ -50,7 +50,9 @@ def shard_map(
                 f"name the axis in partial, got partial={tuple(partial)!r}"
             )
 
-    def placements(spec: PartitionSpec, sums: set[str]) -> list[Placement]:  # local_map reads a tuple as several outputs
+    def placements(
+        spec: PartitionSpec, sums: set[str]
+    ) -> list[Placement]:  # local_map reads a tuple as several outputs
         owned = {axis for axes in spec for axis in axes}
         return [*NamedSharding(mesh, spec, tuple(axis for axis in mesh.sizes if axis in sums - owned)).placements]
 

@@ -167,7 +167,8 @@ def test_no_tokens_cost_nothing() -> None:
 
 def test_capacity_is_maxtexts() -> None:
     arrays, meta = golden_fixtures.load("capacity_masks")
-    kept = reference.apply_capacity(arrays["topk_indices"], meta["E"], meta["capacity_factor"])
+    sequences = arrays["topk_indices"]
+    kept = torch.stack([reference.apply_capacity(part, meta["E"], meta["capacity_factor"]) for part in sequences])
     used = torch.zeros(meta["B"], meta["S"], meta["E"], dtype=torch.bool)
     for b, s, k in (kept >= 0).nonzero().tolist():
         used[b, s, kept[b, s, k]] = True

@@ -80,24 +80,30 @@ def differentiate(outputs: tuple[Tensor, ...], leaves: dict[str, Tensor], cotang
     return Result(tuple(out.detach() for out in outputs), {name: leaf.grad for name, leaf in leaves.items()})
 
 
-def outcome(layer: MoE, x: Tensor, forward: Callable[[Tensor], Any] | None = None) -> Result:
+def outcome(
+    layer: MoE, x: Tensor, forward: Callable[..., Any] | None = None, token_mask: Tensor | None = None
+) -> Result:
     """Outputs, and the gradients of x and of all parameters; `forward` is the layer in another guise."""
     x = x.detach().requires_grad_()
-    hidden_states, aux_loss, stats = layer(x) if forward is None else forward(x)
+    hidden_states, aux_loss, stats = (layer if forward is None else forward)(
+        x, *([] if token_mask is None else [token_mask])
+    )
     outputs = (hidden_states, aux_loss, stats.tokens_per_expert, stats.dropped)
     return differentiate(outputs, {"x": x, **dict(layer.named_parameters())}, cotangents_of(outputs))
 
 
-def specification(layer: MoE, x: Tensor, got: Result) -> Result:
+def specification(layer: MoE, x: Tensor, got: Result, token_mask: Tensor | None = None) -> Result:
     """What the reference makes of the same values in float64, along the same upstream gradients."""
     state = {name: value.double().requires_grad_() for name, value in layer.state_dict().items()}
     x = x.detach().double().requires_grad_()
-    outputs = reference.moe(x, layer.config, state)
+    outputs = reference.moe(x, layer.config, state, token_mask)
     cotangents = [cotangent.double() for cotangent in cotangents_of(got.outputs)]
     return differentiate(outputs, {"x": x, **state}, cotangents)
 
 
-def assert_meets_specification(layer: MoE, x: Tensor, relative: float = 1e-12) -> None:
-    got = outcome(layer, x)
+def assert_meets_specification(
+    layer: MoE, x: Tensor, relative: float = 1e-12, token_mask: Tensor | None = None
+) -> None:
+    got = outcome(layer, x, token_mask=token_mask)
     assert set(got.gradients) - {"x"} == set(dict(layer.named_parameters()))
-    assert_same(got, specification(layer, x, got), relative)
+    assert_same(got, specification(layer, x, got, token_mask), relative)

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch._dynamo  # DTensor's first operator imports it: once, here, and not in every child
 import torch.distributed as dist
-import torch.distributed.tensor  # once, here, and not in every child
+import torch.distributed.tensor  # likewise
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 # What a rank says whose peer is gone, or did not come.

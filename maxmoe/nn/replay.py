@@ -1,0 +1,218 @@
+"""Recording the expert ids of a model's MoE layers, and routing by a record."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from maxmoe.nn.moe import MoE
+from maxmoe.nn.recompute import checkpointed_call, is_recomputation
+from maxmoe.nn.router import Routing
+
+
+@dataclass(frozen=True)
+class RoutingRecord:
+    """The expert ids of every MoE layer of a model, call by call.
+
+    Args:
+        calls: by the path of the layer, ``(..., S, K)``, integer, of each call; -1 for slots that were not routed.
+    """
+
+    calls: Mapping[str, list[Tensor]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """Return the number of calls of a layer."""
+        return max(map(len, self.calls.values()), default=0)
+
+    def __getitem__(self, calls: slice) -> "RoutingRecord":
+        """Select calls: ``record[-1:]`` is the last one of every layer."""
+        return RoutingRecord({path: ids[calls] for path, ids in self.calls.items()})
+
+    def joined(self) -> "RoutingRecord":
+        """Join all calls along the sequence: prompt and tokens that a model with a cache saw one after another.
+
+        Returns:
+            A record of one call.
+        """
+        return RoutingRecord({path: [torch.cat(ids, dim=-2)] for path, ids in self.calls.items() if ids})
+
+    def save(self, path: str | Path) -> None:
+        """Write the record to a file.
+
+        Args:
+            path: of the file.
+        """
+        torch.save({layer: list(ids) for layer, ids in self.calls.items()}, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "RoutingRecord":
+        """Read a record. Nothing in the file is executed.
+
+        Args:
+            path: of a file that `save` wrote.
+
+        Returns:
+            The record.
+
+        Raises:
+            ValueError: for a file that holds anything else.
+        """
+        calls: Any = torch.load(path, weights_only=True, map_location="cpu")
+        is_record = isinstance(calls, dict) and all(
+            isinstance(layer, str) and isinstance(ids, list) and all(isinstance(one, Tensor) for one in ids)
+            for layer, ids in calls.items()
+        )
+        if not is_record:
+            raise ValueError(f"{path} is no record of routing: lists of tensors by the paths of layers")
+        return cls(calls)
+
+
+@contextmanager
+def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
+    """Record the expert ids of every MoE layer of a model, in every call; recomputations are not recorded.
+
+        with maxmoe.record_routing(model) as record:
+            model(tokens)
+
+    Args:
+        model: with MoE layers; a MoE layer itself does as well.
+
+    Yields:
+        The record, which grows with every call. On a mesh it is that of this rank's tokens.
+
+    Raises:
+        ValueError: for a model without MoE layers.
+    """
+    layers = _layers(model)
+    record = RoutingRecord({path: [] for path in layers})
+
+    def hooks(path: str, layer: MoE) -> list[Any]:
+        shape: list[torch.Size] = []
+
+        def enter(_layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+            shape[:] = [(arguments[0] if arguments else options["x"]).shape[:-1]]
+
+        def observe(_router: nn.Module, _arguments: Any, routing: Routing) -> None:
+            if not is_recomputation():
+                dtype = torch.int16 if layer.config.num_experts <= torch.iinfo(torch.int16).max else torch.int32
+                record.calls[path].append(routing.experts.detach().to(dtype).view(*shape[0], -1))
+
+        return [
+            layer.register_forward_pre_hook(enter, with_kwargs=True),
+            layer.router.register_forward_hook(observe),
+        ]
+
+    with _hooked(hooks, layers):
+        yield record
+
+
+@contextmanager
+def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
+    """Route the calls of a model as a record says; scores and weights are those of the present parameters.
+
+    The router gets its gradient as usual, through the weights of the recorded experts. Each call takes the next call of
+    the record, and a recomputation of activation checkpointing takes that of its forward. Where several forwards of a
+    layer wait for their recomputation, it must be checkpointed with ``context_fn=maxmoe.keep_routing``, which tells
+    them apart.
+
+    Args:
+        model: with MoE layers at the same paths as the model of the record.
+        record: from `record_routing` or `RoutingRecord.load`; on a mesh, that of this rank's tokens.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        ValueError: for a record of other layers; in a call, for ids of another shape, another top_k or experts that are
+            not there, or after the last call of the record; at the end, if there were fewer calls than in the record.
+    """
+    layers = _layers(model)
+    _check_layers(layers, record)
+    replays = {path: _Replay(path, layer, record.calls[path]) for path, layer in layers.items()}
+
+    def hooks(path: str, layer: MoE) -> list[Any]:
+        return [layer.router.register_forward_pre_hook(replays[path].force, with_kwargs=True)]
+
+    with _hooked(hooks, layers):
+        yield
+    for path, replay in replays.items():
+        if replay.num_calls != len(record.calls[path]):
+            raise ValueError(f"the record has {len(record.calls[path])} calls of {replay.path}, got {replay.num_calls}")
+
+
+class _Replay:
+    """The calls of one layer."""
+
+    def __init__(self, path: str, layer: MoE, calls: list[Tensor]) -> None:
+        self.path, self.layer, self.calls, self.num_calls = path or "the layer", layer, calls, 0
+        self.awaiting_backward: dict[int | None, list[Tensor]] = defaultdict(list)
+        for ids in calls:
+            self._check(ids)
+
+    def _check(self, ids: Tensor) -> None:
+        config = self.layer.config
+        if ids.is_floating_point() or ids.dim() < 2 or ids.shape[-1] != config.top_k:
+            raise ValueError(
+                f"the ids of {self.path} must be integers of shape [..., S, top_k ({config.top_k})], "
+                f"got {ids.dtype} of shape {tuple(ids.shape)}"
+            )
+        if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < config.num_experts:
+            raise ValueError(
+                f"the ids of {self.path} must be in [-1, num_experts ({config.num_experts})), "
+                f"got from {int(ids.min())} to {int(ids.max())}"
+            )
+
+    def force(self, _router: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Add the ids to the arguments of the router."""
+        x: Tensor = arguments[0] if arguments else options["x"]
+        ids = self._recomputed() if is_recomputation() else self._next()
+        if ids.numel() != x.shape[0] * ids.shape[-1]:
+            raise ValueError(
+                f"call {self.num_calls} of {self.path} has {x.shape[0]} tokens, the record {tuple(ids.shape[:-1])}"
+            )
+        return arguments, {**options, "experts": ids.reshape(-1, ids.shape[-1]).to(x.device, torch.int64)}
+
+    def _next(self) -> Tensor:
+        if self.num_calls == len(self.calls):
+            raise ValueError(f"the record has {len(self.calls)} calls of {self.path}, got another one")
+        ids = self.calls[self.num_calls]
+        self.num_calls += 1
+        if torch.is_grad_enabled() or checkpointed_call() is not None:
+            self.awaiting_backward[checkpointed_call()].append(ids)
+        return ids
+
+    def _recomputed(self) -> Tensor:
+        waiting = self.awaiting_backward[checkpointed_call()]
+        if len(waiting) != 1:
+            raise ValueError(
+                f"{len(waiting)} calls of {self.path} wait for a backward, and it is not known which of them is "
+                "recomputed: checkpoint with use_reentrant=False and context_fn=maxmoe.keep_routing"
+            )
+        return waiting.pop()
+
+
+def _layers(model: nn.Module) -> dict[str, MoE]:
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, MoE)}
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no maxmoe.MoE layers")
+    return layers
+
+
+def _check_layers(layers: Mapping[str, MoE], record: RoutingRecord) -> None:
+    missing, unknown = sorted(layers.keys() - record.calls.keys()), sorted(record.calls.keys() - layers.keys())
+    if missing or unknown:
+        raise ValueError(f"the record must be one of the same layers: it lacks {missing} and has {unknown} besides")
+
+
+@contextmanager
+def _hooked(hooks: Any, layers: Mapping[str, MoE]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for path, layer in layers.items():
+            for handle in hooks(path, layer):
+                stack.callback(handle.remove)
+        yield

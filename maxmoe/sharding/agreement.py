@@ -1,0 +1,36 @@
+"""What all ranks must have in common, compared before a collective depends on it."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def check_ranks_agree(facts: Mapping[str, str], device_type: str = "cpu") -> None:
+    """Raise on all ranks alike if they do not describe the same thing.
+
+    Ranks that differ run different collectives, or collectives of different shapes: torch then hangs until the timeout
+    or aborts, and names neither value.
+
+    Args:
+        facts: by name; compared by name and text.
+        device_type: of the tensor that is communicated.
+
+    Raises:
+        ValueError: with the first name whose text differs, the first rank that differs from rank 0, and both texts.
+    """
+    text = "\n".join(f"{name}={fact}" for name, fact in facts.items())
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    extremes = torch.tensor([digest, -digest], device=device_type)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    if extremes[0] == -extremes[1]:
+        return
+    all_facts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_facts, dict(facts))
+    for rank, theirs in enumerate(all_facts):
+        for name in {**all_facts[0], **theirs}:
+            ours, other = (found.get(name, "nothing") for found in (all_facts[0], theirs))
+            if ours != other:
+                raise ValueError(f"the ranks must agree on {name}: rank 0 has {ours}, rank {rank} has {other}")

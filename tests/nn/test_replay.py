@@ -1,0 +1,254 @@
+"""Recorded and replayed routing: the same experts, weights and gradients of the present parameters."""
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import maxmoe
+from maxmoe import MoE
+from maxmoe.models import Decoder
+from maxmoe.nn import RoutingRecord
+from support.moe_layers import FAMILIES, Options, each_compute, each_family, make, tokens
+from support.small_decoder import make as make_decoder
+from support.small_decoder import tokens_like
+
+
+def recorded(model: torch.nn.Module, *arguments: Tensor) -> RoutingRecord:
+    with maxmoe.record_routing(model) as record:
+        model(*arguments)
+    return record
+
+
+def moved(layer: MoE) -> MoE:
+    """The same layer with other parameters, which routes otherwise."""
+    layer = copy.deepcopy(layer)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    return layer
+
+
+@each_family
+def test_replaying_with_the_same_parameters_changes_nothing(options: Options) -> None:
+    layer = make(**{"load_balance_loss_weight": 0.1, **options})
+    x = tokens(layer)
+    expected = layer(x)
+    with maxmoe.replay_routing(layer, recorded(layer, x)):
+        got = layer(x)
+    torch.testing.assert_close(got.hidden_states, expected.hidden_states, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(got.aux_loss, expected.aux_loss, rtol=1e-12, atol=0)
+    assert torch.equal(got.stats.tokens_per_expert, expected.stats.tokens_per_expert)
+
+
+@each_compute
+@each_family
+def test_experts_are_those_of_the_record_and_weights_live(options: Options, compute: Options) -> None:
+    before = make(**options, **compute)
+    after, x = moved(before), tokens(before)
+    record = recorded(before, x)
+    with maxmoe.record_routing(after) as again, maxmoe.replay_routing(after, record):
+        after(x)
+    (ids,), (replayed,) = record.calls[""], again.calls[""]
+    assert torch.equal(ids, replayed)
+    assert not torch.equal(ids, recorded(after, x).calls[""][0])
+    routing = after.router(x.flatten(0, 1), experts=ids.flatten(0, 1).long())
+    # The scores of the present router at the recorded experts, expert by expert.
+    for token, chosen in enumerate(routing.experts):
+        scores = {
+            "softmax": routing.logits[token].softmax(-1),
+            "sigmoid": 1 / (1 + torch.exp(-routing.logits[token])),
+            "identity": routing.logits[token],
+        }[after.config.score_function][chosen]
+        expected = {"none": scores, "sum": scores / scores.sum(), "softmax": scores.softmax(-1)}
+        weights = expected[after.config.normalization] * after.config.routed_scaling_factor
+        torch.testing.assert_close(routing.weights[token], weights, rtol=1e-12, atol=1e-15)
+
+
+@each_family
+def test_the_gradient_of_the_router_is_that_with_the_experts_fixed(options: Options) -> None:
+    """Against central differences of the loss, with the ids of the record."""
+    layer = moved(before := make(hidden_size=3, intermediate_size=2, **options))
+    x = tokens(layer, 1, 3)
+    record, weight = recorded(before, x), layer.router.weight
+
+    def loss() -> Tensor:
+        with maxmoe.replay_routing(layer, record):
+            output = layer(x)
+        return output.hidden_states.sin().sum() + output.aux_loss
+
+    (gradient,) = torch.autograd.grad(loss(), weight)
+    step, expected = 1e-6, torch.empty_like(gradient)
+    with torch.no_grad():
+        for entry in range(weight.numel()):
+            values = []
+            for sign in (1, -1):
+                weight.view(-1)[entry] += sign * step
+                values.append(loss())
+                weight.view(-1)[entry] -= sign * step
+            expected[entry // 3, entry % 3] = (values[0] - values[1]) / (2 * step)
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-8)
+
+
+def gradients(model: torch.nn.Module, run: Callable[[], Tensor]) -> dict[str, Tensor]:
+    model.zero_grad()
+    run().backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("options", [{}, {"context_fn": maxmoe.keep_routing}], ids=["plain", "keep_routing"])
+def test_a_recomputation_takes_the_experts_of_its_forward(options: dict[str, Any]) -> None:
+    """Bit for bit, over the micro-batches of an accumulated gradient."""
+    layer = moved(before := make(**FAMILIES["deepseek"]))
+    batches = [tokens(layer), tokens(layer), tokens(layer)]
+    with maxmoe.record_routing(before) as record:
+        for x in batches:
+            before(x)
+
+    def each_backward(run: Callable[[Tensor], Any]) -> dict[str, Tensor]:
+        layer.zero_grad()
+        with maxmoe.replay_routing(layer, record):
+            for x in batches:
+                run(x).hidden_states.square().sum().backward()
+        return {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
+
+    expected = each_backward(layer)
+    got = each_backward(lambda x: checkpoint(layer, x, use_reentrant=False, **options))
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_forwards_that_wait_together_need_keep_routing() -> None:
+    """Two forwards, then one backward through both: autograd recomputes them in an order of its own."""
+    layer = moved(before := make())
+    batches = [tokens(layer), tokens(layer)]
+    with maxmoe.record_routing(before) as record:
+        for x in batches:
+            before(x)
+
+    def loss(**options: Any) -> Tensor:
+        losses = []
+        for x in batches:
+            output = checkpoint(layer, x, use_reentrant=False, **options) if options else layer(x)
+            losses.append(output.hidden_states.square().sum())
+        return torch.stack(losses).sum()
+
+    with maxmoe.replay_routing(layer, record):
+        expected = gradients(layer, loss)
+    with maxmoe.replay_routing(layer, record):
+        got = gradients(layer, lambda: loss(context_fn=maxmoe.keep_routing))
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    message = "2 calls of the layer wait for a backward, and it is not known which of them is recomputed"
+    with pytest.raises(ValueError, match=message), maxmoe.replay_routing(layer, record):
+        loss(determinism_check="default").backward()
+
+
+def test_generation_followed_by_training() -> None:
+    """The experts of every generated token, in one forward over the sequences; `generate` has no cache."""
+    model: Decoder = make_decoder()
+    with maxmoe.record_routing(model) as record, torch.no_grad():
+        sequences = model.generate(tokens_like(model, 2, 3), 4, temperature=0.0)
+    assert len(record) == 4
+    with maxmoe.record_routing(model) as again, maxmoe.replay_routing(model, record[-1:]):
+        model(sequences[:, :-1]).logits.sum().backward()
+    for path, (ids,) in again.calls.items():
+        assert torch.equal(ids, record.calls[path][-1])
+        assert ids.shape == (2, 6, 2)
+
+
+def test_calls_join_along_the_sequence() -> None:
+    layer, x = make(), tokens(make(), 2, 5)
+    with maxmoe.record_routing(layer) as record:
+        for position in range(5):
+            layer(x[:, position : position + 1])
+    assert torch.equal(record.joined().calls[""][0], recorded(layer, x).calls[""][0])
+
+
+def test_padding_is_recorded_and_replayed() -> None:
+    layer = moved(before := make())
+    x, mask = tokens(layer), torch.tensor([[1, 1, 0, 0, 1], [0, 1, 1, 1, 0]]).bool()
+    record = recorded(before, x, mask)
+    assert torch.equal(record.calls[""][0] == -1, ~mask.unsqueeze(-1).expand(2, 5, 3))
+    with maxmoe.replay_routing(layer, record):
+        masked = layer(x, mask)
+    with maxmoe.replay_routing(layer, record):
+        unmasked = layer(x)
+    assert torch.equal(masked.hidden_states, unmasked.hidden_states)
+    assert torch.equal(masked.stats.tokens_per_expert, unmasked.stats.tokens_per_expert)
+
+
+def test_a_record_is_saved_and_loaded(tmp_path: Path) -> None:
+    model = make_decoder()
+    record = recorded(model, tokens_like(model))
+    record.save(tmp_path / "record.pt")
+    loaded = RoutingRecord.load(tmp_path / "record.pt")
+    assert loaded.calls.keys() == record.calls.keys()
+    assert all(torch.equal(loaded.calls[path][0], ids) for path, (ids,) in record.calls.items())
+    torch.save({"layer": torch.zeros(3)}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=r"other\.pt is no record of routing: lists of tensors by the paths of layers"):
+        RoutingRecord.load(tmp_path / "other.pt")
+
+
+def test_hooks_are_gone_afterwards() -> None:
+    layer, x = make(), tokens(make())
+    record = recorded(layer, x)
+    layer(x)
+    assert len(record) == 1
+    with pytest.raises(RuntimeError, match="stop"), maxmoe.replay_routing(layer, record):
+        raise RuntimeError("stop")
+    layer(x)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda ids: ids[..., :2],
+            "the ids of the layer must be integers of shape [..., S, top_k (3)], got torch.int16 of shape",
+        ),
+        (
+            lambda ids: ids.float(),
+            "the ids of the layer must be integers of shape [..., S, top_k (3)], got torch.float32 of",
+        ),
+        (lambda ids: ids + 1, "the ids of the layer must be in [-1, num_experts (6)), got from 1 to 6"),
+        (lambda ids: ids[:1], "call 1 of the layer has 10 tokens, the record (1, 5)"),
+    ],
+)
+def test_other_ids_are_refused(change: Callable[[Tensor], Tensor], message: str) -> None:
+    layer = make()
+    x = tokens(layer)
+    ids = torch.arange(30).remainder(6).view(2, 5, 3).to(torch.int16)
+    record = RoutingRecord({"": [change(ids)]})
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"), maxmoe.replay_routing(layer, record):
+        layer(x)
+
+
+def test_other_layers_and_other_numbers_of_calls_are_refused() -> None:
+    layer, x = make(), tokens(make())
+    record = recorded(layer, x)
+    message = "the record must be one of the same layers: it lacks ['0'] and has [''] besides"
+    with (
+        pytest.raises(ValueError, match=f"^{re.escape(message)}$"),
+        maxmoe.replay_routing(torch.nn.Sequential(layer), record),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match=r"^the record has 1 calls of the layer, got another one$"),
+        maxmoe.replay_routing(layer, record),
+    ):
+        layer(x), layer(x)
+    with (
+        pytest.raises(ValueError, match=r"^the record has 1 calls of the layer, got 0$"),
+        maxmoe.replay_routing(layer, record),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match=r"^Linear has no maxmoe.MoE layers$"),
+        maxmoe.record_routing(torch.nn.Linear(2, 2)),
+    ):
+        pass
