@@ -86,7 +86,7 @@ class CapacityDispatcher:
         assigned = assigned.clamp_min(0)
         one_hot = torch.nn.functional.one_hot(assigned, config.num_experts) * is_routed.unsqueeze(2)
         place = one_hot.cumsum(1).gather(2, assigned.unsqueeze(2)).squeeze(2) - 1
-        capacity = self._capacity(slots_per_sequence)
+        capacity = min(self._capacity(slots_per_sequence), slots_per_sequence)
         # The buffer has the capacity of a sequence without padding; sequences with padding use less of it.
         limit = capacity if routing.is_complete else self._capacities(is_routed.sum(1, keepdim=True), capacity)
         sequence = torch.arange(num_sequences, device=x.device).unsqueeze(1)
@@ -118,16 +118,14 @@ class CapacityDispatcher:
         """Slots that an expert takes of a sequence of `num_slots`."""
         factor = self.config.capacity_factor
         assert factor is not None
-        capacity = int(max(math.ceil(num_slots / self.config.num_experts) * factor, factor))
-        return min(capacity, num_slots // self.config.top_k)  # a token chooses an expert once
+        return int(max(math.ceil(num_slots / self.config.num_experts) * factor, factor))
 
     def _capacities(self, num_slots: Tensor, largest: int) -> Tensor:
         """The same for a tensor, in the same float64 arithmetic, and at most `largest`."""
         factor = self.config.capacity_factor
         assert factor is not None
-        return (
-            ((num_slots.double() / self.config.num_experts).ceil() * factor).clamp_min(factor).long().clamp_max(largest)
-        )
+        capacities = ((num_slots.double() / self.config.num_experts).ceil() * factor).clamp_min(factor)
+        return capacities.long().clamp_max(largest)
 
 
 def _equal_groups(rows: Tensor, num_groups: int) -> RaggedPlan:

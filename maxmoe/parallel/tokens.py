@@ -35,7 +35,7 @@ def token_sharding(mesh: Mesh, rules: LogicalRules | str = "default") -> NamedSh
     return NamedSharding(mesh, activation_spec(TOKEN_DIMS, mesh, rules))
 
 
-def token_group(mesh: Mesh, rules: LogicalRules | str) -> TokenGroup:
+def token_group(mesh: Mesh, rules: LogicalRules | str = "default") -> TokenGroup:
     """Return the ranks that share the tokens of a batch, for `mean_over_tokens`.
 
     Args:

@@ -118,9 +118,11 @@ def _compose(text: str, path: Path) -> yaml.Node | None:
             line = event.start_mark.line + 1
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH:
-                raise yaml.MarkedYAMLError(problem="brackets in the axes of a rule", problem_mark=event.start_mark)
+                raise yaml.MarkedYAMLError(
+                    problem="the axes of a rule have brackets in them", problem_mark=event.start_mark
+                )
             if isinstance(event, yaml.AliasEvent):
-                raise yaml.MarkedYAMLError(problem="an alias", problem_mark=event.start_mark)
+                raise yaml.MarkedYAMLError(problem="it has an alias", problem_mark=event.start_mark)
         return yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.reader.ReaderError as error:
         line, problem = text.count("\n", 0, error.position) + 1, error.reason

@@ -1,4 +1,4 @@
-"""Compares layers of random configs, sizes, dtypes and strides with the specification in float64.
+"""Compares layers of random configs, sizes, dtypes, strides and padding with the specification in float64.
 
     python tests/fuzz/fuzz_layers.py --seconds 3600 --seed 1
     python tests/fuzz/fuzz_layers.py --seed 1 --case 4711
@@ -104,10 +104,26 @@ def draw_tokens(random: Random, layer: MoE, dtype: torch.dtype) -> Tensor:
     return strided(x.to(dtype), random.choice(LAYOUTS))
 
 
-def run_layer(layer: MoE, x: Tensor) -> Result:
+def draw_mask(random: Random, x: Tensor) -> Tensor | None:
+    """Draw which tokens are no padding, and fill the padding with NaN at times."""
+    match random.choice(["no mask", "no mask", "no mask", "scattered", "tail", "all", "none"]):
+        case "no mask":
+            return None
+        case "scattered":
+            mask = torch.rand(x.shape[:-1]) < 0.6
+        case "tail":
+            mask = torch.rand(*x.shape[:-2], 1) * x.shape[-2] > torch.arange(x.shape[-2])
+        case all_or_none:
+            mask = torch.full(x.shape[:-1], all_or_none == "all")
+    if random.random() < 0.5:
+        x[~mask] = float("nan")
+    return mask
+
+
+def run_layer(layer: MoE, x: Tensor, token_mask: Tensor | None) -> Result:
     x = x.detach().requires_grad_()
     with patch("torch.randn_like", Tensor.detach):  # the noise of the random router: then it is the learned one
-        hidden_states, aux_loss, stats = layer(x)
+        hidden_states, aux_loss, stats = layer(x, token_mask)
     outputs = (hidden_states, aux_loss, stats.router_entropy, stats.tokens_per_expert, stats.dropped)
     assert hidden_states.requires_grad, "hidden_states have no gradient"
     return differentiate(outputs, {"x": x, **dict(layer.named_parameters())}, cotangents(outputs))
@@ -117,7 +133,7 @@ def cotangents(outputs: tuple[Tensor, ...]) -> list[Tensor]:
     return cotangents_of(outputs[:2]) + [torch.zeros_like(out) for out in floating(outputs[2:])]
 
 
-def run_reference(layer: MoE, x: Tensor, got: Result, noise: float) -> Result:
+def run_reference(layer: MoE, x: Tensor, mask: Tensor | None, got: Result, noise: float) -> Result:
     """Run the specification in float64; with noise, on arguments that are rounded otherwise."""
     settings = MoEConfig(**{**vars(layer.config), "router": "learned"})
     state = {"x": x, **layer.state_dict()}
@@ -127,8 +143,9 @@ def run_reference(layer: MoE, x: Tensor, got: Result, noise: float) -> Result:
         exact = value.detach().double()
         scale = fine if name == "x" or name.startswith("router.") else noise
         state[name] = (exact * (1 + scale * torch.randn_like(exact))).requires_grad_()
-    hidden_states, aux_loss, load, dropped = reference.moe(state["x"], settings, state)
-    logits = reference.layer.router_logits(state["x"].flatten(0, -2), settings, state)
+    hidden_states, aux_loss, load, dropped = reference.moe(state["x"], settings, state, mask)
+    tokens = state["x"].flatten(0, -2) if mask is None else state["x"][mask]
+    logits = reference.layer.router_logits(tokens, settings, state)
     scores = reference.routing.scores(
         logits, "softmax" if settings.score_function == "identity" else settings.score_function
     )
@@ -155,11 +172,12 @@ def one_case(random: Random) -> str:
     dtype = random.choice(DTYPES)
     layer = draw_layer(random, dtype)
     x = draw_tokens(random, layer, dtype)
+    mask = draw_mask(random, x)
     with ops.force_aten(random.random() < 0.3):
-        got = run_layer(layer, x)
+        got = run_layer(layer, x, mask)
     eps = torch.finfo(dtype).eps
-    expected = run_reference(layer, x, got, 0.0)
-    others = [run_reference(layer, x, got, 4 * eps) for _ in range(2)]
+    expected = run_reference(layer, x, mask, got, 0.0)
+    others = [run_reference(layer, x, mask, got, 4 * eps) for _ in range(2)]
     if any(not torch.equal(one, two) for other in others for one, two in zip(*integers(expected, other), strict=True)):
         return "another routing is as good"
     if dtype == torch.float16 and max(map(largest, [*floating(expected.outputs), *expected.gradients.values()])) > MAX:

@@ -5,6 +5,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from random import Random
 
 Case = Callable[[Random], str]
@@ -40,12 +41,13 @@ def main(one_case: Case, description: str | None) -> int:
         return 0
     outcomes: Counter[str] = Counter()
     case, deadline = 0, time.monotonic() + options.seconds
-    while time.monotonic() < deadline:
-        try:
-            outcomes += fuzz(one_case, options.seed, range(case, case + 1), 0.0)
-        except AssertionError as error:
-            print(f"{error}"[:1000], file=sys.stderr, flush=True)
-            outcomes["failed"] += 1
-        case += 1
+    with suppress(KeyboardInterrupt):
+        while time.monotonic() < deadline:
+            try:
+                outcomes += fuzz(one_case, options.seed, range(case, case + 1), 0.0)
+            except AssertionError as error:
+                print(f"{error}"[:1000], file=sys.stderr, flush=True)
+                outcomes["failed"] += 1
+            case += 1
     print(dict(outcomes))
     return int("failed" in outcomes)

@@ -107,6 +107,15 @@ def test_capacity_is_that_of_the_specification(path: str, shape: tuple[int, ...]
     assert_meets_specification(layer, tokens(layer, *shape))
 
 
+def test_capacity_beyond_the_slots_of_a_sequence_costs_nothing() -> None:
+    """One token asks for 2 of 64 experts: two slots, and not the capacity of 64 of each."""
+    layer = make(implementation="dense", num_experts=64, top_k=2, capacity_factor=64.0)
+    x = tokens(layer, 3, 1)
+    dispatched = layer.dispatcher.dispatch(x.flatten(0, 1), layer.router(x.flatten(0, 1)), 3)
+    assert dispatched.x.shape[0] == 64 * 3 * 2 and dispatched.dropped == 0
+    assert_meets_specification(layer, x)
+
+
 @pytest.mark.parametrize("factor", [0.01, 0.2, 0.5, 0.99, 1.0])
 def test_buffer_drops_the_last_experts_and_counts(path: str, factor: float) -> None:
     layer = make(buffer_factor=factor, **LOSSES)

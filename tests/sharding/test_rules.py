@@ -74,7 +74,7 @@ def test_a_file_of_ones_own(tmp_path: Path, suffix: str) -> None:
         ("- a: x\n- 2024-13-45: x\n", "2: a rule must be a logical name and its axes, got '2024-13-45: x'"),
         ("- a: x\n- b: 99999-99-99\n- c: 2024-13-45", "3: a rule must be a logical name and its axes, got 'c: 2024-"),
         ("- a: x\n- b: [x, 7]\n", "2: a rule must be a logical name and its axes, got 'b: [x, 7]'"),
-        ("- a: x\n- b: [x, y: z]\n", "2: this is no list of rules in YAML: brackets in the axes of a rule"),
+        ("- a: x\n- b: [x, y: z]\n", "2: this is no list of rules in YAML: the axes of a rule have brackets in them"),
         ("- a: {x: y}\n", "1: a rule must be a logical name and its axes, got 'a: {x: y}'"),
         ("- [a]: x\n", "1: a rule must be a logical name and its axes, got '[a]: x'"),
         ("- a: x\n- b: [y, z, y]\n", "2: a rule, 'b', has the axis 'y' twice: ['y', 'z', 'y']"),
@@ -84,7 +84,7 @@ def test_a_file_of_ones_own(tmp_path: Path, suffix: str) -> None:
         ("- a: x\n- b: !!python/name:os.system\n", "2: a rule must be a logical name and its axes, got 'b: !!python"),
         ("- a: x\n---\n- b: x\n", "2: this is no list of rules in YAML: but found another document"),
         ("- a: x\n- b: \x01\n", "2: this is no list of rules in YAML: special characters are not allowed"),
-        ("- a: &a x\n- b: *a\n", "2: this is no list of rules in YAML: an alias"),
+        ("- a: &a x\n- b: *a\n", "2: this is no list of rules in YAML: it has an alias"),
         ('- a: x\n- "\\UFFFFFFFF": x\n', "2: this is no list of rules in YAML: "),
         (f"%YAML {'9' * 5000}.1\n---\n- a: x\n", "1: this is no list of rules in YAML: Exceeds the limit"),
     ],
@@ -98,8 +98,11 @@ def test_errors_name_file_line_and_key(tmp_path: Path, text: str, message: str) 
 
 LAUGHS = "".join(f"- &l{n} [{', '.join([f'*l{n - 1}' if n else 'lol'] * 9)}]\n" for n in range(9))
 HOSTILE: dict[str, tuple[bytes, str]] = {
-    "aliases of aliases": (LAUGHS.encode(), ":2: this is no list of rules in YAML: an alias"),
-    "brackets": (b"- a: " + b"[" * 3000, ":1: this is no list of rules in YAML: brackets in the axes of a rule"),
+    "aliases of aliases": (LAUGHS.encode(), ":2: this is no list of rules in YAML: it has an alias"),
+    "brackets": (
+        b"- a: " + b"[" * 3000,
+        ":1: this is no list of rules in YAML: the axes of a rule have brackets in them",
+    ),
     "UTF-16": ("- a: x\n".encode("utf-16"), ":1: rules must be UTF-8, got the byte 0xff"),
     "Latin-1": ("- a: x\n- ä: x\n".encode("latin-1"), ":2: rules must be UTF-8, got the byte 0xe4"),
     "a program": (Path("/bin/sh").read_bytes()[:5000], ":1: "),

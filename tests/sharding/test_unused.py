@@ -12,7 +12,7 @@ import maxmoe
 from maxmoe.__main__ import parse_options as explain_options
 from maxmoe.models import Decoder
 from maxmoe.nn import SavedTensor
-from maxmoe.parallel import Declaration, shard_parameters, token_sharding
+from maxmoe.parallel import Declaration, shard_parameters, token_group, token_sharding
 from maxmoe.planning import estimate, explain
 from maxmoe.sharding import LogicalRules, Mesh, check_used
 from pretrain import parse_options as pretrain_options
@@ -114,7 +114,7 @@ def test_names_of_a_module_pass(name: str) -> None:
 
 
 def test_one_default_everywhere() -> None:
-    for function in (maxmoe.parallelize, explain, estimate, token_sharding):
+    for function in (maxmoe.parallelize, explain, estimate, token_sharding, token_group):
         assert inspect.signature(function).parameters["rules"].default == "default"
     assert explain_options(["explain", "--preset", "mixtral", "--mesh", "fsdp=2"]).rules == "default"
     assert pretrain_options([]).rules == "default"
