@@ -66,13 +66,7 @@ class Experts(nn.Module):
 
         Returns:
             ``(T, D)``, dtype of x: the weighted sum over each token's experts.
-
-        Raises:
-            ValueError: if the dtype of x is not that of the parameters, outside of autocast.
         """
-        dtype = self.up_proj.dtype
-        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
-            raise ValueError(f"x must have the dtype of the parameters ({dtype}) outside of autocast, got {x.dtype}")
         if self.config.implementation == "dense":
             num_experts = self.config.num_experts
             return self._batched(x.view(num_experts, x.shape[0] // num_experts, x.shape[1])).flatten(0, 1)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from maxmoe.nn.router import Router
 from maxmoe.nn.tokens import LocalTokens, TokenGroup
 from maxmoe.presets import from_transformers
 from maxmoe.presets.families import family_of
+
+Part = TypeVar("Part", bound=nn.Module)
 
 
 class MoEOutput(NamedTuple):
@@ -158,7 +160,7 @@ class MoE(nn.Module):
         )
 
     def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        config, wide = self.config, torch.promote_types(next(self.parameters()).dtype, torch.float32)
+        config, wide = self.config, torch.promote_types(self._dtype, torch.float32)
         saved = {"input": SavedTensor((batch, length, config.hidden_size), (*TOKEN_DIMS, "activation_embed"))}
         if config.router_z_loss_weight > 0:
             saved["logsumexp"] = SavedTensor((batch, length), TOKEN_DIMS, wide)
@@ -170,14 +172,20 @@ class MoE(nn.Module):
         Args:
             tokens_per_expert: ``(E,)``, from the stats; summed over the micro-batches of the optimizer step.
         """
-        # Adapters such as those of PEFT wrap modules, and hide all but their forward.
-        router = next(module for module in self.router.modules() if isinstance(module, Router))
-        router.update_correction_bias(tokens_per_expert)
+        _without_adapters(self.router, Router).update_correction_bias(tokens_per_expert)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return _without_adapters(self.experts, Experts).up_proj.dtype
 
     def _check(self, x: Tensor, token_mask: Tensor | None) -> None:
         hidden_size = self.config.hidden_size
         if x.dim() < 2 or x.shape[-1] != hidden_size:
             raise ValueError(f"x must have shape [..., S, hidden_size ({hidden_size})], got {tuple(x.shape)}")
+        if x.dtype != self._dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(
+                f"x must have the dtype of the parameters ({self._dtype}) outside of autocast, got {x.dtype}"
+            )
         if token_mask is not None and (token_mask.dtype != torch.bool or token_mask.shape != x.shape[:-1]):
             raise ValueError(
                 f"token_mask must be bool of shape {tuple(x.shape[:-1])}, "
@@ -193,3 +201,8 @@ class MoE(nn.Module):
         fields = dataclasses.fields(self.config)
         changed = (field.name for field in fields if getattr(self.config, field.name) != field.default)
         return ", ".join(f"{name}={getattr(self.config, name)!r}" for name in changed)
+
+
+def _without_adapters(module: nn.Module, kind: type[Part]) -> Part:
+    """Find a part of the layer inside of adapters around it: those of PEFT have none of its attributes."""
+    return next(part for part in module.modules() if isinstance(part, kind))
