@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from maxmoe.models import Decoder, DecoderConfig
-from maxmoe.parallel import parallelize, token_sharding
+from maxmoe.parallel import parallelize, token_group, token_sharding
 from maxmoe.planning import estimate
 from maxmoe.sharding import LogicalRules, Mesh, check_used, parse_mesh
 from pretraining import InputError
@@ -99,6 +99,7 @@ class Split:
             check_used(self.mesh, self.rules)
             self.batch_shape = batch_shape
             self.batch = token_sharding(self.mesh, self.rules)
+            self.tokens = token_group(self.mesh, self.rules)
             for option, size, axes in zip(("batch-size", "sequence-length"), batch_shape, self.batch.spec, strict=True):
                 if size % self.mesh.size(*axes):
                     product = " * ".join(f"{axis}={self.mesh.size(axis)}" for axis in axes)
@@ -135,11 +136,3 @@ class Split:
     def part(self, batch: Tensor) -> Tensor:
         """Take this rank's part of a batch ``(B, S)``."""
         return batch[self.batch.slices(batch.shape, self.mesh.rank or 0)]
-
-    def total(self, summand: Tensor) -> Tensor:
-        """Sum over the ranks that have different parts of the batch."""
-        total = summand.detach().clone()
-        for axes in self.batch.spec:
-            for axis in axes:
-                dist.all_reduce(total, group=self.mesh.device_mesh.get_group(axis))
-        return total

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from maxmoe import MoEConfig
+from maxmoe import MoEConfig, mean_over_tokens
 from maxmoe.models import Decoder, DecoderConfig, DecoderOutput
 from maxmoe.parallel import clip_grad_norm_
 from pretraining import InputError, checkpoint
@@ -146,28 +146,30 @@ class Trainer:
         """Steps done."""
         return len(self.history.training)
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, DecoderOutput]:
-        """Compute this rank's part of a batch.
+    def loss(self, tokens: Tensor, targets: Tensor, num_tokens: Tensor | None = None) -> tuple[Tensor, DecoderOutput]:
+        """Compute the loss of a batch, each rank that of its part.
 
         Args:
             tokens: ``(B, S)``, the whole batch.
             targets: ``(B, S)``, what follows them; -100 counts nothing.
+            num_tokens: divides the sum over the tokens; None for their number.
 
         Returns:
-            The sum of the cross entropies in nats, and the model's output.
+            The mean of the cross entropies in nats, the same on every rank, and the model's output.
         """
         with self.diverging(), torch.autocast("cpu", torch.bfloat16, enabled=self.options.dtype == "bfloat16"):
             output = self.model(self.split.part(tokens))
         expected = self.split.part(targets).flatten()
-        return F.cross_entropy(output.logits.float().flatten(0, 1), expected, reduction="sum"), output
+        token_losses = F.cross_entropy(output.logits.float().flatten(0, 1), expected, reduction="none")
+        mask = expected != -100
+        return mean_over_tokens(token_losses, mask, num_tokens=num_tokens, tokens=self.split.tokens), output
 
     def train_step(self) -> DecoderOutput:
         """Take one optimizer step and record it."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.steps, self.options.learning_rate)
         tokens, targets = self.sequences.batch(self.step)
-        token_losses, output = self.loss(tokens, targets)
-        loss = token_losses / targets.numel()
+        loss, output = self.loss(tokens, targets)
         self.optimizer.zero_grad()
         (loss + output.aux_loss).backward()
         norm = clip_grad_norm_(self.model.parameters(), 1.0)
@@ -175,7 +177,7 @@ class Trainer:
             raise self.diverged(f"the gradient is {norm:.0f}")
         self.optimizer.step()
         self.model.update_correction_bias(output.tokens_per_expert)
-        self.history.record(self.split.total(loss).item() / math.log(2), output.tokens_per_expert)
+        self.history.record(loss.item() / math.log(2), output.tokens_per_expert)
         return output
 
     @torch.no_grad()
@@ -186,8 +188,8 @@ class Trainer:
         missing = -len(tokens) % self.options.batch_size  # in the last batch, which is split like all others
         tokens, targets = F.pad(tokens, (0, 0, 0, missing)), F.pad(targets, (0, 0, 0, missing), value=-100)
         batches = zip(*(part.split(self.options.batch_size) for part in (tokens, targets)), strict=True)
-        token_losses = torch.stack([self.loss(*batch)[0] for batch in batches]).sum()
-        bits_per_byte = self.split.total(token_losses).item() / pieces[:, 1:].numel() / math.log(2)
+        num_tokens = torch.tensor(pieces[:, 1:].numel())
+        bits_per_byte = sum(self.loss(*batch, num_tokens)[0].item() for batch in batches) / math.log(2)
         if not math.isfinite(bits_per_byte):
             raise self.diverged(f"{bits_per_byte} bits per byte on held-out text")
         self.history.held_out.append((self.step, bits_per_byte))
