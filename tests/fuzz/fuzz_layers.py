@@ -100,7 +100,7 @@ def draw_tokens(random: Random, layer: MoE, dtype: torch.dtype) -> Tensor:
     length = random.choice([0, 1, 2, 3, 5, 8, 8, 13, 40])
     x = random.choice([0.3, 1.0, 1.0]) * torch.randn(*leading, length, layer.config.hidden_size, dtype=torch.float64)
     if x.numel() and random.random() < 0.1:  # all tokens go to the same experts
-        x = x.flatten(0, -2)[:1].expand(x.numel() // x.shape[-1], -1).reshape(x.shape)
+        x = x.flatten(0, -2)[:1].repeat(x.numel() // x.shape[-1], 1).view(x.shape)
     return strided(x.to(dtype), random.choice(LAYOUTS))
 
 
