@@ -43,6 +43,9 @@ void check_tensors(const c10::FunctionSchema& schema, std::initializer_list<cons
 // a * b, the number of slots that an argument must have.
 int64_t checked_product(const char* op, const char* name, int64_t a, int64_t b);
 
+// No list of int64 is longer: its bytes are counted in one.
+constexpr int64_t kLongestList = int64_t{1} << 60;
+
 // Row counts of groups: int64 [G], none negative, with a sum of at most num_rows, or of exactly that.
 enum class Sum { at_most, exactly };
 void check_group_sizes(const char* op, const Tensor& group_sizes, int64_t num_rows, Sum sum);

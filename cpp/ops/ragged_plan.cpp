@@ -29,7 +29,8 @@ constexpr Operator<"ragged_plan", Plan(const Tensor& experts, int64_t num_expert
 void check(const Tensor& experts, int64_t num_experts, int64_t first_expert, int64_t num_local_experts,
            std::optional<int64_t> max_rows) {
   Argument(kOp, "experts", experts).has_dims(2, "[T, K]").is_int64();
-  MAXMOE_CHECK(num_experts >= 1, kOp, "num_experts must be at least 1, got ", num_experts);
+  MAXMOE_CHECK(1 <= num_experts && num_experts < kLongestList, kOp, "num_experts must be at least 1 and less than ",
+               kLongestList, ", got ", num_experts);
   MAXMOE_CHECK(0 <= first_expert && first_expert <= num_experts, kOp, "first_expert must be in [0, num_experts (",
                num_experts, ")], got ", first_expert);
   MAXMOE_CHECK(0 <= num_local_experts && num_local_experts <= num_experts - first_expert, kOp,

@@ -20,7 +20,8 @@ void check(const Tensor& rows, const Tensor& index, int64_t num_rows, int64_t gr
            const OptionalTensor& weights) {
   Argument(kOp, "rows", rows).has_dims(2, "[M / group_size, D]").is_floating();
   Argument(kOp, "index", index).has_dims(1, "[M]").is_int64();
-  MAXMOE_CHECK(num_rows >= 0, kOp, "num_rows must not be negative, got ", num_rows);
+  MAXMOE_CHECK(0 <= num_rows && num_rows < kLongestList, kOp, "num_rows must not be negative and less than ",
+               kLongestList, ", got ", num_rows);
   MAXMOE_CHECK(group_size >= 1, kOp, "group_size must be at least 1, got ", group_size);
   Argument(kOp, "index", index)
       .has_size(0, checked_product(kOp, "group_size", rows.size(0), group_size), "rows times group_size");

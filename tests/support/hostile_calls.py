@@ -21,7 +21,7 @@ from maxmoe import ops
 HUGE = (-(2**63), -(2**62), -1, 0, 1, 3, 10**9, 2**32, 2**62, 2**63 - 1)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 # What torch itself says of an argument that the schema does not allow, or of a size that no tensor may have.
-OF_TORCH = "Expected a value of type|fixed-size array|too large|overflow|negative dimension|can't allocate memory"
+OF_TORCH = "Expected a value of type|fixed-size array|too large|overflow|negative dimension|allocate memory|bad_alloc"
 MEMORY = 2**34  # bytes that a call may ask for
 SAMPLE = 150  # calls of each operator in each way
 
@@ -95,7 +95,7 @@ def hostile_tensors(tensor: Tensor) -> Iterator[Tensor]:
     yield tensor.new_zeros(1).expand(2**40, *tensor.shape[1:])
     yield tensor.new_zeros((2**40, 0))
     if tensor.is_floating_point():
-        yield from (torch.full_like(tensor, value) for value in (float("nan"), float("inf"), -1e30))
+        yield from (torch.full_like(tensor, value) for value in (float("nan"), float("inf"), -1e3))
     elif tensor.dtype == torch.int64:
         yield from (tensor.clone().index_fill_(0, torch.tensor(0), value) for value in HUGE)
         yield from (torch.full_like(tensor, value) for value in HUGE)
@@ -176,7 +176,8 @@ WAYS = (without_gradients, with_gradients, inference, autocast)
 def check(operator: str, arguments: Arguments, change: Arguments, way: Callable[..., Any]) -> None:
     kernel, aten = (outcome(operator, arguments | change, force, way) for force in (False, True))
     if isinstance(kernel, str) or isinstance(aten, str):
-        assert "memory" in f"{kernel} {aten}" or isinstance(kernel, str) == isinstance(aten, str), f"{kernel} {aten}"
+        lacks_memory = re.search("memory|bad_alloc", f"{kernel} {aten}")
+        assert lacks_memory or isinstance(kernel, str) == isinstance(aten, str), f"{kernel} {aten}"
         return
     if {"slots", "rows", "row_of_slot"} & set(change) and "top_k" in arguments:
         return  # a plan that contradicts itself gives wrong rows, never a read out of bounds
