@@ -84,15 +84,14 @@ def measure(session: Session, case: Case) -> None:
         plan = ragged_plan(experts, num_experts, num_rows=experts.numel())
         return plan, torch.autograd.grad(weights, logits, of_weights)
 
-    def run_router(router: nn.Module) -> tuple[Tensor, ...]:
-        _, weights, _ = router(x)
+    def run_router(weights: Tensor, router: nn.Module) -> tuple[Tensor, ...]:
         return torch.autograd.grad(weights, [x, router.weight], of_weights.to(weights.dtype))
 
     runners = [
         Runner(LAYER, run_layer, "maxmoe"),
         Runner(ROUTING, run_routing, "maxmoe"),
-        Runner("maxmoe router", lambda: run_router(layer.router), "maxmoe"),
-        Runner("DeepseekV3TopkRouter", lambda: run_router(theirs), "alternative"),
+        Runner("maxmoe router", lambda: run_router(layer.router(x).weights, layer.router), "maxmoe"),
+        Runner("DeepseekV3TopkRouter", lambda: run_router(theirs(x)[1], theirs), "alternative"),
     ]
     session.time(case, runners)
 

@@ -194,12 +194,13 @@ class Node : public torch::autograd::Function<Node> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto [logits, experts] = saved_tensors<2>(ctx);
+    const Tensor no_gradient;
+    if (!grads[0].defined() && !grads[2].defined()) return {no_gradient, no_gradient};
     const Tensor grad_weights = grads[0].defined() ? grads[0] : at::zeros(experts.sizes(), grads[2].options());
     const OptionalTensor grad_probabilities = optional_tensor(grads[2]);
     const std::string_view score_function = ctx->saved_data["score_function"].toStringRef();
     const std::string_view normalization = ctx->saved_data["normalization"].toStringRef();
     const double scale = ctx->saved_data["scale"].toDouble();
-    const Tensor no_gradient;
     if (!is_transformed(grad_weights) && !(grad_probabilities.has_value() && is_transformed(*grad_probabilities))) {
       return {route_backward(grad_weights, grad_probabilities, logits, experts, score_function, normalization, scale),
               no_gradient};

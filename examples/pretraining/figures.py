@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 TRAINING, HELD_OUT, BASELINE = "#9aa5b1", "#1b6ca8", "#b5541c"
-NO_TOKEN = "black"
+NO_TOKEN = "gold"
 LEAST = 1e-9  # of a load above zero, which is a number of tokens by their mean
 
 
@@ -80,7 +80,7 @@ def expert_load(path: Path, tokens_per_expert: Tensor, window: int, steps: int) 
         axes.tick_params(labelbottom=True)
     figure.supxlabel("step")
     figure.supylabel("expert")
-    label = "tokens of the expert /\nmean over experts (black: none)"
+    label = "tokens of the expert /\nmean over experts (yellow: none)"
     bar = figure.colorbar(image, ax=panels[:num_layers].tolist(), extend="both", label=label)
     bar.set_ticks([LEAST, 0.5, 1, 2, 3], labels=["0", "0.5", "1", "2", "3"])
     save(figure, path)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import matplotlib.colors
 import matplotlib.image
 import numpy as np
 import pytest
@@ -18,18 +19,18 @@ def test_pictures_of_any_number_of_layers(tmp_path: Path, layers: int, experts: 
     assert (tmp_path / "load.png").stat().st_size > 5000 and (tmp_path / "loss.png").stat().st_size > 5000
 
 
-def black(path: Path) -> float:
-    """Share of the pixels."""
+def share(path: Path, color: str) -> float:
+    """Of the pixels."""
     pixels: np.ndarray = matplotlib.image.imread(path)[..., :3]
-    return float((pixels.max(-1) < 0.02).mean())
+    return float((abs(pixels - matplotlib.colors.to_rgb(color)) < 0.02).all(-1).mean())
 
 
 def test_an_expert_without_tokens_has_a_color_of_its_own(tmp_path: Path) -> None:
-    """A single token is drawn as the least load, and none at all in black."""
+    """A single token is drawn as the least load, and none at all in yellow."""
     counts = torch.full((10, 1, 4), 1000)
     pictures = {}
     for tokens in (1, 0):
         counts[:, 0, 2] = tokens
         figures.expert_load(tmp_path / f"{tokens}.png", counts, 1, 10)
-        pictures[tokens] = black(tmp_path / f"{tokens}.png")
+        pictures[tokens] = share(tmp_path / f"{tokens}.png", "gold")
     assert pictures[1] < 0.03 and pictures[0] > pictures[1] + 0.1

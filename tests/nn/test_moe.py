@@ -13,6 +13,7 @@ from maxmoe.config import Normalization, ScoreFunction
 from support import published_blocks
 from support.moe_layers import (
     COMPUTE,
+    SIZES,
     Options,
     assert_meets_specification,
     each_compute,
@@ -125,6 +126,9 @@ SITUATIONS: dict[str, tuple[tuple[int, ...], Options]] = {
 @each_compute
 def test_situations(path: str, compute: Options, weights_to: str, shape: tuple[int, ...], options: Options) -> None:
     features = {"expert_bias": True, "load_balance_loss_weight": 0.3, "router_z_loss_weight": 0.2}
+    if "capacity_factor" in compute:  # more than num_experts is refused
+        limit = float(options.get("num_experts", SIZES["num_experts"]))
+        compute = {**compute, "capacity_factor": min(compute["capacity_factor"], limit)}
     layer = make(apply_weights_to=weights_to, num_shared_experts=1, **features, **options, **compute)
     assert_meets_specification(layer, tokens(layer, *shape))
 

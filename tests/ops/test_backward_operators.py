@@ -60,7 +60,8 @@ def test_expert_ffn_backward_refuses(path: str, changes: dict[str, Any], named: 
     ("changes", "named"),
     [
         ({"experts": torch.full((8, 2), 10**9)}, ("experts", "4", "1000000000")),
-        ({"experts": torch.full((8, 2), -1)}, ("experts", "4", "-1")),
+        ({"experts": torch.full((8, 2), -2)}, ("experts", "4", "-2")),
+        ({"grad_probabilities": torch.randn(8, 2)}, ("grad_probabilities", "4", "[8, 2]")),
         ({"experts": torch.zeros(8, 2)}, ("experts", "int64", "Float")),
         ({"experts": torch.zeros(7, 2, dtype=torch.int64)}, ("experts", "8", "[7, 2]")),
         ({"grad_weights": torch.randn(1, 1)}, ("grad_weights", "8", "[1, 1]")),
@@ -76,6 +77,7 @@ def test_expert_ffn_backward_refuses(path: str, changes: dict[str, Any], named: 
 def test_route_backward_refuses(path: str, changes: dict[str, Any], named: tuple[str, ...]) -> None:
     arguments = {
         "grad_weights": torch.randn(8, 2),
+        "grad_probabilities": torch.randn(8, 4),
         "logits": torch.randn(8, 4),
         "experts": torch.tensor([[0, 1]] * 8),
         "score_function": "softmax",

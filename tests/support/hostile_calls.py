@@ -22,8 +22,8 @@ HUGE = (-(2**63), -(2**62), -1, 0, 1, 3, 10**9, 2**32, 2**62, 2**63 - 1)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 # What torch itself says of an argument that the schema does not allow, or of a size that no tensor may have.
 OF_TORCH = "Expected a value of type|fixed-size array|too large|overflow|negative dimension|allocate memory|bad_alloc"
-MEMORY = 2**34  # bytes that a call may ask for
-SAMPLE = 150  # calls of each operator in each way
+MEMORY = 2**31  # bytes that the process may ask for
+SAMPLE = 24  # calls of each operator in each way
 
 Arguments = dict[str, Any]
 
@@ -44,8 +44,10 @@ def valid_calls() -> Iterator[tuple[str, Arguments]]:
     yield "expert_ffn", ffn
     yield "expert_ffn_forward", ffn
     yield "expert_ffn_backward", before | ffn
-    yield "route", {"logits": torch.randn(5, 3), "top_k": 2, **rules, **groups}
-    yield "route_backward", {"grad_weights": weights, "logits": torch.randn(5, 3), "experts": experts, **rules}
+    logits = torch.randn(5, 3)
+    yield "route", {"logits": logits, "top_k": 2, **rules, **groups, "experts": experts}
+    gradients = {"grad_weights": weights, "grad_probabilities": torch.randn(5, 3)}
+    yield "route_backward", {**gradients, "logits": logits, "experts": experts, **rules}
     yield (
         "ragged_plan",
         {
@@ -224,7 +226,7 @@ def short(value: Any) -> str:
 
 
 def main() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)  # memory that nobody wrote is NaN
     warnings.simplefilter("ignore")

@@ -57,7 +57,7 @@ class OperatorTests:
         call = self.call(NO_TOKEN).trainable()
         for output in floating(call()):
             assert output.requires_grad
-            output.sum().backward()
+            output.sum().backward(retain_graph=True)
 
     @ignore_warnings_of_transforms
     @pytest.mark.parametrize("shape", [TINY, UNROUTED], ids=str)
