@@ -76,10 +76,10 @@ def load_balance_loss(
         lengths = tokens_per_expert.new_full((num_sequences,), length)
     lengths, counts, mass = tokens.all_reduce_sequence(lengths, tokens_per_expert, probabilities.sum(1))
     # Integers divide in the default dtype, float32, whatever the dtype of the probabilities.
-    divisors = at_least_one(lengths).to(mass.dtype).unsqueeze(1)
+    divisors = lengths.clamp_min(1).to(mass.dtype).unsqueeze(1)
     frequencies = counts.to(mass.dtype) * (num_experts / top_k) / divisors
     loss, count = tokens.all_reduce_batch((frequencies * mass / divisors).sum(), (lengths > 0).sum())
-    return loss / at_least_one(count).to(loss.dtype)
+    return _mean(loss, count)
 
 
 def router_z_loss(logits: Tensor, *, token_mask: Tensor | None = None, tokens: TokenReductions = LOCAL) -> Tensor:
@@ -101,7 +101,7 @@ def router_z_loss(logits: Tensor, *, token_mask: Tensor | None = None, tokens: T
     if token_mask is not None:
         squares = squares.masked_fill(~token_mask, 0.0)
     total, num_tokens = BatchAsSequence(tokens).all_reduce_sequence(squares.sum(), _num_tokens(logits, token_mask))
-    return total / at_least_one(num_tokens).to(total.dtype)
+    return _mean(total, num_tokens)
 
 
 def mean_over_tokens(
@@ -140,11 +140,11 @@ def mean_over_tokens(
     total = token_losses.to(torch.promote_types(token_losses.dtype, torch.float32)).sum()
     everywhere = BatchAsSequence(tokens)
     if num_tokens is None:
-        local = torch.tensor(token_losses.numel(), device=total.device) if token_mask is None else token_mask.sum()
+        local = token_losses.numel() if token_mask is None else token_mask.sum()
         total, num_tokens = everywhere.all_reduce_sequence(total, local)
     else:
         (total,) = everywhere.all_reduce_sequence(total)
-    return total / at_least_one(num_tokens).to(total.dtype)
+    return _mean(total, num_tokens)
 
 
 def count_tokens(token_mask: Tensor, *, tokens: TokenReductions = LOCAL) -> Tensor:
@@ -157,19 +157,20 @@ def count_tokens(token_mask: Tensor, *, tokens: TokenReductions = LOCAL) -> Tens
     Returns:
         ``()``, int64, the number of True values on all ranks.
     """
+    count: Tensor
     (count,) = BatchAsSequence(tokens).all_reduce_sequence(token_mask.sum())
     return count
 
 
-def _num_tokens(logits: Tensor, token_mask: Tensor | None) -> Tensor:
-    if token_mask is None:
-        return torch.tensor(logits.shape[0], device=logits.device)
-    return token_mask.sum()
+def _num_tokens(logits: Tensor, token_mask: Tensor | None) -> Tensor | int:
+    return logits.shape[0] if token_mask is None else token_mask.sum()
 
 
-def at_least_one(count: Tensor) -> Tensor:
-    """Return a count to divide by."""
-    return count.clamp_min(1)
+def _mean(total: Tensor, count: Tensor | int) -> Tensor:
+    """Divide by a count, or by one for none, in the dtype of the total: torch divides by integers in float32."""
+    if isinstance(count, Tensor):
+        return total / count.clamp_min(1).to(total.dtype)
+    return total / max(count, 1)
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ class RoutingLosses:
         load, dropped, entropy, num_tokens = BatchAsSequence(tokens).all_reduce_sequence(
             counts.sum(0), dropped, entropy, _num_tokens(routing.logits, routing.token_mask)
         )
-        return aux_loss, MoEStats(load, dropped, entropy / at_least_one(num_tokens).to(entropy.dtype))
+        return aux_loss, MoEStats(load, dropped, _mean(entropy, num_tokens))
 
     def _tokens_per_expert(self, experts: Tensor, num_sequences: int) -> Tensor:
         """Count the routed slots of each sequence and expert: ``(B, E)``."""

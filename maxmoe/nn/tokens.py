@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -13,11 +13,12 @@ from maxmoe.nn.declaration import declaration_of
 class TokenReductions(Protocol):
     """All-reduces over the processes that share a forward.
 
-    The summands of one call travel in one message, each in its own shape and dtype; integers stay exact below 2^53. The
-    gradient of each process's summand is the gradient of the sum.
+    Summands are tensors and ints. Those of one call travel in one message, and come back as tensors of their shape and
+    dtype; integers stay exact below 2^53. Where nothing is reduced, an int stays one. The gradient of each process's
+    summand is the gradient of the sum.
     """
 
-    def all_reduce_sequence(self, *summands: Tensor) -> tuple[Tensor, ...]:
+    def all_reduce_sequence(self, *summands: Tensor | int) -> tuple[Any, ...]:
         """Sum over the processes that hold parts of the same sequences.
 
         Args:
@@ -28,7 +29,7 @@ class TokenReductions(Protocol):
         """
         ...
 
-    def all_reduce_batch(self, *summands: Tensor) -> tuple[Tensor, ...]:
+    def all_reduce_batch(self, *summands: Tensor | int) -> tuple[Any, ...]:
         """Sum over the processes that hold other sequences.
 
         Args:
@@ -73,11 +74,11 @@ class TokenGroup(TokenReductions, Protocol):
 class LocalTokens:
     """All tokens are in this process."""
 
-    def all_reduce_sequence(self, *summands: Tensor) -> tuple[Tensor, ...]:
+    def all_reduce_sequence(self, *summands: Tensor | int) -> tuple[Any, ...]:
         """See `TokenReductions`."""
         return summands
 
-    def all_reduce_batch(self, *summands: Tensor) -> tuple[Tensor, ...]:
+    def all_reduce_batch(self, *summands: Tensor | int) -> tuple[Any, ...]:
         """See `TokenReductions`."""
         return summands
 
@@ -96,11 +97,11 @@ class BatchAsSequence:
 
     tokens: TokenReductions
 
-    def all_reduce_sequence(self, *summands: Tensor) -> tuple[Tensor, ...]:
+    def all_reduce_sequence(self, *summands: Tensor | int) -> tuple[Any, ...]:
         """See `TokenReductions`."""
         return self.tokens.all_reduce_batch(*self.tokens.all_reduce_sequence(*summands))
 
-    def all_reduce_batch(self, *summands: Tensor) -> tuple[Tensor, ...]:
+    def all_reduce_batch(self, *summands: Tensor | int) -> tuple[Any, ...]:
         """See `TokenReductions`."""
         return summands
 

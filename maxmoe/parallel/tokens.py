@@ -1,6 +1,7 @@
 """The tokens of one forward, sharded over the ranks of a mesh."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,11 +72,11 @@ class ShardedTokens:
     batch_axes: tuple[str, ...]
     length_axes: tuple[str, ...]
 
-    def all_reduce_sequence(self, *summands: Tensor) -> tuple[Tensor, ...]:
+    def all_reduce_sequence(self, *summands: Tensor | int) -> tuple[Any, ...]:
         """See `TokenReductions`."""
         return self._all_reduce(summands, self.length_axes)
 
-    def all_reduce_batch(self, *summands: Tensor) -> tuple[Tensor, ...]:
+    def all_reduce_batch(self, *summands: Tensor | int) -> tuple[Any, ...]:
         """See `TokenReductions`."""
         return self._all_reduce(summands, self.batch_axes)
 
@@ -97,11 +98,12 @@ class ShardedTokens:
         partial = NamedSharding.replicated(self.mesh, num_dims, partial=self.length_axes)
         return NamedSharding(self.mesh, spec), gathered, partial
 
-    def _all_reduce(self, summands: tuple[Tensor, ...], axes: tuple[str, ...]) -> tuple[Tensor, ...]:
+    def _all_reduce(self, summands: tuple[Tensor | int, ...], axes: tuple[str, ...]) -> tuple[Any, ...]:
         if not axes:
             return summands
-        packed = torch.cat([summand.flatten().double() for summand in summands])
+        tensors = [torch.as_tensor(summand, device=self.mesh.device_mesh.device_type) for summand in summands]
+        packed = torch.cat([tensor.flatten().double() for tensor in tensors])
         # Every rank computes the same loss from the sums and backpropagates it to its own summands: identity backward.
         total = all_reduce(packed, self.mesh, axes)
-        sums = torch.split(total, [summand.numel() for summand in summands])
-        return tuple(part.view_as(summand).to(summand.dtype) for part, summand in zip(sums, summands, strict=True))
+        sums = torch.split(total, [tensor.numel() for tensor in tensors])
+        return tuple(part.view_as(tensor).to(tensor.dtype) for part, tensor in zip(sums, tensors, strict=True))
