@@ -1,0 +1,55 @@
+"""Routing recorded and replayed on a mesh: each rank's record is that of its tokens."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import maxmoe
+from maxmoe import MoE, MoEConfig, parallelize
+from maxmoe.parallel import token_group, token_sharding
+from maxmoe.sharding import Mesh
+from support.parallel_decoder import MeshRules
+from support.parts import assert_same
+from support.run_ranks import run_ranks
+
+CONFIG = MoEConfig(hidden_size=8, intermediate_size=4, num_experts=4, top_k=2, load_balance_loss_weight=0.1)
+LAYOUTS = [MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2}), MeshRules("ep-tp", {"data": 2, "expert": 2})]
+SHAPE = (4, 6)
+
+
+def layer(seed: int) -> MoE:
+    torch.manual_seed(seed)
+    return MoE(CONFIG, dtype=torch.float64)
+
+
+def loss_of(model: torch.nn.Module, x: Tensor, **options) -> Tensor:
+    output = model(x)
+    return maxmoe.mean_over_tokens(output.hidden_states.square().sum(-1), **options) + output.aux_loss
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_gradients_are_those_of_one_process_with_the_same_record(layout: MeshRules) -> None:
+    def check() -> None:
+        mesh = Mesh(layout.sizes)
+        part = token_sharding(mesh, layout.rules).slices(SHAPE)
+        x = torch.randn(*SHAPE, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        before, whole = layer(0), layer(1)
+        with maxmoe.record_routing(before) as record:
+            before(x)
+        with maxmoe.replay_routing(whole, record):
+            expected = loss_of(whole, x)
+        expected.backward()
+
+        ours_before = parallelize(layer(0), mesh, layout.rules)
+        with maxmoe.record_routing(ours_before) as own:
+            ours_before(x[part])
+        assert torch.equal(own.calls[""][0], record.calls[""][0][part])
+        ours = parallelize(layer(1), mesh, layout.rules)
+        with maxmoe.replay_routing(ours, own):
+            loss = loss_of(ours, x[part], tokens=token_group(mesh, layout.rules))
+        loss.backward()
+        assert_same(loss, expected)
+        for name, parameter in whole.named_parameters():
+            assert_same(ours.get_parameter(name).grad.full_tensor(), parameter.grad, name)
+
+    run_ranks(check, 4)
