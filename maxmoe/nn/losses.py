@@ -193,7 +193,7 @@ class RoutingLosses:
         Returns:
             ``()``, the sum of the weighted losses, and the statistics; the same in all processes.
         """
-        counts = self._tokens_per_expert(routing.experts, num_sequences)
+        counts = self._tokens_per_expert(routing, num_sequences)
         aux_loss = routing.logits.new_zeros(())
         if self.config.load_balance_loss_weight > 0:
             aux_loss = aux_loss + self.config.load_balance_loss_weight * self._balance(routing, counts, tokens)
@@ -207,10 +207,12 @@ class RoutingLosses:
         )
         return aux_loss, MoEStats(load, dropped, _mean(entropy, num_tokens))
 
-    def _tokens_per_expert(self, experts: Tensor, num_sequences: int) -> Tensor:
+    def _tokens_per_expert(self, routing: Routing, num_sequences: int) -> Tensor:
         """Count the routed slots of each sequence and expert: ``(B, E)``."""
-        slots = experts.reshape(num_sequences, experts.numel() // max(num_sequences, 1))
+        slots = routing.experts.reshape(num_sequences, routing.experts.numel() // max(num_sequences, 1))
         counts = slots.new_zeros(num_sequences, self.config.num_experts)
+        if routing.is_complete:
+            return counts.scatter_add(1, slots, torch.ones_like(slots))
         return counts.scatter_add(1, slots.clamp_min(0), (slots >= 0).to(slots.dtype))
 
     def _balance(self, routing: Routing, counts: Tensor, tokens: TokenReductions) -> Tensor:
