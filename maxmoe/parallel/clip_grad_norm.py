@@ -46,11 +46,13 @@ def _norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _norm_on_mesh(gradients: Sequence[Tensor], mesh: DeviceMesh) -> Tensor:
-    """Sum squares over all ranks at once: DTensor sums over one axis after the other, warns, and ranks may differ."""
+    """Sum the squares of this rank's parts over the ranks: the norm of DTensors on several axes makes torch warn."""
     local = [part for gradient in gradients if isinstance(gradient, DTensor) for part in _parts_to_count(gradient)]
     squares = _norm(local or [torch.zeros_like(gradients[0].to_local())]).square()  # type: ignore[attr-defined]
-    whole = mesh if mesh.ndim == 1 else mesh._flatten()
-    dist.all_reduce(squares, group=whole.get_group())
+    # Axis by axis, not over mesh._flatten(): DTensor gathers uneven dims wrongly on a mesh that has a flattened one
+    # (https://github.com/pytorch/pytorch/issues/194457). Every group of an axis sums the same numbers in one order.
+    for group in mesh.get_all_groups():
+        dist.all_reduce(squares, group=group)
     return squares.sqrt()
 
 
