@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from maxmoe.nn.recompute import is_recomputation
 from maxmoe.parallel.plan import ParameterPlan
 from maxmoe.sharding.redistribute import redistribute_parameter
 
@@ -63,7 +64,7 @@ class ParameterHooks:
         gathered, self._gathered = self._gathered, []
         # A forward inside a backward is a recomputation of activation checkpointing. Its saved tensors are used at
         # once, so freeing them here would gather every parameter a third time.
-        if not torch.is_grad_enabled() or _is_in_backward():
+        if not torch.is_grad_enabled() or is_recomputation():
             return
 
         def refill(_gradient: Tensor) -> None:
@@ -137,7 +138,3 @@ def _parameter(owner: nn.Module, name: str) -> DTensor:
     parameter = owner._parameters[name]
     assert isinstance(parameter, DTensor)
     return parameter
-
-
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
