@@ -1,30 +1,38 @@
 """The Mixture-of-Experts layer and its parts."""
 
+from maxmoe.nn.boundary import Boundary, LayerInputs, LocalBoundary
 from maxmoe.nn.declaration import TOKEN_DIMS, Declaration, LogicalNames, SavedTensor
-from maxmoe.nn.dispatcher import Dispatched, Dispatcher, LocalDispatcher
+from maxmoe.nn.dense_dispatcher import local_dispatcher
+from maxmoe.nn.dispatcher import Dispatched, Dispatcher, LocalDispatcher, LocalExperts, Pending
 from maxmoe.nn.experts import Experts, SharedExperts
 from maxmoe.nn.feed_forward import MoEFeedForward, set_aux_loss_scale
 from maxmoe.nn.losses import MoEStats, count_tokens, load_balance_loss, mean_over_tokens, router_z_loss
 from maxmoe.nn.moe import MoE, MoEOutput
 from maxmoe.nn.recompute import keep_routing
 from maxmoe.nn.replay import RoutingRecord, record_routing, replay_routing
-from maxmoe.nn.router import Router, Routing
+from maxmoe.nn.router import Assignment, Router, Routing
 from maxmoe.nn.stats_accumulator import StatsAccumulator, StepStats
 from maxmoe.nn.tokens import LocalTokens, TokenGroup, same_tokens_everywhere
 
 __all__ = [
     "TOKEN_DIMS",
+    "Assignment",
+    "Boundary",
     "Declaration",
     "Dispatched",
     "Dispatcher",
     "Experts",
+    "LayerInputs",
+    "LocalBoundary",
     "LocalDispatcher",
+    "LocalExperts",
     "LocalTokens",
     "LogicalNames",
     "MoE",
     "MoEFeedForward",
     "MoEOutput",
     "MoEStats",
+    "Pending",
     "Router",
     "Routing",
     "RoutingRecord",
@@ -36,6 +44,7 @@ __all__ = [
     "count_tokens",
     "keep_routing",
     "load_balance_loss",
+    "local_dispatcher",
     "mean_over_tokens",
     "record_routing",
     "replay_routing",

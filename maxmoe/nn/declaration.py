@@ -57,6 +57,8 @@ class Declaration:
             of parts that must stay whole (heads, say): tensor parallelism, over the axes on which the rules put both
             the weights and the activations of all these dims. The output of the module must be one tensor, linear in
             the last of these dims, so that the partial outputs can be summed. Makes the module a gather unit.
+        added_to_output: paths of parameters of a tensor-parallel module that are added to its output, such as the bias
+            of its last projection: only one of the ranks may add them.
         uses_token_group: whether `parallelize` sets the attribute `token_group` of the module; see `TokenGroup`.
         needs_whole_sequences: whether the output depends on tokens of the sequence on other ranks that the module does
             not ask its token group for. Rules that shard sequences are an error then.
@@ -68,6 +70,7 @@ class Declaration:
     logical_names: LogicalNames = field(default_factory=dict)
     gather_unit: bool = False
     tensor_parallel_dims: Mapping[str, int] = field(default_factory=dict)
+    added_to_output: tuple[str, ...] = ()
     uses_token_group: bool = False
     needs_whole_sequences: bool = False
     is_recomputed: bool = False

@@ -1,13 +1,20 @@
 """How tokens reach their experts, and how the outputs of a token's experts become one row again."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
 
 from maxmoe.config import MoEConfig
-from maxmoe.nn.router import Routing
+from maxmoe.nn.router import Assignment
 from maxmoe.ops import RaggedPlan, ragged_plan, ragged_sort, ragged_unsort
+
+T = TypeVar("T")
+
+# A value that communication may still be bringing: calling it waits.
+Pending: TypeAlias = Callable[[], T]
 
 
 class Dispatched(NamedTuple):
@@ -31,12 +38,12 @@ class Dispatched(NamedTuple):
 class Dispatcher(Protocol):
     """A way for tokens to their experts and back."""
 
-    def dispatch(self, x: Tensor, routing: Routing, num_sequences: int) -> Dispatched:
-        """Bring tokens to their experts.
+    def dispatch(self, x: Tensor, assignment: Assignment, num_sequences: int) -> Pending[Dispatched]:
+        """Start to bring tokens to their experts.
 
         Args:
             x: ``(T, D)``, floating; sequences of equal length, one after the other.
-            routing: of x.
+            assignment: of x.
             num_sequences: B.
 
         Returns:
@@ -44,8 +51,8 @@ class Dispatcher(Protocol):
         """
         ...
 
-    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
-        """Bring the outputs of the experts back to their tokens.
+    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
+        """Start to bring the outputs of the experts back to their tokens.
 
         Args:
             outputs: ``(N, D)``, of `Experts`.
@@ -57,29 +64,109 @@ class Dispatcher(Protocol):
         ...
 
 
+def run_experts(
+    dispatcher: Dispatcher,
+    experts: Callable[[Tensor, Tensor | None, RaggedPlan], Tensor],
+    x: Tensor,
+    assignment: Assignment,
+    *,
+    num_sequences: int,
+    num_chunks: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Bring tokens to their experts, compute these, and bring the outputs back.
+
+    While the experts compute a chunk, the next one is on its way to them and the last one on its way back. Autograd
+    runs the backward in the opposite order, with the same overlap.
+
+    Args:
+        dispatcher: the way.
+        experts: called once for each chunk.
+        x: ``(T, D)``, floating.
+        assignment: of x.
+        num_sequences: B.
+        num_chunks: parts of the tokens, as equal as they can be; more than one only where sequences do not matter.
+
+    Returns:
+        ``(T, D)``, and the number ``()`` of dropped slots.
+    """
+    chunks = zip(x.tensor_split(num_chunks), assignment.tensor_split(num_chunks), strict=True)
+    arriving = dispatcher.dispatch(*next(chunks), num_sequences)
+    returning, dropped = [], []
+    for index in range(num_chunks):
+        dispatched = arriving()
+        if index + 1 < num_chunks:
+            arriving = dispatcher.dispatch(*next(chunks), num_sequences)
+        outputs = experts(dispatched.x, dispatched.weights, dispatched.plan)
+        returning.append(dispatcher.combine(outputs, dispatched))
+        dropped.append(dispatched.dropped)
+    if num_chunks == 1:
+        return returning[0](), dropped[0]
+    return torch.cat([chunk() for chunk in returning]), torch.stack(dropped).sum()
+
+
+@dataclass(frozen=True)
+class LocalExperts:
+    """The experts in this process, of all those of a layer.
+
+    Args:
+        first: index of the first one.
+        count: L, how many.
+        total: E, of the layer.
+    """
+
+    first: int
+    count: int
+    total: int
+
+    @classmethod
+    def all_of(cls, config: MoEConfig) -> "LocalExperts":
+        """Return those of a layer that one process runs."""
+        return cls(0, config.num_experts, config.num_experts)
+
+    @property
+    def are_all(self) -> bool:
+        """Whether no expert is elsewhere."""
+        return self.count == self.total
+
+
 @dataclass(frozen=True)
 class LocalDispatcher:
-    """All experts are in this process: nothing moves but rows in memory."""
+    """The tokens are in the process of their experts: nothing moves but rows in memory.
+
+    With a part of the experts, the sums over each token's experts are those over this part: partial sums.
+    """
 
     config: MoEConfig
+    experts: LocalExperts
 
-    def dispatch(self, x: Tensor, routing: Routing, num_sequences: int) -> Dispatched:
+    def dispatch(self, x: Tensor, assignment: Assignment, num_sequences: int) -> Pending[Dispatched]:
         """See `Dispatcher`."""
-        plan = self._plan(routing)
+        plan = self._plan(assignment)
         if self.config.apply_weights_to == "output":  # `expert_ffn` sorts, multiplies and sums by itself
-            return Dispatched(x, routing.weights, plan, plan.dropped)
-        rows = ragged_sort(x, plan, routing.weights)
-        return Dispatched(rows, None, RaggedPlan.of_sorted_rows(rows.shape[0], plan.group_sizes), plan.dropped, plan)
+            dispatched = Dispatched(x, assignment.weights, plan, plan.dropped)
+        else:
+            rows = ragged_sort(x, plan, assignment.weights)
+            sorted_plan = RaggedPlan.of_sorted_rows(rows.shape[0], plan.group_sizes)
+            dispatched = Dispatched(rows, None, sorted_plan, plan.dropped, plan)
+        return lambda: dispatched
 
-    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
         """See `Dispatcher`."""
         plan: RaggedPlan | None = dispatched.state
-        return outputs if plan is None else ragged_unsort(outputs, plan)
+        combined = outputs if plan is None else ragged_unsort(outputs, plan)
+        return lambda: combined
 
-    def _plan(self, routing: Routing) -> RaggedPlan:
-        num_slots, factor = routing.experts.numel(), self.config.buffer_factor
-        max_rows = None if factor is None else int(num_slots * factor)
+    def _plan(self, assignment: Assignment) -> RaggedPlan:
+        num_slots, factor = assignment.experts.numel(), self.config.buffer_factor
+        max_rows = None if factor is None else int(num_slots * self.experts.count // self.experts.total * factor)
         num_rows = None
-        if routing.is_complete:
+        if assignment.is_complete and self.experts.are_all:
             num_rows = num_slots if max_rows is None else min(num_slots, max_rows)
-        return ragged_plan(routing.experts, self.config.num_experts, max_rows=max_rows, num_rows=num_rows)
+        return ragged_plan(
+            assignment.experts,
+            self.experts.total,
+            first_expert=self.experts.first,
+            num_local_experts=self.experts.count,
+            max_rows=max_rows,
+            num_rows=num_rows,
+        )

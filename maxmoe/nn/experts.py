@@ -68,7 +68,7 @@ class Experts(nn.Module):
             ``(T, D)``, dtype of x: the weighted sum over each token's experts.
         """
         if self.config.implementation == "dense":
-            num_experts = self.config.num_experts
+            num_experts = self.up_proj.shape[0]  # with dispatch across ranks, those of this rank
             return self._batched(x.view(num_experts, x.shape[0] // num_experts, x.shape[1])).flatten(0, 1)
         return expert_ffn(
             x,
@@ -108,7 +108,8 @@ class Experts(nn.Module):
                 "up_bias": ("exp", "mlp_moe"),
                 "down_bias": ("exp", "embed_moe"),
             },
-            gather_unit=True,
+            tensor_parallel_dims={"mlp_moe": self.config.intermediate_size},
+            added_to_output=("down_bias",),
             saved_tensors=self._saved_tensors,
         )
 

@@ -11,9 +11,11 @@ from typing_extensions import Self
 
 from maxmoe.config import MoEConfig
 from maxmoe.nn.backward import StatsSum
+from maxmoe.nn.boundary import Boundary, LocalBoundary
 from maxmoe.nn.conversion import check_config, config_of, give_weights, take_weights
 from maxmoe.nn.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.nn.dense_dispatcher import local_dispatcher
+from maxmoe.nn.dispatcher import run_experts
 from maxmoe.nn.experts import Experts, SharedExperts
 from maxmoe.nn.losses import MoEStats, RoutingLosses
 from maxmoe.nn.router import Router
@@ -64,7 +66,10 @@ class MoE(nn.Module):
         self.router = Router(config, device=device, dtype=dtype)
         self.experts = Experts(config, device=device, dtype=dtype)
         self.shared_experts = SharedExperts(config, device=device, dtype=dtype) if config.num_shared_experts else None
+        # How tokens reach experts; `maxmoe.parallelize` sets these for those on other ranks.
         self.dispatcher = local_dispatcher(config)
+        self.boundary: Boundary = LocalBoundary()
+        self.num_chunks = 1
         self.losses = RoutingLosses(config)
         self.token_group: TokenGroup = LocalTokens()
         self.stats_sum: StatsSum | None = None  # set by StatsAccumulator
@@ -135,13 +140,20 @@ class MoE(nn.Module):
         if token_mask is not None:
             token_mask = token_mask.reshape(-1)
             tokens = tokens.masked_fill(~token_mask.unsqueeze(1), 0.0)
-        routing = self.router(tokens, token_mask)
-        dispatched = self.dispatcher.dispatch(tokens, routing, num_sequences)
-        outputs = self.experts(dispatched.x, dispatched.weights, dispatched.plan)
-        hidden_states = self.dispatcher.combine(outputs, dispatched)
-        if self.shared_experts is not None:
-            hidden_states = hidden_states + self.shared_experts(tokens, token_mask)
-        aux_loss, stats = self.losses(routing, dispatched.dropped, num_sequences, self.token_group)
+        inputs = self.boundary.enter(tokens)
+        routing = self.router(inputs.router, token_mask)
+        routed, dropped = run_experts(
+            self.dispatcher,
+            self.experts,
+            inputs.experts,
+            self.boundary.assign(routing.assignment),
+            num_sequences=num_sequences,
+            num_chunks=self.num_chunks,
+        )
+        shared = None if self.shared_experts is None else self.shared_experts(inputs.shared_experts, token_mask)
+        hidden_states = self.boundary.leave(routed, shared)
+        dropped = self.boundary.all_reduce_dropped(dropped)
+        aux_loss, stats = self.losses(routing, dropped, num_sequences, self.token_group)
         if self.stats_sum is not None:
             hidden_states = self.stats_sum.add(hidden_states, aux_loss, stats)
         # FSDP registers its backward hook on this tensor. A view would lose it: an in-place operator on a view
@@ -175,11 +187,16 @@ class MoE(nn.Module):
         _without_adapters(self.router, Router).update_correction_bias(tokens_per_expert)
 
     @property
+    def routed_experts(self) -> Experts:
+        """The routed experts, inside of adapters around them."""
+        return _without_adapters(self.experts, Experts)
+
+    @property
     def _dtype(self) -> torch.dtype:
-        return _without_adapters(self.experts, Experts).up_proj.dtype
+        return self.routed_experts.up_proj.dtype
 
     def _check(self, x: Tensor, token_mask: Tensor | None) -> None:
-        hidden_size = self.config.hidden_size
+        hidden_size = self.config.hidden_size // self.boundary.num_embed_parts
         if x.dim() < 2 or x.shape[-1] != hidden_size:
             raise ValueError(f"x must have shape [..., S, hidden_size ({hidden_size})], got {tuple(x.shape)}")
         if x.dtype != self._dtype and not torch.is_autocast_enabled(x.device.type):

@@ -25,9 +25,12 @@ def checkpointed_call() -> int | None:
     return None
 
 
+# Operators whose results `keep_routing` keeps; dispatch across ranks adds its own.
+KEPT_OPERATORS: set[object] = {torch.ops.maxmoe.route.default, torch.ops.maxmoe.ragged_plan.default}
+
+
 def _policy(_context: object, operator: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    saved = {torch.ops.maxmoe.route.default, torch.ops.maxmoe.ragged_plan.default}
-    return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator in KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def keep_routing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -15,6 +15,25 @@ from maxmoe.nn.module_path import module_path
 from maxmoe.ops.route import route
 
 
+class Assignment(NamedTuple):
+    """The experts of tokens: what dispatch needs of a routing.
+
+    Attributes:
+        weights: ``(T, K)``, float32 or wider; 0 where `experts` is -1.
+        experts: ``(T, K)``, int64; -1 for a slot that is not routed.
+        is_complete: whether every slot is known to be routed, so that their number needs no look at `experts`.
+    """
+
+    weights: Tensor
+    experts: Tensor
+    is_complete: bool = False
+
+    def tensor_split(self, sections: int) -> list["Assignment"]:
+        """Split along the tokens, as `torch.tensor_split` does."""
+        parts = zip(self.weights.tensor_split(sections), self.experts.tensor_split(sections), strict=True)
+        return [Assignment(weights, experts, self.is_complete) for weights, experts in parts]
+
+
 class Routing(NamedTuple):
     """What the router decided.
 
@@ -33,6 +52,11 @@ class Routing(NamedTuple):
     experts: Tensor
     token_mask: Tensor | None = None
     is_complete: bool = True
+
+    @property
+    def assignment(self) -> Assignment:
+        """What dispatch needs."""
+        return Assignment(self.weights, self.experts, self.is_complete)
 
 
 def _without_padding(routing: Routing, token_mask: Tensor) -> Routing:

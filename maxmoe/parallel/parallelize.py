@@ -1,8 +1,11 @@
 """Running a module on a mesh: every rank its own tokens, parameters gathered where and while they are used."""
 
+from typing import Any
+
 from torch import nn
 
 from maxmoe.nn.declaration import declaration_of
+from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.fsdp import fully_shard_blocks
 from maxmoe.parallel.parameter_hooks import ParameterHooks
 from maxmoe.parallel.plan import Plan
@@ -18,6 +21,8 @@ def parallelize(
     mesh: Mesh,
     rules: LogicalRules | str = "default",
     *,
+    dispatch: Dispatch = "auto",
+    num_chunks: int = 1,
     strict: bool = False,
     allow_unused: bool = False,
 ) -> nn.Module:
@@ -44,6 +49,10 @@ def parallelize(
         module: with logical names, see `Declaration`.
         mesh: of the ranks.
         rules: the table, or the name of a preset.
+        dispatch: how tokens reach experts on other ranks. "ring_of_experts": every rank gets all tokens and computes
+            those of its experts. "ragged_all_to_all": every rank gets the rows of its experts. "auto": the one of the
+            two that moves fewer bytes. "gather_weights": tokens stay, every rank gathers all experts.
+        num_chunks: parts of the tokens of a MoE layer, of which one is communicated while another is computed.
         strict: see `parameter_shardings`.
         allow_unused: accept mesh axes that no rule has, and rules with names or axes that nothing else has; they have
             no effect, and most are typos.
@@ -56,16 +65,22 @@ def parallelize(
             parameters or the rules differ between ranks.
     """
     rules = LogicalRules.load(rules)
-    check_ranks_agree(_facts(module, rules), mesh.device_mesh.device_type)
-    plan = Plan(module, mesh, rules, strict=strict, allow_unused=allow_unused)
+    facts = {"dispatch": repr(dispatch), "num_chunks": repr(num_chunks), **_facts(module, rules)}
+    check_ranks_agree(facts, mesh.device_mesh.device_type)
+    plan = Plan(module, mesh, rules, strict=strict, allow_unused=allow_unused, dispatch=dispatch)
     _check_whole_sequences(plan)
+    _check_chunks(plan, num_chunks)
     distribute_parameters(module, {name: parameter.unsharded for name, parameter in plan.parameters.items()})
     for child in plan.modules.values():
         if declaration_of(child).uses_token_group:
             child.token_group = plan.tokens
+    for path, dispatch_plan in plan.dispatch_plans.items():
+        layer: Any = plan.modules[path]
+        layer.dispatcher, layer.boundary = dispatch_plan.dispatcher(), dispatch_plan.boundary()
+        layer.num_chunks = num_chunks
     for unit, names in plan.gather_units.items():
         ParameterHooks({path: plan.parameters[name] for path, name in names.items()}).register(unit)
-        if plan.tensor_parallel_axes[unit]:
+        if plan.tensor_parallel_axes[unit] and unit not in plan.reduced_by_layer:
             TensorParallelHooks(mesh, plan.tensor_parallel_axes[unit]).register(unit)
     fully_shard_blocks(module, mesh, plan.fsdp_managed)
     return module
@@ -79,6 +94,17 @@ def _facts(module: nn.Module, rules: LogicalRules) -> dict[str, str]:
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
         facts[path] = f"shape {tuple(tensor.shape)}, {tensor.dtype}, requires_grad={tensor.requires_grad}"
     return facts
+
+
+def _check_chunks(plan: Plan, num_chunks: int) -> None:
+    if num_chunks < 1:
+        raise ValueError(f"num_chunks must be positive, got {num_chunks}")
+    for path, dispatch_plan in plan.dispatch_plans.items():
+        if num_chunks > 1 and dispatch_plan.config.capacity_factor is not None:
+            raise ValueError(
+                f"num_chunks must be 1 for {path or 'a layer'} with capacity_factor, which is per sequence, "
+                f"got {num_chunks}"
+            )
 
 
 def _check_whole_sequences(plan: Plan) -> None:

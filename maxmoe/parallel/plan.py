@@ -1,11 +1,13 @@
 """What `parallelize` does with every parameter: how it is stored, who gathers it, who reduces its gradient."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import nn
 
+from maxmoe.nn import MoE
 from maxmoe.nn.declaration import TOKEN_DIMS, declaration_of
+from maxmoe.parallel.dispatch_plan import EXPERT_TOKEN_DIMS, Dispatch, DispatchPlan, plan_dispatch
 from maxmoe.parallel.fsdp import blocks, fsdp_managed
 from maxmoe.parallel.parameter_sharding import ParameterSharding, parameter_shardings, tensor_parallel_activation
 from maxmoe.parallel.tokens import ShardedTokens, activation_spec, token_sharding
@@ -26,7 +28,7 @@ class ParameterPlan:
     Args:
         parameter: names, shape, dtype and the sharding in which it is stored.
         unsharded: when the forward of the gather unit begins; FSDP's unsharded parameter.
-        used: in the forward of the gather unit: sharded over tensor-parallel axes only.
+        used: in the forward of the gather unit: sharded over tensor-parallel axes, and those over which experts lie.
         grad_used: in the backward of the gather unit: partial over the axes whose ranks hold different tokens, or
             compute different parts.
         grad_unsharded: when the gather unit has reduced it: partial over the axes of FSDP.
@@ -66,13 +68,26 @@ class Plan:
         rules: the table.
         strict: see `parameter_shardings`.
         allow_unused: see `parameter_shardings`.
+        dispatch: how tokens reach experts on other ranks.
+
+    Attributes:
+        dispatch_plans: of the MoE layers, by path.
+        expert_axes: over which the experts of a module lie.
+        reduced_by_layer: tensor-parallel modules whose partial outputs are summed by the MoE layer around them.
 
     Raises:
-        ValueError: as `parameter_shardings`.
+        ValueError: as `parameter_shardings` and `plan_dispatch`.
     """
 
     def __init__(
-        self, module: nn.Module, mesh: Mesh, rules: LogicalRules, *, strict: bool = False, allow_unused: bool = False
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        rules: LogicalRules,
+        *,
+        strict: bool = False,
+        allow_unused: bool = False,
+        dispatch: Dispatch = "auto",
     ) -> None:
         shardings = parameter_shardings(module, mesh, rules, strict=strict, allow_unused=allow_unused)
         self.mesh = mesh
@@ -81,35 +96,72 @@ class Plan:
         self.paths = {child: path for path, child in self.modules.items()}
         self.gather_units = gather_units(module)
         self.fsdp_managed = fsdp_managed(shardings, self.tokens)
-        self.tensor_parallel_axes: dict[nn.Module, tuple[str, ...]] = {}
+        self.tensor_parallel_axes = {
+            unit: tensor_parallel_axes(unit, [shardings[name] for name in names.values()], mesh, rules)
+            for unit, names in self.gather_units.items()
+        }
+        self.expert_axes: dict[nn.Module, tuple[str, ...]] = {}
+        self.reduced_by_layer: set[nn.Module] = set()
+        self.dispatch_plans = {
+            path: self._plan_dispatch(path, layer, shardings, rules, dispatch)
+            for path, layer in self.modules.items()
+            if isinstance(layer, MoE)
+        }
         self.parameters: dict[str, ParameterPlan] = {}
         block_modules = set(blocks(module))
-        for unit, names in self.gather_units.items():
-            axes = tensor_parallel_axes(unit, [shardings[name] for name in names.values()], mesh, rules)
-            self.tensor_parallel_axes[unit] = axes
-            path = self.paths[unit]
-            block = next((outer for outer in enclosing(path) if self.modules[outer] in block_modules), "")
-            for name in names.values():
-                self.parameters[name] = self._plan_parameter(shardings[name], name, axes, path, block)
+        for unit in self.gather_units:
+            block = next((outer for outer in enclosing(self.paths[unit]) if self.modules[outer] in block_modules), "")
+            self.parameters.update(self._plan_parameters(unit, shardings, block))
 
-    def _plan_parameter(
-        self, parameter: ParameterSharding, name: str, tensor_parallel: tuple[str, ...], unit: str, block: str
-    ) -> ParameterPlan:
-        fsdp_axes = self.fsdp_managed.axes if name in self.fsdp_managed.dims else ()
-        unsharded = parameter.sharding.without(*fsdp_axes)
-        used = unsharded.without(*(axis for axis in self.mesh.axes if axis not in tensor_parallel))
-        sharded = {axis for axes in used.spec for axis in axes}
-        summed = (*self.tokens.batch_axes, *self.tokens.length_axes, *tensor_parallel)
-        partial = tuple(axis for axis in summed if axis not in sharded)
-        return ParameterPlan(
-            parameter,
-            unsharded=unsharded,
-            used=used,
-            grad_used=NamedSharding(self.mesh, used.spec, partial),
-            grad_unsharded=NamedSharding(self.mesh, unsharded.spec, fsdp_axes),
-            gather_unit=unit,
-            fsdp_block=block if fsdp_axes else None,
-        )
+    def _plan_dispatch(
+        self,
+        path: str,
+        layer: MoE,
+        shardings: Mapping[str, ParameterSharding],
+        rules: LogicalRules,
+        dispatch: Dispatch,
+    ) -> DispatchPlan:
+        routed = self.gather_units[layer.routed_experts]
+        stacked = shardings[routed["up_proj"]]
+        try:
+            plan = plan_dispatch(layer, stacked, self.mesh, rules, self.tokens, dispatch)
+        except ValueError as error:
+            raise ValueError(f"{path or 'the layer'}: {error}") from None
+        plan = replace(plan, tensor_parallel_axes=self.tensor_parallel_axes[layer.routed_experts])
+        self.expert_axes[layer.routed_experts] = plan.expert_axes
+        self.reduced_by_layer.add(layer.routed_experts)
+        shared = layer.shared_experts
+        if shared is not None and set(self.tensor_parallel_axes[shared]) == set(plan.partial_axes):
+            self.reduced_by_layer.add(shared)
+            plan = replace(plan, shared_is_partial=True)
+        return plan
+
+    def _plan_parameters(
+        self, unit: nn.Module, shardings: Mapping[str, ParameterSharding], block: str
+    ) -> Iterator[tuple[str, ParameterPlan]]:
+        """Plan the parameters that a gather unit gathers."""
+        tensor_parallel, experts = self.tensor_parallel_axes[unit], self.expert_axes.get(unit, ())
+        for path, name in self.gather_units[unit].items():
+            fsdp_axes = self.fsdp_managed.axes if name in self.fsdp_managed.dims else ()
+            unsharded = shardings[name].sharding.without(*fsdp_axes)
+            used = unsharded.without(*(axis for axis in self.mesh.axes if axis not in (*tensor_parallel, *experts)))
+            sharded = {axis for axes in used.spec for axis in axes}
+            # Every rank along a tensor-parallel axis has the whole gradient of what is added to the sum.
+            added = tensor_parallel if path in declaration_of(unit).added_to_output else ()
+            summed = (*self.tokens.batch_axes, *self.tokens.length_axes, *tensor_parallel)
+            partial = tuple(axis for axis in summed if axis not in sharded and axis not in added)
+            yield (
+                name,
+                ParameterPlan(
+                    shardings[name],
+                    unsharded=unsharded,
+                    used=replace(used, partial=added),
+                    grad_used=NamedSharding(self.mesh, used.spec, partial),
+                    grad_unsharded=NamedSharding(self.mesh, unsharded.spec, fsdp_axes),
+                    gather_unit=self.paths[unit],
+                    fsdp_block=block if fsdp_axes else None,
+                ),
+            )
 
     def recomputed_by(self, path: str) -> str | None:
         """Return the innermost module at or around a path that is recomputed in the backward; None without one."""
@@ -167,7 +219,8 @@ def tensor_parallel_axes(
     dims = declaration_of(unit).tensor_parallel_dims
     common = [axis for axis in mesh.axes if dims]
     for name in dims:
-        _, _, axes = activation_spec((*TOKEN_DIMS, tensor_parallel_activation(name)), mesh, rules)
+        others = EXPERT_TOKEN_DIMS if name.endswith("_moe") else TOKEN_DIMS
+        *_, axes = activation_spec((*others, tensor_parallel_activation(name)), mesh, rules)
         specs = [
             parameter.sharding.spec[parameter.names.index(name)]
             for parameter in parameters

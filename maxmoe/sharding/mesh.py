@@ -43,10 +43,8 @@ class Mesh:
         check_ranks_agree({"the sizes of the mesh": str(dict(sizes))}, device_type)
         self.sizes = filled(sizes, dist.get_world_size())
         self.rank: int | None = dist.get_rank()
-        large = {axis: size for axis, size in self.sizes.items() if size > 1} or {next(iter(self.sizes), "world"): 1}
-        self._device_mesh: DeviceMesh | None = _device_mesh(
-            dist.group.WORLD, device_type, tuple(large.items()), timeout
-        )
+        self._timeout = timeout
+        self._device_mesh: DeviceMesh | None = _device_mesh(dist.group.WORLD, device_type, self._layout, timeout)
 
     @classmethod
     def planned(cls, sizes: Mapping[str, int], *, world_size: int | None = None) -> "Mesh":
@@ -79,6 +77,12 @@ class Mesh:
     def axes(self) -> tuple[str, ...]:
         """The axes larger than one, in order."""
         return tuple(axis for axis, size in self.sizes.items() if size > 1)
+
+    @property
+    def _layout(self) -> tuple[tuple[str, int], ...]:
+        """Axes and sizes of `device_mesh`."""
+        large = {axis: size for axis, size in self.sizes.items() if size > 1}
+        return tuple((large or {next(iter(self.sizes), "world"): 1}).items())
 
     @property
     def num_ranks(self) -> int:
@@ -117,6 +121,21 @@ class Mesh:
             raise ValueError(f"{self} has no sub-mesh of {wanted}: its axes larger than one are {self.axes}")
         return self.device_mesh[tuple(axis for axis in self.axes if axis in wanted)]
 
+    def process_group(self, *axes: str) -> dist.ProcessGroup:
+        """Return the group of the ranks that differ from this one on some axes only, in the order of their numbers.
+
+        Args:
+            *axes: larger than one. All ranks ask for the same axes: those of several axes are made at the first call.
+
+        Returns:
+            The group.
+        """
+        device_mesh = self[axes]  # raises for axes that are not there
+        names = tuple(axis for axis in self.axes if axis in axes)
+        if len(names) == 1:
+            return device_mesh.get_group()
+        return _joint_group(dist.group.WORLD, self._layout, names, self._timeout)
+
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{axis}={size}' for axis, size in self.sizes.items())})"
 
@@ -132,6 +151,24 @@ def _device_mesh(
         members = ranks.movedim(dim, -1).reshape(-1, size).tolist()
         groups.append(dist.new_subgroups_by_enumeration(members, timeout=timeout)[0])  # type: ignore[no-untyped-call]
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(axis for axis, _ in sizes))
+
+
+@cache
+def _joint_group(
+    _world: dist.ProcessGroup | None, sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...], timeout: timedelta
+) -> dist.ProcessGroup:
+    """Make the process groups over several axes.
+
+    Not by flattening the `DeviceMesh`, which keeps the flattened one: DTensor then gathers uneven dims wrongly
+    (https://github.com/pytorch/pytorch/issues/194457).
+    """
+    ranks = torch.arange(math.prod(size for _, size in sizes)).view(*(size for _, size in sizes))
+    dims = [dim for dim, (axis, _) in enumerate(sizes) if axis in axes]
+    size = math.prod(ranks.shape[dim] for dim in dims)
+    members = ranks.movedim(dims, list(range(-len(dims), 0))).reshape(-1, size).tolist()
+    group: dist.ProcessGroup
+    group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)  # type: ignore[no-untyped-call]
+    return group
 
 
 def filled(sizes: Mapping[str, int], world_size: int | None) -> dict[str, int]:

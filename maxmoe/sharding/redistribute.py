@@ -48,13 +48,14 @@ def redistribution_steps(source: NamedSharding, target: NamedSharding) -> Iterat
 
     All-gathers come first, the minor axis of a dim before the major ones. Then come the axes of the target in their
     order: a reduce-scatter over an axis that is partial in the source, a slice over any other. All-reduces come last.
+    To become partial takes no step: the first rank along the axis keeps the values, the others have zeros.
 
     Args:
         source: before.
         target: after, on the same mesh.
 
     Yields:
-        Every sharding after `source`; the last one is `target`.
+        Every sharding after `source`; the last one is `target`, but for axes over which it becomes partial.
     """
     sharding = source
     for dim, axes in enumerate(target.spec):
@@ -220,8 +221,14 @@ def _redistributed(local: Tensor, source: NamedSharding, target: NamedSharding) 
     for sharding in redistribution_steps(source, target):
         tensor = tensor.redistribute(placements=sharding.placements)
     result = tensor.to_local()
-    # The C++ operators read the memory directly, which does not wait for an asynchronous collective.
-    return result.wait() if isinstance(result, AsyncCollectiveTensor) else result
+    if isinstance(result, AsyncCollectiveTensor):  # the C++ operators read the memory directly, and do not wait
+        result = result.wait()
+    summed = [axis for axis in target.partial if axis not in source.partial]
+    if not summed:
+        return result
+    place = source.mesh.coordinates()
+    # A copy: where no collective has made one, the result would share the memory of the source.
+    return result.clone() if all(place[axis] == 0 for axis in summed) else torch.zeros_like(result)
 
 
 def _with_axes(spec: PartitionSpec, dim: int, axes: tuple[str, ...]) -> PartitionSpec:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from maxmoe import MoE, MoEConfig
-from maxmoe.nn import Dispatched, Routing
+from maxmoe.nn import Assignment, Dispatched, Pending
 from maxmoe.nn.dense_dispatcher import CapacityDispatcher, DenseDispatcher, local_dispatcher
 from maxmoe.nn.dispatcher import Dispatcher, LocalDispatcher
 from maxmoe.ops import RaggedPlan
@@ -64,11 +64,13 @@ def test_the_layer_takes_any_dispatcher() -> None:
         def __init__(self, inner: Dispatcher) -> None:
             self.inner = inner
 
-        def dispatch(self, x: Tensor, routing: Routing, num_sequences: int) -> Dispatched:
-            return self.inner.dispatch(x.flip(0), Routing(*(part.flip(0) for part in routing[:4])), num_sequences)
+        def dispatch(self, x: Tensor, assignment: Assignment, num_sequences: int) -> Pending[Dispatched]:
+            reversed_assignment = Assignment(*(part.flip(0) for part in assignment[:2]))
+            return self.inner.dispatch(x.flip(0), reversed_assignment, num_sequences)
 
-        def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
-            return self.inner.combine(outputs, dispatched).flip(0)
+        def combine(self, outputs: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
+            combined = self.inner.combine(outputs, dispatched)
+            return lambda: combined().flip(0)
 
     layer, x = MoE(MoEConfig(**SIZES), dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
     whole = layer(x).hidden_states

@@ -1,0 +1,99 @@
+"""The boundary of a layer of which several ranks compute parts, for the same tokens: tensor parallelism, ep-tp."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from maxmoe.nn.boundary import LayerInputs
+from maxmoe.nn.router import Assignment
+from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.named_sharding import NamedSharding
+from maxmoe.sharding.partition_spec import PartitionSpec
+from maxmoe.sharding.redistribute import all_reduce, all_reduce_gradient, redistribute_local
+
+
+@dataclass(frozen=True)
+class PartialSums:
+    """The `maxmoe.nn.Boundary` of a layer whose output is a sum over ranks: one all-reduce, or a reduce-scatter.
+
+    Args:
+        mesh: of the ranks.
+        axes: over which every rank has a part of the layer, and the same tokens.
+        expert_axes: those of them over which the ranks have other experts.
+        embed_axes: those of them that shard the hidden dim of the layer's input and output.
+        shared_is_partial: whether the shared experts are computed in parts over the same axes: one reduction for both.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    expert_axes: tuple[str, ...]
+    embed_axes: tuple[str, ...] = ()
+    shared_is_partial: bool = False
+
+    @property
+    def num_embed_parts(self) -> int:
+        """See `maxmoe.nn.Boundary`."""
+        return self.mesh.size(*self.embed_axes)
+
+    def enter(self, x: Tensor) -> LayerInputs:
+        """See `maxmoe.nn.Boundary`."""
+        router, experts = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
+        return LayerInputs(router, experts, experts if self.shared_is_partial else router)
+
+    def assign(self, assignment: Assignment) -> Assignment:
+        """See `maxmoe.nn.Boundary`."""
+        return assignment._replace(weights=all_reduce_gradient(assignment.weights, self.mesh, self.axes))
+
+    def leave(self, routed: Tensor, shared: Tensor | None) -> Tensor:
+        """See `maxmoe.nn.Boundary`."""
+        if shared is None or not self.shared_is_partial:
+            hidden_states = self._leave(routed, self.axes)
+            return hidden_states if shared is None else hidden_states + self._leave(shared, ())
+        return self._leave(routed + shared, self.axes)
+
+    def all_reduce_dropped(self, dropped: Tensor) -> Tensor:
+        """See `maxmoe.nn.Boundary`."""
+        return all_reduce(dropped, self.mesh, self.expert_axes)
+
+    @property
+    def outside(self) -> NamedSharding:
+        """The sharding of tokens ``(T, D)`` outside of the layer."""
+        return NamedSharding(self.mesh, PartitionSpec(None, self.embed_axes))
+
+    @property
+    def inside(self) -> NamedSharding:
+        """The sharding of the tokens that every rank has whole."""
+        return NamedSharding.replicated(self.mesh, 2)
+
+    def partial(self, axes: tuple[str, ...]) -> NamedSharding:
+        """Return the sharding of outputs, and of gradients of inputs, that are sums over `axes`."""
+        return NamedSharding.replicated(self.mesh, 2, partial=axes)
+
+    def _leave(self, outputs: Tensor, partial: tuple[str, ...]) -> Tensor:
+        return redistribute_local(
+            outputs, self.partial(partial), self.outside, grad_source=self.outside, grad_target=self.inside
+        )
+
+
+class _Enter(torch.autograd.Function):
+    """The tokens twice: the gradient of the first is the same on every rank, that of the second a summand of it."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, boundary: PartialSums) -> tuple[Tensor, Tensor]:
+        context.boundary = boundary
+        whole = _redistributed(x, boundary.outside, boundary.inside)
+        return whole.view_as(whole), whole.view_as(whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, of_router: Tensor, of_experts: Tensor) -> tuple[Tensor, None]:
+        boundary: PartialSums = context.boundary
+        summed = _redistributed(of_experts, boundary.partial(boundary.axes), boundary.outside)
+        return summed + _redistributed(of_router, boundary.inside, boundary.outside), None
+
+
+def _redistributed(local: Tensor, source: NamedSharding, target: NamedSharding) -> Tensor:
+    return redistribute_local(local, source, target, grad_source=target, grad_target=source)

@@ -1,0 +1,150 @@
+"""Over which axes the experts of a layer lie, and how its tokens reach them."""
+
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, get_args
+
+import torch.distributed as dist
+
+from maxmoe.config import MoEConfig
+from maxmoe.dispatch import PartialSums, RaggedAllToAll, RingOfExperts
+from maxmoe.nn import Boundary, Dispatcher, LocalBoundary, LocalExperts, MoE, local_dispatcher
+from maxmoe.parallel.parameter_sharding import ParameterSharding
+from maxmoe.parallel.tokens import ShardedTokens, activation_spec
+from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.named_sharding import NamedSharding
+from maxmoe.sharding.partition_spec import PartitionSpec
+from maxmoe.sharding.rules import LogicalRules
+
+Dispatch: TypeAlias = Literal["auto", "ring_of_experts", "ragged_all_to_all", "gather_weights"]
+
+# The dims between routing and the sum over a token's experts, in the order in which `Experts` declares them.
+EXPERT_TOKEN_DIMS = ("activation_batch_moe", "activation_length_moe", "activation_exp")
+
+
+@dataclass(frozen=True)
+class DispatchPlan:
+    """How the tokens of one layer reach their experts.
+
+    Args:
+        config: of the layer.
+        mesh: of the ranks.
+        strategy: given, or chosen; that of one process where `expert_axes` is empty.
+        reason: of the strategy.
+        expert_axes: over which the experts lie, the major one first.
+        token_axes: those of them over which tokens travel; over the others all ranks hold the same tokens.
+        tensor_parallel_axes: over which every expert is computed in parts.
+        shared_is_partial: whether the shared experts are computed in parts over the same axes as the routed ones.
+    """
+
+    config: MoEConfig
+    mesh: Mesh
+    strategy: Dispatch
+    reason: str
+    expert_axes: tuple[str, ...] = ()
+    token_axes: tuple[str, ...] = ()
+    tensor_parallel_axes: tuple[str, ...] = ()
+    shared_is_partial: bool = False
+
+    @property
+    def replicated_axes(self) -> tuple[str, ...]:
+        """The axes over which the experts lie, and all ranks hold the same tokens."""
+        return tuple(axis for axis in self.expert_axes if axis not in self.token_axes)
+
+    @property
+    def partial_axes(self) -> tuple[str, ...]:
+        """The axes over which the ranks compute parts of the layer for the same tokens."""
+        parts = (*self.replicated_axes, *self.tensor_parallel_axes)
+        return tuple(axis for axis in self.mesh.axes if axis in parts)
+
+    def local_experts(self, rank: int | None = None) -> LocalExperts:
+        """Return the experts of a rank; None for this process."""
+        total = self.config.num_experts
+        (part,) = NamedSharding(self.mesh, PartitionSpec(self.expert_axes)).slices((total,), rank)
+        return LocalExperts(part.start, part.stop - part.start, total)
+
+    def dispatcher(self) -> Dispatcher:
+        """Make the dispatcher of this process."""
+        config, experts = self.config, self.local_experts()
+        if not self.token_axes:
+            return local_dispatcher(config, experts)
+        group = self.mesh.process_group(*self.token_axes)
+        if self.strategy == "ring_of_experts":
+            has_capacity = config.capacity_factor is not None
+            return RingOfExperts(local_dispatcher(config, experts), group, needs_sequences=has_capacity)
+        first_experts = tuple(self.local_experts(rank).first for rank in dist.get_process_group_ranks(group))
+        # The buffer is bounded where the rows are sent from.
+        local = local_dispatcher(replace(config, buffer_factor=None), experts)
+        return RaggedAllToAll(local, experts, group, first_experts, config.buffer_factor)
+
+    def boundary(self) -> Boundary:
+        """Make the boundary of this process."""
+        if not self.partial_axes:
+            return LocalBoundary()
+        drops = self.config.buffer_factor is not None or self.config.capacity_factor is not None
+        return PartialSums(
+            self.mesh,
+            self.partial_axes,
+            expert_axes=self.replicated_axes if drops else (),
+            shared_is_partial=self.shared_is_partial,
+        )
+
+
+def plan_dispatch(
+    layer: MoE, stacked: ParameterSharding, mesh: Mesh, rules: LogicalRules, tokens: ShardedTokens, dispatch: Dispatch
+) -> DispatchPlan:
+    """Plan the dispatch of a layer.
+
+    Experts lie on the axes that the rules `exp` and `activation_exp` share. Over those of them that shard the tokens
+    outside of the layer tokens travel.
+
+    Args:
+        layer: of a model.
+        stacked: how a parameter of its experts is sharded whose first dim is that of the experts.
+        mesh: of the ranks.
+        rules: the table.
+        tokens: which axes shard the tokens.
+        dispatch: the strategy, or "auto".
+
+    Returns:
+        The plan, not yet with the axes of tensor parallelism.
+
+    Raises:
+        ValueError: for another strategy; if an axis does not divide the experts, or experts would not be whole blocks.
+    """
+    if dispatch not in get_args(Dispatch):
+        raise ValueError(f"dispatch must be one of {', '.join(map(repr, get_args(Dispatch)))}, got {dispatch!r}")
+    if dispatch == "gather_weights":
+        return DispatchPlan(layer.config, mesh, dispatch, "asked for")
+    *_, of_activation = activation_spec(EXPERT_TOKEN_DIMS, mesh, rules)
+    for drop in stacked.dropped:
+        if drop.dim == 0 and drop.axis in of_activation:
+            raise ValueError(
+                f"num_experts must divide over the axes {of_activation} of the rule 'activation_exp': {drop.reason}; "
+                "dispatch='gather_weights' runs any number"
+            )
+    of_weights = stacked.sharding.spec[0]
+    axes = tuple(axis for axis in of_weights if axis in of_activation)
+    if axes != of_weights[: len(axes)]:
+        raise ValueError(
+            f"the rule 'exp' must have the axes of 'activation_exp' {axes} before all others, got {of_weights}: "
+            "the experts of a rank would not be neighbours"
+        )
+    if not axes:
+        return DispatchPlan(layer.config, mesh, "gather_weights", "no axis of the mesh is one of 'activation_exp'")
+    token_axes = tuple(axis for axis in axes if axis in (*tokens.batch_axes, *tokens.length_axes))
+    strategy, reason = (dispatch, "asked for") if dispatch != "auto" else _chosen(layer.config, mesh, token_axes)
+    if strategy == "ragged_all_to_all" and token_axes and layer.config.capacity_factor is not None:
+        raise ValueError("ragged_all_to_all sends rows, no sequences: capacity_factor needs dispatch='ring_of_experts'")
+    return DispatchPlan(layer.config, mesh, strategy, reason, axes, token_axes)
+
+
+def _chosen(config: MoEConfig, mesh: Mesh, token_axes: tuple[str, ...]) -> tuple[Dispatch, str]:
+    """Choose by the bytes that a rank sends: 2(P-1)TD in a ring, 2K(P-1)TD/P in a ragged all-to-all."""
+    num_ranks = mesh.size(*token_axes)
+    if not token_axes:
+        return "ring_of_experts", "all ranks hold the same tokens: one all-reduce"
+    if config.implementation == "dense":
+        return "ring_of_experts", "the dense implementation computes every token that comes"
+    if config.top_k < num_ranks:
+        return "ragged_all_to_all", f"top_k ({config.top_k}) rows of a token are fewer bytes than {num_ranks} copies"
+    return "ring_of_experts", f"{num_ranks} copies of a token are no more bytes than top_k ({config.top_k}) rows"
