@@ -1,14 +1,23 @@
 """How tokens reach experts on other ranks."""
 
-from maxmoe.dispatch.collectives import all_gather_rows, ragged_all_to_all, reduce_scatter_rows
+from maxmoe.dispatch.collectives import (
+    all_gather_replicated_rows,
+    all_gather_rows,
+    ragged_all_to_all,
+    reduce_scatter_rows,
+)
+from maxmoe.dispatch.expert_ranks import ExpertRanks
 from maxmoe.dispatch.partial_sums import PartialSums
-from maxmoe.dispatch.ragged_all_to_all import RaggedAllToAll
+from maxmoe.dispatch.ragged_all_to_all import RaggedAllGather, RaggedAllToAll
 from maxmoe.dispatch.ring_of_experts import RingOfExperts
 
 __all__ = [
+    "ExpertRanks",
     "PartialSums",
+    "RaggedAllGather",
     "RaggedAllToAll",
     "RingOfExperts",
+    "all_gather_replicated_rows",
     "all_gather_rows",
     "ragged_all_to_all",
     "reduce_scatter_rows",

@@ -1,7 +1,8 @@
 """Collectives over rows of tensors, each with its transpose as its backward.
 
-    all_gather_rows     <-> reduce_scatter_rows
-    ragged_all_to_all   <-> itself, with the splits exchanged
+    all_gather_rows             <-> reduce_scatter_rows
+    all_gather_replicated_rows  <-> this rank's rows
+    ragged_all_to_all           <-> itself, with the splits exchanged
 
 Ranks may hold different numbers of rows, none included. All of them take part in every call, forward and backward.
 
@@ -100,10 +101,12 @@ class AllGather:
     Args:
         group: of the ranks.
         counts: how many rows each rank has.
+        is_replicated: whether all ranks go on with the same, so that each has the whole gradient of all rows.
     """
 
     group: dist.ProcessGroup
     counts: tuple[int, ...]
+    is_replicated: bool = False
 
     def start(self, rows: Tensor) -> Started:
         """See `Transfer`."""
@@ -118,9 +121,9 @@ class AllGather:
         return Started(result, work)
 
     @property
-    def transposed(self) -> "ReduceScatter":
+    def transposed(self) -> "ReduceScatter | OwnRows":
         """See `Transfer`."""
-        return ReduceScatter(self.group, self.counts)
+        return OwnRows(self.group, self.counts) if self.is_replicated else ReduceScatter(self.group, self.counts)
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,29 @@ class ReduceScatter:
     def transposed(self) -> AllGather:
         """See `Transfer`."""
         return AllGather(self.group, self.counts)
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """Rows that every rank has all of: each keeps its own.
+
+    Args:
+        group: of the ranks.
+        counts: how many rows each rank keeps.
+    """
+
+    group: dist.ProcessGroup
+    counts: tuple[int, ...]
+
+    def start(self, rows: Tensor) -> Started:
+        """See `Transfer`."""
+        rank = self.group.rank()
+        return Started(rows.narrow(0, sum(self.counts[:rank]), self.counts[rank]), None)
+
+    @property
+    def transposed(self) -> AllGather:
+        """See `Transfer`."""
+        return AllGather(self.group, self.counts, is_replicated=True)
 
 
 def _all_to_all(
@@ -238,6 +264,20 @@ def all_gather_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGrou
         ``(sum(counts), ...)``.
     """
     return transfer(rows, AllGather(group, tuple(counts)))
+
+
+def all_gather_replicated_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Pending[Tensor]:
+    """Gather the rows of all ranks, which all go on with the same: the backward takes this rank's part of the gradient.
+
+    Args:
+        rows: ``(N, ...)``, of this rank.
+        counts: N of every rank.
+        group: of the ranks.
+
+    Returns:
+        ``(sum(counts), ...)``.
+    """
+    return transfer(rows, AllGather(group, tuple(counts), is_replicated=True))
 
 
 def reduce_scatter_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Pending[Tensor]:

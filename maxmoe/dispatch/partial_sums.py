@@ -22,14 +22,16 @@ class PartialSums:
     Args:
         mesh: of the ranks.
         axes: over which every rank has a part of the layer, and the same tokens.
-        expert_axes: those of them over which the ranks have other experts.
+        sum_axes: those of them over which the outputs of the ranks are yet to be summed.
+        dropped_axes: those of them over which the ranks drop other slots.
         embed_axes: those of them that shard the hidden dim of the layer's input and output.
-        shared_is_partial: whether the shared experts are computed in parts over the same axes: one reduction for both.
+        shared_is_partial: whether the shared experts are computed in parts over `sum_axes` too: one reduction for both.
     """
 
     mesh: Mesh
     axes: tuple[str, ...]
-    expert_axes: tuple[str, ...]
+    sum_axes: tuple[str, ...]
+    dropped_axes: tuple[str, ...] = ()
     embed_axes: tuple[str, ...] = ()
     shared_is_partial: bool = False
 
@@ -50,13 +52,13 @@ class PartialSums:
     def leave(self, routed: Tensor, shared: Tensor | None) -> Tensor:
         """See `maxmoe.nn.Boundary`."""
         if shared is None or not self.shared_is_partial:
-            hidden_states = self._leave(routed, self.axes)
+            hidden_states = self._leave(routed, self.sum_axes)
             return hidden_states if shared is None else hidden_states + self._leave(shared, ())
-        return self._leave(routed + shared, self.axes)
+        return self._leave(routed + shared, self.sum_axes)
 
     def all_reduce_dropped(self, dropped: Tensor) -> Tensor:
         """See `maxmoe.nn.Boundary`."""
-        return all_reduce(dropped, self.mesh, self.expert_axes)
+        return all_reduce(dropped, self.mesh, self.dropped_axes)
 
     @property
     def outside(self) -> NamedSharding:

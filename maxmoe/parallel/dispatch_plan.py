@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias, get_args
 import torch.distributed as dist
 
 from maxmoe.config import MoEConfig
-from maxmoe.dispatch import PartialSums, RaggedAllToAll, RingOfExperts
+from maxmoe.dispatch import ExpertRanks, PartialSums, RaggedAllGather, RaggedAllToAll, RingOfExperts
 from maxmoe.nn import Boundary, Dispatcher, LocalBoundary, LocalExperts, MoE, local_dispatcher
 from maxmoe.parallel.parameter_sharding import ParameterSharding
 from maxmoe.parallel.tokens import ShardedTokens, activation_spec
@@ -56,6 +56,16 @@ class DispatchPlan:
         parts = (*self.replicated_axes, *self.tensor_parallel_axes)
         return tuple(axis for axis in self.mesh.axes if axis in parts)
 
+    @property
+    def gathers_rows(self) -> bool:
+        """Whether every rank computes rows of the same tokens, and all get the outputs of all rows."""
+        return self.strategy == "ragged_all_to_all" and not self.token_axes and bool(self.expert_axes)
+
+    @property
+    def sum_axes(self) -> tuple[str, ...]:
+        """The axes over which the outputs of the layer are summed at its end."""
+        return tuple(axis for axis in self.partial_axes if not (self.gathers_rows and axis in self.expert_axes))
+
     def local_experts(self, rank: int | None = None) -> LocalExperts:
         """Return the experts of a rank; None for this process."""
         total = self.config.num_experts
@@ -65,16 +75,23 @@ class DispatchPlan:
     def dispatcher(self) -> Dispatcher:
         """Make the dispatcher of this process."""
         config, experts = self.config, self.local_experts()
+        if self.gathers_rows:
+            return RaggedAllGather(self._unbounded(), self._expert_ranks(self.mesh.process_group(*self.expert_axes)))
         if not self.token_axes:
             return local_dispatcher(config, experts)
         group = self.mesh.process_group(*self.token_axes)
         if self.strategy == "ring_of_experts":
             has_capacity = config.capacity_factor is not None
             return RingOfExperts(local_dispatcher(config, experts), group, needs_sequences=has_capacity)
+        return RaggedAllToAll(self._unbounded(), self._expert_ranks(group))
+
+    def _unbounded(self) -> Dispatcher:
+        """Make the dispatcher to the experts of this rank, for rows whose number is bounded where they are sent."""
+        return local_dispatcher(replace(self.config, buffer_factor=None), self.local_experts())
+
+    def _expert_ranks(self, group: dist.ProcessGroup) -> ExpertRanks:
         first_experts = tuple(self.local_experts(rank).first for rank in dist.get_process_group_ranks(group))
-        # The buffer is bounded where the rows are sent from.
-        local = local_dispatcher(replace(config, buffer_factor=None), experts)
-        return RaggedAllToAll(local, experts, group, first_experts, config.buffer_factor)
+        return ExpertRanks(group, self.local_experts(), first_experts, self.config.buffer_factor)
 
     def boundary(self) -> Boundary:
         """Make the boundary of this process."""
@@ -84,7 +101,8 @@ class DispatchPlan:
         return PartialSums(
             self.mesh,
             self.partial_axes,
-            expert_axes=self.replicated_axes if drops else (),
+            self.sum_axes,
+            dropped_axes=self.replicated_axes if drops and not self.gathers_rows else (),
             shared_is_partial=self.shared_is_partial,
         )
 
@@ -133,7 +151,7 @@ def plan_dispatch(
         return DispatchPlan(layer.config, mesh, "gather_weights", "no axis of the mesh is one of 'activation_exp'")
     token_axes = tuple(axis for axis in axes if axis in (*tokens.batch_axes, *tokens.length_axes))
     strategy, reason = (dispatch, "asked for") if dispatch != "auto" else _chosen(layer.config, mesh, token_axes)
-    if strategy == "ragged_all_to_all" and token_axes and layer.config.capacity_factor is not None:
+    if strategy == "ragged_all_to_all" and layer.config.capacity_factor is not None:
         raise ValueError("ragged_all_to_all sends rows, no sequences: capacity_factor needs dispatch='ring_of_experts'")
     return DispatchPlan(layer.config, mesh, strategy, reason, axes, token_axes)
 
@@ -141,10 +159,15 @@ def plan_dispatch(
 def _chosen(config: MoEConfig, mesh: Mesh, token_axes: tuple[str, ...]) -> tuple[Dispatch, str]:
     """Choose by the bytes that a rank sends: 2(P-1)TD in a ring, 2K(P-1)TD/P in a ragged all-to-all."""
     num_ranks = mesh.size(*token_axes)
-    if not token_axes:
-        return "ring_of_experts", "all ranks hold the same tokens: one all-reduce"
     if config.implementation == "dense":
         return "ring_of_experts", "the dense implementation computes every token that comes"
+    if not token_axes:
+        if config.top_k == 1:
+            return (
+                "ragged_all_to_all",
+                "all ranks hold the same tokens: gathering one row of each is half an all-reduce",
+            )
+        return "ring_of_experts", "all ranks hold the same tokens: one all-reduce"
     if config.top_k < num_ranks:
         return "ragged_all_to_all", f"top_k ({config.top_k}) rows of a token are fewer bytes than {num_ranks} copies"
     return "ring_of_experts", f"{num_ranks} copies of a token are no more bytes than top_k ({config.top_k}) rows"

@@ -131,7 +131,7 @@ class Plan:
         self.expert_axes[layer.routed_experts] = plan.expert_axes
         self.reduced_by_layer.add(layer.routed_experts)
         shared = layer.shared_experts
-        if shared is not None and set(self.tensor_parallel_axes[shared]) == set(plan.partial_axes):
+        if shared is not None and set(self.tensor_parallel_axes[shared]) == set(plan.sum_axes):
             self.reduced_by_layer.add(shared)
             plan = replace(plan, shared_is_partial=True)
         return plan

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from maxmoe import MoE
+from maxmoe import MoE, MoEFeedForward
 from maxmoe.config import LoadBalanceScope
 from maxmoe.parallel import parallelize
 from maxmoe.sharding import Mesh
@@ -29,20 +29,26 @@ def hidden_states() -> Tensor:
     return torch.randn(2, 8, CONFIG.hidden_size, dtype=torch.float64, requires_grad=True)
 
 
-@pytest.mark.parametrize("part", ["attention", "feed_forward", "shared_experts"])
+@pytest.mark.parametrize("part", ["attention", "feed_forward"])
 def test_tensor_parallel_parts_take_one_sum_and_gather_no_weight(part: str) -> None:
-    config = replace(CONFIG, moe=replace(MOE, shared_expert_gate=False))
-
     def count() -> tuple[dict[str, int], dict[str, int]]:
-        model = parallelize(decoder(config), Mesh({"expert": 4}), "ep-tp")
-        module = dict(model.named_modules())[
-            "blocks.1.feed_forward.shared_experts" if part == "shared_experts" else f"blocks.0.{part}"
-        ]
-        x = hidden_states()
-        return collectives(module, x.detach()[0].requires_grad_() if part == "shared_experts" else x)
+        model = parallelize(decoder(), Mesh({"expert": 4}), "ep-tp")
+        return collectives(model.get_submodule(f"blocks.0.{part}"), hidden_states())
 
     once = {"c10d_functional.all_reduce": 1}
     assert run_ranks(count, 4) == [(once, once)] * 4
+
+
+def test_routed_and_shared_experts_take_one_sum() -> None:
+    """In the backward one for the tokens and one for the routing weights."""
+    config = replace(MOE, shared_expert_gate=False, load_balance_loss_weight=0.0, router_z_loss_weight=0.0)
+
+    def count() -> tuple[dict[str, int], dict[str, int]]:
+        layer = parallelize(MoEFeedForward(config).double(), Mesh({"expert": 4}), "ep-tp")
+        return collectives(layer, hidden_states())
+
+    once, twice = {"c10d_functional.all_reduce": 1}, {"c10d_functional.all_reduce": 2}
+    assert run_ranks(count, 4) == [(once, twice)] * 4
 
 
 @pytest.mark.parametrize("scope", ["batch", "sequence"])

@@ -57,7 +57,8 @@ def check_step(config: DecoderConfig, layout: MeshRules) -> None:
     expected = step_of_one_process(config)
     mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
     assignments = parameter_shardings(decoder(config), mesh, rules)
-    model = parallelize(decoder(config), mesh, rules)
+    divides = config.moe is not None and config.moe.num_experts % mesh.size("context", "expert") == 0
+    model = parallelize(decoder(config), mesh, rules, dispatch="auto" if divides else "gather_weights")
     check_parts(dict(model.named_parameters()), expected.before, assignments, "parameter")
 
     spec = token_spec(mesh, rules)

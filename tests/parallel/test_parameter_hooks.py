@@ -39,7 +39,8 @@ def test_memory_that_was_not_given_back_is_left_alone() -> None:
 
 def test_a_model_keeps_no_gathered_parameter() -> None:
     def kept() -> tuple[int, int]:
-        model = parallelize(parallel_decoder.decoder(), Mesh({"expert": 2}), "ep-as-dp")
+        mesh = Mesh({"expert": 2})
+        model = parallelize(parallel_decoder.decoder(), mesh, "ep-as-dp", dispatch="gather_weights")
         tokens = torch.randint(parallel_decoder.CONFIG.vocab_size, (2, 4))
         with kept_tensors([]) as saved:
             output = model(tokens)
