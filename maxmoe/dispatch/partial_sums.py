@@ -24,7 +24,8 @@ class PartialSums:
         axes: over which every rank has a part of the layer, and the same tokens.
         sum_axes: those of them over which the outputs of the ranks are yet to be summed.
         dropped_axes: those of them over which the ranks drop other slots.
-        embed_axes: those of them that shard the hidden dim of the layer's input and output.
+        embed_axes: that shard the hidden dim of the residual stream. The layer takes whole hidden states, hands on
+            gradients that are partial over these axes, and returns this rank's part.
         shared_is_partial: whether the shared experts are computed in parts over `sum_axes` too: one reduction for both.
     """
 
@@ -34,11 +35,6 @@ class PartialSums:
     dropped_axes: tuple[str, ...] = ()
     embed_axes: tuple[str, ...] = ()
     shared_is_partial: bool = False
-
-    @property
-    def num_embed_parts(self) -> int:
-        """See `maxmoe.nn.Boundary`."""
-        return self.mesh.size(*self.embed_axes)
 
     def enter(self, x: Tensor) -> LayerInputs:
         """See `maxmoe.nn.Boundary`."""
@@ -60,24 +56,13 @@ class PartialSums:
         """See `maxmoe.nn.Boundary`."""
         return all_reduce(dropped, self.mesh, self.dropped_axes)
 
-    @property
-    def outside(self) -> NamedSharding:
-        """The sharding of tokens ``(T, D)`` outside of the layer."""
-        return NamedSharding(self.mesh, PartitionSpec(None, self.embed_axes))
-
-    @property
-    def inside(self) -> NamedSharding:
-        """The sharding of the tokens that every rank has whole."""
-        return NamedSharding.replicated(self.mesh, 2)
-
-    def partial(self, axes: tuple[str, ...]) -> NamedSharding:
-        """Return the sharding of outputs, and of gradients of inputs, that are sums over `axes`."""
-        return NamedSharding.replicated(self.mesh, 2, partial=axes)
+    def whole(self, partial: tuple[str, ...] = ()) -> NamedSharding:
+        """Return the sharding of tokens ``(T, D)`` that every rank has whole, or a summand of over some axes."""
+        return NamedSharding.replicated(self.mesh, 2, partial=partial)
 
     def _leave(self, outputs: Tensor, partial: tuple[str, ...]) -> Tensor:
-        return redistribute_local(
-            outputs, self.partial(partial), self.outside, grad_source=self.outside, grad_target=self.inside
-        )
+        outside = NamedSharding(self.mesh, PartitionSpec(None, self.embed_axes))
+        return redistribute_local(outputs, self.whole(partial), outside, grad_source=outside, grad_target=self.whole())
 
 
 class _Enter(torch.autograd.Function):
@@ -86,15 +71,15 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, boundary: PartialSums) -> tuple[Tensor, Tensor]:
         context.boundary = boundary
-        whole = _redistributed(x, boundary.outside, boundary.inside)
-        return whole.view_as(whole), whole.view_as(whole)
+        return x.view_as(x), x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, of_router: Tensor, of_experts: Tensor) -> tuple[Tensor, None]:
         boundary: PartialSums = context.boundary
-        summed = _redistributed(of_experts, boundary.partial(boundary.axes), boundary.outside)
-        return summed + _redistributed(of_router, boundary.inside, boundary.outside), None
+        handed_on = boundary.whole(partial=boundary.embed_axes)
+        summands = _redistributed(of_experts, boundary.whole(partial=boundary.axes), handed_on)
+        return summands + _redistributed(of_router, boundary.whole(), handed_on), None
 
 
 def _redistributed(local: Tensor, source: NamedSharding, target: NamedSharding) -> Tensor:

@@ -17,7 +17,16 @@ from torch.utils.checkpoint import checkpoint
 
 from maxmoe.models.attention import Attention
 from maxmoe.models.config import DecoderConfig
-from maxmoe.nn import TOKEN_DIMS, Declaration, MoE, MoEStats, SavedTensor, keep_routing, same_tokens_everywhere
+from maxmoe.nn import (
+    TOKEN_DIMS,
+    Declaration,
+    MoE,
+    MoEStats,
+    ResidualStream,
+    SavedTensor,
+    keep_routing,
+    same_tokens_everywhere,
+)
 
 
 class DecoderOutput(NamedTuple):
@@ -119,6 +128,10 @@ class Block(nn.Module):
         return Declaration(
             logical_names={"attention_norm.weight": ("norm",), "feed_forward_norm.weight": ("norm",)},
             gather_unit=True,
+            residual_stream=ResidualStream(
+                len(self.attention_norm.weight),
+                (("attention_norm", "attention"), ("feed_forward_norm", "feed_forward")),
+            ),
             is_recomputed=self.is_recomputed,
             saved_tensors=self._saved_tensors,
         )
@@ -228,6 +241,7 @@ class Decoder(nn.Module):
                 "output.weight": ("vocab", "embed_vocab"),
             },
             gather_unit=True,
+            residual_stream=ResidualStream(self.config.hidden_size, ((None, "embedding"), ("norm", None))),
             saved_tensors=self._saved_tensors,
         )
 

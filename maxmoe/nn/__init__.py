@@ -1,7 +1,7 @@
 """The Mixture-of-Experts layer and its parts."""
 
 from maxmoe.nn.boundary import Boundary, LayerInputs, LocalBoundary
-from maxmoe.nn.declaration import TOKEN_DIMS, Declaration, LogicalNames, SavedTensor
+from maxmoe.nn.declaration import TOKEN_DIMS, Declaration, LogicalNames, ResidualStream, SavedTensor
 from maxmoe.nn.dense_dispatcher import local_dispatcher
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, LocalDispatcher, LocalExperts, Pending
 from maxmoe.nn.experts import Experts, SharedExperts
@@ -33,6 +33,7 @@ __all__ = [
     "MoEOutput",
     "MoEStats",
     "Pending",
+    "ResidualStream",
     "Router",
     "Routing",
     "RoutingRecord",

@@ -24,16 +24,11 @@ class LayerInputs(NamedTuple):
 class Boundary(Protocol):
     """How a layer takes its tokens, and returns the sum of what the processes make of them."""
 
-    @property
-    def num_embed_parts(self) -> int:
-        """Processes that each hold a part of the hidden dim of the layer's input and output."""
-        ...
-
     def enter(self, x: Tensor) -> LayerInputs:
         """Take the tokens.
 
         Args:
-            x: ``(T, D / num_embed_parts)``.
+            x: ``(T, D)``.
 
         Returns:
             The inputs of the parts of the layer.
@@ -59,7 +54,7 @@ class Boundary(Protocol):
             shared: ``(T, D)``, of the shared experts, None without.
 
         Returns:
-            ``(T, D / num_embed_parts)``.
+            ``(T, D)``, or of a residual stream that is sharded this rank's part of the hidden dim.
         """
         ...
 
@@ -77,8 +72,6 @@ class Boundary(Protocol):
 
 class LocalBoundary:
     """One process computes all of the layer for its tokens."""
-
-    num_embed_parts = 1
 
     def enter(self, x: Tensor) -> LayerInputs:
         """See `Boundary`."""

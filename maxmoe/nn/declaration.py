@@ -28,6 +28,23 @@ class SavedTensor(NamedTuple):
     dtype: torch.dtype | None = None
 
 
+@dataclass(frozen=True)
+class ResidualStream:
+    """The hidden states ``(..., D)`` that modules read, and add to.
+
+    Where the rules shard `activation_embed`, every rank holds a part of D: readers get it all-gathered, and of what
+    writers return each rank keeps its part.
+
+    Args:
+        hidden_size: D.
+        parts: pairs of paths of children: the reader, which takes hidden states as its first argument, and the writer,
+            which computes what is added to them from the output of the reader. None where the stream begins or ends.
+    """
+
+    hidden_size: int
+    parts: tuple[tuple[str | None, str | None], ...]
+
+
 SavedTensors: TypeAlias = Callable[[int, int], Mapping[str, SavedTensor]]
 
 
@@ -62,6 +79,7 @@ class Declaration:
         uses_token_group: whether `parallelize` sets the attribute `token_group` of the module; see `TokenGroup`.
         needs_whole_sequences: whether the output depends on tokens of the sequence on other ranks that the module does
             not ask its token group for. Rules that shard sequences are an error then.
+        residual_stream: which children read hidden states, and which return what is added to them.
         is_recomputed: whether activation checkpointing runs the module again in the backward.
         saved_tensors: given the batch size and the sequence length over all ranks, the tensors that the module itself
             saves for the backward, its input among them, by name; those of its children are theirs.
@@ -73,6 +91,7 @@ class Declaration:
     added_to_output: tuple[str, ...] = ()
     uses_token_group: bool = False
     needs_whole_sequences: bool = False
+    residual_stream: ResidualStream | None = None
     is_recomputed: bool = False
     saved_tensors: SavedTensors | None = None
 

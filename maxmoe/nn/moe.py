@@ -158,7 +158,7 @@ class MoE(nn.Module):
             hidden_states = self.stats_sum.add(hidden_states, aux_loss, stats)
         # FSDP registers its backward hook on this tensor. A view would lose it: an in-place operator on a view
         # replaces the autograd history of the view, and with it the hook.
-        hidden_states = torch.ops.aten._unsafe_view(hidden_states.contiguous(), x.shape)
+        hidden_states = torch.ops.aten._unsafe_view(hidden_states.contiguous(), (*x.shape[:-1], hidden_states.shape[1]))
         return MoEOutput(hidden_states, aux_loss, stats)
 
     @property
@@ -196,7 +196,7 @@ class MoE(nn.Module):
         return self.routed_experts.up_proj.dtype
 
     def _check(self, x: Tensor, token_mask: Tensor | None) -> None:
-        hidden_size = self.config.hidden_size // self.boundary.num_embed_parts
+        hidden_size = self.config.hidden_size
         if x.dim() < 2 or x.shape[-1] != hidden_size:
             raise ValueError(f"x must have shape [..., S, hidden_size ({hidden_size})], got {tuple(x.shape)}")
         if x.dtype != self._dtype and not torch.is_autocast_enabled(x.device.type):

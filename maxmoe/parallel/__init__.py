@@ -1,6 +1,6 @@
 """How a module runs on a mesh: what it declares, the plan, `parallelize` and what a training script needs beside it."""
 
-from maxmoe.nn.declaration import Declaration, LogicalNames, SavedTensor
+from maxmoe.nn.declaration import Declaration, LogicalNames, ResidualStream, SavedTensor
 from maxmoe.nn.tokens import TokenGroup
 from maxmoe.parallel.clip_grad_norm import clip_grad_norm_
 from maxmoe.parallel.initialization import reset_parameters
@@ -16,6 +16,7 @@ __all__ = [
     "ParameterPlan",
     "ParameterSharding",
     "Plan",
+    "ResidualStream",
     "SavedTensor",
     "TokenGroup",
     "clip_grad_norm_",

@@ -33,6 +33,7 @@ class DispatchPlan:
         expert_axes: over which the experts lie, the major one first.
         token_axes: those of them over which tokens travel; over the others all ranks hold the same tokens.
         tensor_parallel_axes: over which every expert is computed in parts.
+        embed_axes: that shard the residual stream which the layer adds to.
         shared_is_partial: whether the shared experts are computed in parts over the same axes as the routed ones.
     """
 
@@ -43,6 +44,7 @@ class DispatchPlan:
     expert_axes: tuple[str, ...] = ()
     token_axes: tuple[str, ...] = ()
     tensor_parallel_axes: tuple[str, ...] = ()
+    embed_axes: tuple[str, ...] = ()
     shared_is_partial: bool = False
 
     @property
@@ -95,7 +97,7 @@ class DispatchPlan:
 
     def boundary(self) -> Boundary:
         """Make the boundary of this process."""
-        if not self.partial_axes:
+        if not self.partial_axes and not self.embed_axes:
             return LocalBoundary()
         drops = self.config.buffer_factor is not None or self.config.capacity_factor is not None
         return PartialSums(
@@ -103,6 +105,7 @@ class DispatchPlan:
             self.partial_axes,
             self.sum_axes,
             dropped_axes=self.replicated_axes if drops and not self.gathers_rows else (),
+            embed_axes=self.embed_axes,
             shared_is_partial=self.shared_is_partial,
         )
 

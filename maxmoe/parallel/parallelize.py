@@ -10,7 +10,7 @@ from maxmoe.parallel.fsdp import fully_shard_blocks
 from maxmoe.parallel.parameter_hooks import ParameterHooks
 from maxmoe.parallel.plan import Plan
 from maxmoe.parallel.shard_parameters import distribute_parameters
-from maxmoe.parallel.tensor_parallel_hooks import TensorParallelHooks
+from maxmoe.parallel.tensor_parallel_hooks import ResidualReaderHook, TensorParallelHooks
 from maxmoe.sharding.agreement import check_ranks_agree
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.rules import LogicalRules
@@ -78,10 +78,17 @@ def parallelize(
         layer: Any = plan.modules[path]
         layer.dispatcher, layer.boundary = dispatch_plan.dispatcher(), dispatch_plan.boundary()
         layer.num_chunks = num_chunks
+    writers = {plan.modules[part.writer] for part in plan.residual_parts if part.writer is not None}
     for unit, names in plan.gather_units.items():
         ParameterHooks({path: plan.parameters[name] for path, name in names.items()}).register(unit)
-        if plan.tensor_parallel_axes[unit] and unit not in plan.reduced_by_layer:
+        if plan.tensor_parallel_axes[unit] and unit not in (*plan.reduced_by_layer, *writers):
             TensorParallelHooks(mesh, plan.tensor_parallel_axes[unit]).register(unit)
+    for part in plan.residual_parts:
+        if part.writer is not None and part.writer not in plan.dispatch_plans:
+            writer = plan.modules[part.writer]
+            TensorParallelHooks(mesh, plan.tensor_parallel_axes.get(writer, ()), part.axes).register(writer)
+        if part.reader is not None:
+            ResidualReaderHook(mesh, part.axes, part.partial_axes).register(plan.modules[part.reader])
     fully_shard_blocks(module, mesh, plan.fsdp_managed)
     return module
 

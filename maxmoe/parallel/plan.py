@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import nn
 
@@ -13,6 +14,8 @@ from maxmoe.parallel.parameter_sharding import ParameterSharding, parameter_shar
 from maxmoe.parallel.tokens import ShardedTokens, activation_spec, token_sharding
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
+from maxmoe.sharding.partition_spec import PartitionSpec
+from maxmoe.sharding.resolve import resolve
 from maxmoe.sharding.rules import LogicalRules
 
 
@@ -59,6 +62,25 @@ class ParameterPlan:
         return sharding.bytes(self.parameter.shape, self.parameter.dtype)
 
 
+class ResidualPart(NamedTuple):
+    """Modules at a residual stream that is sharded along the hidden dim; see `ResidualStream`.
+
+    Args:
+        axes: that shard the stream.
+        reader: path of the module that reads it, None where the stream begins.
+        writer: path of the module that adds to it, None where the stream ends.
+    """
+
+    axes: tuple[str, ...]
+    reader: str | None
+    writer: str | None
+
+    @property
+    def partial_axes(self) -> tuple[str, ...]:
+        """The axes over which the gradient of what is read is a partial sum."""
+        return () if self.writer is None else self.axes
+
+
 class Plan:
     """What `parallelize` does with a module; `maxmoe.planning` reads it too.
 
@@ -73,6 +95,7 @@ class Plan:
     Attributes:
         dispatch_plans: of the MoE layers, by path.
         expert_axes: over which the experts of a module lie.
+        residual_parts: that read a sharded residual stream, and write to it.
         reduced_by_layer: tensor-parallel modules whose partial outputs are summed by the MoE layer around them.
 
     Raises:
@@ -100,6 +123,7 @@ class Plan:
             unit: tensor_parallel_axes(unit, [shardings[name] for name in names.values()], mesh, rules)
             for unit, names in self.gather_units.items()
         }
+        self.residual_parts = tuple(self._residual_parts(rules))
         self.expert_axes: dict[nn.Module, tuple[str, ...]] = {}
         self.reduced_by_layer: set[nn.Module] = set()
         self.dispatch_plans = {
@@ -112,6 +136,17 @@ class Plan:
         for unit in self.gather_units:
             block = next((outer for outer in enclosing(self.paths[unit]) if self.modules[outer] in block_modules), "")
             self.parameters.update(self._plan_parameters(unit, shardings, block))
+
+    def _residual_parts(self, rules: LogicalRules) -> Iterator["ResidualPart"]:
+        for path, module in self.modules.items():
+            stream = declaration_of(module).residual_stream
+            if stream is None or "activation_embed" not in rules.names:
+                continue
+            *_, axes = activation_spec((*TOKEN_DIMS, "activation_embed"), self.mesh, rules)
+            ((axes,), _) = resolve(PartitionSpec(axes), self.mesh.sizes, (stream.hidden_size,))
+            for children in stream.parts if axes else ():
+                reader, writer = (child and f"{path}.{child}".lstrip(".") for child in children)
+                yield ResidualPart(axes, reader, writer)
 
     def _plan_dispatch(
         self,
@@ -127,7 +162,9 @@ class Plan:
             plan = plan_dispatch(layer, stacked, self.mesh, rules, self.tokens, dispatch)
         except ValueError as error:
             raise ValueError(f"{path or 'the layer'}: {error}") from None
-        plan = replace(plan, tensor_parallel_axes=self.tensor_parallel_axes[layer.routed_experts])
+        embed_axes = next((part.axes for part in self.residual_parts if part.writer == path), ())
+        parallel = self.tensor_parallel_axes[layer.routed_experts]
+        plan = replace(plan, tensor_parallel_axes=parallel, embed_axes=embed_axes)
         self.expert_axes[layer.routed_experts] = plan.expert_axes
         self.reduced_by_layer.add(layer.routed_experts)
         shared = layer.shared_experts
@@ -148,7 +185,8 @@ class Plan:
             sharded = {axis for axes in used.spec for axis in axes}
             # Every rank along a tensor-parallel axis has the whole gradient of what is added to the sum.
             added = tensor_parallel if path in declaration_of(unit).added_to_output else ()
-            summed = (*self.tokens.batch_axes, *self.tokens.length_axes, *tensor_parallel)
+            read = next((part.partial_axes for part in self.residual_parts if name.startswith(f"{part.reader}.")), ())
+            summed = (*self.tokens.batch_axes, *self.tokens.length_axes, *tensor_parallel, *read)
             partial = tuple(axis for axis in summed if axis not in sharded and axis not in added)
             yield (
                 name,

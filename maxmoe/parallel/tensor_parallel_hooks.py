@@ -10,20 +10,25 @@ from typing import Any
 from torch import Tensor, nn
 
 from maxmoe.sharding.mesh import Mesh
-from maxmoe.sharding.redistribute import all_reduce, all_reduce_gradient
+from maxmoe.sharding.named_sharding import NamedSharding
+from maxmoe.sharding.partition_spec import PartitionSpec
+from maxmoe.sharding.redistribute import redistribute_local
 
 
 @dataclass(frozen=True)
 class TensorParallelHooks:
-    """The communication at the boundary of one tensor-parallel module.
+    """The communication at the boundary of one module.
 
     Args:
         mesh: of the ranks.
-        axes: the tensor-parallel axes of the module.
+        axes: the tensor-parallel axes of the module, none for one that every rank computes whole.
+        embed_axes: that shard the residual stream which the module adds to: outputs are reduce-scattered over them, and
+            the gradient of the input stays a partial sum over them, for the reader of the stream to reduce-scatter.
     """
 
     mesh: Mesh
     axes: tuple[str, ...]
+    embed_axes: tuple[str, ...] = ()
 
     def register(self, module: nn.Module) -> None:
         """Install the hooks."""
@@ -39,11 +44,49 @@ class TensorParallelHooks:
     def _input(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
-        return all_reduce_gradient(value, self.mesh, self.axes)
+        whole = NamedSharding.replicated(self.mesh, value.dim())
+        computed = NamedSharding.replicated(self.mesh, value.dim(), partial=self.axes)
+        handed_on = NamedSharding.replicated(self.mesh, value.dim(), partial=self.embed_axes)
+        return redistribute_local(value, whole, whole, grad_source=computed, grad_target=handed_on)
 
     def _leave(self, module: nn.Module, _arguments: tuple[Any, ...], output: Any) -> Tensor:
         if not isinstance(output, Tensor):
             raise TypeError(
                 f"{type(module).__name__} declares tensor_parallel_dims and must return a tensor, got {type(output)}"
             )
-        return all_reduce(output, self.mesh, self.axes)
+        whole = NamedSharding.replicated(self.mesh, output.dim())
+        computed = NamedSharding.replicated(self.mesh, output.dim(), partial=self.axes)
+        outside = embed_sharding(self.mesh, output.dim(), self.embed_axes)
+        return redistribute_local(output, computed, outside, grad_source=outside, grad_target=whole)
+
+
+@dataclass(frozen=True)
+class ResidualReaderHook:
+    """The all-gather of a residual stream before a module that reads it.
+
+    Args:
+        mesh: of the ranks.
+        embed_axes: that shard the stream.
+        partial: the axes over which the gradient of what the module reads is a partial sum: those of the stream if a
+            writer follows, none if every rank goes on with the same.
+    """
+
+    mesh: Mesh
+    embed_axes: tuple[str, ...]
+    partial: tuple[str, ...]
+
+    def register(self, module: nn.Module) -> None:
+        """Install the hook."""
+        module.register_forward_pre_hook(self._enter)
+
+    def _enter(self, _module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        x: Tensor = arguments[0]
+        outside = embed_sharding(self.mesh, x.dim(), self.embed_axes)
+        whole = NamedSharding.replicated(self.mesh, x.dim())
+        partial = NamedSharding.replicated(self.mesh, x.dim(), partial=self.partial)
+        return redistribute_local(x, outside, whole, grad_source=partial, grad_target=outside), *arguments[1:]
+
+
+def embed_sharding(mesh: Mesh, num_dims: int, axes: tuple[str, ...]) -> NamedSharding:
+    """Return the sharding of hidden states ``(..., D)`` whose last dim is sharded over `axes`."""
+    return NamedSharding(mesh, PartitionSpec(*(None,) * (num_dims - 1), axes))
