@@ -1,4 +1,4 @@
-"""Running a module on a mesh: every rank its own tokens, parameters gathered where and while they are used."""
+"""Running a module on a mesh: every rank its own tokens, which travel to experts; other parameters are gathered."""
 
 from typing import Any
 
@@ -34,10 +34,12 @@ def parallelize(
     its token losses plus the auxiliary loss, which is global: the gradients are those of the sum over all tokens plus
     the auxiliary loss, once.
 
-    Parameters are gathered before the forward of their gather unit, freed after it, gathered again in the backward, and
+    Experts stay on the axes that the rules `exp` and `activation_exp` share, and tokens travel over those of them that
+    shard the tokens, as `dispatch` says. All other parameters are gathered before the forward of their gather unit, freed after it, gathered again in the backward, and
     their gradients are reduce-scattered. Where it can, FSDP2 does that for the `fsdp` axis, block by block; see
     `fsdp_managed`. Modules with tensor-parallel dims compute with their own part of the weights and all-reduce their
-    output. What modules declare for this is in `Declaration`.
+    output. Where the rules shard `activation_embed`, so is a `ResidualStream`. What modules declare for all this is in
+    `Declaration`.
 
     Use `maxmoe.mean_over_tokens` for the loss: a mean over the tokens of this rank alone, as under DDP and FSDP, gives
     gradients too large by the number of ranks that hold different tokens.
@@ -61,8 +63,9 @@ def parallelize(
         The module.
 
     Raises:
-        ValueError: as `shard_parameters`; if the rules shard sequences that a layer needs whole; if modules, their
-            parameters or the rules differ between ranks.
+        ValueError: as `shard_parameters`; for another dispatch or num_chunks; if the axes of the experts do not divide
+            them; if the rules shard sequences that a layer needs whole; if modules, their parameters, the rules,
+            dispatch or num_chunks differ between ranks.
     """
     rules = LogicalRules.load(rules)
     facts = {"dispatch": repr(dispatch), "num_chunks": repr(num_chunks), **_facts(module, rules)}
