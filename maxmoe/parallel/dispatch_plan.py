@@ -110,6 +110,19 @@ class DispatchPlan:
         )
 
 
+def check_dispatch(dispatch: str) -> None:
+    """Refuse a strategy that does not exist.
+
+    Args:
+        dispatch: as given to `maxmoe.parallelize`.
+
+    Raises:
+        ValueError: with those that exist.
+    """
+    if dispatch not in get_args(Dispatch):
+        raise ValueError(f"dispatch must be one of {', '.join(map(repr, get_args(Dispatch)))}, got {dispatch!r}")
+
+
 def plan_dispatch(
     layer: MoE, stacked: ParameterSharding, mesh: Mesh, rules: LogicalRules, tokens: ShardedTokens, dispatch: Dispatch
 ) -> DispatchPlan:
@@ -130,10 +143,8 @@ def plan_dispatch(
         The plan, not yet with the axes of tensor parallelism.
 
     Raises:
-        ValueError: for another strategy; if an axis does not divide the experts, or experts would not be whole blocks.
+        ValueError: if an axis does not divide the experts, or the experts of a rank would not be neighbours.
     """
-    if dispatch not in get_args(Dispatch):
-        raise ValueError(f"dispatch must be one of {', '.join(map(repr, get_args(Dispatch)))}, got {dispatch!r}")
     if dispatch == "gather_weights":
         return DispatchPlan(layer.config, mesh, dispatch, "asked for")
     *_, of_activation = activation_spec(EXPERT_TOKEN_DIMS, mesh, rules)

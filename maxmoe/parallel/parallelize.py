@@ -35,11 +35,11 @@ def parallelize(
     the auxiliary loss, once.
 
     Experts stay on the axes that the rules `exp` and `activation_exp` share, and tokens travel over those of them that
-    shard the tokens, as `dispatch` says. All other parameters are gathered before the forward of their gather unit, freed after it, gathered again in the backward, and
-    their gradients are reduce-scattered. Where it can, FSDP2 does that for the `fsdp` axis, block by block; see
-    `fsdp_managed`. Modules with tensor-parallel dims compute with their own part of the weights and all-reduce their
-    output. Where the rules shard `activation_embed`, so is a `ResidualStream`. What modules declare for all this is in
-    `Declaration`.
+    shard the tokens, as `dispatch` says. All other parameters are gathered before the forward of their gather unit,
+    freed after it, gathered again in the backward, and their gradients are reduce-scattered. Where it can, FSDP2 does
+    that for the `fsdp` axis, block by block; see `fsdp_managed`. Modules with tensor-parallel dims compute with their
+    own part of the weights and all-reduce their output. Where the rules shard `activation_embed`, so is a
+    `ResidualStream`. What modules declare for all this is in `Declaration`.
 
     Use `maxmoe.mean_over_tokens` for the loss: a mean over the tokens of this rank alone, as under DDP and FSDP, gives
     gradients too large by the number of ranks that hold different tokens.

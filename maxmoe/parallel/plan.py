@@ -8,7 +8,7 @@ from torch import nn
 
 from maxmoe.nn import MoE
 from maxmoe.nn.declaration import TOKEN_DIMS, declaration_of
-from maxmoe.parallel.dispatch_plan import EXPERT_TOKEN_DIMS, Dispatch, DispatchPlan, plan_dispatch
+from maxmoe.parallel.dispatch_plan import EXPERT_TOKEN_DIMS, Dispatch, DispatchPlan, check_dispatch, plan_dispatch
 from maxmoe.parallel.fsdp import blocks, fsdp_managed
 from maxmoe.parallel.parameter_sharding import ParameterSharding, parameter_shardings, tensor_parallel_activation
 from maxmoe.parallel.tokens import ShardedTokens, activation_spec, token_sharding
@@ -112,6 +112,7 @@ class Plan:
         allow_unused: bool = False,
         dispatch: Dispatch = "auto",
     ) -> None:
+        check_dispatch(dispatch)
         shardings = parameter_shardings(module, mesh, rules, strict=strict, allow_unused=allow_unused)
         self.mesh = mesh
         self.tokens = ShardedTokens(mesh, *token_sharding(mesh, rules).spec)
