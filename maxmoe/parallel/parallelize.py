@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from maxmoe.nn import run_experts
 from maxmoe.nn.declaration import declaration_of
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.fsdp import fully_shard_blocks
@@ -13,7 +14,10 @@ from maxmoe.parallel.shard_parameters import distribute_parameters
 from maxmoe.parallel.tensor_parallel_hooks import TensorParallelHooks
 from maxmoe.sharding.agreement import check_ranks_agree
 from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.rules import LogicalRules
+
+run_experts_not_compiled = not_compiled(run_experts)
 
 
 def parallelize(
@@ -78,6 +82,7 @@ def parallelize(
         layer: Any = plan.modules[path]
         layer.dispatcher, layer.boundary = dispatch_plan.dispatcher(), dispatch_plan.boundary()
         layer.num_chunks = num_chunks
+        layer.run_experts = run_experts_not_compiled
     for unit, names in plan.gather_units.items():
         ParameterHooks({path: plan.parameters[name] for path, name in names.items()}).register(unit)
         if plan.tensor_parallel_axes[unit] and unit not in plan.reduced_by_layer:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.redistribute import all_reduce, all_reduce_gradient
 
 
@@ -30,6 +31,7 @@ class TensorParallelHooks:
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
         module.register_forward_hook(self._leave)
 
+    @not_compiled
     def _enter(self, _module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         return (
             tuple(self._input(argument) for argument in arguments),
@@ -41,6 +43,7 @@ class TensorParallelHooks:
             return value
         return all_reduce_gradient(value, self.mesh, self.axes)
 
+    @not_compiled
     def _leave(self, module: nn.Module, _arguments: tuple[Any, ...], output: Any) -> Tensor:
         if not isinstance(output, Tensor):
             raise TypeError(
