@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from maxmoe.nn import run_experts
+from maxmoe.nn import Experts, MoE, Router, SharedExperts, run_experts
 from maxmoe.nn.declaration import declaration_of
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.fsdp import fully_shard_blocks
@@ -65,10 +65,11 @@ def parallelize(
         The module.
 
     Raises:
-        ValueError: as `shard_parameters`; if the rules shard sequences that a layer needs whole; if modules, their
-            parameters or the rules differ between ranks.
+        ValueError: as `shard_parameters`; for a MoE layer with adapters around its parts; if the rules shard sequences
+            that a layer needs whole; if modules, their parameters or the rules differ between ranks.
     """
     rules = LogicalRules.load(rules)
+    _check_adapters(module)
     facts = {"dispatch": repr(dispatch), "num_chunks": repr(num_chunks), **_facts(module, rules)}
     check_ranks_agree(facts, mesh.device_mesh.device_type)
     plan = Plan(module, mesh, rules, strict=strict, allow_unused=allow_unused, dispatch=dispatch)
@@ -99,6 +100,17 @@ def _facts(module: nn.Module, rules: LogicalRules) -> dict[str, str]:
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
         facts[path] = f"shape {tuple(tensor.shape)}, {tensor.dtype}, requires_grad={tensor.requires_grad}"
     return facts
+
+
+def _check_adapters(module: nn.Module) -> None:
+    """Refuse layers whose parts compute with other parameters than they declare: those of LoRA lie beside them."""
+    for path, layer in module.named_modules():
+        for name, part in layer.named_children() if isinstance(layer, MoE) else ():
+            if not isinstance(part, Router | Experts | SharedExperts):
+                raise ValueError(
+                    f"{path}.{name}".lstrip(".") + f" must have no adapters around it, got {type(part).__name__}: "
+                    "merge them before parallelize (PEFT: merge_and_unload)"
+                )
 
 
 def _check_chunks(plan: Plan, num_chunks: int) -> None:
