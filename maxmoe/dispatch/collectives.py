@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from maxmoe.nn.dispatcher import Pending
+from maxmoe.sharding.not_compiled import not_compiled
 
 # Older versions of torch have the second name only, newer ones warn of it.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -200,13 +201,13 @@ def transfer(rows: Tensor, way: Transfer) -> Pending[Tensor]:
     return lambda: _wait(placeholder, flight)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_compiled
 def _start(rows: Tensor, flight: "_Flight") -> Tensor:
     placeholder: Tensor = _Start.apply(rows, flight)  # type: ignore[no-untyped-call]
     return placeholder
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_compiled
 def _wait(placeholder: Tensor, flight: "_Flight") -> Tensor:
     result: Tensor = _Wait.apply(placeholder, flight)  # type: ignore[no-untyped-call]
     return result

@@ -11,6 +11,7 @@ from maxmoe.nn.boundary import LayerInputs
 from maxmoe.nn.router import Assignment
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
+from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.partition_spec import PartitionSpec
 from maxmoe.sharding.redistribute import all_reduce, all_reduce_gradient, redistribute_local
 
@@ -36,6 +37,7 @@ class PartialSums:
     embed_axes: tuple[str, ...] = ()
     shared_is_partial: bool = False
 
+    @not_compiled
     def enter(self, x: Tensor) -> LayerInputs:
         """See `maxmoe.nn.Boundary`."""
         router, experts = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
@@ -45,6 +47,7 @@ class PartialSums:
         """See `maxmoe.nn.Boundary`."""
         return assignment._replace(weights=all_reduce_gradient(assignment.weights, self.mesh, self.axes))
 
+    @not_compiled
     def leave(self, routed: Tensor, shared: Tensor | None) -> Tensor:
         """See `maxmoe.nn.Boundary`."""
         if shared is None or not self.shared_is_partial:

@@ -3,7 +3,7 @@
 from maxmoe.nn.boundary import Boundary, LayerInputs, LocalBoundary
 from maxmoe.nn.declaration import TOKEN_DIMS, Declaration, LogicalNames, ResidualStream, SavedTensor
 from maxmoe.nn.dense_dispatcher import local_dispatcher
-from maxmoe.nn.dispatcher import Dispatched, Dispatcher, LocalDispatcher, LocalExperts, Pending
+from maxmoe.nn.dispatcher import Dispatched, Dispatcher, LocalDispatcher, LocalExperts, Pending, run_experts
 from maxmoe.nn.experts import Experts, SharedExperts
 from maxmoe.nn.feed_forward import MoEFeedForward, set_aux_loss_scale
 from maxmoe.nn.losses import MoEStats, count_tokens, load_balance_loss, mean_over_tokens, router_z_loss
@@ -50,6 +50,7 @@ __all__ = [
     "record_routing",
     "replay_routing",
     "router_z_loss",
+    "run_experts",
     "same_tokens_everywhere",
     "set_aux_loss_scale",
 ]

@@ -70,6 +70,7 @@ class MoE(nn.Module):
         self.dispatcher = local_dispatcher(config)
         self.boundary: Boundary = LocalBoundary()
         self.num_chunks = 1
+        self.run_experts = run_experts
         self.losses = RoutingLosses(config)
         self.token_group: TokenGroup = LocalTokens()
         self.stats_sum: StatsSum | None = None  # set by StatsAccumulator
@@ -142,7 +143,7 @@ class MoE(nn.Module):
             tokens = tokens.masked_fill(~token_mask.unsqueeze(1), 0.0)
         inputs = self.boundary.enter(tokens)
         routing = self.router(inputs.router, token_mask)
-        routed, dropped = run_experts(
+        routed, dropped = self.run_experts(
             self.dispatcher,
             self.experts,
             inputs.experts,

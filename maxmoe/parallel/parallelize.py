@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from maxmoe.nn import Experts, MoE, Router, SharedExperts, run_experts
 from maxmoe.nn.declaration import declaration_of
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.fsdp import fully_shard_blocks
@@ -13,7 +14,10 @@ from maxmoe.parallel.shard_parameters import distribute_parameters
 from maxmoe.parallel.tensor_parallel_hooks import ResidualReaderHook, TensorParallelHooks
 from maxmoe.sharding.agreement import check_ranks_agree
 from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.rules import LogicalRules
+
+run_experts_not_compiled = not_compiled(run_experts)
 
 
 def parallelize(
@@ -63,11 +67,12 @@ def parallelize(
         The module.
 
     Raises:
-        ValueError: as `shard_parameters`; for another dispatch or num_chunks; if the axes of the experts do not divide
-            them; if the rules shard sequences that a layer needs whole; if modules, their parameters, the rules,
-            dispatch or num_chunks differ between ranks.
+        ValueError: as `shard_parameters`; for another dispatch or num_chunks; for a MoE layer with adapters around its
+            parts; if the axes of the experts do not divide them; if the rules shard sequences that a layer needs whole;
+            if modules, their parameters, the rules, dispatch or num_chunks differ between ranks.
     """
     rules = LogicalRules.load(rules)
+    _check_adapters(module)
     facts = {"dispatch": repr(dispatch), "num_chunks": repr(num_chunks), **_facts(module, rules)}
     check_ranks_agree(facts, mesh.device_mesh.device_type)
     plan = Plan(module, mesh, rules, strict=strict, allow_unused=allow_unused, dispatch=dispatch)
@@ -81,6 +86,7 @@ def parallelize(
         layer: Any = plan.modules[path]
         layer.dispatcher, layer.boundary = dispatch_plan.dispatcher(), dispatch_plan.boundary()
         layer.num_chunks = num_chunks
+        layer.run_experts = run_experts_not_compiled
     writers = {plan.modules[part.writer] for part in plan.residual_parts if part.writer is not None}
     for unit, names in plan.gather_units.items():
         ParameterHooks({path: plan.parameters[name] for path, name in names.items()}).register(unit)
@@ -104,6 +110,17 @@ def _facts(module: nn.Module, rules: LogicalRules) -> dict[str, str]:
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
         facts[path] = f"shape {tuple(tensor.shape)}, {tensor.dtype}, requires_grad={tensor.requires_grad}"
     return facts
+
+
+def _check_adapters(module: nn.Module) -> None:
+    """Refuse layers whose parts compute with other parameters than they declare: those of LoRA lie beside them."""
+    for path, layer in module.named_modules():
+        for name, part in layer.named_children() if isinstance(layer, MoE) else ():
+            if not isinstance(part, Router | Experts | SharedExperts):
+                raise ValueError(
+                    f"{path}.{name}".lstrip(".") + f" must have no adapters around it, got {type(part).__name__}: "
+                    "merge them before parallelize (PEFT: merge_and_unload)"
+                )
 
 
 def _check_chunks(plan: Plan, num_chunks: int) -> None:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from maxmoe.nn.recompute import is_recomputation
 from maxmoe.parallel.plan import ParameterPlan
+from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.redistribute import redistribute_parameter
 
 
@@ -40,6 +41,7 @@ class ParameterHooks:
         # always_call: the DTensors must be back in their place after a forward that raised, too.
         unit.register_forward_hook(self._free, always_call=True)
 
+    @not_compiled
     def _gather(self, unit: nn.Module, _arguments: tuple[Any, ...]) -> None:
         """Put gathered plain tensors in the place of the DTensor parameters."""
         tensors: dict[int, Tensor] = {}  # a parameter that children of the unit share is gathered once
@@ -56,6 +58,7 @@ class ParameterHooks:
             # Not setattr: nn.Module accepts only nn.Parameter in the place of one, and this is part of the graph.
             owner._parameters[name] = tensors[id(parameter)]  # type: ignore[assignment]
 
+    @not_compiled
     def _free(self, _unit: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
         """Put the DTensors back, free the gathered ones and refill them when the backward reaches an output."""
         while self._replaced:

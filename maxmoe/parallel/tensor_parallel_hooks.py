@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
+from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.partition_spec import PartitionSpec
 from maxmoe.sharding.redistribute import redistribute_local
 
@@ -35,6 +36,7 @@ class TensorParallelHooks:
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
         module.register_forward_hook(self._leave)
 
+    @not_compiled
     def _enter(self, _module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         return (
             tuple(self._input(argument) for argument in arguments),
@@ -49,6 +51,7 @@ class TensorParallelHooks:
         handed_on = NamedSharding.replicated(self.mesh, value.dim(), partial=self.embed_axes)
         return redistribute_local(value, whole, whole, grad_source=computed, grad_target=handed_on)
 
+    @not_compiled
     def _leave(self, module: nn.Module, _arguments: tuple[Any, ...], output: Any) -> Tensor:
         if not isinstance(output, Tensor):
             raise TypeError(
@@ -79,6 +82,7 @@ class ResidualReaderHook:
         """Install the hook."""
         module.register_forward_pre_hook(self._enter)
 
+    @not_compiled
     def _enter(self, _module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         x: Tensor = arguments[0]
         outside = embed_sharding(self.mesh, x.dim(), self.embed_axes)

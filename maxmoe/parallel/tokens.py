@@ -10,6 +10,7 @@ from maxmoe.nn.declaration import TOKEN_DIMS
 from maxmoe.nn.tokens import TokenGroup
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
+from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.partition_spec import PartitionSpec
 from maxmoe.sharding.redistribute import all_reduce, redistribute_local
 from maxmoe.sharding.resolve import logical_to_mesh_axes
@@ -74,18 +75,20 @@ class ShardedTokens:
 
     def all_reduce_sequence(self, *summands: Tensor | int) -> tuple[Any, ...]:
         """See `TokenReductions`."""
-        return self._all_reduce(summands, self.length_axes)
+        return self._all_reduce(summands, self.length_axes) if self.length_axes else summands
 
     def all_reduce_batch(self, *summands: Tensor | int) -> tuple[Any, ...]:
         """See `TokenReductions`."""
-        return self._all_reduce(summands, self.batch_axes)
+        return self._all_reduce(summands, self.batch_axes) if self.batch_axes else summands
 
+    @not_compiled
     def first_position(self, length: int) -> int:
         """See `TokenGroup`."""
         whole_length = length * self.mesh.size(*self.length_axes)
         (part,) = NamedSharding(self.mesh, PartitionSpec(self.length_axes)).slices((whole_length,))
         return int(part.start)
 
+    @not_compiled
     def all_gather_sequence(self, part: Tensor, dim: int) -> Tensor:
         """See `TokenGroup`."""
         sharded, gathered, partial = self.sequence_shardings(part.dim(), dim)
@@ -98,9 +101,8 @@ class ShardedTokens:
         partial = NamedSharding.replicated(self.mesh, num_dims, partial=self.length_axes)
         return NamedSharding(self.mesh, spec), gathered, partial
 
+    @not_compiled
     def _all_reduce(self, summands: tuple[Tensor | int, ...], axes: tuple[str, ...]) -> tuple[Any, ...]:
-        if not axes:
-            return summands
         tensors = [torch.as_tensor(summand, device=self.mesh.device_mesh.device_type) for summand in summands]
         packed = torch.cat([tensor.flatten().double() for tensor in tensors])
         # Every rank computes the same loss from the sums and backpropagates it to its own summands: identity backward.

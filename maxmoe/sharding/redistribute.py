@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
+from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.partition_spec import PartitionSpec
 
 
@@ -73,6 +74,7 @@ def redistribution_steps(source: NamedSharding, target: NamedSharding) -> Iterat
             yield sharding
 
 
+@not_compiled
 def redistribute_local(
     local: Tensor,
     source: NamedSharding,
@@ -121,6 +123,7 @@ def redistribute_parameter(
     return result
 
 
+@not_compiled
 def all_reduce(local: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
     """Sum over the ranks along axes; the gradient of a summand is the gradient of the sum.
 
@@ -140,6 +143,7 @@ def all_reduce(local: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
     return redistribute_local(local, partial, whole, grad_source=whole, grad_target=whole)
 
 
+@not_compiled
 def all_reduce_gradient(local: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
     """Return a tensor unchanged; its gradient is summed over the ranks along axes.
 

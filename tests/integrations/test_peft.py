@@ -1,5 +1,6 @@
 """LoRA of the library peft on the layer, through `target_parameters`: trained, merged, saved."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
+import maxmoe
 from maxmoe import MoE
+from maxmoe.sharding import Mesh
 from support.moe_layers import EVERYTHING, Options, make, tokens
+from support.run_ranks import fake_rank
 
 RANK, ALPHA = 2, 6
 EXPERTS = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
@@ -132,3 +136,15 @@ def test_bfloat16_with_adapters_in_float32() -> None:
     assert {matrix.dtype for pair in factors(model).values() for matrix in pair} == {torch.float32}
     model(tokens(layer)).backward()
     assert all(matrix.grad.any() for pair in factors(model).values() for matrix in pair)
+
+
+@pytest.mark.parametrize("targets", [EXPERTS, ("router.weight",), SHARED], ids=["experts", "router", "shared"])
+def test_adapters_must_be_merged_before_parallelize(targets: tuple[str, ...]) -> None:
+    model = adapted(make(**EVERYTHING), targets)
+    part = targets[0].partition(".")[0]
+    message = f"base_model.model.moe.{part} must have no adapters around it, got ParamWrapper: merge them before"
+    with fake_rank(0, 2):
+        mesh = Mesh({"expert": 2})
+        with pytest.raises(ValueError, match=f"^{re.escape(message)} parallelize"):
+            maxmoe.parallelize(model, mesh, "ep-as-dp")
+        maxmoe.parallelize(model.merge_and_unload(), mesh, "ep-as-dp")

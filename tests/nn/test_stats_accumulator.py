@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import maxmoe
 from maxmoe import MoE, MoEFeedForward, MoEOutput, StatsAccumulator
 from maxmoe.parallel import parallelize
+from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.sharding import LogicalRules, Mesh
 from support.moe_layers import DEEPSEEK, make, tokens
 from support.operator_checks import compile_whole
@@ -145,14 +146,20 @@ def test_ranks_add_up_to_one_process() -> None:
         gradients, step = train(DistributedDataParallel(model), [part], 12)
         return gradients, step.aux_loss, step.layers["module"].tokens_per_expert, bias_of(model)
 
-    def mesh(sizes: dict[str, int]) -> Any:
+    def mesh(sizes: dict[str, int], dispatch: Dispatch) -> Any:
         rules, mesh = LogicalRules.load("shard-exp-on-fsdp"), Mesh(sizes)
-        model = parallelize(block(), mesh, rules)
+        model = parallelize(block(), mesh, rules, dispatch=dispatch)
         part = part_by_definition(x, token_spec(mesh, rules), mesh)
         gradients, step = train(model, [part], 24)
         return gradients, step.aux_loss, step.layers[""].tokens_per_expert, bias_of(model)
 
-    for run in (ddp, partial(mesh, {"fsdp": 2}), partial(mesh, {"expert": 2})):
+    meshes: list[tuple[dict[str, int], Dispatch]] = [
+        ({"fsdp": 2}, "auto"),
+        ({"expert": 2}, "ring_of_experts"),
+        ({"expert": 2}, "ragged_all_to_all"),
+        ({"expert": 2}, "gather_weights"),
+    ]
+    for run in (ddp, *(partial(mesh, *arguments) for arguments in meshes)):
         for gradients, aux_loss, counts, bias in run_ranks(run, 2):
             torch.testing.assert_close(aux_loss, expected.aux_loss, rtol=1e-13, atol=0)
             assert counts.equal(expected.layers[""].tokens_per_expert) and bias.equal(bias_of(whole))

@@ -7,8 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
-from maxmoe.parallel import clip_grad_norm_
-from maxmoe.sharding import Mesh, NamedSharding, P, redistribute
+from maxmoe.parallel import clip_grad_norm_, parallelize
+from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, P, redistribute
+from support.parallel_decoder import batch, decoder, loss, token_spec
+from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_ranks
 
 SHAPES = ((8, 3), (4, 6), (5,), (2, 2), (7,))
@@ -54,3 +57,23 @@ def test_norm_and_gradients_are_those_of_one_process(max_norm: float) -> None:
 
 def test_without_gradients_the_norm_is_zero() -> None:
     assert clip_grad_norm_([nn.Parameter(torch.ones(3))], 1.0).item() == 0.0
+
+
+@pytest.mark.parametrize("dispatch", ["ring_of_experts", "ragged_all_to_all"])
+def test_a_model_whose_tokens_travel(dispatch: Dispatch) -> None:
+    """Experts lie on other axes than the rest: the norm is that of all of them, on every rank."""
+    whole = decoder()
+    tokens, targets = batch()
+    loss(whole(tokens), targets).backward()
+    expected_norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.3)
+
+    def check() -> None:
+        mesh, rules = Mesh({"fsdp": 2, "expert": 2}), LogicalRules.load("ep-as-dp")
+        model, spec = parallelize(decoder(), mesh, rules, dispatch=dispatch), token_spec(mesh, rules)
+        part, part_targets = (part_by_definition(tensor, spec, mesh) for tensor in (tokens, targets))
+        loss(model(part), part_targets).backward()
+        assert_same(clip_grad_norm_(model.parameters(), 0.3), expected_norm)
+        for name, parameter in whole.named_parameters():
+            assert_same(model.get_parameter(name).grad.full_tensor(), parameter.grad, name)
+
+    run_ranks(check, 4)

@@ -10,9 +10,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 from maxmoe.parallel import ParameterSharding, parallelize, parameter_shardings
+from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.sharding import LogicalRules, Mesh
-from support.parallel_decoder import CONFIG, MOE, MeshRules, decoder, layouts, values
-from support.parts import part_by_definition
+from support.parallel_decoder import CONFIG, MOE, MeshRules, batch, decoder, layouts, loss, token_spec, values
+from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_ranks
 
 SMALL = replace(CONFIG, num_layers=1, num_dense_layers=0, moe=replace(MOE, expert_bias=False, shared_expert_gate=False))
@@ -87,3 +88,42 @@ def test_presets_load_what_others_saved(tmp_path: Path) -> None:
     for world_size in (2, 8, 4):
         run_ranks(check, world_size, world_size)
         saved = layouts(world_size)
+
+
+STRATEGIES: list[tuple[MeshRules, Dispatch]] = [
+    (MeshRules("ep-as-dp", {"expert": 2}), "ring_of_experts"),
+    (MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2}), "ragged_all_to_all"),
+    (MeshRules("ep-as-cp", {"expert": 2}), "ragged_all_to_all"),
+]
+
+
+def test_training_goes_on_on_another_mesh_with_another_strategy(tmp_path: Path) -> None:
+    """One step each, with Adam, on what the one before has saved: together the steps of one process."""
+    whole = decoder(SMALL)
+    adamw, (tokens, targets) = torch.optim.AdamW(whole.parameters(), lr=0.01), batch()
+    for _ in STRATEGIES:
+        adamw.zero_grad()
+        loss(whole(tokens), targets).backward()
+        adamw.step()
+
+    def check(number: int) -> None:
+        layout, dispatch = STRATEGIES[number]
+        mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
+        model, spec = parallelize(decoder(SMALL), mesh, rules, dispatch=dispatch), token_spec(mesh, rules)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if number:
+            model_state, optimizer_state = get_state_dict(model, optimizer)
+            state = {"model": model_state, "optimizer": optimizer_state}
+            dcp.load(state, checkpoint_id=tmp_path / str(number - 1))
+            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        part, part_targets = (part_by_definition(tensor, spec, mesh) for tensor in (tokens, targets))
+        loss(model(part), part_targets).backward()
+        optimizer.step()
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path / str(number))
+        if number == len(STRATEGIES) - 1:
+            for name, parameter in whole.named_parameters():
+                assert_same(model.get_parameter(name).full_tensor(), parameter, name, tolerance=1e-10)
+
+    for number, (layout, _) in enumerate(STRATEGIES):
+        run_ranks(check, layout.world_size, number)

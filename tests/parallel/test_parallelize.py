@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from maxmoe.models import DecoderConfig
 from maxmoe.models.decoder import DecoderOutput
 from maxmoe.parallel import ParameterSharding, parallelize, parameter_shardings
+from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.sharding import LogicalRules, Mesh, PartitionSpec
 from support.parallel_decoder import (
     CONFIG,
@@ -96,8 +97,12 @@ def test_a_training_step_equals_that_of_one_process(layout: MeshRules) -> None:
 FSDP_AND_EXPERT = MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2})
 
 
+STRATEGIES = pytest.mark.parametrize("dispatch", ["ring_of_experts", "ragged_all_to_all"])
+
+
+@STRATEGIES
 @pytest.mark.parametrize("layout", [MeshRules("ep-as-cp", {"fsdp": 2, "expert": 2}), FSDP_AND_EXPERT], ids=str)
-def test_every_rank_generates_what_one_process_generates(layout: MeshRules) -> None:
+def test_every_rank_generates_what_one_process_generates(layout: MeshRules, dispatch: Dispatch) -> None:
     """Also where the ranks train on parts of sequences: here each has them whole, of any length."""
     prompt = torch.arange(3).unsqueeze(0)
 
@@ -106,16 +111,22 @@ def test_every_rank_generates_what_one_process_generates(layout: MeshRules) -> N
         return model.generate(prompt, 4)
 
     expected = generate(decoder())
-    for generated in run_ranks(lambda: generate(parallelize(decoder(), Mesh(layout.sizes), layout.rules)), 4):
+
+    def check() -> Tensor:
+        model = parallelize(decoder(), Mesh(layout.sizes), layout.rules, dispatch=dispatch)
+        return generate(model.eval())
+
+    for generated in run_ranks(check, 4):
         assert torch.equal(generated, expected)
 
 
-def test_gradients_accumulate() -> None:
+@STRATEGIES
+def test_gradients_accumulate(dispatch: Dispatch) -> None:
     expected = step_of_one_process(CONFIG).gradients
 
     def check() -> None:
         mesh = Mesh(FSDP_AND_EXPERT.sizes)
-        model = parallelize(decoder(), mesh, FSDP_AND_EXPERT.rules)
+        model = parallelize(decoder(), mesh, FSDP_AND_EXPERT.rules, dispatch=dispatch)
         spec = token_spec(mesh, LogicalRules.load(FSDP_AND_EXPERT.rules))
         tokens, targets = (part_by_definition(whole, spec, mesh) for whole in batch())
         for _ in range(2):

@@ -7,13 +7,18 @@ from torch import Tensor
 import maxmoe
 from maxmoe import MoE, MoEConfig, parallelize
 from maxmoe.parallel import token_group, token_sharding
+from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.sharding import Mesh
 from support.parallel_decoder import MeshRules
 from support.parts import assert_same
 from support.run_ranks import run_ranks
 
 CONFIG = MoEConfig(hidden_size=8, intermediate_size=4, num_experts=4, top_k=2, load_balance_loss_weight=0.1)
-LAYOUTS = [MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2}), MeshRules("ep-tp", {"data": 2, "expert": 2})]
+LAYOUTS = [
+    (MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2}), "ring_of_experts"),
+    (MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2}), "ragged_all_to_all"),
+    (MeshRules("ep-tp", {"data": 2, "expert": 2}), "auto"),
+]
 SHAPE = (4, 6)
 
 
@@ -27,8 +32,8 @@ def loss_of(model: torch.nn.Module, x: Tensor, **options) -> Tensor:
     return maxmoe.mean_over_tokens(output.hidden_states.square().sum(-1), **options) + output.aux_loss
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_gradients_are_those_of_one_process_with_the_same_record(layout: MeshRules) -> None:
+@pytest.mark.parametrize(("layout", "dispatch"), LAYOUTS, ids=str)
+def test_gradients_are_those_of_one_process_with_the_same_record(layout: MeshRules, dispatch: Dispatch) -> None:
     def check() -> None:
         mesh = Mesh(layout.sizes)
         part = token_sharding(mesh, layout.rules).slices(SHAPE)
@@ -40,11 +45,11 @@ def test_gradients_are_those_of_one_process_with_the_same_record(layout: MeshRul
             expected = loss_of(whole, x)
         expected.backward()
 
-        ours_before = parallelize(layer(0), mesh, layout.rules)
+        ours_before = parallelize(layer(0), mesh, layout.rules, dispatch=dispatch)
         with maxmoe.record_routing(ours_before) as own:
             ours_before(x[part])
         assert torch.equal(own.calls[""][0], record.calls[""][0][part])
-        ours = parallelize(layer(1), mesh, layout.rules)
+        ours = parallelize(layer(1), mesh, layout.rules, dispatch=dispatch)
         with maxmoe.replay_routing(ours, own):
             loss = loss_of(ours, x[part], tokens=token_group(mesh, layout.rules))
         loss.backward()

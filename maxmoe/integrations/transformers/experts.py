@@ -36,12 +36,26 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     Raises:
         ValueError: for an expert out of range or sizes that do not fit.
     """
-    plan = _plan(experts, top_k_index)
+    return compute_experts(experts, hidden_states, top_k_weights, _plan(experts, top_k_index))
+
+
+def compute_experts(experts: Any, hidden_states: Tensor, weights: Tensor, plan: RaggedPlan) -> Tensor:
+    """Compute experts for planned rows.
+
+    Args:
+        experts: as in `experts_forward`.
+        hidden_states: ``(T, D)``, floating.
+        weights: ``(T, K)``, floating.
+        plan: of the slots ``(T, K)``.
+
+    Returns:
+        ``(T, D)``, dtype of hidden_states, under autocast too.
+    """
     gate = None if experts.has_post_expert_norm else fused_gate(experts)
     if gate is None:
-        out = _composed(experts, hidden_states, top_k_weights, plan)
+        out = _composed(experts, hidden_states, weights, plan)
     else:
-        out = _fused(experts, gate, hidden_states, top_k_weights, plan)
+        out = _fused(experts, gate, hidden_states, weights, plan)
     return out.to(hidden_states.dtype)
 
 
