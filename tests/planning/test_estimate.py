@@ -18,14 +18,14 @@ from maxmoe.planning import Estimate, Traffic, estimate
 from maxmoe.planning.communication import BACKWARD, parameter_communication
 from maxmoe.sharding import LogicalRules, Mesh
 from support.measured_step import PRESET_LAYOUTS, kept_tensors, measured_steps, num_bytes
-from support.parallel_decoder import BATCH, CONFIG, LENGTH, MeshRules, decoder, token_spec
+from support.parallel_decoder import BATCH, CONFIG, LENGTH, MOE, MeshRules, decoder, token_spec
 
 RECOMPUTED = replace(CONFIG, tie_embeddings=True, checkpoint_blocks=True)
 
 
-def estimated(config: DecoderConfig, layout: MeshRules, **options: Any) -> Estimate:
+def estimated(config: DecoderConfig, layout: MeshRules, dtype: torch.dtype = torch.float64, **options: Any) -> Estimate:
     options = {"batch_size": BATCH, "sequence_length": LENGTH, **options}
-    return estimate(decoder(config), Mesh.planned(layout.sizes), layout.rules, **options)
+    return estimate(decoder(config).to(dtype), Mesh.planned(layout.sizes), layout.rules, **options)
 
 
 # Activations, in one process
@@ -141,12 +141,12 @@ def by_kind_and_axis(*flows: Traffic) -> dict[tuple[str, str], list[int]]:
     return dict(total)
 
 
-def embedding_gathers(config: DecoderConfig, layout: MeshRules) -> dict[tuple[str, str], list[int]]:
+def embedding_gathers(config: DecoderConfig, layout: MeshRules, dtype: torch.dtype) -> dict[tuple[str, str], list[int]]:
     """Of the embedding in the backward, where FSDP does not do it with others."""
     mesh, rules = Mesh.planned(layout.sizes), LogicalRules.load(layout.rules)
     parameter = Plan(decoder(config), mesh, rules).parameters["embedding.weight"]
     (again,) = (item for item in parameter_communication(parameter) if item.purpose == BACKWARD and item.bucket is None)
-    return {(kind, axis): [1, count] for kind, axis, count in again.collectives(torch.float64)}
+    return {(kind, axis): [1, count] for kind, axis, count in again.collectives(dtype)}
 
 
 def strategies(layout: MeshRules) -> list[Dispatch]:
@@ -164,13 +164,19 @@ def masks_of_sharded_sequences(layout: MeshRules) -> int:
     return torch.float64.itemsize * CONFIG.num_layers * LENGTH * LENGTH // num_ranks if length_axes else 0
 
 
-def assert_as_planned(layout: MeshRules, dispatch: Dispatch, num_chunks: int = 1) -> None:
-    planned = estimated(CONFIG, layout, dispatch=dispatch, num_chunks=num_chunks)
+def assert_as_planned(
+    layout: MeshRules,
+    dispatch: Dispatch,
+    num_chunks: int = 1,
+    config: DecoderConfig = CONFIG,
+    dtype: torch.dtype = torch.float64,
+) -> None:
+    planned = estimated(config, layout, dtype, dispatch=dispatch, num_chunks=num_chunks)
     expected = by_kind_and_axis(*planned.traffic)
     # The embedding is not needed in the backward.
-    for key, (times, count) in embedding_gathers(CONFIG, layout).items():
+    for key, (times, count) in embedding_gathers(config, layout, dtype).items():
         expected[key] = [expected[key][0] - times, expected[key][1] - count]
-    for step in measured_steps(layout, dispatch=dispatch, num_chunks=num_chunks):
+    for step in measured_steps(layout, config, dispatch=dispatch, num_chunks=num_chunks, dtype=dtype):
         assert step.collectives == expected
         assert sum(part for _, part in step.parameters.values()) == planned.memory["parameters"]
         # Between forward and backward nothing is gathered.
@@ -184,6 +190,21 @@ CASES = [(layout, dispatch) for layout in [*PRESET_LAYOUTS, REPLICAS] for dispat
 @pytest.mark.parametrize(("layout", "dispatch"), CASES, ids=str)
 def test_a_step_is_what_torch_runs_and_autograd_saves(layout: MeshRules, dispatch: Dispatch) -> None:
     assert_as_planned(layout, dispatch)
+
+
+@pytest.mark.parametrize(
+    ("number", "dispatch"), [(2, "ring_of_experts"), (2, "ragged_all_to_all"), (7, "ring_of_experts")]
+)
+def test_weights_on_the_input_counted_drops_and_sixteen_bits(number: int, dispatch: Dispatch) -> None:
+    moe = replace(
+        MOE,
+        num_shared_experts=0,
+        shared_expert_gate=False,
+        apply_weights_to="input",
+        expert_bias=False,
+        buffer_factor=2.0,
+    )
+    assert_as_planned(PRESET_LAYOUTS[number], dispatch, config=replace(CONFIG, moe=moe), dtype=torch.bfloat16)
 
 
 # Three chunks of 16 tokens are of 6, 5 and 5; in all-to-alls of two chunks routing is balanced in each.

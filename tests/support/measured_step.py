@@ -61,14 +61,19 @@ _measured: dict[str, list[MeasuredStep]] = {}
 
 
 def measured_steps(
-    layout: MeshRules, config: DecoderConfig = CONFIG, *, dispatch: Dispatch = "ring_of_experts", num_chunks: int = 1
+    layout: MeshRules,
+    config: DecoderConfig = CONFIG,
+    *,
+    dispatch: Dispatch = "ring_of_experts",
+    num_chunks: int = 1,
+    dtype: torch.dtype = torch.float64,
 ) -> list[MeasuredStep]:
     """By rank, with balanced routing; what has been measured once is not measured again."""
-    key = f"{layout} {config} {dispatch} {num_chunks}"
+    key = f"{layout} {config} {dispatch} {num_chunks} {dtype}"
     if key not in _measured:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ShardedTokens, "_all_reduce", lambda tokens, summand, axes: summand)
-            _measured[key] = run_ranks(_step, layout.world_size, layout, config, dispatch, num_chunks)
+            _measured[key] = run_ranks(_step, layout.world_size, layout, config, dispatch, num_chunks, dtype)
     return _measured[key]
 
 
@@ -82,9 +87,11 @@ def balanced_routing(model: torch.nn.Module, num_tokens: int) -> RoutingRecord:
     return RoutingRecord(calls)
 
 
-def _step(layout: MeshRules, config: DecoderConfig, dispatch: Dispatch, num_chunks: int) -> MeasuredStep:
+def _step(
+    layout: MeshRules, config: DecoderConfig, dispatch: Dispatch, num_chunks: int, dtype: torch.dtype
+) -> MeasuredStep:
     mesh = Mesh(layout.sizes)
-    model: Any = parallelize(decoder(config), mesh, layout.rules, dispatch=dispatch, num_chunks=num_chunks)
+    model: Any = parallelize(decoder(config).to(dtype), mesh, layout.rules, dispatch=dispatch, num_chunks=num_chunks)
     part = NamedSharding(mesh, token_spec(mesh, LogicalRules.load(layout.rules))).slices((BATCH, LENGTH))
     tokens, targets = (whole[part].clone() for whole in batch())
     stored = {name: parameter.to_local() for name, parameter in model.named_parameters()}
