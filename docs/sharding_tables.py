@@ -13,8 +13,7 @@ from matplotlib.patches import Patch, Polygon, Rectangle
 
 from maxmoe import MoEConfig
 from maxmoe.models import Decoder, DecoderConfig
-from maxmoe.planning import estimate
-from maxmoe.planning.estimate import Traffic
+from maxmoe.planning import Traffic, estimate
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, logical_to_mesh_axes, resolve
 
 FOLDER = Path(__file__).parent
@@ -88,15 +87,15 @@ def collectives() -> str:
     """The collectives in a step of a small decoder, on a mesh of all axes of the rules, as a table in Markdown."""
     lines = [
         "| preset | weights: all-gather over | their gradients: reduction over | keys and values: all-gather over "
-        "| partial outputs: all-reduce over |",
-        "|---|---|---|---|---|",
+        "| partial outputs: all-reduce over | tokens travel to experts over |",
+        "|---|---|---|---|---|---|",
     ]
     for preset in MESHES:
         over: dict[str, dict[str, None]] = defaultdict(dict)
         for row in traffic(preset):
             if row.purpose != "gradients of weights" or row.kind != "all-gather":
                 over[row.purpose.split(",")[0]][row.axis] = None
-        columns = ("weights", "gradients of weights", "keys and values", "partial outputs")
+        columns = ("weights", "gradients of weights", "keys and values", "partial outputs", "tokens to experts")
         cells = [", ".join(sorted(over[column])) or "-" for column in columns]
         lines.append(f"| {preset} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -105,7 +104,7 @@ def collectives() -> str:
 def traffic(preset: str) -> tuple[Traffic, ...]:
     """Of a step of a decoder whose dims divide by everything."""
     rules = LogicalRules.load(preset)
-    axes = dict.fromkeys(axis for _, some in rules for axis in some)
+    axes = sorted({axis for _, some in rules for axis in some})
     moe = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=128, top_k=2, num_shared_experts=1)
     config = DecoderConfig(vocab_size=128, hidden_size=128, num_layers=1, num_heads=128, head_dim=2, moe=moe)
     mesh = Mesh.planned(dict.fromkeys(axes, 2))

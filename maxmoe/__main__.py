@@ -3,7 +3,8 @@
     python -m maxmoe explain --preset deepseek_v3 --rules shard-exp-on-fsdp --mesh fsdp=16,expert=16
     python -m maxmoe info
 
-`explain` prints how every parameter is sharded and why, the memory of a rank and the collectives of a step. Nothing is
+`explain` prints how every parameter is sharded and why, how tokens reach their experts, the memory of a rank and the
+collectives of a step. Nothing is
 allocated. The model is a `maxmoe.models.Decoder` with the sizes of a published one. `info` prints what a bug report
 needs.
 """
@@ -14,12 +15,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any, get_args
 
 import torch
 
 from maxmoe._library import build_info
 from maxmoe.models import Decoder
 from maxmoe.models.published import PUBLISHED
+from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.planning.estimate import Optimizer, estimate
 from maxmoe.planning.explain import explain
 from maxmoe.planning.text_table import paragraph, terminal_width
@@ -33,7 +36,8 @@ CONVENTIONS = (
     "saves on the CPU. Work space is left out, and so are the all-reduces of losses and statistics and those of the "
     "optimizer.",
     "Bytes on a ring of n ranks: (n - 1) / n of the whole tensor for all-gather and reduce-scatter, twice that for "
-    "all-reduce; rings of several axes one after the other.",
+    "all-reduce; rings of several axes one after the other. (n - 1) / n of all rows of a rank for all-to-all, if every "
+    "expert gets as many of them. Axes with a comma in between are one ring.",
 )
 
 
@@ -65,6 +69,10 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--sequence-length", type=positive, default=4096, help="tokens of each")
     add("--dtype", choices=["bfloat16", "float32", "float16"], default="bfloat16", help="of the parameters")
     add("--optimizer", choices=["adamw", "muon"], default="adamw", help="whose state is counted")
+    add("--dispatch", choices=get_args(Dispatch), default="auto", help="how tokens reach experts on other ranks")
+    add(
+        "--num-chunks", type=positive, default=1, help="parts of the tokens, one communicated while another is computed"
+    )
     add("--recompute", action="store_true", help="recompute each block in the backward (checkpoint_blocks)")
     for size in SIZES:
         add(f"--{size.replace('_', '-')}", type=positive, help="another than the published one")
@@ -110,16 +118,15 @@ def plan(options: argparse.Namespace) -> str:
     config = published.config(max_sequence_length=options.sequence_length, checkpoint_blocks=options.recompute)
     model = Decoder(config, device="meta", dtype=getattr(torch, options.dtype))
     optimizer: Optimizer = options.optimizer
-    explanation = explain(model, mesh, rules, allow_unused=options.allow_unused)
-    costs = estimate(
-        model,
-        mesh,
-        rules,
-        batch_size=options.batch_size,
-        sequence_length=options.sequence_length,
-        optimizer=optimizer,
-        allow_unused=options.allow_unused,
-    )
+    step: dict[str, Any] = {
+        "batch_size": options.batch_size,
+        "sequence_length": options.sequence_length,
+        "dispatch": options.dispatch,
+        "num_chunks": options.num_chunks,
+        "allow_unused": options.allow_unused,
+    }
+    explanation = explain(model, mesh, rules, **step)
+    costs = estimate(model, mesh, rules, optimizer=optimizer, **step)
     dense = f", {config.num_dense_layers} of them dense" if config.num_dense_layers else ""
     changed = "".join(f" Here {name}={value}." for name, value in changes.items())
     difference = f" Unlike as published: {published.differs}." if published.differs else ""

@@ -1,5 +1,6 @@
 """`python -m maxmoe`: plans of published models, and a description of the installation."""
 
+import re
 import subprocess
 import sys
 
@@ -109,7 +110,18 @@ def test_names_without_effect_can_be_meant(capsys: pytest.CaptureFixture[str]) -
     assert "2 ranks: node=2. Rules: default." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("option", ["--batch-size", "--world-size", "--num-layers"])
+def test_dispatch_is_as_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = ("--preset", "mixtral", "--num-layers", "2", "--mesh", "expert=8", "--rules", "ep-as-dp")
+    assert run(*mesh) == (0, "")
+    assert "ragged_all_to_all  top_k (2) rows of a token are fewer bytes" in capsys.readouterr().out
+    assert run(*mesh, "--dispatch", "ring_of_experts", "--num-chunks", "4") == (0, "")
+    said = capsys.readouterr().out
+    assert re.search("ring_of_experts +asked for +tokens travel over expert +1 of 8", said)
+    assert re.search("expert ids, forward +all-gather +expert +4 ", said)
+    assert run(*mesh, "--dispatch", "ring") == (2, "usage")
+
+
+@pytest.mark.parametrize("option", ["--batch-size", "--world-size", "--num-layers", "--num-chunks"])
 def test_numbers_are_positive(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--preset", "mixtral", "--mesh", "fsdp=2", option, "0") == (2, "usage")
     assert f"argument {option}: must be at least 1, got 0" in capsys.readouterr().err

@@ -256,6 +256,8 @@ class Decoder(nn.Module):
             **saved_by_norm(self.norm, batch, length),
             "output": SavedTensor((*tokens, D), embed),
             "logits": SavedTensor((*tokens, V), (*TOKEN_DIMS, "activation_vocab")),
+            "targets": SavedTensor(tokens, TOKEN_DIMS, torch.int64),
+            "total_weight": SavedTensor((), ()),
         }
 
     def _check(self, tokens: Tensor, token_mask: Tensor | None, document_ids: Tensor | None) -> None:

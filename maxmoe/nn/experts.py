@@ -114,7 +114,7 @@ class Experts(nn.Module):
         )
 
     def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        """The input is counted in `MoE`. The K rows of each token are on the rank of their experts."""
+        """The K rows of each token are on the rank of their experts. Inputs and the rest of the plan are dispatch's."""
         if self.config.implementation != "sparse":
             raise ValueError(f"the tensors that implementation={self.config.implementation!r} saves are not known")
         K, D, F = self.config.top_k, self.config.hidden_size, self.config.intermediate_size
@@ -122,7 +122,7 @@ class Experts(nn.Module):
         width = 2 * F if self.config.gated else F
         saved = {
             "preactivations": SavedTensor((batch, length, K, width), (*rows, "activation_mlp_moe")),
-            "plan": SavedTensor((batch, length, K, 2), (*rows, None), torch.int64),
+            "slots": SavedTensor((batch, length, K), rows, torch.int64),
         }
         if self.config.apply_weights_to == "input":
             saved["weighted_input"] = SavedTensor((batch, length, K, D), (*rows, "activation_embed_moe"))
@@ -222,9 +222,11 @@ class SharedExperts(nn.Module):
         saved = {
             "preactivations": SavedTensor((batch, length, width), (*TOKEN_DIMS, "activation_mlp")),
             "order": SavedTensor((batch, length), TOKEN_DIMS, torch.int64),
+            "group_sizes": SavedTensor((1,), (None,), torch.int64),
         }
         if self.output_gate is not None:
-            saved["weights"] = SavedTensor((batch, length), TOKEN_DIMS)
+            saved["softmax"] = SavedTensor((batch, length, 2), (*TOKEN_DIMS, None))
+            saved["gate_group_sizes"] = SavedTensor((1,), (None,), torch.int64)
         return saved
 
     def extra_repr(self) -> str:

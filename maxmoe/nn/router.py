@@ -162,8 +162,8 @@ class Router(nn.Module):
         (E, D), K = self.weight.shape, self.config.top_k
         saved = {
             "logits": SavedTensor((batch, length, E), (*TOKEN_DIMS, None), wide),
-            "weights": SavedTensor((batch, length, K), (*TOKEN_DIMS, None), wide),
             "experts": SavedTensor((batch, length, K), (*TOKEN_DIMS, None), torch.int64),
+            "group_sizes": SavedTensor((1,), (None,), torch.int64),
         }
         if wide != self.weight.dtype:
             saved["wide_input"] = SavedTensor((batch, length, D), (*TOKEN_DIMS, "activation_embed"), wide)

@@ -77,7 +77,7 @@ def parallelize(
     check_ranks_agree(facts, mesh.device_mesh.device_type)
     plan = Plan(module, mesh, rules, strict=strict, allow_unused=allow_unused, dispatch=dispatch)
     _check_whole_sequences(plan)
-    _check_chunks(plan, num_chunks)
+    check_chunks(plan, num_chunks)
     distribute_parameters(module, {name: parameter.unsharded for name, parameter in plan.parameters.items()})
     for child in plan.modules.values():
         if declaration_of(child).uses_token_group:
@@ -123,7 +123,16 @@ def _check_adapters(module: nn.Module) -> None:
                 )
 
 
-def _check_chunks(plan: Plan, num_chunks: int) -> None:
+def check_chunks(plan: Plan, num_chunks: int) -> None:
+    """Check that the tokens of the layers can be split.
+
+    Args:
+        plan: of the model.
+        num_chunks: see `parallelize`.
+
+    Raises:
+        ValueError: for less than one chunk, and for layers that need whole sequences.
+    """
     if num_chunks < 1:
         raise ValueError(f"num_chunks must be positive, got {num_chunks}")
     for path, dispatch_plan in plan.dispatch_plans.items():

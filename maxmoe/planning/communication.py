@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import nn
 
-from maxmoe.nn.declaration import SavedTensor, declaration_of
 from maxmoe.parallel.plan import ParameterPlan, Plan
+from maxmoe.planning.saved_tensors import declared_tensors, local_tokens
+from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.redistribute import redistribution_steps, summed
 
@@ -15,13 +17,14 @@ FORWARD, BACKWARD, GRADIENTS = "weights, forward", "weights, backward", "gradien
 
 
 class Collective(NamedTuple):
-    """One collective over one axis.
+    """One collective over one axis, or over several at once.
 
     Args:
-        kind: "all-gather", "reduce-scatter" or "all-reduce".
-        axis: of the mesh.
+        kind: "all-gather", "reduce-scatter", "all-reduce" or "all-to-all".
+        axis: of the mesh; "context, expert" for the ranks along both.
         bytes: that each rank receives, and as many that it sends, along a ring of n ranks: (n - 1) / n of the gathered
-            tensor, the same of the tensor before a reduce-scatter, and both for an all-reduce.
+            tensor, the same of the tensor before a reduce-scatter, both for an all-reduce, and (n - 1) / n of the
+            tensor that is sent in an all-to-all to whose ranks as many rows go.
     """
 
     kind: str
@@ -29,15 +32,41 @@ class Collective(NamedTuple):
     bytes: int
 
 
-class Communication(NamedTuple):
-    """A tensor that is redistributed in a training step.
+class Communication(Protocol):
+    """A tensor that moves in a training step."""
+
+    @property
+    def purpose(self) -> str:
+        """What the tensor is, and whether in the forward or in the backward."""
+        ...
+
+    @property
+    def bucket(self) -> str | None:
+        """Communications of one bucket share their collectives; None for one with its own."""
+        ...
+
+    def collectives(self, dtype: torch.dtype) -> Iterator[Collective]:
+        """List its collectives.
+
+        Args:
+            dtype: of the parameters.
+
+        Returns:
+            One after the other; a slice is none.
+        """
+        ...
+
+
+class Redistribution(NamedTuple):
+    """The `Communication` of a tensor that is redistributed, by one collective over one axis after the other.
 
     Args:
-        purpose: what the tensor is, and whether in the forward or in the backward.
+        purpose: see `Communication`.
         source: before.
         target: after.
         shape: of the tensor over all ranks that the two shard it over.
-        bucket: communications of one bucket share their collectives; None for one with its own.
+        bucket: see `Communication`.
+        dtype: None for that of the parameters.
     """
 
     purpose: str
@@ -45,17 +74,11 @@ class Communication(NamedTuple):
     target: NamedSharding
     shape: tuple[int, ...]
     bucket: str | None = None
+    dtype: torch.dtype | None = None
 
-    def collectives(self, itemsize: int) -> Iterator[Collective]:
-        """List its collectives.
-
-        Args:
-            itemsize: bytes of an element.
-
-        Yields:
-            One for each step of the redistribution that communicates; a slice is none.
-        """
-        mesh, before = self.source.mesh, self.source
+    def collectives(self, dtype: torch.dtype) -> Iterator[Collective]:
+        """See `Communication`."""
+        mesh, before, itemsize = self.source.mesh, self.source, (self.dtype or dtype).itemsize
         for after in redistribution_steps(self.source, self.target):
             gathered = _axes(before) - _axes(after)
             reduced = set(before.partial) - set(after.partial)
@@ -72,11 +95,42 @@ class Communication(NamedTuple):
             before = after
 
 
+class RowCommunication(NamedTuple):
+    """The `Communication` of rows in one collective, over all of its axes at once.
+
+    Args:
+        purpose: see `Communication`.
+        kind: of the collective.
+        mesh: of the ranks.
+        axes: of the group.
+        shape: of the gathered tensor, of that before a reduce-scatter, of that which a rank sends in an all-to-all.
+        dtype: None for that of the parameters.
+    """
+
+    purpose: str
+    kind: str
+    mesh: Mesh
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+    @property
+    def bucket(self) -> None:
+        """See `Communication`."""
+        return
+
+    def collectives(self, dtype: torch.dtype) -> Iterator[Collective]:
+        """See `Communication`."""
+        num_ranks, num_bytes = self.mesh.size(*self.axes), math.prod(self.shape) * (self.dtype or dtype).itemsize
+        label = ", ".join(axis for axis in self.mesh.axes if axis in self.axes)
+        yield Collective(self.kind, label, num_bytes * (num_ranks - 1) // num_ranks)
+
+
 def _axes(sharding: NamedSharding) -> set[str]:
     return {axis for axes in sharding.spec for axis in axes}
 
 
-def parameter_communication(parameter: ParameterPlan) -> Iterator[Communication]:
+def parameter_communication(parameter: ParameterPlan) -> Iterator[Redistribution]:
     """List the communication of a parameter and its gradient in a step.
 
     Args:
@@ -88,60 +142,19 @@ def parameter_communication(parameter: ParameterPlan) -> Iterator[Communication]
     shape, block = parameter.parameter.shape, parameter.fsdp_block
     # Outside of blocks, the gather unit refills its parameters before FSDP has gathered them: see parameter_hooks.py.
     refill_source = parameter.stored if block == "" and parameter.is_gathered else parameter.unsharded
-    yield Communication(FORWARD, parameter.unsharded, parameter.used, shape)
-    yield Communication(BACKWARD, refill_source, parameter.used, shape)
-    yield Communication(GRADIENTS, parameter.grad_used, parameter.grad_unsharded, shape)
+    yield Redistribution(FORWARD, parameter.unsharded, parameter.used, shape)
+    yield Redistribution(BACKWARD, refill_source, parameter.used, shape)
+    yield Redistribution(GRADIENTS, parameter.grad_used, parameter.grad_unsharded, shape)
     if block is not None:
-        yield Communication(FORWARD, parameter.stored, parameter.unsharded, shape, block)
-        yield Communication(BACKWARD, parameter.stored, parameter.unsharded, shape, block)
-        yield Communication(GRADIENTS, parameter.grad_unsharded, parameter.stored, shape, block)
-
-
-def saved_tensors(plan: Plan, batch_size: int, sequence_length: int) -> Iterator[tuple[str, SavedTensor]]:
-    """List the tensors that autograd saves on a rank.
-
-    Args:
-        plan: of the model.
-        batch_size: sequences of a step, over all ranks.
-        sequence_length: their tokens.
-
-    Yields:
-        The path of the module that declares it, and the tensor with its local shape.
-
-    Raises:
-        ValueError: if the axes that shard the tokens do not divide them.
-    """
-    for axes, length, argument in (
-        (plan.tokens.batch_axes, batch_size, "batch_size"),
-        (plan.tokens.length_axes, sequence_length, "sequence_length"),
-    ):
-        if length % plan.mesh.size(*axes):
-            product = " * ".join(f"{axis}={plan.mesh.size(axis)}" for axis in axes)
-            raise ValueError(f"{argument} ({length}) must be divisible by {product}, over which it is sharded")
-    for path, module in plan.modules.items():
-        declared = declaration_of(module).saved_tensors
-        for tensor in declared(batch_size, sequence_length).values() if declared else ():
-            yield path, tensor._replace(shape=_local_shape(plan, module, tensor))
-
-
-def _local_shape(plan: Plan, module: nn.Module, tensor: SavedTensor) -> tuple[int, ...]:
-    """Tokens stay on their rank, whichever experts they are routed to: no axis shards the dim of the experts."""
-    axes_of = {
-        "activation_batch": plan.tokens.batch_axes,
-        "activation_batch_moe": plan.tokens.batch_axes,
-        "activation_length": plan.tokens.length_axes,
-        "activation_length_moe": plan.tokens.length_axes,
-    }
-    for name in ("activation_heads", "activation_kv_heads", "activation_mlp"):
-        axes_of[name] = plan.tensor_parallel_axes.get(module, ())
-    return tuple(
-        length // plan.mesh.size(*axes_of.get(name or "", ()))
-        for length, name in zip(tensor.shape, tensor.names, strict=True)
-    )
+        yield Redistribution(FORWARD, parameter.stored, parameter.unsharded, shape, block)
+        yield Redistribution(BACKWARD, parameter.stored, parameter.unsharded, shape, block)
+        yield Redistribution(GRADIENTS, parameter.grad_unsharded, parameter.stored, shape, block)
 
 
 def activation_communication(plan: Plan, batch_size: int, sequence_length: int) -> Iterator[Communication]:
     """List the communication of activations: all-reduces of tensor parallelism, keys and values of sharded sequences.
+
+    That of Mixture-of-Experts layers is in `dispatch_communication`.
 
     Args:
         plan: of the model.
@@ -151,14 +164,13 @@ def activation_communication(plan: Plan, batch_size: int, sequence_length: int) 
     Yields:
         Those of a step.
     """
-    batch = batch_size // plan.mesh.size(*plan.tokens.batch_axes)
-    length = sequence_length // plan.mesh.size(*plan.tokens.length_axes)
+    batch, length = local_tokens(plan, batch_size, sequence_length)
     for unit, axes in plan.tensor_parallel_axes.items():
-        if axes:
+        if axes and unit not in plan.reduced_by_layer:
             shape = (batch, length, _hidden_size(plan, unit))
             reduced = summed(plan.mesh, 3, axes)
             yield from _both_ways(plan, "partial outputs", plan.paths[unit], reduced, reduced, shape)
-    for path, tensor in saved_tensors(plan, batch_size, sequence_length):
+    for path, tensor in declared_tensors(plan, batch_size, sequence_length):
         if "activation_kv_length" in tensor.names and plan.tokens.length_axes:
             sharded, gathered, partial = plan.tokens.sequence_shardings(
                 len(tensor.names), tensor.names.index("activation_kv_length")
@@ -174,10 +186,10 @@ def _both_ways(
     gradient: tuple[NamedSharding, NamedSharding],
     shape: tuple[int, ...],
 ) -> Iterator[Communication]:
-    yield Communication(f"{purpose}, forward", *value, shape)
-    yield Communication(f"{purpose}, backward", *gradient, shape)
+    yield Redistribution(f"{purpose}, forward", *value, shape)
+    yield Redistribution(f"{purpose}, backward", *gradient, shape)
     if plan.recomputed_by(path) is not None:
-        yield Communication(f"{purpose}, backward", *value, shape)
+        yield Redistribution(f"{purpose}, backward", *value, shape)
 
 
 def _hidden_size(plan: Plan, unit: nn.Module) -> int:

@@ -4,41 +4,22 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import nn
 
+from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.plan import ParameterPlan
-from maxmoe.planning.communication import (
-    Communication,
-    activation_communication,
-    parameter_communication,
-    saved_tensors,
-)
+from maxmoe.planning.communication import Communication, activation_communication, parameter_communication
+from maxmoe.planning.dispatch_communication import dispatch_communication
 from maxmoe.planning.explain import quiet_plan
+from maxmoe.planning.saved_tensors import saved_tensors
 from maxmoe.planning.text_table import readable_bytes, terminal_width, text_table
+from maxmoe.planning.traffic import Traffic, traffic_of
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.rules import LogicalRules
 
 Optimizer = Literal["adamw", "muon"]
-
-
-class Traffic(NamedTuple):
-    """Collectives of one kind over one axis, in one step.
-
-    Args:
-        purpose: of which tensors, and whether in the forward or in the backward.
-        kind: "all-gather", "reduce-scatter" or "all-reduce".
-        axis: of the mesh.
-        times: how many there are.
-        bytes: that a rank sends in all of them, and receives; see `Collective`.
-    """
-
-    purpose: str
-    kind: str
-    axis: str
-    times: int
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -57,9 +38,7 @@ class Estimate:
         lines = [(name, readable_bytes(count)) for name, count in self.memory.items()]
         memory = [("memory of a rank", "bytes"), *lines, ("total", readable_bytes(sum(self.memory.values())))]
         traffic = [("collectives of a step", "kind", "axis", "times", "bytes sent, and received, by a rank")]
-        traffic += [
-            (row.purpose, row.kind, row.axis, str(row.times), readable_bytes(row.bytes)) for row in self.traffic
-        ]
+        traffic += [row.cells for row in self.traffic]
         total = readable_bytes(sum(row.bytes for row in self.traffic))
         traffic.append(("total", "", "", str(sum(row.times for row in self.traffic)), total))
         width = terminal_width()
@@ -74,6 +53,8 @@ def estimate(
     batch_size: int,
     sequence_length: int,
     optimizer: Optimizer = "adamw",
+    dispatch: Dispatch = "auto",
+    num_chunks: int = 1,
     allow_unused: bool = False,
 ) -> Estimate:
     """Estimate what a parallelized module needs: memory, and the collectives of one forward and backward.
@@ -85,6 +66,8 @@ def estimate(
     Every weight is gathered in the forward and again in the backward. An embedding that is not the output projection
     too is gathered in the forward only: it is counted twice all the same.
 
+    Routing is taken to be balanced: every expert gets as many tokens of every rank.
+
     Args:
         module: whose parameters have one dtype, on the meta device or elsewhere; not parallelized yet.
         mesh: planned or not.
@@ -92,6 +75,8 @@ def estimate(
         batch_size: sequences of a step, over all ranks.
         sequence_length: their tokens.
         optimizer: which state is kept.
+        dispatch: see `maxmoe.parallelize`.
+        num_chunks: see `maxmoe.parallelize`.
         allow_unused: see `maxmoe.parallelize`.
 
     Returns:
@@ -101,7 +86,8 @@ def estimate(
         ValueError: as `parameter_shardings`; for parameters of several dtypes; if axes that shard the tokens do not
             divide them.
     """
-    plan = quiet_plan(module, mesh, LogicalRules.load(rules), allow_unused=allow_unused)
+    rules = LogicalRules.load(rules)
+    plan = quiet_plan(module, mesh, rules, dispatch=dispatch, num_chunks=num_chunks, allow_unused=allow_unused)
     parameters = list(plan.parameters.values())
     dtypes = {parameter.parameter.dtype for parameter in parameters}
     if len(dtypes) != 1:
@@ -111,7 +97,7 @@ def estimate(
     states = [_num_states(parameter, optimizer) for parameter in parameters]
     activations = [
         (plan.recomputed_by(path), math.prod(tensor.shape) * (tensor.dtype or dtype).itemsize)
-        for path, tensor in saved_tensors(plan, batch_size, sequence_length)
+        for path, tensor in saved_tensors(plan, batch_size, sequence_length, num_chunks)
     ]
     memory = {
         "parameters": sum(stored),
@@ -120,9 +106,12 @@ def estimate(
         "gathered parameters": _largest(part for parameter in parameters for part in _gathered(parameter)),
         "activations": _largest(activations),
     }
-    communication = [item for parameter in parameters for item in parameter_communication(parameter)]
+    communication: list[Communication] = []
+    for parameter in parameters:
+        communication += parameter_communication(parameter)
     communication += activation_communication(plan, batch_size, sequence_length)
-    return Estimate(memory, _traffic(communication, dtype.itemsize))
+    communication += (item for _, item in dispatch_communication(plan, batch_size, sequence_length, num_chunks))
+    return Estimate(memory, traffic_of(communication, dtype))
 
 
 def _num_states(parameter: ParameterPlan, optimizer: Optimizer) -> int:
@@ -145,17 +134,3 @@ def _gathered(parameter: ParameterPlan) -> Iterator[tuple[str | None, int]]:
         yield parameter.fsdp_block or None, parameter.bytes(parameter.unsharded)
     if parameter.is_gathered:
         yield parameter.gather_unit or None, parameter.bytes(parameter.used)
-
-
-def _traffic(communication: Iterable[Communication], itemsize: int) -> tuple[Traffic, ...]:
-    total: dict[tuple[str, str, str], list[int]] = {}
-    buckets = set()
-    for item in communication:
-        for collective in item.collectives(itemsize):
-            key = (item.purpose, collective.kind, collective.axis)
-            counted = total.setdefault(key, [0, 0])
-            if item.bucket is None or (key, item.bucket) not in buckets:
-                counted[0] += 1
-                buckets.add((key, item.bucket))
-            counted[1] += collective.bytes
-    return tuple(Traffic(*key, times, num_bytes) for key, (times, num_bytes) in sorted(total.items()))

@@ -1,15 +1,18 @@
-"""Where every parameter goes, and why."""
+"""Where every parameter goes, how tokens reach experts, and why."""
 
 import math
-import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
+from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.parallelize import check_chunks
 from maxmoe.parallel.parameter_sharding import ParameterSharding
 from maxmoe.parallel.plan import Plan
+from maxmoe.planning.explained_dispatch import ExplainedDispatch, dispatch_tables, explained_dispatch
+from maxmoe.planning.repeated_layers import grouped
 from maxmoe.planning.text_table import paragraph, readable_bytes, terminal_width, text_table
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.resolve import DroppedAxis
@@ -51,16 +54,18 @@ class ExplainedParameter:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` returns; as a string, a table as wide as the terminal.
+    """What `explain` returns; as a string, tables as wide as the terminal.
 
     Args:
         mesh: of the ranks.
         parameters: in the order of `named_parameters`, a shared one once.
+        dispatch: of the Mixture-of-Experts layers, in order.
         unknown_names: logical names for which there is no rule.
     """
 
     mesh: Mesh
     parameters: tuple[ExplainedParameter, ...]
+    dispatch: tuple[ExplainedDispatch, ...]
     unknown_names: tuple[str, ...]
 
     @property
@@ -74,19 +79,23 @@ class Explanation:
         return sum(parameter.local_bytes for parameter in self.parameters)
 
     @property
+    def _groups(self) -> list[tuple[str, list[ExplainedParameter]]]:
+        return grouped(self.parameters, lambda parameter: parameter.name, lambda parameter: parameter.parameter)
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """What may not be as it was meant."""
         large = [
             f"{label} is replicated on every rank: {readable_bytes(local_bytes)}, "
             f"{local_bytes / self.local_bytes:.0%} of what a rank holds"
-            for label, group in grouped(self.parameters)
+            for label, group in self._groups
             if group[0].is_replicated
             and self.mesh.num_ranks > 1
             and (local_bytes := sum(parameter.local_bytes for parameter in group)) >= LARGE_SHARE * self.local_bytes
         ]
         unnamed = [
             f"{label} has no logical names: it is not sharded"
-            for label, group in grouped(self.parameters)
+            for label, group in self._groups
             if group[0].parameter.names is None
         ]
         unknown = [f"no rule for the logical name {name!r}: its dims are not sharded" for name in self.unknown_names]
@@ -102,13 +111,14 @@ class Explanation:
                 str(list(group[0].local_shape)),
                 readable_bytes(sum(parameter.local_bytes for parameter in group)),
             )
-            for label, group in grouped(self.parameters)
+            for label, group in self._groups
         ]
         total = f"all {self.num_parameters:,} parameters"
         rows.append((total, "", "", "", readable_bytes(self.local_bytes)))
         width = terminal_width()
         remarks = (paragraph(remark, width=width) for remark in self._remarks())
-        return "\n".join([text_table([heading, *rows], right=[4], width=width), *remarks])
+        parameters = "\n".join([text_table([heading, *rows], right=[4], width=width), *remarks])
+        return "\n\n".join([parameters, *dispatch_tables(self.dispatch, width)])
 
     def _rules_text(self, parameter: ExplainedParameter) -> str:
         texts = []
@@ -123,7 +133,7 @@ class Explanation:
         absent_axes = [axis for axis in absent if self.mesh.size(axis) == 1]
         if absent_axes:
             yield f"Axes of the rules that this mesh lacks, or has with size 1: {', '.join(absent_axes)}."
-        for label, group in grouped(self.parameters):
+        for label, group in self._groups:
             for axis, dim, reason in group[0].indivisible:
                 yield f"Dropped: {axis} from dim {dim} of {label}: {reason}."
         for warning in self.warnings:
@@ -131,25 +141,40 @@ class Explanation:
 
 
 def explain(
-    module: nn.Module, mesh: Mesh, rules: LogicalRules | str = "default", *, allow_unused: bool = False
+    module: nn.Module,
+    mesh: Mesh,
+    rules: LogicalRules | str = "default",
+    *,
+    dispatch: Dispatch = "auto",
+    num_chunks: int = 1,
+    batch_size: int | None = None,
+    sequence_length: int | None = None,
+    allow_unused: bool = False,
 ) -> Explanation:
-    """Say how `parallelize` shards every parameter of a module, and why.
+    """Say how `parallelize` shards every parameter of a module, how tokens reach experts, and why.
 
     Args:
         module: with logical names, see `Declaration`; may be on the meta device.
         mesh: planned or not.
         rules: the table, or the name of a preset.
+        dispatch: see `maxmoe.parallelize`.
+        num_chunks: see `maxmoe.parallelize`.
+        batch_size: sequences of a step, over all ranks; None leaves the collectives of dispatch out.
+        sequence_length: their tokens; None leaves the collectives of dispatch out.
         allow_unused: see `maxmoe.parallelize`.
 
     Returns:
-        The parameters with their rules, local shapes and bytes; as a string, a table with repeated layers in one row.
+        The parameters with their rules, local shapes and bytes, and the dispatch of every Mixture-of-Experts layer; as
+        a string, tables with repeated layers in one row.
 
     Raises:
-        ValueError: as `parameter_shardings`.
+        ValueError: as `parameter_shardings` and `plan_dispatch`; if axes that shard the tokens do not divide them.
     """
     rules = LogicalRules.load(rules)
-    parameters = quiet_plan(module, mesh, rules, allow_unused=allow_unused).parameters
-    names = dict.fromkeys(name for plan in parameters.values() for name in plan.parameter.names or ())
+    plan = quiet_plan(module, mesh, rules, dispatch=dispatch, num_chunks=num_chunks, allow_unused=allow_unused)
+    parameters = plan.parameters
+    tokens = None if batch_size is None or sequence_length is None else (batch_size, sequence_length)
+    names = dict.fromkeys(name for parameter in parameters.values() for name in parameter.parameter.names or ())
     return Explanation(
         mesh,
         tuple(
@@ -162,43 +187,20 @@ def explain(
             )
             for name, _ in module.named_parameters()
         ),
+        tuple(explained_dispatch(plan, tokens, num_chunks)),
         tuple(name for name in names if name is not None and name not in rules.names),
     )
 
 
-def quiet_plan(module: nn.Module, mesh: Mesh, rules: LogicalRules, *, allow_unused: bool) -> Plan:
+def quiet_plan(
+    module: nn.Module, mesh: Mesh, rules: LogicalRules, *, dispatch: Dispatch, num_chunks: int, allow_unused: bool
+) -> Plan:
     """Make a plan without the warnings on names that no rule has: an explanation lists them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return Plan(module, mesh, rules, allow_unused=allow_unused)
-
-
-def grouped(parameters: Iterable[ExplainedParameter]) -> list[tuple[str, list[ExplainedParameter]]]:
-    """Group the parameters of repeated layers, which differ in one number of their path.
-
-    Args:
-        parameters: in order.
-
-    Returns:
-        Labels, as "blocks.3-60.norm.weight x58", and the parameters of each.
-    """
-    groups: dict[object, list[tuple[str, ExplainedParameter]]] = {}
-    for parameter in parameters:
-        prefix, number, suffix = re.fullmatch(r"(?:(.*?\.)??(\d+)(?=\.|$))?(.*)", parameter.name).groups("")  # type: ignore[union-attr]
-        groups.setdefault((prefix, suffix, parameter.parameter), []).append((number, parameter))
-    result = []
-    for (prefix, suffix, _), members in groups.items():  # type: ignore[misc]
-        numbers = [int(number) for number, _ in members if number]
-        count = f" x{len(members)}" if len(members) > 1 else ""
-        result.append((f"{prefix}{_ranges(numbers)}{suffix}{count}", [parameter for _, parameter in members]))
-    return result
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Write increasing numbers as "0-2,5"."""
-    starts = [number for number in numbers if number - 1 not in numbers]
-    ends = [number for number in numbers if number + 1 not in numbers]
-    return ",".join(str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
+        plan = Plan(module, mesh, rules, allow_unused=allow_unused, dispatch=dispatch)
+    check_chunks(plan, num_chunks)
+    return plan
 
 
 def _applied_rules(parameter: ParameterSharding, rules: LogicalRules) -> tuple[tuple[str, ...] | None, ...]:

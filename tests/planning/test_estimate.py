@@ -12,20 +12,20 @@ from torch import Tensor
 
 from maxmoe import MoEConfig
 from maxmoe.models import Decoder, DecoderConfig
+from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.plan import Plan
-from maxmoe.planning import Estimate, estimate
+from maxmoe.planning import Estimate, Traffic, estimate
 from maxmoe.planning.communication import BACKWARD, parameter_communication
-from maxmoe.planning.estimate import Traffic
 from maxmoe.sharding import LogicalRules, Mesh
 from support.measured_step import PRESET_LAYOUTS, kept_tensors, measured_steps, num_bytes
-from support.parallel_decoder import BATCH, CONFIG, LENGTH, MeshRules, decoder, token_spec
+from support.parallel_decoder import BATCH, CONFIG, LENGTH, MOE, MeshRules, decoder, token_spec
 
 RECOMPUTED = replace(CONFIG, tie_embeddings=True, checkpoint_blocks=True)
 
 
-def estimated(config: DecoderConfig, layout: MeshRules, **options: Any) -> Estimate:
+def estimated(config: DecoderConfig, layout: MeshRules, dtype: torch.dtype = torch.float64, **options: Any) -> Estimate:
     options = {"batch_size": BATCH, "sequence_length": LENGTH, **options}
-    return estimate(decoder(config), Mesh.planned(layout.sizes), layout.rules, **options)
+    return estimate(decoder(config).to(dtype), Mesh.planned(layout.sizes), layout.rules, **options)
 
 
 # Activations, in one process
@@ -34,7 +34,7 @@ def estimated(config: DecoderConfig, layout: MeshRules, **options: Any) -> Estim
 def kept_by_a_step(model: Decoder, tokens: Tensor) -> int:
     with kept_tensors(model.parameters()) as kept:
         output = model(tokens)
-        token_loss = F.cross_entropy(output.logits.flatten(0, 1), tokens.flatten())
+        token_loss = F.cross_entropy(output.logits.flatten(0, 1), tokens.flatten().clone())
     assert token_loss.requires_grad
     return num_bytes(kept)
 
@@ -64,7 +64,7 @@ def activation_bytes(model: Decoder, batch_size: int, length: int) -> int:
 def test_activations_are_what_autograd_saves(variant: str, dtype: torch.dtype) -> None:
     model = wide_decoder(VARIANTS[variant], dtype)
     kept = kept_by_a_step(model, torch.randint(101, (2, 40)))
-    assert activation_bytes(model, 2, 40) == pytest.approx(kept, rel=0.003)
+    assert activation_bytes(model, 2, 40) == kept
 
 
 def test_recomputed_blocks_keep_their_input_and_one_block_its_activations() -> None:
@@ -141,35 +141,91 @@ def by_kind_and_axis(*flows: Traffic) -> dict[tuple[str, str], list[int]]:
     return dict(total)
 
 
-def embedding_gathers(config: DecoderConfig, layout: MeshRules) -> dict[tuple[str, str], list[int]]:
+def embedding_gathers(config: DecoderConfig, layout: MeshRules, dtype: torch.dtype) -> dict[tuple[str, str], list[int]]:
     """Of the embedding in the backward, where FSDP does not do it with others."""
     mesh, rules = Mesh.planned(layout.sizes), LogicalRules.load(layout.rules)
     parameter = Plan(decoder(config), mesh, rules).parameters["embedding.weight"]
     (again,) = (item for item in parameter_communication(parameter) if item.purpose == BACKWARD and item.bucket is None)
-    return {(kind, axis): [1, count] for kind, axis, count in again.collectives(torch.float64.itemsize)}
+    return {(kind, axis): [1, count] for kind, axis, count in again.collectives(dtype)}
 
 
-REPLICAS = MeshRules("ep-as-dp", {"data": 2, "fsdp": 2})
+def strategies(layout: MeshRules) -> list[Dispatch]:
+    """Those that differ: on some meshes no token travels, or the experts are on all ranks."""
+    (plan,) = Plan(decoder(), Mesh.planned(layout.sizes), LogicalRules.load(layout.rules)).dispatch_plans.values()
+    if plan.token_axes:
+        return ["ring_of_experts", "ragged_all_to_all", "gather_weights"]
+    return ["ring_of_experts", "gather_weights"] if plan.expert_axes else ["ring_of_experts"]
 
 
-@pytest.mark.parametrize("layout", [*PRESET_LAYOUTS, REPLICAS], ids=str)
-def test_collectives_are_those_that_torch_runs(layout: MeshRules) -> None:
-    planned = estimated(CONFIG, layout)
+def masks_of_sharded_sequences(layout: MeshRules) -> int:
+    """Bytes of the attention masks, which no module declares: local queries by all keys."""
+    _, length_axes = token_spec(Mesh.planned(layout.sizes), LogicalRules.load(layout.rules))
+    num_ranks = Mesh.planned(layout.sizes).size(*length_axes)
+    return torch.float64.itemsize * CONFIG.num_layers * LENGTH * LENGTH // num_ranks if length_axes else 0
+
+
+def assert_as_planned(
+    layout: MeshRules,
+    dispatch: Dispatch,
+    num_chunks: int = 1,
+    config: DecoderConfig = CONFIG,
+    dtype: torch.dtype = torch.float64,
+) -> None:
+    planned = estimated(config, layout, dtype, dispatch=dispatch, num_chunks=num_chunks)
     expected = by_kind_and_axis(*planned.traffic)
     # The embedding is not needed in the backward.
-    for key, (times, count) in embedding_gathers(CONFIG, layout).items():
+    for key, (times, count) in embedding_gathers(config, layout, dtype).items():
         expected[key] = [expected[key][0] - times, expected[key][1] - count]
-    for step in measured_steps(layout):
+    for step in measured_steps(layout, config, dispatch=dispatch, num_chunks=num_chunks, dtype=dtype):
         assert step.collectives == expected
         assert sum(part for _, part in step.parameters.values()) == planned.memory["parameters"]
         # Between forward and backward nothing is gathered.
-        assert planned.memory["activations"] == pytest.approx(step.kept_bytes, rel=0.03)
+        assert step.kept_bytes == planned.memory["activations"] + masks_of_sharded_sequences(layout)
 
 
-@pytest.mark.parametrize("layout", PRESET_LAYOUTS[::3], ids=str)
-def test_collectives_of_recomputed_blocks(layout: MeshRules) -> None:
-    expected = by_kind_and_axis(*estimated(RECOMPUTED, layout).traffic)
-    step = measured_steps(layout, RECOMPUTED)[0]
+REPLICAS = MeshRules("ep-as-dp", {"data": 2, "fsdp": 2})
+CASES = [(layout, dispatch) for layout in [*PRESET_LAYOUTS, REPLICAS] for dispatch in strategies(layout)]
+
+
+@pytest.mark.parametrize(("layout", "dispatch"), CASES, ids=str)
+def test_a_step_is_what_torch_runs_and_autograd_saves(layout: MeshRules, dispatch: Dispatch) -> None:
+    assert_as_planned(layout, dispatch)
+
+
+@pytest.mark.parametrize(
+    ("number", "dispatch"), [(2, "ring_of_experts"), (2, "ragged_all_to_all"), (7, "ring_of_experts")]
+)
+def test_weights_on_the_input_counted_drops_and_sixteen_bits(number: int, dispatch: Dispatch) -> None:
+    moe = replace(
+        MOE,
+        num_shared_experts=0,
+        shared_expert_gate=False,
+        apply_weights_to="input",
+        expert_bias=False,
+        buffer_factor=2.0,
+    )
+    assert_as_planned(PRESET_LAYOUTS[number], dispatch, config=replace(CONFIG, moe=moe), dtype=torch.bfloat16)
+
+
+# Three chunks of 16 tokens are of 6, 5 and 5; in all-to-alls of two chunks routing is balanced in each.
+@pytest.mark.parametrize(("dispatch", "num_chunks"), [("ring_of_experts", 3), ("ragged_all_to_all", 2)])
+def test_chunks(dispatch: Dispatch, num_chunks: int) -> None:
+    assert_as_planned(MeshRules("cp-as-ep", {"context": 2, "expert": 2}), dispatch, num_chunks)
+
+
+RECOMPUTED_CASES: list[tuple[int, Dispatch]] = [
+    (0, "auto"),
+    (3, "ragged_all_to_all"),
+    (6, "ring_of_experts"),
+    (7, "auto"),
+]
+
+
+@pytest.mark.parametrize(("number", "dispatch"), RECOMPUTED_CASES)
+def test_collectives_of_recomputed_blocks(number: int, dispatch: Dispatch) -> None:
+    layout = PRESET_LAYOUTS[number]
+    expected = by_kind_and_axis(*estimated(RECOMPUTED, layout, dispatch=dispatch).traffic)
+    step = measured_steps(layout, RECOMPUTED, dispatch=dispatch)[0]
     # The recomputation ends before the sum of the dense block's parts: nothing in the backward needs it.
     tokens = BATCH * LENGTH // Mesh.planned(layout.sizes).size(*token_axes(layout))
     last_sum = [1, torch.float64.itemsize * tokens * CONFIG.hidden_size]

@@ -10,7 +10,7 @@ from torch import nn
 from maxmoe.models import Decoder
 from maxmoe.parallel import Declaration
 from maxmoe.planning import explain
-from maxmoe.planning.explain import Explanation, grouped
+from maxmoe.planning.explain import Explanation
 from maxmoe.sharding import LogicalRules, Mesh
 from support.measured_step import PRESET_LAYOUTS, measured_steps
 from support.parallel_decoder import CONFIG, MeshRules, decoder
@@ -40,15 +40,15 @@ def explained(module: nn.Module, mesh: dict[str, int], *rules: tuple[str, list[s
 
 
 def rows_of(explanation: Explanation) -> dict[str, list[str]]:
-    """The cells of the table by the label of the row."""
-    lines = str(explanation).splitlines()[2:]
+    """The cells of the table of parameters by the label of the row."""
+    lines = str(explanation).split("\n\n")[0].splitlines()[2:]
     cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
     return {first: rest for first, *rest in cells}
 
 
 @pytest.mark.parametrize("layout", PRESET_LAYOUTS, ids=str)
 def test_parameters_land_where_it_says(layout: MeshRules) -> None:
-    explanation = explain(decoder(), Mesh.planned(layout.sizes), layout.rules)
+    explanation = explain(decoder(), Mesh.planned(layout.sizes), layout.rules, dispatch="ring_of_experts")
     said = {parameter.name: (parameter.local_shape, parameter.local_bytes) for parameter in explanation.parameters}
     for step in measured_steps(layout):
         assert said == step.parameters
@@ -125,7 +125,7 @@ def test_nothing_is_allocated() -> None:
 def test_is_as_wide_as_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Decoder(CONFIG, device="meta")
     explanation = explain(model, Mesh.planned({"fsdp": 2, "expert": 2}), "shard-exp-on-fsdp")
-    words = str(explanation).split()
+    words, labels = str(explanation).split(), rows_of(explanation)
     monkeypatch.setenv("COLUMNS", str(columns))
     lines = str(explanation).splitlines()
     assert columns - 20 < max(map(len, lines)) <= columns
@@ -134,4 +134,4 @@ def test_is_as_wide_as_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatc
         word for word in words if not is_rule(word)
     )
     # The path of every parameter is whole.
-    assert all(any(line.startswith(label) for line in lines) for label, _ in grouped(explanation.parameters))
+    assert all(any(line.startswith(label) for line in lines) for label, rest in labels.items() if rest)

@@ -1,5 +1,6 @@
 """The collectives that a rank really takes part in, counted where torch dispatches them."""
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -16,20 +17,22 @@ KINDS = {
     "all-gather": r"all_?gather",
     "reduce-scatter": r"reduce_scatter",
     "all-reduce": r"all_?reduce",
+    "all-to-all": r"all_?to_?all",
 }
 
 
 class CountedCollectives(TorchDispatchMode):
-    """In it, `counts` gathers times and bytes by kind and axis.
+    """In it, `counts` gathers times and bytes by kind and axis, "a, b" for a group over both.
 
     The bytes are those that a rank sends, and receives, on a ring: of the largest tensor of a gather or scatter
-    (n - 1) / n, twice that for an all-reduce.
+    (n - 1) / n, twice that for an all-reduce; and in an all-to-all the larger of what it sends to other ranks and of
+    what it receives from them.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
         self.counts: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-        self.axis_of = {tuple(dist.get_process_group_ranks(mesh[axis].get_group())): axis for axis in mesh.axes}
+        self.axis_of = {ranks: ", ".join(axes) for axes, ranks in groups_of_this_rank(mesh).items()}
 
     def __torch_dispatch__(
         self,
@@ -39,15 +42,15 @@ class CountedCollectives(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        kind = next((kind for kind, pattern in KINDS.items() if re.search(rf"c10d\w*\.\w*{pattern}", str(func))), None)
+        # Of an operator of ours, torch does not dispatch the collectives inside.
+        pattern = r"(c10d\w*|maxmoe_dispatch)\.\w*"
+        kind = next((kind for kind, name in KINDS.items() if re.search(pattern + name, str(func))), None)
         if kind is not None:
             leaves = tree_leaves((args, result))
-            largest = max(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-            ranks = tuple(dist.get_process_group_ranks(self._group(leaves)))
-            passes = 2 if kind == "all-reduce" else 1
-            counted = self.counts[kind, self.axis_of[ranks]]
+            group = self._group(leaves)
+            counted = self.counts[kind, self.axis_of[tuple(dist.get_process_group_ranks(group))]]
             counted[0] += 1
-            counted[1] += passes * largest * (len(ranks) - 1) // len(ranks)
+            counted[1] += _exchanged(args, group) if kind == "all-to-all" else _on_a_ring(kind, leaves, group.size())
         return result
 
     def _group(self, leaves: Sequence[Any]) -> dist.ProcessGroup:
@@ -58,3 +61,34 @@ class CountedCollectives(TorchDispatchMode):
             if "ProcessGroup" in str(leaf):
                 return dist.ProcessGroup.unbox(leaf)
         raise AssertionError("a collective without a group")
+
+
+def _on_a_ring(kind: str, leaves: Sequence[Any], num_ranks: int) -> int:
+    largest = max(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+    return (2 if kind == "all-reduce" else 1) * largest * (num_ranks - 1) // num_ranks
+
+
+def _exchanged(arguments: Sequence[Any], group: dist.ProcessGroup) -> int:
+    """Bytes with other ranks: the output, the input and their splits are arguments in this order."""
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    splits = [argument for argument in arguments if isinstance(argument, list)]
+    shares = []
+    for tensor, counts in zip(tensors, splits, strict=True):
+        of_others = sum(counts) - counts[group.rank()]
+        shares.append(of_others * tensor[:1].numel() * tensor.itemsize)
+    return max(shares)
+
+
+def groups_of_this_rank(mesh: Mesh) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """The ranks that differ from this one on some axes only, by these axes."""
+    here, groups = mesh.coordinates(), {}
+    for count in range(1, len(mesh.axes) + 1):
+        for axes in itertools.combinations(mesh.axes, count):
+            places = ((rank, mesh.coordinates(rank)) for rank in range(mesh.num_ranks))
+            alike = (
+                rank
+                for rank, place in places
+                if all(place[axis] == here[axis] for axis in mesh.axes if axis not in axes)
+            )
+            groups[axes] = tuple(alike)
+    return groups

@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from maxmoe import MoE, replay_routing
 from maxmoe.models import DecoderConfig
+from maxmoe.nn.replay import RoutingRecord
 from maxmoe.parallel import parallelize
+from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.tokens import ShardedTokens
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding
 from support.counted_collectives import CountedCollectives
@@ -57,23 +60,43 @@ PRESET_LAYOUTS = [layout for layout in layouts(4) if "fsdp_transpose" not in lay
 _measured: dict[str, list[MeasuredStep]] = {}
 
 
-def measured_steps(layout: MeshRules, config: DecoderConfig = CONFIG) -> list[MeasuredStep]:
-    """By rank; what has been measured once is not measured again."""
-    key = f"{layout} {config}"
+def measured_steps(
+    layout: MeshRules,
+    config: DecoderConfig = CONFIG,
+    *,
+    dispatch: Dispatch = "ring_of_experts",
+    num_chunks: int = 1,
+    dtype: torch.dtype = torch.float64,
+) -> list[MeasuredStep]:
+    """By rank, with balanced routing; what has been measured once is not measured again."""
+    key = f"{layout} {config} {dispatch} {num_chunks} {dtype}"
     if key not in _measured:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ShardedTokens, "_all_reduce", lambda tokens, summand, axes: summand)
-            _measured[key] = run_ranks(_step, layout.world_size, layout, config)
+            _measured[key] = run_ranks(_step, layout.world_size, layout, config, dispatch, num_chunks, dtype)
     return _measured[key]
 
 
-def _step(layout: MeshRules, config: DecoderConfig) -> MeasuredStep:
+def balanced_routing(model: torch.nn.Module, num_tokens: int) -> RoutingRecord:
+    """Route tokens to one expert after the other."""
+    calls = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, MoE):
+            slots = torch.arange(num_tokens * layer.config.top_k)
+            calls[path] = [(slots % layer.config.num_experts).view(num_tokens, layer.config.top_k)]
+    return RoutingRecord(calls)
+
+
+def _step(
+    layout: MeshRules, config: DecoderConfig, dispatch: Dispatch, num_chunks: int, dtype: torch.dtype
+) -> MeasuredStep:
     mesh = Mesh(layout.sizes)
-    model: Any = parallelize(decoder(config), mesh, layout.rules)
+    model: Any = parallelize(decoder(config).to(dtype), mesh, layout.rules, dispatch=dispatch, num_chunks=num_chunks)
     part = NamedSharding(mesh, token_spec(mesh, LogicalRules.load(layout.rules))).slices((BATCH, LENGTH))
-    tokens, targets = (whole[part] for whole in batch())
+    tokens, targets = (whole[part].clone() for whole in batch())
     stored = {name: parameter.to_local() for name, parameter in model.named_parameters()}
-    with CountedCollectives(mesh) as counted:
+    routing = balanced_routing(model, tokens.numel())
+    with replay_routing(model, routing), CountedCollectives(mesh) as counted:
         with kept_tensors(stored.values()) as kept:
             result = loss(model(tokens), targets)
         kept_bytes = num_bytes(kept)

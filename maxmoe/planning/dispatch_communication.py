@@ -1,0 +1,124 @@
+"""The collectives of Mixture-of-Experts layers: tokens travel to experts, and partial outputs are summed."""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from maxmoe.dispatch import PartialSums
+from maxmoe.parallel.dispatch_plan import DispatchPlan
+from maxmoe.parallel.plan import Plan
+from maxmoe.planning.communication import Communication, Redistribution, RowCommunication
+from maxmoe.planning.saved_tensors import local_tokens, weights_dtype
+from maxmoe.sharding.redistribute import summed
+
+TRANSPOSED = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather", "all-to-all": "all-to-all"}
+
+
+def dispatch_communication(
+    plan: Plan, batch_size: int, sequence_length: int, num_chunks: int = 1
+) -> Iterator[tuple[str, Communication]]:
+    """List the communication of Mixture-of-Experts layers, if every expert of a layer gets as many tokens.
+
+    Args:
+        plan: of the model.
+        batch_size: sequences of a step, over all ranks.
+        sequence_length: their tokens.
+        num_chunks: see `maxmoe.parallelize`.
+
+    Yields:
+        The path of the layer, and the communication.
+
+    Raises:
+        ValueError: if the axes that shard the tokens do not divide them.
+    """
+    num_tokens = math.prod(local_tokens(plan, batch_size, sequence_length))
+    for path, dispatch_plan in plan.dispatch_plans.items():
+        layer: Any = plan.modules[path]
+        is_recomputed, dtype = plan.recomputed_by(path) is not None, weights_dtype(layer)
+        for index in range(num_chunks):
+            # The first chunks have one token more, as in `torch.tensor_split`.
+            of_chunk = num_tokens // num_chunks + (index < num_tokens % num_chunks)
+            for rows in _rows(dispatch_plan, of_chunk, dtype):
+                for communication in rows.in_a_step(dispatch_plan, is_recomputed):
+                    yield path, communication
+        for summed_parts in _partial_sums(dispatch_plan, num_tokens, dtype, is_recomputed):
+            yield path, summed_parts
+
+
+class _Rows(NamedTuple):
+    """A collective of rows in the forward.
+
+    Args:
+        name: of the tensor.
+        kind: of the collective.
+        shape: see `RowCommunication`.
+        dtype: see `RowCommunication`.
+        has_gradient: whether the backward has the transposed collective.
+        is_kept: whether activation checkpointing keeps its result.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+    has_gradient: bool = True
+    is_kept: bool = False
+
+    def in_a_step(self, plan: DispatchPlan, is_recomputed: bool) -> Iterator[RowCommunication]:
+        """List it in the forward, in the recomputation and its transpose in the backward."""
+        forward, backward = f"{self.name}, forward", f"{self.name}, backward"
+        times = [(forward, self.kind)]
+        times += [(backward, self.kind)] if is_recomputed and not self.is_kept else []
+        times += [(backward, TRANSPOSED[self.kind])] if self.has_gradient else []
+        for purpose, kind in times:
+            yield RowCommunication(purpose, kind, plan.mesh, plan.token_axes, self.shape, self.dtype)
+
+
+def _rows(plan: DispatchPlan, num_tokens: int, weights: torch.dtype) -> Iterator[_Rows]:
+    """List the collectives of a dispatcher for some tokens of this rank."""
+    if not plan.token_axes:
+        return
+    config, num_ranks = plan.config, plan.mesh.size(*plan.token_axes)
+    is_ragged = plan.strategy == "ragged_all_to_all"
+    num_counts = config.num_experts // plan.mesh.size(*plan.replicated_axes) + 1 if is_ragged else 2
+    counts = (num_ranks, num_counts)
+    yield _Rows("counts", "all-gather", counts, torch.int64, has_gradient=False, is_kept=True)
+    if is_ragged:
+        num_rows = num_tokens * config.top_k // plan.mesh.size(*plan.replicated_axes)
+        yield _Rows("tokens to experts", "all-to-all", (num_rows, config.hidden_size))
+        yield _Rows("routing weights", "all-to-all", (num_rows,), weights)
+        yield _Rows("outputs of experts", "all-to-all", (num_rows, config.hidden_size))
+    else:
+        gathered = num_ranks * num_tokens
+        yield _Rows("tokens to experts", "all-gather", (gathered, config.hidden_size))
+        yield _Rows("routing weights", "all-gather", (gathered, config.top_k), weights)
+        yield _Rows("expert ids", "all-gather", (gathered, config.top_k), torch.int32, has_gradient=False)
+        yield _Rows("outputs of experts", "reduce-scatter", (gathered, config.hidden_size))
+
+
+def _partial_sums(
+    plan: DispatchPlan, num_tokens: int, weights: torch.dtype, is_recomputed: bool
+) -> Iterator[Redistribution]:
+    """List the communication at the boundary of a layer that several ranks compute parts of."""
+    boundary, config = plan.boundary(), plan.config
+    if not isinstance(boundary, PartialSums):
+        return
+    tokens = (num_tokens, config.hidden_size)
+    outside, inside, partial = boundary.outside, boundary.inside, boundary.partial(boundary.axes)
+    forward = [
+        Redistribution("partial outputs, forward", outside, inside, tokens),
+        Redistribution("partial outputs, forward", partial, outside, tokens),
+        Redistribution("dropped slots, forward", *summed(plan.mesh, 0, boundary.expert_axes), (), dtype=torch.int64),
+    ]
+    # Shared experts that every rank computes whole are not summed, but sharded and gathered where the tokens are.
+    num_outputs = 2 if config.num_shared_experts and not plan.shared_is_partial else 1
+    yield from forward
+    if is_recomputed:
+        yield from (item._replace(purpose=item.purpose.replace("forward", "backward")) for item in forward)
+    for _ in range(num_outputs):
+        yield Redistribution("partial outputs, backward", outside, inside, tokens)
+    yield Redistribution("partial outputs, backward", partial, outside, tokens)
+    slots = (num_tokens, config.top_k)
+    yield Redistribution("routing weights, backward", *summed(plan.mesh, 2, boundary.axes), slots, dtype=weights)

@@ -1,0 +1,126 @@
+"""The tensors that autograd saves on a rank: those that modules declare, and those that dispatch brings."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from maxmoe.nn import MoE
+from maxmoe.nn.declaration import SavedTensor, declaration_of
+from maxmoe.parallel.dispatch_plan import EXPERT_TOKEN_DIMS, DispatchPlan
+from maxmoe.parallel.plan import Plan
+
+
+def local_tokens(plan: Plan, batch_size: int, sequence_length: int) -> tuple[int, int]:
+    """Compute the tokens of a rank.
+
+    Args:
+        plan: of the model.
+        batch_size: sequences of a step, over all ranks.
+        sequence_length: their tokens.
+
+    Returns:
+        Its sequences, and its tokens of each.
+
+    Raises:
+        ValueError: if the axes that shard the tokens do not divide them.
+    """
+    tokens = plan.tokens
+    for axes, length, argument in (
+        (tokens.batch_axes, batch_size, "batch_size"),
+        (tokens.length_axes, sequence_length, "sequence_length"),
+    ):
+        if length % plan.mesh.size(*axes):
+            product = " * ".join(f"{axis}={plan.mesh.size(axis)}" for axis in axes)
+            raise ValueError(f"{argument} ({length}) must be divisible by {product}, over which it is sharded")
+    return batch_size // plan.mesh.size(*tokens.batch_axes), sequence_length // plan.mesh.size(*tokens.length_axes)
+
+
+def saved_tensors(
+    plan: Plan, batch_size: int, sequence_length: int, num_chunks: int = 1
+) -> Iterator[tuple[str, SavedTensor]]:
+    """List the tensors that autograd saves on a rank, if every expert of a layer gets as many tokens.
+
+    Args:
+        plan: of the model.
+        batch_size: sequences of a step, over all ranks.
+        sequence_length: their tokens.
+        num_chunks: see `maxmoe.parallelize`.
+
+    Yields:
+        The path of a module, and a tensor with its local shape.
+
+    Raises:
+        ValueError: if the axes that shard the tokens do not divide them.
+    """
+    yield from declared_tensors(plan, batch_size, sequence_length)
+    num_tokens = math.prod(local_tokens(plan, batch_size, sequence_length))
+    for path, dispatch_plan in plan.dispatch_plans.items():
+        layer: Any = plan.modules[path]
+        for tensor in _saved_by_dispatch(dispatch_plan, layer, num_tokens, num_chunks):
+            yield path, tensor
+
+
+def weights_dtype(layer: MoE) -> torch.dtype:
+    """Return the dtype of the routing weights of a layer: float32 or wider."""
+    return torch.promote_types(layer.routed_experts.up_proj.dtype, torch.float32)
+
+
+def declared_tensors(plan: Plan, batch_size: int, sequence_length: int) -> Iterator[tuple[str, SavedTensor]]:
+    """List those of `saved_tensors` that modules declare.
+
+    Args:
+        plan: of the model.
+        batch_size: sequences of a step, over all ranks.
+        sequence_length: their tokens.
+
+    Yields:
+        The path of the module, and the tensor with its local shape.
+
+    Raises:
+        ValueError: if the axes that shard the tokens do not divide them.
+    """
+    local_tokens(plan, batch_size, sequence_length)
+    for path, module in plan.modules.items():
+        declared = declaration_of(module).saved_tensors
+        for tensor in declared(batch_size, sequence_length).values() if declared else ():
+            yield path, tensor._replace(shape=_local_shape(plan, module, tensor))
+
+
+def _local_shape(plan: Plan, module: nn.Module, tensor: SavedTensor) -> tuple[int, ...]:
+    axes_of: dict[str, tuple[str, ...]] = {
+        "activation_batch": plan.tokens.batch_axes,
+        "activation_length": plan.tokens.length_axes,
+    }
+    for name in ("activation_heads", "activation_kv_heads", "activation_mlp", "activation_mlp_moe"):
+        axes_of[name] = plan.tensor_parallel_axes.get(module, ())
+    local = [
+        length // plan.mesh.size(*axes_of.get(name or "", ()))
+        for length, name in zip(tensor.shape, tensor.names, strict=True)
+    ]
+    num_dims = len(EXPERT_TOKEN_DIMS)
+    if tensor.names[:num_dims] != EXPERT_TOKEN_DIMS:
+        return tuple(local)
+    # The rows of all tokens lie on the ranks of their experts: each axis of the tokens or of the experts divides them.
+    axes = {*plan.tokens.batch_axes, *plan.tokens.length_axes, *plan.expert_axes.get(module, ())}
+    return (math.prod(local[:num_dims]) // plan.mesh.size(*axes), *local[num_dims:])
+
+
+def _saved_by_dispatch(plan: DispatchPlan, layer: MoE, num_tokens: int, num_chunks: int) -> Iterator[SavedTensor]:
+    """List what a layer saves besides what its modules declare: tokens that came, their weights, where rows lie."""
+    config, strategy = plan.config, plan.strategy if plan.token_axes else None
+    num_slots = num_tokens * config.top_k
+    num_rows = num_slots // plan.mesh.size(*plan.replicated_axes)
+    if strategy == "ragged_all_to_all":
+        arrived, top_k = num_rows, 1
+        yield SavedTensor((num_rows + num_slots,), (None,), torch.int64)  # slots and rows of the plan of sending
+    else:
+        arrived, top_k = num_tokens * plan.mesh.size(*plan.token_axes), config.top_k
+    if strategy is not None or not layer.saves_input:
+        yield SavedTensor((arrived, config.hidden_size), (None, None))
+    yield SavedTensor((arrived, top_k), (None, None), weights_dtype(layer))
+    yield SavedTensor((arrived * top_k,), (None,), torch.int64)
+    num_experts = config.num_experts // plan.mesh.size(*plan.expert_axes)
+    yield SavedTensor((num_chunks, num_experts), (None, None), torch.int64)

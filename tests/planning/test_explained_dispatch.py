@@ -1,0 +1,98 @@
+"""What `explain` says of Mixture-of-Experts layers: strategy, reason, axes, experts of a rank, collectives."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from maxmoe.models import Decoder
+from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.planning import estimate, explain
+from maxmoe.planning.explained_dispatch import ExplainedDispatch, dispatch_tables
+from maxmoe.sharding import Mesh
+from support.parallel_decoder import CONFIG
+
+STEP = {"batch_size": 8, "sequence_length": 8}
+DEEP = replace(CONFIG, num_layers=5)
+
+
+def layers_of(
+    rules: str, sizes: dict[str, int], dispatch: Dispatch = "auto", **options: Any
+) -> list[ExplainedDispatch]:
+    model = Decoder(DEEP, device="meta", dtype=torch.bfloat16)
+    return list(explain(model, Mesh.planned(sizes), rules, dispatch=dispatch, **options).dispatch)
+
+
+@pytest.mark.parametrize(
+    ("rules", "sizes", "dispatch", "reason", "axes", "num_local_experts"),
+    [
+        ("ep-as-dp", {"expert": 2}, "ring_of_experts", "2 copies of a token are no more", "travel over expert", 4),
+        ("ep-as-dp", {"expert": 4}, "ragged_all_to_all", "are fewer bytes than 4 copies", "travel over expert", 2),
+        ("cp-as-ep", {"context": 2, "expert": 4}, "ragged_all_to_all", "8 copies", "travel over context expert", 1),
+        ("ep-tp", {"expert": 2}, "ring_of_experts", "one all-reduce", "same tokens, other experts over expert", 4),
+        ("pure-fsdp", {"fsdp": 2}, "gather_weights", "no axis of the mesh", "  -  ", 8),
+        ("default", {"tensor": 2}, "gather_weights", "no axis of the mesh", "parts of each expert over tensor", 8),
+    ],
+)
+def test_strategy_reason_and_axes(
+    rules: str, sizes: dict[str, int], dispatch: str, reason: str, axes: str, num_local_experts: int
+) -> None:
+    layers = layers_of(rules, sizes)
+    assert [layer.name for layer in layers] == [f"blocks.{number}.feed_forward" for number in range(1, 5)]
+    assert {layer.plan.strategy for layer in layers} == {dispatch}
+    assert {layer.num_local_experts for layer in layers} == {num_local_experts}
+    (table,) = dispatch_tables(layers, None)
+    (row,) = table.splitlines()[2:]
+    assert row.startswith("blocks.1-4.feed_forward x4  ")
+    assert reason in row and axes in row and f"{num_local_experts} of 8" in row
+
+
+def test_the_collectives_are_those_of_estimate() -> None:
+    sizes = {"fsdp": 2, "expert": 4}
+    layers = layers_of("ep-as-dp", sizes, "ring_of_experts", num_chunks=2, **STEP)
+    model = Decoder(DEEP, device="meta", dtype=torch.bfloat16)
+    whole = estimate(model, Mesh.planned(sizes), "ep-as-dp", dispatch="ring_of_experts", num_chunks=2, **STEP)
+    of_layers = {row[:3]: row for row in whole.traffic if "weights," not in row.purpose or "routing" in row.purpose}
+    (first, *others) = layers
+    assert all(layer.traffic == first.traffic for layer in others) and first.traffic is not None
+    for row in first.traffic:
+        assert of_layers[row[:3]][3:] == (4 * row.times, 4 * row.bytes)
+    assert {row.purpose for row in first.traffic} >= {"counts, forward", "expert ids, forward"}
+    _, collectives = dispatch_tables(layers, None)
+    assert collectives.startswith("in a step, one of blocks.1-4.feed_forward x4  ")
+    assert len(collectives.splitlines()) == 2 + len(first.traffic)
+
+
+def test_sizes_are_those_of_the_tensors() -> None:
+    """By hand: 8 * 8 tokens on 8 ranks, D=16, K=2, 4 ranks in a ring."""
+    (ring, *_) = layers_of("ep-as-dp", {"fsdp": 2, "expert": 4}, "ring_of_experts", **STEP)
+    (ragged, *_) = layers_of("ep-as-dp", {"fsdp": 2, "expert": 4}, "ragged_all_to_all", **STEP)
+    bytes_of = [{row.purpose: row.bytes for row in layer.traffic or ()} for layer in (ring, ragged)]
+    tokens, rows, weights, ids = 4 * 8 * 16 * 2, 8 * 2 * 16 * 2, 4 * 8 * 2 * 4, 4 * 8 * 2 * 4
+    assert bytes_of[0] == {
+        "counts, forward": 3 * 2 * 8,
+        "expert ids, forward": ids * 3 // 4,
+        **dict.fromkeys(("tokens to experts, forward", "tokens to experts, backward"), tokens * 3 // 4),
+        **dict.fromkeys(("outputs of experts, forward", "outputs of experts, backward"), tokens * 3 // 4),
+        **dict.fromkeys(("routing weights, forward", "routing weights, backward"), weights * 3 // 4),
+    }
+    assert bytes_of[1] == {
+        "counts, forward": 3 * (8 + 1) * 8,
+        **dict.fromkeys(("tokens to experts, forward", "tokens to experts, backward"), rows * 3 // 4),
+        **dict.fromkeys(("outputs of experts, forward", "outputs of experts, backward"), rows * 3 // 4),
+        **dict.fromkeys(("routing weights, forward", "routing weights, backward"), 8 * 2 * 4 * 3 // 4),
+    }
+
+
+def test_without_sizes_there_are_no_collectives() -> None:
+    layers = layers_of("ep-as-dp", {"expert": 4}, batch_size=8)
+    assert {layer.traffic for layer in layers} == {None}
+    assert len(list(dispatch_tables(layers, None))) == 1
+
+
+def test_arguments_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="num_chunks must be positive, got 0"):
+        layers_of("ep-as-dp", {"expert": 4}, num_chunks=0)
+    with pytest.raises(ValueError, match=r"batch_size \(6\) must be divisible by expert=4"):
+        layers_of("ep-as-dp", {"expert": 4}, batch_size=6, sequence_length=8)
