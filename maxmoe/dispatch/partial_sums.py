@@ -63,9 +63,14 @@ class PartialSums:
         """Return the sharding of tokens ``(T, D)`` that every rank has whole, or a summand of over some axes."""
         return NamedSharding.replicated(self.mesh, 2, partial=partial)
 
+    @property
+    def outside(self) -> NamedSharding:
+        """The sharding of what the layer returns."""
+        return NamedSharding(self.mesh, PartitionSpec(None, self.embed_axes))
+
     def _leave(self, outputs: Tensor, partial: tuple[str, ...]) -> Tensor:
-        outside = NamedSharding(self.mesh, PartitionSpec(None, self.embed_axes))
-        return redistribute_local(outputs, self.whole(partial), outside, grad_source=outside, grad_target=self.whole())
+        source, outside = self.whole(partial), self.outside
+        return redistribute_local(outputs, source, outside, grad_source=outside, grad_target=self.whole())
 
 
 class _Enter(torch.autograd.Function):

@@ -103,7 +103,7 @@ class Attention(nn.Module):
         heads = ("activation_batch", "activation_heads", "activation_length")
         key_value_heads = ("activation_batch", "activation_kv_heads", "activation_kv_length", None)
         return {
-            "input": SavedTensor((batch, length, self.q_proj.in_features), (*TOKEN_DIMS, "activation_embed")),
+            "input": SavedTensor((batch, length, self.q_proj.in_features), (*TOKEN_DIMS, None)),
             "queries": SavedTensor((batch, H, length, C), (*heads, None)),
             "keys": SavedTensor((batch, G, length, C), key_value_heads),
             "values": SavedTensor((batch, G, length, C), key_value_heads),

@@ -55,7 +55,7 @@ _register_namedtuple(DecoderOutput, serialized_type_name="maxmoe.models.DecoderO
 def saved_by_norm(norm: nn.RMSNorm, batch: int, length: int) -> dict[str, SavedTensor]:
     """Its input and the same normalized, in float32 or wider, and the factors in between."""
     wide = torch.promote_types(norm.weight.dtype, torch.float32)
-    names = (*TOKEN_DIMS, "activation_embed")
+    names = (*TOKEN_DIMS, None)  # gathered, where the hidden dim of the residual stream is sharded
     shapes = {"input": len(norm.weight), "normalized": len(norm.weight), "factors": 1}
     return {name: SavedTensor((batch, length, width), names, wide) for name, width in shapes.items()}
 
@@ -91,7 +91,7 @@ class FeedForward(nn.Module):
     def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
         inner = SavedTensor((batch, length, self.intermediate_size), (*TOKEN_DIMS, "activation_mlp"))
         saved = dict.fromkeys(("gate", "up", "activated_gate", "product"), inner)
-        return {"input": SavedTensor((batch, length, self.hidden_size), (*TOKEN_DIMS, "activation_embed")), **saved}
+        return {"input": SavedTensor((batch, length, self.hidden_size), (*TOKEN_DIMS, None)), **saved}
 
 
 class Block(nn.Module):
@@ -254,7 +254,7 @@ class Decoder(nn.Module):
             "tokens": SavedTensor(tokens, TOKEN_DIMS, torch.int64),
             **(inputs if self.config.checkpoint_blocks else {}),
             **saved_by_norm(self.norm, batch, length),
-            "output": SavedTensor((*tokens, D), embed),
+            "output": SavedTensor((*tokens, D), (*TOKEN_DIMS, None)),
             "logits": SavedTensor((*tokens, V), (*TOKEN_DIMS, "activation_vocab")),
             "targets": SavedTensor(tokens, TOKEN_DIMS, torch.int64),
             "total_weight": SavedTensor((), ()),

@@ -176,7 +176,7 @@ class MoE(nn.Module):
         config, wide = self.config, torch.promote_types(self._dtype, torch.float32)
         saved = {}
         if self.saves_input:
-            saved["input"] = SavedTensor((batch, length, config.hidden_size), (*TOKEN_DIMS, "activation_embed"))
+            saved["input"] = SavedTensor((batch, length, config.hidden_size), (*TOKEN_DIMS, None))
         if config.router_z_loss_weight > 0:
             saved["logsumexp"] = SavedTensor((batch, length), TOKEN_DIMS, wide)
         if config.load_balance_loss_weight > 0:

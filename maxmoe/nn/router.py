@@ -166,7 +166,7 @@ class Router(nn.Module):
             "group_sizes": SavedTensor((1,), (None,), torch.int64),
         }
         if wide != self.weight.dtype:
-            saved["wide_input"] = SavedTensor((batch, length, D), (*TOKEN_DIMS, "activation_embed"), wide)
+            saved["wide_input"] = SavedTensor((batch, length, D), (*TOKEN_DIMS, None), wide)
             saved["wide_weight"] = SavedTensor((E, D), (None, None), wide)
         return saved
 

@@ -67,11 +67,13 @@ class ResidualPart(NamedTuple):
 
     Args:
         axes: that shard the stream.
+        hidden_size: D.
         reader: path of the module that reads it, None where the stream begins.
         writer: path of the module that adds to it, None where the stream ends.
     """
 
     axes: tuple[str, ...]
+    hidden_size: int
     reader: str | None
     writer: str | None
 
@@ -147,7 +149,7 @@ class Plan:
             ((axes,), _) = resolve(PartitionSpec(axes), self.mesh.sizes, (stream.hidden_size,))
             for children in stream.parts if axes else ():
                 reader, writer = (child and f"{path}.{child}".lstrip(".") for child in children)
-                yield ResidualPart(axes, reader, writer)
+                yield ResidualPart(axes, stream.hidden_size, reader, writer)
 
     def _plan_dispatch(
         self,

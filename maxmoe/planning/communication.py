@@ -7,7 +7,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from maxmoe.parallel.plan import ParameterPlan, Plan
+from maxmoe.parallel.plan import ParameterPlan, Plan, ResidualPart
+from maxmoe.parallel.tensor_parallel_hooks import embed_sharding
 from maxmoe.planning.saved_tensors import declared_tensors, local_tokens
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
@@ -165,17 +166,38 @@ def activation_communication(plan: Plan, batch_size: int, sequence_length: int) 
         Those of a step.
     """
     batch, length = local_tokens(plan, batch_size, sequence_length)
+    writers = {part.writer for part in plan.residual_parts}
     for unit, axes in plan.tensor_parallel_axes.items():
-        if axes and unit not in plan.reduced_by_layer:
+        if axes and unit not in plan.reduced_by_layer and plan.paths[unit] not in writers:
             shape = (batch, length, _hidden_size(plan, unit))
             reduced = summed(plan.mesh, 3, axes)
             yield from _both_ways(plan, "partial outputs", plan.paths[unit], reduced, reduced, shape)
+    for part in plan.residual_parts:
+        yield from _residual_communication(plan, part, (batch, length, part.hidden_size))
     for path, tensor in declared_tensors(plan, batch_size, sequence_length):
         if "activation_kv_length" in tensor.names and plan.tokens.length_axes:
             sharded, gathered, partial = plan.tokens.sequence_shardings(
                 len(tensor.names), tensor.names.index("activation_kv_length")
             )
             yield from _both_ways(plan, "keys and values", path, (sharded, gathered), (partial, sharded), tensor.shape)
+
+
+def _residual_communication(plan: Plan, part: ResidualPart, shape: tuple[int, ...]) -> Iterator[Communication]:
+    """List that of a reader and a writer of a sharded residual stream, but for a Mixture-of-Experts layer's own."""
+
+    def partial(axes: tuple[str, ...]) -> NamedSharding:
+        return NamedSharding.replicated(plan.mesh, 3, partial=axes)
+
+    outside, whole = embed_sharding(plan.mesh, 3, part.axes), partial(())
+    if part.reader is not None:
+        gradient = partial(part.partial_axes), outside
+        yield from _both_ways(plan, "hidden states", part.reader, (outside, whole), gradient, shape)
+    if part.writer is not None and part.writer not in plan.dispatch_plans:
+        parallel = plan.tensor_parallel_axes.get(plan.modules[part.writer], ())
+        outputs = partial(parallel), outside
+        yield from _both_ways(plan, "partial outputs", part.writer, outputs, (outside, whole), shape)
+        if part.reader is not None:
+            yield Redistribution("partial outputs, backward", partial(parallel), partial(part.axes), shape)
 
 
 def _both_ways(

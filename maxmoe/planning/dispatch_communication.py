@@ -73,11 +73,15 @@ class _Rows(NamedTuple):
         times += [(backward, self.kind)] if is_recomputed and not self.is_kept else []
         times += [(backward, TRANSPOSED[self.kind])] if self.has_gradient else []
         for purpose, kind in times:
-            yield RowCommunication(purpose, kind, plan.mesh, plan.token_axes, self.shape, self.dtype)
+            axes = plan.token_axes or plan.expert_axes
+            yield RowCommunication(purpose, kind, plan.mesh, axes, self.shape, self.dtype)
 
 
 def _rows(plan: DispatchPlan, num_tokens: int, weights: torch.dtype) -> Iterator[_Rows]:
     """List the collectives of a dispatcher for some tokens of this rank."""
+    if plan.gathers_rows:
+        rows = (num_tokens * plan.config.top_k, plan.config.hidden_size)
+        yield _Rows("outputs of experts", "all-gather", rows, has_gradient=False)
     if not plan.token_axes:
         return
     config, num_ranks = plan.config, plan.mesh.size(*plan.token_axes)
@@ -105,20 +109,18 @@ def _partial_sums(
     boundary, config = plan.boundary(), plan.config
     if not isinstance(boundary, PartialSums):
         return
-    tokens = (num_tokens, config.hidden_size)
-    outside, inside, partial = boundary.outside, boundary.inside, boundary.partial(boundary.axes)
+    tokens, whole = (num_tokens, config.hidden_size), boundary.whole()
     forward = [
-        Redistribution("partial outputs, forward", outside, inside, tokens),
-        Redistribution("partial outputs, forward", partial, outside, tokens),
-        Redistribution("dropped slots, forward", *summed(plan.mesh, 0, boundary.expert_axes), (), dtype=torch.int64),
+        Redistribution("partial outputs, forward", boundary.whole(boundary.sum_axes), boundary.outside, tokens),
+        Redistribution("dropped slots, forward", *summed(plan.mesh, 0, boundary.dropped_axes), (), dtype=torch.int64),
     ]
-    # Shared experts that every rank computes whole are not summed, but sharded and gathered where the tokens are.
-    num_outputs = 2 if config.num_shared_experts and not plan.shared_is_partial else 1
     yield from forward
     if is_recomputed:
         yield from (item._replace(purpose=item.purpose.replace("forward", "backward")) for item in forward)
-    for _ in range(num_outputs):
-        yield Redistribution("partial outputs, backward", outside, inside, tokens)
-    yield Redistribution("partial outputs, backward", partial, outside, tokens)
+    # Shared experts that are not summed with the routed ones leave by themselves.
+    for _ in range(2 if config.num_shared_experts and not plan.shared_is_partial else 1):
+        yield Redistribution("partial outputs, backward", boundary.outside, whole, tokens)
+    handed_on = boundary.whole(boundary.embed_axes)
+    yield Redistribution("partial outputs, backward", boundary.whole(boundary.axes), handed_on, tokens)
     slots = (num_tokens, config.top_k)
     yield Redistribution("routing weights, backward", *summed(plan.mesh, 2, boundary.axes), slots, dtype=weights)

@@ -93,6 +93,7 @@ def _local_shape(plan: Plan, module: nn.Module, tensor: SavedTensor) -> tuple[in
     axes_of: dict[str, tuple[str, ...]] = {
         "activation_batch": plan.tokens.batch_axes,
         "activation_length": plan.tokens.length_axes,
+        "activation_embed": next((part.axes for part in plan.residual_parts), ()),
     }
     for name in ("activation_heads", "activation_kv_heads", "activation_mlp", "activation_mlp_moe"):
         axes_of[name] = plan.tensor_parallel_axes.get(module, ())
@@ -113,12 +114,15 @@ def _saved_by_dispatch(plan: DispatchPlan, layer: MoE, num_tokens: int, num_chun
     config, strategy = plan.config, plan.strategy if plan.token_axes else None
     num_slots = num_tokens * config.top_k
     num_rows = num_slots // plan.mesh.size(*plan.replicated_axes)
-    if strategy == "ragged_all_to_all":
+    if plan.gathers_rows:
+        arrived, top_k = num_rows, 1
+        yield SavedTensor((2 * num_slots + num_rows,), (None,), torch.int64)  # slots, rows, and tokens of own rows
+    elif strategy == "ragged_all_to_all":
         arrived, top_k = num_rows, 1
         yield SavedTensor((num_rows + num_slots,), (None,), torch.int64)  # slots and rows of the plan of sending
     else:
         arrived, top_k = num_tokens * plan.mesh.size(*plan.token_axes), config.top_k
-    if strategy is not None or not layer.saves_input:
+    if strategy is not None or plan.gathers_rows or not layer.saves_input:
         yield SavedTensor((arrived, config.hidden_size), (None, None))
     yield SavedTensor((arrived, top_k), (None, None), weights_dtype(layer))
     yield SavedTensor((arrived * top_k,), (None,), torch.int64)
