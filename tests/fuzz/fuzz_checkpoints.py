@@ -8,20 +8,15 @@ are as they were; where the sums were made anew, as a stranger would, it may loa
 files, raise anything else, change what was not damaged, end the process, take much memory or long.
 """
 
-import argparse
 import io
 import json
-import multiprocessing
 import os
 import pickle
 import re
-import resource
 import shutil
 import sys
 import tempfile
-import time
-from collections import Counter
-from multiprocessing.connection import Connection
+from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -31,12 +26,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "tests")]
 import safetensors.torch  # noqa: E402
 import torch  # noqa: E402
 
+from fuzz import loop  # noqa: E402
+from fuzz.child import Child  # noqa: E402
 from pretraining import InputError, checkpoint  # noqa: E402
 from support.foreign_checkpoints import CreateFolder, add_sums, save_small, small_state  # noqa: E402
 
 Files = dict[str, bytes]
-PATIENCE = 60  # seconds for one case, on a busy machine
-MEMORY = 2**30  # bytes for all cases of a process
+LONG = 2**16  # bytes; the damage multiplies it
 NUMBERS = [
     -1,
     0,
@@ -58,27 +54,36 @@ NUMBERS = [
 ]
 
 
-def written_checkpoints(folder: Path) -> list[Files]:
+@cache
+def written_checkpoints() -> list[Files]:
     """One that one process has written, and one as two ranks write it."""
-    save_small(folder / "checkpoint", 1.0)
-    alone = {path.name: path.read_bytes() for path in (folder / "checkpoint").iterdir()}
-    together = {"training.json": alone["training.json"]}
-    weight = small_state(1.0)["model"]["weight"]
-    for number, part in enumerate(weight.split(3)):
-        tensors, offsets = {"model.weight": part.contiguous()}, {"model.weight": {"saved_offsets": [3 * number, 0]}}
-        if number == 0:
-            tensors["optimizer.step"] = torch.tensor(1.0)
-            offsets["optimizer.step"] = {"saved_offsets": []}
-        data = safetensors.torch.save(tensors, {"DCP_SHARDING_INFO": json.dumps(offsets)})
-        together[f"shard-0000{number + 1}-model-00001-of-00001.safetensors"] = data
-    for path in (folder / "checkpoint").iterdir():
-        path.unlink()
-    for name, data in together.items():
-        (folder / "checkpoint" / name).write_bytes(data)
-    add_sums(folder / "checkpoint")
-    together["SHA256SUMS"] = (folder / "checkpoint/SHA256SUMS").read_bytes()
-    shutil.rmtree(folder / "checkpoint")
-    return [alone, together]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "checkpoint"
+        save_small(folder, 1.0)
+        alone = contents(folder)
+        together = {"training.json": alone["training.json"]}
+        weight = small_state(1.0)["model"]["weight"]
+        for number, part in enumerate(weight.split(3)):
+            tensors, offsets = {"model.weight": part.contiguous()}, {"model.weight": {"saved_offsets": [3 * number, 0]}}
+            if number == 0:
+                tensors["optimizer.step"] = torch.tensor(1.0)
+                offsets["optimizer.step"] = {"saved_offsets": []}
+            data = safetensors.torch.save(tensors, {"DCP_SHARDING_INFO": json.dumps(offsets)})
+            together[f"shard-0000{number + 1}-model-00001-of-00001.safetensors"] = data
+        shutil.rmtree(folder)
+        write(folder, together)
+        add_sums(folder)
+        return [alone, contents(folder)]
+
+
+def contents(folder: Path) -> Files:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def write(folder: Path, files: Files) -> None:
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
 
 
 # Damage to the bytes of a file
@@ -174,12 +179,17 @@ def exchanged(folder: Path, random: Random) -> None:
     other.write_bytes(data)
 
 
-def one_case(folder: Path, checkpoints: list[Files], random: Random) -> str:
+def one_case(random: Random) -> str:
     """Damage a checkpoint, load it, and say what came of it."""
-    good = random.choice(checkpoints)
-    folder.mkdir()
-    for name, data in good.items():
-        (folder / name).write_bytes(data)
+    outcome = damaged_and_loaded(Path("checkpoint"), random)
+    assert not Path("created").exists(), "a file ran code"
+    return outcome
+
+
+def damaged_and_loaded(folder: Path, random: Random) -> str:
+    """Compare what was loaded with what was written."""
+    good = random.choice(written_checkpoints())
+    write(folder, good)
     for _ in range(random.choice([1, 1, 1, 2, 4])):
         damage(folder, good, random)
     new_sums = random.random() < 0.6 and all(
@@ -205,7 +215,7 @@ def one_case(folder: Path, checkpoints: list[Files], random: Random) -> str:
 
 def damage(folder: Path, good: Files, random: Random) -> None:
     """Change something."""
-    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.stat().st_size < 2**30]
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.stat().st_size < LONG]
     kind = random.random()
     if kind < 0.05:
         added(folder, random)
@@ -234,58 +244,6 @@ def check_loaded(good: Files, unchanged: set[str], state: dict, training: dict) 
         assert torch.equal(state["model"]["weight"], torch.ones(4, 6)) and state["optimizer"]["step"] == 1
 
 
-# Many cases
-
-
-def work(connection: Connection, seed: int, cases: range) -> None:
-    """Run cases, each with a seed of its own, and send what came of each."""
-    torch.set_num_threads(1)  # those of OpenMP are not forked
-    virtual = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (virtual + MEMORY, virtual + MEMORY))
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        checkpoints = written_checkpoints(Path(folder))
-        for case in cases:
-            try:
-                outcome = one_case(Path("checkpoint"), checkpoints, Random(f"{seed} {case}"))
-                assert not Path("created").exists(), "a file ran code"
-            except BaseException as error:
-                connection.send((case, f"{type(error).__name__}: {error}"))
-                return
-            shutil.rmtree("checkpoint")
-            connection.send((case, outcome))
-
-
-def fuzz(seed: int, cases: range, seconds: float) -> Counter[str]:
-    """Run cases until the time is up; raise an AssertionError that names the case that failed."""
-    outcomes: Counter[str] = Counter()
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=work, args=(sender, seed, cases))
-    process.start()
-    sender.close()
-    deadline, last = time.monotonic() + seconds, cases.start - 1
-    try:
-        while last < cases.stop - 1 and time.monotonic() < deadline:
-            failure = f"seed {seed}, case {last + 1}: "
-            assert receiver.poll(PATIENCE), f"{failure}it took more than {PATIENCE} s"
-            try:
-                last, outcome = receiver.recv()
-            except EOFError:
-                process.join()
-                raise AssertionError(f"{failure}the process ended, exit code {process.exitcode}") from None
-            assert outcome in ("refused", "loaded", "unchanged"), failure + outcome
-            outcomes[outcome] += 1
-    finally:
-        process.kill()
-        process.join()
-    return outcomes
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--case", type=int, help="only this one")
-    options = parser.parse_args()
-    chosen = range(10**9) if options.case is None else range(options.case, options.case + 1)
-    print(dict(fuzz(options.seed, chosen, options.seconds)))
+    with Child(one_case) as child:
+        sys.exit(loop.main(child, __doc__))

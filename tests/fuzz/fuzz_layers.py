@@ -8,6 +8,7 @@ largest value, and what the specification itself changes by when its arguments a
 another routing, nothing is compared.
 """
 
+import math
 import sys
 from pathlib import Path
 from random import Random
@@ -133,16 +134,19 @@ def cotangents(outputs: tuple[Tensor, ...]) -> list[Tensor]:
     return cotangents_of(outputs[:2]) + [torch.zeros_like(out) for out in floating(outputs[2:])]
 
 
-def run_reference(layer: MoE, x: Tensor, mask: Tensor | None, got: Result, noise: float) -> Result:
+def run_reference(layer: MoE, x: Tensor, mask: Tensor | None, got: Result, noise: float = 0.0, seed: int = 0) -> Result:
     """Run the specification in float64; with noise, on arguments that are rounded otherwise."""
-    settings = MoEConfig(**{**vars(layer.config), "router": "learned"})
-    state = {"x": x, **layer.state_dict()}
+    limit = layer.config.activation_limit
+    limit = None if limit is None else limit * (1 + noise)
+    settings = MoEConfig(**{**vars(layer.config), "router": "learned", "activation_limit": limit})
+    state, generator = {"x": x, **layer.state_dict()}, torch.Generator().manual_seed(seed)
     # The router is computed in float32 at least, from the values as they are.
-    fine = min(noise, 16 * torch.finfo(torch.float32).eps)
+    fine = min(abs(noise), 16 * torch.finfo(torch.float32).eps)
     for name, value in state.items():
         exact = value.detach().double()
-        scale = fine if name == "x" or name.startswith("router.") else noise
-        state[name] = (exact * (1 + scale * torch.randn_like(exact))).requires_grad_()
+        scale = math.copysign(fine, noise) if name == "x" or name.startswith("router.") else noise
+        noisy = exact * (1 + scale * torch.randn(exact.shape, generator=generator, dtype=torch.float64))
+        state[name] = noisy.requires_grad_()
     hidden_states, aux_loss, load, dropped = reference.moe(state["x"], settings, state, mask)
     tokens = state["x"].flatten(0, -2) if mask is None else state["x"][mask]
     logits = reference.layer.router_logits(tokens, settings, state)
@@ -176,8 +180,9 @@ def one_case(random: Random) -> str:
     with ops.force_aten(random.random() < 0.3):
         got = run_layer(layer, x, mask)
     eps = torch.finfo(dtype).eps
-    expected = run_reference(layer, x, mask, got, 0.0)
-    others = [run_reference(layer, x, mask, got, 4 * eps) for _ in range(2)]
+    expected = run_reference(layer, x, mask, got)
+    # A preactivation next to the limit or to 0 of a relu, where the gradient jumps, gets there by one of two opposites.
+    others = [run_reference(layer, x, mask, got, *noise) for noise in [(4 * eps, 0), (-4 * eps, 0), (4 * eps, 1)]]
     if any(not torch.equal(one, two) for other in others for one, two in zip(*integers(expected, other), strict=True)):
         return "another routing is as good"
     if dtype == torch.float16 and max(map(largest, [*floating(expected.outputs), *expected.gradients.values()])) > MAX:
@@ -196,8 +201,8 @@ def compare(layer: MoE, got: Result, expected: Result, others: list[Result]) -> 
     eps, wide_eps = torch.finfo(dtype).eps, torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     frozen = {f"gradient of {name}" for name, value in layer.named_parameters() if not value.requires_grad}
     changed = [pairs(other, expected) for other in others]
-    # Terms of this size cancel in the gradient of weights that are scaled to sum one.
-    terms = max(largest(gradient) for gradient in expected.gradients.values())
+    # Terms of this size cancel: in the gradient of weights that are scaled to sum one, and of a loss that is balanced.
+    terms = max(largest(value) for value in [expected.outputs[1], *expected.gradients.values()])
     for name, (value, exact) in pairs(got, expected).items():
         where = f"{layer.config} {dtype} {tuple(got.outputs[0].shape)}: {name}"
         if name in frozen:

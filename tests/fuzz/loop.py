@@ -1,6 +1,7 @@
 """Runs random cases, each from a seed of its own, for a number of cases or a time."""
 
 import argparse
+import signal
 import sys
 import time
 from collections import Counter
@@ -30,7 +31,7 @@ def fuzz(one_case: Case, seed: int, cases: range, seconds: float) -> Counter[str
 
 
 def main(one_case: Case, description: str | None) -> int:
-    """Run from a command line until the time is up, also after a failure; return the exit status."""
+    """Run from a command line until the time is up or a signal comes, also after a failure; return the exit status."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
@@ -41,6 +42,8 @@ def main(one_case: Case, description: str | None) -> int:
         return 0
     outcomes: Counter[str] = Counter()
     case, deadline = 0, time.monotonic() + options.seconds
+    for number in (signal.SIGINT, signal.SIGTERM):  # in the background, a shell has SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
         while time.monotonic() < deadline:
             try:
@@ -49,5 +52,5 @@ def main(one_case: Case, description: str | None) -> int:
                 print(f"{error}"[:1000], file=sys.stderr, flush=True)
                 outcomes["failed"] += 1
             case += 1
-    print(dict(outcomes))
+    print(f"{sum(outcomes.values())} cases: {dict(outcomes)}")
     return int("failed" in outcomes)

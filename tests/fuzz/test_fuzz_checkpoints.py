@@ -1,11 +1,24 @@
 """A short run of `fuzz_checkpoints.py`; the command line runs it for as long as one likes."""
 
+from pathlib import Path
+from random import Random
+
 import pytest
 
-from fuzz.fuzz_checkpoints import fuzz
+from fuzz import fuzz_checkpoints
+from fuzz.child import Child
+from fuzz.loop import fuzz
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_damaged_checkpoints_are_refused_or_load() -> None:
-    outcomes = fuzz(seed=0, cases=range(300), seconds=60)
+    with Child(fuzz_checkpoints.one_case) as child:
+        outcomes = fuzz(child, seed=0, cases=range(300), seconds=60)
     assert outcomes["refused"] > 0 and outcomes["loaded"] > 0
+
+
+def test_code_that_a_file_ran_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fuzz_checkpoints, "damaged_and_loaded", lambda *_: Path("created").mkdir())
+    with pytest.raises(AssertionError, match="a file ran code"):
+        fuzz_checkpoints.one_case(Random(0))

@@ -1,5 +1,8 @@
 """A short run of `fuzz_configs.py`; the command line runs it for as long as one likes."""
 
+import pytest
+import torch
+
 from fuzz import fuzz_configs
 from fuzz.loop import fuzz
 
@@ -10,3 +13,9 @@ def test_configs_compute_or_are_refused() -> None:
         assert outcomes[f"{subject} refused"] > 0 < outcomes[f"{subject} computed"] + outcomes[f"{subject} read"], (
             outcomes
         )
+
+
+def test_memory_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz_configs, "compute", lambda *_: torch.empty(2 * fuzz_configs.BYTES, dtype=torch.uint8))
+    with pytest.raises(AssertionError, match="allocate memory"):
+        fuzz(fuzz_configs.one_case, seed=0, cases=range(20), seconds=30)

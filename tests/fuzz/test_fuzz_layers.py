@@ -2,11 +2,14 @@
 
 import dataclasses
 from random import Random
-from typing import get_args
+from typing import Any, get_args
+
+import pytest
 
 from fuzz import fuzz_layers
 from fuzz.loop import fuzz
 from maxmoe import MoEConfig
+from support.operator_calls import Result
 
 
 def test_layers_are_the_specification() -> None:
@@ -21,3 +24,17 @@ def test_every_field_is_drawn() -> None:
         drawn = {getattr(config, field.name) for config in configs}
         choices = get_args(field.type) if isinstance(field.default, str) else ()
         assert len(drawn) > 1 and drawn >= set(choices), field.name
+
+
+def test_a_wrong_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_layer = fuzz_layers.run_layer
+
+    def almost(*arguments: Any) -> Result:
+        got = run_layer(*arguments)
+        assert got.gradients["x"] is not None
+        got.gradients["x"] *= 1 + 1e-9
+        return got
+
+    monkeypatch.setattr(fuzz_layers, "run_layer", almost)
+    with pytest.raises(AssertionError, match=r"torch.float64 .* gradient of x: error"):
+        fuzz(fuzz_layers.one_case, seed=0, cases=range(20), seconds=30)

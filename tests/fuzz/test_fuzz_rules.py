@@ -10,3 +10,9 @@ from fuzz.loop import fuzz
 def test_rules_are_read_as_written_or_refused() -> None:
     outcomes = fuzz(fuzz_rules.one_case, seed=0, cases=range(600), seconds=30)
     assert len(outcomes) == 7, outcomes
+
+
+def test_memory_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz_rules.LogicalRules, "load", lambda _: bytearray(2 * fuzz_rules.BYTES))
+    with pytest.raises(AssertionError, match="MemoryError"):
+        fuzz(fuzz_rules.one_case, seed=0, cases=range(10), seconds=30)
