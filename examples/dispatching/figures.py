@@ -1,6 +1,7 @@
 """The picture of a comparison, as PNG: differences from one process, speed, memory and bytes of every strategy."""
 
 from argparse import Namespace
+from itertools import accumulate
 from pathlib import Path
 
 import matplotlib
@@ -34,10 +35,15 @@ def comparison(path: Path, runs: list[Run], options: Namespace) -> None:
     loss.plot(steps, runs[0].losses, color="#333333")
     loss.set(title="loss of one process", xlabel="step", ylabel="nats per byte")
     for run, color in zip(runs[1:], COLORS, strict=False):
-        loss_apart.plot(steps, run.loss_differences, color=color, linewidth=1, label=run.strategy.name)
-        gradients_apart.plot(steps, run.gradient_differences, color=color, linewidth=1)
-    least = {"float64": 1e-17, "float32": 1e-8}[options.dtype]
-    for axes, title in ((loss_apart, "loss: difference from one process"), (gradients_apart, "gradients: likewise")):
+        loss_apart.plot(
+            steps, [*accumulate(run.loss_differences, max)], color=color, linewidth=1, label=run.strategy.name
+        )
+        gradients_apart.plot(steps, [*accumulate(run.gradient_differences, max)], color=color, linewidth=1)
+    least = {"float64": 1e-16, "float32": 1e-8}[options.dtype]
+    for axes, title in (
+        (loss_apart, "loss: largest difference\nfrom one process so far"),
+        (gradients_apart, "gradients: largest difference\nfrom one process so far"),
+    ):
         axes.set_yscale("symlog", linthresh=least)  # equal ones, which a logarithm cannot show, lie on the lower edge
         axes.set_ylim(bottom=0)
         axes.set(title=title, xlabel="step")

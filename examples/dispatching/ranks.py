@@ -54,7 +54,8 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any, adv
         receivers = []
         for rank in range(num_ranks):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=rank_main, args=(folder, rank, num_ranks, sender, function, arguments))
+            given = (folder, rank, num_ranks, sender, function, arguments)
+            process = context.Process(target=rank_main, args=given, daemon=True)
             process.start()
             stack.callback(end, process)
             sender.close()  # here: the receiver then notices the end of the process
