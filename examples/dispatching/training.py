@@ -156,8 +156,8 @@ def train(
     Returns:
         What was measured.
     """
-    Path("/proc/self/clear_refs").write_text("5")  # resets the highest mark
-    before = status("RssAnon")
+    reset_peak()
+    before, peak = status("RssAnon"), 0
     training, counted = Training(options, text, strategy, record), SentBytes()
     losses, differences, seconds = [], [], []
     for step in range(options.steps):
@@ -169,15 +169,21 @@ def train(
         training.update(tokens_per_expert)
         seconds.append(time.perf_counter() - start)
         losses.append(loss)
+        files = status("RssFile") + status("RssShmem")  # the code that was read
+        peak = max(peak, status("VmHWM") - files - before)
         if expected:
             differences.append(training.gradient_difference(step))
         else:
             training.save_gradients(step)
+        reset_peak()  # the comparison is no part of the training
         advance()
-    files = status("RssFile") + status("RssShmem")  # the code that was read
-    peak = status("VmHWM") - files - before
     apart = [abs(loss - other) for loss, other in zip(losses, expected or losses, strict=True)]
     return Run(strategy, losses, apart, differences or [0.0] * options.steps, seconds, peak, counted.counts)
+
+
+def reset_peak() -> None:
+    """Let `VmHWM` begin anew."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def status(field: str) -> int:
