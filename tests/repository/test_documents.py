@@ -62,6 +62,10 @@ def test_commands_exist(words: list[str]) -> None:
             pretrain.parse_options(arguments)
         case ["python", fuzzer, *arguments] if fuzzer.startswith("tests/fuzz/"):
             assert (ROOT / fuzzer).exists() and set(arguments[::2]) <= {"--seconds", "--seed", "--case"}
+        case ["python", "examples/strategies.py", *arguments]:
+            import strategies
+
+            strategies.parse_options(arguments)
         case ["python", "examples/finetune_transformers.py", *arguments]:
             pytest.importorskip("transformers")
 

@@ -1,9 +1,11 @@
 """The shape of the code base: one name per operator in every layer, imports that go one way."""
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -48,6 +50,14 @@ def test_an_operator_has_one_name_in_every_layer(operator: str) -> None:
     assert f"def {operator}(" in (ROOT / f"maxmoe/ops/{operator}.py").read_text()
     assert f"MAXMOE_KERNEL({operator}," in (ROOT / f"cpp/kernels/{operator}.h").read_text()
     assert re.search(rf'"{operator}\(', (ROOT / f"cpp/ops/{operator}.cpp").read_text()), "its schema is elsewhere"
+
+
+def test_public_names_of_packages_are_no_modules() -> None:
+    """A module of the name of a function takes its place in the package when it is imported later."""
+    for path in (ROOT / "maxmoe").glob("*/__init__.py"):
+        package = importlib.import_module(f"maxmoe.{path.parent.name}")
+        modules = [name for name in getattr(package, "__all__", ()) if isinstance(getattr(package, name), ModuleType)]
+        assert not modules, f"{package.__name__} exports the modules {modules}"
 
 
 def test_no_operator_is_hidden_from_python() -> None:

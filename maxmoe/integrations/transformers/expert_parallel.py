@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
 from maxmoe.config import MoEConfig
-from maxmoe.dispatch import RaggedAllToAll, RingOfExperts
+from maxmoe.dispatch import ExpertRanks, RaggedAllToAll, RingOfExperts
 from maxmoe.integrations.transformers.experts import compute_experts
 from maxmoe.nn import Assignment, Dispatcher, LocalDispatcher, LocalExperts, run_experts
 from maxmoe.ops import RaggedPlan
@@ -85,4 +85,4 @@ class RaggedAllToAllEP(_DispatcherEP):
 
     def _dispatcher(self, local: Dispatcher, experts: LocalExperts) -> Dispatcher:
         first_experts = tuple(range(0, experts.total, experts.count))
-        return RaggedAllToAll(local, experts, self.ep_mesh.get_group(), first_experts)
+        return RaggedAllToAll(local, ExpertRanks(self.ep_mesh.get_group(), experts, first_experts))

@@ -1,0 +1,213 @@
+"""The training of one model by one strategy on the ranks of this machine, measured."""
+
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import maxmoe
+from dispatching.ranks import run_ranks
+from dispatching.sent_bytes import SentBytes
+from dispatching.strategies import ONE_PROCESS, Strategy, model_config, strategies
+from dispatching.whole_noise import WholeNoise
+from maxmoe.models import Decoder
+from maxmoe.parallel import parameter_shardings, reset_parameters, token_group, token_sharding
+from maxmoe.sharding import LogicalRules, Mesh
+from pretraining.corpus import TrainingSequences
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was measured, on one rank or, joined, on all.
+
+    Args:
+        strategy: by which the model was trained.
+        losses: of every step, nats per byte, without the balance loss.
+        loss_differences: of every step, from the losses of one process.
+        gradient_differences: of every step, the largest one of an entry from one process, over parameters and ranks;
+            relative to the largest entry of the parameter's gradient.
+        seconds: of every step.
+        peak: bytes of memory above the state before the model, at most; of the rank with most.
+        sent: bytes of a rank in the first step, by collective; the mean over ranks.
+    """
+
+    strategy: Strategy
+    losses: list[float]
+    loss_differences: list[float]
+    gradient_differences: list[float]
+    seconds: list[float]
+    peak: int
+    sent: Counter[str]
+
+    @classmethod
+    def joined(cls, runs: list["Run"]) -> "Run":
+        """Join the measurements of all ranks, whose losses are the same."""
+        worst = [max(differences) for differences in zip(*(run.gradient_differences for run in runs), strict=True)]
+        of_losses = [max(differences) for differences in zip(*(run.loss_differences for run in runs), strict=True)]
+        sent = Counter({kind: round(mean(run.sent[kind] for run in runs)) for kind in runs[0].sent})
+        first = runs[0]
+        peak = max(run.peak for run in runs)
+        return cls(first.strategy, first.losses, of_losses, worst, first.seconds, peak, sent)
+
+    def tokens_per_second(self, tokens_per_step: int) -> float:
+        """Return those of the median step; the first one, in which bytes are counted, is left out."""
+        return tokens_per_step / median(self.seconds[1:])
+
+
+class Training:
+    """A run on this rank, between two steps.
+
+    Args:
+        options: the command line.
+        text: ``(N,)`` uint8.
+        strategy: to train by.
+        record: folder in which one process leaves what the others compare with.
+    """
+
+    def __init__(self, options: Namespace, text: Tensor, strategy: Strategy, record: Path) -> None:
+        self.options, self.strategy, self.record = options, strategy, record
+        rules, dtype = LogicalRules.load(strategy.rules), getattr(torch, options.dtype)
+        config = model_config(strategy, random_routing=options.random_routing, sequence_length=options.sequence_length)
+        self.model = Decoder(config, device="meta", dtype=dtype)
+        self.mesh = Mesh(strategy.mesh) if strategy.mesh else Mesh.planned({})
+        shardings = parameter_shardings(self.model, self.mesh, rules)
+        rank = self.mesh.rank or 0
+        self.parts = {name: each.sharding.slices(each.shape, rank) for name, each in shardings.items()}
+        self.batch_shape = (options.batch_size, options.sequence_length)
+        self.part = token_sharding(self.mesh, rules).slices(self.batch_shape, rank)
+        self.tokens = token_group(self.mesh, rules)
+        if strategy.mesh:
+            maxmoe.parallelize(self.model, self.mesh, rules, dispatch=strategy.dispatch)
+        self.model.to_empty(device="cpu")
+        torch.manual_seed(options.seed)
+        reset_parameters(self.model)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), fused=True
+        )
+        self.sequences = TrainingSequences(
+            text, sequence_length=options.sequence_length, batch_size=options.batch_size, seed=options.seed
+        )
+
+    def gradients(self, step: int) -> tuple[float, Tensor]:
+        """Compute the gradients of a step; return its loss and the counts ``(M, E)`` of tokens per expert."""
+        inputs, targets = self.sequences.batch(step)
+        noise = WholeNoise(step, self.batch_shape, self.part) if self.options.random_routing else nullcontext()
+        self.optimizer.zero_grad()
+        with noise:
+            output = self.model(inputs[self.part])
+        losses = F.cross_entropy(output.logits.transpose(1, 2), targets[self.part], reduction="none")
+        loss = maxmoe.mean_over_tokens(losses, tokens=self.tokens)
+        (loss + output.aux_loss).backward()
+        return loss.item(), output.tokens_per_expert
+
+    def update(self, tokens_per_expert: Tensor) -> None:
+        """Take the step for which the gradients are."""
+        self.optimizer.step()
+        self.model.update_correction_bias(tokens_per_expert)
+
+    def gradient_difference(self, step: int) -> float:
+        """Compare this rank's gradients with those that one process has left."""
+        whole = torch.load(self.record / f"{step}.pt", mmap=True)
+        differences = []
+        for name, parameter in self.model.named_parameters():
+            expected = whole[name]
+            local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            if local.numel():
+                differences.append((local - expected[self.parts[name]]).abs().max() / expected.abs().max())
+        return float(torch.stack(differences).max())
+
+    def save_gradients(self, step: int) -> None:
+        """Leave the gradients of one process."""
+        torch.save(
+            {name: parameter.grad for name, parameter in self.model.named_parameters()}, self.record / f"{step}.pt"
+        )
+
+
+def train(
+    options: Namespace,
+    text: Tensor,
+    strategy: Strategy,
+    record: Path,
+    expected: list[float],
+    advance: Callable[[], None],
+) -> Run:
+    """Take all steps on this rank.
+
+    Args:
+        options: the command line.
+        text: ``(N,)`` uint8.
+        strategy: to train by.
+        record: see `Training`.
+        expected: the losses of one process; empty for that one.
+        advance: called after every step.
+
+    Returns:
+        What was measured.
+    """
+    reset_peak()
+    before, peak = status("RssAnon"), 0
+    training, counted = Training(options, text, strategy, record), SentBytes()
+    losses, differences, seconds = [], [], []
+    for step in range(options.steps):
+        if dist.is_initialized():
+            dist.barrier()
+        start = time.perf_counter()
+        with counted if step == 0 else nullcontext():
+            loss, tokens_per_expert = training.gradients(step)
+        training.update(tokens_per_expert)
+        seconds.append(time.perf_counter() - start)
+        losses.append(loss)
+        files = status("RssFile") + status("RssShmem")  # the code that was read
+        peak = max(peak, status("VmHWM") - files - before)
+        if expected:
+            differences.append(training.gradient_difference(step))
+        else:
+            training.save_gradients(step)
+        reset_peak()  # the comparison is no part of the training
+        advance()
+    apart = [abs(loss - other) for loss, other in zip(losses, expected or losses, strict=True)]
+    return Run(strategy, losses, apart, differences or [0.0] * options.steps, seconds, peak, counted.counts)
+
+
+def reset_peak() -> None:
+    """Let `VmHWM` begin anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def status(field: str) -> int:
+    """Read a line of /proc/self/status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
+
+
+def train_all(options: Namespace, text: Tensor, record: Path, advance: Callable[[Strategy], None]) -> list[Run]:
+    """Train by one process and then by all strategies, one after the other.
+
+    Args:
+        options: the command line.
+        text: ``(N,)`` uint8.
+        record: an empty folder.
+        advance: called after every step.
+
+    Returns:
+        What was measured, one process first.
+    """
+    runs: list[Run] = []
+    for strategy in [ONE_PROCESS, *strategies(options.ranks)]:
+        num_ranks = options.ranks if strategy.mesh else 1
+        expected = runs[0].losses if runs else []
+        arguments = (options, text, strategy, record, expected)
+        runs.append(Run.joined(run_ranks(train, num_ranks, *arguments, advance=lambda s=strategy: advance(s))))
+    return runs

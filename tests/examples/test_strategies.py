@@ -1,0 +1,146 @@
+"""`examples/strategies.py`: all strategies have the losses and gradients of one process, and bytes are those sent."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import strategies
+from dispatching import training
+from dispatching.ranks import run_ranks
+from dispatching.sent_bytes import SentBytes
+from dispatching.strategies import ONE_PROCESS
+from dispatching.training import MIB, Run
+from dispatching.whole_noise import WholeNoise
+from maxmoe.dispatch import all_gather_rows, ragged_all_to_all, reduce_scatter_rows
+from pretraining import InputError
+from pretraining.command import exit_status
+from support.pretrain_run import words
+
+
+def rows_of(text: str) -> dict[str, list[str]]:
+    """The cells of a table in Markdown, by those of its first column."""
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    return {name: cells for name, *cells in lines[2:]}
+
+
+@pytest.fixture
+def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of some of the strategies, and nothing but these runs."""
+    some = strategies.strategies(request.param[0])[request.param[1]]
+    for module in (strategies, training):
+        monkeypatch.setattr(module, "strategies", lambda num_ranks: some)
+    return [strategy.name for strategy in some]
+
+
+@pytest.mark.parametrize(
+    ("options", "chosen"),
+    [
+        (["--ranks", "2"], (2, slice(0, 5))),
+        (["--ranks", "4"], (4, slice(6, 8))),
+        (["--ranks", "4", "--random-routing"], (4, slice(5, 8, 2))),
+        (["--ranks", "2", "--random-routing"], (2, slice(0, 2))),
+    ],
+    indirect=["chosen"],
+    ids=["ep and fsdp", "on two axes", "random, on two axes", "random, ep"],
+)
+def test_all_strategies_have_the_losses_of_one_process(
+    options: list[str], chosen: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = words(tmp_path / "text"), tmp_path / "out"
+    sizes = ["--steps", "2", "--batch-size", "4", "--sequence-length", "8"]
+    assert strategies.run(strategies.parse_options([*options, *sizes, "--data", str(data), "--out", str(out)])) == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert [*rows] == ["one process", *chosen] and rows == rows_of((out / "strategies.md").read_text())
+    loss, perplexity, *_, sent = rows.pop("one process")
+    assert 5 < float(loss) < 6 and float(sent) == 0
+    for name, (same_loss, same_perplexity, loss_apart, gradients_apart, _, peak, sent) in rows.items():
+        assert (same_loss, same_perplexity) == (loss, perplexity), name
+        assert float(loss_apart) < 1e-12 and float(gradients_apart) < 1e-11, name
+        assert float(peak) > 0 and float(sent) > 0, name
+    assert (out / "strategies.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_are_joined_by_their_worst() -> None:
+    runs = [
+        Run(ONE_PROCESS, [3.0, 2.0], [0.0, 1.0], [0.5, 0.0], [9.0, 1.0, 2.0, 4.0], 5 * MIB, Counter({"all-gather": 2})),
+        Run(ONE_PROCESS, [3.0, 2.0], [2.0, 0.0], [0.0, 0.7], [9.0, 1.0, 2.0, 4.0], 7 * MIB, Counter({"all-gather": 4})),
+    ]
+    joined = Run.joined(runs)
+    assert joined.loss_differences == [2.0, 1.0] and joined.gradient_differences == [0.5, 0.7]
+    assert joined.peak == 7 * MIB and joined.sent == {"all-gather": 3}
+    assert joined.tokens_per_second(10) == 5
+
+
+def test_sent_bytes() -> None:
+    """P = 4 ranks with T = 3 tokens of D = 5 numbers of 8 bytes each: 2 (P - 1) T D in a ring of experts."""
+
+    def sent(_advance: Any) -> dict[str, int]:
+        rank, rows = dist.get_rank(), torch.ones(3, 5, dtype=torch.float64, requires_grad=True)
+        with SentBytes() as counted:
+            gathered = all_gather_rows(rows, [3] * 4, dist.group.WORLD)()
+            reduce_scatter_rows(gathered, [3] * 4, dist.group.WORLD)()
+            send, receive = [1, 0, 2, 0] if rank == 0 else [0] * 4, [int(rank in (0, 2)) * (1 + rank // 2), 0, 0, 0]
+            ragged_all_to_all(rows[: sum(send)], send, receive, dist.group.WORLD)().sum().backward()
+            dist.all_reduce(torch.ones(8))
+        return dict(counted.counts)
+
+    of_first, *_, of_last = run_ranks(sent, 4, advance=lambda: None)
+    ring = {"all-gather": 3 * 3 * 5 * 8, "reduce-scatter": 3 * 3 * 5 * 8, "all-reduce": 2 * 8 * 4 * 3 // 4}
+    assert of_first == ring | {"all-to-all": 2 * 5 * 8}  # one row stays, and nothing comes back to rank 0
+    assert of_last == ring | {"all-to-all": 0}
+
+
+def test_the_noise_of_a_token_does_not_depend_on_its_rank() -> None:
+    def noise(*part: slice) -> torch.Tensor:
+        shape = torch.empty(4, 6, 3)[part].flatten(0, 1).shape
+        with WholeNoise(7, (4, 6), part):
+            return torch.randn_like(torch.empty(shape))
+
+    whole = noise(slice(0, 4), slice(0, 6)).view(4, 6, 3)
+    assert noise(slice(1, 2), slice(3, 6)).equal(whole[1:2, 3:6].flatten(0, 1))
+    assert whole.std() > 0.5
+    with WholeNoise(8, (4, 6), (slice(0, 4), slice(0, 6))):
+        assert not torch.randn_like(torch.empty(24, 3)).equal(whole.flatten(0, 1))
+
+
+def test_a_failed_rank_is_named_and_the_others_end() -> None:
+    def fail(how: str, advance: Any) -> None:
+        if dist.get_rank() == 2:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise KeyError("no such expert")
+        dist.barrier()
+
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"(?s)rank 2 of 4: Traceback.*no such expert"):
+        run_ranks(fail, 4, "raised", advance=lambda: None)
+    with pytest.raises(InputError, match="rank 2 of 4: the process was killed"):
+        run_ranks(fail, 4, "killed", advance=lambda: None)
+    assert time.monotonic() - begin < 30  # no collective has waited for its timeout
+
+
+def test_ctrl_c_ends_all_ranks() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    def wait_forever(advance: Any) -> None:
+        advance()
+        time.sleep(20)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(wait_forever, 2, advance=interrupt)
+    assert not multiprocessing.active_children()
+
+
+def test_a_batch_that_the_ranks_cannot_share(capsys: pytest.CaptureFixture[str]) -> None:
+    options = strategies.parse_options(["--ranks", "4", "--batch-size", "6"])
+    assert exit_status("strategies", lambda: strategies.run(options)) == 1
+    assert capsys.readouterr().err == "strategies: --batch-size 6 is not divisible by --ranks 4\n"

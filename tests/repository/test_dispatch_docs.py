@@ -1,0 +1,58 @@
+"""docs/dispatch.md has the table and the pictures that the code makes, and the pictures show what dispatch does."""
+
+import importlib.util
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import get_args
+
+import pytest
+
+from maxmoe.parallel.dispatch_plan import Dispatch
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def pictures() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("dispatch_pictures", DOCS / "dispatch_pictures.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_is_up_to_date(pictures: ModuleType) -> None:
+    assert f"\n{pictures.bytes_table()}\n" in (DOCS / "dispatch.md").read_text()
+
+
+def test_bytes_by_hand(pictures: ModuleType) -> None:
+    rows = {line.split(" | ")[0]: line for line in pictures.bytes_table(tokens=2**20, num_ranks=2).splitlines()}
+    assert "| 16.00 GiB |" in rows["| ring_of_experts"]  # 2 (2 - 1) 2^20 4096 numbers of 2 bytes
+    assert "| 16.00 GiB |" in rows["| ragged_all_to_all"]  # with K = P = 2 as many
+    assert "| 1.31 GiB |" in rows["| gather_weights"]  # 3 / 2 of 8 x 4096 x 14336 numbers
+
+
+def test_every_strategy_is_described_and_drawn(pictures: ModuleType) -> None:
+    text = (DOCS / "dispatch.md").read_text()
+    assert all(f'`"{name}"`' in text for name in get_args(Dispatch))
+    assert all(f"(dispatch_{name}.png)" in text for name in (*pictures.STRATEGIES, "strategies"))
+    drawn = {path.stem.removeprefix("dispatch_") for path in DOCS.glob("dispatch_*.png")}
+    assert drawn == {*pictures.STRATEGIES, "strategies"}
+
+
+@pytest.mark.parametrize("name", ["ring_of_experts", "ragged_all_to_all", "gather_weights"])
+def test_every_row_is_computed_once_on_the_rank_of_its_expert(pictures: ModuleType, name: str) -> None:
+    expected = Counter((token, f"e{e}") for token, row in enumerate(pictures.routing().tolist()) for e in row)
+    (computed,) = [ranks for text, ranks in pictures.STRATEGIES[name]() if "comput" in text]
+    assert Counter((box.token, box.label) for boxes in computed for box in boxes) == expected
+    if name != "gather_weights":
+        per_rank = pictures.EXPERTS // pictures.NUM_RANKS
+        assert all(int(box.label[1:]) // per_rank == rank for rank, boxes in enumerate(computed) for box in boxes)
+
+
+def test_a_picture_shows_every_box_and_stage(pictures: ModuleType) -> None:
+    for name, stages in pictures.STRATEGIES.items():
+        (axes,) = pictures.picture(name).axes
+        boxes = sum(len(row) for _, ranks in stages() for row in ranks)
+        assert len(axes.texts) == boxes + len(stages()) + pictures.NUM_RANKS
