@@ -61,11 +61,16 @@ def parallelize(
         The module.
 
     Raises:
-        ValueError: as `shard_parameters`; if the rules shard sequences that a layer needs whole; if modules, their
-            parameters or the rules differ between ranks.
+        ValueError: as `shard_parameters`; if the rules shard sequences that a layer needs whole; on every rank,
+            if meshes, rules, modules, their parameters, `dispatch` or `num_chunks` differ between ranks.
     """
     rules = LogicalRules.load(rules)
-    facts = {"dispatch": repr(dispatch), "num_chunks": repr(num_chunks), **_facts(module, rules)}
+    facts = {
+        "the mesh": repr(mesh),
+        "dispatch": repr(dispatch),
+        "num_chunks": repr(num_chunks),
+        **_facts(module, rules),
+    }
     check_ranks_agree(facts, mesh.device_mesh.device_type)
     plan = Plan(module, mesh, rules, strict=strict, allow_unused=allow_unused, dispatch=dispatch)
     _check_whole_sequences(plan)
