@@ -62,7 +62,9 @@ def fail_in_backward(layer: MoE, fail: Callable[[], None]) -> None:
     layer.experts.register_forward_hook(hook)
 
 
-def outcomes(folder: Path, train: Callable[[], None], world_size: int = 4) -> dict[int, tuple[float, str]]:
+def outcomes(
+    folder: Path, train: Callable[[], None], world_size: int = 4, timeout: float = ENOUGH
+) -> dict[int, tuple[float, str]]:
     """Run a training loop on all ranks; return after how many seconds which of them raised what."""
 
     def watched() -> None:
@@ -75,7 +77,7 @@ def outcomes(folder: Path, train: Callable[[], None], world_size: int = 4) -> di
             raise
 
     with pytest.raises(RuntimeError, match="failed first"):
-        run_ranks(watched, world_size)
+        run_ranks(watched, world_size, timeout=timeout)
     lines = {int(path.name): path.read_text().partition(" ") for path in folder.iterdir()}
     return {rank: (float(seconds), message) for rank, (seconds, _, message) in lines.items()}
 
@@ -112,7 +114,7 @@ def test_a_rank_that_stops_too_early(tmp_path: Path) -> None:
         for _ in range(1 if dist.get_rank() == 1 else 2):
             dist.all_reduce(torch.ones(2))
 
-    ((_, message),) = outcomes(tmp_path, train, 2).values()
+    ((_, message),) = outcomes(tmp_path, train, 2, TIMEOUT).values()
     assert message.startswith("RankError: rank 1 of 2 came to the end before the others (rank 0 saw: ")
 
 
