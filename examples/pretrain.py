@@ -9,7 +9,8 @@ The folder --out gets the checkpoint and two pictures: loss.png and expert_load.
 step and saves. A resumed run computes bit for bit what an uninterrupted one would have computed.
 
 Under torchrun the ranks split the model and every batch as --mesh and --rules say, and compute what one
-process computes, up to rounding. A checkpoint fits every mesh and number of ranks.
+process computes, up to rounding. A checkpoint fits every mesh, number of ranks and --dispatch. When a
+rank dies, hangs or raises an error, all others end with an error that names it.
 """
 
 import argparse
@@ -18,9 +19,12 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import get_args
 
+from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
+from maxmoe.parallel import Dispatch, watch_ranks
 from pretraining import InputError, checkpoint, figures, ranks
 from pretraining.baselines import bigram_bits_per_byte, zlib_bits_per_byte
 from pretraining.command import LARGEST_DEPTH, LARGEST_SEED, HelpFormatter, at_least, exit_status, prepare_output
@@ -40,6 +44,8 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--resume", action="store_true", help="go on with the run in --out; other options as before, --steps may grow")
     add("--mesh", default="fsdp=-1", help="under torchrun: axes and sizes, one may be -1, the rest of the ranks")
     add("--rules", default="default", help="from names of dims to mesh axes: a preset, or a YAML file")
+    add("--dispatch", choices=get_args(Dispatch), default="auto", help="how tokens reach experts on other ranks")
+    add("--num-chunks", type=at_least(1), default=1, help="parts of the tokens; one is sent while one is computed")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the matrix products")
     add("--learning-rate", type=at_least(0, float), default=3e-3, help="at its peak")
     add("--seed", type=at_least(0, at_most=LARGEST_SEED), default=0, help="of parameters and data order")
@@ -144,6 +150,12 @@ def draw(loss: Path, expert_load: Path, trainer: Trainer, baselines: dict[str, f
 
 def run(options: argparse.Namespace, command: list[str]) -> int:
     """Do what the options say and return the exit status."""
+    with watch_ranks(ranks.PATIENCE.total_seconds()):
+        return pretrain(options, command)
+
+
+def pretrain(options: argparse.Namespace, command: list[str]) -> int:
+    """Train and report."""
     with ranks.agreed():
         corpus = load_corpus(options.data, options.sequence_length)
     print(f"Text: {corpus.description}")
@@ -170,6 +182,7 @@ def run(options: argparse.Namespace, command: list[str]) -> int:
     return 0
 
 
+@record  # what a rank raises, torchrun reports
 def main() -> int:
     """Run the command line."""
     with ranks.joined():

@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from maxmoe.models import Decoder, DecoderConfig
-from maxmoe.parallel import parallelize, token_group, token_sharding
+from maxmoe.parallel import Dispatch, parallelize, token_group, token_sharding
 from maxmoe.planning import estimate
 from maxmoe.sharding import LogicalRules, Mesh, check_used, parse_mesh
 from pretraining import InputError
 
 GIB = 2**30
-PATIENCE = timedelta(seconds=5)  # with ranks that do not come to the end
+TIMEOUT = timedelta(minutes=10)  # of every collective
+PATIENCE = timedelta(seconds=5)  # with ranks that do not come to the end, or give no sign of life
 
 
 @contextmanager
@@ -29,7 +30,7 @@ def joined() -> Iterator[None]:
         yield
         return
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it has advice on the order of gathers
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=TIMEOUT)
     try:
         with ExitStack() as silence:
             if not is_first():
@@ -37,9 +38,9 @@ def joined() -> Iterator[None]:
                 silence.enter_context(redirect_stdout(nowhere))
                 silence.enter_context(redirect_stderr(nowhere))
             yield
-    finally:
         with suppress(RuntimeError):  # torchrun ends all ranks when the first one ends with an error
             dist.monitored_barrier(timeout=PATIENCE)
+    finally:
         dist.destroy_process_group()
 
 
@@ -95,7 +96,7 @@ class Split:
     def __init__(self, mesh: str, rules: str, batch_shape: tuple[int, int]) -> None:
         try:
             sizes, self.rules = parse_mesh(mesh), LogicalRules.load(rules)
-            self.mesh = Mesh(sizes) if dist.is_initialized() else Mesh.planned(sizes, world_size=1)
+            self.mesh = Mesh(sizes, timeout=TIMEOUT) if dist.is_initialized() else Mesh.planned(sizes, world_size=1)
             check_used(self.mesh, self.rules)
             self.batch_shape = batch_shape
             self.batch = token_sharding(self.mesh, self.rules)
@@ -118,6 +119,8 @@ class Split:
 
         try:
             first, second = needed(1), needed(2)  # every further one needs as much more as the second
+        except ValueError:  # parallelize refuses it, with more to say
+            return
         except RuntimeError as error:  # torch counts bytes with 64 bits
             raise InputError(f"the model is too large: {error}") from error
         needed_here = (first + (config.num_layers - 1) * (second - first)) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -128,10 +131,13 @@ class Split:
                 f"{memory / GIB:,.1f}: try a smaller model or --batch-size"
             )
 
-    def parallelize(self, model: Decoder) -> None:
+    def parallelize(self, model: Decoder, dispatch: Dispatch, num_chunks: int) -> None:
         """Leave this rank's part of the parameters, and let the model run on this rank's part of a batch."""
         if dist.is_initialized():
-            parallelize(model, self.mesh, self.rules)
+            try:
+                parallelize(model, self.mesh, self.rules, dispatch=dispatch, num_chunks=num_chunks)
+            except ValueError as error:
+                raise InputError(f"--dispatch {dispatch} --num-chunks {num_chunks}: {error}") from error
 
     def part(self, batch: Tensor) -> Tensor:
         """Take this rank's part of a batch ``(B, S)``."""

@@ -128,7 +128,7 @@ class Trainer:
         self.split = Split(options.mesh, options.rules, (options.batch_size, options.sequence_length))
         self.split.check_memory(decoder_config(options))
         self.model = build_model(options)
-        self.split.parallelize(self.model)
+        self.split.parallelize(self.model, options.dispatch, options.num_chunks)
         self.optimizer = build_optimizer(self.model, options.learning_rate)
         self.sequences = TrainingSequences(
             corpus.training,
@@ -219,7 +219,7 @@ class Trainer:
 
     def configuration(self) -> dict[str, Any]:
         """What must not change between a run and its continuation."""
-        free = ("data", "out", "resume", "steps", "eval_every", "save_every", "mesh", "rules")
+        free = ("data", "out", "resume", "steps", "eval_every", "save_every", "mesh", "rules", "dispatch", "num_chunks")
         chosen = {name: value for name, value in vars(self.options).items() if name not in free}
         return {**chosen, "data": self.corpus.fingerprint}
 

@@ -3,6 +3,8 @@
 from maxmoe.nn.declaration import Declaration, LogicalNames, ResidualStream, SavedTensor
 from maxmoe.nn.tokens import TokenGroup
 from maxmoe.parallel.clip_grad_norm import clip_grad_norm_
+from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.failures import RankError, watch_ranks
 from maxmoe.parallel.initialization import reset_parameters
 from maxmoe.parallel.parallelize import parallelize
 from maxmoe.parallel.parameter_sharding import ParameterSharding, logical_names, parameter_shardings
@@ -12,10 +14,12 @@ from maxmoe.parallel.tokens import token_group, token_sharding
 
 __all__ = [
     "Declaration",
+    "Dispatch",
     "LogicalNames",
     "ParameterPlan",
     "ParameterSharding",
     "Plan",
+    "RankError",
     "ResidualStream",
     "SavedTensor",
     "TokenGroup",
@@ -27,4 +31,5 @@ __all__ = [
     "shard_parameters",
     "token_group",
     "token_sharding",
+    "watch_ranks",
 ]

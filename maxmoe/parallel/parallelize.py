@@ -69,11 +69,16 @@ def parallelize(
     Raises:
         ValueError: as `shard_parameters`; for another dispatch or num_chunks; for a MoE layer with adapters around its
             parts; if the axes of the experts do not divide them; if the rules shard sequences that a layer needs whole;
-            if modules, their parameters, the rules, dispatch or num_chunks differ between ranks.
+            on every rank, if meshes, modules, their parameters, rules, dispatch or num_chunks differ between ranks.
     """
     rules = LogicalRules.load(rules)
     _check_adapters(module)
-    facts = {"dispatch": repr(dispatch), "num_chunks": repr(num_chunks), **_facts(module, rules)}
+    facts = {
+        "the mesh": repr(mesh),
+        "dispatch": repr(dispatch),
+        "num_chunks": repr(num_chunks),
+        **_facts(module, rules),
+    }
     check_ranks_agree(facts, mesh.device_mesh.device_type)
     plan = Plan(module, mesh, rules, strict=strict, allow_unused=allow_unused, dispatch=dispatch)
     _check_whole_sequences(plan)

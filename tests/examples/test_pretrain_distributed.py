@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import redirect_stdout
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,7 +25,8 @@ from support.run_ranks import run_ranks as run_ranks_in_time
 SHORT = ("--batch-size", "4", "--sequence-length", "32", "--steps", "5", "--eval-every", "5")
 STRIDED = ("--mesh", "fsdp=2,expert=-1", "--rules", "shard-exp-on-fsdp")
 TENSOR_PARALLEL = ("--mesh", "data=2,expert=2", "--rules", "ep-tp")
-CUT_SEQUENCES = ("--mesh", "expert=2", "--rules", "ep-as-cp")
+CUT_SEQUENCES = ("--mesh", "expert=2", "--rules", "ep-as-cp", "--dispatch", "ring_of_experts")
+CHUNKED = ("--mesh", "expert=2", "--rules", "ep-as-dp", "--num-chunks", "3", "--dispatch", "ragged_all_to_all")
 
 
 run_ranks = partial(run_ranks_in_time, timeout=60, deadline=180)  # pictures and checkpoints, on a busy machine
@@ -51,16 +53,18 @@ def assert_close(one: dict[str, Any], other: dict[str, Any]) -> None:
 # The same numbers
 
 
-@pytest.mark.parametrize("arguments", [STRIDED, TENSOR_PARALLEL, CUT_SEQUENCES], ids=lambda words: words[-1])
+@pytest.mark.parametrize("arguments", [STRIDED, TENSOR_PARALLEL, CUT_SEQUENCES, CHUNKED], ids=lambda words: words[-1])
 def test_ranks_compute_what_one_process_computes(text: Path, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     alone = printed(text, tmp_path / "alone")
-    world_size = 2 if arguments is CUT_SEQUENCES else 4
+    world_size = 2 if "expert=2" in arguments else 4
     together = run_ranks(printed, world_size, text, tmp_path / "together", *arguments)
     assert together == [alone] * world_size  # the sample too
     assert_close(saved(tmp_path / "alone"), saved(tmp_path / "together"))
 
 
-def test_a_stopped_run_goes_on_with_any_mesh(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_run_goes_on_with_any_mesh_and_dispatch(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only the last rank gets the signal, and all stop after the same step."""
 
     def part(step: int | None, *arguments: str) -> int:
@@ -74,6 +78,7 @@ def test_a_stopped_run_goes_on_with_any_mesh(text: Path, tmp_path: Path, monkeyp
     assert part(1) == 143
     assert run_ranks(part, 4, 2, *STRIDED, "--resume") == [143] * 4
     assert run_ranks(part, 2, 3, *CUT_SEQUENCES, "--resume") == [143] * 2
+    assert run_ranks(part, 2, 4, *CHUNKED, "--resume") == [143] * 2
     assert part(None, "--resume") == 0
     assert_close(saved(tmp_path / "whole"), saved(tmp_path / "out"))
 
@@ -101,6 +106,7 @@ def test_bad_input_is_named_on_all_ranks_alike(text: Path, tmp_path: Path) -> No
         "--rules best.yaml": "No such file or directory: 'best.yaml'",
         "--batch-size 3": "--batch-size 3 is not divisible by fsdp=2",
         "--mesh expert=2 --rules ep-as-cp --sequence-length 15": "--sequence-length 15 is not divisible by expert=2",
+        "--num-experts 5 --mesh expert=2 --rules ep-as-dp": "num_experts must divide over .*: 5 is not divisible by 2",
         "--top-k 5": "top_k .* must not exceed num_experts",
         "--resume": "nothing to resume",
     }
@@ -145,20 +151,64 @@ def test_what_fails_on_one_rank_fails_on_all(
 
 def test_a_killed_rank_ends_the_others(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     after_step(monkeypatch, 2, lambda: dist.get_rank() == 1 and os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(pretrain.ranks, "PATIENCE", timedelta(seconds=1))
     with pytest.raises(RuntimeError) as error:
         run_ranks(run, 2, text, tmp_path / "out", *SHORT)
     message = "rank 1 of 2 failed first:\nit died: exit code -9\n\nranks that failed too: [0]"
     assert str(error.value).startswith(message)  # none hung
 
 
-def torchrun(text: Path, out: Path, *arguments: str) -> subprocess.Popen[str]:
+def torchrun(text: Path, out: Path, *arguments: str, script: Path = EXAMPLES / "pretrain.py") -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.Popen(
-        [*command, str(EXAMPLES / "pretrain.py"), *TINY, "--data", str(text), "--out", str(out), *arguments],
+        [*command, str(script), *TINY, "--data", str(text), "--out", str(out), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), str(EXAMPLES.parent)])},
     )
+
+
+FAILING_STEP = """
+import os, signal, sys, pretrain
+
+train_step = pretrain.Trainer.train_step
+
+def failing_step(trainer):
+    if trainer.step == 3 and os.environ["RANK"] == "1":
+        {failure}
+    return train_step(trainer)
+
+pretrain.Trainer.train_step = failing_step
+sys.exit(pretrain.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("failure", "other_rank", "cause"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "died or hangs: no sign of life for 5 s, last seen at", "Signal 9"),
+        ("raise KeyError('no such word')", "failed first: KeyError: 'no such word'", "KeyError: 'no such word'"),
+    ],
+    ids=["dies", "raises"],
+)
+def test_torchrun_names_the_rank_that_failed(
+    text: Path, tmp_path: Path, failure: str, other_rank: str, cause: str
+) -> None:
+    """The checkpoint before goes on, on another mesh and with another strategy."""
+    script, options = tmp_path / "failing.py", [*SHORT, "--save-every", "2"]
+    script.write_text(FAILING_STEP.format(failure=failure))
+    process = torchrun(text, tmp_path / "out", *options, *CUT_SEQUENCES, script=script)
+    _, errors = process.communicate(timeout=120)
+    summary = errors.partition("Root Cause")[2]
+    assert process.returncode == 1
+    assert f"RankError: rank 1 of 2 {other_rank}" in errors
+    assert re.search(r"rank +: 1 \(local_rank: 1\)", summary) and cause in summary
+    assert len(saved(tmp_path / "out")["training"]) == 2
+
+    assert run(text, tmp_path / "whole", *SHORT) == 0
+    assert run_ranks(run, 2, text, tmp_path / "out", *SHORT, *CHUNKED, "--resume") == [0, 0]
+    assert_close(saved(tmp_path / "whole"), saved(tmp_path / "out"))
 
 
 def test_one_rank_says_what_is_wrong(text: Path, tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from maxmoe import MoE, MoEConfig, parallelize
+from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.sharding import LogicalRules, Mesh
 from support.run_ranks import run_ranks
 
@@ -68,3 +70,51 @@ def test_a_buffer_that_one_rank_lacks() -> None:
 
     first, _ = run_ranks(check, 2)
     assert first.startswith("the ranks must agree on extra: rank 0 has nothing, rank 1 has shape ()")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dispatch": "ring_of_experts"}, "dispatch: rank 0 has 'auto', rank 1 has 'ring_of_experts'"),
+        ({"num_chunks": 2}, "num_chunks: rank 0 has 1, rank 1 has 2"),
+        ({"mesh": {"expert": 2}}, r"the mesh: rank 0 has Mesh\(fsdp=2\), rank 1 has Mesh\(expert=2\)"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_other_arguments(options: dict[str, Any], message: str) -> None:
+    def check() -> str:
+        meshes = {str(sizes): Mesh(sizes) for sizes in ({"fsdp": 2}, {"expert": 2})}
+        given = {"mesh": {"fsdp": 2}, **(options if dist.get_rank() == 1 else {})}
+        mesh = meshes[str(given.pop("mesh"))]
+        with pytest.raises(ValueError, match=f"^the ranks must agree on {message}$") as caught:
+            parallelize(MoE(MoEConfig(**SIZES)), mesh, "shard-exp-on-fsdp", **given)
+        return str(caught.value)
+
+    first, second = run_ranks(check, 2)
+    assert first == second
+
+
+def test_experts_that_an_axis_does_not_divide() -> None:
+    moe = MoEConfig(**{**SIZES, "num_experts": 6})
+    decoder = DecoderConfig(vocab_size=16, hidden_size=8, num_layers=1, num_heads=2, moe=moe, max_sequence_length=8)
+    strategies: list[tuple[str, Any]] = [
+        ("ep-as-dp", "ring_of_experts"),
+        ("ep-as-dp", "ragged_all_to_all"),
+        ("ep-tp", "auto"),
+    ]
+
+    def check() -> list[str]:
+        mesh = Mesh({"expert": 4})
+        return [
+            message_of(lambda: parallelize(module, mesh, rules, dispatch=dispatch))  # noqa: B023  called at once
+            for rules, dispatch in strategies
+            for module in (MoE(moe), Decoder(decoder))
+        ]
+
+    first, *others = run_ranks(check, 4)
+    assert others == [first] * 3
+    for message, path in zip(first, ["the layer", "blocks.0.feed_forward"] * 3, strict=True):
+        reason = (
+            "num_experts must divide over the axes ('expert',) of the rule 'activation_exp': 6 is not divisible by 4"
+        )
+        assert message.startswith(f"{path}: {reason}; ")

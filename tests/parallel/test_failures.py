@@ -1,0 +1,179 @@
+"""A rank that dies, hangs or raises: the others name it, in every strategy, in the forward and in the backward."""
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from maxmoe import MoE, MoEConfig, parallelize
+from maxmoe.parallel import watch_ranks
+from maxmoe.parallel.failures import STORE_IS_GONE, Records, first_line, is_lost_connection
+from maxmoe.sharding import Mesh
+from support.run_ranks import run_ranks
+
+TIMEOUT, PATIENCE = 3.0, 1.5
+ENOUGH = 60.0  # for every collective on a busy machine
+SLACK = 5.0  # of a busy machine
+STRATEGIES: dict[str, tuple[dict[str, int], str, Any]] = {
+    "ring_of_experts": ({"fsdp": 2, "expert": 2}, "ep-as-dp", "ring_of_experts"),
+    "ragged_all_to_all": ({"expert": 4}, "ep-as-dp", "ragged_all_to_all"),
+    "ep-tp": ({"data": 2, "expert": 2}, "ep-tp", "auto"),
+}
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang() -> None:
+    time.sleep(1000)
+
+
+def complain() -> None:
+    raise ValueError("no such token")
+
+
+FAILURES = [
+    (die, 0.0, "rank 2 of 4 died or hangs: no sign of life for 1.5 s, last seen at /.* in .*"),
+    (hang, TIMEOUT, r"rank 2 of 4 hangs at /.*/test_failures.py:\d+ in hang"),
+    (complain, 0.0, "rank 2 of 4 failed first: ValueError: no such token"),
+]
+
+
+def fail_in_forward(layer: MoE, fail: Callable[[], None]) -> None:
+    """Between the way of the tokens to the experts and the way back."""
+    layer.experts.register_forward_pre_hook(lambda *_: fail())
+
+
+def fail_in_backward(layer: MoE, fail: Callable[[], None]) -> None:
+    def hook(module: object, arguments: object, outputs: Tensor) -> None:
+        outputs.register_hook(lambda _: fail())
+
+    layer.experts.register_forward_hook(hook)
+
+
+def outcomes(
+    folder: Path, train: Callable[[], None], world_size: int = 4, timeout: float = ENOUGH
+) -> dict[int, tuple[float, str]]:
+    """Run a training loop on all ranks; return after how many seconds which of them raised what."""
+
+    def watched() -> None:
+        begin = time.monotonic()
+        try:
+            with watch_ranks(PATIENCE):
+                train()
+        except Exception as error:
+            (folder / str(dist.get_rank())).write_text(f"{time.monotonic() - begin} {type(error).__name__}: {error}")
+            raise
+
+    with pytest.raises(RuntimeError, match="failed first"):
+        run_ranks(watched, world_size, timeout=timeout)
+    lines = {int(path.name): path.read_text().partition(" ") for path in folder.iterdir()}
+    return {rank: (float(seconds), message) for rank, (seconds, _, message) in lines.items()}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("place", [fail_in_forward, fail_in_backward], ids=["forward", "backward"])
+@pytest.mark.parametrize(("fail", "delay", "message"), FAILURES, ids=["dies", "hangs", "raises"])
+def test_the_others_name_the_rank(
+    tmp_path: Path, strategy: str, place: Callable[..., None], fail: Callable[[], None], delay: float, message: str
+) -> None:
+    sizes, rules, dispatch = STRATEGIES[strategy]
+
+    def train() -> None:
+        mesh = Mesh(sizes, timeout=timedelta(seconds=TIMEOUT))
+        config = MoEConfig(hidden_size=8, intermediate_size=4, num_experts=4, top_k=2)
+        layer = parallelize(MoE(config), mesh, rules, dispatch=dispatch)
+        for step in range(3):
+            if step == 1 and dist.get_rank() == 2:
+                place(layer, fail)
+            output = layer(torch.randn(1, 6, 8, requires_grad=True))
+            (output.hidden_states.sum() + output.aux_loss).backward()
+
+    found = outcomes(tmp_path, train)
+    own = {2} if fail is complain else set()
+    assert found.keys() == {0, 1, 3} | own
+    for rank, (seconds, text) in found.items():
+        expected = "ValueError: no such token" if rank in own else rf"RankError: {message} \(rank {rank} saw: .*\)"
+        assert re.fullmatch(expected, text), text
+        assert seconds < delay + PATIENCE + SLACK
+
+
+def test_a_rank_that_stops_too_early(tmp_path: Path) -> None:
+    def train() -> None:
+        for _ in range(1 if dist.get_rank() == 1 else 2):
+            dist.all_reduce(torch.ones(2))
+
+    ((_, message),) = outcomes(tmp_path, train, 2, TIMEOUT).values()
+    assert message.startswith("RankError: rank 1 of 2 came to the end before the others (rank 0 saw: ")
+
+
+def test_ranks_that_wait_for_each_other(tmp_path: Path) -> None:
+    def train() -> None:
+        groups = [dist.new_group(timeout=timedelta(seconds=TIMEOUT)) for _ in range(2)]
+        dist.all_reduce(torch.ones(2), group=groups[dist.get_rank()])
+
+    for _, message in outcomes(tmp_path, train, 2).values():
+        assert message.startswith("RankError: no rank of 2 failed first: all waited until the timeout; it is")
+
+
+def test_a_rank_at_work_ends_after_the_failure_of_another(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def train() -> None:
+        dist.barrier()
+        hang() if dist.get_rank() == 0 else complain()
+
+    assert outcomes(tmp_path, train, 2).keys() == {1}
+    assert capfd.readouterr().err == "RankError: rank 1 of 2 failed first: ValueError: no such token\n"
+
+
+def test_an_error_of_all_ranks_stays_what_it_is(tmp_path: Path) -> None:
+    assert {message for _, message in outcomes(tmp_path, complain).values()} == {"ValueError: no such token"}
+
+
+def test_nothing_happens_where_nothing_fails() -> None:
+    def train() -> int:
+        for _ in range(2):
+            with watch_ranks(PATIENCE):
+                dist.all_reduce(torch.ones(2))
+                assert threading.active_count() == 2
+        return threading.active_count()
+
+    assert run_ranks(train, 2) == [1, 1]
+    with watch_ranks():  # without torch.distributed
+        assert "maxmoe.watch_ranks" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_what_is_a_lost_connection() -> None:
+    lost = RuntimeError("[/src/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:4")
+    wrapped = ValueError("cannot write the checkpoint")
+    wrapped.__cause__ = lost
+    assert (
+        is_lost_connection(lost) and is_lost_connection(wrapped) and is_lost_connection(dist.DistBackendError("NCCL"))
+    )
+    assert not is_lost_connection(RuntimeError("shapes cannot be multiplied")) and not is_lost_connection(KeyError("x"))
+    assert first_line(lost) == "Connection closed by peer [::1]:4"
+    assert (first_line(RuntimeError("[a] b\nc")), first_line(RuntimeError())) == ("[a] b", "RuntimeError")
+
+
+def test_the_process_with_the_store_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*arguments: object) -> None:
+        raise dist.DistNetworkError("Broken pipe")
+
+    def check() -> bool:
+        records = Records(PATIENCE)
+        for name in ("set", "check", "compare_set"):
+            monkeypatch.setattr(dist.PrefixStore, name, gone)
+        records.leave()
+        return records.find() == records.accuse([0], "died") == STORE_IS_GONE
+
+    assert run_ranks(lambda: check() and monkeypatch.undo() is None, 1) == [True]
