@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -108,19 +109,21 @@ class Split:
         except (OSError, ValueError) as error:
             raise InputError(f"--mesh {mesh} --rules {rules}: {error}") from error
 
-    def check_memory(self, config: DecoderConfig) -> None:
+    def check_memory(self, config: DecoderConfig, dispatch: Dispatch, num_chunks: int) -> None:
         """Raise an `InputError` if training such a model would take more memory than the machine has."""
-        batch = dict(zip(("batch_size", "sequence_length"), self.batch_shape, strict=True))
+        batch_size, length = self.batch_shape
+        step: dict[str, Any] = {"batch_size": batch_size, "sequence_length": length}
+        step |= {"dispatch": dispatch, "num_chunks": num_chunks}
 
         def needed(num_layers: int) -> int:
             with torch.device("meta"):
                 model = Decoder(replace(config, num_layers=num_layers))
-            return sum(estimate(model, self.mesh, self.rules, **batch).memory.values())
+            return sum(estimate(model, self.mesh, self.rules, **step).memory.values())
 
         try:
             first, second = needed(1), needed(2)  # every further one needs as much more as the second
-        except ValueError:  # parallelize refuses it, with more to say
-            return
+        except ValueError as error:
+            raise InputError(f"--dispatch {dispatch} --num-chunks {num_chunks}: {error}") from error
         except RuntimeError as error:  # torch counts bytes with 64 bits
             raise InputError(f"the model is too large: {error}") from error
         needed_here = (first + (config.num_layers - 1) * (second - first)) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -126,7 +126,7 @@ class Trainer:
         self.options = options
         self.corpus = corpus
         self.split = Split(options.mesh, options.rules, (options.batch_size, options.sequence_length))
-        self.split.check_memory(decoder_config(options))
+        self.split.check_memory(decoder_config(options), options.dispatch, options.num_chunks)
         self.model = build_model(options)
         self.split.parallelize(self.model, options.dispatch, options.num_chunks)
         self.optimizer = build_optimizer(self.model, options.learning_rate)

@@ -154,7 +154,7 @@ def strategies(layout: MeshRules) -> list[Dispatch]:
     (plan,) = Plan(decoder(), Mesh.planned(layout.sizes), LogicalRules.load(layout.rules)).dispatch_plans.values()
     if plan.token_axes:
         return ["ring_of_experts", "ragged_all_to_all", "gather_weights"]
-    return ["ring_of_experts", "gather_weights"] if plan.expert_axes else ["ring_of_experts"]
+    return ["ring_of_experts", "ragged_all_to_all", "gather_weights"] if plan.expert_axes else ["ring_of_experts"]
 
 
 def masks_of_sharded_sequences(layout: MeshRules) -> int:
