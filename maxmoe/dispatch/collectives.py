@@ -143,7 +143,8 @@ class ReduceScatter:
         """See `Transfer`."""
         num_ranks, count = len(self.counts), self.counts[self.group.rank()]
         result = rows.new_empty(count, *rows.shape[1:])
-        if len(set(self.counts)) == 1:
+        # The reduce-scatter of gloo is an all-reduce: it takes two to four times as long as an all-to-all and a sum.
+        if len(set(self.counts)) == 1 and dist.get_backend(self.group) != "gloo":
             work = reduce_scatter_single(result, rows, group=self.group, async_op=True) if rows.numel() else None
             return Started(result, work)
         received = rows.new_empty(num_ranks, count, *rows.shape[1:])
