@@ -52,7 +52,7 @@ class Started:
     Args:
         result: complete when `finish` has been called.
         work: of torch; None if nothing is communicated.
-        received: rows to be added up into `result`: one block for each rank; None if there is nothing to add.
+        received: ``(P, *result.shape)``, to be added up into `result`: of each rank; None if there is nothing to add.
     """
 
     result: Tensor
@@ -64,7 +64,7 @@ class Started:
         if self.work is not None:
             self.work.wait()
         if self.received is not None:
-            torch.sum(self.received.view(-1, *self.result.shape), 0, out=self.result)
+            torch.sum(self.received, 0, out=self.result)
         return self.result
 
 
@@ -113,7 +113,7 @@ class AllGather:
             return Started(result, work)
         # No all-gather takes parts of different sizes: the rows go to each rank by themselves, as many bytes.
         num_ranks = len(self.counts)
-        copies = rows.expand(num_ranks, *rows.shape).flatten(0, 1)
+        copies = torch.cat([rows] * num_ranks)
         work = _all_to_all(result, copies, self.counts, (rows.shape[0],) * num_ranks, self.group)
         return Started(result, work)
 
@@ -142,8 +142,9 @@ class ReduceScatter:
         if len(set(self.counts)) == 1:
             work = reduce_scatter_single(result, rows, group=self.group, async_op=True) if rows.numel() else None
             return Started(result, work)
-        received = rows.new_empty(num_ranks * count, *rows.shape[1:])
-        return Started(result, _all_to_all(received, rows, (count,) * num_ranks, self.counts, self.group), received)
+        received = rows.new_empty(num_ranks, *result.shape)
+        work = _all_to_all(received.flatten(0, 1), rows, (count,) * num_ranks, self.counts, self.group)
+        return Started(result, work, received)
 
     @property
     def transposed(self) -> AllGather:
