@@ -1,4 +1,4 @@
-"""Collectives over rows: each is the transpose of its backward, with any counts and dtypes, and starts before it waits."""
+"""Collectives over rows: each is the transpose of its backward, for any counts, and computing goes on meanwhile."""
 
 import itertools
 import re
