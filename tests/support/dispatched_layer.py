@@ -1,5 +1,6 @@
 """One step of a small MoE layer, in one process and in parts on a mesh, and their comparison."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import maxmoe
-from maxmoe import MoE, MoEConfig, presets
+from maxmoe import MoE, MoEConfig, MoEOutput, presets
 from maxmoe.nn import MoEStats
 from maxmoe.nn.replay import RoutingRecord
 from maxmoe.parallel import ParameterSharding
@@ -84,14 +85,14 @@ def make_batch(
     return Batch(x, cotangent, experts)
 
 
-def take_step(layer: MoE, batch: Batch) -> Outcome:
-    """Forward and backward, as a training loop does on every rank."""
+def take_step(layer: MoE, batch: Batch, forward: Callable[..., MoEOutput] | None = None) -> Outcome:
+    """Forward and backward, as a training loop does on every rank; `forward` is the layer in another guise."""
     layer.zero_grad()
     x = batch.x.detach().clone().requires_grad_()
     record = None if batch.experts is None else RoutingRecord({"": [batch.experts]})
     with nullcontext() if record is None else maxmoe.replay_routing(layer, record):
-        output = layer(x, batch.token_mask)
-    ((output.hidden_states * batch.cotangent).sum() + output.aux_loss).backward()
+        output = (layer if forward is None else forward)(x, batch.token_mask)
+        ((output.hidden_states * batch.cotangent).sum() + output.aux_loss).backward()
     gradients: dict[str, Any] = {"x": x.grad, **{name: value.grad for name, value in layer.named_parameters()}}
     return Outcome(output.hidden_states.detach(), output.aux_loss.detach(), output.stats, gradients)
 
@@ -102,8 +103,9 @@ def check_part(
     part: tuple[slice, ...],
     shardings: dict[str, ParameterSharding],
     tolerance: float = 1e-12,
+    terms: float = 0.0,
 ) -> None:
-    """Everything of this rank is its part of what one process has."""
+    """Everything of this rank is its part of what one process has; gradients on a scale of at least `terms`."""
     check_same(got.hidden_states, expected.hidden_states, expected.hidden_states[part], "hidden_states", tolerance)
     check_same(got.aux_loss, expected.aux_loss, expected.aux_loss, "aux_loss", tolerance)
     check_same(
@@ -116,15 +118,14 @@ def check_part(
     for name, whole in expected.gradients.items():
         gradient = got.gradients[name]
         if name == "x":
-            check_same(gradient, whole, whole[part], "gradient of x", tolerance)
+            check_same(gradient, whole, whole[part], "gradient of x", tolerance, terms)
             continue
         sharding = shardings[name].sharding
         assert isinstance(gradient, DTensor) and gradient.placements == sharding.placements, name
         cut = part_by_definition(whole, sharding.spec, sharding.mesh)
-        check_same(gradient.to_local(), whole, cut, f"gradient of {name}", tolerance)
+        check_same(gradient.to_local(), whole, cut, f"gradient of {name}", tolerance, terms)
 
 
-def check_same(got: Tensor, whole: Tensor, part: Tensor, name: str, tolerance: float) -> None:
-    assert_same(
-        got, part, name, scale=float(whole.detach().abs().max()) if whole.numel() else None, tolerance=tolerance
-    )
+def check_same(got: Tensor, whole: Tensor, part: Tensor, name: str, tolerance: float, terms: float = 0.0) -> None:
+    scale = max(terms, float(whole.detach().abs().max())) if whole.numel() else None
+    assert_same(got, part, name, scale=scale, tolerance=tolerance)
