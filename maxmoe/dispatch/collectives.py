@@ -200,7 +200,8 @@ class _Start(torch.autograd.Function):
     def forward(context: Any, rows: Tensor, flight: _Flight) -> Tensor:
         context.flight = flight
         flight.forward = flight.way.start(rows.contiguous())
-        return flight.forward.result
+        # Not the result itself, whose graph would lead back to it: a recomputation may stop before it waits.
+        return flight.forward.result.detach()
 
     @staticmethod
     @once_differentiable

@@ -1,5 +1,6 @@
 """Collectives over rows: each is the transpose of its backward, for any counts, and computing goes on meanwhile."""
 
+import gc
 import itertools
 import re
 from collections.abc import Callable, Sequence
@@ -143,6 +144,19 @@ def test_a_rank_computes_while_its_rows_travel(counts: tuple[int, int]) -> None:
         assert rows.grad is not None and rows.grad.eq(3).all()
 
     run_ranks(check, 2, timeout=10)
+
+
+def test_what_nobody_waits_for_is_freed() -> None:
+    """A recomputation of activation checkpointing stops when it has what the backward needs."""
+
+    def check() -> int:
+        pending = all_gather_rows(torch.ones(3, 7, requires_grad=True), (3, 3), dist.group.WORLD)
+        dist.barrier()
+        del pending
+        gc.collect()
+        return sum(type(found) is Tensor and found.shape == (6, 7) for found in gc.get_objects())
+
+    assert run_ranks(check, 2) == [0, 0]
 
 
 @pytest.mark.parametrize(
