@@ -117,7 +117,7 @@ class AllGather:
             return Started(result, work)
         # No all-gather takes parts of different sizes: the rows go to each rank by themselves, as many bytes.
         num_ranks = len(self.counts)
-        copies = rows.expand(num_ranks, *rows.shape).flatten(0, 1)
+        copies = torch.cat([rows] * num_ranks)
         work = _all_to_all(result, copies, self.counts, (rows.shape[0],) * num_ranks, self.group)
         return Started(result, work)
 
@@ -228,7 +228,8 @@ class _Start(torch.autograd.Function):
     def forward(context: Any, rows: Tensor, flight: _Flight) -> Tensor:
         context.flight = flight
         flight.forward = flight.way.start(rows.contiguous())
-        return flight.forward.result
+        # Not the result itself, whose graph would lead back to it: a recomputation may stop before it waits.
+        return flight.forward.result.detach()
 
     @staticmethod
     @once_differentiable

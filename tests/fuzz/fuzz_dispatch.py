@@ -1,0 +1,205 @@
+"""Compares steps of random layers on random meshes with those of one process.
+
+    python tests/fuzz/fuzz_dispatch.py --seconds 3600 --seed 1
+    python tests/fuzz/fuzz_dispatch.py --seed 1 --case 4711
+
+A case is one mesh with some steps. Strategies, chunks, configs, dtypes, loads, padding, numbers of sequences on every
+rank, replayed routing and activation checkpointing are drawn for each. Outputs, losses, statistics and all gradients
+must be those of one process. With a bounded buffer, whose drops depend on the ranks, only tokens are counted. The last
+step is taken again and again: no process group and no tensor may be left. A rank that hangs is reported.
+"""
+
+import gc
+import math
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+import maxmoe  # noqa: E402
+from fuzz import fuzz_layers, loop  # noqa: E402
+from maxmoe import MoE, MoEConfig  # noqa: E402
+from maxmoe.parallel import parallelize, parameter_shardings, token_sharding  # noqa: E402
+from maxmoe.sharding import LogicalRules, Mesh  # noqa: E402
+from support.dispatched_layer import Batch, Outcome, check_part, make_layer, take_step  # noqa: E402
+from support.run_ranks import run_ranks  # noqa: E402
+
+STEPS = 10  # of a case
+DTYPES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1}
+RULES = {
+    **{name: LogicalRules.load(name) for name in ("default", "ep-as-dp", "ep-as-cp", "cp-as-ep", "ep-tp", "pure-fsdp")},
+    **{name: LogicalRules.load(name) for name in ("pipeline-large-moe", "shard-exp-on-fsdp")},
+    # Tokens travel over `expert`; over `context` all ranks hold the same ones.
+    "cp-as-ep, replicated over context": LogicalRules.load("cp-as-ep").override([("activation_length", [])]),
+}
+AXES = ("data", "fsdp", "fsdp_transpose", "context", "tensor", "expert")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step, what one process makes of it, and which tokens each rank has if the rules do not say."""
+
+    config: MoEConfig
+    batch: Batch
+    expected: Outcome
+    options: dict[str, Any]
+    tolerance: float
+    checkpointing: str
+    sizes: tuple[int, ...] | None
+
+
+def draw_mesh(random: Random, rules: LogicalRules) -> dict[str, int]:
+    """Draw axes that the rules have, in any order; `expert` more often than others."""
+    axes = [axis for axis in AXES if any(axis in of_rule for _, of_rule in rules)]
+    num_ranks, sizes = random.choice([2, 4, 4, 4, 8]), {}
+    random.shuffle(axes)
+    if "expert" in axes and random.random() < 0.7:
+        axes.sort(key="expert".__ne__)
+    for axis in axes:
+        left = num_ranks // math.prod(sizes.values())
+        if left > 1:
+            sizes[axis] = random.choice([size for size in (2, 4, 8) if size <= left])
+    if math.prod(sizes.values()) != num_ranks:
+        return draw_mesh(random, rules)
+    order = list(sizes)
+    random.shuffle(order)
+    return {axis: sizes[axis] for axis in order}
+
+
+def draw_config(random: Random, num_parts: int, needs_sparse: bool) -> MoEConfig:
+    """Draw until the experts divide, and rounding is not blown up by a division by nearly zero."""
+    while True:
+        config = replace(fuzz_layers.draw_config(random), router="learned")
+        if config.num_experts % num_parts or (config.score_function, config.normalization) == ("identity", "sum"):
+            continue
+        return replace(config, implementation="sparse", capacity_factor=None) if needs_sparse else config
+
+
+def draw_options(random: Random, config: MoEConfig) -> dict[str, Any]:
+    has_capacity = config.capacity_factor is not None
+    strategies = ["ring_of_experts", "gather_weights", *([] if has_capacity else ["ragged_all_to_all", "auto"])]
+    return {"dispatch": random.choice(strategies), "num_chunks": 1 if has_capacity else random.choice([1, 1, 2, 3, 7])}
+
+
+def draw_experts(random: Random, config: MoEConfig, shape: tuple[int, int]) -> Tensor | None:
+    """Draw who goes where: mostly the router's choice, otherwise any experts, few of them, or none; no token twice."""
+    kind, top_k, num_experts = (
+        random.choice(["router", "router", "any", "few", "none"]),
+        config.top_k,
+        config.num_experts,
+    )
+    if kind == "router":
+        return None
+    scores = torch.rand(*shape, num_experts)
+    if kind == "few":
+        scores[..., random.randrange(num_experts)] += 1
+        experts = scores.argsort(-1, descending=True)[..., :top_k]
+        return experts.masked_fill(torch.arange(top_k) > 0, -1)
+    experts = scores.argsort(-1)[..., :top_k]
+    return experts.masked_fill(torch.rand(experts.shape) < (1.0 if kind == "none" else 0.1), -1)
+
+
+def draw_step(random: Random, mesh: Mesh, rules: LogicalRules) -> Step:
+    batch_axes, length_axes = token_sharding(mesh, rules).spec
+    num_parts = math.lcm(*(mesh.size(*axes) for name, axes in rules if name in ("exp", "activation_exp")))
+    config = draw_config(random, num_parts, needs_sparse=bool(length_axes))
+    sizes, num_sequences = None, mesh.size(*batch_axes) * random.choice([0, 1, 1, 2])
+    if mesh.size(*batch_axes) == mesh.num_ranks and random.random() < 0.6:
+        sizes = tuple(random.choice([0, 1, 1, 2, 5]) for _ in range(mesh.num_ranks))
+        num_sequences = sum(sizes)
+    shape = num_sequences, mesh.size(*length_axes) * random.choice([0, 1, 1, 2, 3])
+    dtype = random.choice([*DTYPES, torch.float64, torch.float64])
+    x, cotangent = torch.randn(2, *shape, config.hidden_size, dtype=torch.float64).to(dtype)
+    mask = torch.rand(shape) < random.choice([0.0, 0.7, 0.7]) if random.random() < 0.3 else None
+    batch = Batch(x, cotangent, draw_experts(random, config, shape), mask)
+    expected = take_step(make_layer(config, dtype), batch)
+    options, checkpointing = draw_options(random, config), random.choice(["no", "no", "all", "keep_routing"])
+    return Step(config, batch, expected, options, DTYPES[dtype], checkpointing, sizes)
+
+
+def forward_of(layer: MoE, checkpointing: str) -> Callable[..., Any]:
+    if checkpointing == "no":
+        return layer
+    if checkpointing == "all":
+        return partial(checkpoint, layer, use_reentrant=False)
+    return partial(checkpoint, layer, use_reentrant=False, context_fn=maxmoe.keep_routing)
+
+
+def run_step(step: Step, mesh: Mesh, rules: LogicalRules, repetitions: int) -> None:
+    """Compare this rank's part of a step; repeat it, and see what is left."""
+    layer = make_layer(step.config, step.batch.x.dtype)
+    shardings = parameter_shardings(layer, mesh, rules, allow_unused=True)
+    parallelize(layer, mesh, rules, allow_unused=True, **step.options)
+    if step.sizes is None:
+        part = token_sharding(mesh, rules).slices(step.batch.x.shape[:2])
+    else:
+        first = sum(step.sizes[: dist.get_rank()])
+        part = (slice(first, first + step.sizes[dist.get_rank()]),)
+    batch, forward = step.batch.part(part), forward_of(layer, step.checkpointing)
+    got = take_step(layer, batch, forward)
+    if step.config.buffer_factor is None:
+        # Terms of this size cancel in the gradient of weights that are scaled to sum one.
+        terms = 0.01 * max(fuzz_layers.largest(gradient) for gradient in step.expected.gradients.values())
+        check_part(got, step.expected, part, shardings, step.tolerance, terms)
+    else:
+        assert got.hidden_states.isfinite().all() and got.stats.dropped <= step.expected.stats.tokens_per_expert.sum()
+        assert got.stats.tokens_per_expert.equal(step.expected.stats.tokens_per_expert)
+    left = [remains(layer, batch, forward) for _ in range(repetitions)]
+    assert not left or any(before >= after for before, after in pairwise(left)), (
+        f"process groups, tensors and their bytes after each repetition: {left}"
+    )
+
+
+def remains(layer: MoE, batch: Batch, forward: Callable[..., Any]) -> tuple[int, int, int]:
+    """Take a step; return how many process groups and tensors there are then, and the bytes of these."""
+    take_step(layer, batch, forward)
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of modules that gc finds, whose classes are looked up
+        tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
+    return len(dist.distributed_c10d._world.pg_map), len(tensors), sum(map(Tensor.numel, tensors))
+
+
+def one_case(random: Random) -> str:
+    """Run the steps of one mesh, and name its rules."""
+    torch.manual_seed(random.getrandbits(60))
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "no rule for the logical name")
+    name = random.choice(list(RULES))
+    rules = RULES[name]
+    sizes = draw_mesh(random, rules)
+    steps = [draw_step(random, Mesh.planned(sizes), rules) for _ in range(STEPS)]
+
+    def check() -> None:
+        gc.freeze()  # what is there before the fork is not looked at
+        mesh = Mesh(sizes)
+        for index, step in enumerate(steps):
+            try:
+                run_step(step, mesh, rules, repetitions=4 if index == STEPS - 1 else 0)
+            except Exception as error:
+                what = f"{step.config} {step.options} {step.batch.x.dtype} {tuple(step.batch.x.shape)} {step.sizes}"
+                raise AssertionError(f"{what} checkpointing {step.checkpointing}: {error}") from error
+
+    try:
+        run_ranks(check, math.prod(sizes.values()), timeout=30.0)
+    except RuntimeError as error:
+        raise RuntimeError(f"{name} on {sizes}: {str(error)[-3000:]}") from error
+    return name
+
+
+if __name__ == "__main__":
+    sys.exit(loop.main(one_case, __doc__))

@@ -1,0 +1,30 @@
+"""A short run of `fuzz_dispatch.py`; the command line runs it for as long as one likes."""
+
+from random import Random
+
+import pytest
+
+from fuzz import fuzz_dispatch
+from fuzz.loop import fuzz
+from maxmoe.sharding import Mesh
+
+
+@pytest.mark.filterwarnings("ignore:no rule for the logical name")
+def test_steps_on_meshes_are_those_of_one_process() -> None:
+    outcomes = fuzz(fuzz_dispatch.one_case, seed=0, cases=range(8), seconds=15)
+    assert sum(outcomes.values()) > 0
+
+
+def test_everything_is_drawn() -> None:
+    random, drawn = Random(0), set()
+    for _ in range(60):
+        name = random.choice(list(fuzz_dispatch.RULES))
+        sizes = fuzz_dispatch.draw_mesh(random, fuzz_dispatch.RULES[name])
+        drawn |= {name, *sizes}
+        step = fuzz_dispatch.draw_step(random, Mesh.planned(sizes), fuzz_dispatch.RULES[name])
+        drawn |= {step.checkpointing, step.options["dispatch"], f"{step.options['num_chunks']} chunks"}
+        drawn |= {step.batch.x.dtype, "other numbers of sequences" if step.sizes else "equal numbers of sequences"}
+    expected = {*fuzz_dispatch.RULES, *fuzz_dispatch.AXES, *fuzz_dispatch.DTYPES, "no", "all", "keep_routing"}
+    expected |= {"ring_of_experts", "ragged_all_to_all", "auto", "gather_weights", "1 chunks", "7 chunks"}
+    expected |= {"other numbers of sequences", "equal numbers of sequences"}
+    assert drawn >= expected, expected - drawn

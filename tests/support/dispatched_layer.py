@@ -1,0 +1,131 @@
+"""One step of a small MoE layer, in one process and in parts on a mesh, and their comparison."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import maxmoe
+from maxmoe import MoE, MoEConfig, MoEOutput, presets
+from maxmoe.nn import MoEStats
+from maxmoe.nn.replay import RoutingRecord
+from maxmoe.parallel import ParameterSharding
+from support.parts import assert_same, part_by_definition
+
+NUM_EXPERTS = 16
+SIZES: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_experts": NUM_EXPERTS}
+LOSSES = {"load_balance_loss_weight": 0.3, "router_z_loss_weight": 0.1}
+FAMILIES = {
+    "mixtral": presets.mixtral(**SIZES, **LOSSES),
+    "deepseek_v3": presets.deepseek_v3(**SIZES, **LOSSES, top_k=3),
+    "gpt_oss": presets.gpt_oss(**SIZES, activation_limit=0.75),
+    "llama4": presets.llama4(**SIZES, **LOSSES),
+}
+LOADS = ("of the router", "even", "half of the experts without tokens", "all to one expert")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step makes of a batch; gradients by the names of the parameters, and of "x"."""
+
+    hidden_states: Tensor
+    aux_loss: Tensor
+    stats: MoEStats
+    gradients: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens ``(B, S, D)``, the gradient of their output; experts ``(B, S, K)`` where not the router chooses."""
+
+    x: Tensor
+    cotangent: Tensor
+    experts: Tensor | None = None
+    token_mask: Tensor | None = None
+
+    def part(self, part: tuple[slice, ...]) -> "Batch":
+        def cut(whole: Tensor | None) -> Tensor | None:
+            return None if whole is None else whole[part[:2]]
+
+        return Batch(self.x[part], self.cotangent[part], cut(self.experts), cut(self.token_mask))
+
+
+def make_layer(config: MoEConfig, dtype: torch.dtype = torch.float64) -> MoE:
+    """The same random values at every call, in all parameters and buffers."""
+    generator = torch.Generator().manual_seed(0)
+    layer = MoE(config, dtype=dtype)
+    with torch.no_grad():
+        for value in layer.state_dict().values():
+            value.copy_(0.5 * torch.randn(value.shape, generator=generator, dtype=torch.float64))
+    return layer
+
+
+def make_batch(
+    config: MoEConfig, load: str, shape: tuple[int, int] = (8, 8), dtype: torch.dtype = torch.float64
+) -> Batch:
+    """The same random values at every call."""
+    generator = torch.Generator().manual_seed(1)
+    x, cotangent = torch.randn(2, *shape, config.hidden_size, generator=generator, dtype=torch.float64).to(dtype)
+    slots = torch.arange(shape[0] * shape[1] * config.top_k).view(*shape, config.top_k)
+    match load:
+        case "of the router":
+            experts = None
+        case "even":
+            experts = slots % config.num_experts
+        case "half of the experts without tokens":
+            experts = slots % (config.num_experts // 2)
+        case "all to one expert":
+            experts = torch.where(slots % config.top_k == 0, 1, -1)
+        case _:
+            raise ValueError(load)
+    return Batch(x, cotangent, experts)
+
+
+def take_step(layer: MoE, batch: Batch, forward: Callable[..., MoEOutput] | None = None) -> Outcome:
+    """Forward and backward, as a training loop does on every rank; `forward` is the layer in another guise."""
+    layer.zero_grad()
+    x = batch.x.detach().clone().requires_grad_()
+    record = None if batch.experts is None else RoutingRecord({"": [batch.experts]})
+    with nullcontext() if record is None else maxmoe.replay_routing(layer, record):
+        output = (layer if forward is None else forward)(x, batch.token_mask)
+        ((output.hidden_states * batch.cotangent).sum() + output.aux_loss).backward()
+    gradients: dict[str, Any] = {"x": x.grad, **{name: value.grad for name, value in layer.named_parameters()}}
+    return Outcome(output.hidden_states.detach(), output.aux_loss.detach(), output.stats, gradients)
+
+
+def check_part(
+    got: Outcome,
+    expected: Outcome,
+    part: tuple[slice, ...],
+    shardings: dict[str, ParameterSharding],
+    tolerance: float = 1e-12,
+    terms: float = 0.0,
+) -> None:
+    """Everything of this rank is its part of what one process has; gradients on a scale of at least `terms`."""
+    check_same(got.hidden_states, expected.hidden_states, expected.hidden_states[part], "hidden_states", tolerance)
+    check_same(got.aux_loss, expected.aux_loss, expected.aux_loss, "aux_loss", tolerance)
+    check_same(
+        got.stats.router_entropy, expected.stats.router_entropy, expected.stats.router_entropy, "entropy", tolerance
+    )
+    for name in ("tokens_per_expert", "dropped"):
+        value, whole = getattr(got.stats, name), getattr(expected.stats, name)
+        assert value.equal(whole), f"{name}: {value.tolist()}, not {whole.tolist()}"
+    assert got.gradients.keys() == expected.gradients.keys()
+    for name, whole in expected.gradients.items():
+        gradient = got.gradients[name]
+        if name == "x":
+            check_same(gradient, whole, whole[part], "gradient of x", tolerance, terms)
+            continue
+        sharding = shardings[name].sharding
+        assert isinstance(gradient, DTensor) and gradient.placements == sharding.placements, name
+        cut = part_by_definition(whole, sharding.spec, sharding.mesh)
+        check_same(gradient.to_local(), whole, cut, f"gradient of {name}", tolerance, terms)
+
+
+def check_same(got: Tensor, whole: Tensor, part: Tensor, name: str, tolerance: float, terms: float = 0.0) -> None:
+    scale = max(terms, float(whole.detach().abs().max())) if whole.numel() else None
+    assert_same(got, part, name, scale=scale, tolerance=tolerance)
