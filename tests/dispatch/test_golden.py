@@ -80,7 +80,7 @@ def check(fixture: Fixture, layout: MeshRules, dispatch: Dispatch, **options: An
         else:
             gradient, cut = gradient.to_local(), part_by_definition(whole, shardings[name].sharding.spec, mesh)
         check_same(gradient, whole, cut, f"{dispatch} on {layout}: gradient of {name}", TOLERANCE)
-    assert got.gradients.keys() >= fixture.gradients.keys()  # fixtures of bounded buffers have those of x and the router
+    assert got.gradients.keys() >= fixture.gradients.keys()
     return int(got.stats.dropped)
 
 
