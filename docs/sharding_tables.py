@@ -87,7 +87,7 @@ def collectives() -> str:
     """The collectives in a step of a small decoder, on a mesh of all axes of the rules, as a table in Markdown."""
     lines = [
         "| preset | weights: all-gather over | their gradients: reduction over | keys and values: all-gather over "
-        "| partial outputs: all-reduce over | tokens travel to experts over |",
+        "| partial outputs: sum over | tokens travel to experts over |",
         "|---|---|---|---|---|---|",
     ]
     for preset in MESHES:

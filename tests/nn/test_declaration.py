@@ -27,9 +27,10 @@ def test_parts_of_a_dim_are_positive() -> None:
         Declaration(tensor_parallel_dims={"mlp": 0})
 
 
-def test_the_experts_are_a_gather_unit_and_the_layer_is_none() -> None:
+def test_experts_are_tensor_parallel_and_the_layer_gathers_nothing() -> None:
     layer = MoE(CONFIG)
-    assert declaration_of(layer.experts).gather_unit and not declaration_of(layer).gather_unit
+    assert declaration_of(layer.experts).tensor_parallel_dims == {"mlp_moe": 4}
+    assert not declaration_of(layer).gather_unit and not declaration_of(layer).tensor_parallel_dims
     assert layer.shared_experts is not None
     assert declaration_of(layer.shared_experts).tensor_parallel_dims == {"mlp": 8}
 
