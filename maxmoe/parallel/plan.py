@@ -171,7 +171,9 @@ class Plan:
         self.expert_axes[layer.routed_experts] = plan.expert_axes
         self.reduced_by_layer.add(layer.routed_experts)
         shared = layer.shared_experts
-        if shared is not None and set(self.tensor_parallel_axes[shared]) == set(plan.sum_axes):
+        of_shared = None if shared is None else set(self.tensor_parallel_axes[shared])
+        # One reduction for both, if both take the same part in it: of the input's gradient and of the output.
+        if shared is not None and of_shared == set(plan.partial_axes) == set(plan.sum_axes):
             self.reduced_by_layer.add(shared)
             plan = replace(plan, shared_is_partial=True)
         return plan

@@ -211,6 +211,21 @@ def test_ranks_with_other_numbers_of_sequences(layout: MeshRules, sizes: tuple[i
     run_ranks(check, 4)
 
 
+@pytest.mark.parametrize("intermediate_size", [8, 9])
+def test_shared_experts_in_parts_and_whole(intermediate_size: int) -> None:
+    """All ranks hold the same tokens: a shared expert of width 9 cannot be computed in two parts."""
+    layout = MeshRules("ep-tp", {"expert": 2})
+    config = replace(FAMILIES["deepseek_v3"], intermediate_size=intermediate_size, num_shared_experts=1)
+    cases = cases_of(config, LOADS[:1])
+
+    def check() -> None:
+        for dispatch in STRATEGIES:
+            with named(dispatch):
+                check_steps(layout, num_local_experts(dispatch, 2), config, dispatch, cases)
+
+    run_ranks(check, 2)
+
+
 def test_bfloat16_within_its_rounding() -> None:
     """Rows are rounded once more on their way, and sums over ranks in another order."""
     tolerance = 4 * torch.finfo(torch.bfloat16).eps
