@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from maxmoe.dispatch.collectives import all_gather_single
+from maxmoe.dispatch.transfer import all_gather_single
 from maxmoe.nn.recompute import KEPT_OPERATORS
 
 

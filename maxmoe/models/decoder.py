@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from maxmoe.models.attention import Attention
 from maxmoe.models.config import DecoderConfig
+from maxmoe.models.feed_forward import FeedForward
 from maxmoe.nn import (
     TOKEN_DIMS,
     Declaration,
@@ -58,40 +59,6 @@ def saved_by_norm(norm: nn.RMSNorm, batch: int, length: int) -> dict[str, SavedT
     names = (*TOKEN_DIMS, None)  # gathered, where the hidden dim of the residual stream is sharded
     shapes = {"input": len(norm.weight), "normalized": len(norm.weight), "factors": 1}
     return {name: SavedTensor((batch, length, width), names, wide) for name, width in shapes.items()}
-
-
-class FeedForward(nn.Module):
-    """SwiGLU: down_proj(silu(gate_proj(x)) * up_proj(x)); `options` are device and dtype."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int, **options: Any) -> None:
-        super().__init__()
-        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False, **options)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False, **options)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False, **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Transform each token by itself: ``(B, S, D)`` to ``(B, S, D)``."""
-        output: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return output
-
-    @property
-    def declaration(self) -> Declaration:
-        """See `Declaration`."""
-        return Declaration(
-            logical_names={
-                "gate_proj.weight": ("mlp", "embed"),
-                "up_proj.weight": ("mlp", "embed"),
-                "down_proj.weight": ("embed", "mlp"),
-            },
-            tensor_parallel_dims={"mlp": self.intermediate_size},
-            saved_tensors=self._saved_tensors,
-        )
-
-    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        inner = SavedTensor((batch, length, self.intermediate_size), (*TOKEN_DIMS, "activation_mlp"))
-        saved = dict.fromkeys(("gate", "up", "activated_gate", "product"), inner)
-        return {"input": SavedTensor((batch, length, self.hidden_size), (*TOKEN_DIMS, None)), **saved}
 
 
 class Block(nn.Module):
