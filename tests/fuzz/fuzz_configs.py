@@ -39,7 +39,7 @@ VALUES: list[Any] = [
 ]
 ARRAYS = (np.ndarray, torch.Tensor)  # no file has those
 SMALL = 64  # sizes that are computed
-BYTES = 2**26  # of memory for a case
+BYTES = 2**28  # of memory for a case, what it imports included
 
 
 def value_for(random: Random, default: Any) -> Any:
