@@ -129,6 +129,7 @@ def mean_over_tokens(
 
     Raises:
         ValueError: for a mask that is not bool or has another shape.
+        TypeError: for tokens that are no group.
     """
     if token_mask is not None:
         if token_mask.dtype != torch.bool or token_mask.shape != token_losses.shape:
@@ -138,6 +139,8 @@ def mean_over_tokens(
             )
         token_losses = token_losses.masked_fill(~token_mask, 0.0)
     total = token_losses.to(torch.promote_types(token_losses.dtype, torch.float32)).sum()
+    if not hasattr(tokens, "all_reduce_batch"):
+        raise TypeError(f"tokens must be maxmoe.parallel.token_group(mesh, rules), got {type(tokens).__name__}")
     everywhere = BatchAsSequence(tokens)
     if num_tokens is None:
         local = token_losses.numel() if token_mask is None else token_mask.sum()

@@ -151,8 +151,8 @@ def plan_dispatch(
     for drop in stacked.dropped:
         if drop.dim == 0 and drop.axis in of_activation:
             raise ValueError(
-                f"num_experts must divide over the axes {of_activation} of the rule 'activation_exp': {drop.reason}; "
-                "dispatch='gather_weights' runs any number"
+                f"num_experts must be divisible by the axes {of_activation} of the rule 'activation_exp': "
+                f"{drop.reason}; dispatch='gather_weights' takes any number"
             )
     of_weights = stacked.sharding.spec[0]
     axes = tuple(axis for axis in of_weights if axis in of_activation)
@@ -164,7 +164,10 @@ def plan_dispatch(
     if not axes:
         return DispatchPlan(layer.config, mesh, "gather_weights", "no axis of the mesh is one of 'activation_exp'")
     token_axes = tuple(axis for axis in axes if axis in (*tokens.batch_axes, *tokens.length_axes))
-    strategy, reason = (dispatch, "asked for") if dispatch != "auto" else _chosen(layer.config, mesh, token_axes)
+    strategy, reason = _chosen(layer.config, mesh, token_axes)
+    if dispatch != "auto":
+        reason = "asked for" if dispatch == strategy else f"asked for; auto takes {strategy}: {reason}"
+        strategy = dispatch
     if strategy == "ragged_all_to_all" and layer.config.capacity_factor is not None:
         raise ValueError("ragged_all_to_all sends rows, no sequences: capacity_factor needs dispatch='ring_of_experts'")
     return DispatchPlan(layer.config, mesh, strategy, reason, axes, token_axes)

@@ -11,6 +11,8 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -21,6 +23,8 @@ BEATS = 10  # signs of life within the patience
 LEFT = "left"
 # Its errors have no class of their own. Most begin with a place in its sources.
 OF_GLOO = ("/gloo/", "Application timeout caused pair closure", "monitoredBarrier")
+
+OF_LIBRARIES = rf"site-packages|^<|/lib/python3|^{re.escape(str(Path(__file__).parents[1]))}/"
 
 _uses = itertools.count()
 
@@ -65,7 +69,7 @@ def watch_ranks(patience: float = 10.0) -> Iterator[None]:
             records.accuse([records.rank], f"failed first: {type(error).__name__}: {error}")
             raise
         with sigterm_ignored():
-            failure = records.find()
+            failure = records.find(place_of([frame for frame, _ in traceback.walk_tb(error.__traceback__)]))
             watch.stop()
             if dist.is_torchelastic_launched():
                 time.sleep(HEAD_START)
@@ -96,6 +100,13 @@ def is_lost_connection(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def place_of(frames: list[FrameType]) -> str:
+    """Return the innermost place that is neither of a library nor of this package; the first frame is the outermost."""
+    own = [frame for frame in frames if not re.search(OF_LIBRARIES, frame.f_code.co_filename)]
+    frame = (own or frames)[-1]
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def first_line(error: BaseException) -> str:
@@ -156,10 +167,17 @@ class Records:
         recorded = self._get("failure")
         return Failure(*json.loads(recorded)) if recorded else None
 
-    def find(self) -> Failure:
-        """Return the failure on record, or find the ranks at fault after waiting for one."""
+    def find(self, place: str) -> Failure:
+        """Return the failure on record, or find the ranks at fault after waiting for one.
+
+        Args:
+            place: where this rank has lost the others.
+
+        Returns:
+            The failure.
+        """
         try:
-            self.store.set(f"lost/{self.rank}", "yes")
+            self.store.set(f"lost/{self.rank}", place)
             before, end = self._signs(), time.monotonic() + self.patience
             while time.monotonic() < end:
                 if failure := self.failure():
@@ -182,8 +200,11 @@ class Records:
         gone = [rank for rank in range(self.num_ranks) if now[rank] == LEFT]
         if gone:
             return gone, "came to the end before the others"
-        why = "it is too short, or they called different collectives (TORCH_DISTRIBUTED_DEBUG=DETAIL tells)"
-        return [], f"failed first: all waited until the timeout; {why}"
+        waited = "; ".join(f"rank {rank} at {self._get(f'lost/{rank}')}" for rank in range(self.num_ranks))
+        return [], (
+            f"failed first: all waited until the timeout. {waited}. Did one skip a backward, or run the model, a loss "
+            "or a checkpoint alone?"
+        )
 
     def _signs(self) -> list[str]:
         return [self._get(f"alive/{rank}") for rank in range(self.num_ranks)]
@@ -227,8 +248,8 @@ class Watch(threading.Thread):
         self.join(self.records.patience)
 
     def _place(self) -> str:
-        frame = sys._current_frames()[self.watched]
-        return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frames = traceback.walk_stack(sys._current_frames()[self.watched])
+        return place_of([frame for frame, _ in frames][::-1])
 
     def _exit(self, failure: Failure) -> None:
         """End the process, whose other thread can be in a call that nothing interrupts."""

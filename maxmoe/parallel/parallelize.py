@@ -1,11 +1,12 @@
 """Running a module on a mesh: every rank its own tokens, which travel to experts; other parameters are gathered."""
 
+import warnings
 from typing import Any
 
 from torch import nn
 
 from maxmoe.nn import Experts, MoE, Router, SharedExperts, run_experts
-from maxmoe.nn.declaration import declaration_of
+from maxmoe.nn.declaration import NOTHING, declaration_of
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.fsdp import fully_shard_blocks
 from maxmoe.parallel.parameter_hooks import ParameterHooks
@@ -34,9 +35,9 @@ def parallelize(
 
     Afterwards the module takes and returns plain tensors: the sequences that the axes of `activation_batch` give this
     rank, or the parts of them that those of `activation_length` give it; see `token_sharding`. Ranks that differ on
-    other axes hold the same tokens. Parameters and their gradients are DTensors. Each rank calls backward on the sum of
-    its token losses plus the auxiliary loss, which is global: the gradients are those of the sum over all tokens plus
-    the auxiliary loss, once.
+    other axes hold the same tokens. Parameters and their gradients are DTensors: make the optimizer afterwards. Each
+    rank calls backward on its part of the loss plus the auxiliary loss, which is global: the gradients are those of the
+    sum of the parts, and of the auxiliary loss once.
 
     Experts stay on the axes that the rules `exp` and `activation_exp` share, and tokens travel over those of them that
     shard the tokens, as `dispatch` says. All other parameters are gathered before the forward of their gather unit,
@@ -45,8 +46,8 @@ def parallelize(
     own part of the weights and all-reduce their output. Where the rules shard `activation_embed`, so is a
     `ResidualStream`. What modules declare for all this is in `Declaration`.
 
-    Use `maxmoe.mean_over_tokens` for the loss: a mean over the tokens of this rank alone, as under DDP and FSDP, gives
-    gradients too large by the number of ranks that hold different tokens.
+    Use ``maxmoe.mean_over_tokens(losses, tokens=token_group(mesh, rules))`` for the loss: a mean over the tokens of
+    this rank alone, as under DDP and FSDP, gives gradients too large by the number of ranks that hold other tokens.
 
     Compute losses from what modules return. Do not backpropagate from tensors captured by forward hooks: the gathered
     weights are freed.
@@ -67,10 +68,13 @@ def parallelize(
         The module.
 
     Raises:
+        TypeError: for a mesh that is none of `maxmoe.sharding`.
         ValueError: as `shard_parameters`; for another dispatch or num_chunks; for a MoE layer with adapters around its
             parts; if the axes of the experts do not divide them; if the rules shard sequences that a layer needs whole;
             on every rank, if meshes, modules, their parameters, rules, dispatch or num_chunks differ between ranks.
     """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a maxmoe.sharding.Mesh, got {type(mesh).__name__}")
     rules = LogicalRules.load(rules)
     _check_adapters(module)
     facts = {
@@ -138,8 +142,8 @@ def check_chunks(plan: Plan, num_chunks: int) -> None:
     Raises:
         ValueError: for less than one chunk, and for layers that need whole sequences.
     """
-    if num_chunks < 1:
-        raise ValueError(f"num_chunks must be positive, got {num_chunks}")
+    if not isinstance(num_chunks, int) or num_chunks < 1:
+        raise ValueError(f"num_chunks must be a positive int, got {num_chunks!r}")
     for path, dispatch_plan in plan.dispatch_plans.items():
         if num_chunks > 1 and dispatch_plan.config.capacity_factor is not None:
             raise ValueError(
@@ -152,5 +156,21 @@ def _check_whole_sequences(plan: Plan) -> None:
     for path, child in plan.modules.items():
         if plan.tokens.length_axes and declaration_of(child).needs_whole_sequences:
             raise ValueError(
-                f"{path or type(child).__name__} needs whole sequences, sharded here over {plan.tokens.length_axes}"
+                f"{path or type(child).__name__} needs whole sequences, sharded here over {plan.tokens.length_axes}: "
+                "choose rules that do not shard activation_length over them, such as 'ep-as-dp'"
             )
+    silent = {type(child).__name__: None for child in plan.modules.values() if _may_mix_tokens(child)}
+    if plan.tokens.length_axes and silent:
+        warnings.warn(
+            f"the rules shard sequences over {plan.tokens.length_axes}, and {', '.join(silent)} declare nothing: a "
+            "module that mixes the tokens of a sequence sees only this rank's part, and computes something else. See "
+            "needs_whole_sequences and uses_token_group in maxmoe.parallel.Declaration; an empty declaration says that "
+            "a module mixes none",
+            stacklevel=3,
+        )
+
+
+def _may_mix_tokens(module: nn.Module) -> bool:
+    """Whether nothing is known of a module: layers of torch without a declaration compute each token by itself."""
+    is_of_torch = type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.MultiheadAttention)
+    return declaration_of(module) is NOTHING and not is_of_torch

@@ -52,7 +52,7 @@ def distribute_parameters(module: nn.Module, shardings: Mapping[str, NamedShardi
     """
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
-            raise ValueError(f"{name} is a DTensor already, on {parameter.device_mesh}")
+            raise ValueError(f"{name} is a DTensor already, on {parameter.device_mesh}: a module is parallelized once")
     sharded = {
         parameter: nn.Parameter(_shard(parameter, shardings[name]), parameter.requires_grad)
         for name, parameter in module.named_parameters()

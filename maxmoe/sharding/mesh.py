@@ -37,10 +37,10 @@ class Mesh:
     def __init__(self, sizes: Mapping[str, int], *, device_type: str = "cpu", timeout: timedelta = TIMEOUT) -> None:
         if not dist.is_initialized():
             raise ValueError(
-                f"Mesh({dict(sizes)}) needs torch.distributed: call torch.distributed.init_process_group first, "
+                f"Mesh({sizes}) needs torch.distributed: call torch.distributed.init_process_group first, "
                 "in processes that torchrun started; Mesh.planned needs none"
             )
-        check_ranks_agree({"the sizes of the mesh": str(dict(sizes))}, device_type)
+        check_ranks_agree({"the sizes of the mesh": str(sizes)}, device_type)
         self.sizes = filled(sizes, dist.get_world_size())
         self.rank: int | None = dist.get_rank()
         self._timeout = timeout
@@ -173,6 +173,8 @@ def _joint_group(
 
 def filled(sizes: Mapping[str, int], world_size: int | None) -> dict[str, int]:
     """Check the sizes of a mesh and infer the one that is -1."""
+    if not isinstance(sizes, Mapping):
+        raise TypeError(f"the sizes of a mesh must be by axis, as {{'expert': 2}}, got {sizes!r}")
     for axis, size in sizes.items():
         if not axis or not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
             raise ValueError(f"the size of the mesh axis {axis!r} must be a positive int or -1, got {size!r}")

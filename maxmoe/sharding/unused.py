@@ -27,7 +27,10 @@ def check_used(mesh: Mesh, rules: LogicalRules, declared: Iterable[str] = ()) ->
     of_presets = {axis: None for _, axes in _preset_rules() for axis in axes}
     for axis in mesh.axes:
         if axis not in of_rules:
-            raise ValueError(f"no rule has the axis {axis!r} of {mesh}{nearest(axis, of_rules)}")
+            raise ValueError(
+                f"no rule has the axis {axis!r} of {mesh}{nearest(axis, of_rules)}; choose axes of the rules, other "
+                "rules, or allow_unused=True"
+            )
     own_names = {name: None for name, _ in rules if name not in _preset_rules().names}
     known_names = [*_preset_rules().names, *declared] if own_names else []
     for name in own_names:

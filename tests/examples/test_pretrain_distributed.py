@@ -106,7 +106,7 @@ def test_bad_input_is_named_on_all_ranks_alike(text: Path, tmp_path: Path) -> No
         "--rules best.yaml": "No such file or directory: 'best.yaml'",
         "--batch-size 3": "--batch-size 3 is not divisible by fsdp=2",
         "--mesh expert=2 --rules ep-as-cp --sequence-length 15": "--sequence-length 15 is not divisible by expert=2",
-        "--num-experts 5 --mesh expert=2 --rules ep-as-dp": "num_experts must divide over .*: 5 is not divisible by 2",
+        "--num-experts 5 --mesh expert=2 --rules ep-as-dp": "num_experts must be .*: 5 is not divisible by 2",
         "--top-k 5": "top_k .* must not exceed num_experts",
         "--resume": "nothing to resume",
     }

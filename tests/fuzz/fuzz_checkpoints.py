@@ -168,7 +168,9 @@ def replaced(path: Path, random: Random) -> None:
 def added(folder: Path, random: Random) -> None:
     """Add a file, under a name that something may read."""
     names = [".metadata", "__0_0.distcp", "training.pt", "x.safetensors", "\x1b[2J\n", "model.safetensors.index.json"]
-    (folder / random.choice(names)).write_bytes(poison(b"", random, []))
+    path = folder / random.choice(names)
+    if not path.is_dir():  # an earlier damage may have made a folder of that name
+        path.write_bytes(poison(b"", random, []))
 
 
 def exchanged(folder: Path, random: Random) -> None:

@@ -114,7 +114,5 @@ def test_experts_that_an_axis_does_not_divide() -> None:
     first, *others = run_ranks(check, 4)
     assert others == [first] * 3
     for message, path in zip(first, ["the layer", "blocks.0.feed_forward"] * 3, strict=True):
-        reason = (
-            "num_experts must divide over the axes ('expert',) of the rule 'activation_exp': 6 is not divisible by 4"
-        )
-        assert message.startswith(f"{path}: {reason}; ")
+        rule = "the axes ('expert',) of the rule 'activation_exp'"
+        assert message.startswith(f"{path}: num_experts must be divisible by {rule}: 6 is not divisible by 4; ")

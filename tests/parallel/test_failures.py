@@ -124,7 +124,7 @@ def test_ranks_that_wait_for_each_other(tmp_path: Path) -> None:
         dist.all_reduce(torch.ones(2), group=groups[dist.get_rank()])
 
     for _, message in outcomes(tmp_path, train, 2).values():
-        assert message.startswith("RankError: no rank of 2 failed first: all waited until the timeout; it is")
+        assert message.startswith("RankError: no rank of 2 failed first: all waited until the timeout. rank 0 at /")
 
 
 def test_a_rank_at_work_ends_after_the_failure_of_another(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

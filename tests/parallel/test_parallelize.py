@@ -225,7 +225,7 @@ def test_capacity_of_sequences_that_stay_whole() -> None:
 
 def test_capacity_of_sequences_that_are_cut_is_refused() -> None:
     config = replace(CONFIG, moe=replace(MOE, implementation="dense", capacity_factor=1.0))
-    message = "blocks.1.feed_forward needs whole sequences, sharded here over ('context',)"
+    message = "blocks.1.feed_forward needs whole sequences, sharded here over ('context',): choose"
     with fake_rank(0, 4):
         model = decoder(config)
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

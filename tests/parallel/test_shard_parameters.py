@@ -90,7 +90,9 @@ def test_what_is_sharded_already_stays_as_it_is() -> None:
         model = Outer()
         shard_parameters(model, mesh, RULES)
         before = dict(model.named_parameters())
-        assert error_of(shard_parameters, model, mesh, RULES) == f"scale is a DTensor already, on {mesh.device_mesh}"
+        assert error_of(shard_parameters, model, mesh, RULES) == (
+            f"scale is a DTensor already, on {mesh.device_mesh}: a module is parallelized once"
+        )
         model.extra = Inner()
         assert "is a DTensor already" in error_of(shard_parameters, model, mesh, RULES)
         assert not isinstance(model.extra.weight, DTensor)
