@@ -174,6 +174,6 @@ def test_the_process_with_the_store_is_gone(monkeypatch: pytest.MonkeyPatch) -> 
         for name in ("set", "check", "compare_set"):
             monkeypatch.setattr(dist.PrefixStore, name, gone)
         records.leave()
-        return records.find() == records.accuse([0], "died") == STORE_IS_GONE
+        return records.find("here") == records.accuse([0], "died") == STORE_IS_GONE
 
     assert run_ranks(lambda: check() and monkeypatch.undo() is None, 1) == [True]

@@ -21,11 +21,12 @@ from support.run_ranks import fake_rank
 
 Table = str | list[tuple[str, Any]]
 PRESET_AXES = {"data": 2, "stage": 2, "fsdp": 2, "fsdp_transpose": 2, "context": 2, "tensor": 2, "expert": 2}
+CHOICES = "; choose axes of the rules, other rules, or allow_unused=True"
 TYPOS: list[tuple[dict[str, int], Table, str]] = [
-    ({"fdsp": 2}, "default", "no rule has the axis 'fdsp' of Mesh(fdsp=2); the nearest are 'fsdp'; choose"),
-    ({"expp": 4}, "ep-tp", "no rule has the axis 'expp' of Mesh(expp=4); the nearest are 'expert'; choose"),
-    ({"node": 2}, "pure-fsdp", "no rule has the axis 'node' of Mesh(node=2); there are 'fsdp'; choose"),
-    ({"fsdp": 2}, [], "no rule has the axis 'fsdp' of Mesh(fsdp=2); there are none; choose"),
+    ({"fdsp": 2}, "default", "no rule has the axis 'fdsp' of Mesh(fdsp=2); the nearest are 'fsdp'" + CHOICES),
+    ({"expp": 4}, "ep-tp", "no rule has the axis 'expp' of Mesh(expp=4); the nearest are 'expert'" + CHOICES),
+    ({"node": 2}, "pure-fsdp", "no rule has the axis 'node' of Mesh(node=2); there are 'fsdp'" + CHOICES),
+    ({"fsdp": 2}, [], "no rule has the axis 'fsdp' of Mesh(fsdp=2); there are none" + CHOICES),
     (
         {"expert": 2},
         [("exp", "expert"), ("mpl_moe", None)],
