@@ -36,24 +36,4 @@ def _(counts: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
     return gathered, torch.empty_like(gathered, device="cpu")
 
 
-@torch.library.custom_op("maxmoe_dispatch::host_counts", mutates_args=())
-def host_counts(counts: Tensor) -> Tensor:
-    """Copy integers to the host; an operator for the same reason as `all_gather_counts`.
-
-    Args:
-        counts: integer, on any device.
-
-    Returns:
-        The same on the host.
-    """
-    return counts.to("cpu", copy=True)
-
-
-@host_counts.register_fake
-def _(counts: Tensor) -> Tensor:
-    return torch.empty_like(counts, device="cpu")
-
-
-KEPT_OPERATORS.update(
-    {torch.ops.maxmoe_dispatch.all_gather_counts.default, torch.ops.maxmoe_dispatch.host_counts.default}
-)
+KEPT_OPERATORS.add(torch.ops.maxmoe_dispatch.all_gather_counts.default)

@@ -27,6 +27,10 @@ class ExpertRanks:
     first_experts: tuple[int, ...]
     buffer_factor: float | None = None
 
+    def __deepcopy__(self, _memo: object) -> "ExpertRanks":
+        """Copies of a layer share the group, which cannot be copied."""
+        return self
+
     @property
     def size(self) -> int:
         """The number of ranks."""
@@ -46,10 +50,6 @@ class ExpertRanks:
         if self.first_experts != tuple(range(0, total, count)):
             experts = self._position_of_expert(experts.device)[experts]
         return ragged_plan(experts, self.size * count, num_rows=num_rows)
-
-    def max_rows(self, num_slots: int) -> int | None:
-        """Return how many rows a rank takes at most, of the slots of all tokens that go to these ranks."""
-        return None if self.buffer_factor is None else int(num_slots // self.size * self.buffer_factor)
 
     def _position_of_expert(self, device: torch.device) -> Tensor:
         """Return the place of each expert in the order of the ranks, -1 for one elsewhere, and at the end for none."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from maxmoe.dispatch.collectives import all_gather_replicated_rows, ragged_all_to_all
-from maxmoe.dispatch.counts import all_gather_counts, host_counts
+from maxmoe.dispatch.counts import all_gather_counts
 from maxmoe.dispatch.expert_ranks import ExpertRanks, without_last_rows
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Pending
 from maxmoe.nn.router import Assignment
@@ -103,7 +103,7 @@ class RaggedAllToAll:
         counts = torch.cat([plan.group_sizes, plan.group_sizes.new_tensor([num_slots])])
         gathered, host = all_gather_counts(counts, self.ranks.group.group_name)
         matrix = host[:, :-1].view(self.ranks.size, self.ranks.size, self.ranks.experts.count).sum(2)
-        max_rows = self.ranks.max_rows(int(host[:, -1].sum()))
+        max_rows = self.ranks.experts.max_rows(int(host[:, -1].sum()), self.ranks.buffer_factor)
         return gathered[:, :-1], splits_of(matrix, self.ranks.group.rank(), max_rows)
 
     def _expert_ids(self, counts: Tensor, receive: Sequence[int]) -> Tensor:
@@ -142,8 +142,8 @@ class RaggedAllGather:
     def dispatch(self, x: Tensor, assignment: Assignment, num_sequences: int) -> Pending[Dispatched]:
         """See `Dispatcher`."""
         plan = self.ranks.plan(assignment)
-        routed = host_counts(plan.group_sizes).view(self.ranks.size, -1).sum(1)
-        max_rows = self.ranks.max_rows(assignment.experts.numel())
+        routed = self._routed(plan)
+        max_rows = self.ranks.experts.max_rows(assignment.experts.numel(), self.ranks.buffer_factor)
         counts: list[int] = (routed if max_rows is None else routed.clamp_max(max_rows)).tolist()
         plan = without_last_rows(plan, routed.tolist(), counts)
         first = sum(counts[: self.ranks.group.rank()])
@@ -153,6 +153,19 @@ class RaggedAllGather:
         rows = ragged_gather(x, slots // plan.top_k)
         dispatched = self.local.dispatch(rows, Assignment(weights, ids), num_sequences)()
         return lambda: dispatched._replace(dropped=plan.dropped, state=ReplicatedState(dispatched, counts, plan))
+
+    def _routed(self, plan: RaggedPlan) -> Tensor:
+        """Count the rows of each rank, and check that all have routed alike: each knows the others' rows by its own."""
+        place = torch.arange(1, len(plan.slots) + 1, device=plan.slots.device)
+        checksum = (plan.slots * place).sum().view(1)  # wraps around, on all ranks alike
+        _, host = all_gather_counts(torch.cat([plan.group_sizes, checksum]), self.ranks.group.group_name)
+        if not host.eq(host[0]).all():
+            raise RuntimeError(
+                "ragged_all_to_all: ranks that hold the same tokens must route them alike, got other experts on some: "
+                "give them the same tokens and seeds"
+            )
+        routed: Tensor = host[0, :-1].view(self.ranks.size, -1).sum(1)
+        return routed
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
         """See `Dispatcher`."""

@@ -36,6 +36,10 @@ class RingOfExperts:
     group: dist.ProcessGroup
     needs_sequences: bool = False
 
+    def __deepcopy__(self, _memo: object) -> "RingOfExperts":
+        """Copies of a layer share the group, which cannot be copied."""
+        return self
+
     def dispatch(self, x: Tensor, assignment: Assignment, num_sequences: int) -> Pending[Dispatched]:
         """See `Dispatcher`."""
         counts, total_sequences = self._counts(x, num_sequences)
@@ -60,7 +64,7 @@ class RingOfExperts:
         """Return the tokens of every rank, and the sequences of all."""
         sizes = torch.tensor([x.shape[0], num_sequences], device=x.device)
         gathered: list[list[int]] = all_gather_counts(sizes, self.group.group_name)[1].tolist()
-        lengths = sorted({num_tokens // number for num_tokens, number in gathered if number})
+        lengths = sorted({num_tokens // number for num_tokens, number in gathered if num_tokens})
         if self.needs_sequences and len(lengths) > 1:
             raise ValueError(f"capacity_factor needs sequences of one length on all ranks, got {lengths}")
         return [num_tokens for num_tokens, _ in gathered], sum(number for _, number in gathered)

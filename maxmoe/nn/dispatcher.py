@@ -123,6 +123,18 @@ class LocalExperts:
         """Return those of a layer that one process runs."""
         return cls(0, config.num_experts, config.num_experts)
 
+    def max_rows(self, num_slots: int, factor: float | None) -> int | None:
+        """Return how many rows a process takes of the slots of some tokens.
+
+        Args:
+            num_slots: of the tokens, for experts anywhere.
+            factor: of the mean over the processes; None for no bound.
+
+        Returns:
+            The rows, None for all.
+        """
+        return None if factor is None else int(num_slots * self.count // self.total * factor)
+
     @property
     def are_all(self) -> bool:
         """Whether no expert is elsewhere."""
@@ -157,8 +169,8 @@ class LocalDispatcher:
         return lambda: combined
 
     def _plan(self, assignment: Assignment) -> RaggedPlan:
-        num_slots, factor = assignment.experts.numel(), self.config.buffer_factor
-        max_rows = None if factor is None else int(num_slots * self.experts.count // self.experts.total * factor)
+        num_slots = assignment.experts.numel()
+        max_rows = self.experts.max_rows(num_slots, self.config.buffer_factor)
         num_rows = None
         if assignment.is_complete and self.experts.are_all:
             num_rows = num_slots if max_rows is None else min(num_slots, max_rows)

@@ -47,6 +47,10 @@ class DispatchPlan:
     embed_axes: tuple[str, ...] = ()
     shared_is_partial: bool = False
 
+    def num_chunks(self, asked_for: int) -> int:
+        """Return the parts of the tokens: one where nothing travels while experts compute."""
+        return asked_for if self.token_axes or self.gathers_rows else 1
+
     @property
     def replicated_axes(self) -> tuple[str, ...]:
         """The axes over which the experts lie, and all ranks hold the same tokens."""
@@ -124,7 +128,15 @@ def check_dispatch(dispatch: str) -> None:
 
 
 def plan_dispatch(
-    layer: MoE, stacked: ParameterSharding, mesh: Mesh, rules: LogicalRules, tokens: ShardedTokens, dispatch: Dispatch
+    layer: MoE,
+    stacked: ParameterSharding,
+    mesh: Mesh,
+    rules: LogicalRules,
+    tokens: ShardedTokens,
+    dispatch: Dispatch,
+    *,
+    tensor_parallel_axes: tuple[str, ...] = (),
+    embed_axes: tuple[str, ...] = (),
 ) -> DispatchPlan:
     """Plan the dispatch of a layer.
 
@@ -138,15 +150,21 @@ def plan_dispatch(
         rules: the table.
         tokens: which axes shard the tokens.
         dispatch: the strategy, or "auto".
+        tensor_parallel_axes: of its experts.
+        embed_axes: that shard the residual stream which it adds to.
 
     Returns:
-        The plan, not yet with the axes of tensor parallelism.
+        The plan.
 
     Raises:
         ValueError: if an axis does not divide the experts, or the experts of a rank would not be neighbours.
     """
+    config = layer.config
+    local = DispatchPlan(
+        config, mesh, "gather_weights", "asked for", tensor_parallel_axes=tensor_parallel_axes, embed_axes=embed_axes
+    )
     if dispatch == "gather_weights":
-        return DispatchPlan(layer.config, mesh, dispatch, "asked for")
+        return local
     *_, of_activation = activation_spec(EXPERT_TOKEN_DIMS, mesh, rules)
     for drop in stacked.dropped:
         if drop.dim == 0 and drop.axis in of_activation:
@@ -162,29 +180,34 @@ def plan_dispatch(
             "the experts of a rank would not be neighbours"
         )
     if not axes:
-        return DispatchPlan(layer.config, mesh, "gather_weights", "no axis of the mesh is one of 'activation_exp'")
+        return replace(local, reason="no axis of the mesh is one of 'activation_exp'")
     token_axes = tuple(axis for axis in axes if axis in (*tokens.batch_axes, *tokens.length_axes))
-    strategy, reason = _chosen(layer.config, mesh, token_axes)
+    strategy, reason = _chosen(config, mesh, axes, token_axes, embed_axes)
     if dispatch != "auto":
         reason = "asked for" if dispatch == strategy else f"asked for; auto takes {strategy}: {reason}"
         strategy = dispatch
-    if strategy == "ragged_all_to_all" and layer.config.capacity_factor is not None:
+    if strategy == "ragged_all_to_all" and config.capacity_factor is not None:
         raise ValueError("ragged_all_to_all sends rows, no sequences: capacity_factor needs dispatch='ring_of_experts'")
-    return DispatchPlan(layer.config, mesh, strategy, reason, axes, token_axes)
+    return replace(local, strategy=strategy, reason=reason, expert_axes=axes, token_axes=token_axes)
 
 
-def _chosen(config: MoEConfig, mesh: Mesh, token_axes: tuple[str, ...]) -> tuple[Dispatch, str]:
-    """Choose by the bytes that a rank sends: 2(P-1)TD in a ring, 2K(P-1)TD/P in a ragged all-to-all."""
+def _chosen(
+    config: MoEConfig, mesh: Mesh, axes: tuple[str, ...], token_axes: tuple[str, ...], embed_axes: tuple[str, ...]
+) -> tuple[Dispatch, str]:
+    """Choose by the bytes that a rank sends: 2(P-1)TD in a ring, 2K(P-1)TD/P in a ragged all-to-all.
+
+    Where experts lie on axes without other tokens too, a rank sends only those of the K rows whose experts it meets.
+    """
     num_ranks = mesh.size(*token_axes)
     if config.implementation == "dense":
         return "ring_of_experts", "the dense implementation computes every token that comes"
     if not token_axes:
-        if config.top_k == 1:
+        if config.top_k == 1 and not config.num_shared_experts and not embed_axes:
             return (
                 "ragged_all_to_all",
                 "all ranks hold the same tokens: gathering one row of each is half an all-reduce",
             )
         return "ring_of_experts", "all ranks hold the same tokens: one all-reduce"
-    if config.top_k < num_ranks:
+    if config.top_k < mesh.size(*axes):
         return "ragged_all_to_all", f"top_k ({config.top_k}) rows of a token are fewer bytes than {num_ranks} copies"
     return "ring_of_experts", f"{num_ranks} copies of a token are no more bytes than top_k ({config.top_k}) rows"

@@ -59,7 +59,8 @@ def parallelize(
         dispatch: how tokens reach experts on other ranks. "ring_of_experts": every rank gets all tokens and computes
             those of its experts. "ragged_all_to_all": every rank gets the rows of its experts. "auto": the one of the
             two that moves fewer bytes. "gather_weights": tokens stay, every rank gathers all experts.
-        num_chunks: parts of the tokens of a MoE layer, of which one is communicated while another is computed.
+        num_chunks: parts of the tokens of a MoE layer, of which one is communicated while another is computed; where
+            nothing travels there is one. With `buffer_factor` each part has its bound.
         strict: see `parameter_shardings`.
         allow_unused: accept mesh axes that no rule has, and rules with names or axes that nothing else has; they have
             no effect, and most are typos.
@@ -81,6 +82,7 @@ def parallelize(
         "the mesh": repr(mesh),
         "dispatch": repr(dispatch),
         "num_chunks": repr(num_chunks),
+        "strict and allow_unused": repr((strict, allow_unused)),
         **_facts(module, rules),
     }
     check_ranks_agree(facts, mesh.device_mesh.device_type)
@@ -94,7 +96,7 @@ def parallelize(
     for path, dispatch_plan in plan.dispatch_plans.items():
         layer: Any = plan.modules[path]
         layer.dispatcher, layer.boundary = dispatch_plan.dispatcher(), dispatch_plan.boundary()
-        layer.num_chunks = num_chunks
+        layer.num_chunks = dispatch_plan.num_chunks(num_chunks)
         layer.run_experts = run_experts_not_compiled
     writers = {plan.modules[part.writer] for part in plan.residual_parts if part.writer is not None}
     for unit, names in plan.gather_units.items():

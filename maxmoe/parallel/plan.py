@@ -96,7 +96,7 @@ class Plan:
 
     Attributes:
         dispatch_plans: of the MoE layers, by path.
-        expert_axes: over which the experts of a module lie.
+        dispatch_of_experts: the same by the module of the routed experts.
         residual_parts: that read a sharded residual stream, and write to it.
         reduced_by_layer: tensor-parallel modules whose partial outputs are summed by the MoE layer around them.
 
@@ -127,7 +127,7 @@ class Plan:
             for unit, names in self.gather_units.items()
         }
         self.residual_parts = tuple(self._residual_parts(rules))
-        self.expert_axes: dict[nn.Module, tuple[str, ...]] = {}
+        self.dispatch_of_experts: dict[nn.Module, DispatchPlan] = {}
         self.reduced_by_layer: set[nn.Module] = set()
         self.dispatch_plans = {
             path: self._plan_dispatch(path, layer, shardings, rules, dispatch)
@@ -162,13 +162,18 @@ class Plan:
         routed = self.gather_units[layer.routed_experts]
         stacked = shardings[routed["up_proj"]]
         try:
-            plan = plan_dispatch(layer, stacked, self.mesh, rules, self.tokens, dispatch)
+            plan = plan_dispatch(
+                layer,
+                stacked,
+                self.mesh,
+                rules,
+                self.tokens,
+                dispatch,
+                tensor_parallel_axes=self.tensor_parallel_axes[layer.routed_experts],
+                embed_axes=next((part.axes for part in self.residual_parts if part.writer == path), ()),
+            )
         except ValueError as error:
             raise ValueError(f"{path or 'the layer'}: {error}") from None
-        embed_axes = next((part.axes for part in self.residual_parts if part.writer == path), ())
-        parallel = self.tensor_parallel_axes[layer.routed_experts]
-        plan = replace(plan, tensor_parallel_axes=parallel, embed_axes=embed_axes)
-        self.expert_axes[layer.routed_experts] = plan.expert_axes
         self.reduced_by_layer.add(layer.routed_experts)
         shared = layer.shared_experts
         of_shared = None if shared is None else set(self.tensor_parallel_axes[shared])
@@ -176,13 +181,14 @@ class Plan:
         if shared is not None and of_shared == set(plan.partial_axes) == set(plan.sum_axes):
             self.reduced_by_layer.add(shared)
             plan = replace(plan, shared_is_partial=True)
+        self.dispatch_of_experts[layer.routed_experts] = plan
         return plan
 
     def _plan_parameters(
         self, unit: nn.Module, shardings: Mapping[str, ParameterSharding], block: str
     ) -> Iterator[tuple[str, ParameterPlan]]:
         """Plan the parameters that a gather unit gathers."""
-        tensor_parallel, experts = self.tensor_parallel_axes[unit], self.expert_axes.get(unit, ())
+        tensor_parallel, experts = self.tensor_parallel_axes[unit], self.expert_axes(unit)
         for path, name in self.gather_units[unit].items():
             fsdp_axes = self.fsdp_managed.axes if name in self.fsdp_managed.dims else ()
             unsharded = shardings[name].sharding.without(*fsdp_axes)
@@ -205,6 +211,11 @@ class Plan:
                     fsdp_block=block if fsdp_axes else None,
                 ),
             )
+
+    def expert_axes(self, module: nn.Module) -> tuple[str, ...]:
+        """Return the axes over which the experts of a module lie; none for a module without experts."""
+        plan = self.dispatch_of_experts.get(module)
+        return () if plan is None else plan.expert_axes
 
     def recomputed_by(self, path: str) -> str | None:
         """Return the innermost module at or around a path that is recomputed in the backward; None without one."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
@@ -38,10 +39,7 @@ class TensorParallelHooks:
 
     @not_compiled
     def _enter(self, _module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        return (
-            tuple(self._input(argument) for argument in arguments),
-            {name: self._input(argument) for name, argument in options.items()},
-        )
+        return tree_map(self._input, (arguments, options))
 
     def _input(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():

@@ -131,11 +131,12 @@ def _axes(sharding: NamedSharding) -> set[str]:
     return {axis for axes in sharding.spec for axis in axes}
 
 
-def parameter_communication(parameter: ParameterPlan) -> Iterator[Redistribution]:
+def parameter_communication(parameter: ParameterPlan, num_calls: int = 1) -> Iterator[Redistribution]:
     """List the communication of a parameter and its gradient in a step.
 
     Args:
         parameter: of the plan.
+        num_calls: of its gather unit in a forward.
 
     Yields:
         That of its gather unit, then that of FSDP.
@@ -143,9 +144,10 @@ def parameter_communication(parameter: ParameterPlan) -> Iterator[Redistribution
     shape, block = parameter.parameter.shape, parameter.fsdp_block
     # Outside of blocks, the gather unit refills its parameters before FSDP has gathered them: see parameter_hooks.py.
     refill_source = parameter.stored if block == "" and parameter.is_gathered else parameter.unsharded
-    yield Redistribution(FORWARD, parameter.unsharded, parameter.used, shape)
-    yield Redistribution(BACKWARD, refill_source, parameter.used, shape)
-    yield Redistribution(GRADIENTS, parameter.grad_used, parameter.grad_unsharded, shape)
+    for _ in range(num_calls):
+        yield Redistribution(FORWARD, parameter.unsharded, parameter.used, shape)
+        yield Redistribution(BACKWARD, refill_source, parameter.used, shape)
+        yield Redistribution(GRADIENTS, parameter.grad_used, parameter.grad_unsharded, shape)
     if block is not None:
         yield Redistribution(FORWARD, parameter.stored, parameter.unsharded, shape, block)
         yield Redistribution(BACKWARD, parameter.stored, parameter.unsharded, shape, block)

@@ -37,9 +37,10 @@ def dispatch_communication(
     for path, dispatch_plan in plan.dispatch_plans.items():
         layer: Any = plan.modules[path]
         is_recomputed, dtype = plan.recomputed_by(path) is not None, weights_dtype(layer)
-        for index in range(num_chunks):
+        chunks = dispatch_plan.num_chunks(num_chunks)
+        for index in range(chunks):
             # The first chunks have one token more, as in `torch.tensor_split`.
-            of_chunk = num_tokens // num_chunks + (index < num_tokens % num_chunks)
+            of_chunk = num_tokens // chunks + (index < num_tokens % chunks)
             for rows in _rows(dispatch_plan, of_chunk, dtype):
                 for communication in rows.in_a_step(dispatch_plan, is_recomputed):
                     yield path, communication
@@ -81,6 +82,8 @@ def _rows(plan: DispatchPlan, num_tokens: int, weights: torch.dtype) -> Iterator
     """List the collectives of a dispatcher for some tokens of this rank."""
     if plan.gathers_rows:
         rows = (num_tokens * plan.config.top_k, plan.config.hidden_size)
+        counts = (plan.mesh.size(*plan.expert_axes), plan.config.num_experts + 1)
+        yield _Rows("counts", "all-gather", counts, torch.int64, has_gradient=False, is_kept=True)
         yield _Rows("outputs of experts", "all-gather", rows, has_gradient=False)
     if not plan.token_axes:
         return

@@ -108,7 +108,9 @@ def estimate(
     }
     communication: list[Communication] = []
     for parameter in parameters:
-        communication += parameter_communication(parameter)
+        # Routed experts are called, and gather what they gather, once for each chunk.
+        routed = plan.dispatch_of_experts.get(plan.modules[parameter.gather_unit])
+        communication += parameter_communication(parameter, 1 if routed is None else routed.num_chunks(num_chunks))
     communication += activation_communication(plan, batch_size, sequence_length)
     communication += (item for _, item in dispatch_communication(plan, batch_size, sequence_length, num_chunks))
     return Estimate(memory, traffic_of(communication, dtype))

@@ -59,7 +59,7 @@ def saved_tensors(
     num_tokens = math.prod(local_tokens(plan, batch_size, sequence_length))
     for path, dispatch_plan in plan.dispatch_plans.items():
         layer: Any = plan.modules[path]
-        for tensor in _saved_by_dispatch(dispatch_plan, layer, num_tokens, num_chunks):
+        for tensor in _saved_by_dispatch(dispatch_plan, layer, num_tokens, dispatch_plan.num_chunks(num_chunks)):
             yield path, tensor
 
 
@@ -105,7 +105,7 @@ def _local_shape(plan: Plan, module: nn.Module, tensor: SavedTensor) -> tuple[in
     if tensor.names[:num_dims] != EXPERT_TOKEN_DIMS:
         return tuple(local)
     # The rows of all tokens lie on the ranks of their experts: each axis of the tokens or of the experts divides them.
-    axes = {*plan.tokens.batch_axes, *plan.tokens.length_axes, *plan.expert_axes.get(module, ())}
+    axes = {*plan.tokens.batch_axes, *plan.tokens.length_axes, *plan.expert_axes(module)}
     return (math.prod(local[:num_dims]) // plan.mesh.size(*axes), *local[num_dims:])
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -182,6 +183,7 @@ class _RedistributeLocal(torch.autograd.Function):
         return _redistributed(local, source, target)
 
     @staticmethod
+    @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         return _redistributed(gradient, *context.shardings), None, None, None, None
 
@@ -201,6 +203,7 @@ class _RedistributeParameter(torch.autograd.Function):
         return _redistributed(parameter.to_local(), source, target)
 
     @staticmethod
+    @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[DTensor, None, None, None, None]:
         grad_source, grad_target = context.shardings
         grad_parameter = DTensor.from_local(

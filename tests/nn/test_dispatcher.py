@@ -76,3 +76,34 @@ def test_the_layer_takes_any_dispatcher() -> None:
     whole = layer(x).hidden_states
     layer.dispatcher = Reversed(layer.dispatcher)
     torch.testing.assert_close(layer(x).hidden_states, whole, rtol=1e-14, atol=1e-15)
+
+
+def test_the_next_chunk_is_on_its_way_while_experts_compute() -> None:
+    order: list[str] = []
+
+    class Recorded:
+        def __init__(self, inner: Dispatcher) -> None:
+            self.inner, self.count = inner, 0
+
+        def dispatch(self, x: Tensor, assignment: Assignment, num_sequences: int) -> Pending[Dispatched]:
+            number, self.count = self.count, self.count + 1
+            order.append(f"send {number}")
+            arrived = self.inner.dispatch(x, assignment, num_sequences)
+
+            def arrive() -> Dispatched:
+                order.append(f"receive {number}")
+                return arrived()
+
+            return arrive
+
+        def combine(self, outputs: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
+            order.append("send back")
+            return self.inner.combine(outputs, dispatched)
+
+    layer, x = MoE(MoEConfig(**SIZES), dtype=torch.float64), torch.randn(5, 6, dtype=torch.float64)
+    whole = layer(x).hidden_states
+    layer.dispatcher, layer.num_chunks = Recorded(layer.dispatcher), 2
+    layer.experts.register_forward_pre_hook(lambda *_: order.append("compute"))
+    torch.testing.assert_close(layer(x).hidden_states, whole, rtol=1e-13, atol=1e-15)
+    first = ["send 0", "receive 0", "send 1", "compute", "send back"]
+    assert order == [*first, "receive 1", "compute", "send back"]
