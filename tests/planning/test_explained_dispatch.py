@@ -92,7 +92,7 @@ def test_without_sizes_there_are_no_collectives() -> None:
 
 
 def test_arguments_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="num_chunks must be positive, got 0"):
+    with pytest.raises(ValueError, match="num_chunks must be a positive int, got 0"):
         layers_of("ep-as-dp", {"expert": 4}, num_chunks=0)
     with pytest.raises(ValueError, match=r"batch_size \(6\) must be divisible by expert=4"):
         layers_of("ep-as-dp", {"expert": 4}, batch_size=6, sequence_length=8)
