@@ -189,7 +189,7 @@ def bytes_table(tokens: int = 4096, num_ranks: int = 8, itemsize: int = 2) -> st
         "ep-tp": "`2 (P - 1) T' D / P`",
         "gather_weights": "`3 (P - 1) E D F / P`",
     }
-    lines = [f"| strategy | numbers | {' | '.join(LAYERS)} |", "|---|---|" + "---:|" * len(LAYERS)]
+    lines = [f"| strategy | numbers sent, forward | {' | '.join(LAYERS)} |", "|---|---|" + "---:|" * len(LAYERS)]
     for name, formula in formulas.items():
         cells = []
         for hidden, intermediate, experts, top_k in LAYERS.values():
