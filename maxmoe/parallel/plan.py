@@ -127,12 +127,16 @@ class Plan:
             for unit, names in self.gather_units.items()
         }
         self.residual_parts = tuple(self._residual_parts(rules))
-        self.dispatch_of_experts: dict[nn.Module, DispatchPlan] = {}
-        self.reduced_by_layer: set[nn.Module] = set()
+        layers = {path: layer for path, layer in self.modules.items() if isinstance(layer, MoE)}
         self.dispatch_plans = {
-            path: self._plan_dispatch(path, layer, shardings, rules, dispatch)
-            for path, layer in self.modules.items()
-            if isinstance(layer, MoE)
+            path: self._plan_dispatch(path, layer, shardings, rules, dispatch) for path, layer in layers.items()
+        }
+        self.dispatch_of_experts: dict[nn.Module, DispatchPlan] = {
+            layer.routed_experts: self.dispatch_plans[path] for path, layer in layers.items()
+        }
+        self.reduced_by_layer: set[nn.Module | None] = {
+            *self.dispatch_of_experts,
+            *(layer.shared_experts for path, layer in layers.items() if self.dispatch_plans[path].shared_is_partial),
         }
         self.parameters: dict[str, ParameterPlan] = {}
         block_modules = set(blocks(module))
@@ -174,15 +178,10 @@ class Plan:
             )
         except ValueError as error:
             raise ValueError(f"{path or 'the layer'}: {error}") from None
-        self.reduced_by_layer.add(layer.routed_experts)
         shared = layer.shared_experts
         of_shared = None if shared is None else set(self.tensor_parallel_axes[shared])
         # One reduction for both, if both take the same part in it: of the input's gradient and of the output.
-        if shared is not None and of_shared == set(plan.partial_axes) == set(plan.sum_axes):
-            self.reduced_by_layer.add(shared)
-            plan = replace(plan, shared_is_partial=True)
-        self.dispatch_of_experts[layer.routed_experts] = plan
-        return plan
+        return replace(plan, shared_is_partial=of_shared == set(plan.partial_axes) == set(plan.sum_axes))
 
     def _plan_parameters(
         self, unit: nn.Module, shardings: Mapping[str, ParameterSharding], block: str
