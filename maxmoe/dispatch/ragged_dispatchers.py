@@ -76,7 +76,8 @@ class RaggedAllToAll:
     def dispatch(self, x: Tensor, assignment: Assignment, num_sequences: int) -> Pending[Dispatched]:
         """See `Dispatcher`."""
         plan = self.ranks.plan(assignment)
-        counts, splits = self._splits(plan, assignment.experts.numel())
+        counts, host_counts = self._gathered_counts(plan, assignment.experts.numel())
+        splits = self._splits(host_counts)
         plan = without_last_rows(plan, splits.routed, splits.send)
         rows = self._sent(ragged_sort(x, plan), splits)
         weights = self._sent(_weights_of_rows(assignment.weights, plan.slots), splits)
@@ -98,13 +99,16 @@ class RaggedAllToAll:
     def _sent(self, rows: Tensor, splits: Splits) -> Pending[Tensor]:
         return ragged_all_to_all(rows, splits.send, splits.receive, self.ranks.group)
 
-    def _splits(self, plan: RaggedPlan, num_slots: int) -> tuple[Tensor, Splits]:
-        """Return the rows of every rank for every expert, on the device, and the splits."""
+    def _gathered_counts(self, plan: RaggedPlan, num_slots: int) -> tuple[Tensor, Tensor]:
+        """Gather the rows of every rank for every expert, and its slots, on the device and on the host."""
         counts = torch.cat([plan.group_sizes, plan.group_sizes.new_tensor([num_slots])])
         gathered, host = all_gather_counts(counts, self.ranks.group.group_name)
-        matrix = host[:, :-1].view(self.ranks.size, self.ranks.size, self.ranks.experts.count).sum(2)
-        max_rows = self.ranks.experts.max_rows(int(host[:, -1].sum()), self.ranks.buffer_factor)
-        return gathered[:, :-1], splits_of(matrix, self.ranks.group.rank(), max_rows)
+        return gathered, host
+
+    def _splits(self, counts: Tensor) -> Splits:
+        matrix = counts[:, :-1].view(self.ranks.size, self.ranks.size, self.ranks.experts.count).sum(2)
+        max_rows = self.ranks.experts.max_rows(int(counts[:, -1].sum()), self.ranks.buffer_factor)
+        return splits_of(matrix, self.ranks.group.rank(), max_rows)
 
     def _expert_ids(self, counts: Tensor, receive: Sequence[int]) -> Tensor:
         """Return the expert ``(R, 1)`` of each row that came: the rows of a rank are in the order of their experts."""
