@@ -28,7 +28,7 @@ def start_transfer(rows: Tensor, way: Transfer) -> Pending[Tensor]:
 
     Args:
         rows: ``(N, ...)``, of this rank.
-        way: the map, the same on all ranks.
+        way: what this rank sends, and receives.
 
     Returns:
         The rows that come; its gradient takes the transposed way.

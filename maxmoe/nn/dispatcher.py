@@ -79,7 +79,7 @@ def run_experts(
     runs the backward in the opposite order, with the same overlap.
 
     Args:
-        dispatcher: the way.
+        dispatcher: of tokens to experts, and back.
         experts: called once for each chunk.
         x: ``(T, D)``, floating.
         assignment: of x.
