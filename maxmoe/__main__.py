@@ -4,9 +4,8 @@
     python -m maxmoe info
 
 `explain` prints how every parameter is sharded and why, how tokens reach their experts, the memory of a rank and the
-collectives of a step. Nothing is
-allocated. The model is a `maxmoe.models.Decoder` with the sizes of a published one. `info` prints what a bug report
-needs.
+collectives of a step. Nothing is allocated. The model is a `maxmoe.models.Decoder` with the sizes of a published one.
+`info` prints what a bug report needs.
 """
 
 import argparse

@@ -38,24 +38,38 @@ class SentBytes(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        kind = next((kind for kind, pattern in KINDS.items() if re.search(rf"c10d\w*\.\w*{pattern}", str(func))), None)
+        kind = kind_of(func)
         if kind is not None:
             leaves = tree_leaves((args, result))
-            group = next(found for leaf in leaves if (found := group_of(leaf)) is not None)
-            if kind == "all-to-all":
-                self.counts[kind] += sent_to_others(func, args, group)
-            else:
-                largest = max(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-                passes = 2 if kind == "all-reduce" else 1
-                self.counts[kind] += passes * largest * (group.size() - 1) // group.size()
+            group = group_of(leaves)
+            is_ragged = kind == "all-to-all"
+            self.counts[kind] += (
+                sent_to_others(func, args, group) if is_ragged else on_a_ring(kind, leaves, group.size())
+            )
         return result
 
 
-def group_of(argument: Any) -> dist.ProcessGroup | None:
-    """Return the group if the argument is one: functional collectives name it, the others have it."""
-    if isinstance(argument, str) and argument not in ("sum", "avg"):
-        return dist.distributed_c10d._resolve_process_group(argument)
-    return dist.ProcessGroup.unbox(argument) if "ProcessGroup" in str(argument) else None
+def kind_of(func: Callable[..., Any]) -> str | None:
+    """Return the kind of a collective, None for another operator."""
+    # Of an operator of maxmoe, torch does not dispatch the collectives inside.
+    operators = r"(c10d\w*|maxmoe_dispatch)\.\w*"
+    return next((kind for kind, pattern in KINDS.items() if re.search(operators + pattern, str(func))), None)
+
+
+def group_of(leaves: Sequence[Any]) -> dist.ProcessGroup:
+    """Find the group of a collective: functional ones name it, the others have it."""
+    for leaf in leaves:
+        if isinstance(leaf, str) and leaf not in ("sum", "avg"):
+            return dist.distributed_c10d._resolve_process_group(leaf)
+        if "ProcessGroup" in str(leaf):
+            return dist.ProcessGroup.unbox(leaf)
+    raise AssertionError("a collective without a group")
+
+
+def on_a_ring(kind: str, leaves: Sequence[Any], num_ranks: int) -> int:
+    """Count the bytes of a collective that is no all-to-all."""
+    largest = max(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+    return (2 if kind == "all-reduce" else 1) * largest * (num_ranks - 1) // num_ranks
 
 
 def sent_to_others(func: Callable[..., Any], args: Sequence[Any], group: dist.ProcessGroup) -> int:

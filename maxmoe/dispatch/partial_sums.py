@@ -12,8 +12,13 @@ from maxmoe.nn.router import Assignment
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.not_compiled import not_compiled
-from maxmoe.sharding.partition_spec import PartitionSpec
-from maxmoe.sharding.redistribute import all_reduce, all_reduce_gradient, redistribute_local
+from maxmoe.sharding.redistribute import (
+    all_reduce,
+    all_reduce_gradient,
+    embed_sharding,
+    redistribute_local,
+    reduce_outputs,
+)
 
 
 @dataclass(frozen=True)
@@ -51,9 +56,13 @@ class PartialSums:
     def leave(self, routed: Tensor, shared: Tensor | None) -> Tensor:
         """See `maxmoe.nn.Boundary`."""
         if shared is None or not self.shared_is_partial:
-            hidden_states = self._leave(routed, self.sum_axes)
-            return hidden_states if shared is None else hidden_states + self._leave(shared, ())
-        return self._leave(routed + shared, self.sum_axes)
+            hidden_states = reduce_outputs(routed, self.mesh, self.sum_axes, self.embed_axes)
+            return (
+                hidden_states
+                if shared is None
+                else hidden_states + reduce_outputs(shared, self.mesh, (), self.embed_axes)
+            )
+        return reduce_outputs(routed + shared, self.mesh, self.sum_axes, self.embed_axes)
 
     def all_reduce_dropped(self, dropped: Tensor) -> Tensor:
         """See `maxmoe.nn.Boundary`."""
@@ -66,11 +75,7 @@ class PartialSums:
     @property
     def outside(self) -> NamedSharding:
         """The sharding of what the layer returns."""
-        return NamedSharding(self.mesh, PartitionSpec(None, self.embed_axes))
-
-    def _leave(self, outputs: Tensor, partial: tuple[str, ...]) -> Tensor:
-        source, outside = self.whole(partial), self.outside
-        return redistribute_local(outputs, source, outside, grad_source=outside, grad_target=self.whole())
+        return embed_sharding(self.mesh, 2, self.embed_axes)
 
 
 class _Enter(torch.autograd.Function):

@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_map
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.not_compiled import not_compiled
-from maxmoe.sharding.partition_spec import PartitionSpec
-from maxmoe.sharding.redistribute import redistribute_local
+from maxmoe.sharding.redistribute import embed_sharding, redistribute_local, reduce_outputs
 
 
 @dataclass(frozen=True)
@@ -55,10 +54,7 @@ class TensorParallelHooks:
             raise TypeError(
                 f"{type(module).__name__} declares tensor_parallel_dims and must return a tensor, got {type(output)}"
             )
-        whole = NamedSharding.replicated(self.mesh, output.dim())
-        computed = NamedSharding.replicated(self.mesh, output.dim(), partial=self.axes)
-        outside = embed_sharding(self.mesh, output.dim(), self.embed_axes)
-        return redistribute_local(output, computed, outside, grad_source=outside, grad_target=whole)
+        return reduce_outputs(output, self.mesh, self.axes, self.embed_axes)
 
 
 @dataclass(frozen=True)
@@ -87,8 +83,3 @@ class ResidualReaderHook:
         whole = NamedSharding.replicated(self.mesh, x.dim())
         partial = NamedSharding.replicated(self.mesh, x.dim(), partial=self.partial)
         return redistribute_local(x, outside, whole, grad_source=partial, grad_target=outside), *arguments[1:]
-
-
-def embed_sharding(mesh: Mesh, num_dims: int, axes: tuple[str, ...]) -> NamedSharding:
-    """Return the sharding of hidden states ``(..., D)`` whose last dim is sharded over `axes`."""
-    return NamedSharding(mesh, PartitionSpec(*(None,) * (num_dims - 1), axes))

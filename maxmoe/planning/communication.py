@@ -8,11 +8,10 @@ import torch
 from torch import nn
 
 from maxmoe.parallel.plan import ParameterPlan, Plan, ResidualPart
-from maxmoe.parallel.tensor_parallel_hooks import embed_sharding
 from maxmoe.planning.saved_tensors import declared_tensors, local_tokens
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
-from maxmoe.sharding.redistribute import redistribution_steps, summed
+from maxmoe.sharding.redistribute import embed_sharding, redistribution_steps, summed
 
 FORWARD, BACKWARD, GRADIENTS = "weights, forward", "weights, backward", "gradients of weights"
 

@@ -145,6 +145,32 @@ def all_reduce(local: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
 
 
 @not_compiled
+def reduce_outputs(outputs: Tensor, mesh: Mesh, axes: tuple[str, ...], embed_axes: tuple[str, ...] = ()) -> Tensor:
+    """Sum outputs over the ranks along `axes`, and keep this rank's part of the last dim along `embed_axes`.
+
+    An axis in both takes a reduce-scatter, one in `axes` alone an all-reduce, one in `embed_axes` alone a slice. The
+    gradient of the outputs is whole on every rank.
+
+    Args:
+        outputs: ``(..., D)``, this rank's summand.
+        mesh: of the ranks.
+        axes: over which the outputs are partial sums.
+        embed_axes: that shard the last dim of the result.
+
+    Returns:
+        ``(..., D / ranks along embed_axes)``.
+    """
+    partial, whole = summed(mesh, outputs.dim(), axes)
+    target = embed_sharding(mesh, outputs.dim(), embed_axes)
+    return redistribute_local(outputs, partial, target, grad_source=target, grad_target=whole)
+
+
+def embed_sharding(mesh: Mesh, num_dims: int, axes: tuple[str, ...]) -> NamedSharding:
+    """Return the sharding of hidden states ``(..., D)`` whose last dim is sharded over `axes`."""
+    return NamedSharding(mesh, PartitionSpec(*(None,) * (num_dims - 1), axes))
+
+
+@not_compiled
 def all_reduce_gradient(local: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
     """Return a tensor unchanged; its gradient is summed over the ranks along axes.
 

@@ -1,25 +1,18 @@
 """docs/dispatch.md has the table and the pictures that the code makes, and the pictures show what dispatch does."""
 
-import importlib.util
 from collections import Counter
-from pathlib import Path
 from types import ModuleType
 from typing import get_args
 
 import pytest
 
 from maxmoe.parallel.dispatch_plan import Dispatch
-
-DOCS = Path(__file__).parents[2] / "docs"
+from support.docs_module import DOCS, docs_module
 
 
 @pytest.fixture(scope="module")
 def pictures() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("dispatch_pictures", DOCS / "dispatch_pictures.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return docs_module("dispatch_pictures")
 
 
 def test_the_table_is_up_to_date(pictures: ModuleType) -> None:

@@ -1,24 +1,17 @@
 """docs/sharding.md has the tables and the pictures that the code makes."""
 
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from maxmoe.sharding import P
 from maxmoe.sharding.rules import PRESETS
-
-DOCS = Path(__file__).parents[2] / "docs"
+from support.docs_module import DOCS, docs_module
 
 
 @pytest.fixture(scope="module")
 def tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sharding_tables", DOCS / "sharding_tables.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return docs_module("sharding_tables")
 
 
 def test_the_tables_are_up_to_date(tables: ModuleType) -> None:

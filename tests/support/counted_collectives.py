@@ -1,7 +1,6 @@
 """The collectives that a rank really takes part in, counted where torch dispatches them."""
 
 import itertools
-import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,14 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dispatching.sent_bytes import group_of, kind_of, on_a_ring
 from maxmoe.sharding import Mesh
-
-KINDS = {
-    "all-gather": r"all_?gather",
-    "reduce-scatter": r"reduce_scatter",
-    "all-reduce": r"all_?reduce",
-    "all-to-all": r"all_?to_?all",
-}
 
 
 class CountedCollectives(TorchDispatchMode):
@@ -42,30 +35,14 @@ class CountedCollectives(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        # Of an operator of ours, torch does not dispatch the collectives inside.
-        pattern = r"(c10d\w*|maxmoe_dispatch)\.\w*"
-        kind = next((kind for kind, name in KINDS.items() if re.search(pattern + name, str(func))), None)
+        kind = kind_of(func)
         if kind is not None:
             leaves = tree_leaves((args, result))
-            group = self._group(leaves)
+            group = group_of(leaves)
             counted = self.counts[kind, self.axis_of[tuple(dist.get_process_group_ranks(group))]]
             counted[0] += 1
-            counted[1] += _exchanged(args, group) if kind == "all-to-all" else _on_a_ring(kind, leaves, group.size())
+            counted[1] += _exchanged(args, group) if kind == "all-to-all" else on_a_ring(kind, leaves, group.size())
         return result
-
-    def _group(self, leaves: Sequence[Any]) -> dist.ProcessGroup:
-        """Functional collectives name their group, the others have it."""
-        for leaf in leaves:
-            if isinstance(leaf, str) and leaf not in ("sum", "avg"):
-                return dist.distributed_c10d._resolve_process_group(leaf)
-            if "ProcessGroup" in str(leaf):
-                return dist.ProcessGroup.unbox(leaf)
-        raise AssertionError("a collective without a group")
-
-
-def _on_a_ring(kind: str, leaves: Sequence[Any], num_ranks: int) -> int:
-    largest = max(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-    return (2 if kind == "all-reduce" else 1) * largest * (num_ranks - 1) // num_ranks
 
 
 def _exchanged(arguments: Sequence[Any], group: dist.ProcessGroup) -> int:
