@@ -38,7 +38,7 @@ void benchmark(Session& session, const ProductShape& shape, Transposed transpose
                                     multiply_add_bound<T>(multiply_adds)};
   if constexpr (std::is_same_v<T, Accumulator<T>>) {
     contenders.push_back(
-        {"Eigen", [&] { eigen_product(EigenProduct<T>{product.a, product.b, product.c}, SerialExecutor()); }});
+        {"Eigen", [&] { eigen_product(EigenProduct<T>{view(a, is_a), view(b, is_b), out.view()}, SerialExecutor()); }});
   }
   session.time(c, flops(multiply_adds), contenders);
 }

@@ -37,10 +37,11 @@ class DenseProducts {
   Contender bound(const ThreadPool& threads) const {
     return {"bound: " + (count_ > 1 ? std::to_string(count_) + " " : "") + "dense tile_gemm", [this, &threads] {
               const int64_t num_rows = lhs_.read().rows;
-              const int64_t tiles = (num_rows + kTileRows - 1) / kTileRows;
+              const int64_t height = tile_rows(count_ * num_rows, lhs_.read().columns, threads);
+              const int64_t tiles = (num_rows + height - 1) / height;
               run_ranges(threads, count_ * tiles, 1, [&](int64_t index, int64_t) {
-                const int64_t begin = index % tiles * kTileRows;
-                const int64_t end = std::min(begin + kTileRows, num_rows);
+                const int64_t begin = index % tiles * height;
+                const int64_t end = std::min(begin + height, num_rows);
                 const int64_t first_row = index / tiles * num_rows;  // of this product in out
                 gemm_.multiply(lhs_.read().row_range(begin, end), rhs_.read(),
                                out_.view().row_range(first_row + begin, first_row + end), false);

@@ -23,7 +23,7 @@ class ThreadPool final : public Executor {
     for (std::thread& worker : workers_) worker.join();
   }
 
-  int num_threads() const { return static_cast<int>(workers_.size()) + 1; }
+  int64_t num_threads() const override { return static_cast<int64_t>(workers_.size()) + 1; }
 
   void run(int64_t count, const Task& task) const override {
     task_ = &task;

@@ -30,6 +30,9 @@ class Executor {
   Executor& operator=(const Executor&) = delete;
   virtual ~Executor() = default;
 
+  // How many tasks run at the same time.
+  virtual int64_t num_threads() const = 0;
+
   // Calls task(i) once for every i in [0, count) and returns when all are done. Tasks start in order of i, each on
   // whichever thread is free. Inside a task every library runs on that thread alone, so that a result cannot depend on
   // the number of threads. The first exception of a task is rethrown here.
@@ -39,6 +42,7 @@ class Executor {
 // Runs every task on the calling thread.
 class SerialExecutor final : public Executor {
  public:
+  int64_t num_threads() const override { return 1; }
   void run(int64_t count, const Task& task) const override;
 };
 
@@ -73,7 +77,7 @@ MAXMOE_INLINE int64_t rows_per_task(int64_t columns) {
 constexpr int kWorkListScratch = 5;
 constexpr int kPackedAScratch = 6;
 constexpr int kPackedBScratch = 7;
-constexpr int kWideCScratch = 8;  // rows of C in the accumulator's type
+constexpr int kSumsScratch = 8;  // of C in the accumulator's type
 constexpr int kScratchSlots = 9;
 
 // Uninitialised memory of the calling thread, 64-byte aligned. It is kept for the next call, which spares the page

@@ -8,11 +8,6 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// Columns of the hidden size per task of the weight gradients. A task sums over all rows of its expert, so that the
-// order of sums is fixed. A multiple of the widths of the micro-tiles, and at most the rows that a product works on at
-// a time: more would copy its right-hand side twice.
-constexpr int64_t kGradientColumns = 256;
-
 // F, the rows of the matrices of down.
 template <class T>
 int64_t intermediate_size(const ExpertWeights<T>& experts) {
@@ -36,16 +31,15 @@ View up_columns(const View& preactivations, int64_t gate_width) {
   return preactivations.column_range(gate_width, preactivations.columns);
 }
 
+// The tokens of rows [begin, end): products read them where they are.
 template <class T>
-void gather_tokens(ConstMatrixView<T> x, const RoutedRows& routed, int64_t first_row, MatrixView<T> tokens) {
-  for (int64_t r = 0; r < tokens.rows; ++r) {
-    copy_row(x.row(routed.slots[first_row + r] / routed.top_k), tokens.row(r), tokens.columns);
-  }
+GemmOperand<T> tokens_of(ConstMatrixView<T> x, const RoutedRows& routed, int64_t begin, int64_t end) {
+  return {x, routed.slots + begin, routed.top_k, end - begin};
 }
 
 // out = a * b + bias
 template <class T>
-void multiply_add_bias(const Gemm<T>& gemm, ConstMatrixView<T> a, ConstMatrixView<T> b, const T* bias,
+void multiply_add_bias(const Gemm<T>& gemm, GemmOperand<T> a, ConstMatrixView<T> b, const T* bias,
                        MatrixView<T> out) {
   for (int64_t r = 0; r < out.rows && bias != nullptr; ++r) copy_row(bias, out.row(r), out.columns);
   gemm.multiply(a, b, out, bias != nullptr);
@@ -71,10 +65,9 @@ template <class T>
 void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile) {
   const ExpertWeights<T>& experts = a.experts;
   const int64_t height = tile.end - tile.begin;
-  const int64_t hidden_size = a.x.columns;
   const int64_t width = intermediate_size(experts);
 
-  const MatrixView<T> tokens{scratch<T>(0, height * hidden_size), height, hidden_size, hidden_size};
+  const GemmOperand<T> tokens = tokens_of(a.x, a.routed, tile.begin, tile.end);
   const MatrixView<T> activated{scratch<T>(1, height * width), height, width, width};
   MatrixView<T> preactivations;
   if (a.preactivations.data != nullptr) {
@@ -84,15 +77,14 @@ void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile) {
     preactivations = {scratch<T>(2, height * columns), height, columns, columns};
   }
 
-  gather_tokens(a.x, a.routed, tile.begin, tokens);
   if (a.kind.gate == GateLayout::separate) {
-    multiply_add_bias(*a.gemm, tokens.as_const(), experts.gate[tile.group], bias_row(experts.gate_bias, tile.group),
+    multiply_add_bias(*a.gemm, tokens, experts.gate[tile.group], bias_row(experts.gate_bias, tile.group),
                       gate_columns(preactivations, experts.gate.first.columns));
   }
-  multiply_add_bias(*a.gemm, tokens.as_const(), experts.up[tile.group], bias_row(experts.up_bias, tile.group),
+  multiply_add_bias(*a.gemm, tokens, experts.up[tile.group], bias_row(experts.up_bias, tile.group),
                     up_columns(preactivations, experts.gate.first.columns));
   activate_rows(a.kind, preactivations, activated);
-  multiply_add_bias(*a.gemm, activated.as_const(), experts.down[tile.group], bias_row(experts.down_bias, tile.group),
+  multiply_add_bias<T>(*a.gemm, activated.as_const(), experts.down[tile.group], bias_row(experts.down_bias, tile.group),
                     a.rows.row_range(tile.begin, tile.end));
 }
 
@@ -129,19 +121,17 @@ template <class T>
 void grad_preactivations_tile(const ExpertFfnBackwardDown<T>& a, const GroupTile& tile) {
   const int64_t height = tile.end - tile.begin;
   const int64_t width = a.down.first.rows;
-  const int64_t hidden_size = a.grad_out.columns;
-  const MatrixView<T> grad_out{scratch<T>(0, height * hidden_size), height, hidden_size, hidden_size};
+  const GemmOperand<T> grad_out = tokens_of(a.grad_out, a.routed, tile.begin, tile.end);
   const MatrixView<T> grad_activated{scratch<T>(1, height * width), height, width, width};
 
-  gather_tokens(a.grad_out, a.routed, tile.begin, grad_out);
-  a.gemm->multiply(grad_out.as_const(), a.down[tile.group].transposed(), grad_activated, false);
+  a.gemm->multiply(grad_out, a.down[tile.group].transposed(), grad_activated, false);
   for (int64_t r = 0; r < height; ++r) {
     const int64_t slot = a.routed.slots[tile.begin + r];
     Accumulator<T> grad_weight =
         activate_backward_row(a, tile.begin + r, weight_of_slot(a, slot), grad_activated.row(r));
     if (a.grad_weights == nullptr) continue;
     if (a.down_bias.data != nullptr) {
-      grad_weight += dot_rows<T>(grad_out.row(r), a.down_bias.row(tile.group), hidden_size);
+      grad_weight += dot_rows<T>(grad_out.memory_row(r), a.down_bias.row(tile.group), a.grad_out.columns);
     }
     a.grad_weights[slot] = grad_weight;
   }
@@ -161,49 +151,39 @@ void grad_rows_tile(const ExpertFfnBackwardInput<T>& a, const GroupTile& tile) {
 // out = lhs^T * rhs; a product over no rows is zero. A product is written row by row: into a transposed matrix, as
 // linear layers have them, the transposed one.
 template <class T>
-void multiply_transposed(const Gemm<T>& gemm, ConstMatrixView<T> lhs, ConstMatrixView<T> rhs, MatrixView<T> out) {
+void multiply_transposed(const Gemm<T>& gemm, GemmOperand<T> lhs, GemmOperand<T> rhs, MatrixView<T> out) {
   if (out.column_stride == 1) return gemm.multiply(lhs.transposed(), rhs, out, false);
   gemm.multiply(rhs.transposed(), lhs, out.transposed(), false);
-}
-
-// out = sum of weight_of(r) * rows[r]
-template <class T, class Weight>
-void sum_rows(ConstMatrixView<T> rows, const Weight& weight_of, T* out) {
-  sum_weighted_rows<T>(rows, rows.rows, [](int64_t r) { return r; }, weight_of, out);
 }
 
 // The gradients of down and its bias for one expert, in columns [begin, end) of the hidden size.
 template <class T>
 void grad_down_columns(const ExpertFfnBackwardDown<T>& a, const GroupTile& rows, int64_t begin, int64_t end) {
-  const int64_t height = rows.end - rows.begin;
-  const int64_t columns = end - begin;
-  const MatrixView<T> grad_out{scratch<T>(0, height * columns), height, columns, columns};
-  gather_tokens(a.grad_out.column_range(begin, end), a.routed, rows.begin, grad_out);
+  const ConstMatrixView<T> columns = a.grad_out.column_range(begin, end);
   if (!a.grad_down.empty()) {
-    multiply_transposed(*a.gemm, a.activated.row_range(rows.begin, rows.end).as_const(), grad_out.as_const(),
-                        a.grad_down[rows.group].column_range(begin, end));
+    multiply_transposed<T>(*a.gemm, a.activated.row_range(rows.begin, rows.end).as_const(),
+                           tokens_of(columns, a.routed, rows.begin, rows.end), a.grad_down[rows.group].column_range(begin, end));
   }
   if (a.grad_down_bias.data != nullptr) {
-    const auto weight = [&](int64_t r) { return weight_of_slot(a, a.routed.slots[rows.begin + r]); };
-    sum_rows(grad_out.as_const(), weight, a.grad_down_bias.row(rows.group) + begin);
+    const int64_t* slots = a.routed.slots + rows.begin;
+    const auto token = [&](int64_t r) { return slots[r] / a.routed.top_k; };
+    const auto weight = [&](int64_t r) { return weight_of_slot(a, slots[r]); };
+    sum_weighted_rows<T>(columns, rows.end - rows.begin, token, weight, a.grad_down_bias.row(rows.group) + begin);
   }
 }
 
 // The gradients of gate and up for one expert, in rows [begin, end) of the hidden size.
 template <class T>
 void grad_up_rows(const ExpertFfnBackwardUp<T>& a, const GroupTile& rows, int64_t begin, int64_t end) {
-  const int64_t height = rows.end - rows.begin;
-  const int64_t columns = end - begin;
   const ConstMatrixView<T> grad = a.grad_preactivations.row_range(rows.begin, rows.end);
-  const MatrixView<T> tokens{scratch<T>(0, height * columns), height, columns, columns};
-  gather_tokens(a.x.column_range(begin, end), a.routed, rows.begin, tokens);
+  const GemmOperand<T> tokens = tokens_of(a.x.column_range(begin, end), a.routed, rows.begin, rows.end);
   if (!a.grad_up.empty()) {
-    multiply_transposed(*a.gemm, tokens.as_const(), up_columns(grad, a.gate_width),
-                        a.grad_up[rows.group].row_range(begin, end));
+    multiply_transposed<T>(*a.gemm, tokens, up_columns(grad, a.gate_width),
+                           a.grad_up[rows.group].row_range(begin, end));
   }
   if (!a.grad_gate.empty()) {
-    multiply_transposed(*a.gemm, tokens.as_const(), gate_columns(grad, a.gate_width),
-                        a.grad_gate[rows.group].row_range(begin, end));
+    multiply_transposed<T>(*a.gemm, tokens, gate_columns(grad, a.gate_width),
+                           a.grad_gate[rows.group].row_range(begin, end));
   }
 }
 
@@ -211,11 +191,12 @@ template <class T>
 void grad_up_biases(const ExpertFfnBackwardUp<T>& a, const GroupTile& rows) {
   const ConstMatrixView<T> grad = a.grad_preactivations.row_range(rows.begin, rows.end);
   const auto one = [](int64_t) { return Accumulator<T>(1); };
+  const auto same = [](int64_t r) { return r; };
   if (a.grad_up_bias.data != nullptr) {
-    sum_rows(up_columns(grad, a.gate_width), one, a.grad_up_bias.row(rows.group));
+    sum_weighted_rows<T>(up_columns(grad, a.gate_width), grad.rows, same, one, a.grad_up_bias.row(rows.group));
   }
   if (a.grad_gate_bias.data != nullptr) {
-    sum_rows(gate_columns(grad, a.gate_width), one, a.grad_gate_bias.row(rows.group));
+    sum_weighted_rows<T>(gate_columns(grad, a.gate_width), grad.rows, same, one, a.grad_gate_bias.row(rows.group));
   }
 }
 
@@ -225,19 +206,22 @@ template <class Body>
 void run_experts(const RoutedRows& routed, int64_t hidden_size, int64_t row_multiply_adds, const Executor& executor,
                  const Body& body) {
   const GroupTiles list = make_whole_groups(routed.group_sizes, routed.num_groups, kWorkListScratch);
+  const int64_t size = rows_per_gradient_task(list, hidden_size, executor);
   // At least one: the biases have gradients whatever the hidden size.
-  const int64_t blocks = hidden_size == 0 ? 1 : (hidden_size + kGradientColumns - 1) / kGradientColumns;
+  const int64_t blocks = hidden_size == 0 ? 1 : (hidden_size + size - 1) / size;
   const auto compute = [&](int64_t index) {
-    const int64_t begin = index % blocks * kGradientColumns;
-    body(list.tiles[index / blocks], begin, at_most(begin + kGradientColumns, hidden_size));
+    const int64_t begin = index % blocks * size;
+    body(list.tiles[index / blocks], begin, at_most(begin + size, hidden_size));
   };
   run_tasks(executor, list.count * blocks, (list.num_rows + list.count) * row_multiply_adds, Task(compute));
 }
 
-// Calls body(tile) for all rows.
+// Calls body(tile) for all rows. `depth` is the largest inner dimension of its products.
 template <class Body>
-void run_tiles(const RoutedRows& routed, int64_t row_multiply_adds, const Executor& executor, const Body& body) {
-  const GroupTiles list = make_group_tiles(routed.group_sizes, routed.num_groups, kWorkListScratch);
+void run_tiles(const RoutedRows& routed, int64_t num_rows, int64_t depth, int64_t row_multiply_adds,
+               const Executor& executor, const Body& body) {
+  const int64_t max_rows = tile_rows(num_rows, depth, executor);
+  const GroupTiles list = make_group_tiles(routed.group_sizes, routed.num_groups, max_rows, kWorkListScratch);
   const auto compute = [&](int64_t index) { body(list.tiles[index]); };
   run_tasks(executor, list.count, list.num_rows * row_multiply_adds, Task(compute));
 }
@@ -246,8 +230,10 @@ void run_tiles(const RoutedRows& routed, int64_t row_multiply_adds, const Execut
 
 template <class T>
 void expert_ffn(const ExpertFfn<T>& a, const Executor& executor) {
-  const int64_t multiply_adds = a.x.columns * (preactivation_width(a.experts) + intermediate_size(a.experts));
-  run_tiles(a.routed, multiply_adds, executor, [&](const GroupTile& tile) { forward_tile(a, tile); });
+  const int64_t width = intermediate_size(a.experts);
+  const int64_t multiply_adds = a.x.columns * (preactivation_width(a.experts) + width);
+  const int64_t depth = a.x.columns < width ? width : a.x.columns;
+  run_tiles(a.routed, a.rows.rows, depth, multiply_adds, executor, [&](const GroupTile& tile) { forward_tile(a, tile); });
   ragged_unsort(RaggedUnsort<T>{a.rows.as_const(), a.routed.row_of_slot, a.routed.top_k, a.weights, a.out}, executor);
 }
 
@@ -255,7 +241,8 @@ template <class T>
 void expert_ffn_backward_down(const ExpertFfnBackwardDown<T>& a, const Executor& executor) {
   const int64_t hidden_size = a.grad_out.columns;
   const int64_t multiply_adds = hidden_size * a.down.first.rows;
-  run_tiles(a.routed, multiply_adds, executor, [&](const GroupTile& tile) { grad_preactivations_tile(a, tile); });
+  run_tiles(a.routed, a.preactivations.rows, hidden_size, multiply_adds, executor,
+            [&](const GroupTile& tile) { grad_preactivations_tile(a, tile); });
   if (a.grad_down.empty() && a.grad_down_bias.data == nullptr) return;
   run_experts(a.routed, hidden_size, multiply_adds, executor,
               [&](const GroupTile& rows, int64_t begin, int64_t end) { grad_down_columns(a, rows, begin, end); });
@@ -264,7 +251,8 @@ void expert_ffn_backward_down(const ExpertFfnBackwardDown<T>& a, const Executor&
 template <class T>
 void expert_ffn_backward_input(const ExpertFfnBackwardInput<T>& a, const Executor& executor) {
   const int64_t multiply_adds = a.grad_x.columns * a.grad_preactivations.columns;
-  run_tiles(a.routed, multiply_adds, executor, [&](const GroupTile& tile) { grad_rows_tile(a, tile); });
+  run_tiles(a.routed, a.rows.rows, a.grad_preactivations.columns, multiply_adds, executor,
+            [&](const GroupTile& tile) { grad_rows_tile(a, tile); });
   ragged_unsort(RaggedUnsort<T>{a.rows.as_const(), a.routed.row_of_slot, a.routed.top_k, nullptr, a.grad_x}, executor);
 }
 

@@ -1,83 +1,93 @@
-// The product of few rows of A with a row-major B. B is read once and in place: each of its elements is used so few
-// times that packing it would cost more than it saves. Only for the .cpp files that are compiled per instruction set.
+// The product of few rows of A with any B. B is read once and in place: each of its elements is used so few times that
+// packing it would cost more than it saves. Only for the .cpp files that are compiled per instruction set.
 //
-// The loops over columns and over the inner dimension are exchanged: blocks of a few rows of B outside, all columns
-// inside, so that B is read in the order of memory, which hardware prefetchers follow and which misses the TLB least.
-// The partial sums of C are loaded and stored once per block of rows of B; for few rows of C they stay in the first- or
-// second-level cache.
+// B row-major: the loops over columns and over the inner dimension are exchanged. Blocks of a few rows of B outside, all
+// columns inside, so that B is read in the order of memory, which hardware prefetchers follow and which misses the TLB
+// least. The partial sums of C are loaded and stored once per block of rows of B; for few rows of C they stay in the
+// first- or second-level cache.
+//
+// B transposed: as many columns as a vector has lanes, rows in memory, are transposed block by block in registers, and
+// multiplied there.
+//
+// An element of C is the same chain of multiply-adds as in a micro-kernel.
 #pragma once
 
 #include "executor.h"
-#include "row.h"
+#include "pack.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// Rows of A that one micro-kernel takes: as many as leave registers for one VectorX2 of B.
+// Rows of A that one kernel takes: as many as leave registers for two vectors of B.
 constexpr int kMaxFewRows = kVectorRegisters == 32 ? 12 : 6;
 
-// Rows of B in a block. Measured: 2 and 4 are as fast, and 16 slower for one row of A.
+// Rows of B in a block of a row-major B. Measured: 2 and 4 are as fast, and 16 slower for one row of A.
 constexpr int64_t kFewRowsDepth = 8;
 
-// c[kRows, kVectorsX2 * kLanesX2] = or += a * b, over `depth` rows of B. Columns of c are in the order of load_x2. As
-// in micro_kernel, an element of c is one chain of multiply-adds along the inner dimension.
-template <class T, int kRows, int kVectorsX2>
-MAXMOE_INLINE void few_rows_micro_kernel(const Accumulator<T>* a, int64_t a_stride, const T* b, int64_t b_stride,
-                                         int64_t depth, Accumulator<T>* c, int64_t c_stride, bool accumulate) {
+// Few rows of A, one after the other, in steps.
+template <class Element>
+struct FewRows {
+  const Element* data;
+  int64_t num_steps;
+  MAXMOE_INLINE Element operator()(int r, int64_t step) const { return data[r * num_steps + step]; }
+};
+
+// sums[kRows, kVectorsX2 * NR] = or += a * b for a block of rows of B. Columns of the sums are in the order of VectorX2.
+template <class T, class Element, int kRows, int kVectorsX2>
+MAXMOE_INLINE void multiply_few_rows_block(FewRows<Element> a, ConstMatrixView<T> b, Range depth,
+                                           Accumulator<T>* sums, int64_t sums_stride, bool accumulate) {
   using S = Accumulator<T>;
   Vector<S> sum[kRows][2 * kVectorsX2];
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
     for (int v = 0; v < 2 * kVectorsX2; ++v) {
-      sum[r][v] = accumulate ? load_vector(c + r * c_stride + v * kLanes<S>) : Vector<S>{};
+      sum[r][v] = accumulate ? load_vector(sums + r * sums_stride + v * kLanes<S>) : Vector<S>{};
     }
   }
-  for (int64_t k = 0; k < depth; ++k) {
+  for (int64_t d = depth.begin; d < depth.end; d += kDepthPerStep<Element>) {
+    const T* row = b.row(d);
+    const T* next = d + 1 < depth.end ? row + b.row_stride : nullptr;
 #pragma GCC unroll 4
     for (int v = 0; v < kVectorsX2; ++v) {
-      const VectorX2<S> row_of_b = load_x2(b + k * b_stride + v * kLanesX2<S>);
+      const StepX2<Element> step =
+          load_step<Element>(row + v * kNR<S>, next == nullptr ? nullptr : next + v * kNR<S>);
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
-        const S factor = a[r * a_stride + k];
-        sum[r][2 * v] = multiply_add(sum[r][2 * v], factor, row_of_b.first);
-        sum[r][2 * v + 1] = multiply_add(sum[r][2 * v + 1], factor, row_of_b.second);
+        const Element factor = a(r, d / kDepthPerStep<Element>);
+        sum[r][2 * v] = multiply_add(sum[r][2 * v], factor, step.first);
+        sum[r][2 * v + 1] = multiply_add(sum[r][2 * v + 1], factor, step.second);
       }
     }
   }
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
-    for (int v = 0; v < 2 * kVectorsX2; ++v) store_vector<S>(c + r * c_stride + v * kLanes<S>, sum[r][v]);
+    for (int v = 0; v < 2 * kVectorsX2; ++v) store_vector<S>(sums + r * sums_stride + v * kLanes<S>, sum[r][v]);
   }
 }
 
-// VectorX2 across the micro-kernel of `rows` rows: a power of two, as many as there are registers for, at most 4. One
-// row then still has 8 accumulators to cover the latency of multiply-adds.
+// VectorX2 across the kernel of `rows` rows: a power of two, as many as there are registers for, at most 4. One row then
+// still has 8 accumulators to cover the latency of multiply-adds.
 constexpr int few_rows_vectors_x2(int rows) {
   int vectors_x2 = 4;
   while (vectors_x2 > 1 && rows * vectors_x2 > kMaxFewRows) vectors_x2 /= 2;
   return vectors_x2;
 }
 
-// c = or += a * b, with c in the order of load_x2. While a micro-kernel runs, its columns of the next block of rows of
-// B are prefetched.
-template <class T, int kRows>
-void multiply_few_rows(ConstMatrixView<Accumulator<T>> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> c,
-                       bool accumulate) {
+// For a row-major b. While a block is multiplied, its columns of the next block of rows of B are prefetched.
+template <class T, class Element, int kRows>
+void multiply_few_rows(FewRows<Element> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sums, bool accumulate) {
   constexpr int kWideX2 = few_rows_vectors_x2(kRows);
-  constexpr int64_t kWideColumns = kWideX2 * kLanesX2<Accumulator<T>>;
-  for (int64_t k = 0; k < b.rows; k += kFewRowsDepth) {
-    const int64_t depth = at_most(b.rows - k, kFewRowsDepth);
-    const int64_t next_depth = at_most(b.rows - k - depth, kFewRowsDepth);
-    const bool has_sum = accumulate || k > 0;
+  constexpr int64_t kWideColumns = kWideX2 * kNR<Accumulator<T>>;
+  for (int64_t d = 0; d < b.rows; d += kFewRowsDepth) {
+    const Range depth{d, at_most(d + kFewRowsDepth, b.rows)};
+    const Range next{depth.end, at_most(depth.end + kFewRowsDepth, b.rows)};
     int64_t column = 0;
     const auto multiply_columns = [&]<int kVectorsX2> {
-      constexpr int64_t kColumns = kVectorsX2 * kLanesX2<Accumulator<T>>;
-      for (int64_t next = 0; next < next_depth; ++next) {
-        prefetch_row(b.row(k + depth + next) + column, kColumns);
-      }
-      few_rows_micro_kernel<T, kRows, kVectorsX2>(a.data + k, a.row_stride, b.row(k) + column, b.row_stride, depth,
-                                                  c.data + column, c.row_stride, has_sum);
+      constexpr int64_t kColumns = kVectorsX2 * kNR<Accumulator<T>>;
+      for (int64_t row = next.begin; row < next.end; ++row) prefetch_row(b.row(row) + column, kColumns);
+      multiply_few_rows_block<T, Element, kRows, kVectorsX2>(a, b.column_range(column, column + kColumns), depth,
+                                                             sums.data + column, sums.row_stride, accumulate || d > 0);
       column += kColumns;
     };
     while (column + kWideColumns <= b.columns) multiply_columns.template operator()<kWideX2>();
@@ -85,39 +95,84 @@ void multiply_few_rows(ConstMatrixView<Accumulator<T>> a, ConstMatrixView<T> b, 
   }
 }
 
-template <class T, int... kIndex>
-void multiply_few_rows(ConstMatrixView<Accumulator<T>> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> c,
-                       bool accumulate, std::integer_sequence<int, kIndex...> /*indices*/) {
-  using Multiply = void (*)(ConstMatrixView<Accumulator<T>>, ConstMatrixView<T>, MatrixView<Accumulator<T>>, bool);
-  static constexpr Multiply of_rows[] = {multiply_few_rows<T, kIndex + 1>...};
-  of_rows[a.rows - 1](a, b, c, accumulate);
-}
-
-// c = a * b or c += a * b for 1 to kMaxFewRows rows, a and b row-major with at least one row of b, and a multiple of
-// kLanesX2 columns. 16-bit types: a and c are converted as a whole, which are few, and b as it is loaded.
-template <class T>
-void multiply_few_rows(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<T> c, bool accumulate) {
+// For a transposed b, whose columns are the rows of `memory`. While some are multiplied, the next ones are prefetched.
+template <class T, class Element, int kRows>
+void multiply_few_rows_transposed(FewRows<Element> a, ConstMatrixView<T> memory, MatrixView<Accumulator<T>> sums,
+                                  bool accumulate) {
   using S = Accumulator<T>;
-  constexpr std::make_integer_sequence<int, kMaxFewRows> kIndices;
-  if constexpr (std::is_same_v<T, S>) {
-    multiply_few_rows<T>(a, b, c, accumulate, kIndices);
-  } else {
-    const MatrixView<S> wide_a{scratch<S>(kPackedAScratch, a.rows * a.columns), a.rows, a.columns, a.columns};
-    for (int64_t r = 0; r < a.rows; ++r) widen_row(a.row(r), wide_a.row(r), a.columns);
-    const MatrixView<S> wide_c{scratch<S>(kWideCScratch, c.rows * c.columns), c.rows, c.columns, c.columns};
-    for (int64_t r = 0; r < c.rows && accumulate; ++r) {
-      for (int64_t column = 0; column < c.columns; column += kLanesX2<S>) {
-        const VectorX2<S> x2 = load_x2(c.row(r) + column);
-        store_vector(wide_c.row(r) + column, x2.first);
-        store_vector(wide_c.row(r) + column + kLanes<S>, x2.second);
+  constexpr int64_t kDepth = kLanes<Element> * kDepthPerStep<Element>;
+  for (int64_t first = 0; first < memory.rows; first += kLanes<S>) {
+    const int vector = static_cast<int>(first / kLanes<S> % 2);
+    S* const of_columns = sums.data + first;
+    const T* const panel = memory.row(first - vector * kLanes<S>);
+    Vector<S> sum[kRows];
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      sum[r] = accumulate ? load_vector(of_columns + r * sums.row_stride) : Vector<S>{};
+    }
+    for (int64_t d = 0; d < memory.columns; d += kDepth) {
+      Vector<Element> block[kLanes<Element>];
+#pragma GCC unroll 16
+      for (int lane = 0; lane < kLanes<Element>; ++lane) {
+        const T* row = panel + column_of_lane<T>(vector, lane) * memory.row_stride + d;
+        __builtin_prefetch(row + kNR<S> * memory.row_stride, /*write*/ 0, /*locality: L2*/ 2);
+        block[lane] = load_along_depth<Element>(row, memory.columns - d);
+      }
+      transpose_square<Element>(block);
+      const auto multiply_step = [&](int64_t step) {
+#pragma GCC unroll 12
+        for (int r = 0; r < kRows; ++r) {
+          sum[r] = multiply_add(sum[r], a(r, d / kDepthPerStep<Element> + step), block[step]);
+        }
+      };
+      if (d + kDepth <= memory.columns) {
+#pragma GCC unroll 16
+        for (int step = 0; step < kLanes<Element>; ++step) multiply_step(step);
+      } else {
+        for (int64_t step = 0; step < steps_of_depth<Element>(memory.columns - d); ++step) multiply_step(step);
       }
     }
-    multiply_few_rows<T>(wide_a.as_const(), b, wide_c, accumulate, kIndices);
-    for (int64_t r = 0; r < c.rows; ++r) {
-      for (int64_t column = 0; column < c.columns; column += kLanesX2<S>) {
-        const S* sums = wide_c.row(r) + column;
-        store_narrowed_x2<T>(c.row(r) + column, {load_vector(sums), load_vector(sums + kLanes<S>)});
-      }
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) store_vector<S>(of_columns + r * sums.row_stride, sum[r]);
+  }
+}
+
+template <class T, class Element, int... kIndex>
+void multiply_few_rows(FewRows<Element> a, const GemmOperand<T>& b, MatrixView<Accumulator<T>> sums, bool accumulate,
+                       std::integer_sequence<int, kIndex...> /*indices*/) {
+  using Multiply = void (*)(FewRows<Element>, ConstMatrixView<T>, MatrixView<Accumulator<T>>, bool);
+  static constexpr Multiply of_rows[] = {multiply_few_rows<T, Element, kIndex + 1>...};
+  static constexpr Multiply of_rows_transposed[] = {multiply_few_rows_transposed<T, Element, kIndex + 1>...};
+  (b.is_transposed ? of_rows_transposed : of_rows)[sums.rows - 1](a, b.memory, sums, accumulate);
+}
+
+// c = a * b or c += a * b for 1 to kMaxFewRows rows, a not transposed, b without an index, with a depth of at least 1
+// and a multiple of NR columns.
+template <class Element, class T>
+void multiply_few_rows(const GemmOperand<T>& a, const GemmOperand<T>& b, MatrixView<T> c, bool accumulate) {
+  using S = Accumulator<T>;
+  constexpr std::make_integer_sequence<int, kMaxFewRows> kIndices;
+  const int64_t num_steps = steps_of_depth<Element>(a.columns());
+  // Whole vectors are stored.
+  Element* const rows = scratch<Element>(kPackedAScratch, c.rows * num_steps + kLanes<Element>);
+  for (int64_t r = 0; r < c.rows; ++r) {
+    for (int64_t k = 0; k < num_steps; k += kLanes<Element>) {
+      const int64_t d = k * kDepthPerStep<Element>;
+      store_vector(rows + r * num_steps + k, load_along_depth<Element>(a.memory_row(r) + d, a.columns() - d));
+    }
+  }
+  const MatrixView<S> sums{scratch<S>(kSumsScratch, c.rows * c.columns), c.rows, c.columns, c.columns};
+  for (int64_t r = 0; r < c.rows && accumulate; ++r) {
+    for (int64_t column = 0; column < c.columns; column += kNR<S>) {
+      const VectorX2<S> x2 = load_x2(c.row(r) + column);
+      store_narrowed_x2<S>(sums.row(r) + column, x2);
+    }
+  }
+  multiply_few_rows<T>(FewRows<Element>{rows, num_steps}, b, sums, accumulate, kIndices);
+  for (int64_t r = 0; r < c.rows; ++r) {
+    for (int64_t column = 0; column < c.columns; column += kNR<S>) {
+      const S* of_row = sums.row(r) + column;
+      store_narrowed_x2<T>(c.row(r) + column, {load_vector(of_row), load_vector(of_row + kLanes<S>)});
     }
   }
 }

@@ -5,13 +5,34 @@
 
 namespace maxmoe {
 
-// Rows of C that a product computes with B packed once (MC of BLIS); more rows are several such products. Kernels give
-// their tasks as many rows: half as many pack B twice as often and are 4 to 15 % slower, twice as many are no faster
-// and take twice the scratch memory. A multiple of the heights of micro-tiles, 6 and 12.
-constexpr int64_t kMC = 264;
+// A matrix as a product reads it: rows of memory, whose elements are neighbours, or their transpose. The rows may be
+// those of an index, so that nobody has to copy them first: row r is memory.row(index[r] / divisor).
+template <class T>
+struct GemmOperand {
+  ConstMatrixView<T> memory;  // with an index, `rows` is how many it has
+  bool is_transposed = false;
+  const int64_t* index = nullptr;
+  int64_t divisor = 1;
 
-// c = a * b, or c += a * b. One stride of a and of b is 1, so a transposed view costs nothing; c is row-major.
-// Sums are in Accumulator<T>, rounded once to T. Runs on the calling thread. Any size, empty ones included.
+  MAXMOE_INLINE GemmOperand(ConstMatrixView<T> matrix)  // NOLINT(google-explicit-constructor): matrices are operands
+      : memory(matrix.column_stride == 1 ? matrix : matrix.transposed()), is_transposed(matrix.column_stride != 1) {}
+  MAXMOE_INLINE GemmOperand(ConstMatrixView<T> source, const int64_t* row_index, int64_t index_divisor, int64_t count)
+      : memory(source), index(row_index), divisor(index_divisor) {
+    memory.rows = count;
+  }
+
+  MAXMOE_INLINE const T* memory_row(int64_t r) const { return memory.row(index == nullptr ? r : index[r] / divisor); }
+  MAXMOE_INLINE int64_t rows() const { return is_transposed ? memory.columns : memory.rows; }
+  MAXMOE_INLINE int64_t columns() const { return is_transposed ? memory.rows : memory.columns; }
+  MAXMOE_INLINE GemmOperand transposed() const {
+    GemmOperand operand = *this;
+    operand.is_transposed = !is_transposed;
+    return operand;
+  }
+};
+
+// c = a * b, or c += a * b, c row-major. Sums are in Accumulator<T>, rounded once to T. Runs on the calling thread. Any
+// size, empty ones included.
 template <class T>
 class Gemm {
  public:
@@ -20,7 +41,7 @@ class Gemm {
   Gemm& operator=(const Gemm&) = delete;
   virtual ~Gemm() = default;
 
-  virtual void multiply(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<T> c, bool accumulate) const = 0;
+  virtual void multiply(GemmOperand<T> a, GemmOperand<T> b, MatrixView<T> c, bool accumulate) const = 0;
 };
 
 }  // namespace maxmoe

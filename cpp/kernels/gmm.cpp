@@ -6,8 +6,8 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// Columns of the result per task: a single group of few rows still occupies several threads.
-constexpr int64_t kColumnsPerTask = 1024;
+// Columns of a task are a multiple of this: whole blocks of micro-panels.
+constexpr int64_t kColumnGrain = 128;
 
 template <class T>
 void multiply_tile(const Gmm<T>& a, const GroupTile& tile, int64_t begin, int64_t end) {
@@ -30,11 +30,15 @@ void multiply_tile(const Gmm<T>& a, const GroupTile& tile, int64_t begin, int64_
 
 template <class T>
 void gmm(const Gmm<T>& a, const Executor& executor) {
-  const GroupTiles list = make_group_tiles(a.group_sizes, a.num_groups, kWorkListScratch);
-  const int64_t column_tasks = (a.out.columns + kColumnsPerTask - 1) / kColumnsPerTask;
+  const int64_t max_rows = tile_rows(a.out.rows, a.lhs.columns, executor);
+  const GroupTiles list = make_group_tiles(a.group_sizes, a.num_groups, max_rows, kWorkListScratch);
+  // Columns are cut where there are fewer tiles than it takes to occupy all threads.
+  const int64_t parts = list.count == 0 ? 1 : (balanced_tasks(executor) + list.count - 1) / list.count;
+  const int64_t columns_per_task = (a.out.columns / parts / kColumnGrain + 1) * kColumnGrain;
+  const int64_t column_tasks = (a.out.columns + columns_per_task - 1) / columns_per_task;
   const auto multiply = [&](int64_t index) {
-    const int64_t begin = index % column_tasks * kColumnsPerTask;
-    const int64_t end = at_most(begin + kColumnsPerTask, a.out.columns);
+    const int64_t begin = index % column_tasks * columns_per_task;
+    const int64_t end = at_most(begin + columns_per_task, a.out.columns);
     multiply_tile(a, list.tiles[index / column_tasks], begin, end);
   };
   run_tasks(executor, list.count * column_tasks, list.num_rows * a.lhs.columns * a.out.columns, Task(multiply));

@@ -1,22 +1,18 @@
 // Packing of A and B: copies of their blocks in the order in which a micro-kernel reads them, converted to the type in
 // which it multiplies. Only for the .cpp files that are compiled per instruction set.
+//
+// A micro-panel holds the MR rows of A, or the NR columns of B, of a micro-tile, step by step of the inner dimension. An
+// operand whose rows in memory lie across the inner dimension is copied row by row; one whose rows lie along it is
+// transposed in square blocks of registers.
 #pragma once
 
 #include "executor.h"
+#include "gemm.h"
 #include "micro_kernel.h"
 #include "row.h"
 #include "transpose.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
-
-// Columns of B that are packed at a time: 4 micro-panels. Rows of large matrices are pages apart, so that each row is
-// a TLB miss: it then brings 4 to 8 cache lines (float32, AVX2 to AVX-512) instead of 1 or 2. 8 micro-panels are
-// slower, as they leave too little of the second-level cache to the block of A.
-template <class S>
-constexpr int64_t kNC = 4 * int64_t{kNR<S>};
-
-// Micro-panels of a transposed A that are packed at a time, for the same reason.
-constexpr int64_t kPackAPanels = 8;
 
 // How many steps ahead of its copy a row is prefetched.
 constexpr int64_t kPackPrefetchSteps = 8;
@@ -30,114 +26,172 @@ constexpr int64_t steps_of_depth(int64_t depth) {
   return (depth + kDepthPerStep<Element> - 1) / kDepthPerStep<Element>;
 }
 
-MAXMOE_INLINE BFloat16Pair make_pair(BFloat16 first, BFloat16 second) {
-  return first.bits | static_cast<BFloat16Pair>(second.bits) << 16;
-}
-
-// Packs `depth` elements that are neighbours along the inner dimension and in memory: pairs are then a plain copy, with
-// a zero beside the last element of an odd depth.
-template <class Element, class T>
-MAXMOE_INLINE void pack_along_depth(const T* source, Element* target, int64_t depth) {
-  if constexpr (std::is_same_v<Element, BFloat16Pair>) {
-    if (depth % 2 != 0) target[depth / 2] = make_pair(source[depth - 1], BFloat16{0});
-    if (depth > 1) std::memcpy(target, source, static_cast<size_t>(depth / 2) * sizeof(BFloat16Pair));
-  } else {
-    widen_row(source, target, depth);
-  }
-}
-
-// Packs one step of a micro-panel: `width` elements of a row, across the inner dimension. For pairs, each with the
-// element below it in the next row, or with a zero where there is none.
-template <class Element, class T>
-MAXMOE_INLINE void pack_step(const T* row, int64_t row_stride, bool is_last_row, int64_t width, Element* target) {
-  if constexpr (std::is_same_v<Element, BFloat16Pair>) {
-    const T* next = row + row_stride;
-    for (int64_t c = 0; c < width; ++c) target[c] = make_pair(row[c], is_last_row ? BFloat16{0} : next[c]);
-  } else if (width == kNR<Element>) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kNRVectors; ++v) {
-      store_vector(target + v * kLanes<Element>, load_vector(row + v * kLanes<Element>));
-    }
-  } else if (width == kMR) {
-#pragma GCC unroll 12
-    for (int r = 0; r < kMR; ++r) target[r] = widen(row[r]);
-  } else {
-    widen_row(row, target, width);
-  }
-}
-
-// A block of A as a micro-kernel reads it.
-template <class Element>
-struct ABlock {
-  const Element* data;
-  int64_t row_stride;  // in elements; 0 in micro-panels
-  ALayout layout;
+// [begin, end) of one dimension.
+struct Range {
+  int64_t begin;
+  int64_t end;
+  MAXMOE_INLINE int64_t size() const { return end - begin; }
 };
 
-// A block of A, packed into scratch memory or in place. Rows need no micro-panels, as a micro-kernel broadcasts
-// single elements of A: they are taken as they are, or converted. Of a transposed A the elements of a step are
-// neighbours: it is packed into micro-panels.
-template <class Element, class T>
-ABlock<Element> pack_a(ConstMatrixView<T> a) {
-  const int64_t num_steps = steps_of_depth<Element>(a.columns);
-  if (a.column_stride == 1) {
-    if constexpr (std::is_same_v<T, Element>) return {a.data, a.row_stride, ALayout::rows};
-    Element* rows = scratch<Element>(kPackedAScratch, a.rows * num_steps);
-    for (int64_t r = 0; r < a.rows; ++r) pack_along_depth(a.row(r), rows + r * num_steps, a.columns);
-    return {rows, num_steps, ALayout::rows};
-  }
-  const int64_t num_panels = (a.rows + kMR - 1) / kMR;
-  Element* const panels = scratch<Element>(kPackedAScratch, num_panels * kMR * num_steps);
-  for (int64_t first = 0; first < num_panels; first += kPackAPanels) {
-    const int64_t last = at_most(first + kPackAPanels, num_panels);
-    for (int64_t k = 0; k < num_steps; ++k) {
-      const T* column = a.data + kDepthPerStep<Element> * k * a.column_stride;
-      const bool is_last_column = kDepthPerStep<Element> * k + 1 == a.columns;
-      // This may be past the last column: a prefetch never faults.
-      prefetch_row(column + first * kMR + kDepthPerStep<Element> * kPackPrefetchSteps * a.column_stride,
-                   (last - first) * kMR);
-      for (int64_t p = first; p < last; ++p) {
-        pack_step<Element>(column + p * kMR, a.column_stride, is_last_column, at_most(a.rows - p * kMR, kMR),
-                           panels + (p * num_steps + k) * kMR);
-      }
-    }
-  }
-  return {panels, 0, ALayout::micro_panels};
+// The column of an NR wide micro-panel that lane `lane` of its vector `vector` holds: see VectorX2.
+template <class T>
+constexpr int64_t column_of_lane(int vector, int lane) {
+  if (std::is_same_v<T, BFloat16>) return 2 * lane + vector;
+  return vector * kLanes<Accumulator<T>> + lane;
 }
 
-// Packs at most NC columns of B into micro-panels of NR columns, one after the other. The last one is filled with
-// columns of zeros, so that a micro-kernel always has NR.
+// The steps of kLanes elements, neighbours along the inner dimension. Past `depth` they are zero.
 template <class Element, class T>
-const Element* pack_b(ConstMatrixView<T> b) {
-  constexpr int64_t kWidth = kNR<Accumulator<T>>;
-  const int64_t num_steps = steps_of_depth<Element>(b.rows);
-  const int64_t num_panels = (b.columns + kWidth - 1) / kWidth;
-  Element* const panels = scratch<Element>(kPackedBScratch, num_panels * num_steps * kWidth);
-  const int64_t last_width = b.columns - (num_panels - 1) * kWidth;
-  if (last_width < kWidth) zero_row(panels + (num_panels - 1) * num_steps * kWidth, num_steps * kWidth);
-  if (b.column_stride == 1 || b.columns == 1) {
-    for (int64_t k = 0; k < num_steps; ++k) {
-      const T* row = b.row(kDepthPerStep<Element> * k);
-      const bool is_last_row = kDepthPerStep<Element> * k + 1 == b.rows;
-      prefetch_row(b.row(kDepthPerStep<Element> * (k + kPackPrefetchSteps)), b.columns);
-      for (int64_t p = 0; p < num_panels; ++p) {
-        pack_step<Element>(row + p * kWidth, b.row_stride, is_last_row, p + 1 < num_panels ? kWidth : last_width,
-                           panels + (p * num_steps + k) * kWidth);
+MAXMOE_INLINE Vector<Element> load_along_depth(const T* source, int64_t depth) {
+  constexpr int64_t kDepth = kLanes<Element> * kDepthPerStep<Element>;
+  T part[kDepth];
+  if (depth < kDepth) {
+    std::memset(static_cast<void*>(part), 0, sizeof(part));
+    copy_row(source, part, depth);
+    source = part;
+  }
+  if constexpr (std::is_same_v<Element, BFloat16Pair>) {
+    Vector<Element> pairs;
+    std::memcpy(&pairs, source, sizeof(pairs));
+    return pairs;
+  } else {
+    return load_vector(source);
+  }
+}
+
+// The NR elements of one step, across the inner dimension. For pairs each with the one below it, in the next row: null
+// where there is none.
+template <class Element>
+struct StepX2 {
+  Vector<Element> first;
+  Vector<Element> second;
+};
+
+template <class Element, class T>
+MAXMOE_INLINE StepX2<Element> load_step(const T* row, const T* next) {
+  if constexpr (std::is_same_v<Element, BFloat16Pair>) {
+    Vector<uint32_t> upper;
+    Vector<uint32_t> lower{};
+    std::memcpy(&upper, row, sizeof(upper));
+    if (next != nullptr) std::memcpy(&lower, next, sizeof(lower));
+    return {(upper & 0xffffU) | lower << 16, upper >> 16 | (lower & 0xffff0000U)};
+  } else {
+    const VectorX2<Element> x2 = load_x2(row);
+    return {x2.first, x2.second};
+  }
+}
+
+// Rows of `memory` in the range, which lie along the inner dimension, become `kWidth` elements in each step of a
+// micro-panel: element i of a step is that of row `row_of(i)`. Rows past the last one are zeros.
+template <class Element, int kWidth, class T, class RowOf>
+MAXMOE_INLINE void pack_along_depth(const GemmOperand<T>& memory, Range rows, Range depth, const RowOf& row_of,
+                                    Element* target) {
+  constexpr int kChunks = (kWidth + kLanes<Element> - 1) / kLanes<Element>;
+  const T* source[kWidth];
+  for (int i = 0; i < kWidth; ++i) {
+    const int64_t row = rows.begin + row_of(i);
+    source[i] = row < rows.end ? memory.memory_row(row) + depth.begin : nullptr;
+  }
+  const int64_t num_steps = steps_of_depth<Element>(depth.size());
+  for (int64_t k = 0; k < num_steps; k += kLanes<Element>) {
+    const int64_t done = k * kDepthPerStep<Element>;
+    Vector<Element> block[kChunks][kLanes<Element>] = {};
+#pragma GCC unroll 32
+    for (int i = 0; i < kWidth; ++i) {
+      if (source[i] != nullptr) {
+        block[i / kLanes<Element>][i % kLanes<Element>] =
+            load_along_depth<Element>(source[i] + done, depth.size() - done);
       }
     }
-    return panels;
-  }
-  // The columns of a transposed B are rows in memory: read in that order, and transposed into the micro-panel.
-  for (int64_t p = 0; p < num_panels; ++p) {
-    const auto copy = [&](int64_t column, int64_t first_step, int64_t count, Element* target) {
-      const int64_t first_row = first_step * kDepthPerStep<Element>;
-      const T* source = b.data + (p * kWidth + column) * b.column_stride + first_row;
-      pack_along_depth(source, target, at_most(b.rows - first_row, count * kDepthPerStep<Element>));
+#pragma GCC unroll 3
+    for (int chunk = 0; chunk < kChunks; ++chunk) transpose_square<Element>(block[chunk]);
+    const auto store_step = [&](int64_t step) {
+#pragma GCC unroll 3
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        constexpr int kLast = kWidth - (kChunks - 1) * kLanes<Element>;
+        std::memcpy(target + (k + step) * kWidth + chunk * kLanes<Element>, &block[chunk][step],
+                    sizeof(Element) * (chunk + 1 < kChunks ? kLanes<Element> : kLast));
+      }
     };
-    transpose_rows<Element>(p + 1 < num_panels ? kWidth : last_width, num_steps, copy, panels + p * num_steps * kWidth,
-                            kWidth);
+    if (k + kLanes<Element> <= num_steps) {
+#pragma GCC unroll 16
+      for (int step = 0; step < kLanes<Element>; ++step) store_step(step);
+    } else {
+      for (int64_t step = 0; k + step < num_steps; ++step) store_step(step);
+    }
   }
-  return panels;
+}
+
+// Packs rows of A into micro-panels. The elements past the last row are never multiplied.
+template <class Element, class T>
+void pack_a(const GemmOperand<T>& a, Range depth, Element* panels) {
+  const int64_t num_steps = steps_of_depth<Element>(depth.size());
+  if (!a.is_transposed) {
+    for (int64_t row = 0; row < a.rows(); row += kMR) {
+      const Range rows{row, at_most(row + kMR, a.rows())};
+      pack_along_depth<Element, kMR>(a, rows, depth, [](int i) { return i; }, panels + row * num_steps);
+    }
+    return;
+  }
+  const int64_t whole = a.rows() / kMR * kMR;
+  for (int64_t k = 0; k < num_steps; ++k) {
+    const int64_t d = depth.begin + k * kDepthPerStep<Element>;
+    const T* source = a.memory_row(d);
+    const T* next = kDepthPerStep<Element> == 2 && d + 1 < depth.end ? a.memory_row(d + 1) : nullptr;
+    const auto element = [&](int64_t row) -> Element {
+      if constexpr (std::is_same_v<Element, BFloat16Pair>) {
+        return source[row].bits | (next == nullptr ? 0U : static_cast<BFloat16Pair>(next[row].bits) << 16);
+      } else {
+        return widen(source[row]);
+      }
+    };
+    for (int64_t row = 0; row < whole; row += kMR) {
+#pragma GCC unroll 12
+      for (int i = 0; i < kMR; ++i) panels[row * num_steps + k * kMR + i] = element(row + i);
+    }
+    for (int64_t row = whole; row < a.rows(); ++row) panels[whole * num_steps + k * kMR + row - whole] = element(row);
+  }
+}
+
+// Packs columns of B into micro-panels of NR columns, one after the other. The last one is filled with columns of zeros,
+// so that a micro-kernel always has NR.
+template <class Element, class T>
+void pack_b(const GemmOperand<T>& b, Range depth, Range columns, Element* panels) {
+  constexpr int kWidth = kNR<Accumulator<T>>;
+  const int64_t num_steps = steps_of_depth<Element>(depth.size());
+  if (b.is_transposed) {
+    for (int64_t column = columns.begin; column < columns.end; column += kWidth, panels += num_steps * kWidth) {
+      constexpr auto kColumnOf = [](int i) {
+        return column_of_lane<T>(i / kLanes<Element>, i % kLanes<Element>);
+      };
+      pack_along_depth<Element, kWidth>(b, {column, columns.end}, depth, kColumnOf, panels);
+    }
+    return;
+  }
+  for (int64_t k = 0; k < num_steps; ++k) {
+    const int64_t d = depth.begin + k * kDepthPerStep<Element>;
+    const T* row = b.memory_row(d) + columns.begin;
+    const T* next = kDepthPerStep<Element> == 2 && d + 1 < depth.end ? b.memory_row(d + 1) + columns.begin : nullptr;
+    for (int64_t ahead = 0; ahead < kDepthPerStep<Element>; ++ahead) {
+      const int64_t prefetched = d + kPackPrefetchSteps * kDepthPerStep<Element> + ahead;
+      if (prefetched < depth.end) prefetch_row(b.memory_row(prefetched) + columns.begin, columns.size());
+    }
+    Element* target = panels + k * kWidth;
+    for (int64_t column = 0; column < columns.size(); column += kWidth, target += num_steps * kWidth) {
+      StepX2<Element> step;
+      if (column + kWidth <= columns.size()) {
+        step = load_step<Element>(row + column, next == nullptr ? nullptr : next + column);
+      } else {
+        T part[2][kWidth];
+        std::memset(static_cast<void*>(part), 0, sizeof(part));
+        copy_row(row + column, part[0], columns.size() - column);
+        if (next != nullptr) copy_row(next + column, part[1], columns.size() - column);
+        step = load_step<Element>(part[0], part[1]);
+      }
+      store_vector(target, step.first);
+      store_vector(target + kLanes<Element>, step.second);
+    }
+  }
 }
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

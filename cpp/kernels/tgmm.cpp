@@ -6,9 +6,6 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// Rows of one result per task. The sum over the rows of a group is never split, so that its order is fixed.
-constexpr int64_t kOutRowsPerTask = kMC;
-
 template <class T>
 void zero_rows(MatrixView<T> out) {
   for (int64_t r = 0; r < out.rows; ++r) zero_row(out.row(r), out.columns);
@@ -19,13 +16,15 @@ void zero_rows(MatrixView<T> out) {
 template <class T>
 void tgmm(const Tgmm<T>& a, const Executor& executor) {
   const GroupTiles list = make_whole_groups(a.group_sizes, a.num_groups, kWorkListScratch);
-  const int64_t row_tasks = (a.out.first.rows + kOutRowsPerTask - 1) / kOutRowsPerTask;
+  // The sum over the rows of a group is never split, so that its order is fixed: rows of the result are.
+  const int64_t rows_per_task = rows_per_gradient_task(list, a.out.first.rows, executor);
+  const int64_t row_tasks = (a.out.first.rows + rows_per_task - 1) / rows_per_task;
   const auto multiply = [&](int64_t index) {
     const GroupTile& rows = list.tiles[index / row_tasks];
     const int64_t local = rows.group - a.group_offset;
     if (local < 0 || local >= a.out.count) return;
-    const int64_t begin = index % row_tasks * kOutRowsPerTask;
-    const int64_t end = at_most(begin + kOutRowsPerTask, a.out.first.rows);
+    const int64_t begin = index % row_tasks * rows_per_task;
+    const int64_t end = at_most(begin + rows_per_task, a.out.first.rows);
     const MatrixView<T> out = a.out[local].row_range(begin, end);
     if (rows.begin == rows.end) return zero_rows(out);
     a.gemm->multiply(a.lhs.row_range(rows.begin, rows.end).column_range(begin, end).transposed(),

@@ -1,24 +1,18 @@
 // The product as a loop nest around a micro-kernel, in the words of BLIS (Van Zee and van de Geijn, 2015). Its loops,
 // outermost first:
 //
-//   ic  blocks of MC rows of A and C                        multiply
-//   pc  blocks of KC of the inner dimension: packs A        multiply_row_block, multiply_block
-//   jc  blocks of NC columns of B and C: packs B            multiply_packed_b
-//   jr  micro-panels of B, of NR columns                    multiply_packed_b
-//   ir  micro-tiles of C, of MR rows                        multiply_micro_panel
+//   jc  blocks of NC columns of B and C                     multiply
+//   pc  blocks of KC of the inner dimension: packs A and B  multiply
+//   ir  micro-tiles of C, of MR rows                        multiply_block
+//   jr  micro-panels of B, of NR columns                    multiply_block
 //   k   steps of the inner dimension                        micro_kernel
 //
-// A micro-tile of C stays in registers during k, a micro-panel of B in the first- or second-level cache during ir, and
-// the block of A in the second- or third-level cache during jc. Unlike in BLIS, jc is not outermost: callers cut C into
-// blocks of rows, which run on different threads and pack B each for itself. NC then only bounds how much of B is
-// packed at a time.
+// A micro-tile of C stays in registers during k, a micro-panel of A in the first-level cache during jr, and the block of
+// B, KC x NC, in the second-level cache during ir. Meanwhile the next block of B is prefetched. Every element of A and of
+// B is packed once: A is packed while the first block of columns is computed, and kept.
 //
-// With few rows of A each element of packed B is used so rarely that packing costs more than it saves. Then B is read
-// in place:
-//
-//   B row-major, up to MR rows of A                         multiply_few_rows (few_rows.h)
-//   B row-major, a few more rows, nothing to convert        multiply_unpacked_b
-//   B transposed                                            multiply_transposed, which computes C^T = B^T * A^T
+// With few rows of A each element of packed B is used so rarely that packing costs more than it saves. Then B is read in
+// place (few_rows.h).
 //
 // With AVX512-BF16 packed blocks of bfloat16 matrices hold BFloat16Pairs, and a step is two elements of the inner
 // dimension.
@@ -32,13 +26,12 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// The inner dimension in a block. In float32 a micro-panel of B (KC x NR) takes 128 KiB (AVX2) or 256 KiB (AVX-512),
-// and a block of A (MC x KC) 2 MiB: more than many second-level caches, but reading it from the third costs no time.
-// The next block continues the sums in the accumulator's type, so that KC does not change the bits of a result.
-constexpr int64_t kKC = 2048;
-
-static_assert(kMC % kMR == 0, "a block of MC rows has full micro-tiles only");
-static_assert(kKC % 2 == 0, "blocks end between pairs");
+// Steps of the inner dimension in a block, and columns of B. A block of B takes 256 KiB with AVX-512 and 128 KiB with
+// AVX2: with the next block beside it, half of a second-level cache. The next block continues the sums in the
+// accumulator's type, so that KC does not change the bits of a result.
+constexpr int64_t kKCSteps = 512;
+template <class S>
+constexpr int64_t kNC = 4 * int64_t{kNR<S>};
 
 // MAXMOE_BFLOAT16_PAIRS: pairs in plain arithmetic, for tests on processors without the instruction.
 #if defined(__AVX512BF16__) || defined(MAXMOE_BFLOAT16_PAIRS)
@@ -47,177 +40,153 @@ constexpr bool kMultipliesPairs = true;
 constexpr bool kMultipliesPairs = false;
 #endif
 
-// Rows of A up to which a row-major B is not packed: three micro-tiles. Measured with AVX2 in float32: 0.8 of the time
-// of packing B for 8 to 16 rows, up to 1.6 times that time for 32 rows and more.
-constexpr int64_t kMaxRowsUnpackedB = 3 * int64_t{kMR};
+template <class T>
+using ElementOf = std::conditional_t<kMultipliesPairs && std::is_same_v<T, BFloat16>, BFloat16Pair, Accumulator<T>>;
 
-// Rows of A for which the transposed product is faster than packing a transposed B (measured). If elements have to be
-// converted, those of B are so each time that they are read: rows of A must fill at least half of a micro-panel, and no
-// more than one.
-template <class S>
-constexpr int64_t kMaxRowsTransposed = 2 * int64_t{kNR<S>};
-template <class S>
-constexpr int64_t kMinRowsTransposedConverted = kNR<S> / 2;
-template <class S>
-constexpr int64_t kMaxRowsTransposedConverted = kNR<S>;
+// The cache lines of a block of B, prefetched a few at a time into the second-level cache: rows of large matrices are
+// pages apart, where hardware prefetchers stop.
+class BlockPrefetch {
+ public:
+  template <class T>
+  BlockPrefetch(const GemmOperand<T>& b, Range depth, Range columns)
+      : first_(reinterpret_cast<const std::byte*>(b.is_transposed ? b.memory.row(columns.begin) + depth.begin
+                                                                  : b.memory.row(depth.begin) + columns.begin)),
+        stride_(b.memory.row_stride * int64_t{sizeof(T)}),
+        row_bytes_((b.is_transposed ? depth : columns).size() * int64_t{sizeof(T)}),
+        num_rows_(b.index == nullptr ? (b.is_transposed ? columns : depth).size() : 0) {}
 
-// Rows of B^T that the transposed product prefetches while it computes a micro-tile: about as many as the next one has
-// (MR is 6 or 12), and a power of two.
-constexpr int64_t kPrefetchedRows = 8;
+  int64_t num_lines() const { return num_rows_ * ((row_bytes_ + kCacheLineBytes - 1) / kCacheLineBytes); }
 
-// The NR columns of B that a micro-kernel reads: a packed micro-panel, or in place.
-template <class Element>
-struct BColumns {
-  const Element* data;
-  int64_t row_stride;
+  void advance(int64_t num_lines) {
+    for (; num_lines > 0 && row_ < num_rows_; --num_lines) {
+      __builtin_prefetch(first_ + row_ * stride_ + offset_, /*write*/ 0, /*locality: L2*/ 2);
+      offset_ += kCacheLineBytes;
+      if (offset_ >= row_bytes_) {
+        offset_ = 0;
+        ++row_;
+      }
+    }
+  }
+
+ private:
+  const std::byte* first_;
+  int64_t stride_;
+  int64_t row_bytes_;
+  int64_t num_rows_;
+  int64_t row_ = 0;
+  int64_t offset_ = 0;
 };
 
-// c = or += a * b for at most NR columns: the loop ir. A micro-tile that is not full, or whose columns are not
-// neighbours in memory, is computed in a buffer and copied.
-template <ALayout kALayout, class Element, class S, class Prefetch>
-void multiply_micro_panel(ABlock<Element> a, BColumns<Element> b, int64_t num_steps, MatrixView<S> c, bool accumulate,
-                          const Prefetch& prefetch) {
-  const bool is_full = c.columns == kNR<S> && c.column_stride == 1;
+// Packed blocks of A and B, and the sums that a block of the inner dimension goes on with: NR wide columns of C, one
+// after the other, in the order of VectorX2.
+template <class T, class Element>
+struct Block {
+  const Element* a;
+  const Element* b;
+  int64_t num_steps;
+  Accumulator<T>* sums;
+  int64_t sums_rows;
+  bool has_sums;  // from the block before
+  bool is_last;
+};
+
+// A micro-tile that is rounded to the result's type. One that is not full is computed in a buffer and copied.
+template <class T, class Element>
+void multiply_last(const Element* a, const Element* b, int64_t num_steps, const Accumulator<T>* sums,
+                   MatrixView<T> c_tile) {
+  constexpr int64_t kWidth = kNR<Accumulator<T>>;
+  const auto kernel = micro_kernel_of_rows<T, Element>(c_tile.rows);
+  if (c_tile.columns == kWidth) return kernel(a, b, num_steps, sums, c_tile.data, c_tile.row_stride);
+  T tile[kMR * kWidth];
+  kernel(a, b, num_steps, sums, tile, kWidth);
+  for (int64_t r = 0; r < c_tile.rows; ++r) copy_row(tile + r * kWidth, c_tile.row(r), c_tile.columns);
+}
+
+// c = a * b for one block: the loops ir and jr.
+template <class T, class Element>
+void multiply_block(const Block<T, Element>& block, MatrixView<T> c, BlockPrefetch next) {
+  using S = Accumulator<T>;
+  constexpr int64_t kWidth = kNR<S>;
+  const int64_t num_tiles = (c.rows + kMR - 1) / kMR * ((c.columns + kWidth - 1) / kWidth);
+  const int64_t lines_per_tile = (next.num_lines() + num_tiles - 1) / num_tiles;
   for (int64_t ir = 0; ir < c.rows; ir += kMR) {
-    const MatrixView<S> c_rows = c.row_range(ir, at_most(c.rows, ir + kMR));
-    const auto kernel = micro_kernel_of_rows<S, Element, Prefetch, kALayout>(c_rows.rows);
-    const Element* a_rows = a.data + ir * (kALayout == ALayout::rows ? a.row_stride : num_steps);
-    if (is_full) {
-      kernel(a_rows, a.row_stride, b.data, b.row_stride, num_steps, c_rows.data, c_rows.row_stride, accumulate,
-             prefetch);
-      continue;
-    }
-    alignas(kVectorBytes) S tile[kMR * kNR<S>] = {};
-    const auto for_elements = [&](const auto& copy) {
-      for (int64_t r = 0; r < c_rows.rows; ++r) {
-        for (int64_t j = 0; j < c_rows.columns; ++j) {
-          copy(tile[r * kNR<S> + j], c_rows.row(r)[j * c_rows.column_stride]);
-        }
+    const int64_t ir_end = at_most(ir + kMR, c.rows);
+    for (int64_t jr = 0; jr < c.columns; jr += kWidth) {
+      const Element* a = block.a + ir * block.num_steps;
+      const Element* b = block.b + jr * block.num_steps;
+      S* const sums = block.sums + jr * block.sums_rows + ir * kWidth;
+      const S* const before = block.has_sums ? sums : nullptr;
+      if (block.is_last) {
+        multiply_last(a, b, block.num_steps, before,
+                      c.row_range(ir, ir_end).column_range(jr, at_most(jr + kWidth, c.columns)));
+      } else {
+        micro_kernel_of_rows<S, Element>(ir_end - ir)(a, b, block.num_steps, before, sums, kWidth);
       }
-    };
-    if (accumulate) for_elements([](S& in_tile, S in_c) { in_tile = in_c; });
-    kernel(a_rows, a.row_stride, b.data, b.row_stride, num_steps, tile, kNR<S>, accumulate, prefetch);
-    for_elements([](S in_tile, S& in_c) { in_c = in_tile; });
-  }
-}
-
-// c = or += a * b for a block of A: the loops jc and jr.
-template <class Element, class T>
-void multiply_packed_b(ABlock<Element> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> c, bool accumulate) {
-  using S = Accumulator<T>;
-  const int64_t num_steps = steps_of_depth<Element>(b.rows);
-  const auto multiply = a.layout == ALayout::rows ? multiply_micro_panel<ALayout::rows, Element, S, NoPrefetch>
-                                                  : multiply_micro_panel<ALayout::micro_panels, Element, S, NoPrefetch>;
-  for (int64_t jc = 0; jc < b.columns; jc += kNC<S>) {
-    const int64_t jc_end = at_most(b.columns, jc + kNC<S>);
-    const Element* panel = pack_b<Element>(b.column_range(jc, jc_end));
-    for (int64_t jr = jc; jr < jc_end; jr += kNR<S>, panel += num_steps * kNR<S>) {
-      const MatrixView<S> c_columns = c.column_range(jr, at_most(jc_end, jr + kNR<S>));
-      multiply(a, {panel, kNR<S>}, num_steps, c_columns, accumulate, NoPrefetch());
+      next.advance(lines_per_tile);
     }
   }
 }
 
-// B must be aligned, and its rows whole vectors apart: then no vector load crosses a cache line.
+// The sums that the first block goes on with.
 template <class T>
-bool is_faster_unpacked(ConstMatrixView<T> a, ConstMatrixView<T> b) {
-  const auto is_aligned = [](int64_t address) { return address % kVectorBytes == 0; };
-  return a.column_stride == 1 && b.column_stride == 1 && a.rows <= kMaxRowsUnpackedB &&
-         is_aligned(reinterpret_cast<intptr_t>(b.data)) && is_aligned(b.row_stride * int64_t{sizeof(T)});
-}
-
-// c = or += a * b for the columns that fill micro-tiles, with B read in place; returns how many these are. At step k
-// the micro-kernel prefetches row k of the next micro-panel: its rows are a stride apart,
-// which for large matrices is more than a page, where hardware prefetchers stop.
-template <class T>
-int64_t multiply_unpacked_b(ABlock<T> a, ConstMatrixView<T> b, MatrixView<T> c, bool accumulate) {
-  int64_t jr = 0;
-  for (; jr + kNR<T> <= b.columns; jr += kNR<T>) {
-    const T* columns = b.data + jr;
-    const PrefetchRows next_panel(columns + kNR<T>, b.row_stride, /*num_rows=*/b.rows);
-    multiply_micro_panel<ALayout::rows>(a, {columns, b.row_stride}, b.rows, c.column_range(jr, jr + kNR<T>), accumulate,
-                                        next_panel);
-  }
-  return jr;
-}
-
-template <class Element, class T>
-bool is_faster_transposed(ConstMatrixView<T> a, ConstMatrixView<T> b) {
+void load_sums(ConstMatrixView<T> c, int64_t sums_rows, Accumulator<T>* sums) {
   using S = Accumulator<T>;
-  const bool is_few_rows = std::is_same_v<Element, T>
-                               ? a.rows <= kMaxRowsTransposed<S>
-                               : kMinRowsTransposedConverted<S> <= a.rows && a.rows <= kMaxRowsTransposedConverted<S>;
-  return is_few_rows && a.column_stride == 1 && b.column_stride != 1;
-}
-
-// c = or += a * b for a transposed B, as C^T = or += B^T * A^T: B^T is row-major, and read in
-// place (or converted MR rows at a time), and A^T, of few columns, is packed.
-template <class Element, class T>
-void multiply_transposed(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> c, bool accumulate) {
-  using S = Accumulator<T>;
-  const ConstMatrixView<T> left = b.transposed();
-  const int64_t num_steps = steps_of_depth<Element>(left.columns);
-  const Element* const panels = pack_b<Element>(a.transposed());
-  for (int64_t ir = 0; ir < left.rows; ir += kMR) {
-    const int64_t ir_end = at_most(left.rows, ir + kMR);
-    const ABlock<Element> block = pack_a<Element>(left.row_range(ir, ir_end));
-    const PrefetchRows next_rows(left.row(ir + kMR), left.row_stride, kPrefetchedRows);
-    for (int64_t jr = 0; jr < c.rows; jr += kNR<S>) {
-      const MatrixView<S> c_tile = c.row_range(jr, at_most(c.rows, jr + kNR<S>)).column_range(ir, ir_end);
-      multiply_micro_panel<ALayout::rows>(block, {panels + jr * num_steps, kNR<S>}, num_steps, c_tile.transposed(),
-                                          accumulate, next_rows);
+  constexpr int64_t kWidth = kNR<S>;
+  for (int64_t jr = 0; jr < c.columns; jr += kWidth) {
+    for (int64_t r = 0; r < c.rows; ++r) {
+      T part[kWidth];
+      std::memset(static_cast<void*>(part), 0, sizeof(part));
+      copy_row(c.row(r) + jr, part, at_most(kWidth, c.columns - jr));
+      store_narrowed_x2<S>(sums + jr * sums_rows + r * kWidth, load_x2(part));
     }
   }
 }
 
-// c = or += a * b for a block of at most MC rows and KC of the inner dimension: chooses what is packed.
+// The loops jc and pc. pc runs once even if the inner dimension is 0: c must become 0.
 template <class T>
-void multiply_block(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> c, bool accumulate) {
-  using Element = std::conditional_t<kMultipliesPairs && std::is_same_v<T, BFloat16>, BFloat16Pair, Accumulator<T>>;
-  if (is_faster_transposed<Element>(a, b)) return multiply_transposed<Element>(a, b, c, accumulate);
-  const ABlock<Element> block = pack_a<Element>(a);
-  int64_t done = 0;
-  if constexpr (std::is_same_v<Element, T>) {
-    if (is_faster_unpacked(a, b)) done = multiply_unpacked_b(block, b, c, accumulate);
-  }
-  multiply_packed_b(block, b.column_range(done, b.columns), c.column_range(done, b.columns), accumulate);
-}
-
-// c = or += a * b for at most MC rows: the loop pc. It runs once even if the inner dimension is 0: c must become 0.
-template <class T>
-void multiply_row_block(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> c, bool accumulate) {
-  for (int64_t pc = 0; pc < a.columns || pc == 0; pc += kKC) {
-    const int64_t pc_end = at_most(a.columns, pc + kKC);
-    multiply_block(a.column_range(pc, pc_end), b.row_range(pc, pc_end), c, accumulate || pc > 0);
-  }
-}
-
-// The loop ic. C of 16-bit types is summed in a buffer of the accumulator's type, so that it is rounded once, after all
-// blocks of the inner dimension.
-template <class T>
-void multiply(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<T> c, bool accumulate) {
+void multiply(const GemmOperand<T>& a, const GemmOperand<T>& b, MatrixView<T> c, bool accumulate) {
   using S = Accumulator<T>;
-  for (int64_t ic = 0; ic < c.rows; ic += kMC) {
-    const int64_t ic_end = at_most(c.rows, ic + kMC);
-    const ConstMatrixView<T> a_rows = a.row_range(ic, ic_end);
-    const MatrixView<T> c_rows = c.row_range(ic, ic_end);
-    if constexpr (std::is_same_v<T, S>) {
-      multiply_row_block(a_rows, b, c_rows, accumulate);
-    } else {
-      const MatrixView<S> wide_c{scratch<S>(kWideCScratch, c_rows.rows * c.columns), c_rows.rows, c.columns, c.columns};
-      for (int64_t r = 0; r < c_rows.rows && accumulate; ++r) widen_row(c_rows.row(r), wide_c.row(r), c.columns);
-      multiply_row_block(a_rows, b, wide_c, accumulate);
-      for (int64_t r = 0; r < c_rows.rows; ++r) narrow_row<T>(wide_c.row(r), c_rows.row(r), c.columns);
+  using Element = ElementOf<T>;
+  constexpr int64_t kKC = kKCSteps * kDepthPerStep<Element>;
+  const int64_t depth = a.columns();
+  const int64_t padded_rows = (c.rows + kMR - 1) / kMR * kMR;
+  const bool needs_sums = accumulate || depth > kKC;
+  Element* const panels_of_a = scratch<Element>(kPackedAScratch, padded_rows * steps_of_depth<Element>(depth));
+  Element* const panels_of_b = scratch<Element>(kPackedBScratch, kNC<S> * kKCSteps);
+  S* const sums = needs_sums ? scratch<S>(kSumsScratch, padded_rows * kNC<S>) : nullptr;
+  for (int64_t jc = 0; jc < c.columns; jc += kNC<S>) {
+    const Range columns{jc, at_most(jc + kNC<S>, c.columns)};
+    const MatrixView<T> c_columns = c.column_range(columns.begin, columns.end);
+    if (accumulate) load_sums(c_columns.as_const(), padded_rows, sums);
+    for (int64_t pc = 0; pc < depth || pc == 0; pc += kKC) {
+      const Range inner{pc, at_most(pc + kKC, depth)};
+      Element* const block_of_a = panels_of_a + padded_rows * steps_of_depth<Element>(pc);
+      if (jc == 0) pack_a(a, inner, block_of_a);
+      pack_b(b, inner, columns, panels_of_b);
+      const bool is_last = inner.end == depth;
+      const Range next_inner = is_last ? Range{0, at_most(kKC, depth)} : Range{inner.end, at_most(inner.end + kKC, depth)};
+      const Range next_columns =
+          is_last ? Range{columns.end, at_most(columns.end + kNC<S>, c.columns)} : columns;
+      multiply_block(Block<T, Element>{block_of_a, panels_of_b, steps_of_depth<Element>(inner.size()), sums,
+                                       padded_rows, accumulate || pc > 0, is_last},
+                     c_columns, BlockPrefetch(b, next_inner, next_columns));
     }
   }
 }
 
-// How many of the first columns multiply_few_rows takes: those that fill its vectors.
+// How many of the first columns multiply_few_rows takes: those that fill micro-panels.
 template <class T>
 int64_t few_rows_columns(const TileGemm<T>& p) {
-  const bool is_few_rows = 0 < p.a.rows && p.a.rows <= kMaxFewRows && p.a.column_stride == 1;
-  if (!is_few_rows || p.b.rows == 0 || p.b.column_stride != 1) return 0;
-  return p.b.columns / kLanesX2<Accumulator<T>> * kLanesX2<Accumulator<T>>;
+  const bool is_few_rows = 0 < p.c.rows && p.c.rows <= kMaxFewRows && !p.a.is_transposed;
+  if (!is_few_rows || p.a.columns() == 0 || p.b.index != nullptr) return 0;
+  return p.c.columns / kNR<Accumulator<T>> * kNR<Accumulator<T>>;
+}
+
+// Columns of b.
+template <class T>
+GemmOperand<T> column_range(GemmOperand<T> b, int64_t begin, int64_t end) {
+  b.memory = b.is_transposed ? b.memory.row_range(begin, end) : b.memory.column_range(begin, end);
+  return b;
 }
 
 }  // namespace
@@ -225,9 +194,13 @@ int64_t few_rows_columns(const TileGemm<T>& p) {
 template <class T>
 void tile_gemm(const TileGemm<T>& p, const Executor& /*executor*/) {
   const int64_t begin = few_rows_columns(p);
-  const int64_t end = p.b.columns;
-  if (begin > 0) multiply_few_rows(p.a, p.b.column_range(0, begin), p.c.column_range(0, begin), p.accumulate);
-  if (begin < end) multiply(p.a, p.b.column_range(begin, end), p.c.column_range(begin, end), p.accumulate);
+  const int64_t end = p.c.columns;
+  if (begin > 0) {
+    multiply_few_rows<ElementOf<T>>(p.a, column_range(p.b, 0, begin), p.c.column_range(0, begin), p.accumulate);
+  }
+  if (begin < end && p.c.rows > 0) {
+    multiply(p.a, column_range(p.b, begin, end), p.c.column_range(begin, end), p.accumulate);
+  }
 }
 
 MAXMOE_INSTANTIATE(tile_gemm, TileGemm)

@@ -8,12 +8,11 @@
 namespace maxmoe {
 
 // c = a * b, or c += a * b: see Gemm. An element of c is one chain of multiply-adds along the inner dimension, so its
-// bits depend on its row of a and its column of b alone, not on the other rows, nor on how c is cut into tiles. Except
-// in bfloat16 with AVX512-BF16: products of few rows do not sum pairs, and may round differently from those of more.
+// bits depend on its row of a and its column of b alone, not on the other rows, nor on how c is cut into tiles.
 template <class T>
 struct TileGemm {
-  ConstMatrixView<T> a;
-  ConstMatrixView<T> b;
+  GemmOperand<T> a;
+  GemmOperand<T> b;
   MatrixView<T> c;
   bool accumulate;
 };
@@ -29,7 +28,7 @@ namespace maxmoe {
 template <class T>
 class KernelGemm final : public Gemm<T> {
  public:
-  void multiply(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<T> c, bool accumulate) const override {
+  void multiply(GemmOperand<T> a, GemmOperand<T> b, MatrixView<T> c, bool accumulate) const override {
     tile_gemm(TileGemm<T>{a, b, c, accumulate}, SerialExecutor());
   }
 };

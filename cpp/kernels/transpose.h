@@ -1,63 +1,85 @@
-// Transposes blocks of rows, converting them on the way. Only for the .cpp files that are compiled per instruction set.
+// The transpose of a square block in vector registers. Only for the .cpp files that are compiled per instruction set.
 #pragma once
 
-#include <cstdint>
+#include <utility>
 
-#ifdef __SSE2__
-#include <immintrin.h>
-#endif
-
-#include "row.h"
+#include "vector.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// Four rows of `count` elements become four columns of `target`. Elements of 4 bytes, floats or bfloat16 pairs, are
-// shuffled in 4 x 4 blocks of SSE registers.
-template <class Element>
-MAXMOE_INLINE void transpose_four(const Element (&rows)[4][kColumnBlock], int64_t count, Element* target,
-                                  int64_t target_stride) {
-  int64_t i = 0;
-#ifdef __SSE2__
-  if constexpr (sizeof(Element) == sizeof(float)) {
-    const auto load = [&](int r) { return _mm_loadu_ps(reinterpret_cast<const float*>(&rows[r][i])); };
-    const auto store = [&](int64_t r, __m128 column) {
-      _mm_storeu_ps(reinterpret_cast<float*>(target + (i + r) * target_stride), column);
-    };
-    for (; i + 4 <= count; i += 4) {
-      __m128 r0 = load(0);
-      __m128 r1 = load(1);
-      __m128 r2 = load(2);
-      __m128 r3 = load(3);
-      _MM_TRANSPOSE4_PS(r0, r1, r2, r3);
-      store(0, r0);
-      store(1, r1);
-      store(2, r2);
-      store(3, r3);
-    }
+// Lane l of the result is lane pick(l) of a and b, those of b numbered after those of a.
+template <int (*pick)(int), class V, int... kLane>
+MAXMOE_INLINE V shuffled(V a, V b, std::integer_sequence<int, kLane...> /*lanes*/) {
+  return __builtin_shufflevector(a, b, pick(kLane)...);
+}
+
+template <int (*pick)(int), class V>
+MAXMOE_INLINE V shuffled(V a, V b) {
+  return shuffled<pick>(a, b, std::make_integer_sequence<int, sizeof(V) / sizeof(a[0])>());
+}
+
+// The shuffles of a transpose. Instruction sets have those of two registers that stay within blocks of 16 bytes, or that
+// choose whole blocks, half of them from each register.
+template <class S>
+struct Shuffle {
+  static constexpr int kBlock = 16 / static_cast<int>(sizeof(S));  // lanes of a block
+  static constexpr int kBlocks = kLanes<S> / kBlock;
+
+  // Within blocks: their lower halves interleaved, and their upper ones.
+  static constexpr int low(int lane) {
+    const int within = lane % kBlock;
+    return lane - within + within / 2 + within % 2 * kLanes<S>;
   }
-#endif
-  for (; i < count; ++i) {
-    for (int r = 0; r < 4; ++r) target[i * target_stride + r] = rows[r][i];
+  static constexpr int high(int lane) { return low(lane) + kBlock / 2; }
+
+  // Every other block of each register.
+  static constexpr int even_blocks(int lane) {
+    constexpr int kOfEach = kBlocks < 2 ? 1 : kBlocks / 2;
+    const int block = lane / kBlock;
+    return 2 * (block % kOfEach) * kBlock + lane % kBlock + block / kOfEach * kLanes<S>;
+  }
+  static constexpr int odd_blocks(int lane) { return even_blocks(lane) + kBlock; }
+};
+
+// One block of each of kBlock rows: [r][c] becomes [c][r] within the blocks.
+template <class S>
+MAXMOE_INLINE void transpose_within_blocks(Vector<S>* rows) {
+  using Of = Shuffle<S>;
+  const auto interleave = [](Vector<S>& a, Vector<S>& b) {
+    const Vector<S> low = shuffled<Of::low>(a, b);
+    b = shuffled<Of::high>(a, b);
+    a = low;
+  };
+  if constexpr (Of::kBlock == 2) {
+    interleave(rows[0], rows[1]);
+  } else {
+    interleave(rows[0], rows[2]);
+    interleave(rows[1], rows[3]);
+    interleave(rows[0], rows[1]);
+    interleave(rows[2], rows[3]);
   }
 }
 
-// target[c, r] = source[r, c], where copy(r, c, count, buffer) writes `count` elements of row r of the source, from
-// column c on, to the buffer. Rows are read in consecutive pieces of kColumnBlock elements.
-template <class Element, class Copy>
-MAXMOE_INLINE void transpose_rows(int64_t num_rows, int64_t num_columns, const Copy& copy, Element* target,
-                                  int64_t target_stride) {
-  Element buffer[4][kColumnBlock];
-  for (int64_t begin = 0; begin < num_columns; begin += kColumnBlock) {
-    const int64_t size = at_most(num_columns - begin, kColumnBlock);
-    Element* block = target + begin * target_stride;
-    int64_t r = 0;
-    for (; r + 4 <= num_rows; r += 4) {
-      for (int i = 0; i < 4; ++i) copy(r + i, begin, size, buffer[i]);
-      transpose_four(buffer, size, block + r, target_stride);
-    }
-    for (; r < num_rows; ++r) {
-      copy(r, begin, size, buffer[0]);
-      for (int64_t i = 0; i < size; ++i) block[i * target_stride + r] = buffer[0][i];
+// rows[r][c] becomes rows[c][r].
+template <class S>
+MAXMOE_INLINE void transpose_square(Vector<S> (&rows)[kLanes<S>]) {
+  using Of = Shuffle<S>;
+#pragma GCC unroll 4
+  for (int block = 0; block < Of::kBlocks; ++block) transpose_within_blocks<S>(rows + block * Of::kBlock);
+#pragma GCC unroll 4
+  for (int i = 0; i < Of::kBlock; ++i) {
+    const auto split = [&](int a, int b) {
+      Vector<S>& left = rows[a * Of::kBlock + i];
+      Vector<S>& right = rows[b * Of::kBlock + i];
+      const Vector<S> even = shuffled<Of::even_blocks>(left, right);
+      right = shuffled<Of::odd_blocks>(left, right);
+      left = even;
+    };
+    if constexpr (Of::kBlocks >= 2) split(0, 1);
+    if constexpr (Of::kBlocks == 4) {
+      split(2, 3);
+      split(0, 2);
+      split(1, 3);
     }
   }
 }

@@ -6,6 +6,7 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 
+#include <algorithm>
 #include <atomic>
 
 #include "kernels/dtype.h"
@@ -18,6 +19,8 @@ std::atomic<bool> aten_is_forced{false};
 
 class TorchExecutor final : public Executor {
  public:
+  int64_t num_threads() const override { return at::get_num_threads(); }
+
   void run(int64_t count, const Task& task) const override {
     if (count <= 0) return;
     std::atomic<int64_t> next{0};
@@ -36,17 +39,32 @@ constexpr at::ScalarType kType = std::is_same_v<T, BFloat16> ? at::kBFloat16 : a
 template <class T>
 class TorchGemm final : public Gemm<T> {
  public:
-  void multiply(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<T> c, bool accumulate) const override {
+  void multiply(GemmOperand<T> a, GemmOperand<T> b, MatrixView<T> c, bool accumulate) const override {
     if (c.rows == 0 || c.columns == 0) return;
     at::Tensor out = tensor(c.as_const());
+    const at::Tensor left = tensor(in_memory(a, kPackedAScratch));
+    const at::Tensor right = tensor(in_memory(b, kPackedBScratch));
     if (accumulate) {
-      at::cpu::addmm_out(out, out, tensor(a), tensor(b));
+      at::cpu::addmm_out(out, out, left, right);
     } else {
-      at::cpu::mm_out(out, tensor(a), tensor(b));
+      at::cpu::mm_out(out, left, right);
     }
   }
 
  private:
+  // The matrix of an operand: with an index, a copy in scratch memory.
+  static ConstMatrixView<T> in_memory(const GemmOperand<T>& operand, int scratch_slot) {
+    ConstMatrixView<T> matrix = operand.memory;
+    if (operand.index != nullptr) {
+      T* const rows = scratch<T>(scratch_slot, matrix.rows * matrix.columns);
+      for (int64_t r = 0; r < matrix.rows; ++r) {
+        std::copy_n(operand.memory_row(r), matrix.columns, rows + r * matrix.columns);
+      }
+      matrix = {rows, matrix.rows, matrix.columns, matrix.columns};
+    }
+    return operand.is_transposed ? matrix.transposed() : matrix;
+  }
+
   static at::Tensor tensor(ConstMatrixView<T> m) {
     return at::from_blob(const_cast<T*>(m.data), {m.rows, m.columns}, {m.row_stride, m.column_stride},
                          at::TensorOptions(kType<T>));

@@ -11,7 +11,7 @@ namespace maxmoe {
 template <class T>
 class EigenGemm final : public Gemm<T> {
  public:
-  void multiply(ConstMatrixView<T> a, ConstMatrixView<T> b, MatrixView<T> c, bool accumulate) const override {
+  void multiply(GemmOperand<T> a, GemmOperand<T> b, MatrixView<T> c, bool accumulate) const override {
     Storage product = widened(a) * widened(b);
     if (accumulate) product += widened(c.as_const());
     for (int64_t i = 0; i < c.rows; ++i) {
@@ -22,12 +22,12 @@ class EigenGemm final : public Gemm<T> {
  private:
   using Storage = Eigen::Matrix<Accumulator<T>, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
 
-  static Storage widened(ConstMatrixView<T> m) {
-    Storage wide(m.rows, m.columns);
-    for (int64_t i = 0; i < m.rows; ++i) {
-      for (int64_t j = 0; j < m.columns; ++j) wide(i, j) = widen(m.row(i)[j * m.column_stride]);
+  static Storage widened(GemmOperand<T> m) {
+    Storage wide(m.memory.rows, m.memory.columns);
+    for (int64_t i = 0; i < m.memory.rows; ++i) {
+      for (int64_t j = 0; j < m.memory.columns; ++j) wide(i, j) = widen(m.memory_row(i)[j]);
     }
-    return wide;
+    return m.is_transposed ? Storage(wide.transpose()) : wide;
   }
 };
 

@@ -16,6 +16,8 @@ class ThreadExecutor final : public Executor {
  public:
   explicit ThreadExecutor(int num_threads) : num_threads_(num_threads) {}
 
+  int64_t num_threads() const override { return num_threads_; }
+
   void run(int64_t count, const Task& task) const override {
     std::atomic<int64_t> next = 0;
     std::exception_ptr first_error;

@@ -9,6 +9,7 @@
 namespace maxmoe {
 namespace {
 
+constexpr int64_t kTileRows = 24;
 const std::vector<std::vector<int64_t>> kCases = {{},           {0},         {1},
                                                   {0, 0, 5, 0}, {kTileRows}, {kTileRows + 1, 0, 3 * kTileRows - 1, 1}};
 
@@ -29,7 +30,7 @@ void expect_largest_first(const GroupTiles& list) {
 TEST(GroupTiles, CoverTheRowsOfEveryGroup) {
   for (const std::vector<int64_t>& group_sizes : kCases) {
     const auto num_groups = static_cast<int64_t>(group_sizes.size());
-    const GroupTiles list = make_group_tiles(group_sizes.data(), num_groups, 0);
+    const GroupTiles list = make_group_tiles(group_sizes.data(), num_groups, kTileRows, 0);
     expect_largest_first(list);
     std::vector<int64_t> covered(group_sizes.size(), 0);
     int64_t row = 0;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <vector>
 
 #include "products.h"
 
@@ -42,11 +43,10 @@ TYPED_TEST(TileGemmTest, FewRowsOfManyColumns) {
   }
 }
 
-TYPED_TEST(TileGemmTest, MoreThanOneBlockOfRows) {
-  this->check(191, 3, 33);
-  this->check(192, 3, 33);
-  this->check(193, 3, 33);
-  this->check(387, 2, 3);
+TYPED_TEST(TileGemmTest, MoreThanOneBlock) {
+  for (const int64_t rows : {7, 25}) {
+    for (const int64_t depth : {511, 513, 1023, 1025}) this->check(rows, depth, 129);
+  }
 }
 
 TYPED_TEST(TileGemmTest, SumsOverSeveralBlocksAreRoundedOnce) {
@@ -79,6 +79,35 @@ TYPED_TEST(TileGemmTest, BitsOfARowDependOnNothingElse) {
         tile_gemm(arguments, SerialExecutor());
       }
       EXPECT_TRUE(apart.has_same_bits(together)) << height << " rows at a time";
+    }
+  }
+}
+
+// Rows of an index are read where they are: the product of their copy, bit by bit.
+TYPED_TEST(TileGemmTest, RowsOfAnIndex) {
+  constexpr int64_t kDivisor = 3;
+  for (const int64_t rows : {1, 5, 12, 40}) {
+    for (const int64_t other : {3, 32, 77}) {
+      const Operand<TypeParam> source(9, 35, 8);
+      std::vector<int64_t> index;
+      Matrix<TypeParam> copied(rows, 35);
+      for (int64_t r = 0; r < rows; ++r) {
+        index.push_back(r * 7 % (9 * kDivisor));
+        for (int64_t c = 0; c < 35; ++c) copied.element(r, c) = source.view(false).row(index.back() / kDivisor)[c];
+      }
+      const GemmOperand<TypeParam> indexed(source.view(false), index.data(), kDivisor, rows);
+      const GemmOperand<TypeParam> plain(copied.view().as_const());
+      const auto product = [](const GemmOperand<TypeParam>& a, const GemmOperand<TypeParam>& b) {
+        Matrix<TypeParam> c(a.rows(), b.columns());
+        tile_gemm(TileGemm<TypeParam>{a, b, c.view(), false}, SerialExecutor());
+        return c;
+      };
+      const Operand<TypeParam> right(35, other, 9);
+      const Operand<TypeParam> left(other, rows, 10);
+      EXPECT_TRUE(product(indexed, right.view(false)).has_same_bits(product(plain, right.view(false))));
+      EXPECT_TRUE(product(indexed.transposed(), Operand<TypeParam>(rows, other, 11).view(false))
+                      .has_same_bits(product(plain.transposed(), Operand<TypeParam>(rows, other, 11).view(false))));
+      EXPECT_TRUE(product(left.view(false), indexed).has_same_bits(product(left.view(false), plain)));
     }
   }
 }
