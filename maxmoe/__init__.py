@@ -18,6 +18,7 @@ from maxmoe.nn import (
     replay_routing,
     set_aux_loss_scale,
 )
+from maxmoe.ops._memory import empty_cache
 
 if TYPE_CHECKING:
     from maxmoe.parallel import parallelize
@@ -34,6 +35,7 @@ __all__ = [
     "StepStats",
     "__version__",
     "build_info",
+    "empty_cache",
     "keep_routing",
     "mean_over_tokens",
     "parallelize",

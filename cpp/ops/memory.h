@@ -5,7 +5,7 @@
 
 namespace maxmoe::ops {
 
-// Like at::empty. Large tensors lie in huge pages where the system grants them on request.
+// Like at::empty. Large tensors on the CPU lie in huge pages that are used again (ops/huge_pages.h).
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 }  // namespace maxmoe::ops

@@ -1,0 +1,233 @@
+"""Large results lie in huge pages that are used again when they are freed."""
+
+import multiprocessing
+import random
+import re
+import resource
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import deterministic
+
+import maxmoe
+from maxmoe import _C, ops
+
+MIB = 2**20
+HUGE_PAGE = 2 * MIB
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is kept on Linux")
+
+
+@pytest.fixture
+def num_threads() -> int:
+    """One, so that a process can fork."""
+    return 1
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept() -> Iterator[None]:
+    maxmoe.empty_cache()
+    yield
+    maxmoe.empty_cache()
+
+
+def large_result(num_bytes: int, value: int = 1) -> Tensor:
+    """What an operator returns: float32 [num_bytes / 1024, 256]."""
+    row = torch.full((1, 256), float(value))
+    return ops.ragged_gather(row, torch.zeros(num_bytes // 1024, dtype=torch.int64))
+
+
+def kept() -> int:
+    return _C.memory_reserved() - _C.memory_allocated()
+
+
+def smaps(tensor: Tensor) -> str:
+    """What the system says of the mapping that holds the middle of a tensor."""
+    middle = tensor.data_ptr() + tensor.nbytes // 2
+    for mapping in re.split(r"\n(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text()):
+        begin, end = (int(address, 16) for address in mapping.split(maxsplit=1)[0].split("-"))
+        if begin <= middle < end:
+            return mapping
+    raise AssertionError(f"no mapping holds {middle:x}")
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no transparent huge pages"
+)
+@pytest.mark.parametrize("size", [4 * MIB, 33 * MIB])
+def test_large_results_ask_for_huge_pages(size: int) -> None:
+    rows = torch.ones(size // 1024, 256)
+    plan = ops.ragged_plan(torch.zeros(len(rows), 1, dtype=torch.int64), 1)
+    results = [
+        large_result(size),
+        ops.ragged_sort(rows, plan),
+        ops.gmm(rows, torch.ones(1, 256, 256), plan.group_sizes),
+    ]
+    for result in results:
+        assert result.data_ptr() % HUGE_PAGE == 0
+        assert re.search(r"VmFlags:.*\bhg\b", smaps(result))
+
+
+def test_small_results_are_those_of_the_c_library() -> None:
+    before = _C.memory_reserved()
+    small = large_result(4 * MIB - 1024)
+    assert _C.memory_reserved() == before
+    assert small.sum() == small.numel()
+
+
+def test_freed_memory_is_used_again_and_written_anew() -> None:
+    address = large_result(8 * MIB, value=1).data_ptr()
+    assert kept() == 8 * MIB
+    again = large_result(8 * MIB, value=2)
+    assert again.data_ptr() == address
+    assert torch.equal(again, torch.full_like(again, 2))
+    assert kept() == 0
+
+
+def test_the_system_may_take_what_is_kept() -> None:
+    tensor = large_result(16 * MIB)
+    lazy_free = re.compile(r"^LazyFree:\s*(\d+) kB", re.MULTILINE)
+    (before,) = lazy_free.findall(Path("/proc/self/smaps_rollup").read_text())
+    del tensor
+    (after,) = lazy_free.findall(Path("/proc/self/smaps_rollup").read_text())
+    assert (int(after) - int(before)) * 1024 == 16 * MIB
+
+
+def test_empty_cache_unmaps_what_is_kept() -> None:
+    before = _C.memory_reserved()
+    alive = large_result(4 * MIB)
+    large_result(20 * MIB)
+    maxmoe.empty_cache()
+    assert _C.memory_reserved() == before + 4 * MIB
+    assert torch.equal(alive, torch.ones_like(alive))
+
+
+def test_a_block_is_made_of_pages_that_were_freed_apart() -> None:
+    tensors = [large_result(6 * MIB, value) for value in range(6)]
+    reserved = _C.memory_reserved()
+    del tensors[0], tensors[1], tensors[2]  # every second one
+    together = large_result(18 * MIB, value=9)
+    assert _C.memory_reserved() == reserved
+    assert [int(tensor.unique()) for tensor in tensors] == [1, 3, 5]
+    assert torch.equal(together, torch.full_like(together, 9))
+
+
+def marked_block(num_bytes: int, mark: int) -> Tensor:
+    """A storage of any size, of which one number in each page of 4 KiB is written."""
+    storage = large_result(4 * MIB).untyped_storage()
+    storage.resize_(0)
+    storage.resize_(num_bytes)
+    return torch.empty(0).set_(storage)[::1024].fill_(mark)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_more_is_mapped_than_was_allocated_at_once(seed: int) -> None:
+    """Over any sequence of allocations, also where freed pages do not lie side by side; blocks never overlap."""
+    chooser = random.Random(seed)
+    before = _C.memory_allocated()
+    blocks: dict[int, Tensor] = {}
+    most = 0
+    for mark in range(150):
+        if chooser.random() < 0.52 or not blocks:
+            most = max(most, _C.memory_allocated() + 4 * MIB)  # marked_block starts with a small one
+            blocks[mark] = marked_block(chooser.randint(4 * MIB, 20 * MIB), mark)
+        else:
+            freed = chooser.choice(list(blocks))
+            assert (blocks.pop(freed) == freed).all()
+        most = max(most, _C.memory_allocated())
+        assert _C.memory_reserved() <= most
+    blocks.clear()
+    assert _C.memory_allocated() == before
+
+
+def test_a_training_step_maps_no_memory_anew() -> None:
+    """The gradients are 54 huge pages; the C library would map each of them anew."""
+    config = maxmoe.MoEConfig(hidden_size=256, intermediate_size=768, num_experts=48, top_k=2)
+    layer, x = maxmoe.MoE(config), torch.randn(512, 256)
+
+    def step() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        layer.zero_grad()
+        layer(x).hidden_states.sum().backward()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    faults = [step() for _ in range(8)]
+    assert min(faults[3:]) < 16, faults
+
+
+def test_storages_are_resized_viewed_and_shared() -> None:
+    tensor = large_result(8 * MIB)
+    tensor.resize_(16 * 1024, 256)
+    assert torch.equal(tensor[: 8 * 1024], torch.ones(8 * 1024, 256))
+    last_row = tensor.fill_(3)[-1]
+    address = tensor.data_ptr()
+    del tensor
+    assert large_result(16 * MIB).data_ptr() != address  # a view keeps it
+    assert torch.equal(last_row, torch.full((256,), 3.0))
+    last_row.untyped_storage().resize_(0)
+    assert _C.memory_allocated() == 0
+
+
+def test_tensors_shared_between_processes_keep_their_values() -> None:
+    tensor = large_result(8 * MIB, value=4)
+    tensor.share_memory_()
+    assert kept() == 8 * MIB
+    large_result(8 * MIB, value=5)
+    assert torch.equal(tensor, torch.full_like(tensor, 4))
+
+
+def test_threads_allocate_and_free_each_others_tensors() -> None:
+    def work(mine: Tensor, value: int) -> bool:
+        del mine
+        return all(bool((large_result(4 * MIB + value * MIB, value) == value).all()) for _ in range(8))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(work, [large_result(4 * MIB) for _ in range(8)], range(8)))
+
+
+def fill_in_child(shared: Tensor) -> None:
+    own = large_result(8 * MIB, value=7)
+    maxmoe.empty_cache()
+    shared.fill_(float(own.mean()))
+
+
+def test_a_forked_process_has_memory_of_its_own() -> None:
+    alive, shared = large_result(8 * MIB, value=1), torch.zeros(1).share_memory_()
+    large_result(8 * MIB, value=2)  # kept by both
+    child = multiprocessing.get_context("fork").Process(target=fill_in_child, args=(shared,))
+    child.start()
+    own = large_result(8 * MIB, value=3)
+    child.join()
+    assert child.exitcode == 0
+    assert shared == 7
+    assert torch.equal(own, torch.full_like(own, 3))
+    assert torch.equal(alive, torch.ones_like(alive))
+
+
+@pytest.mark.filterwarnings("ignore:.*profiler.*")
+def test_the_profiler_sees_large_results() -> None:
+    index = torch.zeros(8 * 1024, dtype=torch.int64)
+    row = torch.ones(1, 256)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        ops.ragged_gather(row, index)
+    sizes = [event.self_cpu_memory_usage for event in profile.events()]
+    assert 8 * MIB in sizes
+    assert -8 * MIB in sizes
+
+
+def test_memory_is_filled_where_torch_is_asked_to() -> None:
+    """As torch.empty does: what a kernel leaves out shows."""
+    before = deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    deterministic.fill_uninitialized_memory = True
+    try:
+        tensor = large_result(8 * MIB)
+        tensor.resize_(16 * 1024, 256)
+    finally:
+        deterministic.fill_uninitialized_memory = before
+        torch.use_deterministic_algorithms(False)
+    assert tensor[8 * 1024 :].isnan().all()
