@@ -1,4 +1,4 @@
-"""The bound: the same number of multiplications and additions as plain matrix products."""
+"""The FLOP bound: the same number of multiplications and additions as plain matrix products."""
 
 from collections.abc import Sequence
 
@@ -18,6 +18,7 @@ class DenseBound(Contender):
     """
 
     kind = "bound"
+    weight_copies = 0
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -58,8 +59,3 @@ class DenseBound(Contender):
             torch.mm(self.rows.t(), self.wide[0], out=self.of_matrices[0])
             torch.mm(self.rows.t(), self.wide[1], out=self.of_matrices[1])
         return output, [*self.narrow[1:], *self.of_matrices]
-
-
-def bounds(dtype: torch.dtype) -> list[DenseBound]:
-    """In this dtype, and in float32 where that is another one."""
-    return [DenseBound(each) for each in dict.fromkeys([dtype, torch.float32])]

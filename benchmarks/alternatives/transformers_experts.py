@@ -29,9 +29,9 @@ class TransformersExperts(AutogradContender):
         config._experts_implementation = self.implementation
         with torch.device("meta"):
             self.module = Qwen3MoeExperts(config)
-        gate_up, down = to_linear_layout(problem)
-        self.module.gate_up_proj = nn.Parameter(gate_up)
-        self.module.down_proj = nn.Parameter(down)
+        self.layout = to_linear_layout(problem)
+        self.module.gate_up_proj = nn.Parameter(self.layout.gate_up)
+        self.module.down_proj = nn.Parameter(self.layout.down)
         self.experts = problem.experts
         self.set_leaves(problem, x=problem.x, weights=problem.weights.to(problem.dtype))
         self.leaves |= dict(self.module.named_parameters())
