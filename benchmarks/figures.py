@@ -152,7 +152,7 @@ def _draw_curves(axes: Axes, panel: Curves) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale(panel.y_scale)
     ticks = sorted(panel.curves[0].x)
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=7, rotation=60)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=7, rotation=90)
     axes.set_xticks([], minor=True)
     if panel.y_scale == "linear":
         axes.set_ylim(bottom=0)

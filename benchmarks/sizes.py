@@ -24,8 +24,9 @@ VARYING = {"D varies": "hidden_size", "F varies": "intermediate_size"}
 DEFAULT = "R256-768"
 
 
-def points(shape: AnyShape, mode: str) -> list[AnyShape]:
+def points(shape: AnyShape, mode: str) -> list[ProductShape]:
     """The shape with each of the sizes."""
+    assert isinstance(shape, ProductShape)
     return [shape._replace(**{VARYING[mode]: size}) for size in SIZES]
 
 
@@ -62,11 +63,12 @@ def measure(session: Session, case: Case) -> None:
 
 def size(case: Case) -> float:
     """The one that varies."""
-    return getattr(case.shape, VARYING[case.mode])
+    return float(getattr(case.shape, VARYING[case.mode]))
 
 
 def gflops(result: Result) -> float:
     """Two for each multiplication and addition."""
+    assert isinstance(result.case.shape, ProductShape)
     R, D, F = result.case.shape
     return 2 * R * D * F / result.best / 1e9
 
