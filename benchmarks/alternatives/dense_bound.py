@@ -31,10 +31,10 @@ class DenseBound(Contender):
         self.gate, self.up, self.down = (
             matrices[0].to(self.dtype).clone() for matrices in (problem.gate, problem.up, problem.down)
         )
-        # One result for each product, of the sizes [R, F], [R, D] or that of a matrix.
+        # One result for each product, of the sizes [R, F], [R, D] or that of a matrix; written, so that it has its pages.
         self.wide = [self.rows.new_empty(len(self.rows), F).normal_() for _ in range(3)]
-        self.narrow = [torch.empty_like(self.rows) for _ in range(3)]
-        self.of_matrices = [torch.empty_like(matrix) for matrix in (self.gate, self.up, self.down)]
+        self.narrow = [torch.zeros_like(self.rows) for _ in range(3)]
+        self.of_matrices = [torch.zeros_like(matrix) for matrix in (self.gate, self.up, self.down)]
 
     def parameters(self) -> Sequence[Tensor]:
         """See `Contender`."""
