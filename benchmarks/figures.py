@@ -20,7 +20,8 @@ SHADES = {
 }
 CURVES_HEIGHT = 17.0
 
-# Bars end here: the slowest contenders would flatten the rest.
+# Bars end at this multiple of what they are compared with, and bounds this far below the lowest curve of the others:
+# those beyond would flatten the rest.
 LONGEST = 5.0
 
 
@@ -129,7 +130,8 @@ def _draw_bars(axes: Axes, panel: Panel, num_lines: float) -> None:
             axes.barh(place, min(bar.value, end), height=0.75, color=COLORS[bar.kind])
             text = f"{bar.value:.2f}" if bar.value <= end else f"{bar.value:.1f} (cut off)"
             if bar.value > 0.93 * end:
-                axes.text(0.99 * end, place, text, fontsize=8, ha="right", va="center", color="white")
+                inside = min(bar.value, end) - 0.01 * end
+                axes.text(inside, place, text, fontsize=8, ha="right", va="center", color="white")
             else:
                 axes.text(max(bar.value, 0) + 0.01 * end, place, text, fontsize=8, **on_white)
             names.append(bar.name)
@@ -154,8 +156,11 @@ def _draw_curves(axes: Axes, panel: Curves) -> None:
     ticks = sorted(panel.curves[0].x)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=7, rotation=90)
     axes.set_xticks([], minor=True)
+    lowest = min((min(curve.y) for curve in panel.curves if curve.kind != "bound"), default=None)
     if panel.y_scale == "linear":
         axes.set_ylim(bottom=0)
+    elif lowest is not None:
+        axes.set_ylim(bottom=lowest / LONGEST)
     axes.grid(color="#e5e8eb", linewidth=0.6)
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)

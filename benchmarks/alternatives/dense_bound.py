@@ -31,7 +31,8 @@ class DenseBound(Contender):
         self.gate, self.up, self.down = (
             matrices[0].to(self.dtype).clone() for matrices in (problem.gate, problem.up, problem.down)
         )
-        # One result for each product, of the sizes [R, F], [R, D] or that of a matrix; written, so that it has its pages.
+        # One result for each product, of the sizes [R, F], [R, D] or that of a matrix. Zeros, so that their pages are
+        # there before the clock starts.
         self.wide = [self.rows.new_empty(len(self.rows), F).normal_() for _ in range(3)]
         self.narrow = [torch.zeros_like(self.rows) for _ in range(3)]
         self.of_matrices = [torch.zeros_like(matrix) for matrix in (self.gate, self.up, self.down)]
