@@ -40,7 +40,7 @@ class Admission:
     def obstacle(self, contender: Contender) -> str | None:
         """Why it cannot take part, None if it can."""
         reason = contender.available(self.problem, self.mode)
-        needed = self._held(contender) + self._working_memory()
+        needed = self._held(contender) + self._working_memory(contender)
         if reason is None and needed > self.free:
             needed, free = needed / 2**30, self.free / 2**30
             reason = f"does not fit into memory: needs about {needed:.1f} GiB, {free:.1f} GiB are free"
@@ -50,7 +50,7 @@ class Admission:
         """Runners of those without an obstacle; why the others cannot take part, by name."""
         reasons = {contender.name: self.obstacle(contender) for contender in contenders}
         able = [contender for contender in contenders if reasons[contender.name] is None]
-        fit_together = sum(map(self._held, able)) + self._working_memory() <= self.free
+        fit_together = sum(map(self._held, able)) + max(map(self._working_memory, able), default=0) <= self.free
         runners = []
         for contender in able:
             prepared = copy.copy(contender)
@@ -78,12 +78,12 @@ class Admission:
     def _held(self, contender: Contender) -> int:
         return contender.weight_copies * self.problem.weight_bytes
 
-    def _working_memory(self) -> int:
+    def _working_memory(self, contender: Contender) -> int:
         """Of one call: gradients, and what has the size of all rows."""
         _, D, F, _, _ = self.problem.shape
         of_rows = self.problem.shape.num_rows * (D + 2 * F) * self.problem.x.element_size()
-        gradients = self.problem.weight_bytes if self.mode == "forward+backward" else 0
-        return gradients + TENSORS_OF_ROWS * of_rows
+        copies = contender.gradient_copies if self.mode == "forward+backward" else 0
+        return copies * self.problem.weight_bytes + TENSORS_OF_ROWS * of_rows
 
 
 def combinations(results: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -32,12 +32,14 @@ class Contender:
         kind: "maxmoe", "alternative", "part" of a layer, or "bound".
         settle_seconds: to wait after its turn, for threads that go on spinning.
         weight_copies: how often it holds the weights, beside those of the problem.
+        gradient_copies: how often it needs the size of the weights for their gradients while it computes these.
     """
 
     name: str
     kind = "alternative"
     settle_seconds = 0.0
     weight_copies = 1
+    gradient_copies = 1
 
     def available(self, problem: Problem, mode: Mode) -> str | None:
         """Why it cannot take part, None if it can."""

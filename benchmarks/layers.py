@@ -9,6 +9,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwe
 
 import maxmoe
 from benchmarks.alternatives.maxmoe_experts import MaxmoeExperts
+from benchmarks.alternatives.transformers_experts import GRADIENT_COPIES
 from benchmarks.contender import AutogradContender
 from benchmarks.linear_layout import from_linear_layout, to_linear_layout
 from benchmarks.problem import Problem
@@ -53,6 +54,7 @@ class TransformersBlock(AutogradContender):
     def __init__(self, family: str, implementation: str) -> None:
         self.family, self.implementation = family, implementation
         self.name = f"{family}SparseMoeBlock {implementation}"
+        self.gradient_copies = GRADIENT_COPIES[implementation]
 
     def prepare(self, problem: Problem) -> None:
         """See `Contender`."""

@@ -10,6 +10,9 @@ from benchmarks.contender import AutogradContender
 from benchmarks.linear_layout import from_linear_layout, to_linear_layout
 from benchmarks.problem import Problem
 
+# Eager takes each expert's matrix from the stack, whose gradient is then a stack of zeros but for that matrix.
+GRADIENT_COPIES = {"grouped_mm": 1, "eager": 2}
+
 
 class TransformersExperts(AutogradContender):
     """`Qwen3MoeExperts`.
@@ -21,6 +24,7 @@ class TransformersExperts(AutogradContender):
     def __init__(self, implementation: str) -> None:
         self.implementation = implementation
         self.name = f"transformers {implementation}"
+        self.gradient_copies = GRADIENT_COPIES[implementation]
 
     def prepare(self, problem: Problem) -> None:
         """See `Contender`."""

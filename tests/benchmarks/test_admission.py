@@ -95,8 +95,11 @@ def test_what_does_not_fit_says_so(problem: Problem, monkeypatch: pytest.MonkeyP
     runners, reasons = Admission(problem, "forward", 1e-5).runners([MaxmoeExperts(), TorchGroupedMM()])
     assert [each.name for each in runners] == ["maxmoe"]
     assert reasons["torch grouped_mm"].startswith("does not fit into memory: needs about 0.0 GiB")
-    # The gradients take as much again as the weights.
+    # The gradients take as much again as the weights, those of eager twice as much.
     assert set(Admission(problem, "forward+backward", 1e-5).runners([MaxmoeExperts()])[1]) == {"maxmoe"}
+    pretend_free(monkeypatch, problem, 2.5)
+    both = [TransformersExperts("grouped_mm"), TransformersExperts("eager")]
+    assert set(Admission(problem, "forward+backward", 1e-5).runners(both)[1]) == {"transformers eager"}
 
 
 def test_combinations_show_an_error_of_its_size() -> None:
