@@ -1,12 +1,16 @@
 r"""Speed and memory of maxmoe against what one would use instead, and against the bounds of the machine.
 
-    python -m benchmarks.experts   the experts: forward + backward, forward only, decoding
-    python -m benchmarks.layer     the whole MoE layer against the blocks of transformers
-    python -m benchmarks.memory    what a training step keeps, and its peak
-    python -m benchmarks.scaling   one thread against several
-    python -m benchmarks.ragged    gather, and gather with a sum, against copying the same bytes
-    python -m benchmarks.local     an eighth of the experts against all of them
-    python -m benchmarks.route     routing and plan, as a share of the layer
+    python -m benchmarks.experts          the experts: forward + backward, forward only, decoding
+    python -m benchmarks.rows_per_expert  time per row from one row per expert to 512, as curves
+    python -m benchmarks.sizes            the grouped product over its sizes, as curves
+    python -m benchmarks.layer            the whole MoE layer against the blocks of transformers, and its parts
+    python -m benchmarks.memory           what a training step keeps, and its peak
+    python -m benchmarks.scaling          one thread against several
+    python -m benchmarks.ragged           gather, and gather with a sum, against copying the same bytes
+    python -m benchmarks.local            an eighth of the experts against all of them
+    python -m benchmarks.route            routing and plan, as a share of the layer
+
+`benchmarks/shapes.py` names the shapes, published ones among them: --shapes qwen3,mixtral,deepseek.
 
 Each one times its contenders in turn, so that whatever else the machine does falls on all of them; what it reports
 are ratios within one run. It shows a table and writes results.json and one PNG. Ctrl-C reports what is measured so far.

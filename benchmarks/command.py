@@ -11,10 +11,12 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import figures, machine, timing
-from benchmarks.contender import TOLERANCE, Contender, disagreement, mode_of, runner
-from benchmarks.problem import problem_of
+from benchmarks.admission import Admission
+from benchmarks.alternatives import BOUNDS
+from benchmarks.contender import TOLERANCE, Contender, mode_of
+from benchmarks.problem import Problem
 from benchmarks.results import Case, Result
-from benchmarks.shapes import RowsShape, Shape
+from benchmarks.shapes import FORWARD_ONLY, LETTERS, AnyShape, named
 from benchmarks.timing import Runner, round_robin
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCE}
@@ -39,26 +41,11 @@ class Session:
             for result, each in zip(results, runners, strict=True):
                 result.rounds = each.rounds
 
-    def admit(self, case: Case, contenders: Sequence[Contender], tolerance: float) -> list[Runner]:
-        """Prepare those that can take part and compute what maxmoe computes; say why the others cannot."""
-        problem, mode = problem_of(case), mode_of(case)
-        runners: list[Runner] = []
-        expected = None
+    def admit(self, case: Case, problem: Problem, contenders: Sequence[Contender], tolerance: float) -> list[Runner]:
+        """Runners of those that can take part; say why the others cannot."""
+        runners, reasons = Admission(problem, mode_of(case), tolerance).runners(contenders)
         for contender in contenders:
-            reason = contender.available(problem, mode)
-            seconds = None
-            if reason is None:
-                contender.prepare(problem)
-            if reason is None and contender.kind != "bound":
-                start = time.perf_counter()
-                results = contender.results(mode)
-                seconds = time.perf_counter() - start
-                expected = expected or results
-                reason = disagreement(results, expected, tolerance)
-            if reason is None:
-                runners.append(runner(contender, mode))
-                runners[-1].warm_up_seconds = seconds
-            else:
+            if reason := reasons.get(contender.name):
                 self.results.append(Result(case, contender.name, contender.kind, absent=reason))
         return runners
 
@@ -70,34 +57,39 @@ class Benchmark:
     Attributes:
         name: of the command.
         description: for --help.
-        shapes: those it runs unless told otherwise, by name.
+        shapes: those it runs unless told otherwise, by name; it knows all others of their kind by their names.
         modes: what is done with each.
         measure: adds the results of a case to the session.
         report: the text on screen.
         panels: of the picture.
         is_timed: whether there are rounds.
-        forward_only: names of shapes that nobody trains with.
+        chooses_bounds: whether there is an option for the bounds.
+        threads: unless told otherwise.
+        points: the shapes that stand on the curve of one that is given, in each mode.
     """
 
     name: str
     description: str
-    shapes: Mapping[str, Shape | RowsShape]
+    shapes: Mapping[str, AnyShape]
     modes: list[str]
     measure: Callable[[Session, Case], None]
     report: Callable[[list[Result]], str]
-    panels: Callable[[list[Result]], list[figures.Panel]]
+    panels: Callable[[list[Result]], Sequence[figures.Panel | figures.Curves]]
     is_timed: bool = True
-    forward_only: Collection[str] = ()
+    chooses_bounds: bool = False
+    threads: int = 2
+    points: Callable[[AnyShape, str], Sequence[AnyShape]] = lambda shape, mode: [shape]
 
     def cases(self, options: argparse.Namespace) -> list[Case]:
         """All combinations."""
         shapes = options.shapes.items()
         return [
-            Case(name, shape, dtype, mode)
+            Case(name, point, dtype, mode)
             for name, shape in shapes
             for dtype in options.dtype
             for mode in self.modes
-            if not (name in self.forward_only and mode == "forward+backward")
+            for point in self.points(shape, mode)
+            if not (name in FORWARD_ONLY and mode == "forward+backward")
         ]
 
 
@@ -164,30 +156,41 @@ def parse_options(benchmark: Benchmark, arguments: list[str] | None) -> argparse
     parser = argparse.ArgumentParser(
         prog=program, description=benchmark.description, formatter_class=HelpFormatter, allow_abbrev=False
     )
-    names = ",".join(benchmark.shapes)
-    kind = type(next(iter(benchmark.shapes.values())))
-    example = "16384x512 (R, D)" if kind is RowsShape else "2048x512x1024x8x2 (T, D, F, E, K)"
+    first = next(iter(benchmark.shapes.values()))
+    kind = type(first)
+    known = named(kind)
+    example = f"{'x'.join(map(str, first))} ({', '.join(LETTERS[name] for name in kind._fields)})"
 
-    def shapes(text: str) -> dict[str, Shape | RowsShape]:
-        return {name: benchmark.shapes.get(name) or sizes(name, kind) for name in text.split(",")}
+    def shapes(text: str) -> dict[str, AnyShape]:
+        return {name: known.get(name) or sizes(name, kind) for name in text.split(",")}
 
     def dtypes(text: str) -> list[torch.dtype]:
-        names = text.split(",")
-        if unknown := set(names) - set(DTYPES):
-            raise argparse.ArgumentTypeError(f"{unknown.pop()!r} should be one of {', '.join(DTYPES)}")
-        return [DTYPES[name] for name in names]
+        return [DTYPES[name] for name in choices(text, DTYPES)]
 
     add = parser.add_argument
     add("--out", type=Path, default=Path("runs/benchmarks") / benchmark.name, help="folder of the results")
-    add("--shapes", type=shapes, default=names, help=f"names or sizes, as in {example}")
+    help_text = f"of {', '.join(known)}, or sizes, as in {example}"
+    add("--shapes", type=shapes, default=",".join(benchmark.shapes), help=help_text)
     add("--dtype", type=dtypes, default="float32,bfloat16", help=f"of {', '.join(DTYPES)}")
-    add("--threads", type=positive, default=2, help="of every contender")
+    add("--threads", type=positive, default=benchmark.threads, help="of every contender")
     if benchmark.is_timed:
         add("--rounds", type=positive, default=10, help="turns of every contender")
+    if benchmark.chooses_bounds:
+        add(
+            "--bound", type=lambda text: choices(text, BOUNDS), default=",".join(BOUNDS), help=f"of {', '.join(BOUNDS)}"
+        )
     return parser.parse_args(arguments)
 
 
-def sizes(text: str, kind: type[Shape] | type[RowsShape]) -> Shape | RowsShape:
+def choices(text: str, known: Collection[str]) -> list[str]:
+    """Some of the known names, from a text like float32,bfloat16."""
+    names = text.split(",")
+    if unknown := set(names).difference(known):
+        raise argparse.ArgumentTypeError(f"{unknown.pop()!r} should be one of {', '.join(known)}")
+    return names
+
+
+def sizes(text: str, kind: type[AnyShape]) -> AnyShape:
     """Sizes from a text like 2048x512."""
     numbers = [positive(number) for number in text.split("x")]
     if len(numbers) != len(kind._fields):

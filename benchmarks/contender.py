@@ -1,5 +1,6 @@
 """What every contender can do, and the check that it computes the right thing."""
 
+import copy
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -25,18 +26,27 @@ class Contender:
     """One way to compute a problem.
 
     The benchmark calls `available`, then `prepare` once, then `forward` or `step` again and again.
+
+    Attributes:
+        name: in tables and figures.
+        kind: "maxmoe", "alternative", "part" of a layer, or "bound".
+        settle_seconds: to wait after its turn, for threads that go on spinning.
+        weight_copies: how often it holds the weights, beside those of the problem.
+        gradient_copies: how often it needs the size of the weights for their gradients while it computes these.
     """
 
     name: str
     kind = "alternative"
     settle_seconds = 0.0
+    weight_copies = 1
+    gradient_copies = 1
 
     def available(self, problem: Problem, mode: Mode) -> str | None:
         """Why it cannot take part, None if it can."""
         return None
 
     def prepare(self, problem: Problem) -> None:
-        """Put the weights into its own layout."""
+        """Put the weights into its own layout, or take those of the problem."""
         raise NotImplementedError
 
     def parameters(self) -> Sequence[Tensor]:
@@ -77,8 +87,8 @@ class AutogradContender(Contender):
         raise NotImplementedError
 
     def set_leaves(self, problem: Problem, **leaves: Tensor) -> None:
-        """Remember what wants a gradient: x, the weights of the routing, the parameters."""
-        self.leaves = {name: leaf.detach().clone().requires_grad_() for name, leaf in leaves.items()}
+        """Remember what wants a gradient: x, the weights of the routing, the parameters; the memory is shared."""
+        self.leaves = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
         self.cotangent = problem.cotangent
 
     def parameters(self) -> Sequence[Tensor]:
@@ -119,6 +129,30 @@ def runner(contender: Contender, mode: Mode) -> Runner:
         contender.kind,
         before=(lambda: change_in_place(contender.parameters())) if changes else None,
         settle_seconds=contender.settle_seconds,
+    )
+
+
+def runner_by_turns(contender: Contender, problem: Problem, mode: Mode) -> Runner:
+    """The same for a contender that is prepared when its turn begins and freed when it ends; neither is timed."""
+    turn: list[Runner] = []
+
+    def begin() -> None:
+        prepared = copy.copy(contender)
+        prepared.prepare(problem)
+        turn.append(runner(prepared, mode))
+
+    def before() -> None:
+        if turn[0].before is not None:
+            turn[0].before()
+
+    return Runner(
+        contender.name,
+        lambda: turn[0].call(),
+        contender.kind,
+        before,
+        settle_seconds=contender.settle_seconds,
+        begin_turn=begin,
+        end_turn=turn.clear,
     )
 
 

@@ -1,28 +1,36 @@
 """The experts alone: routing given, gather to weighted sum.
 
 Training: output and all gradients (x, routing weights, gate, up, down); the weights change before every step.
-Forward only: weights unchanged since the last call, and changed before every call. The bound is the same number of
-multiplications and additions as plain matrix products; where torch has no fast product for a 16-bit dtype, the
-bound in float32 beside it says what the machine can do.
+Forward only: weights unchanged since the last call, and changed before every call. maxmoe takes part in both layouts:
+row-major weights, and weights as published models store them.
+
+--bound flops: the same number of multiplications and additions as plain matrix products; where torch has no fast
+product for a 16-bit dtype, the bound in float32 beside it says what the machine can do. Left out for decoding, whose
+few rows read many weights: products of one matrix are no bound for them.
+--bound bandwidth: the weights of the chosen experts read once with `torch.sum`; with a backward pass, which needs them
+after the output is complete, read twice, and the gradients of all weights written once with `fill_`. Rows are left out.
+The summary compares with each, and with the larger of the two.
+
+Where the weights of all contenders do not fit into memory together, each gets its own when its turn begins and frees
+them when it ends; the turns are the same, and neither is timed.
 """
 
-from benchmarks.alternatives import contenders
-from benchmarks.alternatives.dense_bound import bounds
+from benchmarks.alternatives import bounds, contenders
 from benchmarks.command import Benchmark, Session, main
 from benchmarks.contender import TOLERANCE, Mode
 from benchmarks.figures import time_panels
+from benchmarks.problem import problem_of
 from benchmarks.results import Case, Result, summary_against_alternatives, timing_report
-from benchmarks.shapes import DECODING, TRAINING
+from benchmarks.shapes import DECODING, FORWARD_ONLY, TRAINING
 
 MODES: list[Mode] = ["forward+backward", "forward", "forward, weights changed"]
 
 
 def measure(session: Session, case: Case) -> None:
     """All contenders in one case."""
-    # Few rows read many weights: products of one matrix are no bound for them.
-    is_decoding = case.name in DECODING
-    everybody = [*contenders(), *([] if is_decoding else bounds(case.dtype))]
-    session.time(case, session.admit(case, everybody, TOLERANCE[case.dtype]))
+    names = [name for name in session.options.bound if name != "flops" or case.name not in FORWARD_ONLY]
+    everybody = [*contenders(), *bounds(names, case.dtype)]
+    session.time(case, session.admit(case, problem_of(case), everybody, TOLERANCE[case.dtype]))
 
 
 def report(results: list[Result]) -> str:
@@ -31,7 +39,7 @@ def report(results: list[Result]) -> str:
 
 
 BENCHMARK = Benchmark(
-    "experts", __doc__, TRAINING | DECODING, list(MODES), measure, report, time_panels, forward_only=DECODING
+    "experts", __doc__, TRAINING | DECODING, list(MODES), measure, report, time_panels, chooses_bounds=True
 )
 
 if __name__ == "__main__":

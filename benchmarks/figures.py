@@ -1,7 +1,8 @@
-"""The picture of a run: horizontal bars in panels."""
+"""The picture of a run: horizontal bars or curves in panels."""
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,9 +11,17 @@ from matplotlib.figure import Figure
 
 from benchmarks.results import Case, Result, baseline_of, by_case
 
-COLORS = {"maxmoe": "#1b6ca8", "alternative": "#9aa5b1", "bound": "#b5541c"}
+COLORS = {"maxmoe": "#1b6ca8", "part": "#7fb2d6", "alternative": "#9aa5b1", "bound": "#b5541c"}
+# Several curves of one kind need a color each.
+SHADES = {
+    "maxmoe": ["#1b6ca8", "#2fa4b5", "#6a4fa3"],
+    "alternative": ["#4d5661", "#9aa5b1"],
+    "bound": ["#b5541c", "#e0a030"],
+}
+CURVES_HEIGHT = 17.0
 
-# Bars end here: the slowest contenders would flatten the rest.
+# Bars end at this multiple of what they are compared with, and bounds this far below the lowest curve of the others:
+# those beyond would flatten the rest.
 LONGEST = 5.0
 
 
@@ -30,6 +39,25 @@ class Panel(NamedTuple):
     title: str
     label: str
     groups: dict[str, list[Bar]]
+
+
+class Curve(NamedTuple):
+    """A name, whose it is: a key of SHADES, and its points."""
+
+    name: str
+    kind: str
+    x: list[float]
+    y: list[float]
+
+
+class Curves(NamedTuple):
+    """Curves over a logarithmic axis, whose ticks are the numbers of the first curve."""
+
+    title: str
+    x_label: str
+    y_label: str
+    y_scale: str
+    curves: list[Curve]
 
 
 def time_panels(results: Iterable[Result]) -> list[Panel]:
@@ -53,7 +81,7 @@ def panels_by_mode(label: str, bars: dict[Case, list[Bar]]) -> list[Panel]:
     return [panels[key] for key in sorted(panels, key=lambda key: modes.index(key[0]))]
 
 
-def draw(path: Path, heading: str, panels: list[Panel]) -> None:
+def draw(path: Path, heading: str, panels: Sequence[Panel | Curves]) -> None:
     """Draw the panels, at most two beside each other.
 
     Args:
@@ -63,7 +91,7 @@ def draw(path: Path, heading: str, panels: list[Panel]) -> None:
     """
     columns = min(len(panels), 2)
     rows = [panels[first : first + columns] for first in range(0, len(panels), columns)]
-    lines = [max(_num_lines(panel) for panel in row) for row in rows]
+    lines = [max(map(_num_lines, row)) for row in rows]
     height = 0.6 + sum(0.8 + 0.24 * number for number in lines)
     figure = Figure(figsize=(7.5 * columns, height), layout="constrained")
     figure.suptitle(heading, fontsize=13)
@@ -71,7 +99,10 @@ def draw(path: Path, heading: str, panels: list[Panel]) -> None:
     grid = figure.subplots(len(rows), columns, squeeze=False, height_ratios=ratios)
     for row, panels_of_row, number in zip(grid, rows, lines, strict=True):
         for axes, panel in zip(row, panels_of_row, strict=False):
-            _draw_panel(axes, panel, number)
+            if isinstance(panel, Curves):
+                _draw_curves(axes, panel)
+            else:
+                _draw_bars(axes, panel, number)
         for axes in row[len(panels_of_row) :]:
             axes.remove()
     # A run on a full disk then fails on a plain file.
@@ -80,11 +111,13 @@ def draw(path: Path, heading: str, panels: list[Panel]) -> None:
     path.write_bytes(stream.getvalue())
 
 
-def _num_lines(panel: Panel) -> float:
+def _num_lines(panel: Panel | Curves) -> float:
+    if isinstance(panel, Curves):
+        return CURVES_HEIGHT
     return sum(len(bars) + 1.6 for bars in panel.groups.values())
 
 
-def _draw_panel(axes: Axes, panel: Panel, num_lines: float) -> None:
+def _draw_bars(axes: Axes, panel: Panel, num_lines: float) -> None:
     values = [bar.value for bars in panel.groups.values() for bar in bars]
     end = min(1.12 * max(*values, 1), LONGEST)
     on_white = {"va": "center", "bbox": {"color": "white", "pad": 0.5}}
@@ -97,7 +130,8 @@ def _draw_panel(axes: Axes, panel: Panel, num_lines: float) -> None:
             axes.barh(place, min(bar.value, end), height=0.75, color=COLORS[bar.kind])
             text = f"{bar.value:.2f}" if bar.value <= end else f"{bar.value:.1f} (cut off)"
             if bar.value > 0.93 * end:
-                axes.text(0.99 * end, place, text, fontsize=8, ha="right", va="center", color="white")
+                inside = min(bar.value, end) - 0.01 * end
+                axes.text(inside, place, text, fontsize=8, ha="right", va="center", color="white")
             else:
                 axes.text(max(bar.value, 0) + 0.01 * end, place, text, fontsize=8, **on_white)
             names.append(bar.name)
@@ -107,4 +141,29 @@ def _draw_panel(axes: Axes, panel: Panel, num_lines: float) -> None:
     axes.set_yticks(places, names, fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.set_title(panel.title, fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_curves(axes: Axes, panel: Curves) -> None:
+    used = {kind: count() for kind in SHADES}
+    for name, kind, x, y in panel.curves:
+        shades = SHADES[kind]
+        color = shades[next(used[kind]) % len(shades)]
+        line = {"linestyle": "--", "linewidth": 1.2} if kind == "bound" else {"marker": "o", "markersize": 3.5}
+        axes.plot(x, y, label=name, color=color, **line)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale(panel.y_scale)
+    ticks = sorted(panel.curves[0].x)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=7, rotation=90)
+    axes.set_xticks([], minor=True)
+    lowest = min((min(curve.y) for curve in panel.curves if curve.kind != "bound"), default=None)
+    if panel.y_scale == "linear":
+        axes.set_ylim(bottom=0)
+    elif lowest is not None:
+        axes.set_ylim(bottom=lowest / LONGEST)
+    axes.grid(color="#e5e8eb", linewidth=0.6)
+    axes.set_xlabel(panel.x_label)
+    axes.set_ylabel(panel.y_label)
+    axes.set_title(panel.title, fontsize=11)
+    axes.legend(fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)

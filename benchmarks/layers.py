@@ -8,6 +8,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralS
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
 
 import maxmoe
+from benchmarks.alternatives.maxmoe_experts import MaxmoeExperts
+from benchmarks.alternatives.transformers_experts import GRADIENT_COPIES
 from benchmarks.contender import AutogradContender
 from benchmarks.linear_layout import from_linear_layout, to_linear_layout
 from benchmarks.problem import Problem
@@ -18,14 +20,16 @@ class MaxmoeLayer(AutogradContender):
 
     name = "maxmoe"
     kind = "maxmoe"
+    weight_copies = 0
 
     def prepare(self, problem: Problem) -> None:
         """See `Contender`."""
         _, D, F, E, K = problem.shape
         config = maxmoe.MoEConfig(hidden_size=D, intermediate_size=F, num_experts=E, top_k=K)
-        self.layer = maxmoe.MoE(config, dtype=problem.dtype)
+        with torch.device("meta"):
+            self.layer = maxmoe.MoE(config, dtype=problem.dtype)
         weights = {"router.weight": problem.router, "experts.gate_proj": problem.gate, "experts.up_proj": problem.up}
-        self.layer.load_state_dict({**weights, "experts.down_proj": problem.down})
+        self.layer.load_state_dict({**weights, "experts.down_proj": problem.down}, assign=True)
         self.set_leaves(problem, x=problem.x)
         self.leaves |= dict(self.layer.named_parameters())
 
@@ -50,14 +54,15 @@ class TransformersBlock(AutogradContender):
     def __init__(self, family: str, implementation: str) -> None:
         self.family, self.implementation = family, implementation
         self.name = f"{family}SparseMoeBlock {implementation}"
+        self.gradient_copies = GRADIENT_COPIES[implementation]
 
     def prepare(self, problem: Problem) -> None:
         """See `Contender`."""
         self.block = self._empty_block(problem)
-        gate_up, down = to_linear_layout(problem)
-        self.block.gate.weight = nn.Parameter(problem.router.clone())
-        self.block.experts.gate_up_proj = nn.Parameter(gate_up)
-        self.block.experts.down_proj = nn.Parameter(down)
+        self.layout = to_linear_layout(problem)
+        self.block.gate.weight = nn.Parameter(problem.router)
+        self.block.experts.gate_up_proj = nn.Parameter(self.layout.gate_up)
+        self.block.experts.down_proj = nn.Parameter(self.layout.down)
         self.set_leaves(problem, x=problem.x)
         parameters = dict(self.block.named_parameters())
         names = ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
@@ -87,7 +92,14 @@ class TransformersBlock(AutogradContender):
         return {"x": x, "router": router, **from_linear_layout(gate_up, down)}
 
 
+class ExpertsAlone(MaxmoeExperts):
+    """What the layer spends on its experts: `maxmoe.ops.ragged_plan` and `expert_ffn`, the routing given."""
+
+    name = "maxmoe, experts alone"
+    kind = "part"
+
+
 def layer_contenders() -> list[AutogradContender]:
-    """A new object of each, maxmoe first."""
+    """A new object of each that computes the layer, maxmoe first."""
     blocks = [TransformersBlock(family, way) for family in ("Qwen3Moe", "Mixtral") for way in ("grouped_mm", "eager")]
     return [MaxmoeLayer(), *blocks]

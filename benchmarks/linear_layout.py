@@ -1,15 +1,36 @@
 """The layout of `torch.nn.functional.linear`, with gate and up in one matrix, as transformers and vLLM have it."""
 
-import torch
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from benchmarks.problem import Problem
 
 
-def to_linear_layout(problem: Problem) -> tuple[Tensor, Tensor]:
-    """The weights `gate_up` ``(E, 2F, D)``, in it gate first, and `down` ``(E, D, F)``."""
-    gate_up = torch.cat([problem.gate, problem.up], 2).transpose(1, 2).contiguous()
-    return gate_up, problem.down.transpose(1, 2).contiguous()
+@dataclass(frozen=True, eq=False)
+class LinearLayout:
+    """The weights of a problem in that layout.
+
+    Attributes:
+        gate_up: ``(E, 2F, D)``, in it gate first.
+        down: ``(E, D, F)``.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+
+
+def to_linear_layout(problem: Problem) -> LinearLayout:
+    """The weights; all that hold the result of the same problem at the same time share one copy."""
+    layout = problem.copies.get("linear")
+    if not isinstance(layout, LinearLayout):
+        E, D, F = problem.gate.shape
+        gate_up = problem.gate.new_empty(E, 2 * F, D)
+        gate_up[:, :F] = problem.gate.transpose(1, 2)
+        gate_up[:, F:] = problem.up.transpose(1, 2)
+        layout = LinearLayout(gate_up, problem.down.transpose(1, 2).contiguous())
+        problem.copies["linear"] = layout
+    return layout
 
 
 def from_linear_layout(gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """What the numbers were measured on."""
 
+import math
 import os
 import platform
 from pathlib import Path
@@ -49,6 +50,13 @@ def describe() -> dict[str, object]:
         "transformers": transformers.__version__,
         "maxmoe": maxmoe.build_info(),
     }
+
+
+def available_memory() -> float:
+    """Bytes that a process can still get, as Linux estimates them; infinite elsewhere."""
+    path = Path("/proc/meminfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), math.inf)
 
 
 def _cpuinfo(key: str) -> str:

@@ -1,6 +1,7 @@
 """The inputs of all contenders."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class Problem:
         up: ``(E, D, F)``.
         down: ``(E, F, D)``.
         cotangent: ``(T, D)``, gradient of the output.
+        copies: of the weights in other layouts, by name, for as long as a contender holds them.
     """
 
     shape: Shape
@@ -39,11 +41,17 @@ class Problem:
     up: Tensor
     down: Tensor
     cotangent: Tensor
+    copies: WeakValueDictionary[str, object] = field(default_factory=WeakValueDictionary)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of everything but the weights of the routing."""
         return self.x.dtype
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of gate, up and down together."""
+        return self.gate.nbytes + self.up.nbytes + self.down.nbytes
 
 
 def make_problem(shape: Shape, dtype: torch.dtype) -> Problem:
@@ -52,7 +60,7 @@ def make_problem(shape: Shape, dtype: torch.dtype) -> Problem:
     T, D, F, E, K = shape
 
     def normal(*size: int, scale: float = 1.0) -> Tensor:
-        return scale * torch.randn(size, generator=generator)
+        return torch.randn(size, generator=generator).mul_(scale)
 
     direction = torch.nn.functional.normalize(normal(D), dim=0)
     x = (normal(T, D) + SKEW_LENGTH * direction).to(dtype)
@@ -72,6 +80,13 @@ def make_problem(shape: Shape, dtype: torch.dtype) -> Problem:
         down=normal(E, F, D, scale=F**-0.5).to(dtype),
         cotangent=normal(T, D).to(dtype),
     )
+
+
+def balanced(problem: Problem) -> Problem:
+    """The same with as many rows for one expert as for every other, at most one more."""
+    T, _, _, E, K = problem.shape
+    order = torch.randperm(T, generator=torch.Generator().manual_seed(1))
+    return replace(problem, experts=(torch.arange(T * K) % E).view(T, K)[order])
 
 
 def problem_of(case: Case) -> Problem:

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.shapes import RowsShape, Shape
+from benchmarks.shapes import LETTERS, AnyShape
 
 
 class Case(NamedTuple):
     """What contenders are compared in: a shape, by its name and sizes, a dtype, and what is done."""
 
     name: str
-    shape: Shape | RowsShape
+    shape: AnyShape
     dtype: torch.dtype
     mode: str
 
@@ -27,8 +27,7 @@ class Case(NamedTuple):
     @property
     def sizes(self) -> str:
         """As in "T 2048, D 512"."""
-        letters = "RD" if isinstance(self.shape, RowsShape) else "TDFEK"
-        return ", ".join(f"{letter} {size}" for letter, size in zip(letters, self.shape, strict=True))
+        return ", ".join(f"{LETTERS[name]} {size}" for name, size in self.shape._asdict().items())
 
 
 @dataclass
@@ -38,7 +37,7 @@ class Result:
     Attributes:
         case: the case.
         contender: its name.
-        kind: "maxmoe", "alternative" or "bound".
+        kind: "maxmoe", "alternative", "part" (of maxmoe) or "bound".
         seconds: of every call; empty where time was not the question.
         rounds: that it took part in.
         numbers: other measurements, by name.
@@ -107,15 +106,16 @@ def title(case: Case) -> str:
 def case_table(group: list[Result]) -> str:
     """The contenders of one case; without maxmoe among them, the first one is what they are compared with."""
     baseline = baseline_of(group)
-    bound = bound_of(group)
-    header = ["contender", "best ms", "median ms", f"time / {baseline.contender}", "bound / time", "rounds"]
+    bounds = bounds_of(group)
+    header = ["contender", "best ms", "median ms", f"time / {baseline.contender}"]
+    header += [*(f"{name} / time" for name in bounds), "rounds"]
     rows = [
         [
             result.contender,
             milliseconds(result.best),
             milliseconds(statistics.median(result.seconds)),
             f"{result.best / baseline.best:.2f}",
-            f"{bound.best / result.best:.2f}" if bound else "",
+            *(f"{bound / result.best:.2f}" for bound in bounds.values()),
             str(result.rounds),
         ]
         for result in group
@@ -123,38 +123,40 @@ def case_table(group: list[Result]) -> str:
     return table(header, rows)
 
 
-def bound_of(group: list[Result], dtype_name: str | None = None) -> Result | None:
-    """The bound in the dtype of the case, or in another one."""
-    bounds = [result for result in group if result.kind == "bound"]
-    return next((each for each in bounds if dtype_name is None or each.contender.endswith(dtype_name)), None)
+def bounds_of(group: Iterable[Result]) -> dict[str, float]:
+    """The best times of the bounds, by name."""
+    return {each.contender.removeprefix("bound: "): each.best for each in group if each.kind == "bound"}
+
+
+def bound_of(group: Iterable[Result], dtype_name: str) -> float | None:
+    """The larger of the FLOP bound in this dtype and the bandwidth bound, None without either."""
+    bounds = bounds_of(group)
+    return max((bounds[name] for name in (f"mm {dtype_name}", "bandwidth") if name in bounds), default=None)
 
 
 def summary_against_alternatives(results: list[Result]) -> str:
-    """maxmoe, the best alternative and the bounds, a line for each case, and geometric means."""
+    """maxmoe, the best alternative and the bounds, a line for each case and layout, and geometric means."""
     rows = []
-    ratios: dict[str, list[float]] = {}
+    ratios: dict[tuple[str, str], list[float]] = {}
     for case, group in by_case(results).items():
-        ours = next((result for result in group if result.kind == "maxmoe"), None)
-        others = [result for result in group if result.kind == "alternative"]
-        if ours is None:
-            continue
-        best = min(others, key=lambda result: result.best, default=None)
-        if best is not None:
-            ratios.setdefault(case.mode, []).append(best.best / ours.best)
-        in_dtype, in_float32 = bound_of(group), bound_of(group, "float32")
-        of_alternative = [best.contender, f"{best.best / ours.best:.2f}"] if best else ["none", ""]
-        of_bounds = [
-            f"{bound.best / ours.best:.2f}" if bound else ""
-            for bound in (in_dtype, in_float32 if in_float32 is not in_dtype else None)
-        ]
-        rows.append([case.name, case.dtype_name, case.mode, milliseconds(ours.best), *of_alternative, *of_bounds])
+        best = min((each for each in group if each.kind == "alternative"), key=lambda each: each.best, default=None)
+        names = [f"mm {case.dtype_name}", "mm float32" if case.dtype_name != "float32" else "", "bandwidth"]
+        bounds = [*(bounds_of(group).get(name) for name in names), bound_of(group, case.dtype_name)]
+        for ours in (result for result in group if result.kind == "maxmoe"):
+            if best is not None:
+                ratios.setdefault((ours.contender, case.mode), []).append(best.best / ours.best)
+            of_alternative = [best.contender, f"{best.best / ours.best:.2f}"] if best else ["none", ""]
+            of_bounds = [f"{bound / ours.best:.2f}" if bound else "" for bound in bounds]
+            labels = [case.name, case.dtype_name, case.mode, ours.contender, milliseconds(ours.best)]
+            rows.append([*labels, *of_alternative, *of_bounds])
     if not rows:
         return ""
-    header = ["shape", "dtype", "mode", "maxmoe ms", "best alternative", "its time / maxmoe"]
-    lines = ["Summary: best of all calls", table([*header, "bound / maxmoe", "float32 bound / maxmoe"], rows)]
-    for mode, values in ratios.items():
+    header = ["shape", "dtype", "mode", "ours", "ms", "best alternative", "its time / ours", "FLOP bound / ours"]
+    header += ["float32 FLOP bound / ours", "bandwidth bound / ours", "larger bound / ours"]
+    lines = ["Summary: best of all calls", table(header, rows)]
+    for (name, mode), values in ratios.items():
         mean, least = math.exp(statistics.fmean(map(math.log, values))), min(values)
-        lines.append(f"best alternative / maxmoe, {mode}: geometric mean {mean:.2f}, least {least:.2f}")
+        lines.append(f"best alternative / {name}, {mode}: geometric mean {mean:.2f}, least {least:.2f}")
     return "\n".join(lines)
 
 

@@ -1,5 +1,6 @@
 """The shapes, named once."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -25,11 +26,56 @@ class RowsShape(NamedTuple):
     hidden_size: int
 
 
+class ProductShape(NamedTuple):
+    """Sizes of one matrix product, ``(R, D)`` by ``(D, F)``; written 256x768x768 (R, D, F)."""
+
+    num_rows: int
+    hidden_size: int
+    intermediate_size: int
+
+
+AnyShape = Shape | RowsShape | ProductShape
+
+# The letters of the documentation.
+LETTERS = {
+    "num_tokens": "T",
+    "num_rows": "R",
+    "hidden_size": "D",
+    "intermediate_size": "F",
+    "num_experts": "E",
+    "top_k": "K",
+}
+
 A = Shape(num_tokens=2048, hidden_size=512, intermediate_size=1024, num_experts=8, top_k=2)
 B = Shape(num_tokens=2048, hidden_size=512, intermediate_size=192, num_experts=64, top_k=8)
+QWEN3 = Shape(num_tokens=2048, hidden_size=2048, intermediate_size=768, num_experts=64, top_k=8)
 
 TRAINING = {"A": A, "B": B, "small": B._replace(num_tokens=128)}
 DECODING = {"decode16": B._replace(num_tokens=16), "decode1": B._replace(num_tokens=1)}
 LOCAL = {"local": B._replace(num_tokens=8192)}
 ROUTE = {"route": B._replace(num_tokens=16384, num_experts=256)}
 ROWS = {str(hidden_size): RowsShape(16384, hidden_size) for hidden_size in (512, 1001, 2048, 4096, 7168)}
+PRODUCTS = {f"R256-{size}": ProductShape(256, size, size) for size in (768, 2048)}
+
+# Qwen3-30B-A3B with half of its experts, Mixtral 8x7B, and the experts of DeepSeek-V3 that one of 8 ranks holds.
+PUBLISHED = {
+    "qwen3": QWEN3,
+    "qwen3-T512": QWEN3._replace(num_tokens=512),
+    "mixtral": Shape(num_tokens=1024, hidden_size=4096, intermediate_size=14336, num_experts=8, top_k=2),
+    "deepseek": Shape(num_tokens=1024, hidden_size=7168, intermediate_size=2048, num_experts=32, top_k=8),
+}
+PUBLISHED_DECODING = {
+    f"qwen3-E{num_experts}-decode{num_tokens}": QWEN3._replace(num_tokens=num_tokens, num_experts=num_experts)
+    for num_experts in (64, 128)
+    for num_tokens in (1, 4, 16, 64)
+}
+
+# Nobody trains with so few tokens.
+FORWARD_ONLY = frozenset(DECODING | PUBLISHED_DECODING)
+
+
+def named(kind: type[AnyShape]) -> Mapping[str, AnyShape]:
+    """Every shape of this kind that has a name."""
+    tables: list[Mapping[str, AnyShape]] = [TRAINING, DECODING, PUBLISHED, PUBLISHED_DECODING, LOCAL, ROUTE]
+    tables += [ROWS, PRODUCTS]
+    return {name: shape for table in tables for name, shape in table.items() if isinstance(shape, kind)}

@@ -20,9 +20,11 @@ class Runner:
     Attributes:
         name: for the table.
         call: what is timed; its result is freed after the clock has stopped.
-        kind: "maxmoe", "alternative" or "bound".
+        kind: "maxmoe", "alternative", "part" or "bound".
         before: called before every call, not timed.
         settle_seconds: to wait after its turn, for threads that go on spinning.
+        begin_turn: called before the first call of a turn, not timed.
+        end_turn: called after the last one.
         warm_up_seconds: of a call before the first round, None if there was none yet.
         seconds: of every call.
         rounds: that it took part in.
@@ -33,6 +35,8 @@ class Runner:
     kind: str = "alternative"
     before: Callable[[], object] | None = None
     settle_seconds: float = 0.0
+    begin_turn: Callable[[], object] = lambda: None
+    end_turn: Callable[[], object] = lambda: None
     warm_up_seconds: float | None = None
     seconds: list[float] = field(default_factory=list)
     rounds: int = 0
@@ -55,7 +59,7 @@ def round_robin(
     """
     for runner in runners:
         if runner.warm_up_seconds is None:
-            runner.warm_up_seconds = _timed_call(runner, clock)
+            [runner.warm_up_seconds] = _turn(runner, 1, clock)
             sleep(runner.settle_seconds)
     for number in range(rounds):
         first = number % max(len(runners), 1)
@@ -65,11 +69,18 @@ def round_robin(
             calls = min(max(int(SECONDS_PER_TURN / max(shortest, 1e-9)), 1), MAX_CALLS_PER_TURN)
             if number >= MIN_ROUNDS and sum(runner.seconds) + calls * shortest > SECONDS_PER_CONTENDER:
                 continue
-            for _ in range(calls):
-                runner.seconds.append(_timed_call(runner, clock))
+            for seconds in _turn(runner, calls, clock):
+                runner.seconds.append(seconds)
             runner.rounds += 1
             sleep(runner.settle_seconds)
         yield number + 1
+
+
+def _turn(runner: Runner, calls: int, clock: Callable[[], float]) -> Iterator[float]:
+    runner.begin_turn()
+    for _ in range(calls):
+        yield _timed_call(runner, clock)
+    runner.end_turn()
 
 
 def _timed_call(runner: Runner, clock: Callable[[], float]) -> float:

@@ -1,8 +1,14 @@
-"""The contenders for the experts, a file for each library."""
+"""The contenders for the experts, a file for each library, and the bounds."""
 
+from collections.abc import Collection
+
+import torch
+
+from benchmarks.alternatives.bandwidth_bound import BandwidthBound
+from benchmarks.alternatives.dense_bound import DenseBound
 from benchmarks.alternatives.jax_ragged_dot import JaxRaggedDot
 from benchmarks.alternatives.kt_kernel import KtKernel
-from benchmarks.alternatives.maxmoe_experts import MaxmoeExperts
+from benchmarks.alternatives.maxmoe_experts import MaxmoeExperts, MaxmoeLinearLayout
 from benchmarks.alternatives.torch_grouped_mm import TorchGroupedMM
 from benchmarks.alternatives.transformers_experts import TransformersExperts
 from benchmarks.alternatives.vllm_cpu import SglFusedExperts, VllmFusedMoE
@@ -13,6 +19,7 @@ def contenders() -> list[Contender]:
     """A new object of each, maxmoe first."""
     return [
         MaxmoeExperts(),
+        MaxmoeLinearLayout(),
         TransformersExperts("grouped_mm"),
         TransformersExperts("eager"),
         TorchGroupedMM(),
@@ -21,3 +28,12 @@ def contenders() -> list[Contender]:
         KtKernel(),
         JaxRaggedDot(),
     ]
+
+
+BOUNDS = ("flops", "bandwidth")
+
+
+def bounds(names: Collection[str], dtype: torch.dtype) -> list[Contender]:
+    """Those of `BOUNDS` that are asked for; that of FLOPs in this dtype, and in float32 where that is another one."""
+    of_flops = [DenseBound(each) for each in dict.fromkeys([dtype, torch.float32])] if "flops" in names else []
+    return [*of_flops, *([BandwidthBound()] if "bandwidth" in names else [])]

@@ -1,4 +1,4 @@
-"""The bound: the same number of multiplications and additions as plain matrix products."""
+"""The FLOP bound: the same number of multiplications and additions as plain matrix products."""
 
 from collections.abc import Sequence
 
@@ -18,6 +18,7 @@ class DenseBound(Contender):
     """
 
     kind = "bound"
+    weight_copies = 0
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -30,10 +31,11 @@ class DenseBound(Contender):
         self.gate, self.up, self.down = (
             matrices[0].to(self.dtype).clone() for matrices in (problem.gate, problem.up, problem.down)
         )
-        # One result for each product, of the sizes [R, F], [R, D] or that of a matrix.
+        # One result for each product, of the sizes [R, F], [R, D] or that of a matrix. Zeros, so that their pages are
+        # there before the clock starts.
         self.wide = [self.rows.new_empty(len(self.rows), F).normal_() for _ in range(3)]
-        self.narrow = [torch.empty_like(self.rows) for _ in range(3)]
-        self.of_matrices = [torch.empty_like(matrix) for matrix in (self.gate, self.up, self.down)]
+        self.narrow = [torch.zeros_like(self.rows) for _ in range(3)]
+        self.of_matrices = [torch.zeros_like(matrix) for matrix in (self.gate, self.up, self.down)]
 
     def parameters(self) -> Sequence[Tensor]:
         """See `Contender`."""
@@ -58,8 +60,3 @@ class DenseBound(Contender):
             torch.mm(self.rows.t(), self.wide[0], out=self.of_matrices[0])
             torch.mm(self.rows.t(), self.wide[1], out=self.of_matrices[1])
         return output, [*self.narrow[1:], *self.of_matrices]
-
-
-def bounds(dtype: torch.dtype) -> list[DenseBound]:
-    """In this dtype, and in float32 where that is another one."""
-    return [DenseBound(each) for each in dict.fromkeys([dtype, torch.float32])]

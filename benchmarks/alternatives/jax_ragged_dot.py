@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ class JaxRaggedDot(Contender):
 
     name = "jax ragged_dot"
     settle_seconds = 0.06
+    weight_copies = 2  # one of them in numpy, while it is prepared
 
     def available(self, problem: Problem, mode: Mode) -> str | None:
         """See `Contender`."""
@@ -31,17 +33,10 @@ class JaxRaggedDot(Contender):
         import jax
 
         jax.config.update("jax_platforms", "cpu")
-        experts = _to_jax(problem.experts.to(torch.int32))
+        self.experts = _to_jax(problem.experts.to(torch.int32))
         tensors = (problem.x, problem.weights.to(problem.dtype), problem.gate, problem.up, problem.down)
         self.leaves = [_to_jax(tensor) for tensor in tensors]
         self.cotangent = _to_jax(problem.cotangent)
-
-        def step(cotangent: Any, *leaves: Any) -> Any:
-            output, pull_back = jax.vjp(lambda *leaves: _experts(experts, *leaves), *leaves)
-            return output, pull_back(cotangent)
-
-        self.compiled_forward = jax.jit(lambda *leaves: _experts(experts, *leaves))
-        self.compiled_step = jax.jit(step)
 
     def parameters(self) -> Sequence[Tensor]:
         """See `Contender`."""
@@ -49,13 +44,13 @@ class JaxRaggedDot(Contender):
 
     def forward(self) -> Any:
         """See `Contender`; a JAX array."""
-        return self.compiled_forward(*self.leaves).block_until_ready()
+        return _compiled()[0](self.experts, *self.leaves).block_until_ready()
 
     def step(self) -> Any:
         """See `Contender`; JAX arrays."""
         import jax
 
-        return jax.block_until_ready(self.compiled_step(self.cotangent, *self.leaves))
+        return jax.block_until_ready(_compiled()[1](self.experts, self.cotangent, *self.leaves))
 
     def results(self, mode: Mode) -> dict[str, Tensor]:
         """See `Contender`."""
@@ -64,6 +59,18 @@ class JaxRaggedDot(Contender):
         output, gradients = self.step()
         names = ("output", "x", "weights", "gate", "up", "down")
         return {name: _to_torch(array) for name, array in zip(names, (output, *gradients), strict=True)}
+
+
+@cache
+def _compiled() -> tuple[Any, Any]:
+    """Forward, and forward with backward; XLA compiles each once for each shape."""
+    import jax
+
+    def step(experts: Any, cotangent: Any, *leaves: Any) -> Any:
+        output, pull_back = jax.vjp(lambda *leaves: _experts(experts, *leaves), *leaves)
+        return output, pull_back(cotangent)
+
+    return jax.jit(_experts), jax.jit(step)
 
 
 def _experts(experts: Any, x: Any, weights: Any, gate: Any, up: Any, down: Any) -> Any:

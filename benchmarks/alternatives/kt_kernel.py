@@ -22,6 +22,7 @@ class KtKernel(Contender):
 
     name = "kt-kernel"
     settle_seconds = 0.06  # its threads spin for 50 ms after their work
+    weight_copies = 3  # its layout, packed, and the buffers of its gradients
 
     def available(self, problem: Problem, mode: Mode) -> str | None:
         """See `Contender`."""

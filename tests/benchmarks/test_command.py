@@ -10,13 +10,20 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from benchmarks import command, experts, layer, local, memory, peak, ragged, route, scaling
+from benchmarks import command, experts, layer, local, memory, peak, ragged, route, rows_per_expert, scaling, sizes
 from benchmarks.alternatives.maxmoe_experts import MaxmoeExperts
 from benchmarks.results import Case
 from benchmarks.timing import Runner
 
 COMMANDS = [experts.BENCHMARK, layer.BENCHMARK, memory.BENCHMARK, scaling.BENCHMARK]
-COMMANDS += [ragged.BENCHMARK, local.BENCHMARK, route.BENCHMARK]
+COMMANDS += [ragged.BENCHMARK, local.BENCHMARK, route.BENCHMARK, rows_per_expert.BENCHMARK, sizes.BENCHMARK]
+SHAPES = {"ragged": "40x33,16x8", "route": "16x64x32x16x2", "sizes": "16x64x32"}
+
+
+@pytest.fixture(autouse=True)
+def short_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_per_expert, "ROWS_PER_EXPERT", (1, 3))
+    monkeypatch.setattr(sizes, "SIZES", (8, 24))
 
 
 class Doubled(MaxmoeExperts):
@@ -58,7 +65,7 @@ def test_a_run_writes_table_json_and_picture(
     monkeypatch.setattr(memory, "contenders", lambda: [MaxmoeExperts()])
     monkeypatch.setattr(local, "measure_apart", measure_here)
     modes = benchmark.modes[:1] if benchmark is memory.BENCHMARK else benchmark.modes
-    shape = {"ragged": "40x33,16x8", "route": "16x64x32x16x2"}.get(benchmark.name, "16x64x32x8x2")
+    shape = SHAPES.get(benchmark.name, "16x64x32x8x2")
     contents = run(dataclasses.replace(benchmark, modes=modes), tmp_path, "--shapes", shape, "--dtype", "float32")
 
     assert set(contents) == {"benchmark", "date", "interrupted", "machine", "options", "timing", "results"}
@@ -73,7 +80,7 @@ def test_a_run_writes_table_json_and_picture(
         assert result["seconds"] or result["numbers"] or result["absent"]
     assert (tmp_path / f"{benchmark.name}.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr()
-    assert "maxmoe" in printed.out
+    assert ("gmm" if benchmark is sizes.BENCHMARK else "maxmoe") in printed.out
     assert str(tmp_path / "results.json") in printed.out
     assert "100%" in printed.err
 
@@ -112,7 +119,7 @@ def test_ctrl_c_at_any_time_gives_a_report(
 
     monkeypatch.setattr(command, "round_robin", interrupted)
     monkeypatch.setattr(memory, "measure_apart", lambda *arguments: interrupted([], 0).__next__())
-    shape = {"ragged": "16x8", "route": "16x64x32x16x2"}.get(benchmark.name, "16x64x32x8x2")
+    shape = SHAPES.get(benchmark.name, "16x64x32x8x2")
     assert run(benchmark, tmp_path, "--shapes", shape)["interrupted"] is True
 
 
@@ -123,6 +130,7 @@ def test_ctrl_c_at_any_time_gives_a_report(
         (["--shapes", "8x8"], "'8x8' should be 5 sizes"),
         (["--threads", "0"], "'0' should be a number, at least 1"),
         (["--dtype", "int8"], "int8"),
+        (["--bound", "flops,cache"], "'cache' should be one of flops, bandwidth"),
     ],
 )
 def test_wrong_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,6 +138,33 @@ def test_wrong_options(options: list[str], message: str, capsys: pytest.CaptureF
         command.main(experts.BENCHMARK, options)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "bounds"),
+    [
+        ("8x16x8x4x2", [], ["bound: mm float32", "bound: bandwidth"]),
+        ("8x16x8x4x2", ["--bound", "flops"], ["bound: mm float32"]),
+        ("8x16x8x4x2", ["--bound", "bandwidth"], ["bound: bandwidth"]),
+        ("decode1", [], ["bound: bandwidth"]),
+    ],
+)
+def test_bounds(
+    shape: str, options: list[str], bounds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts, "contenders", lambda: [MaxmoeExperts()])
+    benchmark = dataclasses.replace(experts.BENCHMARK, modes=["forward"])
+    results = run(benchmark, tmp_path, "--shapes", shape, "--dtype", "float32", *options)["results"]
+    assert [result["contender"] for result in results if result["kind"] == "bound"] == bounds
+
+
+def test_every_command_knows_all_shapes_of_its_kind() -> None:
+    options = command.parse_options(layer.BENCHMARK, ["--shapes", "A,qwen3,mixtral,deepseek,qwen3-E128-decode16"])
+    assert options.shapes["deepseek"] == (1024, 7168, 2048, 32, 8)
+    assert options.shapes["qwen3-E128-decode16"] == (16, 2048, 768, 128, 8)
+    modes = {(case.name, case.mode) for case in layer.BENCHMARK.cases(options)}
+    assert ("mixtral", "forward+backward") in modes
+    assert {mode for name, mode in modes if "decode" in name} == {"forward"}
 
 
 @pytest.mark.parametrize("benchmark", COMMANDS, ids=lambda benchmark: benchmark.name)

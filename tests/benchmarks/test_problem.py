@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks import local, ragged, shapes
-from benchmarks.problem import make_problem
+from benchmarks import local, ragged, rows_per_expert, shapes
+from benchmarks.problem import balanced, make_problem
 
 
 def test_the_problem_is_skewed_and_its_weights_exact() -> None:
@@ -24,6 +24,16 @@ def test_local_experts_are_a_typical_block() -> None:
     chosen = (problem.experts >= first) & (problem.experts < first + count)
     assert (count, first % 8, int(chosen.sum())) == (8, 0, num_rows)
     assert num_rows / problem.experts.numel() == pytest.approx(1 / 8, abs=0.02)
+
+
+@pytest.mark.parametrize("shape", [shapes.B, shapes.Shape(0, 32, 8, 10, 4)])
+def test_points_have_the_rows_per_expert_that_they_say(shape: shapes.Shape) -> None:
+    points = rows_per_expert.points(shape, "forward")[:4]
+    for rows, point in zip(rows_per_expert.ROWS_PER_EXPERT, points, strict=False):
+        problem = balanced(make_problem(point._replace(hidden_size=16, intermediate_size=8), torch.float32))
+        load = problem.experts.flatten().bincount(minlength=shape.num_experts)
+        assert (int(load.min()), int(load.max()) <= rows + 1) == (rows, True)
+        assert all(len(set(chosen)) == shape.top_k for chosen in problem.experts.tolist())
 
 
 def test_bytes_to_move() -> None:

@@ -47,6 +47,15 @@ def test_what_comes_before_a_call_and_after_a_turn_is_not_timed() -> None:
     assert one.seconds == pytest.approx([1, 1])
 
 
+def test_a_turn_begins_and_ends_untimed() -> None:
+    clock = Clock()
+    seconds = timing.SECONDS_PER_TURN / 4.5
+    one = Runner("a", clock.takes("a", seconds), begin_turn=clock.takes("(", 3), end_turn=clock.takes(")", 3))
+    list(round_robin([one], 1, clock=clock, sleep=clock.sleep))
+    assert clock.log == "(a)" + "(aaaa)"
+    assert one.seconds == pytest.approx([seconds] * 4)
+
+
 def test_short_calls_have_many_in_a_turn_and_slow_ones_few_rounds() -> None:
     clock = Clock()
     per_turn, slow = timing.SECONDS_PER_TURN, timing.SECONDS_PER_CONTENDER
