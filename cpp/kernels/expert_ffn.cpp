@@ -37,12 +37,11 @@ GemmOperand<T> tokens_of(ConstMatrixView<T> x, const RoutedRows& routed, int64_t
   return {x, routed.slots + begin, routed.top_k, end - begin};
 }
 
-// out = a * b + bias
+// The product out = a * b + bias, for some a: out holds the bias already.
 template <class T>
-void multiply_add_bias(const Gemm<T>& gemm, GemmOperand<T> a, ConstMatrixView<T> b, const T* bias,
-                       MatrixView<T> out) {
+Product<T> product_with_bias(ConstMatrixView<T> b, const T* bias, MatrixView<T> out) {
   for (int64_t r = 0; r < out.rows && bias != nullptr; ++r) copy_row(bias, out.row(r), out.columns);
-  gemm.multiply(a, b, out, bias != nullptr);
+  return {b, out, bias != nullptr};
 }
 
 template <class T>
@@ -77,15 +76,20 @@ void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile) {
     preactivations = {scratch<T>(2, height * columns), height, columns, columns};
   }
 
+  const int64_t gate_width = experts.gate.first.columns;
+  const Product<T> up = product_with_bias(experts.up[tile.group], bias_row(experts.up_bias, tile.group),
+                                          up_columns(preactivations, gate_width));
   if (a.kind.gate == GateLayout::separate) {
-    multiply_add_bias(*a.gemm, tokens, experts.gate[tile.group], bias_row(experts.gate_bias, tile.group),
-                      gate_columns(preactivations, experts.gate.first.columns));
+    const Product<T> gate = product_with_bias(experts.gate[tile.group], bias_row(experts.gate_bias, tile.group),
+                                              gate_columns(preactivations, gate_width));
+    a.gemm->multiply_both(tokens, gate, up);
+  } else {
+    a.gemm->multiply(tokens, up.b, up.c, up.accumulate);
   }
-  multiply_add_bias(*a.gemm, tokens, experts.up[tile.group], bias_row(experts.up_bias, tile.group),
-                    up_columns(preactivations, experts.gate.first.columns));
   activate_rows(a.kind, preactivations, activated);
-  multiply_add_bias<T>(*a.gemm, activated.as_const(), experts.down[tile.group], bias_row(experts.down_bias, tile.group),
-                    a.rows.row_range(tile.begin, tile.end));
+  const Product<T> down = product_with_bias(experts.down[tile.group], bias_row(experts.down_bias, tile.group),
+                                            a.rows.row_range(tile.begin, tile.end));
+  a.gemm->multiply(activated.as_const(), down.b, down.c, down.accumulate);
 }
 
 // For one row: Z becomes dZ, A becomes weight * A; returns <dA, A>.
@@ -177,14 +181,14 @@ template <class T>
 void grad_up_rows(const ExpertFfnBackwardUp<T>& a, const GroupTile& rows, int64_t begin, int64_t end) {
   const ConstMatrixView<T> grad = a.grad_preactivations.row_range(rows.begin, rows.end);
   const GemmOperand<T> tokens = tokens_of(a.x.column_range(begin, end), a.routed, rows.begin, rows.end);
-  if (!a.grad_up.empty()) {
-    multiply_transposed<T>(*a.gemm, tokens, up_columns(grad, a.gate_width),
-                           a.grad_up[rows.group].row_range(begin, end));
+  const Product<T> up{up_columns(grad, a.gate_width), a.grad_up[rows.group].row_range(begin, end), false};
+  const Product<T> gate{gate_columns(grad, a.gate_width), a.grad_gate[rows.group].row_range(begin, end), false};
+  const bool are_row_major = up.c.column_stride == 1 && gate.c.column_stride == 1;
+  if (!a.grad_up.empty() && !a.grad_gate.empty() && are_row_major) {
+    return a.gemm->multiply_both(tokens.transposed(), gate, up);
   }
-  if (!a.grad_gate.empty()) {
-    multiply_transposed<T>(*a.gemm, tokens, gate_columns(grad, a.gate_width),
-                           a.grad_gate[rows.group].row_range(begin, end));
-  }
+  if (!a.grad_up.empty()) multiply_transposed<T>(*a.gemm, tokens, up.b, up.c);
+  if (!a.grad_gate.empty()) multiply_transposed<T>(*a.gemm, tokens, gate.b, gate.c);
 }
 
 template <class T>

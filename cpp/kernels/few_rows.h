@@ -146,15 +146,16 @@ void multiply_few_rows(FewRows<Element> a, const GemmOperand<T>& b, MatrixView<A
   (b.is_transposed ? of_rows_transposed : of_rows)[sums.rows - 1](a, b.memory, sums, accumulate);
 }
 
-// c = a * b or c += a * b for 1 to kMaxFewRows rows, a not transposed, b without an index, with a depth of at least 1
-// and a multiple of NR columns.
+// A product of 1 to kMaxFewRows rows, a not transposed, b without an index, with a depth of at least 1 and a multiple of
+// NR columns.
 template <class Element, class T>
-void multiply_few_rows(const GemmOperand<T>& a, const GemmOperand<T>& b, MatrixView<T> c, bool accumulate) {
+void multiply_few_rows(const GemmOperand<T>& a, const Product<T>& p) {
   using S = Accumulator<T>;
   constexpr std::make_integer_sequence<int, kMaxFewRows> kIndices;
+  const MatrixView<T>& c = p.c;
   const int64_t num_steps = steps_of_depth<Element>(a.columns());
-  // Whole vectors are stored.
-  Element* const rows = scratch<Element>(kPackedAScratch, c.rows * num_steps + kLanes<Element>);
+  // The slot of B, which is not packed here. Whole vectors are stored.
+  Element* const rows = scratch<Element>(kPackedBScratch, c.rows * num_steps + kLanes<Element>);
   for (int64_t r = 0; r < c.rows; ++r) {
     for (int64_t k = 0; k < num_steps; k += kLanes<Element>) {
       const int64_t d = k * kDepthPerStep<Element>;
@@ -162,13 +163,12 @@ void multiply_few_rows(const GemmOperand<T>& a, const GemmOperand<T>& b, MatrixV
     }
   }
   const MatrixView<S> sums{scratch<S>(kSumsScratch, c.rows * c.columns), c.rows, c.columns, c.columns};
-  for (int64_t r = 0; r < c.rows && accumulate; ++r) {
+  for (int64_t r = 0; r < c.rows && p.accumulate; ++r) {
     for (int64_t column = 0; column < c.columns; column += kNR<S>) {
-      const VectorX2<S> x2 = load_x2(c.row(r) + column);
-      store_narrowed_x2<S>(sums.row(r) + column, x2);
+      store_narrowed_x2<S>(sums.row(r) + column, load_x2(c.row(r) + column));
     }
   }
-  multiply_few_rows<T>(FewRows<Element>{rows, num_steps}, b, sums, accumulate, kIndices);
+  multiply_few_rows<T>(FewRows<Element>{rows, num_steps}, p.b, sums, p.accumulate, kIndices);
   for (int64_t r = 0; r < c.rows; ++r) {
     for (int64_t column = 0; column < c.columns; column += kNR<S>) {
       const S* of_row = sums.row(r) + column;

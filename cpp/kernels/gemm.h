@@ -31,6 +31,14 @@ struct GemmOperand {
   }
 };
 
+// c = a * b, or c += a * b, for some a.
+template <class T>
+struct Product {
+  GemmOperand<T> b;
+  MatrixView<T> c;
+  bool accumulate;
+};
+
 // c = a * b, or c += a * b, c row-major. Sums are in Accumulator<T>, rounded once to T. Runs on the calling thread. Any
 // size, empty ones included.
 template <class T>
@@ -42,6 +50,12 @@ class Gemm {
   virtual ~Gemm() = default;
 
   virtual void multiply(GemmOperand<T> a, GemmOperand<T> b, MatrixView<T> c, bool accumulate) const = 0;
+
+  // Two products of one a, which is packed once where that is how products are computed.
+  virtual void multiply_both(GemmOperand<T> a, const Product<T>& first, const Product<T>& second) const {
+    multiply(a, first.b, first.c, first.accumulate);
+    multiply(a, second.b, second.c, second.accumulate);
+  }
 };
 
 }  // namespace maxmoe

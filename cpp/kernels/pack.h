@@ -105,12 +105,11 @@ MAXMOE_INLINE void pack_along_depth(const GemmOperand<T>& memory, Range rows, Ra
     }
 #pragma GCC unroll 3
     for (int chunk = 0; chunk < kChunks; ++chunk) transpose_square<Element>(block[chunk]);
+    // Whole vectors: what the last one has too much is overwritten by the next step.
     const auto store_step = [&](int64_t step) {
 #pragma GCC unroll 3
       for (int chunk = 0; chunk < kChunks; ++chunk) {
-        constexpr int kLast = kWidth - (kChunks - 1) * kLanes<Element>;
-        std::memcpy(target + (k + step) * kWidth + chunk * kLanes<Element>, &block[chunk][step],
-                    sizeof(Element) * (chunk + 1 < kChunks ? kLanes<Element> : kLast));
+        store_vector(target + (k + step) * kWidth + chunk * kLanes<Element>, block[chunk][step]);
       }
     };
     if (k + kLanes<Element> <= num_steps) {
@@ -122,6 +121,54 @@ MAXMOE_INLINE void pack_along_depth(const GemmOperand<T>& memory, Range rows, Ra
   }
 }
 
+// The first kLanes elements of load_step, in the order of memory.
+template <class Element, class T>
+MAXMOE_INLINE Vector<Element> load_half_step(const T* row, const T* next) {
+  if constexpr (std::is_same_v<Element, BFloat16Pair>) {
+    HalfVector upper;
+    HalfVector lower{};
+    std::memcpy(&upper, row, sizeof(upper));
+    if (next != nullptr) std::memcpy(&lower, next, sizeof(lower));
+    return __builtin_convertvector(upper, Vector<uint32_t>) | __builtin_convertvector(lower, Vector<uint32_t>) << 16;
+  } else {
+    return load_vector(row);
+  }
+}
+
+// One step of a transposed A: `count` rows of it, neighbours in memory, of which the first MR become those of the first
+// micro-panel, and so on. Panels are `panel_stride` elements apart.
+template <class Element, class T>
+MAXMOE_INLINE void pack_step_of_a(const T* row, const T* next, int64_t count, Element* target, int64_t panel_stride) {
+  constexpr int kChunks = (kMR + kLanes<Element> - 1) / kLanes<Element>;
+  constexpr int64_t kRead = kChunks * kLanes<Element>;  // at least MR
+  const auto pack_panel = [](const T* elements, const T* below, Element* of_step) {
+#pragma GCC unroll 3
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const int first = chunk * kLanes<Element>;
+      store_vector(of_step + first,
+                   load_half_step<Element>(elements + first, below == nullptr ? nullptr : below + first));
+    }
+  };
+  int64_t r = 0;
+  for (; r + kRead <= count; r += kMR, target += panel_stride) {
+    pack_panel(row + r, next == nullptr ? nullptr : next + r, target);
+  }
+  for (; r < count; r += kMR, target += panel_stride) {
+    T part[2][kRead];
+    std::memset(static_cast<void*>(part), 0, sizeof(part));
+    copy_row(row + r, part[0], at_most(kMR, count - r));
+    if (next != nullptr) copy_row(next + r, part[1], at_most(kMR, count - r));
+    pack_panel(part[0], part[1], target);
+  }
+}
+
+// Elements of a micro-panel of A. A vector more than it has: whole vectors are stored, and panels that are packed at the
+// same time must not be a multiple of 4 KiB apart, where they would share one set of the first-level cache.
+template <class Element>
+MAXMOE_INLINE int64_t panel_size_of_a(int64_t num_steps) {
+  return num_steps * kMR + kLanes<Element>;
+}
+
 // Packs rows of A into micro-panels. The elements past the last row are never multiplied.
 template <class Element, class T>
 void pack_a(const GemmOperand<T>& a, Range depth, Element* panels) {
@@ -129,27 +176,15 @@ void pack_a(const GemmOperand<T>& a, Range depth, Element* panels) {
   if (!a.is_transposed) {
     for (int64_t row = 0; row < a.rows(); row += kMR) {
       const Range rows{row, at_most(row + kMR, a.rows())};
-      pack_along_depth<Element, kMR>(a, rows, depth, [](int i) { return i; }, panels + row * num_steps);
+      pack_along_depth<Element, kMR>(a, rows, depth, [](int i) { return i; },
+                                     panels + row / kMR * panel_size_of_a<Element>(num_steps));
     }
     return;
   }
-  const int64_t whole = a.rows() / kMR * kMR;
   for (int64_t k = 0; k < num_steps; ++k) {
     const int64_t d = depth.begin + k * kDepthPerStep<Element>;
-    const T* source = a.memory_row(d);
     const T* next = kDepthPerStep<Element> == 2 && d + 1 < depth.end ? a.memory_row(d + 1) : nullptr;
-    const auto element = [&](int64_t row) -> Element {
-      if constexpr (std::is_same_v<Element, BFloat16Pair>) {
-        return source[row].bits | (next == nullptr ? 0U : static_cast<BFloat16Pair>(next[row].bits) << 16);
-      } else {
-        return widen(source[row]);
-      }
-    };
-    for (int64_t row = 0; row < whole; row += kMR) {
-#pragma GCC unroll 12
-      for (int i = 0; i < kMR; ++i) panels[row * num_steps + k * kMR + i] = element(row + i);
-    }
-    for (int64_t row = whole; row < a.rows(); ++row) panels[whole * num_steps + k * kMR + row - whole] = element(row);
+    pack_step_of_a(a.memory_row(d), next, a.rows(), panels + k * kMR, panel_size_of_a<Element>(num_steps));
   }
 }
 

@@ -112,7 +112,7 @@ void multiply_block(const Block<T, Element>& block, MatrixView<T> c, BlockPrefet
   for (int64_t ir = 0; ir < c.rows; ir += kMR) {
     const int64_t ir_end = at_most(ir + kMR, c.rows);
     for (int64_t jr = 0; jr < c.columns; jr += kWidth) {
-      const Element* a = block.a + ir * block.num_steps;
+      const Element* a = block.a + ir / kMR * panel_size_of_a<Element>(block.num_steps);
       const Element* b = block.b + jr * block.num_steps;
       S* const sums = block.sums + jr * block.sums_rows + ir * kWidth;
       const S* const before = block.has_sums ? sums : nullptr;
@@ -142,65 +142,92 @@ void load_sums(ConstMatrixView<T> c, int64_t sums_rows, Accumulator<T>* sums) {
   }
 }
 
+// The micro-panels of A, block by block of the inner dimension. Each is packed when it is first asked for, and kept.
+template <class T>
+class PackedA {
+ public:
+  using Element = ElementOf<T>;
+  static constexpr int64_t kKC = kKCSteps * kDepthPerStep<Element>;
+
+  explicit PackedA(const GemmOperand<T>& a)
+      : a_(a),
+        block_size_((a.rows() + kMR - 1) / kMR *
+                    panel_size_of_a<Element>(steps_of_depth<Element>(at_most(a.columns(), kKC)))),
+        blocks_(scratch<Element>(kPackedAScratch, (a.columns() / kKC + 1) * block_size_)) {}
+
+  const Element* block(Range depth) {
+    Element* const panels = blocks_ + depth.begin / kKC * block_size_;
+    if (depth.end > packed_depth_) pack_a(a_, depth, panels);
+    packed_depth_ = depth.end > packed_depth_ ? depth.end : packed_depth_;
+    return panels;
+  }
+
+ private:
+  GemmOperand<T> a_;
+  int64_t block_size_;
+  Element* blocks_;
+  int64_t packed_depth_ = 0;
+};
+
 // The loops jc and pc. pc runs once even if the inner dimension is 0: c must become 0.
 template <class T>
-void multiply(const GemmOperand<T>& a, const GemmOperand<T>& b, MatrixView<T> c, bool accumulate) {
+void multiply(PackedA<T>& a, const Product<T>& p) {
   using S = Accumulator<T>;
   using Element = ElementOf<T>;
-  constexpr int64_t kKC = kKCSteps * kDepthPerStep<Element>;
-  const int64_t depth = a.columns();
-  const int64_t padded_rows = (c.rows + kMR - 1) / kMR * kMR;
-  const bool needs_sums = accumulate || depth > kKC;
-  Element* const panels_of_a = scratch<Element>(kPackedAScratch, padded_rows * steps_of_depth<Element>(depth));
+  constexpr int64_t kKC = PackedA<T>::kKC;
+  const int64_t depth = p.b.rows();
+  const int64_t padded_rows = (p.c.rows + kMR - 1) / kMR * kMR;
+  const bool needs_sums = p.accumulate || depth > kKC;
   Element* const panels_of_b = scratch<Element>(kPackedBScratch, kNC<S> * kKCSteps);
   S* const sums = needs_sums ? scratch<S>(kSumsScratch, padded_rows * kNC<S>) : nullptr;
-  for (int64_t jc = 0; jc < c.columns; jc += kNC<S>) {
-    const Range columns{jc, at_most(jc + kNC<S>, c.columns)};
-    const MatrixView<T> c_columns = c.column_range(columns.begin, columns.end);
-    if (accumulate) load_sums(c_columns.as_const(), padded_rows, sums);
+  const auto depth_from = [&](int64_t begin) { return Range{begin, at_most(begin + kKC, depth)}; };
+  const auto columns_from = [&](int64_t begin) { return Range{begin, at_most(begin + kNC<S>, p.c.columns)}; };
+  for (int64_t jc = 0; jc < p.c.columns; jc += kNC<S>) {
+    const Range columns = columns_from(jc);
+    const MatrixView<T> c = p.c.column_range(columns.begin, columns.end);
+    if (p.accumulate) load_sums(c.as_const(), padded_rows, sums);
     for (int64_t pc = 0; pc < depth || pc == 0; pc += kKC) {
-      const Range inner{pc, at_most(pc + kKC, depth)};
-      Element* const block_of_a = panels_of_a + padded_rows * steps_of_depth<Element>(pc);
-      if (jc == 0) pack_a(a, inner, block_of_a);
-      pack_b(b, inner, columns, panels_of_b);
+      const Range inner = depth_from(pc);
       const bool is_last = inner.end == depth;
-      const Range next_inner = is_last ? Range{0, at_most(kKC, depth)} : Range{inner.end, at_most(inner.end + kKC, depth)};
-      const Range next_columns =
-          is_last ? Range{columns.end, at_most(columns.end + kNC<S>, c.columns)} : columns;
-      multiply_block(Block<T, Element>{block_of_a, panels_of_b, steps_of_depth<Element>(inner.size()), sums,
-                                       padded_rows, accumulate || pc > 0, is_last},
-                     c_columns, BlockPrefetch(b, next_inner, next_columns));
+      const Block<T, Element> block{a.block(inner), panels_of_b, steps_of_depth<Element>(inner.size()), sums,
+                                    padded_rows,    p.accumulate || pc > 0, is_last};
+      pack_b(p.b, inner, columns, panels_of_b);
+      const BlockPrefetch next = is_last ? BlockPrefetch(p.b, depth_from(0), columns_from(columns.end))
+                                         : BlockPrefetch(p.b, depth_from(inner.end), columns);
+      multiply_block(block, c, next);
     }
   }
 }
 
-// How many of the first columns multiply_few_rows takes: those that fill micro-panels.
+// Columns of a product.
 template <class T>
-int64_t few_rows_columns(const TileGemm<T>& p) {
-  const bool is_few_rows = 0 < p.c.rows && p.c.rows <= kMaxFewRows && !p.a.is_transposed;
-  if (!is_few_rows || p.a.columns() == 0 || p.b.index != nullptr) return 0;
-  return p.c.columns / kNR<Accumulator<T>> * kNR<Accumulator<T>>;
+Product<T> column_range(Product<T> p, int64_t begin, int64_t end) {
+  p.b.memory = p.b.is_transposed ? p.b.memory.row_range(begin, end) : p.b.memory.column_range(begin, end);
+  p.c = p.c.column_range(begin, end);
+  return p;
 }
 
-// Columns of b.
+// Few rows of A: the columns that fill micro-panels are computed with B in place.
 template <class T>
-GemmOperand<T> column_range(GemmOperand<T> b, int64_t begin, int64_t end) {
-  b.memory = b.is_transposed ? b.memory.row_range(begin, end) : b.memory.column_range(begin, end);
-  return b;
+void multiply_few_rows_of(const GemmOperand<T>& a, PackedA<T>& packed_a, const Product<T>& p) {
+  const int64_t whole = p.c.columns / kNR<Accumulator<T>> * kNR<Accumulator<T>>;
+  if (whole > 0) multiply_few_rows<ElementOf<T>>(a, column_range(p, 0, whole));
+  if (whole < p.c.columns) multiply(packed_a, column_range(p, whole, p.c.columns));
 }
 
 }  // namespace
 
 template <class T>
 void tile_gemm(const TileGemm<T>& p, const Executor& /*executor*/) {
-  const int64_t begin = few_rows_columns(p);
-  const int64_t end = p.c.columns;
-  if (begin > 0) {
-    multiply_few_rows<ElementOf<T>>(p.a, column_range(p.b, 0, begin), p.c.column_range(0, begin), p.accumulate);
-  }
-  if (begin < end && p.c.rows > 0) {
-    multiply(p.a, column_range(p.b, begin, end), p.c.column_range(begin, end), p.accumulate);
-  }
+  if (p.c.rows == 0) return;
+  PackedA<T> packed_a(p.a);
+  const auto run = [&](const Product<T>& product) {
+    const bool is_in_place = !p.a.is_transposed && p.a.columns() > 0 && product.b.index == nullptr;
+    if (is_in_place && p.a.rows() <= kMaxFewRows) return multiply_few_rows_of(p.a, packed_a, product);
+    multiply(packed_a, product);
+  };
+  run({p.b, p.c, p.accumulate});
+  if (p.second != nullptr) run(*p.second);
 }
 
 MAXMOE_INSTANTIATE(tile_gemm, TileGemm)

@@ -15,6 +15,7 @@ struct TileGemm {
   GemmOperand<T> b;
   MatrixView<T> c;
   bool accumulate;
+  const Product<T>* second = nullptr;  // of the same a
 };
 
 }  // namespace maxmoe
@@ -30,6 +31,9 @@ class KernelGemm final : public Gemm<T> {
  public:
   void multiply(GemmOperand<T> a, GemmOperand<T> b, MatrixView<T> c, bool accumulate) const override {
     tile_gemm(TileGemm<T>{a, b, c, accumulate}, SerialExecutor());
+  }
+  void multiply_both(GemmOperand<T> a, const Product<T>& first, const Product<T>& second) const override {
+    tile_gemm(TileGemm<T>{a, first.b, first.c, first.accumulate, &second}, SerialExecutor());
   }
 };
 
