@@ -10,7 +10,7 @@ from typing_extensions import Self
 from maxmoe.config import MoEConfig
 from maxmoe.nn.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.nn.module_path import module_path
-from maxmoe.ops.mm import mm
+from maxmoe.ops.linear import linear
 from maxmoe.ops.route import route
 
 
@@ -125,7 +125,7 @@ class Router(nn.Module):
             ValueError: for scores that are not numbers, with the path of the router in the model.
         """
         config = self.config
-        logits = mm(x, self.weight.t(), bias=self.bias)
+        logits = linear(x, self.weight, self.bias)
         if config.router == "random":
             # The values are noise, the gradient is that of the logits: the work of real training, in balance.
             logits = logits + (torch.randn_like(logits) - logits).detach()

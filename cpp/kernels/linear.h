@@ -1,4 +1,4 @@
-// Product of two matrices of any dtypes, summed in one.
+// Linear map of rows: matrices of any dtypes, multiplied and summed in one.
 #pragma once
 
 #include "dtype.h"
@@ -20,17 +20,17 @@ struct AnyMatrix {
   int64_t column_stride = 1;
 };
 
-// out = a * b + bias, summed in T, which is float or double, and rounded once to the dtype of out. One stride of a and of
-// b is 1. What is not in T is converted in blocks, in scratch memory.
+// out = x * weight^T + bias, summed in T, which is float or double, and rounded once to the dtype of out. One stride of
+// x and of weight is 1. What is not in T is converted in blocks, in scratch memory.
 template <class T>
-struct Mm {
-  AnyMatrix<const void> a;  // [M, K]
-  AnyMatrix<const void> b;  // [K, N]
-  const T* bias;            // [N] or null
+struct Linear {
+  AnyMatrix<const void> x;       // [T, D]
+  AnyMatrix<const void> weight;  // [E, D]
+  const T* bias;                 // [E] or null
   const Gemm<T>* gemm;
-  AnyMatrix<void> out;  // [M, N], row-major
+  AnyMatrix<void> out;  // [T, E], row-major
 };
 
 }  // namespace maxmoe
 
-MAXMOE_KERNEL(mm, Mm)
+MAXMOE_KERNEL(linear, Linear)

@@ -1,4 +1,4 @@
-#include "mm.h"
+#include "linear.h"
 
 #include "row.h"
 #include "transpose.h"
@@ -6,15 +6,28 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// Columns of the result per task, and elements of the inner dimension that are converted at a time: a block of b takes
-// 256 KiB in float32, a block of a at most 264 KiB.
+// Columns of the result per task, and elements of the inner dimension that are converted at a time: a block of the
+// weight takes at most 256 KiB in float32, a block of x 264 KiB.
 constexpr int64_t kColumnsPerTask = 256;
 constexpr int64_t kDepth = 256;
 
+// Few rows of x still occupy several threads, as long as a column of the product is a row of the weight in memory.
+constexpr int64_t kFewRows = 64;
+constexpr int64_t kColumnsPerTaskOfFewRows = 32;
+
 // The scratch memory of blocks.
-constexpr int kAScratch = 0;
-constexpr int kBScratch = 1;
+constexpr int kXScratch = 0;
+constexpr int kWeightScratch = 1;
 constexpr int kOutScratch = 2;
+
+struct Range {
+  int64_t begin;
+  int64_t end;
+};
+
+Range range_of(int64_t index, int64_t size, int64_t limit) {
+  return {index * size, at_most(limit, (index + 1) * size)};
+}
 
 // Calls body(view) with the matrix in its own dtype.
 template <class Data, class Body>
@@ -73,7 +86,7 @@ ConstMatrixView<T> converted(ConstMatrixView<U> block, int slot) {
   }
 }
 
-// The block in T, row-major: a Gemm reads b in place for few rows of a that are.
+// The same, row-major: of few rows that are, a Gemm reads the other operand in place.
 template <class T, class U>
 ConstMatrixView<T> converted_rows(ConstMatrixView<U> block, int slot) {
   if (block.column_stride == 1) return converted<T>(block, slot);
@@ -84,49 +97,49 @@ ConstMatrixView<T> converted_rows(ConstMatrixView<U> block, int slot) {
   return target.as_const();
 }
 
-// c = a * b + bias for rows of a and columns of b.
+// c = x * weight^T + bias for rows of x and rows of the weight, the columns of the result.
 template <class T>
-void multiply(const Mm<T>& p, int64_t row, int64_t row_end, int64_t column, int64_t column_end, MatrixView<T> c) {
+void multiply(const Linear<T>& p, Range rows, Range columns, MatrixView<T> c) {
   const bool has_bias = p.bias != nullptr;
-  for (int64_t r = 0; r < c.rows && has_bias; ++r) copy_row(p.bias + column, c.row(r), c.columns);
-  for (int64_t k = 0; k < p.a.columns || k == 0; k += kDepth) {
-    const int64_t k_end = at_most(p.a.columns, k + kDepth);
-    const auto a = with_dtype(p.a, [&]<class U>(ConstMatrixView<U> whole) {
-      return converted_rows<T>(whole.row_range(row, row_end).column_range(k, k_end), kAScratch);
+  for (int64_t r = 0; r < c.rows && has_bias; ++r) copy_row(p.bias + columns.begin, c.row(r), c.columns);
+  for (int64_t d = 0; d < p.x.columns || d == 0; d += kDepth) {
+    const int64_t d_end = at_most(p.x.columns, d + kDepth);
+    const auto a = with_dtype(p.x, [&]<class U>(ConstMatrixView<U> x) {
+      return converted_rows<T>(x.row_range(rows.begin, rows.end).column_range(d, d_end), kXScratch);
     });
-    const auto b = with_dtype(p.b, [&]<class U>(ConstMatrixView<U> whole) {
-      return converted<T>(whole.row_range(k, k_end).column_range(column, column_end), kBScratch);
+    const auto b = with_dtype(p.weight, [&]<class U>(ConstMatrixView<U> weight) {
+      return converted<T>(weight.row_range(columns.begin, columns.end).column_range(d, d_end), kWeightScratch);
     });
-    p.gemm->multiply(a, b, c, has_bias || k > 0);
+    p.gemm->multiply(a, b.transposed(), c, has_bias || d > 0);
   }
 }
 
 }  // namespace
 
 template <class T>
-void mm(const Mm<T>& p, const Executor& executor) {
+void linear(const Linear<T>& p, const Executor& executor) {
+  const bool is_split_finely = p.x.rows <= kFewRows && p.weight.column_stride == 1;
+  const int64_t columns_per_task = is_split_finely ? kColumnsPerTaskOfFewRows : kColumnsPerTask;
   const int64_t row_tasks = (p.out.rows + kMC - 1) / kMC;
-  const int64_t column_tasks = (p.out.columns + kColumnsPerTask - 1) / kColumnsPerTask;
+  const int64_t column_tasks = (p.out.columns + columns_per_task - 1) / columns_per_task;
   const auto task = [&](int64_t index) {
-    const int64_t row = index / column_tasks * kMC;
-    const int64_t row_end = at_most(p.out.rows, row + kMC);
-    const int64_t column = index % column_tasks * kColumnsPerTask;
-    const int64_t column_end = at_most(p.out.columns, column + kColumnsPerTask);
+    const Range rows = range_of(index / column_tasks, kMC, p.out.rows);
+    const Range columns = range_of(index % column_tasks, columns_per_task, p.out.columns);
     with_dtype(p.out, [&]<class U>(MatrixView<U> whole) {
-      const MatrixView<U> out = whole.row_range(row, row_end).column_range(column, column_end);
+      const MatrixView<U> out = whole.row_range(rows.begin, rows.end).column_range(columns.begin, columns.end);
       if constexpr (std::is_same_v<T, U>) {
-        multiply(p, row, row_end, column, column_end, out);
+        multiply(p, rows, columns, out);
       } else {
         const MatrixView<T> sums{scratch<T>(kOutScratch, out.rows * out.columns), out.rows, out.columns, out.columns};
-        multiply(p, row, row_end, column, column_end, sums);
+        multiply(p, rows, columns, sums);
         for (int64_t r = 0; r < out.rows; ++r) write_row(sums.row(r), out.row(r), out.columns);
       }
     });
   };
-  run_tasks(executor, row_tasks * column_tasks, p.out.rows * p.out.columns * p.a.columns, Task(task));
+  run_tasks(executor, row_tasks * column_tasks, p.out.rows * p.out.columns * p.x.columns, Task(task));
 }
 
-template void mm<double>(const Mm<double>&, const Executor&);
-template void mm<float>(const Mm<float>&, const Executor&);
+template void linear<double>(const Linear<double>&, const Executor&);
+template void linear<float>(const Linear<float>&, const Executor&);
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

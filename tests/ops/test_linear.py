@@ -1,4 +1,4 @@
-"""mm: out = a @ b + bias, summed in float32 or wider whatever the dtypes."""
+"""linear: out = x @ weight^T + bias, summed in float32 or wider whatever the dtypes."""
 
 from itertools import product
 from typing import Any
@@ -32,23 +32,25 @@ def short_name(dtype: torch.dtype) -> str:
 def logits_call(shape: Shape) -> Call:
     """The logits of a router."""
     return Call(
-        "mm",
+        "linear",
         {
-            "a": torch.randn(shape.num_tokens, shape.hidden_size, dtype=torch.float64),
-            "b": torch.randn(shape.num_experts, shape.hidden_size, dtype=torch.float64).t(),
+            "x": torch.randn(shape.num_tokens, shape.hidden_size, dtype=torch.float64),
+            "weight": torch.randn(shape.num_experts, shape.hidden_size, dtype=torch.float64),
             "bias": torch.randn(shape.num_experts, dtype=torch.float64),
         },
     )
 
 
 def mixed(call: Call, *dtypes: torch.dtype) -> Call:
-    """With a and b in these dtypes, and the bias in that of b."""
-    a, b = dtypes
+    """With x and weight in these dtypes, and the bias in that of the weight."""
+    of_x, of_weight = dtypes
     given = call.arguments
-    return call.replace(a=given["a"].to(a), b=given["b"].to(b), bias=given["bias"].to(b))
+    return call.replace(
+        x=given["x"].to(of_x), weight=given["weight"].to(of_weight), bias=given["bias"].to(of_weight)
+    )
 
 
-class TestMm(OperatorTests):
+class TestLinear(OperatorTests):
     def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.promote_types(dtype, torch.float32)
 
@@ -88,49 +90,47 @@ def test_any_result(path: str, dtype: torch.dtype, out_dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short_name)
 def test_products_are_not_rounded(path: str, dtype: torch.dtype) -> None:
     """Terms that a sum in 16 bits loses."""
-    a, b = torch.tensor([[256.0, 1.0, 1.0]], dtype=dtype), torch.tensor([[16.0], [1.0], [1.0]], dtype=dtype)
-    assert ops.mm(a, b, bias=torch.tensor([0.25])).item() == 4098.25
+    x, weight = torch.tensor([[256.0, 1.0, 1.0]], dtype=dtype), torch.tensor([[16.0, 1.0, 1.0]], dtype=dtype)
+    assert ops.linear(x, weight, torch.tensor([0.25])).item() == 4098.25
 
 
 def test_gradient_is_not_rounded(path: str) -> None:
     """Not to 16 bits before its products, and not between the rows that it sums."""
     x = torch.full((3000, 1), 0.5, dtype=torch.bfloat16)
-    weight = torch.ones(1, 2, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(2, 1, dtype=torch.bfloat16, requires_grad=True)
     grad = torch.full((3000, 2), 1 + 2.0**-12)
-    ops.mm(x, weight).backward(grad)
+    ops.linear(x, weight).backward(grad)
     assert weight.grad is not None
-    assert torch.equal(weight.grad, torch.full((1, 2), 1500 * (1 + 2.0**-12)).bfloat16())
+    assert torch.equal(weight.grad, torch.full((2, 1), 1500 * (1 + 2.0**-12)).bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short_name)
 @pytest.mark.parametrize("sizes", [(300, 8, 64), (1, 2048, 64), (300, 513, 300), (13, 257, 1)], ids=str)
 def test_a_row_does_not_depend_on_others(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
     num_rows, inner, columns = sizes
-    a, b = torch.randn(num_rows, inner).to(dtype), torch.randn(columns, inner).to(dtype).t()
-    together = ops.mm(a, b)
+    x, weight = torch.randn(num_rows, inner).to(dtype), torch.randn(columns, inner).to(dtype)
+    together = ops.linear(x, weight)
     for row in {0, num_rows // 2, num_rows - 1}:
-        assert torch.equal(ops.mm(a[row : row + 1], b), together[row : row + 1])
-    assert torch.equal(ops.mm(torch.cat((a, a.roll(1, 0))), b)[:num_rows], together)
+        assert torch.equal(ops.linear(x[row : row + 1], weight), together[row : row + 1])
+    assert torch.equal(ops.linear(torch.cat((x, x.roll(1, 0))), weight)[:num_rows], together)
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 4), (3, 0, 4), (3, 4, 0), (0, 0, 0)], ids=str)
 def test_nothing_to_multiply(path: str, sizes: tuple[int, int, int]) -> None:
     """A product over nothing is the bias."""
     num_rows, inner, columns = sizes
-    arguments = {"a": torch.randn(num_rows, inner), "b": torch.randn(inner, columns), "bias": torch.randn(columns)}
-    call = Call("mm", arguments)
+    arguments = {
+        "x": torch.randn(num_rows, inner),
+        "weight": torch.randn(columns, inner),
+        "bias": torch.randn(columns),
+    }
+    call = Call("linear", arguments)
     assert_same(result(call), result(call, reference), 1e-6)
 
 
 def test_without_bias(path: str) -> None:
     call = logits_call(SKEWED).replace(bias=None)
     assert_same(result(call), result(call, reference), tolerance(torch.float64, 1))
-
-
-def test_row_major_b(path: str) -> None:
-    call = logits_call(SEVERAL_BLOCKS).cast(torch.bfloat16)
-    contiguous = call.replace(b=call.arguments["b"].contiguous())
-    assert_same(result(contiguous), expected_result(call), tolerance(torch.bfloat16, 1))
 
 
 def test_memory_that_is_not_written(path: str) -> None:
@@ -148,7 +148,7 @@ def test_saves_the_matrices_as_they_are(path: str) -> None:
     call = mixed(logits_call(SKEWED), torch.bfloat16, torch.float32).trainable()
     with saved_for_backward() as saved:
         call()
-    assert {tensor.data_ptr() for tensor in saved} == {call.arguments[name].data_ptr() for name in ("a", "b")}
+    assert {tensor.data_ptr() for tensor in saved} == {call.arguments[name].data_ptr() for name in ("x", "weight")}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short_name)
@@ -165,21 +165,21 @@ def test_mixed_dtypes_under_transforms(path: str) -> None:
     call = mixed(logits_call(TINY), torch.bfloat16, torch.float32)
     check_registrations(call)
     with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(call.arguments["a"], torch.ones_like(call.arguments["a"]))
-        _, tangent = torch.autograd.forward_ad.unpack_dual(call.replace(a=dual)()[0])
+        dual = torch.autograd.forward_ad.make_dual(call.arguments["x"], torch.ones_like(call.arguments["x"]))
+        _, tangent = torch.autograd.forward_ad.unpack_dual(call.replace(x=dual)()[0])
     assert tangent is not None and tangent.dtype == torch.float32
-    torch.testing.assert_close(tangent, call.arguments["b"].sum(0).expand_as(tangent))
+    torch.testing.assert_close(tangent, call.arguments["weight"].sum(1).expand_as(tangent))
 
 
 def test_second_derivative_of_mixed_dtypes(path: str) -> None:
-    """<v, d/db <u, d out / d a>> for out = a @ b is <u v^T, grad>, whatever a rounds."""
+    """The gradient of x is grad @ weight; along u, that of the weight from it is grad^T @ u."""
     call = mixed(logits_call(TINY), torch.float32, torch.bfloat16).trainable()
     out, (grad,) = call()[0], cotangents_of(call())
-    (grad_a,) = torch.autograd.grad(out, call.arguments["a"], grad, create_graph=True)
-    u = torch.randn_like(grad_a)
-    (grad_b,) = torch.autograd.grad(grad_a, call.arguments["b"], u)
-    assert grad_b.dtype == torch.bfloat16
-    torch.testing.assert_close(grad_b, (u.t() @ grad).bfloat16())
+    (grad_x,) = torch.autograd.grad(out, call.arguments["x"], grad, create_graph=True)
+    u = torch.randn_like(grad_x)
+    (grad_weight,) = torch.autograd.grad(grad_x, call.arguments["weight"], u)
+    assert grad_weight.dtype == torch.bfloat16
+    torch.testing.assert_close(grad_weight, (grad.t() @ u).bfloat16())
 
 
 def test_compiles_with_inductor(path: str) -> None:
@@ -193,14 +193,14 @@ def meta(*sizes: int) -> Tensor:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"a": torch.randn(6)}, ("a", "[M, K]", "[6]")),
-        ({"a": torch.zeros(6, 4, dtype=torch.int64)}, ("a", "float64", "Long")),
-        ({"b": torch.randn(4)}, ("b", "[K, N]", "[4]")),
-        ({"b": torch.randn(5, 4)}, ("b", "4", "K of a", "[5, 4]")),
-        ({"b": torch.zeros(4, 5, dtype=torch.bool)}, ("b", "float64", "Bool")),
-        ({"b": meta(4, 5)}, ("b", "cpu", "meta")),
-        ({"bias": torch.randn(1, 5)}, ("bias", "[N]", "[1, 5]")),
-        ({"bias": torch.randn(4)}, ("bias", "5", "N of b", "[4]")),
+        ({"x": torch.randn(6)}, ("x", "[T, D]", "[6]")),
+        ({"x": torch.zeros(6, 4, dtype=torch.int64)}, ("x", "float64", "Long")),
+        ({"weight": torch.randn(4)}, ("weight", "[E, D]", "[4]")),
+        ({"weight": torch.randn(4, 5)}, ("weight", "4", "D of x", "[4, 5]")),
+        ({"weight": torch.zeros(5, 4, dtype=torch.bool)}, ("weight", "float64", "Bool")),
+        ({"weight": meta(5, 4)}, ("weight", "cpu", "meta")),
+        ({"bias": torch.randn(1, 5)}, ("bias", "[E]", "[1, 5]")),
+        ({"bias": torch.randn(4)}, ("bias", "5", "E of weight", "[4]")),
         ({"bias": torch.zeros(5, dtype=torch.int32)}, ("bias", "float64", "Int")),
         ({"bias": meta(5)}, ("bias", "cpu", "meta")),
         ({"out_dtype": torch.int64}, ("out_dtype", "float64", "Long")),
@@ -210,6 +210,6 @@ def meta(*sizes: int) -> Tensor:
 )
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 def test_refuses(path: str, changes: dict[str, Any], named: tuple[str, ...], trained: bool) -> None:
-    call = Call("mm", {"a": torch.randn(6, 4), "b": torch.randn(4, 5), "bias": torch.randn(5), **changes})
-    with refusal("mm", *named):
+    call = Call("linear", {"x": torch.randn(6, 4), "weight": torch.randn(5, 4), "bias": torch.randn(5), **changes})
+    with refusal("linear", *named):
         (call.trainable() if trained else call)()
