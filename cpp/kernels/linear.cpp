@@ -6,14 +6,18 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// Columns of the result per task, and elements of the inner dimension that are converted at a time: a block of the
-// weight takes at most 256 KiB in float32, a block of x 264 KiB.
+// Columns of the result per task, and elements of the inner dimension that are converted at a time: in float32 a block
+// of the weight takes 512 KiB, a block of x at most 528 KiB.
 constexpr int64_t kColumnsPerTask = 256;
-constexpr int64_t kDepth = 256;
+constexpr int64_t kDepth = 512;
 
 // Few rows of x still occupy several threads, as long as a column of the product is a row of the weight in memory.
 constexpr int64_t kFewRows = 64;
 constexpr int64_t kColumnsPerTaskOfFewRows = 32;
+
+// Rows of x up to which a transposed block of it, such as the gradient of the logits of few experts, is made row-major:
+// a Gemm reads the other operand in place then. Of more rows a Gemm packs both, in any layout (measured).
+constexpr int64_t kMaxRowsMadeRowMajor = 16;
 
 // The scratch memory of blocks.
 constexpr int kXScratch = 0;
@@ -86,10 +90,10 @@ ConstMatrixView<T> converted(ConstMatrixView<U> block, int slot) {
   }
 }
 
-// The same, row-major: of few rows that are, a Gemm reads the other operand in place.
+// The same, and few rows are made row-major.
 template <class T, class U>
-ConstMatrixView<T> converted_rows(ConstMatrixView<U> block, int slot) {
-  if (block.column_stride == 1) return converted<T>(block, slot);
+ConstMatrixView<T> converted_x(ConstMatrixView<U> block, int slot) {
+  if (block.column_stride == 1 || block.rows > kMaxRowsMadeRowMajor) return converted<T>(block, slot);
   const MatrixView<T> target{scratch<T>(slot, block.rows * block.columns), block.rows, block.columns, block.columns};
   const ConstMatrixView<U> source = block.transposed();
   const auto read = [&](int64_t r, int64_t c, int64_t count, T* buffer) { read_row(source.row(r) + c, buffer, count); };
@@ -105,7 +109,7 @@ void multiply(const Linear<T>& p, Range rows, Range columns, MatrixView<T> c) {
   for (int64_t d = 0; d < p.x.columns || d == 0; d += kDepth) {
     const int64_t d_end = at_most(p.x.columns, d + kDepth);
     const auto a = with_dtype(p.x, [&]<class U>(ConstMatrixView<U> x) {
-      return converted_rows<T>(x.row_range(rows.begin, rows.end).column_range(d, d_end), kXScratch);
+      return converted_x<T>(x.row_range(rows.begin, rows.end).column_range(d, d_end), kXScratch);
     });
     const auto b = with_dtype(p.weight, [&]<class U>(ConstMatrixView<U> weight) {
       return converted<T>(weight.row_range(columns.begin, columns.end).column_range(d, d_end), kWeightScratch);

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "eigen_gemm.h"
 #include "kernels/tile_gemm.h"
 #include "matrix.h"
@@ -64,7 +66,7 @@ void check(const Case& c) {
     }
     return sum;
   };
-  expect_near(out, want);
+  expect_near(out, want, std::max(1.0, tolerance<S>() / tolerance<Out>()));
 }
 
 template <class T>
