@@ -39,7 +39,7 @@ auto with_dtype(const AnyMatrix<Data>& m, const Body& body) {
   const auto view = [&]<class T>(T* data) {
     return MatrixView<T>{data, m.rows, m.columns, m.row_stride, m.column_stride};
   };
-  const auto call = [&]<class T>() {
+  const auto call = [&]<class T> {
     using Element = std::conditional_t<std::is_const_v<Data>, const T, T>;
     return body(view(static_cast<Element*>(m.data)));
   };

@@ -45,9 +45,7 @@ def mixed(call: Call, *dtypes: torch.dtype) -> Call:
     """With x and weight in these dtypes, and the bias in that of the weight."""
     of_x, of_weight = dtypes
     given = call.arguments
-    return call.replace(
-        x=given["x"].to(of_x), weight=given["weight"].to(of_weight), bias=given["bias"].to(of_weight)
-    )
+    return call.replace(x=given["x"].to(of_x), weight=given["weight"].to(of_weight), bias=given["bias"].to(of_weight))
 
 
 class TestLinear(OperatorTests):
