@@ -85,11 +85,8 @@ class Operator<name, Return(Args...)> {
 
   template <class Gradient>
   static Return autograd(Args... args) {
-    // The backend checks the arguments; what is computed before it is called needs them checked here.
-    if ((has_tangent(args) || ...)) {
-      check(args...);
-      return with_tangents<Gradient>(args...);
-    }
+    check(args...);
+    if ((has_tangent(args) || ...)) return with_tangents<Gradient>(args...);
     const bool is_recorded = at::GradMode::is_enabled() && (requires_grad(args) || ...);
     if (is_recorded) check_no_function_transform(name.text);
     const at::AutoDispatchBelowADInplaceOrView guard;
