@@ -19,9 +19,7 @@ const Argument& Argument::has_size(int64_t dim, int64_t size, const char* meanin
 }
 
 const Argument& Argument::is_floating() const {
-  const auto type = tensor_.scalar_type();
-  const bool known = type == at::kDouble || type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
-  MAXMOE_CHECK(known, op_, name_, " must be float64, float32, bfloat16 or float16, got ", type);
+  check_floating(op_, name_, tensor_.scalar_type());
   return *this;
 }
 
@@ -74,6 +72,11 @@ void check_tensors(const c10::FunctionSchema& schema, std::initializer_list<cons
     MAXMOE_CHECK(tensor.device() == arguments[*first]->device(), op(), name(position), " must be on the device of ",
                  name(*first), " (", arguments[*first]->device(), "), got ", tensor.device());
   }
+}
+
+void check_floating(const char* op, const char* name, at::ScalarType type) {
+  const bool known = type == at::kDouble || type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
+  MAXMOE_CHECK(known, op, name, " must be float64, float32, bfloat16 or float16, got ", type);
 }
 
 int64_t checked_product(const char* op, const char* name, int64_t a, int64_t b) {

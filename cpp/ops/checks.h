@@ -40,6 +40,9 @@ class Argument {
 // and on one device.
 void check_tensors(const c10::FunctionSchema& schema, std::initializer_list<const Tensor*> tensors);
 
+// A dtype that the kernels know.
+void check_floating(const char* op, const char* name, at::ScalarType type);
+
 // a * b, the number of slots that an argument must have.
 int64_t checked_product(const char* op, const char* name, int64_t a, int64_t b);
 

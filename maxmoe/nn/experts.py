@@ -6,8 +6,7 @@ from torch import Tensor, nn
 from maxmoe.config import MoEConfig
 from maxmoe.nn.activation import activate
 from maxmoe.nn.declaration import TOKEN_DIMS, Declaration, SavedTensor
-from maxmoe.nn.linear import linear
-from maxmoe.ops import RaggedPlan, expert_ffn, ragged_plan
+from maxmoe.ops import RaggedPlan, expert_ffn, linear, ragged_plan
 
 
 class Experts(nn.Module):
@@ -192,7 +191,7 @@ class SharedExperts(nn.Module):
         """
         return expert_ffn(
             x,
-            None if self.output_gate is None else _sigmoid(linear(x, self.output_gate.unsqueeze(1))),
+            None if self.output_gate is None else _sigmoid(linear(x, self.output_gate.unsqueeze(0), out_dtype=x.dtype)),
             _one_group(x, token_mask),
             None if self.gate_proj is None else self.gate_proj.unsqueeze(0),
             self.up_proj.unsqueeze(0),
@@ -226,7 +225,6 @@ class SharedExperts(nn.Module):
         }
         if self.output_gate is not None:
             saved["softmax"] = SavedTensor((batch, length, 2), (*TOKEN_DIMS, None))
-            saved["gate_group_sizes"] = SavedTensor((1,), (None,), torch.int64)
         return saved
 
     def extra_repr(self) -> str:

@@ -169,6 +169,12 @@ def _num_tokens(logits: Tensor, token_mask: Tensor | None) -> Tensor | int:
     return logits.shape[0] if token_mask is None else token_mask.sum()
 
 
+def _entropy(probabilities: Tensor) -> Tensor:
+    """Sum -p log p, 0 for p = 0. torch.special.entr is the same, but torch has no vectors for it."""
+    logarithms = probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log_()
+    return logarithms.mul_(probabilities).sum().neg()
+
+
 def _mean(total: Tensor, count: Tensor | int) -> Tensor:
     """Divide by a count, or by one for none, in the dtype of the total: torch divides by integers in float32."""
     if isinstance(count, Tensor):
@@ -204,7 +210,7 @@ class RoutingLosses:
             z_loss = router_z_loss(routing.logits, token_mask=routing.token_mask, tokens=tokens)
             aux_loss = aux_loss + self.config.router_z_loss_weight * z_loss
 
-        entropy = torch.special.entr(routing.probabilities.detach()).sum()
+        entropy = _entropy(routing.probabilities.detach())
         load, dropped, entropy, num_tokens = BatchAsSequence(tokens).all_reduce_sequence(
             counts.sum(0), dropped, entropy, _num_tokens(routing.logits, routing.token_mask)
         )

@@ -174,9 +174,7 @@ class MoE(nn.Module):
 
     def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
         config, wide = self.config, torch.promote_types(self._dtype, torch.float32)
-        saved = {}
-        if self.saves_input:
-            saved["input"] = SavedTensor((batch, length, config.hidden_size), (*TOKEN_DIMS, None))
+        saved = {"input": SavedTensor((batch, length, config.hidden_size), (*TOKEN_DIMS, None))}
         if config.router_z_loss_weight > 0:
             saved["logsumexp"] = SavedTensor((batch, length), TOKEN_DIMS, wide)
         if config.load_balance_loss_weight > 0:
@@ -185,11 +183,6 @@ class MoE(nn.Module):
             saved["lengths"] = SavedTensor((rows,), (name,), wide)
             saved["num_sequences"] = SavedTensor((), (), wide)
         return saved
-
-    @property
-    def saves_input(self) -> bool:
-        """Whether the router or the shared experts save the input, wherever its tokens go."""
-        return self._dtype.itemsize >= torch.float32.itemsize or self.shared_experts is not None
 
     def update_correction_bias(self, tokens_per_expert: Tensor) -> None:
         """One step of the loss-free balancing; see `Router.update_correction_bias`.

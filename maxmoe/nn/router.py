@@ -1,7 +1,6 @@
 """The router: which experts see a token, and how much each of them counts."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -10,8 +9,8 @@ from typing_extensions import Self
 
 from maxmoe.config import MoEConfig
 from maxmoe.nn.declaration import TOKEN_DIMS, Declaration, SavedTensor
-from maxmoe.nn.linear import linear
 from maxmoe.nn.module_path import module_path
+from maxmoe.ops.linear import linear
 from maxmoe.ops.route import route
 
 
@@ -126,7 +125,7 @@ class Router(nn.Module):
             ValueError: for scores that are not numbers, with the path of the router in the model.
         """
         config = self.config
-        logits = self._logits(x)
+        logits = linear(x, self.weight, self.bias)
         if config.router == "random":
             # The values are noise, the gradient is that of the logits: the work of real training, in balance.
             logits = logits + (torch.randn_like(logits) - logits).detach()
@@ -159,23 +158,10 @@ class Router(nn.Module):
     def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
         """The input is counted in `MoE`."""
         wide = torch.promote_types(self.weight.dtype, torch.float32)
-        (E, D), K = self.weight.shape, self.config.top_k
-        saved = {
-            "logits": SavedTensor((batch, length, E), (*TOKEN_DIMS, None), wide),
-            "experts": SavedTensor((batch, length, K), (*TOKEN_DIMS, None), torch.int64),
-            "group_sizes": SavedTensor((1,), (None,), torch.int64),
+        return {
+            "logits": SavedTensor((batch, length, self.config.num_experts), (*TOKEN_DIMS, None), wide),
+            "experts": SavedTensor((batch, length, self.config.top_k), (*TOKEN_DIMS, None), torch.int64),
         }
-        if wide != self.weight.dtype:
-            saved["wide_input"] = SavedTensor((batch, length, D), (*TOKEN_DIMS, None), wide)
-            saved["wide_weight"] = SavedTensor((E, D), (None, None), wide)
-        return saved
-
-    def _logits(self, x: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        bias = None if self.bias is None else self.bias.to(wide)
-        has_autocast = torch.amp.is_autocast_available(x.device.type)
-        with torch.autocast(x.device.type, enabled=False) if has_autocast else nullcontext():
-            return linear(x.to(wide), self.weight.to(wide).t(), bias)
 
     def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """As in any module, but the correction bias stays float32: its small steps would be lost in 16 bits."""

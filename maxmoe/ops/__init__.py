@@ -20,6 +20,7 @@ from maxmoe import _library as _library  # registers the operators; first
 from maxmoe.ops._force_aten import force_aten
 from maxmoe.ops.expert_ffn import expert_ffn
 from maxmoe.ops.gmm import gmm
+from maxmoe.ops.linear import linear
 from maxmoe.ops.ragged_dot import ragged_dot
 from maxmoe.ops.ragged_gather import ragged_gather
 from maxmoe.ops.ragged_gather_reduce import ragged_gather_reduce
@@ -35,6 +36,7 @@ __all__ = [
     "expert_ffn",
     "force_aten",
     "gmm",
+    "linear",
     "ragged_dot",
     "ragged_gather",
     "ragged_gather_reduce",

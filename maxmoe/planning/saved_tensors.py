@@ -122,7 +122,7 @@ def _saved_by_dispatch(plan: DispatchPlan, layer: MoE, num_tokens: int, num_chun
         yield SavedTensor((num_rows + num_slots,), (None,), torch.int64)  # slots and rows of the plan of sending
     else:
         arrived, top_k = num_tokens * plan.mesh.size(*plan.token_axes), config.top_k
-    if strategy is not None or plan.gathers_rows or not layer.saves_input:
+    if strategy is not None or plan.gathers_rows:
         yield SavedTensor((arrived, config.hidden_size), (None, None))
     yield SavedTensor((arrived, top_k), (None, None), weights_dtype(layer))
     yield SavedTensor((arrived * top_k,), (None,), torch.int64)

@@ -127,6 +127,14 @@ def local_groups(group_sizes: Tensor, num_rows: int, num_local: int, group_offse
     return [g if 0 <= g < num_local else -1 for g in groups] + [-1] * (num_rows - len(groups))
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """out[t, e] = <x[t], weight[e]> (+ bias[e]), summed in float32, or float64 if x or weight is."""
+    sum_dtype = torch.promote_types(wide(x).dtype, wide(weight).dtype)
+    products = [weight.to(sum_dtype) @ row.to(sum_dtype) for row in x]
+    out = [row if bias is None else row + bias.to(sum_dtype) for row in products]
+    return stack(out, x.new_zeros((), dtype=out_dtype or sum_dtype), len(weight))
+
+
 def gmm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, *, bias: Tensor | None = None, group_offset: int = 0) -> Tensor:
     """out[r] = lhs[r] @ rhs[g] (+ bias[g]) for the rows r of local group g, 0 for rows of no local group."""
     out = [wide(lhs.new_zeros(rhs.shape[2])) for _ in lhs]

@@ -46,3 +46,18 @@ def test_nothing_is_kept_without_gradients(implementation: str, mode: Any) -> No
         hidden_states, aux_loss, _ = layer(x)
     assert not saved and not hidden_states.requires_grad and not aux_loss.requires_grad
     assert torch.equal(hidden_states, expected.hidden_states) and torch.equal(aux_loss, expected.aux_loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_nothing_wide_is_kept_of_16_bits(dtype: torch.dtype) -> None:
+    """(D + 2 K F) times 2 bytes per token, the indices, and of the router the logits and weights in float32."""
+    tokens_, hidden, width, experts, top_k = 300, 50, 10, 4, 2
+    layer = make(dtype, hidden_size=hidden, intermediate_size=width, num_experts=experts, top_k=top_k)
+    x = tokens(layer, tokens_).requires_grad_()
+    with saved_for_backward() as saved:
+        layer(x)
+    parameters = {parameter.data_ptr() for parameter in layer.parameters()}
+    kept = {tensor.data_ptr(): tensor for tensor in saved if tensor.data_ptr() not in parameters}
+    routing = 4 * experts + top_k * (4 + 3 * 8)  # logits; weights, experts, slots and rows
+    at_most = tokens_ * (2 * (hidden + 2 * top_k * width) + routing) + 8 * experts
+    assert sum(tensor.nbytes for tensor in kept.values()) <= at_most

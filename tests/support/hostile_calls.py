@@ -61,6 +61,7 @@ def valid_calls() -> Iterator[tuple[str, Arguments]]:
     )
     sizes, biases = plan.group_sizes, torch.randn(3, 6)
     yield "gmm", {"lhs": rows, "rhs": ffn["up"], "group_sizes": sizes, "bias": biases, "group_offset": 0}
+    yield "linear", {"x": x, "weight": torch.randn(3, 4), "bias": torch.randn(3), "out_dtype": None}
     yield "tgmm", {"lhs": rows, "rhs": rows, "group_sizes": sizes, "num_local_groups": 3, "group_offset": 0}
     yield "ragged_dot", {"a": x, "b": rows, "index": plan.rows, "group_size": 2}
     list_weights = torch.rand(10)

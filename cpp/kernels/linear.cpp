@@ -1,0 +1,150 @@
+#include "linear.h"
+
+#include "row.h"
+#include "transpose.h"
+
+namespace maxmoe::MAXMOE_ISA_NAMESPACE {
+namespace {
+
+// Columns of the result per task, and elements of the inner dimension that are converted at a time: in float32 a block
+// of the weight takes 512 KiB, a block of x at most 528 KiB.
+constexpr int64_t kColumnsPerTask = 256;
+constexpr int64_t kDepth = 512;
+
+// Few rows of x still occupy several threads, as long as a column of the product is a row of the weight in memory. A
+// multiple of the heights of micro-tiles, 6 and 12, and of their widths: 32 columns took up to 1.2 times as long.
+constexpr int64_t kFewRows = 64;
+constexpr int64_t kColumnsPerTaskOfFewRows = 96;
+
+// Rows of x up to which a transposed block of it, such as the gradient of the logits of few experts, is made row-major:
+// a Gemm reads the other operand in place then. Of more rows a Gemm packs both, in any layout (measured).
+constexpr int64_t kMaxRowsMadeRowMajor = 16;
+
+// The scratch memory of blocks.
+constexpr int kXScratch = 0;
+constexpr int kWeightScratch = 1;
+constexpr int kOutScratch = 2;
+
+struct Range {
+  int64_t begin;
+  int64_t end;
+};
+
+Range range_of(int64_t index, int64_t size, int64_t limit) {
+  return {index * size, at_most(limit, (index + 1) * size)};
+}
+
+// Calls body(view) with the matrix in its own dtype.
+template <class Data, class Body>
+auto with_dtype(const AnyMatrix<Data>& m, const Body& body) {
+  const auto view = [&]<class T>(T* data) {
+    return MatrixView<T>{data, m.rows, m.columns, m.row_stride, m.column_stride};
+  };
+  const auto call = [&]<class T> {
+    using Element = std::conditional_t<std::is_const_v<Data>, const T, T>;
+    return body(view(static_cast<Element*>(m.data)));
+  };
+  switch (m.dtype) {
+    case Dtype::float64:
+      return call.template operator()<double>();
+    case Dtype::float32:
+      return call.template operator()<float>();
+    case Dtype::bfloat16:
+      return call.template operator()<BFloat16>();
+    default:
+      return call.template operator()<Float16>();
+  }
+}
+
+// target = source in T
+template <class T, class U>
+void read_row(const U* source, T* target, int64_t count) {
+  if constexpr (std::is_same_v<T, U>) {
+    copy_row(source, target, count);
+  } else if constexpr (std::is_same_v<T, Accumulator<U>>) {
+    widen_row(source, target, count);
+  } else {
+    for (int64_t i = 0; i < count; ++i) target[i] = static_cast<T>(widen(source[i]));
+  }
+}
+
+// target = source in U
+template <class U, class T>
+void write_row(const T* source, U* target, int64_t count) {
+  if constexpr (std::is_same_v<T, Accumulator<U>>) {
+    narrow_row(source, target, count);
+  } else {
+    for (int64_t i = 0; i < count; ++i) target[i] = narrow<U>(static_cast<Accumulator<U>>(source[i]));
+  }
+}
+
+// The block in T, in its own layout: where it lies, or converted in scratch memory.
+template <class T, class U>
+ConstMatrixView<T> converted(ConstMatrixView<U> block, int slot) {
+  if constexpr (std::is_same_v<T, U>) {
+    return block;
+  } else {
+    if (block.column_stride != 1) return converted<T>(block.transposed(), slot).transposed();
+    const MatrixView<T> target{scratch<T>(slot, block.rows * block.columns), block.rows, block.columns, block.columns};
+    for (int64_t r = 0; r < block.rows; ++r) read_row(block.row(r), target.row(r), block.columns);
+    return target.as_const();
+  }
+}
+
+// The same, and few rows are made row-major.
+template <class T, class U>
+ConstMatrixView<T> converted_x(ConstMatrixView<U> block, int slot) {
+  if (block.column_stride == 1 || block.rows > kMaxRowsMadeRowMajor) return converted<T>(block, slot);
+  const MatrixView<T> target{scratch<T>(slot, block.rows * block.columns), block.rows, block.columns, block.columns};
+  const ConstMatrixView<U> source = block.transposed();
+  const auto read = [&](int64_t r, int64_t c, int64_t count, T* buffer) { read_row(source.row(r) + c, buffer, count); };
+  transpose_rows(source.rows, source.columns, read, target.data, target.row_stride);
+  return target.as_const();
+}
+
+// c = x * weight^T + bias for rows of x and rows of the weight, the columns of the result.
+template <class T>
+void multiply(const Linear<T>& p, Range rows, Range columns, MatrixView<T> c) {
+  const bool has_bias = p.bias != nullptr;
+  for (int64_t r = 0; r < c.rows && has_bias; ++r) copy_row(p.bias + columns.begin, c.row(r), c.columns);
+  for (int64_t d = 0; d < p.x.columns || d == 0; d += kDepth) {
+    const int64_t d_end = at_most(p.x.columns, d + kDepth);
+    const auto a = with_dtype(p.x, [&]<class U>(ConstMatrixView<U> x) {
+      return converted_x<T>(x.row_range(rows.begin, rows.end).column_range(d, d_end), kXScratch);
+    });
+    const auto b = with_dtype(p.weight, [&]<class U>(ConstMatrixView<U> weight) {
+      return converted<T>(weight.row_range(columns.begin, columns.end).column_range(d, d_end), kWeightScratch);
+    });
+    p.gemm->multiply(a, b.transposed(), c, has_bias || d > 0);
+  }
+}
+
+}  // namespace
+
+template <class T>
+void linear(const Linear<T>& p, const Executor& executor) {
+  const bool is_split_finely = p.x.rows <= kFewRows && p.weight.column_stride == 1;
+  const int64_t columns_per_task = is_split_finely ? kColumnsPerTaskOfFewRows : kColumnsPerTask;
+  const int64_t row_tasks = (p.out.rows + kMC - 1) / kMC;
+  const int64_t column_tasks = (p.out.columns + columns_per_task - 1) / columns_per_task;
+  const auto task = [&](int64_t index) {
+    const Range rows = range_of(index / column_tasks, kMC, p.out.rows);
+    const Range columns = range_of(index % column_tasks, columns_per_task, p.out.columns);
+    with_dtype(p.out, [&]<class U>(MatrixView<U> whole) {
+      const MatrixView<U> out = whole.row_range(rows.begin, rows.end).column_range(columns.begin, columns.end);
+      if constexpr (std::is_same_v<T, U>) {
+        multiply(p, rows, columns, out);
+      } else {
+        const MatrixView<T> sums{scratch<T>(kOutScratch, out.rows * out.columns), out.rows, out.columns, out.columns};
+        multiply(p, rows, columns, sums);
+        for (int64_t r = 0; r < out.rows; ++r) write_row(sums.row(r), out.row(r), out.columns);
+      }
+    });
+  };
+  run_tasks(executor, row_tasks * column_tasks, p.out.rows * p.out.columns * p.x.columns, Task(task));
+}
+
+template void linear<double>(const Linear<double>&, const Executor&);
+template void linear<float>(const Linear<float>&, const Executor&);
+
+}  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

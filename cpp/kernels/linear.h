@@ -1,0 +1,36 @@
+// Linear map of rows: matrices of any dtypes, multiplied and summed in one.
+#pragma once
+
+#include "dtype.h"
+#include "executor.h"
+#include "gemm.h"
+
+namespace maxmoe {
+
+enum class Dtype { float64, float32, bfloat16, float16 };
+
+// A matrix whose dtype is known at run time alone: `Data` is void or const void. Strides are in elements.
+template <class Data>
+struct AnyMatrix {
+  Data* data = nullptr;
+  Dtype dtype = Dtype::float32;
+  int64_t rows = 0;
+  int64_t columns = 0;
+  int64_t row_stride = 0;
+  int64_t column_stride = 1;
+};
+
+// out = x * weight^T + bias, summed in T, which is float or double, and rounded once to the dtype of out. One stride of
+// x and of weight is 1. What is not in T is converted in blocks, in scratch memory.
+template <class T>
+struct Linear {
+  AnyMatrix<const void> x;       // [T, D]
+  AnyMatrix<const void> weight;  // [E, D]
+  const T* bias;                 // [E] or null
+  const Gemm<T>* gemm;
+  AnyMatrix<void> out;  // [T, E], row-major
+};
+
+}  // namespace maxmoe
+
+MAXMOE_KERNEL(linear, Linear)

@@ -1,0 +1,117 @@
+#include "ops/linear.h"
+
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
+
+#include "kernels/linear.h"
+#include "ops/backend.h"
+#include "ops/memory.h"
+#include "ops/views.h"
+
+namespace maxmoe::ops {
+namespace {
+
+constexpr const char* kOp = "linear";
+
+using OptionalType = std::optional<at::ScalarType>;
+
+void check(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, OptionalType out_dtype) {
+  Argument(kOp, "x", x).has_dims(2, "[T, D]").is_floating();
+  Argument(kOp, "weight", weight).has_dims(2, "[E, D]").is_floating().has_size(1, x.size(1), "D of x");
+  if (bias.has_value()) {
+    Argument(kOp, "bias", *bias).has_dims(1, "[E]").is_floating().has_size(0, weight.size(0), "E of weight");
+  }
+  if (out_dtype.has_value()) check_floating(kOp, "out_dtype", *out_dtype);
+}
+
+// The type of the sums.
+at::ScalarType sum_type(const Tensor& x, const Tensor& weight) {
+  return at::promote_types(at::promote_types(x.scalar_type(), weight.scalar_type()), at::kFloat);
+}
+
+Tensor linear_aten(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, at::ScalarType type) {
+  const Tensor matrix = weight.to(type).t();
+  return bias.has_value() ? at::addmm(bias->to(type), x.to(type), matrix) : at::mm(x.to(type), matrix);
+}
+
+Dtype dtype_of(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kDouble:
+      return Dtype::float64;
+    case at::kFloat:
+      return Dtype::float32;
+    case at::kBFloat16:
+      return Dtype::bfloat16;
+    default:
+      return Dtype::float16;
+  }
+}
+
+template <class Data>
+AnyMatrix<Data> any_matrix(Data* data, const Tensor& m) {
+  return {data, dtype_of(m), m.size(0), m.size(1), m.stride(0), m.size(1) == 1 ? 1 : m.stride(1)};
+}
+
+Tensor linear_backend(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, OptionalType out_dtype) {
+  check(x, weight, bias, out_dtype);
+  const at::ScalarType type = sum_type(x, weight);
+  if (!uses_kernels(x)) return linear_aten(x, weight, bias, type).to(out_dtype.value_or(type));
+  const Tensor out = empty({x.size(0), weight.size(0)}, x.options().dtype(out_dtype.value_or(type)));
+  if (out.numel() == 0) return out;
+  const Tensor left = gemm_operand(x);
+  const Tensor right = gemm_operand(weight);
+  const auto offsets = bias.has_value() ? OptionalTensor(bias->to(type).contiguous()) : std::nullopt;
+  const auto run = [&]<class T>() {
+    maxmoe::linear(Linear<T>{any_matrix(left.const_data_ptr(), left), any_matrix(right.const_data_ptr(), right),
+                             const_pointer<T>(offsets), &best_gemm<T>(), any_matrix(out.mutable_data_ptr(), out)},
+                   torch_executor());
+  };
+  type == at::kDouble ? run.operator()<double>() : run.operator()<float>();
+  return out;
+}
+
+class Gradient : public torch::autograd::Function<Gradient> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                        OptionalType out_dtype) {
+    ctx->save_for_backward({weight.requires_grad() ? x : Tensor(), x.requires_grad() ? weight : Tensor()});
+    ctx->saved_data["x_dtype"] = x.scalar_type();
+    ctx->saved_data["weight_dtype"] = weight.scalar_type();
+    if (requires_grad(bias)) ctx->saved_data["bias_dtype"] = bias->scalar_type();
+    return linear(x, weight, bias, out_dtype);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto [x, weight] = saved_tensors<2>(ctx);
+    const Tensor& grad = grads[0];
+    const auto dtype = [&](const char* name) { return ctx->saved_data[name].toScalarType(); };
+    Tensor grad_x;
+    Tensor grad_weight;
+    Tensor grad_bias;
+    if (weight.defined()) grad_x = linear(grad, weight.t(), std::nullopt, dtype("x_dtype"));
+    if (x.defined()) grad_weight = linear(grad.t(), x.t(), std::nullopt, dtype("weight_dtype"));
+    if (ctx->saved_data.count("bias_dtype") > 0) {
+      const Tensor ones = at::ones_symint({1, grad.sym_size(0)}, grad.options());
+      grad_bias = linear(ones, grad.t(), std::nullopt, dtype("bias_dtype")).squeeze(0);
+    }
+    return {grad_x, grad_weight, grad_bias, Tensor()};
+  }
+
+  // A bias is the product of a column of ones: without it the operator is linear in each tensor.
+  static Tensor with_tangents(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                              OptionalType out_dtype) {
+    if (!bias.has_value()) return product_rule(linear, x, weight, bias, out_dtype);
+    const at::ScalarType type = out_dtype.value_or(sum_type(x, weight));
+    const Tensor ones = at::ones({x.size(0), 1}, bias->options());
+    return linear(x, weight, std::nullopt, type).add(linear(ones, bias->unsqueeze(1), std::nullopt, type));
+  }
+};
+
+TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
+  linear.define<linear_backend, Gradient>(
+      library, "linear(Tensor x, Tensor weight, Tensor? bias=None, *, ScalarType? out_dtype=None) -> Tensor");
+}
+
+}  // namespace
+}  // namespace maxmoe::ops
