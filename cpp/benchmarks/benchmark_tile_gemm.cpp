@@ -32,9 +32,9 @@ void benchmark(Session& session, const ProductShape& shape, Transposed transpose
   const Table<T> a(is_a ? shape.depth : shape.num_rows, is_a ? shape.num_rows : shape.depth);
   const Table<T> b(is_b ? shape.num_columns : shape.depth, is_b ? shape.depth : shape.num_columns);
   const Table<T> out(shape.num_rows, shape.num_columns);
-  const TileGemm<T> product{view(a, is_a), view(b, is_b), out.view(), false};
+  const Product<T> product{view(b, is_b), out.view(), false};
   const int64_t multiply_adds = shape.num_rows * shape.depth * shape.num_columns;
-  std::vector<Contender> contenders{kernel([&] { tile_gemm(product, SerialExecutor()); }),
+  std::vector<Contender> contenders{kernel([&] { KernelGemm<T>().multiply(view(a, is_a), product); }),
                                     multiply_add_bound<T>(multiply_adds)};
   if constexpr (std::is_same_v<T, Accumulator<T>>) {
     contenders.push_back(

@@ -43,8 +43,8 @@ class DenseProducts {
                 const int64_t begin = index % tiles * height;
                 const int64_t end = std::min(begin + height, num_rows);
                 const int64_t first_row = index / tiles * num_rows;  // of this product in out
-                gemm_.multiply(lhs_.read().row_range(begin, end), rhs_.read(),
-                               out_.view().row_range(first_row + begin, first_row + end), false);
+                gemm_.multiply(lhs_.read().row_range(begin, end),
+                               {rhs_.read(), out_.view().row_range(first_row + begin, first_row + end), false});
               });
             }};
   }

@@ -23,8 +23,8 @@ struct ValueAndSlope {
 // x * sigmoid(steepness * x)
 template <class S, bool kWithSlope>
 ValueAndSlope<S> swish(const Block<S>& x, S steepness) {
+  if constexpr (!kWithSlope) return {x / (S(1) + (-steepness * x).exp())};
   const Block<S> sigmoid = (S(1) + (-steepness * x).exp()).inverse();
-  if constexpr (!kWithSlope) return {x * sigmoid};
   return {x * sigmoid, sigmoid * (S(1) + steepness * x * (S(1) - sigmoid))};
 }
 
@@ -76,10 +76,15 @@ struct ActivatedBlock {
   Block<S> up_slope = {};
 };
 
-// Without a limit it is infinite, and clips nothing.
+// Without a limit it is infinite: then nothing is clipped, and passes over the block are spared.
 template <class S, bool kWithSlope>
 ActivatedBlock<S> activate_gated(const ActivationKind& kind, const Block<S>& gate, const Block<S>& up) {
   const S limit = static_cast<S>(kind.limit);
+  if (std::isinf(limit) && kind.activation != Activation::swigluoai) {
+    const ValueAndSlope<S> f = activate<S, kWithSlope>(kind.activation, gate);
+    if constexpr (!kWithSlope) return {f.value * up};
+    return {f.value * up, f.slope * up, f.value};
+  }
   const S one = kind.activation == Activation::swigluoai ? S(1) : S(0);
   const Block<S> clipped_gate = gate.template min<Eigen::PropagateNaN>(limit);
   const Block<S> factor = one + up.template min<Eigen::PropagateNaN>(limit).template max<Eigen::PropagateNaN>(-limit);

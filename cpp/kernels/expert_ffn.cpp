@@ -39,9 +39,9 @@ GemmOperand<T> tokens_of(ConstMatrixView<T> x, const RoutedRows& routed, int64_t
 
 // The product out = a * b + bias, for some a: out holds the bias already.
 template <class T>
-Product<T> product_with_bias(ConstMatrixView<T> b, const T* bias, MatrixView<T> out) {
+Product<T> product_with_bias(ConstMatrixView<T> b, const T* bias, MatrixView<T> out, ConstMatrixView<T> next_b) {
   for (int64_t r = 0; r < out.rows && bias != nullptr; ++r) copy_row(bias, out.row(r), out.columns);
-  return {b, out, bias != nullptr};
+  return {b, out, bias != nullptr, next_b};
 }
 
 template <class T>
@@ -77,19 +77,21 @@ void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile) {
   }
 
   const int64_t gate_width = experts.gate.first.columns;
-  const Product<T> up = product_with_bias(experts.up[tile.group], bias_row(experts.up_bias, tile.group),
-                                          up_columns(preactivations, gate_width));
+  const ConstMatrixView<T> up = experts.up[tile.group];
+  const ConstMatrixView<T> down = experts.down[tile.group];
+  Product<T> products[2];
+  int64_t count = 0;
   if (a.kind.gate == GateLayout::separate) {
-    const Product<T> gate = product_with_bias(experts.gate[tile.group], bias_row(experts.gate_bias, tile.group),
-                                              gate_columns(preactivations, gate_width));
-    a.gemm->multiply_both(tokens, gate, up);
-  } else {
-    a.gemm->multiply(tokens, up.b, up.c, up.accumulate);
+    products[count++] = product_with_bias(experts.gate[tile.group], bias_row(experts.gate_bias, tile.group),
+                                          gate_columns(preactivations, gate_width), up);
   }
+  products[count++] =
+      product_with_bias(up, bias_row(experts.up_bias, tile.group), up_columns(preactivations, gate_width), down);
+  a.gemm->multiply(tokens, products, count);
   activate_rows(a.kind, preactivations, activated);
-  const Product<T> down = product_with_bias(experts.down[tile.group], bias_row(experts.down_bias, tile.group),
-                                            a.rows.row_range(tile.begin, tile.end));
-  a.gemm->multiply(activated.as_const(), down.b, down.c, down.accumulate);
+  a.gemm->multiply(activated.as_const(),
+                   product_with_bias(down, bias_row(experts.down_bias, tile.group),
+                                     a.rows.row_range(tile.begin, tile.end), ConstMatrixView<T>{}));
 }
 
 // For one row: Z becomes dZ, A becomes weight * A; returns <dA, A>.
@@ -128,7 +130,7 @@ void grad_preactivations_tile(const ExpertFfnBackwardDown<T>& a, const GroupTile
   const GemmOperand<T> grad_out = tokens_of(a.grad_out, a.routed, tile.begin, tile.end);
   const MatrixView<T> grad_activated{scratch<T>(1, height * width), height, width, width};
 
-  a.gemm->multiply(grad_out, a.down[tile.group].transposed(), grad_activated, false);
+  a.gemm->multiply(grad_out, {a.down[tile.group].transposed(), grad_activated, false});
   for (int64_t r = 0; r < height; ++r) {
     const int64_t slot = a.routed.slots[tile.begin + r];
     Accumulator<T> grad_weight =
@@ -146,9 +148,9 @@ void grad_rows_tile(const ExpertFfnBackwardInput<T>& a, const GroupTile& tile) {
   const ConstMatrixView<T> grad = a.grad_preactivations.row_range(tile.begin, tile.end);
   const MatrixView<T> rows = a.rows.row_range(tile.begin, tile.end);
   const int64_t gate_width = a.gate.first.columns;
-  a.gemm->multiply(up_columns(grad, gate_width), a.up[tile.group].transposed(), rows, false);
+  a.gemm->multiply(up_columns(grad, gate_width), {a.up[tile.group].transposed(), rows, false});
   if (!a.gate.empty()) {
-    a.gemm->multiply(gate_columns(grad, gate_width), a.gate[tile.group].transposed(), rows, true);
+    a.gemm->multiply(gate_columns(grad, gate_width), {a.gate[tile.group].transposed(), rows, true});
   }
 }
 
@@ -156,8 +158,8 @@ void grad_rows_tile(const ExpertFfnBackwardInput<T>& a, const GroupTile& tile) {
 // linear layers have them, the transposed one.
 template <class T>
 void multiply_transposed(const Gemm<T>& gemm, GemmOperand<T> lhs, GemmOperand<T> rhs, MatrixView<T> out) {
-  if (out.column_stride == 1) return gemm.multiply(lhs.transposed(), rhs, out, false);
-  gemm.multiply(rhs.transposed(), lhs, out.transposed(), false);
+  if (out.column_stride == 1) return gemm.multiply(lhs.transposed(), {rhs, out, false});
+  gemm.multiply(rhs.transposed(), {lhs, out.transposed(), false});
 }
 
 // The gradients of down and its bias for one expert, in columns [begin, end) of the hidden size.
@@ -166,7 +168,8 @@ void grad_down_columns(const ExpertFfnBackwardDown<T>& a, const GroupTile& rows,
   const ConstMatrixView<T> columns = a.grad_out.column_range(begin, end);
   if (!a.grad_down.empty()) {
     multiply_transposed<T>(*a.gemm, a.activated.row_range(rows.begin, rows.end).as_const(),
-                           tokens_of(columns, a.routed, rows.begin, rows.end), a.grad_down[rows.group].column_range(begin, end));
+                           tokens_of(columns, a.routed, rows.begin, rows.end),
+                           a.grad_down[rows.group].column_range(begin, end));
   }
   if (a.grad_down_bias.data != nullptr) {
     const int64_t* slots = a.routed.slots + rows.begin;
@@ -185,7 +188,8 @@ void grad_up_rows(const ExpertFfnBackwardUp<T>& a, const GroupTile& rows, int64_
   const Product<T> gate{gate_columns(grad, a.gate_width), a.grad_gate[rows.group].row_range(begin, end), false};
   const bool are_row_major = up.c.column_stride == 1 && gate.c.column_stride == 1;
   if (!a.grad_up.empty() && !a.grad_gate.empty() && are_row_major) {
-    return a.gemm->multiply_both(tokens.transposed(), gate, up);
+    const Product<T> both[] = {gate, up};
+    return a.gemm->multiply(tokens.transposed(), both, 2);
   }
   if (!a.grad_up.empty()) multiply_transposed<T>(*a.gemm, tokens, up.b, up.c);
   if (!a.grad_gate.empty()) multiply_transposed<T>(*a.gemm, tokens, gate.b, gate.c);
@@ -237,7 +241,8 @@ void expert_ffn(const ExpertFfn<T>& a, const Executor& executor) {
   const int64_t width = intermediate_size(a.experts);
   const int64_t multiply_adds = a.x.columns * (preactivation_width(a.experts) + width);
   const int64_t depth = a.x.columns < width ? width : a.x.columns;
-  run_tiles(a.routed, a.rows.rows, depth, multiply_adds, executor, [&](const GroupTile& tile) { forward_tile(a, tile); });
+  run_tiles(a.routed, a.rows.rows, depth, multiply_adds, executor,
+            [&](const GroupTile& tile) { forward_tile(a, tile); });
   ragged_unsort(RaggedUnsort<T>{a.rows.as_const(), a.routed.row_of_slot, a.routed.top_k, a.weights, a.out}, executor);
 }
 

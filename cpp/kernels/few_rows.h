@@ -1,10 +1,10 @@
 // The product of few rows of A with any B. B is read once and in place: each of its elements is used so few times that
 // packing it would cost more than it saves. Only for the .cpp files that are compiled per instruction set.
 //
-// B row-major: the loops over columns and over the inner dimension are exchanged. Blocks of a few rows of B outside, all
-// columns inside, so that B is read in the order of memory, which hardware prefetchers follow and which misses the TLB
-// least. The partial sums of C are loaded and stored once per block of rows of B; for few rows of C they stay in the
-// first- or second-level cache.
+// B row-major: the loops over columns and over the inner dimension are exchanged. Blocks of a few rows of B outside,
+// all columns inside, so that B is read in the order of memory, which hardware prefetchers follow and which misses the
+// TLB least. The partial sums of C are loaded and stored once per block of rows of B; for few rows of C they stay in
+// the first- or second-level cache.
 //
 // B transposed: as many columns as a vector has lanes, rows in memory, are transposed block by block in registers, and
 // multiplied there.
@@ -31,10 +31,11 @@ struct FewRows {
   MAXMOE_INLINE Element operator()(int r, int64_t step) const { return data[r * num_steps + step]; }
 };
 
-// sums[kRows, kVectorsX2 * NR] = or += a * b for a block of rows of B. Columns of the sums are in the order of VectorX2.
+// sums[kRows, kVectorsX2 * NR] = or += a * b for a block of rows of B. Columns of the sums are in the order of
+// VectorX2.
 template <class T, class Element, int kRows, int kVectorsX2>
-MAXMOE_INLINE void multiply_few_rows_block(FewRows<Element> a, ConstMatrixView<T> b, Range depth,
-                                           Accumulator<T>* sums, int64_t sums_stride, bool accumulate) {
+MAXMOE_INLINE void multiply_few_rows_block(FewRows<Element> a, ConstMatrixView<T> b, Range depth, Accumulator<T>* sums,
+                                           int64_t sums_stride, bool accumulate) {
   using S = Accumulator<T>;
   Vector<S> sum[kRows][2 * kVectorsX2];
 #pragma GCC unroll 12
@@ -49,8 +50,7 @@ MAXMOE_INLINE void multiply_few_rows_block(FewRows<Element> a, ConstMatrixView<T
     const T* next = d + 1 < depth.end ? row + b.row_stride : nullptr;
 #pragma GCC unroll 4
     for (int v = 0; v < kVectorsX2; ++v) {
-      const StepX2<Element> step =
-          load_step<Element>(row + v * kNR<S>, next == nullptr ? nullptr : next + v * kNR<S>);
+      const StepX2<Element> step = load_step<Element>(row + v * kNR<S>, next == nullptr ? nullptr : next + v * kNR<S>);
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
         const Element factor = a(r, d / kDepthPerStep<Element>);
@@ -66,8 +66,8 @@ MAXMOE_INLINE void multiply_few_rows_block(FewRows<Element> a, ConstMatrixView<T
   }
 }
 
-// VectorX2 across the kernel of `rows` rows: a power of two, as many as there are registers for, at most 4. One row then
-// still has 8 accumulators to cover the latency of multiply-adds.
+// VectorX2 across the kernel of `rows` rows: a power of two, as many as there are registers for, at most 4. One row
+// then still has 8 accumulators to cover the latency of multiply-adds.
 constexpr int few_rows_vectors_x2(int rows) {
   int vectors_x2 = 4;
   while (vectors_x2 > 1 && rows * vectors_x2 > kMaxFewRows) vectors_x2 /= 2;
@@ -146,8 +146,18 @@ void multiply_few_rows(FewRows<Element> a, const GemmOperand<T>& b, MatrixView<A
   (b.is_transposed ? of_rows_transposed : of_rows)[sums.rows - 1](a, b.memory, sums, accumulate);
 }
 
-// A product of 1 to kMaxFewRows rows, a not transposed, b without an index, with a depth of at least 1 and a multiple of
-// NR columns.
+// The steps of kLanes elements of one row of A, from depth d on.
+template <class Element, class T>
+MAXMOE_INLINE Vector<Element> load_row_of_a(const GemmOperand<T>& a, int64_t row, int64_t d) {
+  constexpr int64_t kDepth = kLanes<Element> * kDepthPerStep<Element>;
+  const int64_t depth = a.columns() - d;
+  if (!a.is_transposed) return load_along_depth<Element>(a.memory_row(row) + d, depth);
+  T elements[kDepth];
+  for (int64_t i = 0; i < at_most(kDepth, depth); ++i) elements[i] = a.memory_row(d + i)[row];
+  return load_along_depth<Element>(elements, depth);
+}
+
+// A product of 1 to kMaxFewRows rows, b without an index, with a depth of at least 1 and a multiple of NR columns.
 template <class Element, class T>
 void multiply_few_rows(const GemmOperand<T>& a, const Product<T>& p) {
   using S = Accumulator<T>;
@@ -158,8 +168,7 @@ void multiply_few_rows(const GemmOperand<T>& a, const Product<T>& p) {
   Element* const rows = scratch<Element>(kPackedBScratch, c.rows * num_steps + kLanes<Element>);
   for (int64_t r = 0; r < c.rows; ++r) {
     for (int64_t k = 0; k < num_steps; k += kLanes<Element>) {
-      const int64_t d = k * kDepthPerStep<Element>;
-      store_vector(rows + r * num_steps + k, load_along_depth<Element>(a.memory_row(r) + d, a.columns() - d));
+      store_vector(rows + r * num_steps + k, load_row_of_a<Element>(a, r, k * kDepthPerStep<Element>));
     }
   }
   const MatrixView<S> sums{scratch<S>(kSumsScratch, c.rows * c.columns), c.rows, c.columns, c.columns};

@@ -31,12 +31,13 @@ struct GemmOperand {
   }
 };
 
-// c = a * b, or c += a * b, for some a.
+// A right-hand side and its result: c = a * b, or c += a * b.
 template <class T>
 struct Product {
-  GemmOperand<T> b;
-  MatrixView<T> c;
-  bool accumulate;
+  GemmOperand<T> b = ConstMatrixView<T>{};
+  MatrixView<T> c = {};
+  bool accumulate = false;
+  ConstMatrixView<T> next_b = {};  // of the product after this one: its first block is prefetched; may be empty
 };
 
 // c = a * b, or c += a * b, c row-major. Sums are in Accumulator<T>, rounded once to T. Runs on the calling thread. Any
@@ -49,13 +50,10 @@ class Gemm {
   Gemm& operator=(const Gemm&) = delete;
   virtual ~Gemm() = default;
 
-  virtual void multiply(GemmOperand<T> a, GemmOperand<T> b, MatrixView<T> c, bool accumulate) const = 0;
+  // Several products of one a, which is packed once where that is how products are computed.
+  virtual void multiply(GemmOperand<T> a, const Product<T>* products, int64_t count) const = 0;
 
-  // Two products of one a, which is packed once where that is how products are computed.
-  virtual void multiply_both(GemmOperand<T> a, const Product<T>& first, const Product<T>& second) const {
-    multiply(a, first.b, first.c, first.accumulate);
-    multiply(a, second.b, second.c, second.accumulate);
-  }
+  MAXMOE_INLINE void multiply(GemmOperand<T> a, const Product<T>& product) const { multiply(a, &product, 1); }
 };
 
 }  // namespace maxmoe

@@ -23,7 +23,7 @@ void multiply_tile(const Gmm<T>& a, const GroupTile& tile, int64_t begin, int64_
     }
   }
   if (!is_local) return;
-  a.gemm->multiply(a.lhs.row_range(tile.begin, tile.end), a.rhs[local].column_range(begin, end), out, has_bias);
+  a.gemm->multiply(a.lhs.row_range(tile.begin, tile.end), {a.rhs[local].column_range(begin, end), out, has_bias});
 }
 
 }  // namespace

@@ -1,13 +1,13 @@
 #include "linear.h"
 
 #include "row.h"
-#include "transpose.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// Columns of the result per task, and elements of the inner dimension that are converted at a time: in float32 a block
-// of the weight takes 512 KiB, a block of x at most 528 KiB.
+// Rows and columns of the result per task, and elements of the inner dimension that are converted at a time: in float32
+// a block of the weight takes 512 KiB, a block of x at most 528 KiB.
+constexpr int64_t kRowsPerTask = 264;
 constexpr int64_t kColumnsPerTask = 256;
 constexpr int64_t kDepth = 512;
 
@@ -15,10 +15,6 @@ constexpr int64_t kDepth = 512;
 // multiple of the heights of micro-tiles, 6 and 12, and of their widths: 32 columns took up to 1.2 times as long.
 constexpr int64_t kFewRows = 64;
 constexpr int64_t kColumnsPerTaskOfFewRows = 96;
-
-// Rows of x up to which a transposed block of it, such as the gradient of the logits of few experts, is made row-major:
-// a Gemm reads the other operand in place then. Of more rows a Gemm packs both, in any layout (measured).
-constexpr int64_t kMaxRowsMadeRowMajor = 16;
 
 // The scratch memory of blocks.
 constexpr int kXScratch = 0;
@@ -91,17 +87,6 @@ ConstMatrixView<T> converted(ConstMatrixView<U> block, int slot) {
   }
 }
 
-// The same, and few rows are made row-major.
-template <class T, class U>
-ConstMatrixView<T> converted_x(ConstMatrixView<U> block, int slot) {
-  if (block.column_stride == 1 || block.rows > kMaxRowsMadeRowMajor) return converted<T>(block, slot);
-  const MatrixView<T> target{scratch<T>(slot, block.rows * block.columns), block.rows, block.columns, block.columns};
-  const ConstMatrixView<U> source = block.transposed();
-  const auto read = [&](int64_t r, int64_t c, int64_t count, T* buffer) { read_row(source.row(r) + c, buffer, count); };
-  transpose_rows(source.rows, source.columns, read, target.data, target.row_stride);
-  return target.as_const();
-}
-
 // c = x * weight^T + bias for rows of x and rows of the weight, the columns of the result.
 template <class T>
 void multiply(const Linear<T>& p, Range rows, Range columns, MatrixView<T> c) {
@@ -110,12 +95,12 @@ void multiply(const Linear<T>& p, Range rows, Range columns, MatrixView<T> c) {
   for (int64_t d = 0; d < p.x.columns || d == 0; d += kDepth) {
     const int64_t d_end = at_most(p.x.columns, d + kDepth);
     const auto a = with_dtype(p.x, [&]<class U>(ConstMatrixView<U> x) {
-      return converted_x<T>(x.row_range(rows.begin, rows.end).column_range(d, d_end), kXScratch);
+      return converted<T>(x.row_range(rows.begin, rows.end).column_range(d, d_end), kXScratch);
     });
     const auto b = with_dtype(p.weight, [&]<class U>(ConstMatrixView<U> weight) {
       return converted<T>(weight.row_range(columns.begin, columns.end).column_range(d, d_end), kWeightScratch);
     });
-    p.gemm->multiply(a, b.transposed(), c, has_bias || d > 0);
+    p.gemm->multiply(a, {b.transposed(), c, has_bias || d > 0});
   }
 }
 
@@ -125,10 +110,10 @@ template <class T>
 void linear(const Linear<T>& p, const Executor& executor) {
   const bool is_split_finely = p.x.rows <= kFewRows && p.weight.column_stride == 1;
   const int64_t columns_per_task = is_split_finely ? kColumnsPerTaskOfFewRows : kColumnsPerTask;
-  const int64_t row_tasks = (p.out.rows + kMC - 1) / kMC;
+  const int64_t row_tasks = (p.out.rows + kRowsPerTask - 1) / kRowsPerTask;
   const int64_t column_tasks = (p.out.columns + columns_per_task - 1) / columns_per_task;
   const auto task = [&](int64_t index) {
-    const Range rows = range_of(index / column_tasks, kMC, p.out.rows);
+    const Range rows = range_of(index / column_tasks, kRowsPerTask, p.out.rows);
     const Range columns = range_of(index % column_tasks, columns_per_task, p.out.columns);
     with_dtype(p.out, [&]<class U>(MatrixView<U> whole) {
       const MatrixView<U> out = whole.row_range(rows.begin, rows.end).column_range(columns.begin, columns.end);

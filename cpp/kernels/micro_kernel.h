@@ -19,9 +19,9 @@ template <class S>
 constexpr int kNR = static_cast<int>(kLanesX2<S>);
 
 // c[kRows, NR] = a * b, or `sums` + a * b, over `num_steps` of the inner dimension: of one element each, or of a pair.
-// At a step the NR elements of a row of B are loaded once, and multiplied with one element of each row of A: a and b are
-// micro-panels, in which the MR, or NR, elements of one step follow those of the step before. An element of c is one
-// chain of multiply-adds in the order of the steps, whatever kRows is: this makes the product bitwise reproducible.
+// At a step the NR elements of a row of B are loaded once, and multiplied with one element of each row of A: a and b
+// are micro-panels, in which the MR, or NR, elements of one step follow those of the step before. An element of c is
+// one chain of multiply-adds in the order of the steps, whatever kRows is: this makes the product bitwise reproducible.
 //
 // b and `sums` (kRows x NR, contiguous, null for zeros) have their columns in the order of VectorX2. T is the
 // accumulator's type for sums that another call goes on with, which keep that order; or the type of the result.

@@ -1,8 +1,8 @@
 // Packing of A and B: copies of their blocks in the order in which a micro-kernel reads them, converted to the type in
 // which it multiplies. Only for the .cpp files that are compiled per instruction set.
 //
-// A micro-panel holds the MR rows of A, or the NR columns of B, of a micro-tile, step by step of the inner dimension. An
-// operand whose rows in memory lie across the inner dimension is copied row by row; one whose rows lie along it is
+// A micro-panel holds the MR rows of A, or the NR columns of B, of a micro-tile, step by step of the inner dimension.
+// An operand whose rows in memory lie across the inner dimension is copied row by row; one whose rows lie along it is
 // transposed in square blocks of registers.
 #pragma once
 
@@ -162,8 +162,8 @@ MAXMOE_INLINE void pack_step_of_a(const T* row, const T* next, int64_t count, El
   }
 }
 
-// Elements of a micro-panel of A. A vector more than it has: whole vectors are stored, and panels that are packed at the
-// same time must not be a multiple of 4 KiB apart, where they would share one set of the first-level cache.
+// Elements of a micro-panel of A. A vector more than it has: whole vectors are stored, and panels that are packed at
+// the same time must not be a multiple of 4 KiB apart, where they would share one set of the first-level cache.
 template <class Element>
 MAXMOE_INLINE int64_t panel_size_of_a(int64_t num_steps) {
   return num_steps * kMR + kLanes<Element>;
@@ -176,8 +176,8 @@ void pack_a(const GemmOperand<T>& a, Range depth, Element* panels) {
   if (!a.is_transposed) {
     for (int64_t row = 0; row < a.rows(); row += kMR) {
       const Range rows{row, at_most(row + kMR, a.rows())};
-      pack_along_depth<Element, kMR>(a, rows, depth, [](int i) { return i; },
-                                     panels + row / kMR * panel_size_of_a<Element>(num_steps));
+      pack_along_depth<Element, kMR>(
+          a, rows, depth, [](int i) { return i; }, panels + row / kMR * panel_size_of_a<Element>(num_steps));
     }
     return;
   }
@@ -188,17 +188,15 @@ void pack_a(const GemmOperand<T>& a, Range depth, Element* panels) {
   }
 }
 
-// Packs columns of B into micro-panels of NR columns, one after the other. The last one is filled with columns of zeros,
-// so that a micro-kernel always has NR.
+// Packs columns of B into micro-panels of NR columns, one after the other. The last one is filled with columns of
+// zeros, so that a micro-kernel always has NR.
 template <class Element, class T>
 void pack_b(const GemmOperand<T>& b, Range depth, Range columns, Element* panels) {
   constexpr int kWidth = kNR<Accumulator<T>>;
   const int64_t num_steps = steps_of_depth<Element>(depth.size());
   if (b.is_transposed) {
     for (int64_t column = columns.begin; column < columns.end; column += kWidth, panels += num_steps * kWidth) {
-      constexpr auto kColumnOf = [](int i) {
-        return column_of_lane<T>(i / kLanes<Element>, i % kLanes<Element>);
-      };
+      constexpr auto kColumnOf = [](int i) { return column_of_lane<T>(i / kLanes<Element>, i % kLanes<Element>); };
       pack_along_depth<Element, kWidth>(b, {column, columns.end}, depth, kColumnOf, panels);
     }
     return;

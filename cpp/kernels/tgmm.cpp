@@ -28,7 +28,7 @@ void tgmm(const Tgmm<T>& a, const Executor& executor) {
     const MatrixView<T> out = a.out[local].row_range(begin, end);
     if (rows.begin == rows.end) return zero_rows(out);
     a.gemm->multiply(a.lhs.row_range(rows.begin, rows.end).column_range(begin, end).transposed(),
-                     a.rhs.row_range(rows.begin, rows.end), out, false);
+                     {a.rhs.row_range(rows.begin, rows.end), out, false});
   };
   // Of a group without rows the result is still written: as much time as one row takes.
   const int64_t multiply_adds = (a.lhs.rows + a.out.count) * a.lhs.columns * a.rhs.columns;

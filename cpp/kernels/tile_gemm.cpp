@@ -7,12 +7,12 @@
 //   jr  micro-panels of B, of NR columns                    multiply_block
 //   k   steps of the inner dimension                        micro_kernel
 //
-// A micro-tile of C stays in registers during k, a micro-panel of A in the first-level cache during jr, and the block of
-// B, KC x NC, in the second-level cache during ir. Meanwhile the next block of B is prefetched. Every element of A and of
-// B is packed once: A is packed while the first block of columns is computed, and kept.
+// A micro-tile of C stays in registers during k, a micro-panel of A in the first-level cache during jr, and the block
+// of B, KC x NC, in the second-level cache during ir. Meanwhile the next block of B is prefetched. Every element of A
+// and of B is packed once: A is packed while the first block of columns is computed, and kept.
 //
-// With few rows of A each element of packed B is used so rarely that packing costs more than it saves. Then B is read in
-// place (few_rows.h).
+// With few rows of A each element of packed B is used so rarely that packing costs more than it saves. Then B is read
+// in place (few_rows.h).
 //
 // With AVX512-BF16 packed blocks of bfloat16 matrices hold BFloat16Pairs, and a step is two elements of the inner
 // dimension.
@@ -169,6 +169,19 @@ class PackedA {
   int64_t packed_depth_ = 0;
 };
 
+// The block of B after this one, which may be that of the next product.
+template <class T>
+BlockPrefetch next_block(const Product<T>& p, Range depth, Range columns) {
+  constexpr int64_t kKC = PackedA<T>::kKC;
+  constexpr int64_t kColumns = kNC<Accumulator<T>>;
+  if (depth.end < p.b.rows()) return {p.b, {depth.end, at_most(depth.end + kKC, p.b.rows())}, columns};
+  if (columns.end < p.c.columns) {
+    return {p.b, {0, at_most(kKC, p.b.rows())}, {columns.end, at_most(columns.end + kColumns, p.c.columns)}};
+  }
+  const GemmOperand<T> next = p.next_b;
+  return {next, {0, at_most(kKC, next.rows())}, {0, at_most(kColumns, next.columns())}};
+}
+
 // The loops jc and pc. pc runs once even if the inner dimension is 0: c must become 0.
 template <class T>
 void multiply(PackedA<T>& a, const Product<T>& p) {
@@ -189,12 +202,11 @@ void multiply(PackedA<T>& a, const Product<T>& p) {
     for (int64_t pc = 0; pc < depth || pc == 0; pc += kKC) {
       const Range inner = depth_from(pc);
       const bool is_last = inner.end == depth;
-      const Block<T, Element> block{a.block(inner), panels_of_b, steps_of_depth<Element>(inner.size()), sums,
-                                    padded_rows,    p.accumulate || pc > 0, is_last};
+      const Block<T, Element> block{a.block(inner), panels_of_b, steps_of_depth<Element>(inner.size()),
+                                    sums,           padded_rows, p.accumulate || pc > 0,
+                                    is_last};
       pack_b(p.b, inner, columns, panels_of_b);
-      const BlockPrefetch next = is_last ? BlockPrefetch(p.b, depth_from(0), columns_from(columns.end))
-                                         : BlockPrefetch(p.b, depth_from(inner.end), columns);
-      multiply_block(block, c, next);
+      multiply_block(block, c, next_block(p, inner, columns));
     }
   }
 }
@@ -219,15 +231,17 @@ void multiply_few_rows_of(const GemmOperand<T>& a, PackedA<T>& packed_a, const P
 
 template <class T>
 void tile_gemm(const TileGemm<T>& p, const Executor& /*executor*/) {
-  if (p.c.rows == 0) return;
+  if (p.a.rows() == 0) return;
   PackedA<T> packed_a(p.a);
-  const auto run = [&](const Product<T>& product) {
-    const bool is_in_place = !p.a.is_transposed && p.a.columns() > 0 && product.b.index == nullptr;
-    if (is_in_place && p.a.rows() <= kMaxFewRows) return multiply_few_rows_of(p.a, packed_a, product);
-    multiply(packed_a, product);
-  };
-  run({p.b, p.c, p.accumulate});
-  if (p.second != nullptr) run(*p.second);
+  for (int64_t i = 0; i < p.count; ++i) {
+    const Product<T>& product = p.products[i];
+    const bool is_few_rows = p.a.rows() <= kMaxFewRows && p.a.columns() > 0 && product.b.index == nullptr;
+    if (is_few_rows) {
+      multiply_few_rows_of(p.a, packed_a, product);
+    } else {
+      multiply(packed_a, product);
+    }
+  }
 }
 
 MAXMOE_INSTANTIATE(tile_gemm, TileGemm)

@@ -7,15 +7,13 @@
 
 namespace maxmoe {
 
-// c = a * b, or c += a * b: see Gemm. An element of c is one chain of multiply-adds along the inner dimension, so its
+// The products of one a: see Gemm. An element of c is one chain of multiply-adds along the inner dimension, so its
 // bits depend on its row of a and its column of b alone, not on the other rows, nor on how c is cut into tiles.
 template <class T>
 struct TileGemm {
   GemmOperand<T> a;
-  GemmOperand<T> b;
-  MatrixView<T> c;
-  bool accumulate;
-  const Product<T>* second = nullptr;  // of the same a
+  const Product<T>* products;
+  int64_t count;
 };
 
 }  // namespace maxmoe
@@ -29,11 +27,9 @@ namespace maxmoe {
 template <class T>
 class KernelGemm final : public Gemm<T> {
  public:
-  void multiply(GemmOperand<T> a, GemmOperand<T> b, MatrixView<T> c, bool accumulate) const override {
-    tile_gemm(TileGemm<T>{a, b, c, accumulate}, SerialExecutor());
-  }
-  void multiply_both(GemmOperand<T> a, const Product<T>& first, const Product<T>& second) const override {
-    tile_gemm(TileGemm<T>{a, first.b, first.c, first.accumulate, &second}, SerialExecutor());
+  using Gemm<T>::multiply;
+  void multiply(GemmOperand<T> a, const Product<T>* products, int64_t count) const override {
+    tile_gemm(TileGemm<T>{a, products, count}, SerialExecutor());
   }
 };
 

@@ -18,8 +18,8 @@ MAXMOE_INLINE V shuffled(V a, V b) {
   return shuffled<pick>(a, b, std::make_integer_sequence<int, sizeof(V) / sizeof(a[0])>());
 }
 
-// The shuffles of a transpose. Instruction sets have those of two registers that stay within blocks of 16 bytes, or that
-// choose whole blocks, half of them from each register.
+// The shuffles of a transpose. Instruction sets have those of two registers that stay within blocks of 16 bytes, or
+// that choose whole blocks, half of them from each register.
 template <class S>
 struct Shuffle {
   static constexpr int kBlock = 16 / static_cast<int>(sizeof(S));  // lanes of a block

@@ -39,15 +39,20 @@ constexpr at::ScalarType kType = std::is_same_v<T, BFloat16> ? at::kBFloat16 : a
 template <class T>
 class TorchGemm final : public Gemm<T> {
  public:
-  void multiply(GemmOperand<T> a, GemmOperand<T> b, MatrixView<T> c, bool accumulate) const override {
-    if (c.rows == 0 || c.columns == 0) return;
-    at::Tensor out = tensor(c.as_const());
+  using Gemm<T>::multiply;
+  void multiply(GemmOperand<T> a, const Product<T>* products, int64_t count) const override {
+    if (a.rows() == 0) return;
     const at::Tensor left = tensor(in_memory(a, kPackedAScratch));
-    const at::Tensor right = tensor(in_memory(b, kPackedBScratch));
-    if (accumulate) {
-      at::cpu::addmm_out(out, out, left, right);
-    } else {
-      at::cpu::mm_out(out, left, right);
+    for (int64_t i = 0; i < count; ++i) {
+      const Product<T>& product = products[i];
+      if (product.c.columns == 0) continue;
+      const at::Tensor right = tensor(in_memory(product.b, kPackedBScratch));
+      at::Tensor out = tensor(product.c.as_const());
+      if (product.accumulate) {
+        at::cpu::addmm_out(out, out, left, right);
+      } else {
+        at::cpu::mm_out(out, left, right);
+      }
     }
   }
 

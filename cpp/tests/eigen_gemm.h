@@ -11,11 +11,15 @@ namespace maxmoe {
 template <class T>
 class EigenGemm final : public Gemm<T> {
  public:
-  void multiply(GemmOperand<T> a, GemmOperand<T> b, MatrixView<T> c, bool accumulate) const override {
-    Storage product = widened(a) * widened(b);
-    if (accumulate) product += widened(c.as_const());
-    for (int64_t i = 0; i < c.rows; ++i) {
-      for (int64_t j = 0; j < c.columns; ++j) c.row(i)[j] = narrow<T>(product(i, j));
+  using Gemm<T>::multiply;
+  void multiply(GemmOperand<T> a, const Product<T>* products, int64_t count) const override {
+    for (int64_t i = 0; i < count; ++i) {
+      const MatrixView<T>& c = products[i].c;
+      Storage product = widened(a) * widened(products[i].b);
+      if (products[i].accumulate) product += widened(c.as_const());
+      for (int64_t r = 0; r < c.rows; ++r) {
+        for (int64_t f = 0; f < c.columns; ++f) c.row(r)[f] = narrow<T>(product(r, f));
+      }
     }
   }
 

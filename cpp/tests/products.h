@@ -42,7 +42,7 @@ class Operand {
   Matrix<T> transposed_;
 };
 
-// multiply(TileGemm<T>) against Eigen in float64: a and b row-major or transposed, overwriting c and adding to it.
+// multiply(a, product) against Eigen in float64: a and b row-major or transposed, overwriting c and adding to it.
 template <class T, class Multiply>
 void check_product(const Multiply& multiply, int64_t rows, int64_t depth, int64_t columns) {
   SCOPED_TRACE(testing::Message() << "[" << rows << ", " << depth << "] x [" << depth << ", " << columns << "]");
@@ -53,7 +53,7 @@ void check_product(const Multiply& multiply, int64_t rows, int64_t depth, int64_
   for (int layout = 0; layout < 4; ++layout) {
     for (const bool accumulate : {false, true}) {
       Matrix<T> c = accumulate ? before : Matrix<T>(rows, columns);
-      multiply(TileGemm<T>{a.view((layout & 1) != 0), b.view((layout & 2) != 0), c.view(), accumulate});
+      multiply(a.view((layout & 1) != 0), Product<T>{b.view((layout & 2) != 0), c.view(), accumulate});
       const auto want = [&](int64_t r, int64_t f) { return product(r, f) + (accumulate ? before(r, f) : 0.0); };
       expect_near(c, want, 2.0);
       EXPECT_TRUE(c.gap_is_intact());

@@ -53,8 +53,7 @@ TYPED_TEST(Dtype, WidensEveryValue) {
   Matrix<TypeParam> identity(1, 1);
   identity.fill(1.0);
   Matrix<TypeParam> product(1, kCount);
-  const TileGemm<TypeParam> times_one{identity.view().as_const(), source.view().as_const(), product.view(), false};
-  tile_gemm(times_one, SerialExecutor());
+  KernelGemm<TypeParam>().multiply(identity.view().as_const(), {source.view().as_const(), product.view(), false});
   for (int64_t i = 0; i < kCount; ++i) {
     const auto bits = static_cast<uint16_t>(i);
     const float want = eigen_widen<TypeParam>(bits);

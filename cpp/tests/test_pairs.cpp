@@ -8,7 +8,9 @@ namespace maxmoe {
 namespace {
 
 void check(int64_t rows, int64_t depth, int64_t columns) {
-  const auto multiply = [](const TileGemm<BFloat16>& product) { pairs::tile_gemm(product, SerialExecutor()); };
+  const auto multiply = [](const GemmOperand<BFloat16>& a, const Product<BFloat16>& product) {
+    pairs::tile_gemm(TileGemm<BFloat16>{a, &product, 1}, SerialExecutor());
+  };
   check_product<BFloat16>(multiply, rows, depth, columns);
 }
 

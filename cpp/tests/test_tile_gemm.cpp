@@ -14,7 +14,10 @@ template <class T>
 class TileGemmTest : public testing::Test {
  protected:
   static void check(int64_t rows, int64_t depth, int64_t columns) {
-    check_product<T>([](const TileGemm<T>& product) { tile_gemm(product, SerialExecutor()); }, rows, depth, columns);
+    const auto multiply = [](const GemmOperand<T>& a, const Product<T>& product) {
+      KernelGemm<T>().multiply(a, product);
+    };
+    check_product<T>(multiply, rows, depth, columns);
   }
 };
 TYPED_TEST_SUITE(TileGemmTest, Dtypes, DtypeNames);
@@ -56,7 +59,7 @@ TYPED_TEST(TileGemmTest, SumsOverSeveralBlocksAreRoundedOnce) {
       const Operand<TypeParam> b(depth, 35, 5);
       const Exact product = exact(a.matrix()) * exact(b.matrix());
       Matrix<TypeParam> c(rows, 35);
-      tile_gemm(TileGemm<TypeParam>{a.view(false), b.view(false), c.view(), false}, SerialExecutor());
+      KernelGemm<TypeParam>().multiply(a.view(false), {b.view(false), c.view(), false});
       expect_near(c, [&](int64_t r, int64_t f) { return product(r, f); }, 4.0);
     }
   }
@@ -68,15 +71,14 @@ TYPED_TEST(TileGemmTest, BitsOfARowDependOnNothingElse) {
   const Operand<TypeParam> a(kRows, 2500, 6);
   const Operand<TypeParam> b(2500, 45, 7);
   Matrix<TypeParam> together(kRows, 45);
-  tile_gemm(TileGemm<TypeParam>{a.view(false), b.view(false), together.view(), false}, SerialExecutor());
+  KernelGemm<TypeParam>().multiply(a.view(false), {b.view(false), together.view(), false});
   for (const bool is_transposed : {false, true}) {
     for (int64_t height = 1; height <= 13; ++height) {
       Matrix<TypeParam> apart(kRows, 45);
       for (int64_t begin = 0; begin < kRows; begin += height) {
         const int64_t end = std::min(begin + height, kRows);
-        const TileGemm<TypeParam> arguments{a.view(is_transposed).row_range(begin, end), b.view(is_transposed),
-                                            apart.view().row_range(begin, end), false};
-        tile_gemm(arguments, SerialExecutor());
+        KernelGemm<TypeParam>().multiply(a.view(is_transposed).row_range(begin, end),
+                                         {b.view(is_transposed), apart.view().row_range(begin, end), false});
       }
       EXPECT_TRUE(apart.has_same_bits(together)) << height << " rows at a time";
     }
@@ -99,7 +101,7 @@ TYPED_TEST(TileGemmTest, RowsOfAnIndex) {
       const GemmOperand<TypeParam> plain(copied.view().as_const());
       const auto product = [](const GemmOperand<TypeParam>& a, const GemmOperand<TypeParam>& b) {
         Matrix<TypeParam> c(a.rows(), b.columns());
-        tile_gemm(TileGemm<TypeParam>{a, b, c.view(), false}, SerialExecutor());
+        KernelGemm<TypeParam>().multiply(a, {b, c.view(), false});
         return c;
       };
       const Operand<TypeParam> right(35, other, 9);
@@ -120,7 +122,7 @@ TYPED_TEST(TileGemmTest, NonFiniteValues) {
   b.fill(1.0);
   b.element(1, 2) = narrow<TypeParam>(std::numeric_limits<Accumulator<TypeParam>>::infinity());
   Matrix<TypeParam> c(7, 5);
-  tile_gemm(TileGemm<TypeParam>{a.view().as_const(), b.view().as_const(), c.view(), false}, SerialExecutor());
+  KernelGemm<TypeParam>().multiply(a.view().as_const(), {b.view().as_const(), c.view(), false});
   for (int64_t r = 0; r < 7; ++r) {
     for (int64_t f = 0; f < 5; ++f) EXPECT_EQ(std::isnan(c(r, f)), f == 2);
   }
