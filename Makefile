@@ -65,9 +65,11 @@ benchmark: $(VENV)/test
 clean:
 	rm -rf $(VENV) build dist *.egg-info maxmoe/_C.*.so maxmoe/_torch_version.txt
 
-# The package, built in place, and what one use of it needs: examples, test or dev.
+# The package, built in place, and what one use of it needs: examples, test or dev. To train, the kernels are built for
+# this machine alone; tests need all that it can run.
 $(VENV)/examples $(VENV)/test $(VENV)/dev: $(VENV)/requirements $(CORE)
 	@echo "== the C++ core"
+	export CMAKE_ARGS="$${CMAKE_ARGS:-} -DMAXMOE_ISAS=$(if $(filter examples,$(@F)),native,all)"
 	$(BIN)/python setup.py --quiet build_ext
 	echo "== maxmoe and what '$(@F)' needs"
 	$(BIN)/pip install --quiet --no-build-isolation -e '.[$(@F)]'

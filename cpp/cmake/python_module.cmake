@@ -16,6 +16,11 @@ target_link_libraries(maxmoe_ops PUBLIC maxmoe_kernels maxmoe_torch)
 # GCC 12 warns that the destructor of an empty std::optional<at::Tensor> reads uninitialised memory.
 target_compile_options(maxmoe_ops PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
 
+# Torch's headers take most of the time of every file. A compiler cache cannot keep what is precompiled.
+if(NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  target_precompile_headers(maxmoe_ops PRIVATE cpp/ops/operator.h)
+endif()
+
 # NO_EXTRAS: no link-time optimisation, which makes the build half as long again.
 pybind11_add_module(_C MODULE NO_EXTRAS cpp/module.cpp)
 target_compile_definitions(_C PRIVATE

@@ -40,7 +40,7 @@ GroupTiles make_group_tiles(const int64_t* group_sizes, int64_t num_groups, int6
 
 int64_t balanced_tasks(const Executor& executor) {
   constexpr int64_t kTasksPerThread = 4;
-  return kTasksPerThread * executor.num_threads();
+  return executor.num_threads() == 1 ? 1 : kTasksPerThread * executor.num_threads();
 }
 
 int64_t tile_rows(int64_t num_rows, int64_t depth, const Executor& executor) {

@@ -67,16 +67,23 @@ Isa active_isa() {
 
 bool is_supported(Isa isa) {
   switch (isa) {
+#ifndef MAXMOE_WITHOUT_avx512bf16
     case Isa::avx512bf16:
       return has_avx512bf16();
+#endif
+#ifndef MAXMOE_WITHOUT_avx512
     case Isa::avx512:
       return has_avx512();
+#endif
+#ifndef MAXMOE_WITHOUT_avx2
     case Isa::avx2:
       return has_avx2();
+#endif
     case Isa::baseline:
       return true;
+    default:
+      return false;
   }
-  return false;
 }
 
 Isa parse_isa(const char* text) {
@@ -85,8 +92,8 @@ Isa parse_isa(const char* text) {
       return isa;
     }
   }
-  throw std::invalid_argument("MAXMOE_ISA must be one of the instruction sets of this processor (" + supported_names() +
-                              "), got '" + text + "'");
+  throw std::invalid_argument("MAXMOE_ISA must be one of the instruction sets of this processor and this build (" +
+                              supported_names() + "), got '" + text + "'");
 }
 
 const char* name(Isa isa) {

@@ -49,15 +49,31 @@ const char* name(Isa isa);
   MAXMOE_DECLARE_KERNEL(avx2, kernel, Arguments)     \
   MAXMOE_DECLARE_KERNEL(avx512, kernel, Arguments)   \
   MAXMOE_DECLARE_KERNEL(avx512bf16, kernel, Arguments)
-#define MAXMOE_CASES(kernel)                        \
-  case Isa::avx512bf16:                             \
-    return avx512bf16::kernel(arguments, executor); \
-  case Isa::avx512:                                 \
-    return avx512::kernel(arguments, executor);     \
-  case Isa::avx2:                                   \
-    return avx2::kernel(arguments, executor);       \
-  case Isa::baseline:                               \
+#define MAXMOE_CASES(kernel)      \
+  MAXMOE_CASE_avx512bf16(kernel); \
+  MAXMOE_CASE_avx512(kernel);     \
+  MAXMOE_CASE_avx2(kernel);       \
+  default:                        \
     return baseline::kernel(arguments, executor);
+#define MAXMOE_CASE(isa, kernel) \
+  case Isa::isa:                 \
+    return isa::kernel(arguments, executor)
+// A build for one machine is without the others (MAXMOE_ISAS in cpp/cmake/kernels.cmake).
+#ifdef MAXMOE_WITHOUT_avx512bf16
+#define MAXMOE_CASE_avx512bf16(kernel)
+#else
+#define MAXMOE_CASE_avx512bf16(kernel) MAXMOE_CASE(avx512bf16, kernel)
+#endif
+#ifdef MAXMOE_WITHOUT_avx512
+#define MAXMOE_CASE_avx512(kernel)
+#else
+#define MAXMOE_CASE_avx512(kernel) MAXMOE_CASE(avx512, kernel)
+#endif
+#ifdef MAXMOE_WITHOUT_avx2
+#define MAXMOE_CASE_avx2(kernel)
+#else
+#define MAXMOE_CASE_avx2(kernel) MAXMOE_CASE(avx2, kernel)
+#endif
 #else
 #define MAXMOE_DECLARE_KERNELS(kernel, Arguments) MAXMOE_DECLARE_KERNEL(baseline, kernel, Arguments)
 #define MAXMOE_CASES(kernel) \

@@ -26,6 +26,16 @@ constexpr int64_t steps_of_depth(int64_t depth) {
   return (depth + kDepthPerStep<Element> - 1) / kDepthPerStep<Element>;
 }
 
+// MAXMOE_COUNT_PACKED: tests count the elements that are packed.
+#ifdef MAXMOE_COUNT_PACKED
+extern int64_t num_packed;
+MAXMOE_INLINE void count_packed(int64_t elements) {
+  num_packed += elements;
+}
+#else
+MAXMOE_INLINE void count_packed(int64_t /*elements*/) {}
+#endif
+
 // [begin, end) of one dimension.
 struct Range {
   int64_t begin;
@@ -172,6 +182,7 @@ MAXMOE_INLINE int64_t panel_size_of_a(int64_t num_steps) {
 // Packs rows of A into micro-panels. The elements past the last row are never multiplied.
 template <class Element, class T>
 void pack_a(const GemmOperand<T>& a, Range depth, Element* panels) {
+  count_packed(a.rows() * depth.size());
   const int64_t num_steps = steps_of_depth<Element>(depth.size());
   if (!a.is_transposed) {
     for (int64_t row = 0; row < a.rows(); row += kMR) {
@@ -193,6 +204,7 @@ void pack_a(const GemmOperand<T>& a, Range depth, Element* panels) {
 template <class Element, class T>
 void pack_b(const GemmOperand<T>& b, Range depth, Range columns, Element* panels) {
   constexpr int kWidth = kNR<Accumulator<T>>;
+  count_packed(depth.size() * columns.size());
   const int64_t num_steps = steps_of_depth<Element>(depth.size());
   if (b.is_transposed) {
     for (int64_t column = columns.begin; column < columns.end; column += kWidth, panels += num_steps * kWidth) {

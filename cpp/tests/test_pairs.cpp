@@ -4,6 +4,10 @@
 
 MAXMOE_DECLARE_KERNEL(pairs, tile_gemm, TileGemm)
 
+namespace maxmoe::pairs {
+int64_t num_packed = 0;
+}
+
 namespace maxmoe {
 namespace {
 
@@ -30,6 +34,38 @@ TEST(Pairs, MoreThanOneBlock) {
   check(200, 5, 9);
   check(7, 2049, 33);
   check(7, 600, 33);
+}
+
+// Whatever the number of rows, every element of both sides is packed once, and nothing of few rows.
+TEST(Pairs, EveryElementIsPackedOnce) {
+  for (const int64_t rows : {13, 100, 500}) {
+    for (const int64_t depth : {5, 1024, 2500}) {
+      const int64_t columns = 300;
+      const Operand<BFloat16> a(rows, depth, 1);
+      const Operand<BFloat16> b(depth, columns, 2);
+      Matrix<BFloat16> c(rows, columns);
+      Matrix<BFloat16> second(rows, columns);
+      for (const bool is_transposed : {false, true}) {
+        const Product<BFloat16> products[] = {{b.view(is_transposed), c.view(), false},
+                                              {b.view(is_transposed), second.view(), false}};
+        pairs::num_packed = 0;
+        pairs::tile_gemm(TileGemm<BFloat16>{a.view(is_transposed), products, 2}, SerialExecutor());
+        EXPECT_EQ(pairs::num_packed, rows * depth + 2 * depth * columns);
+      }
+    }
+  }
+}
+
+TEST(Pairs, FewRowsReadTheOtherSideInPlace) {
+  const Operand<BFloat16> a(3, 100, 1);
+  const Operand<BFloat16> b(100, 256, 2);
+  Matrix<BFloat16> c(3, 256);
+  for (const bool is_transposed : {false, true}) {
+    const Product<BFloat16> product{b.view(is_transposed), c.view(), false};
+    pairs::num_packed = 0;
+    pairs::tile_gemm(TileGemm<BFloat16>{a.view(is_transposed), &product, 1}, SerialExecutor());
+    EXPECT_EQ(pairs::num_packed, 0);
+  }
 }
 
 }  // namespace
