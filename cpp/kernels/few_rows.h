@@ -74,18 +74,21 @@ constexpr int few_rows_vectors_x2(int rows) {
   return vectors_x2;
 }
 
-// For a row-major b. While a block is multiplied, its columns of the next block of rows of B are prefetched.
+// For a row-major b. While a block is multiplied, its columns of the next block of rows of B are prefetched; after the
+// last one, those of the next product.
 template <class T, class Element, int kRows>
-void multiply_few_rows(FewRows<Element> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sums, bool accumulate) {
+void multiply_few_rows(FewRows<Element> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sums, bool accumulate,
+                       ConstMatrixView<T> next_b) {
   constexpr int kWideX2 = few_rows_vectors_x2(kRows);
   constexpr int64_t kWideColumns = kWideX2 * kNR<Accumulator<T>>;
   for (int64_t d = 0; d < b.rows; d += kFewRowsDepth) {
     const Range depth{d, at_most(d + kFewRowsDepth, b.rows)};
-    const Range next{depth.end, at_most(depth.end + kFewRowsDepth, b.rows)};
+    const ConstMatrixView<T> next = depth.end < b.rows ? b.row_range(depth.end, b.rows) : next_b;
+    const int64_t next_rows = at_most(next.rows, kFewRowsDepth);
     int64_t column = 0;
     const auto multiply_columns = [&]<int kVectorsX2> {
       constexpr int64_t kColumns = kVectorsX2 * kNR<Accumulator<T>>;
-      for (int64_t row = next.begin; row < next.end; ++row) prefetch_row(b.row(row) + column, kColumns);
+      for (int64_t row = 0; row < next_rows; ++row) prefetch_row(next.row(row) + column, kColumns);
       multiply_few_rows_block<T, Element, kRows, kVectorsX2>(a, b.column_range(column, column + kColumns), depth,
                                                              sums.data + column, sums.row_stride, accumulate || d > 0);
       column += kColumns;
@@ -95,16 +98,20 @@ void multiply_few_rows(FewRows<Element> a, ConstMatrixView<T> b, MatrixView<Accu
   }
 }
 
-// For a transposed b, whose columns are the rows of `memory`. While some are multiplied, the next ones are prefetched.
+// For a transposed b, whose columns are the rows of `memory`. While some are multiplied, the next ones are prefetched,
+// at the end those of the next product.
 template <class T, class Element, int kRows>
 void multiply_few_rows_transposed(FewRows<Element> a, ConstMatrixView<T> memory, MatrixView<Accumulator<T>> sums,
-                                  bool accumulate) {
+                                  bool accumulate, ConstMatrixView<T> next_memory) {
   using S = Accumulator<T>;
   constexpr int64_t kDepth = kLanes<Element> * kDepthPerStep<Element>;
   for (int64_t first = 0; first < memory.rows; first += kLanes<S>) {
     const int vector = static_cast<int>(first / kLanes<S> % 2);
     S* const of_columns = sums.data + first;
-    const T* const panel = memory.row(first - vector * kLanes<S>);
+    const int64_t panel = first - vector * kLanes<S>;
+    // Of a product with nothing after it this is memory past its end: a prefetch never faults.
+    const bool has_next = panel + kNR<S> < memory.rows || next_memory.rows < kNR<S>;
+    const ConstMatrixView<T> next = has_next ? memory.row_range(panel + kNR<S>, memory.rows) : next_memory;
     Vector<S> sum[kRows];
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
@@ -114,9 +121,9 @@ void multiply_few_rows_transposed(FewRows<Element> a, ConstMatrixView<T> memory,
       Vector<Element> block[kLanes<Element>];
 #pragma GCC unroll 16
       for (int lane = 0; lane < kLanes<Element>; ++lane) {
-        const T* row = panel + column_of_lane<T>(vector, lane) * memory.row_stride + d;
-        __builtin_prefetch(row + kNR<S> * memory.row_stride, /*write*/ 0, /*locality: L2*/ 2);
-        block[lane] = load_along_depth<Element>(row, memory.columns - d);
+        const int64_t column = column_of_lane<T>(vector, lane);
+        __builtin_prefetch(next.row(column) + d, /*write*/ 0, /*locality: L2*/ 2);
+        block[lane] = load_along_depth<Element>(memory.row(panel + column) + d, memory.columns - d);
       }
       transpose_square<Element>(block);
       const auto multiply_step = [&](int64_t step) {
@@ -138,12 +145,13 @@ void multiply_few_rows_transposed(FewRows<Element> a, ConstMatrixView<T> memory,
 }
 
 template <class T, class Element, int... kIndex>
-void multiply_few_rows(FewRows<Element> a, const GemmOperand<T>& b, MatrixView<Accumulator<T>> sums, bool accumulate,
+void multiply_few_rows(FewRows<Element> a, const Product<T>& p, MatrixView<Accumulator<T>> sums,
                        std::integer_sequence<int, kIndex...> /*indices*/) {
-  using Multiply = void (*)(FewRows<Element>, ConstMatrixView<T>, MatrixView<Accumulator<T>>, bool);
+  using Multiply = void (*)(FewRows<Element>, ConstMatrixView<T>, MatrixView<Accumulator<T>>, bool, ConstMatrixView<T>);
   static constexpr Multiply of_rows[] = {multiply_few_rows<T, Element, kIndex + 1>...};
   static constexpr Multiply of_rows_transposed[] = {multiply_few_rows_transposed<T, Element, kIndex + 1>...};
-  (b.is_transposed ? of_rows_transposed : of_rows)[sums.rows - 1](a, b.memory, sums, accumulate);
+  const auto multiply = (p.b.is_transposed ? of_rows_transposed : of_rows)[sums.rows - 1];
+  multiply(a, p.b.memory, sums, p.accumulate, GemmOperand<T>(p.next_b).memory);
 }
 
 // The steps of kLanes elements of one row of A, from depth d on.
@@ -177,7 +185,7 @@ void multiply_few_rows(const GemmOperand<T>& a, const Product<T>& p) {
       store_narrowed_x2<S>(sums.row(r) + column, load_x2(c.row(r) + column));
     }
   }
-  multiply_few_rows<T>(FewRows<Element>{rows, num_steps}, p.b, sums, p.accumulate, kIndices);
+  multiply_few_rows<T>(FewRows<Element>{rows, num_steps}, p, sums, kIndices);
   for (int64_t r = 0; r < c.rows; ++r) {
     for (int64_t column = 0; column < c.columns; column += kNR<S>) {
       const S* of_row = sums.row(r) + column;
