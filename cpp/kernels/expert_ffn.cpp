@@ -60,8 +60,9 @@ void activate_rows(const ActivationKind& kind, MatrixView<T> preactivations, Mat
   }
 }
 
+// next_group: what this thread is likely to compute next.
 template <class T>
-void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile) {
+void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile, int64_t next_group) {
   const ExpertWeights<T>& experts = a.experts;
   const int64_t height = tile.end - tile.begin;
   const int64_t width = intermediate_size(experts);
@@ -89,9 +90,10 @@ void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile) {
       product_with_bias(up, bias_row(experts.up_bias, tile.group), up_columns(preactivations, gate_width), down);
   a.gemm->multiply(tokens, products, count);
   activate_rows(a.kind, preactivations, activated);
-  a.gemm->multiply(activated.as_const(),
-                   product_with_bias(down, bias_row(experts.down_bias, tile.group),
-                                     a.rows.row_range(tile.begin, tile.end), ConstMatrixView<T>{}));
+  a.gemm->multiply(
+      activated.as_const(),
+      product_with_bias(down, bias_row(experts.down_bias, tile.group), a.rows.row_range(tile.begin, tile.end),
+                        experts.gate.empty() ? experts.up[next_group] : experts.gate[next_group]));
 }
 
 // For one row: Z becomes dZ, A becomes weight * A; returns <dA, A>.
@@ -124,13 +126,13 @@ Accumulator<T> weight_of_slot(const ExpertFfnBackwardDown<T>& a, int64_t slot) {
 }
 
 template <class T>
-void grad_preactivations_tile(const ExpertFfnBackwardDown<T>& a, const GroupTile& tile) {
+void grad_preactivations_tile(const ExpertFfnBackwardDown<T>& a, const GroupTile& tile, int64_t next_group) {
   const int64_t height = tile.end - tile.begin;
   const int64_t width = a.down.first.rows;
   const GemmOperand<T> grad_out = tokens_of(a.grad_out, a.routed, tile.begin, tile.end);
   const MatrixView<T> grad_activated{scratch<T>(1, height * width), height, width, width};
 
-  a.gemm->multiply(grad_out, {a.down[tile.group].transposed(), grad_activated, false});
+  a.gemm->multiply(grad_out, {a.down[tile.group].transposed(), grad_activated, false, a.down[next_group].transposed()});
   for (int64_t r = 0; r < height; ++r) {
     const int64_t slot = a.routed.slots[tile.begin + r];
     Accumulator<T> grad_weight =
@@ -144,14 +146,16 @@ void grad_preactivations_tile(const ExpertFfnBackwardDown<T>& a, const GroupTile
 }
 
 template <class T>
-void grad_rows_tile(const ExpertFfnBackwardInput<T>& a, const GroupTile& tile) {
+void grad_rows_tile(const ExpertFfnBackwardInput<T>& a, const GroupTile& tile, int64_t next_group) {
   const ConstMatrixView<T> grad = a.grad_preactivations.row_range(tile.begin, tile.end);
   const MatrixView<T> rows = a.rows.row_range(tile.begin, tile.end);
   const int64_t gate_width = a.gate.first.columns;
-  a.gemm->multiply(up_columns(grad, gate_width), {a.up[tile.group].transposed(), rows, false});
-  if (!a.gate.empty()) {
-    a.gemm->multiply(gate_columns(grad, gate_width), {a.gate[tile.group].transposed(), rows, true});
-  }
+  const ConstMatrixView<T> next_up = a.up[next_group].transposed();
+  const ConstMatrixView<T> up = a.up[tile.group].transposed();
+  if (a.gate.empty()) return a.gemm->multiply(grad, {up, rows, false, next_up});
+  const ConstMatrixView<T> gate = a.gate[tile.group].transposed();
+  a.gemm->multiply(up_columns(grad, gate_width), {up, rows, false, gate});
+  a.gemm->multiply(gate_columns(grad, gate_width), {gate, rows, true, next_up});
 }
 
 // out = lhs^T * rhs; a product over no rows is zero. A product is written row by row: into a transposed matrix, as
@@ -224,13 +228,17 @@ void run_experts(const RoutedRows& routed, int64_t hidden_size, int64_t row_mult
   run_tasks(executor, list.count * blocks, (list.num_rows + list.count) * row_multiply_adds, Task(compute));
 }
 
-// Calls body(tile) for all rows. `depth` is the largest inner dimension of its products.
+// Calls body(tile, next_group) for all rows, with the group of the tile that the thread will probably take next.
+// `depth` is the largest inner dimension of its products.
 template <class Body>
 void run_tiles(const RoutedRows& routed, int64_t num_rows, int64_t depth, int64_t row_multiply_adds,
                const Executor& executor, const Body& body) {
   const int64_t max_rows = tile_rows(num_rows, depth, executor);
   const GroupTiles list = make_group_tiles(routed.group_sizes, routed.num_groups, max_rows, kWorkListScratch);
-  const auto compute = [&](int64_t index) { body(list.tiles[index]); };
+  const int64_t num_threads = executor.num_threads();
+  const auto compute = [&](int64_t index) {
+    body(list.tiles[index], list.tiles[at_most(index + num_threads, list.count - 1)].group);
+  };
   run_tasks(executor, list.count, list.num_rows * row_multiply_adds, Task(compute));
 }
 
@@ -242,7 +250,7 @@ void expert_ffn(const ExpertFfn<T>& a, const Executor& executor) {
   const int64_t multiply_adds = a.x.columns * (preactivation_width(a.experts) + width);
   const int64_t depth = a.x.columns < width ? width : a.x.columns;
   run_tiles(a.routed, a.rows.rows, depth, multiply_adds, executor,
-            [&](const GroupTile& tile) { forward_tile(a, tile); });
+            [&](const GroupTile& tile, int64_t next_group) { forward_tile(a, tile, next_group); });
   ragged_unsort(RaggedUnsort<T>{a.rows.as_const(), a.routed.row_of_slot, a.routed.top_k, a.weights, a.out}, executor);
 }
 
@@ -251,7 +259,7 @@ void expert_ffn_backward_down(const ExpertFfnBackwardDown<T>& a, const Executor&
   const int64_t hidden_size = a.grad_out.columns;
   const int64_t multiply_adds = hidden_size * a.down.first.rows;
   run_tiles(a.routed, a.preactivations.rows, hidden_size, multiply_adds, executor,
-            [&](const GroupTile& tile) { grad_preactivations_tile(a, tile); });
+            [&](const GroupTile& tile, int64_t next_group) { grad_preactivations_tile(a, tile, next_group); });
   if (a.grad_down.empty() && a.grad_down_bias.data == nullptr) return;
   run_experts(a.routed, hidden_size, multiply_adds, executor,
               [&](const GroupTile& rows, int64_t begin, int64_t end) { grad_down_columns(a, rows, begin, end); });
@@ -261,7 +269,7 @@ template <class T>
 void expert_ffn_backward_input(const ExpertFfnBackwardInput<T>& a, const Executor& executor) {
   const int64_t multiply_adds = a.grad_x.columns * a.grad_preactivations.columns;
   run_tiles(a.routed, a.rows.rows, a.grad_preactivations.columns, multiply_adds, executor,
-            [&](const GroupTile& tile) { grad_rows_tile(a, tile); });
+            [&](const GroupTile& tile, int64_t next_group) { grad_rows_tile(a, tile, next_group); });
   ragged_unsort(RaggedUnsort<T>{a.rows.as_const(), a.routed.row_of_slot, a.routed.top_k, nullptr, a.grad_x}, executor);
 }
 
