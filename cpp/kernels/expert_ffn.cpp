@@ -188,15 +188,17 @@ template <class T>
 void grad_up_rows(const ExpertFfnBackwardUp<T>& a, const GroupTile& rows, int64_t begin, int64_t end) {
   const ConstMatrixView<T> grad = a.grad_preactivations.row_range(rows.begin, rows.end);
   const GemmOperand<T> tokens = tokens_of(a.x.column_range(begin, end), a.routed, rows.begin, rows.end);
-  const Product<T> up{up_columns(grad, a.gate_width), a.grad_up[rows.group].row_range(begin, end), false};
-  const Product<T> gate{gate_columns(grad, a.gate_width), a.grad_gate[rows.group].row_range(begin, end), false};
-  const bool are_row_major = up.c.column_stride == 1 && gate.c.column_stride == 1;
-  if (!a.grad_up.empty() && !a.grad_gate.empty() && are_row_major) {
-    const Product<T> both[] = {gate, up};
-    return a.gemm->multiply(tokens.transposed(), both, 2);
-  }
-  if (!a.grad_up.empty()) multiply_transposed<T>(*a.gemm, tokens, up.b, up.c);
-  if (!a.grad_gate.empty()) multiply_transposed<T>(*a.gemm, tokens, gate.b, gate.c);
+  Product<T> products[2];
+  int64_t count = 0;
+  const auto add = [&](const MatrixStack<T>& gradient, ConstMatrixView<T> rhs) {
+    if (gradient.empty()) return;
+    const MatrixView<T> out = gradient[rows.group].row_range(begin, end);
+    if (out.column_stride != 1) return multiply_transposed<T>(*a.gemm, tokens, rhs, out);
+    products[count++] = {rhs, out, false};
+  };
+  add(a.grad_gate, gate_columns(grad, a.gate_width));
+  add(a.grad_up, up_columns(grad, a.gate_width));
+  if (count > 0) a.gemm->multiply(tokens.transposed(), products, count);
 }
 
 template <class T>

@@ -98,60 +98,82 @@ void multiply_few_rows(FewRows<Element> a, ConstMatrixView<T> b, MatrixView<Accu
   }
 }
 
+// The rows of a panel that one vector of a micro-panel holds, kLanes steps of them from column d on: transposed, so
+// that a vector is a step. The same block of `next` is prefetched.
+template <class T, class Element>
+MAXMOE_INLINE void load_transposed_block(ConstMatrixView<T> panel, ConstMatrixView<T> next, int vector, int64_t d,
+                                         Vector<Element> (&block)[kLanes<Element>]) {
+#pragma GCC unroll 16
+  for (int lane = 0; lane < kLanes<Element>; ++lane) {
+    const int64_t row = column_of_lane<T>(vector, lane);
+    __builtin_prefetch(next.row(row) + d, /*write*/ 0, /*locality: L2*/ 2);
+    block[lane] = load_along_depth<Element>(panel.row(row) + d, panel.columns - d);
+  }
+  transpose_square<Element>(block);
+}
+
+// sums[kRows, kLanes] = or += a * b for one vector of a transposed b.
+template <class T, class Element, int kRows>
+MAXMOE_INLINE void multiply_few_rows_vector(FewRows<Element> a, ConstMatrixView<T> panel, ConstMatrixView<T> next,
+                                            int vector, Accumulator<T>* sums, int64_t sums_stride, bool accumulate) {
+  using S = Accumulator<T>;
+  constexpr int64_t kDepth = kLanes<Element> * kDepthPerStep<Element>;
+  Vector<S> sum[kRows];
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) sum[r] = accumulate ? load_vector(sums + r * sums_stride) : Vector<S>{};
+  for (int64_t d = 0; d < panel.columns; d += kDepth) {
+    Vector<Element> block[kLanes<Element>];
+    load_transposed_block<T, Element>(panel, next, vector, d, block);
+    const auto multiply_step = [&](int64_t step) {
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) {
+        sum[r] = multiply_add(sum[r], a(r, d / kDepthPerStep<Element> + step), block[step]);
+      }
+    };
+    if (d + kDepth <= panel.columns) {
+#pragma GCC unroll 16
+      for (int step = 0; step < kLanes<Element>; ++step) multiply_step(step);
+    } else {
+      for (int64_t step = 0; step < steps_of_depth<Element>(panel.columns - d); ++step) multiply_step(step);
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) store_vector<S>(sums + r * sums_stride, sum[r]);
+}
+
 // For a transposed b, whose columns are the rows of `memory`. While some are multiplied, the next ones are prefetched,
 // at the end those of the next product.
 template <class T, class Element, int kRows>
 void multiply_few_rows_transposed(FewRows<Element> a, ConstMatrixView<T> memory, MatrixView<Accumulator<T>> sums,
                                   bool accumulate, ConstMatrixView<T> next_memory) {
   using S = Accumulator<T>;
-  constexpr int64_t kDepth = kLanes<Element> * kDepthPerStep<Element>;
-  for (int64_t first = 0; first < memory.rows; first += kLanes<S>) {
-    const int vector = static_cast<int>(first / kLanes<S> % 2);
-    S* const of_columns = sums.data + first;
-    const int64_t panel = first - vector * kLanes<S>;
-    // Of a product with nothing after it this is memory past its end: a prefetch never faults.
-    const bool has_next = panel + kNR<S> < memory.rows || next_memory.rows < kNR<S>;
-    const ConstMatrixView<T> next = has_next ? memory.row_range(panel + kNR<S>, memory.rows) : next_memory;
-    Vector<S> sum[kRows];
-#pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) {
-      sum[r] = accumulate ? load_vector(of_columns + r * sums.row_stride) : Vector<S>{};
+  for (int64_t first = 0; first < memory.rows; first += kNR<S>) {
+    const ConstMatrixView<T> panel = memory.row_range(first, memory.rows);
+    // Where nothing comes after it, memory past its end: a prefetch never faults.
+    const bool is_last = first + kNR<S> >= memory.rows && next_memory.rows >= kNR<S>;
+    const ConstMatrixView<T> next = is_last ? next_memory : memory.row_range(first + kNR<S>, memory.rows);
+#pragma GCC unroll 2
+    for (int vector = 0; vector < 2; ++vector) {
+      S* const of_vector = sums.data + first + vector * kLanes<S>;
+      multiply_few_rows_vector<T, Element, kRows>(a, panel, next, vector, of_vector, sums.row_stride, accumulate);
     }
-    for (int64_t d = 0; d < memory.columns; d += kDepth) {
-      Vector<Element> block[kLanes<Element>];
-#pragma GCC unroll 16
-      for (int lane = 0; lane < kLanes<Element>; ++lane) {
-        const int64_t column = column_of_lane<T>(vector, lane);
-        __builtin_prefetch(next.row(column) + d, /*write*/ 0, /*locality: L2*/ 2);
-        block[lane] = load_along_depth<Element>(memory.row(panel + column) + d, memory.columns - d);
-      }
-      transpose_square<Element>(block);
-      const auto multiply_step = [&](int64_t step) {
-#pragma GCC unroll 12
-        for (int r = 0; r < kRows; ++r) {
-          sum[r] = multiply_add(sum[r], a(r, d / kDepthPerStep<Element> + step), block[step]);
-        }
-      };
-      if (d + kDepth <= memory.columns) {
-#pragma GCC unroll 16
-        for (int step = 0; step < kLanes<Element>; ++step) multiply_step(step);
-      } else {
-        for (int64_t step = 0; step < steps_of_depth<Element>(memory.columns - d); ++step) multiply_step(step);
-      }
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) store_vector<S>(of_columns + r * sums.row_stride, sum[r]);
   }
 }
 
+// The kernel of as many rows as there are sums.
 template <class T, class Element, int... kIndex>
 void multiply_few_rows(FewRows<Element> a, const Product<T>& p, MatrixView<Accumulator<T>> sums,
                        std::integer_sequence<int, kIndex...> /*indices*/) {
-  using Multiply = void (*)(FewRows<Element>, ConstMatrixView<T>, MatrixView<Accumulator<T>>, bool, ConstMatrixView<T>);
-  static constexpr Multiply of_rows[] = {multiply_few_rows<T, Element, kIndex + 1>...};
-  static constexpr Multiply of_rows_transposed[] = {multiply_few_rows_transposed<T, Element, kIndex + 1>...};
-  const auto multiply = (p.b.is_transposed ? of_rows_transposed : of_rows)[sums.rows - 1];
-  multiply(a, p.b.memory, sums, p.accumulate, GemmOperand<T>(p.next_b).memory);
+  const ConstMatrixView<T> next = GemmOperand<T>(p.next_b).memory;
+  const auto multiply = [&]<int kRows> {
+    if (p.b.is_transposed) {
+      multiply_few_rows_transposed<T, Element, kRows>(a, p.b.memory, sums, p.accumulate, next);
+    } else {
+      multiply_few_rows<T, Element, kRows>(a, p.b.memory, sums, p.accumulate, next);
+    }
+    return true;
+  };
+  static_cast<void>(((sums.rows == kIndex + 1 && multiply.template operator()<kIndex + 1>()) || ...));
 }
 
 // The steps of kLanes elements of one row of A, from depth d on.

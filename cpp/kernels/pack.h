@@ -199,40 +199,43 @@ void pack_a(const GemmOperand<T>& a, Range depth, Element* panels) {
   }
 }
 
+// load_step of at most NR columns: zeros beside them.
+template <class Element, class T>
+MAXMOE_INLINE StepX2<Element> load_step(const T* row, const T* next, int64_t columns) {
+  constexpr int kWidth = kNR<Accumulator<T>>;
+  if (columns >= kWidth) return load_step<Element>(row, next);
+  T part[2][kWidth];
+  std::memset(static_cast<void*>(part), 0, sizeof(part));
+  copy_row(row, part[0], columns);
+  if (next != nullptr) copy_row(next, part[1], columns);
+  return load_step<Element>(part[0], part[1]);
+}
+
 // Packs columns of B into micro-panels of NR columns, one after the other. The last one is filled with columns of
 // zeros, so that a micro-kernel always has NR.
 template <class Element, class T>
 void pack_b(const GemmOperand<T>& b, Range depth, Range columns, Element* panels) {
   constexpr int kWidth = kNR<Accumulator<T>>;
   count_packed(depth.size() * columns.size());
-  const int64_t num_steps = steps_of_depth<Element>(depth.size());
+  const int64_t panel_size = steps_of_depth<Element>(depth.size()) * kWidth;
   if (b.is_transposed) {
-    for (int64_t column = columns.begin; column < columns.end; column += kWidth, panels += num_steps * kWidth) {
-      constexpr auto kColumnOf = [](int i) { return column_of_lane<T>(i / kLanes<Element>, i % kLanes<Element>); };
+    constexpr auto kColumnOf = [](int i) { return column_of_lane<T>(i / kLanes<Element>, i % kLanes<Element>); };
+    for (int64_t column = columns.begin; column < columns.end; column += kWidth, panels += panel_size) {
       pack_along_depth<Element, kWidth>(b, {column, columns.end}, depth, kColumnOf, panels);
     }
     return;
   }
-  for (int64_t k = 0; k < num_steps; ++k) {
-    const int64_t d = depth.begin + k * kDepthPerStep<Element>;
+  for (int64_t d = depth.begin; d < depth.end; d += kDepthPerStep<Element>, panels += kWidth) {
+    const int64_t prefetched = d + kPackPrefetchSteps * kDepthPerStep<Element>;
+    for (int64_t ahead = prefetched; ahead < at_most(prefetched + kDepthPerStep<Element>, depth.end); ++ahead) {
+      prefetch_row(b.memory_row(ahead) + columns.begin, columns.size());
+    }
     const T* row = b.memory_row(d) + columns.begin;
     const T* next = kDepthPerStep<Element> == 2 && d + 1 < depth.end ? b.memory_row(d + 1) + columns.begin : nullptr;
-    for (int64_t ahead = 0; ahead < kDepthPerStep<Element>; ++ahead) {
-      const int64_t prefetched = d + kPackPrefetchSteps * kDepthPerStep<Element> + ahead;
-      if (prefetched < depth.end) prefetch_row(b.memory_row(prefetched) + columns.begin, columns.size());
-    }
-    Element* target = panels + k * kWidth;
-    for (int64_t column = 0; column < columns.size(); column += kWidth, target += num_steps * kWidth) {
-      StepX2<Element> step;
-      if (column + kWidth <= columns.size()) {
-        step = load_step<Element>(row + column, next == nullptr ? nullptr : next + column);
-      } else {
-        T part[2][kWidth];
-        std::memset(static_cast<void*>(part), 0, sizeof(part));
-        copy_row(row + column, part[0], columns.size() - column);
-        if (next != nullptr) copy_row(next + column, part[1], columns.size() - column);
-        step = load_step<Element>(part[0], part[1]);
-      }
+    Element* target = panels;
+    for (int64_t column = 0; column < columns.size(); column += kWidth, target += panel_size) {
+      const auto step =
+          load_step<Element>(row + column, next == nullptr ? nullptr : next + column, columns.size() - column);
       store_vector(target, step.first);
       store_vector(target + kLanes<Element>, step.second);
     }

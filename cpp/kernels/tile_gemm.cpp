@@ -190,9 +190,8 @@ void multiply(PackedA<T>& a, const Product<T>& p) {
   constexpr int64_t kKC = PackedA<T>::kKC;
   const int64_t depth = p.b.rows();
   const int64_t padded_rows = (p.c.rows + kMR - 1) / kMR * kMR;
-  const bool needs_sums = p.accumulate || depth > kKC;
   Element* const panels_of_b = scratch<Element>(kPackedBScratch, kNC<S> * kKCSteps);
-  S* const sums = needs_sums ? scratch<S>(kSumsScratch, padded_rows * kNC<S>) : nullptr;
+  S* const sums = scratch<S>(kSumsScratch, padded_rows * kNC<S>);
   const auto depth_from = [&](int64_t begin) { return Range{begin, at_most(begin + kKC, depth)}; };
   const auto columns_from = [&](int64_t begin) { return Range{begin, at_most(begin + kNC<S>, p.c.columns)}; };
   for (int64_t jc = 0; jc < p.c.columns; jc += kNC<S>) {
@@ -235,7 +234,8 @@ void tile_gemm(const TileGemm<T>& p, const Executor& /*executor*/) {
   PackedA<T> packed_a(p.a);
   for (int64_t i = 0; i < p.count; ++i) {
     const Product<T>& product = p.products[i];
-    const bool is_few_rows = p.a.rows() <= kMaxFewRows && p.a.columns() > 0 && product.b.index == nullptr;
+    const int64_t rows = product.c.rows;
+    const bool is_few_rows = 0 < rows && rows <= kMaxFewRows && p.a.columns() > 0 && product.b.index == nullptr;
     if (is_few_rows) {
       multiply_few_rows_of(p.a, packed_a, product);
     } else {
