@@ -69,7 +69,8 @@ clean:
 # this machine alone; tests need all that it can run.
 $(VENV)/examples $(VENV)/test $(VENV)/dev: $(VENV)/requirements $(CORE)
 	@echo "== the C++ core"
-	export CMAKE_ARGS="$${CMAKE_ARGS:-} -DMAXMOE_ISAS=$(if $(filter examples,$(@F)),native,all)"
+	export CMAKE_ARGS="-DMAXMOE_ISAS=$(if $(filter examples,$(@F)),native,all) $${CMAKE_ARGS:-}"
+	$(if $(filter examples,$(@F)),rm -f $(VENV)/test $(VENV)/dev)
 	$(BIN)/python setup.py --quiet build_ext
 	echo "== maxmoe and what '$(@F)' needs"
 	$(BIN)/pip install --quiet --no-build-isolation -e '.[$(@F)]'

@@ -37,7 +37,7 @@ class DenseProducts {
   Contender bound(const ThreadPool& threads) const {
     return {"bound: " + (count_ > 1 ? std::to_string(count_) + " " : "") + "dense tile_gemm", [this, &threads] {
               const int64_t num_rows = lhs_.read().rows;
-              const int64_t height = tile_rows(count_ * num_rows, lhs_.read().columns, threads);
+              const int64_t height = tile_rows(count_ * num_rows, lhs_.read().columns, threads.num_threads());
               const int64_t tiles = (num_rows + height - 1) / height;
               run_ranges(threads, count_ * tiles, 1, [&](int64_t index, int64_t) {
                 const int64_t begin = index % tiles * height;

@@ -23,7 +23,7 @@ struct ValueAndSlope {
 // x * sigmoid(steepness * x)
 template <class S, bool kWithSlope>
 ValueAndSlope<S> swish(const Block<S>& x, S steepness) {
-  if constexpr (!kWithSlope) return {x / (S(1) + (-steepness * x).exp())};
+  if constexpr (!kWithSlope) return {x * (S(1) + (-steepness * x).exp()).inverse()};
   const Block<S> sigmoid = (S(1) + (-steepness * x).exp()).inverse();
   return {x * sigmoid, sigmoid * (S(1) + steepness * x * (S(1) - sigmoid))};
 }
@@ -80,7 +80,7 @@ struct ActivatedBlock {
 template <class S, bool kWithSlope>
 ActivatedBlock<S> activate_gated(const ActivationKind& kind, const Block<S>& gate, const Block<S>& up) {
   const S limit = static_cast<S>(kind.limit);
-  if (std::isinf(limit) && kind.activation != Activation::swigluoai) {
+  if (__builtin_isinf(limit) != 0 && kind.activation != Activation::swigluoai) {
     const ValueAndSlope<S> f = activate<S, kWithSlope>(kind.activation, gate);
     if constexpr (!kWithSlope) return {f.value * up};
     return {f.value * up, f.slope * up, f.value};

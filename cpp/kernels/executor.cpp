@@ -20,6 +20,10 @@ struct Buffer {
 
 }  // namespace
 
+int64_t SerialExecutor::num_threads() const {
+  return 1;
+}
+
 void SerialExecutor::run(int64_t count, const Task& task) const {
   for (int64_t index = 0; index < count; ++index) task(index);
 }

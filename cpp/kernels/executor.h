@@ -42,7 +42,7 @@ class Executor {
 // Runs every task on the calling thread.
 class SerialExecutor final : public Executor {
  public:
-  int64_t num_threads() const override { return 1; }
+  int64_t num_threads() const override;
   void run(int64_t count, const Task& task) const override;
 };
 

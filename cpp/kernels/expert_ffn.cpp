@@ -216,11 +216,11 @@ void grad_up_biases(const ExpertFfnBackwardUp<T>& a, const GroupTile& rows) {
 
 // Calls body(rows, begin, end) for the rows of every expert and columns [begin, end) of the hidden size. Writing the
 // result counts as one row of `row_multiply_adds`.
-template <class Body>
-void run_experts(const RoutedRows& routed, int64_t hidden_size, int64_t row_multiply_adds, const Executor& executor,
+template <class Arguments, class Body>
+void run_experts(const Arguments& a, int64_t hidden_size, int64_t row_multiply_adds, const Executor& executor,
                  const Body& body) {
-  const GroupTiles list = make_whole_groups(routed.group_sizes, routed.num_groups, kWorkListScratch);
-  const int64_t size = rows_per_gradient_task(list, hidden_size, executor);
+  const GroupTiles list = make_whole_groups(a.routed.group_sizes, a.routed.num_groups, kWorkListScratch);
+  const int64_t size = rows_per_gradient_task(list, hidden_size, threads_to_cut_for(*a.gemm, executor));
   // At least one: the biases have gradients whatever the hidden size.
   const int64_t blocks = hidden_size == 0 ? 1 : (hidden_size + size - 1) / size;
   const auto compute = [&](int64_t index) {
@@ -232,11 +232,11 @@ void run_experts(const RoutedRows& routed, int64_t hidden_size, int64_t row_mult
 
 // Calls body(tile, next_group) for all rows, with the group of the tile that the thread will probably take next.
 // `depth` is the largest inner dimension of its products.
-template <class Body>
-void run_tiles(const RoutedRows& routed, int64_t num_rows, int64_t depth, int64_t row_multiply_adds,
-               const Executor& executor, const Body& body) {
-  const int64_t max_rows = tile_rows(num_rows, depth, executor);
-  const GroupTiles list = make_group_tiles(routed.group_sizes, routed.num_groups, max_rows, kWorkListScratch);
+template <class Arguments, class Body>
+void run_tiles(const Arguments& a, int64_t num_rows, int64_t depth, int64_t row_multiply_adds, const Executor& executor,
+               const Body& body) {
+  const int64_t max_rows = tile_rows(num_rows, depth, threads_to_cut_for(*a.gemm, executor));
+  const GroupTiles list = make_group_tiles(a.routed.group_sizes, a.routed.num_groups, max_rows, kWorkListScratch);
   const int64_t num_threads = executor.num_threads();
   const auto compute = [&](int64_t index) {
     body(list.tiles[index], list.tiles[at_most(index + num_threads, list.count - 1)].group);
@@ -251,7 +251,7 @@ void expert_ffn(const ExpertFfn<T>& a, const Executor& executor) {
   const int64_t width = intermediate_size(a.experts);
   const int64_t multiply_adds = a.x.columns * (preactivation_width(a.experts) + width);
   const int64_t depth = a.x.columns < width ? width : a.x.columns;
-  run_tiles(a.routed, a.rows.rows, depth, multiply_adds, executor,
+  run_tiles(a, a.rows.rows, depth, multiply_adds, executor,
             [&](const GroupTile& tile, int64_t next_group) { forward_tile(a, tile, next_group); });
   ragged_unsort(RaggedUnsort<T>{a.rows.as_const(), a.routed.row_of_slot, a.routed.top_k, a.weights, a.out}, executor);
 }
@@ -260,17 +260,17 @@ template <class T>
 void expert_ffn_backward_down(const ExpertFfnBackwardDown<T>& a, const Executor& executor) {
   const int64_t hidden_size = a.grad_out.columns;
   const int64_t multiply_adds = hidden_size * a.down.first.rows;
-  run_tiles(a.routed, a.preactivations.rows, hidden_size, multiply_adds, executor,
+  run_tiles(a, a.preactivations.rows, hidden_size, multiply_adds, executor,
             [&](const GroupTile& tile, int64_t next_group) { grad_preactivations_tile(a, tile, next_group); });
   if (a.grad_down.empty() && a.grad_down_bias.data == nullptr) return;
-  run_experts(a.routed, hidden_size, multiply_adds, executor,
+  run_experts(a, hidden_size, multiply_adds, executor,
               [&](const GroupTile& rows, int64_t begin, int64_t end) { grad_down_columns(a, rows, begin, end); });
 }
 
 template <class T>
 void expert_ffn_backward_input(const ExpertFfnBackwardInput<T>& a, const Executor& executor) {
   const int64_t multiply_adds = a.grad_x.columns * a.grad_preactivations.columns;
-  run_tiles(a.routed, a.rows.rows, a.grad_preactivations.columns, multiply_adds, executor,
+  run_tiles(a, a.rows.rows, a.grad_preactivations.columns, multiply_adds, executor,
             [&](const GroupTile& tile, int64_t next_group) { grad_rows_tile(a, tile, next_group); });
   ragged_unsort(RaggedUnsort<T>{a.rows.as_const(), a.routed.row_of_slot, a.routed.top_k, nullptr, a.grad_x}, executor);
 }
@@ -278,7 +278,7 @@ void expert_ffn_backward_input(const ExpertFfnBackwardInput<T>& a, const Executo
 template <class T>
 void expert_ffn_backward_up(const ExpertFfnBackwardUp<T>& a, const Executor& executor) {
   const int64_t multiply_adds = a.x.columns * a.grad_preactivations.columns;
-  run_experts(a.routed, a.x.columns, multiply_adds, executor, [&](const GroupTile& rows, int64_t begin, int64_t end) {
+  run_experts(a, a.x.columns, multiply_adds, executor, [&](const GroupTile& rows, int64_t begin, int64_t end) {
     if (!a.grad_up.empty() || !a.grad_gate.empty()) grad_up_rows(a, rows, begin, end);
     if (begin == 0) grad_up_biases(a, rows);
   });

@@ -5,8 +5,8 @@
 
 namespace maxmoe {
 
-// A matrix as a product reads it: rows of memory, whose elements are neighbours, or their transpose. The rows may be
-// those of an index, so that nobody has to copy them first: row r is memory.row(index[r] / divisor).
+// A matrix as a product reads it: rows of memory, whose elements are neighbours, or their transpose. One stride is 1.
+// The rows may be those of an index, so that nobody has to copy them first: row r is memory.row(index[r] / divisor).
 template <class T>
 struct GemmOperand {
   ConstMatrixView<T> memory;  // with an index, `rows` is how many it has
@@ -24,6 +24,18 @@ struct GemmOperand {
   MAXMOE_INLINE const T* memory_row(int64_t r) const { return memory.row(index == nullptr ? r : index[r] / divisor); }
   MAXMOE_INLINE int64_t rows() const { return is_transposed ? memory.columns : memory.rows; }
   MAXMOE_INLINE int64_t columns() const { return is_transposed ? memory.rows : memory.columns; }
+  MAXMOE_INLINE GemmOperand row_range(int64_t begin, int64_t end) const {
+    GemmOperand operand = *this;
+    if (is_transposed) {
+      operand.memory = memory.column_range(begin, end);
+    } else if (index != nullptr) {
+      operand.index = index + begin;
+      operand.memory.rows = end - begin;
+    } else {
+      operand.memory = memory.row_range(begin, end);
+    }
+    return operand;
+  }
   MAXMOE_INLINE GemmOperand transposed() const {
     GemmOperand operand = *this;
     operand.is_transposed = !is_transposed;
@@ -49,6 +61,9 @@ class Gemm {
   Gemm(const Gemm&) = delete;
   Gemm& operator=(const Gemm&) = delete;
   virtual ~Gemm() = default;
+
+  // Whether the bits of a row may depend on the rows and columns that are multiplied with it.
+  virtual bool bits_depend_on_tiles() const { return false; }
 
   // Several products of one a, which is packed once where that is how products are computed.
   virtual void multiply(GemmOperand<T> a, const Product<T>* products, int64_t count) const = 0;

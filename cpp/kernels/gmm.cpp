@@ -30,11 +30,11 @@ void multiply_tile(const Gmm<T>& a, const GroupTile& tile, int64_t begin, int64_
 
 template <class T>
 void gmm(const Gmm<T>& a, const Executor& executor) {
-  const int64_t max_rows = tile_rows(a.out.rows, a.lhs.columns, executor);
+  const int64_t num_threads = threads_to_cut_for(*a.gemm, executor);
+  const int64_t max_rows = tile_rows(a.out.rows, a.lhs.columns, num_threads);
   const GroupTiles list = make_group_tiles(a.group_sizes, a.num_groups, max_rows, kWorkListScratch);
-  // Columns are cut where there are fewer tiles than it takes to occupy all threads.
-  const int64_t parts = list.count == 0 ? 1 : (balanced_tasks(executor) + list.count - 1) / list.count;
-  const int64_t columns_per_task = (a.out.columns / parts / kColumnGrain + 1) * kColumnGrain;
+  const int64_t columns_per_task =
+      (a.out.columns / parts_of_largest(list, num_threads) / kColumnGrain + 1) * kColumnGrain;
   const int64_t column_tasks = (a.out.columns + columns_per_task - 1) / columns_per_task;
   const auto multiply = [&](int64_t index) {
     const int64_t begin = index % column_tasks * columns_per_task;

@@ -5,9 +5,6 @@
 namespace maxmoe {
 namespace {
 
-// What a task packs and keeps, in elements: a few MiB.
-constexpr int64_t kPackedElements = int64_t{1} << 22;
-
 void sort_largest_first(GroupTile* tiles, int64_t count) {
   const auto is_before = [](const GroupTile& a, const GroupTile& b) {
     const int64_t difference = (a.end - a.begin) - (b.end - b.begin);
@@ -38,15 +35,22 @@ GroupTiles make_group_tiles(const int64_t* group_sizes, int64_t num_groups, int6
   return {tiles, count, row};
 }
 
-int64_t balanced_tasks(const Executor& executor) {
+int64_t balanced_tasks(int64_t num_threads) {
   constexpr int64_t kTasksPerThread = 4;
-  return executor.num_threads() == 1 ? 1 : kTasksPerThread * executor.num_threads();
+  return num_threads == 1 ? 1 : kTasksPerThread * num_threads;
 }
 
-int64_t tile_rows(int64_t num_rows, int64_t depth, const Executor& executor) {
+int64_t tile_rows(int64_t num_rows, int64_t depth, int64_t num_threads) {
   constexpr int64_t kMinRows = 264;  // below, packing takes more than a few percent of a product's time
-  const int64_t most = std::max(kPackedElements / std::max<int64_t>(depth, 1), kMinRows);
-  return std::clamp(num_rows / balanced_tasks(executor), kMinRows, most);
+  constexpr int64_t kTileElements = int64_t{1} << 22;
+  const int64_t most = std::max(kTileElements / std::max<int64_t>(depth, 1), kMinRows);
+  return std::clamp(num_rows / balanced_tasks(num_threads), kMinRows, most);
+}
+
+int64_t parts_of_largest(const GroupTiles& list, int64_t num_threads) {
+  if (list.count == 0 || list.num_rows == 0) return 1;
+  const int64_t largest = list.tiles[0].end - list.tiles[0].begin;
+  return (largest * balanced_tasks(num_threads) + list.num_rows - 1) / list.num_rows;
 }
 
 GroupTiles make_whole_groups(const int64_t* group_sizes, int64_t num_groups, int scratch_slot) {
@@ -60,13 +64,9 @@ GroupTiles make_whole_groups(const int64_t* group_sizes, int64_t num_groups, int
   return {tiles, num_groups, row};
 }
 
-int64_t rows_per_gradient_task(const GroupTiles& groups, int64_t size, const Executor& executor) {
+int64_t rows_per_gradient_task(const GroupTiles& groups, int64_t size, int64_t num_threads) {
   constexpr int64_t kGrain = 192;  // of whole micro-tiles
-  if (groups.count == 0) return std::max<int64_t>(size, 1);
-  const GroupTile& largest = groups.tiles[0];
-  const int64_t packed = size * (largest.end - largest.begin) / kPackedElements + 1;
-  const int64_t parts = std::max(packed, (balanced_tasks(executor) + groups.count - 1) / groups.count);
-  return (size / parts / kGrain + 1) * kGrain;
+  return (size / parts_of_largest(groups, num_threads) / kGrain + 1) * kGrain;
 }
 
 }  // namespace maxmoe

@@ -24,19 +24,29 @@ struct GroupTiles {
 // Tiles of at most `max_rows` rows: those of a group are of about the same size.
 GroupTiles make_group_tiles(const int64_t* group_sizes, int64_t num_groups, int64_t max_rows, int scratch_slot);
 
+// For how many threads work is cut: where bits depend on the tiles, they must not depend on the threads.
+template <class T>
+MAXMOE_INLINE int64_t threads_to_cut_for(const Gemm<T>& gemm, const Executor& executor) {
+  constexpr int64_t kAnyNumber = 16;
+  return gemm.bits_depend_on_tiles() ? kAnyNumber : executor.num_threads();
+}
+
 // How many tasks of different sizes keep all threads busy to about the same moment.
-int64_t balanced_tasks(const Executor& executor);
+int64_t balanced_tasks(int64_t num_threads);
 
 // The rows of a tile, of `num_rows` in all, for products with an inner dimension of at most `depth`. A tile packs the
 // matrix of its group, which costs less of its time the more rows it has; but there must be enough tiles for all
-// threads, and its packed rows are scratch memory, a few MiB.
-int64_t tile_rows(int64_t num_rows, int64_t depth, const Executor& executor);
+// threads, and its rows are scratch memory.
+int64_t tile_rows(int64_t num_rows, int64_t depth, int64_t num_threads);
+
+// Into how many tasks the work of the largest tile of a list has to be cut, so that threads are done at about the same
+// time; smaller ones are cut likewise.
+int64_t parts_of_largest(const GroupTiles& list, int64_t num_threads);
 
 // Every group as one tile, empty ones too.
 GroupTiles make_whole_groups(const int64_t* group_sizes, int64_t num_groups, int scratch_slot);
 
-// How many of the `size` rows of a result, a sum over the rows of a whole group, make a task: all of them, if there are
-// enough groups for all threads and its packed rows are not too much scratch memory.
-int64_t rows_per_gradient_task(const GroupTiles& groups, int64_t size, const Executor& executor);
+// How many of the `size` rows of a result, a sum over the rows of a whole group, make a task.
+int64_t rows_per_gradient_task(const GroupTiles& groups, int64_t size, int64_t num_threads);
 
 }  // namespace maxmoe

@@ -9,7 +9,7 @@ namespace maxmoe {
 namespace {
 
 // The features of x86-64-v3 and x86-64-v4 one by one: __builtin_cpu_supports knows the levels only in newer compilers.
-bool has_avx2() {
+[[maybe_unused]] bool has_avx2() {
 #if defined(__x86_64__)
   return __builtin_cpu_supports("avx") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
          __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma");
@@ -18,7 +18,7 @@ bool has_avx2() {
 #endif
 }
 
-bool has_avx512() {
+[[maybe_unused]] bool has_avx512() {
 #if defined(__x86_64__)
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
@@ -27,7 +27,7 @@ bool has_avx512() {
 #endif
 }
 
-bool has_avx512bf16() {
+[[maybe_unused]] bool has_avx512bf16() {
 #if defined(__x86_64__)
   return has_avx512() && __builtin_cpu_supports("avx512bf16");
 #else

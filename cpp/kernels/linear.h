@@ -20,7 +20,8 @@ struct AnyMatrix {
   int64_t column_stride = 1;
 };
 
-// out = x * weight^T + bias, summed in T, which is float or double, and rounded once to the dtype of out. One stride of
+// out = x * weight^T + bias, summed in T, which is float or double, and rounded to the dtype of out (from double
+// by way of float). One stride of
 // x and of weight is 1. What is not in T is converted in blocks, in scratch memory.
 template <class T>
 struct Linear {

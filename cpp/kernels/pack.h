@@ -176,7 +176,8 @@ MAXMOE_INLINE void pack_step_of_a(const T* row, const T* next, int64_t count, El
 // the same time must not be a multiple of 4 KiB apart, where they would share one set of the first-level cache.
 template <class Element>
 MAXMOE_INLINE int64_t panel_size_of_a(int64_t num_steps) {
-  return num_steps * kMR + kLanes<Element>;
+  const int64_t size = num_steps * kMR + kLanes<Element>;
+  return size * int64_t{sizeof(Element)} % 4096 == 0 ? size + kLanes<Element> : size;
 }
 
 // Packs rows of A into micro-panels. The elements past the last row are never multiplied.

@@ -17,7 +17,7 @@ template <class T>
 void tgmm(const Tgmm<T>& a, const Executor& executor) {
   const GroupTiles list = make_whole_groups(a.group_sizes, a.num_groups, kWorkListScratch);
   // The sum over the rows of a group is never split, so that its order is fixed: rows of the result are.
-  const int64_t rows_per_task = rows_per_gradient_task(list, a.out.first.rows, executor);
+  const int64_t rows_per_task = rows_per_gradient_task(list, a.out.first.rows, threads_to_cut_for(*a.gemm, executor));
   const int64_t row_tasks = (a.out.first.rows + rows_per_task - 1) / rows_per_task;
   const auto multiply = [&](int64_t index) {
     const GroupTile& rows = list.tiles[index / row_tasks];

@@ -1,15 +1,17 @@
 // The product as a loop nest around a micro-kernel, in the words of BLIS (Van Zee and van de Geijn, 2015). Its loops,
 // outermost first:
 //
+//   ic  blocks of rows of A and C                           tile_gemm
 //   jc  blocks of NC columns of B and C                     multiply
 //   pc  blocks of KC of the inner dimension: packs A and B  multiply
 //   ir  micro-tiles of C, of MR rows                        multiply_block
 //   jr  micro-panels of B, of NR columns                    multiply_block
 //   k   steps of the inner dimension                        micro_kernel
 //
-// A micro-tile of C stays in registers during k, a micro-panel of A in the first-level cache during jr, and the block
-// of B, KC x NC, in the second-level cache during ir. Meanwhile the next block of B is prefetched. Every element of A
-// and of B is packed once: A is packed while the first block of columns is computed, and kept.
+// ic runs once unless packed A would be too much scratch memory. A micro-tile of C stays in registers during k, a
+// micro-panel of A in the first-level cache during jr, and the block of B, KC x NC, in the second-level cache during
+// ir. Meanwhile the next block of B is prefetched. Every element of A and of B is packed once: A is packed while the
+// first block of columns is computed, and kept.
 //
 // With few rows of A each element of packed B is used so rarely that packing costs more than it saves. Then B is read
 // in place (few_rows.h).
@@ -30,6 +32,9 @@ namespace {
 // AVX2: with the next block beside it, half of a second-level cache. The next block continues the sums in the
 // accumulator's type, so that KC does not change the bits of a result.
 constexpr int64_t kKCSteps = 512;
+
+// Elements of A that are packed at a time.
+constexpr int64_t kPackedA = int64_t{1} << 22;
 template <class S>
 constexpr int64_t kNC = 4 * int64_t{kNR<S>};
 
@@ -49,16 +54,18 @@ class BlockPrefetch {
  public:
   template <class T>
   BlockPrefetch(const GemmOperand<T>& b, Range depth, Range columns)
-      : first_(reinterpret_cast<const std::byte*>(b.is_transposed ? b.memory.row(columns.begin) + depth.begin
-                                                                  : b.memory.row(depth.begin) + columns.begin)),
-        stride_(b.memory.row_stride * int64_t{sizeof(T)}),
+      : stride_(b.memory.row_stride * int64_t{sizeof(T)}),
         row_bytes_((b.is_transposed ? depth : columns).size() * int64_t{sizeof(T)}),
-        num_rows_(b.index == nullptr ? (b.is_transposed ? columns : depth).size() : 0) {}
+        num_rows_(b.index == nullptr ? (b.is_transposed ? columns : depth).size() : 0) {
+    if (num_rows_ == 0 || row_bytes_ == 0) return;
+    first_ = reinterpret_cast<const std::byte*>(b.is_transposed ? b.memory.row(columns.begin) + depth.begin
+                                                                : b.memory.row(depth.begin) + columns.begin);
+  }
 
   int64_t num_lines() const { return num_rows_ * ((row_bytes_ + kCacheLineBytes - 1) / kCacheLineBytes); }
 
   void advance(int64_t num_lines) {
-    for (; num_lines > 0 && row_ < num_rows_; --num_lines) {
+    for (; num_lines > 0 && row_ < num_rows_ && first_ != nullptr; --num_lines) {
       __builtin_prefetch(first_ + row_ * stride_ + offset_, /*write*/ 0, /*locality: L2*/ 2);
       offset_ += kCacheLineBytes;
       if (offset_ >= row_bytes_) {
@@ -69,7 +76,7 @@ class BlockPrefetch {
   }
 
  private:
-  const std::byte* first_;
+  const std::byte* first_ = nullptr;
   int64_t stride_;
   int64_t row_bytes_;
   int64_t num_rows_;
@@ -153,7 +160,7 @@ class PackedA {
       : a_(a),
         block_size_((a.rows() + kMR - 1) / kMR *
                     panel_size_of_a<Element>(steps_of_depth<Element>(at_most(a.columns(), kKC)))),
-        blocks_(scratch<Element>(kPackedAScratch, (a.columns() / kKC + 1) * block_size_)) {}
+        blocks_(scratch<Element>(kPackedAScratch, (a.columns() + kKC - 1) / kKC * block_size_)) {}
 
   const Element* block(Range depth) {
     Element* const panels = blocks_ + depth.begin / kKC * block_size_;
@@ -226,22 +233,31 @@ void multiply_few_rows_of(const GemmOperand<T>& a, PackedA<T>& packed_a, const P
   if (whole < p.c.columns) multiply(packed_a, column_range(p, whole, p.c.columns));
 }
 
-}  // namespace
-
+// All products of rows [begin, end).
 template <class T>
-void tile_gemm(const TileGemm<T>& p, const Executor& /*executor*/) {
-  if (p.a.rows() == 0) return;
-  PackedA<T> packed_a(p.a);
+void multiply_rows(const TileGemm<T>& p, int64_t begin, int64_t end) {
+  const GemmOperand<T> a = p.a.row_range(begin, end);
+  PackedA<T> packed_a(a);
   for (int64_t i = 0; i < p.count; ++i) {
-    const Product<T>& product = p.products[i];
+    Product<T> product = p.products[i];
+    product.c = product.c.row_range(begin, end);
     const int64_t rows = product.c.rows;
-    const bool is_few_rows = 0 < rows && rows <= kMaxFewRows && p.a.columns() > 0 && product.b.index == nullptr;
+    const bool is_few_rows = 0 < rows && rows <= kMaxFewRows && a.columns() > 0 && product.b.index == nullptr;
     if (is_few_rows) {
-      multiply_few_rows_of(p.a, packed_a, product);
+      multiply_few_rows_of(a, packed_a, product);
     } else {
       multiply(packed_a, product);
     }
   }
+}
+
+}  // namespace
+
+template <class T>
+void tile_gemm(const TileGemm<T>& p, const Executor& /*executor*/) {
+  const int64_t depth = p.a.columns() < 1 ? 1 : p.a.columns();
+  const int64_t height = (kPackedA / depth / kMR + 1) * kMR;
+  for (int64_t ic = 0; ic < p.a.rows(); ic += height) multiply_rows(p, ic, at_most(ic + height, p.a.rows()));
 }
 
 MAXMOE_INSTANTIATE(tile_gemm, TileGemm)

@@ -39,6 +39,8 @@ constexpr at::ScalarType kType = std::is_same_v<T, BFloat16> ? at::kBFloat16 : a
 template <class T>
 class TorchGemm final : public Gemm<T> {
  public:
+  bool bits_depend_on_tiles() const override { return true; }
+
   using Gemm<T>::multiply;
   void multiply(GemmOperand<T> a, const Product<T>* products, int64_t count) const override {
     if (a.rows() == 0) return;

@@ -6,8 +6,6 @@
 #include <algorithm>
 #include <vector>
 
-#include "executors.h"
-
 namespace maxmoe {
 namespace {
 
@@ -54,21 +52,21 @@ TEST(GroupTiles, CoverTheRowsOfEveryGroup) {
 // On one thread a matrix is packed for all rows of its group, as long as they fit into scratch memory; several threads
 // share large groups.
 TEST(GroupTiles, TilesAreAsLargeAsBalanceAllows) {
-  EXPECT_EQ(tile_rows(2000, 2048, SerialExecutor()), 2000);
-  EXPECT_EQ(tile_rows(100000, 2048, SerialExecutor()), 2048);
-  EXPECT_EQ(tile_rows(100000, 1 << 20, SerialExecutor()), 264);
-  EXPECT_EQ(tile_rows(8192, 512, ThreadExecutor(2)), 1024);
-  EXPECT_EQ(tile_rows(300, 512, ThreadExecutor(2)), 264);
+  EXPECT_EQ(tile_rows(2000, 2048, 1), 2000);
+  EXPECT_EQ(tile_rows(100000, 2048, 1), 2048);
+  EXPECT_EQ(tile_rows(100000, 1 << 20, 1), 264);
+  EXPECT_EQ(tile_rows(8192, 512, 2), 1024);
+  EXPECT_EQ(tile_rows(300, 512, 2), 264);
 }
 
 TEST(GroupTiles, GradientTasksCoverAllRows) {
   const std::vector<int64_t> group_sizes = {100, 40};
   for (const int threads : {1, 4}) {
     const GroupTiles list = make_whole_groups(group_sizes.data(), 2, 0);
-    const int64_t rows = rows_per_gradient_task(list, 4000, ThreadExecutor(threads));
+    const int64_t rows = rows_per_gradient_task(list, 4000, threads);
     EXPECT_GE(rows * (threads == 1 ? 1 : 8), 4000);
     EXPECT_EQ(rows % 192, 0);
-    EXPECT_EQ(rows_per_gradient_task(list, 0, ThreadExecutor(threads)) > 0, true);
+    EXPECT_GT(rows_per_gradient_task(list, 0, threads), 0);
   }
 }
 

@@ -1,4 +1,4 @@
-// The matrix product against Eigen's in float64, with sizes around MR, NR, MC and KC.
+// The matrix product against Eigen's in float64, with sizes around MR, NR, NC and KC.
 #include "kernels/tile_gemm.h"
 
 #include <algorithm>

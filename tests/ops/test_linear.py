@@ -126,6 +126,16 @@ def test_nothing_to_multiply(path: str, sizes: tuple[int, int, int]) -> None:
     assert_same(result(call), result(call, reference), 1e-6)
 
 
+def test_nothing_to_multiply_in_any_layout(path: str) -> None:
+    """What has no elements may have any strides: a slice, an expanded gradient of no rows."""
+    x = torch.zeros(4, 8, dtype=torch.bfloat16)[:, 0:0:2]
+    assert torch.equal(ops.linear(x, torch.zeros(5, 0)), torch.zeros(4, 5))
+    weight = torch.ones(5, 3, dtype=torch.bfloat16, requires_grad=True)
+    ops.linear(torch.zeros(0, 3, dtype=torch.bfloat16), weight, out_dtype=torch.bfloat16).sum().backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
 def test_without_bias(path: str) -> None:
     call = logits_call(SKEWED).replace(bias=None)
     assert_same(result(call), result(call, reference), tolerance(torch.float64, 1))
