@@ -63,7 +63,7 @@ class Gemm {
   virtual ~Gemm() = default;
 
   // Whether the bits of a row may depend on the rows and columns that are multiplied with it.
-  virtual bool bits_depend_on_tiles() const { return false; }
+  virtual bool bits_depend_on_tiles() const = 0;
 
   // Several products of one a, which is packed once where that is how products are computed.
   virtual void multiply(GemmOperand<T> a, const Product<T>* products, int64_t count) const = 0;

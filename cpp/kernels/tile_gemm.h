@@ -27,6 +27,8 @@ namespace maxmoe {
 template <class T>
 class KernelGemm final : public Gemm<T> {
  public:
+  bool bits_depend_on_tiles() const override { return false; }
+
   using Gemm<T>::multiply;
   void multiply(GemmOperand<T> a, const Product<T>* products, int64_t count) const override {
     tile_gemm(TileGemm<T>{a, products, count}, SerialExecutor());

@@ -11,6 +11,8 @@ namespace maxmoe {
 template <class T>
 class EigenGemm final : public Gemm<T> {
  public:
+  bool bits_depend_on_tiles() const override { return true; }
+
   using Gemm<T>::multiply;
   void multiply(GemmOperand<T> a, const Product<T>* products, int64_t count) const override {
     for (int64_t i = 0; i < count; ++i) {

@@ -64,7 +64,7 @@ TEST(GroupTiles, GradientTasksCoverAllRows) {
   for (const int threads : {1, 4}) {
     const GroupTiles list = make_whole_groups(group_sizes.data(), 2, 0);
     const int64_t rows = rows_per_gradient_task(list, 4000, threads);
-    EXPECT_GE(rows * (threads == 1 ? 1 : 8), 4000);
+    EXPECT_GE(rows * (threads == 1 ? 1 : 12), 4000);  // 100 of 140 rows are 12 of 16 tasks
     EXPECT_EQ(rows % 192, 0);
     EXPECT_GT(rows_per_gradient_task(list, 0, threads), 0);
   }
