@@ -77,12 +77,12 @@ constexpr int few_rows_vectors_x2(int rows) {
 // For a row-major b. While a block is multiplied, its columns of the next block of rows of B are prefetched; after the
 // last one, those of the next product.
 template <class T, class Element, int kRows>
-void multiply_few_rows(FewRows<Element> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sums, bool accumulate,
-                       ConstMatrixView<T> next_b) {
+void multiply_few_rows_row_major(FewRows<Element> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sums,
+                                 bool accumulate, ConstMatrixView<T> next_b) {
   constexpr int kWideX2 = few_rows_vectors_x2(kRows);
   constexpr int64_t kWideColumns = kWideX2 * kNR<Accumulator<T>>;
   for (int64_t d = 0; d < b.rows; d += kFewRowsDepth) {
-    const Range depth{d, at_most(d + kFewRowsDepth, b.rows)};
+    const Range depth = range_from(d, kFewRowsDepth, b.rows);
     const ConstMatrixView<T> next = depth.end < b.rows ? b.row_range(depth.end, b.rows) : next_b;
     const int64_t next_rows = at_most(next.rows, kFewRowsDepth);
     int64_t column = 0;
@@ -169,7 +169,7 @@ void multiply_few_rows(FewRows<Element> a, const Product<T>& p, MatrixView<Accum
     if (p.b.is_transposed) {
       multiply_few_rows_transposed<T, Element, kRows>(a, p.b.memory, sums, p.accumulate, next);
     } else {
-      multiply_few_rows<T, Element, kRows>(a, p.b.memory, sums, p.accumulate, next);
+      multiply_few_rows_row_major<T, Element, kRows>(a, p.b.memory, sums, p.accumulate, next);
     }
     return true;
   };

@@ -21,15 +21,6 @@ constexpr int kXScratch = 0;
 constexpr int kWeightScratch = 1;
 constexpr int kOutScratch = 2;
 
-struct Range {
-  int64_t begin;
-  int64_t end;
-};
-
-Range range_of(int64_t index, int64_t size, int64_t limit) {
-  return {index * size, at_most(limit, (index + 1) * size)};
-}
-
 // Calls body(view) with the matrix in its own dtype.
 template <class Data, class Body>
 auto with_dtype(const AnyMatrix<Data>& m, const Body& body) {
@@ -113,8 +104,8 @@ void linear(const Linear<T>& p, const Executor& executor) {
   const int64_t row_tasks = (p.out.rows + kRowsPerTask - 1) / kRowsPerTask;
   const int64_t column_tasks = (p.out.columns + columns_per_task - 1) / columns_per_task;
   const auto task = [&](int64_t index) {
-    const Range rows = range_of(index / column_tasks, kRowsPerTask, p.out.rows);
-    const Range columns = range_of(index % column_tasks, columns_per_task, p.out.columns);
+    const Range rows = range_from(index / column_tasks * kRowsPerTask, kRowsPerTask, p.out.rows);
+    const Range columns = range_from(index % column_tasks * columns_per_task, columns_per_task, p.out.columns);
     with_dtype(p.out, [&]<class U>(MatrixView<U> whole) {
       const MatrixView<U> out = whole.row_range(rows.begin, rows.end).column_range(columns.begin, columns.end);
       if constexpr (std::is_same_v<T, U>) {

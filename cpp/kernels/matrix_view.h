@@ -13,6 +13,18 @@ MAXMOE_INLINE int64_t at_most(int64_t value, int64_t limit) {
   return value < limit ? value : limit;
 }
 
+// [begin, end) of one dimension.
+struct Range {
+  int64_t begin;
+  int64_t end;
+  MAXMOE_INLINE int64_t size() const { return end - begin; }
+};
+
+// The `size` indices from `begin` on, or as many as there are below `limit`.
+MAXMOE_INLINE Range range_from(int64_t begin, int64_t size, int64_t limit) {
+  return {begin, at_most(begin + size, limit)};
+}
+
 // Element (r, c) is data[r * row_stride + c * column_stride]; strides are in elements.
 template <class T>
 struct MatrixView {

@@ -36,13 +36,6 @@ MAXMOE_INLINE void count_packed(int64_t elements) {
 MAXMOE_INLINE void count_packed(int64_t /*elements*/) {}
 #endif
 
-// [begin, end) of one dimension.
-struct Range {
-  int64_t begin;
-  int64_t end;
-  MAXMOE_INLINE int64_t size() const { return end - begin; }
-};
-
 // The column of an NR wide micro-panel that lane `lane` of its vector `vector` holds: see VectorX2.
 template <class T>
 constexpr int64_t column_of_lane(int vector, int lane) {
@@ -187,7 +180,7 @@ void pack_a(const GemmOperand<T>& a, Range depth, Element* panels) {
   const int64_t num_steps = steps_of_depth<Element>(depth.size());
   if (!a.is_transposed) {
     for (int64_t row = 0; row < a.rows(); row += kMR) {
-      const Range rows{row, at_most(row + kMR, a.rows())};
+      const Range rows = range_from(row, kMR, a.rows());
       pack_along_depth<Element, kMR>(
           a, rows, depth, [](int i) { return i; }, panels + row / kMR * panel_size_of_a<Element>(num_steps));
     }

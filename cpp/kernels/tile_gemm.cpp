@@ -32,11 +32,11 @@ namespace {
 // AVX2: with the next block beside it, half of a second-level cache. The next block continues the sums in the
 // accumulator's type, so that KC does not change the bits of a result.
 constexpr int64_t kKCSteps = 512;
+template <class S>
+constexpr int64_t kNC = 4 * int64_t{kNR<S>};
 
 // Elements of A that are packed at a time.
 constexpr int64_t kPackedA = int64_t{1} << 22;
-template <class S>
-constexpr int64_t kNC = 4 * int64_t{kNR<S>};
 
 // MAXMOE_BFLOAT16_PAIRS: pairs in plain arithmetic, for tests on processors without the instruction.
 #if defined(__AVX512BF16__) || defined(MAXMOE_BFLOAT16_PAIRS)
@@ -53,19 +53,20 @@ using ElementOf = std::conditional_t<kMultipliesPairs && std::is_same_v<T, BFloa
 class BlockPrefetch {
  public:
   template <class T>
-  BlockPrefetch(const GemmOperand<T>& b, Range depth, Range columns)
-      : stride_(b.memory.row_stride * int64_t{sizeof(T)}),
-        row_bytes_((b.is_transposed ? depth : columns).size() * int64_t{sizeof(T)}),
-        num_rows_(b.index == nullptr ? (b.is_transposed ? columns : depth).size() : 0) {
-    if (num_rows_ == 0 || row_bytes_ == 0) return;
-    first_ = reinterpret_cast<const std::byte*>(b.is_transposed ? b.memory.row(columns.begin) + depth.begin
-                                                                : b.memory.row(depth.begin) + columns.begin);
+  BlockPrefetch(const GemmOperand<T>& b, Range depth, Range columns) {
+    const Range rows = b.is_transposed ? columns : depth;
+    const Range elements = b.is_transposed ? depth : columns;
+    if (b.index != nullptr || rows.size() <= 0 || elements.size() <= 0) return;
+    first_ = reinterpret_cast<const std::byte*>(b.memory.row(rows.begin) + elements.begin);
+    stride_ = b.memory.row_stride * int64_t{sizeof(T)};
+    row_bytes_ = elements.size() * int64_t{sizeof(T)};
+    num_rows_ = rows.size();
   }
 
   int64_t num_lines() const { return num_rows_ * ((row_bytes_ + kCacheLineBytes - 1) / kCacheLineBytes); }
 
   void advance(int64_t num_lines) {
-    for (; num_lines > 0 && row_ < num_rows_ && first_ != nullptr; --num_lines) {
+    for (; num_lines > 0 && row_ < num_rows_; --num_lines) {
       __builtin_prefetch(first_ + row_ * stride_ + offset_, /*write*/ 0, /*locality: L2*/ 2);
       offset_ += kCacheLineBytes;
       if (offset_ >= row_bytes_) {
@@ -77,9 +78,9 @@ class BlockPrefetch {
 
  private:
   const std::byte* first_ = nullptr;
-  int64_t stride_;
-  int64_t row_bytes_;
-  int64_t num_rows_;
+  int64_t stride_ = 0;
+  int64_t row_bytes_ = 0;
+  int64_t num_rows_ = 0;
   int64_t row_ = 0;
   int64_t offset_ = 0;
 };
@@ -149,7 +150,7 @@ void load_sums(ConstMatrixView<T> c, int64_t sums_rows, Accumulator<T>* sums) {
   }
 }
 
-// The micro-panels of A, block by block of the inner dimension. Each is packed when it is first asked for, and kept.
+// The micro-panels of A, block by block of the inner dimension. Each is packed when it is first needed, and kept.
 template <class T>
 class PackedA {
  public:
@@ -176,17 +177,23 @@ class PackedA {
   int64_t packed_depth_ = 0;
 };
 
+template <class T>
+Range depth_block(const GemmOperand<T>& b, int64_t begin) {
+  return range_from(begin, PackedA<T>::kKC, b.rows());
+}
+
+template <class T>
+Range column_block(const GemmOperand<T>& b, int64_t begin) {
+  return range_from(begin, kNC<Accumulator<T>>, b.columns());
+}
+
 // The block of B after this one, which may be that of the next product.
 template <class T>
 BlockPrefetch next_block(const Product<T>& p, Range depth, Range columns) {
-  constexpr int64_t kKC = PackedA<T>::kKC;
-  constexpr int64_t kColumns = kNC<Accumulator<T>>;
-  if (depth.end < p.b.rows()) return {p.b, {depth.end, at_most(depth.end + kKC, p.b.rows())}, columns};
-  if (columns.end < p.c.columns) {
-    return {p.b, {0, at_most(kKC, p.b.rows())}, {columns.end, at_most(columns.end + kColumns, p.c.columns)}};
-  }
+  if (depth.end < p.b.rows()) return {p.b, depth_block(p.b, depth.end), columns};
+  if (columns.end < p.b.columns()) return {p.b, depth_block(p.b, 0), column_block(p.b, columns.end)};
   const GemmOperand<T> next = p.next_b;
-  return {next, {0, at_most(kKC, next.rows())}, {0, at_most(kColumns, next.columns())}};
+  return {next, depth_block(next, 0), column_block(next, 0)};
 }
 
 // The loops jc and pc. pc runs once even if the inner dimension is 0: c must become 0.
@@ -194,23 +201,23 @@ template <class T>
 void multiply(PackedA<T>& a, const Product<T>& p) {
   using S = Accumulator<T>;
   using Element = ElementOf<T>;
-  constexpr int64_t kKC = PackedA<T>::kKC;
   const int64_t depth = p.b.rows();
   const int64_t padded_rows = (p.c.rows + kMR - 1) / kMR * kMR;
   Element* const panels_of_b = scratch<Element>(kPackedBScratch, kNC<S> * kKCSteps);
   S* const sums = scratch<S>(kSumsScratch, padded_rows * kNC<S>);
-  const auto depth_from = [&](int64_t begin) { return Range{begin, at_most(begin + kKC, depth)}; };
-  const auto columns_from = [&](int64_t begin) { return Range{begin, at_most(begin + kNC<S>, p.c.columns)}; };
   for (int64_t jc = 0; jc < p.c.columns; jc += kNC<S>) {
-    const Range columns = columns_from(jc);
+    const Range columns = column_block(p.b, jc);
     const MatrixView<T> c = p.c.column_range(columns.begin, columns.end);
     if (p.accumulate) load_sums(c.as_const(), padded_rows, sums);
-    for (int64_t pc = 0; pc < depth || pc == 0; pc += kKC) {
-      const Range inner = depth_from(pc);
-      const bool is_last = inner.end == depth;
-      const Block<T, Element> block{a.block(inner), panels_of_b, steps_of_depth<Element>(inner.size()),
-                                    sums,           padded_rows, p.accumulate || pc > 0,
-                                    is_last};
+    for (int64_t pc = 0; pc < depth || pc == 0; pc += PackedA<T>::kKC) {
+      const Range inner = depth_block(p.b, pc);
+      const Block<T, Element> block{a.block(inner),
+                                    panels_of_b,
+                                    steps_of_depth<Element>(inner.size()),
+                                    sums,
+                                    padded_rows,
+                                    p.accumulate || pc > 0,
+                                    /*is_last=*/inner.end == depth};
       pack_b(p.b, inner, columns, panels_of_b);
       multiply_block(block, c, next_block(p, inner, columns));
     }

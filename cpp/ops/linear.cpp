@@ -59,9 +59,8 @@ Tensor linear_backend(const Tensor& x, const Tensor& weight, const OptionalTenso
   if (!uses_kernels(x)) return linear_aten(x, weight, bias, type).to(out_dtype.value_or(type));
   const Tensor out = empty({x.size(0), weight.size(0)}, x.options().dtype(out_dtype.value_or(type)));
   if (out.numel() == 0) return out;
-  // What has no elements counts as contiguous whatever its strides are.
-  const Tensor left = x.numel() == 0 ? at::empty(x.sizes(), x.options()) : gemm_operand(x);
-  const Tensor right = weight.numel() == 0 ? at::empty(weight.sizes(), weight.options()) : gemm_operand(weight);
+  const Tensor left = gemm_operand(x);
+  const Tensor right = gemm_operand(weight);
   const auto offsets = bias.has_value() ? OptionalTensor(bias->to(type).contiguous()) : std::nullopt;
   const auto run = [&]<class T>() {
     maxmoe::linear(Linear<T>{any_matrix(left.const_data_ptr(), left), any_matrix(right.const_data_ptr(), right),

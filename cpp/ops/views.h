@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include <optional>
 
@@ -49,6 +50,8 @@ inline at::Tensor contiguous_rows(const at::Tensor& matrix) {
 
 // The matrix or stack of matrices itself where a product can read it in place, row-major or transposed, else a copy.
 inline at::Tensor gemm_operand(const at::Tensor& tensor) {
+  // What has no elements counts as contiguous whatever its strides are.
+  if (tensor.numel() == 0) return at::empty(tensor.sizes(), tensor.options());
   const int64_t rows = tensor.size(-2);
   const int64_t columns = tensor.size(-1);
   const int64_t row_stride = tensor.stride(-2);
