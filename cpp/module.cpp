@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernels/caches.h"
 #include "kernels/isa.h"
 #include "ops/backend.h"
 #include "ops/huge_pages.h"
@@ -37,6 +38,7 @@ py::dict build_info() {
   info["openmp"] = _OPENMP;
   info["isa"] = maxmoe::name(maxmoe::active_isa());
   info["supported_isas"] = supported;
+  info["second_level_cache_bytes"] = maxmoe::second_level_cache_bytes();
   return info;
 }
 

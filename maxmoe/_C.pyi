@@ -8,6 +8,7 @@ class BuildInfo(TypedDict):
     openmp: int
     isa: str
     supported_isas: list[str]
+    second_level_cache_bytes: int
 
 def build_info() -> BuildInfo: ...
 def force_aten(enabled: bool) -> None: ...

@@ -77,6 +77,7 @@ def test_build_info() -> None:
     assert INFO["openmp"] >= 201511  # without OpenMP at::parallel_for is serial
     assert INFO["supported_isas"][0] == "baseline"
     assert INFO["isa"] in INFO["supported_isas"]
+    assert INFO["second_level_cache_bytes"] >= 2**16
 
 
 @pytest.mark.parametrize("isa", INFO["supported_isas"])

@@ -23,6 +23,10 @@ constexpr int kMaxFewRows = kVectorRegisters == 32 ? 12 : 6;
 // Rows of B in a block of a row-major B. Measured: 2 and 4 are as fast, and 16 slower for one row of A.
 constexpr int64_t kFewRowsDepth = 8;
 
+// How far ahead a row-major B is prefetched, in bytes; at least one block. A block of narrow rows is read in less time
+// than memory takes to answer.
+constexpr int64_t kFewRowsPrefetchBytes = 8 * 1024;
+
 // Few rows of A, one after the other, in steps.
 template <class Element>
 struct FewRows {
@@ -74,16 +78,22 @@ constexpr int few_rows_vectors_x2(int rows) {
   return vectors_x2;
 }
 
-// For a row-major b. While a block is multiplied, its columns of the next block of rows of B are prefetched; after the
+// For a row-major b. While a block is multiplied, its columns of a later block of rows of B are prefetched; after the
 // last one, those of the next product.
 template <class T, class Element, int kRows>
 void multiply_few_rows_row_major(FewRows<Element> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sums,
                                  bool accumulate, ConstMatrixView<T> next_b) {
   constexpr int kWideX2 = few_rows_vectors_x2(kRows);
   constexpr int64_t kWideColumns = kWideX2 * kNR<Accumulator<T>>;
+  const int64_t rows_ahead =
+      (kFewRowsPrefetchBytes / (b.columns * int64_t{sizeof(T)}) / kFewRowsDepth + 1) * kFewRowsDepth;
   for (int64_t d = 0; d < b.rows; d += kFewRowsDepth) {
     const Range depth = range_from(d, kFewRowsDepth, b.rows);
-    const ConstMatrixView<T> next = depth.end < b.rows ? b.row_range(depth.end, b.rows) : next_b;
+    // Past the last row they are those of the next product.
+    const int64_t ahead = d + rows_ahead;
+    const ConstMatrixView<T> next = ahead < b.rows
+                                        ? b.row_range(ahead, b.rows)
+                                        : next_b.row_range(at_most(ahead - b.rows, next_b.rows), next_b.rows);
     const int64_t next_rows = at_most(next.rows, kFewRowsDepth);
     int64_t column = 0;
     const auto multiply_columns = [&]<int kVectorsX2> {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "block_prefetch.h"
 #include "vector.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
@@ -18,42 +19,77 @@ constexpr int kMR = kVectorRegisters == 32 ? 12 : 6;
 template <class S>
 constexpr int kNR = static_cast<int>(kLanesX2<S>);
 
+// What a micro-kernel multiplies beside B. T is the accumulator's type for sums that another call goes on with, which
+// keep the order of VectorX2; or the type of the result.
+template <class T, class Element>
+struct MicroTile {
+  const Element* a;  // a micro-panel: the MR elements of one step follow those of the step before
+  int64_t num_steps;
+  const Accumulator<T>* sums;  // kRows x NR, contiguous, in the order of VectorX2; null for zeros
+  T* c;
+  int64_t c_stride;
+  BlockPrefetch& next;
+  int64_t num_lines;  // of `next`, at most one per step
+};
+
+// The NR elements of one step of B, their columns in the order of VectorX2. For pairs each with the one below it.
+template <class Element>
+struct StepX2 {
+  Vector<Element> first;
+  Vector<Element> second;
+};
+
 // c[kRows, NR] = a * b, or `sums` + a * b, over `num_steps` of the inner dimension: of one element each, or of a pair.
-// At a step the NR elements of a row of B are loaded once, and multiplied with one element of each row of A: a and b
-// are micro-panels, in which the MR, or NR, elements of one step follow those of the step before. An element of c is
-// one chain of multiply-adds in the order of the steps, whatever kRows is: this makes the product bitwise reproducible.
-//
-// b and `sums` (kRows x NR, contiguous, null for zeros) have their columns in the order of VectorX2. T is the
-// accumulator's type for sums that another call goes on with, which keep that order; or the type of the result.
-template <class T, class Element, int kRows>
-void micro_kernel(const Element* a, const Element* b, int64_t num_steps, const Accumulator<T>* sums, T* c,
-                  int64_t c_stride) {
+// At a step the NR elements of a row of B are loaded once, and multiplied with one element of each row of A. An element
+// of c is one chain of multiply-adds in the order of the steps, whatever kRows is: this makes the product bitwise
+// reproducible.
+template <int kRows, class T, class Element, class LoadStep>
+MAXMOE_INLINE void multiply_micro_tile(const MicroTile<T, Element>& tile, const LoadStep& load_step_of_b) {
   using S = Accumulator<T>;
+  const Element* const a = tile.a;
   Vector<S> sum[kRows][2];
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
     for (int v = 0; v < 2; ++v) {
-      sum[r][v] = sums != nullptr ? load_vector(sums + r * kNR<S> + v * kLanes<S>) : Vector<S>{};
+      sum[r][v] = tile.sums != nullptr ? load_vector(tile.sums + r * kNR<S> + v * kLanes<S>) : Vector<S>{};
     }
   }
-  for (int64_t k = 0; k < num_steps; ++k) {
-    Vector<Element> row_of_b[2];
-#pragma GCC unroll 2
-    for (int v = 0; v < 2; ++v) row_of_b[v] = load_vector(b + k * kNR<S> + v * kLanes<S>);
+  const auto multiply_step = [&](int64_t k) {
+    const StepX2<Element> step = load_step_of_b(k);
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
       const Element factor = a[k * kMR + r];
-#pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) sum[r][v] = multiply_add(sum[r][v], factor, row_of_b[v]);
+      sum[r][0] = multiply_add(sum[r][0], factor, step.first);
+      sum[r][1] = multiply_add(sum[r][1], factor, step.second);
     }
+  };
+  const int64_t prefetching_steps = at_most(at_most(tile.num_lines, tile.next.num_lines()), tile.num_steps);
+  BlockPrefetch lines = tile.next;
+  for (int64_t k = 0; k < prefetching_steps; ++k) {
+    lines.advance();
+    multiply_step(k);
   }
+  tile.next = lines;
+  for (int64_t k = prefetching_steps; k < tile.num_steps; ++k) multiply_step(k);
 #pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) store_narrowed_x2<T>(c + r * c_stride, {sum[r][0], sum[r][1]});
+  for (int r = 0; r < kRows; ++r) store_narrowed_x2<T>(tile.c + r * tile.c_stride, {sum[r][0], sum[r][1]});
+}
+
+// For packed B: a micro-panel, in which the NR elements of one step follow those of the step before.
+template <class T, class Element, int kRows>
+void micro_kernel(const Element* a, const Element* b, int64_t num_steps, const Accumulator<T>* sums, T* c,
+                  int64_t c_stride, BlockPrefetch& next, int64_t num_lines) {
+  const MicroTile<T, Element> tile{a, num_steps, sums, c, c_stride, next, num_lines};
+  multiply_micro_tile<kRows>(tile, [b](int64_t k) -> StepX2<Element> {
+    const Element* of_step = b + k * kNR<Accumulator<T>>;
+    return {load_vector(of_step), load_vector(of_step + kLanes<Element>)};
+  });
 }
 
 template <class T, class Element>
-using MicroKernel = void (*)(const Element*, const Element*, int64_t, const Accumulator<T>*, T*, int64_t);
+using MicroKernel = void (*)(const Element*, const Element*, int64_t, const Accumulator<T>*, T*, int64_t,
+                             BlockPrefetch&, int64_t);
 
 template <class T, class Element, size_t... kIndex>
 MicroKernel<T, Element> micro_kernel_of_rows(int64_t rows, std::index_sequence<kIndex...> /*indices*/) {

@@ -62,14 +62,8 @@ MAXMOE_INLINE Vector<Element> load_along_depth(const T* source, int64_t depth) {
   }
 }
 
-// The NR elements of one step, across the inner dimension. For pairs each with the one below it, in the next row: null
-// where there is none.
-template <class Element>
-struct StepX2 {
-  Vector<Element> first;
-  Vector<Element> second;
-};
-
+// One step of a row-major B: NR elements of a row. For pairs each with the one below it, in the next row: null where
+// there is none.
 template <class Element, class T>
 MAXMOE_INLINE StepX2<Element> load_step(const T* row, const T* next) {
   if constexpr (std::is_same_v<Element, BFloat16Pair>) {
@@ -234,6 +228,24 @@ void pack_b(const GemmOperand<T>& b, Range depth, Range columns, Element* panels
       store_vector(target + kLanes<Element>, step.second);
     }
   }
+}
+
+// The micro-kernel for the first MR rows of A, which packs the NR columns of a row-major B from `column` on that it
+// multiplies with: loads and stores run beside the multiply-adds.
+template <class Out, class Element, class T>
+void micro_kernel_packing_b(const MicroTile<Out, Element>& tile, const GemmOperand<T>& b, Range depth, int64_t column,
+                            Element* panel) {
+  constexpr int kWidth = kNR<Accumulator<T>>;
+  count_packed(depth.size() * kWidth);
+  multiply_micro_tile<kMR>(tile, [&](int64_t k) {
+    const int64_t d = depth.begin + k * kDepthPerStep<Element>;
+    const T* row = b.memory_row(d) + column;
+    const T* next = kDepthPerStep<Element> == 2 && d + 1 < depth.end ? b.memory_row(d + 1) + column : nullptr;
+    const StepX2<Element> step = load_step<Element>(row, next);
+    store_vector(panel + k * kWidth, step.first);
+    store_vector(panel + k * kWidth + kLanes<Element>, step.second);
+    return step;
+  });
 }
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

@@ -20,6 +20,8 @@
 // dimension.
 #include "tile_gemm.h"
 
+#include "block_prefetch.h"
+#include "caches.h"
 #include "few_rows.h"
 #include "micro_kernel.h"
 #include "pack.h"
@@ -28,12 +30,18 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// Steps of the inner dimension in a block, and columns of B. A block of B takes 256 KiB with AVX-512 and 128 KiB with
-// AVX2: with the next block beside it, half of a second-level cache. The next block continues the sums in the
-// accumulator's type, so that KC does not change the bits of a result.
+// Steps of the inner dimension in a block: a micro-panel of A takes 24 KiB with AVX-512 and 12 KiB with AVX2, at most
+// three quarters of a first-level cache. The next block continues the sums in the accumulator's type, so that KC does
+// not change the bits of a result.
 constexpr int64_t kKCSteps = 512;
+
+// NC, the columns of a block of B.
 template <class S>
-constexpr int64_t kNC = 4 * int64_t{kNR<S>};
+int64_t block_columns() {
+  constexpr int64_t kPanelBytes = kKCSteps * kNR<S> * int64_t{sizeof(S)};
+  static const int64_t columns = panels_per_block(kPanelBytes, second_level_cache_bytes()) * kNR<S>;
+  return columns;
+}
 
 // Elements of A that are packed at a time.
 constexpr int64_t kPackedA = int64_t{1} << 22;
@@ -48,89 +56,64 @@ constexpr bool kMultipliesPairs = false;
 template <class T>
 using ElementOf = std::conditional_t<kMultipliesPairs && std::is_same_v<T, BFloat16>, BFloat16Pair, Accumulator<T>>;
 
-// The cache lines of a block of B, prefetched a few at a time into the second-level cache: rows of large matrices are
-// pages apart, where hardware prefetchers stop.
-class BlockPrefetch {
- public:
-  template <class T>
-  BlockPrefetch(const GemmOperand<T>& b, Range depth, Range columns) {
-    const Range rows = b.is_transposed ? columns : depth;
-    const Range elements = b.is_transposed ? depth : columns;
-    if (b.index != nullptr || rows.size() <= 0 || elements.size() <= 0) return;
-    first_ = reinterpret_cast<const std::byte*>(b.memory.row(rows.begin) + elements.begin);
-    stride_ = b.memory.row_stride * int64_t{sizeof(T)};
-    row_bytes_ = elements.size() * int64_t{sizeof(T)};
-    num_rows_ = rows.size();
-  }
-
-  int64_t num_lines() const { return num_rows_ * ((row_bytes_ + kCacheLineBytes - 1) / kCacheLineBytes); }
-
-  void advance(int64_t num_lines) {
-    for (; num_lines > 0 && row_ < num_rows_; --num_lines) {
-      __builtin_prefetch(first_ + row_ * stride_ + offset_, /*write*/ 0, /*locality: L2*/ 2);
-      offset_ += kCacheLineBytes;
-      if (offset_ >= row_bytes_) {
-        offset_ = 0;
-        ++row_;
-      }
-    }
-  }
-
- private:
-  const std::byte* first_ = nullptr;
-  int64_t stride_ = 0;
-  int64_t row_bytes_ = 0;
-  int64_t num_rows_ = 0;
-  int64_t row_ = 0;
-  int64_t offset_ = 0;
-};
-
-// Packed blocks of A and B, and the sums that a block of the inner dimension goes on with: NR wide columns of C, one
-// after the other, in the order of VectorX2.
+// Blocks of A and B, and the sums that a block of the inner dimension goes on with: NR wide columns of C, one after the
+// other, in the order of VectorX2.
 template <class T, class Element>
 struct Block {
   const Element* a;
-  const Element* b;
-  int64_t num_steps;
+  const GemmOperand<T>& b;
+  Range depth;
+  Range columns;
+  Element* panels_of_b;
+  bool packs_b;  // with the first rows of micro-tiles
   Accumulator<T>* sums;
   int64_t sums_rows;
   bool has_sums;  // from the block before
-  bool is_last;
+
+  int64_t num_steps() const { return steps_of_depth<Element>(depth.size()); }
 };
 
-// A micro-tile that is rounded to the result's type. One that is not full is computed in a buffer and copied.
-template <class T, class Element>
-void multiply_last(const Element* a, const Element* b, int64_t num_steps, const Accumulator<T>* sums,
-                   MatrixView<T> c_tile) {
-  constexpr int64_t kWidth = kNR<Accumulator<T>>;
-  const auto kernel = micro_kernel_of_rows<T, Element>(c_tile.rows);
-  if (c_tile.columns == kWidth) return kernel(a, b, num_steps, sums, c_tile.data, c_tile.row_stride);
-  T tile[kMR * kWidth];
-  kernel(a, b, num_steps, sums, tile, kWidth);
-  for (int64_t r = 0; r < c_tile.rows; ++r) copy_row(tile + r * kWidth, c_tile.row(r), c_tile.columns);
+// The micro-tile at row ir and column jr of the block.
+template <class Out, class T, class Element>
+MAXMOE_INLINE void multiply_micro_tile_at(const Block<T, Element>& block, int64_t ir, int64_t jr, MatrixView<Out> c,
+                                          BlockPrefetch& next, int64_t num_lines) {
+  using S = Accumulator<T>;
+  const int64_t num_steps = block.num_steps();
+  const S* const sums = block.has_sums ? block.sums + jr * block.sums_rows + ir * kNR<S> : nullptr;
+  const Element* const a = block.a + ir / kMR * panel_size_of_a<Element>(num_steps);
+  Element* const panel_of_b = block.panels_of_b + jr * num_steps;
+  if (block.packs_b && ir == 0 && c.columns == kNR<S>) {
+    const MicroTile<Out, Element> tile{a, num_steps, sums, c.data, c.row_stride, next, num_lines};
+    return micro_kernel_packing_b(tile, block.b, block.depth, block.columns.begin + jr, panel_of_b);
+  }
+  micro_kernel_of_rows<Out, Element>(c.rows)(a, panel_of_b, num_steps, sums, c.data, c.row_stride, next, num_lines);
 }
 
-// c = a * b for one block: the loops ir and jr.
+// c = a * b for one block: the loops ir and jr. The last block of the inner dimension rounds to the result's type; a
+// micro-tile that is not full is computed in a buffer then, and copied.
 template <class T, class Element>
-void multiply_block(const Block<T, Element>& block, MatrixView<T> c, BlockPrefetch next) {
+void multiply_block(const Block<T, Element>& block, MatrixView<T> c, bool is_last, BlockPrefetch next) {
   using S = Accumulator<T>;
   constexpr int64_t kWidth = kNR<S>;
   const int64_t num_tiles = (c.rows + kMR - 1) / kMR * ((c.columns + kWidth - 1) / kWidth);
-  const int64_t lines_per_tile = (next.num_lines() + num_tiles - 1) / num_tiles;
+  const int64_t num_lines = (next.num_lines() + num_tiles - 1) / num_tiles;
   for (int64_t ir = 0; ir < c.rows; ir += kMR) {
-    const int64_t ir_end = at_most(ir + kMR, c.rows);
+    const int64_t rows = at_most(kMR, c.rows - ir);
     for (int64_t jr = 0; jr < c.columns; jr += kWidth) {
-      const Element* a = block.a + ir / kMR * panel_size_of_a<Element>(block.num_steps);
-      const Element* b = block.b + jr * block.num_steps;
-      S* const sums = block.sums + jr * block.sums_rows + ir * kWidth;
-      const S* const before = block.has_sums ? sums : nullptr;
-      if (block.is_last) {
-        multiply_last(a, b, block.num_steps, before,
-                      c.row_range(ir, ir_end).column_range(jr, at_most(jr + kWidth, c.columns)));
+      const int64_t columns = at_most(kWidth, c.columns - jr);
+      const auto multiply = [&]<class Out>(Out* out, int64_t stride) {
+        multiply_micro_tile_at(block, ir, jr, MatrixView<Out>{out, rows, columns, stride}, next, num_lines);
+      };
+      T* const c_tile = c.row(ir) + jr;
+      if (!is_last) {
+        multiply(block.sums + jr * block.sums_rows + ir * kWidth, kWidth);
+      } else if (columns == kWidth) {
+        multiply(c_tile, c.row_stride);
       } else {
-        micro_kernel_of_rows<S, Element>(ir_end - ir)(a, b, block.num_steps, before, sums, kWidth);
+        T tile[kMR * kWidth];
+        multiply(static_cast<T*>(tile), kWidth);
+        for (int64_t r = 0; r < rows; ++r) copy_row(tile + r * kWidth, c.row(ir + r) + jr, columns);
       }
-      next.advance(lines_per_tile);
     }
   }
 }
@@ -184,7 +167,7 @@ Range depth_block(const GemmOperand<T>& b, int64_t begin) {
 
 template <class T>
 Range column_block(const GemmOperand<T>& b, int64_t begin) {
-  return range_from(begin, kNC<Accumulator<T>>, b.columns());
+  return range_from(begin, block_columns<Accumulator<T>>(), b.columns());
 }
 
 // The block of B after this one, which may be that of the next product.
@@ -203,23 +186,23 @@ void multiply(PackedA<T>& a, const Product<T>& p) {
   using Element = ElementOf<T>;
   const int64_t depth = p.b.rows();
   const int64_t padded_rows = (p.c.rows + kMR - 1) / kMR * kMR;
-  Element* const panels_of_b = scratch<Element>(kPackedBScratch, kNC<S> * kKCSteps);
-  S* const sums = scratch<S>(kSumsScratch, padded_rows * kNC<S>);
-  for (int64_t jc = 0; jc < p.c.columns; jc += kNC<S>) {
+  const int64_t columns_of_block = block_columns<S>();
+  Element* const panels_of_b = scratch<Element>(kPackedBScratch, columns_of_block * kKCSteps);
+  S* const sums = scratch<S>(kSumsScratch, padded_rows * columns_of_block);
+  const bool packs_b = !p.b.is_transposed && p.c.rows >= kMR;
+  for (int64_t jc = 0; jc < p.c.columns; jc += columns_of_block) {
     const Range columns = column_block(p.b, jc);
     const MatrixView<T> c = p.c.column_range(columns.begin, columns.end);
     if (p.accumulate) load_sums(c.as_const(), padded_rows, sums);
     for (int64_t pc = 0; pc < depth || pc == 0; pc += PackedA<T>::kKC) {
       const Range inner = depth_block(p.b, pc);
-      const Block<T, Element> block{a.block(inner),
-                                    panels_of_b,
-                                    steps_of_depth<Element>(inner.size()),
-                                    sums,
-                                    padded_rows,
-                                    p.accumulate || pc > 0,
-                                    /*is_last=*/inner.end == depth};
-      pack_b(p.b, inner, columns, panels_of_b);
-      multiply_block(block, c, next_block(p, inner, columns));
+      const Block<T, Element> block{a.block(inner),        p.b, inner, columns, panels_of_b, packs_b, sums, padded_rows,
+                                    p.accumulate || pc > 0};
+      const int64_t packed = packs_b ? columns.size() / kNR<S> * kNR<S> : 0;
+      if (packed < columns.size()) {
+        pack_b(p.b, inner, {columns.begin + packed, columns.end}, panels_of_b + packed * block.num_steps());
+      }
+      multiply_block(block, c, inner.end == depth, next_block(p, inner, columns));
     }
   }
 }
