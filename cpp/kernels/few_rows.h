@@ -25,7 +25,7 @@ constexpr int64_t kFewRowsDepth = 8;
 
 // How far ahead a row-major B is prefetched, in bytes; at least one block. A block of narrow rows is read in less time
 // than memory takes to answer.
-constexpr int64_t kFewRowsPrefetchBytes = 8 * 1024;
+constexpr int64_t kFewRowsPrefetchBytes = int64_t{8} * 1024;
 
 // Few rows of A, one after the other, in steps.
 template <class Element>
