@@ -53,6 +53,7 @@ QWEN3 = Shape(num_tokens=2048, hidden_size=2048, intermediate_size=768, num_expe
 TRAINING = {"A": A, "B": B, "small": B._replace(num_tokens=128)}
 DECODING = {"decode16": B._replace(num_tokens=16), "decode1": B._replace(num_tokens=1)}
 LOCAL = {"local": B._replace(num_tokens=8192)}
+MUON = {"muon": B._replace(num_tokens=8192, hidden_size=256)}
 ROUTE = {"route": B._replace(num_tokens=16384, num_experts=256)}
 ROWS = {str(hidden_size): RowsShape(16384, hidden_size) for hidden_size in (512, 1001, 2048, 4096, 7168)}
 PRODUCTS = {f"R256-{size}": ProductShape(256, size, size) for size in (768, 2048)}
@@ -76,6 +77,6 @@ FORWARD_ONLY = frozenset(DECODING | PUBLISHED_DECODING)
 
 def named(kind: type[AnyShape]) -> Mapping[str, AnyShape]:
     """Every shape of this kind that has a name."""
-    tables: list[Mapping[str, AnyShape]] = [TRAINING, DECODING, PUBLISHED, PUBLISHED_DECODING, LOCAL, ROUTE]
+    tables: list[Mapping[str, AnyShape]] = [TRAINING, DECODING, PUBLISHED, PUBLISHED_DECODING, LOCAL, MUON, ROUTE]
     tables += [ROWS, PRODUCTS]
     return {name: shape for table in tables for name, shape in table.items() if isinstance(shape, kind)}

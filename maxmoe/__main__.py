@@ -24,9 +24,9 @@ from maxmoe.models.published import PUBLISHED
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.planning.estimate import Optimizer, estimate
 from maxmoe.planning.explain import explain
-from maxmoe.planning.text_table import paragraph, terminal_width
 from maxmoe.sharding.mesh import Mesh, parse_mesh
 from maxmoe.sharding.rules import LogicalRules
+from maxmoe.text_table import paragraph, terminal_width
 
 SIZES = ("num_layers", "num_dense_layers", "num_heads", "num_key_value_heads", "vocab_size", "intermediate_size")
 CONVENTIONS = (

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import nn
 
 # Of parameters, by their path within the module: the logical name of each dim, None for a dim that is never sharded.
 LogicalNames: TypeAlias = Mapping[str, tuple[str | None, ...]]
+
+# How gate and up lie in one parameter, along the dim of their outputs: all of the gate first, or in turn.
+FusedGate: TypeAlias = Literal["concatenated", "interleaved"]
 
 # The logical names of the dims along the batch and along the sequence.
 TOKEN_DIMS = ("activation_batch", "activation_length")
@@ -66,6 +69,10 @@ class Declaration:
     Args:
         logical_names: of the parameters of the module and of its children, by their path within the module. Those of
             an outer module take precedence over those of an inner one.
+        input_dims: of parameters that are matrices, or stacks of matrices along their first dims: the logical name of
+            the dim that is multiplied with the input, one of the last two; the other one is that of the outputs. It is
+            known of `nn.Linear`. `maxmoe.optim.Muon` needs it.
+        fused_gates: of those in `input_dims` in which the matrices of gate and up are fused: how they lie.
         gather_unit: whether the parameters of the module and of its descendants, other gather units excepted, are
             gathered before the forward of the module and freed after it. Where it is False, each module gathers the
             parameters that it owns when it runs itself. A module that reads parameters of its children outside of
@@ -86,6 +93,8 @@ class Declaration:
     """
 
     logical_names: LogicalNames = field(default_factory=dict)
+    input_dims: Mapping[str, str] = field(default_factory=dict)
+    fused_gates: Mapping[str, FusedGate] = field(default_factory=dict)
     gather_unit: bool = False
     tensor_parallel_dims: Mapping[str, int] = field(default_factory=dict)
     added_to_output: tuple[str, ...] = ()
@@ -96,6 +105,19 @@ class Declaration:
     saved_tensors: SavedTensors | None = None
 
     def __post_init__(self) -> None:
+        for name, dim in self.input_dims.items():
+            names = self.logical_names.get(name, ())
+            if dim not in names[-2:] or len(names) < 2:
+                raise ValueError(
+                    f"input_dims must be one of the last two logical names of a parameter, got {name!r}: {dim!r} of "
+                    f"{tuple(names)}"
+                )
+        for name, layout in self.fused_gates.items():
+            if name not in self.input_dims or layout not in get_args(FusedGate):
+                raise ValueError(
+                    f"fused_gates must be 'concatenated' or 'interleaved', of parameters in input_dims, got {name!r}: "
+                    f"{layout!r}"
+                )
         for name, parts in self.tensor_parallel_dims.items():
             if parts < 1:
                 raise ValueError(f"tensor_parallel_dims must be positive, got {name!r}: {parts}")

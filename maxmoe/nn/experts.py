@@ -107,6 +107,7 @@ class Experts(nn.Module):
                 "up_bias": ("exp", "mlp_moe"),
                 "down_bias": ("exp", "embed_moe"),
             },
+            input_dims={"gate_proj": "embed_moe", "up_proj": "embed_moe", "down_proj": "mlp_moe"},
             tensor_parallel_dims={"mlp_moe": self.config.intermediate_size},
             added_to_output=("down_bias",),
             saved_tensors=self._saved_tensors,
@@ -210,6 +211,7 @@ class SharedExperts(nn.Module):
                 "down_proj": ("mlp", "embed"),
                 "output_gate": ("embed",),
             },
+            input_dims={"gate_proj": "embed", "up_proj": "embed", "down_proj": "mlp"},
             tensor_parallel_dims={"mlp": self.config.num_shared_experts * self.config.intermediate_size},
             saved_tensors=self._saved_tensors,
         )

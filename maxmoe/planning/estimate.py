@@ -8,16 +8,17 @@ from typing import Literal
 
 from torch import nn
 
+from maxmoe.optim.choice import choose
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.plan import ParameterPlan
 from maxmoe.planning.communication import Communication, activation_communication, parameter_communication
 from maxmoe.planning.dispatch_communication import dispatch_communication
 from maxmoe.planning.explain import quiet_plan
 from maxmoe.planning.saved_tensors import saved_tensors
-from maxmoe.planning.text_table import readable_bytes, terminal_width, text_table
 from maxmoe.planning.traffic import Traffic, traffic_of
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.rules import LogicalRules
+from maxmoe.text_table import readable_bytes, terminal_width, text_table
 
 Optimizer = Literal["adamw", "muon"]
 
@@ -60,8 +61,8 @@ def estimate(
     """Estimate what a parallelized module needs: memory, and the collectives of one forward and backward.
 
     Gradients and the state of the optimizer have the dtype of the parameters, as in `torch.optim`. AdamW keeps two
-    numbers per parameter. Muon keeps one for matrices and stacks of them, but for those of the vocabulary, which have
-    two like everything else; the gathers of its orthogonalisation are not counted.
+    numbers per parameter. Muon keeps one for the parameters that
+    `maxmoe.optim.parameter_groups` gives to it; the exchanges of its orthogonalisation are not counted.
 
     Every weight is gathered in the forward and again in the backward. An embedding that is not the output projection
     too is gathered in the forward only: it is counted twice all the same.
@@ -94,7 +95,9 @@ def estimate(
         raise ValueError(f"the parameters must have one dtype, got {', '.join(map(str, dtypes)) or 'none'}")
     (dtype,) = dtypes
     stored = [parameter.bytes(parameter.stored) for parameter in parameters]
-    states = [_num_states(parameter, optimizer) for parameter in parameters]
+    choices = choose(module, {}) if optimizer == "muon" else ()
+    matrices = {choice.name for choice in choices if choice.matrix is not None}
+    states = [1 if name in matrices else 2 for name in plan.parameters]
     activations = [
         (plan.recomputed_by(path), math.prod(tensor.shape) * (tensor.dtype or dtype).itemsize)
         for path, tensor in saved_tensors(plan, batch_size, sequence_length, num_chunks)
@@ -114,12 +117,6 @@ def estimate(
     communication += activation_communication(plan, batch_size, sequence_length)
     communication += (item for _, item in dispatch_communication(plan, batch_size, sequence_length, num_chunks))
     return Estimate(memory, traffic_of(communication, dtype))
-
-
-def _num_states(parameter: ParameterPlan, optimizer: Optimizer) -> int:
-    """Elements of optimizer state for each element of a parameter."""
-    names, shape = parameter.parameter.names or (), parameter.parameter.shape
-    return 1 if optimizer == "muon" and len(shape) > 1 and "vocab" not in names else 2
 
 
 def _largest(parts: Iterable[tuple[str | None, int]]) -> int:

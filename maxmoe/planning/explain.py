@@ -13,10 +13,10 @@ from maxmoe.parallel.parameter_sharding import ParameterSharding
 from maxmoe.parallel.plan import Plan
 from maxmoe.planning.explained_dispatch import ExplainedDispatch, dispatch_tables, explained_dispatch
 from maxmoe.planning.repeated_layers import grouped
-from maxmoe.planning.text_table import paragraph, readable_bytes, terminal_width, text_table
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.resolve import DroppedAxis
 from maxmoe.sharding.rules import LogicalRules
+from maxmoe.text_table import paragraph, readable_bytes, terminal_width, text_table
 
 # A replicated parameter is large if it takes at least this share of the bytes of a rank.
 LARGE_SHARE = 0.01

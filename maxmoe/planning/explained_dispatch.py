@@ -10,8 +10,8 @@ from maxmoe.parallel.plan import Plan
 from maxmoe.planning.communication import Communication
 from maxmoe.planning.dispatch_communication import dispatch_communication
 from maxmoe.planning.repeated_layers import grouped
-from maxmoe.planning.text_table import text_table
 from maxmoe.planning.traffic import Traffic, traffic_of
+from maxmoe.text_table import text_table
 
 
 @dataclass(frozen=True)

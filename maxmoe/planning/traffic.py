@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from maxmoe.planning.communication import Communication
-from maxmoe.planning.text_table import readable_bytes
+from maxmoe.text_table import readable_bytes
 
 
 class Traffic(NamedTuple):

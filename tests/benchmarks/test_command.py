@@ -10,13 +10,33 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from benchmarks import command, experts, layer, local, memory, peak, ragged, route, rows_per_expert, scaling, sizes
+from benchmarks import (
+    command,
+    experts,
+    layer,
+    local,
+    memory,
+    muon,
+    peak,
+    ragged,
+    route,
+    rows_per_expert,
+    scaling,
+    sizes,
+)
 from benchmarks.alternatives.maxmoe_experts import MaxmoeExperts
 from benchmarks.results import Case
 from benchmarks.timing import Runner
 
-COMMANDS = [experts.BENCHMARK, layer.BENCHMARK, memory.BENCHMARK, scaling.BENCHMARK]
-COMMANDS += [ragged.BENCHMARK, local.BENCHMARK, route.BENCHMARK, rows_per_expert.BENCHMARK, sizes.BENCHMARK]
+COMMANDS = [experts.BENCHMARK, layer.BENCHMARK, memory.BENCHMARK, muon.BENCHMARK, scaling.BENCHMARK]
+COMMANDS += [
+    muon.BENCHMARK,
+    ragged.BENCHMARK,
+    local.BENCHMARK,
+    route.BENCHMARK,
+    rows_per_expert.BENCHMARK,
+    sizes.BENCHMARK,
+]
 SHAPES = {"ragged": "40x33,16x8", "route": "16x64x32x16x2", "sizes": "16x64x32"}
 
 

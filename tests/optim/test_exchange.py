@@ -1,0 +1,210 @@
+"""Muon on a mesh: every preset on real ranks against one process, with the collectives counted."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from maxmoe.optim import Muon, parameter_groups
+from maxmoe.parallel import parallelize, parameter_shardings
+from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.sharding import LogicalRules, Mesh, NamedSharding
+from support.counted_collectives import CountedCollectives
+from support.parallel_decoder import BATCH, CONFIG, LENGTH, MOE, MeshRules, batch, decoder, layouts, loss, token_spec
+from support.parts import assert_same
+from support.run_ranks import run_ranks
+
+STEPS = 2
+
+
+def muon(model: nn.Module) -> Muon:
+    return Muon(parameter_groups(model), lr=0.02, ns_dtype=torch.float64)
+
+
+def train(model: nn.Module, optimizer: Muon, tokens: Tensor, targets: Tensor, steps: int = STEPS) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss(model(tokens), targets).backward()
+        optimizer.step()
+
+
+@cache
+def one_process() -> tuple[nn.Module, Muon]:
+    model = decoder()
+    optimizer = muon(model)
+    train(model, optimizer, *batch())
+    return model, optimizer
+
+
+def assert_as_in_one_process(model: nn.Module, optimizer: Muon, what: str) -> None:
+    expected, of_expected = one_process()
+    for name, parameter in expected.named_parameters():
+        actual: Any = model.get_parameter(name)
+        assert_same(actual.full_tensor(), parameter.detach(), f"{what}: {name}", tolerance=1e-9)
+        for key, value in of_expected.state[parameter].items():
+            state = optimizer.state[actual][key]
+            if key != "step":
+                assert state.placements == actual.placements
+                state = state.full_tensor()
+            assert_same(state, value, f"{what}: {key} of {name}", tolerance=1e-9)
+
+
+def parts(mesh: Mesh, rules: LogicalRules) -> Iterator[Tensor]:
+    part = NamedSharding(mesh, token_spec(mesh, rules)).slices((BATCH, LENGTH))
+    return (whole[part].clone() for whole in batch())
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_every_preset_is_one_process(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters and states after some steps; matrices that an axis shards are exchanged, and no others."""
+    one_process()
+    monkeypatch.setattr("maxmoe.optim.exchange.BUCKET_SIZE", 200)
+
+    def check() -> dict[str, tuple[int, int]]:
+        found = {}
+        for layout in layouts(world_size):
+            mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
+            model = parallelize(decoder(), mesh, rules)
+            optimizer = muon(model)
+            train(model, optimizer, *parts(mesh, rules))
+            assert_as_in_one_process(model, optimizer, str(layout))
+            with CountedCollectives(mesh) as counted:
+                optimizer.step()
+            assert {kind for kind, _ in counted.counts} <= {"all-to-all"}
+            times = sum(count for count, _ in counted.counts.values())
+            names = {parameter: name for name, parameter in model.named_parameters()}
+            exchanges = optimizer._exchanges or []
+            exchanged = {names[item.parameter] for exchange in exchanges for item in exchange.items}
+            shardings = parameter_shardings(decoder(), mesh, rules)
+            is_matrix = {choice.name for choice in parameter_groups(model).choices if choice.matrix is not None}
+            assert exchanged == {name for name in is_matrix if any(shardings[name].sharding.spec[-2:])}, layout
+            found[str(layout)] = times, sum(exchange.num_collectives for exchange in exchanges)
+        return found
+
+    (found, *others) = run_ranks(check, world_size)
+    assert all(other == found for other in others)
+    assert all(times == planned for times, planned in found.values()), found
+    assert max(times for times, _ in found.values()) > 2
+
+
+def test_whole_experts_need_no_collective() -> None:
+    """A layer whose other matrices are replicated, under shard-exp-on-fsdp and over the axis of experts."""
+
+    def check() -> None:
+        for rules, sizes in (("shard-exp-on-fsdp", {"fsdp": 2}), ("ep-as-dp", {"expert": 2})):
+            mesh = Mesh(sizes)
+            model = parallelize(decoder().blocks[1].feed_forward.routed_experts, mesh, rules, allow_unused=True)
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer = muon(model)
+            with CountedCollectives(mesh) as counted:
+                optimizer.step()
+            assert not counted.counts and not optimizer._exchanges
+            assert all(len(parameter.to_local()) == 4 for parameter in model.parameters())  # type: ignore[operator]
+
+    run_ranks(check, 2)
+
+
+# Shapes, the group of each and the placements on a mesh of 2 x 3 ranks: dims that do not divide, ranks without a part,
+# fused gates that are sharded, strided shards, whole matrices of which a rank has none.
+CASES: list[tuple[tuple[int, ...], dict[str, Any], list[Any]]] = [
+    ((7, 5), {}, [Shard(0), Shard(1)]),
+    ((2, 9), {}, [Replicate(), Shard(0)]),
+    ((2, 1), {}, [Shard(0), Shard(0)]),
+    ((5, 4, 7), {"input_dim": -2}, [Shard(0), Shard(2)]),
+    ((5, 4, 7), {"input_dim": -1}, [Shard(1), Shard(2)]),
+    ((1, 4, 7), {"input_dim": -1}, [Shard(0), Shard(0)]),
+    ((3, 4, 10), {"input_dim": -2, "fused_gate": "concatenated"}, [Shard(1), Shard(2)]),
+    ((3, 4, 10), {"input_dim": -2, "fused_gate": "interleaved"}, [Shard(0), Shard(2)]),
+    ((2, 3, 10, 3), {"input_dim": -1, "fused_gate": "interleaved"}, [Shard(2), Shard(2)]),
+    ((2, 3, 4, 5), {"input_dim": -1}, [Shard(1), Shard(3)]),
+]
+
+
+def test_any_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a frozen parameter and one without a gradient."""
+    monkeypatch.setattr("maxmoe.optim.exchange.BUCKET_SIZE", 20)
+
+    def whole(shape: tuple[int, ...], seed: int) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+    def check() -> None:
+        mesh = Mesh({"fsdp": 2, "expert": 3}).device_mesh
+        plain = [nn.Parameter(whole(shape, seed)) for seed, (shape, _, _) in enumerate(CASES)]
+        sharded = [
+            nn.Parameter(distribute_tensor(parameter.detach().clone(), mesh, placements))
+            for parameter, (_, _, placements) in zip(plain, CASES, strict=True)
+        ]
+        groups = [{"params": [each], **group} for each, (_, group, _) in zip(plain, CASES, strict=True)]
+        one = Muon(groups, lr=0.1, ns_dtype=torch.float64)
+        unused, frozen = (
+            nn.Parameter(distribute_tensor(whole((6, 6), 50), mesh, [Shard(0), Shard(1)]), requires_grad=trained)
+            for trained in (True, False)
+        )
+        groups = [{"params": [each], **group} for each, (_, group, _) in zip(sharded, CASES, strict=True)]
+        many = Muon([*groups, {"params": [unused, frozen]}], lr=0.1, ns_dtype=torch.float64)
+        for step in range(2):
+            for number, (parameter, part) in enumerate(zip(plain, sharded, strict=True)):
+                parameter.grad = whole(parameter.shape, 100 * step + number)
+                part.grad = distribute_tensor(parameter.grad.clone(), mesh, part.placements)
+                if number == 4 and step == 1:  # in another sharding than the parameter
+                    part.grad = part.grad.redistribute(placements=[Replicate(), Shard(0)])
+            one.step()
+            many.step()
+        for (shape, group, _), parameter, part in zip(CASES, plain, sharded, strict=True):
+            assert_same(part.full_tensor(), parameter.detach(), f"{shape} {group}", tolerance=1e-10)
+        assert unused.full_tensor().equal(whole((6, 6), 50)) and frozen.full_tensor().equal(whole((6, 6), 50))
+        assert frozen not in many.state and isinstance(many.state[unused]["momentum_buffer"], DTensor)
+
+    run_ranks(check, 6)
+
+
+STRATEGIES: list[tuple[MeshRules, Dispatch]] = [
+    (MeshRules("pure-fsdp", {"fsdp": 2}), "gather_weights"),
+    (MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 2}), "ragged_all_to_all"),
+    (MeshRules("ep-as-dp", {"expert": 2}), "ring_of_experts"),
+]
+
+
+def test_training_goes_on_on_another_mesh(tmp_path: Path) -> None:
+    """One step each on what the one before has saved: together the steps of one process. AdamW cannot go on."""
+    config = replace(CONFIG, num_layers=1, num_dense_layers=0, moe=replace(MOE, expert_bias=False))
+    whole = decoder(config)
+    train(whole, muon(whole), *batch(), steps=len(STRATEGIES))
+
+    def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+    def check(number: int) -> None:
+        layout, dispatch = STRATEGIES[number]
+        mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
+        model = parallelize(decoder(config), mesh, rules, dispatch=dispatch)
+        optimizer = muon(model)
+        if number:
+            state = state_of(model, optimizer)
+            dcp.load(state, checkpoint_id=tmp_path / str(number - 1))
+            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        train(model, optimizer, *parts(mesh, rules), steps=1)
+        dcp.save(state_of(model, optimizer), checkpoint_id=tmp_path / str(number))
+        if number < len(STRATEGIES) - 1:
+            return
+        for name, parameter in whole.named_parameters():
+            actual: Any = model.get_parameter(name)
+            assert_same(actual.full_tensor(), parameter.detach(), name, tolerance=1e-9)
+        adamw = torch.optim.AdamW(model.parameters())
+        with pytest.raises(dcp.api.CheckpointException, match=r"Missing key .* optimizer.param_groups.0.amsgrad"):
+            dcp.load(state_of(model, adamw), checkpoint_id=tmp_path / str(number))
+        dcp.save(state_of(model, adamw), checkpoint_id=tmp_path / "adamw")
+        with pytest.raises(dcp.api.CheckpointException, match=r"Missing key .* optimizer.param_groups.*algorithm"):
+            dcp.load(state_of(model, muon(model)), checkpoint_id=tmp_path / "adamw")
+
+    for number, (layout, _) in enumerate(STRATEGIES):
+        run_ranks(check, layout.world_size, number)

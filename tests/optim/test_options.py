@@ -1,0 +1,125 @@
+"""What Muon refuses: groups, parameters, gradients and state dicts, each with a name and both values."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from maxmoe.optim import Muon, parameter_groups
+from support.moe_layers import make
+
+
+def matrix(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape or (4, 3)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"momentun": 0.9}, "a group of muon has no option 'momentun'; the nearest are 'momentum'"),
+        ({"betas": (0.9, 0.9)}, "a group of muon has no option 'betas'"),
+        ({"algorithm": "adamw", "momentum": 0.9}, "a group of adamw has no option 'momentum'"),
+        ({"algorithm": "adam"}, r"algorithm must be one of \['adamw', 'muon'\], got 'adam'"),
+        ({"algorithm": "adamw", "betas": (0.9, 1.0)}, r"betas must be two numbers from 0 to below 1, got \(0.9, 1.0\)"),
+        ({"lr": -1.0}, "lr must be at least 0, got -1.0"),
+        ({"lr": torch.ones(2)}, r"lr must have one element, got \(2,\)"),
+        ({"momentum": -0.1}, "momentum must be at least 0, got -0.1"),
+        ({"weight_decay": -0.1}, "weight_decay must be at least 0, got -0.1"),
+        ({"eps": float("nan")}, "eps must be at least 0, got nan"),
+        ({"adjust_lr_fn": "spectral"}, r"adjust_lr_fn must be one of \(None, 'original', .*got 'spectral'"),
+        ({"ns_dtype": torch.float16}, "ns_dtype must be one of .*got torch.float16"),
+        ({"input_dim": 1}, r"input_dim must be one of \(-1, -2\), got 1"),
+        ({"fused_gate": "stacked"}, "fused_gate must be one of .*got 'stacked'"),
+        ({"fused_gate": "interleaved", "input_dim": -2}, r"w must have an even number of outputs .* shape \(4, 3\)"),
+        ({"ns_steps": 100}, "ns_steps must be an int from 0 to 99, got 100"),
+    ],
+)
+def test_options_of_a_group(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Muon([{"params": [("w", matrix())], **options}])
+
+
+@pytest.mark.parametrize(
+    ("parameter", "message"),
+    [
+        (matrix(2, 4, 3), r"w must be a matrix, got the shape \(2, 4, 3\); stacks of matrices need input_dim"),
+        (matrix(4), r"w must be a matrix, got the shape \(4,\)"),
+        (nn.Parameter(torch.randn(2, 2, dtype=torch.complex64)), "w must be floating and real, got torch.complex64"),
+    ],
+)
+def test_parameters_that_are_no_matrices(parameter: nn.Parameter, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Muon([("w", parameter)])
+
+
+def test_no_matrices_at_all() -> None:
+    with pytest.raises(ValueError, match=r"Muon got no matrices, only parameters for AdamW: 0\.weight, 1\.weight"):
+        Muon(parameter_groups(nn.Sequential(nn.Embedding(3, 4), nn.RMSNorm(4))))
+
+
+def test_sparse_gradients() -> None:
+    parameter = matrix()
+    parameter.grad = torch.zeros(4, 3).to_sparse()
+    with pytest.raises(ValueError, match="gradients must be dense"):
+        Muon([parameter]).step()
+
+
+def stepped(model: nn.Module) -> Muon:
+    optimizer = Muon(parameter_groups(model))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def test_state_dicts_go_round(tmp_path: Any) -> None:
+    """Through a file that is read without pickle: the next step has the same bits."""
+    one, other = make(num_shared_experts=1), make(num_shared_experts=1)
+    optimizer = stepped(one)
+    other.load_state_dict(one.state_dict())
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    loaded = Muon(parameter_groups(other), lr=7.0)
+    loaded.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    for name, parameter in other.named_parameters():
+        parameter.grad = one.get_parameter(name).grad
+    optimizer.step()
+    loaded.step()
+    for name, parameter in other.named_parameters():
+        assert parameter.equal(one.get_parameter(name)), name
+    copied = copy.deepcopy(optimizer)
+    assert copied.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+    copied.add_param_group({"params": [("extra", matrix())]})
+    copied.step()
+
+
+def test_state_dicts_of_others() -> None:
+    layer = make(num_shared_experts=1)
+    optimizer = stepped(layer)
+    before = copy.deepcopy(optimizer.state_dict())
+
+    def refused(state_dict: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(state_dict)
+        assert str(optimizer.state_dict()) == str(before)
+
+    adamw = torch.optim.AdamW(layer.parameters())
+    adamw.step()
+    refused(adamw.state_dict(), r"must be of maxmoe.optim.Muon, got .*'betas'.* load the model")
+    with pytest.raises(ValueError, match="parameter groups"):
+        adamw.load_state_dict(optimizer.state_dict())
+    refused(stepped(make()).state_dict(), "the state dict has no parameter shared_experts.gate_proj; the nearest are")
+    refused(
+        stepped(make(num_shared_experts=1, router_bias=True)).state_dict(),
+        "the optimizer has no parameter router.bias; the nearest are",
+    )
+    refused(
+        stepped(make(num_shared_experts=1, num_experts=4)).state_dict(),
+        r"momentum_buffer of the parameter experts.gate_proj must have its shape \(6, 7, 5\), got \(4, 7, 5\)|"
+        r"exp_avg of the parameter router.weight must have its shape \(6, 7\), got \(4, 7\)",
+    )
+    swapped = copy.deepcopy(before)
+    number = swapped["param_groups"][0]["params"][0]
+    swapped["state"][number] = {"momentum": torch.zeros(1)}
+    refused(swapped, r"for adamw, whose state is \['exp_avg', 'exp_avg_sq', 'step'\], got \['momentum'\]")

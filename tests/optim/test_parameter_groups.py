@@ -1,0 +1,168 @@
+"""Which optimizer a parameter gets: by logical names, by the usual rule, by overrides; and what cannot be known."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from maxmoe.nn import Declaration
+from maxmoe.optim import Matrix, Muon, ParameterGroups, parameter_groups
+from support.moe_layers import EVERYTHING, make
+from support.small_decoder import make as make_decoder
+
+
+def matrices_of(groups: ParameterGroups) -> dict[str, Matrix]:
+    return {choice.name: choice.matrix for choice in groups.choices if choice.matrix is not None}
+
+
+def test_matrices_of_the_blocks_of_a_decoder() -> None:
+    model = make_decoder(num_layers=2)
+    expected = {}
+    for name, parameter in model.named_parameters():
+        of_linear = name.endswith("proj.weight")
+        if of_linear or ("experts." in name and name.endswith("_proj")):
+            expected[name] = Matrix(-1 if of_linear else -2)
+        elif parameter.dim() > 1:
+            assert name.endswith(("embedding.weight", "output.weight", "router.weight"))
+    assert len(expected) == 4 + 3 + 4 + 3 + 3
+    assert matrices_of(parameter_groups(model)) == expected
+
+
+def test_groups_hold_every_parameter_once() -> None:
+    model = make(**EVERYTHING)
+    optimizer = Muon(parameter_groups(model, adamw={"lr": 0.5}))
+    held = {name: group for group in optimizer.param_groups for name in group["param_names"]}
+    assert held.keys() == dict(model.named_parameters()).keys()
+    vectors = {name for name, group in held.items() if group["algorithm"] == "adamw" and group["weight_decay"] == 0}
+    assert vectors == {name for name in held if name.endswith(("bias", "output_gate"))}
+    assert {group["lr"] for group in held.values() if group["algorithm"] == "adamw"} == {0.5}
+
+
+def test_choices_are_printed_with_their_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    model = make(num_shared_experts=1)
+    model.shared_experts.down_proj.requires_grad_(False)
+    table = str(parameter_groups(model, {"router.*": Matrix()}))
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in table.splitlines()[2:]}
+    assert rows["experts.up_proj"] == "6 x 7 x 5 muon [in, out] names exp, embed_moe, mlp_moe"
+    assert rows["router.weight"] == "6 x 7 muon [out, in] overrides"
+    assert rows["shared_experts.down_proj"] == "none frozen"
+
+
+class NoNames(nn.Module):
+    """An embedding, a block with experts as those of transformers, and a head."""
+
+    def __init__(self, **experts: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+        block = nn.Module()
+        block.linear = nn.Linear(4, 6)
+        block.gate = nn.Module()
+        block.gate.weight = nn.Parameter(torch.randn(3, 4))
+        block.experts = nn.Module()
+        block.experts.gate_up_proj = nn.Parameter(torch.randn(3, 4, 10))
+        block.experts.down_proj = nn.Parameter(torch.randn(3, 5, 4))
+        block.experts.gate_up_proj_bias = nn.Parameter(torch.randn(3, 10))
+        for name, value in experts.items():
+            setattr(block.experts, name, value)
+        self.blocks = nn.ModuleList([block])
+        self.head = nn.Linear(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("experts", "input_dim", "fused"),
+    [
+        ({"is_transposed": True, "is_concatenated": True, "has_gate": True}, -2, "concatenated"),
+        ({"is_transposed": True, "is_concatenated": False, "has_gate": True}, -2, "interleaved"),
+        ({"is_transposed": False, "is_concatenated": True, "has_gate": False}, -1, None),
+    ],
+)
+def test_the_usual_rule(experts: dict[str, bool], input_dim: int, fused: Any) -> None:
+    groups = parameter_groups(NoNames(**experts))
+    assert matrices_of(groups) == {
+        "blocks.0.linear.weight": Matrix(),
+        "blocks.0.experts.gate_up_proj": Matrix(input_dim, fused),
+        "blocks.0.experts.down_proj": Matrix(input_dim),
+    }
+    assert all(choice.reason.startswith("no names") for choice in groups.choices)
+
+
+def test_a_model_without_blocks_is_one_block() -> None:
+    assert matrices_of(parameter_groups(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))).keys() == {
+        "0.weight",
+        "1.weight",
+    }
+
+
+def test_tied_weights_are_embeddings() -> None:
+    model = nn.Module()
+    model.linear, model.hidden, model.embedding = nn.Linear(4, 8), nn.Linear(4, 4), nn.Embedding(8, 4)
+    model.linear.weight = model.embedding.weight
+    assert matrices_of(parameter_groups(model)).keys() == {"hidden.weight"}
+
+
+class Declared(nn.Module):
+    """Fused gate and up [in, out] with names that say so."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__()
+        self.gate_up, self.fields = nn.Parameter(torch.randn(3, 4, 10)), fields
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    @property
+    def declaration(self) -> Declaration:
+        return Declaration(logical_names={"gate_up": ("exp", "embed_moe", "mlp_moe")}, **self.fields)
+
+
+def test_declared_matrices() -> None:
+    module = Declared(input_dims={"gate_up": "embed_moe"}, fused_gates={"gate_up": "interleaved"})
+    assert matrices_of(parameter_groups(module)) == {"gate_up": Matrix(-2, "interleaved")}
+    assert matrices_of(parameter_groups(Declared(input_dims={"gate_up": "mlp_moe"}))) == {"gate_up": Matrix(-1)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"input_dims": {"gate_up": "exp"}}, "one of the last two logical names of a parameter, got 'gate_up': 'exp'"),
+        ({"input_dims": {"gate": "embed_moe"}}, r"got 'gate': 'embed_moe' of \(\)"),
+        ({"fused_gates": {"gate_up": "interleaved"}}, "of parameters in input_dims, got 'gate_up': 'interleaved'"),
+    ],
+)
+def test_bad_declarations(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parameter_groups(Declared(**fields))
+
+
+def test_more_dims_than_names_explain() -> None:
+    """One error for all of them, and how to choose."""
+    model = nn.ModuleDict({"named": Declared(), "conv": nn.Conv1d(2, 3, 5), "linear": nn.Linear(2, 2)})
+    message = (
+        r"not known which dims are inputs and outputs of named.gate_up of shape \(3, 4, 10\) with the logical names "
+        r"\('exp', 'embed_moe', 'mlp_moe'\); conv.weight of shape \(3, 2, 5\) with no logical names. .*"
+        r"overrides=\{'named.gate_up': ...\}: maxmoe.optim.Matrix\(input_dim=-1\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        parameter_groups(model)
+    groups = parameter_groups(model, {"named.gate_up": Matrix(-2, "concatenated"), "conv.*": "adamw"})
+    assert matrices_of(groups) == {"named.gate_up": Matrix(-2, "concatenated"), "linear.weight": Matrix()}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"experts.up_pro": "adamw"}, "'experts.up_pro', which is no parameter that is trained; the nearest are 'exp"),
+        ({"*.up_proj": "sgd"}, r"must be 'adamw' or maxmoe.optim.Matrix .* got '\*.up_proj': 'sgd'"),
+        ({"*.up_proj": Matrix(0)}, "with input_dim -1 or -2"),
+        ({"router.bias": Matrix()}, r"router.bias of shape \(6,\), which are no matrices \[out, in\]"),
+        (
+            {"experts.up_proj": Matrix(-2, "interleaved")},
+            "experts.up_proj of shape .* which are no matrices",
+        ),
+    ],
+)
+def test_bad_overrides(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parameter_groups(make(router_bias=True), overrides)
