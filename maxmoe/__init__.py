@@ -17,6 +17,7 @@ from maxmoe.nn import (
     record_routing,
     replay_routing,
     set_aux_loss_scale,
+    set_recompute,
 )
 from maxmoe.ops._memory import empty_cache
 
@@ -43,6 +44,7 @@ __all__ = [
     "record_routing",
     "replay_routing",
     "set_aux_loss_scale",
+    "set_recompute",
 ]
 
 

@@ -32,8 +32,8 @@ SIZES = ("num_layers", "num_dense_layers", "num_heads", "num_key_value_heads", "
 CONVENTIONS = (
     "Memory is that at the beginning of the backward. Parameters, gradients and optimizer state are {dtype}. Gathered "
     "parameters are those of the largest module and of the model itself. Activations are the tensors that autograd "
-    "saves on the CPU. Work space is left out, and so are the all-reduces of losses and statistics and those of the "
-    "optimizer.",
+    "keeps on the CPU; recomputed ones are those of the module that has most. Work space is left out, and so are the "
+    "all-reduces of losses and statistics and those of the optimizer.",
     "Bytes on a ring of n ranks: (n - 1) / n of the whole tensor for all-gather and reduce-scatter, twice that for "
     "all-reduce; rings of several axes one after the other. (n - 1) / n of all rows of a rank for all-to-all, if every "
     "expert gets as many of them. Axes with a comma in between are one ring.",
@@ -72,7 +72,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--num-chunks", type=positive, default=1, help="parts of the tokens, one communicated while another is computed"
     )
-    add("--recompute", action="store_true", help="recompute each block in the backward (checkpoint_blocks)")
+    add("--recompute", default="", help="parts to compute again in the backward, as experts,attention")
     for size in SIZES:
         add(f"--{size.replace('_', '-')}", type=positive, help="another than the published one")
     return parser.parse_args(arguments)
@@ -114,7 +114,8 @@ def plan(options: argparse.Namespace) -> str:
         raise ValueError(f"there is no model {options.preset!r}, only {', '.join(PUBLISHED)}")
     changes = {size: getattr(options, size) for size in SIZES if getattr(options, size) is not None}
     published = replace(PUBLISHED[options.preset], **changes)
-    config = published.config(max_sequence_length=options.sequence_length, checkpoint_blocks=options.recompute)
+    recompute = tuple(name.strip() for name in options.recompute.split(",") if name.strip())
+    config = published.config(max_sequence_length=options.sequence_length, recompute=recompute)
     model = Decoder(config, device="meta", dtype=getattr(torch, options.dtype))
     optimizer: Optimizer = options.optimizer
     step: dict[str, Any] = {
@@ -133,7 +134,7 @@ def plan(options: argparse.Namespace) -> str:
         f"{published.name}: a Decoder of {config.num_layers} layers{dense}, embedding and output projection."
         f"{difference}{changed}",
         f"{mesh.num_ranks} ranks: {options.mesh}. Rules: {options.rules}. A step: {options.batch_size} sequences of "
-        f"{options.sequence_length} tokens.",
+        f"{options.sequence_length} tokens.{f' Recomputed: {options.recompute}.' if recompute else ''}",
     )
     width = terminal_width()
     opening = "\n".join(paragraph(line, width=width) for line in head)

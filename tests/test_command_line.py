@@ -68,7 +68,7 @@ def test_other_rules_optimizer_and_recomputation(capsys: pytest.CaptureFixture[s
         "8",
     )
     memory = {}
-    for options in ((), ("--recompute", "--optimizer", "muon"), ("--dtype", "float32")):
+    for options in ((), ("--recompute", "blocks", "--optimizer", "muon"), ("--dtype", "float32")):
         assert run(*base, *options) == (0, "")
         text = capsys.readouterr().out
         memory[options] = [line.rsplit(maxsplit=2)[1] for line in text.splitlines() if line.startswith("activations")]

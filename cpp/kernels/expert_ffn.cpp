@@ -66,6 +66,7 @@ void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile, int64_t next_gro
   const ExpertWeights<T>& experts = a.experts;
   const int64_t height = tile.end - tile.begin;
   const int64_t width = intermediate_size(experts);
+  const bool ends_with_preactivations = a.out.data == nullptr;
 
   const GemmOperand<T> tokens = tokens_of(a.x, a.routed, tile.begin, tile.end);
   const MatrixView<T> activated{scratch<T>(1, height * width), height, width, width};
@@ -80,6 +81,7 @@ void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile, int64_t next_gro
   const int64_t gate_width = experts.gate.first.columns;
   const ConstMatrixView<T> up = experts.up[tile.group];
   const ConstMatrixView<T> down = experts.down[tile.group];
+  const ConstMatrixView<T> of_next_tile = experts.gate.empty() ? experts.up[next_group] : experts.gate[next_group];
   Product<T> products[2];
   int64_t count = 0;
   if (a.kind.gate == GateLayout::separate) {
@@ -87,13 +89,13 @@ void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile, int64_t next_gro
                                           gate_columns(preactivations, gate_width), up);
   }
   products[count++] =
-      product_with_bias(up, bias_row(experts.up_bias, tile.group), up_columns(preactivations, gate_width), down);
+      product_with_bias(up, bias_row(experts.up_bias, tile.group), up_columns(preactivations, gate_width),
+                        ends_with_preactivations ? of_next_tile : down);
   a.gemm->multiply(tokens, products, count);
+  if (ends_with_preactivations) return;
   activate_rows(a.kind, preactivations, activated);
-  a.gemm->multiply(
-      activated.as_const(),
-      product_with_bias(down, bias_row(experts.down_bias, tile.group), a.rows.row_range(tile.begin, tile.end),
-                        experts.gate.empty() ? experts.up[next_group] : experts.gate[next_group]));
+  a.gemm->multiply(activated.as_const(), product_with_bias(down, bias_row(experts.down_bias, tile.group),
+                                                           a.rows.row_range(tile.begin, tile.end), of_next_tile));
 }
 
 // For one row: Z becomes dZ, A becomes weight * A; returns <dA, A>.
@@ -251,8 +253,10 @@ void expert_ffn(const ExpertFfn<T>& a, const Executor& executor) {
   const int64_t width = intermediate_size(a.experts);
   const int64_t multiply_adds = a.x.columns * (preactivation_width(a.experts) + width);
   const int64_t depth = a.x.columns < width ? width : a.x.columns;
-  run_tiles(a, a.rows.rows, depth, multiply_adds, executor,
+  const int64_t num_rows = a.out.data == nullptr ? a.preactivations.rows : a.rows.rows;
+  run_tiles(a, num_rows, depth, multiply_adds, executor,
             [&](const GroupTile& tile, int64_t next_group) { forward_tile(a, tile, next_group); });
+  if (a.out.data == nullptr) return;
   ragged_unsort(RaggedUnsort<T>{a.rows.as_const(), a.routed.row_of_slot, a.routed.top_k, a.weights, a.out}, executor);
 }
 

@@ -39,7 +39,7 @@ struct ExpertFfn {
   const Gemm<T>* gemm;
   MatrixView<T> preactivations;  // Z [R, 2F] ([R, F] when not gated), or empty: not wanted
   MatrixView<T> rows;            // y [R, D], work space
-  MatrixView<T> out;             // [T, D]
+  MatrixView<T> out;             // [T, D]; empty, as rows: nothing but Z is wanted, the same bits of it
 };
 
 // Backward, with dO the gradient of out: three kernels, so that the caller can free in between what the next one needs

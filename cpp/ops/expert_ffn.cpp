@@ -1,7 +1,9 @@
 // Three operators: expert_ffn, which people call; expert_ffn_forward, which also returns what backward needs; and
-// expert_ffn_backward, which overwrites the preactivations with their gradient.
+// expert_ffn_backward, which overwrites the preactivations with their gradient. With `recompute` these are kept
+// nowhere: expert_ffn_forward returns none, and expert_ffn_backward computes them itself.
 #include "ops/expert_ffn.h"
 
+#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include "ops/backend.h"
@@ -17,7 +19,7 @@ constexpr const char* kBackward = "expert_ffn_backward";
 const std::string kSchema =
     "Tensor x, Tensor? weights, Tensor slots, Tensor rows, Tensor group_sizes, int top_k, Tensor? gate, Tensor up, "
     "Tensor down, *, Tensor? gate_bias=None, Tensor? up_bias=None, Tensor? down_bias=None, str activation=\"silu\", "
-    "float? limit=None, str? fused_gate=None";
+    "float? limit=None, str? fused_gate=None, bool recompute=False";
 
 // The arguments of the schema, after those of one operator alone.
 template <class Return, class... Before>
@@ -25,7 +27,7 @@ using Signature = Return(Before..., const Tensor& x, const OptionalTensor& weigh
                          const Tensor& rows, const Tensor& group_sizes, int64_t top_k, const OptionalTensor& gate,
                          const Tensor& up, const Tensor& down, const OptionalTensor& gate_bias,
                          const OptionalTensor& up_bias, const OptionalTensor& down_bias, std::string_view activation,
-                         std::optional<double> limit, std::optional<std::string_view> fused_gate);
+                         std::optional<double> limit, std::optional<std::string_view> fused_gate, bool recompute);
 using GradientTuple = decltype(std::tuple_cat(std::declval<Gradients>().in_order()));
 
 constexpr Operator<"expert_ffn", Signature<Tensor>> expert_ffn;
@@ -96,7 +98,8 @@ void check_backward(const Tensor& grad_out, const Tensor& preactivations, const 
   Argument(kBackward, "grad_out", grad_out).has_dims(2, "[T, D]").has_dtype_of("x", a.x);
   Argument(kBackward, "grad_out", grad_out).has_size(0, a.x.size(0), "T of x").has_size(1, a.x.size(1), "D of x");
   Argument(kBackward, "preactivations", preactivations).has_dims(2, "[R, 2F] or [R, F]").has_dtype_of("x", a.x);
-  Argument(kBackward, "preactivations", preactivations).has_size(0, a.slots.size(0), "R of slots");
+  Argument(kBackward, "preactivations", preactivations)
+      .has_size(0, a.num_kept_rows(), a.recompute ? "recompute" : "R of slots");
   Argument(kBackward, "preactivations", preactivations).has_size(1, a.preactivation_width(), "width of gate and up");
   const auto is_given = [](const char* name, bool is_wanted, const OptionalTensor& argument) {
     MAXMOE_CHECK(!is_wanted || argument.has_value(), kBackward, "output_mask must be False for ", name,
@@ -120,7 +123,9 @@ template <class... Arguments>
 Outputs expert_ffn_forward_backend(Arguments... arguments) {
   const ExpertFfnArguments a{arguments...};
   check(kOp, a);
-  return uses_kernels(a.x) ? expert_ffn_kernel(a, true) : expert_ffn_aten(a);
+  if (uses_kernels(a.x)) return expert_ffn_kernel(a, !a.recompute);
+  const auto [out, preactivations] = expert_ffn_aten(a);
+  return {out, a.recompute ? at::empty({0, preactivations.size(1)}, preactivations.options()) : preactivations};
 }
 
 template <class... Arguments>
@@ -217,6 +222,7 @@ void ExpertFfnArguments::save(AutogradContext* ctx, const Tensor& preactivations
   ctx->saved_data["top_k"] = top_k;
   ctx->saved_data["activation"] = std::string(activation);
   ctx->saved_data["limit"] = limit;
+  ctx->saved_data["recompute"] = recompute;
   ctx->saved_data["fused_gate"] = fused_gate.has_value() ? c10::IValue(std::string(*fused_gate)) : c10::IValue();
 }
 
@@ -233,6 +239,7 @@ std::pair<ExpertFfnArguments, Tensor> ExpertFfnArguments::load(AutogradContext* 
   a.top_k = ctx->saved_data["top_k"].toInt();
   a.activation = ctx->saved_data["activation"].toStringRef();
   a.limit = ctx->saved_data["limit"].toOptional<double>();
+  a.recompute = ctx->saved_data["recompute"].toBool();
   a.fused_gate = ctx->saved_data["fused_gate"].toOptional<std::string_view>();
   return {a, preactivations};
 }

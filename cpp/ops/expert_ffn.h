@@ -30,11 +30,14 @@ struct ExpertFfnArguments {
   std::string_view activation;  // the caller's, or that of the context that they were loaded from
   std::optional<double> limit;
   std::optional<std::string_view> fused_gate;
+  bool recompute;
 
   GateLayout gate_layout() const;
   ActivationKind kind() const;
   int64_t intermediate_size() const { return fused_gate.has_value() ? up.size(2) / 2 : up.size(2); }
   int64_t preactivation_width() const { return gate.has_value() ? 2 * up.size(2) : up.size(2); }
+  // Rows of the preactivations that are kept from the forward to the backward.
+  int64_t num_kept_rows() const { return recompute ? 0 : slots.size(0); }
 
   // Calls visit(tensor) for every one, in the order of the schema.
   template <class Self, class Visit>
@@ -61,7 +64,7 @@ struct ExpertFfnArguments {
 template <class Op, class... Before>
 auto call(const Op& op, const ExpertFfnArguments& a, const Before&... before) {
   return op(before..., a.x, a.weights, a.slots, a.rows, a.group_sizes, a.top_k, a.gate, a.up, a.down, a.gate_bias,
-            a.up_bias, a.down_bias, a.activation, a.limit, a.fused_gate);
+            a.up_bias, a.down_bias, a.activation, a.limit, a.fused_gate, a.recompute);
 }
 
 // One value for each argument that may have a gradient.
@@ -78,7 +81,7 @@ struct PerInput {
 using Gradients = PerInput<Tensor>;
 using Wanted = PerInput<bool>;
 
-// The output, and the preactivations that backward needs: [R, 2F], or empty where they are not kept.
+// The output, and the preactivations that backward needs: [R, 2F], or [0, 2F] where they are not kept.
 using Outputs = std::tuple<Tensor, Tensor>;
 
 Outputs expert_ffn_kernel(const ExpertFfnArguments& a, bool keeps_preactivations);

@@ -40,7 +40,8 @@ Gradients expert_ffn_backward_aten(const Tensor& grad_out, const Tensor& preacti
   const int64_t num_groups = a.group_sizes.size(0);
   const Tensor none = at::empty({0}, a.x.options());
   const Tensor ones = at::ones({a.slots.size(0), 1}, a.x.options());
-  const auto [gate, up] = gate_and_up(a.gate_layout(), preactivations.to(type));
+  const Tensor z = a.recompute ? preactivations_aten(a) : preactivations;
+  const auto [gate, up] = gate_and_up(a.gate_layout(), z.to(type));
   const ActivatedTensors act = activate(a.kind(), gate, up);
   const Tensor scale =
       a.weights.has_value() ? a.weights->reshape(-1).index_select(0, a.slots).to(type).unsqueeze(1) : ones.to(type);
@@ -91,7 +92,9 @@ Gradients expert_ffn_backward_aten(const Tensor& grad_out, const Tensor& preacti
 }
 
 Gradients expert_ffn_backward_composed(const Tensor& grad_out, const Wanted& wanted, const ExpertFfnArguments& a) {
-  return expert_ffn_backward_aten(grad_out, preactivations_aten(a), wanted, a);
+  ExpertFfnArguments again = a;
+  again.recompute = true;
+  return expert_ffn_backward_aten(grad_out, Tensor(), wanted, again);
 }
 
 }  // namespace maxmoe::ops

@@ -67,6 +67,21 @@ MatrixStack<T> stack_if(bool is_wanted, const Tensor& out) {
   return is_wanted ? stack<T>(out) : MatrixStack<T>{};
 }
 
+// The preactivations once more, to the same bits.
+template <class T>
+Tensor recomputed_preactivations(const ExpertFfnArguments& a) {
+  const Tensor preactivations = empty({a.slots.size(0), a.preactivation_width()}, a.x.options());
+  ExpertFfn<T> arguments{};
+  arguments.x = const_view<T>(a.x);
+  arguments.routed = routed_rows(a);
+  arguments.experts = expert_weights<T>(a);
+  arguments.kind = a.kind();
+  arguments.gemm = &best_gemm<T>();
+  arguments.preactivations = view<T>(preactivations);
+  maxmoe::expert_ffn(arguments, torch_executor());
+  return preactivations;
+}
+
 // The next three fill in the gradients of down, of x, and of gate and up. preactivations: Z, from the first on dZ.
 template <class T>
 void backward_down(const Tensor& grad_out, const Tensor& preactivations, const Wanted& wanted,
@@ -155,9 +170,9 @@ Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const Tensor& preac
                                      const ExpertFfnArguments& a) {
   const ExpertFfnArguments k = kernel_layout(a);
   const Tensor grad = contiguous_rows(grad_out);
-  const Tensor z = preactivations.contiguous();
   Gradients grads;
   for_dtype(a.x.scalar_type(), [&]<class T>() {
+    const Tensor z = k.recompute ? recomputed_preactivations<T>(k) : preactivations.contiguous();
     // One kernel after the other, so that the work space of one is free for the next.
     backward_down<T>(grad, z, wanted, k, grads);
     backward_input<T>(z, wanted, k, grads);

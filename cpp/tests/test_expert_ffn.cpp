@@ -75,6 +75,13 @@ Forward<T> run_forward(const FfnShape& shape, const Variant& variant, const FfnT
   a.preactivations = preactivations.view();
   const Matrix<T> out = run_kernel<T>(routing.num_tokens, shape.hidden_size, run);
   EXPECT_TRUE(out.has_same_bits(lean)) << "depends on whether the preactivations are wanted";
+  const auto run_alone = [&](MatrixView<T> again, const Executor& executor) {
+    a.preactivations = again;
+    a.rows = a.out = {};
+    expert_ffn(a, executor);
+  };
+  const Matrix<T> alone = run_kernel<T>(routing.num_rows(), width, run_alone);
+  EXPECT_TRUE(alone.has_same_bits(preactivations)) << "depends on whether anything but the preactivations is wanted";
   return {preactivations, out};
 }
 

@@ -11,6 +11,7 @@ from maxmoe.dispatch.collectives import all_gather_replicated_rows, ragged_all_t
 from maxmoe.dispatch.counts import all_gather_counts
 from maxmoe.dispatch.expert_ranks import ExpertRanks, without_last_rows
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Pending
+from maxmoe.nn.freed_storage import Recomputation
 from maxmoe.nn.router import Assignment
 from maxmoe.ops import RaggedPlan, ragged_gather, ragged_sort, ragged_unsort
 
@@ -83,9 +84,14 @@ class RaggedAllToAll:
         weights = self._sent(_weights_of_rows(assignment.weights, plan.slots), splits)
 
         def arrive() -> Dispatched:
-            arrived = Assignment(weights(), self._expert_ids(counts, splits.receive))
-            dispatched = self.local.dispatch(rows(), arrived, num_sequences)()
-            return dispatched._replace(dropped=plan.dropped, state=RaggedState(dispatched, splits, plan))
+            arrived, assigned = rows(), Assignment(weights(), self._expert_ids(counts, splits.receive))
+            dispatched = self.local.dispatch(arrived, assigned, num_sequences)()
+            again = Recomputation(arrived, lambda: self._sent(ragged_sort(x, plan), splits))
+            return dispatched._replace(
+                dropped=plan.dropped,
+                state=RaggedState(dispatched, splits, plan),
+                recomputations=(again, *dispatched.recomputations),
+            )
 
         return arrive
 
@@ -156,7 +162,13 @@ class RaggedAllGather:
         weights = _weights_of_rows(assignment.weights, slots)
         rows = ragged_gather(x, slots // plan.top_k)
         dispatched = self.local.dispatch(rows, Assignment(weights, ids), num_sequences)()
-        return lambda: dispatched._replace(dropped=plan.dropped, state=ReplicatedState(dispatched, counts, plan))
+        again = Recomputation(rows, lambda: lambda: ragged_gather(x, slots // plan.top_k))
+        dispatched = dispatched._replace(
+            dropped=plan.dropped,
+            state=ReplicatedState(dispatched, counts, plan),
+            recomputations=(again, *dispatched.recomputations),
+        )
+        return lambda: dispatched
 
     def _routed(self, plan: RaggedPlan) -> Tensor:
         """Count the rows of each rank, and check that all have routed alike: each knows the others' rows by its own."""

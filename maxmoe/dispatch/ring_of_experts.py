@@ -10,6 +10,7 @@ from torch import Tensor
 from maxmoe.dispatch.collectives import all_gather_rows, reduce_scatter_rows
 from maxmoe.dispatch.counts import all_gather_counts
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Pending
+from maxmoe.nn.freed_storage import Recomputation
 from maxmoe.nn.router import Assignment
 
 
@@ -49,8 +50,11 @@ class RingOfExperts:
 
         def arrive() -> Dispatched:
             gathered = Assignment(weights(), experts().to(torch.int64))
-            dispatched = self.local.dispatch(tokens(), gathered, total_sequences)()
-            return dispatched._replace(state=RingState(dispatched, counts))
+            arrived = tokens()
+            dispatched = self.local.dispatch(arrived, gathered, total_sequences)()
+            again = Recomputation(arrived, lambda: all_gather_rows(x, counts, self.group))
+            recomputations = (again, *dispatched.recomputations)
+            return dispatched._replace(state=RingState(dispatched, counts), recomputations=recomputations)
 
         return arrive
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maxmoe.models.config import DecoderConfig
-from maxmoe.nn import TOKEN_DIMS, Declaration, LocalTokens, SavedTensor, TokenGroup
+from maxmoe.nn import TOKEN_DIMS, Checkpointed, Declaration, LocalTokens, SavedTensor, TokenGroup
 
 
 def rotate(x: Tensor, theta: float, start: int = 0) -> Tensor:
@@ -51,8 +51,10 @@ def causal_attention(
     return F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
 
 
-class Attention(nn.Module):
+class Attention(Checkpointed):
     """Causal self-attention with grouped key-value heads; `options` are device and dtype."""
+
+    recompute_names = ("attention",)
 
     def __init__(self, config: DecoderConfig, **options: Any) -> None:
         super().__init__()
@@ -102,7 +104,7 @@ class Attention(nn.Module):
         wide = torch.promote_types(self.q_proj.weight.dtype, torch.float32)
         heads = ("activation_batch", "activation_heads", "activation_length")
         key_value_heads = ("activation_batch", "activation_kv_heads", "activation_kv_length", None)
-        return {
+        saved = {
             "input": SavedTensor((batch, length, self.q_proj.in_features), (*TOKEN_DIMS, None)),
             "queries": SavedTensor((batch, H, length, C), (*heads, None)),
             "keys": SavedTensor((batch, G, length, C), key_value_heads),
@@ -112,3 +114,4 @@ class Attention(nn.Module):
             "logsumexp": SavedTensor((batch, H, length), heads, wide),
             "angles": SavedTensor((4, length, C // 2), (None, "activation_length", None), wide),
         }
+        return self.kept_of(saved, "input")

@@ -23,7 +23,8 @@ class DecoderConfig:
         rope_theta: base of the rotary frequencies.
         norm_eps: of every RMSNorm.
         tie_embeddings: the output projection is the embedding.
-        checkpoint_blocks: keep only the input of each block for the backward, recompute the rest.
+        recompute: names of the parts that are computed again in the backward, such as "experts" and "attention"; see
+            `maxmoe.set_recompute`.
 
     Raises:
         ValueError: as `MoEConfig`.
@@ -42,7 +43,7 @@ class DecoderConfig:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
-    checkpoint_blocks: bool = False
+    recompute: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "max_sequence_length"):
@@ -53,8 +54,9 @@ class DecoderConfig:
         check_int("num_dense_layers", self.num_dense_layers, at_least=0)
         check_number("rope_theta", self.rope_theta, above=0)
         check_number("norm_eps", self.norm_eps, at_least=0)
-        for name in ("tie_embeddings", "checkpoint_blocks"):
-            check_bool(name, getattr(self, name))
+        check_bool("tie_embeddings", self.tie_embeddings)
+        if not isinstance(self.recompute, tuple) or not all(isinstance(name, str) for name in self.recompute):
+            raise ValueError(f"recompute must be a tuple of names, got {self.recompute!r}")
         if not isinstance(self.moe, MoEConfig | None):
             raise ValueError(f"moe must be a MoEConfig or None, got {self.moe!r}")
         self._check_heads()

@@ -6,20 +6,20 @@
 Shapes: B batch, S sequence, D hidden_size, V vocab_size, M Mixture-of-Experts layers, E experts.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import _register_namedtuple
-from torch.utils.checkpoint import checkpoint
 
 from maxmoe.models.attention import Attention
 from maxmoe.models.config import DecoderConfig
 from maxmoe.models.feed_forward import FeedForward
+from maxmoe.models.norm import Norm
 from maxmoe.nn import (
     TOKEN_DIMS,
+    Checkpointed,
     Declaration,
     MoE,
     MoEStats,
@@ -27,6 +27,7 @@ from maxmoe.nn import (
     SavedTensor,
     keep_routing,
     same_tokens_everywhere,
+    set_recompute,
 )
 
 
@@ -53,24 +54,18 @@ class DecoderOutput(NamedTuple):
 _register_namedtuple(DecoderOutput, serialized_type_name="maxmoe.models.DecoderOutput")
 
 
-def saved_by_norm(norm: nn.RMSNorm, batch: int, length: int) -> dict[str, SavedTensor]:
-    """Its input and the same normalized, in float32 or wider, and the factors in between."""
-    wide = torch.promote_types(norm.weight.dtype, torch.float32)
-    names = (*TOKEN_DIMS, None)  # gathered, where the hidden dim of the residual stream is sharded
-    shapes = {"input": len(norm.weight), "normalized": len(norm.weight), "factors": 1}
-    return {name: SavedTensor((batch, length, width), names, wide) for name, width in shapes.items()}
-
-
-class Block(nn.Module):
+class Block(Checkpointed):
     """Attention, then a dense or a Mixture-of-Experts layer; `options` are device and dtype."""
+
+    recompute_names = ("blocks",)
+    context_fn = staticmethod(keep_routing)
 
     def __init__(self, config: DecoderConfig, *, dense: bool, **options: Any) -> None:
         super().__init__()
-        self.is_recomputed = config.checkpoint_blocks
         D = config.hidden_size
-        self.attention_norm = nn.RMSNorm(D, config.norm_eps, **options)
+        self.attention_norm = Norm(D, config.norm_eps, **options)
         self.attention = Attention(config, **options)
-        self.feed_forward_norm = nn.RMSNorm(D, config.norm_eps, **options)
+        self.feed_forward_norm = Norm(D, config.norm_eps, **options)
         self.feed_forward: FeedForward | MoE
         if dense or config.moe is None:
             assert config.intermediate_size is not None
@@ -93,19 +88,18 @@ class Block(nn.Module):
     def declaration(self) -> Declaration:
         """See `Declaration`."""
         return Declaration(
-            logical_names={"attention_norm.weight": ("norm",), "feed_forward_norm.weight": ("norm",)},
             gather_unit=True,
             residual_stream=ResidualStream(
                 len(self.attention_norm.weight),
                 (("attention_norm", "attention"), ("feed_forward_norm", "feed_forward")),
             ),
-            is_recomputed=self.is_recomputed,
             saved_tensors=self._saved_tensors,
         )
 
     def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        saved = saved_by_norm(self.attention_norm, batch, length)
-        return {f"{norm}_{name}": saved[name] for norm in ("attention", "feed_forward") for name in saved}
+        """Where it is not recomputed, its input is counted in what reads it."""
+        shape, names = (batch, length, len(self.attention_norm.weight)), (*TOKEN_DIMS, "activation_embed")
+        return {"input": SavedTensor(shape, names)} if self.is_recomputed else {}
 
 
 class Decoder(nn.Module):
@@ -132,9 +126,10 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(
             Block(config, dense=layer < config.num_dense_layers, **options) for layer in range(config.num_layers)
         )
-        self.norm = nn.RMSNorm(D, config.norm_eps, **options)
+        self.norm = Norm(D, config.norm_eps, **options)
         self.output = None if config.tie_embeddings else nn.Linear(D, V, bias=False, **options)
         self.reset_parameters()
+        set_recompute(self, config.recompute)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -184,12 +179,8 @@ class Decoder(nn.Module):
             document_ids = document_ids.masked_fill(~token_mask, torch.iinfo(document_ids.dtype).min)
         x = self.embedding(tokens)
         aux_losses, stats = [], []
-        recomputed = partial(checkpoint, use_reentrant=False, context_fn=keep_routing)
         for block in self.blocks:
-            is_recomputed = block.is_recomputed and torch.is_grad_enabled()
-            x, aux_loss, block_stats = (
-                recomputed(block, x, token_mask, document_ids) if is_recomputed else block(x, token_mask, document_ids)
-            )
+            x, aux_loss, block_stats = block(x, token_mask, document_ids)
             if block_stats is not None:
                 aux_losses.append(aux_loss)
                 stats.append(block_stats)
@@ -204,7 +195,6 @@ class Decoder(nn.Module):
         return Declaration(
             logical_names={
                 "embedding.weight": ("vocab", "embed_vocab"),
-                "norm.weight": ("norm",),
                 "output.weight": ("vocab", "embed_vocab"),
             },
             gather_unit=True,
@@ -214,13 +204,9 @@ class Decoder(nn.Module):
 
     def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
         """Of the logits, what the loss saves."""
-        V, D, num_layers = *self.embedding.weight.shape, self.config.num_layers
-        tokens, embed = (batch, length), (*TOKEN_DIMS, "activation_embed")
-        inputs = {"block_inputs": SavedTensor((num_layers, *tokens, D), ("layers", *embed))}
+        (V, D), tokens = self.embedding.weight.shape, (batch, length)
         return {
             "tokens": SavedTensor(tokens, TOKEN_DIMS, torch.int64),
-            **(inputs if self.config.checkpoint_blocks else {}),
-            **saved_by_norm(self.norm, batch, length),
             "output": SavedTensor((*tokens, D), (*TOKEN_DIMS, None)),
             "logits": SavedTensor((*tokens, V), (*TOKEN_DIMS, "activation_vocab")),
             "targets": SavedTensor(tokens, TOKEN_DIMS, torch.int64),

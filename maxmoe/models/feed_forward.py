@@ -5,11 +5,13 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from maxmoe.nn import TOKEN_DIMS, Declaration, SavedTensor
+from maxmoe.nn import TOKEN_DIMS, Checkpointed, Declaration, SavedTensor
 
 
-class FeedForward(nn.Module):
+class FeedForward(Checkpointed):
     """SwiGLU: down_proj(silu(gate_proj(x)) * up_proj(x)); `options` are device and dtype."""
+
+    recompute_names = ("feed_forward",)
 
     def __init__(self, hidden_size: int, intermediate_size: int, **options: Any) -> None:
         super().__init__()
@@ -39,4 +41,5 @@ class FeedForward(nn.Module):
     def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
         inner = SavedTensor((batch, length, self.intermediate_size), (*TOKEN_DIMS, "activation_mlp"))
         saved = dict.fromkeys(("gate", "up", "activated_gate", "product"), inner)
-        return {"input": SavedTensor((batch, length, self.hidden_size), (*TOKEN_DIMS, None)), **saved}
+        saved["input"] = SavedTensor((batch, length, self.hidden_size), (*TOKEN_DIMS, None))
+        return self.kept_of(saved, "input")

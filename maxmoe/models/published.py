@@ -39,12 +39,12 @@ class PublishedModel:
     intermediate_size: int | None = None
     differs: str = ""
 
-    def config(self, *, max_sequence_length: int, checkpoint_blocks: bool = False) -> DecoderConfig:
+    def config(self, *, max_sequence_length: int, recompute: tuple[str, ...] = ()) -> DecoderConfig:
         """Make the decoder of these sizes.
 
         Args:
             max_sequence_length: see `DecoderConfig`.
-            checkpoint_blocks: see `DecoderConfig`.
+            recompute: see `DecoderConfig`.
 
         Returns:
             Its config.
@@ -61,7 +61,7 @@ class PublishedModel:
             moe=moe,
             num_dense_layers=self.num_dense_layers,
             max_sequence_length=max_sequence_length,
-            checkpoint_blocks=checkpoint_blocks,
+            recompute=recompute,
         )
 
 

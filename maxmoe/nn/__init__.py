@@ -1,6 +1,7 @@
 """The Mixture-of-Experts layer and its parts."""
 
 from maxmoe.nn.boundary import Boundary, LayerInputs, LocalBoundary
+from maxmoe.nn.checkpointed import Checkpointed, check_recompute, recompute_of, set_recompute
 from maxmoe.nn.declaration import TOKEN_DIMS, Declaration, LogicalNames, ResidualStream, SavedTensor
 from maxmoe.nn.dense_dispatcher import local_dispatcher
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, LocalDispatcher, LocalExperts, Pending, run_experts
@@ -18,6 +19,7 @@ __all__ = [
     "TOKEN_DIMS",
     "Assignment",
     "Boundary",
+    "Checkpointed",
     "Declaration",
     "Dispatched",
     "Dispatcher",
@@ -42,15 +44,18 @@ __all__ = [
     "StatsAccumulator",
     "StepStats",
     "TokenGroup",
+    "check_recompute",
     "count_tokens",
     "keep_routing",
     "load_balance_loss",
     "local_dispatcher",
     "mean_over_tokens",
+    "recompute_of",
     "record_routing",
     "replay_routing",
     "router_z_loss",
     "run_experts",
     "same_tokens_everywhere",
     "set_aux_loss_scale",
+    "set_recompute",
 ]

@@ -24,11 +24,14 @@ class SavedTensor(NamedTuple):
         shape: over all ranks.
         names: the logical name of each dim.
         dtype: None for that of the parameters.
+        is_kept: whether it is kept from the forward to the backward; otherwise it is computed again, see
+            `maxmoe.set_recompute`.
     """
 
     shape: tuple[int, ...]
     names: tuple[str | None, ...]
     dtype: torch.dtype | None = None
+    is_kept: bool = True
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Declaration:
         gather_unit: whether the parameters of the module and of its descendants, other gather units excepted, are
             gathered before the forward of the module and freed after it. Where it is False, each module gathers the
             parameters that it owns when it runs itself. A module that reads parameters of its children outside of
-            their forward must be a gather unit.
+            their forward must be a gather unit; a `maxmoe.nn.Checkpointed` module is one.
         tensor_parallel_dims: logical names of dims that the ranks along an axis may compute in parts, with the number
             of parts that must stay whole (heads, say): tensor parallelism, over the axes on which the rules put both
             the weights and the activations of all these dims. The output of the module must be one tensor, linear in
@@ -87,9 +90,9 @@ class Declaration:
         needs_whole_sequences: whether the output depends on tokens of the sequence on other ranks that the module does
             not ask its token group for. Rules that shard sequences are an error then.
         residual_stream: which children read hidden states, and which return what is added to them.
-        is_recomputed: whether activation checkpointing runs the module again in the backward.
         saved_tensors: given the batch size and the sequence length over all ranks, the tensors that the module itself
-            saves for the backward, its input among them, by name; those of its children are theirs.
+            saves for the backward, its input among them, by name, and those that it recomputes; those of its children
+            are theirs.
     """
 
     logical_names: LogicalNames = field(default_factory=dict)
@@ -101,7 +104,6 @@ class Declaration:
     uses_token_group: bool = False
     needs_whole_sequences: bool = False
     residual_stream: ResidualStream | None = None
-    is_recomputed: bool = False
     saved_tensors: SavedTensors | None = None
 
     def __post_init__(self) -> None:

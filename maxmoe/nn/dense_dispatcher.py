@@ -9,6 +9,7 @@ from torch import Tensor
 
 from maxmoe.config import MoEConfig
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, LocalDispatcher, LocalExperts, Pending
+from maxmoe.nn.freed_storage import Recomputation
 from maxmoe.nn.router import Assignment
 from maxmoe.ops import RaggedPlan, ragged_gather, ragged_gather_reduce
 
@@ -51,15 +52,19 @@ class DenseDispatcher:
         # Slots of no local expert add zero to some expert.
         weights = zeros.scatter_add(1, experts, assignment.weights.masked_fill(~is_local, 0.0))
         chosen = zeros.scatter_add(1, experts, is_local.to(zeros.dtype)).t().unsqueeze(2) > 0
-        inputs = x.expand(num_experts, *x.shape)
-        if self.config.apply_weights_to == "input":
-            inputs = (inputs * weights.t().unsqueeze(2)).to(x.dtype)
-            weights = chosen.squeeze(2).t().to(weights.dtype)
-        # A weight of zero does not remove an output that is not finite: neither forward nor backward may see one.
-        rows = torch.where(chosen, inputs, 0.0).flatten(0, 1)
-        dropped = assignment.experts.new_zeros(())
-        state = DenseState(weights, chosen)
-        return lambda: Dispatched(rows, None, _equal_groups(rows, num_experts), dropped, state)
+        scales_input = self.config.apply_weights_to == "input"
+
+        def rows_of_experts() -> Tensor:
+            inputs = x.expand(num_experts, *x.shape)
+            if scales_input:
+                inputs = (inputs * weights.t().unsqueeze(2)).to(x.dtype)
+            # A weight of zero does not remove an output that is not finite: neither forward nor backward may see one.
+            return torch.where(chosen, inputs, 0.0).flatten(0, 1)
+
+        rows, dropped = rows_of_experts(), assignment.experts.new_zeros(())
+        state = DenseState(chosen.squeeze(2).t().to(weights.dtype) if scales_input else weights, chosen)
+        again = Recomputation(rows, lambda: rows_of_experts)
+        return lambda: Dispatched(rows, None, _equal_groups(rows, num_experts), dropped, state, (again,))
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
         """See `Dispatcher`."""
@@ -109,9 +114,10 @@ class CapacityDispatcher:
         scales_input = config.apply_weights_to == "input"
         input_weights = ragged_gather(weights.unsqueeze(1), slot_of_row).squeeze(1) if scales_input else None
         rows = ragged_gather(x, token_of_row, input_weights)
+        again = Recomputation(rows, lambda: lambda: ragged_gather(x, token_of_row, input_weights))
         state = CapacityState(torch.where(is_placed, row, -1), None if scales_input else weights)
         dropped = (is_local.view(-1) & ~is_placed).sum()
-        return lambda: Dispatched(rows, None, _equal_groups(rows, num_experts), dropped, state)
+        return lambda: Dispatched(rows, None, _equal_groups(rows, num_experts), dropped, state, (again,))
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
         """See `Dispatcher`."""

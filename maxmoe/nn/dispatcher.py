@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from maxmoe.config import MoEConfig
+from maxmoe.nn.freed_storage import Recomputation, Recomputed
 from maxmoe.nn.router import Assignment
 from maxmoe.ops import RaggedPlan, ragged_plan, ragged_sort, ragged_unsort
 
@@ -26,6 +27,7 @@ class Dispatched(NamedTuple):
         plan: which rows of x go to which expert.
         dropped: ``()``, int64; slots that were left out.
         state: of the dispatcher.
+        recomputations: of x, and of what autograd saves on the way to it.
     """
 
     x: Tensor
@@ -33,6 +35,7 @@ class Dispatched(NamedTuple):
     plan: RaggedPlan
     dropped: Tensor
     state: Any = None
+    recomputations: tuple[Recomputation, ...] = ()
 
 
 class Dispatcher(Protocol):
@@ -72,6 +75,7 @@ def run_experts(
     *,
     num_sequences: int,
     num_chunks: int = 1,
+    recompute: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Bring tokens to their experts, compute these, and bring the outputs back.
 
@@ -85,13 +89,14 @@ def run_experts(
         assignment: of x.
         num_sequences: B.
         num_chunks: parts of the tokens, as equal as they can be; more than one only where sequences do not matter.
+        recompute: free between forward and backward what the dispatcher can bring again.
 
     Returns:
         ``(T, D)``, and the number ``()`` of dropped slots.
     """
     chunks = zip(x.tensor_split(num_chunks), assignment.tensor_split(num_chunks), strict=True)
     arriving = dispatcher.dispatch(*next(chunks), num_sequences)
-    returning, dropped = [], []
+    returning, dropped, recomputed = [], [], []
     for index in range(num_chunks):
         dispatched = arriving()
         if index + 1 < num_chunks:
@@ -99,9 +104,14 @@ def run_experts(
         outputs = experts(dispatched.x, dispatched.weights, dispatched.plan)
         returning.append(dispatcher.combine(outputs, dispatched))
         dropped.append(dispatched.dropped)
+        if recompute:
+            recomputed.append(Recomputed(dispatched.recomputations, outputs))
+    combined = [chunk() for chunk in returning]
+    for part, chunk in zip(recomputed, combined, strict=recompute):
+        part.start_before_backward_of(chunk)
     if num_chunks == 1:
-        return returning[0](), dropped[0]
-    return torch.cat([chunk() for chunk in returning]), torch.stack(dropped).sum()
+        return combined[0], dropped[0]
+    return torch.cat(combined), torch.stack(dropped).sum()
 
 
 @dataclass(frozen=True)
@@ -159,7 +169,8 @@ class LocalDispatcher:
         else:
             rows = ragged_sort(x, plan, assignment.weights)
             sorted_plan = RaggedPlan.of_sorted_rows(rows.shape[0], plan.group_sizes)
-            dispatched = Dispatched(rows, None, sorted_plan, plan.dropped, plan)
+            again = Recomputation(rows, lambda: lambda: ragged_sort(x, plan, assignment.weights))
+            dispatched = Dispatched(rows, None, sorted_plan, plan.dropped, plan, (again,))
         return lambda: dispatched
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Pending[Tensor]:

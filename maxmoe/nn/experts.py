@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from maxmoe.config import MoEConfig
 from maxmoe.nn.activation import activate
@@ -24,6 +25,9 @@ class Experts(nn.Module):
     gate_bias: Tensor | None
     up_bias: Tensor | None
     down_bias: Tensor | None
+
+    recompute_names = ("experts",)
+    recompute: frozenset[str] = frozenset()  # see `maxmoe.set_recompute`
 
     is_transposed = True  # what PEFT asks: each matrix is [in, out], that of nn.Linear is [out, in]
 
@@ -81,6 +85,7 @@ class Experts(nn.Module):
             down_bias=self.down_bias,
             activation=self.config.activation,
             limit=self.config.activation_limit,
+            recompute="experts" in self.recompute,
         )
 
     def _batched(self, inputs: Tensor) -> Tensor:
@@ -90,10 +95,20 @@ class Experts(nn.Module):
             product = x @ matrices
             return product if bias is None else product + bias.unsqueeze(1).to(product.dtype)
 
-        gate = None if self.gate_proj is None else project(inputs, self.gate_proj, self.gate_bias)
-        up = project(inputs, self.up_proj, self.up_bias)
-        activated = activate(gate, up, self.config.activation, self.config.activation_limit)
-        return project(activated, self.down_proj, self.down_bias)
+        # On a mesh the parameters are in their place during the forward only: a recomputation takes those of then.
+        gate_proj, up_proj, down_proj = self.gate_proj, self.up_proj, self.down_proj
+        gate_bias, up_bias, down_bias = self.gate_bias, self.up_bias, self.down_bias
+
+        def compute(inputs: Tensor) -> Tensor:
+            gate = None if gate_proj is None else project(inputs, gate_proj, gate_bias)
+            up = project(inputs, up_proj, up_bias)
+            activated = activate(gate, up, self.config.activation, self.config.activation_limit)
+            return project(activated, down_proj, down_bias)
+
+        if "experts" not in self.recompute or not torch.is_grad_enabled():
+            return compute(inputs)
+        outputs: Tensor = checkpoint(compute, inputs, use_reentrant=False)  # ends before the product with down
+        return outputs
 
     @property
     def declaration(self) -> Declaration:
@@ -121,11 +136,16 @@ class Experts(nn.Module):
         rows = ("activation_batch_moe", "activation_length_moe", "activation_exp")
         width = 2 * F if self.config.gated else F
         saved = {
-            "preactivations": SavedTensor((batch, length, K, width), (*rows, "activation_mlp_moe")),
+            "preactivations": SavedTensor(
+                (batch, length, K, width), (*rows, "activation_mlp_moe"), is_kept="experts" not in self.recompute
+            ),
             "slots": SavedTensor((batch, length, K), rows, torch.int64),
         }
         if self.config.apply_weights_to == "input":
-            saved["weighted_input"] = SavedTensor((batch, length, K, D), (*rows, "activation_embed_moe"))
+            is_kept = "dispatch" not in self.recompute
+            saved["weighted_input"] = SavedTensor(
+                (batch, length, K, D), (*rows, "activation_embed_moe"), is_kept=is_kept
+            )
             saved["order"] = SavedTensor((batch, length, K), rows, torch.int64)
         return saved
 
@@ -158,6 +178,9 @@ class SharedExperts(nn.Module):
     up_proj: Tensor
     down_proj: Tensor
     output_gate: Tensor | None
+
+    recompute_names = ("shared_experts",)
+    recompute: frozenset[str] = frozenset()  # see `maxmoe.set_recompute`
 
     def __init__(
         self, config: MoEConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -199,6 +222,7 @@ class SharedExperts(nn.Module):
             self.down_proj.unsqueeze(0),
             activation=self.config.activation,
             limit=self.config.activation_limit,
+            recompute="shared_experts" in self.recompute,
         )
 
     @property
@@ -221,7 +245,9 @@ class SharedExperts(nn.Module):
         F = self.config.num_shared_experts * self.config.intermediate_size
         width = 2 * F if self.config.gated else F
         saved = {
-            "preactivations": SavedTensor((batch, length, width), (*TOKEN_DIMS, "activation_mlp")),
+            "preactivations": SavedTensor(
+                (batch, length, width), (*TOKEN_DIMS, "activation_mlp"), is_kept="shared_experts" not in self.recompute
+            ),
             "order": SavedTensor((batch, length), TOKEN_DIMS, torch.int64),
             "group_sizes": SavedTensor((1,), (None,), torch.int64),
         }

@@ -58,6 +58,9 @@ class MoE(nn.Module):
         dtype: of the parameters.
     """
 
+    recompute_names = ("dispatch",)
+    recompute: frozenset[str] = frozenset()  # see `maxmoe.set_recompute`
+
     def __init__(
         self, config: MoEConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
@@ -150,6 +153,7 @@ class MoE(nn.Module):
             self.boundary.assign(routing.assignment),
             num_sequences=num_sequences,
             num_chunks=self.num_chunks,
+            recompute="dispatch" in self.recompute,
         )
         shared = None if self.shared_experts is None else self.shared_experts(inputs.shared_experts, token_mask)
         hidden_states = self.boundary.leave(routed, shared)

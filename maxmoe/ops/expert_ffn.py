@@ -21,6 +21,7 @@ def expert_ffn(
     activation: str = "silu",
     limit: float | None = None,
     fused_gate: str | None = None,
+    recompute: bool = False,
 ) -> Tensor:
     """Compute the routed experts: gather, gate and up, activation, down, weighted sum.
 
@@ -47,6 +48,8 @@ def expert_ffn(
         limit: of the clipping, None for none.
         fused_gate: "concatenated" if `up` and `up_bias` hold the gate's F columns before their own, ``(L, D, 2F)`` and
             ``(L, 2F)``, "interleaved" if in turn with them; None for a gate in matrices of its own, or no gate.
+        recompute: backward keeps x and the plan alone, and computes the pre-activations again: the same gradients to
+            the bit. It computes neither down nor the sum again.
 
     Returns:
         ``(T, D)``, dtype of x.
@@ -72,6 +75,7 @@ def expert_ffn(
         activation=activation,
         limit=limit,
         fused_gate=fused_gate,
+        recompute=recompute,
     )
     return out
 
@@ -92,10 +96,11 @@ def _expert_ffn_forward_fake(
     gate: Tensor | None,
     up: Tensor,
     *_: object,
+    recompute: bool = False,
     **__: object,
 ) -> tuple[Tensor, Tensor]:
     width = up.shape[2] if gate is None else 2 * up.shape[2]
-    return x.new_empty(x.shape), x.new_empty(slots.shape[0], width)
+    return x.new_empty(x.shape), x.new_empty(0 if recompute else slots.shape[0], width)
 
 
 @register_fake("expert_ffn_backward")

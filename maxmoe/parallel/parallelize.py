@@ -1,11 +1,21 @@
 """Running a module on a mesh: every rank its own tokens, which travel to experts; other parameters are gathered."""
 
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
 
-from maxmoe.nn import Experts, MoE, Router, SharedExperts, run_experts
+from maxmoe.nn import (
+    Experts,
+    MoE,
+    Router,
+    SharedExperts,
+    check_recompute,
+    recompute_of,
+    run_experts,
+    set_recompute,
+)
 from maxmoe.nn.declaration import NOTHING, declaration_of
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.fsdp import fully_shard_blocks
@@ -28,6 +38,7 @@ def parallelize(
     *,
     dispatch: Dispatch = "auto",
     num_chunks: int = 1,
+    recompute: Collection[str] | None = None,
     strict: bool = False,
     allow_unused: bool = False,
 ) -> nn.Module:
@@ -61,6 +72,8 @@ def parallelize(
             two that moves fewer bytes. "gather_weights": tokens stay, every rank gathers all experts.
         num_chunks: parts of the tokens of a MoE layer, of which one is communicated while another is computed; where
             nothing travels there is one. With `buffer_factor` each part has its bound.
+        recompute: names of the parts that are computed again in the backward, see `maxmoe.set_recompute`; None for
+            those that the module recomputes already.
         strict: see `parameter_shardings`.
         allow_unused: accept mesh axes that no rule has, and rules with names or axes that nothing else has; they have
             no effect, and most are typos.
@@ -70,25 +83,30 @@ def parallelize(
 
     Raises:
         TypeError: for a mesh that is none of `maxmoe.sharding`.
-        ValueError: as `shard_parameters`; for another dispatch or num_chunks; for a MoE layer with adapters around its
-            parts; if the axes of the experts do not divide them; if the rules shard sequences that a layer needs whole;
-            on every rank, if meshes, modules, their parameters, rules, dispatch or num_chunks differ between ranks.
+        ValueError: as `shard_parameters` and `set_recompute`; for another dispatch or num_chunks; for a MoE layer with
+            adapters around its parts; if the axes of the experts do not divide them; if the rules shard sequences that
+            a layer needs whole; on every rank, if meshes, modules, their parameters, rules, dispatch, num_chunks or
+            recompute differ between ranks.
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a maxmoe.sharding.Mesh, got {type(mesh).__name__}")
     rules = LogicalRules.load(rules)
     _check_adapters(module)
+    recompute = recompute_of(module) if recompute is None else recompute
     facts = {
         "the mesh": repr(mesh),
         "dispatch": repr(dispatch),
         "num_chunks": repr(num_chunks),
+        "recompute": repr(sorted(map(str, recompute))),
         "strict and allow_unused": repr((strict, allow_unused)),
         **_facts(module, rules),
     }
     check_ranks_agree(facts, mesh.device_mesh.device_type)
+    check_recompute(module, recompute)
     plan = Plan(module, mesh, rules, strict=strict, allow_unused=allow_unused, dispatch=dispatch)
     _check_whole_sequences(plan)
     check_chunks(plan, num_chunks)
+    set_recompute(module, recompute)
     distribute_parameters(module, {name: parameter.unsharded for name, parameter in plan.parameters.items()})
     for child in plan.modules.values():
         if declaration_of(child).uses_token_group:

@@ -1,8 +1,6 @@
 """The hooks of a gather unit: gather parameters before its forward, free them after it, refill them for its backward.
 
-Autograd does not save the gathered parameter itself but tensors and views that share its storage. Freeing that storage
-(resizing it to zero bytes) and refilling it before the backward of the unit therefore needs no saved-tensor hooks, and
-operators that save their arguments in C++ are covered as well. FSDP2 does the same with its unsharded parameters.
+Autograd does not save the gathered parameter itself but tensors and views that share its storage; see `FreedStorage`.
 
 Do not backpropagate from tensors captured by forward hooks inside the unit: the storage is refilled when the backward
 reaches an output of the unit, and such a tensor leads to the freed parameters without passing one.
@@ -14,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from maxmoe.nn.freed_storage import FreedStorage
 from maxmoe.nn.recompute import is_recomputation
 from maxmoe.parallel.plan import ParameterPlan
 from maxmoe.sharding.not_compiled import not_compiled
@@ -84,41 +82,24 @@ class ParameterHooks:
 class GatheredParameter:
     """A gathered parameter whose storage is freed between forward and backward.
 
-    Autograd may have saved tensors that share its storage: the storage is emptied under them, and refilled before the
-    backward reads them. Where nothing was saved, the storage is gone when the forward ends, and refilling does nothing.
-
     Args:
         tensor: the gathered parameter; nothing else may need its storage.
         gather: gathers the same tensor again.
     """
 
     def __init__(self, tensor: Tensor, gather: Callable[[], Tensor]) -> None:
-        storage = tensor.untyped_storage()
-        self._storage_reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._num_bytes = storage.nbytes()
-        self._view = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        self._storage = FreedStorage(tensor)
         self._gather = gather
 
     def free(self) -> None:
         """Free the storage."""
-        storage = self._storage()
-        if storage is not None:
-            storage.resize_(0)
+        self._storage.free()
 
     @torch.no_grad()
     def refill(self) -> None:
         """Gather again, if the storage is needed and empty."""
-        storage = self._storage()
-        if storage is None or storage.nbytes() == self._num_bytes:
-            return
-        fresh = self._gather()
-        storage.resize_(self._num_bytes)
-        fresh.new_empty(0).set_(storage, *self._view).copy_(fresh)
-
-    def _storage(self) -> torch.UntypedStorage | None:
-        """Return the storage, None if no tensor shares it any more."""
-        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._storage_reference.cdata)
-        return storage
+        if self._storage.is_needed:
+            self._storage.fill(self._gather())
 
 
 def _gathered_tensor(parameter: DTensor, plan: ParameterPlan) -> Tensor:

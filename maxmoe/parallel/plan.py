@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from maxmoe.nn import MoE
+from maxmoe.nn import Checkpointed, MoE
 from maxmoe.nn.declaration import TOKEN_DIMS, declaration_of
 from maxmoe.parallel.dispatch_plan import EXPERT_TOKEN_DIMS, Dispatch, DispatchPlan, check_dispatch, plan_dispatch
 from maxmoe.parallel.fsdp import blocks, fsdp_managed
@@ -216,9 +216,14 @@ class Plan:
         plan = self.dispatch_of_experts.get(module)
         return () if plan is None else plan.expert_axes
 
+    def is_recomputed(self, path: str) -> bool:
+        """Return whether the module at a path runs again in the backward."""
+        module = self.modules[path]
+        return isinstance(module, Checkpointed) and module.is_recomputed
+
     def recomputed_by(self, path: str) -> str | None:
-        """Return the innermost module at or around a path that is recomputed in the backward; None without one."""
-        return next((outer for outer in enclosing(path) if declaration_of(self.modules[outer]).is_recomputed), None)
+        """Return the innermost module at or around a path that runs again in the backward; None without one."""
+        return next(filter(self.is_recomputed, enclosing(path)), None)
 
 
 def enclosing(path: str) -> list[str]:
@@ -242,7 +247,8 @@ def gather_units(module: nn.Module) -> dict[nn.Module, dict[str, str]]:
 
     def visit(owner: nn.Module, unit: nn.Module | None, path: str) -> None:
         declaration = declaration_of(owner)
-        if declaration.gather_unit or declaration.tensor_parallel_dims:
+        # A module that runs again by itself in the backward gathers what it needs then.
+        if declaration.gather_unit or declaration.tensor_parallel_dims or isinstance(owner, Checkpointed):
             unit, path = owner, ""
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             gathered_by, path_in_unit = (owner, name) if unit is None else (unit, path + name)

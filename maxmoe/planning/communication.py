@@ -141,8 +141,9 @@ def parameter_communication(parameter: ParameterPlan, num_calls: int = 1) -> Ite
         That of its gather unit, then that of FSDP.
     """
     shape, block = parameter.parameter.shape, parameter.fsdp_block
-    # Outside of blocks, the gather unit refills its parameters before FSDP has gathered them: see parameter_hooks.py.
-    refill_source = parameter.stored if block == "" and parameter.is_gathered else parameter.unsharded
+    # The whole model as a gather unit refills its parameters before FSDP has gathered them: see parameter_hooks.py.
+    is_refilled_first = block == parameter.gather_unit == "" and parameter.is_gathered
+    refill_source = parameter.stored if is_refilled_first else parameter.unsharded
     for _ in range(num_calls):
         yield Redistribution(FORWARD, parameter.unsharded, parameter.used, shape)
         yield Redistribution(BACKWARD, refill_source, parameter.used, shape)
@@ -211,7 +212,9 @@ def _both_ways(
 ) -> Iterator[Communication]:
     yield Redistribution(f"{purpose}, forward", *value, shape)
     yield Redistribution(f"{purpose}, backward", *gradient, shape)
-    if plan.recomputed_by(path) is not None:
+    recomputed = plan.recomputed_by(path)
+    # A recomputation ends when it has what the backward needs: before the sum of the module's own partial outputs.
+    if recomputed is not None and not (purpose == "partial outputs" and recomputed == path):
         yield Redistribution(f"{purpose}, backward", *value, shape)
 
 

@@ -42,7 +42,8 @@ def dispatch_communication(
             # The first chunks have one token more, as in `torch.tensor_split`.
             of_chunk = num_tokens // chunks + (index < num_tokens % chunks)
             for rows in _rows(dispatch_plan, of_chunk, dtype):
-                for communication in rows.in_a_step(dispatch_plan, is_recomputed):
+                is_repeated = not rows.is_kept if is_recomputed else rows.is_input and "dispatch" in layer.recompute
+                for communication in rows.in_a_step(dispatch_plan, is_repeated):
                     yield path, communication
         for summed_parts in _partial_sums(dispatch_plan, num_tokens, dtype, is_recomputed):
             yield path, summed_parts
@@ -58,6 +59,7 @@ class _Rows(NamedTuple):
         dtype: see `RowCommunication`.
         has_gradient: whether the backward has the transposed collective.
         is_kept: whether activation checkpointing keeps its result.
+        is_input: whether its result is the input of the experts.
     """
 
     name: str
@@ -66,12 +68,13 @@ class _Rows(NamedTuple):
     dtype: torch.dtype | None = None
     has_gradient: bool = True
     is_kept: bool = False
+    is_input: bool = False
 
-    def in_a_step(self, plan: DispatchPlan, is_recomputed: bool) -> Iterator[RowCommunication]:
-        """List it in the forward, in the recomputation and its transpose in the backward."""
+    def in_a_step(self, plan: DispatchPlan, is_repeated: bool) -> Iterator[RowCommunication]:
+        """List it in the forward, once more if the backward repeats it, and its transpose in the backward."""
         forward, backward = f"{self.name}, forward", f"{self.name}, backward"
         times = [(forward, self.kind)]
-        times += [(backward, self.kind)] if is_recomputed and not self.is_kept else []
+        times += [(backward, self.kind)] if is_repeated else []
         times += [(backward, TRANSPOSED[self.kind])] if self.has_gradient else []
         for purpose, kind in times:
             axes = plan.token_axes or plan.expert_axes
@@ -94,12 +97,12 @@ def _rows(plan: DispatchPlan, num_tokens: int, weights: torch.dtype) -> Iterator
     yield _Rows("counts", "all-gather", counts, torch.int64, has_gradient=False, is_kept=True)
     if is_ragged:
         num_rows = num_tokens * config.top_k // plan.mesh.size(*plan.replicated_axes)
-        yield _Rows("tokens to experts", "all-to-all", (num_rows, config.hidden_size))
+        yield _Rows("tokens to experts", "all-to-all", (num_rows, config.hidden_size), is_input=True)
         yield _Rows("routing weights", "all-to-all", (num_rows,), weights)
         yield _Rows("outputs of experts", "all-to-all", (num_rows, config.hidden_size))
     else:
         gathered = num_ranks * num_tokens
-        yield _Rows("tokens to experts", "all-gather", (gathered, config.hidden_size))
+        yield _Rows("tokens to experts", "all-gather", (gathered, config.hidden_size), is_input=True)
         yield _Rows("routing weights", "all-gather", (gathered, config.top_k), weights)
         yield _Rows("expert ids", "all-gather", (gathered, config.top_k), torch.int32, has_gradient=False)
         yield _Rows("outputs of experts", "reduce-scatter", (gathered, config.hidden_size))

@@ -8,9 +8,10 @@ from typing import Literal
 
 from torch import nn
 
+from maxmoe.nn import SavedTensor
 from maxmoe.optim.choice import choose
 from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.plan import ParameterPlan
+from maxmoe.parallel.plan import ParameterPlan, Plan, enclosing
 from maxmoe.planning.communication import Communication, activation_communication, parameter_communication
 from maxmoe.planning.dispatch_communication import dispatch_communication
 from maxmoe.planning.explain import quiet_plan
@@ -28,7 +29,8 @@ class Estimate:
     """What `estimate` returns; as a string, two tables as wide as the terminal.
 
     Args:
-        memory: bytes of a rank at the beginning of the backward, by what they are for.
+        memory: bytes of a rank at the beginning of the backward, by what they are for. "activations" are kept from
+            the forward to the backward; "recomputed activations" are those of the module that has most of them.
         traffic: of a rank in one step, without the all-reduces of losses and statistics and those of the optimizer.
     """
 
@@ -67,6 +69,8 @@ def estimate(
     Every weight is gathered in the forward and again in the backward. An embedding that is not the output projection
     too is gathered in the forward only: it is counted twice all the same.
 
+    What the module recomputes is that of `maxmoe.set_recompute`. Of a recomputed module there is one at a time.
+
     Routing is taken to be balanced: every expert gets as many tokens of every rank.
 
     Args:
@@ -98,16 +102,17 @@ def estimate(
     choices = choose(module, {}) if optimizer == "muon" else ()
     matrices = {choice.name for choice in choices if choice.matrix is not None}
     states = [1 if name in matrices else 2 for name in plan.parameters]
-    activations = [
-        (plan.recomputed_by(path), math.prod(tensor.shape) * (tensor.dtype or dtype).itemsize)
-        for path, tensor in saved_tensors(plan, batch_size, sequence_length, num_chunks)
-    ]
+    activations: dict[str | None, int] = defaultdict(int)
+    for path, tensor in saved_tensors(plan, batch_size, sequence_length, num_chunks):
+        count = math.prod(tensor.shape) * (tensor.dtype or dtype).itemsize
+        activations[_recomputed_for(plan, path, tensor)] += count
     memory = {
         "parameters": sum(stored),
         "their gradients": sum(stored),
         f"state of {optimizer}": sum(size * count for size, count in zip(stored, states, strict=True)),
         "gathered parameters": _largest(part for parameter in parameters for part in _gathered(parameter)),
-        "activations": _largest(activations),
+        "activations": activations.pop(None, 0),
+        "recomputed activations": max(activations.values(), default=0),
     }
     communication: list[Communication] = []
     for parameter in parameters:
@@ -117,6 +122,13 @@ def estimate(
     communication += activation_communication(plan, batch_size, sequence_length)
     communication += (item for _, item in dispatch_communication(plan, batch_size, sequence_length, num_chunks))
     return Estimate(memory, traffic_of(communication, dtype))
+
+
+def _recomputed_for(plan: Plan, path: str, tensor: SavedTensor) -> str | None:
+    """Return the module whose backward computes a tensor again that a module at a path saves; None if it is kept."""
+    _, *around = enclosing(path)
+    outer = next(filter(plan.is_recomputed, around), None)
+    return outer if outer is not None or tensor.is_kept else path
 
 
 def _largest(parts: Iterable[tuple[str | None, int]]) -> int:

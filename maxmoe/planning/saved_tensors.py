@@ -59,8 +59,9 @@ def saved_tensors(
     num_tokens = math.prod(local_tokens(plan, batch_size, sequence_length))
     for path, dispatch_plan in plan.dispatch_plans.items():
         layer: Any = plan.modules[path]
+        experts = plan.paths[layer.routed_experts]  # what these need is computed again with them
         for tensor in _saved_by_dispatch(dispatch_plan, layer, num_tokens, dispatch_plan.num_chunks(num_chunks)):
-            yield path, tensor
+            yield experts, tensor
 
 
 def weights_dtype(layer: MoE) -> torch.dtype:
@@ -123,7 +124,7 @@ def _saved_by_dispatch(plan: DispatchPlan, layer: MoE, num_tokens: int, num_chun
     else:
         arrived, top_k = num_tokens * plan.mesh.size(*plan.token_axes), config.top_k
     if strategy is not None or plan.gathers_rows:
-        yield SavedTensor((arrived, config.hidden_size), (None, None))
+        yield SavedTensor((arrived, config.hidden_size), (None, None), is_kept="dispatch" not in layer.recompute)
     yield SavedTensor((arrived, top_k), (None, None), weights_dtype(layer))
     yield SavedTensor((arrived * top_k,), (None,), torch.int64)
     num_experts = config.num_experts // plan.mesh.size(*plan.expert_axes)

@@ -119,8 +119,12 @@ def test_dense_model_has_no_auxiliary_loss_and_no_statistics() -> None:
     assert output.aux_loss == 0 and output.stats == ()
 
 
-def test_checkpointed_blocks_give_the_same_bits() -> None:
-    plain, recomputed = make(), make(checkpoint_blocks=True)
+PARTS = ("attention", "dispatch", "experts", "feed_forward", "norms", "shared_experts")
+
+
+@pytest.mark.parametrize("recompute", [("blocks",), PARTS], ids=["blocks", "parts"])
+def test_recomputed_parts_give_the_same_bits(recompute: tuple[str, ...]) -> None:
+    plain, recomputed = make(), make(recompute=recompute)
     recomputed.load_state_dict(plain.state_dict())
     tokens = tokens_like(plain)
     results = []
@@ -145,7 +149,7 @@ def test_checkpointed_blocks_keep_less_for_the_backward() -> None:
             model(tokens_like(model, sequence=16))
         return sum(sizes.values())
 
-    assert saved_numbers(checkpoint_blocks=True) < saved_numbers() / 2
+    assert saved_numbers(recompute=("blocks",)) < saved_numbers() / 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -172,9 +176,9 @@ def test_autocast_stays_close_and_trains() -> None:
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-@pytest.mark.parametrize("checkpoint_blocks", [False, True])
-def test_compiles_as_one_graph(checkpoint_blocks: bool) -> None:
-    model = make(checkpoint_blocks=checkpoint_blocks)
+@pytest.mark.parametrize("recompute", [(), ("blocks",), PARTS], ids=["", "blocks", "parts"])
+def test_compiles_as_one_graph(recompute: tuple[str, ...]) -> None:
+    model = make(recompute=recompute)
     tokens = tokens_like(model)
     compiled: Callable[[Tensor], DecoderOutput] = torch.compile(model, fullgraph=True, backend="aot_eager")
     results = []

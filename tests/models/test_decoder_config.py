@@ -31,7 +31,7 @@ from support.small_decoder import SIZES
         ({"rope_theta": "10000"}, "rope_theta must be a finite float > 0, got '10000'"),
         ({"norm_eps": float("inf")}, "norm_eps must be a finite float >= 0, got inf"),
         ({"tie_embeddings": "no"}, "tie_embeddings must be True or False, got 'no'"),
-        ({"checkpoint_blocks": 1}, "checkpoint_blocks must be True or False, got 1"),
+        ({"recompute": "experts"}, "recompute must be a tuple of names, got 'experts'"),
         ({"moe": {"hidden_size": 12}}, r"moe must be a MoEConfig or None, got \{'hidden_size': 12\}"),
         (
             {"intermediate_size": None},

@@ -37,7 +37,7 @@ def valid_calls() -> Iterator[tuple[str, Arguments]]:
     ffn: Arguments = {"x": x, "weights": weights, "slots": plan.slots, "rows": plan.rows}
     ffn |= {"group_sizes": plan.group_sizes, "top_k": 2, "gate": torch.randn(3, 4, 6), "up": torch.randn(3, 4, 6)}
     ffn |= {"down": torch.randn(3, 6, 4), "gate_bias": torch.randn(3, 6), "up_bias": torch.randn(3, 6)}
-    ffn |= {"down_bias": torch.randn(3, 4), "activation": "silu", "limit": 1.0, "fused_gate": None}
+    ffn |= {"down_bias": torch.randn(3, 4), "activation": "silu", "limit": 1.0, "fused_gate": None, "recompute": False}
     before = {"grad_out": torch.randn(5, 4), "preactivations": torch.randn(10, 12), "output_mask": [True] * 8}
     rules: Arguments = {"score_function": "softmax", "normalization": "sum", "scale": 1.0}
     groups = {"correction_bias": torch.randn(3), "num_groups": 1, "top_k_groups": 1, "group_score": "top2"}

@@ -95,7 +95,7 @@ VARIANTS = {
         num_key_value_heads=1,
         intermediate_size=10,
         tie_embeddings=True,
-        checkpoint_blocks=True,
+        recompute=("blocks",),
         moe=replace(
             MOE,
             implementation="dense",

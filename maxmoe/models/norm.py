@@ -1,0 +1,33 @@
+"""The normalization of a decoder."""
+
+import torch
+from torch import nn
+
+from maxmoe.nn import TOKEN_DIMS, Checkpointed, Declaration, SavedTensor
+
+
+class Norm(Checkpointed, nn.RMSNorm):
+    """x / sqrt(mean(x^2) + eps) * weight, over the hidden dim."""
+
+    recompute_names = ("norms",)
+
+    @property
+    def declaration(self) -> Declaration:
+        """See `Declaration`."""
+        return Declaration(
+            logical_names={"weight": ("norm",)},
+            saved_tensors=self._saved_tensors,
+        )
+
+    def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
+        """Its input and the same normalized, in float32 or wider, and the factors in between."""
+        dtype, width = self.weight.dtype, len(self.weight)
+        wide = torch.promote_types(dtype, torch.float32)
+        gathered = (*TOKEN_DIMS, None)  # where the hidden dim of the residual stream is sharded
+        shapes = {"wide_input": width, "normalized": width, "factors": 1}
+        saved = {name: SavedTensor((batch, length, size), gathered, wide) for name, size in shapes.items()}
+        if self.is_recomputed:
+            if wide == dtype:  # the argument itself
+                del saved["wide_input"]
+            saved["argument"] = SavedTensor((batch, length, width), (*TOKEN_DIMS, "activation_embed"))
+        return self.kept_of(saved, "argument")

@@ -1,0 +1,158 @@
+"""`set_recompute`: the parts of a model by name, what each keeps, and names of nothing."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import maxmoe
+from maxmoe.nn import Checkpointed, recompute_of
+from support.moe_layers import COMPUTE, DEEPSEEK, EVERYTHING, GPT_OSS, LLAMA4, Options, make, outcome, tokens
+from support.operator_calls import assert_same, saved_for_backward
+
+LAYERS: dict[str, Options] = {
+    "every part": EVERYTHING,
+    "deepseek": DEEPSEEK,
+    "gpt_oss": GPT_OSS,
+    "llama4": LLAMA4,
+    "dense": {**COMPUTE["dense"], "expert_bias": True},
+    "dense, weights on the input": {**COMPUTE["dense"], "apply_weights_to": "input"},
+    "capacity": COMPUTE["capacity"],
+    "capacity, weights on the input": {**COMPUTE["capacity"], "apply_weights_to": "input"},
+}
+
+
+def names_of(layer: nn.Module) -> set[str]:
+    return {name for module in layer.modules() for name in getattr(module, "recompute_names", ())}
+
+
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_layer_gives_the_same_bits_and_keeps_less(path: str, dtype: torch.dtype, options: Options) -> None:
+    layer = make(dtype, **options)
+    x = tokens(layer, 2, 9)
+
+    def kept() -> int:
+        leaf = x.clone().requires_grad_()
+        known = {tensor.untyped_storage().data_ptr() for tensor in (leaf, *layer.parameters())}
+        with saved_for_backward() as saved:
+            output = layer(leaf)
+        assert output.hidden_states.requires_grad
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in saved}
+        return sum(storage.nbytes() for storage in storages.values() if storage.data_ptr() not in known)
+
+    expected, usual = outcome(layer, x), kept()
+    for name in sorted(names_of(layer)):
+        maxmoe.set_recompute(layer, (name,))
+        assert_same(outcome(layer, x), expected)
+        moves = "implementation" in options or options.get("apply_weights_to") == "input"
+        assert kept() < usual if name != "dispatch" or moves else kept() == usual, name
+    maxmoe.set_recompute(layer, names_of(layer))
+    assert_same(outcome(layer, x), expected)
+    maxmoe.set_recompute(layer, ())
+    assert kept() == usual
+
+
+@pytest.mark.parametrize("options", [LLAMA4, COMPUTE["capacity"]], ids=["llama4", "capacity"])
+def test_inside_of_activation_checkpointing_and_of_a_retained_graph(options: Options) -> None:
+    layer = make(**options)
+    x = tokens(layer, 2, 9)
+    expected = outcome(layer, x)
+    maxmoe.set_recompute(layer, ("experts", "dispatch"))
+    for context in ({}, {"context_fn": maxmoe.keep_routing}):
+        way = lambda x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False, **context)  # noqa: B023, E731
+        assert_same(outcome(layer, x, way), expected)
+    leaf = x.clone().requires_grad_()
+    loss = layer(leaf).hidden_states.square().sum()
+    first, second = (torch.autograd.grad(loss, leaf, retain_graph=retain)[0] for retain in (True, False))
+    assert torch.equal(first, second)
+
+
+def test_routes_once_and_computes_down_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dense implementation is made of products of torch, which can be counted: three, then gate and up again."""
+    layer = make(implementation="dense")
+    forward = []
+
+    class Products(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if str(function) in ("aten.bmm.default", "maxmoe.route.default"):
+                forward.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    def count() -> tuple[int, int]:
+        forward.clear()
+        with Products():
+            outcome(layer, tokens(layer))
+        return forward.count("aten.bmm.default"), forward.count("maxmoe.route.default")
+
+    usual, routed = count()
+    maxmoe.set_recompute(layer, ("experts",))
+    assert count() == (usual + 2, routed) and routed == 1
+
+
+class Scaled(Checkpointed):
+    recompute_names = ("scale",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.calls = nn.Parameter(torch.tensor(2.0)), 0
+
+    def forward(self, x: Tensor, *, power: int = 1) -> Tensor:
+        self.calls += 1
+        return (x * self.factor).sin() ** power
+
+
+def test_a_module_of_ones_own() -> None:
+    model = nn.Sequential(Scaled(), nn.Linear(3, 3))
+    x = torch.randn(4, 3)
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    maxmoe.set_recompute(model, ["scale"])
+    assert recompute_of(model) == {"scale"} and model[0].calls == 1
+    for one, other in zip(torch.autograd.grad(model(x).sum(), list(model.parameters())), expected, strict=True):
+        assert torch.equal(one, other)
+    assert model[0].calls == 3
+    with torch.no_grad():
+        model[0](x, power=2)
+    assert model[0].calls == 4
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "message"),
+    [
+        (
+            ("expert",),
+            ValueError,
+            "this model, which has 'dispatch', 'experts'; got 'expert'; the nearest is 'experts'",
+        ),
+        (("shared_experts",), ValueError, "which has 'dispatch', 'experts'; got 'shared_experts'"),
+        (("moon",), ValueError, "which has 'dispatch', 'experts'; got 'moon'$"),
+        ((3,), ValueError, "got 3$"),
+        ("experts", TypeError, "must be a tuple of names, got the str 'experts'"),
+    ],
+    ids=str,
+)
+def test_names_of_nothing(names: Any, error: type[Exception], message: str) -> None:
+    layer = make()
+    maxmoe.set_recompute(layer, ("dispatch",))
+    with pytest.raises(error, match=message):
+        maxmoe.set_recompute(layer, names)
+    assert recompute_of(layer) == {"dispatch"}
+
+
+def test_a_model_without_parts() -> None:
+    with pytest.raises(ValueError, match="this model, which has none; got 'experts'"):
+        maxmoe.set_recompute(nn.Linear(3, 3), ("experts",))
+
+
+def test_a_part_inside_of_another() -> None:
+    class Outer(Checkpointed):
+        recompute_names = ("outer",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Scaled()
+
+    message = "recompute has 'outer', which recomputes 0.inner already, and 'scale': choose one of the two"
+    with pytest.raises(ValueError, match=message):
+        maxmoe.set_recompute(nn.Sequential(Outer()), ("scale", "outer"))
