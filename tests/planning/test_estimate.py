@@ -1,6 +1,5 @@
 """`maxmoe.sharding.estimate` against what a step really keeps and moves."""
 
-import math
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
@@ -285,7 +284,7 @@ def test_the_tables_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.splitlines()[-1].split()[0] == traffic.splitlines()[-1].split()[0] == "total"
     assert traffic.splitlines()[-1].split()[1] == str(sum(line.times for line in result.traffic))
     assert len(traffic.splitlines()) == len(result.traffic) + 3
-    assert math.prod(result.memory.values()) > 0
+    assert all(size > 0 or name == "recomputed activations" for name, size in result.memory.items())
 
 
 def test_one_rank_moves_nothing() -> None:
