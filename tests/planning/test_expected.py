@@ -2,7 +2,7 @@
 
 A change of a rule, or of what follows from it, is a difference in tests/planning/expected. To accept it::
 
-    PYTHONPATH=tests python -m planning.test_expected
+    PYTHONPATH=tests:examples python -m planning.test_expected
 """
 
 import difflib
