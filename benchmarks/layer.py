@@ -18,7 +18,7 @@ from benchmarks.problem import problem_of
 from benchmarks.results import (
     Case,
     Result,
-    by_case,
+    best_times,
     milliseconds,
     summary_against_alternatives,
     table,
@@ -37,12 +37,9 @@ def measure(session: Session, case: Case) -> None:
 def summary_of_parts(results: list[Result]) -> str:
     """The share of the layer's time that its experts take, and what is left for the rest."""
     rows = []
-    for case, group in by_case(results).items():
-        times = {result.contender: result.best for result in group}
-        if MaxmoeLayer.name in times and ExpertsAlone.name in times:
-            layer, experts = times[MaxmoeLayer.name], times[ExpertsAlone.name]
-            shares = [f"{experts / layer:.2f}", f"{1 - experts / layer:.1%}"]
-            rows.append([case.name, case.dtype_name, case.mode, *map(milliseconds, (layer, experts)), *shares])
+    for case, (layer, experts) in best_times(results, [MaxmoeLayer.name, ExpertsAlone.name]):
+        shares = [f"{experts / layer:.2f}", f"{1 - experts / layer:.1%}"]
+        rows.append([case.name, case.dtype_name, case.mode, *map(milliseconds, (layer, experts)), *shares])
     header = ["shape", "dtype", "mode", "whole layer ms", "experts alone ms", "experts alone / whole layer"]
     return f"Parts of the layer\n{table([*header, 'router, losses, statistics'], rows)}" if rows else ""
 

@@ -11,7 +11,7 @@ import maxmoe
 from benchmarks.command import Benchmark, Session, main
 from benchmarks.figures import time_panels
 from benchmarks.problem import problem_of
-from benchmarks.results import Case, Result, by_case, milliseconds, table, timing_report
+from benchmarks.results import Case, Result, best_times, milliseconds, table, timing_report
 from benchmarks.shapes import MUON
 from benchmarks.timing import Runner
 from maxmoe.optim import Muon, parameter_groups
@@ -49,13 +49,9 @@ def measure(session: Session, case: Case) -> None:
 def summary(results: list[Result]) -> str:
     """How much faster, and the share of a training step."""
     rows = []
-    for case, group in by_case(results).items():
-        times = {result.contender: result.best for result in group}
-        if times.keys() >= {OURS, THEIRS, LAYER}:
-            share = times[OURS] / (times[OURS] + times[LAYER])
-            faster = times[THEIRS] / times[OURS]
-            milli = [milliseconds(times[name]) for name in (OURS, THEIRS, LAYER)]
-            rows.append([case.name, case.dtype_name, *milli, f"{faster:.2f}x", f"{share:.0%}"])
+    for case, (ours, theirs, layer) in best_times(results, [OURS, THEIRS, LAYER]):
+        ratios = [f"{theirs / ours:.2f}x", f"{ours / (ours + layer):.0%}"]
+        rows.append([case.name, case.dtype_name, *map(milliseconds, (ours, theirs, layer)), *ratios])
     header = ["shape", "dtype", f"{OURS} ms", f"{THEIRS} ms", "layer ms", "faster", "share of the step"]
     return f"Summary: best of all calls\n{table(header, rows)}" if rows else ""
 

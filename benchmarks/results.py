@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -73,6 +73,14 @@ def by_case(
     for result in filter(is_measured, results):
         groups.setdefault(result.case, []).append(result)
     return groups
+
+
+def best_times(results: Iterable[Result], names: Sequence[str]) -> Iterator[tuple[Case, list[float]]]:
+    """The best times of some contenders, in every case in which all of them were timed."""
+    for case, group in by_case(results).items():
+        times = {result.contender: result.best for result in group}
+        if times.keys() >= set(names):
+            yield case, [times[name] for name in names]
 
 
 def baseline_of(group: list[Result]) -> Result:

@@ -12,7 +12,7 @@ import maxmoe
 from benchmarks.command import Benchmark, Session, main
 from benchmarks.figures import time_panels
 from benchmarks.problem import Problem, problem_of
-from benchmarks.results import Case, Result, by_case, milliseconds, table, timing_report
+from benchmarks.results import Case, Result, best_times, milliseconds, table, timing_report
 from benchmarks.shapes import ROUTE
 from benchmarks.timing import Runner
 from maxmoe.ops import ragged_plan, route
@@ -99,14 +99,8 @@ def measure(session: Session, case: Case) -> None:
 def summary(results: list[Result]) -> str:
     """The share of the layer's time."""
     rows = []
-    for case, group in by_case(results).items():
-        times = {result.contender: result.best for result in group}
-        if LAYER not in times or ROUTING not in times:
-            continue
-        share = times[ROUTING] / times[LAYER]
-        rows.append(
-            [case.name, case.dtype_name, milliseconds(times[LAYER]), milliseconds(times[ROUTING]), f"{share:.1%}"]
-        )
+    for case, (layer, routing) in best_times(results, [LAYER, ROUTING]):
+        rows.append([case.name, case.dtype_name, *map(milliseconds, (layer, routing)), f"{routing / layer:.1%}"])
     header = ["shape", "dtype", "layer ms", f"{ROUTING} ms", "share of the layer"]
     return f"Summary: best of all calls\n{table(header, rows)}" if rows else ""
 
