@@ -60,13 +60,17 @@ void activate_rows(const ActivationKind& kind, MatrixView<T> preactivations, Mat
   }
 }
 
+template <class T>
+bool wants_only_preactivations(const ExpertFfn<T>& a) {
+  return a.out.data == nullptr;
+}
+
 // next_group: what this thread is likely to compute next.
 template <class T>
 void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile, int64_t next_group) {
   const ExpertWeights<T>& experts = a.experts;
   const int64_t height = tile.end - tile.begin;
   const int64_t width = intermediate_size(experts);
-  const bool ends_with_preactivations = a.out.data == nullptr;
 
   const GemmOperand<T> tokens = tokens_of(a.x, a.routed, tile.begin, tile.end);
   const MatrixView<T> activated{scratch<T>(1, height * width), height, width, width};
@@ -90,9 +94,9 @@ void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile, int64_t next_gro
   }
   products[count++] =
       product_with_bias(up, bias_row(experts.up_bias, tile.group), up_columns(preactivations, gate_width),
-                        ends_with_preactivations ? of_next_tile : down);
+                        wants_only_preactivations(a) ? of_next_tile : down);
   a.gemm->multiply(tokens, products, count);
-  if (ends_with_preactivations) return;
+  if (wants_only_preactivations(a)) return;
   activate_rows(a.kind, preactivations, activated);
   a.gemm->multiply(activated.as_const(), product_with_bias(down, bias_row(experts.down_bias, tile.group),
                                                            a.rows.row_range(tile.begin, tile.end), of_next_tile));
@@ -253,10 +257,10 @@ void expert_ffn(const ExpertFfn<T>& a, const Executor& executor) {
   const int64_t width = intermediate_size(a.experts);
   const int64_t multiply_adds = a.x.columns * (preactivation_width(a.experts) + width);
   const int64_t depth = a.x.columns < width ? width : a.x.columns;
-  const int64_t num_rows = a.out.data == nullptr ? a.preactivations.rows : a.rows.rows;
+  const int64_t num_rows = wants_only_preactivations(a) ? a.preactivations.rows : a.rows.rows;
   run_tiles(a, num_rows, depth, multiply_adds, executor,
             [&](const GroupTile& tile, int64_t next_group) { forward_tile(a, tile, next_group); });
-  if (a.out.data == nullptr) return;
+  if (wants_only_preactivations(a)) return;
   ragged_unsort(RaggedUnsort<T>{a.rows.as_const(), a.routed.row_of_slot, a.routed.top_k, a.weights, a.out}, executor);
 }
 

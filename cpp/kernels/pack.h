@@ -132,6 +132,12 @@ MAXMOE_INLINE Vector<Element> load_half_step(const T* row, const T* next) {
   }
 }
 
+// The row after row d of the inner dimension, from `column` on, where the step takes both and there is one; else null.
+template <class Element, class T>
+MAXMOE_INLINE const T* second_row_of_step(const GemmOperand<T>& operand, int64_t d, Range depth, int64_t column) {
+  return kDepthPerStep<Element> == 2 && d + 1 < depth.end ? operand.memory_row(d + 1) + column : nullptr;
+}
+
 // One step of a transposed A: `count` rows of it, neighbours in memory, of which the first MR become those of the first
 // micro-panel, and so on. Panels are `panel_stride` elements apart.
 template <class Element, class T>
@@ -182,7 +188,7 @@ void pack_a(const GemmOperand<T>& a, Range depth, Element* panels) {
   }
   for (int64_t k = 0; k < num_steps; ++k) {
     const int64_t d = depth.begin + k * kDepthPerStep<Element>;
-    const T* next = kDepthPerStep<Element> == 2 && d + 1 < depth.end ? a.memory_row(d + 1) : nullptr;
+    const T* next = second_row_of_step<Element>(a, d, depth, 0);
     pack_step_of_a(a.memory_row(d), next, a.rows(), panels + k * kMR, panel_size_of_a<Element>(num_steps));
   }
 }
@@ -219,7 +225,7 @@ void pack_b(const GemmOperand<T>& b, Range depth, Range columns, Element* panels
       prefetch_row(b.memory_row(ahead) + columns.begin, columns.size());
     }
     const T* row = b.memory_row(d) + columns.begin;
-    const T* next = kDepthPerStep<Element> == 2 && d + 1 < depth.end ? b.memory_row(d + 1) + columns.begin : nullptr;
+    const T* next = second_row_of_step<Element>(b, d, depth, columns.begin);
     Element* target = panels;
     for (int64_t column = 0; column < columns.size(); column += kWidth, target += panel_size) {
       const auto step =
@@ -239,9 +245,8 @@ void micro_kernel_packing_b(const MicroTile<Out, Element>& tile, const GemmOpera
   count_packed(depth.size() * kWidth);
   multiply_micro_tile<kMR>(tile, [&](int64_t k) {
     const int64_t d = depth.begin + k * kDepthPerStep<Element>;
-    const T* row = b.memory_row(d) + column;
-    const T* next = kDepthPerStep<Element> == 2 && d + 1 < depth.end ? b.memory_row(d + 1) + column : nullptr;
-    const StepX2<Element> step = load_step<Element>(row, next);
+    const StepX2<Element> step =
+        load_step<Element>(b.memory_row(d) + column, second_row_of_step<Element>(b, d, depth, column));
     store_vector(panel + k * kWidth, step.first);
     store_vector(panel + k * kWidth + kLanes<Element>, step.second);
     return step;

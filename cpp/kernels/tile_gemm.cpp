@@ -3,8 +3,10 @@
 //
 //   ic  blocks of rows of A and C                           tile_gemm
 //   jc  blocks of NC columns of B and C                     multiply
-//   pc  blocks of KC of the inner dimension: packs A and B  multiply
-//   ir  micro-tiles of C, of MR rows                        multiply_block
+//   pc  blocks of KC of the inner dimension: packs A and,   multiply
+//       where it is transposed, B
+//   ir  micro-tiles of C, of MR rows: the first ones pack   multiply_block
+//       a row-major B
 //   jr  micro-panels of B, of NR columns                    multiply_block
 //   k   steps of the inner dimension                        micro_kernel
 //
