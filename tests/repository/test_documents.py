@@ -11,6 +11,7 @@ import pytest
 import maxmoe
 
 ROOT = Path(__file__).parents[2]
+LAYER = ROOT / "docs" / "layer.md"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
@@ -34,7 +35,7 @@ def test_every_block_has_a_language_that_is_checked() -> None:
 
 @pytest.mark.parametrize("code", blocks("python"))
 def test_python_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(code, "README.md", "exec"), {})
+    exec(compile(code, "document", "exec"), {})
     assert capsys.readouterr().out.count("\n") == code.count("print(")
 
 
@@ -88,13 +89,13 @@ def check_pip(arguments: list[str]) -> None:
 
 
 def test_every_field_of_the_config_is_named() -> None:
-    named = set(re.findall(r"`(\w+)`", DOCUMENTS[0].read_text()))
+    named = set(re.findall(r"`(\w+)`", LAYER.read_text()))
     assert {field.name for field in dataclasses.fields(maxmoe.MoEConfig)} <= named
 
 
 def test_the_state_dict_is_as_written() -> None:
     sizes = {"E": 4, "D": 6, "F": 3, "n F": 6}
-    rows = re.findall(r"^\| (`\w+\.\w+`.*?) \| `\[(.*?)\]` \|", DOCUMENTS[0].read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (`\w+\.\w+`.*?) \| `\[(.*?)\]` \|", LAYER.read_text(), re.MULTILINE)
     written = {
         name: tuple(sizes[size] for size in shape.split(", "))
         for names, shape in rows
