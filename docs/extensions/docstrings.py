@@ -1,0 +1,117 @@
+"""From docstrings to the pages of docs/api: every public name once, its formulas, and the examples that use it."""
+
+import importlib
+import re
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+
+ROOT = Path(__file__).parents[2]
+# Of properties napoleon takes what is before a colon in the first line for a type; it does not know this one.
+COLON = "\ufe55"
+# A name that several of them export is described in the first one.
+PACKAGES = (
+    "maxmoe",
+    "maxmoe.ops",
+    "maxmoe.nn",
+    "maxmoe.presets",
+    "maxmoe.models",
+    "maxmoe.optim",
+    "maxmoe.sharding",
+    "maxmoe.parallel",
+    "maxmoe.dispatch",
+    "maxmoe.planning",
+    "maxmoe.integrations.transformers",
+    "maxmoe.integrations.checkpoint",
+    "maxmoe.reference",
+)
+
+
+@cache
+def homes() -> dict[int, str]:
+    """Where every public object is described, by its id."""
+    found: dict[int, str] = {}
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        for name in public_names(module):
+            found.setdefault(id(getattr(module, name)), package)
+    return found
+
+
+def public_names(module: ModuleType) -> list[str]:
+    """The names that a module exports, modules among them left out."""
+    names = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
+    return [name for name in names if not isinstance(getattr(module, name), ModuleType)]
+
+
+def skip(app: Sphinx, what: str, name: str, value: object, skipped: bool, options: Any) -> bool | None:
+    """Leave out what another page describes, and methods of torch that say nothing new."""
+    package = app.env.current_document.docname.removeprefix("api/")
+    if what == "module" and homes().get(id(value), package) != package:
+        return True
+    if name == "extra_repr":
+        return True
+    return None
+
+
+def process(app: Sphinx, what: str, name: str, value: object, options: Any, lines: list[str]) -> None:
+    """Set formulas as they are written, and name what uses the object."""
+    lines[:] = [re.sub(r"(?<!`)(`[^`]+`)s\b", r"\1\\ s", line) for line in lines]  # reStructuredText's plural
+    lines[:] = [line for paragraph in paragraphs(lines) for line in (*with_formula(paragraph), "")]
+    if what == "property":
+        lines[:1] = [line.replace(":", COLON) for line in lines[:1]]
+    if what in ("class", "function") and (users := used_in(name.rpartition(".")[2])):
+        lines += [f"**Used in:** {', '.join(f'``{user}``' for user in users)}", ""]
+
+
+def restore_colons(app: Sphinx, what: str, name: str, value: object, options: Any, lines: list[str]) -> None:
+    """Undo, after napoleon, what `process` did to properties."""
+    lines[:] = [line.replace(COLON, ":") for line in lines]
+
+
+def paragraphs(lines: list[str]) -> list[list[str]]:
+    """Split at empty lines."""
+    return [block.splitlines() for block in re.split(r"\n\s*\n", "\n".join(lines)) if block.strip()]
+
+
+def with_formula(paragraph: list[str]) -> list[str]:
+    """Make a literal block of a formula: a paragraph that is no sentence, section, list or part of one of them."""
+    first, last = paragraph[0], paragraph[-1]
+    if first.startswith("Source:"):
+        return [first.replace("Source:", "**Source:**", 1), *paragraph[1:]]
+    is_prose = last.endswith((".", ":")) or first.endswith(":") or first.startswith(("- ", " " * 8)) or "`" in first
+    if is_prose or (first.startswith(" ") and " = " not in first):
+        return paragraph
+    return [".. code-block:: text", "", *(f"    {line.strip()}" for line in paragraph)]
+
+
+@cache
+def sources() -> dict[str, str]:
+    """What is searched for uses: the scripts in examples/."""
+    scripts = sorted((ROOT / "examples").rglob("*.py"))
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in scripts}
+
+
+def used_in(name: str) -> list[str]:
+    """The examples in which a name stands."""
+    return [path for path, text in sources().items() if re.search(rf"\b{re.escape(name)}\b", text)]
+
+
+def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Element) -> nodes.Element | None:
+    """Show a name in backticks that is nobody's as code; docstrings name arguments and files so too."""
+    return content if node.get("reftype") == "obj" else None
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Connect to autodoc, before napoleon."""
+    app.connect("autodoc-skip-member", skip)
+    app.connect("autodoc-process-docstring", process, priority=400)
+    app.connect("autodoc-process-docstring", restore_colons, priority=600)
+    app.connect("missing-reference", resolve)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
