@@ -21,6 +21,7 @@ extensions = [
     "sphinx_design",
     "mathml",
     "docstrings",
+    "messages",
 ]
 exclude_patterns = ["extensions"]
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb", ".rst": "restructuredtext"}
@@ -29,6 +30,8 @@ source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb", ".rst": "restructuredtex
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # notebooks are stored with their outputs; the tests execute them
+
+suppress_warnings = ["toc.empty_glob"]  # of a checkout without notebooks
 
 # References: everything must lead somewhere, but for names of other libraries.
 nitpicky = True

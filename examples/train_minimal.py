@@ -25,10 +25,8 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm, self.moe_norm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        config = maxmoe.MoEConfig(
-            hidden_size=WIDTH, intermediate_size=128, num_experts=16, top_k=2, load_balance_loss_weight=0.01
-        )
-        self.moe = maxmoe.MoEFeedForward(config)  # in the place of a dense feed-forward block
+        sizes = {"hidden_size": WIDTH, "intermediate_size": 128, "num_experts": 16, "top_k": 2}
+        self.moe = maxmoe.MoEFeedForward(maxmoe.MoEConfig(**sizes, load_balance_loss_weight=0.01))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
@@ -39,12 +37,14 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.tokens = nn.Embedding(256, WIDTH)
+        self.positions = nn.Parameter(torch.zeros(LENGTH, WIDTH))
+        nn.init.normal_(self.tokens.weight, std=0.02)
         self.blocks = nn.Sequential(Block(), Block(), Block(), nn.RMSNorm(WIDTH))
         self.head = nn.Linear(WIDTH, 256)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.blocks(self.tokens(tokens) + self.positions.weight))
+        return self.head(self.blocks(self.tokens(tokens) + self.positions))
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def main() -> None:
         maxmoe.parallelize(model, mesh, rules)
         part, group = token_sharding(mesh, rules).slices((BATCH, LENGTH)), token_group(mesh, rules)
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     accumulator = maxmoe.StatsAccumulator(model)
     for step in range(1, STEPS + 1):
         starts = torch.randint(len(text) - LENGTH, (BATCH, 1))  # the same on all ranks; each computes its part

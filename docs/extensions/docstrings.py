@@ -11,6 +11,7 @@ from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+from sphinx.util import logging
 
 ROOT = Path(__file__).parents[2]
 # Of properties napoleon takes what is before a colon in the first line for a type; it does not know this one.
@@ -93,9 +94,9 @@ def with_formula(paragraph: list[str]) -> list[str]:
 
 @cache
 def sources() -> dict[str, str]:
-    """What is searched for uses: the scripts in examples/."""
-    scripts = sorted((ROOT / "examples").rglob("*.py"))
-    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in scripts}
+    """What is searched for uses: scripts and notebooks."""
+    files = [path for path in sorted((ROOT / "examples").rglob("*")) if path.suffix in (".py", ".ipynb")]
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
 
 
 def used_in(name: str) -> list[str]:
@@ -108,10 +109,21 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nod
     return content if node.get("reftype") == "obj" else None
 
 
+def check_complete(app: Sphinx, env: BuildEnvironment) -> None:
+    """Warn of public names without a description."""
+    described = env.domains["py"].objects
+    for package in PACKAGES:
+        for name in public_names(importlib.import_module(package)):
+            home = homes()[id(getattr(importlib.import_module(package), name))]
+            if f"{home}.{name}" not in described:
+                logging.getLogger(__name__).warning("%s.%s is public and has no description", home, name)
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Connect to autodoc, before napoleon."""
     app.connect("autodoc-skip-member", skip)
     app.connect("autodoc-process-docstring", process, priority=400)
     app.connect("autodoc-process-docstring", restore_colons, priority=600)
     app.connect("missing-reference", resolve)
+    app.connect("env-check-consistency", check_complete)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
