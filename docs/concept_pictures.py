@@ -78,14 +78,21 @@ def ragged_picture() -> Figure:
     for row, slot in enumerate(found.slots.tolist()):
         token = slot // TOP_K
         draw_box(axes, row, 2.6, token, "")
-        for begin, end in (((left[token] + 0.47, 0.8), (row + 0.47, 2.6)), ((row + 0.47, 3.4), (left[token] + 0.47, 5.2))):
+        for begin, end in (
+            ((left[token] + 0.47, 0.8), (row + 0.47, 2.6)),
+            ((row + 0.47, 3.4), (left[token] + 0.47, 5.2)),
+        ):
             axes.add_patch(ConnectionPatch(begin, end, "data", color=COLORS[token], linewidth=1.6, zorder=0))
     begin = 0
     for expert, size in enumerate(found.group_sizes.tolist()):
         axes.plot([begin, begin + size - 0.06], [2.45, 2.45], color=INK, linewidth=2.5, solid_capstyle="butt")
         axes.text(begin, 2.32, f"expert {expert}: {size} rows", fontsize=10, va="bottom", color=INK, bbox=BEHIND)
         begin += size
-    for y, text in ((0.4, "tokens [T, D]\nand their experts"), (3.0, "rows [R, D],\nsorted by expert"), (5.6, "output [T, D]")):
+    for y, text in (
+        (0.4, "tokens [T, D]\nand their experts"),
+        (3.0, "rows [R, D],\nsorted by expert"),
+        (5.6, "output [T, D]"),
+    ):
         axes.text(-0.4, y, text, ha="right", va="center", fontsize=11, color=INK)
     for y, text in ((1.55, "ragged_sort"), (4.35, "ragged_unsort")):
         axes.text(width + 0.3, y, text, ha="left", va="center", fontsize=11, family="monospace", color=INK)

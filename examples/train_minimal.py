@@ -1,7 +1,7 @@
 """Train a small Mixture-of-Experts language model on text: a script to copy and change.
 
-    python examples/train_minimal.py                          one process, about a minute
-    torchrun --nproc-per-node 2 examples/train_minimal.py     two processes, each with half of the experts
+In one process: python examples/train_minimal.py
+In two, each with half of the experts: torchrun --nproc-per-node 2 examples/train_minimal.py
 """
 
 import os

@@ -35,7 +35,7 @@ def test_every_block_has_a_language_that_is_checked() -> None:
 @pytest.mark.parametrize("code", blocks("python"))
 def test_python_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(code, "README.md", "exec"), {})
-    assert capsys.readouterr().out.count("\n") == code.count("print(")
+    assert capsys.readouterr().out.count("\n") >= code.count("print(")
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
@@ -54,8 +54,8 @@ def test_commands_exist(words: list[str]) -> None:
 
             options = parse_command([*arguments, *(["--num-layers", "4"] if arguments[0] == "explain" else [])])
             assert options.report(options)
-        case ["python", "examples/train_minimal.py"] | ["torchrun", "--nproc-per-node", "2", "examples/train_minimal.py"]:
-            pass
+        case [*_, "examples/train_minimal.py"]:  # which takes no options
+            assert words[:-1] in (["python"], ["torchrun", "--nproc-per-node", "2"])
         case ["python", "examples/pretrain.py", *arguments] | [
             "torchrun", "--nproc-per-node", _, "examples/pretrain.py", *arguments
         ]:  # fmt: skip

@@ -1,4 +1,4 @@
-"""The site: every public name and message is in it, and its pictures are those of the code. `make docs` checks links."""
+"""The site: every public name and message is in it, and its pictures are those of the code."""
 
 import importlib
 import pkgutil
