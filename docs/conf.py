@@ -35,7 +35,9 @@ suppress_warnings = ["toc.empty_glob"]  # of a checkout without notebooks
 
 # References: everything must lead somewhere, but for names of other libraries.
 nitpicky = True
-nitpick_ignore_regex = [(r"py:.*", r"(torch|typing|contextlib|collections|datetime|pathlib|numpy|transformers)\..*")]
+nitpick_ignore_regex = [
+    (r"py:.*", r"TypeAlias|(torch|typing|contextlib|collections|datetime|pathlib|numpy|transformers)\..*")
+]
 
 # Docstrings
 default_role = "py:obj"

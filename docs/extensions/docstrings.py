@@ -1,6 +1,8 @@
 """From docstrings to the pages of docs/api: every public name once, its formulas, and the examples that use it."""
 
+import ast
 import importlib
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -47,7 +49,8 @@ def homes() -> dict[int, str]:
 
 def public_names(module: ModuleType) -> list[str]:
     """The names that a module exports, modules among them left out."""
-    names = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
+    of_module = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    names = getattr(module, "__all__", None) or [name for name in of_module if not name.startswith("_")]
     return [name for name in names if not isinstance(getattr(module, name), ModuleType)]
 
 
@@ -93,15 +96,33 @@ def with_formula(paragraph: list[str]) -> list[str]:
 
 
 @cache
-def sources() -> dict[str, str]:
-    """What is searched for uses: scripts and notebooks."""
-    files = [path for path in sorted((ROOT / "examples").rglob("*")) if path.suffix in (".py", ".ipynb")]
-    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
+def uses() -> dict[str, set[str]]:
+    """The names of the package that every script and notebook in examples/ uses, by its path."""
+    found = {}
+    for path in sorted((ROOT / "examples").rglob("*")):
+        if path.suffix == ".py":
+            cells = [path.read_text()]
+        elif path.suffix == ".ipynb":
+            cells = ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if "outputs" in cell]
+        else:
+            continue
+        found[path.relative_to(ROOT).as_posix()] = names_used("\n".join(cells))
+    return found
+
+
+def names_used(code: str) -> set[str]:
+    """What is imported from maxmoe, and the attributes of what is imported."""
+    nodes = list(ast.walk(ast.parse(code)))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("maxmoe")]
+    imported = {alias.name for node in imports for alias in node.names}
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    of_package = {node.attr for node in attributes if ast.unparse(node.value).split(".")[0] in {"maxmoe", *imported}}
+    return imported | of_package
 
 
 def used_in(name: str) -> list[str]:
-    """The examples in which a name stands."""
-    return [path for path, text in sources().items() if re.search(rf"\b{re.escape(name)}\b", text)]
+    """The examples that use a name."""
+    return [path for path, names in uses().items() if name in names]
 
 
 def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Element) -> nodes.Element | None:
