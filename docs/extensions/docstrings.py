@@ -16,6 +16,8 @@ from sphinx.environment import BuildEnvironment
 from sphinx.util import logging
 
 ROOT = Path(__file__).parents[2]
+# What reStructuredText would take for an unclosed literal, `names`s, and for the number of a list, K.
+ESCAPES = ((r"(?<!`)(`[^`]+`)s\b", r"\1\\ s"), (r"^(\s*\w+: )([A-Z])\.$", r"\1``\2``."))
 # Of properties napoleon takes what is before a colon in the first line for a type; it does not know this one.
 COLON = "\ufe55"
 # A name that several of them export is described in the first one.
@@ -59,14 +61,16 @@ def skip(app: Sphinx, what: str, name: str, value: object, skipped: bool, option
     package = app.env.current_document.docname.removeprefix("api/")
     if what == "module" and homes().get(id(value), package) != package:
         return True
-    if name == "extra_repr":
+    is_field = (getattr(value, "__doc__", None) or "").startswith("Alias for field number")  # described in Attributes
+    if is_field or name == "extra_repr":
         return True
     return None
 
 
 def process(app: Sphinx, what: str, name: str, value: object, options: Any, lines: list[str]) -> None:
     """Set formulas as they are written, and name what uses the object."""
-    lines[:] = [re.sub(r"(?<!`)(`[^`]+`)s\b", r"\1\\ s", line) for line in lines]  # reStructuredText's plural
+    for pattern, replacement in ESCAPES:
+        lines[:] = [re.sub(pattern, replacement, line) for line in lines]
     lines[:] = [line for paragraph in paragraphs(lines) for line in (*with_formula(paragraph), "")]
     if what == "property":
         lines[:1] = [line.replace(":", COLON) for line in lines[:1]]
@@ -90,7 +94,7 @@ def with_formula(paragraph: list[str]) -> list[str]:
     if first.startswith("Source:"):
         return [first.replace("Source:", "**Source:**", 1), *paragraph[1:]]
     is_prose = last.endswith((".", ":")) or first.endswith(":") or first.startswith(("- ", " " * 8)) or "`" in first
-    if is_prose or (first.startswith(" ") and " = " not in first):
+    if is_prose or not re.search(r"[=^_]", first) or (first.startswith(" ") and " = " not in first):
         return paragraph
     return [".. code-block:: text", "", *(f"    {line.strip()}" for line in paragraph)]
 

@@ -10,6 +10,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 ROOT = Path(__file__).parents[2]
+FAILURES = "maxmoe/parallel/failures.py"
 # Raised by scripts, and by __getattr__ for Python itself.
 NOT_FOR_USERS = {"AttributeError", "argparse.ArgumentTypeError", "InputError"}
 
@@ -22,6 +23,7 @@ def messages() -> list[tuple[str, str]]:
         for path in sorted((ROOT / folder).rglob(pattern))
         for message in read(path.read_text())
     }
+    found |= {(message, FAILURES) for message in from_failures((ROOT / FAILURES).read_text())}
     return sorted(found, key=lambda pair: (pair[1], pair[0]))
 
 
@@ -37,10 +39,9 @@ def from_python(text: str) -> Iterator[str]:
     }
     for node in ast.walk(tree):
         call = node.exc if isinstance(node, ast.Raise) else node
-        is_warning = isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn"
-        if not isinstance(call, ast.Call) or not call.args or not (isinstance(node, ast.Raise) or is_warning):
+        if not isinstance(call, ast.Call) or not call.args or ast.unparse(call.func) in NOT_FOR_USERS:
             continue
-        if ast.unparse(call.func) in NOT_FOR_USERS:
+        if not isinstance(node, ast.Raise) and ast.unparse(call.func) != "warnings.warn":
             continue
         argument = call.args[0]
         if isinstance(argument, ast.Name):
@@ -48,6 +49,15 @@ def from_python(text: str) -> Iterator[str]:
         message = written(argument)
         if re.search("[a-z]{3}", message):
             yield message
+
+
+def from_failures(text: str) -> Iterator[str]:
+    """What a RankError says of the rank that failed: put together from what several ranks saw."""
+    for node in ast.walk(ast.parse(text)):
+        message = written(node) if isinstance(node, ast.Constant | ast.JoinedStr) else ""
+        is_part = message.endswith(" ")  # of another one
+        if not is_part and re.match(r"failed first|died or hangs|hangs at|came to the end", message):
+            yield f"rank ... of ... {message}"
 
 
 def written(node: ast.expr) -> str:
