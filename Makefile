@@ -48,7 +48,7 @@ format: $(VENV)/dev
 
 # The site, from docs/ and the docstrings: build/docs/index.html. A warning is an error, a reference to nothing among them.
 docs: $(VENV)/docs
-	@$(BIN)/python -m sphinx --nitpicky --fail-on-warning --keep-going --quiet docs build/docs
+	@$(BIN)/python -m sphinx --nitpicky --fail-on-warning --keep-going --fresh-env --quiet docs build/docs
 	echo "build/docs/index.html"
 
 # The kernels' GoogleTest suite under the address and undefined-behaviour sanitizers.

@@ -35,7 +35,7 @@ def routing_picture() -> Figure:
     weights, experts, probabilities = routing()
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     table, bars = figure.subplots(1, 2, width_ratios=(1.3, 1))
-    table.imshow(probabilities, cmap="Blues", vmin=0, vmax=1.3, aspect="auto")
+    table.imshow(probabilities.numpy(), cmap="Blues", vmin=0, vmax=1.3, aspect="auto")
     for token in range(TOKENS):
         for expert in range(EXPERTS):
             chosen = (experts[token] == expert).nonzero().flatten().tolist()

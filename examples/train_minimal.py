@@ -37,14 +37,12 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(256, WIDTH)
-        self.positions = nn.Parameter(torch.zeros(LENGTH, WIDTH))
-        nn.init.normal_(self.tokens.weight, std=0.02)
+        self.tokens, self.positions = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.blocks = nn.Sequential(Block(), Block(), Block(), nn.RMSNorm(WIDTH))
         self.head = nn.Linear(WIDTH, 256)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.blocks(self.tokens(tokens) + self.positions))
+        return self.head(self.blocks(self.tokens(tokens) + self.positions(torch.arange(LENGTH))))
 
 
 def main() -> None:
@@ -59,7 +57,7 @@ def main() -> None:
         maxmoe.parallelize(model, mesh, rules)
         part, group = token_sharding(mesh, rules).slices((BATCH, LENGTH)), token_group(mesh, rules)
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     accumulator = maxmoe.StatsAccumulator(model)
     for step in range(1, STEPS + 1):
         starts = torch.randint(len(text) - LENGTH, (BATCH, 1))  # the same on all ranks; each computes its part

@@ -72,13 +72,25 @@ def written(node: ast.expr) -> str:
 
 
 def from_cpp(text: str) -> Iterator[str]:
-    """The messages of MAXMOE_CHECK and of TORCH_CHECK_NOT_IMPLEMENTED."""
-    for call in re.findall(r"(?:MAXMOE_CHECK|TORCH_CHECK_NOT_IMPLEMENTED)\((.*?)\);", text, re.DOTALL):
-        parts = re.findall(r'"((?:[^"\\]|\\.)*)"|([^,"]+)', call[call.find('"') :] if '"' in call else "")
-        joined = "".join(literal if literal else "..." if value.strip() else "" for literal, value in parts)
-        message = re.sub(r"(\.\.\.)+", "...", joined)
-        if re.search("[a-z]{3} [a-z]", message):
+    """The messages of MAXMOE_CHECK(condition, op, ...) and of TORCH_CHECK_NOT_IMPLEMENTED(condition, ...)."""
+    for macro, call in re.findall(r"(MAXMOE_CHECK|TORCH_CHECK_NOT_IMPLEMENTED)\((.*?)\);", text, re.DOTALL):
+        parts = arguments(call)[2 if macro == "MAXMOE_CHECK" else 1 :]
+        literals = ["".join(re.findall(r'"((?:[^"\\]|\\.)*)"', part)) for part in parts]
+        message = re.sub(r"(\.\.\.)+", "...", "".join(literal or "..." for literal in literals))
+        if re.search("[a-z]{3}", message):
             yield message
+
+
+def arguments(call: str) -> list[str]:
+    """Split at the commas that are in no parentheses and no string."""
+    found, depth = [""], 0
+    for token in re.findall(r'"(?:[^"\\]|\\.)*"|.', call, re.DOTALL):
+        depth += (token in "([{") - (token in ")]}") if len(token) == 1 else 0
+        if token == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += token
+    return found
 
 
 class Messages(SphinxDirective):
