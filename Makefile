@@ -1,13 +1,13 @@
 # make train   sets up everything in .venv and trains a small model on text   (ARGS="--help": its options)
 # make test    sets up everything in .venv and runs all tests                 (ARGS="-k gmm": of pytest)
 #
-# For those who change the code: make lint, format, sanitize, benchmark, clean (CONTRIBUTING.md).
+# For those who change the code: make lint, format, docs, sanitize, benchmark, clean (CONTRIBUTING.md).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .ONESHELL:
-.PHONY: help setup train test lint format sanitize benchmark clean
+.PHONY: help setup train test lint format docs sanitize benchmark clean
 
 PYTHON ?= python3
 ARGS ?=
@@ -46,6 +46,11 @@ format: $(VENV)/dev
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(wildcard cpp/*.cpp cpp/*/*.cpp cpp/*/*.h)
 
+# The site, from docs/ and the docstrings: build/docs/index.html. A warning is an error, a reference to nothing among them.
+docs: $(VENV)/docs
+	@$(BIN)/python -m sphinx --nitpicky --fail-on-warning --keep-going --fresh-env --quiet docs build/docs
+	echo "build/docs/index.html"
+
 # The kernels' GoogleTest suite under the address and undefined-behaviour sanitizers.
 sanitize: $(VENV)/test
 	@export PATH="$(abspath $(BIN)):$$PATH"
@@ -65,12 +70,12 @@ benchmark: $(VENV)/test
 clean:
 	rm -rf $(VENV) build dist *.egg-info maxmoe/_C.*.so maxmoe/_torch_version.txt
 
-# The package, built in place, and what one use of it needs: examples, test or dev. To train, the kernels are built for
+# The package, built in place, and what one use of it needs: examples, test, docs or dev. To train, the kernels are built for
 # this machine alone; tests need all that it can run.
-$(VENV)/examples $(VENV)/test $(VENV)/dev: $(VENV)/requirements $(CORE)
+$(VENV)/examples $(VENV)/test $(VENV)/docs $(VENV)/dev: $(VENV)/requirements $(CORE)
 	@echo "== the C++ core"
 	export CMAKE_ARGS="-DMAXMOE_ISAS=$(if $(filter examples,$(@F)),native,all) $${CMAKE_ARGS:-}"
-	$(if $(filter examples,$(@F)),rm -f $(VENV)/test $(VENV)/dev)
+	$(if $(filter examples,$(@F)),rm -f $(VENV)/test $(VENV)/docs $(VENV)/dev)
 	$(BIN)/python setup.py --quiet build_ext
 	echo "== maxmoe and what '$(@F)' needs"
 	$(BIN)/pip install --quiet --no-build-isolation -e '.[$(@F)]'

@@ -12,7 +12,7 @@ import maxmoe
 
 ROOT = Path(__file__).parents[2]
 LAYER = ROOT / "docs" / "layer.md"
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
@@ -36,7 +36,7 @@ def test_every_block_has_a_language_that_is_checked() -> None:
 @pytest.mark.parametrize("code", blocks("python"))
 def test_python_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(code, "document", "exec"), {})
-    assert capsys.readouterr().out.count("\n") == code.count("print(")
+    assert capsys.readouterr().out.count("\n") >= code.count("print(")
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
@@ -55,6 +55,8 @@ def test_commands_exist(words: list[str]) -> None:
 
             options = parse_command([*arguments, *(["--num-layers", "4"] if arguments[0] == "explain" else [])])
             assert options.report(options)
+        case [*_, "examples/train_minimal.py"]:  # which takes no options
+            assert words[:-1] in (["python"], ["torchrun", "--nproc-per-node", "2"])
         case ["python", "examples/pretrain.py", *arguments] | [
             "torchrun", "--nproc-per-node", _, "examples/pretrain.py", *arguments
         ]:  # fmt: skip
@@ -127,4 +129,4 @@ def test_layout_names_what_exists() -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\((?!https?://)(.*?)\)", path.read_text()):
-        assert (path.parent / target).exists(), target
+        assert (path.parent / target.partition("#")[0]).exists(), target

@@ -1,0 +1,111 @@
+"""The page docs/messages.md: every error message and warning of the package, read from its sources."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+ROOT = Path(__file__).parents[2]
+FAILURES = "maxmoe/parallel/failures.py"
+# Raised by scripts, and by __getattr__ for Python itself.
+NOT_FOR_USERS = {"AttributeError", "argparse.ArgumentTypeError", "InputError"}
+
+
+def messages() -> list[tuple[str, str]]:
+    """Every message, with "..." for its values, and the file that raises it."""
+    found = {
+        (message, path.relative_to(ROOT).as_posix())
+        for folder, pattern, read in (("maxmoe", "*.py", from_python), ("cpp/ops", "*.[ch]*", from_cpp))
+        for path in sorted((ROOT / folder).rglob(pattern))
+        for message in read(path.read_text())
+    }
+    found |= {(message, FAILURES) for message in from_failures((ROOT / FAILURES).read_text())}
+    return sorted(found, key=lambda pair: (pair[1], pair[0]))
+
+
+def from_python(text: str) -> Iterator[str]:
+    """The messages of raised errors and of warnings."""
+    tree = ast.parse(text)
+    named = {
+        target.id: node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(tree):
+        call = node.exc if isinstance(node, ast.Raise) else node
+        if not isinstance(call, ast.Call) or not call.args or ast.unparse(call.func) in NOT_FOR_USERS:
+            continue
+        if not isinstance(node, ast.Raise) and ast.unparse(call.func) != "warnings.warn":
+            continue
+        argument = call.args[0]
+        if isinstance(argument, ast.Name):
+            argument = named.get(argument.id, argument)
+        message = written(argument)
+        if re.search("[a-z]{3}", message):
+            yield message
+
+
+def from_failures(text: str) -> Iterator[str]:
+    """What a RankError says of the rank that failed: put together from what several ranks saw."""
+    for node in ast.walk(ast.parse(text)):
+        message = written(node) if isinstance(node, ast.Constant | ast.JoinedStr) else ""
+        is_part = message.endswith(" ")  # of another one
+        if not is_part and re.match(r"failed first|died or hangs|hangs at|came to the end", message):
+            yield f"rank ... of ... {message}"
+
+
+def written(node: ast.expr) -> str:
+    """A message with "..." for what is computed."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(written(value) for value in node.values)
+    if isinstance(node, ast.BinOp):
+        return written(node.left) + written(node.right)
+    return "..."
+
+
+def from_cpp(text: str) -> Iterator[str]:
+    """The messages of MAXMOE_CHECK(condition, op, ...) and of TORCH_CHECK_NOT_IMPLEMENTED(condition, ...)."""
+    for macro, call in re.findall(r"(MAXMOE_CHECK|TORCH_CHECK_NOT_IMPLEMENTED)\((.*?)\);", text, re.DOTALL):
+        parts = arguments(call)[2 if macro == "MAXMOE_CHECK" else 1 :]
+        literals = ["".join(re.findall(r'"((?:[^"\\]|\\.)*)"', part)) for part in parts]
+        message = re.sub(r"(\.\.\.)+", "...", "".join(literal or "..." for literal in literals))
+        if re.search("[a-z]{3}", message):
+            yield message
+
+
+def arguments(call: str) -> list[str]:
+    """Split at the commas that are in no parentheses and no string."""
+    found, depth = [""], 0
+    for token in re.findall(r'"(?:[^"\\]|\\.)*"|.', call, re.DOTALL):
+        depth += (token in "([{") - (token in ")]}") if len(token) == 1 else 0
+        if token == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += token
+    return found
+
+
+class Messages(SphinxDirective):
+    """A table of all messages."""
+
+    def run(self) -> list[nodes.Node]:
+        """Make the table."""
+        rows = nodes.bullet_list()
+        for message, path in messages():
+            text = nodes.paragraph("", "", nodes.literal(message, message), nodes.Text(f"  {path}"))
+            rows += nodes.list_item("", text)
+        return [rows]
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Name the directive."""
+    app.add_directive("messages", Messages)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,88 @@
+"""The site: every public name and message is in it, and its pictures are those of the code."""
+
+import importlib
+import pkgutil
+import re
+import sys
+from types import ModuleType
+
+import pytest
+
+import maxmoe
+from support.docs_module import DOCS, docs_module
+
+HEADINGS = re.findall(r"^### `(.*)`$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def messages() -> ModuleType:
+    pytest.importorskip("sphinx", reason="make docs installs it")
+    return docs_module("extensions/messages")
+
+
+def packages() -> list[str]:
+    """Those with public names of their own."""
+    pytest.importorskip("transformers")
+    found = [module.name for module in pkgutil.walk_packages(maxmoe.__path__, "maxmoe.") if module.ispkg]
+    return ["maxmoe", *(name for name in found if hasattr(importlib.import_module(name), "__all__"))]
+
+
+def test_every_package_has_a_page() -> None:
+    pages = {path.stem for path in (DOCS / "api").glob("*.rst")}
+    assert pages == {*packages(), "maxmoe.integrations.checkpoint"}
+    for page in pages:
+        assert f".. automodule:: {page}\n" in (DOCS / f"api/{page}.rst").read_text()
+
+
+def test_every_page_of_the_reference_is_checked_for_missing_names() -> None:
+    text = (DOCS / "extensions/docstrings.py").read_text()
+    (listed,) = re.findall(r"^PACKAGES = \((.*?)^\)", text, re.MULTILINE | re.DOTALL)
+    assert set(re.findall(r'"(.*?)"', listed)) == {path.stem for path in (DOCS / "api").glob("*.rst")}
+
+
+def test_every_explained_message_exists(messages: ModuleType) -> None:
+    raised = [message for message, _ in messages.messages()]
+    for heading in HEADINGS:
+        pattern = ".*".join(re.escape(part) for part in heading.split("..."))
+        assert any(re.search(pattern, message) for message in raised), heading
+    assert len(HEADINGS) > 50
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ('raise ValueError(f"x must be {n}, " f"got {x!r}")', "x must be ..., got ..."),
+        ('message = f"no rule {x}" + more\nraise ValueError(message)', "no rule ......"),
+        ('warnings.warn("rules shard", stacklevel=2)', "rules shard"),
+        ("raise", None),
+        ("raise StopIteration", None),
+    ],
+)
+def test_messages_are_read_from_python(messages: ModuleType, code: str, expected: str | None) -> None:
+    assert list(messages.from_python(code)) == ([] if expected is None else [expected])
+
+
+def test_messages_are_read_from_cpp(messages: ModuleType) -> None:
+    code = 'MAXMOE_CHECK(top_k >= 1 && f(a), kOp, "top_k must divide the slots (", rows.numel(),\n "), got ", top_k);'
+    assert list(messages.from_cpp(code)) == ["top_k must divide the slots (...), got ..."]
+
+
+def test_the_pictures_show_every_row() -> None:
+    pictures = docs_module("concept_pictures")
+    plan = pictures.plan()
+    for name, picture in pictures.PICTURES.items():
+        assert (DOCS / f"concepts/{name}.png").exists()
+        assert f"]({name}.png)" in (DOCS / f"concepts/{name}.md").read_text()
+        texts = [text.get_text() for axes in picture().axes for text in axes.texts]
+        if name == "ragged_operators":
+            assert sum(text in map(str, range(pictures.TOKENS)) for text in texts) == len(plan.slots)
+            assert [text for text in texts if "rows" in text and "expert " in text] == [
+                f"expert {expert}: {size} rows" for expert, size in enumerate(plan.group_sizes.tolist())
+            ]
+        else:
+            assert sum("weight" in text for text in texts) == pictures.TOKENS * pictures.TOP_K
+
+
+def test_conf_names_the_version_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert docs_module("conf").release == maxmoe.__version__
