@@ -83,9 +83,14 @@ def curves_beside(options: argparse.Namespace, corpus: Corpus) -> Curves:
     """Read the values on held-out text of the run in --beside, by what the picture calls them."""
     if options.beside is None:
         return {}
+    folder = options.beside / "checkpoint"
+    with checkpoint.named(folder):
+        there = checkpoint.read_training(folder / checkpoint.TRAINING)
+        if not there["held_out"]:
+            raise ValueError("the run has not been evaluated yet")
     comparable = {"data": corpus.fingerprint, "sequence_length": options.sequence_length}
-    held_out = checkpoint.read_held_out(options.beside / "checkpoint", comparable)
-    return {f"held-out text of {options.beside}": held_out}
+    checkpoint.compare(folder, there["configuration"], comparable)
+    return {f"held-out text of {options.beside}": there["held_out"]}
 
 
 class StopRequest:

@@ -133,27 +133,6 @@ def load(folder: Path, configuration: Configuration, state: dict[str, Any]) -> d
     return training
 
 
-def read_held_out(folder: Path, configuration: Configuration) -> list[tuple[int, float]]:
-    """Read the values of a run on the held-out text, to compare another run with them.
-
-    Args:
-        folder: the checkpoint.
-        configuration: what must be the same for the values to be comparable.
-
-    Returns:
-        Pairs of step and bits per byte, at least one.
-
-    Raises:
-        InputError: if there is none, it cannot be read or its configuration differs.
-    """
-    with named(folder):
-        training = read_training(folder / TRAINING)
-        if not training["held_out"]:
-            raise ValueError("the run has not been evaluated yet")
-    compare(folder, training["configuration"], configuration)
-    return [(step, bits) for step, bits in training["held_out"]]
-
-
 class Reader(dcp.HuggingFaceStorageReader):
     """Reads all headers at once: those that fail within `dcp.load` are printed with a traceback."""
 
