@@ -80,17 +80,19 @@ def muon_comparison(path: Path, runs: list[MuonRun], options: Namespace) -> None
     losses.legend(frameon=False, fontsize=8)
     bars(times, "ms of a step, and Muon's part (hatched)", runs, [1e3 * run.step_time for run in runs], "{:,.0f}")
     times.barh(range(len(runs)), [1e3 * run.muon_time for run in runs], color="none", edgecolor="white", hatch="///")
-    bars(sent, "sent by Muon on a rank in a step, MiB", runs, [run.muon_sent / MIB for run in runs], "{:.2f}")
-    sent.set_yticks(range(len(runs)), [f"{run.collectives} collectives" for run in runs])
+    sizes = [run.muon_sent / MIB for run in runs]
+    labels = [f"{size:.2f} in {run.collectives} collectives" for run, size in zip(runs, sizes, strict=True)]
+    bars(sent, "MiB sent by Muon on a rank in a step", runs, sizes, labels)
+    sent.set_yticks([])
     for axes in (losses, times, sent):
         axes.spines[["top", "right"]].set_visible(False)
     save(figure, path)
 
 
-def bars(axes: Axes, title: str, runs: Sequence[Run | MuonRun], values: list[float], form: str) -> None:
-    """Draw one for each run, with its number."""
+def bars(axes: Axes, title: str, runs: Sequence[Run | MuonRun], values: list[float], labels: list[str]) -> None:
+    """Draw one for each run, with its label."""
     drawn = axes.barh(range(len(runs)), values, color=["#333333", *COLORS[: len(runs) - 1]])
-    axes.bar_label(drawn, fmt=form, padding=3)
+    axes.bar_label(drawn, labels, padding=3)
     axes.set_yticks(range(len(runs)), [run.strategy.name for run in runs])
     axes.invert_yaxis()
     axes.margins(x=0.2)
