@@ -51,7 +51,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
 def table(runs: list[MuonRun], options: argparse.Namespace) -> str:
     """Write the runs below each other, in Markdown."""
     columns = (
-        "strategy", "loss", "loss apart", "step ms", "of it Muon", "collectives of Muon", "sent MiB", "of it Muon"
+        "strategy", "loss", "loss apart", "step ms", "Muon ms", "sent MiB", "Muon MiB", "Muon collectives"
     )  # fmt: skip
     rows = [
         (
@@ -60,9 +60,9 @@ def table(runs: list[MuonRun], options: argparse.Namespace) -> str:
             f"{run.loss_difference(runs[0]):.0e}" if run.strategy.mesh else "",
             f"{1e3 * run.step_time:,.0f}",
             f"{1e3 * run.muon_time:,.0f}",
-            str(run.collectives),
             f"{run.sent / MIB:.2f}",
             f"{run.muon_sent / MIB:.2f}",
+            str(run.collectives),
         )
         for run in runs
     ]

@@ -36,8 +36,8 @@ CONVENTIONS = (
     "all-reduces of losses, statistics and the norm of the gradients.",
     "Bytes on a ring of n ranks: (n - 1) / n of the whole tensor for all-gather and reduce-scatter, twice that for "
     "all-reduce; rings of several axes one after the other. (n - 1) / n of all rows of a rank for all-to-all, if every "
-    "expert gets as many of them; of Muon, what leaves a rank, in the mean over ranks. Axes with a comma in between are "
-    "one ring.",
+    "expert gets as many of them; of Muon, what leaves a rank, in the mean over ranks. Axes with a comma in between "
+    "are one ring.",
 )
 
 
