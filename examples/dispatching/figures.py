@@ -53,8 +53,9 @@ def comparison(path: Path, runs: list[Run], options: Namespace) -> None:
     gradients_apart.set(ylabel="of the largest entry of a gradient")
     figure.legend(*loss_apart.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     tokens = options.batch_size * options.sequence_length
-    bars(speed, "tokens per second, all ranks", runs, [run.tokens_per_second(tokens) for run in runs], "{:,.0f}")
-    bars(memory, "peak memory of a rank, MiB", runs, [run.peak / MIB for run in runs], "{:.0f}")
+    speeds, peaks = [run.tokens_per_second(tokens) for run in runs], [run.peak / MIB for run in runs]
+    bars(speed, "tokens per second, all ranks", runs, speeds, [f"{value:,.0f}" for value in speeds])
+    bars(memory, "peak memory of a rank, MiB", runs, peaks, [f"{value:.0f}" for value in peaks])
     memory.set_yticks([])
     draw_sent(sent, runs)
     for axes in panels.ravel():
@@ -78,12 +79,13 @@ def muon_comparison(path: Path, runs: list[MuonRun], options: Namespace) -> None
         losses.plot(range(1, options.steps + 1), run.losses, **style, label=run.strategy.name)
     losses.set(title="loss", xlabel="step", ylabel="nats per byte")
     losses.legend(frameon=False, fontsize=8)
-    bars(times, "ms of a step, and Muon's part (hatched)", runs, [1e3 * run.step_time for run in runs], "{:,.0f}")
+    steps = [1e3 * run.step_time for run in runs]
+    bars(times, "ms of a step, and Muon's part (hatched)", runs, steps, [f"{value:,.0f}" for value in steps])
     times.barh(range(len(runs)), [1e3 * run.muon_time for run in runs], color="none", edgecolor="white", hatch="///")
     sizes = [run.muon_sent / MIB for run in runs]
     labels = [f"{size:.2f} in {run.collectives} collectives" for run, size in zip(runs, sizes, strict=True)]
     bars(sent, "MiB sent by Muon on a rank in a step", runs, sizes, labels)
-    sent.set_yticks([])
+    sent.set(yticks=[], xlim=(0, 1.8 * max(sizes)))  # room for the labels
     for axes in (losses, times, sent):
         axes.spines[["top", "right"]].set_visible(False)
     save(figure, path)
