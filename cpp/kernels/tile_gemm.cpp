@@ -2,8 +2,10 @@
 // outermost first:
 //
 //   ic  blocks of rows of A and C                           tile_gemm
-//   jc  blocks of NC columns of B and C                     multiply
-//   pc  blocks of KC of the inner dimension: packs A and,   multiply
+//   jo  outer blocks of the columns of B and C              multiply
+//   po  outer blocks of the inner dimension                 multiply
+//   jc  blocks of NC columns of B and C                     multiply_outer_block
+//   pc  blocks of KC of the inner dimension: packs A and,   multiply_outer_block
 //       where it is transposed, B
 //   ir  micro-tiles of C, of MR rows: the first ones pack   multiply_block
 //       a row-major B
@@ -11,9 +13,10 @@
 //   k   steps of the inner dimension                        micro_kernel
 //
 // ic runs once unless packed A would be too much scratch memory. A micro-tile of C stays in registers during k, a
-// micro-panel of A in the first-level cache during jr, and the block of B, KC x NC, in the second-level cache during
-// ir. Meanwhile the next block of B is prefetched. Every element of A and of B is packed once: A is packed while the
-// first block of columns is computed, and kept.
+// micro-panel of A in the first-level cache during jr, the block of B, KC x NC, in the second-level cache during ir,
+// and the panels of A and the pages of B that an outer block reads in the third-level cache and the TLB during jc.
+// Meanwhile the next block of B is prefetched. Every element of A and of B is packed once: A is packed while the first
+// block of columns is computed, and kept.
 //
 // With few rows of A each element of packed B is used so rarely that packing costs more than it saves. Then B is read
 // in place (few_rows.h).
@@ -44,6 +47,11 @@ int64_t block_columns() {
   static const int64_t columns = panels_per_block(kPanelBytes, second_level_cache_bytes()) * kNR<S>;
   return columns;
 }
+
+// Rows and columns of an outer block of B. Every row of a row-major B may be a page of its own, and second-level TLBs
+// have 1536 entries or more.
+constexpr int64_t kOuterDepth = 4096;
+constexpr int64_t kOuterColumns = 2048;
 
 // Elements of A that are packed at a time.
 constexpr int64_t kPackedA = int64_t{1} << 22;
@@ -162,49 +170,81 @@ class PackedA {
   int64_t packed_depth_ = 0;
 };
 
-template <class T>
-Range depth_block(const GemmOperand<T>& b, int64_t begin) {
-  return range_from(begin, PackedA<T>::kKC, b.rows());
-}
+// Where a block lies in B, or an outer one.
+struct BlockOfB {
+  Range depth;
+  Range columns;
+};
 
 template <class T>
-Range column_block(const GemmOperand<T>& b, int64_t begin) {
-  return range_from(begin, block_columns<Accumulator<T>>(), b.columns());
+BlockOfB outer_block(const GemmOperand<T>& b, int64_t depth, int64_t column) {
+  return {range_from(depth / kOuterDepth * kOuterDepth, kOuterDepth, b.rows()),
+          range_from(column / kOuterColumns * kOuterColumns, kOuterColumns, b.columns())};
+}
+
+// The block that begins at a place in an outer one.
+template <class T>
+BlockOfB block_at(const BlockOfB& outer, int64_t depth, int64_t column) {
+  return {range_from(depth, PackedA<T>::kKC, outer.depth.end),
+          range_from(column, block_columns<Accumulator<T>>(), outer.columns.end)};
 }
 
 // The block of B after this one, which may be that of the next product.
 template <class T>
-BlockPrefetch next_block(const Product<T>& p, Range depth, Range columns) {
-  if (depth.end < p.b.rows()) return {p.b, depth_block(p.b, depth.end), columns};
-  if (columns.end < p.b.columns()) return {p.b, depth_block(p.b, 0), column_block(p.b, columns.end)};
-  const GemmOperand<T> next = p.next_b;
-  return {next, depth_block(next, 0), column_block(next, 0)};
+BlockPrefetch next_block(const Product<T>& p, const BlockOfB& outer, const BlockOfB& block) {
+  const auto prefetch = [](const GemmOperand<T>& b, int64_t depth, int64_t column) -> BlockPrefetch {
+    const BlockOfB next = block_at<T>(outer_block(b, depth, column), depth, column);
+    return {b, next.depth, next.columns};
+  };
+  if (block.depth.end < outer.depth.end) return prefetch(p.b, block.depth.end, block.columns.begin);
+  if (block.columns.end < outer.columns.end) return prefetch(p.b, outer.depth.begin, block.columns.end);
+  if (outer.depth.end < p.b.rows()) return prefetch(p.b, outer.depth.end, outer.columns.begin);
+  if (outer.columns.end < p.b.columns()) return prefetch(p.b, 0, outer.columns.end);
+  return prefetch(p.next_b, 0, 0);
 }
 
-// The loops jc and pc. pc runs once even if the inner dimension is 0: c must become 0.
+// The loops jc and pc. pc runs once even if the inner dimension is 0: c must become 0. The sums of a block of columns
+// are at sums + (its first column in the outer block) * sums_per_column.
 template <class T>
-void multiply(PackedA<T>& a, const Product<T>& p) {
+void multiply_outer_block(PackedA<T>& a, const Product<T>& p, const BlockOfB& outer, Accumulator<T>* sums,
+                          int64_t sums_per_column) {
   using S = Accumulator<T>;
   using Element = ElementOf<T>;
-  const int64_t depth = p.b.rows();
   const int64_t padded_rows = (p.c.rows + kMR - 1) / kMR * kMR;
-  const int64_t columns_of_block = block_columns<S>();
-  Element* const panels_of_b = scratch<Element>(kPackedBScratch, columns_of_block * kKCSteps);
-  S* const sums = scratch<S>(kSumsScratch, padded_rows * columns_of_block);
+  Element* const panels_of_b = scratch<Element>(kPackedBScratch, block_columns<S>() * kKCSteps);
   const bool packs_b = !p.b.is_transposed && p.c.rows >= kMR;
-  for (int64_t jc = 0; jc < p.c.columns; jc += columns_of_block) {
-    const Range columns = column_block(p.b, jc);
+  for (int64_t jc = outer.columns.begin; jc < outer.columns.end;) {
+    const Range columns = block_at<T>(outer, 0, jc).columns;
     const MatrixView<T> c = p.c.column_range(columns.begin, columns.end);
-    if (p.accumulate) load_sums(c.as_const(), padded_rows, sums);
-    for (int64_t pc = 0; pc < depth || pc == 0; pc += PackedA<T>::kKC) {
-      const Range inner = depth_block(p.b, pc);
-      const Block<T, Element> block{a.block(inner),        p.b, inner, columns, panels_of_b, packs_b, sums, padded_rows,
+    S* const block_sums = sums + (jc - outer.columns.begin) * sums_per_column;
+    if (p.accumulate && outer.depth.begin == 0) load_sums(c.as_const(), padded_rows, block_sums);
+    for (int64_t pc = outer.depth.begin; pc < outer.depth.end || pc == 0; pc += PackedA<T>::kKC) {
+      const BlockOfB place = block_at<T>(outer, pc, jc);
+      const Block<T, Element> block{a.block(place.depth),  p.b,     place.depth, columns,
+                                    panels_of_b,           packs_b, block_sums,  padded_rows,
                                     p.accumulate || pc > 0};
       const int64_t packed = packs_b ? columns.size() / kNR<S> * kNR<S> : 0;
       if (packed < columns.size()) {
-        pack_b(p.b, inner, {columns.begin + packed, columns.end}, panels_of_b + packed * block.num_steps());
+        pack_b(p.b, place.depth, {columns.begin + packed, columns.end}, panels_of_b + packed * block.num_steps());
       }
-      multiply_block(block, c, inner.end == depth, next_block(p, inner, columns));
+      multiply_block(block, c, place.depth.end == p.b.rows(), next_block(p, outer, place));
+    }
+    jc = columns.end;
+  }
+}
+
+// The loops jo and po. po runs once even if the inner dimension is 0. Where it runs more often, the sums of an outer
+// block of columns are kept from one outer block of the inner dimension to the next.
+template <class T>
+void multiply(PackedA<T>& a, const Product<T>& p) {
+  using S = Accumulator<T>;
+  const int64_t padded_rows = (p.c.rows + kMR - 1) / kMR * kMR;
+  const bool keeps_sums = p.b.rows() > kOuterDepth;
+  const int64_t padded_columns = (at_most(p.c.columns, kOuterColumns) + kNR<S> - 1) / kNR<S> * kNR<S>;
+  S* const sums = scratch<S>(kSumsScratch, padded_rows * (keeps_sums ? padded_columns : block_columns<S>()));
+  for (int64_t jo = 0; jo < p.c.columns; jo += kOuterColumns) {
+    for (int64_t po = 0; po < p.b.rows() || po == 0; po += kOuterDepth) {
+      multiply_outer_block(a, p, outer_block(p.b, po, jo), sums, keeps_sums ? padded_rows : 0);
     }
   }
 }

@@ -36,23 +36,28 @@ TEST(Pairs, MoreThanOneBlock) {
   check(7, 600, 33);
 }
 
+// The elements that are packed for two products of the same rows.
+int64_t packed_elements(int64_t rows, int64_t depth, int64_t columns, bool is_transposed) {
+  const Operand<BFloat16> a(rows, depth, 1);
+  const Operand<BFloat16> b(depth, columns, 2);
+  Matrix<BFloat16> c(rows, columns);
+  Matrix<BFloat16> second(rows, columns);
+  const Product<BFloat16> products[] = {{b.view(is_transposed), c.view(), false},
+                                        {b.view(is_transposed), second.view(), false}};
+  pairs::num_packed = 0;
+  pairs::tile_gemm(TileGemm<BFloat16>{a.view(is_transposed), products, 2}, SerialExecutor());
+  return pairs::num_packed;
+}
+
 // Whatever the number of rows, every element of both sides is packed once, and nothing of few rows.
 TEST(Pairs, EveryElementIsPackedOnce) {
-  for (const int64_t rows : {13, 100, 500}) {
-    for (const int64_t depth : {5, 1024, 2500}) {
-      const int64_t columns = 300;
-      const Operand<BFloat16> a(rows, depth, 1);
-      const Operand<BFloat16> b(depth, columns, 2);
-      Matrix<BFloat16> c(rows, columns);
-      Matrix<BFloat16> second(rows, columns);
-      for (const bool is_transposed : {false, true}) {
-        const Product<BFloat16> products[] = {{b.view(is_transposed), c.view(), false},
-                                              {b.view(is_transposed), second.view(), false}};
-        pairs::num_packed = 0;
-        pairs::tile_gemm(TileGemm<BFloat16>{a.view(is_transposed), products, 2}, SerialExecutor());
-        EXPECT_EQ(pairs::num_packed, rows * depth + 2 * depth * columns);
+  for (const bool is_transposed : {false, true}) {
+    for (const int64_t rows : {13, 100, 500}) {
+      for (const int64_t depth : {5, 1024, 2500}) {
+        EXPECT_EQ(packed_elements(rows, depth, 300, is_transposed), rows * depth + 2 * depth * 300);
       }
     }
+    EXPECT_EQ(packed_elements(13, 4099, 2081, is_transposed), 13 * 4099 + 2 * 4099 * 2081);
   }
 }
 

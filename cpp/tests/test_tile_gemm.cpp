@@ -52,8 +52,13 @@ TYPED_TEST(TileGemmTest, MoreThanOneBlock) {
   }
 }
 
+TYPED_TEST(TileGemmTest, MoreThanOneOuterBlock) {
+  this->check(13, 4099, 2081);
+  this->check(7, 8195, 33);
+}
+
 TYPED_TEST(TileGemmTest, SumsOverSeveralBlocksAreRoundedOnce) {
-  for (const int64_t depth : {2047, 2048, 2049, 4097}) {
+  for (const int64_t depth : {2047, 2048, 2049, 4097, 8193}) {
     for (const int64_t rows : {1, 7}) {
       const Operand<TypeParam> a(rows, depth, 4);
       const Operand<TypeParam> b(depth, 35, 5);
