@@ -3,6 +3,7 @@
     python examples/pretrain.py                              the Python standard library, about five minutes
     python examples/pretrain.py --data notes/ 'src/**/*.c'   files, folders and patterns
     python examples/pretrain.py --resume                     go on from the checkpoint in --out
+    python examples/pretrain.py --optimizer muon --out runs/muon --beside runs/pretrain   two curves in one picture
     torchrun --nproc-per-node 4 examples/pretrain.py --mesh fsdp=2,expert=2 --rules shard-exp-on-fsdp
 
 The folder --out gets the checkpoint and two pictures: loss.png and expert_load.png. Ctrl-C finishes the
@@ -25,12 +26,16 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
 from maxmoe.parallel import Dispatch, watch_ranks
+from maxmoe.planning.estimate import Optimizer
 from pretraining import InputError, checkpoint, figures, ranks
 from pretraining.baselines import bigram_bits_per_byte, zlib_bits_per_byte
 from pretraining.command import LARGEST_DEPTH, LARGEST_SEED, HelpFormatter, at_least, exit_status, prepare_output
-from pretraining.corpus import load_corpus
+from pretraining.corpus import Corpus, load_corpus
 from pretraining.trainer import Trainer
 
+Curves = dict[str, list[tuple[int, float]]]
+
+LEARNING_RATES = {"adamw": 3e-3, "muon": 1e-2}
 SAMPLE_PROMPT_BYTES, SAMPLE_BYTES = 64, 256
 PICTURES = ("loss.png", "expert_load.png")
 
@@ -38,16 +43,19 @@ PICTURES = ("loss.png", "expert_load.png")
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
+    of_each = ", ".join(f"{rate} with {name}" for name, rate in LEARNING_RATES.items())
     add = parser.add_argument
     add("--data", nargs="+", default=[], help="files, folders, patterns; else the standard library")
     add("--out", type=Path, default=Path("runs/pretrain"), help="folder of the results")
+    add("--beside", type=Path, help="--out of another run on the same text, whose curve is drawn in loss.png too")
     add("--resume", action="store_true", help="go on with the run in --out; other options as before, --steps may grow")
     add("--mesh", default="fsdp=-1", help="under torchrun: axes and sizes, one may be -1, the rest of the ranks")
     add("--rules", default="default", help="from names of dims to mesh axes: a preset, or a YAML file")
     add("--dispatch", choices=get_args(Dispatch), default="auto", help="how tokens reach experts on other ranks")
     add("--num-chunks", type=at_least(1), default=1, help="parts of the tokens; one is sent while one is computed")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the matrix products")
-    add("--learning-rate", type=at_least(0, float), default=3e-3, help="at its peak")
+    add("--optimizer", choices=get_args(Optimizer), default="adamw", help="muon: of the matrices of blocks alone")
+    add("--learning-rate", type=at_least(0, float), help=f"at its peak (default: {of_each})")
     add("--seed", type=at_least(0, at_most=LARGEST_SEED), default=0, help="of parameters and data order")
     add("--steps", type=at_least(1), help="optimizer steps (default: 1600, with --resume those of the run)")
     add("--batch-size", type=at_least(1), default=8, help="sequences per step")
@@ -65,7 +73,24 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--num-experts", type=at_least(1), default=16, help="experts per block")
     add("--top-k", type=at_least(1), default=2, help="experts per byte")
     add("--intermediate-size", type=at_least(1), default=128, help="width inside each expert")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.learning_rate is None:
+        options.learning_rate = LEARNING_RATES[options.optimizer]
+    return options
+
+
+def curves_beside(options: argparse.Namespace, corpus: Corpus) -> Curves:
+    """Read the values on held-out text of the run in --beside, by what the picture calls them."""
+    if options.beside is None:
+        return {}
+    folder = options.beside / "checkpoint"
+    with checkpoint.named(folder):
+        there = checkpoint.read_training(folder / checkpoint.TRAINING)
+        if not there["held_out"]:
+            raise ValueError("the run has not been evaluated yet")
+    comparable = {"data": corpus.fingerprint, "sequence_length": options.sequence_length}
+    checkpoint.compare(folder, there["configuration"], comparable)
+    return {f"held-out text of {options.beside}": there["held_out"]}
 
 
 class StopRequest:
@@ -119,7 +144,7 @@ def train(trainer: Trainer, baselines: dict[str, float]) -> int:
     return stopped_by
 
 
-def report(trainer: Trainer, baselines: dict[str, float]) -> None:
+def report(trainer: Trainer, baselines: dict[str, float], others: Curves) -> None:
     """Print a sample and the result, and draw the pictures."""
     history, out = trainer.history, trainer.options.out
     if not history.held_out or history.held_out[-1][0] != trainer.step:  # of a run that was shortened
@@ -134,15 +159,16 @@ def report(trainer: Trainer, baselines: dict[str, float]) -> None:
     pictures = [out / name for name in PICTURES]
     with ranks.agreed():
         if ranks.is_first():
-            draw(*pictures, trainer, baselines)
+            draw(*pictures, trainer, baselines, others)
     print("Pictures:", *pictures)
 
 
-def draw(loss: Path, expert_load: Path, trainer: Trainer, baselines: dict[str, float]) -> None:
+def draw(loss: Path, expert_load: Path, trainer: Trainer, baselines: dict[str, float], others: Curves) -> None:
     """Write the pictures."""
     history = trainer.history
+    held_out = {f"held-out text, {trainer.options.optimizer}": history.held_out, **others}
     try:
-        figures.loss_curves(loss, history.training, history.held_out, baselines)
+        figures.loss_curves(loss, history.training, held_out, baselines)
         figures.expert_load(expert_load, history.windows(), history.window, trainer.step)
     except OSError as error:
         raise InputError(f"cannot write the pictures to {loss.parent}: {error.strerror}") from error
@@ -158,6 +184,7 @@ def pretrain(options: argparse.Namespace, command: list[str]) -> int:
     """Train and report."""
     with ranks.agreed():
         corpus = load_corpus(options.data, options.sequence_length)
+        others = curves_beside(options, corpus)
     print(f"Text: {corpus.description}")
     baselines = {
         "byte bigram": bigram_bits_per_byte(corpus.training, corpus.held_out),
@@ -178,7 +205,7 @@ def pretrain(options: argparse.Namespace, command: list[str]) -> int:
         again = [*command, *([] if options.resume else ["--resume"])]
         print(f"Stopped and saved at step {trainer.step}. To go on: {shlex.join(again)}")
         return 128 + stopped_by
-    report(trainer, baselines)
+    report(trainer, baselines, others)
     return 0
 
 

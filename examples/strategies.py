@@ -19,6 +19,7 @@ import torch
 from tqdm import tqdm
 
 from dispatching import figures
+from dispatching.markdown import markdown_table
 from dispatching.strategies import Strategy, strategies
 from dispatching.training import MIB, Run, train_all
 from pretraining import InputError
@@ -64,11 +65,7 @@ def table(runs: list[Run], options: argparse.Namespace) -> str:
         )
         for run in runs
     ]
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    lines = [[columns[0].ljust(widths[0]), *map(str.rjust, columns[1:], widths[1:])], rule]
-    lines += [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(columns, rows)
 
 
 def run(options: argparse.Namespace) -> int:

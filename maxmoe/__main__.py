@@ -33,10 +33,11 @@ CONVENTIONS = (
     "Memory is that at the beginning of the backward. Parameters, gradients and optimizer state are {dtype}. Gathered "
     "parameters are those of the largest module and of the model itself. Activations are the tensors that autograd "
     "keeps on the CPU; recomputed ones are those of the module that has most. Work space is left out, and so are the "
-    "all-reduces of losses and statistics and those of the optimizer.",
+    "all-reduces of losses, statistics and the norm of the gradients.",
     "Bytes on a ring of n ranks: (n - 1) / n of the whole tensor for all-gather and reduce-scatter, twice that for "
     "all-reduce; rings of several axes one after the other. (n - 1) / n of all rows of a rank for all-to-all, if every "
-    "expert gets as many of them. Axes with a comma in between are one ring.",
+    "expert gets as many of them; of Muon, what leaves a rank, in the mean over ranks. Axes with a comma in between "
+    "are one ring.",
 )
 
 
@@ -67,7 +68,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--batch-size", type=positive, default=256, help="sequences of a step, over all ranks")
     add("--sequence-length", type=positive, default=4096, help="tokens of each")
     add("--dtype", choices=["bfloat16", "float32", "float16"], default="bfloat16", help="of the parameters")
-    add("--optimizer", choices=["adamw", "muon"], default="adamw", help="whose state is counted")
+    add("--optimizer", choices=["adamw", "muon"], default="adamw", help="whose state and collectives are counted")
     add("--dispatch", choices=get_args(Dispatch), default="auto", help="how tokens reach experts on other ranks")
     add(
         "--num-chunks", type=positive, default=1, help="parts of the tokens, one communicated while another is computed"

@@ -1,6 +1,8 @@
 """The configuration of one Mixture-of-Experts layer."""
 
+import difflib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -188,3 +190,12 @@ def check_bool(name: str, value: object) -> None:
     """Refuse what is not True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Write the names most like one that is not known, for the end of a message; all of them if none is alike."""
+    known = sorted(set(known))
+    alike = difflib.get_close_matches(name, known, n=3)
+    if alike:
+        return f"; the nearest are {', '.join(map(repr, alike))}"
+    return f"; there are {', '.join(map(repr, known)) or 'none'}"

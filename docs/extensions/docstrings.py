@@ -130,8 +130,14 @@ def used_in(name: str) -> list[str]:
 
 
 def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Element) -> nodes.Element | None:
-    """Show a name in backticks that is nobody's as code; docstrings name arguments and files so too."""
-    return content if node.get("reftype") == "obj" else None
+    """Link a class in backticks, wherever it is described; show what is nobody's as code, as arguments and files."""
+    if node.get("reftype") != "obj":
+        return None
+    domain, target = env.domains["py"], node["reftarget"]
+    found = [name for name in domain.objects if name.endswith(f".{target}")] if target[:1].isupper() else []
+    if len(found) != 1:
+        return content
+    return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", found[0], node, content) or content
 
 
 def check_complete(app: Sphinx, env: BuildEnvironment) -> None:

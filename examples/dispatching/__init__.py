@@ -1,1 +1,1 @@
-"""The parts of `examples/strategies.py`."""
+"""The parts of `examples/strategies.py` and `examples/muon_sharding.py`."""

@@ -1,6 +1,7 @@
 """The picture of a comparison, as PNG: differences from one process, speed, memory and bytes of every strategy."""
 
 from argparse import Namespace
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dispatching.muon import MuonRun
 from dispatching.sent_bytes import KINDS
 from dispatching.training import MIB, Run
 from pretraining.figures import save
@@ -51,8 +53,9 @@ def comparison(path: Path, runs: list[Run], options: Namespace) -> None:
     gradients_apart.set(ylabel="of the largest entry of a gradient")
     figure.legend(*loss_apart.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     tokens = options.batch_size * options.sequence_length
-    bars(speed, "tokens per second, all ranks", runs, [run.tokens_per_second(tokens) for run in runs], "{:,.0f}")
-    bars(memory, "peak memory of a rank, MiB", runs, [run.peak / MIB for run in runs], "{:.0f}")
+    speeds, peaks = [run.tokens_per_second(tokens) for run in runs], [run.peak / MIB for run in runs]
+    bars(speed, "tokens per second, all ranks", runs, speeds, [f"{value:,.0f}" for value in speeds])
+    bars(memory, "peak memory of a rank, MiB", runs, peaks, [f"{value:.0f}" for value in peaks])
     memory.set_yticks([])
     draw_sent(sent, runs)
     for axes in panels.ravel():
@@ -60,10 +63,38 @@ def comparison(path: Path, runs: list[Run], options: Namespace) -> None:
     save(figure, path)
 
 
-def bars(axes: Axes, title: str, runs: list[Run], values: list[float], form: str) -> None:
-    """Draw one for each run, with its number."""
+def muon_comparison(path: Path, runs: list[MuonRun], options: Namespace) -> None:
+    """Draw what Muon costs, sharded in several ways.
+
+    Args:
+        path: of the PNG.
+        runs: one process first.
+        options: the command line.
+    """
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    figure.suptitle(f"One model with Muon, sharded in {len(runs) - 1} ways on {options.ranks} ranks, {options.dtype}")
+    losses, times, sent = figure.subplots(1, 3)
+    for number, (run, color) in enumerate(zip(runs, ["#333333", *COLORS], strict=False)):
+        style = {"color": color, "linewidth": 2 * (len(runs) - number), "alpha": 0.6}  # equal ones lie on each other
+        losses.plot(range(1, options.steps + 1), run.losses, **style, label=run.strategy.name)
+    losses.set(title="loss", xlabel="step", ylabel="nats per byte")
+    losses.legend(frameon=False, fontsize=8)
+    steps = [1e3 * run.step_time for run in runs]
+    bars(times, "ms of a step, and Muon's part (hatched)", runs, steps, [f"{value:,.0f}" for value in steps])
+    times.barh(range(len(runs)), [1e3 * run.muon_time for run in runs], color="none", edgecolor="white", hatch="///")
+    sizes = [run.muon_sent / MIB for run in runs]
+    labels = [f"{size:.2f} in {run.collectives} collectives" for run, size in zip(runs, sizes, strict=True)]
+    bars(sent, "MiB sent by Muon on a rank in a step", runs, sizes, labels)
+    sent.set(yticks=[], xlim=(0, 1.8 * max(sizes)))  # room for the labels
+    for axes in (losses, times, sent):
+        axes.spines[["top", "right"]].set_visible(False)
+    save(figure, path)
+
+
+def bars(axes: Axes, title: str, runs: Sequence[Run | MuonRun], values: list[float], labels: list[str]) -> None:
+    """Draw one for each run, with its label."""
     drawn = axes.barh(range(len(runs)), values, color=["#333333", *COLORS[: len(runs) - 1]])
-    axes.bar_label(drawn, fmt=form, padding=3)
+    axes.bar_label(drawn, labels, padding=3)
     axes.set_yticks(range(len(runs)), [run.strategy.name for run in runs])
     axes.invert_yaxis()
     axes.margins(x=0.2)

@@ -20,7 +20,7 @@ KINDS = {
 
 
 class SentBytes(TorchDispatchMode):
-    """In it, `counts` adds up the bytes of collectives by kind.
+    """In it, `counts` adds up the bytes of collectives by kind, and `times` their number.
 
     An all-to-all sends the rows for other ranks. For the others they are those of a ring of n ranks: of the largest
     tensor (n - 1) / n, twice that for an all-reduce.
@@ -29,6 +29,7 @@ class SentBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.times: Counter[str] = Counter()
 
     def __torch_dispatch__(
         self,
@@ -40,6 +41,7 @@ class SentBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         kind = kind_of(func)
         if kind is not None:
+            self.times[kind] += 1
             leaves = tree_leaves((args, result))
             group = group_of(leaves)
             is_ragged = kind == "all-to-all"
@@ -61,7 +63,7 @@ def group_of(leaves: Sequence[Any]) -> dist.ProcessGroup:
     for leaf in leaves:
         if isinstance(leaf, str) and leaf not in ("sum", "avg"):
             return dist.distributed_c10d._resolve_process_group(leaf)
-        if "ProcessGroup" in str(leaf):
+        if not isinstance(leaf, Tensor) and "ProcessGroup" in str(leaf):  # the text of a tensor takes long
             return dist.ProcessGroup.unbox(leaf)
     raise AssertionError("a collective without a group")
 

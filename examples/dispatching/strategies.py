@@ -46,6 +46,16 @@ def strategies(num_ranks: int) -> list[Strategy]:
     ]
 
 
+def muon_strategies(num_ranks: int) -> list[Strategy]:
+    """Return those that Muon is compared under: whole experts over FSDP, whole experts over expert axes, and parts."""
+    P = num_ranks
+    return [
+        Strategy(f"shard-exp-on-fsdp, FSDP{P}", rules="shard-exp-on-fsdp", mesh={"fsdp": P}),
+        Strategy(f"ep-as-dp, EP{P}", rules="ep-as-dp", mesh={"expert": P}),
+        Strategy(f"pure-fsdp, FSDP{P}", rules="pure-fsdp", mesh={"fsdp": P}),
+    ]
+
+
 def model_config(strategy: Strategy, *, random_routing: bool, sequence_length: int) -> DecoderConfig:
     """Return a small model with the layers of DeepSeek-V3: a dense block, then blocks with groups of experts.
 

@@ -27,6 +27,8 @@ from pretraining.corpus import TrainingSequences
 
 MIB = 2**20
 
+BuildOptimizer = Callable[[Decoder, Namespace], torch.optim.Optimizer]
+
 
 @dataclass(frozen=True)
 class Run:
@@ -73,11 +75,11 @@ class Training:
         options: the command line.
         text: ``(N,)`` uint8.
         strategy: to train by.
-        record: folder in which one process leaves what the others compare with.
+        build_optimizer: called with the model, which lies on the ranks already.
     """
 
-    def __init__(self, options: Namespace, text: Tensor, strategy: Strategy, record: Path) -> None:
-        self.options, self.strategy, self.record = options, strategy, record
+    def __init__(self, options: Namespace, text: Tensor, strategy: Strategy, build_optimizer: BuildOptimizer) -> None:
+        self.options, self.strategy = options, strategy
         rules, dtype = LogicalRules.load(strategy.rules), getattr(torch, options.dtype)
         config = model_config(strategy, random_routing=options.random_routing, sequence_length=options.sequence_length)
         self.model = Decoder(config, device="meta", dtype=dtype)
@@ -93,9 +95,7 @@ class Training:
         self.model.to_empty(device="cpu")
         torch.manual_seed(options.seed)
         reset_parameters(self.model)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), fused=True
-        )
+        self.optimizer = build_optimizer(self.model, options)
         self.sequences = TrainingSequences(
             text, sequence_length=options.sequence_length, batch_size=options.batch_size, seed=options.seed
         )
@@ -117,9 +117,9 @@ class Training:
         self.optimizer.step()
         self.model.update_correction_bias(tokens_per_expert)
 
-    def gradient_difference(self, step: int) -> float:
+    def gradient_difference(self, path: Path) -> float:
         """Compare this rank's gradients with those that one process has left."""
-        whole = torch.load(self.record / f"{step}.pt", mmap=True)
+        whole = torch.load(path, mmap=True)
         differences = []
         for name, parameter in self.model.named_parameters():
             expected = whole[name]
@@ -128,11 +128,14 @@ class Training:
                 differences.append((local - expected[self.parts[name]]).abs().max() / expected.abs().max())
         return float(torch.stack(differences).max())
 
-    def save_gradients(self, step: int) -> None:
+    def save_gradients(self, path: Path) -> None:
         """Leave the gradients of one process."""
-        torch.save(
-            {name: parameter.grad for name, parameter in self.model.named_parameters()}, self.record / f"{step}.pt"
-        )
+        torch.save({name: parameter.grad for name, parameter in self.model.named_parameters()}, path)
+
+
+def adamw(model: Decoder, options: Namespace) -> torch.optim.Optimizer:
+    """Make AdamW."""
+    return torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
 def train(
@@ -149,7 +152,7 @@ def train(
         options: the command line.
         text: ``(N,)`` uint8.
         strategy: to train by.
-        record: see `Training`.
+        record: folder in which one process leaves what the others compare with.
         expected: the losses of one process; empty for that one.
         advance: called after every step.
 
@@ -158,7 +161,7 @@ def train(
     """
     reset_peak()
     before, peak = status("RssAnon"), 0
-    training, counted = Training(options, text, strategy, record), SentBytes()
+    training, counted = Training(options, text, strategy, adamw), SentBytes()
     losses, differences, seconds = [], [], []
     for step in range(options.steps):
         if dist.is_initialized():
@@ -172,9 +175,9 @@ def train(
         files = status("RssFile") + status("RssShmem")  # the code that was read
         peak = max(peak, status("VmHWM") - files - before)
         if expected:
-            differences.append(training.gradient_difference(step))
+            differences.append(training.gradient_difference(record / f"{step}.pt"))
         else:
-            training.save_gradients(step)
+            training.save_gradients(record / f"{step}.pt")
         reset_peak()  # the comparison is no part of the training
         advance()
     apart = [abs(loss - other) for loss, other in zip(losses, expected or losses, strict=True)]

@@ -8,34 +8,37 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
-TRAINING, HELD_OUT, BASELINE = "#9aa5b1", "#1b6ca8", "#b5541c"
+TRAINING, HELD_OUT, OTHER, BASELINE = "#9aa5b1", "#1b6ca8", "#3d8b54", "#b5541c"
 NO_TOKEN = "gold"
 LEAST = 1e-9  # of a load above zero, which is a number of tokens by their mean
 
 
 def loss_curves(
-    path: Path, training: list[float], held_out: list[tuple[int, float]], baselines: dict[str, float]
+    path: Path,
+    training: list[float],
+    held_out: dict[str, list[tuple[int, float]]],
+    baselines: dict[str, float],
 ) -> None:
     """Draw bits per byte over the steps.
 
     Args:
         path: of the PNG.
         training: of each step's batch.
-        held_out: pairs of step and value on the held-out text.
+        held_out: pairs of step and value on the held-out text, by name; those of this run, and perhaps of another one.
         baselines: horizontal lines, by name.
     """
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     axes.plot(range(1, len(training) + 1), training, color=TRAINING, linewidth=0.8, label="training batch")
-    steps, values = zip(*held_out, strict=True)
-    label = f"held-out text, {values[-1]:.2f} at the end"
-    axes.plot(steps, values, color=HELD_OUT, linewidth=2, marker="o", markersize=4, label=label)
+    for (name, pairs), color in zip(held_out.items(), (HELD_OUT, OTHER), strict=False):
+        label = f"{name}, {pairs[-1][1]:.2f} at the end".replace("$", r"\$")
+        axes.plot(*zip(*pairs, strict=True), color=color, linewidth=2, marker="o", markersize=4, label=label)
     for name, value in baselines.items():
         axes.axhline(value, color=BASELINE, linewidth=1, linestyle="--")
-        beside = {"xycoords": ("axes fraction", "data"), "va": "center", "color": BASELINE}
-        axes.annotate(f" {name}\n {value:.2f}", (1, value), **beside)
+        place = {"xycoords": ("axes fraction", "data"), "va": "center", "color": BASELINE}
+        axes.annotate(f" {name}\n {value:.2f}", (1, value), **place)
     # The first batches cost 8 bits a byte; showing them whole would flatten the rest.
-    axes.set_ylim(0, 1.4 * max(*baselines.values(), values[-1]))
+    axes.set_ylim(0, 1.4 * max(*baselines.values(), *(pairs[-1][1] for pairs in held_out.values())))
     axes.set(xlabel="step", ylabel="bits per byte")
     axes.legend(frameon=False, loc="upper right")
     axes.spines[["top", "right"]].set_visible(False)

@@ -16,6 +16,7 @@ from torch import Tensor
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.parallel import Dispatch, parallelize, token_group, token_sharding
 from maxmoe.planning import estimate
+from maxmoe.planning.estimate import Optimizer
 from maxmoe.sharding import LogicalRules, Mesh, check_used, parse_mesh
 from pretraining import InputError
 
@@ -109,11 +110,11 @@ class Split:
         except (OSError, ValueError) as error:
             raise InputError(f"--mesh {mesh} --rules {rules}: {error}") from error
 
-    def check_memory(self, config: DecoderConfig, dispatch: Dispatch, num_chunks: int) -> None:
+    def check_memory(self, config: DecoderConfig, optimizer: Optimizer, dispatch: Dispatch, num_chunks: int) -> None:
         """Raise an `InputError` if training such a model would take more memory than the machine has."""
         batch_size, length = self.batch_shape
         step: dict[str, Any] = {"batch_size": batch_size, "sequence_length": length}
-        step |= {"dispatch": dispatch, "num_chunks": num_chunks}
+        step |= {"optimizer": optimizer, "dispatch": dispatch, "num_chunks": num_chunks}
 
         def needed(num_layers: int) -> int:
             with torch.device("meta"):

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from maxmoe import MoEConfig, mean_over_tokens
 from maxmoe.models import Decoder, DecoderConfig, DecoderOutput
+from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel import clip_grad_norm_
 from pretraining import InputError, checkpoint
 from pretraining.corpus import Corpus, TrainingSequences
@@ -61,12 +62,17 @@ def build_model(options: Namespace) -> Decoder:
     return Decoder(config)
 
 
-def build_optimizer(model: Decoder, peak: float) -> torch.optim.AdamW:
-    """Make AdamW; weight decay is for matrices, norms and biases go without."""
+def build_optimizer(model: Decoder, options: Namespace) -> torch.optim.Optimizer:
+    """Make the optimizer that the options name; norms and biases go without weight decay."""
+    peak, betas, weight_decay = options.learning_rate, (0.9, 0.95), 0.1
+    if options.optimizer == "muon":
+        groups = parameter_groups(model, adamw={"betas": betas})
+        ns_dtype = torch.float32 if options.dtype == "float32" else None  # what the machine multiplies fast
+        return Muon(groups, lr=peak, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw", ns_dtype=ns_dtype)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=peak, betas=betas, fused=True)
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -126,10 +132,10 @@ class Trainer:
         self.options = options
         self.corpus = corpus
         self.split = Split(options.mesh, options.rules, (options.batch_size, options.sequence_length))
-        self.split.check_memory(decoder_config(options), options.dispatch, options.num_chunks)
+        self.split.check_memory(decoder_config(options), options.optimizer, options.dispatch, options.num_chunks)
         self.model = build_model(options)
         self.split.parallelize(self.model, options.dispatch, options.num_chunks)
-        self.optimizer = build_optimizer(self.model, options.learning_rate)
+        self.optimizer = build_optimizer(self.model, options)
         self.sequences = TrainingSequences(
             corpus.training,
             sequence_length=options.sequence_length,
@@ -219,7 +225,8 @@ class Trainer:
 
     def configuration(self) -> dict[str, Any]:
         """What must not change between a run and its continuation."""
-        free = ("data", "out", "resume", "steps", "eval_every", "save_every", "mesh", "rules", "dispatch", "num_chunks")
+        of_the_ranks = ("mesh", "rules", "dispatch", "num_chunks")
+        free = ("data", "out", "beside", "resume", "steps", "eval_every", "save_every", *of_the_ranks)
         chosen = {name: value for name, value in vars(self.options).items() if name not in free}
         return {**chosen, "data": self.corpus.fingerprint}
 

@@ -1,13 +1,13 @@
 """Recomputation by name: which parts of a model run again in the backward instead of keeping what it needs."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from difflib import get_close_matches
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from maxmoe.config import nearest
 from maxmoe.nn.declaration import SavedTensor
 
 
@@ -124,13 +124,10 @@ def check_recompute(model: nn.Module, names: Collection[str]) -> None:
     """
     if isinstance(names, str):
         raise TypeError(f"recompute must be a tuple of names, got the str {names!r}")
-    known = sorted({name for _, module in _parts(model) for name in module.recompute_names})
+    known = {name for _, module in _parts(model) for name in module.recompute_names}
     for name in names:
         if name not in known:
-            alike = get_close_matches(str(name), known, n=1)
-            hint = f"; the nearest is {alike[0]!r}" if alike else ""
-            parts = ", ".join(map(repr, known)) or "none"
-            raise ValueError(f"recompute must name parts of this model, which has {parts}; got {name!r}{hint}")
+            raise ValueError(f"recompute must name parts of this model, got {name!r}{nearest(str(name), known)}")
     for path, module in _parts(model):
         for outer in {*names} & {*module.recompute_names} if isinstance(module, Checkpointed) else ():
             for inner_path, part in _parts(module):

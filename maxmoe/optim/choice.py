@@ -8,11 +8,11 @@ from typing import Literal, TypeAlias, get_args
 
 from torch import nn
 
+from maxmoe.config import nearest
 from maxmoe.nn.declaration import FusedGate, declaration_of
 from maxmoe.optim.matrix import Matrix
 from maxmoe.parallel.fsdp import blocks
 from maxmoe.parallel.parameter_sharding import Names, logical_names
-from maxmoe.sharding.resolve import nearest
 
 Override: TypeAlias = Matrix | Literal["adamw"]
 

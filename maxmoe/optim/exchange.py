@@ -1,7 +1,7 @@
 """Orthogonalising matrices whose parts lie on several ranks: each is gathered, computed and scattered once."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from maxmoe.optim.shards import is_whole, parts_of
 
 BUCKET_SIZE = 2**24  # elements of gathered matrices that a rank holds at a time
 
+Update = Callable[["Sharded"], Tensor]
 Orthogonalize = Callable[[Tensor, "Sharded"], Tensor]
 
 
@@ -49,6 +50,8 @@ class _Bucket(NamedTuple):
     """What this rank sends and receives.
 
     Args:
+        begun: the items whose first matrices are in this bucket, by index.
+        ended: those whose last matrices are.
         own: the jobs of this rank.
         to_owners: the parts that this rank sends.
         from_senders: those of its own jobs that it receives.
@@ -56,6 +59,8 @@ class _Bucket(NamedTuple):
         from_owners: those that it receives back.
     """
 
+    begun: list[int]
+    ended: list[int]
     own: list[Job]
     to_owners: _Parts
     from_senders: _Parts
@@ -67,8 +72,8 @@ class Exchange:
     """The collectives of all matrices on one mesh: an all-to-all to the owners and another one back per bucket.
 
     While the matrices of a bucket are computed, the parts of the next one are on their way, and the results of the one
-    before. All parameters take part in every step, also those without a gradient on this rank: what a rank sends never
-    depends on what happened there.
+    before; no other bucket is in memory. All parameters take part in every step, also those without a gradient on this
+    rank: what a rank sends never depends on what happened there.
 
     Args:
         items: the parameters, on one mesh, with one dtype.
@@ -76,7 +81,8 @@ class Exchange:
 
     def __init__(self, items: Sequence[Sharded]) -> None:
         self.items = tuple(items)
-        self._dtype, mesh = items[0].dtype, items[0].parameter.device_mesh
+        self._dtype, self._device = items[0].dtype, items[0].parameter.device
+        mesh = items[0].parameter.device_mesh
         self._group = _group_of(mesh)
         ranks = mesh.mesh.flatten().tolist()
         self._rank = ranks.index(dist.get_rank())
@@ -88,31 +94,44 @@ class Exchange:
             for stack, rows in parts_of(item.parameter, item.matrix):
                 self._stacks.append(stack)
                 self._views.append((index, rows[self._rank]))
-        self._buckets = [self._bucket(jobs) for jobs in plan_buckets(self._stacks, BUCKET_SIZE)]
+        buckets = plan_buckets(self._stacks, BUCKET_SIZE)
+        numbers: dict[int, list[int]] = {}
+        for number, jobs in enumerate(buckets):
+            for job in jobs:
+                numbers.setdefault(self._views[job.stack][0], []).append(number)
+        self._buckets = [
+            self._bucket(
+                [index for index, within in numbers.items() if within[0] == number],
+                [index for index, within in numbers.items() if within[-1] == number],
+                jobs,
+            )
+            for number, jobs in enumerate(buckets)
+        ]
 
     @property
     def num_collectives(self) -> int:
         """Of a step."""
         return 2 * len(self._buckets)
 
-    def start(self, updates: Sequence[Tensor]) -> None:
+    def start(self, update: Update) -> None:
         """Begin to gather the first bucket.
 
         Args:
-            updates: this rank's parts, in the order of `items`; they are overwritten.
+            update: returns this rank's part of what is orthogonalised for a parameter, which is overwritten. It is
+                called once for each in a step, when the first bucket that has its matrices is gathered.
         """
-        self._updates = [update.contiguous() for update in updates]
-        self._parts = [self._part(*view) for view in self._views]
+        self._update = update
+        self._updates: dict[int, Tensor] = {}
         self._gathered = self._gather(self._buckets[0])
 
-    def finish(self, orthogonalize: Orthogonalize) -> list[Tensor]:
+    def finish(self, orthogonalize: Orthogonalize) -> Iterator[tuple[Sharded, Tensor]]:
         """Compute this rank's matrices, bucket by bucket, and collect those of others.
 
         Args:
             orthogonalize: takes ``(n, out, in)`` and the parameter that they are of.
 
-        Returns:
-            This rank's parts of the results, in the order of `items`.
+        Yields:
+            Each parameter with this rank's part of the result, after the last bucket that has its matrices.
         """
         before: tuple[_Bucket, _Message] | None = None
         for number, bucket in enumerate(self._buckets):
@@ -126,20 +145,20 @@ class Exchange:
             }
             scattered = self._scatter(bucket, results)
             if before is not None:
-                self._store(*before)
+                yield from self._store(*before)
             before = bucket, scattered
         if before is not None:
-            self._store(*before)
-        updates = self._updates
-        del self._updates, self._parts, self._gathered
-        return updates
+            yield from self._store(*before)
+        del self._update, self._gathered
 
-    def _bucket(self, jobs: Sequence[Job]) -> _Bucket:
+    def _bucket(self, begun: list[int], ended: list[int], jobs: Sequence[Job]) -> _Bucket:
         def in_order(parts: Iterable[tuple[int, Job]]) -> _Parts:
             return sorted(parts, key=lambda part: self._rank_in_group[part[0]])
 
         own = [job for job in jobs if job.owner == self._rank]
         return _Bucket(
+            begun,
+            ended,
             own,
             in_order((job.owner, job) for job in jobs if self._rank in job.senders),
             in_order((sender, job) for job in own for sender in job.senders),
@@ -147,13 +166,9 @@ class Exchange:
             in_order((job.owner, job) for job in jobs if self._rank in job.holders),
         )
 
-    def _part(self, index: int, rows: slice) -> Tensor:
-        """View this rank's part of a stack as ``(n, rows, columns)``."""
-        matrix = self.items[index].matrix._replace(fused_gate=None)
-        view = matrix.views(self._updates[index])[0][..., rows, :]
-        return view.unsqueeze(0) if view.dim() == 2 else view.flatten(0, -3)
-
     def _gather(self, bucket: _Bucket) -> _Message:
+        for index in bucket.begun:
+            self._updates[index] = self._update(self.items[index]).contiguous()
         sent = [(owner, self._held(job)) for owner, job in bucket.to_owners]
         return self._exchange(sent, [(sender, self._numel(job, sender)) for sender, job in bucket.from_senders])
 
@@ -167,9 +182,11 @@ class Exchange:
         sent = [(holder, self._place(job, results[job], holder)) for holder, job in bucket.to_holders]
         return self._exchange(sent, [(owner, self._numel(job, self._rank)) for owner, job in bucket.from_owners])
 
-    def _store(self, bucket: _Bucket, message: _Message) -> None:
+    def _store(self, bucket: _Bucket, message: _Message) -> Iterator[tuple[Sharded, Tensor]]:
         message.work.wait()
         _unpack(message.buffer, [self._held(job) for _, job in bucket.from_owners])
+        for index in bucket.ended:
+            yield self.items[index], self._updates.pop(index)
 
     def _exchange(self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, int]]) -> _Message:
         """Send tensors to ranks, and receive numbers of elements from them."""
@@ -178,7 +195,7 @@ class Exchange:
             counts_sent[self._rank_in_group[peer]] += tensor.numel()
         for peer, count in received:
             counts_received[self._rank_in_group[peer]] += count
-        buffer = torch.empty(sum(counts_sent), dtype=self._dtype, device=self._updates[0].device)
+        buffer = torch.empty(sum(counts_sent), dtype=self._dtype, device=self._device)
         start = 0
         for _, tensor in sent:
             buffer[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
@@ -188,8 +205,11 @@ class Exchange:
         return _Message(work, result)
 
     def _held(self, job: Job) -> Tensor:
-        """View this rank's part of the matrices of a job."""
-        return self._parts[job.stack][slice(*job.matrices)]
+        """View this rank's part of the matrices of a job as ``(n, rows, columns)``."""
+        index, rows = self._views[job.stack]
+        matrix = self.items[index].matrix._replace(fused_gate=None)
+        view = matrix.views(self._updates[index])[0][..., rows, :]
+        return (view.unsqueeze(0) if view.dim() == 2 else view.flatten(0, -3))[slice(*job.matrices)]
 
     def _numel(self, job: Job, holder: int) -> int:
         """Elements of the part of a holder."""
@@ -213,7 +233,7 @@ def exchanges_of(items: Iterable[Sharded]) -> list[Exchange]:
     """Group parameters by mesh and dtype, in the order of their first ones; those with whole matrices need none."""
     groups: dict[tuple[DeviceMesh, torch.dtype], list[Sharded]] = {}
     for item in items:
-        if not is_whole(item.parameter):
+        if item.parameter.numel() and not is_whole(item.parameter):
             groups.setdefault((item.parameter.device_mesh, item.dtype), []).append(item)
     return [Exchange(group) for group in groups.values()]
 

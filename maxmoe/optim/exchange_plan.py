@@ -4,6 +4,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import NamedTuple
 
@@ -141,9 +142,14 @@ def _share_out(
         load, rank = heapq.heappop(queue)
         counts[rank] += 1
         heapq.heappush(queue, (load + stack.cost, rank))
+    holders = tuple(place)
+
+    @cache  # most owners have the same senders
+    def senders(number: int) -> tuple[int, ...]:
+        return tuple(alike[number % len(alike)] for alike in replicas.values())
+
     for rank, count in counts.items():
         if count:
             loads[rank] += count * stack.cost
-            senders = tuple(alike[place.get(rank, 0) % len(alike)] for alike in replicas.values())
-            yield Job(number, (first, first + count), rank, senders, tuple(place))
+            yield Job(number, (first, first + count), rank, senders(place.get(rank, 0)), holders)
             first += count

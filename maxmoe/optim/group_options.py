@@ -6,10 +6,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from maxmoe.config import nearest
 from maxmoe.nn.declaration import FusedGate
 from maxmoe.optim.matrix import Matrix
 from maxmoe.optim.newton_schulz import steps_of
-from maxmoe.sharding.resolve import nearest
 
 ADJUST_LR_FNS = (None, "original", "match_rms_adamw")
 MUON = (

@@ -139,10 +139,12 @@ class Muon(torch.optim.Optimizer):
         self._init_state()
         if self._exchanges is None:
             self._exchanges = exchanges_of(self._sharded())
-        options = {parameter: group for group in self.param_groups for parameter in group["params"]}
+        options: dict[Tensor, dict[str, Any]] = {}
+        for group in self.param_groups:
+            options |= dict.fromkeys(group["params"], group)
         sharded = {item.parameter for exchange in self._exchanges for item in exchange.items}
         for exchange in self._exchanges:
-            exchange.start([self._update(item.parameter, options[item.parameter]) for item in exchange.items])
+            exchange.start(lambda item: self._update(item.parameter, options[item.parameter]))
         for group in self.param_groups:
             if group["algorithm"] == "adamw":
                 adamw_step(group, self.state)
@@ -152,10 +154,11 @@ class Muon(torch.optim.Optimizer):
                     update = self._update(parameter, group)
                     _apply(parameter, group, [_orthogonalized(view, group) for view in _matrix(group).views(update)])
         for exchange in self._exchanges:
-            updates = exchange.finish(lambda matrices, item: _orthogonalized(matrices, options[item.parameter]))
-            for item, update in zip(exchange.items, updates, strict=True):
+            for item, update in exchange.finish(
+                lambda matrices, item: _orthogonalized(matrices, options[item.parameter])
+            ):
                 if item.parameter.grad is not None:
-                    _apply(item.parameter, options[item.parameter], _matrix(options[item.parameter]).views(update))
+                    _apply(item.parameter, options[item.parameter], item.matrix.views(update))
         return loss
 
     def _init_state(self) -> None:

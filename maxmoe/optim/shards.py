@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from maxmoe.optim.exchange_plan import Part, Range, Stack
 from maxmoe.optim.matrix import Matrix
+from maxmoe.sharding.named_sharding import NamedSharding
 
 
 def is_whole(parameter: DTensor) -> bool:
@@ -26,15 +27,37 @@ def parts_of(parameter: DTensor, matrix: Matrix) -> Iterator[tuple[Stack, list[s
         parameter: sharded in any way.
         matrix: which dims are rows (outputs) and columns (inputs).
 
-    Yields:
+    Returns:
         The stack, and which of the rows that a rank holds are of it, by position on the mesh.
     """
-    *stacked, _, _ = shape = tuple(parameter.shape)
+    places = itertools.product(*map(range, parameter.device_mesh.shape))
+    return _stacks(tuple(parameter.shape), [_ranges(parameter, place) for place in places], matrix)
+
+
+def planned_stacks(shape: Sequence[int], sharding: NamedSharding, matrix: Matrix) -> list[Stack]:
+    """List the stacks of matrices in a parameter on a mesh that may be planned.
+
+    Args:
+        shape: over all ranks.
+        sharding: of the parameter.
+        matrix: which dims are rows (outputs) and columns (inputs).
+
+    Returns:
+        One, or two with a fused gate; none where every rank holds whole matrices.
+    """
+    if sharding.mesh.size(*sharding.spec[-2], *sharding.spec[-1]) == 1:
+        return []
+    ranks = range(sharding.mesh.num_ranks)
+    held = [[(part.start, part.stop) for part in sharding.slices(shape, rank)] for rank in ranks]
+    return [stack for stack, _ in _stacks(tuple(shape), held, matrix)]
+
+
+def _stacks(
+    shape: tuple[int, ...], held: Sequence[Sequence[Range]], matrix: Matrix
+) -> Iterator[tuple[Stack, list[slice]]]:
+    *stacked, _, _ = shape
     output_dim = len(shape) - 3 - matrix.input_dim
     num_outputs, num_inputs = shape[output_dim], shape[matrix.input_dim]
-    held = [
-        _ranges(parameter, coordinates) for coordinates in itertools.product(*map(range, parameter.device_mesh.shape))
-    ]
     for half in range(1 if matrix.fused_gate is None else 2):
         parts, slices = [], []
         for ranges in held:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from maxmoe.sharding.resolve import nearest
+from maxmoe.config import nearest
 
 STATES = {"muon": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
 

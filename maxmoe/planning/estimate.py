@@ -10,11 +10,13 @@ from torch import nn
 
 from maxmoe.nn import SavedTensor
 from maxmoe.optim.choice import choose
+from maxmoe.optim.newton_schulz import fast_dtype
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.plan import ParameterPlan, Plan, enclosing
 from maxmoe.planning.communication import Communication, activation_communication, parameter_communication
 from maxmoe.planning.dispatch_communication import dispatch_communication
 from maxmoe.planning.explain import quiet_plan
+from maxmoe.planning.optimizer_communication import muon_communication
 from maxmoe.planning.saved_tensors import saved_tensors
 from maxmoe.planning.traffic import Traffic, traffic_of
 from maxmoe.sharding.mesh import Mesh
@@ -31,7 +33,7 @@ class Estimate:
     Args:
         memory: bytes of a rank at the beginning of the backward, by what they are for. "activations" are kept from
             the forward to the backward; "recomputed activations" are those of the module that has most of them.
-        traffic: of a rank in one step, without the all-reduces of losses and statistics and those of the optimizer.
+        traffic: of a rank in one step, without the all-reduces of losses, statistics and the norm of the gradients.
     """
 
     memory: dict[str, int]
@@ -60,11 +62,12 @@ def estimate(
     num_chunks: int = 1,
     allow_unused: bool = False,
 ) -> Estimate:
-    """Estimate what a parallelized module needs: memory, and the collectives of one forward and backward.
+    """Estimate what a parallelized module needs: memory, and the collectives of a step.
 
     Gradients and the state of the optimizer have the dtype of the parameters, as in `torch.optim`. AdamW keeps two
-    numbers per parameter. Muon keeps one for the parameters that
-    `maxmoe.optim.parameter_groups` gives to it; the exchanges of its orthogonalisation are not counted.
+    numbers per parameter, and has no collectives. Muon keeps one for the parameters that
+    `maxmoe.optim.parameter_groups` gives to it, and exchanges the matrices that no rank holds whole, in the dtype that
+    it takes on the device of the parameters.
 
     Every weight is gathered in the forward and again in the backward. An embedding that is not the output projection
     too is gathered in the forward only: it is counted twice all the same.
@@ -79,7 +82,7 @@ def estimate(
         rules: the table, or the name of a preset.
         batch_size: sequences of a step, over all ranks.
         sequence_length: their tokens.
-        optimizer: which state is kept.
+        optimizer: whose state is kept, and whose collectives are counted.
         dispatch: see `maxmoe.parallelize`.
         num_chunks: see `maxmoe.parallelize`.
         allow_unused: see `maxmoe.parallelize`.
@@ -121,6 +124,7 @@ def estimate(
         communication += parameter_communication(parameter, 1 if routed is None else routed.num_chunks(num_chunks))
     communication += activation_communication(plan, batch_size, sequence_length)
     communication += (item for _, item in dispatch_communication(plan, batch_size, sequence_length, num_chunks))
+    communication += muon_communication(plan, choices, fast_dtype(next(module.parameters()).device))
     return Estimate(memory, traffic_of(communication, dtype))
 
 

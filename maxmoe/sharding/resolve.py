@@ -1,11 +1,11 @@
 """From logical names to the mesh axes that shard a tensor: first by the rules, then on a mesh, for a shape."""
 
-import difflib
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from maxmoe.config import nearest
 from maxmoe.sharding.partition_spec import PartitionSpec
 from maxmoe.sharding.rules import LogicalRules
 
@@ -81,15 +81,6 @@ def _report_unknown(names: Sequence[str | None], rules: LogicalRules, strict: bo
         if strict:
             raise ValueError(message)
         warnings.warn(f"{message}; its dim is not sharded", stacklevel=3)
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Write the names most like one that is not known, for the end of a message; all of them if none is alike."""
-    known = sorted(set(known))
-    alike = difflib.get_close_matches(name, known, n=3)
-    if alike:
-        return f"; the nearest are {', '.join(map(repr, alike))}"
-    return f"; there are {', '.join(map(repr, known)) or 'none'}"
 
 
 def resolve(

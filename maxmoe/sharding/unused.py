@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from functools import cache
 
+from maxmoe.config import nearest
 from maxmoe.sharding.mesh import Mesh
-from maxmoe.sharding.resolve import nearest
 from maxmoe.sharding.rules import PRESETS, LogicalRules
 
 

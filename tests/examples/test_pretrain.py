@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from pretraining import figures
+from support.png import share
 from support.pretrain_run import EXAMPLES, TINY, after_step, assert_same, pretrain, run, saved
 
 # A whole run
@@ -48,26 +50,40 @@ def test_bfloat16_stays_close_to_float32(text: Path, tmp_path: Path) -> None:
     assert narrow == pytest.approx(wide, rel=0.02)
 
 
+def test_muon_beside_adamw(text: Path, tmp_path: Path) -> None:
+    """Both from the same parameters; the first steps already differ."""
+    assert run(text, tmp_path / "adamw") == 0
+    assert run(text, tmp_path / "muon", "--optimizer", "muon", "--beside", str(tmp_path / "adamw")) == 0
+    adamw, muon = saved(tmp_path / "adamw"), saved(tmp_path / "muon")
+    assert adamw["training"][0] == muon["training"][0] and adamw["training"][2:] != muon["training"][2:]
+    assert share(tmp_path / "muon/loss.png", figures.OTHER) > 0
+    states = {name.rpartition(".")[2] for name in muon if name.startswith("optimizer.") and "experts" in name}
+    assert states == {"momentum_buffer"}
+
+
 # Stopping and resuming
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "optimizer"), [(signal.SIGINT, "adamw"), (signal.SIGTERM, "adamw"), (signal.SIGINT, "muon")]
+)
 def test_a_signal_saves_and_the_resumed_run_is_the_uninterrupted_one(
     text: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     number: int,
+    optimizer: str,
 ) -> None:
-    assert run(text, tmp_path / "whole") == 0
+    assert run(text, tmp_path / "whole", "--optimizer", optimizer) == 0
     before = signal.getsignal(number)
     with monkeypatch.context() as patch:
         after_step(patch, 3, lambda: signal.raise_signal(number))
-        assert run(text, tmp_path / "halves") == 128 + number
+        assert run(text, tmp_path / "halves", "--optimizer", optimizer) == 128 + number
     assert signal.getsignal(number) == before
     assert "Stopped and saved at step 3. To go on: pretrain.py --resume" in capsys.readouterr().out
     assert len(saved(tmp_path / "halves")["training"]) == 3
-    assert run(text, tmp_path / "halves", "--resume") == 0
+    assert run(text, tmp_path / "halves", "--optimizer", optimizer, "--resume") == 0
     assert "Resumed at step 3 of 8" in capsys.readouterr().out
     assert_same(saved(tmp_path / "whole"), saved(tmp_path / "halves"))
 

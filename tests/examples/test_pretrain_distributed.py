@@ -24,6 +24,7 @@ from support.run_ranks import run_ranks as run_ranks_in_time
 
 SHORT = ("--batch-size", "4", "--sequence-length", "32", "--steps", "5", "--eval-every", "5")
 STRIDED = ("--mesh", "fsdp=2,expert=-1", "--rules", "shard-exp-on-fsdp")
+MUON = ("--mesh", "fsdp=2,expert=2", "--rules", "ep-as-dp", "--optimizer", "muon")
 TENSOR_PARALLEL = ("--mesh", "data=2,expert=2", "--rules", "ep-tp")
 CUT_SEQUENCES = ("--mesh", "expert=2", "--rules", "ep-as-cp", "--dispatch", "ring_of_experts")
 CHUNKED = ("--mesh", "expert=2", "--rules", "ep-as-dp", "--num-chunks", "3", "--dispatch", "ragged_all_to_all")
@@ -53,9 +54,12 @@ def assert_close(one: dict[str, Any], other: dict[str, Any]) -> None:
 # The same numbers
 
 
-@pytest.mark.parametrize("arguments", [STRIDED, TENSOR_PARALLEL, CUT_SEQUENCES, CHUNKED], ids=lambda words: words[-1])
+@pytest.mark.parametrize(
+    "arguments", [STRIDED, TENSOR_PARALLEL, CUT_SEQUENCES, CHUNKED, MUON], ids=lambda words: words[-1]
+)
 def test_ranks_compute_what_one_process_computes(text: Path, tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    alone = printed(text, tmp_path / "alone")
+    optimizer = arguments[arguments.index("--optimizer") :] if "--optimizer" in arguments else ()
+    alone = printed(text, tmp_path / "alone", *optimizer)
     world_size = 2 if "expert=2" in arguments else 4
     together = run_ranks(printed, world_size, text, tmp_path / "together", *arguments)
     assert together == [alone] * world_size  # the sample too

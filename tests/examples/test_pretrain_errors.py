@@ -20,6 +20,7 @@ from support.pretrain_run import EXAMPLES, TINY, InputError, after_step, assert_
         (["--hidden-size", "32"], "hidden_size is 16 there and 32 here"),
         (["--seed", "5"], "seed is 0 there and 5 here"),
         (["--dtype", "bfloat16"], "dtype is float32 there and bfloat16 here"),
+        (["--optimizer", "muon"], "optimizer is adamw there and muon here"),
     ],
 )
 def test_a_checkpoint_of_another_configuration_names_the_field(
@@ -47,6 +48,21 @@ def test_a_damaged_checkpoint_is_named(text: Path, tmp_path: Path, name: str) ->
     with pytest.raises(InputError, match="cannot read the checkpoint") as error:
         run(text, tmp_path / "out", "--resume")
     assert "\n" not in str(error.value)
+
+
+def test_a_run_that_cannot_stand_beside_is_named_before_the_work_begins(text: Path, tmp_path: Path) -> None:
+    run(text, tmp_path / "long", "--eval-every", "8", "--sequence-length", "8", "--steps", "1")
+    (tmp_path / "empty/checkpoint").mkdir(parents=True)
+    (tmp_path / "empty/checkpoint/training.json").write_text("{}")
+    expected = {
+        "none": "cannot read the checkpoint .*none/checkpoint: No such file or directory",
+        "empty": "cannot read the checkpoint .*training.json does not have exactly configuration, steps",
+        "long": "is of another configuration: sequence_length is 8 there and 16 here",
+    }
+    for name, message in expected.items():
+        with pytest.raises(InputError, match=message):
+            run(text, tmp_path / "out", "--beside", str(tmp_path / name))
+    assert not (tmp_path / "out").exists()
 
 
 def test_nothing_to_resume(text: Path, tmp_path: Path) -> None:

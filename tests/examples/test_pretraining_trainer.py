@@ -51,7 +51,21 @@ def test_learning_rate_warms_up_and_decays() -> None:
 
 def test_decay_is_for_matrices_only() -> None:
     model = trainer.build_model(OPTIONS)
-    decayed, others = trainer.build_optimizer(model, 0.1).param_groups
+    decayed, others = trainer.build_optimizer(model, OPTIONS).param_groups
     assert all(parameter.ndim >= 2 for parameter in decayed["params"]) and decayed["weight_decay"] > 0
     assert all(parameter.ndim < 2 for parameter in others["params"]) and others["weight_decay"] == 0
     assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters()))
+
+
+def test_muon_is_for_the_matrices_of_blocks() -> None:
+    """The others have the options of AdamW alone; what decays there decays here."""
+    model = trainer.build_model(OPTIONS)
+    optimizer = trainer.build_optimizer(model, Namespace(**{**vars(OPTIONS), "optimizer": "muon"}))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    chosen = {names[id(parameter)]: group for group in optimizer.param_groups for parameter in group["params"]}
+    assert chosen.keys() == set(names.values())
+    for name, parameter in model.named_parameters():
+        group, is_adamw = chosen[name], parameter.ndim < 2 or not name.startswith("blocks.") or "router" in name
+        assert group["algorithm"] == ("adamw" if is_adamw else "muon"), name
+        assert group["weight_decay"] == (0.1 if parameter.ndim >= 2 else 0.0) and group["lr"] == 0.01, name
+        assert group.get("betas", (0.9, 0.95)) == (0.9, 0.95)

@@ -120,14 +120,10 @@ def test_a_module_of_ones_own() -> None:
 @pytest.mark.parametrize(
     ("names", "error", "message"),
     [
-        (
-            ("expert",),
-            ValueError,
-            "this model, which has 'dispatch', 'experts'; got 'expert'; the nearest is 'experts'",
-        ),
-        (("shared_experts",), ValueError, "which has 'dispatch', 'experts'; got 'shared_experts'"),
-        (("moon",), ValueError, "which has 'dispatch', 'experts'; got 'moon'$"),
-        ((3,), ValueError, "got 3$"),
+        (("expert",), ValueError, "of this model, got 'expert'; the nearest are 'experts'$"),
+        (("shared_experts",), ValueError, "got 'shared_experts'; the nearest are 'experts'$"),
+        (("moon",), ValueError, "got 'moon'; there are 'dispatch', 'experts'$"),
+        ((3,), ValueError, "got 3; there are 'dispatch', 'experts'$"),
         ("experts", TypeError, "must be a tuple of names, got the str 'experts'"),
     ],
     ids=str,
@@ -141,7 +137,7 @@ def test_names_of_nothing(names: Any, error: type[Exception], message: str) -> N
 
 
 def test_a_model_without_parts() -> None:
-    with pytest.raises(ValueError, match="this model, which has none; got 'experts'"):
+    with pytest.raises(ValueError, match="this model, got 'experts'; there are none"):
         maxmoe.set_recompute(nn.Linear(3, 3), ("experts",))
 
 

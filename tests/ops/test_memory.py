@@ -159,6 +159,20 @@ def test_a_training_step_maps_no_memory_anew() -> None:
     assert min(faults[3:]) < 16, faults
 
 
+def test_recomputed_preactivations_take_no_other_memory() -> None:
+    """Of [R, 2F] numbers, 8 MiB; the outputs of the experts, [R, D], 32 MiB, are not computed again."""
+    T, K, E, D, F = 2048, 2, 4, 2048, 256
+    x, weights = torch.randn(T, D), torch.rand(T, K, requires_grad=True)
+    plan = ops.ragged_plan(torch.arange(T * K).view(T, K) % E, E)
+    gate, up, down = torch.randn(E, D, F), torch.randn(E, D, F), torch.randn(E, F, D)
+    out = ops.expert_ffn(x, weights, plan, gate, up, down, recompute=True)
+    grad_out = torch.ones_like(out)
+    maxmoe.empty_cache()
+    before = _C.memory_reserved()
+    out.backward(grad_out)
+    assert _C.memory_reserved() - before == 4 * T * K * 2 * F == 8 * MIB
+
+
 def test_storages_are_resized_viewed_and_shared() -> None:
     tensor = large_result(8 * MIB)
     tensor.resize_(16 * 1024, 256)

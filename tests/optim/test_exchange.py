@@ -4,16 +4,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from maxmoe.optim import Muon, parameter_groups
+from maxmoe.optim import Matrix, Muon, parameter_groups
+from maxmoe.optim.exchange import Exchange, Sharded, exchanges_of
 from maxmoe.parallel import parallelize, parameter_shardings
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding
@@ -162,9 +165,52 @@ def test_any_placement(monkeypatch: pytest.MonkeyPatch) -> None:
         for (shape, group, _), parameter, part in zip(CASES, plain, sharded, strict=True):
             assert_same(part.full_tensor(), parameter.detach(), f"{shape} {group}", tolerance=1e-10)
         assert unused.full_tensor().equal(whole((6, 6), 50)) and frozen.full_tensor().equal(whole((6, 6), 50))
+        empty = distribute_tensor(torch.zeros(0, 4), mesh, [Shard(1), Shard(1)])
+        assert not exchanges_of([Sharded(empty, Matrix(), torch.float64)])
         assert frozen not in many.state and isinstance(many.state[unused]["momentum_buffer"], DTensor)
 
     run_ranks(check, 6)
+
+
+def test_buckets_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts of the next bucket are on their way while one is computed, and the results of the one before."""
+    monkeypatch.setattr("maxmoe.optim.exchange.BUCKET_SIZE", 64)
+    send = dist.all_to_all_single
+
+    def check() -> None:
+        events: list[str] = []
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            number = sum("send" in event for event in events)
+            events.append(f"send {number}")
+            work = send(*args, **kwargs)
+            return SimpleNamespace(wait=lambda: events.append(f"receive {number}") or work.wait())
+
+        def noted(what: str, item: Sharded, tensor: Tensor) -> Tensor:
+            events.append(f"{what} {numbers[item.parameter]}")
+            return tensor
+
+        monkeypatch.setattr(dist, "all_to_all_single", recorded)
+        mesh = Mesh({"fsdp": 2}).device_mesh
+        # Stacks of two matrices: each rank owns one of a bucket.
+        parameters = [distribute_tensor(torch.full((2, 8, 8), float(i)), mesh, [Shard(1)]) for i in range(4)]
+        numbers = {parameter: number for number, parameter in enumerate(parameters)}
+        exchange = Exchange([Sharded(parameter, Matrix(), torch.float32) for parameter in parameters])
+        exchange.start(lambda item: noted("update", item, item.parameter.to_local().clone()))
+        results = [
+            noted("result", item, result).mean().item()
+            for item, result in exchange.finish(lambda matrices, item: noted("compute", item, matrices + 1))
+        ]
+        assert results == [1, 2, 3, 4]
+        assert events == [
+            "update 0", "send 0", "receive 0",
+            "update 1", "send 1", "compute 0", "send 2", "receive 1",
+            "update 2", "send 3", "compute 1", "send 4", "receive 2", "result 0", "receive 3",
+            "update 3", "send 5", "compute 2", "send 6", "receive 4", "result 1", "receive 5",
+            "compute 3", "send 7", "receive 6", "result 2", "receive 7", "result 3",
+        ]  # fmt: skip
+
+    run_ranks(check, 2)
 
 
 STRATEGIES: list[tuple[MeshRules, Dispatch]] = [

@@ -59,7 +59,7 @@ def test_ranks_that_recompute_other_parts() -> None:
         names = ("experts", "attention")[torch.distributed.get_rank()]
         with pytest.raises(ValueError, match="recompute"):
             parallelize(decoder(), Mesh({"expert": 2}), "ep-as-dp", recompute=(names,))
-        with pytest.raises(ValueError, match="got 'atention'; the nearest is 'attention'"):
+        with pytest.raises(ValueError, match="got 'atention'; the nearest are 'attention'"):
             parallelize(decoder(), Mesh({"expert": 2}), "ep-as-dp", recompute=("atention",))
 
     run_ranks(check, 2)

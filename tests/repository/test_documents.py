@@ -69,6 +69,10 @@ def test_commands_exist(words: list[str]) -> None:
             import strategies
 
             strategies.parse_options(arguments)
+        case ["python", "examples/muon_sharding.py", *arguments]:
+            import muon_sharding
+
+            muon_sharding.parse_options(arguments)
         case ["python", "examples/finetune_transformers.py", *arguments]:
             pytest.importorskip("transformers")
 

@@ -1,0 +1,94 @@
+"""What Muon sends in a step where no rank holds whole matrices."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from maxmoe.optim.choice import Choice
+from maxmoe.optim.exchange import BUCKET_SIZE
+from maxmoe.optim.exchange_plan import Job, Stack, plan_buckets
+from maxmoe.optim.matrix import Matrix
+from maxmoe.optim.shards import planned_stacks
+from maxmoe.parallel.plan import Plan
+from maxmoe.planning.communication import Collective
+from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.named_sharding import NamedSharding
+
+
+class OptimizerCommunication(NamedTuple):
+    """The `Communication` of one all-to-all of Muon, over all ranks.
+
+    Args:
+        purpose: see `Communication`.
+        mesh: of the ranks.
+        num_elements: that leave their rank, of all ranks together.
+        ns_dtype: in which they travel.
+    """
+
+    purpose: str
+    mesh: Mesh
+    num_elements: int
+    ns_dtype: torch.dtype
+
+    @property
+    def bucket(self) -> None:
+        """See `Communication`."""
+        return
+
+    def collectives(self, dtype: torch.dtype) -> Iterator[Collective]:
+        """See `Communication`; the bytes are the mean over ranks."""
+        axes = [axis for axis in self.mesh.axes if self.mesh.size(axis) > 1]
+        num_bytes = self.num_elements * self.ns_dtype.itemsize // self.mesh.num_ranks
+        yield Collective("all-to-all", ", ".join(axes), num_bytes)
+
+
+def muon_communication(
+    plan: Plan, choices: Iterable[Choice], ns_dtype: torch.dtype
+) -> Iterator[OptimizerCommunication]:
+    """List the exchanges of `maxmoe.optim.Muon` in a step: one to the owners and one back per bucket.
+
+    Args:
+        plan: of the model.
+        choices: of its parameters.
+        ns_dtype: of Newton-Schulz.
+
+    Yields:
+        Those of a step; none where ranks hold whole matrices.
+    """
+
+    @cache  # layers are alike
+    def stacks_of(shape: tuple[int, ...], sharding: NamedSharding, matrix: Matrix) -> list[Stack]:
+        return planned_stacks(shape, sharding, matrix)
+
+    groups: dict[Matrix, list[Choice]] = {}  # in the order of the parameter groups
+    for choice in choices:
+        if choice.matrix is not None:
+            groups.setdefault(choice.matrix, []).append(choice)
+    stacks = [
+        stack
+        for matrix, group in groups.items()
+        for choice in group
+        for stack in stacks_of(choice.shape, plan.parameters[choice.name].stored, matrix)
+    ]
+    for jobs in plan_buckets(stacks, BUCKET_SIZE):
+        gathered, scattered = _elements(stacks, jobs)
+        yield OptimizerCommunication("Muon, parts of matrices to their owners", plan.mesh, gathered, ns_dtype)
+        yield OptimizerCommunication("Muon, results to the holders", plan.mesh, scattered, ns_dtype)
+
+
+def _elements(stacks: Sequence[Stack], jobs: Sequence[Job]) -> tuple[int, int]:
+    """Count what leaves a rank, to the owners and back."""
+
+    @cache
+    def held(stack: int, holders: tuple[int, ...]) -> int:
+        return sum(prod(stacks[stack].parts[rank].shape) for rank in holders)
+
+    gathered = scattered = 0
+    for job in jobs:
+        own = prod(stacks[job.stack].parts[job.owner].shape)
+        gathered += job.num_matrices * (prod(stacks[job.stack].shape) - own)
+        scattered += job.num_matrices * (held(job.stack, job.holders) - own)
+    return gathered, scattered

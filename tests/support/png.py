@@ -1,0 +1,13 @@
+"""What is in a picture."""
+
+from pathlib import Path
+
+import matplotlib.colors
+import matplotlib.image
+import numpy as np
+
+
+def share(path: Path, color: str) -> float:
+    """Of the pixels."""
+    pixels: np.ndarray = matplotlib.image.imread(path)[..., :3]
+    return float((abs(pixels - matplotlib.colors.to_rgb(color)) < 0.02).all(-1).mean())
