@@ -1,13 +1,13 @@
 # make train   sets up everything in .venv and trains a small model on text   (ARGS="--help": its options)
 # make test    sets up everything in .venv and runs all tests                 (ARGS="-k gmm": of pytest)
 #
-# For those who change the code: make lint, format, sanitize, benchmark, clean (CONTRIBUTING.md).
+# For those who change the code: make lint, format, sanitize, benchmark, wheel, clean (CONTRIBUTING.md).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .ONESHELL:
-.PHONY: help setup train test lint format sanitize benchmark clean
+.PHONY: help setup train test lint format sanitize benchmark wheel clean
 
 PYTHON ?= python3
 ARGS ?=
@@ -61,6 +61,26 @@ benchmark: $(VENV)/test
 	  -DPython_EXECUTABLE="$(abspath $(BIN))/python" >/dev/null
 	cmake --build build/benchmarks
 	build/benchmarks/cpp/benchmarks/maxmoe_kernels_benchmarks $(ARGS)
+
+# dist/: sdist and manylinux wheel, looked into; the wheel tried in an environment of its own. Repaired and tried as
+# cibuildwheel would, with its commands from pyproject.toml. What setuptools left of an earlier build would get in.
+CIBUILDWHEEL = $(shell sed -n 's/^$(1) = "\(.*\)"$$/\1/p' pyproject.toml)
+wheel: $(VENV)/dev
+	@rm -rf dist build/lib.* build/bdist.* build/wheel
+	echo "== sdist and wheel"
+	$(BIN)/python -m build --no-isolation --sdist --outdir dist . >build/sdist.log
+	$(BIN)/python -m build --no-isolation --wheel --outdir build/wheel . >build/wheel.log
+	export PATH="$(abspath $(BIN)):$$PATH"
+	$(subst {wheel},build/wheel/*.whl,$(subst {dest_dir},dist,$(call CIBUILDWHEEL,repair-wheel-command)))
+	$(BIN)/python tests/repository/check_packages.py dist/*
+	echo "== the wheel in an environment of its own"
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/pip install --quiet dist/*.whl 'pytest>=8'
+	cp -r pyproject.toml tests build/wheel/venv
+	cd build/wheel/venv
+	export PATH="$$PWD/bin:$$PATH"
+	$(call CIBUILDWHEEL,test-command)
+	ls -lh $(abspath dist)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info maxmoe/_C.*.so maxmoe/_torch_version.txt
