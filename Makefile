@@ -75,7 +75,7 @@ wheel: $(VENV)/dev
 	$(BIN)/python tests/repository/check_packages.py dist/*
 	echo "== the wheel in an environment of its own"
 	$(PYTHON) -m venv build/wheel/venv
-	build/wheel/venv/bin/pip install --quiet dist/*.whl 'pytest>=8'
+	build/wheel/venv/bin/pip install --quiet dist/*.whl numpy 'pytest>=8'
 	cp -r pyproject.toml tests build/wheel/venv
 	cd build/wheel/venv
 	export PATH="$$PWD/bin:$$PATH"
