@@ -13,7 +13,7 @@ from nbclient import NotebookClient
 FOLDER = Path(__file__).parent
 
 
-def execute(path: Path, timeout: int = 300) -> nbformat.NotebookNode:
+def execute(path: Path, timeout: int = 900) -> nbformat.NotebookNode:
     """Run a notebook in its folder.
 
     Args:
