@@ -20,7 +20,9 @@ def _check_build() -> None:
         mended = f"take the torch that it was built against: pip install torch=={built.split('+')[0]}"
         if (_PACKAGE.parent / "setup.py").exists():  # not a wheel
             mended = f"build it again in {_PACKAGE.parent}: {_BUILD} (or {mended})"
-        raise ImportError(f"maxmoe was built against torch {built}, but torch {running} is running. To mend it, {mended}")
+        raise ImportError(
+            f"maxmoe was built against torch {built}, but torch {running} is running. To mend it, {mended}"
+        )
 
 
 _check_build()

@@ -81,7 +81,7 @@ def test_build_info() -> None:
 
 
 def test_import_loads_nothing_but_torch_and_maxmoe(python: Python) -> None:
-    """`import maxmoe` takes less than 0.2 s beyond torch's own; DTensor, transformers or matplotlib alone take longer."""
+    """It takes less than 0.2 s beyond torch's own time; DTensor, transformers or matplotlib alone would take longer."""
     code = "import sys; before = set(sys.modules); import maxmoe; print(*sorted(set(sys.modules) - before))"
     done = python(code)
     assert done.returncode == 0, done.stderr

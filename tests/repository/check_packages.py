@@ -2,8 +2,8 @@
 
     python tests/repository/check_packages.py dist/*
 
-A wheel holds what git has in maxmoe/, the C++ core, and nothing else: no tests, no leftovers of earlier builds. An sdist
-holds all that git has but files and folders that begin with a dot.
+A wheel holds what git has in maxmoe/, the C++ core, and nothing else: no tests, no leftovers of earlier builds. An
+sdist holds all that git has but files and folders that begin with a dot.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""What `make wheel` checks of wheel and sdist, on small ones made here; the version is the same wherever it is written."""
+"""What `make wheel` checks of wheel and sdist, on small ones made here; and that one version is written everywhere."""
 
 import io
 import re
@@ -49,7 +49,9 @@ def write_sdist(path: Path, files: Iterable[str], metadata: str) -> None:
             sdist.addfile(member, io.BytesIO(content))
 
 
-@pytest.mark.parametrize(("name", "write", "files"), [(WHEEL, write_wheel, WHEEL_FILES), (SDIST, write_sdist, SDIST_FILES)])
+@pytest.mark.parametrize(
+    ("name", "write", "files"), [(WHEEL, write_wheel, WHEEL_FILES), (SDIST, write_sdist, SDIST_FILES)]
+)
 @pytest.mark.parametrize(
     ("more", "less", "metadata", "complaint"),
     [
