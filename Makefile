@@ -18,6 +18,9 @@ BIN := $(VENV)/bin
 BUILD_REQUIRES := $(shell sed -n '/^requires = \[/,/^\]/s/^ *\("[^"]*"\),$$/\1/p' pyproject.toml)
 # PyPI's torch for Linux brings CUDA, some gigabytes. Without an NVIDIA GPU the small one is taken from here.
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
+REACHABLE = import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=10)
+PIP_TORCH = $(if $(TORCH_INDEX),$(shell $(BIN)/python -c '$(REACHABLE)' "$(TORCH_INDEX)" 2>/dev/null \
+  && echo --extra-index-url "$(TORCH_INDEX)" || echo "$(TORCH_INDEX) cannot be reached: torch comes from pip's own index" >&2))
 CORE := pyproject.toml setup.py CMakeLists.txt $(wildcard cpp/*.cpp cpp/cmake/*.cmake cpp/kernels/* cpp/ops/*)
 
 help:
@@ -67,6 +70,7 @@ benchmark: $(VENV)/test
 CIBUILDWHEEL = $(shell sed -n 's/^$(1) = "\(.*\)"$$/\1/p' pyproject.toml)
 wheel: $(VENV)/dev
 	@rm -rf dist build/lib.* build/bdist.* build/wheel
+	mkdir -p build
 	echo "== sdist and wheel"
 	$(BIN)/python -m build --no-isolation --sdist --outdir dist . >build/sdist.log
 	$(BIN)/python -m build --no-isolation --wheel --outdir build/wheel . >build/wheel.log
@@ -75,7 +79,7 @@ wheel: $(VENV)/dev
 	$(BIN)/python tests/repository/check_packages.py dist/*
 	echo "== the wheel in an environment of its own"
 	$(PYTHON) -m venv build/wheel/venv
-	build/wheel/venv/bin/pip install --quiet dist/*.whl numpy 'pytest>=8'
+	build/wheel/venv/bin/pip install --quiet $(PIP_TORCH) dist/*.whl numpy 'pytest>=8'
 	cp -r pyproject.toml tests build/wheel/venv
 	cd build/wheel/venv
 	export PATH="$$PWD/bin:$$PATH"
@@ -98,13 +102,7 @@ $(VENV)/examples $(VENV)/test $(VENV)/dev: $(VENV)/requirements $(CORE)
 
 $(VENV)/requirements: $(VENV)/python pyproject.toml
 	@echo "== torch and the build tools"
-	index="$(TORCH_INDEX)"
-	reachable() { $(BIN)/python -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=10)' "$$1" 2>/dev/null; }
-	if [[ -n "$$index" ]] && ! reachable "$$index"; then
-	  echo "$$index cannot be reached: torch comes from pip's own index"
-	  index=
-	fi
-	$(BIN)/pip install $${index:+--extra-index-url "$$index"} $(BUILD_REQUIRES)
+	$(BIN)/pip install $(PIP_TORCH) $(BUILD_REQUIRES)
 	touch $@
 
 # What pip cannot install comes from apt, for root on Debian and Ubuntu; everybody else is told what to install.
