@@ -1,5 +1,6 @@
 """The colors and small pictures that the notebooks share: curves named at their end, heat maps, rows of tokens."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
@@ -13,6 +14,7 @@ LINES = [BLUE, ACCENT, "#5b8c3a", "#8a5aa8"]  # of curves
 TOKENS = ["#8fbce6", "#f4b183", "#a9d18e", "#d9a7e0", "#ffe08a", "#9fd8d6"]  # of tokens, and of ranks
 NOBODY = "#e4e7eb"
 
+warnings.filterwarnings("ignore", "IProgress not found")  # tqdm, by transformers: no notebook has a progress bar
 plt.rcParams.update(
     {
         "figure.constrained_layout.use": True,
@@ -27,13 +29,20 @@ plt.rcParams.update(
 )
 
 
-def curves(axes: Axes, values: Mapping[str, Sequence[float]], form: str = "{:.2f}") -> None:
-    """Draw curves over the steps; name and last value of each stand at its end."""
-    for (name, curve), color in zip(values.items(), LINES, strict=False):
+def curves(axes: Axes, values: Mapping[str, Sequence[float]], form: str = "{:.2f}", **settings: object) -> None:
+    """Draw curves over the steps; name and last value of each stand at its end. `settings` are those of the axes."""
+    for curve, color in zip(values.values(), LINES, strict=False):
         axes.plot(range(1, len(curve) + 1), curve, color=color, linewidth=1.8)
-        beside = {"va": "center", "color": color, "annotation_clip": False}
-        axes.annotate(f"  {name} {form.format(curve[-1])}", (len(curve), curve[-1]), **beside)
-    axes.set_xlabel("step")
+    axes.set(**{"xlabel": "step"} | settings)
+    heights = axes.transAxes.inverted().transform(
+        axes.transData.transform([(0, curve[-1]) for curve in values.values()])
+    )
+    ends = sorted(zip(heights[:, 1], values.items(), LINES, strict=False), key=lambda end: end[0])
+    lowest = -1.0
+    for height, (name, curve), color in ends:
+        lowest = max(height, lowest + 0.1)  # names must not cover each other
+        text = f" {name} {form.format(curve[-1])}"
+        axes.annotate(text, (1, lowest), xycoords="axes fraction", va="center", color=color, annotation_clip=False)
 
 
 def load_map(axes: Axes, tokens_per_expert: Tensor) -> None:
