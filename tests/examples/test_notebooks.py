@@ -22,6 +22,7 @@ def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_from_top_to_bottom(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in conftest.py
     stored, executed = nbformat.read(path, as_version=4), execute(path)
     for old, new in zip(code_cells(stored), code_cells(executed), strict=True):
         assert kinds(new) == kinds(old), new.source  # the stored ones are of this code
