@@ -1,13 +1,13 @@
 # make train   sets up everything in .venv and trains a small model on text   (ARGS="--help": its options)
 # make test    sets up everything in .venv and runs all tests                 (ARGS="-k gmm": of pytest)
 #
-# For those who change the code: make lint, format, docs, sanitize, benchmark, clean (CONTRIBUTING.md).
+# For those who change the code: make lint, format, docs, sanitize, benchmark, wheel, clean (CONTRIBUTING.md).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .ONESHELL:
-.PHONY: help setup train test lint format docs sanitize benchmark clean
+.PHONY: help setup train test lint format docs sanitize benchmark wheel clean
 
 PYTHON ?= python3
 ARGS ?=
@@ -18,6 +18,9 @@ BIN := $(VENV)/bin
 BUILD_REQUIRES := $(shell sed -n '/^requires = \[/,/^\]/s/^ *\("[^"]*"\),$$/\1/p' pyproject.toml)
 # PyPI's torch for Linux brings CUDA, some gigabytes. Without an NVIDIA GPU the small one is taken from here.
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
+REACHABLE = import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=10)
+PIP_TORCH = $(if $(TORCH_INDEX),$(shell $(BIN)/python -c '$(REACHABLE)' "$(TORCH_INDEX)" 2>/dev/null \
+  && echo --extra-index-url "$(TORCH_INDEX)" || echo "$(TORCH_INDEX) cannot be reached: torch comes from pip's own index" >&2))
 CORE := pyproject.toml setup.py CMakeLists.txt $(wildcard cpp/*.cpp cpp/cmake/*.cmake cpp/kernels/* cpp/ops/*)
 
 help:
@@ -67,6 +70,27 @@ benchmark: $(VENV)/test
 	cmake --build build/benchmarks
 	build/benchmarks/cpp/benchmarks/maxmoe_kernels_benchmarks $(ARGS)
 
+# dist/: sdist and manylinux wheel, looked into; the wheel tried in an environment of its own. Repaired and tried as
+# cibuildwheel would, with its commands from pyproject.toml. What setuptools left of an earlier build would get in.
+CIBUILDWHEEL = $(shell sed -n 's/^$(1) = "\(.*\)"$$/\1/p' pyproject.toml)
+wheel: $(VENV)/dev
+	@rm -rf dist build/lib.* build/bdist.* build/wheel
+	mkdir -p build
+	echo "== sdist and wheel"
+	$(BIN)/python -m build --no-isolation --sdist --outdir dist . >build/sdist.log
+	$(BIN)/python -m build --no-isolation --wheel --outdir build/wheel . >build/wheel.log
+	export PATH="$(abspath $(BIN)):$$PATH"
+	$(subst {wheel},build/wheel/*.whl,$(subst {dest_dir},dist,$(call CIBUILDWHEEL,repair-wheel-command)))
+	$(BIN)/python tests/repository/check_packages.py dist/*
+	echo "== the wheel in an environment of its own"
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/pip install --quiet $(PIP_TORCH) dist/*.whl numpy 'pytest>=8'
+	cp -r pyproject.toml tests build/wheel/venv
+	cd build/wheel/venv
+	export PATH="$$PWD/bin:$$PATH"
+	$(call CIBUILDWHEEL,test-command)
+	ls -lh $(abspath dist)
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info maxmoe/_C.*.so maxmoe/_torch_version.txt
 
@@ -83,13 +107,7 @@ $(VENV)/examples $(VENV)/test $(VENV)/docs $(VENV)/dev: $(VENV)/requirements $(C
 
 $(VENV)/requirements: $(VENV)/python pyproject.toml
 	@echo "== torch and the build tools"
-	index="$(TORCH_INDEX)"
-	reachable() { $(BIN)/python -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=10)' "$$1" 2>/dev/null; }
-	if [[ -n "$$index" ]] && ! reachable "$$index"; then
-	  echo "$$index cannot be reached: torch comes from pip's own index"
-	  index=
-	fi
-	$(BIN)/pip install $${index:+--extra-index-url "$$index"} $(BUILD_REQUIRES)
+	$(BIN)/pip install $(PIP_TORCH) $(BUILD_REQUIRES)
 	touch $@
 
 # What pip cannot install comes from apt, for root on Debian and Ubuntu; everybody else is told what to install.

@@ -33,8 +33,9 @@ class CMakeBuild(build_ext):
         # The cmake and ninja that pip installed beside this Python come before those of the system.
         path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
         options = [f"-DPython_EXECUTABLE={sys.executable}"]
-        # tests/repository/test_cpp.py turns these on.
-        options += ["-DMAXMOE_BUILD_TESTS=OFF", "-DMAXMOE_BUILD_BENCHMARKS=OFF"]
+        # CMake keeps what an earlier build was told: tests/repository/test_cpp.py turns the first two on, `make train`
+        # builds for one machine alone.
+        options += ["-DMAXMOE_BUILD_TESTS=OFF", "-DMAXMOE_BUILD_BENCHMARKS=OFF", "-DMAXMOE_ISAS=all"]
         options += shlex.split(os.environ.get("CMAKE_ARGS", ""))
         if shutil.which("ninja", path=path):
             options.insert(0, "-GNinja")
@@ -70,7 +71,7 @@ def build_folder() -> Path:
 
 def source_files() -> list[str]:
     """What the sdist holds beside the Python package."""
-    files = [ROOT / "CMakeLists.txt", ROOT / "Makefile", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+    files = [ROOT / "CMakeLists.txt", ROOT / "Makefile", ROOT / "CITATION.cff", *ROOT.glob("*.md")]
     for folder in ("cpp", "tests", "examples", "benchmarks", "docs"):
         files += sorted(path for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts)
     return [str(path.relative_to(ROOT)) for path in files if path.is_file()]

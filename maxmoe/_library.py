@@ -4,22 +4,24 @@ from pathlib import Path
 
 import torch
 
+_PACKAGE = Path(__file__).parent
 _BUILD = "pip install --no-build-isolation -e ."
 
 
 def _check_build() -> None:
     """Raise unless the core exists and is made for the running torch: another crashes at some point."""
-    recorded = Path(__file__).with_name("_torch_version.txt")
+    recorded = _PACKAGE / "_torch_version.txt"
     if not recorded.exists():
         raise ImportError(
-            f"the C++ core of maxmoe is not built in {recorded.parent}. In the folder of its setup.py run: {_BUILD}"
+            f"the C++ core of maxmoe is not built in {_PACKAGE}. In the folder of its setup.py run: {_BUILD}"
         )
     built, running = recorded.read_text().strip(), torch.__version__
     if built.split(".")[:2] != running.split(".")[:2]:
+        mended = f"take the torch that it was built against: pip install torch=={built.split('+')[0]}"
+        if (_PACKAGE.parent / "setup.py").exists():  # not a wheel
+            mended = f"build it again in {_PACKAGE.parent}: {_BUILD} (or {mended})"
         raise ImportError(
-            f"maxmoe was built against torch {built}, but torch {running} is running. "
-            f"Build it again in the folder of its setup.py: {_BUILD}"
-            f" (or take the torch that it was built against: pip install torch=={built.split('+')[0]})"
+            f"maxmoe was built against torch {built}, but torch {running} is running. To mend it, {mended}"
         )
 
 

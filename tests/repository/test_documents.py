@@ -65,6 +65,8 @@ def test_commands_exist(words: list[str]) -> None:
             pretrain.parse_options(arguments)
         case ["python", fuzzer, *arguments] if fuzzer.startswith("tests/fuzz/"):
             assert (ROOT / fuzzer).exists() and set(arguments[::2]) <= {"--seconds", "--seed", "--case"}
+        case ["python", "examples/notebooks/execute.py", *names]:
+            assert all((ROOT / f"examples/notebooks/{name}.ipynb").exists() for name in names)
         case ["python", "examples/strategies.py", *arguments]:
             import strategies
 

@@ -1,0 +1,41 @@
+"""Runs the notebooks from top to bottom and stores what they print and draw.
+
+python examples/notebooks/execute.py                     # all
+python examples/notebooks/execute.py quick_start muon    # some
+"""
+
+import sys
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parent
+
+
+def execute(path: Path, timeout: int = 900) -> nbformat.NotebookNode:
+    """Run a notebook in its folder.
+
+    Args:
+        path: of the notebook.
+        timeout: of a cell, in seconds.
+
+    Returns:
+        The notebook with new outputs.
+
+    Raises:
+        CellExecutionError: if a cell does.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=timeout, resources={"metadata": {"path": path.parent}}).execute()
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)  # when it ran: another time in every version of the file
+    notebook.metadata.language_info.version = "3"
+    return notebook
+
+
+if __name__ == "__main__":
+    names = sys.argv[1:] or sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+    for name in names:
+        print(name)
+        nbformat.write(execute(FOLDER / f"{name}.ipynb"), FOLDER / f"{name}.ipynb")

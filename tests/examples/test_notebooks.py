@@ -1,0 +1,49 @@
+"""The notebooks run from top to bottom, and are stored as they ran."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("nbclient")
+
+import nbformat
+
+from notebooks.execute import FOLDER, execute
+
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+ROOT = Path(__file__).parents[2]
+MAX_BYTES = 500_000
+
+
+def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_runs_from_top_to_bottom(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in conftest.py
+    stored, executed = nbformat.read(path, as_version=4), execute(path)
+    for old, new in zip(code_cells(stored), code_cells(executed), strict=True):
+        assert kinds(new) == kinds(old), new.source  # the stored ones are of this code
+
+
+def kinds(cell: nbformat.NotebookNode) -> set[str]:
+    """What a cell left: text, pictures, values. The numbers differ from one processor and Python to the next."""
+    return {kind for output in cell.outputs for kind in output.get("data", {output.get("name"): None})}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_is_stored_as_it_ran(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    cells = code_cells(notebook)
+    assert [cell.execution_count for cell in cells] == [*range(1, len(cells) + 1)]
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert notebook.cells[0].source.startswith("# ") and path.stat().st_size < MAX_BYTES
+
+
+def test_there_are_notebooks() -> None:
+    assert {"quick_start", "ragged_operators", "routing_and_balance"} <= {path.stem for path in NOTEBOOKS}

@@ -1,0 +1,91 @@
+"""Complains about what is in a wheel or an sdist and should not be, and the other way round; `make wheel` runs it.
+
+    python tests/repository/check_packages.py dist/*
+
+A wheel holds what git has in maxmoe/, the C++ core, and nothing else: no tests, no leftovers of earlier builds. An
+sdist holds all that git has but files and folders that begin with a dot.
+"""
+
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from email.parser import HeaderParser
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PROJECT = (ROOT / "pyproject.toml").read_text()
+VERSION = "".join(re.findall(r'^version = "(.*)"$', PROJECT, re.MULTILINE))
+REQUIREMENTS = ("torch==", "PyYAML>=")
+# Written by the build: by CMake, and by setuptools.
+CORE = {r"maxmoe/_C\.cpython-\d+-x86_64-linux-gnu\.so", r"maxmoe/_torch_version\.txt"}
+WHEEL_RECORDS = {"METADATA", "RECORD", "WHEEL", "top_level.txt", "licenses/LICENSE", "licenses/THIRD_PARTY_LICENSES"}
+SDIST_RECORDS = {"PKG-INFO", "setup.cfg"}
+MANYLINUX = r"maxmoe-[\d.]+-cp(\d+)-cp\1-manylinux_2_\d+_x86_64(\.manylinux_2_\d+_x86_64|\.manylinux2014_x86_64)*\.whl"
+
+
+def tracked() -> set[str]:
+    """The files of git without those that begin with a dot, or are in such a folder."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return {path for path in listed.split("\0") if path and not path.startswith(".")}
+
+
+def differences(found: set[str], expected: set[str]) -> Iterator[str]:
+    yield from (f"it lacks {path}" for path in sorted(expected - found))
+    yield from (f"it has {path}, which does not belong there" for path in sorted(found - expected))
+
+
+def wheel_complaints(path: Path, sources: set[str]) -> Iterator[str]:
+    with zipfile.ZipFile(path) as wheel:
+        found = {name for name in wheel.namelist() if not name.endswith("/")}
+        records = f"maxmoe-{VERSION}.dist-info"
+        metadata = wheel.read(f"{records}/METADATA").decode() if f"{records}/METADATA" in found else ""
+    if not re.fullmatch(MANYLINUX, path.name):
+        yield "its name has no manylinux tag: auditwheel repair gives it one"
+    for pattern in sorted(CORE):
+        core = {name for name in found if re.fullmatch(pattern, name)}
+        found -= core
+        if len(core) != 1:
+            yield f"it must have one {pattern}, got {sorted(core)}"
+    package = {source for source in sources if source.startswith("maxmoe/")}
+    yield from differences(found, package | {f"{records}/{name}" for name in WHEEL_RECORDS})
+    yield from metadata_complaints(metadata)
+
+
+def sdist_complaints(path: Path, sources: set[str]) -> Iterator[str]:
+    base = f"maxmoe-{VERSION}/"
+    with tarfile.open(path) as sdist:
+        files = {member.name.removeprefix(base): member for member in sdist.getmembers() if member.isfile()}
+        record = sdist.extractfile(files["PKG-INFO"]) if "PKG-INFO" in files else None
+        metadata = record.read().decode() if record else ""
+    found = {name for name in files if not name.startswith("maxmoe.egg-info/")}
+    yield from differences(found, sources | SDIST_RECORDS)
+    yield from metadata_complaints(metadata)
+
+
+def metadata_complaints(text: str) -> Iterator[str]:
+    """Of what PyPI shows and pip reads."""
+    metadata = HeaderParser().parsestr(text)
+    if metadata["Version"] != VERSION:
+        yield f"its version is {metadata['Version']}, that of pyproject.toml is {VERSION}"
+    urls = {url.partition(", ")[0] for url in metadata.get_all("Project-URL", [])}
+    for wanted in ("Repository", "Documentation", "Changelog", "Issues"):
+        if wanted not in urls:
+            yield f"its metadata has no URL of the name {wanted}"
+    required = metadata.get_all("Requires-Dist", [])
+    for wanted in REQUIREMENTS:
+        if not any(requirement.startswith(wanted) for requirement in required):
+            yield f"it does not require {wanted}"
+
+
+def complaints(path: Path, sources: set[str]) -> list[str]:
+    check = wheel_complaints if path.suffix == ".whl" else sdist_complaints
+    return [f"{path.name}: {complaint}" for complaint in check(path, sources)]
+
+
+if __name__ == "__main__":
+    found = [complaint for path in sys.argv[1:] for complaint in complaints(Path(path), tracked())]
+    print(*found, sep="\n", end="\n" if found else "")
+    sys.exit(bool(found) or len(sys.argv) < 2)

@@ -1,0 +1,111 @@
+"""What `make wheel` checks of wheel and sdist, on small ones made here; and that one version is written everywhere."""
+
+import io
+import re
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from repository import check_packages
+from repository.check_packages import CORE, ROOT, SDIST_RECORDS, VERSION, WHEEL_RECORDS, complaints
+
+SOURCES = {"README.md", "maxmoe/__init__.py", "maxmoe/py.typed", "tests/conftest.py", "tests/golden/route.json"}
+METADATA = f"""Metadata-Version: 2.4
+Name: maxmoe
+Version: {VERSION}
+Project-URL: Repository, https://a.b
+Project-URL: Documentation, https://a.b
+Project-URL: Changelog, https://a.b
+Project-URL: Issues, https://a.b
+Requires-Dist: torch==2.13.0
+Requires-Dist: PyYAML>=6
+"""
+WHEEL = f"maxmoe-{VERSION}-cp311-cp311-manylinux_2_27_x86_64.manylinux_2_28_x86_64.whl"
+CORE_FILES = {"maxmoe/_C.cpython-311-x86_64-linux-gnu.so", "maxmoe/_torch_version.txt"}
+WHEEL_FILES = {
+    *CORE_FILES,
+    *(path for path in SOURCES if path.startswith("maxmoe/")),
+    *(f"maxmoe-{VERSION}.dist-info/{name}" for name in WHEEL_RECORDS),
+}
+SDIST = f"maxmoe-{VERSION}.tar.gz"
+SDIST_FILES = SOURCES | SDIST_RECORDS | {"maxmoe.egg-info/SOURCES.txt"}
+
+
+def write_wheel(path: Path, files: Iterable[str], metadata: str) -> None:
+    with zipfile.ZipFile(path, "w") as wheel:
+        for name in files:
+            wheel.writestr(name, metadata if name.endswith("METADATA") else "")
+
+
+def write_sdist(path: Path, files: Iterable[str], metadata: str) -> None:
+    with tarfile.open(path, "w:gz") as sdist:
+        for name in files:
+            content = metadata.encode() if name == "PKG-INFO" else b""
+            member = tarfile.TarInfo(f"maxmoe-{VERSION}/{name}")
+            member.size = len(content)
+            sdist.addfile(member, io.BytesIO(content))
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "files"), [(WHEEL, write_wheel, WHEEL_FILES), (SDIST, write_sdist, SDIST_FILES)]
+)
+@pytest.mark.parametrize(
+    ("more", "less", "metadata", "complaint"),
+    [
+        ("", "", METADATA, ""),
+        ("build/lib/maxmoe/old.py", "", METADATA, "it has build/lib/maxmoe/old.py, which does not belong there"),
+        ("maxmoe/removed_last_week.py", "", METADATA, "it has maxmoe/removed_last_week.py, which"),
+        ("", "maxmoe/py.typed", METADATA, "it lacks maxmoe/py.typed"),
+        ("", "", METADATA.replace(f"Version: {VERSION}", "Version: 0.0.9"), "its version is 0.0.9, that of pyproject"),
+        ("", "", METADATA.replace("Issues", "Tracker"), "its metadata has no URL of the name Issues"),
+        ("", "", METADATA.replace("torch==2.13.0", "torch"), "it does not require torch=="),
+    ],
+)
+def test_what_does_not_belong_is_named(
+    tmp_path: Path,
+    name: str,
+    write: Callable[[Path, Iterable[str], str], None],
+    files: set[str],
+    more: str,
+    less: str,
+    metadata: str,
+    complaint: str,
+) -> None:
+    write(tmp_path / name, (files | {more}) - {less, ""}, metadata)
+    found = complaints(tmp_path / name, SOURCES)
+    assert len(found) == bool(complaint) and all(line.startswith(f"{name}: {complaint}") for line in found), found
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "complaint"),
+    [
+        (f"maxmoe-{VERSION}-cp311-cp311-linux_x86_64.whl", WHEEL_FILES, "its name has no manylinux tag"),
+        (WHEEL, WHEEL_FILES | {"tests/golden/route.json"}, "it has tests/golden/route.json"),
+        (WHEEL, WHEEL_FILES | {"maxmoe/_C.cpython-310-x86_64-linux-gnu.so"}, "it must have one maxmoe/_C"),
+        (WHEEL, WHEEL_FILES | {"maxmoe.libs/libgomp-a34b3233.so.1"}, "it has maxmoe.libs/libgomp"),
+        (WHEEL, WHEEL_FILES - CORE_FILES, "it must have one maxmoe/_C"),
+    ],
+)
+def test_a_wheel_is_the_package_and_its_core(tmp_path: Path, name: str, files: set[str], complaint: str) -> None:
+    write_wheel(tmp_path / name, files, METADATA)
+    found = complaints(tmp_path / name, SOURCES)
+    assert found and found[0].startswith(f"{name}: {complaint}"), found
+
+
+def test_the_core_is_as_it_is_named() -> None:
+    assert all(any(re.fullmatch(pattern, name) for name in CORE_FILES) for pattern in CORE)
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="an sdist has no list of the files of git")
+def test_git_has_what_a_wheel_must_have() -> None:
+    assert {"maxmoe/py.typed", "maxmoe/_C.pyi", "maxmoe/sharding/presets/ep-tp.yaml"} <= check_packages.tracked()
+
+
+def test_the_version_is_written_the_same_everywhere() -> None:
+    released = re.findall(r"^## \[(\d.*)\] - (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert released[0][0] == VERSION
+    assert f"\nversion: {VERSION}\ndate-released: {released[0][1]}\n" in citation
