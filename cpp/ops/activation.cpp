@@ -14,6 +14,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <cmath>
+#include <limits>
 
 #include "ops/checks.h"
 
@@ -66,8 +67,9 @@ ValueAndSlope apply(Activation activation, const Tensor& x) {
 
 // Infinite where the dtype has no number that large.
 double limit_of(const ActivationKind& kind, const Tensor& x) {
-  const double largest =
-      x.scalar_type() == at::kHalf ? std::numeric_limits<c10::Half>::max() : std::numeric_limits<c10::BFloat16>::max();
+  double largest = std::numeric_limits<double>::max();
+  if (x.scalar_type() == at::kHalf) largest = std::numeric_limits<c10::Half>::max();
+  if (x.scalar_type() == at::kBFloat16) largest = std::numeric_limits<c10::BFloat16>::max();
   return kind.limit > largest ? std::numeric_limits<double>::infinity() : kind.limit;
 }
 

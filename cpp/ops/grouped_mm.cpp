@@ -20,7 +20,7 @@ namespace {
 using at::Tensor;
 
 constexpr int64_t kAlignment = 16;     // bytes
-constexpr int64_t kMostGroups = 1023;  // of the CUDA kernel
+constexpr int64_t kMostGroups = 1023;  // of the CUDA kernel; one may be the rows before the first group
 
 // Whether at::_grouped_mm takes such operands, once `aligned` has copied those with other strides. What it does not
 // take is multiplied group by group, which reads the bounds on the host.

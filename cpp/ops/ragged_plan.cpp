@@ -63,7 +63,7 @@ Plan ragged_plan_aten(const Tensor& experts, int64_t first_expert, int64_t num_l
                       std::optional<int64_t> max_rows, std::optional<int64_t> known_rows) {
   const Tensor local = experts.reshape(-1).sub(first_expert);
   const Tensor key = local.masked_fill(local.lt(0).logical_or_(local.ge(num_local_experts)), num_local_experts);
-  const auto [sorted, order] = key.sort(/*stable=*/true);
+  const auto [sorted, order] = key.sort(/*stable=*/std::optional(true), 0, /*descending=*/false);
   const Tensor experts_in_order = at::arange(num_local_experts, key.options());
   const Tensor ends = at::searchsorted(sorted, experts_in_order, /*out_int32=*/false, /*right=*/true);
   const Tensor wanted = at::constant_pad_nd(ends, {1, 0});  // [L + 1]: where the experts begin, and the number of rows

@@ -2,9 +2,11 @@
 
 The numbers lie in CPU tensors that only PyTorch's own operators reach. Those of maxmoe see tensors of another device,
 without a data pointer, and run the C++ that they run on every device. An operator of PyTorch that brings a number to
-the host, or one of the host to the device, raises `Synchronization`.
+the host, or one of the host to the device, raises `SynchronizationError`.
 """
 
+import weakref
+from collections import Counter
 from typing import Any
 
 import torch
@@ -16,23 +18,24 @@ DEVICE = torch.device("meta")  # not that of the CPU, and autograd needs no driv
 aten = torch.ops.aten
 
 READS_VALUES = {
-    aten._local_scalar_dense.default,  # item, bool, int, float
+    aten.item.default,
+    aten._local_scalar_dense.default,
+    aten.is_nonzero.default,
+    aten.equal.default,
     aten.nonzero.default,
     aten.masked_select.default,
-    aten.unique_dim.default,
-    aten._unique2.default,
-    aten.unique_consecutive.default,
     aten.bincount.default,
-    aten.equal.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
     aten.repeat_interleave.Tensor,
-    aten.is_nonzero.default,
-    aten.item.default,
 }
+# A number of the host is an argument of the kernel where it is a factor or a term; these make a tensor of it first.
 COPIES_NUMBERS = {aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar}
 COPIES_TENSORS = {aten.where.self, aten.copy_.default}
 
 
-class Synchronization(RuntimeError):
+class SynchronizationError(RuntimeError):
     """The host would have to wait for the device."""
 
 
@@ -43,8 +46,7 @@ class DeviceTensor(Tensor):
 
     @staticmethod
     def __new__(cls, numbers: Tensor) -> "DeviceTensor":
-        """A view of the numbers that has no memory of its own."""
-        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made = torch.Tensor._make_wrapper_subclass(
             cls,
             numbers.shape,
             strides=numbers.stride(),
@@ -61,42 +63,77 @@ class DeviceTensor(Tensor):
 
 
 class DeviceMemory(TorchDispatchMode):
-    """Inside of it `DeviceTensor` can be computed with, and no other tensors."""
+    """Inside of it one can compute with `DeviceTensor`.
+
+    Attributes:
+        calls: of PyTorch's operators, how often.
+        largest: elements of the largest tensor that one of them made.
+        peak_bytes: the most that there was at a time, of what was made inside.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.largest = 0
+        self.peak_bytes = 0
+        self._live_bytes = 0
+        self._num_tensors: Counter[int] = Counter()  # of each storage
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function.namespace == "maxmoe":
             with self:
                 return function._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
-        tensors = tensors_of((args, kwargs))
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         device = kwargs.get("device")
         if not any(isinstance(tensor, DeviceTensor) for tensor in tensors) and device != DEVICE:
             return function(*args, **kwargs)
-        check(function, tensors, device)
-        wrappers = {id(tensor.numbers): tensor for tensor in tensors if isinstance(tensor, DeviceTensor)}
+        check_no_waiting(function, tensors, device)
+        if function is aten._grouped_mm.default:
+            check_grouped_mm(*args)
+        self.calls[function.overloadpacket.__name__] += 1
+        known = {id(tensor.numbers): tensor for tensor in tensors if isinstance(tensor, DeviceTensor)}
         args, kwargs = to_host((args, kwargs))
         if device is not None:
             kwargs["device"] = torch.device("cpu")
         results = function(*args, **kwargs)
-        return tree_map_only(
-            Tensor, lambda each: wrappers[id(each)] if id(each) in wrappers else DeviceTensor(each), results
-        )
+        return tree_map_only(Tensor, lambda each: known[id(each)] if id(each) in known else self._made(each), results)
+
+    def _made(self, numbers: Tensor) -> DeviceTensor:
+        tensor = DeviceTensor(numbers)
+        storage = numbers.untyped_storage()
+        address, num_bytes = storage.data_ptr(), storage.nbytes()
+        self.largest = max(self.largest, numbers.numel())
+        if self._num_tensors[address] == 0:
+            self._live_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        self._num_tensors[address] += 1
+        weakref.finalize(tensor, self._freed, address, num_bytes)
+        return tensor
+
+    def _freed(self, address: int, num_bytes: int) -> None:
+        self._num_tensors[address] -= 1
+        if self._num_tensors[address] == 0:
+            self._live_bytes -= num_bytes
 
 
-def tensors_of(values: Any) -> list[Tensor]:
-    """All in a structure."""
-    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
-
-
-def check(function: Any, tensors: list[Tensor], device: torch.device | None) -> None:
+def check_no_waiting(function: Any, tensors: list[Tensor], device: torch.device | None) -> None:
     """Raise where host and device would have to wait for each other."""
-    moves = device is not None and device != DEVICE
-    if function in READS_VALUES or moves:
-        raise Synchronization(f"{function} reads values of the device")
-    # A number of the host is an argument of the kernel where it is a factor or a term; elsewhere it is copied.
-    on_host = [tensor for tensor in tensors if not isinstance(tensor, DeviceTensor)]
-    if function in COPIES_NUMBERS or on_host and (device is not None or function in COPIES_TENSORS):
-        raise Synchronization(f"{function} copies numbers of the host")
+    if function in READS_VALUES or device not in (None, DEVICE):
+        raise SynchronizationError(f"{function} reads values of the device")
+    has_host_tensor = not all(isinstance(tensor, DeviceTensor) for tensor in tensors)
+    if function in COPIES_NUMBERS or (has_host_tensor and (device is not None or function in COPIES_TENSORS)):
+        raise SynchronizationError(f"{function} copies numbers of the host")
+
+
+def check_grouped_mm(lhs: Tensor, rhs: Tensor, ends: Tensor) -> None:
+    """What the CUDA kernel demands beyond PyTorch's own checks, or reads otherwise in the wrong place."""
+    assert ends.dtype == torch.int32 and ends.device == DEVICE and len(ends) < 1024
+    assert lhs.stride(-1 if rhs.dim() == 3 else -2) == 1, "the first row of a group would begin anywhere"
+    for operand in (lhs, rhs):
+        strides = [stride for stride, size in zip(operand.stride(), operand.shape, strict=True) if stride != 1]
+        numbers = [operand.storage_offset(), *strides]
+        assert all(number * operand.element_size() % 16 == 0 for number in numbers), "not at multiples of 16 bytes"
 
 
 def to_device(tensor: Tensor) -> DeviceTensor:
@@ -104,14 +141,13 @@ def to_device(tensor: Tensor) -> DeviceTensor:
     return DeviceTensor(tensor.detach().clone()).requires_grad_(tensor.requires_grad)
 
 
-def move_to_device(module: nn.Module) -> nn.Module:
+def move_to_device(module: nn.Module) -> None:
     """All parameters and buffers, in place."""
     for part in module.modules():
-        for name, parameter in part.named_parameters(recurse=False):
+        for name, parameter in list(part.named_parameters(recurse=False)):
             part.register_parameter(name, nn.Parameter(to_device(parameter.detach())))
-        for name, buffer in part.named_buffers(recurse=False):
+        for name, buffer in list(part.named_buffers(recurse=False)):
             part.register_buffer(name, to_device(buffer))
-    return module
 
 
 def to_host(values: Any) -> Any:
