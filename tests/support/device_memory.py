@@ -30,8 +30,7 @@ READS_VALUES = {
     aten.unique_consecutive.default,
     aten.repeat_interleave.Tensor,
 }
-# A number of the host is an argument of the kernel where it is a factor or a term; these make a tensor of it first.
-COPIES_NUMBERS = {aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar}
+READS_MASKS = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 COPIES_TENSORS = {aten.where.self, aten.copy_.default}
 
 
@@ -119,10 +118,11 @@ class DeviceMemory(TorchDispatchMode):
 
 def check_no_waiting(function: Any, tensors: list[Tensor], device: torch.device | None) -> None:
     """Raise where host and device would have to wait for each other."""
-    if function in READS_VALUES or device not in (None, DEVICE):
+    reads_mask = function in READS_MASKS and any(tensor.dtype == torch.bool for tensor in tensors)
+    if function in READS_VALUES or reads_mask or device not in (None, DEVICE):
         raise SynchronizationError(f"{function} reads values of the device")
     has_host_tensor = not all(isinstance(tensor, DeviceTensor) for tensor in tensors)
-    if function in COPIES_NUMBERS or (has_host_tensor and (device is not None or function in COPIES_TENSORS)):
+    if has_host_tensor and (device is not None or function in COPIES_TENSORS):
         raise SynchronizationError(f"{function} copies numbers of the host")
 
 
