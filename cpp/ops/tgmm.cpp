@@ -1,6 +1,7 @@
 #include "ops/tgmm.h"
 
 #include <algorithm>
+#include <array>
 
 #include "kernels/tgmm.h"
 #include "ops/backend.h"
@@ -27,8 +28,10 @@ Tensor tgmm_backend(const Tensor& lhs, const Tensor& rhs, const Tensor& group_si
   check(lhs, rhs, group_sizes, num_local_groups);
   // Past the groups on either side there is none, however far.
   group_offset = std::clamp(group_offset, -num_local_groups, group_sizes.size(0));
+  const std::array<int64_t, 3> shape{num_local_groups, lhs.size(1), rhs.size(1)};
+  if (shape[1] == 0 || shape[2] == 0) return empty(shape, lhs.options());  // of any number of groups
   if (!uses_kernels(lhs)) return multiply_groups(lhs, rhs, row_groups(group_sizes, group_offset, num_local_groups));
-  const Tensor out = empty({num_local_groups, lhs.size(1), rhs.size(1)}, lhs.options());
+  const Tensor out = empty(shape, lhs.options());
   if (out.numel() == 0) return out;
   const Tensor left = gemm_operand(lhs);
   const Tensor right = gemm_operand(rhs);
