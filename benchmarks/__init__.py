@@ -10,6 +10,7 @@ r"""Speed and memory of maxmoe against what one would use instead, and against t
     python -m benchmarks.local            an eighth of the experts against all of them
     python -m benchmarks.muon             Muon on stacked experts, and its share of a training step
     python -m benchmarks.route            routing and plan, as a share of the layer
+    python -m benchmarks.devices          the path of devices, run on the CPU, against grouped_mm by hand
 
 `benchmarks/shapes.py` names the shapes, published ones among them: --shapes qwen3,mixtral,deepseek.
 

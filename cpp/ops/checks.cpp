@@ -42,6 +42,7 @@ const Argument& Argument::has_dtype_of(const char* other_name, const Tensor& oth
 const Argument& Argument::has_values_in(int64_t low, int64_t high, const char* meaning) const {
   if (tensor_.numel() == 0) return *this;
   if (!tensor_.is_cpu()) {
+    if (OperatorCall::is_inside_of_another()) return *this;
     at::_assert_async(tensor_.ge(low).logical_and(tensor_.lt(high)).all(),
                       std::string("maxmoe::") + op_ + ": a value of " + name_ + " is out of range (" + meaning + ")");
     return *this;
@@ -88,6 +89,7 @@ int64_t checked_product(const char* op, const char* name, int64_t a, int64_t b) 
 void check_group_sizes(const char* op, const Tensor& group_sizes, int64_t num_rows, Sum sum) {
   Argument(op, "group_sizes", group_sizes).has_dims(1, "[G]").is_int64();
   if (!group_sizes.is_cpu()) {
+    if (OperatorCall::is_inside_of_another()) return;
     const Tensor total = group_sizes.sum();
     const Tensor fits = sum == Sum::exactly ? total.eq(num_rows) : total.le(num_rows);
     at::_assert_async(group_sizes.ge(0).all().logical_and(fits),

@@ -15,6 +15,21 @@ namespace maxmoe::ops {
 using at::Tensor;
 using OptionalTensor = std::optional<at::Tensor>;
 
+// An operator that runs. Inside of another one it is a part of that, and values on other devices than the CPU are not
+// checked a second time.
+class OperatorCall {
+ public:
+  OperatorCall() { ++depth_; }
+  ~OperatorCall() { --depth_; }
+  OperatorCall(const OperatorCall&) = delete;
+  OperatorCall& operator=(const OperatorCall&) = delete;
+
+  static bool is_inside_of_another() { return depth_ > 1; }
+
+ private:
+  inline static thread_local int depth_ = 0;
+};
+
 // One argument of one operator, checked on its own.
 class Argument {
  public:

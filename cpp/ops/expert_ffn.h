@@ -88,11 +88,13 @@ Outputs expert_ffn_kernel(const ExpertFfnArguments& a, bool keeps_preactivations
 Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const Tensor& preactivations, const Wanted& wanted,
                                      const ExpertFfnArguments& a);
 
-// Made of the other operators and of ATen's, all of them differentiable.
+// Through ATen.
 Outputs expert_ffn_aten(const ExpertFfnArguments& a);
 Gradients expert_ffn_backward_aten(const Tensor& grad_out, const Tensor& preactivations, const Wanted& wanted,
                                    const ExpertFfnArguments& a);
-// The same with the preactivations computed again, so that it depends on the arguments alone.
+
+// Made of the other operators and of ATen's, all of them differentiable. The backward depends on the arguments alone.
+Tensor expert_ffn_composed(const ExpertFfnArguments& a);
 Gradients expert_ffn_backward_composed(const Tensor& grad_out, const Wanted& wanted, const ExpertFfnArguments& a);
 
 }  // namespace maxmoe::ops

@@ -1,100 +1,141 @@
-// expert_ffn on other devices: the other operators, one after the other.
+// expert_ffn through ATen, for devices without kernels of their own. Nothing here waits for the device: what the plan
+// holds is read by the device alone.
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
 #include "ops/expert_ffn.h"
-#include "ops/gmm.h"
-#include "ops/ragged_sort.h"
-#include "ops/ragged_unsort.h"
-#include "ops/tgmm.h"
+#include "ops/grouped_mm.h"
+#include "ops/ragged_gather_reduce.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
 namespace {
 
-Tensor preactivations_aten(const ExpertFfnArguments& a) {
-  const Tensor tokens = ragged_sort(a.x, a.slots, a.rows, a.top_k, std::nullopt);
-  const Tensor up = gmm(tokens, a.up, a.group_sizes, a.up_bias, 0);
-  if (!a.gate.has_value()) return up;
-  return at::cat({gmm(tokens, *a.gate, a.group_sizes, a.gate_bias, 0), up}, 1);
+// The plan as the steps below use it. The rows past the last group are computed with, but reach no result.
+struct RoutedTensors {
+  RowGroups groups;
+  Tensor token_of_row;  // [R]
+  Tensor slot_of_row;   // [R]
+  Tensor row_of_slot;   // [T * K], -1 for a slot without a row
+};
+
+RoutedTensors routed_tensors(const ExpertFfnArguments& a) {
+  const RowGroups groups = row_groups(a.group_sizes, 0, a.group_sizes.size(0));
+  const Tensor slot = a.slots.clamp_min(0);
+  const Tensor is_past = a.rows.ge(groups.bounds.select(0, groups.size()));
+  return {groups, slot.div(a.top_k, "floor"), slot, a.rows.masked_fill(is_past, -1)};
+}
+
+// [T, D]: for each token the sum of its rows, times the weights of their slots.
+Tensor sum_of_rows(const Tensor& rows, const RoutedTensors& routed, int64_t top_k, const OptionalTensor& weights) {
+  return ragged_gather_reduce(rows, routed.row_of_slot, top_k, weights, std::nullopt);
+}
+
+// [R, 2F], in the layout of the gate.
+Tensor preactivations_aten(const ExpertFfnArguments& a, const RoutedTensors& routed) {
+  const Tensor tokens = a.x.index_select(0, routed.token_of_row);
+  if (!a.gate.has_value()) return multiply_rows(tokens, a.up, routed.groups, a.up_bias);
+  const Tensor z = at::empty({tokens.size(0), a.preactivation_width()}, a.x.options());
+  const auto [gate, up] = gate_and_up(GateLayout::concatenated, z);
+  gate.copy_(multiply_rows(tokens, *a.gate, routed.groups, a.gate_bias));
+  up.copy_(multiply_rows(tokens, a.up, routed.groups, a.up_bias));
+  return z;
+}
+
+// [R, 1], of the slots' weights, in the dtype of x.
+Tensor scale_of_rows(const ExpertFfnArguments& a, const RoutedTensors& routed) {
+  if (!a.weights.has_value()) return at::ones({routed.slot_of_row.size(0), 1}, a.x.options());
+  return a.weights->reshape(-1).index_select(0, routed.slot_of_row).to(a.x.scalar_type()).unsqueeze(1);
+}
+
+// [T * K]: <dA', A>, plus <dY, bias> of down, of the row of each slot.
+Tensor gradient_of_weights(const ExpertFfnArguments& a, const RoutedTensors& routed, const Tensor& activated,
+                           const Tensor& grad_activated, const Tensor& grad_y) {
+  const auto type = accumulator_type(a.x.scalar_type());
+  if (a.slots.numel() == 0) return at::zeros({a.rows.numel()}, a.x.options().dtype(type));
+  Tensor of_rows = (activated * grad_activated).sum(1, false, type);
+  if (a.down_bias.has_value()) {
+    const Tensor bias = a.down_bias->index_select(0, routed.groups.of_rows(a.slots.size(0)));
+    of_rows.add_((grad_y * bias).sum(1, false, type));
+  }
+  return of_rows.index_select(0, routed.row_of_slot.clamp_min(0)).masked_fill_(routed.row_of_slot.lt(0), 0);
+}
+
+// Of matrices, in their layout in memory.
+Tensor gradient_of_matrices(const Tensor& matrices, const Tensor& lhs, const Tensor& rhs, const RowGroups& groups) {
+  if (is_transposed(matrices)) return multiply_groups(rhs, lhs, groups).transpose(1, 2);
+  return multiply_groups(lhs, rhs, groups);
+}
+
+// The sums of the groups' rows, each times its scale [R, 1].
+Tensor gradient_of_bias(const Tensor& scale, const Tensor& grad, const RowGroups& groups) {
+  return multiply_groups(scale, grad, groups).squeeze(1);
+}
+
+// Of down, its bias and the weights. Overwrites the preactivations with their gradient.
+void backward_down(const Tensor& grad_out, const Tensor& z, const Wanted& wanted, const ExpertFfnArguments& a,
+                   const RoutedTensors& routed, Gradients& grads) {
+  const auto [gate, up] = gate_and_up(a.gate_layout(), z);
+  const Tensor grad_y = grad_out.index_select(0, routed.token_of_row);
+  const Tensor scale = scale_of_rows(a, routed);
+  const Tensor grad_activated = multiply_rows(grad_y, a.down.transpose(1, 2), routed.groups, std::nullopt);
+  if (wanted.weights || wanted.down) {
+    const Tensor activated = activated_rows(a.kind(), gate, up);
+    if (wanted.weights) grads.weights = gradient_of_weights(a, routed, activated, grad_activated, grad_y);
+    if (a.weights.has_value()) activated.mul_(scale);
+    if (wanted.down) grads.down = gradient_of_matrices(a.down, activated, grad_y, routed.groups);
+  }
+  if (wanted.down_bias) grads.down_bias = gradient_of_bias(scale, grad_y, routed.groups);
+  if (a.weights.has_value()) grad_activated.mul_(scale);
+  overwrite_with_gradient(a.kind(), grad_activated, gate, up);
+}
+
+Tensor gradient_of_x(const Tensor& grad_z, const ExpertFfnArguments& a, const RoutedTensors& routed) {
+  const auto of_rows = [&](const Tensor& grad, const Tensor& matrices) {
+    return multiply_rows(grad, matrices.transpose(1, 2), routed.groups, std::nullopt);
+  };
+  if (!a.gate.has_value()) return sum_of_rows(of_rows(grad_z, a.up), routed, a.top_k, std::nullopt);
+  const auto [grad_gate, grad_up] = gate_and_up(GateLayout::concatenated, grad_z);
+  return sum_of_rows(of_rows(grad_gate, *a.gate).add_(of_rows(grad_up, a.up)), routed, a.top_k, std::nullopt);
+}
+
+void backward_up(const Tensor& grad_z, const Wanted& wanted, const ExpertFfnArguments& a, const RoutedTensors& routed,
+                 Gradients& grads) {
+  const int64_t gate_width = a.gate.has_value() ? a.gate->size(2) : 0;
+  const Tensor grad_gate = grad_z.narrow(1, 0, gate_width);
+  const Tensor grad_up = grad_z.narrow(1, gate_width, a.up.size(2));
+  if (wanted.gate || wanted.up) {
+    const Tensor tokens = a.x.index_select(0, routed.token_of_row);
+    if (wanted.gate) grads.gate = gradient_of_matrices(*a.gate, tokens, grad_gate, routed.groups);
+    if (wanted.up) grads.up = gradient_of_matrices(a.up, tokens, grad_up, routed.groups);
+  }
+  const Tensor ones = at::ones({grad_z.size(0), 1}, a.x.options());
+  if (wanted.gate_bias) grads.gate_bias = gradient_of_bias(ones, grad_gate, routed.groups);
+  if (wanted.up_bias) grads.up_bias = gradient_of_bias(ones, grad_up, routed.groups);
 }
 
 }  // namespace
 
 Outputs expert_ffn_aten(const ExpertFfnArguments& a) {
-  const auto type = accumulator_type(a.x.scalar_type());
-  const Tensor preactivations = preactivations_aten(a);
-  const auto [gate, up] = gate_and_up(a.gate_layout(), preactivations.to(type));
-  const Tensor activated = activate(a.kind(), gate, up).activated.to(a.x.scalar_type());
-  const Tensor row_outputs = gmm(activated, a.down, a.group_sizes, a.down_bias, 0);
-  return {ragged_unsort(row_outputs, a.slots, a.rows, a.top_k, a.weights), preactivations};
+  const RoutedTensors routed = routed_tensors(a);
+  const Tensor z = preactivations_aten(a, routed);
+  const auto [gate, up] = gate_and_up(a.gate_layout(), z);
+  const Tensor row_outputs = multiply_rows(activated_rows(a.kind(), gate, up), a.down, routed.groups, a.down_bias);
+  return {sum_of_rows(row_outputs, routed, a.top_k, a.weights), z};
 }
 
 Gradients expert_ffn_backward_aten(const Tensor& grad_out, const Tensor& preactivations, const Wanted& wanted,
                                    const ExpertFfnArguments& a) {
-  const auto type = accumulator_type(a.x.scalar_type());
-  const auto dtype = a.x.scalar_type();
-  const int64_t num_groups = a.group_sizes.size(0);
+  const RoutedTensors routed = routed_tensors(a);
+  const Tensor z = a.recompute ? preactivations_aten(a, routed) : preactivations;
   const Tensor none = at::empty({0}, a.x.options());
-  const Tensor ones = at::ones({a.slots.size(0), 1}, a.x.options());
-  const Tensor z = a.recompute ? preactivations_aten(a) : preactivations;
-  const auto [gate, up] = gate_and_up(a.gate_layout(), z.to(type));
-  const ActivatedTensors act = activate(a.kind(), gate, up);
-  const Tensor scale =
-      a.weights.has_value() ? a.weights->reshape(-1).index_select(0, a.slots).to(type).unsqueeze(1) : ones.to(type);
-
-  const Tensor grad_y = ragged_sort(grad_out, a.slots, a.rows, a.top_k, std::nullopt);
-  const Tensor grad_activated = gmm(grad_y, a.down.transpose(1, 2), a.group_sizes, std::nullopt, 0).to(type);
-  const Tensor weighted = scale * grad_activated;
-  const Tensor grad_preactivations =
-      preactivations_of(a.gate_layout(), gate.defined() ? weighted * act.gate_slope : Tensor(), weighted * act.up_slope)
-          .to(dtype);
-  const int64_t gate_width = a.gate.has_value() ? a.gate->size(2) : 0;
-  const Tensor grad_gate = grad_preactivations.narrow(1, 0, gate_width);
-  const Tensor grad_up = grad_preactivations.narrow(1, gate_width, a.up.size(2));
-
-  Tensor grad_x = none;
-  if (wanted.x) {
-    grad_x = gmm(grad_up, a.up.transpose(1, 2), a.group_sizes, std::nullopt, 0);
-    if (a.gate.has_value()) grad_x = grad_x + gmm(grad_gate, a.gate->transpose(1, 2), a.group_sizes, std::nullopt, 0);
-    grad_x = ragged_unsort(grad_x, a.slots, a.rows, a.top_k, std::nullopt);
-  }
-  Tensor grad_weights = at::zeros({wanted.weights ? a.rows.numel() : 0}, a.x.options().dtype(type));
-  if (wanted.weights) {
-    Tensor of_rows = (grad_activated * act.activated).sum(1);
-    if (a.down_bias.has_value()) {
-      const Tensor bias = gmm(ones, a.down_bias->unsqueeze(1), a.group_sizes, std::nullopt, 0);
-      of_rows = of_rows + (grad_y.to(type) * bias.to(type)).sum(1);
-    }
-    grad_weights = grad_weights.index_put({a.slots}, of_rows);
-  }
-  const Tensor tokens = ragged_sort(a.x, a.slots, a.rows, a.top_k, std::nullopt);
-  // In the memory layout of the matrices.
-  const auto of_matrices = [&](bool is_wanted, const OptionalTensor& matrices, const Tensor& lhs, const Tensor& rhs) {
-    if (!is_wanted) return none;
-    if (is_transposed(*matrices)) return tgmm(rhs, lhs, a.group_sizes, num_groups, 0).transpose(1, 2);
-    return tgmm(lhs, rhs, a.group_sizes, num_groups, 0);
-  };
-  const auto of_bias = [&](bool is_wanted, const Tensor& lhs, const Tensor& rhs) {
-    return is_wanted ? tgmm(lhs, rhs, a.group_sizes, num_groups, 0).squeeze(1) : none;
-  };
-  return {grad_x,
-          grad_weights,
-          of_matrices(wanted.gate, a.gate, tokens, grad_gate),
-          of_matrices(wanted.up, a.up, tokens, grad_up),
-          of_matrices(wanted.down, a.down, (scale * act.activated).to(dtype), grad_y),
-          of_bias(wanted.gate_bias, ones, grad_gate),
-          of_bias(wanted.up_bias, ones, grad_up),
-          of_bias(wanted.down_bias, scale.to(dtype), grad_y)};
-}
-
-Gradients expert_ffn_backward_composed(const Tensor& grad_out, const Wanted& wanted, const ExpertFfnArguments& a) {
-  ExpertFfnArguments again = a;
-  again.recompute = true;
-  return expert_ffn_backward_aten(grad_out, Tensor(), wanted, again);
+  Gradients grads{none, none.to(accumulator_type(a.x.scalar_type())), none, none, none, none, none, none};
+  backward_down(grad_out, z, wanted, a, routed, grads);
+  if (wanted.x) grads.x = gradient_of_x(z, a, routed);
+  backward_up(z, wanted, a, routed, grads);
+  return grads;
 }
 
 }  // namespace maxmoe::ops

@@ -1,14 +1,12 @@
 #include "ops/gmm.h"
 
-#include <ATen/ops/addmm.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 
 #include "kernels/gmm.h"
 #include "ops/backend.h"
+#include "ops/grouped_mm.h"
 #include "ops/memory.h"
 #include "ops/tgmm.h"
 #include "ops/views.h"
@@ -31,21 +29,8 @@ void check(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, cons
 
 Tensor gmm_aten(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, const OptionalTensor& bias,
                 int64_t group_offset) {
-  const Tensor out = at::zeros({lhs.size(0), rhs.size(2)}, lhs.options());
-  const Tensor sizes = group_sizes.cpu().contiguous();
-  int64_t row = 0;
-  for (int64_t group = 0; group < sizes.numel(); ++group) {
-    const int64_t size = sizes.const_data_ptr<int64_t>()[group];
-    const int64_t local = group - group_offset;
-    if (size > 0 && local >= 0 && local < rhs.size(0)) {
-      const Tensor rows = lhs.narrow(0, row, size);
-      const Tensor matrix = rhs.select(0, local);
-      out.narrow(0, row, size)
-          .copy_(bias.has_value() ? at::addmm(bias->select(0, local), rows, matrix) : at::mm(rows, matrix));
-    }
-    row += size;
-  }
-  return out;
+  const RowGroups groups = row_groups(group_sizes, group_offset, rhs.size(0));
+  return multiply_rows(lhs, rhs, groups, bias).masked_fill_(groups.have_not(lhs.size(0)), 0);
 }
 
 Tensor gmm_backend(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, const OptionalTensor& bias,

@@ -78,6 +78,7 @@ class Operator<name, Return(Args...)> {
   template <Return (*kernel)(Concrete<Args>...)>
   static Return backend(Args... args) {
     check(args...);
+    const OperatorCall call;
     // The kernels on ATen call operators that have autocast rules of their own.
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     return kernel(concrete(args)...);

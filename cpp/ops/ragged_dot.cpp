@@ -1,8 +1,6 @@
 #include "ops/ragged_dot.h"
 
-#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
 #include "kernels/ragged_dot.h"
@@ -27,13 +25,18 @@ void check(const Tensor& a, const Tensor& b, const Tensor& index, int64_t group_
   Argument(kOp, "index", index).has_values_in(-1, b.size(0), "-1 or a row of b");
 }
 
+// One row of b for each row of a after the other, so that nothing of [M, D] is needed.
 Tensor ragged_dot_aten(const Tensor& a, const Tensor& b, const Tensor& index, int64_t group_size) {
   const auto type = accumulator_type(a.scalar_type());
-  if (b.size(0) == 0) return at::zeros({index.size(0)}, a.options().dtype(type));
-  const Tensor is_routed = index.ge(0).unsqueeze(1);
-  const Tensor left = a.repeat_interleave(group_size, 0).to(type);
-  const Tensor right = b.index_select(0, index.clamp_min(0)).to(type);
-  return at::where(is_routed, left * right, at::zeros({}, left.options())).sum(1);
+  if (b.size(0) == 0 || a.size(0) == 0) return at::zeros({index.size(0)}, a.options().dtype(type));
+  const Tensor row = index.reshape({a.size(0), group_size});
+  const Tensor left = a.to(type);
+  const Tensor out = at::empty({a.size(0), group_size}, left.options());
+  for (int64_t slot = 0; slot < group_size; ++slot) {
+    const Tensor right = b.index_select(0, row.select(1, slot).clamp_min(0)).to(type);
+    out.select(1, slot).copy_((left * right).sum(1));
+  }
+  return out.masked_fill_(row.lt(0), 0).view(-1);
 }
 
 Tensor ragged_dot_backend(const Tensor& a, const Tensor& b, const Tensor& index, int64_t group_size) {

@@ -1,7 +1,6 @@
 #include "ops/ragged_gather.h"
 
 #include <ATen/ops/arange.h>
-#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
 #include "kernels/ragged_gather.h"
@@ -29,7 +28,7 @@ void check(const Tensor& x, const Tensor& index, const OptionalTensor& weights, 
 // The index with -1 outside [start, end).
 Tensor masked_index(const Tensor& index, const c10::SymInt& start, const c10::SymInt& end) {
   const Tensor position = at::arange(index.sym_size(0), index.options());
-  return at::where(position.ge(start).logical_and(position.lt(end)), index, -1);
+  return index.masked_fill(position.lt(start).logical_or(position.ge(end)), -1);
 }
 
 Tensor ragged_gather_aten(const Tensor& x, const Tensor& index, const OptionalTensor& weights, int64_t start,
@@ -41,7 +40,7 @@ Tensor ragged_gather_aten(const Tensor& x, const Tensor& index, const OptionalTe
     const auto type = accumulator_type(x.scalar_type());
     out = (out.to(type) * weights->reshape({-1, 1}).to(type)).to(x.scalar_type());
   }
-  return at::where(masked.ge(0).unsqueeze(1), out, at::zeros({}, out.options()));
+  return out.masked_fill_(masked.lt(0).unsqueeze(1), 0);
 }
 
 Tensor ragged_gather_backend(const Tensor& x, const Tensor& index, const OptionalTensor& weights, int64_t start,

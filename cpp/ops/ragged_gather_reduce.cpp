@@ -1,6 +1,5 @@
 #include "ops/ragged_gather_reduce.h"
 
-#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
 #include "kernels/ragged_gather_reduce.h"
@@ -31,22 +30,27 @@ void check(const Tensor& rows, const Tensor& index, int64_t group_size, const Op
 }
 
 Tensor masked_index(const Tensor& index, const OptionalTensor& valid) {
-  return valid.has_value() ? at::where(*valid, index, -1) : index;
+  return valid.has_value() ? index.masked_fill(valid->logical_not(), -1) : index;
 }
 
+// One slot of all groups after the other, so that no more than two tensors of the size of the result are needed.
 Tensor ragged_gather_reduce_aten(const Tensor& rows, const Tensor& index, int64_t group_size,
                                  const OptionalTensor& weights, const OptionalTensor& valid) {
   const int64_t num_groups = index.size(0) / group_size;
-  if (rows.size(0) == 0) return at::zeros({num_groups, rows.size(1)}, rows.options());
   const auto type = accumulator_type(rows.scalar_type());
-  const Tensor masked = masked_index(index, valid);
-  const Tensor gathered = rows.index_select(0, masked.clamp_min(0)).to(type);
-  Tensor terms = at::where(masked.ge(0).unsqueeze(1), gathered, at::zeros({}, gathered.options()));
-  if (weights.has_value()) {
-    const Tensor scale = at::where(masked.ge(0), weights->reshape(-1).to(type), at::zeros({}, gathered.options()));
-    terms = terms * scale.unsqueeze(1);
+  if (rows.size(0) == 0 || num_groups == 0) return at::zeros({num_groups, rows.size(1)}, rows.options());
+  const Tensor row = masked_index(index, valid).reshape({num_groups, group_size});
+  const Tensor is_absent = row.lt(0);
+  Tensor scale;
+  if (weights.has_value()) scale = weights->reshape({num_groups, group_size}).to(type).masked_fill(is_absent, 0);
+  Tensor sum;
+  for (int64_t slot = 0; slot < group_size; ++slot) {
+    Tensor term = rows.index_select(0, row.select(1, slot).clamp_min(0));
+    term = term.masked_fill_(is_absent.select(1, slot).unsqueeze(1), 0).to(type);
+    if (scale.defined()) term.mul_(scale.select(1, slot).unsqueeze(1));
+    sum = sum.defined() ? sum.add_(term) : term;
   }
-  return terms.view({num_groups, group_size, rows.size(1)}).sum(1).to(rows.scalar_type());
+  return sum.to(rows.scalar_type());
 }
 
 Tensor ragged_gather_reduce_backend(const Tensor& rows, const Tensor& index, int64_t group_size,

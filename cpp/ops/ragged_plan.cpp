@@ -1,11 +1,10 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/_assert_async.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/ones_like.h>
-#include <ATen/ops/where.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/searchsorted.h>
 
 #include <tuple>
 
@@ -48,32 +47,36 @@ void check_num_rows(std::optional<int64_t> num_rows, int64_t actual) {
 
 // R, from the caller where that saves waiting for the device.
 int64_t count_rows(const Tensor& kept, std::optional<int64_t> num_rows) {
-  if (!num_rows.has_value() || kept.is_cpu()) {
-    check_num_rows(num_rows, kept.item<int64_t>());
-    return kept.item<int64_t>();
+  if (!num_rows.has_value()) return kept.item<int64_t>();
+  if (kept.is_cpu()) {
+    const int64_t least = kept.item<int64_t>();
+    MAXMOE_CHECK(*num_rows >= least, kOp, "num_rows must be at least the number of rows (", least, "), got ",
+                 *num_rows);
+  } else {
+    at::_assert_async(kept.le(*num_rows), "maxmoe::ragged_plan: num_rows must be at least the number of rows");
   }
-  at::_assert_async(kept.eq(*num_rows), "maxmoe::ragged_plan: num_rows must be the number of rows");
   return *num_rows;
 }
 
-// A stable sort by expert, with all that is not local sorted past the end.
+// A stable sort by expert, with all that is not local sorted past the end; the sizes stay on the device.
 Plan ragged_plan_aten(const Tensor& experts, int64_t first_expert, int64_t num_local_experts,
                       std::optional<int64_t> max_rows, std::optional<int64_t> known_rows) {
   const Tensor local = experts.reshape(-1).sub(first_expert);
-  const Tensor is_local = experts.reshape(-1).ge(0).logical_and(local.ge(0)).logical_and(local.lt(num_local_experts));
-  const Tensor key = at::where(is_local, local, num_local_experts);
-  const Tensor all_sizes = at::zeros({num_local_experts + 1}, key.options()).scatter_add(0, key, at::ones_like(key));
-  const Tensor wanted = all_sizes.narrow(0, 0, num_local_experts);
-  Tensor last_row = wanted.cumsum(0);
-  if (max_rows.has_value()) last_row = last_row.clamp_max(*max_rows);
-  const Tensor group_sizes = last_row.diff(1, 0, at::zeros({1}, key.options()));
-  const Tensor kept = group_sizes.sum();
+  const Tensor key = local.masked_fill(local.lt(0).logical_or_(local.ge(num_local_experts)), num_local_experts);
+  const auto [sorted, order] = key.sort(/*stable=*/std::optional(true), 0, /*descending=*/false);
+  const Tensor experts_in_order = at::arange(num_local_experts, key.options());
+  const Tensor ends = at::searchsorted(sorted, experts_in_order, /*out_int32=*/false, /*right=*/true);
+  const Tensor wanted = at::constant_pad_nd(ends, {1, 0});  // [L + 1]: where the experts begin, and the number of rows
+  const Tensor bounds = max_rows.has_value() ? wanted.clamp_max(*max_rows) : wanted;
+  const Tensor kept = bounds.select(0, num_local_experts);
 
   const int64_t num_rows = count_rows(kept, known_rows);
-  const Tensor slots = key.argsort(/*stable=*/true).narrow(0, 0, num_rows).clone();
-  const Tensor rows = at::full({key.size(0)}, -1, key.options());
-  rows.index_put_({slots}, at::arange(num_rows, key.options()));
-  return {slots, rows, group_sizes, wanted.sum() - kept};
+  const Tensor position = at::arange(key.size(0), key.options());
+  const Tensor is_left_out = position.ge(kept);
+  const Tensor rows = at::empty_like(key).scatter_(0, order, position.masked_fill(is_left_out, -1));
+  // Cut or filled up to num_rows.
+  const Tensor slots = at::constant_pad_nd(order.masked_fill(is_left_out, -1), {0, num_rows - key.size(0)}, -1);
+  return {slots, rows, bounds.diff(), wanted.select(0, num_local_experts) - kept};
 }
 
 Plan ragged_plan_backend(const Tensor& experts, int64_t num_experts, int64_t first_expert,

@@ -1,7 +1,6 @@
 #include "ops/ragged_scatter_add.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
 #include "kernels/ragged_scatter_add.h"
@@ -29,14 +28,21 @@ void check(const Tensor& rows, const Tensor& index, int64_t num_rows, int64_t gr
   Argument(kOp, "index", index).has_values_in(-1, num_rows, "-1 or a row of the result");
 }
 
-// Row num_rows takes what is routed nowhere.
+// Row num_rows takes what is routed nowhere. One slot of all groups after the other, so that nothing of [M, D] is
+// needed.
 Tensor ragged_scatter_add_aten(const Tensor& rows, const Tensor& index, int64_t num_rows, int64_t group_size,
                                const OptionalTensor& weights) {
   const auto type = accumulator_type(rows.scalar_type());
-  Tensor added = rows.repeat_interleave(group_size, 0).to(type);
-  if (weights.has_value()) added = added * weights->reshape({-1, 1}).to(type);
-  const Tensor target = at::where(index.ge(0), index, num_rows);
-  const Tensor out = at::zeros({num_rows + 1, rows.size(1)}, added.options()).index_add(0, target, added);
+  if (index.size(0) == 0) return at::zeros({num_rows, rows.size(1)}, rows.options());
+  const Tensor out = at::zeros({num_rows + 1, rows.size(1)}, rows.options().dtype(type));
+  const Tensor target = index.masked_fill(index.lt(0), num_rows).reshape({rows.size(0), group_size});
+  const Tensor source = rows.to(type);
+  Tensor scale;
+  if (weights.has_value()) scale = weights->reshape({rows.size(0), group_size}).to(type);
+  for (int64_t slot = 0; slot < group_size; ++slot) {
+    const Tensor added = scale.defined() ? source * scale.select(1, slot).unsqueeze(1) : source;
+    out.index_add_(0, target.select(1, slot), added);
+  }
   return out.narrow(0, 0, num_rows).to(rows.scalar_type());
 }
 

@@ -20,11 +20,13 @@ void check(const Tensor& x, const Tensor& slots, const Tensor& rows, int64_t top
 }
 
 Tensor ragged_sort_aten(const Tensor& x, const Tensor& slots, int64_t top_k, const OptionalTensor& weights) {
-  const Tensor out = x.index_select(0, slots.div(top_k, "floor"));
+  const Tensor is_absent = slots.lt(0).unsqueeze(1);
+  const Tensor slot = slots.clamp_min(0);
+  const Tensor out = x.index_select(0, slot.div(top_k, "floor")).masked_fill_(is_absent, 0);
   if (!weights.has_value()) return out;
   const auto type = accumulator_type(x.scalar_type());
-  const Tensor scale = weights->reshape(-1).index_select(0, slots).to(type);
-  return (out.to(type) * scale.unsqueeze(1)).to(x.scalar_type());
+  const Tensor scale = weights->reshape(-1).index_select(0, slot).to(type).unsqueeze(1).masked_fill(is_absent, 0);
+  return (out.to(type) * scale).to(x.scalar_type());
 }
 
 Tensor ragged_sort_backend(const Tensor& x, const Tensor& slots, const Tensor& rows, int64_t top_k,

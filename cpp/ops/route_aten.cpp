@@ -99,8 +99,8 @@ Routing route_aten(const Tensor& logits, int64_t top_k, const OptionalTensor& co
   const Tensor scores = score(logits, rule.score_function);
   const Tensor biased = correction_bias.has_value() ? scores + *correction_bias : scores;
   const Tensor chosen = given.has_value() ? *given : expert_order(biased, rule).narrow(1, 0, top_k);
-  const Tensor is_number = biased.isnan().any(1, true).logical_not();
-  const Tensor experts = at::where(is_number, chosen, kNotANumber);
+  const Tensor is_nan = biased.isnan().any(1, true);
+  const Tensor experts = chosen.masked_fill(is_nan, kNotANumber);
   return {weigh(scores, experts, rule), experts, probabilities_aten(logits, rule.score_function)};
 }
 

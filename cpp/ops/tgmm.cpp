@@ -1,13 +1,12 @@
 #include "ops/tgmm.h"
 
-#include <ATen/ops/mm.h>
-#include <ATen/ops/zeros.h>
-
 #include <algorithm>
+#include <array>
 
 #include "kernels/tgmm.h"
 #include "ops/backend.h"
 #include "ops/gmm.h"
+#include "ops/grouped_mm.h"
 #include "ops/memory.h"
 #include "ops/views.h"
 
@@ -24,29 +23,15 @@ void check(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, int6
   check_group_sizes(kOp, group_sizes, lhs.size(0), Sum::at_most);
 }
 
-Tensor tgmm_aten(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, int64_t num_local_groups,
-                 int64_t group_offset) {
-  const Tensor out = at::zeros({num_local_groups, lhs.size(1), rhs.size(1)}, lhs.options());
-  const Tensor sizes = group_sizes.cpu().contiguous();
-  int64_t row = 0;
-  for (int64_t group = 0; group < sizes.numel(); ++group) {
-    const int64_t size = sizes.const_data_ptr<int64_t>()[group];
-    const int64_t local = group - group_offset;
-    if (size > 0 && local >= 0 && local < num_local_groups) {
-      out.select(0, local).copy_(at::mm(lhs.narrow(0, row, size).t(), rhs.narrow(0, row, size)));
-    }
-    row += size;
-  }
-  return out;
-}
-
 Tensor tgmm_backend(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, int64_t num_local_groups,
                     int64_t group_offset) {
   check(lhs, rhs, group_sizes, num_local_groups);
   // Past the groups on either side there is none, however far.
   group_offset = std::clamp(group_offset, -num_local_groups, group_sizes.size(0));
-  if (!uses_kernels(lhs)) return tgmm_aten(lhs, rhs, group_sizes, num_local_groups, group_offset);
-  const Tensor out = empty({num_local_groups, lhs.size(1), rhs.size(1)}, lhs.options());
+  const std::array<int64_t, 3> shape{num_local_groups, lhs.size(1), rhs.size(1)};
+  if (shape[1] == 0 || shape[2] == 0) return empty(shape, lhs.options());  // of any number of groups
+  if (!uses_kernels(lhs)) return multiply_groups(lhs, rhs, row_groups(group_sizes, group_offset, num_local_groups));
+  const Tensor out = empty(shape, lhs.options());
   if (out.numel() == 0) return out;
   const Tensor left = gemm_operand(lhs);
   const Tensor right = gemm_operand(rhs);

@@ -282,4 +282,5 @@ def _one_group(x: Tensor, token_mask: Tensor | None) -> RaggedPlan:
     """Return the plan of all tokens but padding, as those of one expert."""
     if token_mask is None:
         return RaggedPlan.of_sorted_rows(x.shape[0], torch.full((1,), x.shape[0], device=x.device))
-    return ragged_plan(token_mask.long().sub(1).unsqueeze(1), 1)  # expert 0, or -1 for padding
+    experts = token_mask.long().sub(1).unsqueeze(1)  # expert 0, or -1 for padding
+    return ragged_plan(experts, 1, max_rows=x.shape[0])

@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+from torch import Tensor
+
 from maxmoe import _C
 
 
@@ -24,3 +27,20 @@ def force_aten(enabled: bool = True) -> Iterator[None]:
         yield
     finally:
         _C.force_aten(before)
+
+
+def uses_kernels(tensor: Tensor) -> bool:
+    """Return whether the operators compute it with the kernels, and not through ATen.
+
+    Args:
+        tensor: any.
+
+    Returns:
+        As `uses_kernels` of C++.
+    """
+    return tensor.device.type == "cpu" and not _is_forced()
+
+
+@torch.compiler.assume_constant_result
+def _is_forced() -> bool:
+    return _C.aten_forced()

@@ -6,15 +6,17 @@ import torch
 from torch import Tensor
 
 from maxmoe.ops._fake import register_fake
+from maxmoe.ops._force_aten import uses_kernels
 
 
 class RaggedPlan(NamedTuple):
     """The rows of the slots that are routed to local experts. A slot is one (token, k) pair, index t * K + k.
 
     Attributes:
-        slots: ``(R,)``, int64; the slot of each row, ordered by expert, then slot.
+        slots: ``(R,)``, int64; the slot of each row, ordered by expert, then slot; -1 for a row of nobody, which only
+            other devices than the CPU have, after all others.
         rows: ``(T * K,)``, int64; the row of each slot, -1 for a slot without one.
-        group_sizes: ``(L,)``, int64; rows of each local expert, sum R.
+        group_sizes: ``(L,)``, int64; rows of each local expert, sum R without the rows of nobody.
         dropped: ``()``, int64; local slots past `max_rows`.
         top_k: K.
     """
@@ -59,9 +61,11 @@ def ragged_plan(
         num_experts: E.
         first_expert: the first local expert.
         num_local_experts: L; None for all from `first_expert` on.
-        max_rows: keep at most this many rows; the slots past them are counted in `dropped`.
+        max_rows: keep at most this many rows; the slots past them are counted in `dropped`. On other devices than the
+            CPU it is the number of rows too, T * K at most, so that nothing waits for the count: the last ones may be
+            of nobody.
         num_rows: R, where the caller knows it (T * K when every slot has a local expert): keeps the shapes static
-            under torch.compile, and saves other devices from waiting for the count.
+            under torch.compile, and saves other devices from waiting for the count. There it may be larger.
 
     Returns:
         The plan.
@@ -71,6 +75,8 @@ def ragged_plan(
 
     Source: MaxText `ring_ragged_sort`, in one sort instead of two.
     """
+    if num_rows is None and max_rows is not None and not uses_kernels(experts):
+        num_rows = min(max_rows, experts.numel())
     slots, rows, group_sizes, dropped = torch.ops.maxmoe.ragged_plan(
         experts,
         num_experts,

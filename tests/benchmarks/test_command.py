@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 
 from benchmarks import (
     command,
+    devices,
     experts,
     layer,
     local,
@@ -32,6 +33,7 @@ COMMANDS = [experts.BENCHMARK, layer.BENCHMARK, memory.BENCHMARK, muon.BENCHMARK
 COMMANDS += [
     muon.BENCHMARK,
     ragged.BENCHMARK,
+    devices.BENCHMARK,
     local.BENCHMARK,
     route.BENCHMARK,
     rows_per_expert.BENCHMARK,

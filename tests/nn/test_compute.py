@@ -212,8 +212,8 @@ def test_autocast(path: str, dtype: torch.dtype, compute: Options, options: Opti
         assert torch.equal(got.outputs[1], expected.outputs[1])
         for name, gradient in got.gradients.items():
             assert gradient is not None and gradient.dtype == (x.dtype if name == "x" else torch.float32)
-        # The upstream gradient is the same but for its rounding to 16 bits.
-        assert_same(got, expected, tolerance(dtype, 8))
+        # The upstream gradient is the same but for its rounding to 16 bits; through ATen activations are rounded, too.
+        assert_same(got, expected, tolerance(dtype, 8 if path == "cpu" else 10))
 
 
 # Threads

@@ -12,7 +12,7 @@ from support.operator_calls import saved_for_backward
 
 
 @pytest.mark.parametrize("weights_to", ["output", "input"])
-def test_saves_the_tokens_and_the_preactivations(weights_to: str) -> None:
+def test_saves_the_tokens_and_the_preactivations(path: str, weights_to: str) -> None:
     """D + 2 K F numbers per token, and little for the routing; the rows of D only where they are scaled."""
     sizes = {"hidden_size": 50, "intermediate_size": 10, "num_experts": 4, "top_k": 2}
     layer = make(torch.float32, apply_weights_to=weights_to, **sizes)
@@ -26,7 +26,7 @@ def test_saves_the_tokens_and_the_preactivations(weights_to: str) -> None:
     assert sum(t.numel() for t in kept.values()) <= 30 * (50 + 2 * 2 * 10 + rows + routing)
 
 
-def test_shared_experts_save_the_tokens_and_the_preactivations() -> None:
+def test_shared_experts_save_the_tokens_and_the_preactivations(path: str) -> None:
     layer = SharedExperts(MoEConfig(**{**SIZES, "hidden_size": 50}, num_shared_experts=2, shared_expert_gate=True))
     x = torch.randn(30, 50, requires_grad=True)
     with saved_for_backward() as saved:
@@ -49,7 +49,7 @@ def test_nothing_is_kept_without_gradients(implementation: str, mode: Any) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_nothing_wide_is_kept_of_16_bits(dtype: torch.dtype) -> None:
+def test_nothing_wide_is_kept_of_16_bits(path: str, dtype: torch.dtype) -> None:
     """(D + 2 K F) times 2 bytes per token, the indices, and of the router the logits and weights in float32."""
     tokens_, hidden, width, experts, top_k = 300, 50, 10, 4, 2
     layer = make(dtype, hidden_size=hidden, intermediate_size=width, num_experts=experts, top_k=top_k)

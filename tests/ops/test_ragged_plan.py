@@ -32,7 +32,28 @@ def test_equals_reference(path: str, shape: Shape, share: tuple[int, int | None]
         "max_rows": max_rows,
     }
     got = ops.ragged_plan(shape.experts(), shape.num_experts, **arguments)
-    assert_same_plan(got, reference.ragged_plan(shape.experts(), shape.num_experts, **arguments))
+    expected = reference.ragged_plan(shape.experts(), shape.num_experts, **arguments)
+    if path == "aten" and max_rows is not None:  # the bound is the number of rows
+        of_nobody = min(max_rows, shape.experts().numel()) - len(expected.slots)
+        expected = expected._replace(slots=torch.nn.functional.pad(expected.slots, (0, of_nobody), value=-1))
+    assert_same_plan(got, expected)
+
+
+def test_the_number_of_rows_that_the_caller_knows(path: str) -> None:
+    """Exact on the CPU; where nobody may wait for the count it may be more, and less is an error everywhere."""
+    experts = UNROUTED.experts()
+    exact = ops.ragged_plan(experts, 4)
+    num_rows = len(exact.slots)
+    assert_same_plan(ops.ragged_plan(experts, 4, num_rows=num_rows), exact)
+    with refusal("ragged_plan", "num_rows", str(num_rows), str(num_rows - 1)):
+        ops.ragged_plan(experts, 4, num_rows=num_rows - 1)
+    if path == "cpu":
+        with refusal("ragged_plan", "num_rows", str(num_rows), str(num_rows + 30)):
+            ops.ragged_plan(experts, 4, num_rows=num_rows + 30)
+        return
+    more = ops.ragged_plan(experts, 4, num_rows=num_rows + 30)
+    assert more.slots.tolist() == [*exact.slots.tolist(), *[-1] * 30]
+    assert_same_plan(more._replace(slots=exact.slots), exact)
 
 
 def test_no_local_experts(path: str) -> None:

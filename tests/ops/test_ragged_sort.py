@@ -90,7 +90,6 @@ def test_compiles_with_inductor(path: str) -> None:
         ({"weights": torch.zeros(20, 3, dtype=torch.int64)}, ("weights", "float64", "Long")),
         ({"weights": torch.zeros(20, 3, device="meta")}, ("weights", "cpu", "meta")),
         ({"plan.slots": torch.tensor([60])}, ("slots", "60")),
-        ({"plan.slots": torch.tensor([-1])}, ("slots", "60", "-1")),
         ({"plan.slots": torch.zeros(2, 2, dtype=torch.int64)}, ("slots", "[R]", "[2, 2]")),
         ({"plan.slots": torch.zeros(2, dtype=torch.int32)}, ("slots", "int64", "Int")),
         ({"plan.slots": torch.zeros(2, dtype=torch.int64, device="meta")}, ("slots", "cpu", "meta")),
@@ -111,3 +110,10 @@ def test_refuses(path: str, changes: dict[str, Any], named: tuple[str, ...]) -> 
             arguments[name] = value
     with refusal("ragged_sort", *named):
         ops.ragged_sort(**arguments)
+
+
+def test_kernels_refuse_rows_of_nobody() -> None:
+    """On devices a plan may have them."""
+    plan = ops.ragged_plan(SKEWED.experts(), 8)._replace(slots=torch.tensor([-1]))
+    with refusal("ragged_sort", "slots", "60", "-1"):
+        ops.ragged_sort(torch.randn(20, 4), plan)

@@ -1,0 +1,128 @@
+#include "ops/grouped_mm.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/_grouped_mm.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/cumsum.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/searchsorted.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <limits>
+
+namespace maxmoe::ops {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kAlignment = 16;     // bytes
+constexpr int64_t kMostGroups = 1023;  // of the CUDA kernel; one may be the rows before the first group
+
+// Whether at::_grouped_mm takes such operands, once `aligned` has copied those with other strides. What it does not
+// take is multiplied group by group, which reads the bounds on the host.
+bool is_legal(const Tensor& lhs, const RowGroups& groups) {
+  const auto type = lhs.scalar_type();
+  const bool is_known = type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
+  return is_known && groups.size() < kMostGroups && lhs.size(0) <= std::numeric_limits<int32_t>::max();
+}
+
+bool is_aligned(const Tensor& t, int64_t elements) {
+  return elements * t.element_size() % kAlignment == 0;
+}
+
+// Rows in memory one after the other at multiples of 16 bytes.
+bool has_aligned_rows(const Tensor& t) {
+  const bool is_row_major = t.stride(-1) == 1 && t.stride(-2) >= std::max<int64_t>(1, t.size(-1));
+  const bool is_stack_aligned = t.dim() == 2 || is_aligned(t, t.stride(0));
+  return is_row_major && is_aligned(t, t.stride(-2)) && is_stack_aligned && is_aligned(t, t.storage_offset());
+}
+
+// Rows, or a stack of matrices, as at::_grouped_mm reads them, or a copy of them. Of a stack the columns may be what is
+// contiguous; not of rows, since the first row of a group would then begin anywhere. A narrow row is padded by its
+// stride alone: what is between two rows is not read.
+Tensor aligned(const Tensor& t) {
+  if (has_aligned_rows(t) || (t.dim() == 3 && has_aligned_rows(t.transpose(1, 2)))) return t;
+  auto sizes = t.sizes().vec();
+  const int64_t per_alignment = kAlignment / t.element_size();
+  sizes.back() = (sizes.back() + per_alignment - 1) / per_alignment * per_alignment;
+  const Tensor copy = at::empty(sizes, t.options()).narrow(-1, 0, t.size(-1));
+  return copy.copy_(t);
+}
+
+// Calls visit(group, first row, number of rows) for each group with rows. Waits for the device.
+template <class Visit>
+void for_each_group(const RowGroups& groups, const Visit& visit) {
+  const Tensor on_host = groups.bounds.cpu();
+  const auto* const row = on_host.const_data_ptr<int32_t>();
+  for (int64_t group = 0; group < groups.size(); ++group) {
+    if (row[group + 1] > row[group]) visit(group, row[group], row[group + 1] - row[group]);
+  }
+}
+
+}  // namespace
+
+Tensor RowGroups::of_rows(int64_t num_rows) const {
+  const Tensor position = at::arange(num_rows, bounds.options());
+  return at::searchsorted(ends(), position, /*out_int32=*/false, /*right=*/true).clamp_max_(size() - 1);
+}
+
+Tensor RowGroups::have_not(int64_t num_rows) const {
+  const Tensor position = at::arange(num_rows, bounds.options()).unsqueeze(1);
+  return position.lt(bounds.select(0, 0)).logical_or_(position.ge(bounds.select(0, size())));
+}
+
+RowGroups row_groups(const Tensor& group_sizes, int64_t group_offset, int64_t num_local_groups) {
+  const int64_t num_groups = group_sizes.size(0);
+  const Tensor bounds = at::constant_pad_nd(group_sizes.cumsum(0, at::kInt), {1, 0});
+  const int64_t first = std::clamp<int64_t>(group_offset, 0, num_groups);
+  const int64_t last = std::clamp<int64_t>(group_offset + num_local_groups, 0, num_groups);
+  const Tensor present = bounds.narrow(0, first, last - first + 1);
+  if (last - first == num_local_groups) return {present, first == 0};
+  const int64_t num_before = std::clamp<int64_t>(-group_offset, 0, num_local_groups);
+  const int64_t num_after = num_local_groups - (last - first) - num_before;
+  return {at::cat({present.narrow(0, 0, 1).expand({num_before}), present,
+                   present.narrow(0, last - first, 1).expand({num_after})}),
+          first == 0};
+}
+
+Tensor multiply_rows(const Tensor& rows, const Tensor& matrices, const RowGroups& groups,
+                     const std::optional<Tensor>& biases) {
+  Tensor out;
+  if (rows.numel() == 0 || matrices.numel() == 0) {
+    out = at::zeros({rows.size(0), matrices.size(2)}, rows.options());
+  } else if (is_legal(rows, groups)) {
+    // The rows before the first group, too, are multiplied with its matrix.
+    out = at::_grouped_mm(aligned(rows), aligned(matrices), groups.ends()).contiguous();
+  } else {
+    out = at::empty({rows.size(0), matrices.size(2)}, rows.options());
+    for_each_group(groups, [&](int64_t group, int64_t row, int64_t count) {
+      out.narrow(0, row, count).copy_(at::mm(rows.narrow(0, row, count), matrices.select(0, group)));
+    });
+  }
+  if (biases.has_value() && groups.size() > 0) out.add_(biases->index_select(0, groups.of_rows(rows.size(0))));
+  return out;
+}
+
+Tensor multiply_groups(const Tensor& lhs, const Tensor& rhs, const RowGroups& groups) {
+  if (groups.size() == 0 || lhs.numel() == 0 || rhs.numel() == 0) {
+    return at::zeros({groups.size(), lhs.size(1), rhs.size(1)}, lhs.options());
+  }
+  if (is_legal(lhs, groups)) {
+    const Tensor left = aligned(lhs).t();
+    const Tensor right = aligned(rhs);
+    if (groups.begin_at_zero) return at::_grouped_mm(left, right, groups.ends()).contiguous();
+    // The rows before the first group are one more, whose product is left out.
+    return at::_grouped_mm(left, right, groups.bounds).narrow(0, 1, groups.size()).contiguous();
+  }
+  const Tensor out = at::zeros({groups.size(), lhs.size(1), rhs.size(1)}, lhs.options());
+  for_each_group(groups, [&](int64_t group, int64_t row, int64_t count) {
+    out.select(0, group).copy_(at::mm(lhs.narrow(0, row, count).t(), rhs.narrow(0, row, count)));
+  });
+  return out;
+}
+
+}  // namespace maxmoe::ops

@@ -1,0 +1,118 @@
+"""The layer on other devices than the CPU: nothing waits for the device, and how much memory that takes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from maxmoe import ops
+from support.device_memory import DeviceMemory, SynchronizationError, move_to_device, to_device, to_host
+from support.moe_layers import DEEPSEEK, EVERYTHING, GPT_OSS, LLAMA4, make, tokens
+from support.operator_calls import assert_near
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "deepseek": DEEPSEEK,
+    "gpt_oss": GPT_OSS,
+    "llama4": LLAMA4,
+    "everything": EVERYTHING,
+    "buffer": {"buffer_factor": 0.6, **EVERYTHING},
+    "ungated": {"gated": False, "activation": "relu2"},
+    "batch": {"load_balance_loss_weight": 0.3, "load_balance_scope": "batch"},
+}
+
+
+def train(layer: Any, x: Tensor, token_mask: Tensor | None) -> dict[str, Any]:
+    """Forward and backward, results and gradients."""
+    x = x.requires_grad_()
+    out = layer(x, token_mask)
+    (out.hidden_states.square().sum() + out.aux_loss).backward()
+    gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    stats = {"counts": out.stats.tokens_per_expert, "dropped": out.stats.dropped}
+    return {"hidden_states": out.hidden_states.detach(), "x": x.grad, **stats, **gradients}
+
+
+@pytest.mark.parametrize("padding", [False, True], ids=["", "padding"])
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_nothing_waits_for_the_device(options: dict[str, Any], padding: bool) -> None:
+    """From the input to the last gradient; the results are those of the kernels."""
+    layer = make(torch.float32, **options)
+    x = tokens(layer)
+    token_mask = torch.rand(x.shape[:-1]) < 0.6 if padding else None
+    expected = train(layer, x.clone(), token_mask)
+    layer.zero_grad()
+    with DeviceMemory():
+        move_to_device(layer)
+        got = train(layer, to_device(x), None if token_mask is None else to_device(token_mask))
+    for name, value in expected.items():
+        assert_near(to_host(got[name]), value, 2e-5, name)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.cpu(),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: bool(x.any()),
+        lambda x: x + torch.ones(2).to(x.device),
+        lambda x: ops.ragged_plan(x.long(), 3, num_local_experts=2),
+        lambda x: ops.gmm(x.double(), x.double().unsqueeze(0), x[0].long()),
+    ],
+)
+def test_what_waits_is_an_error(wait: Callable[[Tensor], Any]) -> None:
+    """Of the means of the test above: a copy to the host or from there, and what maxmoe documents to wait."""
+    with DeviceMemory(), pytest.raises(SynchronizationError):
+        wait(to_device(torch.ones(2, 2)))
+
+
+def test_a_bound_on_the_rows_is_their_number() -> None:
+    """The rows past the experts' are of nobody, and what is computed with them reaches nothing."""
+    experts = torch.tensor([[0, 2], [-1, 1], [2, -1], [1, 1]])
+    exact = ops.ragged_plan(experts, 3, num_local_experts=2)
+    with DeviceMemory():
+        plan = ops.ragged_plan(to_device(experts), 3, num_local_experts=2, max_rows=6)
+    assert to_host(plan.slots).tolist() == [*exact.slots.tolist(), -1, -1]
+    assert torch.equal(to_host(plan.rows), exact.rows)
+    assert torch.equal(to_host(plan.group_sizes), exact.group_sizes)
+    assert to_host(plan.dropped) == 0
+
+
+def test_no_copy_of_all_slots_in_the_sum() -> None:
+    """Out of R rows of D, and their gradients: no other tensor has more numbers than the T rows of the result."""
+    T, K, D = 30, 6, 16
+    experts = torch.stack([torch.randperm(8)[:K] for _ in range(T)])
+    with DeviceMemory() as device:
+        plan = ops.ragged_plan(to_device(experts), 8, num_rows=T * K)
+        rows, weights = to_device(torch.randn(T * K, D)), to_device(torch.rand(T, K))
+        device.largest = 0
+        ops.ragged_unsort(rows, plan, weights)
+    assert device.largest == T * D
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_peak_memory(dtype: torch.dtype) -> None:
+    """Of forward and backward beyond the weights' gradients, in numbers for each of R rows and T tokens."""
+    T, K, D, F, E = 512, 4, 64, 48, 4
+    layer = make(dtype, hidden_size=D, intermediate_size=F, num_experts=E, top_k=K)
+    x = tokens(layer, T)
+    with DeviceMemory() as device:
+        move_to_device(layer)
+        x = to_device(x).requires_grad_()
+        before = device.peak_bytes
+        out = layer(x).hidden_states
+        forward = device.peak_bytes - before
+        out.backward(out.detach())
+        backward = device.peak_bytes - before
+    R, itemsize = T * K, dtype.itemsize
+    gradients = 3 * E * D * F * itemsize
+    rows, width = R * D * itemsize, R * F * itemsize
+    of_tokens = T * D * (3 * 4 + 2 * itemsize)  # the sum in float32 and what is added to it, the input and the result
+    of_slots = R * 16 * 8  # indices
+    # The preactivations, with one projection or the activations beside them, and the rows that are multiplied.
+    assert forward <= 3 * width + rows + of_tokens + of_slots
+    # The preactivations, the activations, their gradient and a factor, beside the rows of the output's gradient.
+    assert backward <= 6 * width + 2 * rows + of_tokens + of_slots + gradients

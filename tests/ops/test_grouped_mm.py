@@ -1,0 +1,103 @@
+"""The products of groups of rows on devices: which go to at::_grouped_mm, and that it is asked for what it can do."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from maxmoe import ops, reference
+from support.device_memory import DeviceMemory, SynchronizationError, to_device, to_host
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LAYOUTS = ["contiguous", "transposed", "columns", "shifted"]
+SIZES = torch.tensor([3, 0, 5, 4, 0])
+
+
+def laid_out(tensor: Tensor, layout: str) -> Tensor:
+    """The same values: column-major, every other column of more, or one number behind a multiple of 16 bytes."""
+    match layout:
+        case "transposed":
+            return tensor.mT.contiguous().mT
+        case "columns":
+            return tensor.repeat_interleave(2, -1)[..., ::2]
+        case "shifted":
+            return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+    return tensor
+
+
+def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    error = (to_host(got).double() - expected).abs().max()
+    assert to_host(got).is_contiguous() and error <= 16 * torch.finfo(dtype).eps * expected.abs().max().clamp_min(1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 7, 8, 12, 16])
+def test_every_layout_is_one_grouped_product(width: int, dtype: torch.dtype) -> None:
+    """Inner dims, outer dims and addresses that are no multiples of 16 bytes are copied, and none is refused."""
+    num_rows = int(SIZES.sum()) + 2
+    for layout, other in itertools.product(LAYOUTS, LAYOUTS):
+        lhs, rhs, rows = (torch.randn(s).to(dtype) for s in [(num_rows, width), (5, width, 9), (num_rows, 9)])
+        for matrix in (rhs, rhs.mT.contiguous().mT):
+            with DeviceMemory() as device:
+                arguments = [to_device(laid_out(lhs, layout)), to_device(laid_out(matrix, other)), to_device(SIZES)]
+                product = ops.gmm(*arguments)
+                groups = ops.tgmm(arguments[0], to_device(laid_out(rows, other)), arguments[2], 5)
+            assert device.calls["_grouped_mm"] == 2 and not device.calls["mm"]
+            assert_near(product, reference.gmm(lhs.double(), matrix.double(), SIZES), dtype)
+            assert_near(groups, reference.tgmm(lhs.double(), rows.double(), SIZES, 5), dtype)
+
+
+@pytest.mark.parametrize("group_offset", [-7, -1, 0, 1, 2, 3, 5, 9])
+@pytest.mark.parametrize("sizes", [[0, 0, 0, 0], [0, 6, 0, 2], [8, 0, 0, 0], [1, 2, 3, 4]], ids=str)
+def test_any_groups(sizes: list[int], group_offset: int) -> None:
+    """Empty groups, rows of nobody behind them, and local groups that begin before, among or past the others."""
+    lhs, rhs, rows, bias = torch.randn(11, 6), torch.randn(3, 6, 5), torch.randn(11, 5), torch.randn(3, 5)
+    group_sizes = torch.tensor(sizes)
+    with DeviceMemory() as device:
+        on_device = [to_device(each) for each in (lhs, rhs, group_sizes, rows, bias)]
+        product = ops.gmm(*on_device[:3], bias=on_device[4], group_offset=group_offset)
+        groups = ops.tgmm(on_device[0], on_device[3], on_device[2], 3, group_offset=group_offset)
+    assert device.calls["_grouped_mm"] == 2
+    expected = reference.gmm(lhs.double(), rhs.double(), group_sizes, bias=bias.double(), group_offset=group_offset)
+    assert_near(product, expected, torch.float32)
+    expected = reference.tgmm(lhs.double(), rows.double(), group_sizes, 3, group_offset=group_offset)
+    assert_near(groups, expected, torch.float32)
+
+
+@pytest.mark.parametrize("empty", ["rows", "hidden_size", "intermediate_size", "groups"])
+def test_empty_operands_are_no_product(empty: str) -> None:
+    rows, hidden_size, intermediate_size, groups = (0 if empty == name else 4 for name in EMPTY)
+    lhs, rhs = torch.randn(rows, hidden_size), torch.randn(groups, hidden_size, intermediate_size)
+    with DeviceMemory() as device:
+        sizes = to_device(torch.full((groups,), rows // 4))
+        product = ops.gmm(to_device(lhs), to_device(rhs), sizes)
+        gradient = ops.tgmm(to_device(lhs), product, sizes, groups)
+    assert not device.calls["_grouped_mm"]
+    assert product.shape == (rows, intermediate_size) and not to_host(product).any()
+    assert gradient.shape == rhs.shape and not to_host(gradient).any()
+
+
+EMPTY = ("rows", "hidden_size", "intermediate_size", "groups")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_groups", "is_grouped"),
+    [(torch.float32, 1022, True), (torch.float32, 1023, False), (torch.float64, 3, False)],
+    ids=str,
+)
+def test_what_is_not_legal_waits_and_is_right(dtype: torch.dtype, num_groups: int, is_grouped: bool) -> None:
+    """float64, and more groups than the CUDA kernel takes, are multiplied group by group."""
+    lhs, rhs = torch.randn(20, 8, dtype=dtype), torch.randn(num_groups, 8, 8, dtype=dtype)
+    sizes = torch.zeros(num_groups, dtype=torch.int64)
+    sizes[[0, -1]] = 10
+    with DeviceMemory() as device:
+        arguments = [to_device(lhs), to_device(rhs), to_device(sizes)]
+        if is_grouped:
+            ops.gmm(*arguments)
+        else:
+            with pytest.raises(SynchronizationError):
+                ops.gmm(*arguments)
+    assert device.calls["_grouped_mm"] == is_grouped
+    with ops.force_aten():
+        assert_near(ops.gmm(lhs, rhs, sizes), reference.gmm(lhs.double(), rhs.double(), sizes), dtype)

@@ -1,0 +1,155 @@
+"""Tensors of a device whose memory the host cannot read: what waits for a real one is an error here.
+
+The numbers lie in CPU tensors that only PyTorch's own operators reach. Those of maxmoe see tensors of another device,
+without a data pointer, and run the C++ that they run on every device. An operator of PyTorch that brings a number to
+the host, or one of the host to the device, raises `SynchronizationError`.
+"""
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+DEVICE = torch.device("meta")  # not that of the CPU, and autograd needs no driver for it
+aten = torch.ops.aten
+
+READS_VALUES = {
+    aten.item.default,
+    aten._local_scalar_dense.default,
+    aten.is_nonzero.default,
+    aten.equal.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.bincount.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.repeat_interleave.Tensor,
+}
+READS_MASKS = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
+COPIES_TENSORS = {aten.where.self, aten.copy_.default}
+
+
+class SynchronizationError(RuntimeError):
+    """The host would have to wait for the device."""
+
+
+class DeviceTensor(Tensor):
+    """On the device; `numbers` are its values."""
+
+    numbers: Tensor
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor) -> "DeviceTensor":
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            numbers.shape,
+            strides=numbers.stride(),
+            storage_offset=numbers.storage_offset(),
+            dtype=numbers.dtype,
+            device=DEVICE,
+        )
+        made.numbers = numbers
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{function} outside of DeviceMemory()")
+
+
+class DeviceMemory(TorchDispatchMode):
+    """Inside of it one can compute with `DeviceTensor`.
+
+    Attributes:
+        calls: of PyTorch's operators, how often.
+        largest: elements of the largest tensor that one of them made.
+        peak_bytes: the most that there was at a time, of what was made inside.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.largest = 0
+        self.peak_bytes = 0
+        self._live_bytes = 0
+        self._num_tensors: Counter[int] = Counter()  # of each storage
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function.namespace == "maxmoe":
+            with self:
+                return function._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        device = kwargs.get("device")
+        if not any(isinstance(tensor, DeviceTensor) for tensor in tensors) and device != DEVICE:
+            return function(*args, **kwargs)
+        check_no_waiting(function, tensors, device)
+        if function is aten._grouped_mm.default:
+            check_grouped_mm(*args)
+        self.calls[function.overloadpacket.__name__] += 1
+        known = {id(tensor.numbers): tensor for tensor in tensors if isinstance(tensor, DeviceTensor)}
+        args, kwargs = to_host((args, kwargs))
+        if device is not None:
+            kwargs["device"] = torch.device("cpu")
+        results = function(*args, **kwargs)
+        return tree_map_only(Tensor, lambda each: known[id(each)] if id(each) in known else self._made(each), results)
+
+    def _made(self, numbers: Tensor) -> DeviceTensor:
+        tensor = DeviceTensor(numbers)
+        storage = numbers.untyped_storage()
+        address, num_bytes = storage.data_ptr(), storage.nbytes()
+        self.largest = max(self.largest, numbers.numel())
+        if self._num_tensors[address] == 0:
+            self._live_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        self._num_tensors[address] += 1
+        weakref.finalize(tensor, self._freed, address, num_bytes)
+        return tensor
+
+    def _freed(self, address: int, num_bytes: int) -> None:
+        self._num_tensors[address] -= 1
+        if self._num_tensors[address] == 0:
+            self._live_bytes -= num_bytes
+
+
+def check_no_waiting(function: Any, tensors: list[Tensor], device: torch.device | None) -> None:
+    """Raise where host and device would have to wait for each other."""
+    reads_mask = function in READS_MASKS and any(tensor.dtype == torch.bool for tensor in tensors)
+    if function in READS_VALUES or reads_mask or device not in (None, DEVICE):
+        raise SynchronizationError(f"{function} reads values of the device")
+    has_host_tensor = not all(isinstance(tensor, DeviceTensor) for tensor in tensors)
+    if has_host_tensor and (device is not None or function in COPIES_TENSORS):
+        raise SynchronizationError(f"{function} copies numbers of the host")
+
+
+def check_grouped_mm(lhs: Tensor, rhs: Tensor, ends: Tensor) -> None:
+    """What the CUDA kernel demands beyond PyTorch's own checks, or reads otherwise in the wrong place."""
+    assert ends.dtype == torch.int32 and ends.device == DEVICE and len(ends) < 1024
+    assert lhs.stride(-1 if rhs.dim() == 3 else -2) == 1, "the first row of a group would begin anywhere"
+    for operand in (lhs, rhs):
+        strides = [stride for stride, size in zip(operand.stride(), operand.shape, strict=True) if stride != 1]
+        numbers = [operand.storage_offset(), *strides]
+        assert all(number * operand.element_size() % 16 == 0 for number in numbers), "not at multiples of 16 bytes"
+
+
+def to_device(tensor: Tensor) -> DeviceTensor:
+    """The same values there, a leaf of the graph."""
+    return DeviceTensor(tensor.detach().clone()).requires_grad_(tensor.requires_grad)
+
+
+def move_to_device(module: nn.Module) -> None:
+    """All parameters and buffers, in place."""
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            part.register_parameter(name, nn.Parameter(to_device(parameter.detach())))
+        for name, buffer in list(part.named_buffers(recurse=False)):
+            part.register_buffer(name, to_device(buffer))
+
+
+def to_host(values: Any) -> Any:
+    """The numbers of all tensors in a structure."""
+    return tree_map_only(DeviceTensor, lambda tensor: tensor.numbers, values)
