@@ -23,8 +23,7 @@ extensions = [
     "docstrings",
     "messages",
 ]
-has_notebooks = any((FOLDER / "notebooks").glob("*.ipynb"))  # a link to examples/notebooks
-exclude_patterns = ["extensions", *([] if has_notebooks else ["notebooks.md"])]
+exclude_patterns = ["extensions"]
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb", ".rst": "restructuredtext"}
 
 # Markdown
@@ -32,7 +31,6 @@ myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # notebooks are stored with their outputs; the tests execute them
 
-suppress_warnings = [] if has_notebooks else ["toc.excluded"]
 
 # References: everything must lead somewhere, but for names of other libraries.
 nitpicky = True

@@ -41,6 +41,6 @@ def uses_kernels(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not _is_forced()
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_forced() -> bool:
     return _C.aten_forced()
