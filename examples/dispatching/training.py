@@ -1,5 +1,6 @@
 """The training of one model by one strategy on the ranks of this machine, measured."""
 
+import tempfile
 import time
 from argparse import Namespace
 from collections import Counter
@@ -195,22 +196,22 @@ def status(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
 
 
-def train_all(options: Namespace, text: Tensor, record: Path, advance: Callable[[Strategy], None]) -> list[Run]:
+def train_all(options: Namespace, text: Tensor, advance: Callable[[Strategy], None]) -> list[Run]:
     """Train by one process and then by all strategies, one after the other.
 
     Args:
         options: the command line.
         text: ``(N,)`` uint8.
-        record: an empty folder.
         advance: called after every step.
 
     Returns:
         What was measured, one process first.
     """
     runs: list[Run] = []
-    for strategy in [ONE_PROCESS, *strategies(options.ranks)]:
-        num_ranks = options.ranks if strategy.mesh else 1
-        expected = runs[0].losses if runs else []
-        arguments = (options, text, strategy, record, expected)
-        runs.append(Run.joined(run_ranks(train, num_ranks, *arguments, advance=lambda s=strategy: advance(s))))
+    with tempfile.TemporaryDirectory() as record:
+        for strategy in [ONE_PROCESS, *strategies(options.ranks)]:
+            num_ranks = options.ranks if strategy.mesh else 1
+            expected = runs[0].losses if runs else []
+            arguments = (options, text, strategy, Path(record), expected)
+            runs.append(Run.joined(run_ranks(train, num_ranks, *arguments, advance=lambda s=strategy: advance(s))))
     return runs

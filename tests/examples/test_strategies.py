@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ def rows_of(text: str) -> dict[str, list[str]]:
 def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of some of the strategies, and nothing but these runs."""
     some = strategies.strategies(request.param[0])[request.param[1]]
-    for module in (strategies, training):
-        monkeypatch.setattr(module, "strategies", lambda num_ranks: some)
+    monkeypatch.setattr(training, "strategies", lambda num_ranks: some)
+    monkeypatch.setattr(strategies, "COMPARISON", replace(strategies.COMPARISON, strategies=lambda num_ranks: some))
     return [strategy.name for strategy in some]
 
 

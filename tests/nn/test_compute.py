@@ -242,7 +242,7 @@ def close(got: Result, expected: Result, dtype: torch.dtype = torch.float64) -> 
     [{**DEEPSEEK}, {**GPT_OSS, **COMPUTE["buffer"]}, {**LLAMA4, **COMPUTE["capacity"], **LOSSES}, COMPUTE["dense"]],
     ids=["deepseek", "gpt_oss_buffer", "llama4_capacity", "dense"],
 )
-def test_compiles_as_one_graph(options: Options) -> None:
+def test_compiles_as_one_graph(path: str, options: Options) -> None:
     layer = make(**options)
     x = tokens(layer)
     close(outcome(layer, x, compile_whole(layer, "aot_eager")), outcome(layer, x))
