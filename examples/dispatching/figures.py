@@ -2,10 +2,8 @@
 
 from argparse import Namespace
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -14,7 +12,8 @@ from dispatching.sent_bytes import KINDS
 from dispatching.training import MIB, Run
 from pretraining.figures import save
 
-COLORS = matplotlib.colormaps["tab10"].colors
+INK, GREY, BLUE = "#333333", "#9aa5b1", "#1b6ca8"
+LINES = [GREY, "#b5541c", BLUE, "#8fbce6"]  # one process, and three shardings
 KIND_COLORS = dict(zip(KINDS, ["#1b6ca8", "#8fbce6", "#9aa5b1", "#b5541c"], strict=True))
 
 
@@ -33,25 +32,17 @@ def comparison(path: Path, runs: list[Run], options: Namespace) -> None:
     )
     panels = figure.subplots(2, 3)
     (loss, loss_apart, gradients_apart), (speed, memory, sent) = panels
-    steps = range(1, options.steps + 1)
-    loss.plot(steps, runs[0].losses, color="#333333")
-    loss.set(title="loss of one process", xlabel="step", ylabel="nats per byte")
-    for run, color in zip(runs[1:], COLORS, strict=False):
-        loss_apart.plot(
-            steps, [*accumulate(run.loss_differences, max)], color=color, linewidth=1, label=run.strategy.name
-        )
-        gradients_apart.plot(steps, [*accumulate(run.gradient_differences, max)], color=color, linewidth=1)
-    least = {"float64": 1e-16, "float32": 1e-8}[options.dtype]
-    for axes, title in (
-        (loss_apart, "loss: largest difference\nfrom one process so far"),
-        (gradients_apart, "gradients: largest difference\nfrom one process so far"),
-    ):
-        axes.set_yscale("symlog", linthresh=least)  # equal ones, which a logarithm cannot show, lie on the lower edge
-        axes.set_ylim(bottom=0)
-        axes.set(title=title, xlabel="step")
-    loss_apart.set(ylabel="nats per byte")
-    gradients_apart.set(ylabel="of the largest entry of a gradient")
-    figure.legend(*loss_apart.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    loss.plot(range(1, options.steps + 1), runs[0].losses, color=INK)
+    loss.set(title="loss of one process, nats per byte", xlabel="step")
+    dots(
+        loss_apart,
+        "loss: largest difference\nfrom one process",
+        runs[1:],
+        [max(run.loss_differences) for run in runs[1:]],
+    )
+    gradients = [max(run.gradient_differences) for run in runs[1:]]
+    dots(gradients_apart, "gradients: largest difference,\nof the largest entry", runs[1:], gradients)
+    gradients_apart.tick_params("y", length=0, labelleft=False)
     tokens = options.batch_size * options.sequence_length
     speeds, peaks = [run.tokens_per_second(tokens) for run in runs], [run.peak / MIB for run in runs]
     bars(speed, "tokens per second, all ranks", runs, speeds, [f"{value:,.0f}" for value in speeds])
@@ -74,8 +65,8 @@ def muon_comparison(path: Path, runs: list[MuonRun], options: Namespace) -> None
     figure = Figure(figsize=(13, 4), layout="constrained")
     figure.suptitle(f"One model with Muon, sharded in {len(runs) - 1} ways on {options.ranks} ranks, {options.dtype}")
     losses, times, sent = figure.subplots(1, 3)
-    for number, (run, color) in enumerate(zip(runs, ["#333333", *COLORS], strict=False)):
-        style = {"color": color, "linewidth": 2 * (len(runs) - number), "alpha": 0.6}  # equal ones lie on each other
+    for number, (run, color) in enumerate(zip(runs, LINES, strict=True)):
+        style = {"color": color, "linewidth": 2 * (len(runs) - number), "alpha": 0.8}  # equal ones lie on each other
         losses.plot(range(1, options.steps + 1), run.losses, **style, label=run.strategy.name)
     losses.set(title="loss", xlabel="step", ylabel="nats per byte")
     losses.legend(frameon=False, fontsize=8)
@@ -91,9 +82,24 @@ def muon_comparison(path: Path, runs: list[MuonRun], options: Namespace) -> None
     save(figure, path)
 
 
+def dots(axes: Axes, title: str, runs: Sequence[Run], values: list[float]) -> None:
+    """Draw the difference of each run from one process, on a logarithmic scale that has room for 0."""
+    least = min([value for value in values if value > 0], default=1e-16)
+    axes.scatter(values, range(len(runs)), color=BLUE, zorder=2)
+    for place, value in enumerate(values):
+        axes.annotate(f"{value:.0e}" if value else "0", (value, place), (7, 0), textcoords="offset points", va="center")
+    axes.set_xscale("symlog", linthresh=least / 10)
+    axes.set(title=title, xlim=(0, 30 * max(*values, least)))
+    axes.set_yticks(range(len(runs)), [run.strategy.name for run in runs])
+    axes.tick_params("x", which="both", length=0, labelbottom=False)
+    axes.grid(axis="y", color="#e4e7eb")
+    axes.invert_yaxis()
+    axes.spines["bottom"].set_visible(False)
+
+
 def bars(axes: Axes, title: str, runs: Sequence[Run | MuonRun], values: list[float], labels: list[str]) -> None:
     """Draw one for each run, with its label."""
-    drawn = axes.barh(range(len(runs)), values, color=["#333333", *COLORS[: len(runs) - 1]])
+    drawn = axes.barh(range(len(runs)), values, color=[GREY] + [BLUE] * (len(runs) - 1))
     axes.bar_label(drawn, labels, padding=3)
     axes.set_yticks(range(len(runs)), [run.strategy.name for run in runs])
     axes.invert_yaxis()
