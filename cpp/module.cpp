@@ -52,7 +52,6 @@ PYBIND11_MODULE(_C, module) {
   }
   module.def("build_info", &build_info);
   module.def("force_aten", &maxmoe::ops::force_aten);
-  module.def("aten_forced", &maxmoe::ops::aten_forced);
   module.def("empty_cache", [] { maxmoe::ops::HugePages::instance().empty_cache(); });
   module.def("memory_allocated", [] { return maxmoe::ops::HugePages::instance().bytes_allocated(); });
   module.def("memory_reserved", [] { return maxmoe::ops::HugePages::instance().bytes_reserved(); });

@@ -95,9 +95,6 @@ bool uses_kernels(const at::Tensor& tensor) {
 void force_aten(bool enabled) {
   aten_is_forced = enabled;
 }
-bool aten_forced() {
-  return aten_is_forced;
-}
 
 const Executor& torch_executor() {
   static const TorchExecutor executor;

@@ -11,7 +11,6 @@ namespace maxmoe::ops {
 // Tensors on the CPU go to the kernels; those of other devices, and with force_aten all, go through ATen.
 bool uses_kernels(const at::Tensor& tensor);
 void force_aten(bool enabled);
-bool aten_forced();
 
 const Executor& torch_executor();
 

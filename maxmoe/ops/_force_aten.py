@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from maxmoe import _C
+
+# As in C++, where torch.compile cannot read it.
+_is_forced = False
 
 
 @contextmanager
@@ -21,12 +23,12 @@ def force_aten(enabled: bool = True) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    before = _C.aten_forced()
-    _C.force_aten(enabled)
+    before = _is_forced
+    _set_forced(enabled)
     try:
         yield
     finally:
-        _C.force_aten(before)
+        _set_forced(before)
 
 
 def uses_kernels(tensor: Tensor) -> bool:
@@ -38,9 +40,10 @@ def uses_kernels(tensor: Tensor) -> bool:
     Returns:
         As `uses_kernels` of C++.
     """
-    return tensor.device.type == "cpu" and not _is_forced()
+    return tensor.device.type == "cpu" and not _is_forced
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_forced() -> bool:
-    return _C.aten_forced()
+def _set_forced(forced: bool) -> None:
+    global _is_forced
+    _C.force_aten(forced)
+    _is_forced = forced
