@@ -1,5 +1,8 @@
 """The notebooks run from top to bottom, and are stored as they ran."""
 
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -19,12 +22,24 @@ def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
+@pytest.fixture(scope="module")
+def executed(request: pytest.FixtureRequest) -> Iterator[dict[Path, Future[nbformat.NotebookNode]]]:
+    """The notebooks of the tests that were chosen, two at a time: each has one thread.
+
+    In processes of their own: threads of their clients would allocate memory here, which other tests bound.
+    """
+    chosen = [item.callspec.params["path"] for item in request.session.items if "executed" in item.fixturenames]
+    with pytest.MonkeyPatch.context() as monkeypatch, ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in conftest.py
+        yield {path: pool.submit(execute, path) for path in chosen}
+        pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_runs_from_top_to_bottom(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in conftest.py
-    stored, executed = nbformat.read(path, as_version=4), execute(path)
-    for old, new in zip(code_cells(stored), code_cells(executed), strict=True):
+def test_runs_from_top_to_bottom(path: Path, executed: dict[Path, Future[nbformat.NotebookNode]]) -> None:
+    stored = nbformat.read(path, as_version=4)
+    for old, new in zip(code_cells(stored), code_cells(executed[path].result()), strict=True):
         assert kinds(new) == kinds(old), new.source  # the stored ones are of this code
 
 
