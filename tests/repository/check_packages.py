@@ -27,9 +27,9 @@ MANYLINUX = r"maxmoe-[\d.]+-cp(\d+)-cp\1-manylinux_2_\d+_x86_64(\.manylinux_2_\d
 
 
 def tracked() -> set[str]:
-    """The files of git without those that begin with a dot, or are in such a folder."""
+    """The files of git without those that begin with a dot, or are in such a folder, and links to folders."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    return {path for path in listed.split("\0") if path and not path.startswith(".")}
+    return {path for path in listed.split("\0") if path and not path.startswith(".") and not (ROOT / path).is_dir()}
 
 
 def differences(found: set[str], expected: set[str]) -> Iterator[str]:
