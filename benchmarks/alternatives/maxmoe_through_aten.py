@@ -5,13 +5,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from benchmarks.alternatives.maxmoe_experts import MaxmoeExperts
 from benchmarks.contender import AutogradContender
 from benchmarks.problem import Problem
 from maxmoe.ops import expert_ffn, force_aten, ragged_plan
 
 
-class MaxmoeThroughAten(AutogradContender):
-    """Ours on the path of devices, gate and up in one matrix."""
+class ThroughAten(AutogradContender):
+    """On the path of devices."""
+
+    def forward(self) -> Tensor:
+        """See `Contender`."""
+        with force_aten():
+            return super().forward()
+
+    def step(self) -> tuple[Tensor, Sequence[Tensor]]:
+        """See `Contender`."""
+        with force_aten():
+            return super().step()
+
+
+class MaxmoeThroughAten(ThroughAten):
+    """Ours, gate and up in one matrix."""
 
     kind = "maxmoe"
     name = "maxmoe, through ATen"
@@ -29,16 +44,6 @@ class MaxmoeThroughAten(AutogradContender):
         plan = ragged_plan(self.experts, len(down), num_rows=self.num_rows)
         return expert_ffn(x, weights, plan, None, gate_up, down, fused_gate="concatenated")
 
-    def forward(self) -> Tensor:
-        """See `Contender`."""
-        with force_aten():
-            return super().forward()
-
-    def step(self) -> tuple[Tensor, Sequence[Tensor]]:
-        """See `Contender`."""
-        with force_aten():
-            return super().step()
-
     def in_layout_of_problem(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         """See `Contender`."""
         x, weights, gate_up, down = gradients
@@ -46,26 +51,7 @@ class MaxmoeThroughAten(AutogradContender):
         return {"x": x, "weights": weights, "gate": gate, "up": up, "down": down}
 
 
-class MaxmoeApartThroughAten(MaxmoeThroughAten):
+class MaxmoeApartThroughAten(ThroughAten, MaxmoeExperts):
     """The same as the layer has it: gate and up apart."""
 
     name = "maxmoe, through ATen, gate and up apart"
-    weight_copies = 0
-
-    def prepare(self, problem: Problem) -> None:
-        """See `Contender`."""
-        self.experts = problem.experts
-        self.num_rows = problem.shape.num_rows
-        self.set_leaves(
-            problem, x=problem.x, weights=problem.weights, gate=problem.gate, up=problem.up, down=problem.down
-        )
-
-    def compute(self) -> Tensor:
-        """See `AutogradContender`."""
-        x, weights, gate, up, down = self.leaves.values()
-        plan = ragged_plan(self.experts, len(down), num_rows=self.num_rows)
-        return expert_ffn(x, weights, plan, gate, up, down)
-
-    def in_layout_of_problem(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
-        """See `Contender`."""
-        return dict(zip(self.leaves, gradients, strict=True))

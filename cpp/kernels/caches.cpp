@@ -20,7 +20,7 @@ int64_t second_level_cache_bytes() {
 }
 
 int64_t panels_per_block(int64_t panel_bytes, int64_t cache_bytes) {
-  constexpr int64_t kMost = 16;  // bounds the sums of C, which have as many columns as the block
+  constexpr int64_t kMost = 16;  // bounds packed B, and the sums of C beside it
   return std::clamp<int64_t>(cache_bytes / 8 / panel_bytes, 1, kMost);
 }
 

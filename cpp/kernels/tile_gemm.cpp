@@ -48,8 +48,8 @@ int64_t block_columns() {
   return columns;
 }
 
-// Rows and columns of an outer block of B. Every row of a row-major B may be a page of its own, and second-level TLBs
-// have 1536 entries or more.
+// Rows and columns of an outer block of B. Every row of a row-major B may be a page of its own, so that the rows are
+// bounded by the entries of a second-level TLB. Measured: 2048 rows are slower at D 4096, and as fast beyond.
 constexpr int64_t kOuterDepth = 4096;
 constexpr int64_t kOuterColumns = 2048;
 

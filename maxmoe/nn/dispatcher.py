@@ -182,11 +182,11 @@ class LocalDispatcher:
     def _plan(self, assignment: Assignment) -> RaggedPlan:
         num_slots = assignment.experts.numel()
         max_rows = self.experts.max_rows(num_slots, self.config.buffer_factor)
-        if max_rows is None and self.experts.are_all:
-            max_rows = num_slots  # drops nothing, but says how many rows there can be
         num_rows = None
-        if assignment.is_complete and self.experts.are_all and max_rows is not None:
-            num_rows = min(num_slots, max_rows)
+        if self.experts.are_all:
+            # The slots are a bound that drops nothing, but says how many rows there can be.
+            max_rows = num_slots if max_rows is None else min(num_slots, max_rows)
+            num_rows = max_rows if assignment.is_complete else None
         return ragged_plan(
             assignment.experts,
             self.experts.total,

@@ -139,9 +139,7 @@ class Muon(torch.optim.Optimizer):
         self._init_state()
         if self._exchanges is None:
             self._exchanges = exchanges_of(self._sharded())
-        options: dict[Tensor, dict[str, Any]] = {}
-        for group in self.param_groups:
-            options |= dict.fromkeys(group["params"], group)
+        options = {parameter: group for group in self.param_groups for parameter in group["params"]}
         sharded = {item.parameter for exchange in self._exchanges for item in exchange.items}
         for exchange in self._exchanges:
             exchange.start(lambda item: self._update(item.parameter, options[item.parameter]))
