@@ -133,17 +133,22 @@ def runner(contender: Contender, mode: Mode) -> Runner:
 
 
 def runner_by_turns(contender: Contender, problem: Problem, mode: Mode) -> Runner:
-    """The same for a contender that is prepared when its turn begins and freed when it ends; neither is timed."""
+    """The same for a contender that is prepared when its turn begins and freed when it ends; neither is timed.
+
+    Nor is the first call of a turn: it writes memory that the system must map first, which later steps find mapped.
+    """
     turn: list[Runner] = []
+
+    def before() -> None:
+        if turn[0].before is not None:
+            turn[0].before()
 
     def begin() -> None:
         prepared = copy.copy(contender)
         prepared.prepare(problem)
         turn.append(runner(prepared, mode))
-
-    def before() -> None:
-        if turn[0].before is not None:
-            turn[0].before()
+        before()
+        turn[0].call()
 
     return Runner(
         contender.name,

@@ -12,7 +12,7 @@ after the output is complete, read twice, and the gradients of all weights writt
 The summary compares with each, and with the larger of the two.
 
 Where the weights of all contenders do not fit into memory together, each gets its own when its turn begins and frees
-them when it ends; the turns are the same, and neither is timed.
+them when it ends; the turns are the same. Neither is timed, nor is the first call of such a turn.
 """
 
 from benchmarks.alternatives import bounds, contenders

@@ -15,7 +15,7 @@ from matplotlib.path import Path as Curve
 from maxmoe.ops import ragged_plan, route
 
 TOKENS, EXPERTS, TOP_K = 6, 4, 2
-COLORS = ["#4477aa", "#cc6622", "#228866", "#aa4488"]  # of the experts
+COLORS = ["#1b6ca8", "#b5541c", "#5b8c3a", "#8a5aa8"]  # of the experts
 GREY, INK = "#d4d7dc", "#333333"
 HEIGHT = TOKENS * TOP_K  # of the picture, in rows
 X_TOKENS, X_SCORES, X_ROWS, X_EXPERTS, X_RESULTS, X_SUMS = 0.0, 2.6, 10.2, 12.6, 18.6, 23.4
