@@ -4,6 +4,7 @@ import ast
 import importlib
 import json
 import re
+import textwrap
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +21,8 @@ ROOT = Path(__file__).parents[2]
 ESCAPES = ((r"(?<!`)(`[^`]+`)s\b", r"\1\\ s"), (r"^(\s*\w+: )([A-Z])\.$", r"\1``\2``."))
 # Of properties napoleon takes what is before a colon in the first line for a type; it does not know this one.
 COLON = "\ufe55"
+SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Yields):$")
+FULL_NAME = re.compile(r"maxmoe(\.\w+)+(\(\))?")
 # A name that several of them export is described in the first one.
 PACKAGES = (
     "maxmoe",
@@ -71,11 +74,11 @@ def process(app: Sphinx, what: str, name: str, value: object, options: Any, line
     """Set formulas as they are written, and name what uses the object."""
     for pattern, replacement in ESCAPES:
         lines[:] = [re.sub(pattern, replacement, line) for line in lines]
-    lines[:] = [line for paragraph in paragraphs(lines) for line in (*with_formula(paragraph), "")]
+    lines[:] = [line for paragraph in with_code(paragraphs(lines)) for line in (*with_formula(paragraph), "")]
     if what == "property":
         lines[:1] = [line.replace(":", COLON) for line in lines[:1]]
     if what in ("class", "function") and (users := used_in(name.rpartition(".")[2])):
-        lines += [f"**Used in:** {', '.join(f'``{user}``' for user in users)}", ""]
+        lines += [f"**Used in:** {', '.join(map(link_to_example, users))}", ""]
 
 
 def restore_colons(app: Sphinx, what: str, name: str, value: object, options: Any, lines: list[str]) -> None:
@@ -88,12 +91,46 @@ def paragraphs(lines: list[str]) -> list[list[str]]:
     return [block.splitlines() for block in re.split(r"\n\s*\n", "\n".join(lines)) if block.strip()]
 
 
+def with_code(paragraphs: list[list[str]]) -> list[list[str]]:
+    """Make code blocks of indented paragraphs that stand in no section; those that follow each other are one block."""
+    found: list[list[str]] = []
+    in_section = in_code = False
+    for paragraph in paragraphs:
+        is_indented = all(line.startswith("    ") for line in paragraph)
+        if not is_indented:
+            in_section = any(SECTION.match(line) for line in paragraph)
+        if is_indented and not in_section and in_code:
+            found[-1] += ["", *paragraph]
+        elif is_indented and not in_section and found:
+            found[-1][-1] = re.sub("::$", ":", found[-1][-1])
+            found.append([f".. code-block:: {language(paragraph)}", "", *paragraph])
+        else:
+            found.append(paragraph)
+        in_code = is_indented and not in_section
+    return found
+
+
+def language(paragraph: list[str]) -> str:
+    """Python, if it is; else text."""
+    try:
+        ast.parse(textwrap.dedent("\n".join(paragraph)))
+    except SyntaxError:
+        return "text"
+    return "python"
+
+
 def with_formula(paragraph: list[str]) -> list[str]:
     """Make a literal block of a formula: a paragraph that is no sentence, section, list or part of one of them."""
     first, last = paragraph[0], paragraph[-1]
     if first.startswith("Source:"):
         return [first.replace("Source:", "**Source:**", 1), *paragraph[1:]]
-    is_prose = last.endswith((".", ":")) or first.endswith(":") or first.startswith(("- ", " " * 8)) or "`" in first
+    is_prose = (
+        last.endswith((".", ":"))
+        or first.endswith(":")
+        or first.startswith("..")
+        or first.startswith(("- ", " " * 8))
+        or "`" in first
+    )
     if is_prose or not re.search(r"[=^_]", first) or (first.startswith(" ") and " = " not in first):
         return paragraph
     return [".. code-block:: text", "", *(f"    {line.strip()}" for line in paragraph)]
@@ -140,6 +177,27 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nod
     return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", found[0], node, content) or content
 
 
+def link_names(app: Sphinx, document: nodes.document) -> None:
+    """Link what pages name in full, as code: `maxmoe.nn.Dispatcher`."""
+    for literal in list(document.findall(nodes.literal)):
+        if not FULL_NAME.fullmatch(literal.astext()) or isinstance(
+            literal.parent, nodes.reference | nodes.title | pending_xref
+        ):
+            continue
+        target = literal.astext().removesuffix("()")
+        reference = pending_xref(
+            "", refdomain="py", reftype="obj", reftarget=target, refdoc=app.env.current_document.docname
+        )
+        literal.replace_self(reference)
+        reference += literal
+
+
+def link_to_example(path: str) -> str:
+    """Link a notebook by its page; scripts have none."""
+    folder, _, file = path.rpartition("/")
+    return f":doc:`/notebooks/{file.removesuffix('.ipynb')}`" if folder == "examples/notebooks" else f"``{path}``"
+
+
 def check_complete(app: Sphinx, env: BuildEnvironment) -> None:
     """Warn of public names without a description."""
     described = env.domains["py"].objects
@@ -155,6 +213,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("autodoc-skip-member", skip)
     app.connect("autodoc-process-docstring", process, priority=400)
     app.connect("autodoc-process-docstring", restore_colons, priority=600)
+    app.connect("doctree-read", link_names)
     app.connect("missing-reference", resolve)
     app.connect("env-check-consistency", check_complete)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

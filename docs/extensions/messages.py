@@ -1,6 +1,7 @@
 """The page docs/messages.md: every error message and warning of the package, read from its sources."""
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,7 +48,7 @@ def from_python(text: str) -> Iterator[str]:
         if isinstance(argument, ast.Name):
             argument = named.get(argument.id, argument)
         message = written(argument)
-        if re.search("[a-z]{3}", message):
+        if says_something(message):
             yield message
 
 
@@ -77,8 +78,13 @@ def from_cpp(text: str) -> Iterator[str]:
         parts = arguments(call)[2 if macro == "MAXMOE_CHECK" else 1 :]
         literals = ["".join(re.findall(r'"((?:[^"\\]|\\.)*)"', part)) for part in parts]
         message = re.sub(r"(\.\.\.)+", "...", "".join(literal or "..." for literal in literals))
-        if re.search("[a-z]{3}", message):
+        if says_something(message):
             yield message
+
+
+def says_something(message: str) -> bool:
+    """Whether three words are left without the values."""
+    return len(re.findall("[A-Za-z]{2,}", message)) >= 3
 
 
 def arguments(call: str) -> list[str]:
@@ -94,15 +100,19 @@ def arguments(call: str) -> list[str]:
 
 
 class Messages(SphinxDirective):
-    """A table of all messages."""
+    """All messages, in a section for each file."""
 
     def run(self) -> list[nodes.Node]:
-        """Make the table."""
-        rows = nodes.bullet_list()
-        for message, path in messages():
-            text = nodes.paragraph("", "", nodes.literal(message, message), nodes.Text(f"  {path}"))
-            rows += nodes.list_item("", text)
-        return [rows]
+        """Make the sections."""
+        sections = []
+        for path, pairs in itertools.groupby(messages(), key=lambda pair: pair[1]):
+            section = nodes.section("", nodes.title(path, path), ids=[nodes.make_id(path)])
+            section += nodes.bullet_list(
+                "", *(nodes.list_item("", nodes.paragraph("", "", nodes.literal(text, text))) for text, _ in pairs)
+            )
+            self.state.document.note_implicit_target(section)
+            sections.append(section)
+        return sections
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -23,8 +23,8 @@ from maxmoe.sharding.rules import LogicalRules
 class ParameterPlan:
     """A parameter, from how it is stored to how it is used, and its gradient back.
 
-    value:     stored -- FSDP --> unsharded -- gather unit --> used
-    gradient:  grad_used -- gather unit --> grad_unsharded -- FSDP --> stored
+        value:     stored -- FSDP --> unsharded -- gather unit --> used
+        gradient:  grad_used -- gather unit --> grad_unsharded -- FSDP --> stored
 
     Without FSDP, `unsharded` is `stored` and `grad_unsharded` is no partial sum.
 
