@@ -1,10 +1,12 @@
 """The configuration of one Mixture-of-Experts layer."""
 
 import difflib
+import functools
+import inspect
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus", "identity"]
 GroupScore = Literal["top2", "max"]
@@ -17,7 +19,25 @@ Implementation = Literal["sparse", "dense"]
 
 FLOAT32_MAX = 2.0**128 - 2.0**104
 
+Config = TypeVar("Config")
 
+
+def refuse_unknown_fields(cls: type[Config]) -> type[Config]:
+    """Make a dataclass answer an unknown keyword with the nearest of its fields."""
+    initialize = cls.__init__
+    names = inspect.signature(initialize).parameters.keys() - {"self"}
+
+    @functools.wraps(initialize)
+    def checked(self: Config, *args: object, **fields: object) -> None:
+        for name in fields.keys() - names:
+            raise TypeError(f"{cls.__name__} has no field {name!r}{nearest(name, names)}")
+        initialize(self, *args, **fields)
+
+    setattr(cls, "__init__", checked)  # noqa: B010, mypy refuses the assignment
+    return cls
+
+
+@refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """Sizes, routing, experts, losses and compute of a `maxmoe.MoE` layer.
@@ -55,6 +75,7 @@ class MoEConfig:
             them are dropped and counted. At most E.
 
     Raises:
+        TypeError: for a keyword that is no field; the message names the nearest.
         ValueError: for a value of another type or out of range, and for values that contradict each other; the message
             names both.
     """

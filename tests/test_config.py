@@ -1,6 +1,9 @@
 """MoEConfig: what it accepts, and that each refusal names the argument and both values."""
 
+import copy
 import dataclasses
+import inspect
+import pickle
 import re
 from typing import Any, get_args
 
@@ -28,6 +31,13 @@ def test_is_a_frozen_value_of_keywords() -> None:
     assert hash(config) == hash(MoEConfig(**SIZES))
     assert dataclasses.replace(config, top_k=3).top_k == 3
     assert MoEConfig(**dataclasses.asdict(config)) == config
+
+
+def test_an_unknown_keyword_gets_the_nearest_field() -> None:
+    with pytest.raises(TypeError, match="MoEConfig has no field 'hiden_size'; the nearest are 'hidden_size'"):
+        MoEConfig(**SIZES, hiden_size=8)
+    assert list(inspect.signature(MoEConfig).parameters) == [field.name for field in dataclasses.fields(MoEConfig)]
+    assert pickle.loads(pickle.dumps(MoEConfig(**SIZES))) == copy.deepcopy(MoEConfig(**SIZES))
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,8 @@ def from_cpp(text: str) -> Iterator[str]:
 
 
 def says_something(message: str) -> bool:
-    """Whether three words are left without the values."""
-    return len(re.findall("[A-Za-z]{2,}", message)) >= 3
+    """Whether two words are left without the values."""
+    return len(re.findall("[A-Za-z]{2,}", message)) >= 2
 
 
 def arguments(call: str) -> list[str]:

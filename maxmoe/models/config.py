@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from maxmoe.config import MoEConfig, check_bool, check_int, check_number
+from maxmoe.config import MoEConfig, check_bool, check_int, check_number, refuse_unknown_fields
 
 
+@refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """Sizes of a `Decoder`.
@@ -27,6 +28,7 @@ class DecoderConfig:
             `maxmoe.set_recompute`.
 
     Raises:
+        TypeError: as `MoEConfig`.
         ValueError: as `MoEConfig`.
     """
 

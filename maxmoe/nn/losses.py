@@ -29,7 +29,7 @@ class MoEStats(NamedTuple):
 
     @property
     def load_max_over_mean(self) -> Tensor:
-        """Load of the busiest expert over the mean load: 1 in perfect balance, E at worst."""
+        """Load of the busiest expert over the mean load: 1 in perfect balance, E / K at worst."""
         load = self.tokens_per_expert.to(torch.float32)
         return load.max() / load.mean().clamp_min(1e-20)
 

@@ -56,6 +56,9 @@ class MoE(nn.Module):
         config: sizes, routing, experts, losses.
         device: of the parameters, "meta" included.
         dtype: of the parameters.
+
+    Raises:
+        TypeError: if the config is no `MoEConfig`.
     """
 
     recompute_names = ("dispatch",)
@@ -65,6 +68,8 @@ class MoE(nn.Module):
         self, config: MoEConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
+        if not isinstance(config, MoEConfig):
+            raise TypeError(f"config must be a maxmoe.MoEConfig, got {type(config).__name__}")
         self.config = config
         self.router = Router(config, device=device, dtype=dtype)
         self.experts = Experts(config, device=device, dtype=dtype)

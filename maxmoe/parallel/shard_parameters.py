@@ -1,16 +1,21 @@
 """Turning the parameters of a module into DTensors."""
 
+import functools
 from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from maxmoe.parallel.parameter_sharding import ParameterSharding, parameter_shardings
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.rules import LogicalRules
+
+# The attribute of a parameter that a DTensor has replaced: its path.
+REPLACED = "replaced_by_shard_of"
 
 
 def shard_parameters(
@@ -20,7 +25,8 @@ def shard_parameters(
 
     Parameters on the meta device stay there with the shape of their shard: `to_empty` then allocates nothing more, and
     values come from a checkpoint or `reset_parameters`. All others must be whole on every rank; they are broadcast from
-    the first rank, one at a time, and sharded. Their `.grad` is dropped. Make the optimizer afterwards.
+    the first rank, one at a time, and sharded. Their `.grad` is dropped. Make the optimizer afterwards: `step` raises
+    RuntimeError in one that holds the parameters from before.
 
     Args:
         module: with logical names, see `Declaration`.
@@ -57,9 +63,31 @@ def distribute_parameters(module: nn.Module, shardings: Mapping[str, NamedShardi
         parameter: nn.Parameter(_shard(parameter, shardings[name]), parameter.requires_grad)
         for name, parameter in module.named_parameters()
     }
+    for name, parameter in module.named_parameters():
+        setattr(parameter, REPLACED, name)
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             setattr(owner, name, sharded[parameter])
+    _check_every_optimizer()
+
+
+@functools.cache
+def _check_every_optimizer() -> None:
+    """Register the check, once.
+
+    An optimizer skips parameters without gradients: one that was made too early would train nothing, silently.
+    """
+    register_optimizer_step_pre_hook(_refuse_replaced)
+
+
+def _refuse_replaced(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (name := getattr(parameter, REPLACED, None)) is not None:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} must be made after parallelize: it holds {name} as it was before, "
+                    "which is trained no longer"
+                )
 
 
 @torch.no_grad()

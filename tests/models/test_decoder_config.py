@@ -42,3 +42,8 @@ from support.small_decoder import SIZES
 def test_contradictions_in_the_config_name_both_values(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DecoderConfig(**{**SIZES, **changes})
+
+
+def test_an_unknown_keyword_gets_the_nearest_field() -> None:
+    with pytest.raises(TypeError, match="DecoderConfig has no field 'vocabulary_size'; the nearest are 'vocab_size'"):
+        DecoderConfig(**SIZES, vocabulary_size=8)

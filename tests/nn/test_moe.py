@@ -185,3 +185,8 @@ def test_equals_the_block_of_transformers(family: str) -> None:
     expected = torch.autograd.grad(theirs, leaves, cotangent)
     for one, other in zip(torch.autograd.grad(ours, leaves, cotangent), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_sizes_in_place_of_a_config_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"config must be a maxmoe\.MoEConfig, got int"):
+        MoE(64)  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """Parameters that become DTensors where the rules put them."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -135,5 +136,26 @@ def test_dtensor_propagates_what_was_not_stated() -> None:
         assert_same(tokens.grad.full_tensor(), leaf.grad)
         for name, parameter in whole.named_parameters():
             assert_same(ours.get_parameter(name).grad.full_tensor(), parameter.grad, name)
+
+    run_ranks(check, 4)
+
+
+def test_an_optimizer_from_before_is_refused() -> None:
+    def check() -> None:
+        model, rest = Outer(), nn.Linear(2, 2)
+        early, other = torch.optim.AdamW(model.parameters()), torch.optim.SGD(rest.parameters())
+        shard_parameters(model, Mesh({"fsdp": 2, "expert": 2}), RULES)
+        late = torch.optim.AdamW(model.parameters())
+        for parameter in (*model.parameters(), *rest.parameters()):
+            parameter.grad = torch.ones_like(parameter)
+        before = rest.weight.clone()
+        late.step()
+        other.step()
+        assert not rest.weight.equal(before)
+        first = next(name for name, _ in model.named_parameters())
+        message = f"AdamW must be made after parallelize: it holds {first} as it was before, which is trained no longer"
+        with pytest.raises(RuntimeError) as caught:
+            early.step()
+        assert str(caught.value) == message
 
     run_ranks(check, 4)
