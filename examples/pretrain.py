@@ -131,7 +131,8 @@ def train(trainer: Trainer, baselines: dict[str, float]) -> int:
         while trainer.step < trainer.steps and not stopped_by:
             output = trainer.train_step()
             load = max(float(stats.load_max_over_mean) for stats in output.stats)
-            status = f"{trainer.history.training[-1]:.3f} bits, load max/mean {load:.2f}"
+            bits = trainer.history.training[-1]
+            status = f"step {trainer.step}, {bits:.3f} bits, busiest expert {load:.1f} x the mean"
             progress.set_postfix_str(status, refresh=False)
             progress.update(bytes_per_step)
             last = trainer.step == trainer.steps
@@ -154,8 +155,10 @@ def report(trainer: Trainer, baselines: dict[str, float], others: Curves) -> Non
     print(f"{history.held_out[-1][1]:.3f} bits per byte on held-out text")
     for name, value in baselines.items():
         print(f"{value:.3f} with {name}")
-    last = history.windows()[-2:].sum(0)  # the very last one may be of a single step
-    print(f"{int((last == 0).sum())} dead experts of {last.numel()} in the last steps")
+    windows = history.windows()
+    last = windows[-2:].sum(0)  # the very last one may be of a single step
+    steps = len(history.training) - history.window * max(len(windows) - 2, 0)
+    print(f"{int((last == 0).sum())} of {last.numel()} experts got no token in the last {steps} steps together")
     pictures = [out / name for name in PICTURES]
     with ranks.agreed():
         if ranks.is_first():

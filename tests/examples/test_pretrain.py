@@ -20,7 +20,7 @@ def test_a_run_leaves_checkpoint_pictures_and_a_report(
 ) -> None:
     assert run(text, tmp_path / "out") == 0
     printed = capsys.readouterr().out
-    for part in ("12 files of", "Sample, after 64 held-out bytes", "with byte bigram", "dead experts of 8"):
+    for part in ("12 files of", "Sample, after 64 held-out bytes", "with byte bigram", "of 8 experts got no token"):
         assert part in printed
     names = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*")}
     checkpoint = {"checkpoint/shard-00001-model-00001-of-00001.safetensors", "checkpoint/training.json"}
