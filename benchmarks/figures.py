@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from benchmarks.results import Case, Result, baseline_of, by_case
 
@@ -146,15 +147,16 @@ def _draw_bars(axes: Axes, panel: Panel, num_lines: float) -> None:
 
 def _draw_curves(axes: Axes, panel: Curves) -> None:
     used = {kind: count() for kind in SHADES}
+    ends: list[tuple[str, str, Line2D]] = []
     for name, kind, x, y in panel.curves:
         shades = SHADES[kind]
         color = shades[next(used[kind]) % len(shades)]
         line = {"linestyle": "--", "linewidth": 1.2} if kind == "bound" else {"marker": "o", "markersize": 3.5}
-        axes.plot(x, y, label=name, color=color, **line)
+        ends.append((name, color, axes.plot(x, y, color=color, **line)[0]))
     axes.set_xscale("log", base=2)
     axes.set_yscale(panel.y_scale)
     ticks = sorted(panel.curves[0].x)
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=7, rotation=90)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=10, rotation=90)
     axes.set_xticks([], minor=True)
     lowest = min((min(curve.y) for curve in panel.curves if curve.kind != "bound"), default=None)
     if panel.y_scale == "linear":
@@ -162,8 +164,21 @@ def _draw_curves(axes: Axes, panel: Curves) -> None:
     elif lowest is not None:
         axes.set_ylim(bottom=lowest / LONGEST)
     axes.grid(color="#e5e8eb", linewidth=0.6)
-    axes.set_xlabel(panel.x_label)
-    axes.set_ylabel(panel.y_label)
-    axes.set_title(panel.title, fontsize=11)
-    axes.legend(fontsize=8)
+    axes.tick_params(axis="y", labelsize=11)
+    axes.set_xlabel(panel.x_label, fontsize=12)
+    axes.set_ylabel(panel.y_label, fontsize=12)
+    axes.set_title(panel.title, fontsize=13)
     axes.spines[["top", "right"]].set_visible(False)
+    _name_ends(axes, ends)
+
+
+def _name_ends(axes: Axes, ends: list[tuple[str, str, Line2D]]) -> None:
+    """Write the name of each curve at its right end, or above the one that is in the way."""
+    to_axes = axes.transData + axes.transAxes.inverted()
+    heights = [min(max(float(to_axes.transform(line.get_xydata()[-1])[1]), 0), 1) for _, _, line in ends]
+    lowest = -1.0
+    for height, (name, color, _) in sorted(zip(heights, ends, strict=True), key=lambda pair: pair[0]):
+        lowest = max(height, lowest + 0.06)
+        axes.annotate(
+            name, (1.01, lowest), xycoords="axes fraction", va="center", fontsize=11, color=color, annotation_clip=False
+        )
