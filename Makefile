@@ -95,12 +95,12 @@ wheel: $(VENV)/dev
 clean:
 	rm -rf $(VENV) build dist *.egg-info maxmoe/_C.*.so maxmoe/_torch_version.txt
 
-# The package, built in place, and what one use of it needs: examples, test, docs or dev. To train, the kernels are built for
-# this machine alone; tests need all that it can run.
+# The package, built in place, and what one use of it needs: examples, test, docs or dev. The kernels are built for this
+# machine alone, until tests need all that it can run.
+ISAS = $(if $(filter test dev,$(@F) $(notdir $(wildcard $(VENV)/test $(VENV)/dev))),all,native)
 $(VENV)/examples $(VENV)/test $(VENV)/docs $(VENV)/dev: $(VENV)/requirements $(CORE)
 	@echo "== the C++ core"
-	export CMAKE_ARGS="-DMAXMOE_ISAS=$(if $(filter examples,$(@F)),native,all) $${CMAKE_ARGS:-}"
-	$(if $(filter examples,$(@F)),rm -f $(VENV)/test $(VENV)/docs $(VENV)/dev)
+	export CMAKE_ARGS="-DMAXMOE_ISAS=$(ISAS) $${CMAKE_ARGS:-}"
 	$(BIN)/python setup.py --quiet build_ext
 	echo "== maxmoe and what '$(@F)' needs"
 	$(BIN)/pip install --quiet --no-build-isolation -e '.[$(@F)]'
