@@ -4,6 +4,8 @@ import dataclasses
 import importlib.util
 import re
 import shlex
+import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -13,13 +15,25 @@ import maxmoe
 ROOT = Path(__file__).parents[2]
 LAYER = ROOT / "docs" / "layer.md"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+GETTING_STARTED, MINIMAL = ROOT / "docs" / "getting_started.md", ROOT / "examples" / "train_minimal.py"
 TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+(VENV,) = re.findall(r"^VENV := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
-def blocks(language: str) -> list[str]:
-    """The code blocks of one language in all documents."""
+def blocks(language: str, documents: Iterable[Path] = DOCUMENTS) -> list[str]:
+    """The code blocks of one language."""
     pattern = rf"^```{language}\n(.*?)^```$"
-    return [block for path in DOCUMENTS for block in re.findall(pattern, path.read_text(), re.DOTALL | re.MULTILINE)]
+    return [block for path in documents for block in re.findall(pattern, path.read_text(), re.DOTALL | re.MULTILINE)]
+
+
+def is_part(code: str, script: str) -> bool:
+    """Whether these are consecutive lines of a script, apart from a common indentation."""
+    count, lines = code.count("\n"), script.splitlines(keepends=True)
+    return any(textwrap.dedent("".join(lines[i : i + count])) == code for i in range(len(lines) - count + 1))
+
+
+# Parts of a script that is run elsewhere; every other block of Python is executed here.
+SHOWN = [code for code in blocks("python", [GETTING_STARTED]) if is_part(code, MINIMAL.read_text())]
 
 
 def commands() -> list[list[str]]:
@@ -33,7 +47,13 @@ def test_every_block_has_a_language_that_is_checked() -> None:
     assert set(fences) == {"```", "```python", "```sh", "```text"}
 
 
-@pytest.mark.parametrize("code", blocks("python"))
+def test_getting_started_shows_the_script() -> None:
+    first, *others = blocks("python", [GETTING_STARTED])
+    assert others == SHOWN and len(SHOWN) == 5 and "import torch" in first
+    assert not is_part("dist.init_process_group()\n", MINIMAL.read_text())
+
+
+@pytest.mark.parametrize("code", [code for code in blocks("python") if code not in SHOWN])
 def test_python_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(code, "document", "exec"), {})
     assert capsys.readouterr().out.count("\n") >= code.count("print(")
@@ -46,6 +66,8 @@ def test_commands_exist(words: list[str]) -> None:
             assert target in TARGETS
         case ["pip", "install", *arguments]:
             check_pip(arguments)
+        case ["source", activate]:
+            assert activate == f"{VENV}/bin/activate"
         case ["python", "-m", "pytest"]:
             pass
         case ["python", "-m", benchmark, *_] if benchmark.startswith("benchmarks."):
@@ -124,7 +146,7 @@ def test_the_state_dict_is_as_written() -> None:
 
 
 def test_layout_names_what_exists() -> None:
-    for block in blocks("text"):
+    for block in blocks("text", DOCUMENTS[1:2]):
         for line in block.splitlines():
             assert (ROOT / line.split()[0]).exists(), line
     for path in re.findall(r"`((?:maxmoe|cpp|tests|examples|benchmarks)/[\w./]+)`", DOCUMENTS[1].read_text()):

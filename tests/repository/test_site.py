@@ -4,14 +4,21 @@ import importlib
 import pkgutil
 import re
 import sys
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
+import torch
 
 import maxmoe
+from maxmoe.sharding import Mesh
 from support.docs_module import DOCS, docs_module
+from support.run_ranks import run_ranks
 
-HEADINGS = re.findall(r"^### `(.*)`$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+TROUBLESHOOTING = (DOCS / "troubleshooting.md").read_text()
+(OF_PYTORCH,) = re.findall(r"^## Messages of PyTorch$.*?(?=^## )", TROUBLESHOOTING, re.MULTILINE | re.DOTALL)
+HEADINGS = re.findall(r"^### `(.*)`$", TROUBLESHOOTING.replace(OF_PYTORCH, ""), re.MULTILINE)
+TORCH_HEADINGS = re.findall(r"^### `(.*)`$", OF_PYTORCH, re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +53,31 @@ def test_every_explained_message_exists(messages: ModuleType) -> None:
         pattern = ".*".join(re.escape(part) for part in heading.split("..."))
         assert any(re.search(pattern, message) for message in raised), heading
     assert len(HEADINGS) > 50
+
+
+def load_after_parallelize() -> None:
+    layer = moe_layer()
+    state = layer.state_dict()
+    maxmoe.parallelize(layer, Mesh({"expert": -1}), "ep-as-dp").load_state_dict(state)
+
+
+def moe_layer() -> maxmoe.MoE:
+    return maxmoe.MoE(maxmoe.MoEConfig(hidden_size=8, intermediate_size=4, num_experts=4, top_k=2))
+
+
+X = torch.zeros(2, 3, 8)
+MISTAKES: list[Callable[[], object]] = [
+    lambda: moe_layer()(X) + X,  # type: ignore[operator]
+    lambda: X + moe_layer()(X),
+    lambda: torch.nn.Sequential(moe_layer(), torch.nn.Linear(8, 8))(X),
+    lambda: run_ranks(load_after_parallelize, 1),
+]
+
+
+@pytest.mark.parametrize(("heading", "mistake"), list(zip(TORCH_HEADINGS, MISTAKES, strict=True)))
+def test_pytorch_raises_what_is_explained(heading: str, mistake: Callable[[], object]) -> None:
+    with pytest.raises((TypeError, RuntimeError), match=re.escape(heading)):
+        mistake()
 
 
 @pytest.mark.parametrize(
