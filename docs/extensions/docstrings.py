@@ -124,13 +124,8 @@ def with_formula(paragraph: list[str]) -> list[str]:
     first, last = paragraph[0], paragraph[-1]
     if first.startswith("Source:"):
         return [first.replace("Source:", "**Source:**", 1), *paragraph[1:]]
-    is_prose = (
-        last.endswith((".", ":"))
-        or first.endswith(":")
-        or first.startswith("..")
-        or first.startswith(("- ", " " * 8))
-        or "`" in first
-    )
+    starts = ("- ", " " * 8, "..")
+    is_prose = last.endswith((".", ":")) or first.endswith(":") or first.startswith(starts) or "`" in first
     if is_prose or not re.search(r"[=^_]", first) or (first.startswith(" ") and " = " not in first):
         return paragraph
     return [".. code-block:: text", "", *(f"    {line.strip()}" for line in paragraph)]
@@ -167,10 +162,13 @@ def used_in(name: str) -> list[str]:
 
 
 def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Element) -> nodes.Element | None:
-    """Link a class in backticks, wherever it is described; show what is nobody's as code, as arguments and files."""
-    if node.get("reftype") != "obj":
-        return None
+    """Link a class in backticks, wherever it is described; show what is nobody's as code, as arguments and files.
+
+    A full name must be one of ours.
+    """
     domain, target = env.domains["py"], node["reftarget"]
+    if node.get("reftype") != "obj" or target.startswith("maxmoe."):
+        return None
     found = [name for name in domain.objects if name.endswith(f".{target}")] if target[:1].isupper() else []
     if len(found) != 1:
         return content
@@ -180,14 +178,11 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nod
 def link_names(app: Sphinx, document: nodes.document) -> None:
     """Link what pages name in full, as code: `maxmoe.nn.Dispatcher`."""
     for literal in list(document.findall(nodes.literal)):
-        if not FULL_NAME.fullmatch(literal.astext()) or isinstance(
-            literal.parent, nodes.reference | nodes.title | pending_xref
-        ):
+        is_linked = isinstance(literal.parent, nodes.reference | nodes.title | pending_xref)
+        if is_linked or not FULL_NAME.fullmatch(literal.astext()):
             continue
-        target = literal.astext().removesuffix("()")
-        reference = pending_xref(
-            "", refdomain="py", reftype="obj", reftarget=target, refdoc=app.env.current_document.docname
-        )
+        place = {"refdomain": "py", "refdoc": app.env.current_document.docname}
+        reference = pending_xref("", reftype="obj", reftarget=literal.astext().removesuffix("()"), **place)
         literal.replace_self(reference)
         reference += literal
 

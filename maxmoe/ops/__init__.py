@@ -1,7 +1,7 @@
 """The operators: differentiable, for any floating dtype, any strides, any sizes.
 
-`maxmoe.ops.X` is `torch.ops.maxmoe.X` with a plan in place of its tensors. `maxmoe.reference` says in loops what
-each one computes.
+A function here is the operator of the same name in `torch.ops.maxmoe`, with a plan in place of its tensors.
+`maxmoe.reference` computes each one in loops.
 
 Every operator that takes floating tensors works with
 

@@ -168,7 +168,7 @@ def from_transformers(config: Any) -> MoEConfig:
     """Read the config of a model of transformers.
 
     What it does not say, as the weights of some losses, is as in the family's preset. Its `router_aux_loss_coef` is
-    taken times K: see `maxmoe.presets.published`.
+    taken times K: see `maxmoe/presets/published.py`.
 
     Args:
         config: of transformers, of a family in `maxmoe.presets`; for a multimodal model also the one around it.
