@@ -32,10 +32,10 @@ myst_heading_anchors = 3
 nb_execution_mode = "off"  # notebooks are stored with their outputs; the tests execute them
 
 
-# References: everything must lead somewhere, but for names of other libraries.
+# References: everything must lead somewhere, but for names of other libraries and of the type stubs.
 nitpicky = True
 nitpick_ignore_regex = [
-    (r"py:.*", r"TypeAlias|(torch|typing|contextlib|collections|datetime|pathlib|numpy|transformers)\..*")
+    (r"py:.*", r"TypeAlias|BuildInfo|(torch|typing|contextlib|collections|datetime|pathlib|numpy|transformers)\..*")
 ]
 
 # Docstrings

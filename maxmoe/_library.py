@@ -1,8 +1,12 @@
 """Loads the C++ core: importing this module registers the operators `torch.ops.maxmoe.*`."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from maxmoe._C import BuildInfo
 
 _PACKAGE = Path(__file__).parent
 _BUILD = "pip install --no-build-isolation -e ."
@@ -29,4 +33,12 @@ _check_build()
 
 from maxmoe import _C  # noqa: E402
 
-build_info = _C.build_info
+
+def build_info() -> "BuildInfo":
+    """Describe the build and this machine.
+
+    Returns:
+        The versions of maxmoe, torch, compiler and Eigen; the instruction sets that this machine supports, "isa" the
+        one in use; the size of its second-level cache.
+    """
+    return _C.build_info()

@@ -1,7 +1,9 @@
 """From docstrings to the pages of docs/api: every public name once, its formulas, and the examples that use it."""
 
 import ast
+import dataclasses
 import importlib
+import inspect
 import json
 import re
 import textwrap
@@ -15,6 +17,8 @@ from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util import logging
+
+from maxmoe import MoEConfig
 
 ROOT = Path(__file__).parents[2]
 # What reStructuredText would take for an unclosed literal, `names`s, and for the number of a list, K.
@@ -70,13 +74,19 @@ def skip(app: Sphinx, what: str, name: str, value: object, skipped: bool, option
     return None
 
 
-def process(app: Sphinx, what: str, name: str, value: object, options: Any, lines: list[str]) -> None:
+def process(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
     """Set formulas as they are written, and name what uses the object."""
     for pattern, replacement in ESCAPES:
         lines[:] = [re.sub(pattern, replacement, line) for line in lines]
     lines[:] = [line for paragraph in with_code(paragraphs(lines)) for line in (*with_formula(paragraph), "")]
     if what == "property":
         lines[:1] = [line.replace(":", COLON) for line in lines[:1]]
+    if (
+        what == "function"
+        and name.startswith("maxmoe.presets.")
+        and set(inspect.signature(value).parameters) == {"overrides"}
+    ):
+        lines += preset_code(value())
     if what in ("class", "function") and (users := used_in(name.rpartition(".")[2])):
         lines += [f"**Used in:** {', '.join(map(link_to_example, users))}", ""]
 
@@ -117,6 +127,20 @@ def language(paragraph: list[str]) -> str:
     except SyntaxError:
         return "text"
     return "python"
+
+
+def preset_code(config: MoEConfig) -> list[str]:
+    """A code block of the fields that a preset sets."""
+    plain = {field.name: field.default for field in dataclasses.fields(config)}
+    fields = {name: value for name, value in vars(config).items() if value != plain[name]}
+    return [
+        ".. code-block:: python",
+        "",
+        "    MoEConfig(",
+        *(f"        {k}={v!r}," for k, v in fields.items()),
+        "    )",
+        "",
+    ]
 
 
 def with_formula(paragraph: list[str]) -> list[str]:

@@ -25,6 +25,7 @@ import torch
 import torch._dynamo  # DTensor's first operator imports it: once, here, and not in every child
 import torch.distributed as dist
 import torch.distributed.tensor  # likewise
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 # What a rank says whose peer is gone, or did not come.
@@ -90,6 +91,8 @@ def fake_rank(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        # It holds meshes of the fake group, and would hand them to equal ones of ranks that are forked later.
+        _clear_sharding_prop_cache()
 
 
 def _rank_main(
