@@ -31,9 +31,8 @@ setup: $(VENV)/examples
 train: $(VENV)/examples
 	@$(BIN)/python examples/pretrain.py $(ARGS)
 
-# One process for every core: most tests run on one.
 test: $(VENV)/test
-	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/dev
 	@$(BIN)/ruff check .
