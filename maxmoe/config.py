@@ -24,14 +24,14 @@ Config = TypeVar("Config")
 
 def refuse_unknown_fields(cls: type[Config]) -> type[Config]:
     """Make a dataclass answer an unknown keyword with the nearest of its fields."""
-    initialize = cls.__init__
-    names = inspect.signature(initialize).parameters.keys() - {"self"}
+    initialize, names = cls.__init__, inspect.signature(cls).parameters
 
     @functools.wraps(initialize)
-    def checked(self: Config, *args: object, **fields: object) -> None:
-        for name in fields.keys() - names:
-            raise TypeError(f"{cls.__name__} has no field {name!r}{nearest(name, names)}")
-        initialize(self, *args, **fields)
+    def checked(self: Config, *args: object, **values: object) -> None:
+        for name in values:
+            if name not in names:
+                raise TypeError(f"{cls.__name__} has no field {name!r}{nearest(name, names)}")
+        initialize(self, *args, **values)
 
     setattr(cls, "__init__", checked)  # noqa: B010, mypy refuses the assignment
     return cls
