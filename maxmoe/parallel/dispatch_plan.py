@@ -181,7 +181,7 @@ def plan_dispatch(
         )
     if not axes:
         return replace(local, reason="no axis of the mesh is one of 'activation_exp'")
-    token_axes = tuple(axis for axis in axes if axis in (*tokens.batch_axes, *tokens.length_axes))
+    token_axes = tuple(axis for axis in axes if axis in tokens.axes)
     strategy, reason = _chosen(config, mesh, axes, token_axes, embed_axes)
     if dispatch != "auto":
         reason = "asked for" if dispatch == strategy else f"asked for; auto takes {strategy}: {reason}"

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard
 from maxmoe.parallel.parameter_sharding import ParameterSharding
 from maxmoe.parallel.tokens import ShardedTokens
 from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.named_sharding import NamedSharding
 
 SHARD_AXIS, REPLICATE_AXIS = "fsdp", "data"
 
@@ -26,29 +27,35 @@ class FSDPManaged(NamedTuple):
     axes: tuple[str, ...]
 
 
-def fsdp_managed(parameters: Mapping[str, ParameterSharding], tokens: ShardedTokens) -> FSDPManaged:
+def fsdp_managed(
+    parameters: Mapping[str, ParameterSharding], used: Mapping[str, NamedSharding], tokens: ShardedTokens
+) -> FSDPManaged:
     """Find the parameters whose `fsdp` axis FSDP2 can manage.
 
-    FSDP2 shards what other axes leave of a dim, so `fsdp` must be the minor axis of its dim; and it sums gradients over
-    `fsdp`, so the ranks along it must hold different tokens. Where the ranks along `data` hold different tokens too, it
+    FSDP2 shards what other axes leave of a dim, so `fsdp` must be the minor axis of its dim; it gathers the dim over
+    `fsdp`, so no rank may compute with its own part; and it sums gradients over `fsdp`, so the ranks along it must hold
+    different tokens. Where the ranks along `data` hold different tokens too, it
     runs as HSDP: reduce-scatter over `fsdp`, then all-reduce over `data`. FSDP2 of torch 2.11 does not accept
     parameters on meshes of more axes than its own: there it manages none.
 
     Args:
         parameters: by path.
-        tokens: which axes shard the tokens.
+        used: the sharding in which modules compute with each parameter.
+        tokens: the axes that shard the tokens.
 
     Returns:
         The parameters and the axes.
     """
-    axes = tuple(axis for axis in (REPLICATE_AXIS, SHARD_AXIS) if axis in (*tokens.batch_axes, *tokens.length_axes))
+    axes = tuple(axis for axis in (REPLICATE_AXIS, SHARD_AXIS) if axis in tokens.axes)
     if SHARD_AXIS not in axes or not hasattr(fsdp, "DataParallelMeshDims"):
         return FSDPManaged({}, ())
     dims = {
         name: dim
         for name, parameter in parameters.items()
         for dim, axes_of_dim in enumerate(parameter.sharding.spec)
-        if axes_of_dim[-1:] == (SHARD_AXIS,) and not any(REPLICATE_AXIS in entry for entry in parameter.sharding.spec)
+        if axes_of_dim[-1:] == (SHARD_AXIS,)
+        and not any(REPLICATE_AXIS in entry for entry in parameter.sharding.spec)
+        and not any(SHARD_AXIS in entry for entry in used[name].spec)
     }
     return FSDPManaged(dims, axes)
 

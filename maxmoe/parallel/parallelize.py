@@ -19,6 +19,7 @@ from maxmoe.nn import (
 from maxmoe.nn.declaration import NOTHING, declaration_of
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.fsdp import fully_shard_blocks
+from maxmoe.parallel.input_gradients import InputGradientCheck
 from maxmoe.parallel.parameter_hooks import ParameterHooks
 from maxmoe.parallel.plan import Plan
 from maxmoe.parallel.shard_parameters import distribute_parameters
@@ -59,6 +60,9 @@ def parallelize(
 
     Use ``maxmoe.mean_over_tokens(losses, tokens=token_group(mesh, rules))`` for the loss: a mean over the tokens of
     this rank alone, as under DDP and FSDP, gives gradients too large by the number of ranks that hold other tokens.
+
+    A floating-point input of the module must require a gradient on all ranks or on none: otherwise the forward raises a
+    ValueError on every rank.
 
     Compute losses from what modules return. Do not backpropagate from tensors captured by forward hooks: the gathered
     weights are freed.
@@ -104,8 +108,7 @@ def parallelize(
     check_ranks_agree(facts, mesh.device_mesh.device_type)
     check_recompute(module, recompute)
     plan = Plan(module, mesh, rules, strict=strict, allow_unused=allow_unused, dispatch=dispatch)
-    _check_whole_sequences(plan)
-    check_chunks(plan, num_chunks)
+    check_plan(plan, num_chunks)
     set_recompute(module, recompute)
     distribute_parameters(module, {name: parameter.unsharded for name, parameter in plan.parameters.items()})
     for child in plan.modules.values():
@@ -117,8 +120,12 @@ def parallelize(
         layer.num_chunks = dispatch_plan.num_chunks(num_chunks)
         layer.run_experts = run_experts_not_compiled
     writers = {plan.modules[part.writer] for part in plan.residual_parts if part.writer is not None}
+    InputGradientCheck(mesh).register(module)
+    all_hooks = []
     for unit, names in plan.gather_units.items():
-        ParameterHooks({path: plan.parameters[name] for path, name in names.items()}).register(unit)
+        hooks = ParameterHooks({path: plan.parameters[name] for path, name in names.items()})
+        hooks.register(unit)
+        all_hooks.append(hooks)
         if plan.tensor_parallel_axes[unit] and unit not in (*plan.reduced_by_layer, *writers):
             TensorParallelHooks(mesh, plan.tensor_parallel_axes[unit]).register(unit)
     for part in plan.residual_parts:
@@ -128,6 +135,8 @@ def parallelize(
         if part.reader is not None:
             ResidualReaderHook(mesh, part.axes, part.partial_axes).register(plan.modules[part.reader])
     fully_shard_blocks(module, mesh, plan.fsdp_managed)
+    for hooks in all_hooks:
+        hooks.stored = dict(module.named_parameters())
     return module
 
 
@@ -152,16 +161,17 @@ def _check_adapters(module: nn.Module) -> None:
                 )
 
 
-def check_chunks(plan: Plan, num_chunks: int) -> None:
-    """Check that the tokens of the layers can be split.
+def check_plan(plan: Plan, num_chunks: int) -> None:
+    """Check that the modules can compute with the tokens that the plan gives to a rank.
 
     Args:
         plan: of the model.
-        num_chunks: see `parallelize`.
+        num_chunks: number of parts of the tokens of a MoE layer.
 
     Raises:
         ValueError: for less than one chunk, and for layers that need whole sequences.
     """
+    _check_whole_sequences(plan)
     if not isinstance(num_chunks, int) or num_chunks < 1:
         raise ValueError(f"num_chunks must be a positive int, got {num_chunks!r}")
     for path, dispatch_plan in plan.dispatch_plans.items():
@@ -186,7 +196,7 @@ def _check_whole_sequences(plan: Plan) -> None:
             "module that mixes the tokens of a sequence sees only this rank's part, and computes something else. See "
             "needs_whole_sequences and uses_token_group in maxmoe.parallel.Declaration; an empty declaration says that "
             "a module mixes none",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -25,13 +26,19 @@ class ParameterHooks:
     """Gathers the parameters of one gather unit for as long as its forward or its backward runs.
 
     Args:
-        parameters: of the unit, by their path within it.
+        parameters: plans of the parameters of the unit, by their path within it.
+
+    Attributes:
+        stored: the parameters as the optimizer holds them, by the path in the model; empty until all hooks and FSDP
+            are registered. FSDP replaces a parameter by another object while it is unsharded.
     """
 
     def __init__(self, parameters: Mapping[str, ParameterPlan]) -> None:
         self._plans = parameters
+        self.stored: Mapping[str, Tensor] = {}
         self._replaced: list[tuple[nn.Module, str, Tensor]] = []
         self._gathered: list[GatheredParameter] = []
+        self._unsharded: list[tuple[Tensor, ParameterVersion]] = []
 
     def register(self, unit: nn.Module) -> None:
         """Install the hooks."""
@@ -48,10 +55,14 @@ class ParameterHooks:
             owner = unit.get_submodule(prefix)
             parameter = _parameter(owner, name)
             if id(parameter) not in tensors:
-                tensors[id(parameter)] = _gathered_tensor(parameter, plan)
+                tensor = _gathered_tensor(parameter, plan)
+                version = ParameterVersion(plan.name, self.stored[plan.name])
                 if plan.is_gathered:
                     gather_again = _gather_again(owner, name, plan)
-                    self._gathered.append(GatheredParameter(tensors[id(parameter)], gather_again))
+                    self._gathered.append(GatheredParameter(tensor, gather_again, version))
+                else:
+                    self._unsharded.append((tensor, version))
+                tensors[id(parameter)] = tensor
             self._replaced.append((owner, name, parameter))
             # Not setattr: nn.Module accepts only nn.Parameter in the place of one, and this is part of the graph.
             owner._parameters[name] = tensors[id(parameter)]  # type: ignore[assignment]
@@ -63,20 +74,52 @@ class ParameterHooks:
             owner, name, parameter = self._replaced.pop()
             owner._parameters[name] = parameter  # type: ignore[assignment]
         gathered, self._gathered = self._gathered, []
+        unsharded, self._unsharded = self._unsharded, []
         # A forward inside a backward is a recomputation of activation checkpointing. Its saved tensors are used at
         # once, so freeing them here would gather every parameter a third time.
         if not torch.is_grad_enabled() or is_recomputation():
             return
 
         def refill(_gradient: Tensor) -> None:
+            for tensor, version in unsharded:
+                if version.is_outdated:
+                    # Autograd has saved tensors that share memory with the local tensor or with what FSDP gathers, and
+                    # sees no operator on the DTensor modify them. Now it raises for those that the backward needs.
+                    increment_version(tensor)  # type: ignore[no-untyped-call]
             for parameter in gathered:
                 parameter.refill()
 
         for gathered_parameter in gathered:
             gathered_parameter.free()
         for tensor in tree_leaves(output):
-            if gathered and isinstance(tensor, Tensor) and tensor.requires_grad:
+            if (gathered or unsharded) and isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(refill)  # type: ignore[no-untyped-call]
+
+
+class ParameterVersion:
+    """The state of a parameter in the forward, to be compared in the backward.
+
+    Args:
+        name: path of the parameter in the model.
+        parameter: as the optimizer holds it.
+    """
+
+    def __init__(self, name: str, parameter: Tensor) -> None:
+        self.name = name
+        self._parameter = parameter
+        self._versions = _versions(parameter)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the parameter has been modified since."""
+        return _versions(self._parameter) != self._versions
+
+
+@torch.no_grad()
+def _versions(parameter: Tensor) -> tuple[int, int]:
+    """Return the version of a DTensor, and that of its local tensor: optimizers modify either in place."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return parameter._version, local._version
 
 
 class GatheredParameter:
@@ -85,11 +128,13 @@ class GatheredParameter:
     Args:
         tensor: the gathered parameter; nothing else may need its storage.
         gather: gathers the same tensor again.
+        version: of the parameter that was gathered.
     """
 
-    def __init__(self, tensor: Tensor, gather: Callable[[], Tensor]) -> None:
+    def __init__(self, tensor: Tensor, gather: Callable[[], Tensor], version: ParameterVersion) -> None:
         self._storage = FreedStorage(tensor)
         self._gather = gather
+        self._version = version
 
     def free(self) -> None:
         """Free the storage."""
@@ -97,9 +142,19 @@ class GatheredParameter:
 
     @torch.no_grad()
     def refill(self) -> None:
-        """Gather again, if the storage is needed and empty."""
-        if self._storage.is_needed:
-            self._storage.fill(self._gather())
+        """Gather again, if the storage is needed and empty.
+
+        Raises:
+            RuntimeError: on all ranks alike, before the all-gather, if the values of the forward are gone.
+        """
+        if not self._storage.is_needed:
+            return
+        if self._version.is_outdated:
+            raise RuntimeError(
+                f"{self._version.name} is needed for gradient computation, but has been modified by an inplace "
+                "operation since the forward: call backward before optimizer.step()"
+            )
+        self._storage.fill(self._gather())
 
 
 def _gathered_tensor(parameter: DTensor, plan: ParameterPlan) -> Tensor:

@@ -11,7 +11,7 @@ from maxmoe.nn.declaration import TOKEN_DIMS, declaration_of
 from maxmoe.parallel.dispatch_plan import EXPERT_TOKEN_DIMS, Dispatch, DispatchPlan, check_dispatch, plan_dispatch
 from maxmoe.parallel.fsdp import blocks, fsdp_managed
 from maxmoe.parallel.parameter_sharding import ParameterSharding, parameter_shardings, tensor_parallel_activation
-from maxmoe.parallel.tokens import ShardedTokens, activation_spec, token_sharding
+from maxmoe.parallel.tokens import PartAxes, ShardedTokens, part_axes, token_sharding
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.partition_spec import PartitionSpec
@@ -29,6 +29,7 @@ class ParameterPlan:
     Without FSDP, `unsharded` is `stored` and `grad_unsharded` is no partial sum.
 
     Args:
+        name: its path in the model.
         parameter: names, shape, dtype and the sharding in which it is stored.
         unsharded: when the forward of the gather unit begins; FSDP's unsharded parameter.
         used: in the forward of the gather unit: sharded over tensor-parallel axes, and those over which experts lie.
@@ -39,6 +40,7 @@ class ParameterPlan:
         fsdp_block: path of the block with which FSDP gathers it, "" for the rest of the model; None without FSDP.
     """
 
+    name: str
     parameter: ParameterSharding
     unsharded: NamedSharding
     used: NamedSharding
@@ -98,6 +100,8 @@ class Plan:
         dispatch_plans: of the MoE layers, by path.
         dispatch_of_experts: the same by the module of the routed experts.
         residual_parts: that read a sharded residual stream, and write to it.
+        axes_of_tokens: for names of activations, the axes of their rules over which no rank computes parts of them,
+            because they shard the tokens.
         reduced_by_layer: tensor-parallel modules whose partial outputs are summed by the MoE layer around them.
 
     Raises:
@@ -121,12 +125,12 @@ class Plan:
         self.modules = dict(module.named_modules())
         self.paths = {child: path for path, child in self.modules.items()}
         self.gather_units = gather_units(module)
-        self.fsdp_managed = fsdp_managed(shardings, self.tokens)
         self.tensor_parallel_axes = {
-            unit: tensor_parallel_axes(unit, [shardings[name] for name in names.values()], mesh, rules)
+            unit: tensor_parallel_axes(unit, [shardings[name] for name in names.values()], rules, self.tokens)
             for unit, names in self.gather_units.items()
         }
         self.residual_parts = tuple(self._residual_parts(rules))
+        self.axes_of_tokens = self._axes_of_tokens(rules)
         layers = {path: layer for path, layer in self.modules.items() if isinstance(layer, MoE)}
         self.dispatch_plans = {
             path: self._plan_dispatch(path, layer, shardings, rules, dispatch) for path, layer in layers.items()
@@ -138,22 +142,36 @@ class Plan:
             *self.dispatch_of_experts,
             *(layer.shared_experts for path, layer in layers.items() if self.dispatch_plans[path].shared_is_partial),
         }
+        used = {
+            name: self._used(unit, shardings[name])
+            for unit, names in self.gather_units.items()
+            for name in names.values()
+        }
+        self.fsdp_managed = fsdp_managed(shardings, used, self.tokens)
         self.parameters: dict[str, ParameterPlan] = {}
         block_modules = set(blocks(module))
         for unit in self.gather_units:
             block = next((outer for outer in enclosing(self.paths[unit]) if self.modules[outer] in block_modules), "")
-            self.parameters.update(self._plan_parameters(unit, shardings, block))
+            self.parameters.update(self._plan_parameters(unit, shardings, used, block))
 
     def _residual_parts(self, rules: LogicalRules) -> Iterator["ResidualPart"]:
         for path, module in self.modules.items():
             stream = declaration_of(module).residual_stream
             if stream is None or "activation_embed" not in rules.names:
                 continue
-            *_, axes = activation_spec((*TOKEN_DIMS, "activation_embed"), self.mesh, rules)
+            axes = embed_parts(rules, self.tokens).computed
             ((axes,), _) = resolve(PartitionSpec(axes), self.mesh.sizes, (stream.hidden_size,))
             for children in stream.parts if axes else ():
                 reader, writer = (child and f"{path}.{child}".lstrip(".") for child in children)
                 yield ResidualPart(axes, stream.hidden_size, reader, writer)
+
+    def _axes_of_tokens(self, rules: LogicalRules) -> dict[str, tuple[str, ...]]:
+        declarations = [declaration_of(module) for module in self.modules.values()]
+        names = {name: None for declaration in declarations for name in declaration.tensor_parallel_dims}
+        parts = {tensor_parallel_activation(name): activation_parts(name, rules, self.tokens) for name in names}
+        if "activation_embed" in rules.names and any(declaration.residual_stream for declaration in declarations):
+            parts["activation_embed"] = embed_parts(rules, self.tokens)
+        return {name: axes.of_tokens for name, axes in parts.items() if axes.of_tokens}
 
     def _plan_dispatch(
         self,
@@ -183,24 +201,51 @@ class Plan:
         # One reduction for both, if both take the same part in it: of the input's gradient and of the output.
         return replace(plan, shared_is_partial=of_shared == set(plan.partial_axes) == set(plan.sum_axes))
 
+    def _used(self, unit: nn.Module, parameter: ParameterSharding) -> NamedSharding:
+        """Return the sharding in which a gather unit computes with a parameter.
+
+        Not what is left of the stored sharding: a rule may put a tensor-parallel axis on another dim of a parameter
+        that lacks the tensor-parallel dim, such as a bias, and every rank needs this dim whole.
+        """
+        dims, experts = declaration_of(unit).tensor_parallel_dims, self.expert_axes(unit)
+        names = parameter.names or (None,) * len(parameter.shape)
+        return NamedSharding(
+            self.mesh,
+            PartitionSpec(
+                *(
+                    self.tensor_parallel_axes[unit] if name in dims else experts if dim == 0 else None
+                    for dim, name in enumerate(names)
+                )
+            ),
+        )
+
     def _plan_parameters(
-        self, unit: nn.Module, shardings: Mapping[str, ParameterSharding], block: str
+        self,
+        unit: nn.Module,
+        shardings: Mapping[str, ParameterSharding],
+        used_shardings: Mapping[str, NamedSharding],
+        block: str,
     ) -> Iterator[tuple[str, ParameterPlan]]:
         """Plan the parameters that a gather unit gathers."""
-        tensor_parallel, experts = self.tensor_parallel_axes[unit], self.expert_axes(unit)
+        tensor_parallel = self.tensor_parallel_axes[unit]
         for path, name in self.gather_units[unit].items():
             fsdp_axes = self.fsdp_managed.axes if name in self.fsdp_managed.dims else ()
-            unsharded = shardings[name].sharding.without(*fsdp_axes)
-            used = unsharded.without(*(axis for axis in self.mesh.axes if axis not in (*tensor_parallel, *experts)))
+            unsharded, used = shardings[name].sharding.without(*fsdp_axes), used_shardings[name]
             sharded = {axis for axes in used.spec for axis in axes}
             # Every rank along a tensor-parallel axis has the whole gradient of what is added to the sum.
             added = tensor_parallel if path in declaration_of(unit).added_to_output else ()
+            if sharded.intersection(added):
+                raise ValueError(
+                    f"{name} is in added_to_output of {type(unit).__name__}, so it must have none of its "
+                    f"tensor_parallel_dims, got the logical names {shardings[name].names}"
+                )
             read = next((part.partial_axes for part in self.residual_parts if name.startswith(f"{part.reader}.")), ())
-            summed = (*self.tokens.batch_axes, *self.tokens.length_axes, *tensor_parallel, *read)
+            summed = (*self.tokens.axes, *tensor_parallel, *read)
             partial = tuple(axis for axis in summed if axis not in sharded and axis not in added)
             yield (
                 name,
                 ParameterPlan(
+                    name,
                     shardings[name],
                     unsharded=unsharded,
                     used=replace(used, partial=added),
@@ -261,33 +306,42 @@ def gather_units(module: nn.Module) -> dict[nn.Module, dict[str, str]]:
 
 
 def tensor_parallel_axes(
-    unit: nn.Module, parameters: Sequence[ParameterSharding], mesh: Mesh, rules: LogicalRules
+    unit: nn.Module, parameters: Sequence[ParameterSharding], rules: LogicalRules, tokens: ShardedTokens
 ) -> tuple[str, ...]:
     """Find the axes over which a module computes parts of its tensor-parallel dims.
 
     Args:
         unit: the module.
         parameters: that it gathers.
-        mesh: of the ranks.
         rules: the table.
+        tokens: the axes that shard the tokens.
 
     Returns:
-        The axes on which the rules put the weights and the activations of all these dims, and whose sizes divide
-        their numbers of parts, in the order of the mesh; none for a module without such dims.
+        The axes on which the rules put the weights and the activations of all these dims, along which all ranks hold
+        the same tokens, and whose sizes divide the numbers of parts; none for a module without such dims.
     """
-    dims = declaration_of(unit).tensor_parallel_dims
-    common = [axis for axis in mesh.axes if dims]
-    for name in dims:
-        others = EXPERT_TOKEN_DIMS if name.endswith("_moe") else TOKEN_DIMS
-        *_, axes = activation_spec((*others, tensor_parallel_activation(name)), mesh, rules)
-        specs = [
-            parameter.sharding.spec[parameter.names.index(name)]
-            for parameter in parameters
-            if parameter.names is not None and name in parameter.names
-        ]
-        common = [axis for axis in common if axis in axes and all(axis in spec for spec in specs)]
+    dims, mesh = declaration_of(unit).tensor_parallel_dims, tokens.mesh
+    specs = [
+        parameter.sharding.spec[parameter.names.index(name)]
+        for name in dims
+        for parameter in parameters
+        if parameter.names is not None and name in parameter.names
+    ]
+    candidates = [activation_parts(name, rules, tokens).computed for name in dims]
     chosen: list[str] = []
-    for axis in common:
-        if all(parts % mesh.size(*chosen, axis) == 0 for parts in dims.values()):
+    for axis in specs[0] if specs else ():  # in the order of the weights, which are then sliced by no other order
+        is_common = all(axis in axes for axes in (*specs, *candidates))
+        if is_common and all(parts % mesh.size(*chosen, axis) == 0 for parts in dims.values()):
             chosen.append(axis)
     return tuple(chosen)
+
+
+def activation_parts(name: str, rules: LogicalRules, tokens: ShardedTokens) -> PartAxes:
+    """Return the axes that the rules give to the activations of a tensor-parallel dim of weights."""
+    others = EXPERT_TOKEN_DIMS if name.endswith("_moe") else TOKEN_DIMS
+    return part_axes((*others, tensor_parallel_activation(name)), tokens.mesh, rules, tokens)
+
+
+def embed_parts(rules: LogicalRules, tokens: ShardedTokens) -> PartAxes:
+    """Return the axes that the rules give to the hidden dim of a residual stream."""
+    return part_axes((*TOKEN_DIMS, "activation_embed"), tokens.mesh, rules, tokens)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.parallelize import check_chunks
+from maxmoe.parallel.parallelize import check_plan
 from maxmoe.parallel.parameter_sharding import ParameterSharding
 from maxmoe.parallel.plan import Plan
 from maxmoe.planning.explained_dispatch import ExplainedDispatch, dispatch_tables, explained_dispatch
@@ -61,12 +61,14 @@ class Explanation:
         parameters: in the order of `named_parameters`, a shared one once.
         dispatch: of the Mixture-of-Experts layers, in order.
         unknown_names: logical names for which there is no rule.
+        axes_of_tokens: for names of activations, the axes of their rules that shard the tokens instead.
     """
 
     mesh: Mesh
     parameters: tuple[ExplainedParameter, ...]
     dispatch: tuple[ExplainedDispatch, ...]
     unknown_names: tuple[str, ...]
+    axes_of_tokens: dict[str, tuple[str, ...]]
 
     @property
     def num_parameters(self) -> int:
@@ -99,7 +101,12 @@ class Explanation:
             if group[0].parameter.names is None
         ]
         unknown = [f"no rule for the logical name {name!r}: its dims are not sharded" for name in self.unknown_names]
-        return (*large, *unnamed, *unknown)
+        of_tokens = [
+            f"the rule {name!r} has no effect over {' '.join(axes)}: that shards the tokens, and every rank computes "
+            "the whole dim for its own"
+            for name, axes in self.axes_of_tokens.items()
+        ]
+        return (*large, *unnamed, *unknown, *of_tokens)
 
     def __str__(self) -> str:
         heading = ("parameter", "logical names and their rules", "on the mesh", "local shape", "bytes per rank")
@@ -189,6 +196,7 @@ def explain(
         ),
         tuple(explained_dispatch(plan, tokens, num_chunks)),
         tuple(name for name in names if name is not None and name not in rules.names),
+        plan.axes_of_tokens,
     )
 
 
@@ -199,7 +207,7 @@ def quiet_plan(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = Plan(module, mesh, rules, allow_unused=allow_unused, dispatch=dispatch)
-    check_chunks(plan, num_chunks)
+        check_plan(plan, num_chunks)
     return plan
 
 

@@ -106,7 +106,7 @@ def _local_shape(plan: Plan, module: nn.Module, tensor: SavedTensor) -> tuple[in
     if tensor.names[:num_dims] != EXPERT_TOKEN_DIMS:
         return tuple(local)
     # The rows of all tokens lie on the ranks of their experts: each axis of the tokens or of the experts divides them.
-    axes = {*plan.tokens.batch_axes, *plan.tokens.length_axes, *plan.expert_axes(module)}
+    axes = {*plan.tokens.axes, *plan.expert_axes(module)}
     return (math.prod(local[:num_dims]) // plan.mesh.size(*axes), *local[num_dims:])
 
 

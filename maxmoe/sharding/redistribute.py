@@ -226,7 +226,8 @@ class _RedistributeParameter(torch.autograd.Function):
     ) -> Tensor:
         context.shardings = grad_source, grad_target
         context.shape, context.stride = parameter.shape, parameter.stride()
-        return _redistributed(parameter.to_local(), source, target)
+        # detach: where nothing moves, the result is the local tensor, and autograd would make that part of the graph.
+        return _redistributed(parameter.to_local().detach(), source, target)
 
     @staticmethod
     @once_differentiable

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from random import Random
 
-Case = Callable[[Random], str]
+# Returns what came of the case, or counts of what came of its parts.
+Case = Callable[[Random], str | Counter[str]]
 
 
 def random_of(seed: int, case: int) -> Random:
@@ -22,7 +23,8 @@ def fuzz(one_case: Case, seed: int, cases: range, seconds: float) -> Counter[str
     deadline = time.monotonic() + seconds
     for case in cases:
         try:
-            outcomes[one_case(random_of(seed, case))] += 1
+            outcome = one_case(random_of(seed, case))
+            outcomes.update([outcome] if isinstance(outcome, str) else outcome)
         except Exception as error:
             raise AssertionError(f"seed {seed}, case {case}: {type(error).__name__}: {error}") from error
         if time.monotonic() > deadline:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe.parallel import parallelize
-from maxmoe.parallel.parameter_hooks import GatheredParameter
+from maxmoe.parallel.parameter_hooks import GatheredParameter, ParameterVersion
 from maxmoe.sharding import Mesh
 from support import parallel_decoder
 from support.run_ranks import run_ranks
@@ -15,7 +15,7 @@ def test_what_autograd_saved_is_there_again_for_the_backward() -> None:
     expected = torch.autograd.grad((x @ weight.t()).sum(), x)
     copy = weight.clone()
     output = x @ copy.t()  # autograd saves a view
-    parameter = GatheredParameter(copy, lambda: weight)
+    parameter = GatheredParameter(copy, lambda: weight, ParameterVersion("weight", weight))
     parameter.free()
     assert copy.untyped_storage().nbytes() == 0
     parameter.refill()
@@ -24,7 +24,8 @@ def test_what_autograd_saved_is_there_again_for_the_backward() -> None:
 
 def test_what_nobody_saved_is_not_gathered_again() -> None:
     calls = []
-    parameter = GatheredParameter(torch.ones(3), lambda: calls.append(1) or torch.ones(3))
+    version = ParameterVersion("weight", torch.ones(3))
+    parameter = GatheredParameter(torch.ones(3), lambda: calls.append(1) or torch.ones(3), version)
     parameter.free()
     parameter.refill()
     assert not calls
@@ -32,7 +33,7 @@ def test_what_nobody_saved_is_not_gathered_again() -> None:
 
 def test_memory_that_was_not_given_back_is_left_alone() -> None:
     calls, tensor = [], torch.ones(3)
-    GatheredParameter(tensor, lambda: calls.append(1) or torch.ones(3)).refill()
+    GatheredParameter(tensor, lambda: calls.append(1) or torch.ones(3), ParameterVersion("weight", tensor)).refill()
     assert not calls
 
 

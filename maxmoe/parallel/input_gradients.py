@@ -1,0 +1,54 @@
+"""The check that all ranks give a parallelized module inputs that require a gradient, or none does."""
+
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from maxmoe.dispatch.transfer import all_gather_single
+from maxmoe.nn.recompute import is_recomputation
+from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.not_compiled import not_compiled
+
+
+class InputGradientCheck:
+    """A forward pre-hook of the module that is parallelized.
+
+    The backward of an input has collectives of its own. If an input requires a gradient on some ranks only, these ranks
+    wait for the others until the timeout. Modules without floating-point inputs, such as language models, communicate
+    nothing here.
+
+    Args:
+        mesh: the mesh of the module.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._device = mesh.device_mesh.device_type
+
+    def register(self, module: nn.Module) -> None:
+        """Install the hook."""
+        self._module_name = type(module).__name__  # FSDP replaces the class
+        module.register_forward_pre_hook(self._check, with_kwargs=True)
+
+    @not_compiled
+    def _check(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        named = inspect.signature(module.forward).bind_partial(*arguments, **options).arguments
+        leaves = [(name, leaf) for name, value in named.items() for leaf in tree_leaves(value)]
+        floating = [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        if not floating or is_recomputation():
+            return
+        wanted = dict.fromkeys(name for name, leaf in floating if torch.is_grad_enabled() and leaf.requires_grad)
+        names = list(inspect.signature(module.forward).parameters)
+        bits = torch.tensor([sum(2 ** names.index(name) for name in wanted)], device=self._device)
+        of_ranks = bits.new_empty(dist.get_world_size())
+        all_gather_single(of_ranks, bits)
+        for index, name in enumerate(names):
+            ranks = [rank for rank, bits_of_rank in enumerate(of_ranks.tolist()) if bits_of_rank >> index & 1]
+            if 0 < len(ranks) < len(of_ranks):
+                raise ValueError(
+                    f"{name} of {self._module_name} must require a gradient on all ranks or on none, "
+                    f"got requires_grad=True on {len(ranks)} of {len(of_ranks)}: {', '.join(map(str, ranks))}"
+                )

@@ -1,0 +1,66 @@
+"""Tables that give one axis to the tokens and to parts of a computation: tokens have precedence, numbers stay exact."""
+
+import math
+
+import pytest
+
+from fuzz.fuzz_overrides import DECODERS, LAYERS, Table, check_decoder, check_layer, expect, make_model
+from maxmoe.parallel.plan import Plan
+from maxmoe.planning import explain
+from maxmoe.sharding import LogicalRules, Mesh
+from support.run_ranks import run_ranks
+
+TABLES = [
+    ("default", {"tensor": 2}, {"activation_batch": ["data", "fsdp", "tensor"]}),
+    ("default", {"tensor": 2}, {"activation_length": ["tensor"]}),
+    ("ep-tp", {"expert": 2}, {"activation_batch": ["data", "expert"]}),
+    ("ep-tp", {"expert": 2}, {"activation_length": ["expert"]}),
+    ("default", {"context": 2}, {"q_heads": ["context"], "kv_heads": ["context"], "activation_heads": ["context"]}),
+    # `embed_moe` gets the axis in the bias of the last projection, which has no dim `mlp_moe`.
+    ("default", {"tensor": 2}, {"embed_moe": ["fsdp", "tensor"]}),
+    # The gate of the shared experts has the dim `embed` alone.
+    ("default", {"fsdp_transpose": 2}, {"embed": ["fsdp_transpose"], "activation_mlp": ["fsdp_transpose"]}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:no rule for the logical name")
+@pytest.mark.parametrize(("preset", "sizes", "override"), TABLES, ids=str)
+@pytest.mark.parametrize("is_first", [False, True])
+def test_numbers_are_those_of_one_process(
+    preset: str, sizes: dict[str, int], override: dict[str, list[str]], is_first: bool
+) -> None:
+    rules = LogicalRules.load(preset).override(override.items())
+    if is_first:  # a new rule comes before all others, and gets its axes first
+        rules = LogicalRules([*rules[-len(override) :], *rules[: -len(override)]])
+    models = ["deepseek_v3", "gpt_oss", "decoder", "decoder of odd sizes"]
+    for model in models:
+        expect(model)
+
+    def check() -> None:
+        mesh = Mesh(sizes)
+        for model in models:
+            table = Table([], rules, model, "auto", None)
+            (check_layer if model in LAYERS else check_decoder)(model, mesh, table)
+
+    run_ranks(check, math.prod(sizes.values()))
+
+
+def test_explain_names_the_rules_without_effect() -> None:
+    rules = LogicalRules.load("default").override([("activation_batch", ["data", "fsdp", "tensor"])])
+    explanation = explain(make_model("decoder"), Mesh.planned({"tensor": 2}), rules)
+    names = ["activation_heads", "activation_kv_heads", "activation_mlp", "activation_mlp_moe", "activation_embed"]
+    assert explanation.axes_of_tokens == dict.fromkeys(names, ("tensor",))
+    message = (
+        "the rule 'activation_mlp' has no effect over tensor: that shards the tokens, and every rank computes the "
+        "whole dim for its own"
+    )
+    assert message in explanation.warnings
+
+
+@pytest.mark.parametrize("name", list(DECODERS))
+@pytest.mark.parametrize("preset", ["default", "ep-tp", "pipeline-large-moe", "cp-as-ep"])
+def test_presets_give_no_axis_to_both(preset: str, name: str) -> None:
+    rules = LogicalRules.load(preset)
+    sizes = {axis: 2 for _, axes in rules for axis in axes}
+    plan = Plan(make_model(name), Mesh.planned(sizes), rules, dispatch="gather_weights")
+    assert not plan.axes_of_tokens

@@ -1,0 +1,90 @@
+"""An input that requires a gradient on some ranks only is an error on all, where they would wait for each other."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import maxmoe
+from maxmoe.parallel import input_gradients, parallelize, token_sharding
+from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.sharding import Mesh
+from support.dispatched_layer import FAMILIES, make_batch, make_layer
+from support.parallel_decoder import batch, decoder
+from support.run_ranks import run_ranks
+
+FAMILY = "deepseek_v3"
+CASES: list[tuple[str, dict[str, int], Dispatch]] = [
+    ("ep-as-dp", {"expert": 2}, "ring_of_experts"),
+    ("ep-as-dp", {"expert": 2}, "ragged_all_to_all"),
+    ("ep-as-dp", {"expert": 2}, "gather_weights"),
+    ("ep-tp", {"expert": 2}, "ring_of_experts"),
+    ("ep-tp", {"expert": 2}, "ragged_all_to_all"),
+    ("default", {"tensor": 2}, "auto"),
+    ("default", {"context": 2}, "auto"),
+    ("pure-fsdp", {"fsdp": 2}, "auto"),
+]
+
+
+@pytest.mark.parametrize(("rules", "sizes", "dispatch"), CASES, ids=str)
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_every_rank_names_the_input(rules: str, sizes: dict[str, int], dispatch: Dispatch, is_frozen: bool) -> None:
+    message = "^x of MoE must require a gradient on all ranks or on none, got requires_grad=True on 1 of 2: 1$"
+
+    def check() -> None:
+        layer, mesh = make_layer(FAMILIES[FAMILY]).requires_grad_(not is_frozen), Mesh(sizes)
+        whole = make_batch(FAMILIES[FAMILY], "of the router")
+        parallelize(layer, mesh, rules, dispatch=dispatch)
+        x = whole.x[token_sharding(mesh, rules).slices(whole.x.shape[:2])]
+        with pytest.raises(ValueError, match=message):
+            layer(x.requires_grad_(dist.get_rank() == 1))
+        layer(x.requires_grad_()).hidden_states.sum().backward()
+        with torch.set_grad_enabled(dist.get_rank() == 1), pytest.raises(ValueError, match=message):
+            layer(x)
+
+    run_ranks(check, 2)
+
+
+def test_inputs_that_need_no_gradient_on_any_rank() -> None:
+    def check() -> None:
+        layer, mesh = make_layer(FAMILIES[FAMILY]), Mesh({"expert": 2})
+        whole = make_batch(FAMILIES[FAMILY], "of the router")
+        parallelize(layer, mesh, "ep-as-dp")
+        layer(whole.x[token_sharding(mesh, "ep-as-dp").slices(whole.x.shape[:2])]).hidden_states.sum().backward()
+
+    run_ranks(check, 2)
+
+
+class TwoInputs(nn.Module):
+    """A layer whose second input is optional, a keyword, or in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = maxmoe.MoE(FAMILIES[FAMILY], dtype=torch.float64)
+
+    def forward(self, x: Tensor, others: tuple[Tensor, ...] = (), scale: Tensor | None = None) -> Tensor:
+        hidden_states: Tensor = self.moe(sum(others, x)).hidden_states
+        return hidden_states if scale is None else hidden_states * scale
+
+
+def test_the_input_at_fault_is_named() -> None:
+    def check() -> None:
+        x, flag = make_batch(FAMILIES[FAMILY], "of the router").x, dist.get_rank() == 0
+        model = parallelize(TwoInputs(), Mesh({"expert": 2}), "ep-as-dp")
+        with pytest.raises(ValueError, match=r"^others of TwoInputs must .* got requires_grad=True on 1 of 2: 0$"):
+            model(x, (x.clone().requires_grad_(flag),))
+        with pytest.raises(ValueError, match=r"^scale of TwoInputs must .* got requires_grad=True on 1 of 2: 0$"):
+            model(x.requires_grad_(), scale=torch.ones((), dtype=x.dtype).requires_grad_(flag))
+
+    run_ranks(check, 2)
+
+
+def test_a_model_of_token_ids_communicates_nothing_more() -> None:
+    def check() -> None:
+        model = parallelize(decoder(), Mesh({"expert": 2}), "ep-as-dp")
+        with patch.object(input_gradients, "all_gather_single", side_effect=AssertionError):
+            model(batch()[0])
+
+    run_ranks(check, 2)
