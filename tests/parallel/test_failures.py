@@ -3,10 +3,12 @@
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from maxmoe import MoE, MoEConfig, parallelize
-from maxmoe.parallel import watch_ranks
-from maxmoe.parallel.failures import STORE_IS_GONE, Records, first_line, is_lost_connection
+from maxmoe.parallel import RankError, watch_ranks
+from maxmoe.parallel.failures import STORE_IS_GONE, Records, Watch, first_line, is_lost_connection
 from maxmoe.sharding import Mesh
 from support.run_ranks import run_ranks
 
 TIMEOUT, PATIENCE = 3.0, 1.5
 ENOUGH = 60.0  # for every collective on a busy machine
-SLACK = 5.0  # of a busy machine
+SLACK = 20.0  # on a busy machine; less than ENOUGH
 STRATEGIES: dict[str, tuple[dict[str, int], str, Any]] = {
     "ring_of_experts": ({"fsdp": 2, "expert": 2}, "ep-as-dp", "ring_of_experts"),
     "ragged_all_to_all": ({"expert": 4}, "ep-as-dp", "ragged_all_to_all"),
@@ -118,13 +120,99 @@ def test_a_rank_that_stops_too_early(tmp_path: Path) -> None:
     assert message.startswith("RankError: rank 1 of 2 came to the end before the others (rank 0 saw: ")
 
 
-def test_ranks_that_wait_for_each_other(tmp_path: Path) -> None:
-    def train() -> None:
+def test_ranks_that_wait_for_each_other() -> None:
+    def train() -> tuple[int, str]:
         groups = [dist.new_group(timeout=timedelta(seconds=TIMEOUT)) for _ in range(2)]
-        dist.all_reduce(torch.ones(2), group=groups[dist.get_rank()])
+        try:
+            with watch_ranks(PATIENCE):
+                line = sys._getframe().f_lineno + 1
+                dist.all_reduce(torch.ones(2), group=groups[dist.get_rank()])
+        except RankError as error:
+            return line, str(error)
+        raise AssertionError("the collectives of two groups have met")
 
-    for _, message in outcomes(tmp_path, train, 2).values():
-        assert message.startswith("RankError: no rank of 2 failed first: all waited until the timeout. rank 0 at /")
+    for line, message in run_ranks(train, 2, timeout=ENOUGH):
+        places = "; ".join(f"rank {rank} at {__file__}:{line} in train" for rank in range(2))
+        assert message.startswith(f"no rank of 2 failed first: all waited until the timeout. {places}. Did one skip a ")
+
+
+def wait() -> None:
+    dist.all_reduce(torch.ones(2))
+
+
+def finish() -> None:
+    pass
+
+
+def group_with_store_on_rank_0() -> int:
+    """Replace the default group of two ranks; return the process id of rank 0."""
+    files, is_host = dist.distributed_c10d._get_default_store(), dist.get_rank() == 0
+    if is_host:
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        files.set("host", f"{store.port} {os.getpid()}")
+    port, host = map(int, files.get("host").split())
+    if not is_host:
+        store = dist.TCPStore("localhost", port)
+    dist.destroy_process_group()
+    timeout = timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=int(not is_host), world_size=2, timeout=timeout)
+    return host
+
+
+NO_ANSWER = r"RankError: the process with the store of torch\.distributed gives no sign of life for 1\.5 s: rank 0 "
+
+
+@pytest.mark.parametrize("is_stopped_early", [False, True], ids=["inside", "before"])
+@pytest.mark.parametrize(
+    ("last", "delay", "message"),
+    [
+        (wait, TIMEOUT, NO_ANSWER + r"\(rank 1 saw: .*\)"),
+        (complain, 0.0, "ValueError: no such token"),
+        (finish, 0.0, ""),
+    ],
+    ids=["waits", "raises", "finishes"],
+)
+def test_the_process_with_the_store_is_stopped(
+    tmp_path: Path, last: Callable[[], None], delay: float, message: str, is_stopped_early: bool
+) -> None:
+    """Its sockets stay open: the connections are not lost, but nobody answers."""
+
+    def train() -> None:
+        host, found = group_with_store_on_rank_0(), ""
+        dist.barrier()
+        if dist.get_rank() == 0:
+            with watch_ranks(PATIENCE):
+                hang()
+        if is_stopped_early:
+            os.kill(host, signal.SIGSTOP)
+        begin = time.monotonic()
+        try:
+            with watch_ranks(PATIENCE):
+                time.sleep(PATIENCE / 5)  # some heartbeats
+                os.kill(host, signal.SIGSTOP)
+                last()
+        except (RankError, ValueError) as error:
+            found = f"{type(error).__name__}: {error}"
+        (tmp_path / "found").write_text(f"{time.monotonic() - begin} {found}")
+        os.kill(host, signal.SIGKILL)
+
+    with pytest.raises(RuntimeError, match="rank 0 of 2 failed first:\nit died"):
+        run_ranks(train, 2, deadline=ENOUGH)
+    seconds, _, text = (tmp_path / "found").read_text().partition(" ")
+    assert re.fullmatch(message, text)
+    assert float(seconds) < delay + PATIENCE + SLACK
+
+
+def test_the_store_is_in_memory() -> None:
+    def find() -> str:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        watch = Watch(Records(PATIENCE))
+        watch.start()
+        return watch.finish(partial(watch.records.find_failure, "here")).message
+
+    (message,) = run_ranks(find, 1)
+    assert message.startswith("no rank of 1 failed first: all waited until the timeout. rank 0 at here. ")
 
 
 def test_a_rank_at_work_ends_after_the_failure_of_another(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -169,11 +257,18 @@ def test_the_process_with_the_store_is_gone(monkeypatch: pytest.MonkeyPatch) -> 
     def gone(*arguments: object) -> None:
         raise dist.DistNetworkError("Broken pipe")
 
-    def check() -> bool:
-        records = Records(PATIENCE)
-        for name in ("set", "check", "compare_set"):
-            monkeypatch.setattr(dist.PrefixStore, name, gone)
-        records.leave()
-        return records.find("here") == records.accuse([0], "died") == STORE_IS_GONE
+    def last_call(name: str, *arguments: Any) -> bool:
+        watch = Watch(Records(PATIENCE))
+        watch.start()
+        while watch.records.answered_at < 0:  # not connected
+            time.sleep(0.01)
+        for method in ("set", "check", "compare_set"):
+            monkeypatch.setattr(dist.PrefixStore, method, gone)
+        found = watch.finish(partial(getattr(watch.records, name), *arguments))
+        monkeypatch.undo()
+        return found == STORE_IS_GONE
 
-    assert run_ranks(lambda: check() and monkeypatch.undo() is None, 1) == [True]
+    def check() -> bool:
+        return last_call("leave") and last_call("find_failure", "here") and last_call("report", [0], "died")
+
+    assert run_ranks(check, 1) == [True]
