@@ -10,7 +10,7 @@ namespace {
 
 constexpr ActivationKind kKind{Activation::silu, GateLayout::separate, std::numeric_limits<double>::infinity()};
 
-// Tokens, their routing, and the experts.
+// Tokens, their routing, and the weights of the experts.
 template <class T>
 struct Problem {
   explicit Problem(const ExpertsShape& shape)

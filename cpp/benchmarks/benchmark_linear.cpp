@@ -5,7 +5,7 @@
 namespace maxmoe::benchmarks {
 namespace {
 
-// The logits of a router: 16-bit matrices, sums and result in float32.
+// The logits of a router: 16-bit matrices, with sums and result in float32.
 const Registration registration([](Session& session) {
   for_experts(session, "linear", [&]<class T>(const Case& c, const ExpertsShape& shape) {
     constexpr Dtype kDtype = std::is_same_v<T, float> ? Dtype::float32 : Dtype::bfloat16;

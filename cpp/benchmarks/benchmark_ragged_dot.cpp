@@ -5,7 +5,7 @@
 namespace maxmoe::benchmarks {
 namespace {
 
-// Each of kTopK rows, in random order, with the one row of their group.
+// Dot products of kTopK rows, in random order, with the row of their group.
 const Registration registration([](Session& session) {
   for_rows(session, "ragged_dot", [&]<class T>(const Case& c, const RowsShape& shape) {
     const Table<T> both(shape.num_rows / kTopK + shape.num_rows, shape.hidden_size);  // a above b

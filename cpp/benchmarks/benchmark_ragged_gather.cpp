@@ -5,7 +5,7 @@
 namespace maxmoe::benchmarks {
 namespace {
 
-// Every row once, in random order, with a weight.
+// Gathers every row once, in random order, with a weight.
 const Registration registration([](Session& session) {
   for_rows(session, "ragged_gather", [&]<class T>(const Case& c, const RowsShape& shape) {
     const Table<T> x(shape.num_rows, shape.hidden_size);

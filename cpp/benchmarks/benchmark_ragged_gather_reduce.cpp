@@ -5,7 +5,7 @@
 namespace maxmoe::benchmarks {
 namespace {
 
-// Every row once, in random order, with a weight; kTopK to a sum.
+// Sums kTopK rows per result, in random order, with weights. Every row is read once.
 const Registration registration([](Session& session) {
   for_rows(session, "ragged_gather_reduce", [&]<class T>(const Case& c, const RowsShape& shape) {
     const Table<T> rows(shape.num_rows, shape.hidden_size);

@@ -5,7 +5,7 @@
 namespace maxmoe::benchmarks {
 namespace {
 
-// The rows of 64 experts, with weights, to the tokens they came from.
+// Adds the rows of 64 experts, with weights, to their tokens.
 const Registration registration([](Session& session) {
   for_rows(session, "ragged_scatter_add", [&]<class T>(const Case& c, const RowsShape& shape) {
     const int64_t num_tokens = shape.num_rows / kTopK;

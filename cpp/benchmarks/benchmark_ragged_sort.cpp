@@ -5,7 +5,7 @@
 namespace maxmoe::benchmarks {
 namespace {
 
-// Tokens to the rows of 64 experts, with weights.
+// Gathers tokens into the rows of 64 experts, with weights.
 const Registration registration([](Session& session) {
   for_rows(session, "ragged_sort", [&]<class T>(const Case& c, const RowsShape& shape) {
     const int64_t num_tokens = shape.num_rows / kTopK;

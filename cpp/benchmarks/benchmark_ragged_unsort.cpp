@@ -5,7 +5,7 @@
 namespace maxmoe::benchmarks {
 namespace {
 
-// The rows of 64 experts, with weights, to their tokens.
+// Sums the rows of 64 experts, with weights, into their tokens.
 const Registration registration([](Session& session) {
   for_rows(session, "ragged_unsort", [&]<class T>(const Case& c, const RowsShape& shape) {
     const int64_t num_tokens = shape.num_rows / kTopK;

@@ -12,7 +12,7 @@ struct RouteShape {
   RoutingRule rule;
 };
 constexpr RoutingRule kSoftmax{ScoreFunction::softmax, Normalization::sum, 1.0, 1, 1};
-// As DeepSeek-V3 does it.
+// The routing of DeepSeek-V3.
 constexpr RoutingRule kGroups{ScoreFunction::sigmoid, Normalization::sum, 1.0, 8, 4};
 constexpr RouteShape kRouteShapes[] = {
     {16384, 256, 8, kGroups}, {2048, 64, 8, kSoftmax}, {2048, 8, 2, kSoftmax}, {16, 64, 8, kSoftmax}};

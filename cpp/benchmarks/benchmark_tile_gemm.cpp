@@ -6,7 +6,7 @@
 namespace maxmoe::benchmarks {
 namespace {
 
-// c [T, F] = a [T, D] * b [D, F]; the other two products of a layer have a or b transposed.
+// c [T, F] = a [T, D] * b [D, F]. In the other two products of a layer, a or b is transposed.
 struct ProductShape {
   int64_t num_rows;
   int64_t depth;

@@ -5,18 +5,19 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// Makes the compiler assume that the vector is read and changed here, so that it neither drops nor hoists computations.
+// The compiler must assume that the vector is read and changed here, so that it neither drops nor hoists computations.
 template <class Vector>
 MAXMOE_INLINE void consume(Vector& vector) {
   asm volatile("" : "+m"(vector) : : "memory");
 }
 
-// Independent sums: a multiply-add takes 4 or 5 cycles and two begin in each, so that 10 sums keep both units busy. As
-// many as the micro-kernels have stay in registers. The unrolling makes the cost of the loop negligible.
+// Number of independent accumulators. A multiply-add takes 4 or 5 cycles and two begin in each cycle, so that 10
+// accumulators keep both units busy. A micro-kernel has as many as here, and they stay in registers. The loop is
+// unrolled so that its own cost is negligible.
 constexpr int kSums = kVectorRegisters == 32 ? 24 : 12;
 constexpr int kUnroll = 4;
 
-// Calls step(sum) `steps` times in all; each is one multiply-add of kLanes<S> numbers, or of as many pairs.
+// Calls step(sum) `steps` times in total. A step is one multiply-add of kLanes<S> numbers, or of as many pairs.
 template <class S, class Step>
 MAXMOE_INLINE void run_steps(int64_t steps, const Step& step) {
   Vector<S> sums[kSums] = {};
@@ -47,7 +48,7 @@ void peak_multiply_adds(const PeakMultiplyAdds<T>& a, const Executor& /*executor
 #endif
   Vector<S> one = Vector<S>{} + S(1);
   consume(one);
-  // The sum is a factor: a product of constants would be hoisted out of the loop.
+  // The accumulator is a factor: a product of constants would be hoisted out of the loop.
   run_steps<S>(a.multiply_adds / kLanes<S>, [&](Vector<S> sum) { return multiply_add(one, S(0.5), sum); });
 }
 

@@ -1,4 +1,4 @@
-// Upper bounds of the speed of kernels: the peak of the multiply-add units, and the bandwidth of memory.
+// Upper bounds for the speed of kernels: the peak of the multiply-add units, and the bandwidth of memory.
 #pragma once
 
 #include "kernels/dtype.h"
@@ -6,7 +6,7 @@
 
 namespace maxmoe {
 
-// As many multiply-adds of elements of T, with all operands in registers, on the calling thread.
+// Runs `multiply_adds` multiply-adds of elements of T on the calling thread, with all operands in registers.
 template <class T>
 struct PeakMultiplyAdds {
   int64_t multiply_adds;

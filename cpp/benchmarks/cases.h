@@ -1,4 +1,4 @@
-// Loops over the cases of a benchmark, and kernels timed beside their bounds.
+// Loops over the cases of a benchmark, and kernels that are timed beside their bounds.
 #pragma once
 
 #include "contenders.h"
@@ -27,13 +27,13 @@ void for_experts(const Session& session, const char* name, const Body& body) {
   for_cases<float, BFloat16>(session, name, kExpertsShapes, body);
 }
 
-// Against reading `data`.
+// Times a call beside reading `data` once.
 template <class T, class Call>
 void time_read(Session& session, const Case& c, const T* data, size_t size, const Call& call) {
   session.time(c, bytes(size), {kernel(call), read_bound(session.threads(), data, size)});
 }
 
-// Against reading `source` and writing `target`.
+// Times a call beside reading `source` and writing `target` once.
 template <class T, class Call>
 void time_read_write(Session& session, const Case& c, const Table<T>& source, const Table<T>& target,
                      const Call& call) {
@@ -41,7 +41,8 @@ void time_read_write(Session& session, const Case& c, const Table<T>& source, co
                {kernel(call), read_write_bound(session.threads(), source, target)});
 }
 
-// `count` products of all rows, each with one matrix of every expert, against as many dense products.
+// Times a call that computes `count` products of all rows, each with one matrix per expert, beside as many dense
+// products.
 template <class T, class Call>
 void time_products(Session& session, const Case& c, const ExpertsShape& shape, int64_t count, const Call& call) {
   const int64_t num_rows = shape.num_tokens * shape.top_k;

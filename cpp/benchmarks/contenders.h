@@ -1,4 +1,4 @@
-// Contenders of the benchmarks: the kernel, and its upper bounds.
+// Contenders of a benchmark: the kernel and its upper bounds.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace maxmoe::benchmarks {
 
-// The kernel that is benchmarked.
+// The kernel under test.
 template <class Call>
 Contender kernel(Call call) {
   return {"maxmoe", call};
@@ -24,7 +24,7 @@ Contender multiply_add_bound(int64_t multiply_adds) {
   return {"bound: multiply-adds", [=] { peak_multiply_adds(PeakMultiplyAdds<T>{multiply_adds}, SerialExecutor()); }};
 }
 
-// `count` dense products [R, D] [D, F], cut into tiles of rows as grouped products are.
+// `count` dense products [R, D] [D, F], divided into tiles of rows like grouped products.
 template <class T>
 class DenseProducts {
  public:
@@ -64,15 +64,15 @@ Contender read_bound(const ThreadPool& threads, const T* data, size_t bytes) {
   return {"bound: read", [read, &threads] { sequential_read(read, threads); }};
 }
 
-// Reads one table and writes another one, once, in order: a copy of as many bytes as the smaller one has, and a read or
-// a memset of what the larger one has more. Index and weights of a row, some hundredths of its bytes, are not counted.
+// Reads one table and writes another one, once and in order: a memcpy of the size of the smaller table, and a read or a
+// memset of what the larger one has more. Index and weights, some hundredths of the bytes of a row, are not counted.
 template <class T>
 Contender read_write_bound(const ThreadPool& threads, const Table<T>& source, const Table<T>& target) {
   const auto read_write = [&threads, &source, &target] {
     const auto* from = reinterpret_cast<const std::byte*>(source.data());
     auto* to = reinterpret_cast<std::byte*>(target.data());
     const size_t copied = std::min(source.bytes(), target.bytes());
-    // One piece per thread, but none so small that it takes less time than waking a thread.
+    // One piece per thread, but no piece that takes less time than waking a thread.
     const auto share = [&](size_t bytes, const auto& body) {
       const auto count = static_cast<int64_t>(bytes);
       const int64_t grain = std::max<int64_t>(count / threads.num_threads() + 1, 1 << 16);

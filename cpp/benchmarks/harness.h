@@ -1,8 +1,8 @@
-// Times the contenders of a benchmark in turn, and prints a table.
+// Times the contenders of a benchmark in turn and prints a table.
 //
-// Not Google Benchmark: its interleaved repetitions create their inputs again each time, and its benchmarks cannot
-// refer to each other, so that a column with the share of the bound, the point of these tables, would need a reporter
-// as long as this harness. And the test suite, which runs the benchmarks once, would depend on one more library.
+// Google Benchmark is not used. Its interleaved repetitions create their inputs again each time. Its benchmarks cannot
+// refer to each other, so that a column with the share of the bound, the purpose of these tables, would need a reporter
+// as long as this harness. The test suite, which runs the benchmarks once, would depend on one more library.
 #pragma once
 
 #include <cstddef>
@@ -16,14 +16,14 @@
 
 namespace maxmoe::benchmarks {
 
-// The first three columns of the table: what contenders are compared in.
+// A row of the table, without its contender: kernel, shape and dtype.
 struct Case {
   std::string kernel;
   std::string shape;
   std::string dtype;
 };
 
-// The work of one call at least: its multiply-adds, or the bytes that it reads and writes.
+// The minimum work of one call: its multiply-adds, or the bytes that it reads and writes.
 struct Work {
   double amount;
   const char* unit;
@@ -44,10 +44,11 @@ class Session {
  public:
   Session(const std::string& filter, int rounds, int num_threads);
 
-  // Whether the filter selects the case. To be called before its inputs are created.
+  // Whether the filter selects the case. Called before the inputs of the case are created.
   bool is_selected(const Case& c) const;
 
-  // Times all contenders in turn and prints a row for each: the kernel first, then its bound, then alternatives.
+  // Times all contenders in turn and prints a row for each. The first contender is the kernel, the second its bound,
+  // the others are alternatives.
   void time(const Case& c, Work work, const std::vector<Contender>& contenders);
 
   const ThreadPool& threads() const { return threads_; }
@@ -60,7 +61,7 @@ class Session {
   int num_cases_ = 0;
 };
 
-// A file of benchmarks has one global Registration: main calls its function.
+// Registers a function with benchmarks. Each file has one global Registration, and main calls its function.
 struct Registration {
   explicit Registration(void (*benchmark)(Session&));
 };

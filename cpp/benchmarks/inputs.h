@@ -25,12 +25,13 @@ struct ExpertsShape {
   int64_t top_k;              // K
 };
 
-// Few large experts; many small ones; those with a small batch, and with the tokens of a decoding step.
+// A few large experts; many small experts; many small experts with a small batch, and with the tokens of a decoding
+// step.
 inline constexpr ExpertsShape kExpertsShapes[] = {
     {2048, 512, 1024, 8, 2}, {2048, 512, 192, 64, 8}, {128, 512, 192, 64, 8}, {16, 512, 192, 64, 8}};
 
-// R rows of D elements, kTopK for each token. 1001: rows that begin anywhere in a cache line. 128 rows: a decoding
-// step.
+// R rows of D elements, kTopK rows per token. With 1001 columns, rows begin anywhere in a cache line. 128 rows are a
+// decoding step.
 struct RowsShape {
   int64_t num_rows;
   int64_t hidden_size;
@@ -55,8 +56,8 @@ inline std::string text(const RowsShape& s) {
   return text({{'R', s.num_rows}, {'D', s.hidden_size}});
 }
 
-// A matrix of numbers in [-0.5, 0.5): 4099 random ones, repeated. Filling it touches every page, so that no page faults
-// are timed.
+// A matrix of numbers in [-0.5, 0.5): 4099 random numbers, repeated. Filling it touches every page, so that page faults
+// are not timed.
 template <class T>
 class Table {
  public:
@@ -75,7 +76,7 @@ class Table {
   MatrixView<T> view() const { return {data(), rows_, columns_, columns_}; }
   ConstMatrixView<T> read() const { return view().as_const(); }
 
-  // `count` matrices, one below the other.
+  // Stack of `count` matrices, stored one below the other.
   MatrixStack<T> stack(int64_t count) const {
     return {view().row_range(0, rows_ / count), count, rows_ / count * columns_};
   }
@@ -94,7 +95,7 @@ class Table {
   std::unique_ptr<T, Delete> values_;
 };
 
-// 0 to count - 1 in random order.
+// The numbers from 0 to count - 1 in random order.
 inline std::vector<int64_t> permutation(int64_t count) {
   std::vector<int64_t> order(static_cast<size_t>(count));
   std::iota(order.begin(), order.end(), 0);
@@ -102,7 +103,7 @@ inline std::vector<int64_t> permutation(int64_t count) {
   return order;
 }
 
-// top_k different experts for every token, low ids more often: the load of real routers is skewed.
+// Routes every token to top_k different experts, more often to low ids, because the load of real routers is skewed.
 inline std::vector<int64_t> skewed_experts(int64_t num_tokens, int64_t num_experts, int64_t top_k) {
   std::mt19937 generator(0);
   std::vector<int64_t> experts;
@@ -118,7 +119,7 @@ inline std::vector<int64_t> skewed_experts(int64_t num_tokens, int64_t num_exper
   return experts;
 }
 
-// ragged_plan and the memory of its results.
+// The results of ragged_plan, with their memory.
 struct Plan {
   Plan(std::vector<int64_t> experts_of_slots, int64_t num_experts)
       : experts(std::move(experts_of_slots)),

@@ -1,4 +1,4 @@
-// maxmoe_kernels_benchmarks [--filter REGEX] [--rounds N] [--threads N]
+// The command line of the benchmarks: maxmoe_kernels_benchmarks [--filter REGEX] [--rounds N] [--threads N]
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -11,7 +11,7 @@
 namespace maxmoe::benchmarks {
 namespace {
 
-// The least time for which a contender is called without a break.
+// Minimum time for which a contender is called without a break.
 constexpr double kSecondsPerTurn = 1e-3;
 
 std::vector<void (*)(Session&)>& benchmarks() {
@@ -19,15 +19,15 @@ std::vector<void (*)(Session&)>& benchmarks() {
   return all;
 }
 
-// Seconds that `calls` calls take.
+// Seconds that `calls` calls take in total.
 double turn(const Contender& contender, int64_t calls) {
   const auto start = std::chrono::steady_clock::now();
   for (int64_t i = 0; i < calls; ++i) contender.call();
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// So many that reading the clock takes a negligible share. The first call, with page faults and cold caches, is not
-// timed.
+// Number of calls per turn, chosen so that reading the clock takes a negligible share. The first call, with page faults
+// and cold caches, is not timed.
 int64_t calls_per_turn(const Contender& contender) {
   contender.call();
   int64_t calls = 1;
@@ -95,7 +95,7 @@ void Session::time(const Case& c, Work work, const std::vector<Contender>& conte
   ++num_cases_;
   std::vector<int64_t> calls;
   for (const Contender& contender : contenders) calls.push_back(calls_per_turn(contender));
-  // Rounds start with each contender in turn.
+  // Each round starts with another contender, so that none always follows the same one.
   std::vector<std::vector<double>> seconds(contenders.size());
   for (size_t round = 0; round < static_cast<size_t>(rounds_); ++round) {
     for (size_t i = 0; i < contenders.size(); ++i) {

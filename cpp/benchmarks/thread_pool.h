@@ -1,4 +1,4 @@
-// An executor whose threads are kept from one run to the next.
+// An executor that keeps its threads from one run to the next.
 #pragma once
 
 #include <atomic>
@@ -11,7 +11,7 @@
 
 namespace maxmoe::benchmarks {
 
-// The calling thread is one of them. One run at a time, and none inside a task.
+// The calling thread is one of the threads. Runs must not overlap or be nested.
 class ThreadPool final : public Executor {
  public:
   explicit ThreadPool(int num_threads) {
@@ -38,8 +38,8 @@ class ThreadPool final : public Executor {
   }
 
  private:
-  // A worker polls for the next run this often, about 1 ms, before it sleeps: waking it takes longer than a small
-  // kernel.
+  // Number of times that a worker polls for the next run before it sleeps, about 1 ms. Waking it takes longer than a
+  // small kernel.
   static constexpr int kPollsBeforeSleep = 1000;
 
   void start() const {

@@ -1,4 +1,4 @@
-// The experts' activations on blocks of one row. Only for the .cpp files that are compiled per instruction set.
+// The activations of the experts, on blocks of one row. Only for the .cpp files that are compiled per instruction set.
 #pragma once
 
 #include <Eigen/Core>
@@ -9,11 +9,11 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// A block of a row, on the stack.
+// A block of a row. Its maximum size is part of the type, so that Eigen stores it on the stack.
 template <class S>
 using Block = Eigen::Array<S, Eigen::Dynamic, 1, Eigen::ColMajor, kColumnBlock, 1>;
 
-// value = f(x), slope = f'(x); without kWithSlope the slope is left empty.
+// An activation and its derivative: value = f(x), slope = f'(x). Without kWithSlope the slope is empty.
 template <class S>
 struct ValueAndSlope {
   Block<S> value;
@@ -28,6 +28,7 @@ ValueAndSlope<S> swish(const Block<S>& x, S steepness) {
   return {x * sigmoid, sigmoid * (S(1) + steepness * x * (S(1) - sigmoid))};
 }
 
+// x * Phi(x), with the cumulative distribution function Phi of the normal distribution.
 template <class S, bool kWithSlope>
 ValueAndSlope<S> gelu(const Block<S>& x) {
   const Block<S> cdf = S(0.5) * (S(1) + x.unaryExpr([](S v) { return std::erf(v * S(M_SQRT1_2)); }));
@@ -36,6 +37,7 @@ ValueAndSlope<S> gelu(const Block<S>& x) {
   return {x * cdf, cdf + x * density};
 }
 
+// The approximation of gelu with tanh.
 template <class S, bool kWithSlope>
 ValueAndSlope<S> gelu_tanh(const Block<S>& x) {
   constexpr S scale = S(M_2_SQRTPI * M_SQRT1_2);
@@ -46,7 +48,7 @@ ValueAndSlope<S> gelu_tanh(const Block<S>& x) {
           S(0.5) * (S(1) + tanh) + S(0.5) * x * (S(1) - tanh.square()) * scale * (S(1) + S(3) * cubic * x.square())};
 }
 
-// Comparisons are written so that a NaN stays one.
+// Comparisons propagate NaN: x <= 0 is false for a NaN, which selects x.
 template <class S, bool kWithSlope>
 ValueAndSlope<S> activate(Activation activation, const Block<S>& x) {
   switch (activation) {
@@ -68,7 +70,7 @@ ValueAndSlope<S> activate(Activation activation, const Block<S>& x) {
   return {};
 }
 
-// What the activation does to one block: activated = f(gate) * up, and its slopes in gate and up.
+// The activation of one block, activated = f(gate) * up, and its derivatives with respect to gate and up.
 template <class S>
 struct ActivatedBlock {
   Block<S> activated;
@@ -76,7 +78,7 @@ struct ActivatedBlock {
   Block<S> up_slope = {};
 };
 
-// Without a limit it is infinite: then nothing is clipped, and passes over the block are spared.
+// A limit of infinity means no clipping: the passes over the block that would clip it are skipped.
 template <class S, bool kWithSlope>
 ActivatedBlock<S> activate_gated(const ActivationKind& kind, const Block<S>& gate, const Block<S>& up) {
   const S limit = static_cast<S>(kind.limit);
@@ -93,7 +95,7 @@ ActivatedBlock<S> activate_gated(const ActivationKind& kind, const Block<S>& gat
   return {f.value * factor, (gate > limit).select(S(0), f.slope * factor), (up.abs() > limit).select(S(0), f.value)};
 }
 
-// Where the gate and up of some columns stand in a row of preactivations, or of their gradient.
+// Position of the gate and up of some columns in a row of the preactivations or of their gradient.
 struct PreactivationColumns {
   int64_t gate;
   int64_t up;
@@ -105,6 +107,7 @@ MAXMOE_INLINE PreactivationColumns preactivation_columns(GateLayout layout, int6
   return {begin, layout == GateLayout::none ? begin : width + begin, 1};
 }
 
+// Reads and writes a block in the accumulator's type. The stride is 2 for interleaved gate and up.
 template <class T>
 Block<Accumulator<T>> load_block(const T* source, int64_t stride, int64_t size) {
   Block<Accumulator<T>> block(size);
@@ -125,7 +128,7 @@ void store_block(const Block<Accumulator<T>>& block, T* target, int64_t stride) 
   }
 }
 
-// Columns [begin, begin + size) of a row of preactivations.
+// Activates columns [begin, begin + size) of a row of preactivations.
 template <class T, bool kWithSlope>
 ActivatedBlock<Accumulator<T>> activate_block(const ActivationKind& kind, const T* preactivations, int64_t width,
                                               int64_t begin, int64_t size) {

@@ -5,13 +5,14 @@ namespace maxmoe {
 
 enum class Activation { silu, gelu, gelu_tanh, relu, relu2, swigluoai };
 
-// Where the gate is: nowhere; in matrices of its own; in those of up, before its columns or in turn with them.
+// Where the gate projection is stored: there is none; in matrices of its own; or in the matrices of up, before their
+// columns (concatenated) or alternating with them (interleaved).
 enum class GateLayout { none, separate, concatenated, interleaved };
 
 struct ActivationKind {
   Activation activation;
   GateLayout gate;
-  double limit;  // gate is clipped from above, up on both sides; infinity for no clipping
+  double limit;  // gate is clipped to (-inf, limit], up to [-limit, limit]; infinity: no clipping
 };
 
 }  // namespace maxmoe

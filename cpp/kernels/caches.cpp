@@ -7,11 +7,15 @@
 namespace maxmoe {
 
 int64_t second_level_cache_bytes() {
+  // Read once per process: sysconf may execute the CPUID instruction, which traps to the hypervisor in a virtual
+  // machine.
   static const int64_t bytes = [] {
+    // A size that most processors reach or exceed.
     constexpr int64_t kUnknown = int64_t{1} << 20;
 #ifdef _SC_LEVEL2_CACHE_SIZE
-    const int64_t told = sysconf(_SC_LEVEL2_CACHE_SIZE);
-    return told > 0 ? told : kUnknown;
+    // 0 or -1 if the system does not know the size.
+    const int64_t reported = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    return reported > 0 ? reported : kUnknown;
 #else
     return kUnknown;
 #endif
@@ -20,8 +24,9 @@ int64_t second_level_cache_bytes() {
 }
 
 int64_t panels_per_block(int64_t panel_bytes, int64_t cache_bytes) {
-  constexpr int64_t kMost = 16;  // bounds packed B, and the sums of C beside it
-  return std::clamp<int64_t>(cache_bytes / 8 / panel_bytes, 1, kMost);
+  constexpr int64_t kMaxPanels = 16;  // bounds the scratch memory of packed B and of the sums of C
+  // At least one panel, because a micro-kernel multiplies a whole one.
+  return std::clamp<int64_t>(cache_bytes / 8 / panel_bytes, 1, kMaxPanels);
 }
 
 }  // namespace maxmoe

@@ -1,4 +1,5 @@
-// How kernels run tasks on threads, and the scratch memory of each thread.
+// How kernels run tasks on threads, and the scratch memory of each thread. The kernels have no threads of their own:
+// the caller's executor runs their tasks, so that torch's thread pool is the only one.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +10,8 @@
 
 namespace maxmoe {
 
-// A non-owning reference to a callable void(int64_t), which must outlive it. Not std::function: that may allocate.
+// Non-owning reference to a callable void(int64_t), which must outlive it. Not std::function, which may allocate
+// memory.
 class Task {
  public:
   template <class Callable>
@@ -23,6 +25,7 @@ class Task {
   void (*call_)(const void*, int64_t);
 };
 
+// Runs tasks on threads. cpp/ops implements it with torch's thread pool.
 class Executor {
  public:
   Executor() = default;
@@ -30,12 +33,13 @@ class Executor {
   Executor& operator=(const Executor&) = delete;
   virtual ~Executor() = default;
 
-  // How many tasks run at the same time.
+  // Number of threads that run tasks at the same time.
   virtual int64_t num_threads() const = 0;
 
-  // Calls task(i) once for every i in [0, count) and returns when all are done. Tasks start in order of i, each on
-  // whichever thread is free. Inside a task every library runs on that thread alone, so that a result cannot depend on
-  // the number of threads. The first exception of a task is rethrown here.
+  // Calls task(i) once for every i in [0, count) and returns when all calls have returned. Tasks start in order of i,
+  // each on the next free thread: this balances the load of a list that is sorted by size. Inside a task every library
+  // runs on the calling thread alone, so that a result cannot depend on the number of threads. The first exception of a
+  // task is rethrown here.
   virtual void run(int64_t count, const Task& task) const = 0;
 };
 
@@ -46,15 +50,16 @@ class SerialExecutor final : public Executor {
   void run(int64_t count, const Task& task) const override;
 };
 
-// Runs tasks that take `multiply_adds` multiply-adds in all. Few of them run on the calling thread: waking others would
-// take longer.
+// Runs tasks that take `multiply_adds` multiply-adds in total. If these are few, all tasks run on the calling thread,
+// because waking another thread would take longer.
 MAXMOE_INLINE void run_tasks(const Executor& executor, int64_t count, int64_t multiply_adds, const Task& task) {
   constexpr int64_t kMinParallelMultiplyAdds = 1 << 17;  // some microseconds, as waking a thread takes
   if (multiply_adds < kMinParallelMultiplyAdds) return SerialExecutor().run(count, task);
   executor.run(count, task);
 }
 
-// Calls body(begin, end) over disjoint ranges that cover [0, count), each of at most `grain` elements.
+// Calls body(begin, end) over disjoint ranges of at most `grain` elements that cover [0, count). The ranges do not
+// depend on the number of threads, so that a result cannot depend on it either.
 template <class Body>
 MAXMOE_INLINE void run_ranges(const Executor& executor, int64_t count, int64_t grain, const Body& body) {
   if (count <= 0) return;
@@ -65,23 +70,24 @@ MAXMOE_INLINE void run_ranges(const Executor& executor, int64_t count, int64_t g
   executor.run((count + grain - 1) / grain, Task(chunk));
 }
 
-// How many rows of `columns` elements make one task: 32 to 128 KiB by type, which take microseconds to move, while
-// taking a task takes a fraction of one. Four times as many were no faster.
+// Number of rows of `columns` elements per task. A task moves 32 to 128 KiB, depending on the type, which takes
+// microseconds; starting it takes a fraction of one. Tasks four times as large gave no gain (docs/performance.md).
 MAXMOE_INLINE int64_t rows_per_task(int64_t columns) {
   constexpr int64_t kElementsPerTask = 16384;
   return kElementsPerTask / (columns < 1 ? 1 : columns) + 1;
 }
 
-// The slots of scratch memory: a buffer for each that is in use at the same time. A kernel has slots 0 to 4 to itself
-// inside its tasks; around them it holds its work list, and inside them it calls a Gemm, which has the last three.
+// The slots of scratch memory. Buffers that are in use at the same time have different slots. Slots 0 to 4 are for a
+// kernel's own tasks, and each kernel names the ones that it uses. Its work list lives around the tasks and has slot 5.
+// The tasks call a Gemm, which has the last three.
 constexpr int kWorkListScratch = 5;
 constexpr int kPackedAScratch = 6;
 constexpr int kPackedBScratch = 7;
-constexpr int kSumsScratch = 8;  // of C in the accumulator's type
+constexpr int kSumsScratch = 8;  // partial sums of C in the accumulator's type
 constexpr int kScratchSlots = 9;
 
-// Uninitialised memory of the calling thread, 64-byte aligned. It is kept for the next call, which spares the page
-// faults of fresh memory; a second call for a slot invalidates what the first one returned.
+// Uninitialized memory of the calling thread, 64-byte aligned. The memory is kept for later calls, which avoids the
+// page faults of newly mapped memory. A later call with the same slot invalidates the pointer.
 void* scratch_bytes(int slot, size_t bytes);
 
 template <class T>

@@ -1,26 +1,31 @@
 #include "expert_ffn.h"
 
 #include "activation.h"
-#include "group_tiles.h"
+#include "expert_tasks.h"
 #include "ragged_unsort.h"
 #include "row.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// F, the rows of the matrices of down.
+// The scratch slots of a tile: A and Z in the forward pass, dA in the backward pass.
+constexpr int kActivatedScratch = 1;
+constexpr int kPreactivationsScratch = 2;
+constexpr int kGradActivatedScratch = 1;
+
+// F, the number of rows of down.
 template <class T>
 int64_t intermediate_size(const ExpertWeights<T>& experts) {
   return experts.down.first.rows;
 }
 
-// Columns of the preactivations Z.
+// Number of columns of the preactivations Z.
 template <class T>
 int64_t preactivation_width(const ExpertWeights<T>& experts) {
   return experts.gate.first.columns + experts.up.first.columns;
 }
 
-// The columns of Z, or dZ, of a separate gate, and those of up.
+// The columns of Z or dZ that belong to a separate gate, and those of up.
 template <class View>
 View gate_columns(const View& preactivations, int64_t gate_width) {
   return preactivations.column_range(0, gate_width);
@@ -31,24 +36,26 @@ View up_columns(const View& preactivations, int64_t gate_width) {
   return preactivations.column_range(gate_width, preactivations.columns);
 }
 
-// The tokens of rows [begin, end): products read them where they are.
+// The tokens of rows [begin, end), as an operand that reads them by index: they are not gathered.
 template <class T>
 GemmOperand<T> tokens_of(ConstMatrixView<T> x, const RoutedRows& routed, int64_t begin, int64_t end) {
   return {x, routed.slots + begin, routed.top_k, end - begin};
 }
 
-// The product out = a * b + bias, for some a: out holds the bias already.
+// The product out = a * b + bias for some a. The bias is copied to `out`, and the product is added to it.
 template <class T>
 Product<T> product_with_bias(ConstMatrixView<T> b, const T* bias, MatrixView<T> out, ConstMatrixView<T> next_b) {
   for (int64_t r = 0; r < out.rows && bias != nullptr; ++r) copy_row(bias, out.row(r), out.columns);
   return {b, out, bias != nullptr, next_b};
 }
 
+// The bias of one expert; null without biases.
 template <class T>
 const T* bias_row(ConstMatrixView<T> bias, int64_t group) {
   return bias.data == nullptr ? nullptr : bias.row(group);
 }
 
+// A = activation(Z), in blocks of columns that stay in the first-level cache.
 template <class T>
 void activate_rows(const ActivationKind& kind, MatrixView<T> preactivations, MatrixView<T> activated) {
   for (int64_t r = 0; r < activated.rows; ++r) {
@@ -60,12 +67,15 @@ void activate_rows(const ActivationKind& kind, MatrixView<T> preactivations, Mat
   }
 }
 
+// Whether only Z is computed: the backward pass recomputes it if it was not kept.
 template <class T>
 bool wants_only_preactivations(const ExpertFfn<T>& a) {
   return a.out.data == nullptr;
 }
 
-// next_group: what this thread is likely to compute next.
+// Computes one tile: preactivations, activation and the output rows. The tile stays in a cache from one product to the
+// next. `next_group` is the group that this thread will probably compute next; its first matrix is prefetched at the
+// end.
 template <class T>
 void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile, int64_t next_group) {
   const ExpertWeights<T>& experts = a.experts;
@@ -73,19 +83,21 @@ void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile, int64_t next_gro
   const int64_t width = intermediate_size(experts);
 
   const GemmOperand<T> tokens = tokens_of(a.x, a.routed, tile.begin, tile.end);
-  const MatrixView<T> activated{scratch<T>(1, height * width), height, width, width};
+  const MatrixView<T> activated{scratch<T>(kActivatedScratch, height * width), height, width, width};
+  // Z is stored for the backward pass, or in scratch memory if the caller does not keep it.
   MatrixView<T> preactivations;
   if (a.preactivations.data != nullptr) {
     preactivations = a.preactivations.row_range(tile.begin, tile.end);
   } else {
     const int64_t columns = preactivation_width(experts);
-    preactivations = {scratch<T>(2, height * columns), height, columns, columns};
+    preactivations = {scratch<T>(kPreactivationsScratch, height * columns), height, columns, columns};
   }
 
   const int64_t gate_width = experts.gate.first.columns;
   const ConstMatrixView<T> up = experts.up[tile.group];
   const ConstMatrixView<T> down = experts.down[tile.group];
   const ConstMatrixView<T> of_next_tile = experts.gate.empty() ? experts.up[next_group] : experts.gate[next_group];
+  // gate and up are products of the same tokens, which are packed once.
   Product<T> products[2];
   int64_t count = 0;
   if (a.kind.gate == GateLayout::separate) {
@@ -102,7 +114,7 @@ void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile, int64_t next_gro
                                                            a.rows.row_range(tile.begin, tile.end), of_next_tile));
 }
 
-// For one row: Z becomes dZ, A becomes weight * A; returns <dA, A>.
+// Backward of the activation for one row: Z becomes dZ, A becomes weight * A. Returns <dA, A>.
 template <class T>
 Accumulator<T> activate_backward_row(const ExpertFfnBackwardDown<T>& a, int64_t row, Accumulator<T> weight,
                                      const T* grad_activated) {
@@ -112,10 +124,12 @@ Accumulator<T> activate_backward_row(const ExpertFfnBackwardDown<T>& a, int64_t 
   S grad_weight = 0;
   for (int64_t begin = 0; begin < width; begin += kColumnBlock) {
     const int64_t size = at_most(width - begin, kColumnBlock);
+    // A is recomputed from Z. This costs an exponential per element, and no memory between the passes.
     const auto block = activate_block<T, true>(a.kind, preactivations, width, begin, size);
     const PreactivationColumns columns = preactivation_columns(a.kind.gate, width, begin);
     Block<S> grad = load_block(grad_activated + begin, 1, size);
     grad_weight += (grad * block.activated).sum();
+    // <dA, A> is taken first, because the gradient of the weight is that of the unweighted output.
     grad *= weight;
     store_block<T>(grad * block.up_slope, preactivations + columns.up, columns.stride);
     if (a.kind.gate != GateLayout::none) {
@@ -126,17 +140,19 @@ Accumulator<T> activate_backward_row(const ExpertFfnBackwardDown<T>& a, int64_t 
   return grad_weight;
 }
 
+// The routing weight of a slot; 1 without weights.
 template <class T>
 Accumulator<T> weight_of_slot(const ExpertFfnBackwardDown<T>& a, int64_t slot) {
   return a.weights == nullptr ? Accumulator<T>(1) : a.weights[slot];
 }
 
+// Computes dZ, weights * A and the gradients of the weights for the rows of a tile.
 template <class T>
 void grad_preactivations_tile(const ExpertFfnBackwardDown<T>& a, const GroupTile& tile, int64_t next_group) {
   const int64_t height = tile.end - tile.begin;
   const int64_t width = a.down.first.rows;
   const GemmOperand<T> grad_out = tokens_of(a.grad_out, a.routed, tile.begin, tile.end);
-  const MatrixView<T> grad_activated{scratch<T>(1, height * width), height, width, width};
+  const MatrixView<T> grad_activated{scratch<T>(kGradActivatedScratch, height * width), height, width, width};
 
   a.gemm->multiply(grad_out, {a.down[tile.group].transposed(), grad_activated, false, a.down[next_group].transposed()});
   for (int64_t r = 0; r < height; ++r) {
@@ -144,6 +160,7 @@ void grad_preactivations_tile(const ExpertFfnBackwardDown<T>& a, const GroupTile
     Accumulator<T> grad_weight =
         activate_backward_row(a, tile.begin + r, weight_of_slot(a, slot), grad_activated.row(r));
     if (a.grad_weights == nullptr) continue;
+    // The output of the expert is A down + bias: the bias is a second term of the gradient of its weight.
     if (a.down_bias.data != nullptr) {
       grad_weight += dot_rows<T>(grad_out.memory_row(r), a.down_bias.row(tile.group), a.grad_out.columns);
     }
@@ -151,6 +168,7 @@ void grad_preactivations_tile(const ExpertFfnBackwardDown<T>& a, const GroupTile
   }
 }
 
+// Computes dZ [gate | up]^T for the rows of a tile. A separate gate is a second product, added to the first.
 template <class T>
 void grad_rows_tile(const ExpertFfnBackwardInput<T>& a, const GroupTile& tile, int64_t next_group) {
   const ConstMatrixView<T> grad = a.grad_preactivations.row_range(tile.begin, tile.end);
@@ -164,15 +182,15 @@ void grad_rows_tile(const ExpertFfnBackwardInput<T>& a, const GroupTile& tile, i
   a.gemm->multiply(gate_columns(grad, gate_width), {gate, rows, true, next_up});
 }
 
-// out = lhs^T * rhs; a product over no rows is zero. A product is written row by row: into a transposed matrix, as
-// linear layers have them, the transposed one.
+// out = lhs^T * rhs, the gradient of a weight; a product over no rows is zero. A product is written row by row. If
+// `out` is transposed, like the weights of linear layers, the transposed product is computed.
 template <class T>
 void multiply_transposed(const Gemm<T>& gemm, GemmOperand<T> lhs, GemmOperand<T> rhs, MatrixView<T> out) {
   if (out.column_stride == 1) return gemm.multiply(lhs.transposed(), {rhs, out, false});
   gemm.multiply(rhs.transposed(), {lhs, out.transposed(), false});
 }
 
-// The gradients of down and its bias for one expert, in columns [begin, end) of the hidden size.
+// Gradients of down and its bias for one expert, in columns [begin, end) of the hidden size.
 template <class T>
 void grad_down_columns(const ExpertFfnBackwardDown<T>& a, const GroupTile& rows, int64_t begin, int64_t end) {
   const ConstMatrixView<T> columns = a.grad_out.column_range(begin, end);
@@ -189,7 +207,7 @@ void grad_down_columns(const ExpertFfnBackwardDown<T>& a, const GroupTile& rows,
   }
 }
 
-// The gradients of gate and up for one expert, in rows [begin, end) of the hidden size.
+// Gradients of gate and up for one expert, in rows [begin, end) of the hidden size.
 template <class T>
 void grad_up_rows(const ExpertFfnBackwardUp<T>& a, const GroupTile& rows, int64_t begin, int64_t end) {
   const ConstMatrixView<T> grad = a.grad_preactivations.row_range(rows.begin, rows.end);
@@ -199,6 +217,8 @@ void grad_up_rows(const ExpertFfnBackwardUp<T>& a, const GroupTile& rows, int64_
   const auto add = [&](const MatrixStack<T>& gradient, ConstMatrixView<T> rhs) {
     if (gradient.empty()) return;
     const MatrixView<T> out = gradient[rows.group].row_range(begin, end);
+    // Row-major gradients of gate and up share the packed tokens. A transposed one is a product with another left-hand
+    // side.
     if (out.column_stride != 1) return multiply_transposed<T>(*a.gemm, tokens, rhs, out);
     products[count++] = {rhs, out, false};
   };
@@ -207,6 +227,7 @@ void grad_up_rows(const ExpertFfnBackwardUp<T>& a, const GroupTile& rows, int64_
   if (count > 0) a.gemm->multiply(tokens.transposed(), products, count);
 }
 
+// Gradients of the biases of gate and up for one expert: the sum of dZ over its rows.
 template <class T>
 void grad_up_biases(const ExpertFfnBackwardUp<T>& a, const GroupTile& rows) {
   const ConstMatrixView<T> grad = a.grad_preactivations.row_range(rows.begin, rows.end);
@@ -220,38 +241,10 @@ void grad_up_biases(const ExpertFfnBackwardUp<T>& a, const GroupTile& rows) {
   }
 }
 
-// Calls body(rows, begin, end) for the rows of every expert and columns [begin, end) of the hidden size. Writing the
-// result counts as one row of `row_multiply_adds`.
-template <class Arguments, class Body>
-void run_experts(const Arguments& a, int64_t hidden_size, int64_t row_multiply_adds, const Executor& executor,
-                 const Body& body) {
-  const GroupTiles list = make_whole_groups(a.routed.group_sizes, a.routed.num_groups, kWorkListScratch);
-  const int64_t size = rows_per_gradient_task(list, hidden_size, threads_to_cut_for(*a.gemm, executor));
-  // At least one: the biases have gradients whatever the hidden size.
-  const int64_t blocks = hidden_size == 0 ? 1 : (hidden_size + size - 1) / size;
-  const auto compute = [&](int64_t index) {
-    const int64_t begin = index % blocks * size;
-    body(list.tiles[index / blocks], begin, at_most(begin + size, hidden_size));
-  };
-  run_tasks(executor, list.count * blocks, (list.num_rows + list.count) * row_multiply_adds, Task(compute));
-}
-
-// Calls body(tile, next_group) for all rows, with the group of the tile that the thread will probably take next.
-// `depth` is the largest inner dimension of its products.
-template <class Arguments, class Body>
-void run_tiles(const Arguments& a, int64_t num_rows, int64_t depth, int64_t row_multiply_adds, const Executor& executor,
-               const Body& body) {
-  const int64_t max_rows = tile_rows(num_rows, depth, threads_to_cut_for(*a.gemm, executor));
-  const GroupTiles list = make_group_tiles(a.routed.group_sizes, a.routed.num_groups, max_rows, kWorkListScratch);
-  const int64_t num_threads = executor.num_threads();
-  const auto compute = [&](int64_t index) {
-    body(list.tiles[index], list.tiles[at_most(index + num_threads, list.count - 1)].group);
-  };
-  run_tasks(executor, list.count, list.num_rows * row_multiply_adds, Task(compute));
-}
-
 }  // namespace
 
+// The rows of a token are summed in a second pass, in the order of its slots. Adding them inside the tasks would need
+// atomics, and the order of the sum would depend on the threads.
 template <class T>
 void expert_ffn(const ExpertFfn<T>& a, const Executor& executor) {
   const int64_t width = intermediate_size(a.experts);
@@ -264,6 +257,8 @@ void expert_ffn(const ExpertFfn<T>& a, const Executor& executor) {
   ragged_unsort(RaggedUnsort<T>{a.rows.as_const(), a.routed.row_of_slot, a.routed.top_k, a.weights, a.out}, executor);
 }
 
+// Two passes over the rows: the gradient of down is a sum over all rows of an expert, which needs the tiles of the
+// first pass to be finished.
 template <class T>
 void expert_ffn_backward_down(const ExpertFfnBackwardDown<T>& a, const Executor& executor) {
   const int64_t hidden_size = a.grad_out.columns;
@@ -275,6 +270,7 @@ void expert_ffn_backward_down(const ExpertFfnBackwardDown<T>& a, const Executor&
               [&](const GroupTile& rows, int64_t begin, int64_t end) { grad_down_columns(a, rows, begin, end); });
 }
 
+// The rows are summed without weights, because dZ contains them already.
 template <class T>
 void expert_ffn_backward_input(const ExpertFfnBackwardInput<T>& a, const Executor& executor) {
   const int64_t multiply_adds = a.grad_x.columns * a.grad_preactivations.columns;
@@ -288,6 +284,7 @@ void expert_ffn_backward_up(const ExpertFfnBackwardUp<T>& a, const Executor& exe
   const int64_t multiply_adds = a.x.columns * a.grad_preactivations.columns;
   run_experts(a, a.x.columns, multiply_adds, executor, [&](const GroupTile& rows, int64_t begin, int64_t end) {
     if (!a.grad_up.empty() || !a.grad_gate.empty()) grad_up_rows(a, rows, begin, end);
+    // The biases do not depend on the hidden size: the first task of an expert computes them.
     if (begin == 0) grad_up_biases(a, rows);
   });
 }

@@ -1,4 +1,8 @@
-// The experts as one operator: gather, up and gate, activation, down, weighted sum.
+// The experts of a layer as one operator: gather, up and gate, activation, down, weighted sum.
+//
+// The unit of work is a tile: rows of one expert. Its tokens are read by index, multiplied with gate and up, activated
+// and multiplied with down while they are in a cache. Of the tensors with a row per routed slot only y is written, and
+// Z if a gradient is needed.
 #pragma once
 
 #include "activation_kind.h"
@@ -18,7 +22,7 @@ struct ExpertWeights {
   ConstMatrixView<T> down_bias;  // [L, D]
 };
 
-// The rows of the routed slots, as ragged_plan lays them out.
+// The rows of the routed slots, as ragged_plan orders them.
 struct RoutedRows {
   const int64_t* slots;        // [R]
   const int64_t* row_of_slot;  // [T * K], -1 for a slot without a row
@@ -27,8 +31,8 @@ struct RoutedRows {
   int64_t top_k;
 };
 
-// With x_r the token of row r, Z = x_r [gate | up] + biases (interleaved when the weights are), A = activation(Z), y_r
-// = A down + bias: out[t] = sum_k weights[t, k] * y[row of slot (t, k)].
+// Forward pass. For row r let x_r be its token, Z = x_r [gate | up] + biases (interleaved if the weights are), A =
+// activation(Z) and y_r = A down + bias. The result is out[t] = sum_k weights[t, k] * y[row of slot (t, k)].
 template <class T>
 struct ExpertFfn {
   ConstMatrixView<T> x;           // [T, D]
@@ -37,16 +41,17 @@ struct ExpertFfn {
   ExpertWeights<T> experts;
   ActivationKind kind;
   const Gemm<T>* gemm;
-  MatrixView<T> preactivations;  // Z [R, 2F] ([R, F] when not gated), or empty: not wanted
+  MatrixView<T> preactivations;  // Z [R, 2F], [R, F] without a gate; or empty: not stored
   MatrixView<T> rows;            // y [R, D], work space
-  MatrixView<T> out;             // [T, D]; empty, as rows: nothing but Z is wanted, the same bits of it
+  MatrixView<T> out;             // [T, D]; if empty, and rows too: only Z is computed, with the same bits
 };
 
-// Backward, with dO the gradient of out: three kernels, so that the caller can free in between what the next one needs
-// no more. Nothing of the size [R, D] is kept from the forward pass: with dA = dO_t down^T the gradient of weights is
-// <dA, A> + <dO_t, bias>. Of the results, those that are null or empty are not computed.
+// Backward pass, with dO the gradient of out. It has three kernels, so that the caller can free between them the
+// tensors that the next one does not need. Nothing of shape [R, D] is kept from the forward pass: with dA = dO_t down^T
+// the gradient of weights is <dA, A> + <dO_t, bias>. Results that are null or empty are not computed.
 
-// From dO to the preactivations: Z becomes dZ = weights * dA * activation'(Z).
+// From dO to the gradients of weights and down. The preactivations Z become dZ = weights * dA * activation'(Z) in
+// place, which saves memory of shape [R, 2F].
 template <class T>
 struct ExpertFfnBackwardDown {
   ConstMatrixView<T> grad_out;    // dO [T, D]
@@ -59,12 +64,12 @@ struct ExpertFfnBackwardDown {
   MatrixView<T> preactivations;  // Z, overwritten with dZ
   MatrixView<T> activated;       // weights * A [R, F], work space; empty when grad_down is
 
-  Accumulator<T>* grad_weights;  // [T * K]; nothing is written for a slot without a row
+  Accumulator<T>* grad_weights;  // [T * K]; not written for a slot without a row
   MatrixStack<T> grad_down;
   MatrixView<T> grad_down_bias;
 };
 
-// From dZ to x.
+// From dZ to the gradient of x.
 template <class T>
 struct ExpertFfnBackwardInput {
   ConstMatrixView<T> grad_preactivations;  // dZ [R, 2F]
@@ -77,7 +82,7 @@ struct ExpertFfnBackwardInput {
   MatrixView<T> grad_x;  // [T, D]
 };
 
-// From dZ to gate and up.
+// From dZ to the gradients of gate and up.
 template <class T>
 struct ExpertFfnBackwardUp {
   ConstMatrixView<T> x;                    // [T, D]

@@ -1,15 +1,17 @@
-// The product of few rows of A with any B. B is read once and in place: each of its elements is used so few times that
-// packing it would cost more than it saves. Only for the .cpp files that are compiled per instruction set.
+// The product of few rows of A with any B. B is read in place: each of its elements is multiplied with so few elements
+// of A that packing it would cost more than it gives. The product is bound by the bandwidth of memory, and each element
+// of B is read once. Only for the .cpp files that are compiled per instruction set.
 //
-// B row-major: the loops over columns and over the inner dimension are exchanged. Blocks of a few rows of B outside,
-// all columns inside, so that B is read in the order of memory, which hardware prefetchers follow and which misses the
-// TLB least. The partial sums of C are loaded and stored once per block of rows of B; for few rows of C they stay in
-// the first- or second-level cache.
+// If B is row-major, the loops over columns and over the inner dimension are exchanged. The outer loop runs over blocks
+// of a few rows of B, the inner one over all columns. B is then read in the order of memory, which hardware prefetchers
+// follow and which has the fewest TLB misses. The partial sums of C are loaded and stored once per block of rows of B.
+// C has few rows, so that its sums stay in the first- or second-level cache.
 //
-// B transposed: as many columns as a vector has lanes, rows in memory, are transposed block by block in registers, and
-// multiplied there.
+// If B is transposed, its columns are rows in memory. As many columns as a vector has lanes are transposed in
+// registers, block by block, and multiplied there.
 //
-// An element of C is the same chain of multiply-adds as in a micro-kernel.
+// An element of C is the same chain of multiply-adds as in a micro-kernel, so that its bits do not depend on which of
+// the two computes it.
 #pragma once
 
 #include "executor.h"
@@ -17,17 +19,19 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// Rows of A that one kernel takes: as many as leave registers for two vectors of B.
+// Maximum number of rows of A: the accumulators of MR rows leave registers for two vectors of B and one element of A.
 constexpr int kMaxFewRows = kVectorRegisters == 32 ? 12 : 6;
 
-// Rows of B in a block of a row-major B. Measured: 2 and 4 are as fast, and 16 slower for one row of A.
+// Number of rows of B in a block of a row-major B. 2 and 4 rows showed no consistent difference; 16 and 32 rows took up
+// to 1.5 times the time for 1 to 6 rows of A (docs/performance.md).
 constexpr int64_t kFewRowsDepth = 8;
 
-// How far ahead a row-major B is prefetched, in bytes; at least one block. A block of narrow rows is read in less time
-// than memory takes to answer.
+// Prefetch distance of a row-major B in bytes, rounded up to whole blocks. A block of narrow rows is multiplied in less
+// time than a cache miss takes. Without prefetching, 4 rows of A and more took 2 to 4 times the time, and longer
+// distances gave no gain (docs/performance.md).
 constexpr int64_t kFewRowsPrefetchBytes = int64_t{8} * 1024;
 
-// Few rows of A, one after the other, in steps.
+// Few rows of A, converted to the elements that a step multiplies, one row after the other.
 template <class Element>
 struct FewRows {
   const Element* data;
@@ -35,8 +39,11 @@ struct FewRows {
   MAXMOE_INLINE Element operator()(int r, int64_t step) const { return data[r * num_steps + step]; }
 };
 
-// sums[kRows, kVectorsX2 * NR] = or += a * b for a block of rows of B. Columns of the sums are in the order of
-// VectorX2.
+// Computes sums[kRows, kVectorsX2 * NR] = a * b, or += if `accumulate`, for one block of rows of B. The columns of the
+// sums are in the order of VectorX2.
+//
+// The loops over `sum` are unrolled completely: 12 is the largest kRows, 8 the largest number of vectors. The compiler
+// keeps an array in registers only if all of its indices are constants.
 template <class T, class Element, int kRows, int kVectorsX2>
 MAXMOE_INLINE void multiply_few_rows_block(FewRows<Element> a, ConstMatrixView<T> b, Range depth, Accumulator<T>* sums,
                                            int64_t sums_stride, bool accumulate) {
@@ -51,6 +58,7 @@ MAXMOE_INLINE void multiply_few_rows_block(FewRows<Element> a, ConstMatrixView<T
   }
   for (int64_t d = depth.begin; d < depth.end; d += kDepthPerStep<Element>) {
     const T* row = b.row(d);
+    // The second row of a step of pairs. A missing one counts as zeros.
     const T* next = d + 1 < depth.end ? row + b.row_stride : nullptr;
 #pragma GCC unroll 4
     for (int v = 0; v < kVectorsX2; ++v) {
@@ -70,26 +78,27 @@ MAXMOE_INLINE void multiply_few_rows_block(FewRows<Element> a, ConstMatrixView<T
   }
 }
 
-// VectorX2 across the kernel of `rows` rows: a power of two, as many as there are registers for, at most 4. One row
-// then still has 8 accumulators to cover the latency of multiply-adds.
+// Number of VectorX2 that the kernel for `rows` rows computes at a time: a power of two, at most 4, whose accumulators
+// fit into the registers. One row then has 8 independent accumulators, which cover the latency of multiply-adds.
 constexpr int few_rows_vectors_x2(int rows) {
   int vectors_x2 = 4;
   while (vectors_x2 > 1 && rows * vectors_x2 > kMaxFewRows) vectors_x2 /= 2;
   return vectors_x2;
 }
 
-// For a row-major b. While a block is multiplied, its columns of a later block of rows of B are prefetched; after the
-// last one, those of the next product.
+// The product with a row-major b. While a block of rows of b is multiplied, the same columns of a later block are
+// prefetched, at the end of b those of the next product.
 template <class T, class Element, int kRows>
 void multiply_few_rows_row_major(FewRows<Element> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sums,
                                  bool accumulate, ConstMatrixView<T> next_b) {
   constexpr int kWideX2 = few_rows_vectors_x2(kRows);
   constexpr int64_t kWideColumns = kWideX2 * kNR<Accumulator<T>>;
+  // The prefetch distance in rows.
   const int64_t rows_ahead =
       (kFewRowsPrefetchBytes / (b.columns * int64_t{sizeof(T)}) / kFewRowsDepth + 1) * kFewRowsDepth;
   for (int64_t d = 0; d < b.rows; d += kFewRowsDepth) {
     const Range depth = range_from(d, kFewRowsDepth, b.rows);
-    // Past the last row they are those of the next product.
+    // Past the last row of b, the rows of the next product are prefetched.
     const int64_t ahead = d + rows_ahead;
     const ConstMatrixView<T> next = ahead < b.rows
                                         ? b.row_range(ahead, b.rows)
@@ -103,26 +112,28 @@ void multiply_few_rows_row_major(FewRows<Element> a, ConstMatrixView<T> b, Matri
                                                              sums.data + column, sums.row_stride, accumulate || d > 0);
       column += kColumns;
     };
+    // The loop over columns is inside, so that b is read row block by row block: see the top of the file.
     while (column + kWideColumns <= b.columns) multiply_columns.template operator()<kWideX2>();
     while (column < b.columns) multiply_columns.template operator()<1>();
   }
 }
 
-// The rows of a panel that one vector of a micro-panel holds, kLanes steps of them from column d on: transposed, so
-// that a vector is a step. The same block of `next` is prefetched.
+// Loads kLanes steps, from column d on, of the rows of `panel` that one vector of a micro-panel holds, and transposes
+// them: each vector of `block` is then one step. Prefetches the same block of `next`.
 template <class T, class Element>
 MAXMOE_INLINE void load_transposed_block(ConstMatrixView<T> panel, ConstMatrixView<T> next, int vector, int64_t d,
                                          Vector<Element> (&block)[kLanes<Element>]) {
 #pragma GCC unroll 16
   for (int lane = 0; lane < kLanes<Element>; ++lane) {
     const int64_t row = column_of_lane<T>(vector, lane);
+    // One line per row: the rows may be pages apart, where hardware prefetchers stop.
     __builtin_prefetch(next.row(row) + d, /*write*/ 0, /*locality: L2*/ 2);
     block[lane] = load_along_depth<Element>(panel.row(row) + d, panel.columns - d);
   }
   transpose_square<Element>(block);
 }
 
-// sums[kRows, kLanes] = or += a * b for one vector of a transposed b.
+// Computes sums[kRows, kLanes] = a * b, or += if `accumulate`, for one vector of columns of a transposed b.
 template <class T, class Element, int kRows>
 MAXMOE_INLINE void multiply_few_rows_vector(FewRows<Element> a, ConstMatrixView<T> panel, ConstMatrixView<T> next,
                                             int vector, Accumulator<T>* sums, int64_t sums_stride, bool accumulate) {
@@ -140,6 +151,7 @@ MAXMOE_INLINE void multiply_few_rows_vector(FewRows<Element> a, ConstMatrixView<
         sum[r] = multiply_add(sum[r], a(r, d / kDepthPerStep<Element> + step), block[step]);
       }
     };
+    // Unrolled for whole blocks, so that the vectors of `block` stay in registers. Only the last block may be shorter.
     if (d + kDepth <= panel.columns) {
 #pragma GCC unroll 16
       for (int step = 0; step < kLanes<Element>; ++step) multiply_step(step);
@@ -151,15 +163,15 @@ MAXMOE_INLINE void multiply_few_rows_vector(FewRows<Element> a, ConstMatrixView<
   for (int r = 0; r < kRows; ++r) store_vector<S>(sums + r * sums_stride, sum[r]);
 }
 
-// For a transposed b, whose columns are the rows of `memory`. While some are multiplied, the next ones are prefetched,
-// at the end those of the next product.
+// The product with a transposed b, whose columns are the rows of `memory`. While NR columns are multiplied, the next NR
+// are prefetched, at the end of b those of the next product.
 template <class T, class Element, int kRows>
 void multiply_few_rows_transposed(FewRows<Element> a, ConstMatrixView<T> memory, MatrixView<Accumulator<T>> sums,
                                   bool accumulate, ConstMatrixView<T> next_memory) {
   using S = Accumulator<T>;
   for (int64_t first = 0; first < memory.rows; first += kNR<S>) {
     const ConstMatrixView<T> panel = memory.row_range(first, memory.rows);
-    // Where nothing comes after it, memory past its end: a prefetch never faults.
+    // Without a next product this is memory past the end of b. A prefetch never faults.
     const bool is_last = first + kNR<S> >= memory.rows && next_memory.rows >= kNR<S>;
     const ConstMatrixView<T> next = is_last ? next_memory : memory.row_range(first + kNR<S>, memory.rows);
 #pragma GCC unroll 2
@@ -170,7 +182,7 @@ void multiply_few_rows_transposed(FewRows<Element> a, ConstMatrixView<T> memory,
   }
 }
 
-// The kernel of as many rows as there are sums.
+// Calls the kernel whose kRows is the number of rows of `sums`.
 template <class T, class Element, int... kIndex>
 void multiply_few_rows(FewRows<Element> a, const Product<T>& p, MatrixView<Accumulator<T>> sums,
                        std::integer_sequence<int, kIndex...> /*indices*/) {
@@ -186,31 +198,33 @@ void multiply_few_rows(FewRows<Element> a, const Product<T>& p, MatrixView<Accum
   static_cast<void>(((sums.rows == kIndex + 1 && multiply.template operator()<kIndex + 1>()) || ...));
 }
 
-// The steps of kLanes elements of one row of A, from depth d on.
+// Loads kLanes steps of one row of A, from depth d on.
 template <class Element, class T>
 MAXMOE_INLINE Vector<Element> load_row_of_a(const GemmOperand<T>& a, int64_t row, int64_t d) {
   constexpr int64_t kDepth = kLanes<Element> * kDepthPerStep<Element>;
   const int64_t depth = a.columns() - d;
   if (!a.is_transposed) return load_along_depth<Element>(a.memory_row(row) + d, depth);
+  // The row is a column in memory. Its elements are copied one by one, which few rows of A can afford.
   T elements[kDepth];
   for (int64_t i = 0; i < at_most(kDepth, depth); ++i) elements[i] = a.memory_row(d + i)[row];
   return load_along_depth<Element>(elements, depth);
 }
 
-// A product of 1 to kMaxFewRows rows, b without an index, with a depth of at least 1 and a multiple of NR columns.
+// A product with 1 to kMaxFewRows rows. b has no index, a multiple of NR columns, and at least one row.
 template <class Element, class T>
 void multiply_few_rows(const GemmOperand<T>& a, const Product<T>& p) {
   using S = Accumulator<T>;
   constexpr std::make_integer_sequence<int, kMaxFewRows> kIndices;
   const MatrixView<T>& c = p.c;
   const int64_t num_steps = steps_of_depth<Element>(a.columns());
-  // The slot of B, which is not packed here. Whole vectors are stored.
+  // A is stored in the slot of packed B, which is free here. One vector is added because whole vectors are stored.
   Element* const rows = scratch<Element>(kPackedBScratch, c.rows * num_steps + kLanes<Element>);
   for (int64_t r = 0; r < c.rows; ++r) {
     for (int64_t k = 0; k < num_steps; k += kLanes<Element>) {
       store_vector(rows + r * num_steps + k, load_row_of_a<Element>(a, r, k * kDepthPerStep<Element>));
     }
   }
+  // The sums are not kept in c: rounding them to T after each block of rows of B would change the result.
   const MatrixView<S> sums{scratch<S>(kSumsScratch, c.rows * c.columns), c.rows, c.columns, c.columns};
   for (int64_t r = 0; r < c.rows && p.accumulate; ++r) {
     for (int64_t column = 0; column < c.columns; column += kNR<S>) {

@@ -1,26 +1,31 @@
-// The matrix product that the kernels are built on.
+// The interface of the matrix product that the kernels are built on. Its implementation is tile_gemm; cpp/ops has
+// another one, for processors with matrix units (AMX).
 #pragma once
 
 #include "matrix_view.h"
 
 namespace maxmoe {
 
-// A matrix as a product reads it: rows of memory, whose elements are neighbours, or their transpose. One stride is 1.
-// The rows may be those of an index, so that nobody has to copy them first: row r is memory.row(index[r] / divisor).
+// An operand of a product: a matrix whose rows are contiguous in memory, or the transpose of one. One of its two
+// strides is 1. With an index, row r is memory.row(index[r] / divisor), so that tokens need not be gathered before the
+// product.
 template <class T>
 struct GemmOperand {
-  ConstMatrixView<T> memory;  // with an index, `rows` is how many it has
+  ConstMatrixView<T> memory;  // with an index, `rows` is the number of its entries
   bool is_transposed = false;
   const int64_t* index = nullptr;
   int64_t divisor = 1;
 
+  // A matrix in either layout: the one whose columns are contiguous is stored as its transpose.
   MAXMOE_INLINE GemmOperand(ConstMatrixView<T> matrix)  // NOLINT(google-explicit-constructor): matrices are operands
       : memory(matrix.column_stride == 1 ? matrix : matrix.transposed()), is_transposed(matrix.column_stride != 1) {}
+  // The rows of `source` that `count` entries of an index select. With a divisor of K, the index holds slots.
   MAXMOE_INLINE GemmOperand(ConstMatrixView<T> source, const int64_t* row_index, int64_t index_divisor, int64_t count)
       : memory(source), index(row_index), divisor(index_divisor) {
     memory.rows = count;
   }
 
+  // Row r of `memory`, or of its index: a row of the operand, or a column if the operand is transposed.
   MAXMOE_INLINE const T* memory_row(int64_t r) const { return memory.row(index == nullptr ? r : index[r] / divisor); }
   MAXMOE_INLINE int64_t rows() const { return is_transposed ? memory.columns : memory.rows; }
   MAXMOE_INLINE int64_t columns() const { return is_transposed ? memory.rows : memory.columns; }
@@ -29,6 +34,7 @@ struct GemmOperand {
     if (is_transposed) {
       operand.memory = memory.column_range(begin, end);
     } else if (index != nullptr) {
+      // Rows of an index are selected in the index. The matrix that they are read from stays whole.
       operand.index = index + begin;
       operand.memory.rows = end - begin;
     } else {
@@ -43,17 +49,17 @@ struct GemmOperand {
   }
 };
 
-// A right-hand side and its result: c = a * b, or c += a * b.
+// The right-hand side and the result of a product: c = a * b, or c += a * b.
 template <class T>
 struct Product {
   GemmOperand<T> b = ConstMatrixView<T>{};
   MatrixView<T> c = {};
   bool accumulate = false;
-  ConstMatrixView<T> next_b = {};  // of the product after this one: its first block is prefetched; may be empty
+  ConstMatrixView<T> next_b = {};  // b of the next product, whose first block is prefetched; may be empty
 };
 
-// c = a * b, or c += a * b, c row-major. Sums are in Accumulator<T>, rounded once to T. Runs on the calling thread. Any
-// size, empty ones included.
+// Computes c = a * b or c += a * b, with c row-major. Sums are accumulated in Accumulator<T> and rounded once to T.
+// Runs on the calling thread. Any size is valid, empty matrices included.
 template <class T>
 class Gemm {
  public:
@@ -62,10 +68,11 @@ class Gemm {
   Gemm& operator=(const Gemm&) = delete;
   virtual ~Gemm() = default;
 
-  // Whether the bits of a row may depend on the rows and columns that are multiplied with it.
+  // Whether the bits of a row of c may depend on the rows and columns that are multiplied together with it. If so,
+  // callers must not let the tiling depend on the number of threads.
   virtual bool bits_depend_on_tiles() const = 0;
 
-  // Several products of one a, which is packed once where that is how products are computed.
+  // Computes several products with the same a. An implementation that packs a packs it once for all of them.
   virtual void multiply(GemmOperand<T> a, const Product<T>* products, int64_t count) const = 0;
 
   MAXMOE_INLINE void multiply(GemmOperand<T> a, const Product<T>& product) const { multiply(a, &product, 1); }

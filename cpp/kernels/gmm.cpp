@@ -1,3 +1,5 @@
+// A task computes a tile of rows: it packs the matrix of its group and multiplies it with as many rows as load balance
+// allows.
 #include "gmm.h"
 
 #include "group_tiles.h"
@@ -6,12 +8,15 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// Columns of a task are a multiple of this: whole blocks of micro-panels.
+// Number of columns of a task is a multiple of this, so that a task has whole blocks of micro-panels.
 constexpr int64_t kColumnGrain = 128;
 
+// Computes columns [begin, end) of the rows of a tile.
 template <class T>
 void multiply_tile(const Gmm<T>& a, const GroupTile& tile, int64_t begin, int64_t end) {
   MatrixView<T> out = a.out.row_range(tile.begin, tile.end).column_range(begin, end);
+  // Groups outside of the local range belong to other ranks; their rows are zero here. A bias is the initial value of
+  // the sums.
   const int64_t local = tile.group - a.group_offset;
   const bool is_local = local >= 0 && local < a.rhs.count;
   const bool has_bias = is_local && a.bias.data != nullptr;
@@ -30,8 +35,10 @@ void multiply_tile(const Gmm<T>& a, const GroupTile& tile, int64_t begin, int64_
 
 template <class T>
 void gmm(const Gmm<T>& a, const Executor& executor) {
-  const int64_t num_threads = threads_to_cut_for(*a.gemm, executor);
+  const int64_t num_threads = threads_for_tiling(*a.gemm, executor);
   const int64_t max_rows = tile_rows(a.out.rows, a.lhs.columns, num_threads);
+  // A task is a tile of rows and a range of columns. The columns are divided only if the largest tile is too large for
+  // load balance, because each range packs the rows of the tile again.
   const GroupTiles list = make_group_tiles(a.group_sizes, a.num_groups, max_rows, kWorkListScratch);
   const int64_t columns_per_task =
       (a.out.columns / parts_of_largest(list, num_threads) / kColumnGrain + 1) * kColumnGrain;
@@ -42,6 +49,7 @@ void gmm(const Gmm<T>& a, const Executor& executor) {
     multiply_tile(a, list.tiles[index / column_tasks], begin, end);
   };
   run_tasks(executor, list.count * column_tasks, list.num_rows * a.lhs.columns * a.out.columns, Task(multiply));
+  // Rows past the last group are padding. They are written here, after the tasks, on the calling thread.
   for (int64_t r = list.num_rows; r < a.out.rows; ++r) zero_row(a.out.row(r), a.out.columns);
 }
 

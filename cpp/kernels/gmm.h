@@ -1,4 +1,4 @@
-// Grouped matrix multiply: every group of rows by its own matrix.
+// Grouped matrix multiply: every group of rows is multiplied with its own matrix.
 #pragma once
 
 #include "dtype.h"
@@ -7,8 +7,8 @@
 
 namespace maxmoe {
 
-// out[r] = lhs[r] * rhs[g - group_offset] + bias[g - group_offset] for the rows r of group g; zero for rows of groups
-// outside [group_offset, group_offset + L) and for rows past the last group, whatever lhs holds there.
+// out[r] = lhs[r] * rhs[g - group_offset] + bias[g - group_offset] for the rows r of group g. Rows of groups outside
+// [group_offset, group_offset + L) and rows past the last group are zero; their rows of lhs are not read.
 template <class T>
 struct Gmm {
   ConstMatrixView<T> lhs;      // [R, D]

@@ -5,6 +5,8 @@
 namespace maxmoe {
 namespace {
 
+// Tiles of equal size are in the order of their rows, so that the list does not depend on the implementation of
+// std::sort.
 void sort_largest_first(GroupTile* tiles, int64_t count) {
   const auto is_before = [](const GroupTile& a, const GroupTile& b) {
     const int64_t difference = (a.end - a.begin) - (b.end - b.begin);
@@ -26,6 +28,7 @@ GroupTiles make_group_tiles(const int64_t* group_sizes, int64_t num_groups, int6
     const int64_t of_group = num_tiles_of(group);
     const int64_t first_row = row;
     for (int64_t tile = 1; tile <= of_group; ++tile) {
+      // Rounding each boundary, instead of the size of a tile, makes the sizes differ by at most one row.
       const int64_t end = first_row + group_sizes[group] * tile / of_group;
       tiles[count++] = {group, row, end};
       row = end;
@@ -35,20 +38,24 @@ GroupTiles make_group_tiles(const int64_t* group_sizes, int64_t num_groups, int6
   return {tiles, count, row};
 }
 
+// The last task of a thread delays the others by at most one task. With four per thread, that is at most a quarter of
+// its work if tasks are of equal size. More tasks would pack the weights more often.
 int64_t balanced_tasks(int64_t num_threads) {
   constexpr int64_t kTasksPerThread = 4;
   return num_threads == 1 ? 1 : kTasksPerThread * num_threads;
 }
 
 int64_t tile_rows(int64_t num_rows, int64_t depth, int64_t num_threads) {
-  constexpr int64_t kMinRows = 264;  // below, packing takes more than a few percent of a product's time
+  constexpr int64_t kMinRows = 264;  // with fewer rows, packing B takes more than a few percent of the time
   constexpr int64_t kTileElements = int64_t{1} << 22;
+  // Bounds the scratch memory of a tile to kTileElements numbers, but not below kMinRows rows.
   const int64_t most = std::max(kTileElements / std::max<int64_t>(depth, 1), kMinRows);
   return std::clamp(num_rows / balanced_tasks(num_threads), kMinRows, most);
 }
 
 int64_t parts_of_largest(const GroupTiles& list, int64_t num_threads) {
   if (list.count == 0 || list.num_rows == 0) return 1;
+  // The rows of the largest tile, divided by the rows that a task should have, rounded up.
   const int64_t largest = list.tiles[0].end - list.tiles[0].begin;
   return (largest * balanced_tasks(num_threads) + list.num_rows - 1) / list.num_rows;
 }
@@ -65,7 +72,7 @@ GroupTiles make_whole_groups(const int64_t* group_sizes, int64_t num_groups, int
 }
 
 int64_t rows_per_gradient_task(const GroupTiles& groups, int64_t size, int64_t num_threads) {
-  constexpr int64_t kGrain = 192;  // of whole micro-tiles
+  constexpr int64_t kGrain = 192;  // a multiple of MR and of NR for every type and instruction set
   return (size / parts_of_largest(groups, num_threads) / kGrain + 1) * kGrain;
 }
 

@@ -1,3 +1,4 @@
+// Compiled once, without options for an instruction set: it runs before one is chosen.
 #include "isa.h"
 
 #include <cstdlib>
@@ -9,6 +10,7 @@ namespace maxmoe {
 namespace {
 
 // The features of x86-64-v3 and x86-64-v4 one by one: __builtin_cpu_supports knows the levels only in newer compilers.
+// It also checks that the operating system saves the wide registers.
 [[maybe_unused]] bool has_avx2() {
 #if defined(__x86_64__)
   return __builtin_cpu_supports("avx") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
@@ -48,6 +50,7 @@ std::string supported_names() {
 Isa best_isa() {
   Isa best = Isa::baseline;
   for (const Isa isa : all_isas) {
+    // all_isas is sorted by width, so that the last supported one is the best.
     best = is_supported(isa) ? isa : best;
   }
   return best;
@@ -61,10 +64,12 @@ Isa chosen_isa() {
 }  // namespace
 
 Isa active_isa() {
+  // Read once: kernels of two instruction sets in one process could return different bits for the same input.
   static const Isa isa = chosen_isa();
   return isa;
 }
 
+// An instruction set that this build lacks has no case: it is unsupported on every processor.
 bool is_supported(Isa isa) {
   switch (isa) {
 #ifndef MAXMOE_WITHOUT_avx512bf16

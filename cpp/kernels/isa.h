@@ -1,8 +1,9 @@
-// Instruction sets: which ones the processor supports, and kernels compiled once for each of them.
+// Instruction sets: the ones that the processor supports, and kernels that are compiled once for each of them.
 //
-// Every kernel file is compiled four times from the same source, into the namespaces maxmoe::baseline, maxmoe::avx2,
-// maxmoe::avx512 and maxmoe::avx512bf16 (the macro MAXMOE_ISA_NAMESPACE is the name of the one being compiled). A
-// kernel header declares
+// Every kernel file is compiled four times, into the namespaces maxmoe::baseline, maxmoe::avx2, maxmoe::avx512 and
+// maxmoe::avx512bf16; the macro MAXMOE_ISA_NAMESPACE is the name of the one that is being compiled. One translation
+// unit per instruction set, because the width of vectors, the number of registers and Eigen's packets are chosen by
+// macros of the compiler, which are constant within a translation unit. A kernel header declares
 //
 //     template <class T> struct RaggedGather { ... };
 //     MAXMOE_KERNEL(ragged_gather, RaggedGather)
@@ -10,27 +11,30 @@
 // and callers write maxmoe::ragged_gather(arguments, executor), which runs the variant of active_isa().
 #pragma once
 
-// For functions in headers that are outside of those namespaces. An ordinary inline function becomes a weak symbol, of
-// which the linker keeps one definition for all instruction sets: baseline code could then run AVX-512 instructions.
+// For functions in headers that are outside of those namespaces. A function that is only `inline` becomes a weak
+// symbol, of which the linker keeps one definition for all instruction sets. Baseline code could then run AVX-512
+// instructions.
 #define MAXMOE_INLINE __attribute__((always_inline)) inline
 
 namespace maxmoe {
 
 class Executor;
 
+// In ascending order: each one includes those before it.
 enum class Isa { baseline, avx2, avx512, avx512bf16 };
 
 inline constexpr Isa all_isas[] = {Isa::baseline, Isa::avx2, Isa::avx512, Isa::avx512bf16};
 
-// The best instruction set of this processor, or the one that the environment variable MAXMOE_ISA names, which is read
-// once. Throws std::invalid_argument, with the supported names, for an unknown or unsupported one.
+// The instruction set that kernels run with: the one that the environment variable MAXMOE_ISA names, otherwise the best
+// one of this processor. The variable is read once. Throws std::invalid_argument, with the supported names, if it names
+// an unknown or unsupported one.
 Isa active_isa();
 
-// Whether this processor has the instruction set (avx2: x86-64-v3, avx512: x86-64-v4, avx512bf16: x86-64-v4 and
-// AVX512-BF16) and this build has kernels for it.
+// Whether this processor has the instruction set and this build has kernels for it. avx2 is x86-64-v3, avx512 is
+// x86-64-v4, avx512bf16 is x86-64-v4 with AVX512-BF16.
 bool is_supported(Isa isa);
 
-// The instruction set of that name. Throws std::invalid_argument if it is unknown or unsupported.
+// The instruction set with the name `text`. Throws std::invalid_argument if it is unknown or unsupported.
 Isa parse_isa(const char* text);
 
 const char* name(Isa isa);
@@ -58,7 +62,8 @@ const char* name(Isa isa);
 #define MAXMOE_CASE(isa, kernel) \
   case Isa::isa:                 \
     return isa::kernel(arguments, executor)
-// A build for one machine is without the others (MAXMOE_ISAS in cpp/cmake/kernels.cmake).
+// A build for one machine lacks the other instruction sets (MAXMOE_ISAS in cpp/cmake/kernels.cmake). Their cases are
+// empty.
 #ifdef MAXMOE_WITHOUT_avx512bf16
 #define MAXMOE_CASE_avx512bf16(kernel)
 #else
@@ -81,8 +86,9 @@ const char* name(Isa isa);
     return baseline::kernel(arguments, executor);
 #endif
 
-// Used at file scope, outside of any namespace. Files that are compiled per instruction set see the declarations only:
-// a dispatcher instantiated there would be a weak symbol with the instructions of one of them.
+// Declares a kernel for every instruction set, and the function that calls the active one. To be used at file scope,
+// outside of any namespace. Files that are compiled per instruction set see only the declarations: a dispatcher that is
+// instantiated there would be a weak symbol, compiled for that instruction set.
 #if defined(MAXMOE_ISA_NAMESPACE)
 #define MAXMOE_KERNEL(kernel, Arguments) MAXMOE_DECLARE_KERNELS(kernel, Arguments)
 #else

@@ -1,4 +1,4 @@
-// Linear map of rows: matrices of any dtypes, multiplied and summed in one.
+// Linear map of rows. Operands and result may have different dtypes; products and sums are in one dtype.
 #pragma once
 
 #include "dtype.h"
@@ -9,7 +9,7 @@ namespace maxmoe {
 
 enum class Dtype { float64, float32, bfloat16, float16 };
 
-// A matrix whose dtype is known at run time alone: `Data` is void or const void. Strides are in elements.
+// A matrix whose dtype is known only at run time. `Data` is void or const void. Strides are in elements.
 template <class Data>
 struct AnyMatrix {
   Data* data = nullptr;
@@ -20,9 +20,9 @@ struct AnyMatrix {
   int64_t column_stride = 1;
 };
 
-// out = x * weight^T + bias, summed in T, which is float or double, and rounded to the dtype of out (from double
-// by way of float). One stride of
-// x and of weight is 1. What is not in T is converted in blocks, in scratch memory.
+// out = x * weight^T + bias, summed in T, which is float or double, and rounded once to the dtype of out; double is
+// rounded to float first if out is in 16 bits. x and weight have one stride of 1 each. Operands in another dtype than T
+// are converted block by block, in scratch memory.
 template <class T>
 struct Linear {
   AnyMatrix<const void> x;       // [T, D]

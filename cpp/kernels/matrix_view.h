@@ -1,4 +1,4 @@
-// Non-owning views of matrices.
+// Non-owning views of matrices, row-major or transposed.
 #pragma once
 
 #include <cstdint>
@@ -7,25 +7,26 @@
 
 namespace maxmoe {
 
-// The smaller of the two. Not std::min: where that is not inlined, the linker keeps one definition of it for all
-// instruction sets (isa.h).
+// Minimum of two integers. Not std::min, which is an inline function: if it is not inlined, the linker keeps one
+// definition for all instruction sets (isa.h).
 MAXMOE_INLINE int64_t at_most(int64_t value, int64_t limit) {
   return value < limit ? value : limit;
 }
 
-// [begin, end) of one dimension.
+// The indices [begin, end) of one dimension.
 struct Range {
   int64_t begin;
   int64_t end;
   MAXMOE_INLINE int64_t size() const { return end - begin; }
 };
 
-// The `size` indices from `begin` on, or as many as there are below `limit`.
+// The range of `size` indices from `begin` on, cut off at `limit`.
 MAXMOE_INLINE Range range_from(int64_t begin, int64_t size, int64_t limit) {
   return {begin, at_most(begin + size, limit)};
 }
 
-// Element (r, c) is data[r * row_stride + c * column_stride]; strides are in elements.
+// A view of a matrix: element (r, c) is data[r * row_stride + c * column_stride]. Strides are in elements, not in
+// bytes.
 template <class T>
 struct MatrixView {
   T* data = nullptr;
@@ -34,6 +35,7 @@ struct MatrixView {
   int64_t row_stride = 0;
   int64_t column_stride = 1;
 
+  // Pointer to element (r, 0). The next four functions return views of the same memory.
   MAXMOE_INLINE T* row(int64_t r) const { return data + r * row_stride; }
   MAXMOE_INLINE MatrixView row_range(int64_t begin, int64_t end) const {
     return {row(begin), end - begin, columns, row_stride, column_stride};
@@ -48,7 +50,7 @@ struct MatrixView {
 template <class T>
 using ConstMatrixView = MatrixView<const T>;
 
-// Matrices of one shape at a constant stride, one per group.
+// Matrices of one shape at a constant stride, one per group: the weights of the experts.
 template <class T>
 struct MatrixStack {
   MatrixView<T> first;

@@ -1,5 +1,5 @@
-// The micro-kernel of the matrix product: a micro-tile of C, MR rows and NR columns, in vector registers. Only for the
-// .cpp files that are compiled per instruction set.
+// The micro-kernel of the matrix product. It computes a micro-tile of C, MR rows and NR columns, in vector registers.
+// Only for the .cpp files that are compiled per instruction set.
 #pragma once
 
 #include <cstddef>
@@ -11,38 +11,46 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// The size of a micro-tile: its accumulators (MR * 2 vectors), the two vectors of B and a broadcast element of A take
-// 27 of 32 registers, or 15 of 16. Two multiply-adds begin in each cycle and take 4 or 5, so that 10 independent
-// accumulators keep both units busy; more of them lower the share of loads, MR broadcasts and 2 vectors for MR * 2
+// The size of a micro-tile: MR rows, and two vectors of columns. Its MR * 2 accumulators, the two vectors of B and a
+// broadcast element of A take 27 of 32 registers, or 15 of 16.
+//
+// Two multiply-adds begin in each cycle and take 4 or 5 cycles, so that 10 independent accumulators keep both units
+// busy. More accumulators lower the share of loads: a step has MR broadcasts and 2 vector loads for MR * 2
 // multiply-adds.
 constexpr int kMR = kVectorRegisters == 32 ? 12 : 6;
+// 32 columns of float with AVX-512. S is the type of the accumulators.
 template <class S>
 constexpr int kNR = static_cast<int>(kLanesX2<S>);
 
-// What a micro-kernel multiplies beside B. T is the accumulator's type for sums that another call goes on with, which
-// keep the order of VectorX2; or the type of the result.
+// The arguments of a micro-kernel, except for B. If the next block of the inner dimension continues the sums, T is the
+// accumulator's type, and c is in the order of VectorX2. Otherwise T is the type of the result.
 template <class T, class Element>
 struct MicroTile {
-  const Element* a;  // a micro-panel: the MR elements of one step follow those of the step before
+  const Element* a;  // a micro-panel: MR elements per step, steps contiguous
   int64_t num_steps;
-  const Accumulator<T>* sums;  // kRows x NR, contiguous, in the order of VectorX2; null for zeros
+  const Accumulator<T>* sums;  // initial values, kRows x NR, in the order of VectorX2; null for zeros
   T* c;
   int64_t c_stride;
-  BlockPrefetch& next;
-  int64_t num_lines;  // of `next`, at most one per step
+  BlockPrefetch& next;  // the block of B that is prefetched
+  int64_t num_lines;    // of `next` to prefetch, at most one per step
 };
 
-// The NR elements of one step of B, their columns in the order of VectorX2. For pairs each with the one below it.
+// The NR elements of one step of B, in the order of VectorX2. For pairs, each with the element below it in B.
 template <class Element>
 struct StepX2 {
   Vector<Element> first;
   Vector<Element> second;
 };
 
-// c[kRows, NR] = a * b, or `sums` + a * b, over `num_steps` of the inner dimension: of one element each, or of a pair.
-// At a step the NR elements of a row of B are loaded once, and multiplied with one element of each row of A. An element
-// of c is one chain of multiply-adds in the order of the steps, whatever kRows is: this makes the product bitwise
-// reproducible.
+// Computes c[kRows, NR] = a * b, or `sums` + a * b, over `num_steps` steps of the inner dimension. A step is one
+// element of it, or a pair. The NR elements of a step of B are loaded once and multiplied with one element of each row
+// of A.
+//
+// An element of c is one chain of multiply-adds in the order of the steps, for every kRows. Its bits therefore do not
+// depend on how C is divided into micro-tiles, tasks and threads.
+//
+// The loops over rows are unrolled completely; 12 is the largest kRows. The compiler keeps `sum` in registers only if
+// all of its indices are constants.
 template <int kRows, class T, class Element, class LoadStep>
 MAXMOE_INLINE void multiply_micro_tile(const MicroTile<T, Element>& tile, const LoadStep& load_step_of_b) {
   using S = Accumulator<T>;
@@ -64,6 +72,8 @@ MAXMOE_INLINE void multiply_micro_tile(const MicroTile<T, Element>& tile, const 
       sum[r][1] = multiply_add(sum[r][1], factor, step.second);
     }
   };
+  // The steps that prefetch have a loop of their own, so that neither loop has a branch. BlockPrefetch is copied to
+  // registers: a store to packed B could alias tile.next, which would then be loaded and stored in every step.
   const int64_t prefetching_steps = at_most(at_most(tile.num_lines, tile.next.num_lines()), tile.num_steps);
   BlockPrefetch lines = tile.next;
   for (int64_t k = 0; k < prefetching_steps; ++k) {
@@ -76,7 +86,10 @@ MAXMOE_INLINE void multiply_micro_tile(const MicroTile<T, Element>& tile, const 
   for (int r = 0; r < kRows; ++r) store_narrowed_x2<T>(tile.c + r * tile.c_stride, {sum[r][0], sum[r][1]});
 }
 
-// For packed B: a micro-panel, in which the NR elements of one step follow those of the step before.
+// The micro-kernel for packed B: `b` is a micro-panel with NR elements per step.
+//
+// It is called through a pointer, once per micro-tile. Its parameters are those of MicroTile one by one, because most
+// of them are then passed in registers; a struct would be written to memory by the caller and read back here.
 template <class T, class Element, int kRows>
 void micro_kernel(const Element* a, const Element* b, int64_t num_steps, const Accumulator<T>* sums, T* c,
                   int64_t c_stride, BlockPrefetch& next, int64_t num_lines) {
@@ -91,14 +104,15 @@ template <class T, class Element>
 using MicroKernel = void (*)(const Element*, const Element*, int64_t, const Accumulator<T>*, T*, int64_t,
                              BlockPrefetch&, int64_t);
 
+// The table of the micro-kernels, indexed by the number of rows less 1.
 template <class T, class Element, size_t... kIndex>
 MicroKernel<T, Element> micro_kernel_of_rows(int64_t rows, std::index_sequence<kIndex...> /*indices*/) {
   static constexpr MicroKernel<T, Element> kernels[] = {micro_kernel<T, Element, kIndex + 1>...};
   return kernels[rows - 1];
 }
 
-// The micro-kernel for 1 to MR rows: the last rows of a product run one of their own height, so that no multiply-adds
-// are wasted on padding.
+// The micro-kernel for 1 to MR rows. Each number of rows has a kernel of its own, so that the last rows of a product
+// cost no multiply-adds with padding.
 template <class T, class Element>
 MicroKernel<T, Element> micro_kernel_of_rows(int64_t rows) {
   return micro_kernel_of_rows<T, Element>(rows, std::make_index_sequence<kMR>());

@@ -1,9 +1,13 @@
-// Packing of A and B: copies of their blocks in the order in which a micro-kernel reads them, converted to the type in
+// Packing of A and B: copies their blocks in the order in which a micro-kernel reads them, converted to the type in
 // which it multiplies. Only for the .cpp files that are compiled per instruction set.
 //
-// A micro-panel holds the MR rows of A, or the NR columns of B, of a micro-tile, step by step of the inner dimension.
-// An operand whose rows in memory lie across the inner dimension is copied row by row; one whose rows lie along it is
-// transposed in square blocks of registers.
+// A micro-panel holds the MR rows of A, or the NR columns of B, of a micro-tile, one step of the inner dimension after
+// the other. A micro-kernel reads it with unit stride, whatever the strides of the operands are. Read in place, rows a
+// power of two apart share one set of the first-level cache: the micro-kernel then took 1.45 times as long
+// (docs/performance.md).
+//
+// If the rows of an operand in memory lie across the inner dimension, they are copied row by row. If they lie along it,
+// they are transposed in square blocks in registers.
 #pragma once
 
 #include "executor.h"
@@ -14,19 +18,20 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// How many steps ahead of its copy a row is prefetched.
+// Prefetch distance in steps. The rows of B may be pages apart, where hardware prefetchers stop.
 constexpr int64_t kPackPrefetchSteps = 8;
 
-// Element is what one step of a micro-kernel multiplies: an Accumulator<T>, or a BFloat16Pair for two of the inner
-// dimension.
+// Number of elements of the inner dimension in a step. A step multiplies an Element: an Accumulator<T>, or a
+// BFloat16Pair, which holds two elements of the inner dimension.
 template <class Element>
 constexpr int64_t kDepthPerStep = std::is_same_v<Element, BFloat16Pair> ? 2 : 1;
+// The last step of pairs has one element if the depth is odd. The other one is zero in A and in B.
 template <class Element>
 constexpr int64_t steps_of_depth(int64_t depth) {
   return (depth + kDepthPerStep<Element> - 1) / kDepthPerStep<Element>;
 }
 
-// MAXMOE_COUNT_PACKED: tests count the elements that are packed.
+// Tests define MAXMOE_COUNT_PACKED to count the elements that are packed.
 #ifdef MAXMOE_COUNT_PACKED
 extern int64_t num_packed;
 MAXMOE_INLINE void count_packed(int64_t elements) {
@@ -36,18 +41,19 @@ MAXMOE_INLINE void count_packed(int64_t elements) {
 MAXMOE_INLINE void count_packed(int64_t /*elements*/) {}
 #endif
 
-// The column of an NR wide micro-panel that lane `lane` of its vector `vector` holds: see VectorX2.
+// The column of a micro-panel of B in lane `lane` of vector `vector` of a step: see VectorX2.
 template <class T>
 constexpr int64_t column_of_lane(int vector, int lane) {
   if (std::is_same_v<T, BFloat16>) return 2 * lane + vector;
   return vector * kLanes<Accumulator<T>> + lane;
 }
 
-// The steps of kLanes elements, neighbours along the inner dimension. Past `depth` they are zero.
+// Loads kLanes steps that are contiguous along the inner dimension. Elements past `depth` are zeros.
 template <class Element, class T>
 MAXMOE_INLINE Vector<Element> load_along_depth(const T* source, int64_t depth) {
   constexpr int64_t kDepth = kLanes<Element> * kDepthPerStep<Element>;
   T part[kDepth];
+  // Reading a whole vector past the end of a row could read past the end of the allocation.
   if (depth < kDepth) {
     std::memset(static_cast<void*>(part), 0, sizeof(part));
     copy_row(source, part, depth);
@@ -62,8 +68,8 @@ MAXMOE_INLINE Vector<Element> load_along_depth(const T* source, int64_t depth) {
   }
 }
 
-// One step of a row-major B: NR elements of a row. For pairs each with the one below it, in the next row: null where
-// there is none.
+// Loads one step of a row-major B: NR elements of `row`. For pairs, each with the element below it in `next`, the next
+// row; a null `next` counts as zeros.
 template <class Element, class T>
 MAXMOE_INLINE StepX2<Element> load_step(const T* row, const T* next) {
   if constexpr (std::is_same_v<Element, BFloat16Pair>) {
@@ -71,6 +77,7 @@ MAXMOE_INLINE StepX2<Element> load_step(const T* row, const T* next) {
     Vector<uint32_t> lower{};
     std::memcpy(&upper, row, sizeof(upper));
     if (next != nullptr) std::memcpy(&lower, next, sizeof(lower));
+    // Even columns first, then odd ones, as in VectorX2: a mask, a shift and an or per vector, without a permutation.
     return {(upper & 0xffffU) | lower << 16, upper >> 16 | (lower & 0xffff0000U)};
   } else {
     const VectorX2<Element> x2 = load_x2(row);
@@ -78,12 +85,13 @@ MAXMOE_INLINE StepX2<Element> load_step(const T* row, const T* next) {
   }
 }
 
-// Rows of `memory` in the range, which lie along the inner dimension, become `kWidth` elements in each step of a
-// micro-panel: element i of a step is that of row `row_of(i)`. Rows past the last one are zeros.
+// Packs rows of `memory` that lie along the inner dimension into a micro-panel with `kWidth` elements per step: element
+// i of a step is from row `row_of(i)` of the range. Rows past its end are zeros.
 template <class Element, int kWidth, class T, class RowOf>
 MAXMOE_INLINE void pack_along_depth(const GemmOperand<T>& memory, Range rows, Range depth, const RowOf& row_of,
                                     Element* target) {
   constexpr int kChunks = (kWidth + kLanes<Element> - 1) / kLanes<Element>;
+  // A null pointer stands for a row of zeros.
   const T* source[kWidth];
   for (int i = 0; i < kWidth; ++i) {
     const int64_t row = rows.begin + row_of(i);
@@ -91,8 +99,11 @@ MAXMOE_INLINE void pack_along_depth(const GemmOperand<T>& memory, Range rows, Ra
   }
   const int64_t num_steps = steps_of_depth<Element>(depth.size());
   for (int64_t k = 0; k < num_steps; k += kLanes<Element>) {
+    // The number of elements before this block of steps.
     const int64_t done = k * kDepthPerStep<Element>;
     Vector<Element> block[kChunks][kLanes<Element>] = {};
+    // Unrolled completely, as 32 is the largest kWidth: `block` stays in registers only if all of its indices are
+    // constants.
 #pragma GCC unroll 32
     for (int i = 0; i < kWidth; ++i) {
       if (source[i] != nullptr) {
@@ -102,7 +113,7 @@ MAXMOE_INLINE void pack_along_depth(const GemmOperand<T>& memory, Range rows, Ra
     }
 #pragma GCC unroll 3
     for (int chunk = 0; chunk < kChunks; ++chunk) transpose_square<Element>(block[chunk]);
-    // Whole vectors: what the last one has too much is overwritten by the next step.
+    // Whole vectors are stored. The elements past kWidth are overwritten by the next step.
     const auto store_step = [&](int64_t step) {
 #pragma GCC unroll 3
       for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -118,7 +129,8 @@ MAXMOE_INLINE void pack_along_depth(const GemmOperand<T>& memory, Range rows, Ra
   }
 }
 
-// The first kLanes elements of load_step, in the order of memory.
+// Loads the first kLanes elements of load_step in the order of memory. A needs that order, because its elements are
+// broadcast one by one.
 template <class Element, class T>
 MAXMOE_INLINE Vector<Element> load_half_step(const T* row, const T* next) {
   if constexpr (std::is_same_v<Element, BFloat16Pair>) {
@@ -132,14 +144,15 @@ MAXMOE_INLINE Vector<Element> load_half_step(const T* row, const T* next) {
   }
 }
 
-// The row after row d of the inner dimension, from `column` on, where the step takes both and there is one; else null.
+// Pointer to row d + 1 of the inner dimension, from `column` on, if a step has two rows and there is one; otherwise
+// null.
 template <class Element, class T>
 MAXMOE_INLINE const T* second_row_of_step(const GemmOperand<T>& operand, int64_t d, Range depth, int64_t column) {
   return kDepthPerStep<Element> == 2 && d + 1 < depth.end ? operand.memory_row(d + 1) + column : nullptr;
 }
 
-// One step of a transposed A: `count` rows of it, neighbours in memory, of which the first MR become those of the first
-// micro-panel, and so on. Panels are `panel_stride` elements apart.
+// Packs one step of a transposed A, in which `count` rows of A are contiguous in memory. The first MR of them belong to
+// the first micro-panel, the next MR to the second one, `panel_stride` elements after it, and so on.
 template <class Element, class T>
 MAXMOE_INLINE void pack_step_of_a(const T* row, const T* next, int64_t count, Element* target, int64_t panel_stride) {
   constexpr int kChunks = (kMR + kLanes<Element> - 1) / kLanes<Element>;
@@ -153,6 +166,7 @@ MAXMOE_INLINE void pack_step_of_a(const T* row, const T* next, int64_t count, El
     }
   };
   int64_t r = 0;
+  // Whole vectors are read. Where they would end past the row, a padded copy is read instead.
   for (; r + kRead <= count; r += kMR, target += panel_stride) {
     pack_panel(row + r, next == nullptr ? nullptr : next + r, target);
   }
@@ -165,15 +179,18 @@ MAXMOE_INLINE void pack_step_of_a(const T* row, const T* next, int64_t count, El
   }
 }
 
-// Elements of a micro-panel of A. A vector more than it has: whole vectors are stored, and panels that are packed at
-// the same time must not be a multiple of 4 KiB apart, where they would share one set of the first-level cache.
+// Number of elements of a micro-panel of A, one vector more than its steps have: whole vectors are stored, and the last
+// one ends past the last step. The panels of a transposed A are packed at the same time. At a distance of a multiple of
+// 4 KiB they would share one set of the first-level cache, which took packing to 0.45 of its speed
+// (docs/performance.md).
 template <class Element>
 MAXMOE_INLINE int64_t panel_size_of_a(int64_t num_steps) {
   const int64_t size = num_steps * kMR + kLanes<Element>;
   return size * int64_t{sizeof(Element)} % 4096 == 0 ? size + kLanes<Element> : size;
 }
 
-// Packs rows of A into micro-panels. The elements past the last row are never multiplied.
+// Packs rows of A into micro-panels. Elements past the last row are never multiplied: the last panel is read by a
+// micro-kernel of fewer rows.
 template <class Element, class T>
 void pack_a(const GemmOperand<T>& a, Range depth, Element* panels) {
   count_packed(a.rows() * depth.size());
@@ -186,6 +203,7 @@ void pack_a(const GemmOperand<T>& a, Range depth, Element* panels) {
     }
     return;
   }
+  // Steps are the outer loop, so that A is read in the order of memory.
   for (int64_t k = 0; k < num_steps; ++k) {
     const int64_t d = depth.begin + k * kDepthPerStep<Element>;
     const T* next = second_row_of_step<Element>(a, d, depth, 0);
@@ -193,7 +211,7 @@ void pack_a(const GemmOperand<T>& a, Range depth, Element* panels) {
   }
 }
 
-// load_step of at most NR columns: zeros beside them.
+// load_step for at most NR columns. The columns past them are zeros.
 template <class Element, class T>
 MAXMOE_INLINE StepX2<Element> load_step(const T* row, const T* next, int64_t columns) {
   constexpr int kWidth = kNR<Accumulator<T>>;
@@ -205,8 +223,8 @@ MAXMOE_INLINE StepX2<Element> load_step(const T* row, const T* next, int64_t col
   return load_step<Element>(part[0], part[1]);
 }
 
-// Packs columns of B into micro-panels of NR columns, one after the other. The last one is filled with columns of
-// zeros, so that a micro-kernel always has NR.
+// Packs columns of B into micro-panels of NR columns, one panel after the other. The last one is padded with columns of
+// zeros, so that a micro-kernel always has NR columns.
 template <class Element, class T>
 void pack_b(const GemmOperand<T>& b, Range depth, Range columns, Element* panels) {
   constexpr int kWidth = kNR<Accumulator<T>>;
@@ -219,6 +237,7 @@ void pack_b(const GemmOperand<T>& b, Range depth, Range columns, Element* panels
     }
     return;
   }
+  // Row by row across all panels, so that B is read in the order of memory.
   for (int64_t d = depth.begin; d < depth.end; d += kDepthPerStep<Element>, panels += kWidth) {
     const int64_t prefetched = d + kPackPrefetchSteps * kDepthPerStep<Element>;
     for (int64_t ahead = prefetched; ahead < at_most(prefetched + kDepthPerStep<Element>, depth.end); ++ahead) {
@@ -236,8 +255,8 @@ void pack_b(const GemmOperand<T>& b, Range depth, Range columns, Element* panels
   }
 }
 
-// The micro-kernel for the first MR rows of A, which packs the NR columns of a row-major B from `column` on that it
-// multiplies with: loads and stores run beside the multiply-adds.
+// The micro-kernel for the first MR rows of A. It packs the NR columns of a row-major B from `column` on while it
+// multiplies with them, so that the loads and stores of packing run in parallel with the multiply-adds.
 template <class Out, class Element, class T>
 void micro_kernel_packing_b(const MicroTile<Out, Element>& tile, const GemmOperand<T>& b, Range depth, int64_t column,
                             Element* panel) {

@@ -4,6 +4,7 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
+// Bound by the bandwidth of memory: two rows are read for each number that is written.
 template <class T>
 void ragged_dot(const RaggedDot<T>& d, const Executor& executor) {
   run_ranges(executor, d.index_size, rows_per_task(d.a.columns), [&](int64_t begin, int64_t end) {

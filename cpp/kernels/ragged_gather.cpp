@@ -5,11 +5,11 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// From this size on a result is stored non-temporally: in a last-level cache that several cores share, its first rows
-// would be evicted before the next kernel reads them.
+// Results of this size and more are written with non-temporal stores. A smaller result may still be in the last-level
+// cache when the next kernel reads it; of a larger one the first rows would be evicted before.
 constexpr int64_t kMinNonTemporalBytes = 16 << 20;
 
-// target = weight * source, or source without a weight
+// target = weight * source; without a weight target = source.
 template <class T>
 void gather_block(const T* source, const Accumulator<T>* weight, T* target, int64_t columns, bool is_nontemporal) {
   if (!is_nontemporal) {
@@ -21,6 +21,7 @@ void gather_block(const T* source, const Accumulator<T>* weight, T* target, int6
 
 }  // namespace
 
+// Bound by the bandwidth of memory, and by TLB misses if rows of 1 or 2 KiB are in random order (docs/performance.md).
 template <class T>
 void ragged_gather(const RaggedGather<T>& a, const Executor& executor) {
   const int64_t columns = a.out.columns;
@@ -33,10 +34,13 @@ void ragged_gather(const RaggedGather<T>& a, const Executor& executor) {
         continue;
       }
       const T* row = a.x.row(a.index[i]);
+      // The next row is prefetched while this one is copied: its address is in the index, which hardware prefetchers
+      // cannot follow.
       const T* next = i + 1 < end && has_row(i + 1) ? a.x.row(a.index[i + 1]) : row;
       const Accumulator<T>* weight = a.weights == nullptr ? nullptr : a.weights + i;
-      // In blocks, so that the prefetches of the next row are spread over the copy of this one: a core keeps only one
-      // or two dozen cache misses outstanding. A block ends with a cache line, so that no line is stored in two parts.
+      // The row is copied in blocks, so that the prefetches of the next row are spread over the copy of this one: a
+      // core keeps only one or two dozen cache misses outstanding. A block ends at the end of a cache line, so that no
+      // line is written in two parts.
       int64_t size = 0;
       for (int64_t column = 0; column < columns; column += size) {
         T* target = a.out.row(i) + column;
@@ -45,6 +49,7 @@ void ragged_gather(const RaggedGather<T>& a, const Executor& executor) {
         gather_block(row + column, weight, target, size, is_nontemporal);
       }
     }
+    // Before the task ends, because another thread may read the rows next.
     fence_nontemporal_stores();
   });
 }

@@ -1,4 +1,4 @@
-// Copies rows by index.
+// Gathers rows by index.
 #pragma once
 
 #include "dtype.h"

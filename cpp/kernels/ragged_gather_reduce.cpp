@@ -5,8 +5,8 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// Prefetches the beginnings of the rows of a group: half of a first-level cache of 32 KiB in all. Of longer rows the
-// hardware prefetchers follow what comes after.
+// Prefetches the first columns of all rows of a group, in total at most half of a first-level cache of 32 KiB. Hardware
+// prefetchers follow the rest of longer rows.
 template <class T>
 void prefetch_group(const RaggedGatherReduce<T>& a, int64_t group) {
   constexpr int64_t kPrefetchedBytes = 16384;
@@ -31,6 +31,8 @@ template <class T>
 void ragged_gather_reduce(const RaggedGatherReduce<T>& a, const Executor& executor) {
   run_ranges(executor, a.out.rows, rows_per_task(a.out.columns * a.group_size), [&](int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; ++group) {
+      // The rows of the next group are prefetched while this group is summed: their addresses are in the index, which
+      // hardware prefetchers cannot follow.
       if (group + 1 < end) prefetch_group(a, group + 1);
       reduce_group(a, group);
     }

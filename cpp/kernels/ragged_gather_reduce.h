@@ -1,4 +1,4 @@
-// Sums of rows taken by index, of a fixed number of rows each.
+// Weighted sums of rows that are selected by index. All sums have the same number of terms.
 #pragma once
 
 #include "dtype.h"
@@ -8,7 +8,7 @@
 namespace maxmoe {
 
 // out[t] = sum_{j in [t * group_size, (t + 1) * group_size)} weights[j] * rows[index[j]], over j with valid[j] and
-// index[j] >= 0, in the order of j. A row that no such j names is never read.
+// index[j] >= 0, in the order of j. Rows that are in no sum are not read.
 template <class T>
 struct RaggedGatherReduce {
   ConstMatrixView<T> rows;  // [R, D]

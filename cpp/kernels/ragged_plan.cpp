@@ -1,3 +1,4 @@
+// The plan is a counting sort of the slots by expert: two passes over the slots, without comparisons.
 #include "ragged_plan.h"
 
 #include "row.h"
@@ -5,7 +6,12 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// Where max_rows cuts, the experts with the highest ids lose their rows first.
+// The scratch slots: the next free row of each expert, and the end of its rows.
+constexpr int kNextRowScratch = 0;
+constexpr int kEndRowScratch = 1;
+
+// Counts the rows of each local expert. If there are more than max_rows, the experts with the highest ids lose their
+// rows.
 template <class Index>
 void count_rows(const RaggedPlan<Index>& plan) {
   zero_row(plan.group_sizes, plan.num_local_experts);
@@ -24,11 +30,12 @@ void count_rows(const RaggedPlan<Index>& plan) {
   }
 }
 
-// The second half of a counting sort. Slots are visited in order, so that it is stable.
+// Assigns rows to slots: the second half of a counting sort. The slots are visited in order, so that the sort is
+// stable.
 template <class Index>
 void place_slots(const RaggedPlan<Index>& plan) {
-  auto* next = scratch<Index>(0, plan.num_local_experts);
-  auto* end = scratch<Index>(1, plan.num_local_experts);
+  auto* next = scratch<Index>(kNextRowScratch, plan.num_local_experts);
+  auto* end = scratch<Index>(kEndRowScratch, plan.num_local_experts);
   Index total = 0;
   for (Index expert = 0; expert < plan.num_local_experts; ++expert) {
     next[expert] = total;
@@ -49,8 +56,10 @@ void place_slots(const RaggedPlan<Index>& plan) {
 
 }  // namespace
 
+// Runs on the calling thread: the row of a slot depends on all slots before it.
 template <class Index>
 void ragged_plan(const RaggedPlan<Index>& plan, const Executor& /*executor*/) {
+  // The first call of two counts, the second one places: see ragged_plan.h.
   if (plan.slots == nullptr) {
     count_rows(plan);
   } else {

@@ -5,9 +5,9 @@
 
 namespace maxmoe {
 
-// The slots (t * K + k) whose expert is local, ordered by expert, then slot; at most max_rows of them. Call twice, as R
-// is not known before the first call: with `slots` null it fills group_sizes and dropped, with `slots` of [R] the
-// second one fills slots and rows.
+// Selects the slots (t * K + k) whose expert is local, ordered by expert, then by slot; at most max_rows of them. It is
+// called twice, because R is not known before the first call. With `slots` null it computes group_sizes and dropped,
+// with `slots` of [R] it computes slots and rows.
 template <class Index>
 struct RaggedPlan {
   const Index* experts;  // [T * K], each in [-1, num_experts); -1 is a slot without an expert
@@ -16,7 +16,7 @@ struct RaggedPlan {
   Index num_local_experts;  // L
   Index max_rows;           // negative: no limit
   Index* group_sizes;       // [L]
-  Index* dropped;           // 1, local slots past max_rows
+  Index* dropped;           // [1], number of local slots past max_rows
   Index* slots;             // [R], R = sum of group_sizes; or null
   Index* rows;              // [T * K], row of each slot or -1
 };

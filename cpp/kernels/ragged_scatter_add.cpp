@@ -5,8 +5,9 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// Stable counting sort: order[offsets[n] .. offsets[n + 1]) lists the j with index[j] == n, ascending. offsets[n] first
-// counts, then is the end of n's range, and its begin after the last loop, which fills the ranges from their ends.
+// Stable counting sort: order[offsets[n] .. offsets[n + 1]) lists the j with index[j] == n in ascending order.
+// offsets[n] is first the number of these j, then the end of their range. The last loop fills each range from its end,
+// which moves offsets[n] to the beginning.
 template <class T>
 void invert_index(const RaggedScatterAdd<T>& a) {
   zero_row(a.offsets, a.out.rows + 1);
@@ -24,6 +25,7 @@ void invert_index(const RaggedScatterAdd<T>& a) {
   }
 }
 
+// Computes one row of out. It gathers the rows that belong to it, so that no two tasks write the same row.
 template <class T>
 void add_rows(const RaggedScatterAdd<T>& a, int64_t n) {
   const int64_t* order = a.order + a.offsets[n];

@@ -7,8 +7,9 @@
 
 namespace maxmoe {
 
-// out[n] = sum_{j : index[j] == n} weights[j] * rows[j / group_size], in the order of j. No atomics: each row of out is
-// summed by one task. A row that no j names becomes zero.
+// out[n] = sum_{j : index[j] == n} weights[j] * rows[j / group_size], in the order of j. A row that no index names is
+// zero. Each row of out is summed by one task: no atomics, and the order of a sum does not depend on the number of
+// threads.
 template <class T>
 struct RaggedScatterAdd {
   ConstMatrixView<T> rows;  // [M / group_size, D]
@@ -16,8 +17,8 @@ struct RaggedScatterAdd {
   int64_t index_size;       // M
   int64_t group_size;
   const Accumulator<T>* weights;  // [M] or null for ones
-  int64_t* offsets;               // [N + 1] work space
-  int64_t* order;                 // [M] work space
+  int64_t* offsets;               // [N + 1], scratch memory
+  int64_t* order;                 // [M], scratch memory
   MatrixView<T> out;              // [N, D]
 };
 

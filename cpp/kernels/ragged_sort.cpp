@@ -4,6 +4,7 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
+// Bound by the bandwidth of memory: a row is read and written with one multiplication per element.
 template <class T>
 void ragged_sort(const RaggedSort<T>& a, const Executor& executor) {
   const int64_t columns = a.x.columns;

@@ -1,4 +1,4 @@
-// Gathers tokens into rows grouped by expert.
+// Gathers tokens into rows that are grouped by expert.
 #pragma once
 
 #include "dtype.h"

@@ -1,4 +1,5 @@
-// Sums the rows of each token: the transpose of ragged_sort, and its inverse but for the weights.
+// Weighted sum of the rows of each token: the transpose of ragged_sort. It restores the tokens if the weights of each
+// sum to 1.
 #pragma once
 
 #include "ragged_gather_reduce.h"

@@ -1,3 +1,5 @@
+// Tokens are routed one by one: the scores of a token stay in the first-level cache from the logits to the weights, and
+// its result does not depend on the other tokens.
 #include "route.h"
 
 #include <Eigen/Core>
@@ -15,7 +17,8 @@ using Row = Eigen::Map<Eigen::Array<T, Eigen::Dynamic, 1>>;
 template <class T>
 using ConstRow = Eigen::Map<const Eigen::Array<T, Eigen::Dynamic, 1>>;
 
-// Added to the sum of Normalization::sum, so that scores that are all zero do not give NaN; the value is DeepSeek-V3's.
+// Added to the sum of the scores in Normalization::sum, so that scores that are all zero do not give NaN. The value is
+// that of DeepSeek-V3.
 constexpr double kSumEpsilon = 1e-20;
 
 template <class T>
@@ -23,8 +26,8 @@ T sigmoid(T x) {
   return T(1) / (T(1) + std::exp(-x));
 }
 
-// No finite logit overflows: softmax subtracts the largest one; exp(-logit) = infinity makes a sigmoid 0; softplus is
-// written as max(x, 0) + log1p(exp(-|x|)).
+// Computes the scores of all experts. No finite logit overflows: softmax subtracts the largest logit; in sigmoid
+// exp(-logit) = infinity gives 0; softplus is computed as max(x, 0) + log1p(exp(-|x|)).
 template <class T>
 void score_row(ScoreFunction function, ConstRow<T> logits, Row<T> scores) {
   switch (function) {
@@ -44,7 +47,8 @@ void score_row(ScoreFunction function, ConstRow<T> logits, Row<T> scores) {
   }
 }
 
-// A NaN compares false with everything: whether it is selected would depend on its position alone.
+// Whether a value is NaN. A NaN compares false with everything, so that its position alone would decide whether it is
+// selected.
 template <class T>
 bool has_nan(const T* values, int64_t count) {
   auto is_nan = Vector<T>{} != Vector<T>{};
@@ -56,19 +60,25 @@ bool has_nan(const T* values, int64_t count) {
   return any;
 }
 
-// Scratch memory of one token. All arithmetic is done here, in memory that is aligned: Eigen computes the elements
-// before the first aligned one with scalar functions, which round differently, and results must not depend on the
-// address of a tensor.
+// The scratch slots of a token: one for both passes, those of the forward pass, and those of the backward pass.
+constexpr int kScoresScratch = 0;
+constexpr int kBiasedScratch = 1, kWeightsScratch = 2, kGroupScoresScratch = 3, kGroupsScratch = 4;
+constexpr int kProbabilitiesScratch = 1, kGradProbabilitiesScratch = 2, kSelectedScratch = 3, kGradScratch = 4;
+
+// Scratch memory of one token. All arithmetic is done in it, because it is aligned. In unaligned memory Eigen computes
+// the elements before the first aligned one with scalar functions, which round differently, and results must not depend
+// on the address of a tensor.
 template <class T>
 struct TokenScratch {
-  T* scores;
-  T* biased;
-  T* weights;
-  T* group_scores;
-  int64_t* groups;
-  int64_t* group_is_selected;
+  T* scores;                   // [E]
+  T* biased;                   // [E], scores + correction_bias
+  T* weights;                  // [K]
+  T* group_scores;             // [num_groups]
+  int64_t* groups;             // [top_k_groups], the best groups
+  int64_t* group_is_selected;  // [num_groups], 0 or 1
 };
 
+// Selects K experts. If there are groups, only the experts of the best groups are candidates.
 template <class T>
 void select_experts(const Route<T>& a, int64_t token, const TokenScratch<T>& s) {
   const RoutingRule& rule = a.rule;
@@ -80,17 +90,20 @@ void select_experts(const Route<T>& a, int64_t token, const TokenScratch<T>& s) 
   }
   TopK<T>(s.group_scores, rule.top_k_groups, s.groups).add_range(0, rule.num_groups);
   zero_row(s.group_is_selected, rule.num_groups);
+  // Experts are added in ascending order, so that the lowest index wins a tie. TopK returns the groups in another
+  // order.
   for (int64_t i = 0; i < rule.top_k_groups; ++i) s.group_is_selected[s.groups[i]] = 1;
   for (int64_t group = 0; group < rule.num_groups; ++group) {
     if (s.group_is_selected[group] != 0) experts.add_range(group * group_size, (group + 1) * group_size);
   }
 }
 
-// Slots without an expert take no part.
+// Normalizes the weights of a token. Slots without an expert have weight 0 and are left out of the softmax.
 template <class T>
 void normalize(const RoutingRule& rule, const int64_t* experts, Row<T> weights) {
   if (rule.normalization == Normalization::sum) weights /= weights.sum() + T(kSumEpsilon);
   if (rule.normalization != Normalization::softmax) return;
+  // The largest logit is subtracted, so that exp does not overflow.
   T largest = -std::numeric_limits<T>::infinity();
   for (int64_t k = 0; k < weights.size(); ++k) {
     if (experts[k] >= 0) largest = std::fmax(largest, weights[k]);
@@ -103,7 +116,7 @@ void normalize(const RoutingRule& rule, const int64_t* experts, Row<T> weights) 
   if (sum > T(0)) weights /= sum;
 }
 
-// Writes the scores of all experts, scaled to sum one.
+// Computes the probabilities: the scores of all experts, scaled to sum one.
 template <class T>
 void normalize_scores(ScoreFunction function, ConstRow<T> logits, ConstRow<T> scores, Row<T> probabilities) {
   if (function == ScoreFunction::identity) return score_row<T>(ScoreFunction::softmax, logits, probabilities);
@@ -111,6 +124,7 @@ void normalize_scores(ScoreFunction function, ConstRow<T> logits, ConstRow<T> sc
   if (function != ScoreFunction::softmax) probabilities /= scores.sum() + T(kSumEpsilon);
 }
 
+// Forward pass of one token: scores, probabilities, selection, weights.
 template <class T>
 void route_token(const Route<T>& a, int64_t token, const TokenScratch<T>& s) {
   const int64_t num_experts = a.logits.columns;
@@ -120,6 +134,7 @@ void route_token(const Route<T>& a, int64_t token, const TokenScratch<T>& s) {
   const Row<T> scores(s.scores, num_experts);
   Row<T> biased(s.biased, num_experts);
   score_row<T>(a.rule.score_function, logits, scores);
+  // `biased` is free until the scores are selected from it.
   normalize_scores<T>(a.rule.score_function, logits, ConstRow<T>(s.scores, num_experts), biased);
   copy_row(s.biased, a.probabilities.row(token), num_experts);
   biased = scores;
@@ -141,23 +156,26 @@ void route_token(const Route<T>& a, int64_t token, const TokenScratch<T>& s) {
   copy_row(s.weights, a.weights.row(token), top_k);
 }
 
-// Backward of normalize: turns `grad` from the gradient of the weights into that of the K selected scores.
+// Backward of normalize: `grad` is the gradient of the weights before, and that of the K selected scores after the
+// call.
 template <class T>
 void normalize_backward(const RoutingRule& rule, const int64_t* experts, ConstRow<T> selected, Row<T> grad) {
   grad *= T(rule.scale);
   if (rule.normalization == Normalization::none) return;
   if (rule.normalization == Normalization::sum) {
+    // With w = s / total: ds = (dw - <dw, w>) / total.
     const T total = selected.sum() + T(kSumEpsilon);
     grad = ((grad - (grad * selected).sum() / total) / total).eval();
     return;
   }
+  // With w = softmax(s): ds = w * (dw - <dw, w>). The weights w are recomputed, not saved.
   Eigen::Array<T, Eigen::Dynamic, 1> softmax = selected;
   normalize<T>({rule.score_function, Normalization::softmax, 1.0, 1, 1}, experts,
                Row<T>(softmax.data(), softmax.size()));
   grad = (softmax * (grad - (grad * softmax).sum())).eval();
 }
 
-// d score / d logit, for the elementwise score functions
+// Derivative of a score with respect to its logit, for the elementwise score functions.
 template <class T>
 T score_slope(ScoreFunction function, T logit, T score) {
   switch (function) {
@@ -170,7 +188,7 @@ T score_slope(ScoreFunction function, T logit, T score) {
   }
 }
 
-// Scratch memory of one token of the backward pass.
+// Scratch memory of one token in the backward pass.
 template <class T>
 struct BackwardScratch {
   T* scores;              // [E]
@@ -180,10 +198,11 @@ struct BackwardScratch {
   T* grad;                // [K]
 };
 
-// Writes the gradient of the logits that comes through the probabilities.
+// Computes the gradient of the logits that comes through the probabilities.
 template <class T>
 void probabilities_backward(ScoreFunction function, ConstRow<T> logits, ConstRow<T> scores, ConstRow<T> grad,
                             Row<T> probabilities, Row<T> grad_logits) {
+  // With p = s / sum(s): ds = (dp - <dp, p>) / sum(s). With p = softmax(l): dl = p * (dp - <dp, p>).
   normalize_scores<T>(function, logits, scores, probabilities);
   grad_logits = grad - (grad * probabilities).sum();
   if (function == ScoreFunction::softmax || function == ScoreFunction::identity) {
@@ -194,6 +213,7 @@ void probabilities_backward(ScoreFunction function, ConstRow<T> logits, ConstRow
   for (int64_t e = 0; e < logits.size(); ++e) grad_logits[e] *= score_slope(function, logits[e], scores[e]);
 }
 
+// Backward pass of one token. A slot without an expert has no gradient.
 template <class T>
 void route_token_backward(const RouteBackward<T>& a, int64_t token, const BackwardScratch<T>& s) {
   const int64_t num_experts = a.logits.columns;
@@ -223,6 +243,7 @@ void route_token_backward(const RouteBackward<T>& a, int64_t token, const Backwa
   } else {
     grad_logits.setZero();
   }
+  // In softmax every logit has a gradient through the sum; the selected ones have a second term, below.
   if (function == ScoreFunction::softmax) grad_logits -= (grad * selected).sum() * scores;
   for (int64_t k = 0; k < top_k; ++k) {
     if (experts[k] < 0) continue;
@@ -238,11 +259,11 @@ template <class T>
 void route(const Route<T>& a, const Executor& executor) {
   const int64_t num_experts = a.logits.columns;
   run_ranges(executor, a.logits.rows, rows_per_task(num_experts), [&](int64_t begin, int64_t end) {
-    auto* groups = scratch<int64_t>(4, 2 * a.rule.num_groups);
-    const TokenScratch<T> s{scratch<T>(0, num_experts),
-                            scratch<T>(1, num_experts),
-                            scratch<T>(2, a.experts.columns),
-                            scratch<T>(3, a.rule.num_groups),
+    auto* groups = scratch<int64_t>(kGroupsScratch, 2 * a.rule.num_groups);
+    const TokenScratch<T> s{scratch<T>(kScoresScratch, num_experts),
+                            scratch<T>(kBiasedScratch, num_experts),
+                            scratch<T>(kWeightsScratch, a.experts.columns),
+                            scratch<T>(kGroupScoresScratch, a.rule.num_groups),
                             groups,
                             groups + a.rule.num_groups};
     for (int64_t token = begin; token < end; ++token) route_token(a, token, s);
@@ -253,8 +274,10 @@ template <class T>
 void route_backward(const RouteBackward<T>& a, const Executor& executor) {
   const int64_t num_experts = a.logits.columns;
   run_ranges(executor, a.logits.rows, rows_per_task(num_experts), [&](int64_t begin, int64_t end) {
-    const BackwardScratch<T> s{scratch<T>(0, num_experts), scratch<T>(1, num_experts), scratch<T>(2, num_experts),
-                               scratch<T>(3, a.experts.columns), scratch<T>(4, a.experts.columns)};
+    const BackwardScratch<T> s{scratch<T>(kScoresScratch, num_experts), scratch<T>(kProbabilitiesScratch, num_experts),
+                               scratch<T>(kGradProbabilitiesScratch, num_experts),
+                               scratch<T>(kSelectedScratch, a.experts.columns),
+                               scratch<T>(kGradScratch, a.experts.columns)};
     for (int64_t token = begin; token < end; ++token) route_token_backward(a, token, s);
   });
 }

@@ -8,9 +8,9 @@ namespace maxmoe {
 
 enum class ScoreFunction { softmax, sigmoid, sqrtsoftplus, identity };
 enum class Normalization { none, sum, softmax };
-enum class GroupScore { top2, max };  // the sum of a group's two best experts, or its best one
+enum class GroupScore { top2, max };  // the sum of the two largest scores of a group, or the largest
 
-// How a token's experts are selected, and how their scores become weights.
+// How the experts of a token are selected, and how their scores become weights.
 struct RoutingRule {
   ScoreFunction score_function;
   Normalization normalization;
@@ -20,13 +20,13 @@ struct RoutingRule {
   GroupScore group_score = GroupScore::top2;
 };
 
-// Marks a token whose scores are not all numbers: its experts are this.
+// The value of all experts of a token that has a NaN among its scores.
 constexpr int64_t kNotANumber = -2;
 
-// weights[t] = scale * normalization(score(logits[t])[experts[t]]), where experts[t] are the K best of
-// score + correction_bias among the best groups, best first, the lowest index first among equals; or those given, where
-// a slot of -1 has no expert and weight 0. probabilities[t] = score(logits[t]) / (its sum + 1e-20), for identity the
-// softmax of the logits.
+// weights[t] = scale * normalization(score(logits[t])[experts[t]]). experts[t] are the K largest of score +
+// correction_bias in the best groups: largest first, and the lowest index first among equals. If `given` is not null,
+// they are the experts in `given`; a slot of -1 has no expert and weight 0. probabilities[t] = score(logits[t]) / (sum
+// of the scores + 1e-20), for identity the softmax of the logits.
 template <class T>
 struct Route {
   ConstMatrixView<T> logits;  // [T, E]
@@ -38,6 +38,7 @@ struct Route {
   MatrixView<T> probabilities;  // [T, E]
 };
 
+// The gradient of the logits, for fixed experts. The scores are recomputed from the logits.
 template <class T>
 struct RouteBackward {
   ConstMatrixView<T> grad_weights;        // [T, K]

@@ -12,11 +12,11 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// Columns of a row that are worked on at a time: at most 2 KiB in an accumulator's type, so that several such buffers
-// lie in a first-level cache of 32 KiB.
+// Number of columns of a row that are processed at a time: at most 2 KiB in the accumulator's type, so that several
+// such buffers fit into a first-level cache of 32 KiB.
 constexpr int64_t kColumnBlock = 256;
 
-// Empty tensors have null pointers, which memcpy and memset must not be given even for 0 bytes.
+// The pointer of an empty tensor is null, which memcpy and memset must not be given even for 0 bytes.
 template <class T>
 MAXMOE_INLINE void copy_row(const T* source, T* target, int64_t count) {
   if (count > 0) std::memcpy(target, source, static_cast<size_t>(count) * sizeof(T));
@@ -27,24 +27,28 @@ MAXMOE_INLINE void zero_row(T* target, int64_t count) {
   if (count > 0) std::memset(static_cast<void*>(target), 0, static_cast<size_t>(count) * sizeof(T));
 }
 
+// Number of elements of T in a cache line.
 template <class T>
 constexpr auto kCacheLineElements = static_cast<int64_t>(kCacheLineBytes / sizeof(T));
 
-// How many elements of a row lie before the first cache line that begins in it.
+// Number of elements of a row before the first cache line that begins in it.
 template <class T>
 MAXMOE_INLINE int64_t elements_to_cache_line(const T* row) {
   const auto past_line = static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) % kCacheLineBytes);
   return past_line == 0 ? 0 : (kCacheLineBytes - past_line) / static_cast<int64_t>(sizeof(T));
 }
 
-// target = source. Cache lines that the row covers whole are stored non-temporally (see store_vector_nontemporal), the
-// parts of lines at its ends are not: those lines also hold elements of its neighbours.
+// target = source. Cache lines that the row covers completely are written with non-temporal stores
+// (store_vector_nontemporal). The parts of lines at its ends are not, because those lines also hold elements of the
+// rows beside it.
 template <class T>
 MAXMOE_INLINE void copy_row_nontemporal(const T* source, T* target, int64_t count) {
   constexpr int64_t kLine = kCacheLineElements<T>;
   int64_t i = at_most(elements_to_cache_line(target), count);
   copy_row(source, target, i);
   for (; i + kLine <= count; i += kLine) {
+    // The vectors of a line are stored one after the other, so that the processor combines them to one write of the
+    // line. 4 is the largest number of vectors in a line.
 #pragma GCC unroll 4
     for (int64_t part = 0; part < kLine; part += kVectorBytes / sizeof(T)) {
       Vector<uint32_t> vector;
@@ -55,8 +59,9 @@ MAXMOE_INLINE void copy_row_nontemporal(const T* source, T* target, int64_t coun
   copy_row(source + i, target + i, count - i);
 }
 
-// Prefetches all cache lines of a row. Hardware prefetchers follow consecutive lines and constant strides: where the
-// next row is taken by index, or a page away, they miss it. A row that does not begin on a cache line ends in one more.
+// Prefetches all cache lines of a row. Hardware prefetchers follow consecutive lines and constant strides, but not to a
+// row that is selected by an index or that is a page away. The second prefetch is for a row that does not begin on a
+// cache line, which ends in one more line.
 template <class T>
 MAXMOE_INLINE void prefetch_row(const T* row, int64_t columns) {
   for (int64_t c = 0; c < columns; c += kCacheLineBytes / sizeof(T)) __builtin_prefetch(row + c);
@@ -81,7 +86,7 @@ MAXMOE_INLINE void narrow_row(const Accumulator<T>* __restrict source, T* __rest
   for (; i < count; ++i) target[i] = narrow<T>(source[i]);
 }
 
-// target = weight * source for the elements that fill vectors; returns how many these are.
+// target = weight * source for the elements that fill vectors. Returns the number of these elements.
 template <class T, bool kNonTemporal>
 MAXMOE_INLINE int64_t scale_whole_vectors(const T* source, Accumulator<T> weight, T* target, int64_t count) {
   constexpr int64_t kWidth = kLanesX2<Accumulator<T>>;
@@ -93,8 +98,8 @@ MAXMOE_INLINE int64_t scale_whole_vectors(const T* source, Accumulator<T> weight
   return i;
 }
 
-// target = weight * source. The elements left over are done with vectors that end with the row and overlap those
-// before, which store the same values again; only a row shorter than that takes the scalar loop.
+// target = weight * source. The last elements are computed in vectors that end with the row. They overlap the vectors
+// before and store the same values again. Only a row that is shorter than that takes the scalar loop.
 template <class T>
 MAXMOE_INLINE void scale_row(const T* source, Accumulator<T> weight, T* target, int64_t count) {
   constexpr int64_t kWidth = kLanesX2<Accumulator<T>>;
@@ -104,8 +109,8 @@ MAXMOE_INLINE void scale_row(const T* source, Accumulator<T> weight, T* target, 
   for (; i < count; ++i) target[i] = narrow<T>(weight * widen(source[i]));
 }
 
-// target = weight * source, with non-temporal stores as in copy_row_nontemporal. The ends are scaled in a buffer, as
-// whole vectors, and the part of it that belongs to them is copied.
+// target = weight * source, with non-temporal stores as in copy_row_nontemporal. The ends of the row are scaled in a
+// buffer, in whole vectors, and copied from there.
 template <class T>
 MAXMOE_INLINE void scale_row_nontemporal(const T* source, Accumulator<T> weight, T* target, int64_t count) {
   constexpr int64_t kWidth = kLanesX2<Accumulator<T>>;
@@ -126,9 +131,9 @@ MAXMOE_INLINE void scale_row_nontemporal(const T* source, Accumulator<T> weight,
   }
 }
 
-// target = sum over i < count of weight_of(i) * rows[index_of(i)], in this order; a negative index is left out. The
-// sums of a block of columns stay in registers while all rows are read. Every column has a sum of its own, so that its
-// bits do not depend on the block that it falls into.
+// target = sum over i < count of weight_of(i) * rows[index_of(i)], in this order; negative indices are skipped. The
+// accumulators of a block of columns stay in registers while all rows are read, so that no partial sum is stored. Every
+// column has an accumulator of its own, so that its bits do not depend on the block that it is in.
 template <class T, class IndexOf, class WeightOf>
 MAXMOE_INLINE void sum_weighted_rows(ConstMatrixView<T> rows, int64_t count, const IndexOf& index_of,
                                      const WeightOf& weight_of, T* target) {
@@ -152,13 +157,15 @@ MAXMOE_INLINE void sum_weighted_rows(ConstMatrixView<T> rows, int64_t count, con
     for (int v = 0; v < kVectorsX2; ++v) store_narrowed_x2<T>(target + column + v * kWidth, sum[v]);
     column += kVectorsX2 * kWidth;
   };
-  while (column + 4 * kWidth <= rows.columns) block.template operator()<4>();  // at least a cache line of each row
+  // Wide blocks read at least a cache line of each row at a time, and have 8 independent accumulators.
+  while (column + 4 * kWidth <= rows.columns) block.template operator()<4>();
   while (column + kWidth <= rows.columns) block.template operator()<1>();
   if (column == rows.columns) return;
   if (rows.columns >= kWidth) {  // the last vectors overlap those before, and store the same values again
     column = rows.columns - kWidth;
     return block.template operator()<1>();
   }
+  // A row shorter than two vectors has scalar accumulators, one per column.
   const int64_t few = at_most(rows.columns, kWidth);  // all columns: the limit is known to the compiler
   S sum[kWidth] = {};
   for (int64_t i = 0; i < count; ++i) {
@@ -171,11 +178,12 @@ MAXMOE_INLINE void sum_weighted_rows(ConstMatrixView<T> rows, int64_t count, con
   for (int64_t c = 0; c < few; ++c) target[c] = narrow<T>(sum[c]);
 }
 
-// <a, b>. The order of summation depends on `count` and the width of vectors alone: the result is bitwise reproducible.
+// Dot product of two rows. The order of summation depends only on `count` and the width of vectors, so that the result
+// is bitwise reproducible.
 template <class T>
 MAXMOE_INLINE Accumulator<T> dot_rows(const T* a, const T* b, int64_t count) {
   using S = Accumulator<T>;
-  constexpr int kSums = 2;  // four chains of multiply-adds with the two vectors of each, to cover their latency
+  constexpr int kSums = 2;  // of two vectors each: four chains of multiply-adds, to cover their latency
   constexpr int64_t kWidth = kLanesX2<S>;
   VectorX2<S> sums[kSums] = {};
   int64_t i = 0;
@@ -187,6 +195,7 @@ MAXMOE_INLINE Accumulator<T> dot_rows(const T* a, const T* b, int64_t count) {
       sums[v] = {sums[v].first + left.first * right.first, sums[v].second + left.second * right.second};
     }
   }
+  // The accumulators are added pairwise, then the lanes in order, then the elements that fill no vector.
   const Vector<S> sum = (sums[0].first + sums[0].second) + (sums[1].first + sums[1].second);
   S total = 0;
   for (int lane = 0; lane < kLanes<S>; ++lane) total += sum[lane];

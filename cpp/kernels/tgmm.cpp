@@ -1,3 +1,4 @@
+// A task computes rows of the result of one group. Both operands of its product are read through all rows of the group.
 #include "tgmm.h"
 
 #include "group_tiles.h"
@@ -16,12 +17,14 @@ void zero_rows(MatrixView<T> out) {
 template <class T>
 void tgmm(const Tgmm<T>& a, const Executor& executor) {
   const GroupTiles list = make_whole_groups(a.group_sizes, a.num_groups, kWorkListScratch);
-  // The sum over the rows of a group is never split, so that its order is fixed: rows of the result are.
-  const int64_t rows_per_task = rows_per_gradient_task(list, a.out.first.rows, threads_to_cut_for(*a.gemm, executor));
+  // The sum over the rows of a group is not split, so that its order does not depend on the number of threads. The rows
+  // of the result are split instead.
+  const int64_t rows_per_task = rows_per_gradient_task(list, a.out.first.rows, threads_for_tiling(*a.gemm, executor));
   const int64_t row_tasks = (a.out.first.rows + rows_per_task - 1) / rows_per_task;
   const auto multiply = [&](int64_t index) {
     const GroupTile& rows = list.tiles[index / row_tasks];
     const int64_t local = rows.group - a.group_offset;
+    // The gradients of other groups are computed by the ranks that have their matrices.
     if (local < 0 || local >= a.out.count) return;
     const int64_t begin = index % row_tasks * rows_per_task;
     const int64_t end = at_most(begin + rows_per_task, a.out.first.rows);
@@ -30,10 +33,11 @@ void tgmm(const Tgmm<T>& a, const Executor& executor) {
     a.gemm->multiply(a.lhs.row_range(rows.begin, rows.end).column_range(begin, end).transposed(),
                      {a.rhs.row_range(rows.begin, rows.end), out, false});
   };
-  // Of a group without rows the result is still written: as much time as one row takes.
+  // The result of a group without rows is written, too, which counts as one row.
   const int64_t multiply_adds = (a.lhs.rows + a.out.count) * a.lhs.columns * a.rhs.columns;
   run_tasks(executor, list.count * row_tasks, multiply_adds, Task(multiply));
 
+  // Matrices without a group have no rows either.
   for (int64_t local = 0; local < a.out.count; ++local) {
     const int64_t group = local + a.group_offset;
     if (group < 0 || group >= a.num_groups) zero_rows(a.out[local]);

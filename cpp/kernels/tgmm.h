@@ -1,4 +1,4 @@
-// Transposed grouped matrix multiply: the gradient of the matrices of gmm.
+// Transposed grouped matrix multiply: the gradient of gmm with respect to its matrices.
 #pragma once
 
 #include "dtype.h"

@@ -12,21 +12,28 @@
 //   jr  micro-panels of B, of NR columns                    multiply_block
 //   k   steps of the inner dimension                        micro_kernel
 //
-// ic runs once unless packed A would be too much scratch memory. A micro-tile of C stays in registers during k, a
-// micro-panel of A in the first-level cache during jr, the block of B, KC x NC, in the second-level cache during ir,
-// and the panels of A and the pages of B that an outer block reads in the third-level cache and the TLB during jc.
-// Meanwhile the next block of B is prefetched. Every element of A and of B is packed once: A is packed while the first
-// block of columns is computed, and kept.
+// Each loop keeps an operand in one level of the memory hierarchy. A micro-tile of C stays in registers during k. A
+// micro-panel of A stays in the first-level cache during jr, and the block of B, KC x NC, in the second-level cache
+// during ir. The panels of A that an outer block reads stay in the third-level cache during jc, and its pages of B in
+// the TLB. ic runs once, unless packed A would be too much scratch memory.
 //
-// With few rows of A each element of packed B is used so rarely that packing costs more than it saves. Then B is read
-// in place (few_rows.h).
+// ir is outside of jr, unlike in BLIS: a micro-panel of A is reused for all columns of the block, and the first row of
+// micro-tiles reads each panel of a row-major B once, so that it can pack it.
+//
+// Every element of A and B is packed once per product. A is packed while the first block of columns is computed, and
+// kept for the others. While a block of B is multiplied, the next one is prefetched.
+//
+// With few rows of A each element of packed B would be used so rarely that packing costs more than it gives. Then B is
+// read in place (few_rows.h).
 //
 // With AVX512-BF16 packed blocks of bfloat16 matrices hold BFloat16Pairs, and a step is two elements of the inner
 // dimension.
+//
+// Blocks change no bit of a result: a sum that continues in the next block is kept in the accumulator's type, and its
+// terms are added in the order of the inner dimension.
 #include "tile_gemm.h"
 
-#include "block_prefetch.h"
-#include "caches.h"
+#include "blocking.h"
 #include "few_rows.h"
 #include "micro_kernel.h"
 #include "pack.h"
@@ -35,39 +42,11 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// Steps of the inner dimension in a block: a micro-panel of A takes 24 KiB with AVX-512 and 12 KiB with AVX2, at most
-// three quarters of a first-level cache. The next block continues the sums in the accumulator's type, so that KC does
-// not change the bits of a result.
-constexpr int64_t kKCSteps = 512;
+// Maximum number of elements of A that are packed at a time, which limits the scratch memory.
+constexpr int64_t kMaxPackedA = int64_t{1} << 22;
 
-// NC, the columns of a block of B.
-template <class S>
-int64_t block_columns() {
-  constexpr int64_t kPanelBytes = kKCSteps * kNR<S> * int64_t{sizeof(S)};
-  static const int64_t columns = panels_per_block(kPanelBytes, second_level_cache_bytes()) * kNR<S>;
-  return columns;
-}
-
-// Rows and columns of an outer block of B. Every row of a row-major B may be a page of its own, so that the rows are
-// bounded by the entries of a second-level TLB. Measured: 2048 rows are slower at D 4096, and as fast beyond.
-constexpr int64_t kOuterDepth = 4096;
-constexpr int64_t kOuterColumns = 2048;
-
-// Elements of A that are packed at a time.
-constexpr int64_t kPackedA = int64_t{1} << 22;
-
-// MAXMOE_BFLOAT16_PAIRS: pairs in plain arithmetic, for tests on processors without the instruction.
-#if defined(__AVX512BF16__) || defined(MAXMOE_BFLOAT16_PAIRS)
-constexpr bool kMultipliesPairs = true;
-#else
-constexpr bool kMultipliesPairs = false;
-#endif
-
-template <class T>
-using ElementOf = std::conditional_t<kMultipliesPairs && std::is_same_v<T, BFloat16>, BFloat16Pair, Accumulator<T>>;
-
-// Blocks of A and B, and the sums that a block of the inner dimension goes on with: NR wide columns of C, one after the
-// other, in the order of VectorX2.
+// A block of A and B, and the partial sums of C if there is more than one block of the inner dimension. The sums are
+// stored in strips of NR columns, one strip after the other, in the order of VectorX2.
 template <class T, class Element>
 struct Block {
   const Element* a;
@@ -75,15 +54,15 @@ struct Block {
   Range depth;
   Range columns;
   Element* panels_of_b;
-  bool packs_b;  // with the first rows of micro-tiles
+  bool packs_b;  // whether the first row of micro-tiles packs b
   Accumulator<T>* sums;
   int64_t sums_rows;
-  bool has_sums;  // from the block before
+  bool has_sums;  // whether the block before has left sums
 
   int64_t num_steps() const { return steps_of_depth<Element>(depth.size()); }
 };
 
-// The micro-tile at row ir and column jr of the block.
+// Computes the micro-tile at row ir and column jr of the block.
 template <class Out, class T, class Element>
 MAXMOE_INLINE void multiply_micro_tile_at(const Block<T, Element>& block, int64_t ir, int64_t jr, MatrixView<Out> c,
                                           BlockPrefetch& next, int64_t num_lines) {
@@ -92,6 +71,7 @@ MAXMOE_INLINE void multiply_micro_tile_at(const Block<T, Element>& block, int64_
   const S* const sums = block.has_sums ? block.sums + jr * block.sums_rows + ir * kNR<S> : nullptr;
   const Element* const a = block.a + ir / kMR * panel_size_of_a<Element>(num_steps);
   Element* const panel_of_b = block.panels_of_b + jr * num_steps;
+  // A panel with fewer than NR columns is padded, which pack_b has done before.
   if (block.packs_b && ir == 0 && c.columns == kNR<S>) {
     const MicroTile<Out, Element> tile{a, num_steps, sums, c.data, c.row_stride, next, num_lines};
     return micro_kernel_packing_b(tile, block.b, block.depth, block.columns.begin + jr, panel_of_b);
@@ -99,13 +79,14 @@ MAXMOE_INLINE void multiply_micro_tile_at(const Block<T, Element>& block, int64_
   micro_kernel_of_rows<Out, Element>(c.rows)(a, panel_of_b, num_steps, sums, c.data, c.row_stride, next, num_lines);
 }
 
-// c = a * b for one block: the loops ir and jr. The last block of the inner dimension rounds to the result's type; a
-// micro-tile that is not full is computed in a buffer then, and copied.
+// Computes c = a * b for one block: the loops ir and jr. The last block of the inner dimension rounds the sums to the
+// type of the result. A micro-tile with fewer than NR columns is then computed in a buffer and copied.
 template <class T, class Element>
 void multiply_block(const Block<T, Element>& block, MatrixView<T> c, bool is_last, BlockPrefetch next) {
   using S = Accumulator<T>;
   constexpr int64_t kWidth = kNR<S>;
   const int64_t num_tiles = (c.rows + kMR - 1) / kMR * ((c.columns + kWidth - 1) / kWidth);
+  // The prefetches are distributed evenly over the micro-tiles.
   const int64_t num_lines = (next.num_lines() + num_tiles - 1) / num_tiles;
   for (int64_t ir = 0; ir < c.rows; ir += kMR) {
     const int64_t rows = at_most(kMR, c.rows - ir);
@@ -128,7 +109,7 @@ void multiply_block(const Block<T, Element>& block, MatrixView<T> c, bool is_las
   }
 }
 
-// The sums that the first block goes on with.
+// Loads the initial sums of a product that is added to c.
 template <class T>
 void load_sums(ConstMatrixView<T> c, int64_t sums_rows, Accumulator<T>* sums) {
   using S = Accumulator<T>;
@@ -143,68 +124,8 @@ void load_sums(ConstMatrixView<T> c, int64_t sums_rows, Accumulator<T>* sums) {
   }
 }
 
-// The micro-panels of A, block by block of the inner dimension. Each is packed when it is first needed, and kept.
-template <class T>
-class PackedA {
- public:
-  using Element = ElementOf<T>;
-  static constexpr int64_t kKC = kKCSteps * kDepthPerStep<Element>;
-
-  explicit PackedA(const GemmOperand<T>& a)
-      : a_(a),
-        block_size_((a.rows() + kMR - 1) / kMR *
-                    panel_size_of_a<Element>(steps_of_depth<Element>(at_most(a.columns(), kKC)))),
-        blocks_(scratch<Element>(kPackedAScratch, (a.columns() + kKC - 1) / kKC * block_size_)) {}
-
-  const Element* block(Range depth) {
-    Element* const panels = blocks_ + depth.begin / kKC * block_size_;
-    if (depth.end > packed_depth_) pack_a(a_, depth, panels);
-    packed_depth_ = depth.end > packed_depth_ ? depth.end : packed_depth_;
-    return panels;
-  }
-
- private:
-  GemmOperand<T> a_;
-  int64_t block_size_;
-  Element* blocks_;
-  int64_t packed_depth_ = 0;
-};
-
-// Where a block lies in B, or an outer one.
-struct BlockOfB {
-  Range depth;
-  Range columns;
-};
-
-template <class T>
-BlockOfB outer_block(const GemmOperand<T>& b, int64_t depth, int64_t column) {
-  return {range_from(depth / kOuterDepth * kOuterDepth, kOuterDepth, b.rows()),
-          range_from(column / kOuterColumns * kOuterColumns, kOuterColumns, b.columns())};
-}
-
-// The block that begins at a place in an outer one.
-template <class T>
-BlockOfB block_at(const BlockOfB& outer, int64_t depth, int64_t column) {
-  return {range_from(depth, PackedA<T>::kKC, outer.depth.end),
-          range_from(column, block_columns<Accumulator<T>>(), outer.columns.end)};
-}
-
-// The block of B after this one, which may be that of the next product.
-template <class T>
-BlockPrefetch next_block(const Product<T>& p, const BlockOfB& outer, const BlockOfB& block) {
-  const auto prefetch = [](const GemmOperand<T>& b, int64_t depth, int64_t column) -> BlockPrefetch {
-    const BlockOfB next = block_at<T>(outer_block(b, depth, column), depth, column);
-    return {b, next.depth, next.columns};
-  };
-  if (block.depth.end < outer.depth.end) return prefetch(p.b, block.depth.end, block.columns.begin);
-  if (block.columns.end < outer.columns.end) return prefetch(p.b, outer.depth.begin, block.columns.end);
-  if (outer.depth.end < p.b.rows()) return prefetch(p.b, outer.depth.end, outer.columns.begin);
-  if (outer.columns.end < p.b.columns()) return prefetch(p.b, 0, outer.columns.end);
-  return prefetch(p.next_b, 0, 0);
-}
-
-// The loops jc and pc. pc runs once even if the inner dimension is 0: c must become 0. The sums of a block of columns
-// are at sums + (its first column in the outer block) * sums_per_column.
+// The loops jc and pc. pc runs once even if the inner dimension is 0, because c must become 0. The sums of a block of
+// columns are at sums + (its first column in the outer block) * sums_per_column.
 template <class T>
 void multiply_outer_block(PackedA<T>& a, const Product<T>& p, const BlockOfB& outer, Accumulator<T>* sums,
                           int64_t sums_per_column) {
@@ -212,6 +133,8 @@ void multiply_outer_block(PackedA<T>& a, const Product<T>& p, const BlockOfB& ou
   using Element = ElementOf<T>;
   const int64_t padded_rows = (p.c.rows + kMR - 1) / kMR * kMR;
   Element* const panels_of_b = scratch<Element>(kPackedBScratch, block_columns<S>() * kKCSteps);
+  // Only the micro-kernel of MR rows packs B. A transposed B is not packed by it, because a step of it is not
+  // contiguous.
   const bool packs_b = !p.b.is_transposed && p.c.rows >= kMR;
   for (int64_t jc = outer.columns.begin; jc < outer.columns.end;) {
     const Range columns = block_at<T>(outer, 0, jc).columns;
@@ -223,6 +146,8 @@ void multiply_outer_block(PackedA<T>& a, const Product<T>& p, const BlockOfB& ou
       const Block<T, Element> block{a.block(place.depth),  p.b,     place.depth, columns,
                                     panels_of_b,           packs_b, block_sums,  padded_rows,
                                     p.accumulate || pc > 0};
+      // The columns that micro-kernels pack. All others are packed here: the columns of a transposed B, and a panel
+      // with fewer than NR.
       const int64_t packed = packs_b ? columns.size() / kNR<S> * kNR<S> : 0;
       if (packed < columns.size()) {
         pack_b(p.b, place.depth, {columns.begin + packed, columns.end}, panels_of_b + packed * block.num_steps());
@@ -233,8 +158,9 @@ void multiply_outer_block(PackedA<T>& a, const Product<T>& p, const BlockOfB& ou
   }
 }
 
-// The loops jo and po. po runs once even if the inner dimension is 0. Where it runs more often, the sums of an outer
-// block of columns are kept from one outer block of the inner dimension to the next.
+// The loops jo and po. po runs once even if the inner dimension is 0. If it runs more often, the sums of an outer block
+// of columns are kept from one outer block of the inner dimension to the next. Otherwise a block of columns is finished
+// before the next one begins, and their sums share memory.
 template <class T>
 void multiply(PackedA<T>& a, const Product<T>& p) {
   using S = Accumulator<T>;
@@ -249,7 +175,7 @@ void multiply(PackedA<T>& a, const Product<T>& p) {
   }
 }
 
-// Columns of a product.
+// The product restricted to columns [begin, end).
 template <class T>
 Product<T> column_range(Product<T> p, int64_t begin, int64_t end) {
   p.b.memory = p.b.is_transposed ? p.b.memory.row_range(begin, end) : p.b.memory.column_range(begin, end);
@@ -257,7 +183,8 @@ Product<T> column_range(Product<T> p, int64_t begin, int64_t end) {
   return p;
 }
 
-// Few rows of A: the columns that fill micro-panels are computed with B in place.
+// A product with few rows of A. The columns that fill micro-panels are computed with B in place, the last ones with
+// packed B.
 template <class T>
 void multiply_few_rows_of(const GemmOperand<T>& a, PackedA<T>& packed_a, const Product<T>& p) {
   const int64_t whole = p.c.columns / kNR<Accumulator<T>> * kNR<Accumulator<T>>;
@@ -265,7 +192,7 @@ void multiply_few_rows_of(const GemmOperand<T>& a, PackedA<T>& packed_a, const P
   if (whole < p.c.columns) multiply(packed_a, column_range(p, whole, p.c.columns));
 }
 
-// All products of rows [begin, end).
+// Computes all products for rows [begin, end) of A.
 template <class T>
 void multiply_rows(const TileGemm<T>& p, int64_t begin, int64_t end) {
   const GemmOperand<T> a = p.a.row_range(begin, end);
@@ -288,7 +215,8 @@ void multiply_rows(const TileGemm<T>& p, int64_t begin, int64_t end) {
 template <class T>
 void tile_gemm(const TileGemm<T>& p, const Executor& /*executor*/) {
   const int64_t depth = p.a.columns() < 1 ? 1 : p.a.columns();
-  const int64_t height = (kPackedA / depth / kMR + 1) * kMR;
+  // A multiple of MR, so that only the last block of rows has a micro-tile of fewer rows.
+  const int64_t height = (kMaxPackedA / depth / kMR + 1) * kMR;
   for (int64_t ic = 0; ic < p.a.rows(); ic += height) multiply_rows(p, ic, at_most(ic + height, p.a.rows()));
 }
 

@@ -1,4 +1,4 @@
-// The matrix product of this library, for all types, every size, and either layout of a and b.
+// The matrix product of this library, for all types and sizes, and for either layout of a and b.
 #pragma once
 
 #include "dtype.h"
@@ -7,8 +7,8 @@
 
 namespace maxmoe {
 
-// The products of one a: see Gemm. An element of c is one chain of multiply-adds along the inner dimension, so its
-// bits depend on its row of a and its column of b alone, not on the other rows, nor on how c is cut into tiles.
+// The arguments of Gemm::multiply. An element of c is one chain of multiply-adds along the inner dimension. Its bits
+// depend on its row of a and its column of b alone, not on the other rows, and not on the tiling.
 template <class T>
 struct TileGemm {
   GemmOperand<T> a;
@@ -23,7 +23,8 @@ MAXMOE_KERNEL(tile_gemm, TileGemm)
 #if !defined(MAXMOE_ISA_NAMESPACE)
 namespace maxmoe {
 
-// tile_gemm as the Gemm that other kernels are given.
+// tile_gemm behind the interface Gemm. Not for files that are compiled per instruction set: the table of virtual
+// functions is a weak symbol.
 template <class T>
 class KernelGemm final : public Gemm<T> {
  public:

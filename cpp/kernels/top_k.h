@@ -1,4 +1,4 @@
-// The largest of a row of keys. Only for the .cpp files that are compiled per instruction set.
+// Selection of the largest keys of a row. Only for the .cpp files that are compiled per instruction set.
 #pragma once
 
 #include <limits>
@@ -8,13 +8,15 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// The indices of the `count` largest of `keys`, by insertion into a sorted list: largest first, and the lowest index
-// first among equals as long as ranges are added in ascending order. Most keys fail the first comparison.
+// The indices of the `count` largest of `keys`, by insertion into a sorted list. The largest is first; among equal keys
+// the lowest index is first, if ranges are added in ascending order. Most keys fail the first comparison, so that its
+// branch is predicted.
 template <class T>
 class TopK {
  public:
   TopK(const T* keys, int64_t count, int64_t* selected) : keys_(keys), count_(count), selected_(selected) {}
 
+  // Adds the keys [begin, end). A key that enters a full list replaces the last one.
   void add_range(int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       if (filled_ == count_ && !(keys_[i] > keys_[selected_[count_ - 1]])) continue;
@@ -41,7 +43,7 @@ MAXMOE_INLINE Vector<T> lanewise_min(Vector<T> a, Vector<T> b) {
   return b < a ? b : a;
 }
 
-// vector[(lane + distance) % kLanes]
+// Rotates the lanes: vector[(lane + distance) % kLanes].
 template <class T>
 MAXMOE_INLINE Vector<T> rotated(Vector<T> vector, int distance) {
   Vector<T> result;
@@ -49,24 +51,26 @@ MAXMOE_INLINE Vector<T> rotated(Vector<T> vector, int distance) {
   return result;
 }
 
-// The largest of a group's biased scores, or the sum of its two largest. In vectors and without branches, which would
-// be mispredicted: the order of the scores is random.
+// The largest biased score of a group, or the sum of its two largest. Computed in vectors, without branches: the order
+// of the scores is random, so that branches would be mispredicted.
 template <class T>
 T score_group(GroupScore group_score, const T* biased, int64_t group_size) {
   const Vector<T> lowest = Vector<T>{} - std::numeric_limits<T>::infinity();
   Vector<T> best = lowest;
   Vector<T> second = lowest;
   const auto add = [&](Vector<T> values) {
+    // The smaller one of the new score and the best so far may be the second best.
     second = lanewise_max<T>(second, lanewise_min<T>(values, best));
     best = lanewise_max<T>(best, values);
   };
   int64_t i = 0;
   for (; i + kLanes<T> <= group_size; i += kLanes<T>) add(load_vector(biased + i));
+  // The scores that fill no vector. The other lanes are -infinity and change nothing.
   Vector<T> rest = lowest;
   for (int64_t lane = 0; i + lane < group_size; ++lane) rest[lane] = biased[i + lane];
   add(rest);
-  // Each step merges the two best of a lane with those of the lane `distance` further on, which come from other scores.
-  // In the end every lane holds the two best of all.
+  // Each step merges the two best of a lane with those of the lane `distance` further on, which are from other scores.
+  // After the last step every lane holds the two best of the group. 4 steps are the most, for 16 lanes.
 #pragma GCC unroll 4
   for (int distance = kLanes<T> / 2; distance > 0; distance /= 2) {
     const Vector<T> other = rotated<T>(best, distance);

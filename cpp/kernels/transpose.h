@@ -1,4 +1,5 @@
-// The transpose of a square block in vector registers. Only for the .cpp files that are compiled per instruction set.
+// The transpose of a square block in vector registers: 16 x 16 numbers take 64 shuffles, and no access to memory. Only
+// for the .cpp files that are compiled per instruction set.
 #pragma once
 
 #include <utility>
@@ -7,7 +8,8 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// Lane l of the result is lane pick(l) of a and b, those of b numbered after those of a.
+// Shuffles two vectors: lane l of the result is lane pick(l) of a and b, where the lanes of b are numbered after those
+// of a.
 template <int (*pick)(int), class V, int... kLane>
 MAXMOE_INLINE V shuffled(V a, V b, std::integer_sequence<int, kLane...> /*lanes*/) {
   return __builtin_shufflevector(a, b, pick(kLane)...);
@@ -18,22 +20,23 @@ MAXMOE_INLINE V shuffled(V a, V b) {
   return shuffled<pick>(a, b, std::make_integer_sequence<int, sizeof(V) / sizeof(a[0])>());
 }
 
-// The shuffles of a transpose. Instruction sets have those of two registers that stay within blocks of 16 bytes, or
-// that choose whole blocks, half of them from each register.
+// The shuffles of a transpose. Instruction sets have shuffles of two registers that stay within blocks of 16 bytes, and
+// shuffles of whole blocks, half of them from each register. A transpose of two stages needs no others.
 template <class S>
 struct Shuffle {
   static constexpr int kBlock = 16 / static_cast<int>(sizeof(S));  // lanes of a block
   static constexpr int kBlocks = kLanes<S> / kBlock;
 
-  // Within blocks: their lower halves interleaved, and their upper ones.
+  // Within blocks: interleaves their lower halves (low) or their upper halves (high).
   static constexpr int low(int lane) {
     const int within = lane % kBlock;
     return lane - within + within / 2 + within % 2 * kLanes<S>;
   }
   static constexpr int high(int lane) { return low(lane) + kBlock / 2; }
 
-  // Every other block of each register.
+  // Across blocks: every other block of each register.
   static constexpr int even_blocks(int lane) {
+    // Blocks L0 L1 L2 L3 and R0 R1 R2 R3 give L0 L2 R0 R2.
     constexpr int kOfEach = kBlocks < 2 ? 1 : kBlocks / 2;
     const int block = lane / kBlock;
     return 2 * (block % kOfEach) * kBlock + lane % kBlock + block / kOfEach * kLanes<S>;
@@ -41,7 +44,7 @@ struct Shuffle {
   static constexpr int odd_blocks(int lane) { return even_blocks(lane) + kBlock; }
 };
 
-// One block of each of kBlock rows: [r][c] becomes [c][r] within the blocks.
+// First stage, for one block of each of kBlock rows: element [r][c] of a block becomes [c][r].
 template <class S>
 MAXMOE_INLINE void transpose_within_blocks(Vector<S>* rows) {
   using Of = Shuffle<S>;
@@ -53,6 +56,7 @@ MAXMOE_INLINE void transpose_within_blocks(Vector<S>* rows) {
   if constexpr (Of::kBlock == 2) {
     interleave(rows[0], rows[1]);
   } else {
+    // For rows a, b, c, d: first a0 c0 a1 c1 and b0 d0 b1 d1, and so on, then a0 b0 c0 d0, and so on.
     interleave(rows[0], rows[2]);
     interleave(rows[1], rows[3]);
     interleave(rows[0], rows[1]);
@@ -60,7 +64,9 @@ MAXMOE_INLINE void transpose_within_blocks(Vector<S>* rows) {
   }
 }
 
-// rows[r][c] becomes rows[c][r].
+// Transposes the block: rows[r][c] becomes rows[c][r]. The second stage transposes the blocks as if each were one
+// number. All loops are unrolled, so that the rows stay in registers; a register has at most 4 blocks, and a block at
+// most 4 lanes.
 template <class S>
 MAXMOE_INLINE void transpose_square(Vector<S> (&rows)[kLanes<S>]) {
   using Of = Shuffle<S>;

@@ -1,4 +1,5 @@
-// Eigen's matrix product as the Gemm of kernels under test, in the accumulator's type.
+// Eigen's matrix product in the accumulator's type, as an independent Gemm for the kernels under test. It reports that
+// its bits depend on the tiles, so that these tests also cover a tiling that does not depend on the threads.
 #pragma once
 
 #include <Eigen/Core>
@@ -37,7 +38,7 @@ class EigenGemm final : public Gemm<T> {
   }
 };
 
-// One for all tests of a type.
+// The instance that all tests of a type share.
 template <class T>
 const Gemm<T>& test_gemm() {
   static const EigenGemm<T> gemm;

@@ -1,4 +1,4 @@
-// An executor on plain threads.
+// An executor that runs tasks on several threads.
 #pragma once
 
 #include <atomic>
@@ -11,7 +11,8 @@
 
 namespace maxmoe {
 
-// Starts new threads for every run: slow, but no task finds scratch memory that another run has filled.
+// Starts new threads for every run. This is slow, but the scratch memory of a thread is new: no task finds values of an
+// earlier run in it.
 class ThreadExecutor final : public Executor {
  public:
   explicit ThreadExecutor(int num_threads) : num_threads_(num_threads) {}

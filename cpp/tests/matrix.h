@@ -18,7 +18,7 @@
 
 namespace maxmoe {
 
-// Memory that begins on a cache line, as that of tensors does.
+// Aligns memory to a cache line, like the memory of tensors.
 template <class T>
 struct CacheLineAllocator {
   using value_type = T;
@@ -32,8 +32,8 @@ struct CacheLineAllocator {
   bool operator==(const CacheLineAllocator&) const = default;
 };
 
-// Row-major with a gap after each row. Every byte is 0xFF at first, a NaN in all types: a kernel that reads elements
-// that were never written yields NaN, and one that writes past a row changes the gap.
+// A row-major matrix with a gap after each row. All bytes are initially 0xFF, which is a NaN in every type: a kernel
+// that reads elements that were never written returns NaN, and a kernel that writes past a row changes the gap.
 template <class T>
 class Matrix {
  public:
@@ -41,7 +41,7 @@ class Matrix {
     poison(0, rows);
   }
 
-  // The same numbers in a wider type.
+  // Copies a matrix of another type to a wider type.
   template <class S>
   explicit Matrix(const Matrix<S>& other) : Matrix(other.rows(), other.columns()) {
     for (int64_t r = 0; r < rows_; ++r) {
@@ -55,7 +55,7 @@ class Matrix {
     return matrix;
   }
 
-  // Uniform in [-bound, bound).
+  // Fills the matrix with uniform random numbers in [-bound, bound).
   void randomize(unsigned seed, double bound = 1.0) {
     std::mt19937 generator(seed);
     std::uniform_real_distribution<double> uniform(-bound, bound);
@@ -79,7 +79,7 @@ class Matrix {
   MatrixView<T> view() { return {values_.data(), rows_, columns_, columns_ + kGap}; }
   ConstMatrixView<T> view() const { return {values_.data(), rows_, columns_, columns_ + kGap}; }
 
-  // The same matrix with NaN in rows [begin, end).
+  // A copy of the matrix with NaN in rows [begin, end).
   Matrix poisoned(int64_t begin, int64_t end) const {
     Matrix copy = *this;
     copy.poison(begin, end);
@@ -109,7 +109,7 @@ class Matrix {
   std::vector<T, CacheLineAllocator<T>> values_;
 };
 
-// `count` matrices of one shape, one below the other.
+// Stack of `count` matrices of one shape, stored one below the other.
 template <class T>
 MatrixStack<T> stack(Matrix<T>& matrix, int64_t count) {
   return {matrix.view().row_range(0, count == 0 ? 0 : matrix.rows() / count), count,
@@ -121,7 +121,7 @@ ConstMatrixStack<T> stack(const Matrix<T>& matrix, int64_t count) {
           count == 0 ? 0 : matrix.rows() / count * matrix.view().row_stride};
 }
 
-// The error that a sum of some dozen terms of size 1, rounded once to T, may have.
+// Error bound of a sum of a few dozen terms of size 1 that is rounded once to T.
 template <class T>
 constexpr double tolerance() {
   if (std::is_same_v<T, double>) return 1e-13;
@@ -140,7 +140,7 @@ void expect_near(const Matrix<T>& got, const Want& want, double slack = 1.0) {
   }
 }
 
-// The matrix that kernel(out, executor) writes. Checks that it has the same bits on one thread and on several.
+// Returns the matrix that kernel(out, executor) writes. Checks that one thread and several threads give the same bits.
 template <class T, class Kernel>
 Matrix<T> run_kernel(int64_t rows, int64_t columns, const Kernel& kernel) {
   Matrix<T> out(rows, columns);
@@ -148,7 +148,7 @@ Matrix<T> run_kernel(int64_t rows, int64_t columns, const Kernel& kernel) {
   EXPECT_TRUE(out.gap_is_intact());
   Matrix<T> threaded(rows, columns);
   kernel(threaded.view(), ThreadExecutor(4));
-  EXPECT_TRUE(threaded.has_same_bits(out)) << "depends on the number of threads";
+  EXPECT_TRUE(threaded.has_same_bits(out)) << "the result depends on the number of threads";
   return out;
 }
 

@@ -1,4 +1,4 @@
-// The experts in plain float64 loops, and the arguments of the kernels for the same numbers.
+// The experts in plain float64 loops, and the same tensors as arguments of the kernels.
 #pragma once
 
 #include <cmath>
@@ -17,7 +17,7 @@ struct FfnShape {
   int64_t intermediate_size;  // F
 };
 
-// What the experts compute with. Also the type of a direction in which to differentiate.
+// The tensors of the experts. Also used for a direction in which they are differentiated.
 template <class T>
 struct FfnTensors {
   explicit FfnTensors(const FfnShape& s)
@@ -30,7 +30,7 @@ struct FfnTensors {
         up_bias(s.routing.num_experts, s.intermediate_size),
         down_bias(s.routing.num_experts, s.hidden_size) {}
 
-  // Everything of size 1, the products too.
+  // Random tensors. The weights are scaled so that every preactivation and output is of size 1.
   static FfnTensors random(const FfnShape& shape, unsigned seed) {
     FfnTensors tensors(shape);
     tensors.for_each([&](auto& matrix) { matrix.randomize(seed++); });
@@ -41,7 +41,7 @@ struct FfnTensors {
     return tensors;
   }
 
-  // The same numbers in another type.
+  // Copies tensors of another type.
   template <class S>
   explicit FfnTensors(const FfnTensors<S>& other)
       : x(other.x),
@@ -65,13 +65,13 @@ struct FfnTensors {
   Matrix<T> gate, up, down, gate_bias, up_bias, down_bias;
 };
 
-// Column of element f of gate or up in the matrices that hold both.
+// Column of element f of gate or up in a matrix that holds both.
 inline int64_t fused_column(GateLayout layout, int64_t intermediate_size, bool is_up, int64_t f) {
   if (layout == GateLayout::interleaved) return 2 * f + (is_up ? 1 : 0);
   return is_up ? intermediate_size + f : f;
 }
 
-// The experts' matrices as the kernels take them in one layout of the gate, or their gradients.
+// The matrices of the experts, or their gradients, in the layout of the gate that the kernels get.
 template <class T>
 class Projections {
  public:
@@ -165,7 +165,7 @@ inline double naive_activated(const ActivationKind& kind, double gate, double up
   return naive_activation(kind.activation, std::min(gate, kind.limit)) * factor;
 }
 
-// out [T, D] at `at + step * along`.
+// Computes out [T, D] for the tensors `at + step * along`.
 template <class T>
 class NaiveFfn {
  public:
@@ -192,7 +192,7 @@ class NaiveFfn {
     return at(r, c) + (step == 0.0 ? 0.0 : step * along(r, c));
   }
 
-  // Row t of x times one expert's matrix, plus bias, in column f.
+  // Element f of (row t of x) * (matrix of one expert) + bias.
   double project(const Matrix<T> FfnTensors<T>::* matrix, const Matrix<T> FfnTensors<T>::* bias, int64_t expert,
                  int64_t t, int64_t f, double step) const {
     double sum = biased_ ? value(at_.*bias, along_.*bias, step, expert, f) : 0.0;

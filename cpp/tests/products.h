@@ -1,4 +1,4 @@
-// Checks of a matrix product, for tile_gemm and its variants.
+// Checks of a matrix product, shared by the tests of tile_gemm and of its variant for pairs.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -21,8 +21,8 @@ Exact exact(const Matrix<T>& matrix) {
   return values;
 }
 
-// A matrix in row-major and in column-major order, so that products can be given views of either layout. What lies
-// beside it in memory is NaN.
+// A matrix that is stored row-major and column-major, so that products can be given a view of either layout. The memory
+// beside it is NaN.
 template <class T>
 class Operand {
  public:
@@ -42,7 +42,7 @@ class Operand {
   Matrix<T> transposed_;
 };
 
-// multiply(a, product) against Eigen in float64: a and b row-major or transposed, overwriting c and adding to it.
+// Compares multiply(a, product) with Eigen in float64: every layout of a and b, with c overwritten and with c added to.
 template <class T, class Multiply>
 void check_product(const Multiply& multiply, int64_t rows, int64_t depth, int64_t columns) {
   SCOPED_TRACE(testing::Message() << "[" << rows << ", " << depth << "] x [" << depth << ", " << columns << "]");
@@ -55,7 +55,7 @@ void check_product(const Multiply& multiply, int64_t rows, int64_t depth, int64_
       Matrix<T> c = accumulate ? before : Matrix<T>(rows, columns);
       multiply(a.view((layout & 1) != 0), Product<T>{b.view((layout & 2) != 0), c.view(), accumulate});
       const auto want = [&](int64_t r, int64_t f) { return product(r, f) + (accumulate ? before(r, f) : 0.0); };
-      // Rounding errors of a sum grow with the square root of the number of its terms.
+      // The rounding error of a sum grows with the square root of the number of its terms.
       expect_near(c, want, std::max(2.0, std::sqrt(static_cast<double>(depth)) / 16));
       EXPECT_TRUE(c.gap_is_intact());
     }

@@ -1,4 +1,4 @@
-// Routings of tokens to experts, for tests, with a plan made by plain loops.
+// Routings of tokens to experts for tests. Their plans are computed by plain loops.
 #pragma once
 
 #include <algorithm>
@@ -36,7 +36,7 @@ inline Routing plan_routing(int64_t num_tokens, int64_t top_k, int64_t num_exper
   return routing;
 }
 
-// Every token to `top_k` different experts, low ids more often; one slot in eight is not routed.
+// Routes every token to `top_k` different experts, more often to low ids. One slot in eight is not routed.
 inline Routing random_routing(int64_t num_tokens, int64_t top_k, int64_t num_experts, unsigned seed) {
   std::mt19937 generator(seed);
   std::vector<int64_t> experts;

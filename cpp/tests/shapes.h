@@ -1,4 +1,4 @@
-// Named shapes and index lists that the tests of the ragged kernels share.
+// Numbers of columns and index lists that the tests of the ragged kernels share.
 #pragma once
 
 #include <cstdint>
@@ -7,10 +7,10 @@
 
 namespace maxmoe {
 
-// Around the widths of vectors and of the kernels' column blocks (256).
+// Sizes around the widths of vectors, and around the kernels' blocks of 256 columns.
 inline const std::vector<int64_t> kColumns = {1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 40, 255, 257};
 
-// `count` indices into [0, size), repeated ones among them; one in eight is -1.
+// `count` random indices in [0, size), with repetitions; one in eight is -1.
 inline std::vector<int64_t> random_index(int64_t count, int64_t size, unsigned seed) {
   std::mt19937 generator(seed);
   std::vector<int64_t> index;

@@ -1,4 +1,5 @@
-// Conversions of the 16-bit types against Eigen's: of single values, and in the vectors of ragged_gather and tile_gemm.
+// Conversions of the 16-bit types against Eigen's: of single values, and inside ragged_gather and tile_gemm, which
+// convert in vectors.
 #include <gtest/gtest.h>
 
 #include <Eigen/Core>
@@ -28,7 +29,7 @@ uint16_t eigen_narrow(float value) {
   return std::bit_cast<uint16_t>(EigenType<T>(value));
 }
 
-// The same bits, or both NaN.
+// Expects equal bits, or NaN for NaN.
 void expect_same(float got, float want, uint16_t bits) {
   if (std::isnan(want)) {
     EXPECT_TRUE(std::isnan(got)) << bits;
@@ -59,14 +60,15 @@ TYPED_TEST(Dtype, WidensEveryValue) {
     const float want = eigen_widen<TypeParam>(bits);
     expect_same(widen(TypeParam{bits}), want, bits);
     expect_same(widen(row.element(0, i)), want, bits);
-    // 0 + -0 is +0; and products of bfloat16 pairs may take subnormals for zero.
+    // 0 + -0 is +0, and products of bfloat16 pairs may treat subnormals as zero.
     const bool may_be_zero = std::is_same_v<TypeParam, BFloat16> && std::fpclassify(want) == FP_SUBNORMAL;
     const float multiplied = widen(product.element(0, i));
     if (!(may_be_zero && multiplied == 0.0F)) expect_same(multiplied, want == 0.0F ? 0.0F : want, bits);
   }
 }
 
-// Floats around every 16-bit value: itself, half-way to the next one, and the neighbours of both; and random bits.
+// Floats around every 16-bit value: the value, the midpoint to the next one, and the neighbours of both. Then random
+// bits.
 template <class T>
 std::vector<float> interesting_floats() {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();

@@ -1,4 +1,4 @@
-// Tasks, ranges and scratch memory.
+// Tests of tasks, ranges and scratch memory.
 #include <gtest/gtest.h>
 
 #include <atomic>

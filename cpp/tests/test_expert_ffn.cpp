@@ -1,4 +1,5 @@
-// The fused experts: forward against float64 loops, gradients against differences of them in random directions.
+// Tests of the fused experts: the forward pass against float64 loops, gradients against differences in random
+// directions.
 #include "kernels/expert_ffn.h"
 
 #include <gtest/gtest.h>
@@ -74,18 +75,18 @@ Forward<T> run_forward(const FfnShape& shape, const Variant& variant, const FfnT
   const Matrix<T> lean = run_kernel<T>(routing.num_tokens, shape.hidden_size, run);
   a.preactivations = preactivations.view();
   const Matrix<T> out = run_kernel<T>(routing.num_tokens, shape.hidden_size, run);
-  EXPECT_TRUE(out.has_same_bits(lean)) << "depends on whether the preactivations are wanted";
+  EXPECT_TRUE(out.has_same_bits(lean)) << "out depends on whether Z is stored";
   const auto run_alone = [&](MatrixView<T> again, const Executor& executor) {
     a.preactivations = again;
     a.rows = a.out = {};
     expert_ffn(a, executor);
   };
   const Matrix<T> alone = run_kernel<T>(routing.num_rows(), width, run_alone);
-  EXPECT_TRUE(alone.has_same_bits(preactivations)) << "depends on whether anything but the preactivations is wanted";
+  EXPECT_TRUE(alone.has_same_bits(preactivations)) << "Z depends on whether out is computed";
   return {preactivations, out};
 }
 
-// The gradients of <grad_out, out>, in the layout of the tensors.
+// Computes the gradients of <grad_out, out>, in the layout of the tensors.
 template <class T>
 FfnTensors<T> run_backward(const FfnShape& shape, const Variant& variant, const FfnTensors<T>& tensors,
                            Matrix<T> preactivations, const Matrix<T>& grad_out, const Executor& executor) {
@@ -93,7 +94,7 @@ FfnTensors<T> run_backward(const FfnShape& shape, const Variant& variant, const 
   Matrix<T> activated(routing.num_rows(), shape.intermediate_size);
   Matrix<T> grad_rows(routing.num_rows(), shape.hidden_size);
   FfnTensors<T> grads(shape);
-  grads.weights.fill(0.0);  // of slots without a row nobody writes
+  grads.weights.fill(0.0);  // the gradient of a slot without a row is not written
 
   const Projections<T> projections(variant.kind.gate, tensors, routing.num_experts);
   const ExpertWeights<T> experts = projections.experts(tensors, variant.biased);
@@ -140,7 +141,7 @@ double dot(const Matrix<double>& a, const Matrix<double>& b) {
   return sum;
 }
 
-// Calls check(name, get) for every tensor that the variant has a gradient of; get(tensors) is that tensor.
+// Calls check(name, get) for every tensor that has a gradient in the variant; get(tensors) returns that tensor.
 template <class Check>
 void for_every_gradient(const Variant& variant, const Check& check) {
   check("x", [](auto& t) -> auto& { return t.x; });
@@ -199,8 +200,8 @@ TYPED_TEST(ExpertFfnTest, GradientsDoNotDependOnTheNumberOfThreads) {
   });
 }
 
-// The gradients of float64 for the same numbers, to the rounding of the type. The same preactivations too: rounding
-// could move them across the kink of a clip.
+// Compares with the gradients of float64 up to the rounding of the type. Both get the same preactivations, because
+// rounding could move one across the kink of a clip.
 TYPED_TEST(ExpertFfnTest, GradientsAreThoseOfFloat64) {
   for_every_case([](const FfnShape& shape, const Variant& variant) {
     const auto tensors = FfnTensors<TypeParam>::random(shape, 1);
@@ -216,7 +217,7 @@ TYPED_TEST(ExpertFfnTest, GradientsAreThoseOfFloat64) {
   });
 }
 
-// d/dstep <grad_out, out(tensors + step * direction)> = <gradient, direction>, one tensor at a time.
+// Compares d/dstep <grad_out, out(tensors + step * direction)> with <gradient, direction>, one tensor at a time.
 TEST(ExpertFfnGradients, MatchDifferences) {
   for_every_case([](const FfnShape& shape, const Variant& variant) {
     const auto tensors = FfnTensors<double>::random(shape, 1);

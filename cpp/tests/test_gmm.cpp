@@ -1,4 +1,4 @@
-// out[r] = lhs[r] * rhs[g - group_offset] + bias[g - group_offset] for the rows r of group g
+// Tests of gmm: out[r] = lhs[r] * rhs[g - group_offset] + bias[g - group_offset] for the rows r of group g.
 #include "kernels/gmm.h"
 
 #include <gtest/gtest.h>

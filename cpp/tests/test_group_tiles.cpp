@@ -1,4 +1,4 @@
-// The work lists of grouped products.
+// Tests of the work lists of grouped products.
 #include "kernels/group_tiles.h"
 
 #include <gtest/gtest.h>
@@ -49,8 +49,8 @@ TEST(GroupTiles, CoverTheRowsOfEveryGroup) {
   }
 }
 
-// On one thread a matrix is packed for all rows of its group, as long as they fit into scratch memory; several threads
-// share large groups.
+// On one thread a tile has all rows of its group, as long as they fit into scratch memory, so that each matrix is
+// packed once. Several threads share large groups.
 TEST(GroupTiles, TilesAreAsLargeAsBalanceAllows) {
   EXPECT_EQ(tile_rows(2000, 2048, 1), 2000);
   EXPECT_EQ(tile_rows(100000, 2048, 1), 2048);

@@ -1,4 +1,4 @@
-// The choice of an instruction set.
+// Tests of the choice of an instruction set.
 #include <gtest/gtest.h>
 
 #include <cstdlib>

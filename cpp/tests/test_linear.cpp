@@ -1,4 +1,4 @@
-// out = x * weight^T + bias for matrices of any dtypes
+// Tests of linear: out = x * weight^T + bias for matrices of any dtypes.
 #include "kernels/linear.h"
 
 #include <gtest/gtest.h>
@@ -41,7 +41,7 @@ ConstMatrixView<T> view_of(const Matrix<T>& matrix, bool is_transposed) {
   return is_transposed ? matrix.view().transposed() : matrix.view();
 }
 
-// x and weight of X and Weight, summed in the wider of both: Out is what the result is rounded to.
+// Checks x in X and weight in Weight, summed in the wider accumulator of both, with the result rounded to Out.
 template <class X, class Weight, class Out>
 void check(const Case& c) {
   using S = std::conditional_t<std::is_same_v<X, double> || std::is_same_v<Weight, double>, double, float>;
@@ -104,7 +104,7 @@ TYPED_TEST(LinearTest, LargerThanOneTaskAndOneBlock) {
   check<TypeParam, TypeParam, TypeParam>({3, 515, 70, false, false});
 }
 
-// The bits of a row do not depend on the rows beside it.
+// The bits of a row do not depend on the rows that are multiplied together with it.
 TYPED_TEST(LinearTest, RowsAlone) {
   using S = Accumulator<TypeParam>;
   const KernelGemm<S> gemm;

@@ -1,5 +1,5 @@
-// The product of bfloat16 pairs without the instruction for it (AVX512-BF16): CMakeLists.txt compiles tile_gemm.cpp
-// once more with pairs in plain arithmetic, so that packing and summing them is tested on every processor.
+// Tests of the product of bfloat16 pairs without its instruction (AVX512-BF16). CMakeLists.txt compiles tile_gemm.cpp
+// once more, with pairs in plain arithmetic, so that packing and summing of pairs is tested on every processor.
 #include "products.h"
 
 MAXMOE_DECLARE_KERNEL(pairs, tile_gemm, TileGemm)
@@ -36,7 +36,7 @@ TEST(Pairs, MoreThanOneBlock) {
   check(7, 600, 33);
 }
 
-// The elements that are packed for two products of the same rows.
+// Number of elements that are packed for two products of the same rows.
 int64_t packed_elements(int64_t rows, int64_t depth, int64_t columns, bool is_transposed) {
   const Operand<BFloat16> a(rows, depth, 1);
   const Operand<BFloat16> b(depth, columns, 2);
@@ -49,7 +49,7 @@ int64_t packed_elements(int64_t rows, int64_t depth, int64_t columns, bool is_tr
   return pairs::num_packed;
 }
 
-// Whatever the number of rows, every element of both sides is packed once, and nothing of few rows.
+// Every element of a and b is packed once, for every number of rows above the few that need no packing.
 TEST(Pairs, EveryElementIsPackedOnce) {
   for (const bool is_transposed : {false, true}) {
     for (const int64_t rows : {13, 100, 500}) {

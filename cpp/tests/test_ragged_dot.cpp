@@ -1,4 +1,4 @@
-// out[j] = <a[j / group_size], b[index[j]]>
+// Tests of ragged_dot: out[j] = <a[j / group_size], b[index[j]]>.
 #include "kernels/ragged_dot.h"
 
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@ namespace {
 template <class T>
 class RaggedDotTest : public testing::Test {
  protected:
-  // One row of results; the gap behind it shows writes past the end.
+  // The results are one row of a matrix, whose gap shows writes past the end.
   static void check(const Matrix<T>& a, const Matrix<T>& b, const std::vector<int64_t>& index, int64_t group_size) {
     using S = Accumulator<T>;
     const auto size = static_cast<int64_t>(index.size());

@@ -1,4 +1,4 @@
-// out[i] = weights[i] * x[index[i]]
+// Tests of ragged_gather: out[i] = weights[i] * x[index[i]].
 #include "kernels/ragged_gather.h"
 
 #include <gtest/gtest.h>
@@ -52,7 +52,8 @@ TYPED_TEST(RaggedGatherTest, ManyTasks) {
   this->check(x, random_index(400, 50, 3), &weights, 17, 390);
 }
 
-// From 16 MiB on results are stored non-temporally. Rows begin anywhere in a cache line, and the gaps stay intact.
+// Results of 16 MiB and more are written with non-temporal stores. Rows begin anywhere in a cache line, and the gaps
+// must stay intact.
 TYPED_TEST(RaggedGatherTest, NonTemporalStores) {
   constexpr int64_t kColumns = 1001;
   constexpr int64_t kRows = (16 << 20) / static_cast<int64_t>(sizeof(TypeParam)) / kColumns + 1;

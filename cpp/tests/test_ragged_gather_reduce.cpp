@@ -1,4 +1,4 @@
-// out[t] = sum over the group t of weights[j] * rows[index[j]]
+// Tests of ragged_gather_reduce: out[t] = sum of weights[j] * rows[index[j]] over group t.
 #include "kernels/ragged_gather_reduce.h"
 
 #include <gtest/gtest.h>
@@ -74,7 +74,7 @@ TYPED_TEST(RaggedGatherReduceTest, RowsInNoSumAreNotRead) {
   this->check(rows, {0, -1, -1, -1, 5, 4}, 2, nullptr, nullptr);
 }
 
-// <gather(x), y> = <x, gather_reduce(y)> with the inverse index: the two are each other's transpose.
+// <gather(x), y> = <x, gather_reduce(y)> with the inverse index: each is the transpose of the other.
 TYPED_TEST(RaggedGatherReduceTest, IsTheTransposeOfGather) {
   const std::vector<int64_t> index = {4, 0, -1, 3, 1};
   const std::vector<int64_t> inverse = {1, 4, -1, 3, 0, -1};

@@ -1,4 +1,4 @@
-// Slots to rows, against plain loops.
+// Tests of ragged_plan against plain loops.
 #include "kernels/ragged_plan.h"
 
 #include <gtest/gtest.h>
@@ -43,7 +43,7 @@ Plan run(const std::vector<int64_t>& experts, int64_t first_expert, int64_t num_
   return plan;
 }
 
-// The local slots by expert, then slot; those past the first `max_rows` are dropped.
+// Expects the local slots ordered by expert, then by slot. Slots past the first `max_rows` are dropped.
 void check(const std::vector<int64_t>& experts, int64_t first_expert, int64_t num_local_experts, int64_t max_rows) {
   Plan want;
   want.rows.assign(experts.size(), -1);

@@ -1,4 +1,4 @@
-// out[n] = sum over j with index[j] == n of weights[j] * rows[j / group_size]
+// Tests of ragged_scatter_add: out[n] = sum of weights[j] * rows[j / group_size] over j with index[j] == n.
 #include "kernels/ragged_scatter_add.h"
 
 #include <gtest/gtest.h>
@@ -73,7 +73,7 @@ TYPED_TEST(RaggedScatterAddTest, RowsWithoutAnIndexAreNotRead) {
   this->check(rows, {2, 2, -1, -1, 0, -1, 1, 2}, 2, nullptr, 4);
 }
 
-// 1 + big - big is 0, big - big + 1 would be 1.
+// 1 + big - big is 0 in floating point; in the order big - big + 1 it would be 1.
 TYPED_TEST(RaggedScatterAddTest, SumsInTheOrderOfTheIndex) {
   if (!std::is_same_v<TypeParam, Accumulator<TypeParam>>) GTEST_SKIP() << "the rows cannot hold such numbers";
   const auto big = static_cast<Accumulator<TypeParam>>(1e17);
@@ -84,7 +84,7 @@ TYPED_TEST(RaggedScatterAddTest, SumsInTheOrderOfTheIndex) {
   EXPECT_EQ(this->run(rows, {0, 0, 0}, 1, nullptr, 1)(0, 0), 0.0);
 }
 
-// <scatter_add(y), x> = <y, gather(x)>
+// <scatter_add(y), x> = <y, gather(x)>: each is the transpose of the other.
 TYPED_TEST(RaggedScatterAddTest, IsTheTransposeOfGather) {
   const std::vector<int64_t> index = {4, 0, -1, 3, 1};
   const auto x = Matrix<TypeParam>::random(6, 17, 1);

@@ -1,4 +1,4 @@
-// rows[r] = weights[slots[r]] * x[slots[r] / top_k]
+// Tests of ragged_sort: rows[r] = weights[slots[r]] * x[slots[r] / top_k].
 #include "kernels/ragged_sort.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// out[t] = sum over k of weights[t * K + k] * rows[row of that slot]
+// Tests of ragged_unsort: out[t] = sum over k of weights[t * K + k] * rows[row of slot (t, k)].
 #include "kernels/ragged_unsort.h"
 
 #include <gtest/gtest.h>
@@ -55,7 +55,7 @@ TYPED_TEST(RaggedUnsortTest, AllToOneExpertInManyTasks) {
   this->check(Matrix<TypeParam>::random(300, 257, 1), all_to_one_routing(300, 4, 2), nullptr);
 }
 
-// Sort, then unsort without weights: each token times the number of its rows.
+// Sort, then unsort without weights, multiplies each token with the number of its rows.
 TYPED_TEST(RaggedUnsortTest, UndoesTheSort) {
   const Routing routing = random_routing(19, 4, 6, 1);
   const auto x = Matrix<TypeParam>::random(19, 33, 2);

@@ -1,4 +1,4 @@
-// Scores, selection and weights against float64 loops; the backward pass against their central differences.
+// Tests of route: scores, selection and weights against float64 loops, the backward pass against central differences.
 #include "kernels/route.h"
 
 #include <gtest/gtest.h>
@@ -33,7 +33,7 @@ Values naive_scores(ScoreFunction function, Values logits) {
   return logits;
 }
 
-// The indices of the `count` largest values, the lowest first among equals.
+// Indices of the `count` largest values; among equal values the lowest index first.
 std::vector<size_t> largest(const Values& values, size_t count) {
   std::vector<size_t> order(values.size());
   std::iota(order.begin(), order.end(), 0);
@@ -130,8 +130,7 @@ void check_forward(const RoutingRule& rule, const Matrix<T>& logits, const Matri
   }
 }
 
-// d/dlogits of <grad_weights, weights> + <grad_probabilities, probabilities> for the experts chosen, by central
-// differences.
+// Compares with central differences of <grad_weights, weights> + <grad_probabilities, probabilities> for fixed experts.
 template <class T>
 void check_backward(const RoutingRule& rule, const Matrix<T>& logits, int64_t top_k, bool has_loss) {
   const Routed<T> routed = run_route<T>(rule, logits, nullptr, top_k);
@@ -180,7 +179,7 @@ void for_every_rule(const Case& c, const Check& check) {
   for (const ScoreFunction function :
        {ScoreFunction::softmax, ScoreFunction::sigmoid, ScoreFunction::sqrtsoftplus, ScoreFunction::identity}) {
     for (const Normalization normalization : {Normalization::none, Normalization::sum, Normalization::softmax}) {
-      // Scores of either sign may add up to nearly 0.
+      // Identity scores may be negative: their sum may be close to 0.
       if (function == ScoreFunction::identity && normalization == Normalization::sum) continue;
       SCOPED_TRACE(testing::Message() << c.num_experts << " experts, top " << c.top_k << " of " << c.top_k_groups << "/"
                                       << c.num_groups << " groups by score " << static_cast<int>(c.group_score)
@@ -219,8 +218,8 @@ TYPED_TEST(RouteTest, BackwardMatchesDifferences) {
   }
 }
 
-// The experts that route selects, given to it: the same bits. A slot without an expert: the others as if it were not
-// there.
+// route with the experts that it selected itself gives the same bits. A slot without an expert has weight 0, and the
+// others have the weights that they would have without it.
 TYPED_TEST(RouteTest, TakesGivenExperts) {
   const auto logits = Matrix<TypeParam>::random(7, 12, 1);
   for_every_rule({12, 3, 1, 1}, [&](const RoutingRule& rule) {

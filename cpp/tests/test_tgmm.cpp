@@ -1,4 +1,4 @@
-// out[l] = lhs_g^T * rhs_g over the rows of group g = l + group_offset
+// Tests of tgmm: out[l] = lhs_g^T * rhs_g over the rows of group g = l + group_offset.
 #include "kernels/tgmm.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// The matrix product against Eigen's in float64, with sizes around MR, NR, NC and KC.
+// Tests of tile_gemm against Eigen in float64, with sizes around MR, NR, NC and KC.
 #include "kernels/tile_gemm.h"
 
 #include <algorithm>
@@ -70,7 +70,7 @@ TYPED_TEST(TileGemmTest, SumsOverSeveralBlocksAreRoundedOnce) {
   }
 }
 
-// A row of c has the same bits whatever the other rows are, and whether b is transposed.
+// The bits of a row of c do not depend on the other rows, or on the layout of b.
 TYPED_TEST(TileGemmTest, BitsOfARowDependOnNothingElse) {
   constexpr int64_t kRows = 29;
   const Operand<TypeParam> a(kRows, 2500, 6);
@@ -90,7 +90,7 @@ TYPED_TEST(TileGemmTest, BitsOfARowDependOnNothingElse) {
   }
 }
 
-// Rows of an index are read where they are: the product of their copy, bit by bit.
+// A product that reads rows by index has the same bits as the product of a copy of those rows.
 TYPED_TEST(TileGemmTest, RowsOfAnIndex) {
   constexpr int64_t kDivisor = 3;
   for (const int64_t rows : {1, 5, 12, 40}) {
@@ -119,7 +119,7 @@ TYPED_TEST(TileGemmTest, RowsOfAnIndex) {
   }
 }
 
-// NaN that lie beside a and b in memory do not get into c; 0 times infinity is NaN.
+// NaN beside a and b in memory must not reach c. 0 times infinity is NaN.
 TYPED_TEST(TileGemmTest, NonFiniteValues) {
   Matrix<TypeParam> a(7, 3);
   Matrix<TypeParam> b(3, 5);
