@@ -17,6 +17,14 @@ FusedGate: TypeAlias = Literal["concatenated", "interleaved"]
 TOKEN_DIMS = ("activation_batch", "activation_length")
 
 
+def gate_up_slices(size: int, layout: FusedGate) -> tuple[slice, slice]:
+    """Return the slices of gate and up along a dim of `size` elements that holds both."""
+    if layout == "interleaved":
+        return slice(0, size, 2), slice(1, size, 2)
+    half = (size + 1) // 2  # a shard of the dim may have an odd size; this is where torch.chunk splits it
+    return slice(0, half), slice(half, size)
+
+
 class SavedTensor(NamedTuple):
     """A tensor that autograd saves in the forward of a module for its backward.
 

@@ -1,8 +1,7 @@
-"""Muon for the matrices of blocks, stacked ones included, and AdamW for all else; on one process or a mesh."""
+"""Muon for matrices, stacks of matrices included, and AdamW for all other parameters; in one process or on a mesh."""
 
-from maxmoe.optim.choice import Choice, Override
-from maxmoe.optim.matrix import Matrix
 from maxmoe.optim.muon import Muon
-from maxmoe.optim.parameter_groups import ParameterGroups, parameter_groups
+from maxmoe.optim.newton_schulz import Matrix
+from maxmoe.optim.parameter_groups import Choice, Override, ParameterGroups, parameter_groups
 
 __all__ = ["Choice", "Matrix", "Muon", "Override", "ParameterGroups", "parameter_groups"]

@@ -1,4 +1,4 @@
-"""Muon for matrices and stacks of them, AdamW for all other parameters, in one optimizer."""
+"""Muon for matrices and stacks of matrices, AdamW for all other parameters, in one optimizer."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,15 +7,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from maxmoe.optim.adamw import adamw_step, init_adamw_state
-from maxmoe.optim.exchange import Exchange, Sharded, exchanges_of
-from maxmoe.optim.group_options import OPTIONS, complete
-from maxmoe.optim.local import local_gradient, local_part
-from maxmoe.optim.matrix import Matrix
-from maxmoe.optim.newton_schulz import QUINTIC, Coefficients, fast_dtype, orthogonalize, steps_of
-from maxmoe.optim.state_dict import check_state_dict
+from maxmoe.optim.distributed_newton_schulz import (
+    DistributedNewtonSchulz,
+    ShardedParameter,
+    distributed_newton_schulz,
+)
+from maxmoe.optim.newton_schulz import QUINTIC, Coefficients, Matrix, fast_dtype, orthogonalize, steps_of
+from maxmoe.optim.validation import OPTIONS, check_parameter, check_state_dict, complete_group
 
 
 class Muon(torch.optim.Optimizer):
@@ -24,24 +25,25 @@ class Muon(torch.optim.Optimizer):
         B = mu B + (1 - mu) g,   U = NS(mu B + (1 - mu) g)   (Nesterov; else NS(B))
         w = (1 - lr weight_decay) w - lr s U,   s = sqrt(max(1, out / in))
 
-    With the names and defaults of `torch.optim.Muon`, and the same bits for 2-D parameters. A parameter of more dims is
-    a stack of matrices, orthogonalised as batched products. Parameters may be DTensors, sharded in any way: a rank that
-    holds whole matrices orthogonalises them where they are; the others are gathered, each on one rank; see `Exchange`.
+    Names and defaults are those of `torch.optim.Muon`; for 2-D parameters, results are bitwise equal. A parameter of
+    more dims is a stack of matrices, orthogonalised by batched products. Parameters may be DTensors with any sharding.
+    Whole matrices are orthogonalised on every rank that holds them. A sharded matrix is gathered on one rank, its
+    owner, orthogonalised there and scattered again.
 
     Args:
-        params: from `parameter_groups`, or matrices ``[out, in]`` as for `torch.optim.Muon`. The keys of a group:
-            algorithm ("muon" or "adamw"); for Muon the options below and those of `Matrix`; for AdamW lr,
+        params: groups from `parameter_groups`, or matrices ``[out, in]`` as for `torch.optim.Muon`. The keys of a
+            group: algorithm ("muon" or "adamw"); for Muon the options below and the fields of `Matrix`; for AdamW lr,
             weight_decay, betas and eps.
-        lr: of both algorithms, unless a group has its own.
-        weight_decay: likewise.
+        lr: learning rate of both algorithms, for groups without their own.
+        weight_decay: weight decay of both algorithms, for groups without their own.
         momentum: mu.
-        nesterov: whether the gradient counts again.
-        ns_coefficients: a, b, c of the polynomial, or such triples for each step, the last one repeated; or "quintic",
-            the default, or "polar_express".
-        eps: the smallest norm that a matrix is divided by.
-        ns_steps: of Newton-Schulz.
-        adjust_lr_fn: s: "original" as above; "match_rms_adamw", 0.2 sqrt(max(out, in)), for the lr of AdamW.
-        ns_dtype: of Newton-Schulz; None for bfloat16 where the device multiplies it, else float32.
+        nesterov: whether to use Nesterov momentum.
+        ns_coefficients: a, b, c of the polynomial, or such a triple for each step, the last one repeated; or "quintic"
+            (the default) or "polar_express".
+        eps: smallest norm that a matrix is divided by.
+        ns_steps: number of Newton-Schulz steps.
+        adjust_lr_fn: s: "original" as above; "match_rms_adamw" for 0.2 sqrt(max(out, in)), with the lr of AdamW.
+        ns_dtype: dtype of Newton-Schulz; None for bfloat16 if the device multiplies it, else float32.
 
     Raises:
         ValueError: for an unknown key of a group, with the nearest; for values out of range; for parameters that are
@@ -88,129 +90,113 @@ class Muon(torch.optim.Optimizer):
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with the defaults for what it lacks.
+        """Add a group of parameters, with defaults for the options that it lacks.
 
         Args:
-            param_group: see `params` of the class.
+            param_group: a group as in `params` of the class.
 
         Raises:
             ValueError: for unknown keys, values out of range and parameters that are no matrices.
         """
-        group = complete(param_group, self.defaults)
+        group = complete_group(param_group, self.defaults)
         super().add_param_group(group)
-        for key in self.defaults.keys() - OPTIONS[group["algorithm"]]:  # which torch has added
+        for key in self.defaults.keys() - OPTIONS[group["algorithm"]]:  # torch has added them
             del group[key]
         names = group.get("param_names", [None] * len(group["params"]))
         for name, parameter in zip(names, group["params"], strict=True):
-            _check_parameter(name or f"a parameter of shape {tuple(parameter.shape)}", parameter, group, param_group)
-        self._exchanges: list[Exchange] | None = None
+            check_parameter(name or f"a parameter of shape {tuple(parameter.shape)}", parameter, group, param_group)
+        self._distributed: list[DistributedNewtonSchulz] | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore what `torch.save` or a state dict has kept."""
+        """Restore the optimizer from a pickle or a state dict."""
         super().__setstate__(state)
-        self._exchanges = None
+        self._distributed = None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, on any mesh.
+        """Load a state dict that was saved on any mesh.
 
         Args:
-            state_dict: of this class, for a model with the same parameters.
+            state_dict: result of `state_dict` for a model with the same parameters.
 
         Raises:
-            ValueError: for the state of another model or optimizer, with the names; nothing has changed then.
+            ValueError: for the state of another model or optimizer, with the names; the optimizer is unchanged then.
         """
         check_state_dict(self.param_groups, state_dict)
         super().load_state_dict({**state_dict})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step. On a mesh all ranks call it.
+        """Update all parameters that have a gradient. On a mesh all ranks must call it.
 
         Args:
             closure: computes the loss again.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._init_state()
-        if self._exchanges is None:
-            self._exchanges = exchanges_of(self._sharded())
-        options = {parameter: group for group in self.param_groups for parameter in group["params"]}
-        sharded = {item.parameter for exchange in self._exchanges for item in exchange.items}
-        for exchange in self._exchanges:
-            exchange.start(lambda item: self._update(item.parameter, options[item.parameter]))
+        if self._distributed is None:
+            self._distributed = distributed_newton_schulz(self._dtensors())
+        group_of = {parameter: group for group in self.param_groups for parameter in group["params"]}
+        distributed = {sharded.parameter for collective in self._distributed for sharded in collective.parameters}
+        for collective in self._distributed:
+            collective.start(lambda sharded: self._update(sharded.parameter, group_of[sharded.parameter]))
+        for parameter, group in group_of.items():
+            if group["algorithm"] == "muon" and parameter.grad is not None and parameter not in distributed:
+                matrices = _matrix(group).views(self._update(parameter, group))
+                _apply(parameter, group, [_orthogonalized(each, group) for each in matrices])
         for group in self.param_groups:
             if group["algorithm"] == "adamw":
-                adamw_step(group, self.state)
-                continue
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter not in sharded:
-                    update = self._update(parameter, group)
-                    _apply(parameter, group, [_orthogonalized(view, group) for view in _matrix(group).views(update)])
-        for exchange in self._exchanges:
-            for item, update in exchange.finish(
-                lambda matrices, item: _orthogonalized(matrices, options[item.parameter])
+                _adamw_step(group, self.state)
+        for collective in self._distributed:
+            for sharded, update in collective.finish(
+                lambda matrices, sharded: _orthogonalized(matrices, group_of[sharded.parameter])
             ):
-                if item.parameter.grad is not None:
-                    _apply(item.parameter, options[item.parameter], item.matrix.views(update))
+                if sharded.parameter.grad is not None:
+                    _apply(sharded.parameter, group_of[sharded.parameter], sharded.matrix.views(update))
         return loss
 
     def _init_state(self) -> None:
-        """Of all parameters that are trained, also of those without a gradient in the first step."""
+        """Create the state of all trained parameters, also if they have no gradient in the first step."""
         for group in self.param_groups:
+            keys = ("momentum_buffer",) if group["algorithm"] == "muon" else ("exp_avg", "exp_avg_sq")
             for parameter in group["params"]:
                 if parameter not in self.state and (parameter.requires_grad or parameter.grad is not None):
-                    self.state[parameter] = (
-                        init_adamw_state(parameter)
-                        if group["algorithm"] == "adamw"
-                        else {"momentum_buffer": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
-                    )
+                    # On the CPU, because AdamW reads the step number in every step.
+                    step = {"step": torch.tensor(0.0)} if group["algorithm"] == "adamw" else {}
+                    zeros = {key: torch.zeros_like(parameter, memory_format=torch.preserve_format) for key in keys}
+                    self.state[parameter] = {**step, **zeros}
 
-    def _sharded(self) -> list[Sharded]:
-        """The DTensors for Muon."""
+    def _dtensors(self) -> list[ShardedParameter]:
+        """Return the DTensors that Muon updates, whole matrices included."""
         return [
-            Sharded(parameter, _matrix(group), _dtype(parameter, group))
+            ShardedParameter(parameter, _matrix(group), _ns_dtype(parameter, group))
             for group in self.param_groups
             for parameter in group["params"]
             if group["algorithm"] == "muon" and isinstance(parameter, DTensor)
         ]
 
     def _update(self, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """Move the momentum on; return what is orthogonalised of this rank's part, zeros without a gradient."""
-        dtype = _dtype(parameter, group)
+        """Update the momentum of the local shard and return what is orthogonalised: zeros if there is no gradient."""
+        dtype = _ns_dtype(parameter, group)
         if parameter.grad is None:
-            return torch.zeros_like(local_part(parameter), dtype=dtype)
-        gradient, momentum = local_gradient(parameter), local_part(self.state[parameter]["momentum_buffer"])
+            return torch.zeros_like(_local(parameter), dtype=dtype)
+        gradient, momentum = _local_gradient(parameter), _local(self.state[parameter]["momentum_buffer"])
         momentum.lerp_(gradient, 1 - group["momentum"])
         if group["nesterov"]:
             return gradient.lerp(momentum, group["momentum"]).to(dtype)
         return momentum.to(dtype, copy=True)
 
 
-def _check_parameter(name: str, parameter: Tensor, group: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    if not parameter.is_floating_point():
-        raise ValueError(f"{name} must be floating and real, got {parameter.dtype}")
-    if group["algorithm"] == "adamw":
-        return
-    shape = tuple(parameter.shape)
-    if len(shape) < 2 or (len(shape) > 2 and "input_dim" not in given):
-        raise ValueError(
-            f"{name} must be a matrix, got the shape {shape}; stacks of matrices need input_dim, and other parameters "
-            "algorithm='adamw', in their group: see maxmoe.optim.parameter_groups"
-        )
-    if group["fused_gate"] is not None and shape[-3 - group["input_dim"]] % 2:
-        raise ValueError(f"{name} must have an even number of outputs for gate and up, got the shape {shape}")
-
-
 def _matrix(group: Mapping[str, Any]) -> Matrix:
     return Matrix(group["input_dim"], group["fused_gate"])
 
 
-def _dtype(parameter: Tensor, group: Mapping[str, Any]) -> torch.dtype:
+def _ns_dtype(parameter: Tensor, group: Mapping[str, Any]) -> torch.dtype:
     dtype: torch.dtype = group["ns_dtype"] or fast_dtype(parameter.device)
     return dtype
 
@@ -220,17 +206,64 @@ def _orthogonalized(matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
 
 
 def _apply(parameter: Tensor, group: Mapping[str, Any], updates: list[Tensor]) -> None:
-    """Decay this rank's part of a parameter, and add the updates of its matrices."""
-    lr, part = float(group["lr"]), local_part(parameter)
-    part.mul_(1 - lr * group["weight_decay"])
+    """Apply weight decay and the updates of the matrices to the local shard of a parameter."""
+    lr, local = float(group["lr"]), _local(parameter)
+    local.mul_(1 - lr * group["weight_decay"])
     num_outputs = parameter.shape[-3 - group["input_dim"]] // (1 if group["fused_gate"] is None else 2)
     adjusted = lr * _adjustment(group["adjust_lr_fn"], num_outputs, parameter.shape[group["input_dim"]])
-    for view, update in zip(_matrix(group).views(part), updates, strict=True):
+    for view, update in zip(_matrix(group).views(local), updates, strict=True):
         view.add_(update, alpha=-adjusted)
 
 
 def _adjustment(adjust_lr_fn: str | None, num_outputs: int, num_inputs: int) -> float:
-    """The factor s of the class."""
+    """Return the factor s of the learning rate."""
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(num_outputs, num_inputs))
     return math.sqrt(max(1, num_outputs / max(num_inputs, 1)))
+
+
+def _adamw_step(group: Mapping[str, Any], states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+    """Update a group as `torch.optim.AdamW`: element by element on the local shards, without collectives."""
+    parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+    values, gradients = [*map(_local, parameters)], [*map(_local_gradient, parameters)]
+    # The fused kernel reads memory once, but needs equal strides.
+    fused = all(x.device.type == "cpu" and x.stride() == y.stride() for x, y in zip(values, gradients, strict=True))
+    adamw(
+        values,
+        gradients,
+        [_local(states[parameter]["exp_avg"]) for parameter in parameters],
+        [_local(states[parameter]["exp_avg_sq"]) for parameter in parameters],
+        [],
+        [states[parameter]["step"] for parameter in parameters],
+        fused=fused or None,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return the local shard of a DTensor, which shares its memory; a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _local_gradient(parameter: Tensor) -> Tensor:
+    """Return the gradient of the local shard of a parameter."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if isinstance(parameter, DTensor) != isinstance(gradient, DTensor):
+        raise ValueError(
+            f"the gradient of a parameter of shape {tuple(parameter.shape)} must be a {type(parameter).__name__} like "
+            f"the parameter, got {type(gradient).__name__}"
+        )
+    if gradient.is_sparse or gradient.is_complex():
+        raise ValueError(f"gradients must be dense and real, got {gradient.layout}, {gradient.dtype}")
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+        if gradient.placements != parameter.placements:
+            gradient = gradient.redistribute(placements=parameter.placements)
+        return gradient.to_local()
+    return gradient

@@ -1,28 +1,60 @@
-"""Newton-Schulz: the nearest semi-orthogonal matrix, by products alone."""
+"""The matrices in a parameter, and Newton-Schulz: their nearest semi-orthogonal matrices, by products alone."""
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from maxmoe._library import build_info
+from maxmoe.nn.declaration import FusedGate, gate_up_slices
 
 Step: TypeAlias = tuple[float, float, float]
 Coefficients: TypeAlias = Step | Sequence[Step] | Literal["quintic", "polar_express"]
 
 QUINTIC: Step = (3.4445, -4.7750, 2.0315)
 MAX_STEPS = 100
-CHUNK = 2**26  # elements of matrices that are orthogonalised at a time, which bounds the memory of the products
+CHUNK = 2**26  # matrix elements that are orthogonalised at a time, to bound the memory of the products
+
+
+class Matrix(NamedTuple):
+    """The matrices in the last two dims of a parameter. All dims before them are stacked.
+
+    Args:
+        input_dim: dim that is multiplied with the input: -1 for ``[..., out, in]``, the layout of `nn.Linear`; -2 for
+            ``[..., in, out]``, the layout of the experts.
+        fused_gate: layout of gate and up along the dim of the outputs, which holds both; None for a single matrix.
+    """
+
+    input_dim: int = -1
+    fused_gate: FusedGate | None = None
+
+    def views(self, tensor: Tensor) -> list[Tensor]:
+        """View a tensor as matrices.
+
+        Args:
+            tensor: ``(..., out, in)`` or ``(..., in, out)``, by `input_dim`.
+
+        Returns:
+            One view ``(..., out, in)``; gate and up ``(..., out / 2, in)`` if they are fused.
+        """
+        matrices = tensor if self.input_dim == -1 else tensor.mT
+        if self.fused_gate is None:
+            return [matrices]
+        return [matrices[..., half, :] for half in gate_up_slices(matrices.shape[-2], self.fused_gate)]
+
+    def __str__(self) -> str:
+        text = "[out, in]" if self.input_dim == -1 else "[in, out]"
+        return text if self.fused_gate is None else f"{text}, gate and up {self.fused_gate}"
 
 
 def _with_margin(step: Step, margin: float) -> Step:
-    """The same polynomial of x / margin."""
+    """Return the coefficients of the polynomial of x / margin."""
     return (step[0] / margin, step[1] / margin**3, step[2] / margin**5)
 
 
-# Each step is the best one after those before it, for singular values from 1e-3 to 1. The margin is for singular values
-# that rounding makes larger than 1: all but the last polynomial, which is repeated, would throw them out.
+# Each step is optimal after the steps before it, for singular values from 1e-3 to 1. Rounding may make singular values
+# larger than 1, where the first polynomials diverge: the margin prevents it. The last one converges there.
 _POLAR_EXPRESS_LAST: Step = (1.875, -1.25, 0.375)
 POLAR_EXPRESS: tuple[Step, ...] = (
     *(
@@ -43,64 +75,33 @@ COEFFICIENT_SETS: dict[str, tuple[Step, ...]] = {"quintic": (QUINTIC,), "polar_e
 
 
 def steps_of(coefficients: Coefficients, num_steps: int) -> list[Step]:
-    """List the coefficients of every step.
-
-    Args:
-        coefficients: those of all steps, or of each with the last ones repeated, or the name of a set.
-        num_steps: how many.
-
-    Returns:
-        One triple for each step.
-
-    Raises:
-        ValueError: for another name, with the known ones; for other numbers than three; for more than 99 steps.
-    """
+    """Return a triple of coefficients for each step; if there are fewer, the last one is repeated."""
     if not isinstance(num_steps, int) or not 0 <= num_steps < MAX_STEPS:
         raise ValueError(f"ns_steps must be an int from 0 to {MAX_STEPS - 1}, got {num_steps!r}")
     if isinstance(coefficients, str):
         if coefficients not in COEFFICIENT_SETS:
             raise ValueError(f"ns_coefficients must be one of {sorted(COEFFICIENT_SETS)}, got {coefficients!r}")
-        table: Sequence[object] = COEFFICIENT_SETS[coefficients]
-    else:
-        is_one = len(coefficients) > 0 and isinstance(coefficients[0], float | int)
-        table = [coefficients] if is_one else coefficients
-    steps: list[Step] = []
-    for step in table:
-        if not isinstance(step, Sequence) or len(step) != 3:
-            raise ValueError(f"ns_coefficients must be three numbers, or three for each step, got {coefficients!r}")
-        steps.append((float(step[0]), float(step[1]), float(step[2])))
-    if not steps:
+        coefficients = COEFFICIENT_SETS[coefficients]
+    is_one_step = len(coefficients) > 0 and isinstance(coefficients[0], float | int)
+    table: Sequence[object] = [coefficients] if is_one_step else coefficients
+    triples = [step for step in table if isinstance(step, Sequence) and len(step) == 3]
+    if not triples or len(triples) < len(table):
         raise ValueError(f"ns_coefficients must be three numbers, or three for each step, got {coefficients!r}")
+    steps = [(float(a), float(b), float(c)) for a, b, c in triples]
     return [steps[min(number, len(steps) - 1)] for number in range(num_steps)]
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
-    """Choose the dtype of the products: bfloat16 where the device multiplies it, else float32.
-
-    Args:
-        device: of the matrices.
-
-    Returns:
-        The dtype. On processors without AVX512-BF16 torch computes products of bfloat16 in a scalar loop.
-    """
+    """Return the dtype of Newton-Schulz: bfloat16 if the device multiplies it, else float32."""
+    # Without AVX512-BF16, products of bfloat16 are a scalar loop in torch.
     multiplies_bfloat16 = device.type != "cpu" or "avx512bf16" in build_info()["supported_isas"]
     return torch.bfloat16 if multiplies_bfloat16 else torch.float32
 
 
 def orthogonalize(matrices: Tensor, steps: Sequence[Step], eps: float) -> Tensor:
-    """Move the singular values of matrices towards 1.
+    """Move the singular values of the matrices ``(..., m, n)`` towards 1; matrices of zeros stay zero.
 
         X = M / max(|M|, eps),   then for each step   G = X X^T,   X = a X + (b G + c G G) X
-
-    A matrix of zeros stays so.
-
-    Args:
-        matrices: ``(..., m, n)``; transposed for the products where m > n.
-        steps: coefficients a, b, c of each.
-        eps: the smallest norm to divide by.
-
-    Returns:
-        ``(..., m, n)``, dtype of `matrices`.
 
     Source: https://kellerjordan.github.io/posts/muon; polar express: arXiv:2505.16932.
     """
@@ -117,7 +118,7 @@ def orthogonalize(matrices: Tensor, steps: Sequence[Step], eps: float) -> Tensor
 
 
 def _iterate(x: Tensor, steps: Sequence[Step], eps: float) -> Tensor:
-    """One matrix: the operators of `torch.optim.Muon`, for the same bits. More: batched products of them."""
+    """Run Newton-Schulz on a matrix, with the operators of `torch.optim.Muon` for equal bits, or on a 3-D stack."""
     is_one = x.dim() == 2
     multiply_add = torch.addmm if is_one else torch.baddbmm
     norm = x.norm() if is_one else x.norm(dim=(-2, -1), keepdim=True)

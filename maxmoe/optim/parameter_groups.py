@@ -1,21 +1,57 @@
-"""The parameter groups of a model for `Muon`."""
+"""The parameter groups of a model: Muon for the matrices of blocks, AdamW for all other parameters."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch import nn
 
-from maxmoe.optim.choice import Choice, Override, choose
+from maxmoe.config import nearest
+from maxmoe.nn.declaration import FusedGate, declaration_of
+from maxmoe.optim.newton_schulz import Matrix
+from maxmoe.parallel.fsdp import blocks
+from maxmoe.parallel.parameter_sharding import Names, logical_names
 from maxmoe.text_table import terminal_width, text_table
+
+Override: TypeAlias = Matrix | Literal["adamw"]
+
+STACKED = ("exp", "layers")  # logical names of dims along which matrices are stacked
+FUSED_GATES = (None, *get_args(FusedGate))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The algorithm that updates a parameter, and the reason.
+
+    Args:
+        name: path of the parameter.
+        shape: shape of the parameter over all ranks.
+        matrix: the matrices that Muon orthogonalises; None for AdamW.
+        reason: the rule that decided.
+        num_dims: number of dims that are not stacked; norms and biases have fewer than two.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    matrix: Matrix | None
+    reason: str
+    num_dims: int
+
+    @property
+    def algorithm(self) -> str:
+        """Algorithm of the parameter: "muon" or "adamw"."""
+        return "adamw" if self.matrix is None else "muon"
 
 
 class ParameterGroups(list[dict[str, Any]]):
-    """What `parameter_groups` returns; as a string, a table of all choices, as wide as the terminal.
+    """Result of `parameter_groups`: a list of groups. As a string, a table of all choices, as wide as the terminal.
 
     Args:
-        groups: for `Muon`.
-        choices: one per parameter.
-        frozen: the parameters that are in no group, as they are not trained.
+        groups: groups for `Muon`.
+        choices: one choice per trained parameter.
+        frozen: names of the parameters that are in no group, because they are not trained.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]], choices: Sequence[Choice], frozen: Sequence[str]) -> None:
@@ -41,9 +77,9 @@ def parameter_groups(
     """Choose between Muon and AdamW for every parameter of a model.
 
     Logical names decide: matrices of blocks, and stacks of them, go to Muon; embeddings, heads, routers, norms and
-    biases to AdamW, the last two without weight decay. Parameters without names go by the usual rule: the weights of
-    `nn.Linear` in blocks go to Muon, and stacks in modules that say by `is_transposed` how they lie, as the experts of
-    transformers do; other parameters of one or two dims go to AdamW. Blocks are the children of the outermost
+    biases to AdamW, norms and biases without weight decay. Of the parameters without logical names, Muon takes the
+    weights of `nn.Linear` in blocks, and stacks of matrices whose module has the attribute `is_transposed`, as the
+    experts of transformers do; AdamW takes all others of one or two dims. Blocks are the children of the outermost
     `nn.ModuleList`s, or the whole model if there are none. Frozen parameters are in no group.
 
     Args:
@@ -56,8 +92,8 @@ def parameter_groups(
         The groups, a list of dicts. `print` shows every choice and its reason.
 
     Raises:
-        ValueError: for an override of no parameter, with the nearest; for parameters of more dims than their names
-            explain.
+        ValueError: for an override that matches no parameter, with the nearest name; for parameters with more dims
+            than their logical names explain.
 
     Example:
         ``Muon(parameter_groups(model, {"router.*": Matrix()}, adamw={"betas": (0.9, 0.95)}), lr=1e-3)``
@@ -66,13 +102,134 @@ def parameter_groups(
     parameters = dict(model.named_parameters())
     groups: dict[tuple[object, ...], dict[str, Any]] = {}
     for choice in choices:
-        options: dict[str, Any] = {"algorithm": choice.algorithm}
+        decays = choice.num_dims >= 2
         if choice.matrix is not None:
-            options |= choice.matrix._asdict()
+            options = choice.matrix._asdict()
         else:
-            options |= {**(adamw or {}), **({"weight_decay": 0.0} if choice.num_dims < 2 else {})}
-        key = choice.matrix, choice.matrix is None and choice.num_dims < 2
-        group = groups.setdefault(key, {"params": [], **options})
+            options = {**(adamw or {}), **({} if decays else {"weight_decay": 0.0})}
+        key = choice.matrix, choice.matrix is None and decays
+        group = groups.setdefault(key, {"params": [], "algorithm": choice.algorithm, **options})
         group["params"].append((choice.name, parameters[choice.name]))
     chosen = {choice.name for choice in choices}
     return ParameterGroups([*groups.values()], choices, [name for name in parameters if name not in chosen])
+
+
+def choose(model: nn.Module, overrides: Mapping[str, Override]) -> list[Choice]:
+    """Choose between Muon and AdamW for every trained parameter, in the order of `named_parameters`."""
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    _check_overrides(overrides, parameters)
+    chooser = _Chooser(model, overrides)
+    choices = [chooser.choice(name, parameter) for name, parameter in parameters.items()]
+    problems = {choice.name: problem for choice in choices if (problem := chooser.problem(choice))}
+    if problems:
+        raise ValueError(
+            f"it is not known which dims are inputs and outputs of {'; '.join(problems.values())}. Name the input "
+            "in input_dims of maxmoe.parallel.Declaration, or choose by "
+            f"overrides={{{next(iter(problems))!r}: ...}}: "
+            "maxmoe.optim.Matrix(input_dim=-1) for [..., out, in], -2 for [..., in, out], 'adamw' for no matrix"
+        )
+    return choices
+
+
+def _check_overrides(overrides: Mapping[str, Override], names: Mapping[str, object]) -> None:
+    """Raise for an override that matches no parameter, and for a value that is no choice."""
+    for pattern, choice in overrides.items():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"overrides has {pattern!r}, which is no parameter that is trained{nearest(pattern, names)}"
+            )
+        if choice != "adamw" and not (
+            isinstance(choice, Matrix) and choice.input_dim in (-1, -2) and choice.fused_gate in FUSED_GATES
+        ):
+            raise ValueError(
+                f"overrides must be 'adamw' or maxmoe.optim.Matrix with input_dim -1 or -2 and fused_gate one of "
+                f"{FUSED_GATES}, got {pattern!r}: {choice!r}"
+            )
+
+
+class _Chooser:
+    """Rules that choose between Muon and AdamW for the parameters of a model."""
+
+    def __init__(self, model: nn.Module, overrides: Mapping[str, Override]) -> None:
+        self.overrides = overrides
+        self.names: dict[str, Names] = logical_names(model)
+        self.declared = dict(_declared_matrices(model))
+        self.owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+        for owner in model.modules():
+            for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+                self.owners[parameter].append((owner, name))
+        found = list(blocks(model))
+        self.in_blocks = {parameter for block in found for parameter in block.parameters()} if found else None
+
+    def choice(self, name: str, parameter: nn.Parameter) -> Choice:
+        """Choose by the overrides, else by logical names, else by module. The reason is empty if no rule applies."""
+        shape, names = tuple(parameter.shape), self.names.get(name)
+        dims = [dim for dim in names or shape if dim not in STACKED]
+        override = next((choice for pattern, choice in self.overrides.items() if fnmatchcase(name, pattern)), None)
+        if override is not None:
+            matrix, reason = None if override == "adamw" else override, "overrides"
+        elif names is not None:
+            matrix, rule = self._by_names(name, parameter, dims)
+            reason = f"names {', '.join(dim or '-' for dim in names)}{rule}" if rule is not None else ""
+        else:
+            matrix, rule = self._by_module(parameter)
+            reason = f"no names: {rule}" if rule is not None else ""
+        return Choice(name, shape, matrix, reason, len(dims))
+
+    def problem(self, choice: Choice) -> str | None:
+        """Say why a choice cannot be made, for messages; None if it can."""
+        matrix, shape, names = choice.matrix, choice.shape, self.names.get(choice.name)
+        if matrix is None:
+            of_names = "no logical names" if names is None else f"the logical names {names}"
+            return None if choice.reason else f"{choice.name} of shape {shape} with {of_names}"
+        if len(shape) >= 2 and (matrix.fused_gate is None or shape[-3 - matrix.input_dim] % 2 == 0):
+            return None
+        return f"{choice.name} of shape {shape}, which are no matrices {matrix}"
+
+    def _by_names(self, name: str, parameter: nn.Parameter, dims: Sequence[object]) -> tuple[Matrix | None, str | None]:
+        """Choose by the logical names, of which `dims` are not stacked."""
+        if name in self.declared:
+            return self.declared[name], ""
+        if len(dims) < 2:
+            return None, ": a norm or a bias"
+        if "vocab" in dims or self._is_in(parameter, nn.Embedding):
+            return None, ": an embedding or a head"
+        if None in dims:
+            return None, ": a dim without a name, as that of a router"
+        if parameter.dim() == 2 and self._is_in(parameter, nn.Linear):
+            return Matrix(), " of nn.Linear"
+        return None, None
+
+    def _by_module(self, parameter: nn.Parameter) -> tuple[Matrix | None, str | None]:
+        """Choose by the module that owns the parameter, which has no logical names."""
+        if parameter.dim() < 2:
+            return None, "a norm or a bias"
+        if self._is_in(parameter, nn.Embedding):
+            return None, "an embedding"
+        if self.in_blocks is not None and parameter not in self.in_blocks:
+            return None, "outside of the blocks"
+        if parameter.dim() == 2:
+            return (
+                (Matrix(), "nn.Linear") if self._is_in(parameter, nn.Linear) else (None, "two dims, but not nn.Linear")
+            )
+        for owner, name in self.owners[parameter]:
+            is_transposed: object = getattr(owner, "is_transposed", None)
+            if parameter.dim() == 3 and isinstance(is_transposed, bool):
+                is_fused = "gate_up" in name and getattr(owner, "has_gate", True)
+                layout: FusedGate = "concatenated" if getattr(owner, "is_concatenated", True) else "interleaved"
+                matrix = Matrix(-2 if is_transposed else -1, layout if is_fused else None)
+                return matrix, f"is_transposed of {type(owner).__name__}"
+        return None, None
+
+    def _is_in(self, parameter: nn.Parameter, kind: type[nn.Module]) -> bool:
+        """Return whether a module of this type owns the parameter."""
+        return any(isinstance(owner, kind) for owner, _ in self.owners[parameter])
+
+
+def _declared_matrices(model: nn.Module) -> Iterator[tuple[str, Matrix]]:
+    """Yield the path and the matrices of every declared parameter; outer modules last, so that they take precedence."""
+    for path, owner in reversed(list(model.named_modules())):
+        declaration = declaration_of(owner)
+        for name, dim in declaration.input_dims.items():
+            input_dim = -1 if declaration.logical_names[name][-1] == dim else -2
+            yield f"{path}.{name}".lstrip("."), Matrix(input_dim, declaration.fused_gates.get(name))

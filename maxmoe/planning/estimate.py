@@ -9,8 +9,8 @@ from typing import Literal
 from torch import nn
 
 from maxmoe.nn import SavedTensor
-from maxmoe.optim.choice import choose
 from maxmoe.optim.newton_schulz import fast_dtype
+from maxmoe.optim.parameter_groups import choose
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.plan import ParameterPlan, Plan, enclosing
 from maxmoe.planning.communication import Communication, activation_communication, parameter_communication

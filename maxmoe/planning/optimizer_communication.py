@@ -7,11 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from maxmoe.optim.choice import Choice
-from maxmoe.optim.exchange import BUCKET_SIZE
-from maxmoe.optim.exchange_plan import Job, Stack, plan_buckets
-from maxmoe.optim.matrix import Matrix
-from maxmoe.optim.shards import planned_stacks
+from maxmoe.optim import Choice, Matrix
+from maxmoe.optim.distributed_newton_schulz import BUCKET_SIZE
+from maxmoe.optim.owner_assignment import MatrixStack, OwnerAssignment, assign_owners, matrix_stacks
 from maxmoe.parallel.plan import Plan
 from maxmoe.planning.communication import Collective
 from maxmoe.sharding.mesh import Mesh
@@ -60,8 +58,9 @@ def muon_communication(
     """
 
     @cache  # layers are alike
-    def stacks_of(shape: tuple[int, ...], sharding: NamedSharding, matrix: Matrix) -> list[Stack]:
-        return planned_stacks(shape, sharding, matrix)
+    def stacks_of(shape: tuple[int, ...], sharding: NamedSharding, matrix: Matrix) -> list[MatrixStack]:
+        mesh_shape = [sharding.mesh.size(axis) for axis in sharding.mesh.axes] or [1]
+        return matrix_stacks(shape, mesh_shape, sharding.placements, matrix)
 
     groups: dict[Matrix, list[Choice]] = {}  # in the order of the parameter groups
     for choice in choices:
@@ -73,22 +72,22 @@ def muon_communication(
         for choice in group
         for stack in stacks_of(choice.shape, plan.parameters[choice.name].stored, matrix)
     ]
-    for jobs in plan_buckets(stacks, BUCKET_SIZE):
-        gathered, scattered = _elements(stacks, jobs)
+    for assignments in assign_owners(stacks, BUCKET_SIZE):
+        gathered, scattered = _elements(stacks, assignments)
         yield OptimizerCommunication("Muon, parts of matrices to their owners", plan.mesh, gathered, ns_dtype)
         yield OptimizerCommunication("Muon, results to the holders", plan.mesh, scattered, ns_dtype)
 
 
-def _elements(stacks: Sequence[Stack], jobs: Sequence[Job]) -> tuple[int, int]:
+def _elements(stacks: Sequence[MatrixStack], assignments: Sequence[OwnerAssignment]) -> tuple[int, int]:
     """Count what leaves a rank, to the owners and back."""
 
     @cache
     def held(stack: int, holders: tuple[int, ...]) -> int:
-        return sum(prod(stacks[stack].parts[rank].shape) for rank in holders)
+        return sum(prod(stacks[stack].shards[rank].shape) for rank in holders)
 
     gathered = scattered = 0
-    for job in jobs:
-        own = prod(stacks[job.stack].parts[job.owner].shape)
-        gathered += job.num_matrices * (prod(stacks[job.stack].shape) - own)
-        scattered += job.num_matrices * (held(job.stack, job.holders) - own)
+    for each in assignments:
+        own = prod(stacks[each.stack].shards[each.owner].shape)
+        gathered += each.num_matrices * (prod(stacks[each.stack].shape) - own)
+        scattered += each.num_matrices * (held(each.stack, each.holders) - own)
     return gathered, scattered

@@ -1,11 +1,15 @@
 """What modules declare, and what they must not."""
 
+from typing import get_args
+
 import pytest
+import torch
 from torch import nn
 
 from maxmoe import MoE, MoEConfig
 from maxmoe.models import Decoder, DecoderConfig
-from maxmoe.nn.declaration import Declaration, declaration_of
+from maxmoe.nn.declaration import Declaration, FusedGate, declaration_of, gate_up_slices
+from maxmoe.reference.operators import halves
 
 CONFIG = MoEConfig(hidden_size=8, intermediate_size=4, num_experts=4, top_k=2, num_shared_experts=2, expert_bias=True)
 
@@ -25,6 +29,17 @@ def test_an_attribute_of_another_type_is_an_error() -> None:
 def test_parts_of_a_dim_are_positive() -> None:
     with pytest.raises(ValueError, match=r"^tensor_parallel_dims must be positive, got 'mlp': 0$"):
         Declaration(tensor_parallel_dims={"mlp": 0})
+
+
+@pytest.mark.parametrize("layout", get_args(FusedGate))
+def test_gate_and_up_lie_where_the_reference_has_them(layout: FusedGate) -> None:
+    """A shard of an odd size is split, too, with every element once."""
+    both = torch.arange(24).view(2, 12)
+    for part, expected in zip(gate_up_slices(12, layout), halves(both, layout), strict=True):
+        assert both[:, part].equal(expected)
+    for size in (0, 1, 5):
+        gate, up = (range(size)[part] for part in gate_up_slices(size, layout))
+        assert sorted([*gate, *up]) == [*range(size)] and 0 <= len(gate) - len(up) <= 1
 
 
 def test_experts_are_tensor_parallel_and_the_layer_gathers_nothing() -> None:

@@ -9,6 +9,7 @@ from transformers import activations
 from transformers.integrations.moe import _default_apply_gate
 
 from maxmoe.config import Activation
+from maxmoe.nn.declaration import gate_up_slices
 
 
 class FusedGate(NamedTuple):
@@ -51,7 +52,8 @@ def apply_gate(experts: Any, projected: Tensor) -> Tensor:
     elif experts.is_concatenated or has_own_gate(experts):
         activated = experts._apply_gate(projected)
     else:  # the gate that transformers gives to classes without one knows the other layout only
-        activated = experts.act_fn(projected[..., ::2]) * projected[..., 1::2]
+        gate, up = (projected[..., part] for part in gate_up_slices(projected.shape[-1], "interleaved"))
+        activated = experts.act_fn(gate) * up
     return activated
 
 

@@ -16,7 +16,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from maxmoe.optim import Matrix, Muon, parameter_groups
-from maxmoe.optim.exchange import Exchange, Sharded, exchanges_of
+from maxmoe.optim.distributed_newton_schulz import (
+    DistributedNewtonSchulz,
+    ShardedParameter,
+    distributed_newton_schulz,
+)
 from maxmoe.parallel import parallelize, parameter_shardings
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding
@@ -69,7 +73,7 @@ def parts(mesh: Mesh, rules: LogicalRules) -> Iterator[Tensor]:
 def test_every_preset_is_one_process(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters and states after some steps; matrices that an axis shards are exchanged, and no others."""
     one_process()
-    monkeypatch.setattr("maxmoe.optim.exchange.BUCKET_SIZE", 200)
+    monkeypatch.setattr("maxmoe.optim.distributed_newton_schulz.BUCKET_SIZE", 200)
 
     def check() -> dict[str, tuple[int, int]]:
         found = {}
@@ -84,12 +88,12 @@ def test_every_preset_is_one_process(world_size: int, monkeypatch: pytest.Monkey
             assert {kind for kind, _ in counted.counts} <= {"all-to-all"}
             times = sum(count for count, _ in counted.counts.values())
             names = {parameter: name for name, parameter in model.named_parameters()}
-            exchanges = optimizer._exchanges or []
-            exchanged = {names[item.parameter] for exchange in exchanges for item in exchange.items}
+            distributed = optimizer._distributed or []
+            exchanged = {names[sharded.parameter] for each in distributed for sharded in each.parameters}
             shardings = parameter_shardings(decoder(), mesh, rules)
             is_matrix = {choice.name for choice in parameter_groups(model).choices if choice.matrix is not None}
             assert exchanged == {name for name in is_matrix if any(shardings[name].sharding.spec[-2:])}, layout
-            found[str(layout)] = times, sum(exchange.num_collectives for exchange in exchanges)
+            found[str(layout)] = times, sum(each.num_collectives for each in distributed)
         return found
 
     (found, *others) = run_ranks(check, world_size)
@@ -110,7 +114,7 @@ def test_whole_experts_need_no_collective() -> None:
             optimizer = muon(model)
             with CountedCollectives(mesh) as counted:
                 optimizer.step()
-            assert not counted.counts and not optimizer._exchanges
+            assert not counted.counts and not optimizer._distributed
             assert all(len(parameter.to_local()) == 4 for parameter in model.parameters())  # type: ignore[operator]
 
     run_ranks(check, 2)
@@ -134,7 +138,7 @@ CASES: list[tuple[tuple[int, ...], dict[str, Any], list[Any]]] = [
 
 def test_any_placement(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a frozen parameter and one without a gradient."""
-    monkeypatch.setattr("maxmoe.optim.exchange.BUCKET_SIZE", 20)
+    monkeypatch.setattr("maxmoe.optim.distributed_newton_schulz.BUCKET_SIZE", 20)
 
     def whole(shape: tuple[int, ...], seed: int) -> Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -166,7 +170,7 @@ def test_any_placement(monkeypatch: pytest.MonkeyPatch) -> None:
             assert_same(part.full_tensor(), parameter.detach(), f"{shape} {group}", tolerance=1e-10)
         assert unused.full_tensor().equal(whole((6, 6), 50)) and frozen.full_tensor().equal(whole((6, 6), 50))
         empty = distribute_tensor(torch.zeros(0, 4), mesh, [Shard(1), Shard(1)])
-        assert not exchanges_of([Sharded(empty, Matrix(), torch.float64)])
+        assert not distributed_newton_schulz([ShardedParameter(empty, Matrix(), torch.float64)])
         assert frozen not in many.state and isinstance(many.state[unused]["momentum_buffer"], DTensor)
 
     run_ranks(check, 6)
@@ -174,7 +178,7 @@ def test_any_placement(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_buckets_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts of the next bucket are on their way while one is computed, and the results of the one before."""
-    monkeypatch.setattr("maxmoe.optim.exchange.BUCKET_SIZE", 64)
+    monkeypatch.setattr("maxmoe.optim.distributed_newton_schulz.BUCKET_SIZE", 64)
     send = dist.all_to_all_single
 
     def check() -> None:
@@ -186,8 +190,8 @@ def test_buckets_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
             work = send(*args, **kwargs)
             return SimpleNamespace(wait=lambda: events.append(f"receive {number}") or work.wait())
 
-        def noted(what: str, item: Sharded, tensor: Tensor) -> Tensor:
-            events.append(f"{what} {numbers[item.parameter]}")
+        def noted(what: str, sharded: ShardedParameter, tensor: Tensor) -> Tensor:
+            events.append(f"{what} {numbers[sharded.parameter]}")
             return tensor
 
         monkeypatch.setattr(dist, "all_to_all_single", recorded)
@@ -195,11 +199,13 @@ def test_buckets_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
         # Stacks of two matrices: each rank owns one of a bucket.
         parameters = [distribute_tensor(torch.full((2, 8, 8), float(i)), mesh, [Shard(1)]) for i in range(4)]
         numbers = {parameter: number for number, parameter in enumerate(parameters)}
-        exchange = Exchange([Sharded(parameter, Matrix(), torch.float32) for parameter in parameters])
-        exchange.start(lambda item: noted("update", item, item.parameter.to_local().clone()))
+        collective = DistributedNewtonSchulz(
+            [ShardedParameter(parameter, Matrix(), torch.float32) for parameter in parameters]
+        )
+        collective.start(lambda sharded: noted("update", sharded, sharded.parameter.to_local().clone()))
         results = [
-            noted("result", item, result).mean().item()
-            for item, result in exchange.finish(lambda matrices, item: noted("compute", item, matrices + 1))
+            noted("result", sharded, result).mean().item()
+            for sharded, result in collective.finish(lambda matrices, sharded: noted("compute", sharded, matrices + 1))
         ]
         assert results == [1, 2, 3, 4]
         assert events == [

@@ -1,0 +1,224 @@
+"""Which shards of matrices every rank holds, and which rank orthogonalises each matrix: its owner."""
+
+import heapq
+import itertools
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor.placement_types import Placement
+
+from maxmoe.nn.declaration import gate_up_slices
+from maxmoe.optim.newton_schulz import Matrix
+
+Range = tuple[int, int]  # start and stop
+
+
+class MatrixShard(NamedTuple):
+    """The shard of a stack of matrices that one rank holds.
+
+    Args:
+        stacked: range along each stacked dim.
+        rows: range of the rows (outputs) of each matrix.
+        columns: range of the columns (inputs) of each matrix.
+        local_rows: position of these rows in the rank's shard of the parameter, which holds gate and up if fused.
+    """
+
+    stacked: tuple[Range, ...]
+    rows: Range
+    columns: Range
+    local_rows: slice = slice(None)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the shard of each matrix."""
+        return self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
+
+
+@dataclass(frozen=True)
+class MatrixStack:
+    """A sharded stack of matrices.
+
+    Args:
+        shape: rows and columns of each matrix, over all ranks.
+        shards: the shard of every rank, by position on the mesh.
+    """
+
+    shape: tuple[int, int]
+    shards: tuple[MatrixShard, ...]
+
+    @property
+    def cost(self) -> int:
+        """Newton-Schulz operations per matrix, up to a constant factor."""
+        short, long = sorted(self.shape)
+        return short * short * (2 * long + short)
+
+
+class OwnerAssignment(NamedTuple):
+    """Consecutive matrices of a stack and the rank that orthogonalises them. A rank is a position on the mesh.
+
+    Args:
+        stack: index of the stack.
+        matrices: range of the matrices among the matrices of which the holders have shards.
+        owner: rank that orthogonalises the matrices.
+        senders: ranks that send their shards to the owner, one rank per distinct shard.
+        holders: all ranks that hold a shard of the matrices and receive their shard of the results.
+    """
+
+    stack: int
+    matrices: Range
+    owner: int
+    senders: tuple[int, ...]
+    holders: tuple[int, ...]
+
+    @property
+    def num_matrices(self) -> int:
+        """Number of matrices in the range."""
+        return self.matrices[1] - self.matrices[0]
+
+
+def matrix_stacks(
+    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement], matrix: Matrix
+) -> list[MatrixStack]:
+    """Return the stacks of matrices in a DTensor: two if gate and up are fused, none if no axis shards the matrices."""
+    axes = zip(mesh_shape, placements, strict=True)
+    if not any(size > 1 and _sharded_dim(placement, len(shape)) >= len(shape) - 2 for size, placement in axes):
+        return []
+    outputs = range(shape[-3 - matrix.input_dim])
+    halves = [slice(None)] if matrix.fused_gate is None else gate_up_slices(len(outputs), matrix.fused_gate)
+    held = [*_shard_ranges(shape, mesh_shape, placements)]
+    return [
+        MatrixStack(
+            (len(outputs[half]), shape[matrix.input_dim]),
+            tuple(_matrix_shard(ranges, outputs[half], matrix) for ranges in held),
+        )
+        for half in halves
+    ]
+
+
+def _matrix_shard(ranges: Sequence[Range], outputs: range, matrix: Matrix) -> MatrixShard:
+    """Return a rank's shard of the matrices whose rows are `outputs`; `ranges` are those of its parameter shard."""
+    *stacked, _, _ = ranges
+    held, columns = ranges[-3 - matrix.input_dim], ranges[matrix.input_dim]
+    first, last = (bisect_left(outputs, bound) for bound in held)
+    rows = outputs[first:last]
+    local_rows = slice(rows.start - held[0], rows.stop - held[0], rows.step)
+    return MatrixShard(tuple(stacked), (first, last), columns, local_rows)
+
+
+def _shard_ranges(
+    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]
+) -> Iterator[list[Range]]:
+    """Yield the range of every dim that each rank holds. Unlike `NamedSharding.slices`, shards may be uneven."""
+    for coordinates in itertools.product(*map(range, mesh_shape)):
+        splits: list[list[tuple[int, int, int]]] = [[] for _ in shape]
+        for size, coordinate, placement in zip(mesh_shape, coordinates, placements, strict=True):
+            if (dim := _sharded_dim(placement, len(shape))) >= 0:
+                splits[dim].append((size, coordinate, getattr(placement, "split_factor", 1)))
+        yield [_shard_range(length, tuple(split)) for length, split in zip(shape, splits, strict=True)]
+
+
+def _sharded_dim(placement: Placement, num_dims: int) -> int:
+    """Return the dim that a placement shards, -1 if none."""
+    if placement.is_partial():
+        raise ValueError(f"a parameter must not be a partial sum, got the placement {placement}")
+    dim = getattr(placement, "dim", None)  # of Shard and _StridedShard, which have no base class for it
+    return -1 if dim is None else int(dim) % num_dims
+
+
+@cache
+def _shard_range(length: int, splits: tuple[tuple[int, int, int], ...]) -> Range:
+    """Split a dim as DTensor does, by one mesh axis after another; `splits`: axis size, coordinate and split factor."""
+    indices = torch.arange(length)
+    for size, coordinate, split_factor in splits:
+        blocks = [strip.chunk(size) for strip in indices.chunk(split_factor)]
+        indices = torch.cat([block[coordinate] if coordinate < len(block) else block[0][:0] for block in blocks])
+    if not len(indices):
+        return (0, 0)
+    first, last = int(indices[0]), int(indices[-1]) + 1
+    if last - first != len(indices):
+        raise ValueError(f"a rank must hold consecutive indices of a dim, got {indices.tolist()} of {length}")
+    return first, last
+
+
+def assign_owners(stacks: Sequence[MatrixStack], bucket_size: int) -> list[list[OwnerAssignment]]:
+    """Assign every matrix to an owner, in buckets. The result is the same on every rank.
+
+    Each matrix goes to the rank with the least work so far among those that hold a shard of it. Consecutive matrices
+    of a stack are assigned together. If several ranks hold the same shard, one of them sends it to the owner.
+
+    Args:
+        stacks: stacks of matrices, in the same order on every rank.
+        bucket_size: number of matrix elements per rank after which a bucket ends.
+
+    Returns:
+        The assignments of each bucket.
+    """
+    loads: dict[int, int] = defaultdict(int)
+    buckets: list[list[OwnerAssignment]] = [[]]
+    size = 0
+    for index, stack in enumerate(stacks):
+        limit = bucket_size * len(stack.shards)
+        holders_of = _holders(stack)
+        total = prod(stack.shape) * sum(_num_matrices(stacked) for stacked in holders_of)
+        num_segments = -(-total // limit)
+        for segment in range(num_segments):
+            for stacked, ranks in holders_of.items():
+                count = _num_matrices(stacked)
+                matrices = segment * count // num_segments, (segment + 1) * count // num_segments
+                buckets[-1] += _assign(index, stack, matrices, ranks, loads)
+            size += total // num_segments
+            if size >= limit:
+                buckets.append([])
+                size = 0
+    return [bucket for bucket in buckets if bucket]
+
+
+def _num_matrices(stacked: tuple[Range, ...]) -> int:
+    """Return the number of matrices in a range of each stacked dim."""
+    return prod(stop - start for start, stop in stacked)
+
+
+def _holders(stack: MatrixStack) -> dict[tuple[Range, ...], list[int]]:
+    """Group the ranks that hold shards of the same matrices, by the ranges of these matrices."""
+    holders: dict[tuple[Range, ...], list[int]] = defaultdict(list)
+    for rank, shard in enumerate(stack.shards):
+        if _num_matrices(shard.stacked):
+            holders[shard.stacked].append(rank)
+    return holders
+
+
+def _assign(
+    index: int, stack: MatrixStack, matrices: Range, ranks: Sequence[int], loads: dict[int, int]
+) -> Iterator[OwnerAssignment]:
+    """Assign a range of matrices to `ranks`, which hold shards of them, and add the work to their `loads`."""
+    replicas: dict[tuple[Range, Range], list[int]] = defaultdict(list)  # ranks with the same shard
+    for rank in ranks:
+        shard = stack.shards[rank]
+        if prod(shard.shape):
+            replicas[shard.rows, shard.columns].append(rank)
+    replica_of = {rank: number for same_shard in replicas.values() for number, rank in enumerate(same_shard)}
+    queue = [(loads[rank], rank) for rank in ranks]
+    heapq.heapify(queue)
+    counts = dict.fromkeys(ranks, 0)
+    first, last = matrices
+    for _ in range(last - first):
+        load, rank = heapq.heappop(queue)
+        counts[rank] += 1
+        heapq.heappush(queue, (load + stack.cost, rank))
+
+    @cache  # most owners have the same senders
+    def senders(number: int) -> tuple[int, ...]:
+        return tuple(same_shard[number % len(same_shard)] for same_shard in replicas.values())
+
+    holders = tuple(replica_of)
+    for rank, count in counts.items():
+        if count:
+            loads[rank] += count * stack.cost
+            yield OwnerAssignment(index, (first, first + count), rank, senders(replica_of.get(rank, 0)), holders)
+            first += count

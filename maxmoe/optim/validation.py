@@ -1,0 +1,127 @@
+"""Checks of what `Muon` is given: options of parameter groups, parameters, state dicts."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from maxmoe.config import nearest
+from maxmoe.nn.declaration import FusedGate
+from maxmoe.optim.newton_schulz import Matrix, steps_of
+
+MUON = ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "ns_dtype", *Matrix._fields)
+OPTIONS = {"muon": ("lr", "weight_decay", *MUON), "adamw": ("lr", "weight_decay", "betas", "eps")}
+COMMON = ("params", "param_names", "algorithm", "initial_lr")
+CHOICES = {
+    "adjust_lr_fn": (None, "original", "match_rms_adamw"),
+    "ns_dtype": (None, torch.bfloat16, torch.float32, torch.float64),
+    "input_dim": (-1, -2),
+    "fused_gate": (None, *get_args(FusedGate)),
+}
+STATES = {"muon": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
+
+
+def complete_group(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group with all options of its algorithm, taken from `defaults` if the group lacks them; check them."""
+    algorithm = group.get("algorithm", "muon")
+    if algorithm not in OPTIONS:
+        raise ValueError(f"algorithm must be one of {sorted(OPTIONS)}, got {algorithm!r}{_first_name(group)}")
+    known = (*COMMON, *OPTIONS[algorithm])
+    for key in group:
+        if key not in known:
+            raise ValueError(f"a group of {algorithm} has no option {key!r}{nearest(key, known)}{_first_name(group)}")
+    own_defaults = {"betas": (0.9, 0.999), "eps": 1e-8} if algorithm == "adamw" else Matrix()._asdict()
+    values = {**defaults, **own_defaults, **group, "algorithm": algorithm}
+    options = {key: values[key] for key in known if key in values}
+    _check_values(options)
+    return options
+
+
+def _first_name(group: Mapping[str, Any]) -> str:
+    """Name the first parameter of a group, for messages."""
+    names = [parameter[0] for parameter in list(group.get("params", ())) if isinstance(parameter, tuple)]
+    return f" (the group of {names[0]})" if names else ""
+
+
+def _check_values(options: Mapping[str, Any]) -> None:
+    """Raise for an option that is out of range."""
+    if isinstance(options["lr"], Tensor) and options["lr"].numel() != 1:
+        raise ValueError(f"lr must have one element, got {tuple(options['lr'].shape)}")
+    for key in ("lr", "weight_decay", "eps", "momentum"):
+        if key in options and not options[key] >= 0:
+            raise ValueError(f"{key} must be at least 0, got {options[key]}")
+    if options["algorithm"] == "adamw":
+        betas = options["betas"]
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas must be two numbers from 0 to below 1, got {betas!r}")
+        return
+    steps_of(options["ns_coefficients"], options["ns_steps"])
+    for key, allowed in CHOICES.items():
+        if options[key] not in allowed:
+            raise ValueError(f"{key} must be one of {allowed}, got {options[key]!r}")
+
+
+def check_parameter(name: str, parameter: Tensor, group: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise unless the algorithm of a group can update a parameter; `given` is the group without defaults."""
+    if not parameter.is_floating_point():
+        raise ValueError(f"{name} must be floating and real, got {parameter.dtype}")
+    if group["algorithm"] == "adamw":
+        return
+    shape = tuple(parameter.shape)
+    if len(shape) < 2 or (len(shape) > 2 and "input_dim" not in given):
+        raise ValueError(
+            f"{name} must be a matrix, got the shape {shape}; stacks of matrices need input_dim in their group, other "
+            "parameters algorithm='adamw': maxmoe.optim.parameter_groups makes such groups"
+        )
+    if group["fused_gate"] is not None and shape[-3 - group["input_dim"]] % 2:
+        raise ValueError(f"{name} must have an even number of outputs for gate and up, got the shape {shape}")
+
+
+def check_state_dict(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
+    """Raise unless a state dict was saved for the same groups, parameters and shapes."""
+    saved_groups = state_dict["param_groups"]
+    foreign = next((group for group in saved_groups if "algorithm" not in group), None)
+    if foreign is not None:
+        raise ValueError(
+            f"the state dict must be of maxmoe.optim.Muon, got one of an optimizer with the options "
+            f"{sorted(set(foreign) - {'params', 'param_names'})}: the state of AdamW and the state of Muon cannot "
+            "replace each other; load the model alone"
+        )
+    ours, theirs = _names(groups), _names(saved_groups)
+    if None not in (*ours, *theirs):
+        for name in (*theirs, *ours):
+            if name not in ours or name not in theirs:
+                where, others = ("the optimizer", ours) if name not in ours else ("the state dict", theirs)
+                raise ValueError(f"{where} has no parameter {name}{nearest(str(name), [*map(str, others)])}")
+    counts = [[(group["algorithm"], len(group["params"])) for group in found] for found in (groups, saved_groups)]
+    if counts[0] != counts[1] or ours != theirs:
+        raise ValueError(
+            f"the groups of the optimizer and of the state dict must hold the same parameters: algorithms and numbers "
+            f"of parameters are {counts[0]} and {counts[1]}"
+        )
+    for name, algorithm, parameter, state in _states(groups, state_dict):
+        if state and set(state) != STATES[algorithm]:
+            raise ValueError(
+                f"{name} is for {algorithm}, whose state is {sorted(STATES[algorithm])}, got {sorted(state)}"
+            )
+        for key, value in state.items():
+            if key != "step" and isinstance(value, Tensor) and value.shape != parameter.shape:
+                raise ValueError(
+                    f"{key} of {name} must have its shape {tuple(parameter.shape)}, got {tuple(value.shape)}"
+                )
+
+
+def _names(groups: Sequence[Mapping[str, Any]]) -> list[str | None]:
+    """Return the names of all parameters, None for those without a name."""
+    return [name for group in groups for name in group.get("param_names", [None] * len(group["params"]))]
+
+
+def _states(
+    groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
+) -> Iterator[tuple[str, str, Tensor, Mapping[str, Any]]]:
+    """Yield the name, the algorithm and the saved state of every parameter of the optimizer."""
+    for group, saved in zip(groups, state_dict["param_groups"], strict=True):
+        names = group.get("param_names", saved["params"])
+        for name, parameter, key in zip(names, group["params"], saved["params"], strict=True):
+            yield f"the parameter {name}", group["algorithm"], parameter, state_dict["state"].get(key, {})
