@@ -2,7 +2,7 @@
 
 import reprlib
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
@@ -10,11 +10,8 @@ import yaml  # type: ignore[import-untyped]
 from maxmoe.sharding.partition_spec import Axes, axis_tuple
 
 PRESETS = Path(__file__).parent / "presets"
-SOURCE = reprlib.Repr()
-SOURCE.maxstring = 80
 MAX_BYTES = 2**15
-MAX_DEPTH = 3  # the list of rules, a rule, its axes
-STRING, NULL = "tag:yaml.org,2002:str", "tag:yaml.org,2002:null"
+TAGS = [["seq"], ["map"], ["str", "seq", "null"], ["str"]]  # of the list, a rule, its name and axes, an axis
 
 
 class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
@@ -59,19 +56,34 @@ class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
             the rules in the order of the file.
 
         Raises:
-            ValueError: for a preset that is not there, with those that are, and for a file of another form, with its
-                line and the rule's name.
+            ValueError: for a preset that is not there, with those that are, and for a file of another form, with the
+                number of the line or of the rule; the first rule is rule 0.
         """
         if isinstance(source, LogicalRules):
             return source
         if not isinstance(source, str | Path):
             raise ValueError(f"rules must be LogicalRules, a preset or a path, got {reprlib.repr(source)}")
         if isinstance(source, Path) or source.endswith((".yaml", ".yml")):
-            return cls(_read(Path(source)))
+            return cls._from_file(Path(source))
         names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
         if source not in names:
             raise ValueError(f"there is no preset {source!r}, only {', '.join(names)}; a path ends in .yaml or .yml")
-        return cls(_read(PRESETS / f"{source}.yaml"))
+        return cls._from_file(PRESETS / f"{source}.yaml")
+
+    @classmethod
+    def _from_file(cls, path: Path) -> "LogicalRules":
+        """Read a file; every error begins with its path, and with the line where PyYAML knows it."""
+        try:
+            rules = yaml.load(_content(path).decode(), Loader=_Loader)
+            if rules is None:
+                raise ValueError("rules must be a list with entries like '- exp: [expert]', got nothing")
+            return cls(pair for rule in rules for pair in rule.items())
+        except yaml.MarkedYAMLError as error:
+            where = f":{error.problem_mark.line + 1}"
+            problem = f"this is no list of rules in YAML: {error.problem[:200]}"
+        except (yaml.YAMLError, ValueError, OverflowError) as error:  # bad characters and numbers have no line
+            where, problem = "", str(error).splitlines()[0]
+        raise ValueError(f"{path}{where}: {problem}")
 
     def override(self, rules: Iterable[tuple[str, Axes]]) -> "LogicalRules":
         """Replace all rules of the names in `rules`; the new ones come after the rest, in their own order."""
@@ -85,61 +97,35 @@ def _checked(rule: object, owner: str) -> tuple[str, tuple[str, ...]]:
     return rule[0], axis_tuple(rule[1], f"{owner}, {reprlib.repr(rule[0])},")
 
 
-def _read(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the rules of a file."""
-    text = _text(path)
-    root = _compose(text, path)
-    if not isinstance(root, yaml.SequenceNode):
-        raise ValueError(f"{path}:1: rules must be a list with entries like '- exp: [expert]'")
-    for node in root.value:
-        yield _rule(node, text, f"{path}:{node.start_mark.line + 1}: a rule")
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """PyYAML's safe loader, limited to what a table of rules has: no other tags, no repeated keys, no aliases."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
+        event = self.peek_event()
+        _require(not isinstance(event, yaml.AliasEvent), event, "it has an alias")
+        _require(self.depth < len(TAGS), event, "the axes of a rule have brackets in them")
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        tag, size = node.tag.removeprefix("tag:yaml.org,2002:"), len(node.value)
+        _require(tag in TAGS[self.depth], node, f"entries must be like '- exp: [expert]', got {tag!r}")
+        _require(tag != "map" or size == 1, node, f"a rule must be one 'name: axes', got {size} names")
+        return node
 
 
-def _text(path: Path) -> str:
+def _require(condition: bool, place: yaml.Event | yaml.Node, problem: str) -> None:
+    if not condition:
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
+
+
+def _content(path: Path) -> bytes:
     """Read a file that may be anything: opening a FIFO waits for a writer, and a device may have no end."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError(f"{path}: rules must be in a regular file")
+        raise ValueError("rules must be in a regular file")
     with path.open("rb") as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
-        raise ValueError(f"{path}: a file of rules has at most {MAX_BYTES} bytes, got {path.stat().st_size}")
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{path}:{line}: rules must be UTF-8, got the byte {content[error.start]:#04x}") from None
-
-
-def _compose(text: str, path: Path) -> yaml.Node | None:
-    """Parse a file, but refuse deep nesting and aliases of aliases before they take time and memory."""
-    line, depth = 1, 0
-    try:
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            line = event.start_mark.line + 1
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > MAX_DEPTH:
-                raise yaml.MarkedYAMLError(
-                    problem="the axes of a rule have brackets in them", problem_mark=event.start_mark
-                )
-            if isinstance(event, yaml.AliasEvent):
-                raise yaml.MarkedYAMLError(problem="it has an alias", problem_mark=event.start_mark)
-        return yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.reader.ReaderError as error:
-        line, problem = text.count("\n", 0, error.position) + 1, error.reason
-    except yaml.MarkedYAMLError as error:
-        line, problem = error.problem_mark.line + 1 if error.problem_mark else line, error.problem
-    except (ValueError, OverflowError) as error:  # numbers in escapes and in directives
-        problem = str(error)
-    raise ValueError(f"{path}:{line}: this is no list of rules in YAML: {problem}")
-
-
-def _rule(node: yaml.Node, text: str, owner: str) -> tuple[str, tuple[str, ...]]:
-    """Read one entry from its nodes: values made of them are without lines, and a repeated key is lost."""
-    source = SOURCE.repr(text[node.start_mark.index : node.end_mark.index].rstrip())
-    if not isinstance(node, yaml.MappingNode) or len(node.value) != 1:
-        raise ValueError(f"{owner} must be one 'name: axes', got {source}")
-    ((key, value),) = node.value
-    entries = value.value if isinstance(value, yaml.SequenceNode) else [] if value.tag == NULL else [value]
-    if not all(isinstance(part, yaml.ScalarNode) and part.tag == STRING for part in (key, *entries)):
-        raise ValueError(f"{owner} must be a logical name and its axes, got {source}")
-    return _checked((key.value, [entry.value for entry in entries]), owner)
+        raise ValueError(f"a file of rules has at most {MAX_BYTES} bytes, got {path.stat().st_size}")
+    return content

