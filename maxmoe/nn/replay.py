@@ -100,7 +100,7 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
         def observe(_router: nn.Module, _arguments: Any, routing: Routing) -> None:
             if not is_recomputation():
                 dtype = torch.int16 if layer.config.num_experts <= torch.iinfo(torch.int16).max else torch.int32
-                record.calls[path].append(routing.experts.detach().to(dtype).view(*shape[0], -1))
+                record.calls[path].append(routing.experts.detach().to(dtype).view(*shape[0], layer.config.top_k))
 
         return [
             layer.register_forward_pre_hook(enter, with_kwargs=True),

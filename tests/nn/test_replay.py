@@ -15,7 +15,7 @@ import maxmoe
 from maxmoe import MoE
 from maxmoe.models import Decoder
 from maxmoe.nn import RoutingRecord
-from support.moe_layers import FAMILIES, Options, each_compute, each_family, make, tokens
+from support.moe_layers import COMPUTE, FAMILIES, Options, each_compute, each_family, make, tokens
 from support.small_decoder import make as make_decoder
 from support.small_decoder import tokens_like
 
@@ -252,3 +252,22 @@ def test_other_layers_and_other_numbers_of_calls_are_refused() -> None:
         maxmoe.record_routing(torch.nn.Linear(2, 2)),
     ):
         pass
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("compute", [COMPUTE["sparse"], COMPUTE["dense"], COMPUTE["capacity"]], ids=str)
+def test_no_tokens_are_recorded_and_replayed(compute: Options, shape: tuple[int, int], tmp_path: Path) -> None:
+    layer = make(**compute)
+    x = torch.zeros(*shape, layer.config.hidden_size, dtype=torch.float64)
+    record = recorded(layer, x)
+    assert record.calls[""][0].shape == (*shape, layer.config.top_k)
+    record.save(tmp_path / "record.pt")
+    with (
+        maxmoe.record_routing(layer) as again,
+        maxmoe.replay_routing(layer, RoutingRecord.load(tmp_path / "record.pt")),
+    ):
+        assert layer(x).hidden_states.shape == x.shape
+    assert again.calls[""][0].shape == record.calls[""][0].shape
+    with maxmoe.record_routing(layer) as record:
+        layer(x), layer(tokens(layer, shape[0], 3))
+    assert record.joined().calls[""][0].shape == (shape[0], shape[1] + 3, layer.config.top_k)

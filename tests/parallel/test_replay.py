@@ -58,3 +58,26 @@ def test_gradients_are_those_of_one_process_with_the_same_record(layout: MeshRul
             assert_same(ours.get_parameter(name).grad.full_tensor(), parameter.grad, name)
 
     run_ranks(check, 4)
+
+
+@pytest.mark.parametrize("shape", [(0, 6), (2, 0)], ids=str)
+@pytest.mark.parametrize("dispatch", ["ring_of_experts", "ragged_all_to_all"])
+def test_a_rank_without_tokens(dispatch: Dispatch, shape: tuple[int, int]) -> None:
+    x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    with maxmoe.record_routing(whole := layer(0)) as expected:
+        whole(x)
+
+    def check() -> None:
+        mesh = Mesh({"expert": 2})
+        own_x = x.new_zeros(*shape, 8) if torch.distributed.get_rank() else x
+        with maxmoe.record_routing(before := parallelize(layer(0), mesh, "ep-as-dp", dispatch=dispatch)) as record:
+            before(own_x)
+        (ids,) = record.calls[""]
+        assert ids.shape == (*own_x.shape[:-1], CONFIG.top_k)
+        assert not ids.numel() or ids.equal(expected.calls[""][0])
+        after = parallelize(layer(1), mesh, "ep-as-dp", dispatch=dispatch)
+        with maxmoe.record_routing(after) as again, maxmoe.replay_routing(after, record):
+            loss_of(after, own_x, tokens=token_group(mesh, "ep-as-dp")).backward()
+        assert again.calls[""][0].equal(ids)
+
+    run_ranks(check, 2)
