@@ -1,137 +1,279 @@
-"""Collectives over rows of tensors, each with its transpose as its backward.
+"""Collectives over rows of tensors, each with its adjoint as its backward.
 
     all_gather_rows             <-> reduce_scatter_rows
-    all_gather_replicated_rows  <-> this rank's rows
-    ragged_all_to_all           <-> itself, with the splits exchanged
+    all_gather_replicated_rows  <-> the local chunk of the gradient
+    ragged_all_to_all           <-> ragged_all_to_all with the splits exchanged
 
-Ranks may hold different numbers of rows, none included. All of them take part in every call, forward and backward.
+Ranks may hold different numbers of rows, none included. All ranks of the group take part in every call, in the forward
+and in the backward.
 
-Each is started by one autograd function and waited for by another, and so is its backward: what is computed between the
-two in the forward overlaps the communication, and so does the backward of the same.
+Each collective is asynchronous. One autograd function starts it and another one waits for it, and so it is in the
+backward. What is computed between the two in the forward overlaps the communication; so does its backward.
+
+Shapes: N rows of this rank, P ranks.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from maxmoe.dispatch.transfer import AllGather, AllToAll, ReduceScatter, Started, Transfer
 from maxmoe.nn.dispatcher import Pending
 from maxmoe.sharding.not_compiled import not_compiled
 
+# torch has renamed these two. Older versions lack the first name, newer ones warn of the second.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-def start_transfer(rows: Tensor, way: Transfer) -> Pending[Tensor]:
-    """Start to send rows.
+
+@dataclass(frozen=True)
+class CollectiveHandle:
+    """A collective that runs.
 
     Args:
-        rows: ``(N, ...)``, of this rank.
-        way: what this rank sends, and receives.
-
-    Returns:
-        The rows that come; its gradient takes the transposed way.
+        result: output, complete after `wait`.
+        work: handle of torch; None if nothing is communicated.
+        received: ``(P, N, ...)``, summands of `result`, which `wait` adds up; None if there are none.
     """
-    flight = _Flight(way)
-    placeholder = _start(rows, flight)
-    return lambda: _wait(placeholder, flight)
+
+    result: Tensor
+    work: dist.Work | None
+    received: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """Wait for the result."""
+        if self.work is not None:
+            self.work.wait()
+        if self.received is not None:
+            torch.sum(self.received, 0, out=self.result)
+        return self.result
+
+
+class RowCollective(Protocol):
+    """A linear map of the rows of all ranks to rows of all ranks."""
+
+    def start(self, rows: Tensor) -> CollectiveHandle:
+        """Start the collective with the contiguous rows ``(N, ...)`` of this rank."""
+        ...
+
+    @property
+    def adjoint(self) -> "RowCollective":
+        """The collective that maps the gradient of the result to the gradient of the rows."""
+        ...
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """Every rank sends other rows to every rank: `send[p]` rows to rank p, `receive[p]` rows from it."""
+
+    group: dist.ProcessGroup
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+
+    def start(self, rows: Tensor) -> CollectiveHandle:
+        """Start an all-to-all: ``(sum(send), ...)`` to ``(sum(receive), ...)``."""
+        result = rows.new_empty(sum(self.receive), *rows.shape[1:])
+        return CollectiveHandle(result, _all_to_all(result, rows, self.receive, self.send, self.group))
+
+    @property
+    def adjoint(self) -> "AllToAll":
+        """The all-to-all in the opposite direction."""
+        return AllToAll(self.group, self.receive, self.send)
+
+
+@dataclass(frozen=True)
+class AllGather:
+    """Every rank gets the rows of all ranks, in the order of the ranks.
+
+    Args:
+        group: the ranks.
+        counts: N of every rank.
+        is_replicated: whether all ranks compute the same from the result, so that each has its whole gradient.
+    """
+
+    group: dist.ProcessGroup
+    counts: tuple[int, ...]
+    is_replicated: bool = False
+
+    def start(self, rows: Tensor) -> CollectiveHandle:
+        """Start an all-gather: ``(N, ...)`` to ``(sum(counts), ...)``."""
+        result = rows.new_empty(sum(self.counts), *rows.shape[1:])
+        if len(set(self.counts)) == 1:
+            work = all_gather_single(result, rows, group=self.group, async_op=True) if result.numel() else None
+            return CollectiveHandle(result, work)
+        # No all-gather takes tensors of different sizes. An all-to-all of copies sends as many bytes.
+        num_ranks = len(self.counts)
+        copies = torch.cat([rows] * num_ranks)
+        work = _all_to_all(result, copies, self.counts, (rows.shape[0],) * num_ranks, self.group)
+        return CollectiveHandle(result, work)
+
+    @property
+    def adjoint(self) -> "ReduceScatter | LocalChunk":
+        """A reduce-scatter, or without communication the local chunk of a gradient that every rank has."""
+        return LocalChunk(self.group, self.counts) if self.is_replicated else ReduceScatter(self.group, self.counts)
+
+
+@dataclass(frozen=True)
+class ReduceScatter:
+    """Rows that are summed over the ranks; rank p gets the sum of its `counts[p]` rows."""
+
+    group: dist.ProcessGroup
+    counts: tuple[int, ...]
+
+    def start(self, rows: Tensor) -> CollectiveHandle:
+        """Start a reduce-scatter: ``(sum(counts), ...)`` to ``(N, ...)``."""
+        num_ranks, count = len(self.counts), self.counts[self.group.rank()]
+        result = rows.new_empty(count, *rows.shape[1:])
+        # The reduce-scatter of gloo is an all-reduce: it takes two to four times as long as an all-to-all and a sum.
+        if len(set(self.counts)) == 1 and dist.get_backend(self.group) != "gloo":
+            work = reduce_scatter_single(result, rows, group=self.group, async_op=True) if rows.numel() else None
+            return CollectiveHandle(result, work)
+        received = rows.new_empty(num_ranks, count, *rows.shape[1:])
+        work = _all_to_all(received.flatten(0, 1), rows, (count,) * num_ranks, self.counts, self.group)
+        return CollectiveHandle(result, work, received)
+
+    @property
+    def adjoint(self) -> AllGather:
+        """An all-gather."""
+        return AllGather(self.group, self.counts)
+
+
+@dataclass(frozen=True)
+class LocalChunk:
+    """Rows that every rank has; rank p keeps its `counts[p]` rows. Nothing is communicated."""
+
+    group: dist.ProcessGroup
+    counts: tuple[int, ...]
+
+    def start(self, rows: Tensor) -> CollectiveHandle:
+        """Slice ``(sum(counts), ...)`` to ``(N, ...)``."""
+        rank = self.group.rank()
+        return CollectiveHandle(rows.narrow(0, sum(self.counts[:rank]), self.counts[rank]), None)
+
+    @property
+    def adjoint(self) -> AllGather:
+        """An all-gather of chunks of one tensor."""
+        return AllGather(self.group, self.counts, is_replicated=True)
+
+
+def _all_to_all(
+    output: Tensor, rows: Tensor, receive: Sequence[int], send: Sequence[int], group: dist.ProcessGroup
+) -> dist.Work | None:
+    work: dist.Work | None = dist.all_to_all_single(output, rows, list(receive), list(send), group, async_op=True)
+    return work
+
+
+def start_collective(rows: Tensor, collective: RowCollective) -> Pending[Tensor]:
+    """Start a collective; return the function that waits for its result.
+
+    The two autograd functions share the handles: `_Start.forward` and `_Wait.forward` that of the collective,
+    `_Wait.backward` and `_Start.backward` that of its adjoint.
+    """
+    handles = _Handles(collective)
+    placeholder = _start(rows, handles)
+    return lambda: _wait(placeholder, handles)
 
 
 @not_compiled
-def _start(rows: Tensor, flight: "_Flight") -> Tensor:
-    placeholder: Tensor = _Start.apply(rows, flight)  # type: ignore[no-untyped-call]
+def _start(rows: Tensor, handles: "_Handles") -> Tensor:
+    placeholder: Tensor = _Start.apply(rows, handles)  # type: ignore[no-untyped-call]
     return placeholder
 
 
 @not_compiled
-def _wait(placeholder: Tensor, flight: "_Flight") -> Tensor:
-    result: Tensor = _Wait.apply(placeholder, flight)  # type: ignore[no-untyped-call]
+def _wait(placeholder: Tensor, handles: "_Handles") -> Tensor:
+    result: Tensor = _Wait.apply(placeholder, handles)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Flight:
-    """What the start of a transfer and the wait for it share, in the forward and in the backward."""
+class _Handles:
+    """The handles of a collective in the forward and of its adjoint in the backward, while they run."""
 
-    def __init__(self, way: Transfer) -> None:
-        self.way = way
-        self.forward: Started | None = None
-        self.backward: Started | None = None
+    def __init__(self, collective: RowCollective) -> None:
+        self.collective = collective
+        self.forward: CollectiveHandle | None = None
+        self.backward: CollectiveHandle | None = None
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, rows: Tensor, flight: _Flight) -> Tensor:
-        context.flight = flight
-        flight.forward = flight.way.start(rows.contiguous())
+    def forward(context: Any, rows: Tensor, handles: _Handles) -> Tensor:
+        context.handles = handles
+        handles.forward = handles.collective.start(rows.contiguous())
         # Not the result itself, whose graph would lead back to it: a recomputation may stop before it waits.
-        return flight.forward.result.detach()
+        return handles.forward.result.detach()
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, _gradient: Tensor) -> tuple[Tensor, None]:
-        started, context.flight.backward = context.flight.backward, None
-        return started.finish(), None
+        handle, context.handles.backward = context.handles.backward, None
+        return handle.wait(), None
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, placeholder: Tensor, flight: _Flight) -> Tensor:
-        context.flight = flight
-        assert flight.forward is not None
-        flight.forward.finish()
-        flight.forward = None
+    def forward(context: Any, placeholder: Tensor, handles: _Handles) -> Tensor:
+        context.handles = handles
+        assert handles.forward is not None
+        handles.forward.wait()
+        handles.forward = None
         return placeholder
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        flight: _Flight = context.flight
-        flight.backward = flight.way.transposed.start(gradient.contiguous())
-        # The gradient of the rows comes from `_Start.backward`; this one keeps what is being sent alive until then.
+        handles: _Handles = context.handles
+        handles.backward = handles.collective.adjoint.start(gradient.contiguous())
+        # `_Start.backward` returns the gradient of the rows. This return value keeps the tensor that is sent alive.
         return gradient, None
 
 
 def all_gather_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Pending[Tensor]:
-    """Gather the rows of all ranks, in their order; the backward is `reduce_scatter_rows`.
+    """All-gather ``(N, ...)`` to ``(sum(counts), ...)``; the backward is a reduce-scatter.
 
     Args:
-        rows: ``(N, ...)``, of this rank.
+        rows: ``(N, ...)``, rows of this rank.
         counts: N of every rank.
-        group: of the ranks.
+        group: the ranks.
 
     Returns:
-        ``(sum(counts), ...)``.
+        A function that waits for ``(sum(counts), ...)``, the rows in the order of the ranks.
     """
-    return start_transfer(rows, AllGather(group, tuple(counts)))
+    return start_collective(rows, AllGather(group, tuple(counts)))
 
 
 def all_gather_replicated_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Pending[Tensor]:
-    """Gather the rows of all ranks, which all go on with the same: the backward takes this rank's part of the gradient.
+    """All-gather as `all_gather_rows`, where all ranks compute the same from the result.
+
+    Every rank then has the whole gradient of the result, and the backward is a slice.
 
     Args:
-        rows: ``(N, ...)``, of this rank.
+        rows: ``(N, ...)``, rows of this rank.
         counts: N of every rank.
-        group: of the ranks.
+        group: the ranks.
 
     Returns:
-        ``(sum(counts), ...)``.
+        A function that waits for ``(sum(counts), ...)``, the rows in the order of the ranks.
     """
-    return start_transfer(rows, AllGather(group, tuple(counts), is_replicated=True))
+    return start_collective(rows, AllGather(group, tuple(counts), is_replicated=True))
 
 
 def reduce_scatter_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Pending[Tensor]:
-    """Sum rows over the ranks, and give each its own; the backward is `all_gather_rows`.
+    """Reduce-scatter ``(sum(counts), ...)`` to ``(N, ...)``; the backward is an all-gather.
 
     Args:
-        rows: ``(sum(counts), ...)``, this rank's summand.
-        counts: how many rows each rank gets.
-        group: of the ranks.
+        rows: ``(sum(counts), ...)``, summand of this rank.
+        counts: number of rows that each rank gets.
+        group: the ranks.
 
     Returns:
-        ``(N, ...)``.
+        A function that waits for ``(N, ...)``, the sum of this rank's rows.
     """
-    return start_transfer(rows, ReduceScatter(group, tuple(counts)))
+    return start_collective(rows, ReduceScatter(group, tuple(counts)))
 
 
 def ragged_all_to_all(
@@ -141,12 +283,12 @@ def ragged_all_to_all(
 
     Args:
         rows: ``(sum(send), ...)``, first those for the first rank of the group.
-        send: how many go to each rank.
-        receive: how many come from each rank.
-        group: of the ranks.
+        send: number of rows for each rank.
+        receive: number of rows from each rank.
+        group: the ranks.
 
     Returns:
-        ``(sum(receive), ...)``, first those from the first rank.
+        A function that waits for ``(sum(receive), ...)``, first the rows from the first rank.
 
     Raises:
         ValueError: if there are not `sum(send)` rows, or not as many counts as ranks.
@@ -161,4 +303,4 @@ def ragged_all_to_all(
         )
     if rows.shape[0] != sum(send):
         raise ValueError(f"ragged_all_to_all: rows must have sum(send) = {sum(send)} rows, got {rows.shape[0]}")
-    return start_transfer(rows, AllToAll(group, tuple(send), tuple(receive)))
+    return start_collective(rows, AllToAll(group, tuple(send), tuple(receive)))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from maxmoe.dispatch.collectives import all_gather_replicated_rows, ragged_all_to_all
-from maxmoe.dispatch.counts import all_gather_counts
 from maxmoe.dispatch.expert_ranks import ExpertRanks, without_last_rows
+from maxmoe.dispatch.row_counts import all_gather_counts
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Pending
 from maxmoe.nn.freed_storage import Recomputation
 from maxmoe.nn.router import Assignment

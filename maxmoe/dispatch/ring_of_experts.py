@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from maxmoe.dispatch.collectives import all_gather_rows, reduce_scatter_rows
-from maxmoe.dispatch.counts import all_gather_counts
+from maxmoe.dispatch.row_counts import all_gather_counts
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Pending
 from maxmoe.nn.freed_storage import Recomputation
 from maxmoe.nn.router import Assignment

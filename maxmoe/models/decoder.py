@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import _register_namedtuple
 
+from maxmoe._torch import register_namedtuple
 from maxmoe.models.attention import Attention
 from maxmoe.models.config import DecoderConfig
 from maxmoe.models.feed_forward import FeedForward
@@ -51,7 +51,7 @@ class DecoderOutput(NamedTuple):
 
 
 # torch.export.save writes this name, and needs one.
-_register_namedtuple(DecoderOutput, serialized_type_name="maxmoe.models.DecoderOutput")
+register_namedtuple(DecoderOutput, "maxmoe.models.DecoderOutput")
 
 
 class Block(Checkpointed):

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from maxmoe._torch import reshaped
 from maxmoe.nn.losses import MoEStats
 
 
@@ -38,8 +39,7 @@ def with_gradient(x: Tensor, target: Tensor, gradient: Tensor) -> Tensor:
     """
     # PyTorch makes a view of an input that a Function returns, and forbids to change it in place.
     attached = _WithGradient.apply(x, target, gradient)  # type: ignore[no-untyped-call]
-    returned: Tensor = torch.ops.aten._unsafe_view(attached, x.shape)
-    return returned
+    return reshaped(attached, x.shape)
 
 
 class SummedStats(NamedTuple):

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import _register_namedtuple
 
+from maxmoe._torch import register_namedtuple
 from maxmoe.config import MoEConfig
 from maxmoe.nn.router import Routing
 from maxmoe.nn.tokens import BatchAsSequence, LocalTokens, TokenReductions
@@ -44,7 +44,7 @@ class MoEStats(NamedTuple):
 
 
 # torch.export.save writes this name, and needs one.
-_register_namedtuple(MoEStats, serialized_type_name="maxmoe.MoEStats")
+register_namedtuple(MoEStats, "maxmoe.MoEStats")
 
 
 def load_balance_loss(

@@ -6,9 +6,9 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import _register_namedtuple
 from typing_extensions import Self
 
+from maxmoe._torch import register_namedtuple, reshaped
 from maxmoe.config import MoEConfig
 from maxmoe.nn.backward import StatsSum
 from maxmoe.nn.boundary import Boundary, LocalBoundary
@@ -41,7 +41,7 @@ class MoEOutput(NamedTuple):
 
 
 # torch.export.save writes this name, and needs one.
-_register_namedtuple(MoEOutput, serialized_type_name="maxmoe.MoEOutput")
+register_namedtuple(MoEOutput, "maxmoe.MoEOutput")
 
 
 class MoE(nn.Module):
@@ -166,9 +166,8 @@ class MoE(nn.Module):
         aux_loss, stats = self.losses(routing, dropped, num_sequences, self.token_group)
         if self.stats_sum is not None:
             hidden_states = self.stats_sum.add(hidden_states, aux_loss, stats)
-        # FSDP registers its backward hook on this tensor. A view would lose it: an in-place operator on a view
-        # replaces the autograd history of the view, and with it the hook.
-        hidden_states = torch.ops.aten._unsafe_view(hidden_states.contiguous(), (*x.shape[:-1], hidden_states.shape[1]))
+        # No view, which would lose the backward hook that FSDP registers on this tensor.
+        hidden_states = reshaped(hidden_states.contiguous(), (*x.shape[:-1], hidden_states.shape[1]))
         return MoEOutput(hidden_states, aux_loss, stats)
 
     @property

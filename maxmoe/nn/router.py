@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self
 
+from maxmoe._torch import ConvertedModule
 from maxmoe.config import MoEConfig
 from maxmoe.nn.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.nn.module_path import module_path
@@ -71,7 +71,7 @@ def _without_padding(routing: Routing, token_mask: Tensor) -> Routing:
     )
 
 
-class Router(nn.Module):
+class Router(ConvertedModule):
     """Logits from a linear map, then `maxmoe.ops.route`; in float32 or wider whatever the input's dtype.
 
     logits = x @ weight^T + bias
@@ -163,14 +163,16 @@ class Router(nn.Module):
             "experts": SavedTensor((batch, length, self.config.top_k), (*TOKEN_DIMS, None), torch.int64),
         }
 
-    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """As in any module, but the correction bias stays float32: its small steps would be lost in 16 bits."""
+    def before_conversion(self) -> Callable[[], None]:
+        """Keep the correction bias in float32 or wider: its small steps would be lost in 16 bits."""
         before = self.score_correction_bias
-        super()._apply(function, recurse)  # type: ignore[no-untyped-call]
-        after = self.score_correction_bias
-        if before is not None and after is not None and after.dtype.itemsize < 4:
-            self.score_correction_bias = before.to(after.device)
-        return self
+
+        def restore() -> None:
+            after = self.score_correction_bias
+            if before is not None and after is not None and after.dtype.itemsize < 4:
+                self.score_correction_bias = before.to(after.device)
+
+        return restore
 
     @torch.no_grad()
     def update_correction_bias(self, tokens_per_expert: Tensor) -> None:

@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from maxmoe._torch import argument_names
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -22,7 +24,7 @@ def register_fake(operator: str) -> Callable[[Function], Function]:
     Returns:
         A decorator that leaves the function as it is.
     """
-    names = [argument.name for argument in getattr(torch.ops.maxmoe, operator).default._schema.arguments]
+    names = argument_names(getattr(torch.ops.maxmoe, operator).default)
 
     def register(function: Function) -> Function:
         @functools.wraps(function)

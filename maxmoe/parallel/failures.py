@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from maxmoe._torch import default_store
+
 T = TypeVar("T")
 
 HEAD_START = 2.0  # seconds that the rank at fault ends before the others: torchrun takes the first for the cause
@@ -151,12 +153,12 @@ class Records:
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.patience = patience
         self.answered_at = -float("inf")  # time of the last answer of the store
-        self.store: Any = dist.distributed_c10d._get_default_store()
+        self.store: Any = default_store()
         self._prefix = f"maxmoe.watch_ranks/{next(_uses)}"
 
     def connect(self) -> None:
         """Open a connection for this rank's records: on torch's, a group that is being made may wait for ranks."""
-        self.store = dist.distributed_c10d.PrefixStore(self._prefix, self.store.clone())
+        self.store = dist.PrefixStore(self._prefix, self.store.clone())
 
     def send_heartbeat(self, count: int, place: str) -> None:
         """Write a heartbeat: a number that differs from the last one, and the line at which the rank is."""
@@ -195,7 +197,7 @@ class Records:
         """Return the failure of a store that has not answered within the patience."""
         message = f"the process with the store of torch.distributed gives no sign of life for {self.patience:g} s"
         store = self.store
-        while isinstance(store, dist.distributed_c10d.PrefixStore):
+        while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
         if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
             message += ": torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else ": rank 0"

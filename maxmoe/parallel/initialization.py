@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from maxmoe._torch import TorchDispatchMode
 
 
 def reset_parameters(module: nn.Module) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from maxmoe.dispatch.transfer import all_gather_single
+from maxmoe._torch import tree_leaves
+from maxmoe.dispatch.collectives import all_gather_single
 from maxmoe.nn.recompute import is_recomputation
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.not_compiled import not_compiled

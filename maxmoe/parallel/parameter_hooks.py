@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
+from maxmoe._torch import parameter_in_place, put_in_place, tree_leaves, version_of
 from maxmoe.nn.freed_storage import FreedStorage
 from maxmoe.nn.recompute import is_recomputation
 from maxmoe.parallel.plan import ParameterPlan
@@ -64,15 +64,14 @@ class ParameterHooks:
                     self._unsharded.append((tensor, version))
                 tensors[id(parameter)] = tensor
             self._replaced.append((owner, name, parameter))
-            # Not setattr: nn.Module accepts only nn.Parameter in the place of one, and this is part of the graph.
-            owner._parameters[name] = tensors[id(parameter)]  # type: ignore[assignment]
+            put_in_place(owner, name, tensors[id(parameter)])
 
     @not_compiled
     def _free(self, _unit: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
         """Put the DTensors back, free the gathered ones and refill them when the backward reaches an output."""
         while self._replaced:
             owner, name, parameter = self._replaced.pop()
-            owner._parameters[name] = parameter  # type: ignore[assignment]
+            put_in_place(owner, name, parameter)
         gathered, self._gathered = self._gathered, []
         unsharded, self._unsharded = self._unsharded, []
         # A forward inside a backward is a recomputation of activation checkpointing. Its saved tensors are used at
@@ -119,7 +118,7 @@ class ParameterVersion:
 def _versions(parameter: Tensor) -> tuple[int, int]:
     """Return the version of a DTensor, and that of its local tensor: optimizers modify either in place."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return parameter._version, local._version
+    return version_of(parameter), version_of(local)
 
 
 class GatheredParameter:
@@ -174,6 +173,6 @@ def _gather_again(owner: nn.Module, name: str, plan: ParameterPlan) -> Callable[
 
 
 def _parameter(owner: nn.Module, name: str) -> DTensor:
-    parameter = owner._parameters[name]
+    parameter = parameter_in_place(owner, name)
     assert isinstance(parameter, DTensor)
     return parameter

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from maxmoe._torch import strided_shard
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.partition_spec import PartitionSpec
 
@@ -67,7 +67,7 @@ class NamedSharding:
             for index, axis in enumerate(large):
                 split_before = [major for major in large[:index] if position[major] > position[axis]]
                 factor = self.mesh.size(*split_before)
-                placements[position[axis]] = Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
+                placements[position[axis]] = Shard(dim) if factor == 1 else strided_shard(dim, factor)
         for axis in self.partial:
             if axis in position:
                 placements[position[axis]] = Partial()

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from maxmoe._torch import waited
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.not_compiled import not_compiled
@@ -254,9 +254,7 @@ def _redistributed(local: Tensor, source: NamedSharding, target: NamedSharding) 
     # counts those of `redistribution_steps`.
     for sharding in redistribution_steps(source, target):
         tensor = tensor.redistribute(placements=sharding.placements)
-    result = tensor.to_local()
-    if isinstance(result, AsyncCollectiveTensor):  # the C++ operators read the memory directly, and do not wait
-        result = result.wait()
+    result = waited(tensor.to_local())
     summed = [axis for axis in target.partial if axis not in source.partial]
     if not summed:
         return result

@@ -16,7 +16,7 @@ CPP_FILES = sorted(path for pattern in ("*.h", "*.cpp") for path in (ROOT / "cpp
 # A package imports from its own level and the levels above it in this list. Of what may be there some is to come.
 LEVELS = [
     {"_C"},
-    {"_library", "config", "text_table"},
+    {"_library", "_torch", "config", "text_table"},
     {"ops", "reference"},
     {"nn", "presets"},
     {"sharding"},

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from maxmoe.integrations.transformers._transformers import is_expert_parallel
 from maxmoe.integrations.transformers.gates import FusedGate, apply_gate, fused_gate
 from maxmoe.ops import RaggedPlan, expert_ffn, gmm, ragged_plan, ragged_sort, ragged_unsort
 
@@ -60,7 +61,7 @@ def compute_experts(experts: Any, hidden_states: Tensor, weights: Tensor, plan: 
 
 
 def _plan(experts: Any, top_k_index: Tensor) -> RaggedPlan:
-    if experts._is_expert_parallel:
+    if is_expert_parallel(experts):
         is_elsewhere = top_k_index >= experts.num_experts
         return ragged_plan(top_k_index.masked_fill(is_elsewhere, -1), experts.num_experts)
     return ragged_plan(top_k_index, experts.num_experts, num_rows=top_k_index.numel())

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import activations
-from transformers.integrations.moe import _default_apply_gate
 
+from maxmoe._torch import has_hooks
 from maxmoe.config import Activation
+from maxmoe.integrations.transformers._transformers import gate_name, has_own_gate, own_gate
 from maxmoe.nn.declaration import gate_up_slices
 
 
@@ -29,8 +30,7 @@ def fused_gate(experts: Any) -> FusedGate | None:
         What `maxmoe.ops.expert_ffn` calls them, None if it has them not.
     """
     if experts.has_gate and has_own_gate(experts):
-        gate = type(experts)._apply_gate
-        recognise = _FAMILY_GATES.get(f"{gate.__module__}.{gate.__qualname__}")
+        recognise = _FAMILY_GATES.get(gate_name(experts))
         return None if recognise is None else recognise(experts)
     return recognise_activation(experts.act_fn)
 
@@ -50,23 +50,11 @@ def apply_gate(experts: Any, projected: Tensor) -> Tensor:
     if not experts.has_gate:
         activated: Tensor = experts.act_fn(projected)
     elif experts.is_concatenated or has_own_gate(experts):
-        activated = experts._apply_gate(projected)
+        activated = own_gate(experts, projected)
     else:  # the gate that transformers gives to classes without one knows the other layout only
         gate, up = (projected[..., part] for part in gate_up_slices(projected.shape[-1], "interleaved"))
         activated = experts.act_fn(gate) * up
     return activated
-
-
-def has_own_gate(experts: Any) -> bool:
-    """Tell whether a family computes more than act_fn(gate) * up.
-
-    Args:
-        experts: with a gate.
-
-    Returns:
-        Whether it does.
-    """
-    return type(experts)._apply_gate is not _default_apply_gate
 
 
 def recognise_activation(function: Any, limit: float | None = None) -> FusedGate | None:
@@ -80,7 +68,7 @@ def recognise_activation(function: Any, limit: float | None = None) -> FusedGate
         What `maxmoe.ops.expert_ffn` calls it, None if it has it not.
     """
     is_module = isinstance(function, nn.Module)
-    if is_module and (function._forward_hooks or function._forward_pre_hooks or function._backward_hooks):
+    if is_module and has_hooks(function):
         return None  # the operator would not call them
     name = _ACTIVATIONS.get(type(function) if is_module else function)
     return None if name is None else FusedGate(name, limit)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers.models.llama4 import modeling_llama4
 
+from maxmoe.integrations.transformers._transformers import allow_experts_implementation, experts_implementation
 from maxmoe.integrations.transformers.gates import FusedGate, recognise_activation
 from maxmoe.ops import expert_ffn, ragged_plan
 
@@ -17,16 +18,14 @@ def register() -> None:
     """Let the models of Llama 4 be set to "maxmoe"; with any other implementation they stay as they are."""
     block: Any = modeling_llama4.Llama4TextMoe
     block.forward = _or_maxmoe(block.forward)
-    model: Any = modeling_llama4.Llama4PreTrainedModel
-    # Without it transformers looks for its decorator in the source of the model.
-    model._can_set_experts_implementation_cached_value = True
+    allow_experts_implementation(modeling_llama4.Llama4PreTrainedModel)
 
 
 def _or_maxmoe(forward: Forward) -> Forward:
     @wraps(forward)
     def chosen(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         gate = recognise_activation(block.experts.act_fn)
-        if block.shared_expert.config._experts_implementation != "maxmoe" or gate is None:
+        if experts_implementation(block.shared_expert.config) != "maxmoe" or gate is None:
             return forward(block, hidden_states)
         return _forward(block, hidden_states, gate)
 

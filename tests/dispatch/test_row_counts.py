@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import maxmoe
-from maxmoe.dispatch.counts import all_gather_counts
+from maxmoe.dispatch.row_counts import all_gather_counts
 from support.run_ranks import run_ranks
 
 
@@ -39,7 +39,9 @@ def test_a_recomputation_that_keeps_the_routing_does_not_gather_again() -> None:
     def check() -> list[int]:
         x, gathers = torch.ones(2, requires_grad=True), []
         # CommDebugMode does not look into operators.
-        spy = patch.object(maxmoe.dispatch.counts, "all_gather_single", wraps=maxmoe.dispatch.counts.all_gather_single)
+        spy = patch.object(
+            maxmoe.dispatch.row_counts, "all_gather_single", wraps=maxmoe.dispatch.row_counts.all_gather_single
+        )
 
         def block(x: Tensor) -> Tensor:
             counts, _ = all_gather_counts(torch.tensor([dist.get_rank() + 1]), dist.group.WORLD.group_name)

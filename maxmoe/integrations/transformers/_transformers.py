@@ -1,0 +1,45 @@
+"""Every private name of transformers that this package needs; a lint rule refuses them in any other file.
+
+Checked with transformers 5.20 and later. There is no public way to any of them.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from transformers.integrations.moe import _default_apply_gate
+
+
+def gate_name(experts: Any) -> str:
+    """Return the full name of the function that applies the gate of a family's experts."""
+    gate = type(experts)._apply_gate
+    return f"{gate.__module__}.{gate.__qualname__}"
+
+
+def has_own_gate(experts: Any) -> bool:
+    """Return whether a family computes more than act_fn(gate) * up, given experts with a gate."""
+    return type(experts)._apply_gate is not _default_apply_gate
+
+
+def own_gate(experts: Any, projected: Tensor) -> Tensor:
+    """Apply the gate of a family's experts to the fused projections ``(R, 2F)``."""
+    activated: Tensor = experts._apply_gate(projected)
+    return activated
+
+
+def is_expert_parallel(experts: Any) -> bool:
+    """Return whether transformers' own expert parallelism has sharded the experts."""
+    return bool(experts._is_expert_parallel)
+
+
+def experts_implementation(config: Any) -> str:
+    """Return the implementation of experts that a model was told to use."""
+    implementation: str = config._experts_implementation
+    return implementation
+
+
+def allow_experts_implementation(model_class: Any) -> None:
+    """Let a model without transformers' decorator be told which implementation of experts to use.
+
+    Without the attribute, transformers looks for the decorator in the source of the model.
+    """
+    model_class._can_set_experts_implementation_cached_value = True

@@ -1,0 +1,54 @@
+"""Private names of torch are used in one file, which says what each is for."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "maxmoe").rglob("*.py")) + sorted((ROOT / "examples").rglob("*.py"))
+# Modules of torch without an underscore whose names may change as the private ones do.
+UNSTABLE = ("torch.multiprocessing.reductions", "torch.distributed.distributed_c10d")
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def attributes(node: ast.expr) -> list[str]:
+    """The names of a.b.c, without those before a call."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.insert(0, node.attr)
+        node = node.value
+    return [node.id, *names] if isinstance(node, ast.Name) else names
+
+
+def private_names(path: Path) -> Iterator[str]:
+    """Names of torch that a file imports or reads, and private attributes of objects that the file does not define."""
+    tree = ast.parse(path.read_text())
+    own = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    own |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {node.target.id for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and hasattr(node.target, "id")}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "transformers"):
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            yield from (f"line {node.lineno}: {part}" for part in parts if is_private(part) or node.module in UNSTABLE)
+        elif isinstance(node, ast.Import):
+            parts = [part for alias in node.names if alias.name.startswith("torch.") for part in alias.name.split(".")]
+            yield from (f"line {node.lineno}: {part}" for part in parts if is_private(part))
+        elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
+            yield f"line {node.lineno}: {'.'.join(attributes(node))}"
+
+
+# Attributes of named tuples are public in spite of their underscore; `_exit` and `_getframe` are of the standard library.
+ALLOWED = {"_replace", "_fields", "_asdict", "_exit", "_current_frames", "_getframe", "_C"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_private_names_of_torch_are_in_one_file(path: Path) -> None:
+    if path == ROOT / "maxmoe/_torch.py":
+        return
+    found = [name for name in private_names(path) if name.rsplit(".", 1)[-1].removeprefix("line ") not in ALLOWED]
+    assert not found, f"{path.relative_to(ROOT)}: {found}; put them into maxmoe/_torch.py, with the reason"
