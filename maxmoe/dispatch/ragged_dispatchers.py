@@ -86,7 +86,7 @@ class RaggedAllToAll:
         def arrive() -> Dispatched:
             arrived, assigned = rows(), Assignment(weights(), self._expert_ids(counts, splits.receive))
             dispatched = self.local.dispatch(arrived, assigned, num_sequences)()
-            again = Recomputation(arrived, lambda: self._sent(ragged_sort(x, plan), splits))
+            again = Recomputation(arrived, lambda x: self._sent(ragged_sort(x(), plan), splits))
             return dispatched._replace(
                 dropped=plan.dropped,
                 state=RaggedState(dispatched, splits, plan),
@@ -162,7 +162,7 @@ class RaggedAllGather:
         weights = _weights_of_rows(assignment.weights, slots)
         rows = ragged_gather(x, slots // plan.top_k)
         dispatched = self.local.dispatch(rows, Assignment(weights, ids), num_sequences)()
-        again = Recomputation(rows, lambda: lambda: ragged_gather(x, slots // plan.top_k))
+        again = Recomputation(rows, lambda x: lambda: ragged_gather(x(), slots // plan.top_k))
         dispatched = dispatched._replace(
             dropped=plan.dropped,
             state=ReplicatedState(dispatched, counts, plan),

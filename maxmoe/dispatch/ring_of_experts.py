@@ -52,7 +52,7 @@ class RingOfExperts:
             gathered = Assignment(weights(), experts().to(torch.int64))
             arrived = tokens()
             dispatched = self.local.dispatch(arrived, gathered, total_sequences)()
-            again = Recomputation(arrived, lambda: all_gather_rows(x, counts, self.group))
+            again = Recomputation(arrived, lambda x: all_gather_rows(x(), counts, self.group))
             recomputations = (again, *dispatched.recomputations)
             return dispatched._replace(state=RingState(dispatched, counts), recomputations=recomputations)
 

@@ -54,16 +54,16 @@ class DenseDispatcher:
         chosen = zeros.scatter_add(1, experts, is_local.to(zeros.dtype)).t().unsqueeze(2) > 0
         scales_input = self.config.apply_weights_to == "input"
 
-        def rows_of_experts() -> Tensor:
+        def rows_of_experts(x: Tensor) -> Tensor:
             inputs = x.expand(num_experts, *x.shape)
             if scales_input:
                 inputs = (inputs * weights.t().unsqueeze(2)).to(x.dtype)
             # A weight of zero does not remove an output that is not finite: neither forward nor backward may see one.
             return torch.where(chosen, inputs, 0.0).flatten(0, 1)
 
-        rows, dropped = rows_of_experts(), assignment.experts.new_zeros(())
+        rows, dropped = rows_of_experts(x), assignment.experts.new_zeros(())
         state = DenseState(chosen.squeeze(2).t().to(weights.dtype) if scales_input else weights, chosen)
-        again = Recomputation(rows, lambda: rows_of_experts)
+        again = Recomputation(rows, lambda x: lambda: rows_of_experts(x()))
         return lambda: Dispatched(rows, None, _equal_groups(rows, num_experts), dropped, state, (again,))
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
@@ -114,7 +114,7 @@ class CapacityDispatcher:
         scales_input = config.apply_weights_to == "input"
         input_weights = ragged_gather(weights.unsqueeze(1), slot_of_row).squeeze(1) if scales_input else None
         rows = ragged_gather(x, token_of_row, input_weights)
-        again = Recomputation(rows, lambda: lambda: ragged_gather(x, token_of_row, input_weights))
+        again = Recomputation(rows, lambda x: lambda: ragged_gather(x(), token_of_row, input_weights))
         state = CapacityState(torch.where(is_placed, row, -1), None if scales_input else weights)
         dropped = (is_local.view(-1) & ~is_placed).sum()
         return lambda: Dispatched(rows, None, _equal_groups(rows, num_experts), dropped, state, (again,))

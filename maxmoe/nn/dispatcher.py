@@ -27,7 +27,7 @@ class Dispatched(NamedTuple):
         plan: which rows of x go to which expert.
         dropped: ``()``, int64; slots that were left out.
         state: of the dispatcher.
-        recomputations: of x, and of what autograd saves on the way to it.
+        recomputations: of what autograd saves on the way to x, the first from the input of `dispatch`, and of x.
     """
 
     x: Tensor
@@ -94,18 +94,18 @@ def run_experts(
     Returns:
         ``(T, D)``, and the number ``()`` of dropped slots.
     """
-    chunks = zip(x.tensor_split(num_chunks), assignment.tensor_split(num_chunks), strict=True)
-    arriving = dispatcher.dispatch(*next(chunks), num_sequences)
+    tokens, assignments = x.tensor_split(num_chunks), assignment.tensor_split(num_chunks)
+    arriving = dispatcher.dispatch(tokens[0], assignments[0], num_sequences)
     returning, dropped, recomputed = [], [], []
     for index in range(num_chunks):
         dispatched = arriving()
         if index + 1 < num_chunks:
-            arriving = dispatcher.dispatch(*next(chunks), num_sequences)
+            arriving = dispatcher.dispatch(tokens[index + 1], assignments[index + 1], num_sequences)
         outputs = experts(dispatched.x, dispatched.weights, dispatched.plan)
         returning.append(dispatcher.combine(outputs, dispatched))
         dropped.append(dispatched.dropped)
         if recompute:
-            recomputed.append(Recomputed(dispatched.recomputations, outputs))
+            recomputed.append(Recomputed(tokens[index], dispatched.recomputations, outputs))
     combined = [chunk() for chunk in returning]
     for part, chunk in zip(recomputed, combined, strict=recompute):
         part.start_before_backward_of(chunk)
@@ -169,7 +169,7 @@ class LocalDispatcher:
         else:
             rows = ragged_sort(x, plan, assignment.weights)
             sorted_plan = RaggedPlan.of_sorted_rows(rows.shape[0], plan.group_sizes)
-            again = Recomputation(rows, lambda: lambda: ragged_sort(x, plan, assignment.weights))
+            again = Recomputation(rows, lambda x: lambda: ragged_sort(x(), plan, assignment.weights))
             dispatched = Dispatched(rows, None, sorted_plan, plan.dropped, plan, (again,))
         return lambda: dispatched
 

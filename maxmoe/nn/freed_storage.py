@@ -1,13 +1,13 @@
 """Memory that is freed between forward and backward under the tensors that autograd has saved."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from maxmoe.nn.recompute import checkpointed_call, is_recomputation
+from maxmoe.nn.recompute import is_checkpointed
 
 
 class FreedStorage:
@@ -42,17 +42,20 @@ class FreedStorage:
         return self._is_freed and self._storage() is not None
 
     @torch.no_grad()
-    def fill(self, values: Tensor) -> None:
-        """Allocate the storage again.
+    def fill(self, values: Tensor) -> Tensor:
+        """Allocate the storage again. It must be needed.
 
         Args:
             values: of the tensor.
+
+        Returns:
+            The tensor, without a graph.
         """
         storage = self._storage()
         assert storage is not None
         storage.resize_(self._num_bytes)
-        values.new_empty(0).set_(storage, *self._view).copy_(values)
         self._is_freed = False
+        return values.new_empty(0).set_(storage, *self._view).copy_(values)
 
     def _storage(self) -> torch.UntypedStorage | None:
         """Return the storage, None if no tensor shares it any more."""
@@ -60,36 +63,49 @@ class FreedStorage:
         return storage
 
 
+# Waits for a tensor, or computes it.
+Wait: TypeAlias = Callable[[], Tensor]
+
+
 class Recomputation(NamedTuple):
-    """A tensor, and how the same values are brought again.
+    """A tensor and the function that recomputes it.
 
     Attributes:
-        tensor: that nothing but autograd needs after the forward.
-        start: begins to bring them; what it returns waits for them.
+        tensor: read by nothing but autograd after the forward.
+        start: starts to recompute it, given the tensor before it; returns a function that waits for the result.
     """
 
     tensor: Tensor
-    start: Callable[[], Callable[[], Tensor]]
+    start: Callable[[Wait], Wait]
 
 
 class Recomputed:
-    """Tensors that are freed until the backward, and computed again in it, in their order.
+    """Tensors that are freed after the forward and recomputed once in the backward, each from the one before it.
 
-    Where activation checkpointing runs around them nothing is freed: in the forward autograd does not keep them, and
-    in the recomputation the backward follows at once. `torch.compile` decides by itself what it keeps.
+    What was freed is recomputed even if autograd has not saved it. Recomputing may start collectives, so it must not
+    depend on which storages are in use: the thread of a collective may hold a tensor longer on one rank than on
+    another. Only whether a storage is filled depends on it.
+
+    Nothing is freed in activation checkpointing, see `is_checkpointed`: in its forward autograd keeps none of the
+    tensors, and in the recomputation the backward follows at once. `torch.compile` decides by itself what it keeps.
 
     Args:
-        recomputations: of the tensors; each may need those before it.
-        outputs: of the operators that have saved them, and are done.
+        x: from which the first tensor is recomputed.
+        recomputations: of the tensors, in order.
+        outputs: of the operators that have saved the tensors.
     """
 
-    def __init__(self, recomputations: Sequence[Recomputation], outputs: Tensor) -> None:
-        self._waiting = [(FreedStorage(tensor), start) for tensor, start in recomputations if self._frees(outputs)]
-        self._started: list[tuple[FreedStorage, Callable[[], Tensor]]] = []
-        for storage, _ in self._waiting:
+    def __init__(self, x: Tensor, recomputations: Sequence[Recomputation], outputs: Tensor) -> None:
+        self._start_all: Callable[[], Wait] | None = None
+        self._wait_for_all: Wait | None = None
+        is_kept = outputs.requires_grad and not torch.compiler.is_compiling() and not is_checkpointed()
+        if not recomputations or not is_kept:
+            return
+        freed = [(FreedStorage(tensor), start) for tensor, start in recomputations]
+        for storage, _ in freed:
             storage.free()
-        if self._waiting:
-            outputs.register_hook(self._finish)  # type: ignore[no-untyped-call]
+        self._start_all = lambda: _start_all(x, freed)
+        outputs.register_hook(self._finish)  # type: ignore[no-untyped-call]
 
     def start_before_backward_of(self, result: Tensor) -> None:
         """Start when the backward reaches a tensor, ahead of the outputs: the gradient travels at the same time.
@@ -97,22 +113,36 @@ class Recomputed:
         Args:
             result: what the outputs have become.
         """
-        if self._waiting:
+        if self._start_all is not None:
             result.register_hook(self._start)  # type: ignore[no-untyped-call]
-
-    @staticmethod
-    def _frees(outputs: Tensor) -> bool:
-        is_checkpointed = is_recomputation() or checkpointed_call() is not None
-        return outputs.requires_grad and not is_checkpointed and not torch.compiler.is_compiling()
 
     @torch.no_grad()
     def _start(self, _gradient: Tensor) -> None:
-        waiting, self._waiting = self._waiting, []
-        self._started += [(storage, start()) for storage, start in waiting if storage.is_needed]
+        start, self._start_all = self._start_all, None
+        if start is not None:
+            self._wait_for_all = start()
 
     @torch.no_grad()
     def _finish(self, gradient: Tensor) -> None:
         self._start(gradient)
-        started, self._started = self._started, []
-        for storage, wait in started:
-            storage.fill(wait())
+        wait, self._wait_for_all = self._wait_for_all, None
+        if wait is not None:
+            wait()
+
+
+def _start_all(x: Tensor, freed: Sequence[tuple[FreedStorage, Callable[[Wait], Wait]]]) -> Wait:
+    """Start to recompute tensors; return a function that waits for them, fills their storages and returns the last."""
+
+    def filled(storage: FreedStorage, wait: Wait) -> Wait:
+        def fill() -> Tensor:
+            values = wait()
+            return storage.fill(values) if storage.is_needed else values
+
+        return fill
+
+    def last() -> Tensor:
+        return x
+
+    for storage, start in freed:
+        last = filled(storage, start(last))
+    return last

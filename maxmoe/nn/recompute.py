@@ -3,6 +3,7 @@
 from contextlib import AbstractContextManager
 
 import torch
+import torch.utils.checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -15,6 +16,17 @@ from torch.utils.checkpoint import (
 def is_recomputation() -> bool:
     """Return whether a forward that runs now is a recomputation: a backward is running."""
     return torch._C._current_graph_task_id() != -1
+
+
+def is_checkpointed() -> bool:
+    """Return whether this forward is one that activation checkpointing runs again later, or the recomputation itself.
+
+    A non-reentrant checkpoint packs every tensor that autograd saves in its forward. The forward of a reentrant one is
+    not recognized: it runs without gradients.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    is_packed = hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
+    return is_packed or is_recomputation()
 
 
 def checkpointed_call() -> int | None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import maxmoe
 from maxmoe.nn import Checkpointed, recompute_of
@@ -67,6 +68,22 @@ def test_inside_of_activation_checkpointing_and_of_a_retained_graph(options: Opt
     loss = layer(leaf).hidden_states.square().sum()
     first, second = (torch.autograd.grad(loss, leaf, retain_graph=retain)[0] for retain in (True, False))
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("options", [LLAMA4, COMPUTE["dense"]], ids=["llama4", "dense"])
+def test_activation_checkpointing_keeps_its_arguments_only(options: Options) -> None:
+    layer = make(**options)
+    maxmoe.set_recompute(layer, ("dispatch",))
+    kept: list[StorageWeakRef] = []
+
+    def block(x: Tensor) -> Tensor:
+        x = torch.tanh(x)
+        kept.append(StorageWeakRef(x.untyped_storage()))
+        hidden_states: Tensor = layer(x).hidden_states
+        return hidden_states
+
+    output = torch.utils.checkpoint.checkpoint(block, tokens(layer).requires_grad_(), use_reentrant=False)
+    assert output.requires_grad and kept[0].expired()
 
 
 def test_routes_once_and_computes_down_once(monkeypatch: pytest.MonkeyPatch) -> None:
