@@ -25,7 +25,7 @@ int64_t preactivation_width(const ExpertWeights<T>& experts) {
   return experts.gate.first.columns + experts.up.first.columns;
 }
 
-// The columns of Z or dZ that belong to a separate gate, and those of up.
+// The columns of Z or dZ of a separate gate, and the columns of up.
 template <class View>
 View gate_columns(const View& preactivations, int64_t gate_width) {
   return preactivations.column_range(0, gate_width);

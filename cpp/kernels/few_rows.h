@@ -87,7 +87,7 @@ constexpr int few_rows_vectors_x2(int rows) {
 }
 
 // The product with a row-major b. While a block of rows of b is multiplied, the same columns of a later block are
-// prefetched, at the end of b those of the next product.
+// prefetched. At the end of b, the rows of the next product are prefetched.
 template <class T, class Element, int kRows>
 void multiply_few_rows_row_major(FewRows<Element> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sums,
                                  bool accumulate, ConstMatrixView<T> next_b) {
@@ -164,7 +164,7 @@ MAXMOE_INLINE void multiply_few_rows_vector(FewRows<Element> a, ConstMatrixView<
 }
 
 // The product with a transposed b, whose columns are the rows of `memory`. While NR columns are multiplied, the next NR
-// are prefetched, at the end of b those of the next product.
+// are prefetched. At the end of b, the first columns of the next product are prefetched.
 template <class T, class Element, int kRows>
 void multiply_few_rows_transposed(FewRows<Element> a, ConstMatrixView<T> memory, MatrixView<Accumulator<T>> sums,
                                   bool accumulate, ConstMatrixView<T> next_memory) {

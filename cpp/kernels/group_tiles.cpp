@@ -38,8 +38,8 @@ GroupTiles make_group_tiles(const int64_t* group_sizes, int64_t num_groups, int6
   return {tiles, count, row};
 }
 
-// The last task of a thread delays the others by at most one task. With four per thread, that is at most a quarter of
-// its work if tasks are of equal size. More tasks would pack the weights more often.
+// At the end all threads wait for the last task. With four tasks per thread it is about a quarter of a thread's work,
+// and less because the list begins with the largest tasks. More tasks would pack the weights more often.
 int64_t balanced_tasks(int64_t num_threads) {
   constexpr int64_t kTasksPerThread = 4;
   return num_threads == 1 ? 1 : kTasksPerThread * num_threads;

@@ -2,9 +2,9 @@
 // which it multiplies. Only for the .cpp files that are compiled per instruction set.
 //
 // A micro-panel holds the MR rows of A, or the NR columns of B, of a micro-tile, one step of the inner dimension after
-// the other. A micro-kernel reads it with unit stride, whatever the strides of the operands are. Read in place, rows a
-// power of two apart share one set of the first-level cache: the micro-kernel then took 1.45 times as long
-// (docs/performance.md).
+// the other. A micro-kernel reads it with unit stride, for all strides of the operands. When operands were read in
+// place, rows a power of two apart shared one set of the first-level cache, and the micro-kernel took 1.45 times as
+// long (docs/performance.md).
 //
 // If the rows of an operand in memory lie across the inner dimension, they are copied row by row. If they lie along it,
 // they are transposed in square blocks in registers.

@@ -60,7 +60,7 @@ bool has_nan(const T* values, int64_t count) {
   return any;
 }
 
-// The scratch slots of a token: one for both passes, those of the forward pass, and those of the backward pass.
+// The scratch slots of a token: for both passes, for the forward pass, and for the backward pass.
 constexpr int kScoresScratch = 0;
 constexpr int kBiasedScratch = 1, kWeightsScratch = 2, kGroupScoresScratch = 3, kGroupsScratch = 4;
 constexpr int kProbabilitiesScratch = 1, kGradProbabilitiesScratch = 2, kSelectedScratch = 3, kGradScratch = 4;
