@@ -4,7 +4,7 @@ Each function says what the name is for and what the public way would be. Checke
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 __all__ = ["TorchDispatchMode", "tree_leaves", "tree_map"]
 
 
-def register_namedtuple(kind: type[NamedTuple], name: str) -> None:  # type: ignore[valid-type]
+def register_namedtuple(kind: type[Any], name: str) -> None:
     """Give a named tuple the name under which `torch.export.save` writes it.
 
     Public: `torch.export.register_dataclass`, for dataclasses alone.
@@ -45,15 +45,25 @@ def is_backward_running() -> bool:
 
 
 def selective_checkpoint_storage() -> object | None:
-    """Return what a forward under selective activation checkpointing and its recomputation share; None outside of one.
+    """Return the storage that a forward under selective checkpointing and its recomputation share; None outside of one.
 
     The forward writes the tensors that its policy keeps there, and the recomputation reads them.
     Public: none.
     """
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode):
-            return mode.storage
+            storage: object = mode.storage
+            return storage
     return None
+
+
+def is_packed_by_checkpoint() -> bool:
+    """Return whether `torch.utils.checkpoint` packs the tensors that autograd saves now: a non-reentrant checkpoint.
+
+    Public: none; saved-tensor hooks can be set, not asked for.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
 
 
 class WeakStorage:

@@ -8,17 +8,17 @@ from torch import Tensor
 
 from maxmoe.nn.dispatcher import LocalExperts
 from maxmoe.nn.router import Assignment
-from maxmoe.ops import RaggedPlan, ragged_plan
+from maxmoe.ops import RaggedPlan, ragged_gather, ragged_plan
 
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """The ranks that share experts, each as many.
+    """The ranks that share the experts of a layer; each holds the same number of them.
 
     Args:
-        group: of the ranks.
-        experts: of this rank.
-        first_experts: of each rank of the group, the first of its experts.
+        group: the ranks.
+        experts: the experts of this rank.
+        first_experts: index of the first expert of each rank of the group.
         buffer_factor: bounds the rows of a rank by this multiple of the mean over the ranks; None for no bound.
     """
 
@@ -77,3 +77,8 @@ def without_last_rows(plan: RaggedPlan, routed: list[int], kept: list[int]) -> R
     slots = plan.slots[rows_kept.to(plan.slots.device)]
     rows = torch.full_like(plan.rows, -1).scatter(0, slots, torch.arange(len(slots), device=slots.device))
     return plan._replace(slots=slots, rows=rows, dropped=plan.dropped + (sum(routed) - sum(kept)))
+
+
+def weights_of_rows(weights: Tensor, slots: Tensor) -> Tensor:
+    """Return the routing weight ``(R, 1)`` of every row, given its slot."""
+    return ragged_gather(weights.reshape(-1, 1), slots)

@@ -1,4 +1,4 @@
-"""The boundary of a layer of which several ranks compute parts, for the same tokens: tensor parallelism, ep-tp."""
+"""The tensor-parallel region of a layer on a mesh: ranks with the same tokens compute parts of it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from maxmoe.nn.boundary import LayerInputs
 from maxmoe.nn.router import Assignment
+from maxmoe.nn.tensor_parallel_region import LayerInputs
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.not_compiled import not_compiled
@@ -23,15 +23,17 @@ from maxmoe.sharding.redistribute import (
 
 @dataclass(frozen=True)
 class PartialSums:
-    """The `maxmoe.nn.Boundary` of a layer whose output is a sum over ranks: one all-reduce, or a reduce-scatter.
+    """The `maxmoe.nn.TensorParallelRegion` of a layer whose output is a sum over ranks.
+
+    The outputs are summed by an all-reduce, or by a reduce-scatter where the residual stream is sharded.
 
     Args:
-        mesh: of the ranks.
-        axes: over which every rank has a part of the layer, and the same tokens.
-        sum_axes: those of them over which the outputs of the ranks are yet to be summed.
-        dropped_axes: those of them over which the ranks drop other slots.
-        embed_axes: that shard the hidden dim of the residual stream. The layer takes whole hidden states, hands on
-            gradients that are partial over these axes, and returns this rank's part.
+        mesh: mesh of the layer.
+        axes: axes along which the ranks hold the same tokens and compute parts of the layer.
+        sum_axes: those of `axes` over which the outputs are partial sums when the region is left.
+        dropped_axes: those of `axes` along which the ranks drop different slots.
+        embed_axes: axes that shard the hidden dim of the residual stream. The layer takes whole hidden states, returns
+            this rank's part, and its input gradient is partial over these axes.
         shared_is_partial: whether the shared experts are computed in parts over `sum_axes` too: one reduction for both.
     """
 
@@ -44,17 +46,17 @@ class PartialSums:
 
     @not_compiled
     def enter(self, x: Tensor) -> LayerInputs:
-        """See `maxmoe.nn.Boundary`."""
+        """Return x twice or thrice; the gradients of the parts are summed in the backward."""
         router, experts = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
         return LayerInputs(router, experts, experts if self.shared_is_partial else router)
 
     def assign(self, assignment: Assignment) -> Assignment:
-        """See `maxmoe.nn.Boundary`."""
+        """Return the assignment; the gradient of its weights is all-reduced over `axes`."""
         return assignment._replace(weights=all_reduce_gradient(assignment.weights, self.mesh, self.axes))
 
     @not_compiled
     def leave(self, routed: Tensor, shared: Tensor | None) -> Tensor:
-        """See `maxmoe.nn.Boundary`."""
+        """Sum the outputs over `sum_axes`, and keep this rank's part of the hidden dim."""
         if shared is None or not self.shared_is_partial:
             hidden_states = reduce_outputs(routed, self.mesh, self.sum_axes, self.embed_axes)
             return (
@@ -65,7 +67,7 @@ class PartialSums:
         return reduce_outputs(routed + shared, self.mesh, self.sum_axes, self.embed_axes)
 
     def all_reduce_dropped(self, dropped: Tensor) -> Tensor:
-        """See `maxmoe.nn.Boundary`."""
+        """All-reduce the number of dropped slots."""
         return all_reduce(dropped, self.mesh, self.dropped_axes)
 
     def whole(self, partial: tuple[str, ...] = ()) -> NamedSharding:
@@ -82,17 +84,17 @@ class _Enter(torch.autograd.Function):
     """The tokens twice: the gradient of the first is the same on every rank, that of the second a summand of it."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, boundary: PartialSums) -> tuple[Tensor, Tensor]:
-        context.boundary = boundary
+    def forward(context: Any, x: Tensor, region: PartialSums) -> tuple[Tensor, Tensor]:
+        context.region = region
         return x.view_as(x), x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, of_router: Tensor, of_experts: Tensor) -> tuple[Tensor, None]:
-        boundary: PartialSums = context.boundary
-        handed_on = boundary.whole(partial=boundary.embed_axes)
-        summands = _redistributed(of_experts, boundary.whole(partial=boundary.axes), handed_on)
-        return summands + _redistributed(of_router, boundary.whole(), handed_on), None
+        region: PartialSums = context.region
+        grad_input = region.whole(partial=region.embed_axes)
+        summands = _redistributed(of_experts, region.whole(partial=region.axes), grad_input)
+        return summands + _redistributed(of_router, region.whole(), grad_input), None
 
 
 def _redistributed(local: Tensor, source: NamedSharding, target: NamedSharding) -> Tensor:

@@ -1,7 +1,10 @@
-"""Ring of experts: every rank gets the tokens of all, computes its own experts, and the partial sums are reduced."""
+"""Ring of experts: every rank gets the tokens of all, computes its own experts, and the partial sums are reduced.
+
+Shapes: T tokens of this rank, K top_k, D hidden_size, P ranks that share the experts, G tokens of all P ranks.
+"""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +17,14 @@ from maxmoe.nn.freed_storage import Recomputation
 from maxmoe.nn.router import Assignment
 
 
-class RingState(NamedTuple):
-    """Of `RingOfExperts`: what the local dispatcher made of the gathered tokens, and how many each rank has."""
+@dataclass(frozen=True, kw_only=True)
+class RingDispatched(Dispatched):
+    """The input of this rank's experts, with what `RingOfExperts.combine` needs.
+
+    Attributes:
+        local: what the local dispatcher has made of the gathered tokens.
+        counts: number of tokens of every rank.
+    """
 
     local: Dispatched
     counts: list[int]
@@ -25,15 +34,21 @@ class RingState(NamedTuple):
 class RingOfExperts:
     """All-gather of the tokens over the ranks that share the experts, reduce-scatter of the outputs.
 
+    1. Counts: every rank learns the number of tokens of every rank.
+    2. All-gather: tokens ``(T, D)``, weights and expert ids ``(T, K)`` become ``(G, D)``, ``(G, K)``.
+    3. The local dispatcher selects the slots of this rank's experts, which compute them.
+    4. Its sums ``(G, D)`` are partial: those of the other experts are on the other ranks.
+    5. Reduce-scatter: ``(G, D)`` to ``(T, D)``.
+
     Args:
-        local: to the experts of this rank; the same kind on all ranks.
+        local: dispatcher to the experts of this rank, of the same kind on all ranks.
         group: the ranks that share the experts.
         needs_sequences: whether `local` must know where sequences begin.
 
     Source: MaxText, `use_ring_of_experts`; DeepSpeed-Megatron "AG-RS".
     """
 
-    local: Dispatcher
+    local: Dispatcher[Any]
     group: dist.ProcessGroup
     needs_sequences: bool = False
 
@@ -41,31 +56,37 @@ class RingOfExperts:
         """Copies of a layer share the group, which cannot be copied."""
         return self
 
-    def dispatch(self, x: Tensor, assignment: Assignment, num_sequences: int) -> Pending[Dispatched]:
-        """See `Dispatcher`."""
+    def dispatch(self, x: Tensor, assignment: Assignment, num_sequences: int) -> Pending[RingDispatched]:
+        """Start to gather x ``(T, D)`` and its assignment: steps 1 to 3."""
         counts, total_sequences = self._counts(x, num_sequences)
         tokens = all_gather_rows(x, counts, self.group)
         weights = all_gather_rows(assignment.weights, counts, self.group)
         experts = all_gather_rows(assignment.experts.to(torch.int32), counts, self.group)
 
-        def arrive() -> Dispatched:
+        def arrive() -> RingDispatched:
             gathered = Assignment(weights(), experts().to(torch.int64))
             arrived = tokens()
-            dispatched = self.local.dispatch(arrived, gathered, total_sequences)()
+            local: Dispatched = self.local.dispatch(arrived, gathered, total_sequences)()
             again = Recomputation(arrived, lambda x: all_gather_rows(x(), counts, self.group))
-            recomputations = (again, *dispatched.recomputations)
-            return dispatched._replace(state=RingState(dispatched, counts), recomputations=recomputations)
+            return RingDispatched(
+                x=local.x,
+                weights=local.weights,
+                plan=local.plan,
+                dropped=local.dropped,
+                recomputations=(again, *local.recomputations),
+                local=local,
+                counts=counts,
+            )
 
         return arrive
 
-    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
-        """See `Dispatcher`."""
-        state: RingState = dispatched.state
-        partial_sums = self.local.combine(outputs, state.local)()
-        return reduce_scatter_rows(partial_sums, state.counts, self.group)
+    def combine(self, outputs: Tensor, dispatched: RingDispatched) -> Pending[Tensor]:
+        """Start to reduce the outputs of this rank's experts: steps 4 and 5."""
+        partial_sums = self.local.combine(outputs, dispatched.local)()
+        return reduce_scatter_rows(partial_sums, dispatched.counts, self.group)
 
     def _counts(self, x: Tensor, num_sequences: int) -> tuple[list[int], int]:
-        """Return the tokens of every rank, and the sequences of all."""
+        """Return the number of tokens of every rank, and the number of sequences of all ranks."""
         sizes = torch.tensor([x.shape[0], num_sequences], device=x.device)
         gathered: list[list[int]] = all_gather_counts(sizes, self.group.group_name)[1].tolist()
         lengths = sorted({num_tokens // number for num_tokens, number in gathered if num_tokens})

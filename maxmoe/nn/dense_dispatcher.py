@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,83 +14,110 @@ from maxmoe.nn.router import Assignment
 from maxmoe.ops import RaggedPlan, ragged_gather, ragged_gather_reduce
 
 
-def local_dispatcher(config: MoEConfig, experts: LocalExperts | None = None) -> Dispatcher:
-    """Choose the dispatcher to the experts in this process.
-
-    Args:
-        config: of the layer.
-        experts: that are here; None for all.
-
-    Returns:
-        The dispatcher.
-    """
+def local_dispatcher(config: MoEConfig, experts: LocalExperts | None = None) -> Dispatcher[Any]:
+    """Return the dispatcher of a layer's implementation to the experts in this process, None for all experts."""
     experts = LocalExperts.all_of(config) if experts is None else experts
+    scales_input = config.apply_weights_to == "input"
     if config.implementation == "sparse":
-        return LocalDispatcher(config, experts)
-    return DenseDispatcher(config, experts) if config.capacity_factor is None else CapacityDispatcher(config, experts)
+        return LocalDispatcher(experts, scales_input, config.buffer_factor)
+    if config.capacity_factor is None:
+        return DenseDispatcher(experts, scales_input)
+    return CapacityDispatcher(experts, scales_input, config.capacity_factor, config.top_k)
 
 
-class DenseState(NamedTuple):
-    """Of `DenseDispatcher`: the weight ``(T, L)`` of every expert's output, and whether it counts ``(L, T, 1)``."""
+@dataclass(frozen=True, kw_only=True)
+class DenselyDispatched(Dispatched):
+    """The input of dense experts, with what `DenseDispatcher.combine` needs.
 
-    weights: Tensor
+    Attributes:
+        output_weights: ``(T, L)``, weight of every expert's output.
+        chosen: ``(L, T, 1)``, whether the token has chosen the expert.
+    """
+
+    output_weights: Tensor
     chosen: Tensor
 
 
 @dataclass(frozen=True)
 class DenseDispatcher:
-    """Every token to every expert."""
+    """Dispatch of every token to every local expert: rows ``(L * T, D)``, summed with weights of zero for the others.
 
-    config: MoEConfig
+    Args:
+        experts: the experts in this process.
+        scales_input: whether the weights multiply the input of the experts.
+    """
+
     experts: LocalExperts
+    scales_input: bool
 
-    def dispatch(self, x: Tensor, assignment: Assignment, num_sequences: int) -> Pending[Dispatched]:
-        """See `Dispatcher`."""
+    def dispatch(self, x: Tensor, assignment: Assignment, num_sequences: int) -> Pending[DenselyDispatched]:
+        """Copy x ``(T, D)`` for every expert."""
         num_experts = self.experts.count
         zeros = assignment.weights.new_zeros(x.shape[0], num_experts)
         experts, is_local = _local_ids(assignment.experts, self.experts)
         # Slots of no local expert add zero to some expert.
         weights = zeros.scatter_add(1, experts, assignment.weights.masked_fill(~is_local, 0.0))
         chosen = zeros.scatter_add(1, experts, is_local.to(zeros.dtype)).t().unsqueeze(2) > 0
-        scales_input = self.config.apply_weights_to == "input"
 
         def rows_of_experts(x: Tensor) -> Tensor:
             inputs = x.expand(num_experts, *x.shape)
-            if scales_input:
+            if self.scales_input:
                 inputs = (inputs * weights.t().unsqueeze(2)).to(x.dtype)
             # A weight of zero does not remove an output that is not finite: neither forward nor backward may see one.
             return torch.where(chosen, inputs, 0.0).flatten(0, 1)
 
-        rows, dropped = rows_of_experts(x), assignment.experts.new_zeros(())
-        state = DenseState(chosen.squeeze(2).t().to(weights.dtype) if scales_input else weights, chosen)
-        again = Recomputation(rows, lambda x: lambda: rows_of_experts(x()))
-        return lambda: Dispatched(rows, None, _equal_groups(rows, num_experts), dropped, state, (again,))
+        rows = rows_of_experts(x)
+        dispatched = DenselyDispatched(
+            x=rows,
+            weights=None,
+            plan=_equal_groups(rows, num_experts),
+            dropped=assignment.experts.new_zeros(()),
+            recomputations=(Recomputation(rows, lambda x: lambda: rows_of_experts(x())),),
+            output_weights=chosen.squeeze(2).t().to(weights.dtype) if self.scales_input else weights,
+            chosen=chosen,
+        )
+        return lambda: dispatched
 
-    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
-        """See `Dispatcher`."""
-        state: DenseState = dispatched.state
-        outputs = torch.where(state.chosen, outputs.view(*state.chosen.shape[:2], outputs.shape[1]), 0.0)
-        combined = torch.einsum("etd,te->td", outputs.to(state.weights.dtype), state.weights).to(outputs.dtype)
+    def combine(self, outputs: Tensor, dispatched: DenselyDispatched) -> Pending[Tensor]:
+        """Sum the outputs ``(L * T, D)`` of each token's experts."""
+        chosen, weights = dispatched.chosen, dispatched.output_weights
+        outputs = torch.where(chosen, outputs.view(*chosen.shape[:2], outputs.shape[1]), 0.0)
+        combined = torch.einsum("etd,te->td", outputs.to(weights.dtype), weights).to(outputs.dtype)
         return lambda: combined
 
 
-class CapacityState(NamedTuple):
-    """Of `CapacityDispatcher`: the row ``(T * K,)`` of each slot, -1 for none, and the weights ``(T * K,)``."""
+@dataclass(frozen=True, kw_only=True)
+class CapacityDispatched(Dispatched):
+    """The input of experts with a capacity, with what `CapacityDispatcher.combine` needs.
+
+    Attributes:
+        row_of_slot: ``(T * K,)``, int64, -1 for a dropped slot.
+        output_weights: ``(T * K,)``; None for ones.
+    """
 
     row_of_slot: Tensor
-    weights: Tensor | None
+    output_weights: Tensor | None
 
 
 @dataclass(frozen=True)
 class CapacityDispatcher:
-    """Every expert takes the first slots of each sequence, up to its capacity; the others are dropped."""
+    """Dispatch of the first slots of each sequence to every expert, up to its capacity; the others are dropped.
 
-    config: MoEConfig
+    Args:
+        experts: the experts in this process.
+        scales_input: whether the weights multiply the input of the experts.
+        factor: `MoEConfig.capacity_factor`.
+        top_k: K.
+    """
+
     experts: LocalExperts
+    scales_input: bool
+    factor: float
+    top_k: int
 
-    def dispatch(self, x: Tensor, assignment: Assignment, num_sequences: int) -> Pending[Dispatched]:
-        """See `Dispatcher`."""
-        config, num_experts = self.config, self.experts.count
+    def dispatch(self, x: Tensor, assignment: Assignment, num_sequences: int) -> Pending[CapacityDispatched]:
+        """Gather rows ``(L * B * capacity, D)`` of x ``(T, D)``."""
+        num_experts = self.experts.count
         slots_per_sequence = assignment.experts.numel() // max(num_sequences, 1)
         slots = assignment.experts.view(num_sequences, slots_per_sequence)
         assigned, is_local = _local_ids(slots, self.experts)
@@ -108,34 +135,34 @@ class CapacityDispatcher:
         slot_of_row = row.new_full((num_rows + 1,), -1)
         slots = torch.arange(row.shape[0], device=x.device)
         slot_of_row = slot_of_row.scatter(0, torch.where(is_placed, row, num_rows), slots)[:num_rows]
-        token_of_row = torch.where(slot_of_row >= 0, slot_of_row // config.top_k, -1)
+        token_of_row = torch.where(slot_of_row >= 0, slot_of_row // self.top_k, -1)
 
         weights = assignment.weights.reshape(-1)
-        scales_input = config.apply_weights_to == "input"
-        input_weights = ragged_gather(weights.unsqueeze(1), slot_of_row).squeeze(1) if scales_input else None
+        input_weights = ragged_gather(weights.unsqueeze(1), slot_of_row).squeeze(1) if self.scales_input else None
         rows = ragged_gather(x, token_of_row, input_weights)
-        again = Recomputation(rows, lambda x: lambda: ragged_gather(x(), token_of_row, input_weights))
-        state = CapacityState(torch.where(is_placed, row, -1), None if scales_input else weights)
-        dropped = (is_local.view(-1) & ~is_placed).sum()
-        return lambda: Dispatched(rows, None, _equal_groups(rows, num_experts), dropped, state, (again,))
+        dispatched = CapacityDispatched(
+            x=rows,
+            weights=None,
+            plan=_equal_groups(rows, num_experts),
+            dropped=(is_local.view(-1) & ~is_placed).sum(),
+            recomputations=(Recomputation(rows, lambda x: lambda: ragged_gather(x(), token_of_row, input_weights)),),
+            row_of_slot=torch.where(is_placed, row, -1),
+            output_weights=None if self.scales_input else weights,
+        )
+        return lambda: dispatched
 
-    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
-        """See `Dispatcher`."""
-        state: CapacityState = dispatched.state
-        combined = ragged_gather_reduce(outputs, state.row_of_slot, self.config.top_k, state.weights)
+    def combine(self, outputs: Tensor, dispatched: CapacityDispatched) -> Pending[Tensor]:
+        """Sum the outputs of each token's slots."""
+        combined = ragged_gather_reduce(outputs, dispatched.row_of_slot, self.top_k, dispatched.output_weights)
         return lambda: combined
 
     def _capacity(self, num_slots: int) -> int:
         """Slots that an expert takes of a sequence of `num_slots`."""
-        factor = self.config.capacity_factor
-        assert factor is not None
-        return int(max(math.ceil(num_slots / self.config.num_experts) * factor, factor))
+        return int(max(math.ceil(num_slots / self.experts.total) * self.factor, self.factor))
 
     def _capacities(self, num_slots: Tensor, largest: int) -> Tensor:
         """The same for a tensor, in the same float64 arithmetic, and at most `largest`."""
-        factor = self.config.capacity_factor
-        assert factor is not None
-        capacities = ((num_slots.double() / self.config.num_experts).ceil() * factor).clamp_min(factor)
+        capacities = ((num_slots.double() / self.experts.total).ceil() * self.factor).clamp_min(self.factor)
         return capacities.long().clamp_max(largest)
 
 

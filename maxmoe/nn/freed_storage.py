@@ -5,8 +5,8 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from maxmoe._torch import WeakStorage
 from maxmoe.nn.recompute import is_checkpointed
 
 
@@ -24,14 +24,14 @@ class FreedStorage:
 
     def __init__(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        self._storage_reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._storage = WeakStorage(tensor)
         self._num_bytes = storage.nbytes()
         self._view = (tensor.storage_offset(), tensor.shape, tensor.stride())
         self._is_freed = False
 
     def free(self) -> None:
         """Free the storage."""
-        storage = self._storage()
+        storage = self._storage.get()
         if storage is not None:
             storage.resize_(0)
             self._is_freed = True
@@ -39,7 +39,7 @@ class FreedStorage:
     @property
     def is_needed(self) -> bool:
         """Whether the storage is freed, and tensors share it still. On all ranks alike, empty tensors included."""
-        return self._is_freed and self._storage() is not None
+        return self._is_freed and self._storage.get() is not None
 
     @torch.no_grad()
     def fill(self, values: Tensor) -> Tensor:
@@ -51,16 +51,11 @@ class FreedStorage:
         Returns:
             The tensor, without a graph.
         """
-        storage = self._storage()
+        storage = self._storage.get()
         assert storage is not None
         storage.resize_(self._num_bytes)
         self._is_freed = False
         return values.new_empty(0).set_(storage, *self._view).copy_(values)
-
-    def _storage(self) -> torch.UntypedStorage | None:
-        """Return the storage, None if no tensor shares it any more."""
-        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._storage_reference.cdata)
-        return storage
 
 
 # Waits for a tensor, or computes it.

@@ -11,11 +11,10 @@ from typing_extensions import Self
 from maxmoe._torch import register_namedtuple, reshaped
 from maxmoe.config import MoEConfig
 from maxmoe.nn.backward import StatsSum
-from maxmoe.nn.boundary import Boundary, LocalBoundary
 from maxmoe.nn.conversion import check_config, config_of, give_weights, take_weights
 from maxmoe.nn.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.nn.dense_dispatcher import local_dispatcher
-from maxmoe.nn.dispatcher import run_experts
+from maxmoe.nn.dispatcher import ExpertRunner
 from maxmoe.nn.experts import Experts, SharedExperts
 from maxmoe.nn.losses import MoEStats, RoutingLosses
 from maxmoe.nn.router import Router
@@ -74,11 +73,7 @@ class MoE(nn.Module):
         self.router = Router(config, device=device, dtype=dtype)
         self.experts = Experts(config, device=device, dtype=dtype)
         self.shared_experts = SharedExperts(config, device=device, dtype=dtype) if config.num_shared_experts else None
-        # How tokens reach experts; `maxmoe.parallelize` sets these for those on other ranks.
-        self.dispatcher = local_dispatcher(config)
-        self.boundary: Boundary = LocalBoundary()
-        self.num_chunks = 1
-        self.run_experts = run_experts
+        self.runner = ExpertRunner(local_dispatcher(config))
         self.losses = RoutingLosses(config)
         self.token_group: TokenGroup = LocalTokens()
         self.stats_sum: StatsSum | None = None  # set by StatsAccumulator
@@ -119,6 +114,14 @@ class MoE(nn.Module):
         check_config(self.config, from_transformers(source))
         give_weights(self, block, family_of(source).block)
 
+    def set_runner(self, runner: ExpertRunner) -> None:
+        """Let tokens reach the experts in another way; `maxmoe.parallelize` does where experts are on other ranks.
+
+        Args:
+            runner: dispatcher, tensor-parallel region and number of chunks.
+        """
+        self.runner = runner
+
     def reset_parameters(self) -> None:
         """Initialise all parameters anew."""
         self.router.reset_parameters()
@@ -149,20 +152,19 @@ class MoE(nn.Module):
         if token_mask is not None:
             token_mask = token_mask.reshape(-1)
             tokens = tokens.masked_fill(~token_mask.unsqueeze(1), 0.0)
-        inputs = self.boundary.enter(tokens)
+        region = self.runner.region
+        inputs = region.enter(tokens)
         routing = self.router(inputs.router, token_mask)
-        routed, dropped = self.run_experts(
-            self.dispatcher,
+        routed, dropped = self.runner.run(
             self.experts,
             inputs.experts,
-            self.boundary.assign(routing.assignment),
+            region.assign(routing.assignment),
             num_sequences=num_sequences,
-            num_chunks=self.num_chunks,
             recompute="dispatch" in self.recompute,
         )
         shared = None if self.shared_experts is None else self.shared_experts(inputs.shared_experts, token_mask)
-        hidden_states = self.boundary.leave(routed, shared)
-        dropped = self.boundary.all_reduce_dropped(dropped)
+        hidden_states = region.leave(routed, shared)
+        dropped = region.all_reduce_dropped(dropped)
         aux_loss, stats = self.losses(routing, dropped, num_sequences, self.token_group)
         if self.stats_sum is not None:
             hidden_states = self.stats_sum.add(hidden_states, aux_loss, stats)

@@ -1,17 +1,18 @@
 """Over which axes the experts of a layer lie, and how its tokens reach them."""
 
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch.distributed as dist
 
 from maxmoe.config import MoEConfig
 from maxmoe.dispatch import ExpertRanks, PartialSums, RaggedAllGather, RaggedAllToAll, RingOfExperts
-from maxmoe.nn import Boundary, Dispatcher, LocalBoundary, LocalExperts, MoE, local_dispatcher
+from maxmoe.nn import Dispatcher, ExpertRunner, LocalExperts, LocalRegion, MoE, TensorParallelRegion, local_dispatcher
 from maxmoe.parallel.parameter_sharding import ParameterSharding
 from maxmoe.parallel.tokens import ShardedTokens, activation_spec
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
+from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.partition_spec import PartitionSpec
 from maxmoe.sharding.rules import LogicalRules
 
@@ -19,6 +20,12 @@ Dispatch: TypeAlias = Literal["auto", "ring_of_experts", "ragged_all_to_all", "g
 
 # The dims between routing and the sum over a token's experts, in the order in which `Experts` declares them.
 EXPERT_TOKEN_DIMS = ("activation_batch_moe", "activation_length_moe", "activation_exp")
+
+
+class MeshExpertRunner(ExpertRunner):
+    """An `ExpertRunner` that `torch.compile` leaves out of its graphs: shapes depend on what other ranks send."""
+
+    run = not_compiled(ExpertRunner.run)
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,18 @@ class DispatchPlan:
         (part,) = NamedSharding(self.mesh, PartitionSpec(self.expert_axes)).slices((total,), rank)
         return LocalExperts(part.start, part.stop - part.start, total)
 
-    def dispatcher(self) -> Dispatcher:
+    def runner(self, num_chunks: int) -> ExpertRunner:
+        """Make the runner of this process.
+
+        Args:
+            num_chunks: parts of the tokens that were asked for.
+
+        Returns:
+            The runner; it has one chunk where nothing travels.
+        """
+        return MeshExpertRunner(self.dispatcher(), self.region(), self.num_chunks(num_chunks))
+
+    def dispatcher(self) -> Dispatcher[Any]:
         """Make the dispatcher of this process."""
         config, experts = self.config, self.local_experts()
         if self.gathers_rows:
@@ -91,7 +109,7 @@ class DispatchPlan:
             return RingOfExperts(local_dispatcher(config, experts), group, needs_sequences=has_capacity)
         return RaggedAllToAll(self._unbounded(), self._expert_ranks(group))
 
-    def _unbounded(self) -> Dispatcher:
+    def _unbounded(self) -> Dispatcher[Any]:
         """Make the dispatcher to the experts of this rank, for rows whose number is bounded where they are sent."""
         return local_dispatcher(replace(self.config, buffer_factor=None), self.local_experts())
 
@@ -99,10 +117,10 @@ class DispatchPlan:
         first_experts = tuple(self.local_experts(rank).first for rank in dist.get_process_group_ranks(group))
         return ExpertRanks(group, self.local_experts(), first_experts, self.config.buffer_factor)
 
-    def boundary(self) -> Boundary:
-        """Make the boundary of this process."""
+    def region(self) -> TensorParallelRegion:
+        """Make the tensor-parallel region of this process."""
         if not self.partial_axes and not self.embed_axes:
-            return LocalBoundary()
+            return LocalRegion()
         drops = self.config.buffer_factor is not None or self.config.capacity_factor is not None
         return PartialSums(
             self.mesh,

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from maxmoe._torch import default_store
@@ -158,7 +159,7 @@ class Records:
 
     def connect(self) -> None:
         """Open a connection for this rank's records: on torch's, a group that is being made may wait for ranks."""
-        self.store = dist.PrefixStore(self._prefix, self.store.clone())
+        self.store = PrefixStore(self._prefix, self.store.clone())
 
     def send_heartbeat(self, count: int, place: str) -> None:
         """Write a heartbeat: a number that differs from the last one, and the line at which the rank is."""
@@ -197,7 +198,7 @@ class Records:
         """Return the failure of a store that has not answered within the patience."""
         message = f"the process with the store of torch.distributed gives no sign of life for {self.patience:g} s"
         store = self.store
-        while isinstance(store, dist.PrefixStore):
+        while isinstance(store, PrefixStore):
             store = store.underlying_store
         if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
             message += ": torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else ": rank 0"

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Collection
-from typing import Any
 
 from torch import nn
 
@@ -13,7 +12,6 @@ from maxmoe.nn import (
     SharedExperts,
     check_recompute,
     recompute_of,
-    run_experts,
     set_recompute,
 )
 from maxmoe.nn.declaration import NOTHING, declaration_of
@@ -26,10 +24,7 @@ from maxmoe.parallel.shard_parameters import distribute_parameters
 from maxmoe.parallel.tensor_parallel_hooks import ResidualReaderHook, TensorParallelHooks
 from maxmoe.sharding.agreement import check_ranks_agree
 from maxmoe.sharding.mesh import Mesh
-from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.rules import LogicalRules
-
-run_experts_not_compiled = not_compiled(run_experts)
 
 
 def parallelize(
@@ -115,10 +110,7 @@ def parallelize(
         if declaration_of(child).uses_token_group:
             child.token_group = plan.tokens
     for path, dispatch_plan in plan.dispatch_plans.items():
-        layer: Any = plan.modules[path]
-        layer.dispatcher, layer.boundary = dispatch_plan.dispatcher(), dispatch_plan.boundary()
-        layer.num_chunks = dispatch_plan.num_chunks(num_chunks)
-        layer.run_experts = run_experts_not_compiled
+        plan.layer(path).set_runner(dispatch_plan.runner(num_chunks))
     writers = {plan.modules[part.writer] for part in plan.residual_parts if part.writer is not None}
     InputGradientCheck(mesh).register(module)
     all_hooks = []

@@ -84,7 +84,7 @@ class ParameterHooks:
                 if version.is_outdated:
                     # Autograd has saved tensors that share memory with the local tensor or with what FSDP gathers, and
                     # sees no operator on the DTensor modify them. Now it raises for those that the backward needs.
-                    increment_version(tensor)  # type: ignore[no-untyped-call]
+                    increment_version(tensor)
             for parameter in gathered:
                 parameter.refill()
 

@@ -261,6 +261,12 @@ class Plan:
         plan = self.dispatch_of_experts.get(module)
         return () if plan is None else plan.expert_axes
 
+    def layer(self, path: str) -> MoE:
+        """Return the Mixture-of-Experts layer at a path."""
+        layer = self.modules[path]
+        assert isinstance(layer, MoE)
+        return layer
+
     def is_recomputed(self, path: str) -> bool:
         """Return whether the module at a path runs again in the backward."""
         module = self.modules[path]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -35,7 +35,7 @@ def dispatch_communication(
     """
     num_tokens = math.prod(local_tokens(plan, batch_size, sequence_length))
     for path, dispatch_plan in plan.dispatch_plans.items():
-        layer: Any = plan.modules[path]
+        layer = plan.layer(path)
         is_recomputed, dtype = plan.recomputed_by(path) is not None, weights_dtype(layer)
         chunks = dispatch_plan.num_chunks(num_chunks)
         for index in range(chunks):
@@ -112,21 +112,21 @@ def _partial_sums(
     plan: DispatchPlan, num_tokens: int, weights: torch.dtype, is_recomputed: bool
 ) -> Iterator[Redistribution]:
     """List the communication at the boundary of a layer that several ranks compute parts of."""
-    boundary, config = plan.boundary(), plan.config
-    if not isinstance(boundary, PartialSums):
+    region, config = plan.region(), plan.config
+    if not isinstance(region, PartialSums):
         return
-    tokens, whole = (num_tokens, config.hidden_size), boundary.whole()
+    tokens, whole = (num_tokens, config.hidden_size), region.whole()
     forward = [
-        Redistribution("partial outputs, forward", boundary.whole(boundary.sum_axes), boundary.outside, tokens),
-        Redistribution("dropped slots, forward", *summed(plan.mesh, 0, boundary.dropped_axes), (), dtype=torch.int64),
+        Redistribution("partial outputs, forward", region.whole(region.sum_axes), region.outside, tokens),
+        Redistribution("dropped slots, forward", *summed(plan.mesh, 0, region.dropped_axes), (), dtype=torch.int64),
     ]
     yield from forward
     if is_recomputed:
         yield from (item._replace(purpose=item.purpose.replace("forward", "backward")) for item in forward)
     # Shared experts that are not summed with the routed ones leave by themselves.
     for _ in range(2 if config.num_shared_experts and not plan.shared_is_partial else 1):
-        yield Redistribution("partial outputs, backward", boundary.outside, whole, tokens)
-    handed_on = boundary.whole(boundary.embed_axes)
-    yield Redistribution("partial outputs, backward", boundary.whole(boundary.axes), handed_on, tokens)
+        yield Redistribution("partial outputs, backward", region.outside, whole, tokens)
+    handed_on = region.whole(region.embed_axes)
+    yield Redistribution("partial outputs, backward", region.whole(region.axes), handed_on, tokens)
     slots = (num_tokens, config.top_k)
-    yield Redistribution("routing weights, backward", *summed(plan.mesh, 2, boundary.axes), slots, dtype=weights)
+    yield Redistribution("routing weights, backward", *summed(plan.mesh, 2, region.axes), slots, dtype=weights)

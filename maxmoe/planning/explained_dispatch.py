@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from maxmoe.parallel.dispatch_plan import DispatchPlan
 from maxmoe.parallel.plan import Plan
@@ -49,7 +48,7 @@ def explained_dispatch(plan: Plan, tokens: tuple[int, int] | None, num_chunks: i
     for path, item in dispatch_communication(plan, *tokens, num_chunks) if tokens else ():
         communication[path].append(item)
     for path, dispatch_plan in plan.dispatch_plans.items():
-        layer: Any = plan.modules[path]
+        layer = plan.layer(path)
         traffic = traffic_of(communication[path], layer.routed_experts.up_proj.dtype) if tokens else None
         yield ExplainedDispatch(path, dispatch_plan, traffic)
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -58,7 +57,7 @@ def saved_tensors(
     yield from declared_tensors(plan, batch_size, sequence_length)
     num_tokens = math.prod(local_tokens(plan, batch_size, sequence_length))
     for path, dispatch_plan in plan.dispatch_plans.items():
-        layer: Any = plan.modules[path]
+        layer = plan.layer(path)
         experts = plan.paths[layer.routed_experts]  # what these need is computed again with them
         for tensor in _saved_by_dispatch(dispatch_plan, layer, num_tokens, dispatch_plan.num_chunks(num_chunks)):
             yield experts, tensor

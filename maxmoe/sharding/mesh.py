@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -135,6 +136,18 @@ class Mesh:
         if len(names) == 1:
             return device_mesh.get_group()
         return _joint_group(dist.group.WORLD, self._layout, names, self._timeout)
+
+    def __deepcopy__(self, _memo: object) -> "Mesh":
+        """Copies of a model share the process groups, which cannot be copied."""
+        return self
+
+    def __reduce__(self) -> Any:
+        if self._device_mesh is not None:
+            raise TypeError(
+                f"{self} has process groups, which cannot be saved, nor can a parallelized module: save its state_dict "
+                "with torch.distributed.checkpoint, and load it into a module that has been parallelized on any mesh"
+            )
+        return super().__reduce__()
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{axis}={size}' for axis, size in self.sizes.items())})"

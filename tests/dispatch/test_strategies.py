@@ -89,7 +89,7 @@ def check_steps(
         part = token_sharding(mesh, rules).slices(batch.x.shape[:2])
         with named(name):
             check_part(take_step(layer, batch.part(part)), expected, part, shardings, tolerance)
-            assert counts == [num_experts] * layer.num_chunks, counts  # one where nothing travels
+            assert counts == [num_experts] * layer.runner.num_chunks, counts  # one where nothing travels
         counts.clear()
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from maxmoe import MoE, MoEConfig
-from maxmoe.nn import Assignment, Dispatched, Pending
+from maxmoe.nn import Assignment, Dispatched, ExpertRunner, Pending
 from maxmoe.nn.dense_dispatcher import CapacityDispatcher, DenseDispatcher, local_dispatcher
 from maxmoe.nn.dispatcher import Dispatcher, LocalDispatcher
 from maxmoe.ops import RaggedPlan
@@ -61,7 +61,7 @@ def test_the_layer_takes_any_dispatcher() -> None:
     """One that reverses the tokens and brings them back: the result is that without it."""
 
     class Reversed:
-        def __init__(self, inner: Dispatcher) -> None:
+        def __init__(self, inner: Dispatcher[Any]) -> None:
             self.inner = inner
 
         def dispatch(self, x: Tensor, assignment: Assignment, num_sequences: int) -> Pending[Dispatched]:
@@ -74,7 +74,7 @@ def test_the_layer_takes_any_dispatcher() -> None:
 
     layer, x = MoE(MoEConfig(**SIZES), dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
     whole = layer(x).hidden_states
-    layer.dispatcher = Reversed(layer.dispatcher)
+    layer.set_runner(ExpertRunner(Reversed(layer.runner.dispatcher)))
     torch.testing.assert_close(layer(x).hidden_states, whole, rtol=1e-14, atol=1e-15)
 
 
@@ -82,7 +82,7 @@ def test_the_next_chunk_is_on_its_way_while_experts_compute() -> None:
     order: list[str] = []
 
     class Recorded:
-        def __init__(self, inner: Dispatcher) -> None:
+        def __init__(self, inner: Dispatcher[Any]) -> None:
             self.inner, self.count = inner, 0
 
         def dispatch(self, x: Tensor, assignment: Assignment, num_sequences: int) -> Pending[Dispatched]:
@@ -102,7 +102,7 @@ def test_the_next_chunk_is_on_its_way_while_experts_compute() -> None:
 
     layer, x = MoE(MoEConfig(**SIZES), dtype=torch.float64), torch.randn(5, 6, dtype=torch.float64)
     whole = layer(x).hidden_states
-    layer.dispatcher, layer.num_chunks = Recorded(layer.dispatcher), 2
+    layer.set_runner(ExpertRunner(Recorded(layer.runner.dispatcher), num_chunks=2))
     layer.experts.register_forward_pre_hook(lambda *_: order.append("compute"))
     torch.testing.assert_close(layer(x).hidden_states, whole, rtol=1e-13, atol=1e-15)
     first = ["send 0", "receive 0", "send 1", "compute", "send back"]

@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
-from maxmoe.config import MoEConfig
 from maxmoe.dispatch import ExpertRanks, RaggedAllToAll, RingOfExperts
 from maxmoe.integrations.transformers.experts import compute_experts
-from maxmoe.nn import Assignment, Dispatcher, LocalDispatcher, LocalExperts, run_experts
+from maxmoe.nn import Assignment, Dispatcher, ExpertRunner, LocalDispatcher, LocalExperts
 from maxmoe.ops import RaggedPlan
 
 
@@ -42,12 +41,7 @@ class _DispatcherEP(EPImplementation):
         self.experts = experts
         count, num_ranks = experts.num_experts, ep_mesh.size()
         local_experts = LocalExperts(ep_mesh.get_local_rank() * count, count, num_ranks * count)
-        # The dispatchers read from the config that weights multiply outputs, and that no buffer is bounded.
-        hidden_size = experts.config.get_text_config().hidden_size
-        config = MoEConfig(
-            hidden_size=hidden_size, intermediate_size=hidden_size, num_experts=local_experts.total, top_k=1
-        )
-        self.dispatcher = self._dispatcher(LocalDispatcher(config, local_experts), local_experts)
+        self.runner = ExpertRunner(self._dispatcher(LocalDispatcher(local_experts), local_experts))
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute the experts of all ranks for the tokens of this one.
@@ -66,23 +60,23 @@ class _DispatcherEP(EPImplementation):
             return compute_experts(self.experts, x, weights, plan)
 
         assignment = Assignment(top_k_weights, top_k_index, is_complete=True)
-        combined, _ = run_experts(self.dispatcher, compute, hidden_states, assignment, num_sequences=1)
+        combined, _ = self.runner.run(compute, hidden_states, assignment)
         return combined
 
-    def _dispatcher(self, local: Dispatcher, experts: LocalExperts) -> Dispatcher:
+    def _dispatcher(self, local: Dispatcher[Any], experts: LocalExperts) -> Dispatcher[Any]:
         raise NotImplementedError
 
 
 class RingOfExpertsEP(_DispatcherEP):
     """Every rank gets all tokens, computes those of its experts, and the partial sums are reduce-scattered."""
 
-    def _dispatcher(self, local: Dispatcher, experts: LocalExperts) -> Dispatcher:
+    def _dispatcher(self, local: Dispatcher[Any], experts: LocalExperts) -> Dispatcher[Any]:
         return RingOfExperts(local, self.ep_mesh.get_group())
 
 
 class RaggedAllToAllEP(_DispatcherEP):
     """Every routed row goes to the rank of its expert, and its weighted output comes back."""
 
-    def _dispatcher(self, local: Dispatcher, experts: LocalExperts) -> Dispatcher:
+    def _dispatcher(self, local: Dispatcher[Any], experts: LocalExperts) -> Dispatcher[Any]:
         first_experts = tuple(range(0, experts.total, experts.count))
         return RaggedAllToAll(local, ExpertRanks(self.ep_mesh.get_group(), experts, first_experts))

@@ -1,0 +1,97 @@
+"""Ragged all-gather: ranks that hold the same tokens compute the rows of their experts, and gather all outputs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maxmoe.dispatch.collectives import all_gather_replicated_rows
+from maxmoe.dispatch.expert_ranks import ExpertRanks, weights_of_rows, without_last_rows
+from maxmoe.dispatch.row_counts import all_gather_counts
+from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Pending
+from maxmoe.nn.freed_storage import Recomputation
+from maxmoe.nn.router import Assignment
+from maxmoe.ops import RaggedPlan, ragged_gather, ragged_unsort
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicatedDispatched(Dispatched):
+    """The input of this rank's experts, with what `RaggedAllGather.combine` needs.
+
+    Attributes:
+        local: what the local dispatcher has made of this rank's rows.
+        counts: number of rows of every rank.
+        all_rows: the plan of the rows of all ranks.
+    """
+
+    local: Dispatched
+    counts: list[int]
+    all_rows: RaggedPlan
+
+
+@dataclass(frozen=True)
+class RaggedAllGather:
+    """The ragged strategy for tokens that every rank holds.
+
+    1. Plan: a counting sort of the T * K slots by the rank of their expert, the same on every rank.
+    2. Counts: a checksum verifies that the ranks have routed alike.
+    3. Gather: this rank's rows ``(R, D)`` of the tokens ``(T, D)``.
+    4. The local dispatcher sorts the rows by expert, which compute and weight them: ``(R, D)``.
+    5. All-gather: the rows of all ranks, ``(T * K, D)`` without dropped rows.
+    6. Unsort: each token sums its K rows, ``(T, D)``.
+
+    Args:
+        local: dispatcher to the experts of this rank, with K = 1.
+        ranks: the ranks that share the experts, and hold the same tokens.
+
+    Source: MaxText, `ragged_all_to_all` with a replicated batch.
+    """
+
+    local: Dispatcher[Any]
+    ranks: ExpertRanks
+
+    def dispatch(self, x: Tensor, assignment: Assignment, num_sequences: int) -> Pending[ReplicatedDispatched]:
+        """Gather this rank's rows of x ``(T, D)``: steps 1 to 4."""
+        plan = self.ranks.plan(assignment)
+        routed = self._routed(plan)
+        max_rows = self.ranks.experts.max_rows(assignment.experts.numel(), self.ranks.buffer_factor)
+        counts: list[int] = (routed if max_rows is None else routed.clamp_max(max_rows)).tolist()
+        plan = without_last_rows(plan, routed.tolist(), counts)
+        first = sum(counts[: self.ranks.group.rank()])
+        slots = plan.slots[first : first + counts[self.ranks.group.rank()]]
+        ids = assignment.experts.reshape(-1, 1)[slots]
+        weights = weights_of_rows(assignment.weights, slots)
+        rows = ragged_gather(x, slots // plan.top_k)
+        local: Dispatched = self.local.dispatch(rows, Assignment(weights, ids), num_sequences)()
+        again = Recomputation(rows, lambda x: lambda: ragged_gather(x(), slots // plan.top_k))
+        dispatched = ReplicatedDispatched(
+            x=local.x,
+            weights=local.weights,
+            plan=local.plan,
+            dropped=plan.dropped,
+            recomputations=(again, *local.recomputations),
+            local=local,
+            counts=counts,
+            all_rows=plan,
+        )
+        return lambda: dispatched
+
+    def _routed(self, plan: RaggedPlan) -> Tensor:
+        """Count the rows per rank. The ranks hold the same tokens: raises if their counts do not agree."""
+        place = torch.arange(1, len(plan.slots) + 1, device=plan.slots.device)
+        checksum = (plan.slots * place).sum().view(1)  # wraps around, on all ranks alike
+        _, host = all_gather_counts(torch.cat([plan.group_sizes, checksum]), self.ranks.group.group_name)
+        if not host.eq(host[0]).all():
+            raise RuntimeError(
+                "ragged_all_to_all: ranks that hold the same tokens must route them alike, got other experts on some: "
+                "give them the same tokens and seeds"
+            )
+        routed: Tensor = host[0, :-1].view(self.ranks.size, -1).sum(1)
+        return routed
+
+    def combine(self, outputs: Tensor, dispatched: ReplicatedDispatched) -> Pending[Tensor]:
+        """Start to gather the outputs of all ranks' experts: steps 5 and 6."""
+        weighted = self.local.combine(outputs, dispatched.local)()
+        rows = all_gather_replicated_rows(weighted, dispatched.counts, self.ranks.group)
+        return lambda: ragged_unsort(rows(), dispatched.all_rows)

@@ -1,0 +1,148 @@
+"""Ragged all-to-all: every routed row is sent to the rank of its expert, and its output is sent back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from maxmoe.dispatch.collectives import ragged_all_to_all
+from maxmoe.dispatch.expert_ranks import ExpertRanks, weights_of_rows, without_last_rows
+from maxmoe.dispatch.row_counts import all_gather_counts
+from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Pending
+from maxmoe.nn.freed_storage import Recomputation
+from maxmoe.nn.router import Assignment
+from maxmoe.ops import RaggedPlan, ragged_sort, ragged_unsort
+
+
+class Splits(NamedTuple):
+    """Numbers of rows that this rank exchanges with every rank.
+
+    Attributes:
+        routed: number of rows for each rank, dropped rows included.
+        send: number of rows that are sent to each rank.
+        receive: number of rows that are received from each rank.
+    """
+
+    routed: list[int]
+    send: list[int]
+    receive: list[int]
+
+
+def splits_of(matrix: Tensor, rank: int, max_rows: int | None = None) -> Splits:
+    """Compute the splits of a rank.
+
+    Where a rank would receive more than `max_rows`, the first ranks fill them, and the last rows of the others are
+    dropped.
+
+    Args:
+        matrix: ``(P, P)``, int64 on the host: rows of each rank (first dim) for the experts of each rank.
+        rank: number of the rank in the group.
+        max_rows: bound on the rows that a rank receives; None for no bound.
+
+    Returns:
+        The splits.
+
+    Source: MaxText, `get_all_to_all_params` and its `ragged_buffer_factor`.
+    """
+    accepted = matrix
+    if max_rows is not None:
+        filled = matrix.cumsum(0).clamp_max(max_rows)
+        accepted = filled.diff(dim=0, prepend=filled.new_zeros(1, filled.shape[1]))
+    return Splits(matrix[rank].tolist(), accepted[rank].tolist(), accepted[:, rank].tolist())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaggedDispatched(Dispatched):
+    """The input of this rank's experts, with what `RaggedAllToAll.combine` needs.
+
+    Attributes:
+        local: what the local dispatcher has made of the received rows.
+        splits: numbers of rows that were exchanged.
+        sending: the plan by which the rows were sorted before they were sent.
+    """
+
+    local: Dispatched
+    splits: Splits
+    sending: RaggedPlan
+
+
+@dataclass(frozen=True)
+class RaggedAllToAll:
+    """All-to-all of the routed rows with their weights, and of the weighted outputs back.
+
+    1. Plan: a counting sort of the T * K slots by the rank of their expert, and by expert.
+    2. Counts: every rank learns the numbers of rows between all ranks, and with them its splits.
+    3. Sort: tokens ``(T, D)`` become rows ``(S, D)`` in the order of the plan, S the sum of the rows to send.
+    4. All-to-all: rows ``(S, D)`` and weights ``(S, 1)`` become ``(R, D)``, ``(R, 1)``, R the rows that are received.
+    5. The local dispatcher sorts the received rows by expert, which compute and weight them: ``(R, D)``.
+    6. All-to-all in the opposite direction: ``(R, D)`` to ``(S, D)``.
+    7. Unsort: each token sums its K rows, ``(T, D)``. Nothing of size ``(T, K, D)`` is saved for the backward.
+
+    Args:
+        local: dispatcher to the experts of this rank, with K = 1.
+        ranks: the ranks that share the experts.
+
+    Source: MaxText, `ragged_all_to_all`; torchtitan and Megatron-LM "alltoall".
+    """
+
+    local: Dispatcher[Any]
+    ranks: ExpertRanks
+
+    def dispatch(self, x: Tensor, assignment: Assignment, num_sequences: int) -> Pending[RaggedDispatched]:
+        """Start to send rows of x ``(T, D)`` to the ranks of their experts: steps 1 to 5."""
+        plan = self.ranks.plan(assignment)
+        counts, host_counts = self._gathered_counts(plan, assignment.experts.numel())
+        splits = self._splits(host_counts)
+        plan = without_last_rows(plan, splits.routed, splits.send)
+        rows = self._sent(ragged_sort(x, plan), splits)
+        weights = self._sent(weights_of_rows(assignment.weights, plan.slots), splits)
+
+        def arrive() -> RaggedDispatched:
+            arrived, assigned = rows(), Assignment(weights(), self._expert_ids(counts, splits.receive))
+            local: Dispatched = self.local.dispatch(arrived, assigned, num_sequences)()
+            again = Recomputation(arrived, lambda x: self._sent(ragged_sort(x(), plan), splits))
+            return RaggedDispatched(
+                x=local.x,
+                weights=local.weights,
+                plan=local.plan,
+                dropped=plan.dropped,
+                recomputations=(again, *local.recomputations),
+                local=local,
+                splits=splits,
+                sending=plan,
+            )
+
+        return arrive
+
+    def combine(self, outputs: Tensor, dispatched: RaggedDispatched) -> Pending[Tensor]:
+        """Start to send the outputs of the experts back to their tokens: steps 6 and 7."""
+        splits, sending = dispatched.splits, dispatched.sending
+        weighted = self.local.combine(outputs, dispatched.local)()
+        rows = ragged_all_to_all(weighted, splits.receive, splits.send, self.ranks.group)
+        return lambda: ragged_unsort(rows(), sending)
+
+    def _sent(self, rows: Tensor, splits: Splits) -> Pending[Tensor]:
+        return ragged_all_to_all(rows, splits.send, splits.receive, self.ranks.group)
+
+    def _gathered_counts(self, plan: RaggedPlan, num_slots: int) -> tuple[Tensor, Tensor]:
+        """All-gather the number of rows for every expert, and the number of slots; on the device and on the host."""
+        counts = torch.cat([plan.group_sizes, plan.group_sizes.new_tensor([num_slots])])
+        gathered, host = all_gather_counts(counts, self.ranks.group.group_name)
+        return gathered, host
+
+    def _splits(self, counts: Tensor) -> Splits:
+        matrix = counts[:, :-1].view(self.ranks.size, self.ranks.size, self.ranks.experts.count).sum(2)
+        max_rows = self.ranks.experts.max_rows(int(counts[:, -1].sum()), self.ranks.buffer_factor)
+        return splits_of(matrix, self.ranks.group.rank(), max_rows)
+
+    def _expert_ids(self, counts: Tensor, receive: Sequence[int]) -> Tensor:
+        """Return the expert ``(R, 1)`` of each received row: the rows of a rank are in the order of their experts."""
+        experts = self.ranks.experts
+        first = self.ranks.group.rank() * experts.count
+        ends = counts[:, first : first + experts.count].cumsum(1)
+        ends = ends.clamp_max(torch.tensor(receive, device=counts.device).unsqueeze(1))
+        lengths = ends.diff(dim=1, prepend=ends.new_zeros(len(receive), 1)).flatten()
+        ids = torch.arange(experts.count, device=counts.device) + experts.first
+        return ids.repeat(len(receive)).repeat_interleave(lengths, output_size=sum(receive)).unsqueeze(1)
