@@ -9,7 +9,7 @@ from maxmoe.dispatch.collectives import (
 from maxmoe.dispatch.expert_ranks import ExpertRanks
 from maxmoe.dispatch.partial_sums import PartialSums
 from maxmoe.dispatch.ragged_all_gather import RaggedAllGather
-from maxmoe.dispatch.ragged_all_to_all import RaggedAllToAll
+from maxmoe.dispatch.ragged_dispatcher import RaggedAllToAll
 from maxmoe.dispatch.ring_of_experts import RingOfExperts
 
 __all__ = [

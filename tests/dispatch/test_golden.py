@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from maxmoe import MoE, MoEConfig
-from maxmoe.dispatch.ragged_all_to_all import splits_of
+from maxmoe.dispatch.ragged_dispatcher import splits_of
 from maxmoe.parallel import parallelize, parameter_shardings, token_sharding
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.sharding import LogicalRules, Mesh
