@@ -31,6 +31,7 @@ from pretraining import InputError, checkpoint, figures, ranks
 from pretraining.baselines import bigram_bits_per_byte, zlib_bits_per_byte
 from pretraining.command import LARGEST_DEPTH, LARGEST_SEED, HelpFormatter, at_least, exit_status, prepare_output
 from pretraining.corpus import Corpus, load_corpus
+from pretraining.integrity import TRAINING, compare, read_training
 from pretraining.trainer import Trainer
 
 Curves = dict[str, list[tuple[int, float]]]
@@ -84,12 +85,12 @@ def curves_beside(options: argparse.Namespace, corpus: Corpus) -> Curves:
     if options.beside is None:
         return {}
     folder = options.beside / "checkpoint"
-    with checkpoint.named(folder):
-        there = checkpoint.read_training(folder / checkpoint.TRAINING)
+    comparable = {"data": corpus.fingerprint, "sequence_length": options.sequence_length}
+    with checkpoint.readable_errors(f"cannot read the checkpoint {folder}"):
+        there = read_training(folder / TRAINING)
         if not there["held_out"]:
             raise ValueError("the run has not been evaluated yet")
-    comparable = {"data": corpus.fingerprint, "sequence_length": options.sequence_length}
-    checkpoint.compare(folder, there["configuration"], comparable)
+        compare(folder, there["configuration"], comparable)
     return {f"held-out text of {options.beside}": there["held_out"]}
 
 
@@ -180,28 +181,33 @@ def draw(loss: Path, expert_load: Path, trainer: Trainer, baselines: dict[str, f
 def run(options: argparse.Namespace, command: list[str]) -> int:
     """Do what the options say and return the exit status."""
     with watch_ranks(ranks.PATIENCE.total_seconds()):
-        return pretrain(options, command)
-
-
-def pretrain(options: argparse.Namespace, command: list[str]) -> int:
-    """Train and report."""
-    with ranks.agreed():
-        corpus = load_corpus(options.data, options.sequence_length)
+        with ranks.agreed():
+            corpus = load_corpus(options.data, options.sequence_length)
         others = curves_beside(options, corpus)
-    print(f"Text: {corpus.description}")
+        print(f"Text: {corpus.description}")
+        trainer = Trainer(options, corpus)
+        print(f"Model: {sum(parameter.numel() for parameter in trainer.model.parameters()):,} parameters")
+        with ranks.agreed():
+            if options.resume:
+                checkpoint.find(trainer.checkpoint)
+            prepare_output(options.out, *PICTURES)
+        with ranks.locked(options.out):
+            return pretrain(trainer, others, command)
+
+
+def pretrain(trainer: Trainer, others: Curves, command: list[str]) -> int:
+    """Train and report; return the exit status."""
+    options, corpus = trainer.options, trainer.corpus
     baselines = {
         "byte bigram": bigram_bits_per_byte(corpus.training, corpus.held_out),
         "zlib -9": zlib_bits_per_byte(corpus.held_out),
     }
-    trainer = Trainer(options, corpus)
-    print(f"Model: {sum(parameter.numel() for parameter in trainer.model.parameters()):,} parameters")
+    with ranks.agreed():
+        checkpoint.prepare(trainer.checkpoint)
     if options.resume:
         trainer.resume()
         print(f"Resumed at step {trainer.step} of {trainer.steps}")
-    with ranks.agreed():
-        prepare_output(options.out, *PICTURES)
-        checkpoint.prepare(trainer.checkpoint)
-    if trainer.checkpoint.exists() and not options.resume:
+    elif trainer.checkpoint.exists():
         print(f"The first save replaces the checkpoint in {options.out}; --resume would go on with it")
     stopped_by = train(trainer, baselines)
     if stopped_by:

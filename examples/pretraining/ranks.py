@@ -1,5 +1,6 @@
 """The processes that train one model together: those that torchrun started, or this one alone."""
 
+import fcntl
 import logging
 import os
 import sys
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,6 +67,27 @@ def agreed() -> Iterator[None]:
         dist.all_gather_object(messages, message)
     for message in filter(None, messages):
         raise InputError(message)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a lock on a folder, so that no other run writes there. Rank 0 holds it; it ends with the process.
+
+    Raises:
+        InputError: on all ranks, if another run holds it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with agreed():
+            if is_first():
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    reason = "another run is writing there" if isinstance(error, BlockingIOError) else error.strerror
+                    raise InputError(f"cannot write to --out {folder}: {reason}") from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def largest(number: int) -> int:
