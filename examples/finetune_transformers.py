@@ -4,9 +4,9 @@
     python examples/finetune_transformers.py --family qwen3_moe    any family with experts
     python examples/finetune_transformers.py --data notes/         on other text than the Python standard library
 
-The parameters are freshly drawn, the same for all. Each implementation (eager, grouped_mm, maxmoe) trains in a process
-of its own, one step of each in turn, so that a busy moment of the machine slows all of them. The folder --out gets
-comparison.png.
+All runs start from the same randomly initialized parameters. Each implementation
+(eager, grouped_mm, maxmoe) trains in its own process. They take turns, one step each, so that other load on the machine
+slows all of them alike. The picture is written to comparison.png in the folder --out.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pretraining import InputError
 from pretraining.command import LARGEST_DEPTH, LARGEST_SEED, HelpFormatter, at_least, exit_status, prepare_output
 from pretraining.corpus import load_corpus
 
-LARGEST_BATCH = 2**20  # tokens of a step
+LARGEST_BATCH = 2**20  # tokens per step
 IMPLEMENTATIONS = ("eager", "grouped_mm", "maxmoe")
 
 
@@ -49,10 +49,10 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def table(runs: list[Run]) -> str:
-    """Write the runs below each other; their losses are compared with those of the first one.
+    """Format a table with one row per run, which compares its losses with those of the first run.
 
-    They begin the same. Sums are rounded in another order; some time later a router prefers another expert, and the
-    runs drift apart, none of them better than the others.
+    The runs start equal. They sum in different orders, so rounding differs; later a router selects a different expert,
+    and the losses diverge. None of the runs is more accurate than the others.
     """
     tenth = max(1, len(runs[0].losses) // 10)
     columns = ("loss at the end", "difference, first tenth", "difference, all", "tokens/s", "peak MiB")
@@ -72,7 +72,7 @@ def table(runs: list[Run]) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what the options say and return the exit status."""
+    """Run all implementations and return the exit status."""
     num_tokens = options.batch_size * options.sequence_length
     if num_tokens > LARGEST_BATCH:
         raise InputError(

@@ -1,15 +1,16 @@
 """Train one small model with Muon, sharded in three ways, and compare what Muon costs.
 
     python examples/muon_sharding.py                     8 ranks on this machine, a minute on two cores
-    python examples/muon_sharding.py --dtype float32     where sums in another order are rounded otherwise
+    python examples/muon_sharding.py --dtype float32     where the order of summation changes the rounding
 
-Newton-Schulz needs whole matrices. Under `pure-fsdp` a rank has a part of each: one rank gathers it, computes and
-scatters. Under `shard-exp-on-fsdp` that is left for attention and the dense block: experts are whole. Under `ep-as-dp`
-without FSDP there is no collective, and every rank computes all matrices but the routed experts of other ranks.
+Newton-Schulz needs whole matrices. Under `pure-fsdp` each rank has a shard of every matrix: one rank gathers a matrix,
+computes and scatters the result. Under `shard-exp-on-fsdp` experts are whole, so only the matrices of attention and of
+the dense block are gathered. Under `ep-as-dp` without FSDP there is no collective: every rank computes all matrices
+except the routed experts of other ranks.
 
-The model is that of `examples/strategies.py`. All begin with the same parameters and read the same batches; the ranks
-are processes that this one starts. The folder --out gets the table as muon_sharding.md and a picture,
-muon_sharding.png.
+The model is that of `examples/strategies.py`. All runs start from the same parameters and read the same batches. The
+ranks are processes on this machine. The table is written to muon_sharding.md and the picture to muon_sharding.png,
+both in the folder --out.
 """
 
 import argparse
@@ -32,7 +33,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def row(run: MuonRun, one_process: MuonRun, options: argparse.Namespace) -> Sequence[str]:
-    """A run in the table."""
+    """Return the cells of a run in the table."""
     return (
         run.strategy.name,
         f"{run.losses[-1]:.{DIGITS[options.dtype]}f}",
@@ -56,7 +57,7 @@ COMPARISON = Comparison(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what the options say and return the exit status."""
+    """Run the comparison and return the exit status."""
     return compare(COMPARISON, options)
 
 

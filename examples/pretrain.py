@@ -2,16 +2,17 @@
 
     python examples/pretrain.py                              the Python standard library, about five minutes
     python examples/pretrain.py --data notes/ 'src/**/*.c'   files, folders and patterns
-    python examples/pretrain.py --resume                     go on from the checkpoint in --out
+    python examples/pretrain.py --resume                     continue from the checkpoint in --out
     python examples/pretrain.py --optimizer muon --out runs/muon --beside runs/pretrain   two curves in one picture
     torchrun --nproc-per-node 4 examples/pretrain.py --mesh fsdp=2,expert=2 --rules shard-exp-on-fsdp
 
-The folder --out gets the checkpoint and two pictures: loss.png and expert_load.png. Ctrl-C finishes the
-step and saves. A resumed run computes bit for bit what an uninterrupted one would have computed.
+The checkpoint and two pictures, loss.png and expert_load.png, are written to the folder --out, in which only
+one run can write at a time. Ctrl-C finishes the step and saves. A resumed run gives bit for bit the results of
+an uninterrupted run.
 
-Under torchrun the ranks split the model and every batch as --mesh and --rules say, and compute what one
-process computes, up to rounding. A checkpoint fits every mesh, number of ranks and --dispatch. When a
-rank dies, hangs or raises an error, all others end with an error that names it.
+Under torchrun the model and every batch are sharded as --mesh and --rules say; the results are those of one
+process, up to rounding. A checkpoint can be loaded on any mesh, with any number of ranks and any --dispatch.
+When a rank dies, hangs or raises an error, all other ranks end with an error that names it.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from pretraining import InputError, checkpoint, figures, ranks
 from pretraining.baselines import bigram_bits_per_byte, zlib_bits_per_byte
 from pretraining.command import LARGEST_DEPTH, LARGEST_SEED, HelpFormatter, at_least, exit_status, prepare_output
 from pretraining.corpus import Corpus, load_corpus
+from pretraining.integrity import TRAINING, compare, read_training
 from pretraining.trainer import Trainer
 
 Curves = dict[str, list[tuple[int, float]]]
@@ -48,15 +50,15 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--data", nargs="+", default=[], help="files, folders, patterns; else the standard library")
     add("--out", type=Path, default=Path("runs/pretrain"), help="folder of the results")
     add("--beside", type=Path, help="--out of another run on the same text, whose curve is drawn in loss.png too")
-    add("--resume", action="store_true", help="go on with the run in --out; other options as before, --steps may grow")
-    add("--mesh", default="fsdp=-1", help="under torchrun: axes and sizes, one may be -1, the rest of the ranks")
-    add("--rules", default="default", help="from names of dims to mesh axes: a preset, or a YAML file")
+    add("--resume", action="store_true", help="continue the run in --out; same options, but --steps may grow")
+    add("--mesh", default="fsdp=-1", help="under torchrun: axes and sizes; -1 takes the remaining ranks")
+    add("--rules", default="default", help="preset or YAML file that maps logical dims to mesh axes")
     add("--dispatch", choices=get_args(Dispatch), default="auto", help="how tokens reach experts on other ranks")
     add("--num-chunks", type=at_least(1), default=1, help="parts of the tokens; one is sent while one is computed")
-    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the matrix products")
-    add("--optimizer", choices=get_args(Optimizer), default="adamw", help="muon: of the matrices of blocks alone")
-    add("--learning-rate", type=at_least(0, float), help=f"at its peak (default: {of_each})")
-    add("--seed", type=at_least(0, at_most=LARGEST_SEED), default=0, help="of parameters and data order")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the matrix products")
+    add("--optimizer", choices=get_args(Optimizer), default="adamw", help="muon: for the matrices of blocks only")
+    add("--learning-rate", type=at_least(0, float), help=f"peak learning rate (default: {of_each})")
+    add("--seed", type=at_least(0, at_most=LARGEST_SEED), default=0, help="seed of parameters and data order")
     add("--steps", type=at_least(1), help="optimizer steps (default: 1600, with --resume those of the run)")
     add("--batch-size", type=at_least(1), default=8, help="sequences per step")
     add("--sequence-length", type=at_least(1), default=256, help="bytes per sequence")
@@ -80,21 +82,21 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def curves_beside(options: argparse.Namespace, corpus: Corpus) -> Curves:
-    """Read the values on held-out text of the run in --beside, by what the picture calls them."""
+    """Return the held-out curve of the run in --beside, by its label in the picture."""
     if options.beside is None:
         return {}
     folder = options.beside / "checkpoint"
-    with checkpoint.named(folder):
-        there = checkpoint.read_training(folder / checkpoint.TRAINING)
+    comparable = {"data": corpus.fingerprint, "sequence_length": options.sequence_length}
+    with checkpoint.readable_errors(f"cannot read the checkpoint {folder}"):
+        there = read_training(folder / TRAINING)
         if not there["held_out"]:
             raise ValueError("the run has not been evaluated yet")
-    comparable = {"data": corpus.fingerprint, "sequence_length": options.sequence_length}
-    checkpoint.compare(folder, there["configuration"], comparable)
+        compare(folder, there["configuration"], comparable)
     return {f"held-out text of {options.beside}": there["held_out"]}
 
 
 class StopRequest:
-    """Within it, the first Ctrl-C or SIGTERM only sets `signal`; the second one acts as usual."""
+    """Context in which the first Ctrl-C or SIGTERM only sets `signal`; the second one acts as usual."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -114,7 +116,7 @@ class StopRequest:
 
 
 def train(trainer: Trainer, baselines: dict[str, float]) -> int:
-    """Take the remaining steps, with evaluations and checkpoints; return the signal that cut them short, or 0."""
+    """Take the remaining steps, evaluate and save; return the number of the signal that stopped the run, or 0."""
     options = trainer.options
     against = ", ".join(f"{name} {value:.3f}" for name, value in baselines.items())
     bytes_per_step = options.batch_size * options.sequence_length
@@ -148,7 +150,7 @@ def train(trainer: Trainer, baselines: dict[str, float]) -> int:
 def report(trainer: Trainer, baselines: dict[str, float], others: Curves) -> None:
     """Print a sample and the result, and draw the pictures."""
     history, out = trainer.history, trainer.options.out
-    if not history.held_out or history.held_out[-1][0] != trainer.step:  # of a run that was shortened
+    if not history.held_out or history.held_out[-1][0] != trainer.step:  # the run was shortened with --steps
         trainer.evaluate()
     sample = trainer.sample(SAMPLE_PROMPT_BYTES, SAMPLE_BYTES)
     print(f"\nSample, after {SAMPLE_PROMPT_BYTES} held-out bytes:\n{sample}\n")
@@ -156,7 +158,7 @@ def report(trainer: Trainer, baselines: dict[str, float], others: Curves) -> Non
     for name, value in baselines.items():
         print(f"{value:.3f} with {name}")
     windows = history.windows()
-    last = windows[-2:].sum(0)  # the very last one may be of a single step
+    last = windows[-2:].sum(0)  # two windows, because the last one may have a single step
     steps = len(history.training) - history.window * max(len(windows) - 2, 0)
     print(f"{int((last == 0).sum())} of {last.numel()} experts got no token in the last {steps} steps together")
     pictures = [out / name for name in PICTURES]
@@ -178,30 +180,35 @@ def draw(loss: Path, expert_load: Path, trainer: Trainer, baselines: dict[str, f
 
 
 def run(options: argparse.Namespace, command: list[str]) -> int:
-    """Do what the options say and return the exit status."""
+    """Build the trainer, lock the output folder and train; return the exit status."""
     with watch_ranks(ranks.PATIENCE.total_seconds()):
-        return pretrain(options, command)
-
-
-def pretrain(options: argparse.Namespace, command: list[str]) -> int:
-    """Train and report."""
-    with ranks.agreed():
-        corpus = load_corpus(options.data, options.sequence_length)
+        with ranks.agreed():
+            corpus = load_corpus(options.data, options.sequence_length)
         others = curves_beside(options, corpus)
-    print(f"Text: {corpus.description}")
+        print(f"Text: {corpus.description}")
+        trainer = Trainer(options, corpus)
+        print(f"Model: {sum(parameter.numel() for parameter in trainer.model.parameters()):,} parameters")
+        with ranks.agreed():
+            if options.resume:
+                checkpoint.find(trainer.checkpoint)
+            prepare_output(options.out, *PICTURES)
+        with ranks.locked(options.out):
+            return pretrain(trainer, others, command)
+
+
+def pretrain(trainer: Trainer, others: Curves, command: list[str]) -> int:
+    """Train from the start or from the checkpoint, then report; return the exit status."""
+    options, corpus = trainer.options, trainer.corpus
     baselines = {
         "byte bigram": bigram_bits_per_byte(corpus.training, corpus.held_out),
         "zlib -9": zlib_bits_per_byte(corpus.held_out),
     }
-    trainer = Trainer(options, corpus)
-    print(f"Model: {sum(parameter.numel() for parameter in trainer.model.parameters()):,} parameters")
+    with ranks.agreed():
+        checkpoint.prepare(trainer.checkpoint)
     if options.resume:
         trainer.resume()
         print(f"Resumed at step {trainer.step} of {trainer.steps}")
-    with ranks.agreed():
-        prepare_output(options.out, *PICTURES)
-        checkpoint.prepare(trainer.checkpoint)
-    if trainer.checkpoint.exists() and not options.resume:
+    elif trainer.checkpoint.exists():
         print(f"The first save replaces the checkpoint in {options.out}; --resume would go on with it")
     stopped_by = train(trainer, baselines)
     if stopped_by:
@@ -212,7 +219,7 @@ def pretrain(options: argparse.Namespace, command: list[str]) -> int:
     return 0
 
 
-@record  # what a rank raises, torchrun reports
+@record  # torchrun then reports the error of a rank
 def main() -> int:
     """Run the command line."""
     with ranks.joined():

@@ -1,12 +1,12 @@
 """Train one small model by every strategy of Mixture-of-Experts parallelism, and compare them with one process.
 
     python examples/strategies.py                     8 ranks on this machine, two minutes on two cores
-    python examples/strategies.py --random-routing    with noise for scores: the work of a balanced routing
-    python examples/strategies.py --dtype float32     where sums in another order are rounded otherwise
+    python examples/strategies.py --random-routing    with random scores, for balanced routing
+    python examples/strategies.py --dtype float32     where the order of summation changes the rounding
 
 The model has the layers of DeepSeek-V3: a dense block, then blocks with groups of experts, a shared expert and a
-correction bias. All begin with the same parameters and read the same batches; the ranks are processes that this one
-starts. The folder --out gets the table as strategies.md and a picture, strategies.png.
+correction bias. All runs start from the same parameters and read the same batches. The ranks are processes on this
+machine. The table is written to strategies.md and the picture to strategies.png in the folder --out.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from pretraining.command import exit_status
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = comparison_parser("strategies", __doc__, optimizer="AdamW", steps=20)
-    parser.add_argument("--random-routing", action="store_true", help="noise for scores")
+    parser.add_argument("--random-routing", action="store_true", help="random router scores")
     return parser.parse_args(arguments)
 
 
 def row(run: Run, one_process: Run, options: argparse.Namespace) -> Sequence[str]:
-    """A run in the table."""
+    """Return the cells of a run in the table."""
     digits, tokens_per_step = DIGITS[options.dtype], options.batch_size * options.sequence_length
     return (
         run.strategy.name,
@@ -54,7 +54,7 @@ COMPARISON = Comparison(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what the options say and return the exit status."""
+    """Run the comparison and return the exit status."""
     return compare(COMPARISON, options)
 
 

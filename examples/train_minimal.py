@@ -51,7 +51,7 @@ def main() -> None:
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
     model, part, group = LanguageModel(), ..., maxmoe.nn.LocalTokens()
 
-    if dist.is_torchelastic_launched():  # by torchrun
+    if dist.is_torchelastic_launched():  # started by torchrun
         dist.init_process_group("gloo")
         mesh, rules = Mesh({"expert": -1}), "ep-as-dp"
         maxmoe.parallelize(model, mesh, rules)
@@ -60,7 +60,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     accumulator = maxmoe.StatsAccumulator(model)
     for step in range(1, STEPS + 1):
-        starts = torch.randint(len(text) - LENGTH, (BATCH, 1))  # the same on all ranks; each computes its part
+        starts = torch.randint(len(text) - LENGTH, (BATCH, 1))  # equal on all ranks; each computes a part
         batch = text[starts + torch.arange(LENGTH + 1)].long()
         logits, targets = model(batch[:, :-1][part]), batch[:, 1:][part]
         losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")

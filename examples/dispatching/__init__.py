@@ -1,1 +1,1 @@
-"""The parts of `examples/strategies.py` and `examples/muon_sharding.py`."""
+"""Modules of `examples/strategies.py` and `examples/muon_sharding.py`."""

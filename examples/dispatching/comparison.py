@@ -1,4 +1,4 @@
-"""What the comparisons of strategies share: the command line, the run, and the table."""
+"""The command line, the runs and the table of `examples/strategies.py` and `examples/muon_sharding.py`."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -15,21 +15,21 @@ from pretraining import InputError
 from pretraining.command import LARGEST_SEED, HelpFormatter, at_least, prepare_output
 from pretraining.corpus import load_corpus
 
-DIGITS = {"float64": 10, "float32": 4}  # of a loss
+DIGITS = {"float64": 10, "float32": 4}  # decimals of a loss in the table
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What one of them does.
+    """A comparison of strategies: what is trained, tabulated and drawn.
 
     Args:
-        name: of the results.
-        strategies: for a number of ranks, beside one process.
-        train_all: of the options, the text ``(N,)`` uint8 and what to call after every step: the runs, one process
-            first.
-        columns: of the table.
-        row: of a run, the first run and the options.
-        draw: the picture, of its path, the runs and the options.
+        name: name of the result files.
+        strategies: returns the strategies for a number of ranks, without that of one process.
+        train_all: takes the options, the text ``(N,)`` uint8 and a function to call after every step; returns the
+            runs, the run of one process first.
+        columns: headings of the table.
+        row: takes a run, the first run and the options; returns the cells of the run.
+        draw: takes a path, the runs and the options; writes the picture.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Comparison:
 
 
 def comparison_parser(name: str, description: str | None, *, optimizer: str, steps: int) -> argparse.ArgumentParser:
-    """Make a command line, to which more can be added."""
+    """Return a parser with the options of both comparisons."""
     parser = argparse.ArgumentParser(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("--ranks", type=int, choices=[2, 4, 8], default=8, help="processes of every strategy but the first")
@@ -58,7 +58,7 @@ def comparison_parser(name: str, description: str | None, *, optimizer: str, ste
 
 def compare(comparison: Comparison, options: argparse.Namespace) -> int:
     """Train, write the results and return the exit status."""
-    torch.set_num_threads(1)  # the ranks are forked, and threads would not be
+    torch.set_num_threads(1)  # the ranks are forked, which does not copy threads
     if options.batch_size % options.ranks:
         raise InputError(f"--batch-size {options.batch_size} is not divisible by --ranks {options.ranks}")
     corpus = load_corpus(options.data, options.sequence_length)
@@ -85,7 +85,7 @@ def compare(comparison: Comparison, options: argparse.Namespace) -> int:
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Write a table that is read as plain text too, with the first column on the left and the others on the right."""
+    """Format a Markdown table with padded cells, the first column aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     lines = [[columns[0].ljust(widths[0]), *map(str.rjust, columns[1:], widths[1:])], rule]

@@ -1,4 +1,4 @@
-"""The picture of a comparison, as PNG: differences from one process, speed, memory and bytes of every strategy."""
+"""Pictures of a comparison, as PNG: differences from one process, speed, memory and bytes sent by each strategy."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ KIND_COLORS = dict(zip(KINDS, ["#1b6ca8", "#8fbce6", "#9aa5b1", "#b5541c"], stri
 
 
 def comparison(path: Path, runs: list[Run], options: Namespace) -> None:
-    """Draw all that was measured.
+    """Draw differences from one process, speed, memory and bytes sent.
 
     Args:
-        path: of the PNG.
-        runs: one process first.
-        options: the command line.
+        path: path of the PNG.
+        runs: results, the run of one process first.
+        options: options of the command line.
     """
     figure = Figure(figsize=(13, 8), layout="constrained")
     routing = "random" if options.random_routing else "learned"
@@ -55,18 +55,18 @@ def comparison(path: Path, runs: list[Run], options: Namespace) -> None:
 
 
 def muon_comparison(path: Path, runs: list[MuonRun], options: Namespace) -> None:
-    """Draw what Muon costs, sharded in several ways.
+    """Draw losses, step time and bytes sent of Muon under several shardings.
 
     Args:
-        path: of the PNG.
-        runs: one process first.
-        options: the command line.
+        path: path of the PNG.
+        runs: results, the run of one process first.
+        options: options of the command line.
     """
     figure = Figure(figsize=(13, 4), layout="constrained")
     figure.suptitle(f"One model with Muon, sharded in {len(runs) - 1} ways on {options.ranks} ranks, {options.dtype}")
     losses, times, sent = figure.subplots(1, 3)
     for number, (run, color) in enumerate(zip(runs, LINES, strict=True)):
-        style = {"color": color, "linewidth": 2 * (len(runs) - number), "alpha": 0.8}  # equal ones lie on each other
+        style = {"color": color, "linewidth": 2 * (len(runs) - number), "alpha": 0.8}  # equal curves overlap
         losses.plot(range(1, options.steps + 1), run.losses, **style, label=run.strategy.name)
     losses.set(title="loss", xlabel="step", ylabel="nats per byte")
     losses.legend(frameon=False, fontsize=8)
@@ -83,7 +83,7 @@ def muon_comparison(path: Path, runs: list[MuonRun], options: Namespace) -> None
 
 
 def dots(axes: Axes, title: str, runs: Sequence[Run], values: list[float]) -> None:
-    """Draw the difference of each run from one process, on a logarithmic scale that has room for 0."""
+    """Draw the difference of each run from one process, on a logarithmic scale with a place for 0."""
     least = min([value for value in values if value > 0], default=1e-16)
     axes.scatter(values, range(len(runs)), color=BLUE, zorder=2)
     for place, value in enumerate(values):
@@ -98,7 +98,7 @@ def dots(axes: Axes, title: str, runs: Sequence[Run], values: list[float]) -> No
 
 
 def bars(axes: Axes, title: str, runs: Sequence[Run | MuonRun], values: list[float], labels: list[str]) -> None:
-    """Draw one for each run, with its label."""
+    """Draw one bar per run, with its label."""
     drawn = axes.barh(range(len(runs)), values, color=[GREY] + [BLUE] * (len(runs) - 1))
     axes.bar_label(drawn, labels, padding=3)
     axes.set_yticks(range(len(runs)), [run.strategy.name for run in runs])
@@ -109,7 +109,7 @@ def bars(axes: Axes, title: str, runs: Sequence[Run | MuonRun], values: list[flo
 
 
 def draw_sent(axes: Axes, runs: list[Run]) -> None:
-    """Draw the bytes that a rank sends in a step, by collective."""
+    """Draw the bytes that a rank sends per step, by kind of collective."""
     left = [0.0] * len(runs)
     for kind, color in KIND_COLORS.items():
         values = [run.sent[kind] / MIB for run in runs]

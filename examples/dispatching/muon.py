@@ -1,4 +1,4 @@
-"""The training of one model with Muon, sharded in several ways: losses, step time, and what Muon sends."""
+"""Trains one model with Muon under several shardings; measures losses, step time and the bytes that Muon sends."""
 
 import time
 from argparse import Namespace
@@ -21,16 +21,16 @@ from maxmoe.optim import Muon, parameter_groups
 
 @dataclass(frozen=True)
 class MuonRun:
-    """What was measured, on one rank or, joined, on all.
+    """Measurements of a run, on one rank or combined over all.
 
     Args:
-        strategy: by which the model was trained.
-        losses: of every step, nats per byte, without the balance loss.
-        seconds: of every step.
-        muon_seconds: of these in the optimizer.
-        collectives: of the optimizer in a step.
-        muon_sent: bytes that a rank sends in them; the mean over ranks.
-        sent: bytes that it sends in a step, with them; the mean over ranks.
+        strategy: strategy of the run.
+        losses: loss of each step in nats per byte, without the load balance loss.
+        seconds: time of each step.
+        muon_seconds: time of each optimizer step.
+        collectives: number of collectives per optimizer step.
+        muon_sent: bytes that a rank sends per optimizer step; mean over ranks.
+        sent: bytes that a rank sends per step, including the optimizer step; mean over ranks.
     """
 
     strategy: Strategy
@@ -43,43 +43,43 @@ class MuonRun:
 
     @classmethod
     def joined(cls, runs: list["MuonRun"]) -> "MuonRun":
-        """Join the measurements of all ranks, whose losses and collectives are the same."""
+        """Combine the runs of all ranks, whose losses and collectives are equal."""
         sent, muon_sent = mean(run.sent for run in runs), mean(run.muon_sent for run in runs)
         return replace(runs[0], muon_sent=muon_sent, sent=sent)
 
     @property
     def step_time(self) -> float:
-        """Seconds of the median step; the first one, in which bytes are counted, is left out."""
+        """Median step time in seconds, without the first step, in which bytes are counted."""
         return median(self.seconds[1:])
 
     @property
     def muon_time(self) -> float:
-        """Seconds of the optimizer in the median step, likewise."""
+        """Median time of the optimizer step in seconds, without the first step."""
         return median(self.muon_seconds[1:])
 
     def loss_difference(self, other: "MuonRun") -> float:
-        """Return the largest difference of a loss from that of another run."""
+        """Largest difference between the losses of two runs, over all steps."""
         return max(abs(one - two) for one, two in zip(self.losses, other.losses, strict=True))
 
 
 def muon(model: Decoder, options: Namespace) -> Muon:
-    """Make Muon, with Newton-Schulz in the dtype of the parameters."""
+    """Return Muon, with Newton-Schulz in the dtype of the parameters."""
     groups = parameter_groups(model, adamw={"betas": (0.9, 0.95)})
     ns_dtype = getattr(torch, options.dtype)
     return Muon(groups, lr=options.learning_rate, adjust_lr_fn="match_rms_adamw", ns_dtype=ns_dtype)
 
 
 def train(options: Namespace, text: Tensor, strategy: Strategy, advance: Callable[[], None]) -> MuonRun:
-    """Take all steps on this rank.
+    """Train on this rank.
 
     Args:
-        options: the command line.
-        text: ``(N,)`` uint8.
-        strategy: to train by.
+        options: options of the command line.
+        text: ``(N,)`` uint8, training text.
+        strategy: strategy of the run.
         advance: called after every step.
 
     Returns:
-        What was measured.
+        The measurements.
     """
     training, of_model, of_muon = Training(options, text, strategy, muon), SentBytes(), SentBytes()
     losses, seconds, muon_seconds = [], [], []
@@ -103,15 +103,15 @@ def train(options: Namespace, text: Tensor, strategy: Strategy, advance: Callabl
 
 
 def train_all(options: Namespace, text: Tensor, advance: Callable[[Strategy], None]) -> list[MuonRun]:
-    """Train by one process and then by all strategies, one after the other.
+    """Train with one process, then with each strategy in turn.
 
     Args:
-        options: the command line.
-        text: ``(N,)`` uint8.
+        options: options of the command line.
+        text: ``(N,)`` uint8, training text.
         advance: called after every step.
 
     Returns:
-        What was measured, one process first.
+        The measurements, the run of one process first.
     """
     runs = []
     for strategy in [ONE_PROCESS, *muon_strategies(options.ranks)]:

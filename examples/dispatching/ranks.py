@@ -1,4 +1,4 @@
-"""Processes of this machine that run one function together, as the ranks of torch.distributed."""
+"""Runs a function on several processes of this machine, the ranks of `torch.distributed`."""
 
 import logging
 import multiprocessing
@@ -15,32 +15,33 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-import torch._dynamo  # DTensor's first operator imports it: once, here, and not on every rank
+import torch._dynamo  # imported here once, otherwise DTensor's first operator imports it on every rank
 import torch.distributed as dist
-import torch.distributed.fsdp  # likewise
-import torch.distributed.tensor  # likewise
+import torch.distributed.fsdp  # as above
+import torch.distributed.tensor  # as above
 
 from pretraining import InputError
 
-TIMEOUT = timedelta(minutes=2)  # of every collective
-PATIENCE = 5.0  # seconds for other ranks to say what went wrong: the first to notice need not be the first to fail
-SYMPTOMS = ("Connection closed by peer", "Connection reset by peer")  # of another rank's failure
+TIMEOUT = timedelta(minutes=2)  # for each collective
+PATIENCE = 5.0  # seconds to wait for errors of other ranks: the first error that arrives may not be the cause
+SYMPTOMS = ("Connection closed by peer", "Connection reset by peer")  # messages of a rank whose peer failed
 KILLED = "the process was killed, perhaps for want of memory"
 
 
 def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any, advance: Callable[[], None]) -> list[Any]:
-    """Call a function in as many new processes, which end with it.
+    """Call a function on several ranks, each a new process that ends when the function returns.
 
-    They are forked: torch is imported once, and their memory is their own from there on.
+    The processes are forked, so that torch is imported only once.
 
     Args:
-        function: called with the arguments, and with a function that rank 0 calls to let `advance` be called here.
-        num_ranks: of `torch.distributed`; with one it is not initialised.
-        *arguments: for every rank.
-        advance: called here.
+        function: called with `arguments` and a function without arguments; when rank 0 calls the latter, this process
+            calls `advance`.
+        num_ranks: number of ranks. With one, `torch.distributed` is not initialized.
+        *arguments: arguments of `function` on each rank.
+        advance: called in this process.
 
     Returns:
-        What it returned, by rank.
+        The return values in the order of ranks.
 
     Raises:
         InputError: if a rank was killed.
@@ -58,21 +59,21 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any, adv
             process = context.Process(target=rank_main, args=given, daemon=True)
             process.start()
             stack.callback(end, process)
-            sender.close()  # here: the receiver then notices the end of the process
+            sender.close()  # in this process, so that the receiver notices when the rank ends
             receivers.append(stack.enter_context(receiver))
         return collect(receivers, advance)
 
 
 def end(process: BaseProcess) -> None:
-    """End a process, whatever it does."""
+    """Kill a process and wait until it has ended."""
     process.kill()
     process.join()
 
 
 def collect(receivers: list[Connection], advance: Callable[[], None]) -> list[Any]:
-    """Wait for the results of all ranks, or for the first failures."""
+    """Wait for the results of all ranks; raise an error if a rank fails."""
     results: dict[int, Any] = {}
-    failures: dict[int, str] = {}  # in the order of their coming
+    failures: dict[int, str] = {}  # by rank, in order of arrival
     running = dict(enumerate(receivers))
     while running:
         ready = wait(running.values(), PATIENCE if failures else None)
@@ -99,10 +100,10 @@ def collect(receivers: list[Connection], advance: Callable[[], None]) -> list[An
 def rank_main(
     folder: str, rank: int, num_ranks: int, sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
-    """What a forked process does. It ends at once: destructors may wait for other ranks."""
-    torch.set_num_threads(1)  # first of all: threads are not forked, and waiting for them hangs
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one ends the others
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it has advice on the order of gathers
+    """Run `function` in a forked process and exit without destructors, which may wait for other ranks."""
+    torch.set_num_threads(1)  # before any operator: threads are not copied by a fork, and waiting for them hangs
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the ranks
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # hides hints about the order of all-gathers
     try:
         if num_ranks > 1:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -1,4 +1,4 @@
-"""The bytes that a rank sends, counted where torch dispatches collectives."""
+"""Counts the bytes that a rank sends, with a dispatch mode that sees the collectives of torch."""
 
 import math
 import re
@@ -20,10 +20,10 @@ KINDS = {
 
 
 class SentBytes(TorchDispatchMode):
-    """In it, `counts` adds up the bytes of collectives by kind, and `times` their number.
+    """Dispatch mode that adds up the bytes of collectives by kind in `counts`, and their number in `times`.
 
-    An all-to-all sends the rows for other ranks. For the others they are those of a ring of n ranks: of the largest
-    tensor (n - 1) / n, twice that for an all-reduce.
+    For an all-to-all, these are the rows for other ranks. For other collectives, they are the bytes of a ring algorithm
+    on n ranks: (n - 1) / n of the largest tensor, twice that for an all-reduce.
     """
 
     def __init__(self) -> None:
@@ -52,30 +52,30 @@ class SentBytes(TorchDispatchMode):
 
 
 def kind_of(func: Callable[..., Any]) -> str | None:
-    """Return the kind of a collective, None for another operator."""
-    # Of an operator of maxmoe, torch does not dispatch the collectives inside.
+    """Return the kind of a collective, None for any other operator."""
+    # Collectives inside an operator of maxmoe are not dispatched by torch.
     operators = r"(c10d\w*|maxmoe_dispatch)\.\w*"
     return next((kind for kind, pattern in KINDS.items() if re.search(operators + pattern, str(func))), None)
 
 
 def group_of(leaves: Sequence[Any]) -> dist.ProcessGroup:
-    """Find the group of a collective: functional ones name it, the others have it."""
+    """Return the process group of a collective. Functional collectives pass its name, the others the group itself."""
     for leaf in leaves:
         if isinstance(leaf, str) and leaf not in ("sum", "avg"):
             return dist.distributed_c10d._resolve_process_group(leaf)
-        if not isinstance(leaf, Tensor) and "ProcessGroup" in str(leaf):  # the text of a tensor takes long
+        if not isinstance(leaf, Tensor) and "ProcessGroup" in str(leaf):  # formatting a tensor is slow
             return dist.ProcessGroup.unbox(leaf)
     raise AssertionError("a collective without a group")
 
 
 def on_a_ring(kind: str, leaves: Sequence[Any], num_ranks: int) -> int:
-    """Count the bytes of a collective that is no all-to-all."""
+    """Bytes sent by a collective other than an all-to-all."""
     largest = max(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
     return (2 if kind == "all-reduce" else 1) * largest * (num_ranks - 1) // num_ranks
 
 
 def sent_to_others(func: Callable[..., Any], args: Sequence[Any], group: dist.ProcessGroup) -> int:
-    """Count the rows of an all-to-all that leave this rank."""
+    """Bytes of the rows that an all-to-all sends to other ranks."""
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
     rows: Tensor = given["input"]
     splits = given["input_split_sizes"] or [len(rows) // group.size()] * group.size()

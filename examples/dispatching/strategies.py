@@ -1,4 +1,4 @@
-"""The strategies that are compared, and the model on which they are."""
+"""The strategies that are compared, and the config of the model."""
 
 from dataclasses import dataclass, field
 
@@ -6,19 +6,19 @@ from maxmoe import presets
 from maxmoe.models import DecoderConfig
 from maxmoe.parallel.dispatch_plan import Dispatch
 
-VOCAB_SIZE = 256  # bytes
+VOCAB_SIZE = 256  # the tokens are bytes
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """A way to spread the model and a batch over ranks.
+    """A way to shard the model and a batch over ranks.
 
     Args:
-        name: in tables and pictures.
-        implementation: of the experts, "sparse" or "dense".
-        rules: a preset.
-        mesh: axes and sizes; none for one process.
-        dispatch: see `maxmoe.parallelize`.
+        name: name in tables and pictures.
+        implementation: implementation of the experts, "sparse" or "dense".
+        rules: name of a preset of rules.
+        mesh: sizes by axis; empty for one process.
+        dispatch: argument of `maxmoe.parallelize`.
     """
 
     name: str
@@ -32,7 +32,7 @@ ONE_PROCESS = Strategy("one process")
 
 
 def strategies(num_ranks: int) -> list[Strategy]:
-    """Return those of a number of ranks, which is even."""
+    """Return the strategies for an even number of ranks."""
     half, P = num_ranks // 2, num_ranks
     return [
         Strategy(f"ring of experts, EP{P}", "sparse", "ep-as-dp", {"expert": P}, "ring_of_experts"),
@@ -47,7 +47,7 @@ def strategies(num_ranks: int) -> list[Strategy]:
 
 
 def muon_strategies(num_ranks: int) -> list[Strategy]:
-    """Return those that Muon is compared under: whole experts over FSDP, whole experts over expert axes, and parts."""
+    """Return the shardings that Muon is compared under: parts of experts, whole experts over FSDP or expert axes."""
     P = num_ranks
     return [
         Strategy(f"shard-exp-on-fsdp, FSDP{P}", rules="shard-exp-on-fsdp", mesh={"fsdp": P}),
@@ -57,12 +57,12 @@ def muon_strategies(num_ranks: int) -> list[Strategy]:
 
 
 def model_config(strategy: Strategy, *, random_routing: bool, sequence_length: int) -> DecoderConfig:
-    """Return a small model with the layers of DeepSeek-V3: a dense block, then blocks with groups of experts.
+    """Return the config of a small model like DeepSeek-V3: a dense block, then MoE blocks with groups of experts.
 
     Args:
-        strategy: gives the implementation of the experts.
-        random_routing: whether scores are noise.
-        sequence_length: of the batches.
+        strategy: determines the implementation of the experts.
+        random_routing: whether the router scores are random.
+        sequence_length: sequence length of the batches.
 
     Returns:
         The config.

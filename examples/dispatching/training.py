@@ -1,4 +1,4 @@
-"""The training of one model by one strategy on the ranks of this machine, measured."""
+"""Trains one model with one strategy on the ranks of this machine and measures it."""
 
 import tempfile
 import time
@@ -33,17 +33,17 @@ BuildOptimizer = Callable[[Decoder, Namespace], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Run:
-    """What was measured, on one rank or, joined, on all.
+    """Measurements of a run, on one rank or combined over all.
 
     Args:
-        strategy: by which the model was trained.
-        losses: of every step, nats per byte, without the balance loss.
-        loss_differences: of every step, from the losses of one process.
-        gradient_differences: of every step, the largest one of an entry from one process, over parameters and ranks;
-            relative to the largest entry of the parameter's gradient.
-        seconds: of every step.
-        peak: bytes of memory above the state before the model, at most; of the rank with most.
-        sent: bytes of a rank in the first step, by collective; the mean over ranks.
+        strategy: strategy of the run.
+        losses: loss of each step in nats per byte, without the load balance loss.
+        loss_differences: difference of each step's loss from that of one process.
+        gradient_differences: for each step, the largest difference of a gradient element from that of one process,
+            relative to the largest element of the same gradient; maximum over parameters and ranks.
+        seconds: time of each step.
+        peak: peak memory in bytes, without the memory before the model was built; maximum over ranks.
+        sent: bytes that a rank sends in the first step, by kind of collective; mean over ranks.
     """
 
     strategy: Strategy
@@ -56,7 +56,7 @@ class Run:
 
     @classmethod
     def joined(cls, runs: list["Run"]) -> "Run":
-        """Join the measurements of all ranks, whose losses are the same."""
+        """Combine the runs of all ranks, whose losses are equal."""
         worst = [max(differences) for differences in zip(*(run.gradient_differences for run in runs), strict=True)]
         of_losses = [max(differences) for differences in zip(*(run.loss_differences for run in runs), strict=True)]
         sent = Counter({kind: round(mean(run.sent[kind] for run in runs)) for kind in runs[0].sent})
@@ -65,18 +65,18 @@ class Run:
         return cls(first.strategy, first.losses, of_losses, worst, first.seconds, peak, sent)
 
     def tokens_per_second(self, tokens_per_step: int) -> float:
-        """Return those of the median step; the first one, in which bytes are counted, is left out."""
+        """Tokens per second in the median step, without the first step, in which bytes are counted."""
         return tokens_per_step / median(self.seconds[1:])
 
 
 class Training:
-    """A run on this rank, between two steps.
+    """Model, optimizer and data of a run on this rank.
 
     Args:
-        options: the command line.
-        text: ``(N,)`` uint8.
-        strategy: to train by.
-        build_optimizer: called with the model, which lies on the ranks already.
+        options: options of the command line.
+        text: ``(N,)`` uint8, training text.
+        strategy: strategy of the run.
+        build_optimizer: called with the model after it is sharded.
     """
 
     def __init__(self, options: Namespace, text: Tensor, strategy: Strategy, build_optimizer: BuildOptimizer) -> None:
@@ -102,7 +102,7 @@ class Training:
         )
 
     def gradients(self, step: int) -> tuple[float, Tensor]:
-        """Compute the gradients of a step; return its loss and the counts ``(M, E)`` of tokens per expert."""
+        """Compute the gradients of a step; return its loss and the number of tokens per expert ``(M, E)``."""
         inputs, targets = self.sequences.batch(step)
         noise = WholeNoise(step, self.batch_shape, self.part) if self.options.random_routing else nullcontext()
         self.optimizer.zero_grad()
@@ -114,12 +114,12 @@ class Training:
         return loss.item(), output.tokens_per_expert
 
     def update(self, tokens_per_expert: Tensor) -> None:
-        """Take the step for which the gradients are."""
+        """Apply the gradients of the step."""
         self.optimizer.step()
         self.model.update_correction_bias(tokens_per_expert)
 
     def gradient_difference(self, path: Path) -> float:
-        """Compare this rank's gradients with those that one process has left."""
+        """Largest relative difference of this rank's gradients from those that one process has saved."""
         whole = torch.load(path, mmap=True)
         differences = []
         for name, parameter in self.model.named_parameters():
@@ -130,12 +130,12 @@ class Training:
         return float(torch.stack(differences).max())
 
     def save_gradients(self, path: Path) -> None:
-        """Leave the gradients of one process."""
+        """Save the gradients of one process for the comparison."""
         torch.save({name: parameter.grad for name, parameter in self.model.named_parameters()}, path)
 
 
 def adamw(model: Decoder, options: Namespace) -> torch.optim.Optimizer:
-    """Make AdamW."""
+    """Return AdamW."""
     return torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
@@ -147,18 +147,18 @@ def train(
     expected: list[float],
     advance: Callable[[], None],
 ) -> Run:
-    """Take all steps on this rank.
+    """Train on this rank.
 
     Args:
-        options: the command line.
-        text: ``(N,)`` uint8.
-        strategy: to train by.
-        record: folder in which one process leaves what the others compare with.
-        expected: the losses of one process; empty for that one.
+        options: options of the command line.
+        text: ``(N,)`` uint8, training text.
+        strategy: strategy of the run.
+        record: folder for the gradients that one process saves.
+        expected: losses of one process; empty in the run of one process.
         advance: called after every step.
 
     Returns:
-        What was measured.
+        The measurements.
     """
     reset_peak()
     before, peak = status("RssAnon"), 0
@@ -173,20 +173,20 @@ def train(
         training.update(tokens_per_expert)
         seconds.append(time.perf_counter() - start)
         losses.append(loss)
-        files = status("RssFile") + status("RssShmem")  # the code that was read
+        files = status("RssFile") + status("RssShmem")  # pages of shared libraries
         peak = max(peak, status("VmHWM") - files - before)
         if expected:
             differences.append(training.gradient_difference(record / f"{step}.pt"))
         else:
             training.save_gradients(record / f"{step}.pt")
-        reset_peak()  # the comparison is no part of the training
+        reset_peak()  # the comparison of gradients is not part of the training
         advance()
     apart = [abs(loss - other) for loss, other in zip(losses, expected or losses, strict=True)]
     return Run(strategy, losses, apart, differences or [0.0] * options.steps, seconds, peak, counted.counts)
 
 
 def reset_peak() -> None:
-    """Let `VmHWM` begin anew."""
+    """Reset the peak memory `VmHWM` of this process."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -197,15 +197,15 @@ def status(field: str) -> int:
 
 
 def train_all(options: Namespace, text: Tensor, advance: Callable[[Strategy], None]) -> list[Run]:
-    """Train by one process and then by all strategies, one after the other.
+    """Train with one process, then with each strategy in turn.
 
     Args:
-        options: the command line.
-        text: ``(N,)`` uint8.
+        options: options of the command line.
+        text: ``(N,)`` uint8, training text.
         advance: called after every step.
 
     Returns:
-        What was measured, one process first.
+        The measurements, the run of one process first.
     """
     runs: list[Run] = []
     with tempfile.TemporaryDirectory() as record:

@@ -1,4 +1,4 @@
-"""The noise of random routing, the same for a token on whatever rank it is."""
+"""Noise of random routing that does not depend on which rank has a token."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,12 +9,12 @@ from torch.overrides import TorchFunctionMode
 
 
 class WholeNoise(TorchFunctionMode):
-    """In it, `torch.randn_like` draws the noise of the whole batch, and returns that of this rank's tokens.
+    """Mode in which `torch.randn_like` draws noise for the whole batch and returns that of this rank's tokens.
 
     Args:
-        seed: of the noise.
-        shape: B and S of the whole batch.
-        part: the slices of this rank.
+        seed: seed of the noise.
+        shape: ``(B, S)`` of the whole batch.
+        part: slices of this rank's tokens in the batch.
     """
 
     def __init__(self, seed: int, shape: tuple[int, int], part: tuple[slice, ...]) -> None:

@@ -1,4 +1,4 @@
-"""The picture of a comparison, as PNG: the loss and its differences, the speed and the memory."""
+"""The picture of a comparison, as PNG: loss, differences of the losses, speed and memory."""
 
 from pathlib import Path
 
@@ -12,12 +12,12 @@ COLORS = {"eager": "#9aa5b1", "grouped_mm": "#b5541c", "maxmoe": "#1b6ca8"}
 
 
 def comparison(path: Path, family: str, runs: list[Run]) -> None:
-    """Draw the loss of the first run, how far the others are from it, and what each of them needs.
+    """Draw the loss of the first run, the differences of the other losses from it, and the speed and memory of all.
 
     Args:
-        path: of the PNG.
-        family: for the title.
-        runs: one for each implementation, of the same batches.
+        path: path of the PNG.
+        family: name of the family in the title.
+        runs: one run per implementation, on the same batches.
     """
     first, *others = runs
     figure = Figure(figsize=(12, 6), layout="constrained")
@@ -30,7 +30,7 @@ def comparison(path: Path, family: str, runs: list[Run]) -> None:
     for run in others:
         apart = [abs(one - other) for one, other in zip(run.losses, first.losses, strict=True)]
         difference.plot(steps, apart, color=COLORS[run.implementation], linewidth=1, label=run.implementation)
-    # Equal losses, which a logarithm cannot show, lie on the lower edge.
+    # A difference of 0 has no logarithm; it is drawn on the lower edge.
     difference.set_yscale("symlog", linthresh=1e-8)
     difference.set_ylim(bottom=0)
     difference.set(xlabel="step", ylabel="nats per byte", title=f"difference from the loss with {first.implementation}")
@@ -43,7 +43,7 @@ def comparison(path: Path, family: str, runs: list[Run]) -> None:
 
 
 def bars(axes: Axes, title: str, runs: list[Run], values: list[float]) -> None:
-    """Draw one for each run, with its number."""
+    """Draw one bar per run, with its value."""
     drawn = axes.barh([run.implementation for run in runs], values, color=[COLORS[run.implementation] for run in runs])
     axes.bar_label(drawn, fmt="{:,.0f}", padding=3)
     axes.invert_yaxis()

@@ -1,4 +1,4 @@
-"""Small models of the families that transformers has, with freshly drawn parameters."""
+"""Small, randomly initialized models of the families in transformers."""
 
 from argparse import Namespace
 from dataclasses import fields
@@ -13,20 +13,20 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from maxmoe.integrations.transformers import families
 from pretraining import InputError
 
-# Fields that a family leaves open, to be derived from others that are replaced here.
+# Fields that are derived from fields that are replaced here, if the family leaves them open.
 OPEN = {"num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "top_k_experts", "head_dim"}
 OPEN |= {"num_key_value_heads", "n_shared_experts"}
 LARGEST = 100_000_000
 
 
 def family_names() -> list[str]:
-    """List the language models of transformers whose experts maxmoe computes."""
+    """Return the families of transformers whose experts maxmoe can compute."""
     modules = {*families.models(), "llama4"}
     return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if model_type_to_module_name(name) in modules]
 
 
 def sizes(options: Namespace) -> dict[str, int]:
-    """Map ends of names of configuration fields to values: families have many names for few things."""
+    """Return sizes by suffix of the config field: families name the same size differently."""
     head_size = options.hidden_size // 4
     return {
         "vocab_size": 256,
@@ -56,7 +56,7 @@ def sizes(options: Namespace) -> dict[str, int]:
 
 
 def small_config(family: str, options: Namespace) -> PreTrainedConfig:
-    """Make a configuration of a family with the sizes of the options.
+    """Return a config of a family with the sizes in the options.
 
     Raises:
         InputError: if transformers has no such family.
@@ -69,7 +69,7 @@ def small_config(family: str, options: Namespace) -> PreTrainedConfig:
         if f"_{name}".endswith(f"_{end}"):
             changes[name] = value
     if "qk_rope_head_dim" in changes:
-        changes.pop("head_dim", None)  # derived
+        changes.pop("head_dim", None)  # it is derived from other fields
     for alias, name in defaults.attribute_map.items():
         if name in changes:
             changes.pop(alias, None)
@@ -78,7 +78,7 @@ def small_config(family: str, options: Namespace) -> PreTrainedConfig:
 
 
 def integers(config: PreTrainedConfig) -> list[str]:
-    """List the fields that are whole numbers, or open; not those that differ between layers, which cannot be read."""
+    """Return the fields that are integers or None. Fields with one value per layer cannot be read and are left out."""
     names = []
     for name in [*(field.name for field in fields(config)), *config.attribute_map]:
         try:
@@ -91,10 +91,10 @@ def integers(config: PreTrainedConfig) -> list[str]:
 
 
 def small_model(options: Namespace, implementation: str) -> PreTrainedModel:
-    """Build the model of `options.family`; the same parameters for every implementation.
+    """Return a model of `options.family`, with the same parameters for every implementation.
 
     Raises:
-        InputError: if the family cannot be made this small or has no experts then.
+        InputError: if the family does not accept these sizes or has no experts with them.
     """
     try:
         config = small_config(options.family, options)
@@ -108,7 +108,7 @@ def small_model(options: Namespace, implementation: str) -> PreTrainedModel:
             model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
     except InputError:
         raise
-    except Exception as error:  # every family checks its configuration in its own way
+    except Exception as error:  # each family has its own checks and errors
         reason = " ".join(str(error).split())
         raise InputError(f"cannot make a small model of the family {options.family}: {reason}") from error
     if not any(name.endswith("experts") for name, _ in model.named_modules()):

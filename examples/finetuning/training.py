@@ -1,4 +1,4 @@
-"""The training of one model with one experts implementation, measured."""
+"""Trains one model with one experts implementation and measures it."""
 
 import math
 import time
@@ -21,13 +21,13 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Run:
-    """What was measured.
+    """Measurements of a run.
 
     Args:
-        implementation: of the experts.
-        losses: of every step, nats per byte.
-        tokens_per_second: in the median step.
-        peak: bytes of memory above the state before the model, at most.
+        implementation: experts implementation.
+        losses: loss of each step in nats per byte.
+        tokens_per_second: tokens per second in the median step.
+        peak: peak memory in bytes, without the memory before the model was built.
     """
 
     implementation: str
@@ -37,20 +37,20 @@ class Run:
 
 
 class Training:
-    """A run between two steps. The memory is that of the process: give every run its own.
+    """Model, optimizer and data of a run. The memory is measured per process, so each run needs its own process.
 
     Args:
-        options: the command line.
-        text: ``(N,)`` uint8.
+        options: options of the command line.
+        text: ``(N,)`` uint8, training text.
         implementation: "eager", "grouped_mm" or "maxmoe".
 
     Raises:
-        InputError: if there is no such model.
+        InputError: if the model cannot be built.
     """
 
     def __init__(self, options: Namespace, text: Tensor, implementation: str) -> None:
         torch.set_num_threads(options.threads)
-        Path("/proc/self/clear_refs").write_text("5")  # resets the highest mark
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak memory of the process
         self.before = status("RssAnon")
         self.options, self.implementation = options, implementation
         self.model = small_model(options, implementation)
@@ -67,7 +67,7 @@ class Training:
         """Take a step and return its loss.
 
         Raises:
-            InputError: if the loss is not a number.
+            InputError: if the loss is not finite.
         """
         step = len(self.losses)
         for group in self.optimizer.param_groups:
@@ -76,7 +76,7 @@ class Training:
         start = time.perf_counter()
         try:
             loss = train_step(self.model, self.optimizer, tokens)
-        except ValueError as error:  # the operators refuse logits that are not numbers; at first they are
+        except ValueError as error:  # the router refuses NaN logits, which occur after the first step only
             if not step:
                 raise
             raise self.diverged(str(error)) from error
@@ -87,20 +87,20 @@ class Training:
         return loss
 
     def diverged(self, what: str) -> InputError:
-        """Make the error of a run whose parameters have become too large."""
+        """Return the error for a run that has diverged."""
         where = f"{self.implementation}, step {len(self.losses)}"
         return InputError(f"{where}: {what}, try a smaller --learning-rate")
 
     def run(self) -> Run:
-        """Return what was measured."""
+        """Return the measurements."""
         num_tokens = self.options.batch_size * self.options.sequence_length
-        files = status("RssFile") + status("RssShmem")  # the code that was read
+        files = status("RssFile") + status("RssShmem")  # pages of shared libraries
         peak = status("VmHWM") - files - self.before
         return Run(self.implementation, self.losses, num_tokens / median(self.seconds), peak)
 
 
 def train_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, tokens: Tensor) -> float:
-    """Take one step and return its loss, with the balance loss where the family has one."""
+    """Take one optimizer step; return the loss, which includes the load balance loss if the family has one."""
     balance = {"output_router_logits": True} if hasattr(model.config, "output_router_logits") else {}
     loss = model(input_ids=tokens, labels=tokens, use_cache=False, **balance).loss
     optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Several trainings that take turns, each in a process of its own, so that none has the machine when it is quieter."""
+"""Runs several trainings in turns, each in its own process, so that other load on the machine slows all alike."""
 
 import multiprocessing
 from argparse import Namespace
@@ -14,18 +14,18 @@ from tqdm import tqdm
 from finetuning.training import Run, Training
 from pretraining import InputError
 
-_training: Training  # of this process, which has one
+_training: Training  # the training of this process
 
 
 class Apart:
-    """A training in a new process, whose memory is then that of this run alone.
+    """A training in a new process, so that the memory of the process is that of this run alone.
 
     Args:
-        pool: of one process.
-        arguments: of `Training`, the implementation last.
+        pool: pool of one process.
+        arguments: arguments of `Training`, the implementation last.
 
     Raises:
-        InputError: as `Training`; of every method, also if the process was killed.
+        InputError: for the reasons of `Training`, and from every method if the process was killed.
     """
 
     def __init__(self, pool: ProcessPoolExecutor, *arguments: Any) -> None:
@@ -37,7 +37,7 @@ class Apart:
         return self._call(_step)
 
     def run(self) -> Run:
-        """Return what was measured."""
+        """Return the measurements."""
         return self._call(_run)
 
     def _call(self, function: Any, *arguments: Any) -> Any:
@@ -62,18 +62,18 @@ def _run() -> Run:
 
 
 def train_in_turns(options: Namespace, text: Tensor, implementations: tuple[str, ...]) -> list[Run]:
-    """Take all steps of all implementations, one step of each in turn; another one begins every time.
+    """Train with all implementations, one step each in turn. The order rotates from step to step.
 
     Args:
-        options: the command line.
-        text: ``(N,)`` uint8.
-        implementations: of the experts.
+        options: options of the command line.
+        text: ``(N,)`` uint8, training text.
+        implementations: experts implementations.
 
     Returns:
-        What was measured, in the order of the implementations.
+        The measurements, in the order of the implementations.
 
     Raises:
-        InputError: if there is no such model, it does not train, or its process was killed.
+        InputError: if a model cannot be built, diverges, or its process was killed.
     """
     context = multiprocessing.get_context("spawn")
     num_tokens = options.batch_size * options.sequence_length * len(implementations)

@@ -17,19 +17,19 @@ def execute(path: Path, timeout: int = 900) -> nbformat.NotebookNode:
     """Run a notebook in its folder.
 
     Args:
-        path: of the notebook.
-        timeout: of a cell, in seconds.
+        path: path of the notebook.
+        timeout: seconds for each cell.
 
     Returns:
         The notebook with new outputs.
 
     Raises:
-        CellExecutionError: if a cell does.
+        CellExecutionError: if a cell raises an error.
     """
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, timeout=timeout, resources={"metadata": {"path": path.parent}}).execute()
     for cell in notebook.cells:
-        cell.metadata.pop("execution", None)  # when it ran: another time in every version of the file
+        cell.metadata.pop("execution", None)  # times of execution, which would change the file on every run
     notebook.metadata.language_info.version = "3"
     return notebook
 

@@ -1,8 +1,8 @@
-"""The parts of `examples/pretrain.py`: the text, the baselines, the checkpoints and the figures."""
+"""Modules of `examples/pretrain.py`: text, baselines, training, checkpoints and pictures."""
 
 
 class InputError(Exception):
-    """Something that the user can mend; the message is one line, whatever is in the names of files."""
+    """An error that the user can fix. The message is one line, also if names of files contain line breaks."""
 
     def __init__(self, message: str) -> None:
         super().__init__("".join(char if char.isprintable() else repr(char)[1:-1] for char in message))

@@ -1,4 +1,4 @@
-"""What the command lines of the examples have in common: their options, and an end in one line."""
+"""Command line of the examples: types of options, the output folder, one-line error messages."""
 
 import argparse
 import os
@@ -11,19 +11,19 @@ from pathlib import Path
 from pretraining import InputError
 
 LARGEST_INT = 2**31 - 1
-LARGEST_DEPTH = 200  # layers, each of which takes time and memory whatever its size
+LARGEST_DEPTH = 200  # layers: each takes time and memory even if it is small
 LARGEST_SEED = 2**64 - 1
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Keeps the lines of the description and adds every default but None."""
+    """Keeps the line breaks of the description and shows defaults other than None."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default is None else super()._get_help_string(action)
 
 
 def at_least(minimum: int, kind: type[int] | type[float] = int, at_most: float | None = None) -> Callable[[str], float]:
-    """Make the conversion of an option that is a number."""
+    """Return a function that converts an option to a number and checks its range."""
     maximum = at_most or {int: LARGEST_INT, float: sys.float_info.max}[kind]
 
     def convert(text: str) -> float:
@@ -39,14 +39,14 @@ def at_least(minimum: int, kind: type[int] | type[float] = int, at_most: float |
 
 
 def prepare_output(folder: Path, *files: str) -> None:
-    """Make the folder and try it before the work begins.
+    """Create the output folder and check that files can be written there.
 
     Args:
-        folder: of the results.
-        files: names that will be written in it.
+        folder: output folder.
+        files: names of files that will be written there.
 
     Raises:
-        InputError: if that will not do.
+        InputError: if the folder or a file cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,8 +59,8 @@ def prepare_output(folder: Path, *files: str) -> None:
 
 
 def exit_status(name: str, run: Callable[[], int]) -> int:
-    """Run a command and return its exit status; what the user can mend is one line on the standard error."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be text
+    """Run a command and return its exit status. Errors that the user can fix are printed as one line to stderr."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # names of files may not be valid text
     try:
         status = run()
         sys.stdout.flush()
@@ -68,7 +68,7 @@ def exit_status(name: str, run: Callable[[], int]) -> int:
         message, status = str(error), 1
     except MemoryError:
         message, status = "not enough memory", 1
-    except OSError as error:  # that of the standard output, too: a full disk, or a pipe that nobody reads
+    except OSError as error:  # also of stdout, if the disk is full or the reader of a pipe has ended
         message, status = str(error), 1
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):
@@ -81,6 +81,6 @@ def exit_status(name: str, run: Callable[[], int]) -> int:
     print(f"{name}: {message}", file=sys.stderr)
     try:
         sys.stdout.flush()
-    except OSError:  # as above; Python would flush once more, and say so
+    except OSError:  # as above; otherwise Python flushes again at exit and prints the error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from pretraining import InputError
 
-# Stands before every file; text does not contain it, so the model can learn how files begin.
+# Precedes every file. Text does not contain it, so the model can learn how files begin.
 SEPARATOR = b"\0"
 HELD_OUT_FRACTION = 0.1
-# The evaluation reads this many pieces, spread evenly over the held-out text: 128 KiB together.
+# The evaluation reads pieces at equal distances in the held-out text, 128 KiB in total.
 EVALUATION_PIECES = 16
 EVALUATION_PIECE_BYTES = 8192
 LARGEST_TEXT = 4 * 2**30
-# Other people's packages, tests, and tables that nobody wrote by hand.
+# Installed packages, tests and generated tables.
 STANDARD_LIBRARY_WITHOUT = {
     "site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data",
 }  # fmt: skip
@@ -30,13 +30,13 @@ STANDARD_LIBRARY_WITHOUT = {
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run reads.
+    """The text of a run.
 
     Args:
-        training: ``(N,)`` uint8, the training files one after the other.
-        held_out: ``(pieces, 1 + L)`` uint8: L bytes to predict, after the byte before them.
-        description: what was taken, in words.
-        fingerprint: changes with the text.
+        training: ``(N,)`` uint8, the training files, concatenated.
+        held_out: ``(P, 1 + L)`` uint8, P pieces of held-out text. The last L bytes of each are predicted.
+        description: number of files, source and sizes, for the user.
+        fingerprint: hash of the text.
     """
 
     training: Tensor
@@ -46,7 +46,7 @@ class Corpus:
 
 
 def load_corpus(data: list[str], sequence_length: int) -> Corpus:
-    """Read and split what `--data` names, or the Python standard library where it names nothing.
+    """Read the files of `--data`, or the Python standard library if there are none, and split them.
 
     Raises:
         InputError: if a file cannot be read, nothing matches or the text is too short.
@@ -73,7 +73,7 @@ def load_corpus(data: list[str], sequence_length: int) -> Corpus:
 
 
 def standard_library_files() -> Iterator[tuple[str, Path]]:
-    """Yield name and path of the interpreter's own sources; names do not depend on where it lives."""
+    """Yield name and path of the files of the standard library. The names are relative to its folder."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
@@ -82,7 +82,7 @@ def standard_library_files() -> Iterator[tuple[str, Path]]:
 
 
 def named_files(data: list[str]) -> Iterator[tuple[str, Path]]:
-    """Yield name and path of each file, of the files below each folder, and of what each glob matches."""
+    """Yield name and path of each file that `data` names: as a file, in a folder or by a glob pattern."""
     for argument in data:
         if not argument:
             raise InputError("--data '': an empty name; a dot is the current folder")
@@ -99,21 +99,21 @@ def named_files(data: list[str]) -> Iterator[tuple[str, Path]]:
 
 
 def hidden(name: Path) -> bool:
-    """Tell whether a file below a folder belongs to a tool, such as `.git` or `__pycache__`."""
+    """Whether a path contains a hidden folder or `__pycache__`."""
     return any(part.startswith(".") or part == "__pycache__" for part in name.parts)
 
 
 def read_texts(files: Iterable[tuple[str, Path]]) -> list[tuple[str, bytes]]:
-    """Read every file once; empty files and binary ones (with a zero byte) hold no text and are left out."""
+    """Read every file once. Empty files and binary files, which contain a zero byte, are left out."""
     texts, size = [], 0
     for name, path in {os.path.realpath(path): (name, path) for name, path in files}.values():
-        if not path.is_file():  # reading a pipe waits, and some devices have no end
+        if not path.is_file():  # reading a pipe may block, and some devices never end
             raise InputError(f"cannot read {path}: neither a file nor a folder")
         try:
             size += path.stat().st_size
             if size > LARGEST_TEXT:
                 raise InputError(f"too much text: {size:,} bytes up to {path}, at most {LARGEST_TEXT:,} are read")
-            text = path.read_bytes() if path.stat().st_size else b""  # some files of /proc wait when they are read
+            text = path.read_bytes() if path.stat().st_size else b""  # reading an empty file of /proc may block
         except OSError as error:
             raise InputError(f"cannot read {path}: {error.strerror}") from error
         if text and SEPARATOR not in text:
@@ -122,7 +122,10 @@ def read_texts(files: Iterable[tuple[str, Path]]) -> list[tuple[str, bytes]]:
 
 
 def split_by_file(texts: list[tuple[str, bytes]]) -> tuple[bytes, bytes]:
-    """Hold out a tenth of the files, drawn by the hashes of their names; of a single file its last tenth."""
+    """Return training and held-out text. A tenth of the files is held out, selected by hash of the name.
+
+    Of a single file, the last tenth is held out.
+    """
     if len(texts) == 1:
         text = texts[0][1]
         num_held_out = round(len(text) * HELD_OUT_FRACTION)
@@ -137,7 +140,7 @@ def split_by_file(texts: list[tuple[str, bytes]]) -> tuple[bytes, bytes]:
 
 
 def evaluation_pieces(held_out: bytes, sequence_length: int) -> Tensor:
-    """Cut pieces of whole sequences out of the held-out text, each with the byte before it."""
+    """Return pieces ``(P, 1 + L)`` of the held-out text. L is a multiple of the sequence length."""
     num_sequences = (len(held_out) - 1) // sequence_length
     longest = max(1, EVALUATION_PIECE_BYTES // sequence_length)
     sequences_per_piece = min(longest, max(1, num_sequences // EVALUATION_PIECES))
@@ -149,16 +152,16 @@ def evaluation_pieces(held_out: bytes, sequence_length: int) -> Tensor:
 
 
 class TrainingSequences:
-    """Batches of sequences in an order that depends on the seed and the step alone.
+    """Batches of sequences that depend only on the seed and the step.
 
-    An epoch cuts the text into sequences, from an offset of its own, and shuffles them. Nothing is kept
-    between two steps, so that a resumed run reads what an uninterrupted one would have read.
+    Each epoch splits the text into sequences, from a random offset, and shuffles them. There is no state between steps,
+    so that a resumed run reads the same batches as an uninterrupted one.
 
     Args:
         text: ``(N,)`` uint8, N > sequence_length.
-        sequence_length: S.
-        batch_size: B.
-        seed: of offsets and shuffles.
+        sequence_length: tokens per sequence, S.
+        batch_size: sequences per batch, B.
+        seed: seed of the offsets and of the order.
     """
 
     def __init__(self, text: Tensor, *, sequence_length: int, batch_size: int, seed: int) -> None:
@@ -166,24 +169,24 @@ class TrainingSequences:
         self.sequence_length = sequence_length
         self.batch_size = batch_size
         self.seed = seed
-        # Any offset below S leaves this many whole sequences and the byte after the last one.
+        # Number of sequences, with the byte after the last one, that remain after any offset below S.
         self.num_sequences = max(1, len(text) // sequence_length - 1)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return tokens and the tokens that follow them, both ``(B, S)`` int64."""
+        """Return tokens and targets of a step, both ``(B, S)`` int64."""
         positions = range(step * self.batch_size, (step + 1) * self.batch_size)
         starts = [self.start(*divmod(position, self.num_sequences)) for position in positions]
         rows = torch.stack([self.text[start : start + self.sequence_length + 1] for start in starts]).long()
         return rows[:, :-1], rows[:, 1:]
 
     def start(self, epoch: int, index: int) -> int:
-        """Return where the sequence `index` of the shuffled `epoch` begins."""
+        """Return the start of sequence `index` of the shuffled `epoch` in the text."""
         offset, order = epoch_order(self.seed, epoch, self.sequence_length, self.num_sequences)
         return min(offset + int(order[index]) * self.sequence_length, len(self.text) - self.sequence_length - 1)
 
 
 @lru_cache(maxsize=2)
 def epoch_order(seed: int, epoch: int, sequence_length: int, num_sequences: int) -> tuple[int, np.ndarray]:
-    """Draw the offset of an epoch and the order of its sequences."""
+    """Return the random offset of an epoch and the random order of its sequences."""
     generator = np.random.default_rng([seed, epoch])
     return int(generator.integers(sequence_length)), generator.permutation(num_sequences)

@@ -1,4 +1,4 @@
-"""The two pictures of a run, as PNG: loss curves, and the load of every expert over time."""
+"""The two pictures of a run, as PNG: loss curves, and the load of each expert over time."""
 
 import io
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch import Tensor
 
 TRAINING, HELD_OUT, OTHER, BASELINE = "#9aa5b1", "#1b6ca8", "#3d8b54", "#b5541c"
 NO_TOKEN = "gold"
-LEAST = 1e-9  # of a load above zero, which is a number of tokens by their mean
+LEAST = 1e-9  # lower than any load above zero
 
 
 def loss_curves(
@@ -22,10 +22,10 @@ def loss_curves(
     """Draw bits per byte over the steps.
 
     Args:
-        path: of the PNG.
-        training: of each step's batch.
-        held_out: pairs of step and value on the held-out text, by name; those of this run, and perhaps of another one.
-        baselines: horizontal lines, by name.
+        path: path of the PNG.
+        training: training loss of each step.
+        held_out: curves on the held-out text by label, each a list of pairs of step and value.
+        baselines: values of horizontal lines by label.
     """
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
@@ -37,7 +37,7 @@ def loss_curves(
         axes.axhline(value, color=BASELINE, linewidth=1, linestyle="--")
         place = {"xycoords": ("axes fraction", "data"), "va": "center", "color": BASELINE}
         axes.annotate(f" {name}\n {value:.2f}", (1, value), **place)
-    # The first batches cost 8 bits a byte; showing them whole would flatten the rest.
+    # The first losses are 8 bits per byte and would compress the rest of the curve.
     axes.set_ylim(0, 1.4 * max(*baselines.values(), *(pairs[-1][1] for pairs in held_out.values())))
     axes.set(xlabel="step", ylabel="bits per byte")
     axes.legend(frameon=False, loc="upper right")
@@ -46,15 +46,15 @@ def loss_curves(
 
 
 def expert_load(path: Path, tokens_per_expert: Tensor, window: int, steps: int) -> None:
-    """Draw the share of every expert over time, one panel per layer; 1 is perfect balance.
+    """Draw the load of each expert over time, divided by the mean over experts, one panel per layer.
 
-    An expert without a token in a window is drawn in a color of its own.
+    Windows in which an expert gets no token have a separate color.
 
     Args:
-        path: of the PNG.
-        tokens_per_expert: ``(W, M, E)`` int64, counts in W windows of equally many steps.
-        window: steps in each of them; the last one may have fewer.
-        steps: done.
+        path: path of the PNG.
+        tokens_per_expert: ``(W, M, E)`` int64, tokens of each expert in W windows of steps.
+        window: steps per window; the last window may have fewer.
+        steps: steps done.
     """
     counts = tokens_per_expert.double()
     load = (counts / counts.mean(-1, keepdim=True)).permute(1, 2, 0)  # [M, E, W]
@@ -79,7 +79,7 @@ def expert_load(path: Path, tokens_per_expert: Tensor, window: int, steps: int) 
         axes.set_xlim(0, steps)
     for axes in panels[num_layers:]:
         axes.remove()
-    for axes in panels[max(0, num_layers - columns) : num_layers]:  # with no panel below
+    for axes in panels[max(0, num_layers - columns) : num_layers]:  # panels without a panel below
         axes.tick_params(labelbottom=True)
     figure.supxlabel("step")
     figure.supylabel("expert")
@@ -90,7 +90,7 @@ def expert_load(path: Path, tokens_per_expert: Tensor, window: int, steps: int) 
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a PNG; a run on a full disk then fails on a plain file."""
+    """Write a PNG. It is drawn in memory, so that a full disk raises a plain OSError."""
     stream = io.BytesIO()
     figure.savefig(stream, format="png", dpi=120)
     path.write_bytes(stream.getvalue())

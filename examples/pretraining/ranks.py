@@ -1,5 +1,6 @@
-"""The processes that train one model together: those that torchrun started, or this one alone."""
+"""The ranks that train one model: the processes of torchrun, or a single process."""
 
+import fcntl
 import logging
 import os
 import sys
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,17 +23,17 @@ from maxmoe.sharding import LogicalRules, Mesh, check_used, parse_mesh
 from pretraining import InputError
 
 GIB = 2**30
-TIMEOUT = timedelta(minutes=10)  # of every collective
-PATIENCE = timedelta(seconds=5)  # with ranks that do not come to the end, or give no sign of life
+TIMEOUT = timedelta(minutes=10)  # for each collective
+PATIENCE = timedelta(seconds=5)  # time to wait for ranks that have not finished or send no heartbeat
 
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """Meet the other ranks; only the first one prints, and none leaves before the others come to the end."""
+    """Initialize torch.distributed under torchrun. Only rank 0 prints, and all ranks leave together."""
     if not dist.is_torchelastic_launched():
         yield
         return
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it has advice on the order of gathers
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # hides hints about the order of all-gathers
     dist.init_process_group("gloo", timeout=TIMEOUT)
     try:
         with ExitStack() as silence:
@@ -40,20 +42,20 @@ def joined() -> Iterator[None]:
                 silence.enter_context(redirect_stdout(nowhere))
                 silence.enter_context(redirect_stderr(nowhere))
             yield
-        with suppress(RuntimeError):  # torchrun ends all ranks when the first one ends with an error
+        with suppress(RuntimeError):  # another rank failed; torchrun ends all ranks
             dist.monitored_barrier(timeout=PATIENCE)
     finally:
         dist.destroy_process_group()
 
 
 def is_first() -> bool:
-    """Tell whether this is rank 0."""
+    """Whether this process is rank 0."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 @contextmanager
 def agreed() -> Iterator[None]:
-    """Around what may fail on some ranks only: all raise the `InputError` of the first that has one."""
+    """Raise an `InputError` of one rank on all ranks. Collectives in the body must fail on all ranks or on none."""
     message = None
     try:
         yield
@@ -67,8 +69,29 @@ def agreed() -> Iterator[None]:
         raise InputError(message)
 
 
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock a folder, so that no other run writes there. The lock of rank 0 is released when the process ends.
+
+    Raises:
+        InputError: on all ranks, if another run has locked the folder.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with agreed():
+            if is_first():
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    reason = "another run is writing there" if isinstance(error, BlockingIOError) else error.strerror
+                    raise InputError(f"cannot write to --out {folder}: {reason}") from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def largest(number: int) -> int:
-    """Return the largest of the numbers that the ranks have."""
+    """Return the maximum of `number` over the ranks."""
     if not dist.is_initialized():
         return number
     result = torch.tensor(number)
@@ -77,22 +100,22 @@ def largest(number: int) -> int:
 
 
 def command() -> list[str]:
-    """Return the words that started the ranks."""
+    """Return the command line that starts this run."""
     if dist.is_initialized():
         return ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], *sys.argv]
     return [sys.executable, *sys.argv]
 
 
 class Split:
-    """How the ranks divide the model and every batch; one process has all of both.
+    """Sharding of the model and of every batch over the ranks. A single process has all of both.
 
     Args:
-        mesh: the axes over which the ranks are laid out, see `maxmoe.sharding.parse_mesh`.
-        rules: see `maxmoe.sharding.LogicalRules.load`.
-        batch_shape: sequences and their length.
+        mesh: axes and sizes of the mesh, parsed by `maxmoe.sharding.parse_mesh`.
+        rules: sharding rules, loaded by `maxmoe.sharding.LogicalRules.load`.
+        batch_shape: ``(B, S)`` of the whole batch.
 
     Raises:
-        InputError: if they do not fit each other or the number of ranks.
+        InputError: if mesh, rules, batch and number of ranks do not fit together.
     """
 
     def __init__(self, mesh: str, rules: str, batch_shape: tuple[int, int]) -> None:
@@ -111,7 +134,7 @@ class Split:
             raise InputError(f"--mesh {mesh} --rules {rules}: {error}") from error
 
     def check_memory(self, config: DecoderConfig, optimizer: Optimizer, dispatch: Dispatch, num_chunks: int) -> None:
-        """Raise an `InputError` if training such a model would take more memory than the machine has."""
+        """Raise an `InputError` if training the model needs more memory than the machine has."""
         batch_size, length = self.batch_shape
         step: dict[str, Any] = {"batch_size": batch_size, "sequence_length": length}
         step |= {"optimizer": optimizer, "dispatch": dispatch, "num_chunks": num_chunks}
@@ -122,10 +145,10 @@ class Split:
             return sum(estimate(model, self.mesh, self.rules, **step).memory.values())
 
         try:
-            first, second = needed(1), needed(2)  # every further one needs as much more as the second
+            first, second = needed(1), needed(2)  # memory is linear in the number of layers
         except ValueError as error:
             raise InputError(f"--dispatch {dispatch} --num-chunks {num_chunks}: {error}") from error
-        except RuntimeError as error:  # torch counts bytes with 64 bits
+        except RuntimeError as error:  # sizes in bytes exceed 64 bits
             raise InputError(f"the model is too large: {error}") from error
         needed_here = (first + (config.num_layers - 1) * (second - first)) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -136,7 +159,7 @@ class Split:
             )
 
     def parallelize(self, model: Decoder, dispatch: Dispatch, num_chunks: int) -> None:
-        """Leave this rank's part of the parameters, and let the model run on this rank's part of a batch."""
+        """Shard the model; it then computes with this rank's part of a batch."""
         if dist.is_initialized():
             try:
                 parallelize(model, self.mesh, self.rules, dispatch=dispatch, num_chunks=num_chunks)
@@ -144,5 +167,5 @@ class Split:
                 raise InputError(f"--dispatch {dispatch} --num-chunks {num_chunks}: {error}") from error
 
     def part(self, batch: Tensor) -> Tensor:
-        """Take this rank's part of a batch ``(B, S)``."""
+        """Return this rank's part of a batch ``(B, S)``."""
         return batch[self.batch.slices(batch.shape, self.mesh.rank or 0)]

@@ -1,4 +1,4 @@
-"""The model, its optimizer and what was measured, which move together from step to step."""
+"""The model, its optimizer and the history of a run."""
 
 import math
 import os
@@ -23,14 +23,14 @@ from pretraining.corpus import Corpus, TrainingSequences
 from pretraining.ranks import Split
 
 DEFAULT_STEPS = 1600
-LOAD_WINDOWS = 100  # columns of the picture of the expert load, at most
+LOAD_WINDOWS = 100  # maximum number of columns in the picture of the expert load
 
 
 def decoder_config(options: Namespace) -> DecoderConfig:
-    """Make the configuration that the options describe.
+    """Return the config of the model.
 
     Raises:
-        InputError: if its sizes contradict each other.
+        InputError: if the sizes do not fit together.
     """
     try:
         moe = MoEConfig(
@@ -56,18 +56,18 @@ def decoder_config(options: Namespace) -> DecoderConfig:
 
 
 def build_model(options: Namespace) -> Decoder:
-    """Make the model that the options describe, with freshly drawn parameters."""
+    """Return a randomly initialized model."""
     config = decoder_config(options)
     torch.manual_seed(options.seed)
     return Decoder(config)
 
 
 def build_optimizer(model: Decoder, options: Namespace) -> torch.optim.Optimizer:
-    """Make the optimizer that the options name; norms and biases go without weight decay."""
+    """Return the optimizer. Norms and biases have no weight decay."""
     peak, betas, weight_decay = options.learning_rate, (0.9, 0.95), 0.1
     if options.optimizer == "muon":
         groups = parameter_groups(model, adamw={"betas": betas})
-        ns_dtype = torch.float32 if options.dtype == "float32" else None  # what the machine multiplies fast
+        ns_dtype = torch.float32 if options.dtype == "float32" else None  # None: a dtype that is fast on this machine
         return Muon(groups, lr=peak, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw", ns_dtype=ns_dtype)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
@@ -76,7 +76,7 @@ def build_optimizer(model: Decoder, options: Namespace) -> torch.optim.Optimizer
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Rise linearly over a twentieth of the steps, then fall as a cosine to a twentieth of the peak."""
+    """Learning rate of a step: linear warmup over 5 % of the steps, then cosine decay to 5 % of the peak."""
     warmup = max(1, steps // 20)
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -86,14 +86,14 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 @dataclass
 class History:
-    """What the run has measured so far; part of the checkpoint.
+    """Losses and expert load of the run; part of the checkpoint.
 
-    The expert load is summed over windows of equally many steps. When there are too many, pairs of neighbours become
-    one: they depend on the steps done, not on those to come, which may become more.
+    The expert load is summed over windows of steps. If there are more than LOAD_WINDOWS, neighbors are merged in pairs.
+    The size of a window therefore depends only on the steps done, not on the planned number, which may grow.
 
     Args:
-        tokens_per_expert: ``(LOAD_WINDOWS, M, E)`` int64; the windows to come are zero.
-        training: bits per byte of every step's batch.
+        tokens_per_expert: ``(LOAD_WINDOWS, M, E)`` int64, tokens of each expert; zero in future windows.
+        training: training loss of each step in bits per byte.
         held_out: pairs of step and bits per byte on the held-out text.
     """
 
@@ -103,11 +103,11 @@ class History:
 
     @property
     def window(self) -> int:
-        """Steps of a window: the power of two with which they suffice."""
+        """Steps per window: the smallest power of two for which LOAD_WINDOWS windows are enough."""
         return 1 << (max(0, len(self.training) - 1) // LOAD_WINDOWS).bit_length()
 
     def record(self, bits_per_byte: float, tokens_per_expert: Tensor) -> None:
-        """Add a step."""
+        """Add the loss and the expert load of a step."""
         before = self.window
         self.training.append(bits_per_byte)
         if self.window > before:
@@ -116,16 +116,16 @@ class History:
         self.tokens_per_expert[(len(self.training) - 1) // self.window] += tokens_per_expert
 
     def windows(self) -> Tensor:
-        """Return those that have begun: ``(W, M, E)``."""
+        """Return the expert load of the windows so far, ``(W, M, E)``."""
         return self.tokens_per_expert[: -(-len(self.training) // self.window)]
 
 
 class Trainer:
-    """A run between two steps; on several ranks, all call every method together.
+    """State and steps of a run. With several ranks, all ranks call each method together.
 
     Args:
-        options: the command line.
-        corpus: what to read.
+        options: options of the command line.
+        corpus: training and held-out text.
     """
 
     def __init__(self, options: Namespace, corpus: Corpus) -> None:
@@ -143,25 +143,25 @@ class Trainer:
             seed=options.seed,
         )
         self.steps = options.steps or DEFAULT_STEPS
-        self.checkpoint = Path(os.path.realpath(options.out / "checkpoint"))  # a link stays one
+        self.checkpoint = Path(os.path.realpath(options.out / "checkpoint"))  # a symbolic link is kept
         shape = (LOAD_WINDOWS, options.num_layers, options.num_experts)
         self.history = History(torch.zeros(shape, dtype=torch.int64))
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Number of steps done."""
         return len(self.history.training)
 
     def loss(self, tokens: Tensor, targets: Tensor, num_tokens: Tensor | None = None) -> tuple[Tensor, DecoderOutput]:
-        """Compute the loss of a batch, each rank that of its part.
+        """Compute the loss of a batch. Each rank computes with its part of the batch.
 
         Args:
             tokens: ``(B, S)``, the whole batch.
-            targets: ``(B, S)``, what follows them; -100 counts nothing.
-            num_tokens: divides the sum over the tokens; None for their number.
+            targets: ``(B, S)``, the next tokens; -100 is ignored.
+            num_tokens: divisor of the sum of losses, by default the number of targets that are not ignored.
 
         Returns:
-            The mean of the cross entropies in nats, the same on every rank, and the model's output.
+            The mean cross entropy in nats, equal on all ranks, and the output of the model.
         """
         with self.diverging(), torch.autocast("cpu", torch.bfloat16, enabled=self.options.dtype == "bfloat16"):
             output = self.model(self.split.part(tokens))
@@ -171,7 +171,7 @@ class Trainer:
         return mean_over_tokens(token_losses, mask, num_tokens=num_tokens, tokens=self.split.tokens), output
 
     def train_step(self) -> DecoderOutput:
-        """Take one optimizer step and record it."""
+        """Take one optimizer step and add it to the history."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.steps, self.options.learning_rate)
         tokens, targets = self.sequences.batch(self.step)
@@ -188,10 +188,10 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Measure bits per byte on the held-out text; a sequence knows only the byte before it."""
+        """Return bits per byte on the held-out text. The context of a sequence starts one byte before it."""
         pieces = self.corpus.held_out.long()
         tokens, targets = (part.reshape(-1, self.options.sequence_length) for part in (pieces[:, :-1], pieces[:, 1:]))
-        missing = -len(tokens) % self.options.batch_size  # in the last batch, which is split like all others
+        missing = -len(tokens) % self.options.batch_size  # rows that fill up the last batch, so that it can be sharded
         tokens, targets = F.pad(tokens, (0, 0, 0, missing)), F.pad(targets, (0, 0, 0, missing), value=-100)
         batches = zip(*(part.split(self.options.batch_size) for part in (tokens, targets)), strict=True)
         num_tokens = torch.tensor(pieces[:, 1:].numel())
@@ -202,7 +202,7 @@ class Trainer:
         return bits_per_byte
 
     def sample(self, prompt_bytes: int, sample_bytes: int) -> str:
-        """Continue the beginning of the held-out text; every rank computes the same."""
+        """Generate a continuation of the first held-out bytes. All ranks compute the same."""
         torch.manual_seed(self.options.seed)
         prompt = self.corpus.held_out[:1, 1 : 1 + prompt_bytes].long()
         with self.diverging():
@@ -210,12 +210,12 @@ class Trainer:
         return bytes(continued[0].tolist()).decode(errors="replace")
 
     def diverged(self, what: str) -> InputError:
-        """Make the error of a run whose parameters have become too large."""
+        """Return the error for a run that has diverged."""
         return InputError(f"step {self.step}: {what}, try a smaller --learning-rate")
 
     @contextmanager
     def diverging(self) -> Iterator[None]:
-        """Around a forward, which refuses logits that are not numbers; the first one of a run does not have any."""
+        """Report the error of the router for NaN logits as divergence, unless it occurs before the first step."""
         try:
             yield
         except ValueError as error:
@@ -224,23 +224,23 @@ class Trainer:
             raise self.diverged(str(error)) from error
 
     def configuration(self) -> dict[str, Any]:
-        """What must not change between a run and its continuation."""
+        """Options that must be equal when a run is resumed, and the fingerprint of the text."""
         of_the_ranks = ("mesh", "rules", "dispatch", "num_chunks")
         free = ("data", "out", "beside", "resume", "steps", "eval_every", "save_every", *of_the_ranks)
         chosen = {name: value for name, value in vars(self.options).items() if name not in free}
         return {**chosen, "data": self.corpus.fingerprint}
 
     def state(self) -> dict[str, Any]:
-        """Parameters and optimizer, each parameter under its name and, on several ranks, a DTensor; load; randomness.
+        """Return the tensors of the checkpoint; parameters and optimizer state are DTensors if there are several ranks.
 
-        The hyperparameters of the optimizer are not among them: they are those of `build_optimizer`.
+        Hyperparameters of the optimizer are not included, because `build_optimizer` sets them.
         """
         model, optimizer = get_state_dict(self.model, self.optimizer)
         load = self.history.tokens_per_expert
         return {"model": model, "optimizer": optimizer["state"], "load": load, "random_state": torch.get_rng_state()}
 
     def save(self) -> None:
-        """Write the checkpoint."""
+        """Save the checkpoint."""
         training = {
             "configuration": self.configuration(),
             "steps": self.steps,
@@ -250,7 +250,7 @@ class Trainer:
         checkpoint.save(self.checkpoint, self.state(), training)
 
     def resume(self) -> None:
-        """Go on from the checkpoint, whatever mesh it was written on, to as many steps as the options or it say."""
+        """Load the checkpoint, which may be from another mesh. --steps replaces its number of steps."""
         state = self.state()
         training = checkpoint.load(self.checkpoint, self.configuration(), state)
         _, optimizer = get_state_dict(self.model, self.optimizer)

@@ -153,6 +153,18 @@ def test_what_fails_on_one_rank_fails_on_all(
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"checkpoint"}
 
 
+def test_ranks_refuse_a_folder_in_which_another_run_writes(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank raises the error; the first run goes on."""
+    refused: list[list[str]] = []
+    out, arguments = tmp_path / "out", [[], ["--resume"]]
+    run(text, out, "--steps", "1")
+    after_step(monkeypatch, 2, lambda: refused.extend(run_ranks(messages, 2, text, out, arguments)))
+    assert run(text, out, "--resume", "--steps", "2") == 0
+    assert refused == [[f"cannot write to --out {out}: another run is writing there"] * 2] * 2
+
+
 def test_a_killed_rank_ends_the_others(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     after_step(monkeypatch, 2, lambda: dist.get_rank() == 1 and os.kill(os.getpid(), signal.SIGKILL))
     monkeypatch.setattr(pretrain.ranks, "PATIENCE", timedelta(seconds=1))

@@ -1,16 +1,19 @@
 """What a user of `examples/pretrain.py` can do wrong gets one line that names it."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from pretraining import checkpoint, corpus
 from pretraining.command import exit_status
+from support.foreign_checkpoints import add_sums
 from support.pretrain_run import EXAMPLES, TINY, InputError, after_step, assert_same, pretrain, run, saved, words
 
 
@@ -48,6 +51,23 @@ def test_a_damaged_checkpoint_is_named(text: Path, tmp_path: Path, name: str) ->
     with pytest.raises(InputError, match="cannot read the checkpoint") as error:
         run(text, tmp_path / "out", "--resume")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("steps", 10**400), ("held_out", [[10**400, 2.0]]), ("training", [10**400])],
+    ids=["steps", "held_out", "training"],
+)
+def test_a_number_of_400_digits_in_a_checkpoint_is_named(text: Path, tmp_path: Path, field: str, value: object) -> None:
+    """No library is asked to convert it: neither where a run resumes nor where its curve is drawn."""
+    run(text, tmp_path / "out")
+    folder = tmp_path / "out/checkpoint"
+    training = json.loads((folder / "training.json").read_text())
+    (folder / "training.json").write_text(json.dumps({**training, field: value}))
+    add_sums(folder)
+    for out, option in (("out", "--resume"), ("new", f"--beside={tmp_path / 'out'}")):
+        with pytest.raises(InputError, match=rf"/checkpoint: training.json has no proper {field}: \[?10000"):
+            run(text, tmp_path / out, option)
 
 
 def test_a_run_that_cannot_stand_beside_is_named_before_the_work_begins(text: Path, tmp_path: Path) -> None:
@@ -284,7 +304,7 @@ def test_the_command_prints_one_line_and_fails(tmp_path: Path) -> None:
 def test_a_run_on_a_full_disk_ends_with_one_line_and_can_go_on(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full_disk(path: Path, data: bytes) -> None:
+    def full_disk(path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     assert run(text, tmp_path / "whole") == 0
@@ -292,9 +312,52 @@ def test_a_run_on_a_full_disk_ends_with_one_line_and_can_go_on(
         after_step(patch, 3, lambda: signal.raise_signal(signal.SIGINT))
         run(text, tmp_path / "out")
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write", full_disk)
+        patch.setattr(checkpoint, "synchronize", full_disk)
         with pytest.raises(InputError, match="No space left on device; the old one is intact"):
             run(text, tmp_path / "out", "--resume")
     assert len(saved(tmp_path / "out")["training"]) == 3
     run(text, tmp_path / "out", "--resume")
     assert_same(saved(tmp_path / "whole"), saved(tmp_path / "out"))
+
+
+# Two runs in one folder
+
+
+def test_a_second_run_in_the_same_folder_is_refused(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that resumes, which would read a checkpoint that the first run is replacing."""
+    refused = []
+
+    def second_run(*arguments: str) -> None:
+        before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+        with pytest.raises(InputError, match=r"cannot write to --out .*/out: another run is writing there"):
+            run(text, tmp_path / "out", *arguments)
+        assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
+        refused.append(arguments)
+
+    assert run(text, tmp_path / "whole") == 0
+    with monkeypatch.context() as patch:
+        after_step(patch, 3, second_run)
+        assert run(text, tmp_path / "out") == 0
+    with monkeypatch.context() as patch:
+        after_step(patch, 9, lambda: second_run("--resume", "--steps", "12"))
+        assert run(text, tmp_path / "out", "--resume", "--steps", "10") == 0
+    assert refused == [(), ("--resume", "--steps", "12")]
+    run(text, tmp_path / "whole", "--resume", "--steps", "10")
+    assert_same(saved(tmp_path / "whole"), saved(tmp_path / "out"))
+
+
+def test_a_killed_run_does_not_lock_its_folder(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, str(EXAMPLES / "pretrain.py"), *TINY, "--data", str(text), "--out", str(out)]
+    with subprocess.Popen([*command, "--steps", "100000", "--save-every", "2"], stderr=subprocess.DEVNULL) as process:
+        try:
+            while not (out / "checkpoint").exists() and process.poll() is None:
+                time.sleep(0.01)
+            second = subprocess.run(command, capture_output=True, text=True, check=False)
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGKILL and second.returncode == 1
+    assert second.stderr == f"pretrain: cannot write to --out {out}: another run is writing there\n"
+    assert run(text, out, "--resume", "--steps", str(len(saved(out)["training"]))) == 0

@@ -23,7 +23,8 @@ def training_of(*losses: float) -> dict[str, Any]:
 
 
 def loaded(folder: Path) -> float:
-    """The value in a checkpoint, which must be whole."""
+    """The value in a checkpoint, which must be whole, as a new process finds it."""
+    checkpoint.prepare(folder)
     state = state_of(0.0)
     assert checkpoint.load(folder, {}, state) == training_of(float(state["weight"][0]))
     assert len(state["weight"].unique()) == 1
@@ -54,7 +55,7 @@ def save_and_die(folder: Path, value: float, moment: int) -> int:
 
         return call
 
-    changes = [(Path, "mkdir"), (checkpoint, "write"), (Path, "rename"), (os, "fsync"), (shutil, "rmtree")]
+    changes = [(Path, "mkdir"), (Path, "write_text"), (Path, "rename"), (os, "fsync"), (shutil, "rmtree")]
     for owner, name in changes:
         setattr(owner, name, counted(getattr(owner, name)))
     code = 1
@@ -108,13 +109,14 @@ def test_a_failing_write_leaves_the_old_checkpoint(tmp_path: Path, size: int) ->
 
 
 def test_a_second_interrupt_ends_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(path: Path, data: bytes) -> None:
+    def interrupt(path: Path) -> None:
         raise KeyboardInterrupt
 
     save(tmp_path / "checkpoint", 1.0)
-    monkeypatch.setattr(checkpoint, "write", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        save(tmp_path / "checkpoint", 2.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "synchronize", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path / "checkpoint", 2.0)
     assert loaded(tmp_path / "checkpoint") == 1
 
 

@@ -79,13 +79,16 @@ GOOD = {"configuration": {"seed": 0}, "steps": 1, "training": [1.0], "held_out":
         (json.dumps({**GOOD, "training": [[1.0]]}), "no proper training"),
         (json.dumps({**GOOD, "training": [float("nan")]}), "no proper training"),
         (json.dumps({**GOOD, "training": [10**400]}), "no proper training"),
+        (json.dumps({**GOOD, "steps": 10**400}), f"training.json has no proper steps: 1{'0' * 90}"),
         (json.dumps({**GOOD, "held_out": [1.0]}), "no proper held_out"),
         (json.dumps({**GOOD, "held_out": [[1.0, 2.0]]}), "no proper held_out"),
+        (json.dumps({**GOOD, "held_out": [[1, 2.0], [10**400, 2.0]]}), "training.json has no proper held_out: [1000"),
+        (json.dumps({**GOOD, "training": [1.0, 10**400]}), f"training.json has no proper training: 1{'0' * 90}"),
         ("[" * 100_000, "recursion"),
         ("9" * 5000, "4300"),
         ("\x80", "utf-8"),
     ],
-    ids=range(16),
+    ids=range(19),
 )
 def test_training_of_other_shapes_is_named(folder: Path, text: str, message: str) -> None:
     (folder / "training.json").write_bytes(text.encode("latin-1"))
