@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from maxmoe._torch import TorchDispatchMode, argument_names, process_group_named, tree_leaves
 
 KINDS = {
     "all-gather": r"all_?gather",
@@ -62,7 +62,7 @@ def group_of(leaves: Sequence[Any]) -> dist.ProcessGroup:
     """Return the process group of a collective. Functional collectives pass its name, the others the group itself."""
     for leaf in leaves:
         if isinstance(leaf, str) and leaf not in ("sum", "avg"):
-            return dist.distributed_c10d._resolve_process_group(leaf)
+            return process_group_named(leaf)
         if not isinstance(leaf, Tensor) and "ProcessGroup" in str(leaf):  # formatting a tensor is slow
             return dist.ProcessGroup.unbox(leaf)
     raise AssertionError("a collective without a group")
@@ -76,7 +76,7 @@ def on_a_ring(kind: str, leaves: Sequence[Any], num_ranks: int) -> int:
 
 def sent_to_others(func: Callable[..., Any], args: Sequence[Any], group: dist.ProcessGroup) -> int:
     """Bytes of the rows that an all-to-all sends to other ranks."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+    given = dict(zip(argument_names(func), args, strict=False))
     rows: Tensor = given["input"]
     splits = given["input_split_sizes"] or [len(rows) // group.size()] * group.size()
     return (sum(splits) - splits[group.rank()]) * math.prod(rows.shape[1:]) * rows.element_size()

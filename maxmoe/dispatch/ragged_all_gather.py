@@ -10,9 +10,9 @@ from maxmoe.dispatch.collectives import all_gather_replicated_rows
 from maxmoe.dispatch.expert_ranks import ExpertRanks, weights_of_rows, without_last_rows
 from maxmoe.dispatch.row_counts import all_gather_counts
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Pending
-from maxmoe.nn.freed_storage import Recomputation
 from maxmoe.nn.router import Assignment
 from maxmoe.ops import RaggedPlan, ragged_gather, ragged_unsort
+from maxmoe.recompute.freed_storage import Recomputation
 
 
 @dataclass(frozen=True, kw_only=True)

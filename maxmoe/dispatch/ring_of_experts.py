@@ -13,8 +13,8 @@ from torch import Tensor
 from maxmoe.dispatch.collectives import all_gather_rows, reduce_scatter_rows
 from maxmoe.dispatch.row_counts import all_gather_counts
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Pending
-from maxmoe.nn.freed_storage import Recomputation
 from maxmoe.nn.router import Assignment
+from maxmoe.recompute.freed_storage import Recomputation
 
 
 @dataclass(frozen=True, kw_only=True)

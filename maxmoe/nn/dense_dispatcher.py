@@ -9,9 +9,9 @@ from torch import Tensor
 
 from maxmoe.config import MoEConfig
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, LocalDispatcher, LocalExperts, Pending
-from maxmoe.nn.freed_storage import Recomputation
 from maxmoe.nn.router import Assignment
 from maxmoe.ops import RaggedPlan, ragged_gather, ragged_gather_reduce
+from maxmoe.recompute.freed_storage import Recomputation
 
 
 def local_dispatcher(config: MoEConfig, experts: LocalExperts | None = None) -> Dispatcher[Any]:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from maxmoe.config import MoEConfig
-from maxmoe.nn.freed_storage import Recomputation, Recomputed
 from maxmoe.nn.router import Assignment
 from maxmoe.nn.tensor_parallel_region import LocalRegion, TensorParallelRegion
 from maxmoe.ops import RaggedPlan, ragged_plan, ragged_sort, ragged_unsort
+from maxmoe.recompute.freed_storage import Recomputation, Recomputed
 
 T = TypeVar("T")
 

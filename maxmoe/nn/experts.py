@@ -5,8 +5,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from maxmoe.config import MoEConfig
+from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.nn.activation import activate
-from maxmoe.nn.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.ops import RaggedPlan, expert_ffn, linear, ragged_plan
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from maxmoe._torch import register_namedtuple
 from maxmoe.config import MoEConfig
 from maxmoe.nn.router import Routing
-from maxmoe.nn.tokens import BatchAsSequence, LocalTokens, TokenReductions
+from maxmoe.token_group import BatchAsSequence, LocalTokens, TokenReductions
 
 LOCAL = LocalTokens()
 

@@ -10,17 +10,17 @@ from typing_extensions import Self
 
 from maxmoe._torch import register_namedtuple, reshaped
 from maxmoe.config import MoEConfig
-from maxmoe.nn.backward import StatsSum
+from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
+from maxmoe.nn.accumulated_stats import StatsSum
 from maxmoe.nn.conversion import check_config, config_of, give_weights, take_weights
-from maxmoe.nn.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.nn.dense_dispatcher import local_dispatcher
 from maxmoe.nn.dispatcher import ExpertRunner
 from maxmoe.nn.experts import Experts, SharedExperts
 from maxmoe.nn.losses import MoEStats, RoutingLosses
 from maxmoe.nn.router import Router
-from maxmoe.nn.tokens import LocalTokens, TokenGroup
 from maxmoe.presets import from_transformers
 from maxmoe.presets.families import family_of
+from maxmoe.token_group import LocalTokens, TokenGroup
 
 Part = TypeVar("Part", bound=nn.Module)
 

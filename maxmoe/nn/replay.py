@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe.nn.moe import MoE
-from maxmoe.nn.recompute import checkpointed_call, is_recomputation
 from maxmoe.nn.router import Routing
+from maxmoe.recompute.selective import checkpointed_call, is_recomputation
 
 
 @dataclass(frozen=True)

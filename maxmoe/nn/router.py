@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from maxmoe._torch import ConvertedModule
 from maxmoe.config import MoEConfig
-from maxmoe.nn.declaration import TOKEN_DIMS, Declaration, SavedTensor
+from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.nn.module_path import module_path
 from maxmoe.ops.linear import linear
 from maxmoe.ops.route import route

@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from maxmoe.nn.backward import StatsSum
+from maxmoe.nn.accumulated_stats import StatsSum
 from maxmoe.nn.losses import MoEStats
 from maxmoe.nn.moe import MoE
-from maxmoe.nn.tokens import LocalTokens
+from maxmoe.token_group import LocalTokens
 
 
 class StepStats(NamedTuple):

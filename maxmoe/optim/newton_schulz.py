@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from maxmoe._library import build_info
-from maxmoe.nn.declaration import FusedGate, gate_up_slices
+from maxmoe.declaration import FusedGate, gate_up_slices
 
 Step: TypeAlias = tuple[float, float, float]
 Coefficients: TypeAlias = Step | Sequence[Step] | Literal["quintic", "polar_express"]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor.placement_types import Placement
 
-from maxmoe.nn.declaration import gate_up_slices
+from maxmoe.declaration import gate_up_slices
 from maxmoe.optim.newton_schulz import Matrix
 
 Range = tuple[int, int]  # start and stop

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from torch import nn
 
 from maxmoe.config import nearest
-from maxmoe.nn.declaration import FusedGate, declaration_of
+from maxmoe.declaration import FusedGate, declaration_of
 from maxmoe.optim.newton_schulz import Matrix
 from maxmoe.parallel.fsdp import blocks
 from maxmoe.parallel.parameter_sharding import Names, logical_names

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from maxmoe.config import nearest
-from maxmoe.nn.declaration import FusedGate
+from maxmoe.declaration import FusedGate
 from maxmoe.optim.newton_schulz import Matrix, steps_of
 
 MUON = ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "ns_dtype", *Matrix._fields)

@@ -1,7 +1,6 @@
 """How a module runs on a mesh: what it declares, the plan, `parallelize` and what a training script needs beside it."""
 
-from maxmoe.nn.declaration import Declaration, LogicalNames, ResidualStream, SavedTensor
-from maxmoe.nn.tokens import TokenGroup
+from maxmoe.declaration import Declaration, LogicalNames, ResidualStream, SavedTensor
 from maxmoe.parallel.clip_grad_norm import clip_grad_norm_
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.failures import RankError, watch_ranks
@@ -10,7 +9,8 @@ from maxmoe.parallel.parallelize import parallelize
 from maxmoe.parallel.parameter_sharding import ParameterSharding, logical_names, parameter_shardings
 from maxmoe.parallel.plan import ParameterPlan, Plan
 from maxmoe.parallel.shard_parameters import shard_parameters
-from maxmoe.parallel.tokens import token_group, token_sharding
+from maxmoe.parallel.sharded_tokens import token_group, token_sharding
+from maxmoe.token_group import TokenGroup
 
 __all__ = [
     "Declaration",

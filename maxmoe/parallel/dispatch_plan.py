@@ -9,7 +9,7 @@ from maxmoe.config import MoEConfig
 from maxmoe.dispatch import ExpertRanks, PartialSums, RaggedAllGather, RaggedAllToAll, RingOfExperts
 from maxmoe.nn import Dispatcher, ExpertRunner, LocalExperts, LocalRegion, MoE, TensorParallelRegion, local_dispatcher
 from maxmoe.parallel.parameter_sharding import ParameterSharding
-from maxmoe.parallel.tokens import ShardedTokens, activation_spec
+from maxmoe.parallel.sharded_tokens import ShardedTokens, activation_spec
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.not_compiled import not_compiled

@@ -8,7 +8,7 @@ from torch.distributed import fsdp
 from torch.distributed.tensor import Shard
 
 from maxmoe.parallel.parameter_sharding import ParameterSharding
-from maxmoe.parallel.tokens import ShardedTokens
+from maxmoe.parallel.sharded_tokens import ShardedTokens
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from maxmoe._torch import tree_leaves
 from maxmoe.dispatch.collectives import all_gather_single
-from maxmoe.nn.recompute import is_recomputation
+from maxmoe.recompute.selective import is_recomputation
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.not_compiled import not_compiled
 

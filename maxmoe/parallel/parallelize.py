@@ -5,6 +5,7 @@ from collections.abc import Collection
 
 from torch import nn
 
+from maxmoe.declaration import NOTHING, declaration_of
 from maxmoe.nn import (
     Experts,
     MoE,
@@ -14,7 +15,6 @@ from maxmoe.nn import (
     recompute_of,
     set_recompute,
 )
-from maxmoe.nn.declaration import NOTHING, declaration_of
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.fsdp import fully_shard_blocks
 from maxmoe.parallel.input_gradients import InputGradientCheck

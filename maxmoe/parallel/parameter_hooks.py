@@ -15,9 +15,9 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from maxmoe._torch import parameter_in_place, put_in_place, tree_leaves, version_of
-from maxmoe.nn.freed_storage import FreedStorage
-from maxmoe.nn.recompute import is_recomputation
 from maxmoe.parallel.plan import ParameterPlan
+from maxmoe.recompute.freed_storage import FreedStorage
+from maxmoe.recompute.selective import is_recomputation
 from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.redistribute import redistribute_parameter
 

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from torch import nn
 
+from maxmoe.declaration import TOKEN_DIMS, declaration_of
 from maxmoe.nn import Checkpointed, MoE
-from maxmoe.nn.declaration import TOKEN_DIMS, declaration_of
 from maxmoe.parallel.dispatch_plan import EXPERT_TOKEN_DIMS, Dispatch, DispatchPlan, check_dispatch, plan_dispatch
 from maxmoe.parallel.fsdp import blocks, fsdp_managed
 from maxmoe.parallel.parameter_sharding import ParameterSharding, parameter_shardings, tensor_parallel_activation
-from maxmoe.parallel.tokens import PartAxes, ShardedTokens, part_axes, token_sharding
+from maxmoe.parallel.sharded_tokens import PartAxes, ShardedTokens, part_axes, token_sharding
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.partition_spec import PartitionSpec

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from maxmoe.declaration import SavedTensor, declaration_of
 from maxmoe.nn import MoE
-from maxmoe.nn.declaration import SavedTensor, declaration_of
 from maxmoe.parallel.dispatch_plan import EXPERT_TOKEN_DIMS, DispatchPlan
 from maxmoe.parallel.plan import Plan
 

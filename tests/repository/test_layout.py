@@ -18,6 +18,8 @@ LEVELS = [
     {"_C"},
     {"_library", "_torch", "config", "text_table"},
     {"ops", "reference"},
+    {"declaration"},
+    {"recompute", "token_group"},
     {"nn", "presets"},
     {"sharding"},
     {"parallel", "dispatch"},

@@ -14,7 +14,7 @@ from maxmoe.models import DecoderConfig
 from maxmoe.nn.replay import RoutingRecord
 from maxmoe.parallel import parallelize
 from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.tokens import ShardedTokens
+from maxmoe.parallel.sharded_tokens import ShardedTokens
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding
 from support.counted_collectives import CountedCollectives
 from support.parallel_decoder import BATCH, CONFIG, LENGTH, MeshRules, batch, decoder, layouts, loss, token_spec

@@ -9,8 +9,8 @@ from transformers import activations
 
 from maxmoe._torch import has_hooks
 from maxmoe.config import Activation
+from maxmoe.declaration import gate_up_slices
 from maxmoe.integrations.transformers._transformers import gate_name, has_own_gate, own_gate
-from maxmoe.nn.declaration import gate_up_slices
 
 
 class FusedGate(NamedTuple):

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from maxmoe import MoE, MoEConfig
+from maxmoe.declaration import Declaration, FusedGate, declaration_of, gate_up_slices
 from maxmoe.models import Decoder, DecoderConfig
-from maxmoe.nn.declaration import Declaration, FusedGate, declaration_of, gate_up_slices
 from maxmoe.reference.operators import halves
 
 CONFIG = MoEConfig(hidden_size=8, intermediate_size=4, num_experts=4, top_k=2, num_shared_experts=2, expert_bias=True)

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from maxmoe.nn.declaration import TOKEN_DIMS
-from maxmoe.nn.tokens import TokenGroup
+from maxmoe.declaration import TOKEN_DIMS
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.not_compiled import not_compiled
@@ -15,6 +14,7 @@ from maxmoe.sharding.partition_spec import PartitionSpec
 from maxmoe.sharding.redistribute import all_reduce, redistribute_local
 from maxmoe.sharding.resolve import logical_to_mesh_axes
 from maxmoe.sharding.rules import LogicalRules
+from maxmoe.token_group import TokenGroup
 
 
 def token_sharding(mesh: Mesh, rules: LogicalRules | str = "default") -> NamedSharding:

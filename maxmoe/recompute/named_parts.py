@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from maxmoe.config import nearest
-from maxmoe.nn.declaration import SavedTensor
+from maxmoe.declaration import SavedTensor
 
 
 class Checkpointed(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from maxmoe._torch import WeakStorage
-from maxmoe.nn.recompute import is_checkpointed
+from maxmoe.recompute.selective import is_checkpointed
 
 
 class FreedStorage:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from maxmoe.nn.declaration import declaration_of
+from maxmoe.declaration import declaration_of
 
 
 class TokenReductions(Protocol):
