@@ -172,3 +172,13 @@ def version_of(tensor: Tensor) -> int:
     Public: `Tensor._version` itself is documented, in "In-place correctness checks".
     """
     return tensor._version
+
+
+def import_distributed() -> None:
+    """Import what DTensor and FSDP2 import at their first use: before processes are forked, not in each of them.
+
+    Public: the modules, but for `torch._dynamo`.
+    """
+    import torch._dynamo
+    import torch.distributed.fsdp
+    import torch.distributed.tensor  # noqa: F401

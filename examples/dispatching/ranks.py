@@ -15,12 +15,12 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-import torch._dynamo  # imported here once, otherwise DTensor's first operator imports it on every rank
 import torch.distributed as dist
-import torch.distributed.fsdp  # as above
-import torch.distributed.tensor  # as above
 
+from maxmoe._torch import import_distributed
 from pretraining import InputError
+
+import_distributed()  # once, here, and not on every rank
 
 TIMEOUT = timedelta(minutes=2)  # for each collective
 PATIENCE = 5.0  # seconds to wait for errors of other ranks: the first error that arrives may not be the cause
