@@ -67,7 +67,7 @@ class Declaration:
     """What `maxmoe.parallelize` and `maxmoe.planning` must know of a module, in its attribute `declaration`.
 
     A module without the attribute is run as any other: its parameters are replicated and reported by `explain`, unless
-    a module around it names them, and they are gathered by the gather unit around it, or else by itself::
+    a module around it names them, and they are gathered by the FSDP unit around it, or else by itself::
 
         class FeedForward(nn.Module):
             @property
@@ -84,14 +84,14 @@ class Declaration:
             the dim that is multiplied with the input, one of the last two; the other one is that of the outputs. It is
             known of `nn.Linear`. `maxmoe.optim.Muon` needs it.
         fused_gates: of those in `input_dims` in which the matrices of gate and up are fused: how they lie.
-        gather_unit: whether the parameters of the module and of its descendants, other gather units excepted, are
+        fsdp_unit: whether the parameters of the module and of its descendants, other FSDP units excepted, are
             gathered before the forward of the module and freed after it. Where it is False, each module gathers the
             parameters that it owns when it runs itself. A module that reads parameters of its children outside of
-            their forward must be a gather unit; a `maxmoe.nn.Checkpointed` module is one.
+            their forward must be a FSDP unit; a `maxmoe.nn.Checkpointed` module is one.
         tensor_parallel_dims: logical names of dims that the ranks along an axis may compute in parts, with the number
             of parts that must stay whole (heads, say): tensor parallelism, over the axes on which the rules put both
             the weights and the activations of all these dims. The output of the module must be one tensor, linear in
-            the last of these dims, so that the partial outputs can be summed. Makes the module a gather unit.
+            the last of these dims, so that the partial outputs can be summed. Makes the module a FSDP unit.
         added_to_output: paths of parameters of a tensor-parallel module that are added to its output, such as the bias
             of its last projection: only one of the ranks may add them.
         uses_token_group: whether `parallelize` sets the attribute `token_group` of the module; see `TokenGroup`.
@@ -106,7 +106,7 @@ class Declaration:
     logical_names: LogicalNames = field(default_factory=dict)
     input_dims: Mapping[str, str] = field(default_factory=dict)
     fused_gates: Mapping[str, FusedGate] = field(default_factory=dict)
-    gather_unit: bool = False
+    fsdp_unit: bool = False
     tensor_parallel_dims: Mapping[str, int] = field(default_factory=dict)
     added_to_output: tuple[str, ...] = ()
     uses_token_group: bool = False

@@ -92,7 +92,7 @@ class LocalTokens:
 
 
 @dataclass(frozen=True)
-class BatchAsSequence:
+class FlattenedBatch:
     """The reductions of a batch whose tokens count as one sequence."""
 
     tokens: TokenReductions

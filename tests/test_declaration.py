@@ -45,7 +45,7 @@ def test_gate_and_up_lie_where_the_reference_has_them(layout: FusedGate) -> None
 def test_experts_are_tensor_parallel_and_the_layer_gathers_nothing() -> None:
     layer = MoE(CONFIG)
     assert declaration_of(layer.experts).tensor_parallel_dims == {"mlp_moe": 4}
-    assert not declaration_of(layer).gather_unit and not declaration_of(layer).tensor_parallel_dims
+    assert not declaration_of(layer).fsdp_unit and not declaration_of(layer).tensor_parallel_dims
     assert layer.shared_experts is not None
     assert declaration_of(layer.shared_experts).tensor_parallel_dims == {"mlp": 8}
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from maxmoe.nn.dispatcher import Pending
+from maxmoe.nn.dispatcher import Future
 from maxmoe.sharding.not_compiled import not_compiled
 
 # torch has renamed these two. Older versions lack the first name, newer ones warn of the second.
@@ -167,7 +167,7 @@ def _all_to_all(
     return work
 
 
-def start_collective(rows: Tensor, collective: RowCollective) -> Pending[Tensor]:
+def start_collective(rows: Tensor, collective: RowCollective) -> Future[Tensor]:
     """Start a collective; return the function that waits for its result.
 
     The two autograd functions share the handles: `_Start.forward` and `_Wait.forward` that of the collective,
@@ -232,7 +232,7 @@ class _Wait(torch.autograd.Function):
         return gradient, None
 
 
-def all_gather_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Pending[Tensor]:
+def all_gather_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Future[Tensor]:
     """All-gather ``(N, ...)`` to ``(sum(counts), ...)``; the backward is a reduce-scatter.
 
     Args:
@@ -246,7 +246,7 @@ def all_gather_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGrou
     return start_collective(rows, AllGather(group, tuple(counts)))
 
 
-def all_gather_replicated_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Pending[Tensor]:
+def all_gather_replicated_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Future[Tensor]:
     """All-gather as `all_gather_rows`, where all ranks compute the same from the result.
 
     Every rank then has the whole gradient of the result, and the backward is a slice.
@@ -262,7 +262,7 @@ def all_gather_replicated_rows(rows: Tensor, counts: Sequence[int], group: dist.
     return start_collective(rows, AllGather(group, tuple(counts), is_replicated=True))
 
 
-def reduce_scatter_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Pending[Tensor]:
+def reduce_scatter_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Future[Tensor]:
     """Reduce-scatter ``(sum(counts), ...)`` to ``(N, ...)``; the backward is an all-gather.
 
     Args:
@@ -278,7 +278,7 @@ def reduce_scatter_rows(rows: Tensor, counts: Sequence[int], group: dist.Process
 
 def ragged_all_to_all(
     rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
-) -> Pending[Tensor]:
+) -> Future[Tensor]:
     """Send other rows to every rank; the backward is the same with `send` and `receive` exchanged.
 
     Args:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from maxmoe.nn.dispatcher import LocalExperts
-from maxmoe.nn.router import Assignment
+from maxmoe.nn.router import TopK
 from maxmoe.ops import RaggedPlan, ragged_gather, ragged_plan
 
 
@@ -36,17 +36,17 @@ class ExpertRanks:
         """The number of ranks."""
         return len(self.first_experts)
 
-    def plan(self, assignment: Assignment) -> RaggedPlan:
+    def plan(self, top_k: TopK) -> RaggedPlan:
         """Sort the slots by the rank of their expert, and by expert; those of no rank of the group have no row.
 
         Args:
-            assignment: of the tokens.
+            top_k: expert ids and weights of the tokens.
 
         Returns:
             The plan, whose groups are the experts in the order of the ranks.
         """
-        experts, count, total = assignment.experts, self.experts.count, self.experts.total
-        num_rows = experts.numel() if assignment.is_complete and self.size * count == total else None
+        experts, count, total = top_k.experts, self.experts.count, self.experts.total
+        num_rows = experts.numel() if top_k.is_unpadded and self.size * count == total else None
         if self.first_experts != tuple(range(0, total, count)):
             experts = self._position_of_expert(experts.device)[experts]
         return ragged_plan(experts, self.size * count, num_rows=num_rows)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from maxmoe.nn.router import Assignment
+from maxmoe.nn.router import TopK
 from maxmoe.nn.tensor_parallel_region import LayerInputs
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
@@ -50,9 +50,9 @@ class PartialSums:
         router, experts = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
         return LayerInputs(router, experts, experts if self.shared_is_partial else router)
 
-    def assign(self, assignment: Assignment) -> Assignment:
-        """Return the assignment; the gradient of its weights is all-reduced over `axes`."""
-        return assignment._replace(weights=all_reduce_gradient(assignment.weights, self.mesh, self.axes))
+    def assign(self, top_k: TopK) -> TopK:
+        """Return ids and weights; the gradient of the weights is all-reduced over `axes`."""
+        return top_k._replace(weights=all_reduce_gradient(top_k.weights, self.mesh, self.axes))
 
     @not_compiled
     def leave(self, routed: Tensor, shared: Tensor | None) -> Tensor:

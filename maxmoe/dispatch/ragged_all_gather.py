@@ -9,8 +9,8 @@ from torch import Tensor
 from maxmoe.dispatch.collectives import all_gather_replicated_rows
 from maxmoe.dispatch.expert_ranks import ExpertRanks, weights_of_rows, without_last_rows
 from maxmoe.dispatch.row_counts import all_gather_counts
-from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Pending
-from maxmoe.nn.router import Assignment
+from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Future
+from maxmoe.nn.router import TopK
 from maxmoe.ops import RaggedPlan, ragged_gather, ragged_unsort
 from maxmoe.recompute.freed_storage import Recomputation
 
@@ -51,19 +51,19 @@ class RaggedAllGather:
     local: Dispatcher[Any]
     ranks: ExpertRanks
 
-    def dispatch(self, x: Tensor, assignment: Assignment, num_sequences: int) -> Pending[ReplicatedDispatched]:
+    def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[ReplicatedDispatched]:
         """Gather this rank's rows of x ``(T, D)``: steps 1 to 4."""
-        plan = self.ranks.plan(assignment)
+        plan = self.ranks.plan(top_k)
         routed = self._routed(plan)
-        max_rows = self.ranks.experts.max_rows(assignment.experts.numel(), self.ranks.buffer_factor)
+        max_rows = self.ranks.experts.max_rows(top_k.experts.numel(), self.ranks.buffer_factor)
         counts: list[int] = (routed if max_rows is None else routed.clamp_max(max_rows)).tolist()
         plan = without_last_rows(plan, routed.tolist(), counts)
         first = sum(counts[: self.ranks.group.rank()])
         slots = plan.slots[first : first + counts[self.ranks.group.rank()]]
-        ids = assignment.experts.reshape(-1, 1)[slots]
-        weights = weights_of_rows(assignment.weights, slots)
+        ids = top_k.experts.reshape(-1, 1)[slots]
+        weights = weights_of_rows(top_k.weights, slots)
         rows = ragged_gather(x, slots // plan.top_k)
-        local: Dispatched = self.local.dispatch(rows, Assignment(weights, ids), num_sequences)()
+        local: Dispatched = self.local.dispatch(rows, TopK(weights, ids), num_sequences)()
         again = Recomputation(rows, lambda x: lambda: ragged_gather(x(), slots // plan.top_k))
         dispatched = ReplicatedDispatched(
             x=local.x,
@@ -90,7 +90,7 @@ class RaggedAllGather:
         routed: Tensor = host[0, :-1].view(self.ranks.size, -1).sum(1)
         return routed
 
-    def combine(self, outputs: Tensor, dispatched: ReplicatedDispatched) -> Pending[Tensor]:
+    def combine(self, outputs: Tensor, dispatched: ReplicatedDispatched) -> Future[Tensor]:
         """Start to gather the outputs of all ranks' experts: steps 5 and 6."""
         weighted = self.local.combine(outputs, dispatched.local)()
         rows = all_gather_replicated_rows(weighted, dispatched.counts, self.ranks.group)

@@ -10,8 +10,8 @@ from torch import Tensor
 from maxmoe.dispatch.collectives import ragged_all_to_all
 from maxmoe.dispatch.expert_ranks import ExpertRanks, weights_of_rows, without_last_rows
 from maxmoe.dispatch.row_counts import all_gather_counts
-from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Pending
-from maxmoe.nn.router import Assignment
+from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Future
+from maxmoe.nn.router import TopK
 from maxmoe.ops import RaggedPlan, ragged_sort, ragged_unsort
 from maxmoe.recompute.freed_storage import Recomputation
 
@@ -90,17 +90,17 @@ class RaggedAllToAll:
     local: Dispatcher[Any]
     ranks: ExpertRanks
 
-    def dispatch(self, x: Tensor, assignment: Assignment, num_sequences: int) -> Pending[RaggedDispatched]:
+    def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[RaggedDispatched]:
         """Start to send rows of x ``(T, D)`` to the ranks of their experts: steps 1 to 5."""
-        plan = self.ranks.plan(assignment)
-        counts, host_counts = self._gathered_counts(plan, assignment.experts.numel())
+        plan = self.ranks.plan(top_k)
+        counts, host_counts = self._gathered_counts(plan, top_k.experts.numel())
         splits = self._splits(host_counts)
         plan = without_last_rows(plan, splits.routed, splits.send)
         rows = self._sent(ragged_sort(x, plan), splits)
-        weights = self._sent(weights_of_rows(assignment.weights, plan.slots), splits)
+        weights = self._sent(weights_of_rows(top_k.weights, plan.slots), splits)
 
         def arrive() -> RaggedDispatched:
-            arrived, assigned = rows(), Assignment(weights(), self._expert_ids(counts, splits.receive))
+            arrived, assigned = rows(), TopK(weights(), self._expert_ids(counts, splits.receive))
             local: Dispatched = self.local.dispatch(arrived, assigned, num_sequences)()
             again = Recomputation(arrived, lambda x: self._sent(ragged_sort(x(), plan), splits))
             return RaggedDispatched(
@@ -116,14 +116,14 @@ class RaggedAllToAll:
 
         return arrive
 
-    def combine(self, outputs: Tensor, dispatched: RaggedDispatched) -> Pending[Tensor]:
+    def combine(self, outputs: Tensor, dispatched: RaggedDispatched) -> Future[Tensor]:
         """Start to send the outputs of the experts back to their tokens: steps 6 and 7."""
         splits, sending = dispatched.splits, dispatched.sending
         weighted = self.local.combine(outputs, dispatched.local)()
         rows = ragged_all_to_all(weighted, splits.receive, splits.send, self.ranks.group)
         return lambda: ragged_unsort(rows(), sending)
 
-    def _sent(self, rows: Tensor, splits: Splits) -> Pending[Tensor]:
+    def _sent(self, rows: Tensor, splits: Splits) -> Future[Tensor]:
         return ragged_all_to_all(rows, splits.send, splits.receive, self.ranks.group)
 
     def _gathered_counts(self, plan: RaggedPlan, num_slots: int) -> tuple[Tensor, Tensor]:

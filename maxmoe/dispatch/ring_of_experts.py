@@ -12,8 +12,8 @@ from torch import Tensor
 
 from maxmoe.dispatch.collectives import all_gather_rows, reduce_scatter_rows
 from maxmoe.dispatch.row_counts import all_gather_counts
-from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Pending
-from maxmoe.nn.router import Assignment
+from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Future
+from maxmoe.nn.router import TopK
 from maxmoe.recompute.freed_storage import Recomputation
 
 
@@ -56,15 +56,15 @@ class RingOfExperts:
         """Copies of a layer share the group, which cannot be copied."""
         return self
 
-    def dispatch(self, x: Tensor, assignment: Assignment, num_sequences: int) -> Pending[RingDispatched]:
-        """Start to gather x ``(T, D)`` and its assignment: steps 1 to 3."""
+    def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[RingDispatched]:
+        """Start to gather x ``(T, D)`` with its expert ids and weights: steps 1 to 3."""
         counts, total_sequences = self._counts(x, num_sequences)
         tokens = all_gather_rows(x, counts, self.group)
-        weights = all_gather_rows(assignment.weights, counts, self.group)
-        experts = all_gather_rows(assignment.experts.to(torch.int32), counts, self.group)
+        weights = all_gather_rows(top_k.weights, counts, self.group)
+        experts = all_gather_rows(top_k.experts.to(torch.int32), counts, self.group)
 
         def arrive() -> RingDispatched:
-            gathered = Assignment(weights(), experts().to(torch.int64))
+            gathered = TopK(weights(), experts().to(torch.int64))
             arrived = tokens()
             local: Dispatched = self.local.dispatch(arrived, gathered, total_sequences)()
             again = Recomputation(arrived, lambda x: all_gather_rows(x(), counts, self.group))
@@ -80,7 +80,7 @@ class RingOfExperts:
 
         return arrive
 
-    def combine(self, outputs: Tensor, dispatched: RingDispatched) -> Pending[Tensor]:
+    def combine(self, outputs: Tensor, dispatched: RingDispatched) -> Future[Tensor]:
         """Start to reduce the outputs of this rank's experts: steps 4 and 5."""
         partial_sums = self.local.combine(outputs, dispatched.local)()
         return reduce_scatter_rows(partial_sums, dispatched.counts, self.group)

@@ -114,4 +114,4 @@ class Attention(Checkpointed):
             "logsumexp": SavedTensor((batch, H, length), heads, wide),
             "angles": SavedTensor((4, length, C // 2), (None, "activation_length", None), wide),
         }
-        return self.kept_of(saved, "input")
+        return self.mark_saved(saved, "input")

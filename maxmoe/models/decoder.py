@@ -88,7 +88,7 @@ class Block(Checkpointed):
     def declaration(self) -> Declaration:
         """See `Declaration`."""
         return Declaration(
-            gather_unit=True,
+            fsdp_unit=True,
             residual_stream=ResidualStream(
                 len(self.attention_norm.weight),
                 (("attention_norm", "attention"), ("feed_forward_norm", "feed_forward")),
@@ -191,13 +191,13 @@ class Decoder(nn.Module):
 
     @property
     def declaration(self) -> Declaration:
-        """See `Declaration`. Tied embeddings are read outside of their module: a gather unit."""
+        """See `Declaration`. Tied embeddings are read outside of their module: a FSDP unit."""
         return Declaration(
             logical_names={
                 "embedding.weight": ("vocab", "embed_vocab"),
                 "output.weight": ("vocab", "embed_vocab"),
             },
-            gather_unit=True,
+            fsdp_unit=True,
             residual_stream=ResidualStream(self.config.hidden_size, ((None, "embedding"), ("norm", None))),
             saved_tensors=self._saved_tensors,
         )

@@ -42,4 +42,4 @@ class FeedForward(Checkpointed):
         inner = SavedTensor((batch, length, self.intermediate_size), (*TOKEN_DIMS, "activation_mlp"))
         saved = dict.fromkeys(("gate", "up", "activated_gate", "product"), inner)
         saved["input"] = SavedTensor((batch, length, self.hidden_size), (*TOKEN_DIMS, None))
-        return self.kept_of(saved, "input")
+        return self.mark_saved(saved, "input")

@@ -30,4 +30,4 @@ class Norm(Checkpointed, nn.RMSNorm):
             if wide == dtype:  # the argument itself
                 del saved["wide_input"]
             saved["argument"] = SavedTensor((batch, length, width), (*TOKEN_DIMS, "activation_embed"))
-        return self.kept_of(saved, "argument")
+        return self.mark_saved(saved, "argument")

@@ -2,13 +2,13 @@
 
 from maxmoe.declaration import TOKEN_DIMS, Declaration, LogicalNames, ResidualStream, SavedTensor
 from maxmoe.nn.dense_dispatcher import local_dispatcher
-from maxmoe.nn.dispatcher import Dispatched, Dispatcher, ExpertRunner, LocalDispatcher, LocalExperts, Pending
+from maxmoe.nn.dispatcher import Dispatched, Dispatcher, ExpertRunner, Future, LocalDispatcher, LocalExperts
 from maxmoe.nn.experts import Experts, SharedExperts
 from maxmoe.nn.feed_forward import MoEFeedForward, set_aux_loss_scale
 from maxmoe.nn.losses import MoEStats, count_tokens, load_balance_loss, mean_over_tokens, router_z_loss
 from maxmoe.nn.moe import MoE, MoEOutput
 from maxmoe.nn.replay import RoutingRecord, record_routing, replay_routing
-from maxmoe.nn.router import Assignment, Router, Routing
+from maxmoe.nn.router import Router, Routing, TopK
 from maxmoe.nn.stats_accumulator import StatsAccumulator, StepStats
 from maxmoe.nn.tensor_parallel_region import LayerInputs, LocalRegion, TensorParallelRegion
 from maxmoe.recompute.named_parts import Checkpointed, check_recompute, recompute_of, set_recompute
@@ -17,13 +17,13 @@ from maxmoe.token_group import LocalTokens, TokenGroup, same_tokens_everywhere
 
 __all__ = [
     "TOKEN_DIMS",
-    "Assignment",
     "Checkpointed",
     "Declaration",
     "Dispatched",
     "Dispatcher",
     "ExpertRunner",
     "Experts",
+    "Future",
     "LayerInputs",
     "LocalDispatcher",
     "LocalExperts",
@@ -34,7 +34,6 @@ __all__ = [
     "MoEFeedForward",
     "MoEOutput",
     "MoEStats",
-    "Pending",
     "ResidualStream",
     "Router",
     "Routing",
@@ -45,6 +44,7 @@ __all__ = [
     "StepStats",
     "TensorParallelRegion",
     "TokenGroup",
+    "TopK",
     "check_recompute",
     "count_tokens",
     "keep_routing",

@@ -42,8 +42,8 @@ def with_gradient(x: Tensor, target: Tensor, gradient: Tensor) -> Tensor:
     return reshaped(attached, x.shape)
 
 
-class SummedStats(NamedTuple):
-    """What `StatsSum` has added up.
+class AccumulatedMetrics(NamedTuple):
+    """What `MetricsAccumulator` has added up.
 
     Attributes:
         calls: ``()``, float64; forwards that the backward has passed.
@@ -56,7 +56,7 @@ class SummedStats(NamedTuple):
     stats: MoEStats
 
 
-class StatsSum:
+class MetricsAccumulator:
     """Adds up the auxiliary losses and statistics of one layer in the backward: they accumulate as a gradient.
 
     Args:
@@ -91,7 +91,7 @@ class StatsSum:
         return torch.zeros_like(self._leaf, requires_grad=False) if total is None else total
 
     @staticmethod
-    def unpack(packed: Tensor) -> SummedStats:
+    def unpack(packed: Tensor) -> AccumulatedMetrics:
         """Return the parts of a packed sum.
 
         Args:
@@ -101,4 +101,4 @@ class StatsSum:
             The parts.
         """
         calls, aux_loss, dropped, entropy = packed[:4].unbind()
-        return SummedStats(calls, aux_loss, MoEStats(packed[4:].long(), dropped.long(), entropy))
+        return AccumulatedMetrics(calls, aux_loss, MoEStats(packed[4:].long(), dropped.long(), entropy))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from maxmoe.config import MoEConfig
-from maxmoe.nn.dispatcher import Dispatched, Dispatcher, LocalDispatcher, LocalExperts, Pending
-from maxmoe.nn.router import Assignment
+from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Future, LocalDispatcher, LocalExperts
+from maxmoe.nn.router import TopK
 from maxmoe.ops import RaggedPlan, ragged_gather, ragged_gather_reduce
 from maxmoe.recompute.freed_storage import Recomputation
 
@@ -50,13 +50,13 @@ class DenseDispatcher:
     experts: LocalExperts
     scales_input: bool
 
-    def dispatch(self, x: Tensor, assignment: Assignment, num_sequences: int) -> Pending[DenselyDispatched]:
+    def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[DenselyDispatched]:
         """Copy x ``(T, D)`` for every expert."""
         num_experts = self.experts.count
-        zeros = assignment.weights.new_zeros(x.shape[0], num_experts)
-        experts, is_local = _local_ids(assignment.experts, self.experts)
+        zeros = top_k.weights.new_zeros(x.shape[0], num_experts)
+        experts, is_local = _local_ids(top_k.experts, self.experts)
         # Slots of no local expert add zero to some expert.
-        weights = zeros.scatter_add(1, experts, assignment.weights.masked_fill(~is_local, 0.0))
+        weights = zeros.scatter_add(1, experts, top_k.weights.masked_fill(~is_local, 0.0))
         chosen = zeros.scatter_add(1, experts, is_local.to(zeros.dtype)).t().unsqueeze(2) > 0
 
         def rows_of_experts(x: Tensor) -> Tensor:
@@ -71,14 +71,14 @@ class DenseDispatcher:
             x=rows,
             weights=None,
             plan=_equal_groups(rows, num_experts),
-            dropped=assignment.experts.new_zeros(()),
+            dropped=top_k.experts.new_zeros(()),
             recomputations=(Recomputation(rows, lambda x: lambda: rows_of_experts(x())),),
             output_weights=chosen.squeeze(2).t().to(weights.dtype) if self.scales_input else weights,
             chosen=chosen,
         )
         return lambda: dispatched
 
-    def combine(self, outputs: Tensor, dispatched: DenselyDispatched) -> Pending[Tensor]:
+    def combine(self, outputs: Tensor, dispatched: DenselyDispatched) -> Future[Tensor]:
         """Sum the outputs ``(L * T, D)`` of each token's experts."""
         chosen, weights = dispatched.chosen, dispatched.output_weights
         outputs = torch.where(chosen, outputs.view(*chosen.shape[:2], outputs.shape[1]), 0.0)
@@ -115,17 +115,17 @@ class CapacityDispatcher:
     factor: float
     top_k: int
 
-    def dispatch(self, x: Tensor, assignment: Assignment, num_sequences: int) -> Pending[CapacityDispatched]:
+    def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[CapacityDispatched]:
         """Gather rows ``(L * B * capacity, D)`` of x ``(T, D)``."""
         num_experts = self.experts.count
-        slots_per_sequence = assignment.experts.numel() // max(num_sequences, 1)
-        slots = assignment.experts.view(num_sequences, slots_per_sequence)
+        slots_per_sequence = top_k.experts.numel() // max(num_sequences, 1)
+        slots = top_k.experts.view(num_sequences, slots_per_sequence)
         assigned, is_local = _local_ids(slots, self.experts)
         one_hot = torch.nn.functional.one_hot(assigned, num_experts) * is_local.unsqueeze(2)
         place = one_hot.cumsum(1).gather(2, assigned.unsqueeze(2)).squeeze(2) - 1
         capacity = min(self._capacity(slots_per_sequence), slots_per_sequence)
         # The buffer has the capacity of a sequence without padding; sequences with padding use less of it.
-        limit = capacity if assignment.is_complete else self._capacities((slots >= 0).sum(1, keepdim=True), capacity)
+        limit = capacity if top_k.is_unpadded else self._capacities((slots >= 0).sum(1, keepdim=True), capacity)
         sequence = torch.arange(num_sequences, device=x.device).unsqueeze(1)
         row = ((assigned * num_sequences + sequence) * capacity + place).view(-1)
         is_placed = (is_local & (place < limit)).view(-1)
@@ -137,7 +137,7 @@ class CapacityDispatcher:
         slot_of_row = slot_of_row.scatter(0, torch.where(is_placed, row, num_rows), slots)[:num_rows]
         token_of_row = torch.where(slot_of_row >= 0, slot_of_row // self.top_k, -1)
 
-        weights = assignment.weights.reshape(-1)
+        weights = top_k.weights.reshape(-1)
         input_weights = ragged_gather(weights.unsqueeze(1), slot_of_row).squeeze(1) if self.scales_input else None
         rows = ragged_gather(x, token_of_row, input_weights)
         dispatched = CapacityDispatched(
@@ -151,7 +151,7 @@ class CapacityDispatcher:
         )
         return lambda: dispatched
 
-    def combine(self, outputs: Tensor, dispatched: CapacityDispatched) -> Pending[Tensor]:
+    def combine(self, outputs: Tensor, dispatched: CapacityDispatched) -> Future[Tensor]:
         """Sum the outputs of each token's slots."""
         combined = ragged_gather_reduce(outputs, dispatched.row_of_slot, self.top_k, dispatched.output_weights)
         return lambda: combined

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from maxmoe.config import MoEConfig
-from maxmoe.nn.router import Assignment
+from maxmoe.nn.router import TopK
 from maxmoe.nn.tensor_parallel_region import LocalRegion, TensorParallelRegion
 from maxmoe.ops import RaggedPlan, ragged_plan, ragged_sort, ragged_unsort
-from maxmoe.recompute.freed_storage import Recomputation, Recomputed
+from maxmoe.recompute.freed_storage import Recomputation, Rematerialized
 
 T = TypeVar("T")
 
 # A result that a collective may still compute: the call waits for it.
-Pending: TypeAlias = Callable[[], T]
+Future: TypeAlias = Callable[[], T]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +47,12 @@ D = TypeVar("D", bound=Dispatched)
 class Dispatcher(Protocol[D]):
     """A way for tokens to their experts and back: `LocalDispatcher`, or a strategy of `maxmoe.dispatch`."""
 
-    def dispatch(self, x: Tensor, assignment: Assignment, num_sequences: int) -> Pending[D]:
+    def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[D]:
         """Start to bring tokens to their experts.
 
         Args:
             x: ``(T, D)``, floating; sequences of equal length, one after the other.
-            assignment: experts and weights of x.
+            top_k: expert ids and weights of x.
             num_sequences: B, number of sequences in x.
 
         Returns:
@@ -60,7 +60,7 @@ class Dispatcher(Protocol[D]):
         """
         ...
 
-    def combine(self, outputs: Tensor, dispatched: D) -> Pending[Tensor]:
+    def combine(self, outputs: Tensor, dispatched: D) -> Future[Tensor]:
         """Start to bring the outputs of the experts back to their tokens.
 
         Args:
@@ -93,7 +93,7 @@ class ExpertRunner:
         self,
         experts: Callable[[Tensor, Tensor | None, RaggedPlan], Tensor],
         x: Tensor,
-        assignment: Assignment,
+        top_k: TopK,
         *,
         num_sequences: int = 1,
         recompute: bool = False,
@@ -106,7 +106,7 @@ class ExpertRunner:
         Args:
             experts: called once for each chunk.
             x: ``(T, D)``, floating.
-            assignment: experts and weights of x.
+            top_k: expert ids and weights of x.
             num_sequences: B, number of sequences in x.
             recompute: whether to free what the dispatcher can recompute, between forward and backward.
 
@@ -114,18 +114,18 @@ class ExpertRunner:
             ``(T, D)``, and the number ``()`` of dropped slots.
         """
         dispatch, combine = self.dispatcher.dispatch, self.dispatcher.combine
-        tokens, assignments = x.tensor_split(self.num_chunks), assignment.tensor_split(self.num_chunks)
-        arriving = dispatch(tokens[0], assignments[0], num_sequences)
+        tokens, top_k_chunks = x.tensor_split(self.num_chunks), top_k.tensor_split(self.num_chunks)
+        arriving = dispatch(tokens[0], top_k_chunks[0], num_sequences)
         returning, dropped, recomputed = [], [], []
         for index in range(self.num_chunks):
             dispatched = arriving()
             if index + 1 < self.num_chunks:
-                arriving = dispatch(tokens[index + 1], assignments[index + 1], num_sequences)
+                arriving = dispatch(tokens[index + 1], top_k_chunks[index + 1], num_sequences)
             outputs = experts(dispatched.x, dispatched.weights, dispatched.plan)
             returning.append(combine(outputs, dispatched))
             dropped.append(dispatched.dropped)
             if recompute:
-                recomputed.append(Recomputed(tokens[index], dispatched.recomputations, outputs))
+                recomputed.append(Rematerialized(tokens[index], dispatched.recomputations, outputs))
         combined = [chunk() for chunk in returning]
         for part, chunk in zip(recomputed, combined, strict=recompute):
             part.start_before_backward_of(chunk)
@@ -196,38 +196,38 @@ class LocalDispatcher:
     scales_input: bool = False
     buffer_factor: float | None = None
 
-    def dispatch(self, x: Tensor, assignment: Assignment, num_sequences: int) -> Pending[LocallyDispatched]:
+    def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[LocallyDispatched]:
         """Sort the slots of x ``(T, D)``; return the function that returns the input of the experts."""
-        plan = self._plan(assignment)
+        plan = self._plan(top_k)
         if not self.scales_input:
-            dispatched = LocallyDispatched(x=x, weights=assignment.weights, plan=plan, dropped=plan.dropped)
+            dispatched = LocallyDispatched(x=x, weights=top_k.weights, plan=plan, dropped=plan.dropped)
             return lambda: dispatched
-        rows = ragged_sort(x, plan, assignment.weights)
+        rows = ragged_sort(x, plan, top_k.weights)
         scaled = LocallyDispatched(
             x=rows,
             weights=None,
             plan=RaggedPlan.of_sorted_rows(rows.shape[0], plan.group_sizes),
             dropped=plan.dropped,
-            recomputations=(Recomputation(rows, lambda x: lambda: ragged_sort(x(), plan, assignment.weights)),),
+            recomputations=(Recomputation(rows, lambda x: lambda: ragged_sort(x(), plan, top_k.weights)),),
             sorting=plan,
         )
         return lambda: scaled
 
-    def combine(self, outputs: Tensor, dispatched: LocallyDispatched) -> Pending[Tensor]:
+    def combine(self, outputs: Tensor, dispatched: LocallyDispatched) -> Future[Tensor]:
         """Sum outputs ``(N, D)`` that are still in the order of the experts."""
         combined = outputs if dispatched.sorting is None else ragged_unsort(outputs, dispatched.sorting)
         return lambda: combined
 
-    def _plan(self, assignment: Assignment) -> RaggedPlan:
-        num_slots = assignment.experts.numel()
+    def _plan(self, top_k: TopK) -> RaggedPlan:
+        num_slots = top_k.experts.numel()
         max_rows = self.experts.max_rows(num_slots, self.buffer_factor)
         num_rows = None
         if self.experts.are_all:
             # The slots are a bound that drops nothing, but says how many rows there can be.
             max_rows = num_slots if max_rows is None else min(num_slots, max_rows)
-            num_rows = max_rows if assignment.is_complete else None
+            num_rows = max_rows if top_k.is_unpadded else None
         return ragged_plan(
-            assignment.experts,
+            top_k.experts,
             self.experts.total,
             first_expert=self.experts.first,
             num_local_experts=self.experts.count,

@@ -112,7 +112,7 @@ class Experts(nn.Module):
 
     @property
     def declaration(self) -> Declaration:
-        """See `Declaration`. A gather unit of its own: dispatch decides over which axes experts are gathered."""
+        """See `Declaration`. A FSDP unit of its own: dispatch decides over which axes experts are gathered."""
         return Declaration(
             logical_names={
                 "gate_proj": ("exp", "embed_moe", "mlp_moe"),

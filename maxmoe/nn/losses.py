@@ -9,7 +9,7 @@ from torch import Tensor
 from maxmoe._torch import register_namedtuple
 from maxmoe.config import MoEConfig
 from maxmoe.nn.router import Routing
-from maxmoe.token_group import BatchAsSequence, LocalTokens, TokenReductions
+from maxmoe.token_group import FlattenedBatch, LocalTokens, TokenReductions
 
 LOCAL = LocalTokens()
 
@@ -100,7 +100,7 @@ def router_z_loss(logits: Tensor, *, token_mask: Tensor | None = None, tokens: T
     squares = logits.logsumexp(-1).square()
     if token_mask is not None:
         squares = squares.masked_fill(~token_mask, 0.0)
-    total, num_tokens = BatchAsSequence(tokens).all_reduce_sequence(squares.sum(), _num_tokens(logits, token_mask))
+    total, num_tokens = FlattenedBatch(tokens).all_reduce_sequence(squares.sum(), _num_tokens(logits, token_mask))
     return _mean(total, num_tokens)
 
 
@@ -141,7 +141,7 @@ def mean_over_tokens(
     total = token_losses.to(torch.promote_types(token_losses.dtype, torch.float32)).sum()
     if not hasattr(tokens, "all_reduce_batch"):
         raise TypeError(f"tokens must be maxmoe.parallel.token_group(mesh, rules), got {type(tokens).__name__}")
-    everywhere = BatchAsSequence(tokens)
+    everywhere = FlattenedBatch(tokens)
     if num_tokens is None:
         local = token_losses.numel() if token_mask is None else token_mask.sum()
         total, num_tokens = everywhere.all_reduce_sequence(total, local)
@@ -161,7 +161,7 @@ def count_tokens(token_mask: Tensor, *, tokens: TokenReductions = LOCAL) -> Tens
         ``()``, int64, the number of True values on all ranks.
     """
     count: Tensor
-    (count,) = BatchAsSequence(tokens).all_reduce_sequence(token_mask.sum())
+    (count,) = FlattenedBatch(tokens).all_reduce_sequence(token_mask.sum())
     return count
 
 
@@ -211,7 +211,7 @@ class RoutingLosses:
             aux_loss = aux_loss + self.config.router_z_loss_weight * z_loss
 
         entropy = _entropy(routing.probabilities.detach())
-        load, dropped, entropy, num_tokens = BatchAsSequence(tokens).all_reduce_sequence(
+        load, dropped, entropy, num_tokens = FlattenedBatch(tokens).all_reduce_sequence(
             counts.sum(0), dropped, entropy, _num_tokens(routing.logits, routing.token_mask)
         )
         return aux_loss, MoEStats(load, dropped, _mean(entropy, num_tokens))
@@ -220,13 +220,13 @@ class RoutingLosses:
         """Count the routed slots of each sequence and expert: ``(B, E)``."""
         slots = routing.experts.reshape(num_sequences, routing.experts.numel() // max(num_sequences, 1))
         counts = slots.new_zeros(num_sequences, self.config.num_experts)
-        if routing.is_complete:
+        if routing.is_unpadded:
             return counts.scatter_add(1, slots, torch.ones_like(slots))
         return counts.scatter_add(1, slots.clamp_min(0), (slots >= 0).to(slots.dtype))
 
     def _balance(self, routing: Routing, counts: Tensor, tokens: TokenReductions) -> Tensor:
         if self.config.load_balance_scope == "batch":
-            counts, tokens = counts.sum(0, keepdim=True), BatchAsSequence(tokens)
+            counts, tokens = counts.sum(0, keepdim=True), FlattenedBatch(tokens)
         num_sequences = counts.shape[0]
         length = routing.probabilities.shape[0] // max(num_sequences, 1)
         probabilities = routing.probabilities.view(num_sequences, length, self.config.num_experts)

@@ -11,7 +11,7 @@ from typing_extensions import Self
 from maxmoe._torch import register_namedtuple, reshaped
 from maxmoe.config import MoEConfig
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
-from maxmoe.nn.accumulated_stats import StatsSum
+from maxmoe.nn.accumulated_stats import MetricsAccumulator
 from maxmoe.nn.conversion import check_config, config_of, give_weights, take_weights
 from maxmoe.nn.dense_dispatcher import local_dispatcher
 from maxmoe.nn.dispatcher import ExpertRunner
@@ -76,7 +76,7 @@ class MoE(nn.Module):
         self.runner = ExpertRunner(local_dispatcher(config))
         self.losses = RoutingLosses(config)
         self.token_group: TokenGroup = LocalTokens()
-        self.stats_sum: StatsSum | None = None  # set by StatsAccumulator
+        self.metrics_accumulator: MetricsAccumulator | None = None  # set by StatsAccumulator
 
     @classmethod
     def from_transformers(cls, block: nn.Module) -> Self:
@@ -158,7 +158,7 @@ class MoE(nn.Module):
         routed, dropped = self.runner.run(
             self.experts,
             inputs.experts,
-            region.assign(routing.assignment),
+            region.assign(routing.top_k),
             num_sequences=num_sequences,
             recompute="dispatch" in self.recompute,
         )
@@ -166,8 +166,8 @@ class MoE(nn.Module):
         hidden_states = region.leave(routed, shared)
         dropped = region.all_reduce_dropped(dropped)
         aux_loss, stats = self.losses(routing, dropped, num_sequences, self.token_group)
-        if self.stats_sum is not None:
-            hidden_states = self.stats_sum.add(hidden_states, aux_loss, stats)
+        if self.metrics_accumulator is not None:
+            hidden_states = self.metrics_accumulator.add(hidden_states, aux_loss, stats)
         # No view, which would lose the backward hook that FSDP registers on this tensor.
         hidden_states = reshaped(hidden_states.contiguous(), (*x.shape[:-1], hidden_states.shape[1]))
         return MoEOutput(hidden_states, aux_loss, stats)

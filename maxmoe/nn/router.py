@@ -14,23 +14,23 @@ from maxmoe.ops.linear import linear
 from maxmoe.ops.route import route
 
 
-class Assignment(NamedTuple):
+class TopK(NamedTuple):
     """The experts of tokens: what dispatch needs of a routing.
 
     Attributes:
         weights: ``(T, K)``, float32 or wider; 0 where `experts` is -1.
         experts: ``(T, K)``, int64; -1 for a slot that is not routed.
-        is_complete: whether every slot is known to be routed, so that their number needs no look at `experts`.
+        is_unpadded: whether every slot is known to be routed, so that their number needs no look at `experts`.
     """
 
     weights: Tensor
     experts: Tensor
-    is_complete: bool = False
+    is_unpadded: bool = False
 
-    def tensor_split(self, sections: int) -> list["Assignment"]:
+    def tensor_split(self, sections: int) -> list["TopK"]:
         """Split along the tokens, as `torch.tensor_split` does."""
         parts = zip(self.weights.tensor_split(sections), self.experts.tensor_split(sections), strict=True)
-        return [Assignment(weights, experts, self.is_complete) for weights, experts in parts]
+        return [TopK(weights, experts, self.is_unpadded) for weights, experts in parts]
 
 
 class Routing(NamedTuple):
@@ -42,7 +42,7 @@ class Routing(NamedTuple):
         weights: ``(T, K)``, float32 or wider; 0 where `experts` is -1.
         experts: ``(T, K)``, int64; -1 for a slot that is not routed.
         token_mask: ``(T,)``, bool, False for padding; None if there is none.
-        is_complete: whether every slot is known to be routed, so that their number needs no look at `experts`.
+        is_unpadded: whether every slot is known to be routed, so that their number needs no look at `experts`.
     """
 
     logits: Tensor
@@ -50,12 +50,12 @@ class Routing(NamedTuple):
     weights: Tensor
     experts: Tensor
     token_mask: Tensor | None = None
-    is_complete: bool = True
+    is_unpadded: bool = True
 
     @property
-    def assignment(self) -> Assignment:
+    def top_k(self) -> TopK:
         """What dispatch needs."""
-        return Assignment(self.weights, self.experts, self.is_complete)
+        return TopK(self.weights, self.experts, self.is_unpadded)
 
 
 def _without_padding(routing: Routing, token_mask: Tensor) -> Routing:
@@ -67,7 +67,7 @@ def _without_padding(routing: Routing, token_mask: Tensor) -> Routing:
         routing.weights.masked_fill(is_padding, 0.0),
         routing.experts.masked_fill(is_padding, -1),
         token_mask,
-        is_complete=False,
+        is_unpadded=False,
     )
 
 
@@ -129,7 +129,7 @@ class Router(ConvertedModule):
         if config.router == "random":
             # The values are noise, the gradient is that of the logits: the work of real training, in balance.
             logits = logits + (torch.randn_like(logits) - logits).detach()
-        is_complete = experts is None
+        is_unpadded = experts is None
         try:
             weights, experts, probabilities = route(
                 logits,
@@ -145,7 +145,7 @@ class Router(ConvertedModule):
             )
         except ValueError as error:
             raise ValueError(f"{module_path(self)}: {error}") from error
-        routing = Routing(logits, probabilities, weights, experts, is_complete=is_complete)
+        routing = Routing(logits, probabilities, weights, experts, is_unpadded=is_unpadded)
         return routing if token_mask is None else _without_padding(routing, token_mask)
 
     @property

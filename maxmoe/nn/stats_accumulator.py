@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from maxmoe.nn.accumulated_stats import StatsSum
+from maxmoe.nn.accumulated_stats import MetricsAccumulator
 from maxmoe.nn.losses import MoEStats
 from maxmoe.nn.moe import MoE
 from maxmoe.token_group import LocalTokens
@@ -50,10 +50,10 @@ class StatsAccumulator:
         if not self._layers:
             raise ValueError(f"{type(model).__name__} must have layers of type MoE, got none")
         self._process_group = process_group
-        self._sums: dict[str, StatsSum] = {}
+        self._sums: dict[str, MetricsAccumulator] = {}
         for name, layer in self._layers.items():
-            self._sums[name] = StatsSum(layer.config.num_experts, next(layer.parameters()).device)
-            layer.stats_sum = self._sums[name]
+            self._sums[name] = MetricsAccumulator(layer.config.num_experts, next(layer.parameters()).device)
+            layer.metrics_accumulator = self._sums[name]
 
     @torch.no_grad()
     def update(self) -> StepStats:
@@ -66,7 +66,7 @@ class StatsAccumulator:
         """
         aux_losses, stats = [], {}
         for name, packed in self._take().items():
-            summed = StatsSum.unpack(packed)
+            summed = MetricsAccumulator.unpack(packed)
             calls = summed.calls.clamp_min(1)
             aux_losses.append(summed.aux_loss / calls)
             stats[name] = summed.stats._replace(router_entropy=summed.stats.router_entropy / calls)
@@ -77,7 +77,7 @@ class StatsAccumulator:
 
     def _take(self) -> dict[str, Tensor]:
         """Take the sum of every layer, over all ranks."""
-        sums = {name: stats_sum.take() for name, stats_sum in self._sums.items()}
+        sums = {name: metrics_accumulator.take() for name, metrics_accumulator in self._sums.items()}
         local = [name for name, layer in self._layers.items() if isinstance(layer.token_group, LocalTokens)]
         if local and dist.is_initialized():
             packed = torch.cat([sums[name] for name in local])

@@ -4,7 +4,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from maxmoe.nn.router import Assignment
+from maxmoe.nn.router import TopK
 
 
 class LayerInputs(NamedTuple):
@@ -28,8 +28,8 @@ class TensorParallelRegion(Protocol):
         """Return the tokens x ``(T, D)`` as inputs of the parts of the layer."""
         ...
 
-    def assign(self, assignment: Assignment) -> Assignment:
-        """Return an assignment that every process has computed; the gradient of its weights is summed over them."""
+    def assign(self, top_k: TopK) -> TopK:
+        """Return ids and weights that every process has computed; the gradient of the weights is summed over them."""
         ...
 
     def leave(self, routed: Tensor, shared: Tensor | None) -> Tensor:
@@ -56,9 +56,9 @@ class LocalRegion:
         """Return x three times."""
         return LayerInputs(x, x, x)
 
-    def assign(self, assignment: Assignment) -> Assignment:
-        """Return the assignment."""
-        return assignment
+    def assign(self, top_k: TopK) -> TopK:
+        """Return ids and weights."""
+        return top_k
 
     def leave(self, routed: Tensor, shared: Tensor | None) -> Tensor:
         """Return the sum of routed and shared experts."""

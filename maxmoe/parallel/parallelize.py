@@ -47,7 +47,7 @@ def parallelize(
     sum of the parts, and of the auxiliary loss once.
 
     Experts stay on the axes that the rules `exp` and `activation_exp` share, and tokens travel over those of them that
-    shard the tokens, as `dispatch` says. All other parameters are gathered before the forward of their gather unit,
+    shard the tokens, as `dispatch` says. All other parameters are gathered before the forward of their FSDP unit,
     freed after it, gathered again in the backward, and their gradients are reduce-scattered. Where it can, FSDP2 does
     that for the `fsdp` axis, block by block; see `fsdp_managed`. Modules with tensor-parallel dims compute with their
     own part of the weights and all-reduce their output. Where the rules shard `activation_embed`, so is a
@@ -114,7 +114,7 @@ def parallelize(
     writers = {plan.modules[part.writer] for part in plan.residual_parts if part.writer is not None}
     InputGradientCheck(mesh).register(module)
     all_hooks = []
-    for unit, names in plan.gather_units.items():
+    for unit, names in plan.fsdp_units.items():
         hooks = ParameterHooks({path: plan.parameters[name] for path, name in names.items()})
         hooks.register(unit)
         all_hooks.append(hooks)

@@ -1,4 +1,4 @@
-"""The hooks of a gather unit: gather parameters before its forward, free them after it, refill them for its backward.
+"""The hooks of a FSDP unit: gather parameters before its forward, free them after it, refill them for its backward.
 
 Autograd does not save the gathered parameter itself but tensors and views that share its storage; see `FreedStorage`.
 
@@ -23,7 +23,7 @@ from maxmoe.sharding.redistribute import redistribute_parameter
 
 
 class ParameterHooks:
-    """Gathers the parameters of one gather unit for as long as its forward or its backward runs.
+    """Gathers the parameters of one FSDP unit for as long as its forward or its backward runs.
 
     Args:
         parameters: plans of the parameters of the unit, by their path within it.
@@ -159,7 +159,7 @@ class GatheredParameter:
 def _gathered_tensor(parameter: DTensor, plan: ParameterPlan) -> Tensor:
     # FSDP2 refills its unsharded parameters when the backward reaches the output of its module. Tensor hooks run in the
     # order of their registration, and those of this file come first: on the output of the whole model, which is one
-    # FSDP module and may be one gather unit, FSDP has not gathered yet, and the parameter is found as it is stored.
+    # FSDP module and may be one FSDP unit, FSDP has not gathered yet, and the parameter is found as it is stored.
     is_unsharded = parameter.placements == plan.unsharded.placements
     source = plan.unsharded if is_unsharded else plan.stored
     return redistribute_parameter(

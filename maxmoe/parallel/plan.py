@@ -23,20 +23,20 @@ from maxmoe.sharding.rules import LogicalRules
 class ParameterPlan:
     """A parameter, from how it is stored to how it is used, and its gradient back.
 
-        value:     stored -- FSDP --> unsharded -- gather unit --> used
-        gradient:  grad_used -- gather unit --> grad_unsharded -- FSDP --> stored
+        value:     stored -- FSDP --> unsharded -- FSDP unit --> used
+        gradient:  grad_used -- FSDP unit --> grad_unsharded -- FSDP --> stored
 
     Without FSDP, `unsharded` is `stored` and `grad_unsharded` is no partial sum.
 
     Args:
         name: its path in the model.
         parameter: names, shape, dtype and the sharding in which it is stored.
-        unsharded: when the forward of the gather unit begins; FSDP's unsharded parameter.
-        used: in the forward of the gather unit: sharded over tensor-parallel axes, and those over which experts lie.
-        grad_used: in the backward of the gather unit: partial over the axes whose ranks hold different tokens, or
+        unsharded: when the forward of the FSDP unit begins; FSDP's unsharded parameter.
+        used: in the forward of the FSDP unit: sharded over tensor-parallel axes, and those over which experts lie.
+        grad_used: in the backward of the FSDP unit: partial over the axes whose ranks hold different tokens, or
             compute different parts.
-        grad_unsharded: when the gather unit has reduced it: partial over the axes of FSDP.
-        gather_unit: path of the module that gathers it; "" for the whole model.
+        grad_unsharded: when the FSDP unit has reduced it: partial over the axes of FSDP.
+        fsdp_unit: path of the module that gathers it; "" for the whole model.
         fsdp_block: path of the block with which FSDP gathers it, "" for the rest of the model; None without FSDP.
     """
 
@@ -46,7 +46,7 @@ class ParameterPlan:
     used: NamedSharding
     grad_used: NamedSharding
     grad_unsharded: NamedSharding
-    gather_unit: str
+    fsdp_unit: str
     fsdp_block: str | None
 
     @property
@@ -56,7 +56,7 @@ class ParameterPlan:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the gather unit has anything to gather."""
+        """Whether the FSDP unit has anything to gather."""
         return self.unsharded != self.used
 
     def bytes(self, sharding: NamedSharding) -> int:
@@ -124,10 +124,10 @@ class Plan:
         self.tokens = ShardedTokens(mesh, *token_sharding(mesh, rules).spec)
         self.modules = dict(module.named_modules())
         self.paths = {child: path for path, child in self.modules.items()}
-        self.gather_units = gather_units(module)
+        self.fsdp_units = fsdp_units(module)
         self.tensor_parallel_axes = {
             unit: tensor_parallel_axes(unit, [shardings[name] for name in names.values()], rules, self.tokens)
-            for unit, names in self.gather_units.items()
+            for unit, names in self.fsdp_units.items()
         }
         self.residual_parts = tuple(self._residual_parts(rules))
         self.axes_of_tokens = self._axes_of_tokens(rules)
@@ -144,13 +144,13 @@ class Plan:
         }
         used = {
             name: self._used(unit, shardings[name])
-            for unit, names in self.gather_units.items()
+            for unit, names in self.fsdp_units.items()
             for name in names.values()
         }
         self.fsdp_managed = fsdp_managed(shardings, used, self.tokens)
         self.parameters: dict[str, ParameterPlan] = {}
         block_modules = set(blocks(module))
-        for unit in self.gather_units:
+        for unit in self.fsdp_units:
             block = next((outer for outer in enclosing(self.paths[unit]) if self.modules[outer] in block_modules), "")
             self.parameters.update(self._plan_parameters(unit, shardings, used, block))
 
@@ -181,7 +181,7 @@ class Plan:
         rules: LogicalRules,
         dispatch: Dispatch,
     ) -> DispatchPlan:
-        routed = self.gather_units[layer.routed_experts]
+        routed = self.fsdp_units[layer.routed_experts]
         stacked = shardings[routed["up_proj"]]
         try:
             plan = plan_dispatch(
@@ -202,7 +202,7 @@ class Plan:
         return replace(plan, shared_is_partial=of_shared == set(plan.partial_axes) == set(plan.sum_axes))
 
     def _used(self, unit: nn.Module, parameter: ParameterSharding) -> NamedSharding:
-        """Return the sharding in which a gather unit computes with a parameter.
+        """Return the sharding in which a FSDP unit computes with a parameter.
 
         Not what is left of the stored sharding: a rule may put a tensor-parallel axis on another dim of a parameter
         that lacks the tensor-parallel dim, such as a bias, and every rank needs this dim whole.
@@ -226,9 +226,9 @@ class Plan:
         used_shardings: Mapping[str, NamedSharding],
         block: str,
     ) -> Iterator[tuple[str, ParameterPlan]]:
-        """Plan the parameters that a gather unit gathers."""
+        """Plan the parameters that a FSDP unit gathers."""
         tensor_parallel = self.tensor_parallel_axes[unit]
-        for path, name in self.gather_units[unit].items():
+        for path, name in self.fsdp_units[unit].items():
             fsdp_axes = self.fsdp_managed.axes if name in self.fsdp_managed.dims else ()
             unsharded, used = shardings[name].sharding.without(*fsdp_axes), used_shardings[name]
             sharded = {axis for axes in used.spec for axis in axes}
@@ -251,7 +251,7 @@ class Plan:
                     used=replace(used, partial=added),
                     grad_used=NamedSharding(self.mesh, used.spec, partial),
                     grad_unsharded=NamedSharding(self.mesh, unsharded.spec, fsdp_axes),
-                    gather_unit=self.paths[unit],
+                    fsdp_unit=self.paths[unit],
                     fsdp_block=block if fsdp_axes else None,
                 ),
             )
@@ -283,7 +283,7 @@ def enclosing(path: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
 
 
-def gather_units(module: nn.Module) -> dict[nn.Module, dict[str, str]]:
+def fsdp_units(module: nn.Module) -> dict[nn.Module, dict[str, str]]:
     """Assign every parameter to the module that gathers it; see `Declaration`.
 
     Args:
@@ -299,7 +299,7 @@ def gather_units(module: nn.Module) -> dict[nn.Module, dict[str, str]]:
     def visit(owner: nn.Module, unit: nn.Module | None, path: str) -> None:
         declaration = declaration_of(owner)
         # A module that runs again by itself in the backward gathers what it needs then.
-        if declaration.gather_unit or declaration.tensor_parallel_dims or isinstance(owner, Checkpointed):
+        if declaration.fsdp_unit or declaration.tensor_parallel_dims or isinstance(owner, Checkpointed):
             unit, path = owner, ""
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             gathered_by, path_in_unit = (owner, name) if unit is None else (unit, path + name)

@@ -45,8 +45,8 @@ class TensorParallelHooks:
             return value
         whole = NamedSharding.replicated(self.mesh, value.dim())
         computed = NamedSharding.replicated(self.mesh, value.dim(), partial=self.axes)
-        handed_on = NamedSharding.replicated(self.mesh, value.dim(), partial=self.embed_axes)
-        return redistribute_local(value, whole, whole, grad_source=computed, grad_target=handed_on)
+        grad_input = NamedSharding.replicated(self.mesh, value.dim(), partial=self.embed_axes)
+        return redistribute_local(value, whole, whole, grad_source=computed, grad_target=grad_input)
 
     @not_compiled
     def _leave(self, module: nn.Module, _arguments: tuple[Any, ...], output: Any) -> Tensor:

@@ -135,14 +135,14 @@ def parameter_communication(parameter: ParameterPlan, num_calls: int = 1) -> Ite
 
     Args:
         parameter: of the plan.
-        num_calls: of its gather unit in a forward.
+        num_calls: of its FSDP unit in a forward.
 
     Yields:
-        That of its gather unit, then that of FSDP.
+        That of its FSDP unit, then that of FSDP.
     """
     shape, block = parameter.parameter.shape, parameter.fsdp_block
-    # The whole model as a gather unit refills its parameters before FSDP has gathered them: see parameter_hooks.py.
-    is_refilled_first = block == parameter.gather_unit == "" and parameter.is_gathered
+    # The whole model as a FSDP unit refills its parameters before FSDP has gathered them: see parameter_hooks.py.
+    is_refilled_first = block == parameter.fsdp_unit == "" and parameter.is_gathered
     refill_source = parameter.stored if is_refilled_first else parameter.unsharded
     for _ in range(num_calls):
         yield Redistribution(FORWARD, parameter.unsharded, parameter.used, shape)
@@ -220,5 +220,5 @@ def _both_ways(
 
 def _hidden_size(plan: Plan, unit: nn.Module) -> int:
     """The width of the input and the output of a tensor-parallel module: the dim "embed" of its weights."""
-    parameter = plan.parameters[next(iter(plan.gather_units[unit].values()))].parameter
+    parameter = plan.parameters[next(iter(plan.fsdp_units[unit].values()))].parameter
     return parameter.shape[(parameter.names or ()).index("embed")]

@@ -126,7 +126,7 @@ def _partial_sums(
     # Shared experts that are not summed with the routed ones leave by themselves.
     for _ in range(2 if config.num_shared_experts and not plan.shared_is_partial else 1):
         yield Redistribution("partial outputs, backward", region.outside, whole, tokens)
-    handed_on = region.whole(region.embed_axes)
-    yield Redistribution("partial outputs, backward", region.whole(region.axes), handed_on, tokens)
+    grad_input = region.whole(region.embed_axes)
+    yield Redistribution("partial outputs, backward", region.whole(region.axes), grad_input, tokens)
     slots = (num_tokens, config.top_k)
     yield Redistribution("routing weights, backward", *summed(plan.mesh, 2, region.axes), slots, dtype=weights)

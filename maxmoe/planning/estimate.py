@@ -120,7 +120,7 @@ def estimate(
     communication: list[Communication] = []
     for parameter in parameters:
         # Routed experts are called, and gather what they gather, once for each chunk.
-        routed = plan.dispatch_of_experts.get(plan.modules[parameter.gather_unit])
+        routed = plan.dispatch_of_experts.get(plan.modules[parameter.fsdp_unit])
         communication += parameter_communication(parameter, 1 if routed is None else routed.num_chunks(num_chunks))
     communication += activation_communication(plan, batch_size, sequence_length)
     communication += (item for _, item in dispatch_communication(plan, batch_size, sequence_length, num_chunks))
@@ -148,4 +148,4 @@ def _gathered(parameter: ParameterPlan) -> Iterator[tuple[str | None, int]]:
     if parameter.fsdp_block is not None:
         yield parameter.fsdp_block or None, parameter.bytes(parameter.unsharded)
     if parameter.is_gathered:
-        yield parameter.gather_unit or None, parameter.bytes(parameter.used)
+        yield parameter.fsdp_unit or None, parameter.bytes(parameter.used)

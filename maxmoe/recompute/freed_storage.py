@@ -74,7 +74,7 @@ class Recomputation(NamedTuple):
     start: Callable[[Wait], Wait]
 
 
-class Recomputed:
+class Rematerialized:
     """Tensors that are freed after the forward and recomputed once in the backward, each from the one before it.
 
     What was freed is recomputed even if autograd has not saved it. Recomputing may start collectives, so it must not

@@ -14,7 +14,7 @@ from maxmoe.declaration import SavedTensor
 class Checkpointed(nn.Module):
     """A module that runs again in the backward, which keeps its arguments only, where `set_recompute` names it.
 
-    The hooks of the module run again too. On a mesh it is a gather unit, see `Declaration`::
+    The hooks of the module run again too. On a mesh it is a FSDP unit, see `Declaration`::
 
         class LatentAttention(maxmoe.nn.Checkpointed):
             recompute_names = ("attention",)
@@ -51,7 +51,7 @@ class Checkpointed(nn.Module):
             options["context_fn"] = context_fn
         return checkpoint(super().__call__, *arguments, use_reentrant=False, **options)
 
-    def kept_of(self, saved: Mapping[str, SavedTensor], *arguments: str) -> dict[str, SavedTensor]:
+    def mark_saved(self, saved: Mapping[str, SavedTensor], *arguments: str) -> dict[str, SavedTensor]:
         """Mark the tensors that are recomputed.
 
         Args:

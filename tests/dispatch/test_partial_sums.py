@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from maxmoe.dispatch import PartialSums
-from maxmoe.nn import Assignment
+from maxmoe.nn import TopK
 from maxmoe.sharding import Mesh
 from support.run_ranks import run_ranks
 
@@ -46,9 +46,9 @@ def test_gradients_of_the_inputs(shared_is_partial: bool) -> None:
 def test_gradients_of_the_weights_are_summed() -> None:
     def check() -> float:
         weights = torch.ones(3, 2, requires_grad=True)
-        assignment = boundary_of().assign(Assignment(weights, torch.zeros(3, 2, dtype=torch.int64), True))
-        assert assignment.is_complete and assignment.experts.equal(torch.zeros(3, 2, dtype=torch.int64))
-        return gradient_of(assignment.weights, weights)
+        top_k = boundary_of().assign(TopK(weights, torch.zeros(3, 2, dtype=torch.int64), True))
+        assert top_k.is_unpadded and top_k.experts.equal(torch.zeros(3, 2, dtype=torch.int64))
+        return gradient_of(top_k.weights, weights)
 
     assert run_ranks(check, 4) == [11.0] * 4
 

@@ -111,7 +111,7 @@ def test_capacity_beyond_the_slots_of_a_sequence_costs_nothing() -> None:
     """One token asks for 2 of 64 experts: two slots, and not the capacity of 64 of each."""
     layer = make(implementation="dense", num_experts=64, top_k=2, capacity_factor=64.0)
     x = tokens(layer, 3, 1)
-    dispatched = layer.runner.dispatcher.dispatch(x.flatten(0, 1), layer.router(x.flatten(0, 1)).assignment, 3)()
+    dispatched = layer.runner.dispatcher.dispatch(x.flatten(0, 1), layer.router(x.flatten(0, 1)).top_k, 3)()
     assert dispatched.x.shape[0] == 64 * 3 * 2 and dispatched.dropped == 0
     assert_meets_specification(layer, x)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from maxmoe import MoE, MoEConfig
-from maxmoe.nn import Assignment, Dispatched, ExpertRunner, Pending
+from maxmoe.nn import Dispatched, ExpertRunner, Future, TopK
 from maxmoe.nn.dense_dispatcher import CapacityDispatcher, DenseDispatcher, local_dispatcher
 from maxmoe.nn.dispatcher import Dispatcher, LocalDispatcher
 from maxmoe.ops import RaggedPlan
@@ -64,11 +64,11 @@ def test_the_layer_takes_any_dispatcher() -> None:
         def __init__(self, inner: Dispatcher[Any]) -> None:
             self.inner = inner
 
-        def dispatch(self, x: Tensor, assignment: Assignment, num_sequences: int) -> Pending[Dispatched]:
-            reversed_assignment = Assignment(*(part.flip(0) for part in assignment[:2]))
-            return self.inner.dispatch(x.flip(0), reversed_assignment, num_sequences)
+        def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[Dispatched]:
+            reversed_top_k = TopK(*(part.flip(0) for part in top_k[:2]))
+            return self.inner.dispatch(x.flip(0), reversed_top_k, num_sequences)
 
-        def combine(self, outputs: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
+        def combine(self, outputs: Tensor, dispatched: Dispatched) -> Future[Tensor]:
             combined = self.inner.combine(outputs, dispatched)
             return lambda: combined().flip(0)
 
@@ -85,10 +85,10 @@ def test_the_next_chunk_is_on_its_way_while_experts_compute() -> None:
         def __init__(self, inner: Dispatcher[Any]) -> None:
             self.inner, self.count = inner, 0
 
-        def dispatch(self, x: Tensor, assignment: Assignment, num_sequences: int) -> Pending[Dispatched]:
+        def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[Dispatched]:
             number, self.count = self.count, self.count + 1
             order.append(f"send {number}")
-            arrived = self.inner.dispatch(x, assignment, num_sequences)
+            arrived = self.inner.dispatch(x, top_k, num_sequences)
 
             def arrive() -> Dispatched:
                 order.append(f"receive {number}")
@@ -96,7 +96,7 @@ def test_the_next_chunk_is_on_its_way_while_experts_compute() -> None:
 
             return arrive
 
-        def combine(self, outputs: Tensor, dispatched: Dispatched) -> Pending[Tensor]:
+        def combine(self, outputs: Tensor, dispatched: Dispatched) -> Future[Tensor]:
             order.append("send back")
             return self.inner.combine(outputs, dispatched)
 

@@ -12,7 +12,7 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 
 from maxmoe.dispatch import ExpertRanks, RaggedAllToAll, RingOfExperts
 from maxmoe.integrations.transformers.experts import compute_experts
-from maxmoe.nn import Assignment, Dispatcher, ExpertRunner, LocalDispatcher, LocalExperts
+from maxmoe.nn import Dispatcher, ExpertRunner, LocalDispatcher, LocalExperts, TopK
 from maxmoe.ops import RaggedPlan
 
 
@@ -59,8 +59,8 @@ class _DispatcherEP(EPImplementation):
             assert weights is not None
             return compute_experts(self.experts, x, weights, plan)
 
-        assignment = Assignment(top_k_weights, top_k_index, is_complete=True)
-        combined, _ = self.runner.run(compute, hidden_states, assignment)
+        top_k = TopK(top_k_weights, top_k_index, is_unpadded=True)
+        combined, _ = self.runner.run(compute, hidden_states, top_k)
         return combined
 
     def _dispatcher(self, local: Dispatcher[Any], experts: LocalExperts) -> Dispatcher[Any]:
