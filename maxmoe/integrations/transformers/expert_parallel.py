@@ -42,10 +42,15 @@ class _DispatcherEP(EPImplementation):
         self.experts = experts
         count, num_ranks = experts.num_experts, ep_mesh.size()
         local_experts = LocalExperts(ep_mesh.get_local_rank() * count, count, num_ranks * count)
-        # The dispatchers read from the config that weights multiply outputs, and that no buffer is bounded.
+        # The dispatchers read from the config that weights multiply outputs, and that no buffer is bounded; the weights
+        # come from the router of transformers.
         hidden_size = experts.config.get_text_config().hidden_size
         config = MoEConfig(
-            hidden_size=hidden_size, intermediate_size=hidden_size, num_experts=local_experts.total, top_k=1
+            hidden_size=hidden_size,
+            intermediate_size=hidden_size,
+            num_experts=local_experts.total,
+            top_k=1,
+            normalization="none",
         )
         self.dispatcher = self._dispatcher(LocalDispatcher(config, local_experts), local_experts)
 
