@@ -4,6 +4,7 @@ import difflib
 import functools
 import inspect
 import math
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
@@ -53,7 +54,8 @@ class MoEConfig:
         num_groups: experts form this many groups of equal size.
         top_k_groups: a token's experts come from its best groups only.
         group_score: a group is as good as its two best experts together, "top2", or as its best, "max".
-        normalization: of the K selected scores: "none", "sum" (divide by their sum), "softmax".
+        normalization: of the K selected scores: "none", "sum" (divide by their sum), "softmax". With top_k=1 the last
+            two make the weight constant, so that only auxiliary losses train the router: a warning says so.
         routed_scaling_factor: multiplies the routing weights.
         apply_weights_to: the routing weights scale the experts' "output" or their "input".
         router: "learned", or "random" (uniform and balanced, for tests and benchmarks).
@@ -118,6 +120,7 @@ class MoEConfig:
         self._check_groups()
         self._check_experts()
         self._check_limits()
+        self._warn_of_constant_weights()
 
     def _check_sizes(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k", "num_groups", "top_k_groups"):
@@ -188,6 +191,15 @@ class MoEConfig:
                 raise ValueError(
                     f"{name} ({value}) needs implementation={implementation!r}, got {self.implementation!r}"
                 )
+
+    def _warn_of_constant_weights(self) -> None:
+        # With one expert in all there is nothing to route, and the random router is not trained.
+        if self.top_k == 1 < self.num_experts and self.normalization != "none" and self.router == "learned":
+            warnings.warn(
+                f"top_k=1 with normalization={self.normalization!r} makes every routing weight constant, so that the "
+                "router gets no gradient from the output of the layer: set normalization='none'",
+                stacklevel=1,  # one line for all configs, for which Python shows it once
+            )
 
 
 def check_int(name: str, value: object, *, at_least: int) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import pickle
 import re
+import warnings
 from typing import Any, get_args
 
 import numpy as np
@@ -160,3 +161,24 @@ def test_refuses_and_names_both_values(changes: dict[str, Any], named: tuple[str
     everything = "".join(f"(?=.*{re.escape(word)})" for word in named)
     with pytest.raises(ValueError, match=everything):
         MoEConfig(**{**SIZES, **changes})
+
+
+@pytest.mark.parametrize("normalization", ["sum", "softmax"])
+def test_a_router_without_gradient_is_warned_of_once(normalization: Normalization) -> None:
+    fields: dict[str, Any] = {**SIZES, "top_k": 1, "normalization": normalization}
+    message = f"top_k=1 with normalization='{normalization}' makes every routing weight constant"
+    with pytest.warns(UserWarning, match=f"^{message}.* set normalization='none'"):
+        MoEConfig(**fields, load_balance_loss_weight=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")  # what Python does unless told otherwise
+        for _ in range(2):
+            config = MoEConfig(**fields)
+            dataclasses.replace(config, buffer_factor=1.0)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    "harmless", [{"normalization": "none"}, {"router": "random"}, {"num_experts": 1}, {"top_k": 2}], ids=str
+)
+def test_nothing_is_warned_of_where_no_router_learns_less(harmless: dict[str, Any]) -> None:
+    MoEConfig(**{**SIZES, "top_k": 1, **harmless})  # a warning is an error in the tests

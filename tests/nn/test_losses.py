@@ -20,7 +20,7 @@ BALANCE: Options = {"load_balance_loss_weight": 0.3}
 def one_hot_router(num_experts: int, scale: float = 1.0, **options: Any) -> MoE:
     """Whose logits are scale * x: the largest entry of a token names its expert."""
     sizes: Options = {"hidden_size": num_experts, "num_experts": num_experts, "intermediate_size": 2}
-    layer = MoE(MoEConfig(**{**sizes, "top_k": 1, **options}), dtype=torch.float64)
+    layer = MoE(MoEConfig(**{**sizes, "top_k": 1, "normalization": "none", **options}), dtype=torch.float64)
     with torch.no_grad():
         layer.router.weight.copy_(scale * torch.eye(num_experts))
     return layer

@@ -24,7 +24,11 @@ def message_of(call: Any, *arguments: Any) -> str:
 @pytest.mark.parametrize(
     ("change", "dtype", "message"),
     [
-        ({"top_k": 1}, torch.float32, r"the module \(root\): rank 0 has .*top_k=2.* rank 1 has .*top_k=1"),
+        (
+            {"top_k": 1, "normalization": "none"},
+            torch.float32,
+            r"the module \(root\): rank 0 has .*top_k=2.* rank 1 has .*top_k=1",
+        ),
         (
             {"intermediate_size": 6},
             torch.float32,
