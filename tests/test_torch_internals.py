@@ -1,0 +1,143 @@
+"""Each private name of torch does what `maxmoe/_torch.py` says, in the version of torch that is installed."""
+
+import gc
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+import maxmoe
+from maxmoe import _torch
+from maxmoe.sharding import Mesh
+from support.run_ranks import run_ranks
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+def test_a_registered_named_tuple_is_exported() -> None:
+    _torch.register_namedtuple(Pair, "maxmoe.tests.Pair")
+
+    class Module(nn.Module):
+        def forward(self, x: Tensor) -> Pair:
+            return Pair(x, 2 * x)
+
+    program = torch.export.export(Module(), (torch.ones(2),))
+    assert isinstance(program.module()(torch.ones(2)), Pair)
+
+
+def test_a_reshaped_tensor_is_no_view_and_keeps_its_hooks() -> None:
+    x, calls = torch.ones(2, 3, requires_grad=True), []
+    y = _torch.reshaped((2 * x).contiguous(), (6,))
+    assert y.shape == (6,) and not y._is_view()
+    y.register_hook(calls.append)
+    y += 1
+    y.sum().backward()
+    assert len(calls) == 1 and x.grad is not None and x.grad.equal(torch.full((2, 3), 2.0))
+
+
+def test_a_running_backward_is_seen() -> None:
+    seen, x = [], torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: seen.append(_torch.is_backward_running()))
+    assert not _torch.is_backward_running()
+    x.sum().backward()
+    assert seen == [True] and not _torch.is_backward_running()
+
+
+@pytest.mark.parametrize("context_fn", [None, maxmoe.keep_routing])
+def test_checkpoints_are_recognized(context_fn: Callable[[], Any] | None) -> None:
+    seen: list[tuple[bool, int | None]] = []
+
+    def block(x: Tensor) -> Tensor:
+        storage = _torch.selective_checkpoint_storage()
+        seen.append((_torch.is_packed_by_checkpoint(), None if storage is None else id(storage)))
+        return x.sin()
+
+    options = {} if context_fn is None else {"context_fn": context_fn}
+    checkpoint(block, torch.ones(1, requires_grad=True), use_reentrant=False, **options).backward()
+    (packed, storage), (_, storage_again) = seen
+    assert packed and storage == storage_again and (storage is None) == (context_fn is None)
+    assert not _torch.is_packed_by_checkpoint() and _torch.selective_checkpoint_storage() is None
+
+
+def test_a_weak_storage_ends_with_the_last_tensor_that_shares_it() -> None:
+    tensor = torch.ones(4)
+    view, storage = tensor[1:], _torch.WeakStorage(tensor)
+    del tensor
+    assert storage.get() is not None
+    del view
+    gc.collect()
+    assert storage.get() is None
+
+
+def test_a_tensor_in_the_place_of_a_parameter_is_part_of_the_graph() -> None:
+    linear, scale = nn.Linear(2, 2), torch.ones((), requires_grad=True)
+    parameter = _torch.parameter_in_place(linear, "weight")
+    assert parameter is linear.weight
+    _torch.put_in_place(linear, "weight", scale * linear.weight)
+    linear(torch.ones(1, 2)).sum().backward()
+    _torch.put_in_place(linear, "weight", parameter)
+    assert scale.grad is not None and linear.weight is parameter and next(iter(linear.parameters())) is parameter
+
+
+def test_a_converted_module_restores_what_it_wants() -> None:
+    class Wide(_torch.ConvertedModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("wide", torch.full((1,), 1 / 3))
+            self.register_buffer("narrow", torch.ones(1))
+
+        def before_conversion(self) -> Callable[[], None]:
+            before = self.wide
+
+            def restore() -> None:
+                self.wide = before
+
+            return restore
+
+    module = nn.Sequential(Wide()).to(torch.bfloat16)
+    assert module[0].wide.dtype == torch.float32 and module[0].narrow.dtype == torch.bfloat16
+
+
+def test_hooks_are_seen() -> None:
+    module = nn.SiLU()
+    assert not _torch.has_hooks(module)
+    handle = module.register_forward_hook(lambda *_: None)
+    assert _torch.has_hooks(module)
+    handle.remove()
+    assert not _torch.has_hooks(module)
+
+
+def test_names_of_arguments() -> None:
+    assert _torch.argument_names(torch.ops.aten.add.Tensor) == ["self", "other", "alpha"]
+
+
+def test_versions_count_modifications_in_place() -> None:
+    tensor = torch.ones(2)
+    before = _torch.version_of(tensor)
+    tensor[:1].add_(1)
+    assert _torch.version_of(tensor) == _torch.version_of(tensor.detach()) == before + 1
+
+
+def test_stores_groups_and_placements_of_ranks() -> None:
+    def check() -> None:
+        _torch.default_store().set("key", "value")
+        assert _torch.default_store().get("key") == b"value"
+        group = dist.new_group(range(4))
+        assert _torch.process_group_named(group.group_name) is group
+        mesh = Mesh({"outer": 2, "inner": 2}).device_mesh
+        whole = torch.arange(4.0)
+        # `outer` splits what `inner` has split: rank (o, i) holds element 2 i + o.
+        part = whole[2 * (dist.get_rank() % 2) + dist.get_rank() // 2].view(1)
+        placements = [_torch.strided_shard(0, 2), Shard(0)]
+        tensor = DTensor.from_local(part, mesh, placements, run_check=False)
+        assert _torch.waited(tensor.redistribute(placements=[Replicate()] * 2).to_local()).equal(whole)
+
+    run_ranks(check, 4)
