@@ -16,12 +16,9 @@ from maxmoe.nn import (
     set_recompute,
 )
 from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.fsdp import fully_shard_blocks
-from maxmoe.parallel.input_gradients import InputGradientCheck
-from maxmoe.parallel.parameter_hooks import ParameterHooks
+from maxmoe.parallel.hooks import register_hooks
 from maxmoe.parallel.plan import Plan
 from maxmoe.parallel.shard_parameters import distribute_parameters
-from maxmoe.parallel.tensor_parallel_hooks import ResidualReaderHook, TensorParallelHooks
 from maxmoe.sharding.agreement import check_ranks_agree
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.rules import LogicalRules
@@ -111,24 +108,7 @@ def parallelize(
             child.token_group = plan.tokens
     for path, dispatch_plan in plan.dispatch_plans.items():
         plan.layer(path).set_runner(dispatch_plan.runner(num_chunks))
-    writers = {plan.modules[part.writer] for part in plan.residual_parts if part.writer is not None}
-    InputGradientCheck(mesh).register(module)
-    all_hooks = []
-    for unit, names in plan.fsdp_units.items():
-        hooks = ParameterHooks({path: plan.parameters[name] for path, name in names.items()})
-        hooks.register(unit)
-        all_hooks.append(hooks)
-        if plan.tensor_parallel_axes[unit] and unit not in (*plan.reduced_by_layer, *writers):
-            TensorParallelHooks(mesh, plan.tensor_parallel_axes[unit]).register(unit)
-    for part in plan.residual_parts:
-        if part.writer is not None and part.writer not in plan.dispatch_plans:
-            writer = plan.modules[part.writer]
-            TensorParallelHooks(mesh, plan.tensor_parallel_axes.get(writer, ()), part.axes).register(writer)
-        if part.reader is not None:
-            ResidualReaderHook(mesh, part.axes, part.partial_axes).register(plan.modules[part.reader])
-    fully_shard_blocks(module, mesh, plan.fsdp_managed)
-    for hooks in all_hooks:
-        hooks.stored = dict(module.named_parameters())
+    register_hooks(module, plan)
     return module
 
 
