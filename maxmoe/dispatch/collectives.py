@@ -250,14 +250,6 @@ def all_gather_replicated_rows(rows: Tensor, counts: Sequence[int], group: dist.
     """All-gather as `all_gather_rows`, where all ranks compute the same from the result.
 
     Every rank then has the whole gradient of the result, and the backward is a slice.
-
-    Args:
-        rows: ``(N, ...)``, rows of this rank.
-        counts: N of every rank.
-        group: the ranks.
-
-    Returns:
-        A function that waits for ``(sum(counts), ...)``, the rows in the order of the ranks.
     """
     return start_collective(rows, AllGather(group, tuple(counts), is_replicated=True))
 

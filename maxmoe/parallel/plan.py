@@ -1,17 +1,18 @@
 """What `parallelize` does with every parameter: how it is stored, who gathers it, who reduces its gradient."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import nn
 
-from maxmoe.declaration import TOKEN_DIMS, declaration_of
+from maxmoe.declaration import declaration_of
 from maxmoe.nn import Checkpointed, MoE
-from maxmoe.parallel.dispatch_plan import EXPERT_TOKEN_DIMS, Dispatch, DispatchPlan, check_dispatch, plan_dispatch
+from maxmoe.parallel.dispatch_plan import Dispatch, DispatchPlan, check_dispatch, plan_dispatch
 from maxmoe.parallel.fsdp import blocks, fsdp_managed
 from maxmoe.parallel.parameter_sharding import ParameterSharding, parameter_shardings, tensor_parallel_activation
-from maxmoe.parallel.sharded_tokens import PartAxes, ShardedTokens, part_axes, token_sharding
+from maxmoe.parallel.part_axes import activation_parts, embed_parts, tensor_parallel_axes
+from maxmoe.parallel.sharded_tokens import ShardedTokens, token_sharding
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.partition_spec import PartitionSpec
@@ -309,45 +310,3 @@ def fsdp_units(module: nn.Module) -> dict[nn.Module, dict[str, str]]:
 
     visit(module, None, "")
     return units
-
-
-def tensor_parallel_axes(
-    unit: nn.Module, parameters: Sequence[ParameterSharding], rules: LogicalRules, tokens: ShardedTokens
-) -> tuple[str, ...]:
-    """Find the axes over which a module computes parts of its tensor-parallel dims.
-
-    Args:
-        unit: the module.
-        parameters: that it gathers.
-        rules: the table.
-        tokens: the axes that shard the tokens.
-
-    Returns:
-        The axes on which the rules put the weights and the activations of all these dims, along which all ranks hold
-        the same tokens, and whose sizes divide the numbers of parts; none for a module without such dims.
-    """
-    dims, mesh = declaration_of(unit).tensor_parallel_dims, tokens.mesh
-    specs = [
-        parameter.sharding.spec[parameter.names.index(name)]
-        for name in dims
-        for parameter in parameters
-        if parameter.names is not None and name in parameter.names
-    ]
-    candidates = [activation_parts(name, rules, tokens).computed for name in dims]
-    chosen: list[str] = []
-    for axis in specs[0] if specs else ():  # in the order of the weights, which are then sliced by no other order
-        is_common = all(axis in axes for axes in (*specs, *candidates))
-        if is_common and all(parts % mesh.size(*chosen, axis) == 0 for parts in dims.values()):
-            chosen.append(axis)
-    return tuple(chosen)
-
-
-def activation_parts(name: str, rules: LogicalRules, tokens: ShardedTokens) -> PartAxes:
-    """Return the axes that the rules give to the activations of a tensor-parallel dim of weights."""
-    others = EXPERT_TOKEN_DIMS if name.endswith("_moe") else TOKEN_DIMS
-    return part_axes((*others, tensor_parallel_activation(name)), tokens.mesh, rules, tokens)
-
-
-def embed_parts(rules: LogicalRules, tokens: ShardedTokens) -> PartAxes:
-    """Return the axes that the rules give to the hidden dim of a residual stream."""
-    return part_axes((*TOKEN_DIMS, "activation_embed"), tokens.mesh, rules, tokens)

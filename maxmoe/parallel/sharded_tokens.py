@@ -1,7 +1,7 @@
 """The tokens of one forward, sharded over the ranks of a mesh."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,26 +51,6 @@ def token_group(mesh: Mesh, rules: LogicalRules | str = "default") -> TokenGroup
         ValueError: for a preset that does not exist.
     """
     return ShardedTokens(mesh, *token_sharding(mesh, rules).spec)
-
-
-class PartAxes(NamedTuple):
-    """The mesh axes that the rules give to a dim of activations.
-
-    Attributes:
-        computed: axes along which all ranks hold the same tokens, so that each may compute a part of the dim.
-        of_tokens: axes that shard the tokens as well. The ranks along them hold different tokens: partial outputs of
-            these cannot be summed, so the dim is whole over such an axis, and weights are gathered over it.
-    """
-
-    computed: tuple[str, ...]
-    of_tokens: tuple[str, ...]
-
-
-def part_axes(names: tuple[str, ...], mesh: Mesh, rules: LogicalRules, tokens: "ShardedTokens") -> PartAxes:
-    """Decide over which axes ranks compute parts of the last one of the named dims; tokens have precedence."""
-    *_, axes = activation_spec(names, mesh, rules)
-    computed = tuple(axis for axis in axes if axis not in tokens.axes)
-    return PartAxes(computed, tuple(axis for axis in axes if axis in tokens.axes))
 
 
 def activation_spec(names: tuple[str, ...], mesh: Mesh, rules: LogicalRules) -> PartitionSpec:

@@ -1,0 +1,79 @@
+"""Which mesh axes compute parts of a module for the same tokens: decided here for all modules.
+
+An axis shards the tokens, or the ranks along it hold the same tokens. Only these may compute partial outputs, which are
+summed over them. Where the rules give an axis to both, tokens have precedence.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from maxmoe.declaration import TOKEN_DIMS, declaration_of
+from maxmoe.parallel.dispatch_plan import EXPERT_TOKEN_DIMS
+from maxmoe.parallel.parameter_sharding import ParameterSharding, tensor_parallel_activation
+from maxmoe.parallel.sharded_tokens import ShardedTokens, activation_spec
+from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.rules import LogicalRules
+
+
+class PartAxes(NamedTuple):
+    """The mesh axes that the rules give to a dim of activations.
+
+    Attributes:
+        computed: axes along which all ranks hold the same tokens, so that each may compute a part of the dim.
+        of_tokens: axes that shard the tokens as well. The ranks along them hold different tokens: partial outputs of
+            these cannot be summed, so the dim is whole over such an axis, and weights are gathered over it.
+    """
+
+    computed: tuple[str, ...]
+    of_tokens: tuple[str, ...]
+
+
+def part_axes(names: tuple[str, ...], mesh: Mesh, rules: LogicalRules, tokens: ShardedTokens) -> PartAxes:
+    """Decide over which axes ranks compute parts of the last one of the named dims; tokens have precedence."""
+    *_, axes = activation_spec(names, mesh, rules)
+    computed = tuple(axis for axis in axes if axis not in tokens.axes)
+    return PartAxes(computed, tuple(axis for axis in axes if axis in tokens.axes))
+
+
+def tensor_parallel_axes(
+    unit: nn.Module, parameters: Sequence[ParameterSharding], rules: LogicalRules, tokens: ShardedTokens
+) -> tuple[str, ...]:
+    """Find the axes over which a module computes parts of its tensor-parallel dims.
+
+    Args:
+        unit: the module.
+        parameters: that it gathers.
+        rules: the table.
+        tokens: the axes that shard the tokens.
+
+    Returns:
+        The axes on which the rules put the weights and the activations of all these dims, along which all ranks hold
+        the same tokens, and whose sizes divide the numbers of parts; none for a module without such dims.
+    """
+    dims, mesh = declaration_of(unit).tensor_parallel_dims, tokens.mesh
+    specs = [
+        parameter.sharding.spec[parameter.names.index(name)]
+        for name in dims
+        for parameter in parameters
+        if parameter.names is not None and name in parameter.names
+    ]
+    candidates = [activation_parts(name, rules, tokens).computed for name in dims]
+    chosen: list[str] = []
+    for axis in specs[0] if specs else ():  # in the order of the weights, which are then sliced by no other order
+        is_common = all(axis in axes for axes in (*specs, *candidates))
+        if is_common and all(parts % mesh.size(*chosen, axis) == 0 for parts in dims.values()):
+            chosen.append(axis)
+    return tuple(chosen)
+
+
+def activation_parts(name: str, rules: LogicalRules, tokens: ShardedTokens) -> PartAxes:
+    """Return the axes that the rules give to the activations of a tensor-parallel dim of weights."""
+    others = EXPERT_TOKEN_DIMS if name.endswith("_moe") else TOKEN_DIMS
+    return part_axes((*others, tensor_parallel_activation(name)), tokens.mesh, rules, tokens)
+
+
+def embed_parts(rules: LogicalRules, tokens: ShardedTokens) -> PartAxes:
+    """Return the axes that the rules give to the hidden dim of a residual stream."""
+    return part_axes((*TOKEN_DIMS, "activation_embed"), tokens.mesh, rules, tokens)
