@@ -30,18 +30,19 @@ class InputGradientCheck:
 
     def register(self, module: nn.Module) -> None:
         """Install the hook."""
+        self._signature = inspect.signature(module.forward)
         self._module_name = type(module).__name__  # FSDP replaces the class
         module.register_forward_pre_hook(self._check, with_kwargs=True)
 
     @not_compiled
-    def _check(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        named = inspect.signature(module.forward).bind_partial(*arguments, **options).arguments
+    def _check(self, _module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        named = self._signature.bind_partial(*arguments, **options).arguments
         leaves = [(name, leaf) for name, value in named.items() for leaf in tree_leaves(value)]
         floating = [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         if not floating or is_recomputation():
             return
         wanted = dict.fromkeys(name for name, leaf in floating if torch.is_grad_enabled() and leaf.requires_grad)
-        names = list(inspect.signature(module.forward).parameters)
+        names = list(self._signature.parameters)
         bits = torch.tensor([sum(2 ** names.index(name) for name in wanted)], device=self._device)
         of_ranks = bits.new_empty(dist.get_world_size())
         all_gather_single(of_ranks, bits)
