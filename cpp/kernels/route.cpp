@@ -163,9 +163,15 @@ void normalize_backward(const RoutingRule& rule, const int64_t* experts, ConstRo
   grad *= T(rule.scale);
   if (rule.normalization == Normalization::none) return;
   if (rule.normalization == Normalization::sum) {
-    // With w = s / total: ds = (dw - <dw, w>) / total.
+    // With w = s / total: ds = (dw - <dw, w>) / total. What all dw have in common cancels, up to the epsilon, because
+    // the weights sum to one. It is subtracted first, otherwise its rounding error is divided by a total that may be
+    // small: with one expert, nothing else is left.
     const T total = selected.sum() + T(kSumEpsilon);
-    grad = ((grad - (grad * selected).sum() / total) / total).eval();
+    Eigen::Index largest = 0;
+    selected.abs().maxCoeff(&largest);
+    const T common = grad[largest];
+    grad -= common;
+    grad = ((grad - (grad * selected).sum() / total + common * (T(kSumEpsilon) / total)) / total).eval();
     return;
   }
   // With w = softmax(s): ds = w * (dw - <dw, w>). The weights w are recomputed, not saved.

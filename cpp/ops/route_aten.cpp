@@ -113,7 +113,9 @@ Tensor route_backward_aten(const Tensor& grad_weights, const OptionalTensor& gra
   Tensor grad = grad_weights.masked_fill(is_absent, 0) * rule.scale;
   if (rule.normalization == Normalization::sum) {
     const Tensor total = selected.sum(1, true) + kSumEpsilon;
-    grad = (grad - (grad * selected).sum(1, true) / total) / total;
+    const Tensor common = grad.gather(1, selected.abs().argmax(1, true));  // see the kernel
+    grad = grad - common;
+    grad = (grad - (grad * selected).sum(1, true) / total + common * (kSumEpsilon / total)) / total;
   } else if (rule.normalization == Normalization::softmax) {
     const Tensor softmax = normalize(selected, is_absent, rule.normalization);
     grad = softmax * (grad - (grad * softmax).sum(1, true));

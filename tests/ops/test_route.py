@@ -246,3 +246,20 @@ def test_the_selected_experts_given_again_have_the_same_bits(
     selected = ops.route(logits, 5, score_function=score_function, normalization=normalization)
     again = ops.route(logits, 5, score_function=score_function, normalization=normalization, experts=selected[1])
     assert all(torch.equal(one, other) for one, other in zip(selected, again, strict=True))
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_what_all_weights_have_in_common_leaves_no_rounding_error(path: str, top_k: int) -> None:
+    """Weights that sum to one have no gradient along their sum: its rounding would be divided by small scores."""
+    logits = torch.linspace(1e-4, 3e-4, 99 * top_k).view(99, top_k).requires_grad_()
+    weights, _, _ = ops.route(logits, top_k, score_function="identity", normalization="sum")
+    (gradient,) = torch.autograd.grad(weights, logits, torch.linspace(0.1, 20, 99).view(99, 1).expand(99, top_k))
+    assert gradient.abs().max() <= 20 * 1e-20 / 1e-4**2
+
+
+def test_gradient_at_scores_of_zero(path: str) -> None:
+    """The sum has 1e-20 added, which is all of it here: weight = score / 1e-20."""
+    logits = torch.zeros(2, 3, requires_grad=True)
+    weights, _, _ = ops.route(logits, 2, score_function="identity", normalization="sum")
+    (gradient,) = torch.autograd.grad(weights, logits, torch.tensor([[1.0, 2.0], [3.0, -4.0]]))
+    torch.testing.assert_close(gradient, 1e20 * torch.tensor([[1.0, 2.0, 0.0], [3.0, -4.0, 0.0]]))
