@@ -13,7 +13,7 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 template <class S>
 using Block = Eigen::Array<S, Eigen::Dynamic, 1, Eigen::ColMajor, kColumnBlock, 1>;
 
-// value = f(x), slope = f'(x); without kWithSlope the slope is left empty.
+// value = f(x), slope = f'(x). Without kWithSlope the slope is empty.
 template <class S>
 struct ValueAndSlope {
   Block<S> value;
@@ -46,7 +46,7 @@ ValueAndSlope<S> gelu_tanh(const Block<S>& x) {
           S(0.5) * (S(1) + tanh) + S(0.5) * x * (S(1) - tanh.square()) * scale * (S(1) + S(3) * cubic * x.square())};
 }
 
-// Comparisons are written so that a NaN stays one.
+// Comparisons propagate NaN.
 template <class S, bool kWithSlope>
 ValueAndSlope<S> activate(Activation activation, const Block<S>& x) {
   switch (activation) {
@@ -68,7 +68,7 @@ ValueAndSlope<S> activate(Activation activation, const Block<S>& x) {
   return {};
 }
 
-// What the activation does to one block: activated = f(gate) * up, and its slopes in gate and up.
+// activated = f(gate) * up, and its derivatives in gate and up.
 template <class S>
 struct ActivatedBlock {
   Block<S> activated;
@@ -76,7 +76,7 @@ struct ActivatedBlock {
   Block<S> up_slope = {};
 };
 
-// Without a limit it is infinite: then nothing is clipped, and passes over the block are spared.
+// Without a limit, kind.limit is infinite: nothing is clipped, which saves passes over the block.
 template <class S, bool kWithSlope>
 ActivatedBlock<S> activate_gated(const ActivationKind& kind, const Block<S>& gate, const Block<S>& up) {
   const S limit = static_cast<S>(kind.limit);
@@ -91,18 +91,6 @@ ActivatedBlock<S> activate_gated(const ActivationKind& kind, const Block<S>& gat
   const ValueAndSlope<S> f = activate<S, kWithSlope>(kind.activation, clipped_gate);
   if constexpr (!kWithSlope) return {f.value * factor};
   return {f.value * factor, (gate > limit).select(S(0), f.slope * factor), (up.abs() > limit).select(S(0), f.value)};
-}
-
-// Where the gate and up of some columns stand in a row of preactivations, or of their gradient.
-struct PreactivationColumns {
-  int64_t gate;
-  int64_t up;
-  int64_t stride;
-};
-
-MAXMOE_INLINE PreactivationColumns preactivation_columns(GateLayout layout, int64_t width, int64_t begin) {
-  if (layout == GateLayout::interleaved) return {2 * begin, 2 * begin + 1, 2};
-  return {begin, layout == GateLayout::none ? begin : width + begin, 1};
 }
 
 template <class T>

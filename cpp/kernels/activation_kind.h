@@ -1,11 +1,16 @@
-// Which activation the experts apply, and where their gate is.
+// The activation of the experts, and the layout of gate and up in memory.
 #pragma once
+
+#include <cstdint>
+
+#include "isa.h"
 
 namespace maxmoe {
 
 enum class Activation { silu, gelu, gelu_tanh, relu, relu2, swigluoai };
 
-// Where the gate is: nowhere; in matrices of its own; in those of up, before its columns or in turn with them.
+// The matrices of the gate: none; separate; or in the matrices of up, as the first half of the columns (concatenated)
+// or as every other column (interleaved).
 enum class GateLayout { none, separate, concatenated, interleaved };
 
 struct ActivationKind {
@@ -13,5 +18,18 @@ struct ActivationKind {
   GateLayout gate;
   double limit;  // gate is clipped from above, up on both sides; infinity for no clipping
 };
+
+// In a row of preactivations: the index of the gate and of up of column `begin` out of `width`, and the distance to the
+// next column. Preactivations of a separate gate are concatenated.
+struct PreactivationColumns {
+  int64_t gate;
+  int64_t up;
+  int64_t stride;
+};
+
+MAXMOE_INLINE PreactivationColumns preactivation_columns(GateLayout layout, int64_t width, int64_t begin) {
+  if (layout == GateLayout::interleaved) return {2 * begin, 2 * begin + 1, 2};
+  return {begin, layout == GateLayout::none ? begin : width + begin, 1};
+}
 
 }  // namespace maxmoe

@@ -8,6 +8,8 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
+enum ScratchSlot : int { kActivatedScratch = 1, kPreactivationsScratch };  // A or dA of a tile, Z of a tile
+
 // F, the rows of the matrices of down.
 template <class T>
 int64_t intermediate_size(const ExpertWeights<T>& experts) {
@@ -73,14 +75,12 @@ void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile, int64_t next_gro
   const int64_t width = intermediate_size(experts);
 
   const GemmOperand<T> tokens = tokens_of(a.x, a.routed, tile.begin, tile.end);
-  const MatrixView<T> activated{scratch<T>(1, height * width), height, width, width};
-  MatrixView<T> preactivations;
-  if (a.preactivations.data != nullptr) {
-    preactivations = a.preactivations.row_range(tile.begin, tile.end);
-  } else {
-    const int64_t columns = preactivation_width(experts);
-    preactivations = {scratch<T>(2, height * columns), height, columns, columns};
-  }
+  const MatrixView<T> activated{scratch<T>(kActivatedScratch, height * width), height, width, width};
+  const int64_t columns = preactivation_width(experts);
+  const MatrixView<T> preactivations =
+      a.preactivations.data != nullptr
+          ? a.preactivations.row_range(tile.begin, tile.end)
+          : MatrixView<T>{scratch<T>(kPreactivationsScratch, height * columns), height, columns, columns};
 
   const int64_t gate_width = experts.gate.first.columns;
   const ConstMatrixView<T> up = experts.up[tile.group];
@@ -136,7 +136,7 @@ void grad_preactivations_tile(const ExpertFfnBackwardDown<T>& a, const GroupTile
   const int64_t height = tile.end - tile.begin;
   const int64_t width = a.down.first.rows;
   const GemmOperand<T> grad_out = tokens_of(a.grad_out, a.routed, tile.begin, tile.end);
-  const MatrixView<T> grad_activated{scratch<T>(1, height * width), height, width, width};
+  const MatrixView<T> grad_activated{scratch<T>(kActivatedScratch, height * width), height, width, width};
 
   a.gemm->multiply(grad_out, {a.down[tile.group].transposed(), grad_activated, false, a.down[next_group].transposed()});
   for (int64_t r = 0; r < height; ++r) {

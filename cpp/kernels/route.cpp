@@ -18,6 +18,11 @@ using ConstRow = Eigen::Map<const Eigen::Array<T, Eigen::Dynamic, 1>>;
 // Added to the sum of Normalization::sum, so that scores that are all zero do not give NaN; the value is DeepSeek-V3's.
 constexpr double kSumEpsilon = 1e-20;
 
+// Scratch slots of the forward pass, in the order of TokenScratch, and of the backward pass, in that of
+// BackwardScratch.
+enum ForwardSlot : int { kScores, kBiased, kWeights, kGroupScores, kGroups };
+enum BackwardSlot : int { kBackwardScores, kProbabilities, kGradProbabilities, kSelected, kGrad };
+
 template <class T>
 T sigmoid(T x) {
   return T(1) / (T(1) + std::exp(-x));
@@ -238,11 +243,11 @@ template <class T>
 void route(const Route<T>& a, const Executor& executor) {
   const int64_t num_experts = a.logits.columns;
   run_ranges(executor, a.logits.rows, rows_per_task(num_experts), [&](int64_t begin, int64_t end) {
-    auto* groups = scratch<int64_t>(4, 2 * a.rule.num_groups);
-    const TokenScratch<T> s{scratch<T>(0, num_experts),
-                            scratch<T>(1, num_experts),
-                            scratch<T>(2, a.experts.columns),
-                            scratch<T>(3, a.rule.num_groups),
+    auto* groups = scratch<int64_t>(kGroups, 2 * a.rule.num_groups);
+    const TokenScratch<T> s{scratch<T>(kScores, num_experts),
+                            scratch<T>(kBiased, num_experts),
+                            scratch<T>(kWeights, a.experts.columns),
+                            scratch<T>(kGroupScores, a.rule.num_groups),
                             groups,
                             groups + a.rule.num_groups};
     for (int64_t token = begin; token < end; ++token) route_token(a, token, s);
@@ -253,8 +258,9 @@ template <class T>
 void route_backward(const RouteBackward<T>& a, const Executor& executor) {
   const int64_t num_experts = a.logits.columns;
   run_ranges(executor, a.logits.rows, rows_per_task(num_experts), [&](int64_t begin, int64_t end) {
-    const BackwardScratch<T> s{scratch<T>(0, num_experts), scratch<T>(1, num_experts), scratch<T>(2, num_experts),
-                               scratch<T>(3, a.experts.columns), scratch<T>(4, a.experts.columns)};
+    const BackwardScratch<T> s{scratch<T>(kBackwardScores, num_experts), scratch<T>(kProbabilities, num_experts),
+                               scratch<T>(kGradProbabilities, num_experts), scratch<T>(kSelected, a.experts.columns),
+                               scratch<T>(kGrad, a.experts.columns)};
     for (int64_t token = begin; token < end; ++token) route_token_backward(a, token, s);
   });
 }
