@@ -1,4 +1,5 @@
-// The Python module maxmoe._C. Importing it registers the operators of cpp/ops; beside that it only tells about itself.
+// The Python module maxmoe._C. Importing it registers the operators of cpp/ops. Its functions describe the build and
+// control memory and the choice between kernels and ATen.
 #include <pybind11/pybind11.h>
 
 #include <Eigen/Core>
@@ -45,6 +46,7 @@ py::dict build_info() {
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
+  // A wrong MAXMOE_ISA is an ImportError here, not an error of the first operator that runs.
   try {
     maxmoe::active_isa();
   } catch (const std::invalid_argument& error) {

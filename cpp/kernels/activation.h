@@ -95,18 +95,6 @@ ActivatedBlock<S> activate_gated(const ActivationKind& kind, const Block<S>& gat
   return {f.value * factor, (gate > limit).select(S(0), f.slope * factor), (up.abs() > limit).select(S(0), f.value)};
 }
 
-// Position of the gate and up of some columns in a row of the preactivations or of their gradient.
-struct PreactivationColumns {
-  int64_t gate;
-  int64_t up;
-  int64_t stride;
-};
-
-MAXMOE_INLINE PreactivationColumns preactivation_columns(GateLayout layout, int64_t width, int64_t begin) {
-  if (layout == GateLayout::interleaved) return {2 * begin, 2 * begin + 1, 2};
-  return {begin, layout == GateLayout::none ? begin : width + begin, 1};
-}
-
 // Reads and writes a block in the accumulator's type. The stride is 2 for interleaved gate and up.
 template <class T>
 Block<Accumulator<T>> load_block(const T* source, int64_t stride, int64_t size) {

@@ -1,5 +1,9 @@
-// Which activation the experts apply, and where their gate is.
+// The activation of the experts, and the layout of gate and up in memory.
 #pragma once
+
+#include <cstdint>
+
+#include "isa.h"
 
 namespace maxmoe {
 
@@ -14,5 +18,18 @@ struct ActivationKind {
   GateLayout gate;
   double limit;  // gate is clipped to (-inf, limit], up to [-limit, limit]; infinity: no clipping
 };
+
+// In a row of preactivations: the index of the gate and of up of column `begin` out of `width`, and the distance to the
+// next column. Preactivations of a separate gate are concatenated.
+struct PreactivationColumns {
+  int64_t gate;
+  int64_t up;
+  int64_t stride;
+};
+
+MAXMOE_INLINE PreactivationColumns preactivation_columns(GateLayout layout, int64_t width, int64_t begin) {
+  if (layout == GateLayout::interleaved) return {2 * begin, 2 * begin + 1, 2};
+  return {begin, layout == GateLayout::none ? begin : width + begin, 1};
+}
 
 }  // namespace maxmoe

@@ -1,4 +1,4 @@
-// The experts' activations through ATen.
+// The activations of the experts through ATen. All functions are differentiable, any number of times.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,23 +12,18 @@ namespace maxmoe::ops {
 
 Activation parse_activation(const char* op, std::string_view name);
 
-// The two parts of preactivations [R, 2F], and the whole again; without a gate, the first part is undefined.
+// Views of the gate and up columns of preactivations [R, 2F]. Without a gate the first one is undefined.
 std::pair<at::Tensor, at::Tensor> gate_and_up(GateLayout layout, const at::Tensor& preactivations);
+
+// The inverse: preactivations with these columns, in new memory.
 at::Tensor preactivations_of(GateLayout layout, const at::Tensor& gate, const at::Tensor& up);
 
-// f(gate) * up, new memory, in the dtype of the two. gate is undefined when the experts are not gated.
+// f(gate) * up, or f(up) if gate is undefined.
 at::Tensor activated_rows(const ActivationKind& kind, const at::Tensor& gate, const at::Tensor& up);
 
-// Writes the gradients of gate and up over them, given that of f(gate) * up, whose memory it uses.
-void overwrite_with_gradient(const ActivationKind& kind, const at::Tensor& grad_activated, const at::Tensor& gate,
-                             const at::Tensor& up);
-
-// The same, differentiable: f(gate) * up, and its slopes in gate and up, in the accumulator's type.
-struct ActivatedTensors {
-  at::Tensor activated;
-  at::Tensor gate_slope;
-  at::Tensor up_slope;
-};
-ActivatedTensors activate(const ActivationKind& kind, const at::Tensor& gate, const at::Tensor& up);
+// The gradients of gate and up from `grad`, the gradient of activated_rows. `grad` is taken by value: a caller that
+// moves it has its memory back before the last of the results is computed.
+std::pair<at::Tensor, at::Tensor> activation_gradient(const ActivationKind& kind, at::Tensor grad,
+                                                      const at::Tensor& gate, const at::Tensor& up);
 
 }  // namespace maxmoe::ops

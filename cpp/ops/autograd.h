@@ -1,22 +1,69 @@
-// What the gradients of the operators share. maxmoe/ops/__init__.py says how operators behave under torch's transforms.
+// Gradients and tangents of the operators. maxmoe/ops/__init__.py says how operators behave under torch's transforms.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/_make_dual.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
-#include "ops/arguments.h"
+#include "ops/torch_internals.h"
 
 namespace maxmoe::ops {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+// The next functions take any argument of an operator: a tensor, an optional tensor, a number or a string.
+
+template <class T>
+constexpr bool is_tensor = std::is_same_v<T, at::Tensor> || std::is_same_v<T, std::optional<at::Tensor>>;
+
+// Null for None and for an argument that is not a tensor.
+template <class T>
+const at::Tensor* tensor_or_null(const T& argument) {
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    return argument.defined() ? &argument : nullptr;
+  } else if constexpr (std::is_same_v<T, std::optional<at::Tensor>>) {
+    return argument.has_value() ? tensor_or_null(*argument) : nullptr;
+  } else {
+    return nullptr;
+  }
+}
+
+template <class T>
+bool requires_grad(const T& argument) {
+  const at::Tensor* tensor = tensor_or_null(argument);
+  return tensor != nullptr && tensor->requires_grad();
+}
+
+// The tangent of forward-mode AD, undefined if the argument has none.
+template <class T>
+at::Tensor tangent(const T& argument) {
+  const at::Tensor* tensor = tensor_or_null(argument);
+  return tensor != nullptr ? torch_internals::tangent(*tensor) : at::Tensor();
+}
+
+template <class T>
+bool has_tangent(const T& argument) {
+  return tangent(argument).defined();
+}
+
+// The argument without its tangent.
+template <class T>
+T primal(const T& argument) {
+  if constexpr (is_tensor<T>) {
+    if (has_tangent(argument)) return torch_internals::primal(*tensor_or_null(argument));
+  }
+  return argument;
+}
+
+// An autograd context saves undefined tensors, a schema has optional ones.
 inline at::Tensor defined_or_empty(const std::optional<at::Tensor>& tensor) {
   return tensor.value_or(at::Tensor());
 }
@@ -25,7 +72,8 @@ inline std::optional<at::Tensor> optional_tensor(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
 }
 
-// The tensors that forward saved, in the same order.
+// The tensors that forward saved, in the same order. Hooks (torch.autograd.graph.saved_tensors_hooks) may have replaced
+// them, so that the operators of backward passes check their arguments again.
 template <size_t count>
 std::array<at::Tensor, count> saved_tensors(const AutogradContext* ctx) {
   const variable_list saved = ctx->get_saved_variables();
@@ -35,12 +83,12 @@ std::array<at::Tensor, count> saved_tensors(const AutogradContext* ctx) {
   return tensors;
 }
 
-// The gradient of weights, from the products of ragged_dot: in their shape and dtype.
+// The gradient of weights, in their shape and dtype. ragged_dot returns it as a list in the accumulator's type.
 inline at::Tensor like_weights(const at::Tensor& products, const at::Tensor& weights) {
   return products.view_as(weights).to(weights.scalar_type());
 }
 
-// An operator that is linear in each of its tensors, in forward-mode AD: the tangent of the result is a sum of calls,
+// Forward-mode AD of an operator that is linear in each of its tensors: the tangent of the result is a sum of calls,
 // each with one argument replaced by its tangent.
 template <class Op, class... Args>
 at::Tensor product_rule(const Op& op, const Args&... args) {
@@ -59,18 +107,26 @@ at::Tensor product_rule(const Op& op, const Args&... args) {
     (add_term(std::integral_constant<size_t, position>(), args), ...);
   }(std::index_sequence_for<Args...>());
 
-  // Of the arguments themselves, not of the primals: a backward pass finds their tangents among the saved tensors.
-  const c10::AutoFwGradMode no_tangents(false);
-  const at::Tensor out = op(args...);
-  const c10::AutoFwGradMode with_tangents(true);
-  return at::_make_dual(out, sum, /*level=*/0);
+  // The result is computed from the arguments and not from the primals, because a backward pass needs the tangents of
+  // the saved tensors (forward over reverse).
+  const at::Tensor out = [&] {
+    const torch_internals::NoTangents no_tangents;
+    return op(args...);
+  }();
+  return torch_internals::make_dual(out, sum);
 }
 
-// Throws inside of torch.func.grad, vjp and jacrev, where torch::autograd::Function does not work.
-void check_no_function_transform(const char* op);
+// Raises inside of torch.func.grad, vjp and jacrev, which do not work with torch::autograd::Function.
+inline void check_no_function_transform(const char* op) {
+  TORCH_CHECK_NOT_IMPLEMENTED(torch_internals::supports_autograd_function(), "maxmoe::", op,
+                              ": gradients must be taken with torch.autograd, or in forward mode with torch.func.jvp "
+                              "and jacfwd, got torch.func.grad, vjp, jacrev or another transform in reverse mode");
+}
 
-// Whether a backward pass is differentiated in turn (create_graph, forward-mode AD) or gets a batch of gradients
-// (is_grads_batched): then it must be made of differentiable operators instead of one kernel.
-bool is_transformed(const at::Tensor& grad);
+// Whether the backward pass is differentiated in turn (create_graph, forward-mode AD) or gets a batch of gradients
+// (is_grads_batched). Then it must consist of differentiable operators: a kernel has no gradient and no batching rule.
+inline bool is_transformed(const at::Tensor& grad) {
+  return at::GradMode::is_enabled() || has_tangent(grad) || torch_internals::is_batched(grad);
+}
 
 }  // namespace maxmoe::ops

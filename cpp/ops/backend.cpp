@@ -1,16 +1,17 @@
 #include "ops/backend.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/native/CPUBlas.h>
-#include <ATen/ops/addmm_cpu_dispatch.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/addmm.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/mm_cpu_dispatch.h>
+#include <ATen/ops/mm.h>
 
 #include <algorithm>
 #include <atomic>
 
 #include "kernels/dtype.h"
 #include "kernels/tile_gemm.h"
+#include "ops/torch_internals.h"
 
 namespace maxmoe::ops {
 namespace {
@@ -23,9 +24,10 @@ class TorchExecutor final : public Executor {
 
   void run(int64_t count, const Task& task) const override {
     if (count <= 0) return;
+    // Each thread takes the next task when it is free, because tasks differ in size.
     std::atomic<int64_t> next{0};
-    // One call per thread even for a single task: inside the parallel region every library computes on its own
-    // thread alone, and the result does not depend on the number of threads.
+    // One call per thread even for a single task: inside a parallel region every library computes on the calling
+    // thread alone, so that the result does not depend on the number of threads.
     at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t, int64_t) {
       for (int64_t index = next++; index < count; index = next++) task(index);
     });
@@ -35,7 +37,7 @@ class TorchExecutor final : public Executor {
 template <class T>
 constexpr at::ScalarType kType = std::is_same_v<T, BFloat16> ? at::kBFloat16 : at::kHalf;
 
-// at::mm without the dispatcher: MKL, oneDNN or whatever BLAS this torch was built with.
+// The product of the BLAS that torch was built with: MKL or oneDNN on x86.
 template <class T>
 class TorchGemm final : public Gemm<T> {
  public:
@@ -44,6 +46,8 @@ class TorchGemm final : public Gemm<T> {
   using Gemm<T>::multiply;
   void multiply(GemmOperand<T> a, const Product<T>* products, int64_t count) const override {
     if (a.rows() == 0) return;
+    // The threads of the executor do not inherit the guards of the thread that runs the operator.
+    const at::AutoDispatchBelowADInplaceOrView no_autograd;
     const at::Tensor left = tensor(in_memory(a, kPackedAScratch));
     for (int64_t i = 0; i < count; ++i) {
       const Product<T>& product = products[i];
@@ -51,15 +55,15 @@ class TorchGemm final : public Gemm<T> {
       const at::Tensor right = tensor(in_memory(product.b, kPackedBScratch));
       at::Tensor out = tensor(product.c.as_const());
       if (product.accumulate) {
-        at::cpu::addmm_out(out, out, left, right);
+        at::addmm_out(out, out, left, right);
       } else {
-        at::cpu::mm_out(out, left, right);
+        at::mm_out(out, left, right);
       }
     }
   }
 
  private:
-  // The matrix of an operand: with an index, a copy in scratch memory.
+  // The matrix of an operand. With an index its rows are copied to scratch memory: BLAS reads no list of rows.
   static ConstMatrixView<T> in_memory(const GemmOperand<T>& operand, int scratch_slot) {
     ConstMatrixView<T> matrix = operand.memory;
     if (operand.index != nullptr) {
@@ -78,12 +82,13 @@ class TorchGemm final : public Gemm<T> {
   }
 };
 
-// Torch's products of 16-bit numbers where they run on matrix units (AMX), which are far ahead of any vector unit.
+// Torch's product of 16-bit numbers if it runs on matrix units (AMX), which are several times as fast as vector units;
+// otherwise ours.
 template <class T>
 const Gemm<T>& half_gemm() {
   static const TorchGemm<T> torchs;
   static const KernelGemm<T> own;
-  static const bool has_matrix_units = active_isa() >= Isa::avx512 && at::native::cpublas::could_pack(kType<T>);
+  static const bool has_matrix_units = active_isa() >= Isa::avx512 && torch_internals::has_matrix_units(kType<T>);
   return has_matrix_units ? static_cast<const Gemm<T>&>(torchs) : own;
 }
 
@@ -92,8 +97,9 @@ const Gemm<T>& half_gemm() {
 bool uses_kernels(const at::Tensor& tensor) {
   return tensor.is_cpu() && !aten_is_forced;
 }
-void force_aten(bool enabled) {
-  aten_is_forced = enabled;
+
+bool force_aten(bool enabled) {
+  return aten_is_forced.exchange(enabled);
 }
 
 const Executor& torch_executor() {

@@ -1,4 +1,4 @@
-// What the kernels run on: torch's threads, and a matrix product. And whether they run at all.
+// The threads and the matrix product that kernels use, and the choice between kernels and ATen.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,13 +8,16 @@
 
 namespace maxmoe::ops {
 
-// Tensors on the CPU go to the kernels; those of other devices, and with force_aten all, go through ATen.
+// Whether an operator runs a kernel for this tensor: on the CPU, unless ATen is forced. Otherwise it calls ATen.
 bool uses_kernels(const at::Tensor& tensor);
-void force_aten(bool enabled);
 
+// Sends tensors on the CPU through ATen, too, on all threads of the process. Returns the previous setting.
+bool force_aten(bool enabled);
+
+// Runs tasks on the threads of torch (torch.set_num_threads).
 const Executor& torch_executor();
 
-// The fastest product on this processor, ours or torch's. T: double, float, BFloat16, Float16.
+// The faster product on this processor, ours or torch's. T: double, float, BFloat16, Float16.
 template <class T>
 const Gemm<T>& best_gemm();
 

@@ -1,9 +1,11 @@
 #include "ops/checks.h"
 
-#include <ATen/ops/_assert_async.h>
 #include <c10/util/safe_numerics.h>
 
 #include <span>
+
+#include "ops/backend.h"
+#include "ops/torch_internals.h"
 
 namespace maxmoe::ops {
 
@@ -43,8 +45,9 @@ const Argument& Argument::has_values_in(int64_t low, int64_t high, const char* m
   if (tensor_.numel() == 0) return *this;
   if (!tensor_.is_cpu()) {
     if (OperatorCall::is_inside_of_another()) return *this;
-    at::_assert_async(tensor_.ge(low).logical_and(tensor_.lt(high)).all(),
-                      std::string("maxmoe::") + op_ + ": a value of " + name_ + " is out of range (" + meaning + ")");
+    torch_internals::assert_async(
+        tensor_.ge(low).logical_and(tensor_.lt(high)).all(),
+        std::string("maxmoe::") + op_ + ": a value of " + name_ + " is out of range (" + meaning + ")");
     return *this;
   }
   const Tensor values = tensor_.contiguous();
@@ -92,8 +95,8 @@ void check_group_sizes(const char* op, const Tensor& group_sizes, int64_t num_ro
     if (OperatorCall::is_inside_of_another()) return;
     const Tensor total = group_sizes.sum();
     const Tensor fits = sum == Sum::exactly ? total.eq(num_rows) : total.le(num_rows);
-    at::_assert_async(group_sizes.ge(0).all().logical_and(fits),
-                      std::string("maxmoe::") + op + ": group_sizes does not fit the rows");
+    torch_internals::assert_async(group_sizes.ge(0).all().logical_and(fits),
+                                  std::string("maxmoe::") + op + ": group_sizes does not fit the rows");
     return;
   }
   const Tensor sizes = group_sizes.contiguous();
@@ -109,11 +112,22 @@ void check_group_sizes(const char* op, const Tensor& group_sizes, int64_t num_ro
                "), got ", total);
 }
 
-void check_weights(const char* op, const OptionalTensor& weights, int64_t count) {
+void check_weights(const char* op, const OptionalTensor& weights, int64_t num_slots) {
   if (!weights.has_value()) return;
   Argument(op, "weights", *weights).is_floating();
-  MAXMOE_CHECK(weights->numel() == count, op, "weights must have ", count, " elements, one for each slot, got shape ",
-               weights->sizes());
+  MAXMOE_CHECK(weights->numel() == num_slots, op, "weights must have ", num_slots,
+               " elements, one for each slot, got shape ", weights->sizes());
+}
+
+void check_routed_rows(const char* op, const Tensor& slots, const Tensor& row_of_slot, int64_t num_tokens,
+                       int64_t num_rows, int64_t top_k) {
+  MAXMOE_CHECK(top_k >= 1, op, "top_k must be at least 1, got ", top_k);
+  Argument(op, "plan.slots", slots).has_dims(1, "[R]").is_int64();
+  Argument(op, "plan.rows", row_of_slot).has_dims(1, "[T * K]").is_int64();
+  const int64_t num_slots = checked_product(op, "top_k", num_tokens, top_k);
+  Argument(op, "plan.rows", row_of_slot).has_size(0, num_slots, "T * K");
+  Argument(op, "plan.slots", slots).has_values_in(uses_kernels(slots) ? 0 : -1, num_slots, "a slot of T * K");
+  Argument(op, "plan.rows", row_of_slot).has_values_in(-1, num_rows, "-1 or one of R rows");
 }
 
 }  // namespace maxmoe::ops

@@ -15,8 +15,8 @@ namespace maxmoe::ops {
 using at::Tensor;
 using OptionalTensor = std::optional<at::Tensor>;
 
-// An operator that runs. Inside of another one it is a part of that, and values on other devices than the CPU are not
-// checked a second time.
+// RAII guard for a running operator. On other devices than the CPU, an operator that another one calls does not check
+// values again, because each check is a kernel launch.
 class OperatorCall {
  public:
   OperatorCall() { ++depth_; }
@@ -35,14 +35,14 @@ class Argument {
  public:
   Argument(const char* op, const char* name, const Tensor& tensor) : op_(op), name_(name), tensor_(tensor) {}
 
-  // The shape in words, such as "[T, D]", is for the message.
+  // The messages contain `shape` (such as "[T, D]") and `meaning` (such as "D of x").
   const Argument& has_dims(int64_t dims, const char* shape) const;
   const Argument& has_size(int64_t dim, int64_t size, const char* meaning) const;
   const Argument& is_floating() const;
   const Argument& is_int64() const;
   const Argument& is_bool() const;
   const Argument& has_dtype_of(const char* other_name, const Tensor& other) const;
-  // Every value lies in [low, high). Waits for the answer on CPU; other devices assert when they get there.
+  // Every value lies in [low, high). Raises at once on the CPU; other devices assert it asynchronously.
   const Argument& has_values_in(int64_t low, int64_t high, const char* meaning) const;
 
  private:
@@ -51,24 +51,29 @@ class Argument {
   const Tensor& tensor_;
 };
 
-// All tensors of a call, in the order of the schema, null for an argument that is none: given unless optional, dense,
-// and on one device.
+// Checks all tensors of a call: given unless optional, dense, and on one device. `tensors` has one entry for each
+// argument of the schema, null for None and for an argument that is not a tensor.
 void check_tensors(const c10::FunctionSchema& schema, std::initializer_list<const Tensor*> tensors);
 
-// A dtype that the kernels know.
+// Checks that kernels exist for the dtype.
 void check_floating(const char* op, const char* name, at::ScalarType type);
 
-// a * b, the number of slots that an argument must have.
+// a * b, the number of slots. Raises if it overflows, naming the argument.
 int64_t checked_product(const char* op, const char* name, int64_t a, int64_t b);
 
-// No list of int64 is longer: its bytes are counted in one.
+// Upper bound for the length of a list of int64: its number of bytes is an int64.
 constexpr int64_t kLongestList = int64_t{1} << 60;
 
-// Row counts of groups: int64 [G], none negative, with a sum of at most num_rows, or of exactly that.
+// Checks group_sizes, int64 [G]: none negative, with a sum of at most, or of exactly, num_rows.
 enum class Sum { at_most, exactly };
 void check_group_sizes(const char* op, const Tensor& group_sizes, int64_t num_rows, Sum sum);
 
-// Weights of slots: floating, one for each of `count` slots.
-void check_weights(const char* op, const OptionalTensor& weights, int64_t count);
+// Checks the weights: floating, one for each of `num_slots` slots.
+void check_weights(const char* op, const OptionalTensor& weights, int64_t num_slots);
+
+// Checks the tensors of a plan: slots [R] in [0, T * K), on other devices also -1, and row_of_slot [T * K] in [-1, R).
+// A plan whose tensors contradict each other gives wrong rows, but no access out of bounds.
+void check_routed_rows(const char* op, const Tensor& slots, const Tensor& row_of_slot, int64_t num_tokens,
+                       int64_t num_rows, int64_t top_k);
 
 }  // namespace maxmoe::ops

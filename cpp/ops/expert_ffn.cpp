@@ -1,18 +1,16 @@
-// Three operators: expert_ffn, which people call; expert_ffn_forward, which also returns what backward needs; and
-// expert_ffn_backward, which overwrites the preactivations with their gradient. With `recompute` these are kept
-// nowhere: expert_ffn_forward returns none, and expert_ffn_backward computes them itself.
+// Three operators. Users call expert_ffn. Under autograd it calls expert_ffn_forward, which also returns the
+// preactivations, and later expert_ffn_backward, which overwrites them with their gradient. With `recompute`
+// expert_ffn_forward returns no preactivations and expert_ffn_backward computes them.
 #include "ops/expert_ffn.h"
 
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include "ops/backend.h"
-#include "ops/routed_rows.h"
 
 namespace maxmoe::ops {
 namespace {
 
-// Of what people call, also in the messages of expert_ffn_forward.
+// Also in the messages of expert_ffn_forward, which users do not know.
 constexpr const char* kOp = "expert_ffn";
 constexpr const char* kBackward = "expert_ffn_backward";
 
@@ -21,7 +19,7 @@ const std::string kSchema =
     "Tensor down, *, Tensor? gate_bias=None, Tensor? up_bias=None, Tensor? down_bias=None, str activation=\"silu\", "
     "float? limit=None, str? fused_gate=None, bool recompute=False";
 
-// The arguments of the schema, after those of one operator alone.
+// The arguments of the schema after the arguments `Before` of a single operator.
 template <class Return, class... Before>
 using Signature = Return(Before..., const Tensor& x, const OptionalTensor& weights, const Tensor& slots,
                          const Tensor& rows, const Tensor& group_sizes, int64_t top_k, const OptionalTensor& gate,
@@ -35,19 +33,18 @@ constexpr Operator<"expert_ffn_forward", Signature<Outputs>> expert_ffn_forward;
 constexpr Operator<"expert_ffn_backward", Signature<GradientTuple, const Tensor&, const Tensor&, std::array<bool, 8>>>
     expert_ffn_backward;
 
-// Matrices [L, rows, columns] of the experts.
-void check_matrices(const char* op, const char* name, const Tensor& matrices, const ExpertFfnArguments& a, int64_t rows,
-                    const char* rows_meaning, int64_t columns, const char* columns_meaning) {
-  Argument(op, name, matrices).has_dims(3, "[L, D, F], down [L, F, D]").has_dtype_of("x", a.x);
-  Argument(op, name, matrices).has_size(0, a.group_sizes.size(0), "L of group_sizes");
-  Argument(op, name, matrices).has_size(1, rows, rows_meaning).has_size(2, columns, columns_meaning);
-}
+struct Size {
+  int64_t size;
+  const char* meaning;
+};
 
-void check_bias(const char* op, const char* name, const OptionalTensor& bias, const ExpertFfnArguments& a,
-                int64_t columns, const char* meaning) {
-  if (!bias.has_value()) return;
-  Argument(op, name, *bias).has_dims(2, "[L, F], down_bias [L, D]").has_dtype_of("x", a.x);
-  Argument(op, name, *bias).has_size(0, a.group_sizes.size(0), "L of group_sizes").has_size(1, columns, meaning);
+// Checks a parameter of the L experts: [L, sizes...].
+void check_parameter(const Argument& parameter, const char* shape, const ExpertFfnArguments& a,
+                     std::initializer_list<Size> sizes) {
+  parameter.has_dims(static_cast<int64_t>(sizes.size()) + 1, shape).has_dtype_of("x", a.x);
+  parameter.has_size(0, a.group_sizes.size(0), "L of group_sizes");
+  int64_t dim = 0;
+  for (const auto& [size, meaning] : sizes) parameter.has_size(++dim, size, meaning);
 }
 
 void check_gate(const char* op, const ExpertFfnArguments& a) {
@@ -68,21 +65,27 @@ void check_gate(const char* op, const ExpertFfnArguments& a) {
   MAXMOE_CHECK(a.limit.value_or(1.0) > 0, op, "limit must be positive, got ", a.limit.value_or(1.0));
 }
 
-// All that is known without reading a value.
+// Checks everything but values of tensors.
 void check_shapes(const char* op, const ExpertFfnArguments& a) {
   Argument(op, "x", a.x).has_dims(2, "[T, D]").is_floating();
   Argument(op, "up", a.up).has_dims(3, "[L, D, F]");
   Argument(op, "group_sizes", a.group_sizes).has_dims(1, "[G]");
   parse_activation(op, a.activation);
   check_gate(op, a);
-  const int64_t hidden_size = a.x.size(1);
-  const int64_t width = a.intermediate_size();
-  check_matrices(op, "up", a.up, a, hidden_size, "D of x", a.up.size(2), "F of up");
-  check_matrices(op, "down", a.down, a, width, "F of up", hidden_size, "D of x");
-  if (a.gate.has_value()) check_matrices(op, "gate", *a.gate, a, hidden_size, "D of x", width, "F of up");
-  check_bias(op, "gate_bias", a.gate_bias, a, width, "F of up");
-  check_bias(op, "up_bias", a.up_bias, a, a.up.size(2), a.fused_gate.has_value() ? "2F of up" : "F of up");
-  check_bias(op, "down_bias", a.down_bias, a, hidden_size, "D of x");
+  const Size hidden{a.x.size(1), "D of x"};
+  const Size width{a.intermediate_size(), "F of up"};
+  const auto check_matrices = [&](const char* name, const Tensor& matrices, Size rows, Size columns) {
+    check_parameter(Argument(op, name, matrices), "[L, D, F], down [L, F, D]", a, {rows, columns});
+  };
+  const auto check_bias = [&](const char* name, const OptionalTensor& bias, Size columns) {
+    if (bias.has_value()) check_parameter(Argument(op, name, *bias), "[L, F], down_bias [L, D]", a, {columns});
+  };
+  check_matrices("up", a.up, hidden, {a.up.size(2), "F of up"});
+  check_matrices("down", a.down, width, hidden);
+  if (a.gate.has_value()) check_matrices("gate", *a.gate, hidden, width);
+  check_bias("gate_bias", a.gate_bias, width);
+  check_bias("up_bias", a.up_bias, {a.up.size(2), a.fused_gate.has_value() ? "2F of up" : "F of up"});
+  check_bias("down_bias", a.down_bias, hidden);
 }
 
 void check(const char* op, const ExpertFfnArguments& a) {
@@ -116,7 +119,7 @@ template <class... Arguments>
 Tensor expert_ffn_backend(Arguments... arguments) {
   const ExpertFfnArguments a{arguments...};
   check(kOp, a);
-  return std::get<0>(uses_kernels(a.x) ? expert_ffn_kernel(a, false) : expert_ffn_aten(a));
+  return std::get<0>(uses_kernels(a.x) ? expert_ffn_kernel(a, false) : expert_ffn_aten(a, Differentiable::no));
 }
 
 template <class... Arguments>
@@ -124,7 +127,7 @@ Outputs expert_ffn_forward_backend(Arguments... arguments) {
   const ExpertFfnArguments a{arguments...};
   check(kOp, a);
   if (uses_kernels(a.x)) return expert_ffn_kernel(a, !a.recompute);
-  const auto [out, preactivations] = expert_ffn_aten(a);
+  const auto [out, preactivations] = expert_ffn_aten(a, Differentiable::no);
   return {out, a.recompute ? at::empty({0, preactivations.size(1)}, preactivations.options()) : preactivations};
 }
 
@@ -134,11 +137,15 @@ GradientTuple expert_ffn_backward_backend(const Tensor& grad_out, const Tensor& 
   const ExpertFfnArguments a{arguments...};
   const Wanted wanted = Wanted::from(output_mask);
   check_backward(grad_out, preactivations, wanted, a);
-  const auto backward = uses_kernels(a.x) ? &expert_ffn_backward_kernel : &expert_ffn_backward_aten;
-  return std::tuple_cat(backward(grad_out, preactivations, wanted, a).in_order());
+  const OptionalTensor kept = a.recompute ? std::nullopt : OptionalTensor(preactivations);
+  const Gradients gradients = uses_kernels(a.x)
+                                  ? expert_ffn_backward_kernel(grad_out, kept, wanted, a)
+                                  : expert_ffn_backward_aten(grad_out, kept, wanted, a, Differentiable::no);
+  return std::tuple_cat(gradients.in_order());
 }
 
-// The inputs beside the arguments are those that may have a gradient, in the order of PerInput.
+// `inputs` are the arguments that may have a gradient, in the order of PerInput: torch::autograd::Function finds only
+// the tensors that are its own parameters, not those of a struct.
 class Node : public torch::autograd::Function<Node> {
  public:
   static Tensor forward(AutogradContext* ctx, const ExpertFfnArguments& a, const auto&... inputs) {
@@ -155,15 +162,15 @@ class Node : public torch::autograd::Function<Node> {
     const Wanted wanted = Wanted::from(output_mask);
     Gradients gradients;
     if (is_transformed(grads[0])) {
-      gradients = expert_ffn_backward_composed(grads[0], wanted, a);
+      gradients = expert_ffn_backward_aten(grads[0], std::nullopt, wanted, a, Differentiable::yes);
     } else {
-      const bool may_come_again = torch::autograd::get_current_graph_task_keep_graph();  // retain_graph
-      const Tensor overwritten = may_come_again ? preactivations.clone() : preactivations;
+      // expert_ffn_backward overwrites the preactivations, which another backward pass of this graph would read.
+      const Tensor overwritten = torch_internals::keeps_graph() ? preactivations.clone() : preactivations;
       gradients = Gradients::from(std::apply([](const auto&... gradient) { return std::array{gradient...}; },
                                              call(expert_ffn_backward, a, grads[0], overwritten, output_mask)));
     }
     if (wanted.weights) gradients.weights = like_weights(gradients.weights, *a.weights);
-    variable_list result{Tensor()};  // of the arguments
+    variable_list result{Tensor()};  // for `a`
     const auto in_order = gradients.in_order();
     for (size_t input = 0; input < in_order.size(); ++input) {
       result.push_back(output_mask[input] ? in_order[input] : Tensor());
@@ -181,7 +188,7 @@ struct Gradient {
   static Tensor with_tangents(const auto&... arguments) {
     const ExpertFfnArguments a{arguments...};
     check_shapes(kOp, a);
-    return expert_ffn_composed(a);
+    return std::get<0>(expert_ffn_aten(a, Differentiable::yes));
   }
 };
 

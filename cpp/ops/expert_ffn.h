@@ -1,4 +1,4 @@
-// What the parts of the operator expert_ffn share: its arguments, and its two implementations.
+// The arguments of the operator expert_ffn, and its two implementations: the kernel and ATen.
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@
 
 namespace maxmoe::ops {
 
-// What the three operators share. Tensors are as the caller gave them.
+// The arguments of expert_ffn, expert_ffn_forward and expert_ffn_backward, as the caller gave them.
 struct ExpertFfnArguments {
   Tensor x;
   OptionalTensor weights;
@@ -27,7 +27,7 @@ struct ExpertFfnArguments {
   OptionalTensor gate_bias;
   OptionalTensor up_bias;
   OptionalTensor down_bias;
-  std::string_view activation;  // the caller's, or that of the context that they were loaded from
+  std::string_view activation;  // owned by the caller or, after `load`, by the autograd context
   std::optional<double> limit;
   std::optional<std::string_view> fused_gate;
   bool recompute;
@@ -36,10 +36,10 @@ struct ExpertFfnArguments {
   ActivationKind kind() const;
   int64_t intermediate_size() const { return fused_gate.has_value() ? up.size(2) / 2 : up.size(2); }
   int64_t preactivation_width() const { return gate.has_value() ? 2 * up.size(2) : up.size(2); }
-  // Rows of the preactivations that are kept from the forward to the backward.
+  // Rows of the preactivations that forward saves for backward.
   int64_t num_kept_rows() const { return recompute ? 0 : slots.size(0); }
 
-  // Calls visit(tensor) for every one, in the order of the schema.
+  // Calls visit(tensor) for every tensor, in the order of the schema.
   template <class Self, class Visit>
   static void for_each_tensor(Self& self, const Visit& visit) {
     visit(self.x);
@@ -55,12 +55,12 @@ struct ExpertFfnArguments {
     visit(self.down_bias);
   }
 
-  // Into the context of an autograd function and out of it, with the preactivations beside them.
+  // Stores the arguments and the preactivations in an autograd context, and reads them back.
   void save(AutogradContext* ctx, const Tensor& preactivations) const;
   static std::pair<ExpertFfnArguments, Tensor> load(AutogradContext* ctx);
 };
 
-// op(before..., all arguments)
+// Calls op(before..., all arguments).
 template <class Op, class... Before>
 auto call(const Op& op, const ExpertFfnArguments& a, const Before&... before) {
   return op(before..., a.x, a.weights, a.slots, a.rows, a.group_sizes, a.top_k, a.gate, a.up, a.down, a.gate_bias,
@@ -72,29 +72,28 @@ template <class T>
 struct PerInput {
   T x, weights, gate, up, down, gate_bias, up_bias, down_bias;
 
+  // In the order of output_mask and of the results of expert_ffn_backward.
   std::array<T, 8> in_order() const { return {x, weights, gate, up, down, gate_bias, up_bias, down_bias}; }
   static PerInput from(const std::array<T, 8>& values) {
     return std::apply([](const auto&... value) { return PerInput{value...}; }, values);
   }
 };
-// A gradient that is not wanted is an empty tensor.
-using Gradients = PerInput<Tensor>;
-using Wanted = PerInput<bool>;
+using Gradients = PerInput<Tensor>;  // an empty tensor for a gradient that is not wanted
+using Wanted = PerInput<bool>;       // output_mask
 
-// The output, and the preactivations that backward needs: [R, 2F], or [0, 2F] where they are not kept.
+// The output [T, D], and the preactivations [R, 2F] for backward, or [0, 2F] if they are not kept.
 using Outputs = std::tuple<Tensor, Tensor>;
 
+// Both implementations of backward compute the preactivations if they are not given, and otherwise overwrite them.
 Outputs expert_ffn_kernel(const ExpertFfnArguments& a, bool keeps_preactivations);
-Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const Tensor& preactivations, const Wanted& wanted,
+Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const OptionalTensor& preactivations, const Wanted& wanted,
                                      const ExpertFfnArguments& a);
 
-// Through ATen.
-Outputs expert_ffn_aten(const ExpertFfnArguments& a);
-Gradients expert_ffn_backward_aten(const Tensor& grad_out, const Tensor& preactivations, const Wanted& wanted,
-                                   const ExpertFfnArguments& a);
+// Through ATen, for devices without kernels, and on all devices when the result must be differentiable.
+enum class Differentiable { no, yes };
+Outputs expert_ffn_aten(const ExpertFfnArguments& a, Differentiable differentiable);
 
-// Made of the other operators and of ATen's, all of them differentiable. The backward depends on the arguments alone.
-Tensor expert_ffn_composed(const ExpertFfnArguments& a);
-Gradients expert_ffn_backward_composed(const Tensor& grad_out, const Wanted& wanted, const ExpertFfnArguments& a);
+Gradients expert_ffn_backward_aten(const Tensor& grad_out, const OptionalTensor& preactivations, const Wanted& wanted,
+                                   const ExpertFfnArguments& a, Differentiable differentiable);
 
 }  // namespace maxmoe::ops

@@ -1,140 +1,189 @@
-// expert_ffn through ATen, for devices without kernels of their own. Nothing here waits for the device: what the plan
-// holds is read by the device alone.
+// expert_ffn through ATen, in two ways with the same steps: for devices without kernels of their own, where nothing
+// waits for the device because only the device reads the plan; and differentiable on every device, for second
+// derivatives and forward-mode AD.
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
 #include "ops/expert_ffn.h"
 #include "ops/grouped_mm.h"
-#include "ops/ragged_gather_reduce.h"
+#include "ops/operators.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
 namespace {
 
-// The plan as the steps below use it. The rows past the last group are computed with, but reach no result.
-struct RoutedTensors {
-  RowGroups groups;
-  Tensor token_of_row;  // [R]
-  Tensor slot_of_row;   // [R]
-  Tensor row_of_slot;   // [T * K], -1 for a slot without a row
+// The plan, and the steps that read it. Differentiable steps are operators of this library, with zeros in the rows past
+// the last group. The others call ATen directly: the values in these rows are undefined, but they reach no result. On a
+// device an operator would launch more kernels, because it reads the plan again and writes the zeros: gmm 7 more, tgmm
+// 2, ragged_sort 4.
+class Steps {
+ public:
+  Steps(const ExpertFfnArguments& a, Differentiable differentiable)
+      : is_differentiable(differentiable == Differentiable::yes),
+        // Rounding after every elementwise operation would be seen in second derivatives of 16-bit tensors.
+        elementwise_type(is_differentiable ? accumulator_type(a.x.scalar_type()) : a.x.scalar_type()),
+        a_(a),
+        groups_(row_groups(a.group_sizes, 0, a.group_sizes.size(0))),
+        slot_of_row_(a.slots.clamp_min(0)),
+        token_of_row_(is_differentiable ? Tensor() : slot_of_row_.div(a.top_k, "floor")),
+        row_of_slot_(a.rows.masked_fill(a.rows.ge(groups_.bounds.select(0, groups_.size())), -1)) {}
+
+  // [R, D]: for each row, the row of x [T, D] of its token.
+  Tensor rows_of_tokens(const Tensor& x) const {
+    if (is_differentiable) return ragged_sort(x, a_.slots, a_.rows, a_.top_k, std::nullopt);
+    return x.index_select(0, token_of_row_);
+  }
+
+  // [T, D]: for each token the sum of its rows [R, D], times the weights of their slots.
+  Tensor sum_of_rows(const Tensor& rows, const OptionalTensor& weights) const {
+    return ragged_gather_reduce(rows, row_of_slot_, a_.top_k, weights, std::nullopt);
+  }
+
+  // [R, F]: the rows [R, D] times the matrices [L, D, F] of their experts, plus the biases [L, F].
+  Tensor multiply_rows(const Tensor& rows, const Tensor& matrices, const OptionalTensor& biases) const {
+    if (is_differentiable) return gmm(rows, matrices, a_.group_sizes, biases, 0);
+    return ops::multiply_rows(rows, matrices, groups_, biases);
+  }
+
+  // [L, D, F]: for each expert, its rows of lhs [R, D], transposed, times its rows of rhs [R, F].
+  Tensor multiply_groups(const Tensor& lhs, const Tensor& rhs) const {
+    if (is_differentiable) return tgmm(lhs, rhs, a_.group_sizes, groups_.size(), 0);
+    return ops::multiply_groups(lhs, rhs, groups_);
+  }
+
+  // [R, D]: for each row, the bias [L, D] of its expert.
+  Tensor rows_of_biases(const Tensor& biases) const {
+    return biases.index_select(0, groups_.of_rows(a_.slots.size(0)));
+  }
+
+  // [R, 1]: for each row, the weight of its slot.
+  Tensor rows_of_weights() const {
+    const auto options = a_.x.options().dtype(elementwise_type);
+    if (!a_.weights.has_value()) return at::ones({slot_of_row_.size(0), 1}, options);
+    return a_.weights->reshape(-1).index_select(0, slot_of_row_).to(elementwise_type).unsqueeze(1);
+  }
+
+  // [T * K]: for each slot, the value [R] of its row, 0 for a slot without a row.
+  Tensor slots_of_rows(const Tensor& values) const {
+    if (values.numel() == 0) return at::zeros({row_of_slot_.numel()}, values.options());
+    return values.index_select(0, row_of_slot_.clamp_min(0)).masked_fill(row_of_slot_.lt(0), 0);
+  }
+
+  const bool is_differentiable;
+  const at::ScalarType elementwise_type;
+
+ private:
+  const ExpertFfnArguments& a_;
+  const RowGroups groups_;
+  const Tensor slot_of_row_;   // [R]
+  const Tensor token_of_row_;  // [R], undefined for differentiable steps
+  const Tensor row_of_slot_;   // [T * K], -1 for a slot without a row
 };
 
-RoutedTensors routed_tensors(const ExpertFfnArguments& a) {
-  const RowGroups groups = row_groups(a.group_sizes, 0, a.group_sizes.size(0));
-  const Tensor slot = a.slots.clamp_min(0);
-  const Tensor is_past = a.rows.ge(groups.bounds.select(0, groups.size()));
-  return {groups, slot.div(a.top_k, "floor"), slot, a.rows.masked_fill(is_past, -1)};
-}
-
-// [T, D]: for each token the sum of its rows, times the weights of their slots.
-Tensor sum_of_rows(const Tensor& rows, const RoutedTensors& routed, int64_t top_k, const OptionalTensor& weights) {
-  return ragged_gather_reduce(rows, routed.row_of_slot, top_k, weights, std::nullopt);
-}
-
 // [R, 2F], in the layout of the gate.
-Tensor preactivations_aten(const ExpertFfnArguments& a, const RoutedTensors& routed) {
-  const Tensor tokens = a.x.index_select(0, routed.token_of_row);
-  if (!a.gate.has_value()) return multiply_rows(tokens, a.up, routed.groups, a.up_bias);
+Tensor preactivations_of_rows(const ExpertFfnArguments& a, const Steps& steps) {
+  const Tensor tokens = steps.rows_of_tokens(a.x);
+  const auto gate = [&] { return steps.multiply_rows(tokens, *a.gate, a.gate_bias); };
+  const auto up = [&] { return steps.multiply_rows(tokens, a.up, a.up_bias); };
+  if (!a.gate.has_value()) return up();
+  if (steps.is_differentiable) return at::cat({gate(), up()}, 1);
+  // One product after the other, so that only one of them takes memory beside z.
   const Tensor z = at::empty({tokens.size(0), a.preactivation_width()}, a.x.options());
-  const auto [gate, up] = gate_and_up(GateLayout::concatenated, z);
-  gate.copy_(multiply_rows(tokens, *a.gate, routed.groups, a.gate_bias));
-  up.copy_(multiply_rows(tokens, a.up, routed.groups, a.up_bias));
+  const auto [gate_columns, up_columns] = gate_and_up(GateLayout::concatenated, z);
+  gate_columns.copy_(gate());
+  up_columns.copy_(up());
   return z;
 }
 
-// [R, 1], of the slots' weights, in the dtype of x.
-Tensor scale_of_rows(const ExpertFfnArguments& a, const RoutedTensors& routed) {
-  if (!a.weights.has_value()) return at::ones({routed.slot_of_row.size(0), 1}, a.x.options());
-  return a.weights->reshape(-1).index_select(0, routed.slot_of_row).to(a.x.scalar_type()).unsqueeze(1);
+// The gradient of matrices [L, D, F], in their layout in memory.
+Tensor gradient_of_matrices(const Tensor& matrices, const Tensor& lhs, const Tensor& rhs, const Steps& steps) {
+  if (is_transposed(matrices)) return steps.multiply_groups(rhs, lhs).transpose(1, 2);
+  return steps.multiply_groups(lhs, rhs);
 }
 
-// [T * K]: <dA', A>, plus <dY, bias> of down, of the row of each slot.
-Tensor gradient_of_weights(const ExpertFfnArguments& a, const RoutedTensors& routed, const Tensor& activated,
-                           const Tensor& grad_activated, const Tensor& grad_y) {
-  const auto type = accumulator_type(a.x.scalar_type());
-  if (a.slots.numel() == 0) return at::zeros({a.rows.numel()}, a.x.options().dtype(type));
-  Tensor of_rows = (activated * grad_activated).sum(1, false, type);
-  if (a.down_bias.has_value()) {
-    const Tensor bias = a.down_bias->index_select(0, routed.groups.of_rows(a.slots.size(0)));
-    of_rows.add_((grad_y * bias).sum(1, false, type));
-  }
-  return of_rows.index_select(0, routed.row_of_slot.clamp_min(0)).masked_fill_(routed.row_of_slot.lt(0), 0);
+// The gradient of biases [L, F]: the sums of the rows [R, F] of each expert, each row times its scale [R, 1].
+Tensor gradient_of_biases(const Tensor& scale, const Tensor& grad, const Steps& steps) {
+  return steps.multiply_groups(scale, grad).squeeze(1);
 }
 
-// Of matrices, in their layout in memory.
-Tensor gradient_of_matrices(const Tensor& matrices, const Tensor& lhs, const Tensor& rhs, const RowGroups& groups) {
-  if (is_transposed(matrices)) return multiply_groups(rhs, lhs, groups).transpose(1, 2);
-  return multiply_groups(lhs, rhs, groups);
-}
-
-// The sums of the groups' rows, each times its scale [R, 1].
-Tensor gradient_of_bias(const Tensor& scale, const Tensor& grad, const RowGroups& groups) {
-  return multiply_groups(scale, grad, groups).squeeze(1);
-}
-
-// Of down, its bias and the weights. Overwrites the preactivations with their gradient.
-void backward_down(const Tensor& grad_out, const Tensor& z, const Wanted& wanted, const ExpertFfnArguments& a,
-                   const RoutedTensors& routed, Gradients& grads) {
-  const auto [gate, up] = gate_and_up(a.gate_layout(), z);
-  const Tensor grad_y = grad_out.index_select(0, routed.token_of_row);
-  const Tensor scale = scale_of_rows(a, routed);
-  const Tensor grad_activated = multiply_rows(grad_y, a.down.transpose(1, 2), routed.groups, std::nullopt);
+// Fills in the gradients of down, its bias and the weights, and returns that of the preactivations `z`.
+Tensor backward_down(const Tensor& grad_out, const Tensor& z, const Wanted& wanted, const ExpertFfnArguments& a,
+                     const Steps& steps, Gradients& grads) {
+  const auto type = steps.elementwise_type;
+  const auto dtype = a.x.scalar_type();
+  const auto [gate, up] = gate_and_up(a.gate_layout(), z.to(type));
+  const Tensor grad_y = steps.rows_of_tokens(grad_out);
+  const Tensor scale = steps.rows_of_weights();
+  Tensor grad_activated = steps.multiply_rows(grad_y, a.down.transpose(1, 2), std::nullopt).to(type);
   if (wanted.weights || wanted.down) {
     const Tensor activated = activated_rows(a.kind(), gate, up);
-    if (wanted.weights) grads.weights = gradient_of_weights(a, routed, activated, grad_activated, grad_y);
-    if (a.weights.has_value()) activated.mul_(scale);
-    if (wanted.down) grads.down = gradient_of_matrices(a.down, activated, grad_y, routed.groups);
+    if (wanted.weights) {
+      const auto sum_type = accumulator_type(dtype);
+      Tensor of_rows = (activated * grad_activated).sum(1, false, sum_type);
+      if (a.down_bias.has_value()) {
+        of_rows = of_rows + (grad_y.to(type) * steps.rows_of_biases(*a.down_bias)).sum(1, false, sum_type);
+      }
+      grads.weights = steps.slots_of_rows(of_rows);
+    }
+    if (wanted.down) grads.down = gradient_of_matrices(a.down, (activated * scale).to(dtype), grad_y, steps);
   }
-  if (wanted.down_bias) grads.down_bias = gradient_of_bias(scale, grad_y, routed.groups);
-  if (a.weights.has_value()) grad_activated.mul_(scale);
-  overwrite_with_gradient(a.kind(), grad_activated, gate, up);
+  if (wanted.down_bias) grads.down_bias = gradient_of_biases(scale.to(dtype), grad_y, steps);
+  if (a.weights.has_value()) grad_activated = grad_activated * scale;
+  const auto [grad_gate, grad_up] = activation_gradient(a.kind(), std::move(grad_activated), gate, up);
+  if (steps.is_differentiable) return preactivations_of(a.gate_layout(), grad_gate, grad_up).to(dtype);
+  // In the memory of z, which nothing reads any more.
+  up.copy_(grad_up);
+  if (gate.defined()) gate.copy_(grad_gate);
+  return z;
 }
 
-Tensor gradient_of_x(const Tensor& grad_z, const ExpertFfnArguments& a, const RoutedTensors& routed) {
-  const auto of_rows = [&](const Tensor& grad, const Tensor& matrices) {
-    return multiply_rows(grad, matrices.transpose(1, 2), routed.groups, std::nullopt);
-  };
-  if (!a.gate.has_value()) return sum_of_rows(of_rows(grad_z, a.up), routed, a.top_k, std::nullopt);
-  const auto [grad_gate, grad_up] = gate_and_up(GateLayout::concatenated, grad_z);
-  return sum_of_rows(of_rows(grad_gate, *a.gate).add_(of_rows(grad_up, a.up)), routed, a.top_k, std::nullopt);
+Tensor gradient_of_x(const Tensor& grad_gate, const Tensor& grad_up, const ExpertFfnArguments& a, const Steps& steps) {
+  const Tensor grad_rows = steps.multiply_rows(grad_up, a.up.transpose(1, 2), std::nullopt);
+  if (a.gate.has_value()) {
+    grad_rows.add_(steps.multiply_rows(grad_gate, a.gate->transpose(1, 2), std::nullopt));
+  }
+  return steps.sum_of_rows(grad_rows, std::nullopt);
 }
 
-void backward_up(const Tensor& grad_z, const Wanted& wanted, const ExpertFfnArguments& a, const RoutedTensors& routed,
+// Fills in the gradients of x, gate, up and their biases.
+void backward_up(const Tensor& grad_z, const Wanted& wanted, const ExpertFfnArguments& a, const Steps& steps,
                  Gradients& grads) {
   const int64_t gate_width = a.gate.has_value() ? a.gate->size(2) : 0;
   const Tensor grad_gate = grad_z.narrow(1, 0, gate_width);
   const Tensor grad_up = grad_z.narrow(1, gate_width, a.up.size(2));
+  if (wanted.x) grads.x = gradient_of_x(grad_gate, grad_up, a, steps);
   if (wanted.gate || wanted.up) {
-    const Tensor tokens = a.x.index_select(0, routed.token_of_row);
-    if (wanted.gate) grads.gate = gradient_of_matrices(*a.gate, tokens, grad_gate, routed.groups);
-    if (wanted.up) grads.up = gradient_of_matrices(a.up, tokens, grad_up, routed.groups);
+    const Tensor tokens = steps.rows_of_tokens(a.x);
+    if (wanted.gate) grads.gate = gradient_of_matrices(*a.gate, tokens, grad_gate, steps);
+    if (wanted.up) grads.up = gradient_of_matrices(a.up, tokens, grad_up, steps);
   }
   const Tensor ones = at::ones({grad_z.size(0), 1}, a.x.options());
-  if (wanted.gate_bias) grads.gate_bias = gradient_of_bias(ones, grad_gate, routed.groups);
-  if (wanted.up_bias) grads.up_bias = gradient_of_bias(ones, grad_up, routed.groups);
+  if (wanted.gate_bias) grads.gate_bias = gradient_of_biases(ones, grad_gate, steps);
+  if (wanted.up_bias) grads.up_bias = gradient_of_biases(ones, grad_up, steps);
 }
 
 }  // namespace
 
-Outputs expert_ffn_aten(const ExpertFfnArguments& a) {
-  const RoutedTensors routed = routed_tensors(a);
-  const Tensor z = preactivations_aten(a, routed);
-  const auto [gate, up] = gate_and_up(a.gate_layout(), z);
-  const Tensor row_outputs = multiply_rows(activated_rows(a.kind(), gate, up), a.down, routed.groups, a.down_bias);
-  return {sum_of_rows(row_outputs, routed, a.top_k, a.weights), z};
+Outputs expert_ffn_aten(const ExpertFfnArguments& a, Differentiable differentiable) {
+  const Steps steps(a, differentiable);
+  const Tensor z = preactivations_of_rows(a, steps);
+  const auto [gate, up] = gate_and_up(a.gate_layout(), z.to(steps.elementwise_type));
+  const Tensor row_outputs =
+      steps.multiply_rows(activated_rows(a.kind(), gate, up).to(a.x.scalar_type()), a.down, a.down_bias);
+  return {steps.sum_of_rows(row_outputs, a.weights), z};
 }
 
-Gradients expert_ffn_backward_aten(const Tensor& grad_out, const Tensor& preactivations, const Wanted& wanted,
-                                   const ExpertFfnArguments& a) {
-  const RoutedTensors routed = routed_tensors(a);
-  const Tensor z = a.recompute ? preactivations_aten(a, routed) : preactivations;
+Gradients expert_ffn_backward_aten(const Tensor& grad_out, const OptionalTensor& preactivations, const Wanted& wanted,
+                                   const ExpertFfnArguments& a, Differentiable differentiable) {
+  const Steps steps(a, differentiable);
+  const Tensor z = preactivations.has_value() ? *preactivations : preactivations_of_rows(a, steps);
   const Tensor none = at::empty({0}, a.x.options());
   Gradients grads{none, none.to(accumulator_type(a.x.scalar_type())), none, none, none, none, none, none};
-  backward_down(grad_out, z, wanted, a, routed, grads);
-  if (wanted.x) grads.x = gradient_of_x(z, a, routed);
-  backward_up(z, wanted, a, routed, grads);
+  const Tensor grad_z = backward_down(grad_out, z, wanted, a, steps, grads);
+  backward_up(grad_z, wanted, a, steps, grads);
   return grads;
 }
 

@@ -1,4 +1,4 @@
-// expert_ffn on the CPU: from tensors to the kernels.
+// expert_ffn on the CPU: turns tensors into views of memory, and calls the kernels.
 #include <ATen/ops/zeros.h>
 
 #include "kernels/expert_ffn.h"
@@ -14,7 +14,7 @@ OptionalTensor contiguous(const OptionalTensor& tensor) {
   return tensor.has_value() ? OptionalTensor(tensor->contiguous()) : std::nullopt;
 }
 
-// The same arguments in the layout that the kernels read. The views below live as long as it does.
+// The same arguments in the layout that the kernels read. It owns the memory of the views below.
 ExpertFfnArguments kernel_layout(ExpertFfnArguments a) {
   a.x = contiguous_rows(a.x);
   a.weights = accumulator_weights(a.weights, a.x.scalar_type());
@@ -51,7 +51,8 @@ Tensor empty_gradient(bool is_wanted, const OptionalTensor& argument, const at::
   return empty(is_wanted ? argument->sizes() : at::IntArrayRef{0}, options);
 }
 
-// That of matrices lies in memory as they do, so that the gradient of a transposed parameter need not be turned round.
+// The gradient of matrices has their layout in memory, so that adding it to .grad of a transposed parameter does not
+// transpose it.
 Tensor empty_matrices(bool is_wanted, const OptionalTensor& matrices, const at::TensorOptions& options) {
   if (!is_wanted || !is_transposed(*matrices)) return empty_gradient(is_wanted, matrices, options);
   return empty(matrices->transpose(1, 2).sizes(), options).transpose(1, 2);
@@ -67,7 +68,7 @@ MatrixStack<T> stack_if(bool is_wanted, const Tensor& out) {
   return is_wanted ? stack<T>(out) : MatrixStack<T>{};
 }
 
-// The preactivations once more, to the same bits.
+// Computes the preactivations again, with the same bits as in the forward pass.
 template <class T>
 Tensor recomputed_preactivations(const ExpertFfnArguments& a) {
   const Tensor preactivations = empty({a.slots.size(0), a.preactivation_width()}, a.x.options());
@@ -82,11 +83,14 @@ Tensor recomputed_preactivations(const ExpertFfnArguments& a) {
   return preactivations;
 }
 
-// The next three fill in the gradients of down, of x, and of gate and up. preactivations: Z, from the first on dZ.
+// The next three functions fill in the gradients of down, of x, and of gate and up. The first one overwrites the
+// preactivations with their gradient, which the others read.
 template <class T>
 void backward_down(const Tensor& grad_out, const Tensor& preactivations, const Wanted& wanted,
                    const ExpertFfnArguments& a, Gradients& grads) {
   const auto options = a.x.options();
+  // Work space for the gradient of down. grads.weights is zero for slots without a row, which the kernel does not
+  // write.
   const Tensor activated = empty({wanted.down ? a.slots.size(0) : 0, a.intermediate_size()}, options);
   grads.weights = at::zeros({wanted.weights ? a.rows.numel() : 0}, options.dtype(accumulator_type(a.x.scalar_type())));
   grads.down = empty_matrices(wanted.down, a.down, options);
@@ -154,6 +158,7 @@ Outputs expert_ffn_kernel(const ExpertFfnArguments& a, bool keeps_preactivations
   const ExpertFfnArguments k = kernel_layout(a);
   const int64_t num_rows = a.slots.size(0);
   const Tensor out = empty({a.x.size(0), a.x.size(1)}, a.x.options());
+  // The output of each row is work space. Summing rows into `out` at once would add them in the order of the threads.
   const Tensor row_outputs = empty({num_rows, a.x.size(1)}, a.x.options());
   const Tensor preactivations = empty({keeps_preactivations ? num_rows : 0, a.preactivation_width()}, a.x.options());
   for_dtype(a.x.scalar_type(), [&]<class T>() {
@@ -166,14 +171,14 @@ Outputs expert_ffn_kernel(const ExpertFfnArguments& a, bool keeps_preactivations
   return {out, preactivations};
 }
 
-Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const Tensor& preactivations, const Wanted& wanted,
+Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const OptionalTensor& preactivations, const Wanted& wanted,
                                      const ExpertFfnArguments& a) {
   const ExpertFfnArguments k = kernel_layout(a);
   const Tensor grad = contiguous_rows(grad_out);
   Gradients grads;
   for_dtype(a.x.scalar_type(), [&]<class T>() {
-    const Tensor z = k.recompute ? recomputed_preactivations<T>(k) : preactivations.contiguous();
-    // One kernel after the other, so that the work space of one is free for the next.
+    const Tensor z = preactivations.has_value() ? preactivations->contiguous() : recomputed_preactivations<T>(k);
+    // Three kernels and not one, so that the work space of one is free for the next.
     backward_down<T>(grad, z, wanted, k, grads);
     backward_input<T>(z, wanted, k, grads);
     backward_up<T>(z, wanted, k, grads);

@@ -1,5 +1,3 @@
-#include "ops/gmm.h"
-
 #include <ATen/ops/ones.h>
 
 #include <algorithm>
@@ -8,7 +6,7 @@
 #include "ops/backend.h"
 #include "ops/grouped_mm.h"
 #include "ops/memory.h"
-#include "ops/tgmm.h"
+#include "ops/operators.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
@@ -27,16 +25,17 @@ void check(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, cons
   check_group_sizes(kOp, group_sizes, lhs.size(0), Sum::at_most);
 }
 
+// Rows of no group are zero, as the kernel writes them.
 Tensor gmm_aten(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, const OptionalTensor& bias,
                 int64_t group_offset) {
   const RowGroups groups = row_groups(group_sizes, group_offset, rhs.size(0));
-  return multiply_rows(lhs, rhs, groups, bias).masked_fill_(groups.have_not(lhs.size(0)), 0);
+  return multiply_rows(lhs, rhs, groups, bias).masked_fill_(groups.rows_of_no_group(lhs.size(0)), 0);
 }
 
 Tensor gmm_backend(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, const OptionalTensor& bias,
                    int64_t group_offset) {
   check(lhs, rhs, group_sizes, bias);
-  // Past the groups on either side there is none, however far.
+  // Beyond these bounds no group is local. Clamping keeps sums with group_offset from overflowing.
   group_offset = std::clamp(group_offset, -rhs.size(0), group_sizes.size(0));
   if (!uses_kernels(lhs)) return gmm_aten(lhs, rhs, group_sizes, bias, group_offset);
   const Tensor out = empty({lhs.size(0), rhs.size(2)}, lhs.options());
@@ -59,6 +58,7 @@ class Gradient : public torch::autograd::Function<Gradient> {
   static Tensor forward(AutogradContext* ctx, const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes,
                         const OptionalTensor& bias, int64_t group_offset) {
     const Tensor out = gmm(lhs, rhs, group_sizes, bias, group_offset);
+    // The gradient of each factor needs the other one.
     ctx->save_for_backward({rhs.requires_grad() ? lhs : Tensor(), lhs.requires_grad() ? rhs : Tensor(), group_sizes});
     ctx->saved_data["has_bias_gradient"] = requires_grad(bias);
     ctx->saved_data["num_local_groups"] = rhs.size(0);
@@ -77,13 +77,14 @@ class Gradient : public torch::autograd::Function<Gradient> {
     if (rhs.defined()) grad_lhs = gmm(grad, rhs.transpose(1, 2), group_sizes, std::nullopt, group_offset);
     if (lhs.defined()) grad_rhs = tgmm(lhs, grad, group_sizes, num_local_groups, group_offset);
     if (ctx->saved_data["has_bias_gradient"].toBool()) {
+      // The sum of the rows of each group, as a product with a column of ones.
       const Tensor ones = at::ones_symint({grad.sym_size(0), 1}, grad.options());
       grad_bias = tgmm(ones, grad, group_sizes, num_local_groups, group_offset).squeeze(1);
     }
     return {grad_lhs, grad_rhs, Tensor(), grad_bias, Tensor()};
   }
 
-  // A bias is the product of a column of ones: without it the operator is linear in each tensor.
+  // With a bias the operator is not linear in lhs and rhs. So the bias is written as a product with a column of ones.
   static Tensor with_tangents(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes,
                               const OptionalTensor& bias, int64_t group_offset) {
     if (!bias.has_value()) return product_rule(gmm, lhs, rhs, group_sizes, bias, group_offset);

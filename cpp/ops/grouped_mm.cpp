@@ -1,7 +1,6 @@
 #include "ops/grouped_mm.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/_grouped_mm.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
@@ -14,16 +13,21 @@
 #include <algorithm>
 #include <limits>
 
+#include "ops/torch_internals.h"
+
 namespace maxmoe::ops {
 namespace {
 
 using at::Tensor;
 
-constexpr int64_t kAlignment = 16;     // bytes
-constexpr int64_t kMostGroups = 1023;  // of the CUDA kernel; one may be the rows before the first group
+using torch_internals::grouped_mm;
 
-// Whether at::_grouped_mm takes such operands, once `aligned` has copied those with other strides. What it does not
-// take is multiplied group by group, which reads the bounds on the host.
+// Limits of the CUDA kernel of grouped_mm.
+constexpr int64_t kAlignment = 16;     // bytes
+constexpr int64_t kMostGroups = 1023;  // including one for the rows before the first group
+
+// Whether grouped_mm takes these operands, after `aligned` has copied those with other strides. Otherwise they are
+// multiplied group by group, and the host waits for the bounds.
 bool is_legal(const Tensor& lhs, const RowGroups& groups) {
   const auto type = lhs.scalar_type();
   const bool is_known = type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
@@ -34,16 +38,16 @@ bool is_aligned(const Tensor& t, int64_t elements) {
   return elements * t.element_size() % kAlignment == 0;
 }
 
-// Rows in memory one after the other at multiples of 16 bytes.
+// Whether the matrices are row-major and each row begins at a multiple of 16 bytes.
 bool has_aligned_rows(const Tensor& t) {
   const bool is_row_major = t.stride(-1) == 1 && t.stride(-2) >= std::max<int64_t>(1, t.size(-1));
   const bool is_stack_aligned = t.dim() == 2 || is_aligned(t, t.stride(0));
   return is_row_major && is_aligned(t, t.stride(-2)) && is_stack_aligned && is_aligned(t, t.storage_offset());
 }
 
-// Rows, or a stack of matrices, as at::_grouped_mm reads them, or a copy of them. Of a stack the columns may be what is
-// contiguous; not of rows, since the first row of a group would then begin anywhere. A narrow row is padded by its
-// stride alone: what is between two rows is not read.
+// The rows, or the stack of matrices, if grouped_mm can read them, otherwise a copy. The matrices of a stack may be
+// transposed. Rows may not, because the first row of a group could then begin at any address. Rows of the copy are
+// padded by their stride; grouped_mm does not read the padding.
 Tensor aligned(const Tensor& t) {
   if (has_aligned_rows(t) || (t.dim() == 3 && has_aligned_rows(t.transpose(1, 2)))) return t;
   auto sizes = t.sizes().vec();
@@ -53,7 +57,8 @@ Tensor aligned(const Tensor& t) {
   return copy.copy_(t);
 }
 
-// Calls visit(group, first row, number of rows) for each group with rows. Waits for the device.
+// Calls visit(group, first row, number of rows) for each group with rows. Copying the bounds to the host waits for all
+// work in the stream of the device.
 template <class Visit>
 void for_each_group(const RowGroups& groups, const Visit& visit) {
   const Tensor on_host = groups.bounds.cpu();
@@ -70,18 +75,20 @@ Tensor RowGroups::of_rows(int64_t num_rows) const {
   return at::searchsorted(ends(), position, /*out_int32=*/false, /*right=*/true).clamp_max_(size() - 1);
 }
 
-Tensor RowGroups::have_not(int64_t num_rows) const {
+Tensor RowGroups::rows_of_no_group(int64_t num_rows) const {
   const Tensor position = at::arange(num_rows, bounds.options()).unsqueeze(1);
   return position.lt(bounds.select(0, 0)).logical_or_(position.ge(bounds.select(0, size())));
 }
 
 RowGroups row_groups(const Tensor& group_sizes, int64_t group_offset, int64_t num_local_groups) {
   const int64_t num_groups = group_sizes.size(0);
+  // Stays on the device; int32 is what grouped_mm reads.
   const Tensor bounds = at::constant_pad_nd(group_sizes.cumsum(0, at::kInt), {1, 0});
   const int64_t first = std::clamp<int64_t>(group_offset, 0, num_groups);
   const int64_t last = std::clamp<int64_t>(group_offset + num_local_groups, 0, num_groups);
   const Tensor present = bounds.narrow(0, first, last - first + 1);
   if (last - first == num_local_groups) return {present, first == 0};
+  // An empty group begins and ends where its neighbour begins or ends.
   const int64_t num_before = std::clamp<int64_t>(-group_offset, 0, num_local_groups);
   const int64_t num_after = num_local_groups - (last - first) - num_before;
   return {at::cat({present.narrow(0, 0, 1).expand({num_before}), present,
@@ -95,8 +102,8 @@ Tensor multiply_rows(const Tensor& rows, const Tensor& matrices, const RowGroups
   if (rows.numel() == 0 || matrices.numel() == 0) {
     out = at::zeros({rows.size(0), matrices.size(2)}, rows.options());
   } else if (is_legal(rows, groups)) {
-    // The rows before the first group, too, are multiplied with its matrix.
-    out = at::_grouped_mm(aligned(rows), aligned(matrices), groups.ends()).contiguous();
+    // grouped_mm reads no begin: rows before the first group count as its rows. Their results are undefined anyway.
+    out = grouped_mm(aligned(rows), aligned(matrices), groups.ends()).contiguous();
   } else {
     out = at::empty({rows.size(0), matrices.size(2)}, rows.options());
     for_each_group(groups, [&](int64_t group, int64_t row, int64_t count) {
@@ -114,9 +121,9 @@ Tensor multiply_groups(const Tensor& lhs, const Tensor& rhs, const RowGroups& gr
   if (is_legal(lhs, groups)) {
     const Tensor left = aligned(lhs).t();
     const Tensor right = aligned(rhs);
-    if (groups.begin_at_zero) return at::_grouped_mm(left, right, groups.ends()).contiguous();
-    // The rows before the first group are one more, whose product is left out.
-    return at::_grouped_mm(left, right, groups.bounds).narrow(0, 1, groups.size()).contiguous();
+    if (groups.begin_at_zero) return grouped_mm(left, right, groups.ends()).contiguous();
+    // The rows before the first group form an additional group, whose product is dropped.
+    return grouped_mm(left, right, groups.bounds).narrow(0, 1, groups.size()).contiguous();
   }
   const Tensor out = at::zeros({groups.size(), lhs.size(1), rhs.size(1)}, lhs.options());
   for_each_group(groups, [&](int64_t group, int64_t row, int64_t count) {

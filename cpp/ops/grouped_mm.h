@@ -1,5 +1,5 @@
-// The products of groups of rows through ATen, for devices without kernels of their own. docs/devices.md says what runs
-// when.
+// Products of groups of rows through ATen, for devices without kernels. docs/devices.md says which function of ATen
+// runs for which tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,25 +8,26 @@
 
 namespace maxmoe::ops {
 
-// Where the rows of L groups lie: int32 [L + 1] on the device, the begin of the first one and the end of each.
+// The rows of L groups that lie one after the other: group g has the rows [bounds[g], bounds[g + 1]). Rows before
+// bounds[0] and from bounds[L] on belong to no group.
 struct RowGroups {
-  at::Tensor bounds;
-  bool begin_at_zero;  // for certain
+  at::Tensor bounds;   // int32 [L + 1], on the device
+  bool begin_at_zero;  // true if bounds[0] is known to be 0 without reading it from the device
 
   int64_t size() const { return bounds.size(0) - 1; }
   at::Tensor ends() const { return bounds.narrow(0, 1, size()); }
-  // For each of num_rows rows its group; any of them for a row of no group.
+  // int64 [num_rows]: the group of each row. For a row of no group, any group.
   at::Tensor of_rows(int64_t num_rows) const;
-  // bool [num_rows, 1], true for the rows of no group.
-  at::Tensor have_not(int64_t num_rows) const;
+  // bool [num_rows, 1]: true for the rows of no group.
+  at::Tensor rows_of_no_group(int64_t num_rows) const;
 };
 
-// Those of [group_offset, group_offset + num_local_groups) among the groups of these sizes; outside of them they are
-// empty.
+// The groups [group_offset, group_offset + num_local_groups) out of the G groups of group_sizes [G]. Groups before the
+// first or after the last of the G are empty.
 RowGroups row_groups(const at::Tensor& group_sizes, int64_t group_offset, int64_t num_local_groups);
 
-// [R, F]: rows [R, D] times the matrices [L, D, F] of their groups, plus the biases [L, F]. What is in the rows of no
-// group is not defined.
+// [R, F]: rows [R, D] times the matrices [L, D, F] of their groups, plus the biases [L, F]. The values of rows of no
+// group are undefined.
 at::Tensor multiply_rows(const at::Tensor& rows, const at::Tensor& matrices, const RowGroups& groups,
                          const std::optional<at::Tensor>& biases);
 

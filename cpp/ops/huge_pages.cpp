@@ -14,7 +14,7 @@
 namespace maxmoe::ops {
 namespace {
 
-// Of most processors; where huge pages are larger, 2 MiB are whole pages all the same.
+// The size of a huge page on most processors. It is a multiple of the size of ordinary pages on all of them.
 constexpr size_t kPageSize = size_t{2} << 20;
 
 size_t sum_of_sizes(const auto& spans) {
@@ -28,7 +28,7 @@ void unmap(void* begin, size_t bytes) {
   munmap(begin, bytes);
 }
 
-// New pages, or nullptr.
+// Maps new pages, aligned to kPageSize: maps one page more and unmaps what is before and after. nullptr if it fails.
 std::byte* map(size_t bytes) {
   void* memory = mmap(nullptr, bytes + kPageSize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return nullptr;
@@ -36,17 +36,17 @@ std::byte* map(size_t bytes) {
   const size_t before = -std::bit_cast<uintptr_t>(memory) % kPageSize;
   if (before > 0) unmap(begin, before);
   unmap(begin + before + bytes, kPageSize - before);
-  madvise(begin + before, bytes, MADV_HUGEPAGE);  // a request only: memory is right without it
+  madvise(begin + before, bytes, MADV_HUGEPAGE);  // may fail: ordinary pages work too
   return begin + before;
 }
 
-// Lets the system take the pages until they are written again.
+// Lets the system take the pages back until they are written again.
 bool offer_to_system(void* begin, size_t bytes) {
   return madvise(begin, bytes, MADV_FREE) == 0;
 }
 
-// Replaces the pages at `to`. One at a time: they may be of several mappings, which Linux before 6.17 does not move at
-// once.
+// Moves pages to the address `to`, and unmaps those that were there. One page at a time, because they may belong to
+// several mappings, which Linux before 6.17 does not move in one call.
 bool move_pages(std::byte* from, size_t bytes, std::byte* to) {
   for (size_t i = 0; i < bytes; i += kPageSize) {
     if (mremap(from + i, kPageSize, kPageSize, MREMAP_MAYMOVE | MREMAP_FIXED, to + i) == MAP_FAILED) {
@@ -57,7 +57,8 @@ bool move_pages(std::byte* from, size_t bytes, std::byte* to) {
   return true;
 }
 
-// Otherwise a child of fork() inherits the lock of a thread that it does not have.
+// Holds the lock during fork(). Otherwise another thread may hold it at that moment, and the child, which does not have
+// this thread, would wait for it forever.
 void hold_during_fork(void (*lock)(), void (*unlock)()) {
   pthread_atfork(lock, unlock, unlock);
 }
@@ -94,7 +95,7 @@ void* HugePages::allocate(size_t bytes) {
   const std::lock_guard lock(mutex_);
   std::byte* block = take_best_fit(bytes);
   if (block == nullptr) block = move_together(bytes);
-  if (block == nullptr) {  // under a limit of mapped memory, in which freed pages count
+  if (block == nullptr) {  // freed pages count towards a limit of mapped memory (ulimit -v)
     unmap_freed();
     block = map(bytes);
   }
@@ -127,7 +128,7 @@ size_t HugePages::bytes_reserved() {
   return sum_of_sizes(allocated_) + sum_of_sizes(freed_);
 }
 
-// The first bytes of a freed span.
+// Takes the first bytes of a freed span.
 std::byte* HugePages::take(Spans::iterator span, size_t bytes) {
   const auto [begin, size] = *span;
   const auto next = freed_.erase(span);
@@ -135,7 +136,7 @@ std::byte* HugePages::take(Spans::iterator span, size_t bytes) {
   return begin;
 }
 
-// From the smallest freed span that has room, or nullptr.
+// Takes a block from the smallest freed span that is large enough; nullptr if there is none.
 std::byte* HugePages::take_best_fit(size_t bytes) {
   auto best = freed_.end();
   for (auto span = freed_.begin(); span != freed_.end(); ++span) {
@@ -144,7 +145,8 @@ std::byte* HugePages::take_best_fit(size_t bytes) {
   return best == freed_.end() ? nullptr : take(best, bytes);
 }
 
-// A new block of freed pages as far as there are any, from the smallest spans first; nullptr where that fails.
+// Maps a new block and replaces its pages by freed ones, as far as there are any. The smallest spans go first, so that
+// large ones stay for blocks that fit. nullptr if it fails.
 std::byte* HugePages::move_together(size_t bytes) {
   std::byte* block = map(bytes);
   if (block == nullptr) return nullptr;
@@ -160,6 +162,7 @@ std::byte* HugePages::move_together(size_t bytes) {
   return block;
 }
 
+// Adds a span to the freed ones, merged with its neighbours.
 void HugePages::keep(std::byte* begin, size_t bytes) {
   auto next = freed_.lower_bound(begin);
   if (next != freed_.end() && begin + bytes == next->first) {

@@ -1,4 +1,4 @@
-// Large blocks of memory in huge pages. No torch here.
+// An allocator of large blocks in huge pages. Does not depend on torch.
 #pragma once
 
 #include <cstddef>
@@ -8,27 +8,26 @@
 
 namespace maxmoe::ops {
 
-// The system clears every page that it maps, which takes longer than most operators take to write it. So freed pages
-// are kept and given out again, as they are. While they are kept the system may take them (MADV_FREE): a process whose
-// memory runs short loses them first.
+// The system clears every page that it maps, which takes longer than most operators need to write the page. So freed
+// pages are kept and reused without clearing. The system may take kept pages back when memory runs short (MADV_FREE).
 //
-// A page is mapped only when no freed one is left, so that mapped bytes never exceed the largest number of bytes that
-// were allocated at once. Where freed pages suffice for a block but do not lie side by side they are moved, not mapped.
+// A page is mapped only if no freed one is left, so that the number of mapped bytes never exceeds the largest number of
+// bytes that were allocated at once. Freed pages that are not contiguous are moved together instead of mapping new
+// ones.
 class HugePages {
  public:
-  // Never destroyed: tensors are freed until the very end of the process.
+  // Never destroyed, because tensors are freed until the end of the process.
   static HugePages& instance();
 
-  // A block of at least this many bytes, aligned to 2 MiB; nullptr where the system has none. Its content is undefined.
+  // A block of at least `bytes`, aligned to 2 MiB, with undefined content; nullptr if the system has no memory.
   void* allocate(size_t bytes);
   void deallocate(void* block);
 
   // Unmaps all freed pages.
   void empty_cache();
 
-  // Bytes of the blocks, and of everything mapped: blocks and freed pages.
-  size_t bytes_allocated();
-  size_t bytes_reserved();
+  size_t bytes_allocated();  // of all blocks
+  size_t bytes_reserved();   // of all blocks and freed pages
 
  private:
   using Spans = std::map<std::byte*, size_t>;  // begin and size
@@ -41,7 +40,7 @@ class HugePages {
   void unmap_freed();
 
   std::mutex mutex_;
-  Spans freed_;  // no two are neighbours
+  Spans freed_;  // neighbouring spans are merged
   std::unordered_map<void*, size_t> allocated_;
 };
 

@@ -1,5 +1,3 @@
-#include "ops/linear.h"
-
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
@@ -7,6 +5,7 @@
 #include "kernels/linear.h"
 #include "ops/backend.h"
 #include "ops/memory.h"
+#include "ops/operators.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
@@ -25,7 +24,7 @@ void check(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, Op
   if (out_dtype.has_value()) check_floating(kOp, "out_dtype", *out_dtype);
 }
 
-// The type of the sums.
+// The dtype of the sums: at least float32, which the router needs for 16-bit inputs.
 at::ScalarType sum_type(const Tensor& x, const Tensor& weight) {
   return at::promote_types(at::promote_types(x.scalar_type(), weight.scalar_type()), at::kFloat);
 }
@@ -62,6 +61,7 @@ Tensor linear_backend(const Tensor& x, const Tensor& weight, const OptionalTenso
   const Tensor left = gemm_operand(x);
   const Tensor right = gemm_operand(weight);
   const auto offsets = bias.has_value() ? OptionalTensor(bias->to(type).contiguous()) : std::nullopt;
+  // The kernel converts 16-bit operands in blocks, so that no float32 copy of x or weight is allocated.
   const auto run = [&]<class T>() {
     maxmoe::linear(Linear<T>{any_matrix(left.const_data_ptr(), left), any_matrix(right.const_data_ptr(), right),
                              const_pointer<T>(offsets), &best_gemm<T>(), any_matrix(out.mutable_data_ptr(), out)},
@@ -75,6 +75,7 @@ class Gradient : public torch::autograd::Function<Gradient> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                         OptionalType out_dtype) {
+    // The gradient of each factor needs the other one.
     ctx->save_for_backward({weight.requires_grad() ? x : Tensor(), x.requires_grad() ? weight : Tensor()});
     ctx->saved_data["x_dtype"] = x.scalar_type();
     ctx->saved_data["weight_dtype"] = weight.scalar_type();
@@ -92,13 +93,14 @@ class Gradient : public torch::autograd::Function<Gradient> {
     if (weight.defined()) grad_x = linear(grad, weight.t(), std::nullopt, dtype("x_dtype"));
     if (x.defined()) grad_weight = linear(grad.t(), x.t(), std::nullopt, dtype("weight_dtype"));
     if (ctx->saved_data.count("bias_dtype") > 0) {
+      // The sum of the rows, as a product with a row of ones: in float32, and in the order of a product.
       const Tensor ones = at::ones_symint({1, grad.sym_size(0)}, grad.options());
       grad_bias = linear(ones, grad.t(), std::nullopt, dtype("bias_dtype")).squeeze(0);
     }
     return {grad_x, grad_weight, grad_bias, Tensor()};
   }
 
-  // A bias is the product of a column of ones: without it the operator is linear in each tensor.
+  // With a bias the operator is not linear in x and weight. So the bias is written as a product with a column of ones.
   static Tensor with_tangents(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                               OptionalType out_dtype) {
     if (!bias.has_value()) return product_rule(linear, x, weight, bias, out_dtype);

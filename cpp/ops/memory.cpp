@@ -1,31 +1,32 @@
 #include "ops/memory.h"
 
-#include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/resize_cpu_dispatch.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/accumulate.h>
 
 #include "ops/huge_pages.h"
+#include "ops/torch_internals.h"
 
 namespace maxmoe::ops {
 namespace {
 
-// Smaller memory the C library mostly keeps by itself, and half a huge page more would be a lot.
+// Smaller blocks come from torch's allocator: the C library mostly keeps them by itself, and rounding them up to huge
+// pages would waste a large part of them.
 constexpr size_t kSmallest = size_t{4} << 20;
 
+// Reported before the block is free: another thread may allocate the same address at once.
 void deallocate(void* block) {
-  c10::profiledCPUMemoryReporter().Delete(block);
+  torch_internals::report_deallocated(block);
   HugePages::instance().deallocate(block);
 }
 
-// Of storages, which ask it again when they are resized.
+// The allocator of the storages of large tensors. A storage calls it again when it is resized.
 class HugePageAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     void* block = bytes < kSmallest ? nullptr : HugePages::instance().allocate(bytes);
     if (block == nullptr) return c10::GetCPUAllocator()->allocate(bytes);
-    c10::profiledCPUMemoryReporter().New(block, bytes);
+    torch_internals::report_allocated(block, bytes);
     return {block, block, &deallocate, c10::kCPU};
   }
 
@@ -33,7 +34,7 @@ class HugePageAllocator final : public c10::Allocator {
 };
 
 c10::Allocator* allocator() {
-  static auto* const never_destroyed = new HugePageAllocator;
+  static auto* const never_destroyed = new HugePageAllocator;  // storages call it until the end of the process
   return never_destroyed;
 }
 
@@ -44,10 +45,8 @@ at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
   if (!options.device().is_cpu() || c10::multiply_integers(sizes) * c10::elementSize(dtype) < kSmallest) {
     return at::empty(sizes, options);
   }
-  const at::Tensor tensor =
-      at::detail::empty_generic({0}, allocator(), c10::DispatchKeySet(c10::DispatchKey::CPU), dtype, std::nullopt);
-  // Fills the memory where torch.utils.deterministic.fill_uninitialized_memory asks for it, as at::empty does.
-  return at::cpu::resize_(tensor, sizes);
+  // resize_ fills the memory if torch.utils.deterministic.fill_uninitialized_memory asks for it, as at::empty does.
+  return torch_internals::empty(dtype, allocator()).resize_(sizes);
 }
 
 }  // namespace maxmoe::ops

@@ -1,14 +1,13 @@
-// An operator of torch.ops.maxmoe in C++: how it is called, and what all of them register in the same way.
+// An operator of torch.ops.maxmoe in C++: its registration, and its call from other operators.
 //
-// The header of an operator declares it, its source file registers it:
+// ops/operators.h declares an operator that others call, its source file registers it:
 //
 //     inline constexpr Operator<"gmm", Tensor(const Tensor& lhs, const Tensor& rhs)> gmm;
 //     gmm.define<gmm_backend, Gradient, Autocast::lower_precision>(library, "gmm(Tensor lhs, Tensor rhs) -> Tensor");
 //
-// and gmm(lhs, rhs) is a call through the dispatcher.
+// A call gmm(lhs, rhs) goes through the dispatcher of torch, as a call from Python does.
 #pragma once
 
-#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -30,11 +29,28 @@ struct Name {
   char text[size]{};
 };
 
-// The gradient of operators that have none: backward through their results is an error.
+// The `Gradient` of an operator without one: backward through its results is an error.
 struct NotDifferentiable {};
 
-// lower_precision: floating tensors take the dtype of autocast, all but `weights`, which multiply in float32.
+// lower_precision: floating tensors are cast to the dtype of autocast. `weights` are not: kernels multiply by them in
+// float32, whatever the dtype of the rows.
 enum class Autocast { none, lower_precision };
+
+// Sizes that torch.compile may trace as symbols (SymInt) are numbers when a kernel runs.
+template <class T>
+auto concrete(const T& argument) {
+  if constexpr (std::is_same_v<T, c10::SymInt>) {
+    return argument.guard_int(__FILE__, __LINE__);
+  } else if constexpr (std::is_same_v<T, std::optional<c10::SymInt>>) {
+    return argument.has_value() ? std::optional(concrete(*argument)) : std::nullopt;
+  } else {
+    return argument;
+  }
+}
+
+// The type of a kernel's parameter for an operator's parameter of type T.
+template <class T>
+using Concrete = std::conditional_t<std::is_reference_v<T>, T, decltype(concrete(std::declval<T>()))>;
 
 template <Name name, class Signature>
 class Operator;
@@ -43,16 +59,19 @@ template <Name name, class Return, class... Args>
 class Operator<name, Return(Args...)> {
  public:
   Return operator()(Args... args) const {
+    // Once per operator, because the lookup hashes the name.
     static const auto typed = handle().template typed<Return(Args...)>();
     return typed.call(std::forward<Args>(args)...);
   }
 
-  // kernel: for all devices; sees dense tensors of one device.
-  // Gradient: a class with apply(args...), such as a torch::autograd::Function; and with with_tangents(args...), the
-  // results and their tangents in forward-mode AD, unless the operator is linear in each of its tensors.
+  // kernel: called on all devices, with dense tensors of one device.
+  // Gradient: apply(args...) records the operator, as a torch::autograd::Function does. with_tangents(args...) returns
+  // the results with their tangents; an operator that is linear in each of its tensors does not need it.
   template <Return (*kernel)(Concrete<Args>...), class Gradient = NotDifferentiable, Autocast rule = Autocast::none>
   void define(torch::Library& library, const std::string& schema) const {
     library.def(schema.c_str());
+    // One function for all devices: it chooses between kernel and ATen itself (uses_kernels). Fake tensors and meta
+    // tensors do not come here: maxmoe/ops registers fake kernels for them.
     library.impl(name.text, c10::DispatchKey::CompositeExplicitAutograd, &backend<kernel>);
     if constexpr (std::is_same_v<Gradient, NotDifferentiable>) {
       library.impl(name.text, c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
@@ -67,7 +86,7 @@ class Operator<name, Return(Args...)> {
 
  private:
   static c10::OperatorHandle handle() {
-    return c10::Dispatcher::singleton().findSchemaOrThrow((std::string("maxmoe::") + name.text).c_str(), "");
+    return c10::Dispatcher::singleton().findSchemaOrThrow(std::string("maxmoe::").append(name.text).c_str(), "");
   }
 
   static void check(const Args&... args) {
@@ -79,17 +98,19 @@ class Operator<name, Return(Args...)> {
   static Return backend(Args... args) {
     check(args...);
     const OperatorCall call;
-    // The kernels on ATen call operators that have autocast rules of their own.
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    // On other devices a kernel calls operators of ATen that have autocast rules of their own: they would change the
+    // dtype of intermediate results.
+    const torch_internals::NoAutocast no_autocast;
     return kernel(concrete(args)...);
   }
 
   template <class Gradient>
   static Return autograd(Args... args) {
-    check(args...);
+    check(args...);  // first: the gradients read the shapes of the arguments
     if ((has_tangent(args) || ...)) return with_tangents<Gradient>(args...);
     const bool is_recorded = at::GradMode::is_enabled() && (requires_grad(args) || ...);
     if (is_recorded) check_no_function_transform(name.text);
+    // Below, no call is recorded: Gradient::apply has created the only node of the graph.
     const at::AutoDispatchBelowADInplaceOrView guard;
     if (is_recorded) return Gradient::apply(args...);
     return Operator()(std::forward<Args>(args)...);
@@ -106,16 +127,11 @@ class Operator<name, Return(Args...)> {
 
   template <c10::DeviceType device>
   static Return autocast(Args... args) {
-    const c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
+    const torch_internals::NoAutocast no_autocast;  // otherwise the call below would end here again
     static const int weights = handle().schema().argumentIndexWithName("weights").value_or(-1);
     return [&]<int... position>(std::integer_sequence<int, position...>) {
-      return Operator()((position == weights ? args : autocast_to<device>(args))...);
+      return Operator()((position == weights ? args : torch_internals::cast_for_autocast<device>(args))...);
     }(std::make_integer_sequence<int, sizeof...(Args)>());
-  }
-
-  template <c10::DeviceType device, class T>
-  static T autocast_to(const T& argument) {
-    return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), argument, device);
   }
 };
 

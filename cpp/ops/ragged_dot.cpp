@@ -1,12 +1,9 @@
-#include "ops/ragged_dot.h"
-
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include "kernels/ragged_dot.h"
 #include "ops/backend.h"
-#include "ops/ragged_gather_reduce.h"
-#include "ops/ragged_scatter_add.h"
+#include "ops/operators.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
@@ -22,10 +19,11 @@ void check(const Tensor& a, const Tensor& b, const Tensor& index, int64_t group_
   MAXMOE_CHECK(group_size >= 1, kOp, "group_size must be at least 1, got ", group_size);
   Argument(kOp, "index", index)
       .has_size(0, checked_product(kOp, "group_size", a.size(0), group_size), "rows of a times group_size");
+  // Last, because it reads the whole index.
   Argument(kOp, "index", index).has_values_in(-1, b.size(0), "-1 or a row of b");
 }
 
-// One row of b for each row of a after the other, so that nothing of [M, D] is needed.
+// A loop over the slots of a group, so that no tensor of [M, D] is allocated.
 Tensor ragged_dot_aten(const Tensor& a, const Tensor& b, const Tensor& index, int64_t group_size) {
   const auto type = accumulator_type(a.scalar_type());
   if (b.size(0) == 0 || a.size(0) == 0) return at::zeros({index.size(0)}, a.options().dtype(type));

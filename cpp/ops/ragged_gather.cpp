@@ -1,13 +1,10 @@
-#include "ops/ragged_gather.h"
-
 #include <ATen/ops/arange.h>
 #include <ATen/ops/zeros.h>
 
 #include "kernels/ragged_gather.h"
 #include "ops/backend.h"
 #include "ops/memory.h"
-#include "ops/ragged_dot.h"
-#include "ops/ragged_scatter_add.h"
+#include "ops/operators.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
@@ -22,6 +19,7 @@ void check(const Tensor& x, const Tensor& index, const OptionalTensor& weights, 
   MAXMOE_CHECK(0 <= start && start <= index.size(0), kOp, "start must be in [0, ", index.size(0), "], got ", start);
   MAXMOE_CHECK(start <= end && end <= index.size(0), kOp, "end must be in [start (", start, "), ", index.size(0),
                "], got ", end);
+  // Last, because it reads the whole index.
   Argument(kOp, "index", index).has_values_in(-1, x.size(0), "-1 or a row of x");
 }
 
@@ -67,6 +65,7 @@ class Gradient : public torch::autograd::Function<Gradient> {
     const Tensor out = ragged_gather(x, index, weights, start, end);
     const bool is_whole = start == 0 && !end.has_value();
     const Tensor masked = is_whole ? index : masked_index(index, start, end.value_or(index.sym_size(0)));
+    // x is only needed for the gradient of weights, which is <grad, x>.
     ctx->save_for_backward({requires_grad(weights) ? x : Tensor(), masked, defined_or_empty(weights)});
     ctx->saved_data["num_rows"] = x.sym_size(0);
     return out;

@@ -1,12 +1,9 @@
-#include "ops/ragged_gather_reduce.h"
-
 #include <ATen/ops/zeros.h>
 
 #include "kernels/ragged_gather_reduce.h"
 #include "ops/backend.h"
 #include "ops/memory.h"
-#include "ops/ragged_dot.h"
-#include "ops/ragged_scatter_add.h"
+#include "ops/operators.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
@@ -26,14 +23,16 @@ void check(const Tensor& rows, const Tensor& index, int64_t group_size, const Op
     Argument(kOp, "valid", *valid).has_dims(1, "[M]").is_bool();
     Argument(kOp, "valid", *valid).has_size(0, index.size(0), "size of index");
   }
+  // Last, because it reads the whole index.
   Argument(kOp, "index", index).has_values_in(-1, rows.size(0), "-1 or a row of rows");
 }
 
+// The index with -1 for slots that are not valid.
 Tensor masked_index(const Tensor& index, const OptionalTensor& valid) {
   return valid.has_value() ? index.masked_fill(valid->logical_not(), -1) : index;
 }
 
-// One slot of all groups after the other, so that no more than two tensors of the size of the result are needed.
+// A loop over the slots of a group, so that beside the result only one tensor of its size is allocated.
 Tensor ragged_gather_reduce_aten(const Tensor& rows, const Tensor& index, int64_t group_size,
                                  const OptionalTensor& weights, const OptionalTensor& valid) {
   const int64_t num_groups = index.size(0) / group_size;
@@ -76,6 +75,7 @@ class Gradient : public torch::autograd::Function<Gradient> {
   static Tensor forward(AutogradContext* ctx, const Tensor& rows, const Tensor& index, int64_t group_size,
                         const OptionalTensor& weights, const OptionalTensor& valid) {
     const Tensor out = ragged_gather_reduce(rows, index, group_size, weights, valid);
+    // `rows` is only needed for the gradient of weights, which is <grad, rows>.
     const Tensor saved_rows = requires_grad(weights) ? rows : Tensor();
     ctx->save_for_backward({saved_rows, masked_index(index, valid), defined_or_empty(weights)});
     ctx->saved_data["num_rows"] = rows.sym_size(0);

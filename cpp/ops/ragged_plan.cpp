@@ -1,16 +1,17 @@
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/_assert_async.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/searchsorted.h>
 
+#include <algorithm>
 #include <tuple>
 
 #include "kernels/ragged_plan.h"
 #include "ops/backend.h"
 #include "ops/operator.h"
+#include "ops/torch_internals.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
@@ -39,13 +40,13 @@ void check(const Tensor& experts, int64_t num_experts, int64_t first_expert, int
   Argument(kOp, "experts", experts).has_values_in(-1, num_experts, "-1 or one of num_experts");
 }
 
-// What the caller said R is, against what it is.
+// Checks the num_rows argument against the actual number of rows.
 void check_num_rows(std::optional<int64_t> num_rows, int64_t actual) {
   MAXMOE_CHECK(num_rows.value_or(actual) == actual, kOp, "num_rows must be the number of rows (", actual, "), got ",
                num_rows.value_or(0));
 }
 
-// R, from the caller where that saves waiting for the device.
+// The number of rows R. Reading it from `kept` waits for the device, so the caller's num_rows has precedence.
 int64_t count_rows(const Tensor& kept, std::optional<int64_t> num_rows) {
   if (!num_rows.has_value()) return kept.item<int64_t>();
   if (kept.is_cpu()) {
@@ -53,12 +54,14 @@ int64_t count_rows(const Tensor& kept, std::optional<int64_t> num_rows) {
     MAXMOE_CHECK(*num_rows >= least, kOp, "num_rows must be at least the number of rows (", least, "), got ",
                  *num_rows);
   } else {
-    at::_assert_async(kept.le(*num_rows), "maxmoe::ragged_plan: num_rows must be at least the number of rows");
+    torch_internals::assert_async(kept.le(*num_rows),
+                                  "maxmoe::ragged_plan: num_rows must be at least the number of rows");
   }
   return *num_rows;
 }
 
-// A stable sort by expert, with all that is not local sorted past the end; the sizes stay on the device.
+// A stable sort by expert. Slots of other experts sort last. The group sizes stay on the device. With max_rows and
+// without num_rows, R is max_rows, so that nothing waits for the device.
 Plan ragged_plan_aten(const Tensor& experts, int64_t first_expert, int64_t num_local_experts,
                       std::optional<int64_t> max_rows, std::optional<int64_t> known_rows) {
   const Tensor local = experts.reshape(-1).sub(first_expert);
@@ -66,15 +69,17 @@ Plan ragged_plan_aten(const Tensor& experts, int64_t first_expert, int64_t num_l
   const auto [sorted, order] = key.sort(/*stable=*/std::optional(true), 0, /*descending=*/false);
   const Tensor experts_in_order = at::arange(num_local_experts, key.options());
   const Tensor ends = at::searchsorted(sorted, experts_in_order, /*out_int32=*/false, /*right=*/true);
-  const Tensor wanted = at::constant_pad_nd(ends, {1, 0});  // [L + 1]: where the experts begin, and the number of rows
+  // [L + 1]: the first row of each expert, and the number of rows.
+  const Tensor wanted = at::constant_pad_nd(ends, {1, 0});
   const Tensor bounds = max_rows.has_value() ? wanted.clamp_max(*max_rows) : wanted;
   const Tensor kept = bounds.select(0, num_local_experts);
 
+  if (!known_rows.has_value() && max_rows.has_value()) known_rows = std::min(*max_rows, key.size(0));
   const int64_t num_rows = count_rows(kept, known_rows);
   const Tensor position = at::arange(key.size(0), key.options());
   const Tensor is_left_out = position.ge(kept);
   const Tensor rows = at::empty_like(key).scatter_(0, order, position.masked_fill(is_left_out, -1));
-  // Cut or filled up to num_rows.
+  // Cut or padded to num_rows.
   const Tensor slots = at::constant_pad_nd(order.masked_fill(is_left_out, -1), {0, num_rows - key.size(0)}, -1);
   return {slots, rows, bounds.diff(), wanted.select(0, num_local_experts) - kept};
 }
@@ -98,13 +103,13 @@ Plan ragged_plan_backend(const Tensor& experts, int64_t num_experts, int64_t fir
                            pointer<int64_t>(dropped),
                            nullptr,
                            pointer<int64_t>(rows)};
-  maxmoe::ragged_plan(plan, torch_executor());
+  maxmoe::ragged_plan(plan, torch_executor());  // without slots: counts the rows of each expert
   int64_t num_rows = 0;
   for (int64_t expert = 0; expert < num_local_experts; ++expert) num_rows += plan.group_sizes[expert];
   check_num_rows(known_rows, num_rows);
   const Tensor slots = at::empty({num_rows}, ids.options());
   plan.slots = pointer<int64_t>(slots);
-  if (plan.slots == nullptr) {
+  if (plan.slots == nullptr) {  // no rows
     rows.fill_(-1);
   } else {
     maxmoe::ragged_plan(plan, torch_executor());

@@ -1,13 +1,10 @@
-#include "ops/ragged_scatter_add.h"
-
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include "kernels/ragged_scatter_add.h"
 #include "ops/backend.h"
 #include "ops/memory.h"
-#include "ops/ragged_dot.h"
-#include "ops/ragged_gather_reduce.h"
+#include "ops/operators.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
@@ -25,11 +22,12 @@ void check(const Tensor& rows, const Tensor& index, int64_t num_rows, int64_t gr
   Argument(kOp, "index", index)
       .has_size(0, checked_product(kOp, "group_size", rows.size(0), group_size), "rows times group_size");
   check_weights(kOp, weights, index.size(0));
+  // Last, because it reads the whole index.
   Argument(kOp, "index", index).has_values_in(-1, num_rows, "-1 or a row of the result");
 }
 
-// Row num_rows takes what is routed nowhere. One slot of all groups after the other, so that nothing of [M, D] is
-// needed.
+// Slots without a row are added to one row past the result, which is sliced off. A loop over the slots of a group, so
+// that no tensor of [M, D] is allocated.
 Tensor ragged_scatter_add_aten(const Tensor& rows, const Tensor& index, int64_t num_rows, int64_t group_size,
                                const OptionalTensor& weights) {
   const auto type = accumulator_type(rows.scalar_type());
@@ -54,6 +52,8 @@ Tensor ragged_scatter_add_backend(const Tensor& rows, const Tensor& index, int64
   if (out.numel() == 0) return out;
   const Tensor source = contiguous_rows(rows);
   const Tensor list = index.contiguous();
+  // Work space: the kernel inverts the index first, so that each row of the result is summed by one thread in the order
+  // of the index. Atomic additions would give other bits in each run.
   const Tensor offsets = at::empty({num_rows + 1}, list.options());
   const Tensor order = at::empty_like(list);
   const auto scale = accumulator_weights(weights, rows.scalar_type());
@@ -70,6 +70,7 @@ class Gradient : public torch::autograd::Function<Gradient> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& rows, const Tensor& index, c10::SymInt num_rows,
                         int64_t group_size, const OptionalTensor& weights) {
+    // `rows` is only needed for the gradient of weights, which is <grad, rows>.
     ctx->save_for_backward({requires_grad(weights) ? rows : Tensor(), index, defined_or_empty(weights)});
     ctx->saved_data["group_size"] = group_size;
     return ragged_scatter_add(rows, index, std::move(num_rows), group_size, weights);

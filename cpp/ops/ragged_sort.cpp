@@ -1,11 +1,7 @@
-#include "ops/ragged_sort.h"
-
 #include "kernels/ragged_sort.h"
 #include "ops/backend.h"
 #include "ops/memory.h"
-#include "ops/ragged_dot.h"
-#include "ops/ragged_unsort.h"
-#include "ops/routed_rows.h"
+#include "ops/operators.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
@@ -19,6 +15,7 @@ void check(const Tensor& x, const Tensor& slots, const Tensor& rows, int64_t top
   check_routed_rows(kOp, slots, rows, x.size(0), slots.numel(), top_k);
 }
 
+// Rows of no slot (-1) are zero.
 Tensor ragged_sort_aten(const Tensor& x, const Tensor& slots, int64_t top_k, const OptionalTensor& weights) {
   const Tensor is_absent = slots.lt(0).unsqueeze(1);
   const Tensor slot = slots.clamp_min(0);
@@ -49,6 +46,7 @@ class Gradient : public torch::autograd::Function<Gradient> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& slots, const Tensor& rows, int64_t top_k,
                         const OptionalTensor& weights) {
+    // x is only needed for the gradient of weights, which is <grad, x>.
     ctx->save_for_backward({requires_grad(weights) ? x : Tensor(), slots, rows, defined_or_empty(weights)});
     ctx->saved_data["top_k"] = top_k;
     return ragged_sort(x, slots, rows, top_k, weights);

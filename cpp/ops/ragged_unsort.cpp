@@ -1,12 +1,7 @@
-#include "ops/ragged_unsort.h"
-
 #include "kernels/ragged_unsort.h"
 #include "ops/backend.h"
 #include "ops/memory.h"
-#include "ops/ragged_dot.h"
-#include "ops/ragged_gather_reduce.h"
-#include "ops/ragged_sort.h"
-#include "ops/routed_rows.h"
+#include "ops/operators.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
@@ -47,6 +42,7 @@ class Gradient : public torch::autograd::Function<Gradient> {
   static Tensor forward(AutogradContext* ctx, const Tensor& rows, const Tensor& slots, const Tensor& row_of_slot,
                         int64_t top_k, const OptionalTensor& weights) {
     const Tensor out = ragged_unsort(rows, slots, row_of_slot, top_k, weights);
+    // `rows` is only needed for the gradient of weights, which is <grad, rows>.
     const Tensor saved_rows = requires_grad(weights) ? rows : Tensor();
     ctx->save_for_backward({saved_rows, slots, row_of_slot, defined_or_empty(weights)});
     ctx->saved_data["top_k"] = top_k;
@@ -61,6 +57,7 @@ class Gradient : public torch::autograd::Function<Gradient> {
     Tensor grad_weights;
     if (ctx->needs_input_grad(0)) {
       grad_rows = ragged_sort(grads[0], slots, row_of_slot, top_k, optional_tensor(weights));
+      // `rows` may have more rows than the plan: they reach no result.
       const c10::SymInt spare_rows = ctx->saved_data["num_rows"].toSymInt() - grad_rows.sym_size(0);
       if (spare_rows != 0) grad_rows = at::constant_pad_nd_symint(grad_rows, {0, 0, 0, spare_rows});
     }

@@ -27,7 +27,7 @@ constexpr Operator<"route_backward",
                           double scale)>
     route_backward;
 
-// The arguments of route after logits.
+// The arguments of the operator route after logits. `experts` are given if they are not to be selected.
 struct Options {
   int64_t top_k;
   std::string_view score_function;
@@ -100,6 +100,7 @@ Routing route_kernel(const Tensor& logits, int64_t top_k, const OptionalTensor& 
   const Tensor probabilities = at::empty(logits.sizes(), logits.options());
   const OptionalTensor given_rows = given.has_value() ? OptionalTensor(given->contiguous()) : std::nullopt;
   const Tensor experts = at::empty({logits.size(0), top_k}, logits.options().dtype(at::kLong));
+  // Only float32 and float64: the scores of 16-bit logits are computed in float32.
   const Tensor source = contiguous_rows(logits);
   const auto run = [&]<class T>() {
     maxmoe::route(Route<T>{const_view<T>(source), const_pointer<T>(correction_bias), const_pointer<int64_t>(given_rows),
@@ -121,6 +122,7 @@ Routing route_backend(const Tensor& logits, OptionTypes... options) {
       o.correction_bias.has_value() ? OptionalTensor(o.correction_bias->to(type).contiguous()) : std::nullopt;
   const Routing routing = uses_kernels(logits) ? route_kernel(wide, o.top_k, bias, o.experts, rule)
                                                : route_aten(wide, o.top_k, bias, o.experts, rule);
+  // A token whose scores are NaN is marked instead of raising an error at once, because other devices cannot raise.
   const Tensor& experts = std::get<1>(routing);
   if (logits.is_cpu()) {
     const auto ids = experts.accessor<int64_t, 2>();
@@ -183,7 +185,7 @@ class Node : public torch::autograd::Function<Node> {
     const auto [weights, experts, probabilities] =
         route(logits, o.top_k, o.score_function, o.correction_bias, o.num_groups, o.top_k_groups, o.group_score,
               o.normalization, o.scale, o.experts);
-    ctx->set_materialize_grads(false);  // without a loss on the probabilities, nothing of their size is computed
+    ctx->set_materialize_grads(false);  // no zeros of the size of the probabilities if no loss reads them
     ctx->save_for_backward({logits, experts});
     ctx->mark_non_differentiable({experts});
     ctx->saved_data["score_function"] = std::string(o.score_function);
@@ -201,6 +203,7 @@ class Node : public torch::autograd::Function<Node> {
     const std::string_view score_function = ctx->saved_data["score_function"].toStringRef();
     const std::string_view normalization = ctx->saved_data["normalization"].toStringRef();
     const double scale = ctx->saved_data["scale"].toDouble();
+    // The kernel has no gradient of its own, so that a second derivative is computed with ATen.
     if (!is_transformed(grad_weights) && !(grad_probabilities.has_value() && is_transformed(*grad_probabilities))) {
       return {route_backward(grad_weights, grad_probabilities, logits, experts, score_function, normalization, scale),
               no_gradient};
@@ -219,10 +222,10 @@ struct Gradient {
     return {outputs[0], outputs[1], outputs[2]};
   }
 
-  // The weights once more from the logits, with the experts known: all of it ATen's, and differentiable.
+  // Selects the experts with the operator, and computes their weights with ATen, which has tangents.
   static Routing with_tangents(const Tensor& logits, const auto&... options) {
     const Tensor experts = [&] {
-      const c10::AutoFwGradMode no_tangents(false);
+      const torch_internals::NoTangents no_tangents;  // otherwise this function would call itself
       return std::get<1>(route(logits, options...));
     }();
     const RoutingRule rule = rule_of(Options{options...});

@@ -15,9 +15,10 @@ namespace {
 
 constexpr double kSumEpsilon = 1e-20;
 
-// Also differentiable where softplus is zero: there the slope is zero, not that of the square root.
+// sqrt(softplus(x)). Its derivative is 0 where softplus underflows to 0: that of the square root is infinite, and would
+// give NaN.
 Tensor sqrt_softplus(const Tensor& logits) {
-  constexpr double threshold = 40;  // from there on softplus is the identity in float64
+  constexpr double threshold = 40;  // softplus(x) = x from here on, in float64
   const Tensor softplus = at::softplus(logits, /*beta=*/1, threshold);
   const Tensor is_zero = softplus.eq(0);
   const Tensor zero = at::zeros({}, logits.options());
@@ -38,14 +39,14 @@ Tensor score(const Tensor& logits, ScoreFunction function) {
   return logits;
 }
 
-// Of the selected scores; slots without an expert take no part.
+// Normalizes the selected scores [T, K]. Slots without an expert are left out.
 Tensor normalize(const Tensor& selected, const Tensor& is_absent, Normalization normalization) {
   if (normalization == Normalization::sum) {
     const Tensor present = selected.masked_fill(is_absent, 0);
     return present / (present.sum(1, true) + kSumEpsilon);
   }
   if (normalization == Normalization::softmax) {
-    // Not minus infinity: the softmax of a token without any expert would be NaN.
+    // Not minus infinity, because the softmax of a token without any expert would be NaN.
     return at::softmax(selected.masked_fill(is_absent, std::numeric_limits<float>::lowest()), 1);
   }
   return selected;
@@ -57,12 +58,12 @@ Tensor weigh(const Tensor& scores, const Tensor& experts, const RoutingRule& rul
   return (normalize(selected, is_absent, rule.normalization) * rule.scale).masked_fill(is_absent, 0);
 }
 
-// Descending, and stable: the lowest index first among equals.
+// Indices in descending order of the keys. Stable: among equal keys the lowest index comes first.
 Tensor order_of(const Tensor& keys) {
   return keys.argsort(/*stable=*/true, 1, /*descending=*/true);
 }
 
-// Experts by falling biased score, those outside the best groups after all others.
+// Experts in descending order of the biased score. Experts outside of the best groups come last.
 Tensor expert_order(const Tensor& biased, const RoutingRule& rule) {
   const Tensor order = order_of(biased);
   if (rule.num_groups == 1) return order;
@@ -75,6 +76,7 @@ Tensor expert_order(const Tensor& biased, const RoutingRule& rule) {
   return order.gather(1, order_of(is_open.gather(1, order)));
 }
 
+// The derivative of the elementwise score functions. 0 where the score underflows to 0.
 Tensor score_slope(const Tensor& logits, const Tensor& scores, ScoreFunction function) {
   if (function == ScoreFunction::sigmoid) return scores * (1 - scores);
   const Tensor zero = at::zeros({}, scores.options());
@@ -122,7 +124,7 @@ Tensor route_backward_aten(const Tensor& grad_weights, const OptionalTensor& gra
   }
   grad = grad.masked_fill(is_absent, 0);
   Tensor grad_scores = at::zeros_like(scores).scatter_add(1, index, grad);
-  Tensor through_softmax;  // of softmax and identity
+  Tensor through_softmax;  // the part of the gradient that does not pass through the scores, for softmax and identity
   if (grad_probabilities.has_value()) {
     const Tensor probabilities = probabilities_aten(logits, rule.score_function);
     const Tensor centered = *grad_probabilities - (*grad_probabilities * probabilities).sum(1, true);

@@ -1,13 +1,11 @@
-#include "ops/tgmm.h"
-
 #include <algorithm>
 #include <array>
 
 #include "kernels/tgmm.h"
 #include "ops/backend.h"
-#include "ops/gmm.h"
 #include "ops/grouped_mm.h"
 #include "ops/memory.h"
+#include "ops/operators.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
@@ -26,10 +24,10 @@ void check(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, int6
 Tensor tgmm_backend(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, int64_t num_local_groups,
                     int64_t group_offset) {
   check(lhs, rhs, group_sizes, num_local_groups);
-  // Past the groups on either side there is none, however far.
+  // Beyond these bounds no group is local. Clamping keeps sums with group_offset from overflowing.
   group_offset = std::clamp(group_offset, -num_local_groups, group_sizes.size(0));
   const std::array<int64_t, 3> shape{num_local_groups, lhs.size(1), rhs.size(1)};
-  if (shape[1] == 0 || shape[2] == 0) return empty(shape, lhs.options());  // of any number of groups
+  if (shape[1] == 0 || shape[2] == 0) return empty(shape, lhs.options());  // num_local_groups may be huge
   if (!uses_kernels(lhs)) return multiply_groups(lhs, rhs, row_groups(group_sizes, group_offset, num_local_groups));
   const Tensor out = empty(shape, lhs.options());
   if (out.numel() == 0) return out;
@@ -48,6 +46,7 @@ class Gradient : public torch::autograd::Function<Gradient> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes,
                         int64_t num_local_groups, int64_t group_offset) {
+    // The gradient of each factor needs the other one.
     ctx->save_for_backward({rhs.requires_grad() ? lhs : Tensor(), lhs.requires_grad() ? rhs : Tensor(), group_sizes});
     ctx->saved_data["group_offset"] = group_offset;
     return tgmm(lhs, rhs, group_sizes, num_local_groups, group_offset);

@@ -1,4 +1,4 @@
-// From tensors to what kernels take.
+// Turns tensors into the views of memory that kernels read and write.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,7 +16,7 @@ inline at::ScalarType accumulator_type(at::ScalarType type) {
   return type == at::kBFloat16 || type == at::kHalf ? at::kFloat : type;
 }
 
-// Calls body.operator()<T>() for the kernels' T of a checked floating dtype.
+// Calls body.operator()<T>() with the C++ type of a dtype. The dtype has passed check_floating.
 template <class Body>
 void for_dtype(at::ScalarType type, const Body& body) {
   switch (type) {
@@ -43,14 +43,15 @@ T* pointer(const at::Tensor& tensor) {
   return static_cast<T*>(tensor.mutable_data_ptr());
 }
 
-// The matrix itself where each row is contiguous, else a copy: what the kernels that move rows read.
+// The matrix if each of its rows is contiguous, otherwise a contiguous copy. Kernels that move rows read this layout.
 inline at::Tensor contiguous_rows(const at::Tensor& matrix) {
   return matrix.size(1) <= 1 || matrix.stride(1) == 1 ? matrix : matrix.contiguous();
 }
 
-// The matrix or stack of matrices itself where a product can read it in place, row-major or transposed, else a copy.
+// The matrix, or stack of matrices, if it is row-major or transposed, otherwise a contiguous copy. Products read both
+// layouts in place.
 inline at::Tensor gemm_operand(const at::Tensor& tensor) {
-  // What has no elements counts as contiguous whatever its strides are.
+  // torch calls a tensor without elements contiguous whatever its strides are, so contiguous() would not change them.
   if (tensor.numel() == 0) return at::empty(tensor.sizes(), tensor.options());
   const int64_t rows = tensor.size(-2);
   const int64_t columns = tensor.size(-1);
@@ -61,12 +62,13 @@ inline at::Tensor gemm_operand(const at::Tensor& tensor) {
   return (row_major || column_major) && rows > 1 && columns > 1 ? tensor : tensor.contiguous();
 }
 
-// Whether the columns of a matrix, or of those of a stack, are contiguous and its rows are not.
+// Whether the columns of a matrix, or of each matrix of a stack, are contiguous and the rows are not.
 inline bool is_transposed(const at::Tensor& matrix) {
   return matrix.stride(-2) == 1 && matrix.stride(-1) != 1;
 }
 
-// Row-major or transposed, as its strides say. Checked or made so by one of the two functions above.
+// A view of a matrix, or of the first matrix of a stack, that contiguous_rows or gemm_operand returned. Its strides say
+// whether it is row-major or transposed.
 template <class T>
 ConstMatrixView<T> const_view(const at::Tensor& t) {
   const int64_t dims = t.dim();
@@ -74,7 +76,7 @@ ConstMatrixView<T> const_view(const at::Tensor& t) {
           t.size(dims - 1) == 1 ? 1 : t.stride(dims - 1)};
 }
 
-// An output: the same, of memory that is made here.
+// A view of an output, which the operator has allocated.
 template <class T>
 MatrixView<T> view(const at::Tensor& t) {
   const ConstMatrixView<T> as_const = const_view<T>(t);
@@ -91,7 +93,7 @@ MatrixStack<T> stack(const at::Tensor& t) {
   return {view<T>(t), t.size(0), t.stride(0)};
 }
 
-// Weights as kernels take them: a contiguous list in the accumulator's type of `type`.
+// The weights as kernels read them: a contiguous list in the accumulator's type of `type`, the dtype of the rows.
 inline std::optional<at::Tensor> accumulator_weights(const std::optional<at::Tensor>& weights, at::ScalarType type) {
   if (!weights.has_value()) return std::nullopt;
   return weights->reshape(-1).to(accumulator_type(type)).contiguous();

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from maxmoe.ops._fake import register_fake
-from maxmoe.ops._force_aten import uses_kernels
 
 
 class RaggedPlan(NamedTuple):
@@ -75,8 +74,6 @@ def ragged_plan(
 
     Source: MaxText `ring_ragged_sort`, in one sort instead of two.
     """
-    if num_rows is None and max_rows is not None and not uses_kernels(experts):
-        num_rows = min(max_rows, experts.numel())
     slots, rows, group_sizes, dropped = torch.ops.maxmoe.ragged_plan(
         experts,
         num_experts,
@@ -99,6 +96,8 @@ def _ragged_plan_fake(
     num_rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_groups = num_experts - first_expert if num_local_experts is None else num_local_experts
+    if num_rows is None and max_rows is not None and experts.device.type != "cpu":
+        num_rows = min(max_rows, experts.numel())
     size = torch.library.get_ctx().new_dynamic_size() if num_rows is None else num_rows
     return (
         experts.new_empty(size),

@@ -1,13 +1,16 @@
 """expert_ffn with the gate within `up`: as published models have it."""
 
+from typing import get_args
+
 import pytest
 import torch
 
 from maxmoe import ops, reference
+from maxmoe.config import Activation
 from support.ffn_call import ffn_call
 from support.operator_calls import assert_near, assert_same, result, tolerance
-from support.operator_checks import check_registrations
-from support.shapes import SKEWED, Shape, each_shape
+from support.operator_checks import check_registrations, function_of, ignore_warnings_of_transforms
+from support.shapes import SKEWED, TINY, Shape, each_shape
 
 
 def fused(layout: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -73,3 +76,19 @@ def test_opcheck_gate_within_up(path: str, layout: str) -> None:
     matrices = fused(layout, call.arguments["gate"], call.arguments["up"]).mT.contiguous().mT
     biases = fused(layout, call.arguments["gate_bias"], call.arguments["up_bias"])
     check_registrations(call.replace(gate=None, gate_bias=None, up=matrices, up_bias=biases, fused_gate=layout))
+
+
+@ignore_warnings_of_transforms
+@pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_derivatives_of_each_activation(path: str, activation: Activation, layout: str) -> None:
+    """Tangents, and second derivatives in reverse and forward mode, for one vector and for a batch of them."""
+    call = ffn_call(TINY, activation=activation, limit=1.0)
+    gate, up, gate_bias, up_bias = (call.arguments[name] for name in ("gate", "up", "gate_bias", "up_bias"))
+    both, bias_of_both = fused(layout, gate, up), fused(layout, gate_bias, up_bias)
+    call = call.replace(gate=None, gate_bias=None, up=both, up_bias=bias_of_both, fused_gate=layout)
+    function, values = function_of(call.trainable())
+    assert torch.autograd.gradcheck(function, values, fast_mode=True, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(
+        function, values, fast_mode=True, check_fwd_over_rev=True, check_rev_over_rev=True, check_batched_grad=True
+    )

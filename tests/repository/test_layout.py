@@ -13,6 +13,32 @@ ROOT = Path(__file__).parents[2]
 OPERATORS = sorted(path.stem for path in (ROOT / "maxmoe/ops").glob("[a-z]*.py"))
 CPP_FILES = sorted(path for pattern in ("*.h", "*.cpp") for path in (ROOT / "cpp").rglob(pattern))
 
+# Names of torch that PyTorch does not document for C++ extensions.
+PRIVATE_NAMES_OF_TORCH = (
+    "at::cpu::",
+    "at::detail::",
+    "at::functorch::",
+    "at::native::",
+    "at::autocast::",
+    "at::impl::",
+    "c10::impl::",
+    "AutoFwGradMode",
+    "DispatchKeySet",
+    "autocast_dispatch_keyset",
+    "could_pack",
+    "functorchTLSAccessor",
+    "graph_task",
+    "key_set()",
+    "profiledCPUMemoryReporter",
+    "_dispatch.h>",
+    "_assert_async",
+    "_fw_grad",
+    "_fw_primal",
+    "_grouped_mm",
+    "_make_dual",
+    "_unpack_dual",
+)
+
 # A package imports from its own level and the levels above it in this list. Of what may be there some is to come.
 LEVELS = [
     {"_C"},
@@ -132,6 +158,14 @@ def test_the_reference_rests_on_nothing() -> None:
 @pytest.mark.parametrize("path", [path for path in CPP_FILES if path.parent.name == "kernels"], ids=relative)
 def test_kernels_know_nothing_of_torch(path: Path) -> None:
     assert not re.search(r'#include [<"](torch|ATen|c10|pybind11|ops)/', path.read_text())
+
+
+@pytest.mark.parametrize("path", [path for path in CPP_FILES if path.stem != "torch_internals"], ids=relative)
+def test_private_names_of_torch_are_in_one_file(path: Path) -> None:
+    """A new version of torch may remove any of them: cpp/ops/torch_internals.h says what each is for."""
+    text = path.read_text()
+    found = [name for name in PRIVATE_NAMES_OF_TORCH if name in text]
+    assert not found, f"{relative(path)} must call cpp/ops/torch_internals.h instead of {found}"
 
 
 @pytest.mark.parametrize("path", CPP_FILES, ids=relative)

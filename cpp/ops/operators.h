@@ -1,0 +1,44 @@
+// Operators that other operators call: most backward passes consist of them.
+#pragma once
+
+#include "ops/operator.h"
+
+namespace maxmoe::ops {
+
+inline constexpr Operator<"linear", Tensor(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                                           std::optional<at::ScalarType> out_dtype)>
+    linear;
+
+inline constexpr Operator<"gmm", Tensor(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes,
+                                        const OptionalTensor& bias, int64_t group_offset)>
+    gmm;
+
+inline constexpr Operator<"tgmm", Tensor(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes,
+                                         int64_t num_local_groups, int64_t group_offset)>
+    tgmm;
+
+inline constexpr Operator<"ragged_sort", Tensor(const Tensor& x, const Tensor& slots, const Tensor& rows, int64_t top_k,
+                                                const OptionalTensor& weights)>
+    ragged_sort;
+
+inline constexpr Operator<"ragged_unsort", Tensor(const Tensor& rows, const Tensor& slots, const Tensor& row_of_slot,
+                                                  int64_t top_k, const OptionalTensor& weights)>
+    ragged_unsort;
+
+inline constexpr Operator<"ragged_gather", Tensor(const Tensor& x, const Tensor& index, const OptionalTensor& weights,
+                                                  c10::SymInt start, std::optional<c10::SymInt> end)>
+    ragged_gather;
+
+inline constexpr Operator<"ragged_gather_reduce", Tensor(const Tensor& rows, const Tensor& index, int64_t group_size,
+                                                         const OptionalTensor& weights, const OptionalTensor& valid)>
+    ragged_gather_reduce;
+
+inline constexpr Operator<"ragged_scatter_add", Tensor(const Tensor& rows, const Tensor& index, c10::SymInt num_rows,
+                                                       int64_t group_size, const OptionalTensor& weights)>
+    ragged_scatter_add;
+
+inline constexpr Operator<"ragged_dot",
+                          Tensor(const Tensor& a, const Tensor& b, const Tensor& index, int64_t group_size)>
+    ragged_dot;
+
+}  // namespace maxmoe::ops

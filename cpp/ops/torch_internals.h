@@ -1,0 +1,88 @@
+// Every name of torch that PyTorch does not document for C++ extensions. The other files of cpp/ use the functions here
+// (tests/repository/test_layout.py), so that a new version of torch can break this file and its source alone.
+//
+// "Public" says what a user of PyTorch would call instead, and since which version.
+#pragma once
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_grouped_mm.h>
+#include <ATen/ops/_make_dual.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/GradMode.h>
+
+#include <string>
+
+namespace maxmoe::torch_internals {
+
+using at::Tensor;
+
+// Forward-mode AD, of which torch has one level. Public: torch.autograd.forward_ad in Python, since 1.11.
+
+// The tangent of a tensor, undefined if it has none.
+inline const Tensor& tangent(const Tensor& tensor) {
+  return tensor._fw_grad(/*level=*/0);
+}
+
+// The tensor without its tangent.
+inline Tensor primal(const Tensor& tensor) {
+  return tensor._fw_primal(/*level=*/0);
+}
+
+inline Tensor make_dual(const Tensor& primal, const Tensor& tangent) {
+  return at::_make_dual(primal, tangent, /*level=*/0);
+}
+
+// Results have no tangents while an instance exists. Public: nothing.
+class NoTangents {
+  c10::AutoFwGradMode guard_{false};
+};
+
+// Casts a tensor to the dtype of autocast. Public: torch.library.register_autocast in Python, since 2.6. It casts all
+// tensors, to a dtype that is fixed in advance; our operators leave `weights` as they are, and the user sets the dtype.
+template <c10::DeviceType device, class T>
+T cast_for_autocast(const T& argument) {
+  return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), argument, device);
+}
+
+// Autocast is off on all devices while an instance exists. Public: torch.autocast(device, enabled=False) in Python,
+// since 1.10.
+class NoAutocast {
+  c10::impl::ExcludeDispatchKeyGuard guard_{c10::autocast_dispatch_keyset};
+};
+
+// Whether the tensor is a batch under torch.func.vmap, or under torch.autograd with is_grads_batched. Public: nothing.
+inline bool is_batched(const Tensor& tensor) {
+  constexpr c10::DispatchKeySet batched({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Batched});
+  return tensor.key_set().has_any(batched);
+}
+
+// Whether the running backward pass keeps the graph (retain_graph), so that it may run again. Public: nothing.
+bool keeps_graph();
+
+// Whether a torch::autograd::Function may be recorded here: not inside of torch.func.grad, vjp or jacrev. Public:
+// nothing; Function::apply itself raises an error that does not name the operator.
+bool supports_autograd_function();
+
+// The products of groups of rows; docs/devices.md says on which devices it is one kernel. Public:
+// torch.nn.functional.grouped_mm in Python, since 2.10; it calls this one.
+inline Tensor grouped_mm(const Tensor& lhs, const Tensor& rhs, const Tensor& ends) {
+  return at::_grouped_mm(lhs, rhs, ends);
+}
+
+// An assertion that the device checks when it gets there. Public: nothing; torch.Tensor.item waits for the device.
+void assert_async(const Tensor& condition, const std::string& message);
+
+// Whether torch computes products of this dtype on the matrix units (AMX) of this processor. Public:
+// torch.cpu.get_capabilities in Python, in 2.13; it does not say whether torch's BLAS uses them.
+bool has_matrix_units(at::ScalarType type);
+
+// A tensor of size [0] on the CPU, whose memory comes from `allocator` when it is resized. Public: at::from_blob, whose
+// memory cannot be resized.
+Tensor empty(at::ScalarType type, c10::Allocator* allocator);
+
+// Report memory of other allocators than torch's to torch.profiler (profile_memory). Public: nothing.
+void report_allocated(void* block, size_t bytes);
+void report_deallocated(void* block);
+
+}  // namespace maxmoe::torch_internals
