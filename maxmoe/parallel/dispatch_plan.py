@@ -6,7 +6,15 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch.distributed as dist
 
 from maxmoe.config import MoEConfig
-from maxmoe.dispatch import ExpertRanks, PartialSums, RaggedAllGather, RaggedAllToAll, RingOfExperts
+from maxmoe.dispatch import (
+    ExpertRanks,
+    LocalStrategy,
+    PartialSums,
+    RaggedAllGather,
+    RaggedAllToAll,
+    RingOfExperts,
+    Strategy,
+)
 from maxmoe.nn import Dispatcher, ExpertRunner, LocalExperts, LocalRegion, MoE, TensorParallelRegion, local_dispatcher
 from maxmoe.parallel.parameter_sharding import ParameterSharding
 from maxmoe.parallel.sharded_tokens import ShardedTokens, activation_spec
@@ -20,6 +28,14 @@ Dispatch: TypeAlias = Literal["auto", "ring_of_experts", "ragged_all_to_all", "g
 
 # The dims between routing and the sum over a token's experts, in the order in which `Experts` declares them.
 EXPERT_TOKEN_DIMS = ("activation_batch_moe", "activation_length_moe", "activation_exp")
+
+
+# The strategies where tokens travel, and where all ranks of the experts hold the same tokens.
+STRATEGIES: dict[Dispatch, tuple[type[Strategy], type[Strategy]]] = {
+    "gather_weights": (LocalStrategy, LocalStrategy),
+    "ring_of_experts": (RingOfExperts, LocalStrategy),
+    "ragged_all_to_all": (RaggedAllToAll, RaggedAllGather),
+}
 
 
 class MeshExpertRunner(ExpertRunner):
@@ -54,9 +70,15 @@ class DispatchPlan:
     embed_axes: tuple[str, ...] = ()
     shared_is_partial: bool = False
 
+    @property
+    def strategy_class(self) -> type[Strategy]:
+        """The class of the strategy."""
+        traveling, replicated = STRATEGIES[self.strategy]
+        return traveling if self.token_axes else replicated
+
     def num_chunks(self, asked_for: int) -> int:
         """Return the parts of the tokens: one where nothing travels while experts compute."""
-        return asked_for if self.token_axes or self.gathers_rows else 1
+        return 1 if self.strategy_class is LocalStrategy else asked_for
 
     @property
     def replicated_axes(self) -> tuple[str, ...]:
@@ -72,7 +94,7 @@ class DispatchPlan:
     @property
     def gathers_rows(self) -> bool:
         """Whether every rank computes rows of the same tokens, and all get the outputs of all rows."""
-        return self.strategy == "ragged_all_to_all" and not self.token_axes and bool(self.expert_axes)
+        return self.strategy_class is RaggedAllGather
 
     @property
     def sum_axes(self) -> tuple[str, ...]:
@@ -119,8 +141,11 @@ class DispatchPlan:
 
     def region(self) -> TensorParallelRegion:
         """Make the tensor-parallel region of this process."""
-        if not self.partial_axes and not self.embed_axes:
-            return LocalRegion()
+        return self.partial_sums if self.partial_axes or self.embed_axes else LocalRegion()
+
+    @property
+    def partial_sums(self) -> PartialSums:
+        """The parts of the layer that ranks compute for the same tokens."""
         drops = self.config.buffer_factor is not None or self.config.capacity_factor is not None
         return PartialSums(
             self.mesh,
