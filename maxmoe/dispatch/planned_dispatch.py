@@ -3,13 +3,14 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from maxmoe.config import MoEConfig
 from maxmoe.declaration import SavedTensor
-from maxmoe.sharding.mesh import Mesh
+from maxmoe.dispatch.expert_ranks import ExpertLayout
+from maxmoe.nn.dispatcher import Dispatcher
 from maxmoe.sharding.planned_collective import PlannedCollective
 
 ADJOINT = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather", "all-to-all": "all-to-all"}
@@ -20,10 +21,7 @@ class PlannedDispatch:
     """The tokens that a rank dispatches in one layer and one training step, if routing is balanced.
 
     Args:
-        config: configuration of the layer.
-        mesh: mesh of the layer, planned or not.
-        axes: axes of the group in which the strategy communicates.
-        expert_axes: axes over which the experts lie.
+        layout: layout of the experts of the layer.
         num_tokens: T, number of tokens of this rank.
         num_chunks: number of chunks of the tokens, dispatched one after the other.
         dtype: dtype of the hidden states.
@@ -31,10 +29,7 @@ class PlannedDispatch:
         recomputes_input: whether the input of the experts is computed again in the backward.
     """
 
-    config: MoEConfig
-    mesh: Mesh
-    axes: tuple[str, ...]
-    expert_axes: tuple[str, ...]
+    layout: ExpertLayout
     num_tokens: int
     num_chunks: int
     dtype: torch.dtype
@@ -42,14 +37,19 @@ class PlannedDispatch:
     recomputes_input: bool
 
     @property
+    def config(self) -> MoEConfig:
+        """Configuration of the layer."""
+        return self.layout.config
+
+    @property
     def num_ranks(self) -> int:
         """P, number of ranks of the group."""
-        return self.mesh.size(*self.axes)
+        return self.layout.mesh.size(*self.layout.group_axes)
 
     @property
     def num_group_experts(self) -> int:
         """Number of experts on all ranks of the group."""
-        return self.config.num_experts // self.mesh.size(*self.expert_axes) * self.num_ranks
+        return self.layout.num_local_experts * self.num_ranks
 
     @property
     def num_slots(self) -> int:
@@ -109,17 +109,21 @@ class PlannedDispatch:
         """List routing weights, slots and group sizes that the local dispatcher saves for tokens that have arrived."""
         yield SavedTensor((num_tokens, top_k), (None, None), self.weights_dtype)
         yield SavedTensor((num_tokens * top_k,), (None,), torch.int64)
-        num_local_experts = self.config.num_experts // self.mesh.size(*self.expert_axes)
-        yield SavedTensor((self.num_chunks, num_local_experts), (None, None), torch.int64)
+        yield SavedTensor((self.num_chunks, self.layout.num_local_experts), (None, None), torch.int64)
 
     def _collective(self, purpose: str, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> PlannedCollective:
-        axes = tuple(axis for axis in self.mesh.axes if axis in self.axes)
+        axes = tuple(axis for axis in self.layout.mesh.axes if axis in self.layout.group_axes)
         num_bytes = math.prod(shape) * dtype.itemsize * (self.num_ranks - 1) // self.num_ranks
         return PlannedCollective(purpose, kind, axes, num_bytes)
 
 
 class Strategy(Protocol):
-    """A way to dispatch tokens between ranks: the class of a `Dispatcher` that knows what it costs."""
+    """A way to dispatch tokens between ranks: it makes a `Dispatcher`, and knows what that costs."""
+
+    @classmethod
+    def dispatcher(cls, layout: ExpertLayout) -> Dispatcher[Any]:
+        """Make the dispatcher of this process."""
+        ...
 
     @staticmethod
     def planned_collectives(tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
@@ -134,6 +138,11 @@ class Strategy(Protocol):
 
 class LocalStrategy:
     """The strategy of ranks that communicate nothing: each computes its experts for its own tokens."""
+
+    @classmethod
+    def dispatcher(cls, layout: ExpertLayout) -> Dispatcher[Any]:
+        """See `Strategy`."""
+        return layout.local_dispatcher()
 
     @staticmethod
     def planned_collectives(_tokens: PlannedDispatch) -> Iterator[PlannedCollective]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from maxmoe.declaration import SavedTensor
 from maxmoe.dispatch.collectives import all_gather_replicated_rows
-from maxmoe.dispatch.expert_ranks import ExpertRanks, weights_of_rows, without_last_rows
+from maxmoe.dispatch.expert_ranks import ExpertLayout, ExpertRanks, weights_of_rows, without_last_rows
 from maxmoe.dispatch.planned_dispatch import PlannedDispatch
 from maxmoe.dispatch.row_counts import all_gather_counts
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Future
@@ -99,6 +99,11 @@ class RaggedAllGather:
         weighted = self.local.combine(outputs, dispatched.local)()
         rows = all_gather_replicated_rows(weighted, dispatched.counts, self.ranks.group)
         return lambda: ragged_unsort(rows(), dispatched.all_rows)
+
+    @classmethod
+    def dispatcher(cls, layout: ExpertLayout) -> "RaggedAllGather":
+        """See `Strategy`."""
+        return cls(layout.local_dispatcher(is_bounded=False), layout.ranks())
 
     @staticmethod
     def planned_collectives(tokens: PlannedDispatch) -> Iterator[PlannedCollective]:

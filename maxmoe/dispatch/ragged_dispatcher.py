@@ -9,7 +9,7 @@ from torch import Tensor
 
 from maxmoe.declaration import SavedTensor
 from maxmoe.dispatch.collectives import ragged_all_to_all
-from maxmoe.dispatch.expert_ranks import ExpertRanks, weights_of_rows, without_last_rows
+from maxmoe.dispatch.expert_ranks import ExpertLayout, ExpertRanks, weights_of_rows, without_last_rows
 from maxmoe.dispatch.planned_dispatch import PlannedDispatch
 from maxmoe.dispatch.row_counts import all_gather_counts
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Future
@@ -149,6 +149,11 @@ class RaggedAllToAll:
         lengths = ends.diff(dim=1, prepend=ends.new_zeros(len(receive), 1)).flatten()
         ids = torch.arange(experts.count, device=counts.device) + experts.first
         return ids.repeat(len(receive)).repeat_interleave(lengths, output_size=sum(receive)).unsqueeze(1)
+
+    @classmethod
+    def dispatcher(cls, layout: ExpertLayout) -> "RaggedAllToAll":
+        """See `Strategy`."""
+        return cls(layout.local_dispatcher(is_bounded=False), layout.ranks())
 
     @staticmethod
     def planned_collectives(tokens: PlannedDispatch) -> Iterator[PlannedCollective]:

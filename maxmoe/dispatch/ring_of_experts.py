@@ -13,6 +13,7 @@ from torch import Tensor
 
 from maxmoe.declaration import SavedTensor
 from maxmoe.dispatch.collectives import all_gather_rows, reduce_scatter_rows
+from maxmoe.dispatch.expert_ranks import ExpertLayout
 from maxmoe.dispatch.planned_dispatch import PlannedDispatch
 from maxmoe.dispatch.row_counts import all_gather_counts
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Future
@@ -97,6 +98,12 @@ class RingOfExperts:
         if self.needs_sequences and len(lengths) > 1:
             raise ValueError(f"capacity_factor needs sequences of one length on all ranks, got {lengths}")
         return [num_tokens for num_tokens, _ in gathered], sum(number for _, number in gathered)
+
+    @classmethod
+    def dispatcher(cls, layout: ExpertLayout) -> "RingOfExperts":
+        """See `Strategy`."""
+        needs_sequences = layout.config.capacity_factor is not None
+        return cls(layout.local_dispatcher(), layout.group(), needs_sequences)
 
     @staticmethod
     def planned_collectives(tokens: PlannedDispatch) -> Iterator[PlannedCollective]:

@@ -30,7 +30,7 @@ class ExplainedDispatch:
     @property
     def num_local_experts(self) -> int:
         """Experts that a rank computes."""
-        return self.plan.config.num_experts // self.plan.mesh.size(*self.plan.expert_axes)
+        return self.plan.num_local_experts
 
 
 def explained_dispatch(plan: Plan, tokens: tuple[int, int] | None, num_chunks: int) -> Iterator[ExplainedDispatch]:

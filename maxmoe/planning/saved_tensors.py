@@ -83,10 +83,7 @@ def planned_dispatches(
         yield (
             path,
             PlannedDispatch(
-                dispatch_plan.config,
-                plan.mesh,
-                dispatch_plan.token_axes or dispatch_plan.expert_axes,
-                dispatch_plan.expert_axes,
+                dispatch_plan,
                 num_tokens,
                 dispatch_plan.num_chunks(num_chunks),
                 layer.routed_experts.up_proj.dtype,
