@@ -6,18 +6,23 @@ from maxmoe.dispatch.collectives import (
     ragged_all_to_all,
     reduce_scatter_rows,
 )
-from maxmoe.dispatch.expert_ranks import ExpertRanks
+from maxmoe.dispatch.expert_ranks import ExpertLayout, ExpertRanks
 from maxmoe.dispatch.partial_sums import PartialSums
+from maxmoe.dispatch.planned_dispatch import LocalStrategy, PlannedDispatch, Strategy
 from maxmoe.dispatch.ragged_all_gather import RaggedAllGather
 from maxmoe.dispatch.ragged_dispatcher import RaggedAllToAll
 from maxmoe.dispatch.ring_of_experts import RingOfExperts
 
 __all__ = [
+    "ExpertLayout",
     "ExpertRanks",
+    "LocalStrategy",
     "PartialSums",
+    "PlannedDispatch",
     "RaggedAllGather",
     "RaggedAllToAll",
     "RingOfExperts",
+    "Strategy",
     "all_gather_replicated_rows",
     "all_gather_rows",
     "ragged_all_to_all",

@@ -1,14 +1,68 @@
 """Which rank has which experts, and the order of rows that follows from it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from maxmoe.nn.dispatcher import LocalExperts
+from maxmoe.config import MoEConfig
+from maxmoe.nn import local_dispatcher
+from maxmoe.nn.dispatcher import Dispatcher, LocalExperts
 from maxmoe.nn.router import TopK
 from maxmoe.ops import RaggedPlan, ragged_gather, ragged_plan
+from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.named_sharding import NamedSharding
+from maxmoe.sharding.partition_spec import PartitionSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLayout:
+    """How the experts of a layer lie on a mesh.
+
+    Args:
+        config: configuration of the layer.
+        mesh: mesh of the ranks, planned or not.
+        expert_axes: axes over which the experts lie, the major one first.
+        token_axes: those of them over which tokens travel; over the others all ranks hold the same tokens.
+    """
+
+    config: MoEConfig
+    mesh: Mesh
+    expert_axes: tuple[str, ...] = ()
+    token_axes: tuple[str, ...] = ()
+
+    @property
+    def group_axes(self) -> tuple[str, ...]:
+        """The axes of the group in which a strategy communicates."""
+        return self.token_axes or self.expert_axes
+
+    @property
+    def num_local_experts(self) -> int:
+        """Number of experts of a rank."""
+        return self.config.num_experts // self.mesh.size(*self.expert_axes)
+
+    def local_experts(self, rank: int | None = None) -> LocalExperts:
+        """Return the experts of a rank; None for this process."""
+        total = self.config.num_experts
+        (part,) = NamedSharding(self.mesh, PartitionSpec(self.expert_axes)).slices((total,), rank)
+        return LocalExperts(part.start, part.stop - part.start, total)
+
+    def local_dispatcher(self, *, is_bounded: bool = True) -> Dispatcher[Any]:
+        """Make the dispatcher to the experts of this process; without a bound where rows are dropped elsewhere."""
+        config = self.config if is_bounded else replace(self.config, buffer_factor=None)
+        return local_dispatcher(config, self.local_experts())
+
+    def group(self) -> dist.ProcessGroup:
+        """Return the group of this process in which a strategy communicates."""
+        return self.mesh.process_group(*self.group_axes)
+
+    def ranks(self) -> "ExpertRanks":
+        """Return the ranks of the group with their experts."""
+        group = self.group()
+        first_experts = tuple(self.local_experts(rank).first for rank in dist.get_process_group_ranks(group))
+        return ExpertRanks(group, self.local_experts(), first_experts, self.config.buffer_factor)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The tensor-parallel region of a layer on a mesh: ranks with the same tokens compute parts of it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,17 +8,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from maxmoe.dispatch.planned_dispatch import PlannedDispatch
 from maxmoe.nn.router import TopK
 from maxmoe.nn.tensor_parallel_region import LayerInputs
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.not_compiled import not_compiled
+from maxmoe.sharding.planned_collective import PlannedCollective, planned_redistribution
 from maxmoe.sharding.redistribute import (
     all_reduce,
     all_reduce_gradient,
     embed_sharding,
     redistribute_local,
     reduce_outputs,
+    summed,
 )
 
 
@@ -78,6 +82,27 @@ class PartialSums:
     def outside(self) -> NamedSharding:
         """The sharding of what the layer returns."""
         return embed_sharding(self.mesh, 2, self.embed_axes)
+
+    def planned_collectives(self, tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
+        """List the collectives of a training step at the boundary of the layer."""
+        shape, whole, grad_input = (
+            (tokens.num_tokens, tokens.config.hidden_size),
+            self.whole(),
+            self.whole(self.embed_axes),
+        )
+        for way in ("forward", "backward") if tokens.is_recomputed else ("forward",):
+            outputs = self.whole(self.sum_axes), self.outside
+            yield from planned_redistribution(f"partial outputs, {way}", *outputs, shape, tokens.dtype)
+            dropped = summed(self.mesh, 0, self.dropped_axes)
+            yield from planned_redistribution(f"dropped slots, {way}", *dropped, (), torch.int64)
+        # Shared experts that are not summed with the routed ones leave by themselves.
+        leaving = [(self.outside, whole)] * (
+            2 if tokens.config.num_shared_experts and not self.shared_is_partial else 1
+        )
+        for gradient in (*leaving, (self.whole(self.axes), grad_input)):
+            yield from planned_redistribution("partial outputs, backward", *gradient, shape, tokens.dtype)
+        slots, weights = (tokens.num_tokens, tokens.config.top_k), summed(self.mesh, 2, self.axes)
+        yield from planned_redistribution("routing weights, backward", *weights, slots, tokens.weights_dtype)
 
 
 class _Enter(torch.autograd.Function):

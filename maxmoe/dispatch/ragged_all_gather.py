@@ -1,18 +1,22 @@
 """Ragged all-gather: ranks that hold the same tokens compute the rows of their experts, and gather all outputs."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from maxmoe.declaration import SavedTensor
 from maxmoe.dispatch.collectives import all_gather_replicated_rows
-from maxmoe.dispatch.expert_ranks import ExpertRanks, weights_of_rows, without_last_rows
+from maxmoe.dispatch.expert_ranks import ExpertLayout, ExpertRanks, weights_of_rows, without_last_rows
+from maxmoe.dispatch.planned_dispatch import PlannedDispatch
 from maxmoe.dispatch.row_counts import all_gather_counts
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Future
 from maxmoe.nn.router import TopK
 from maxmoe.ops import RaggedPlan, ragged_gather, ragged_unsort
 from maxmoe.recompute.freed_storage import Recomputation
+from maxmoe.sharding.planned_collective import PlannedCollective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,3 +99,24 @@ class RaggedAllGather:
         weighted = self.local.combine(outputs, dispatched.local)()
         rows = all_gather_replicated_rows(weighted, dispatched.counts, self.ranks.group)
         return lambda: ragged_unsort(rows(), dispatched.all_rows)
+
+    @classmethod
+    def dispatcher(cls, layout: ExpertLayout) -> "RaggedAllGather":
+        """See `Strategy`."""
+        return cls(layout.local_dispatcher(is_bounded=False), layout.ranks())
+
+    @staticmethod
+    def planned_collectives(tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
+        """See `Strategy`."""
+        rows = (tokens.num_slots, tokens.config.hidden_size)
+        yield tokens.counts(tokens.num_group_experts + 1)
+        yield from tokens.rows("outputs of experts", "all-gather", rows, has_gradient=False)
+
+    @staticmethod
+    def planned_saved_tensors(tokens: PlannedDispatch) -> Iterator[SavedTensor]:
+        """See `Strategy`."""
+        num_rows = tokens.num_slots // tokens.num_ranks
+        # Slots and rows of the plan, and the tokens of this rank's rows.
+        yield SavedTensor((2 * tokens.num_slots + num_rows,), (None,), torch.int64)
+        yield tokens.saved_input(num_rows)
+        yield from tokens.saved_by_local_dispatcher(num_rows, top_k=1)

@@ -1,19 +1,22 @@
 """Ragged all-to-all: every routed row is sent to the rank of its expert, and its output is sent back."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from maxmoe.declaration import SavedTensor
 from maxmoe.dispatch.collectives import ragged_all_to_all
-from maxmoe.dispatch.expert_ranks import ExpertRanks, weights_of_rows, without_last_rows
+from maxmoe.dispatch.expert_ranks import ExpertLayout, ExpertRanks, weights_of_rows, without_last_rows
+from maxmoe.dispatch.planned_dispatch import PlannedDispatch
 from maxmoe.dispatch.row_counts import all_gather_counts
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Future
 from maxmoe.nn.router import TopK
 from maxmoe.ops import RaggedPlan, ragged_sort, ragged_unsort
 from maxmoe.recompute.freed_storage import Recomputation
+from maxmoe.sharding.planned_collective import PlannedCollective
 
 
 class Splits(NamedTuple):
@@ -146,3 +149,30 @@ class RaggedAllToAll:
         lengths = ends.diff(dim=1, prepend=ends.new_zeros(len(receive), 1)).flatten()
         ids = torch.arange(experts.count, device=counts.device) + experts.first
         return ids.repeat(len(receive)).repeat_interleave(lengths, output_size=sum(receive)).unsqueeze(1)
+
+    @classmethod
+    def dispatcher(cls, layout: ExpertLayout) -> "RaggedAllToAll":
+        """See `Strategy`."""
+        return cls(layout.local_dispatcher(is_bounded=False), layout.ranks())
+
+    @staticmethod
+    def planned_collectives(tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
+        """See `Strategy`."""
+        hidden_size, num_rows = tokens.config.hidden_size, _num_rows(tokens)
+        yield tokens.counts(tokens.num_group_experts + 1)
+        yield from tokens.rows("tokens to experts", "all-to-all", (num_rows, hidden_size), is_input=True)
+        yield from tokens.rows("routing weights", "all-to-all", (num_rows,), tokens.weights_dtype)
+        yield from tokens.rows("outputs of experts", "all-to-all", (num_rows, hidden_size))
+
+    @staticmethod
+    def planned_saved_tensors(tokens: PlannedDispatch) -> Iterator[SavedTensor]:
+        """See `Strategy`."""
+        num_rows = _num_rows(tokens)
+        yield SavedTensor((num_rows + tokens.num_slots,), (None,), torch.int64)  # slots and rows of the sending plan
+        yield tokens.saved_input(num_rows)
+        yield from tokens.saved_by_local_dispatcher(num_rows, top_k=1)
+
+
+def _num_rows(tokens: PlannedDispatch) -> int:
+    """Return the number of rows that a rank sends, and receives: those of experts on the ranks of the group."""
+    return tokens.num_slots * tokens.num_group_experts // tokens.config.num_experts

@@ -3,6 +3,7 @@
 Shapes: T tokens of this rank, K top_k, D hidden_size, P ranks that share the experts, G tokens of all P ranks.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from maxmoe.declaration import SavedTensor
 from maxmoe.dispatch.collectives import all_gather_rows, reduce_scatter_rows
+from maxmoe.dispatch.expert_ranks import ExpertLayout
+from maxmoe.dispatch.planned_dispatch import PlannedDispatch
 from maxmoe.dispatch.row_counts import all_gather_counts
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Future
 from maxmoe.nn.router import TopK
 from maxmoe.recompute.freed_storage import Recomputation
+from maxmoe.sharding.planned_collective import PlannedCollective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,3 +98,27 @@ class RingOfExperts:
         if self.needs_sequences and len(lengths) > 1:
             raise ValueError(f"capacity_factor needs sequences of one length on all ranks, got {lengths}")
         return [num_tokens for num_tokens, _ in gathered], sum(number for _, number in gathered)
+
+    @classmethod
+    def dispatcher(cls, layout: ExpertLayout) -> "RingOfExperts":
+        """See `Strategy`."""
+        needs_sequences = layout.config.capacity_factor is not None
+        return cls(layout.local_dispatcher(), layout.group(), needs_sequences)
+
+    @staticmethod
+    def planned_collectives(tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
+        """See `Strategy`."""
+        hidden_size, top_k = tokens.config.hidden_size, tokens.config.top_k
+        gathered = tokens.num_ranks * tokens.num_tokens
+        yield tokens.counts(2)
+        yield from tokens.rows("tokens to experts", "all-gather", (gathered, hidden_size), is_input=True)
+        yield from tokens.rows("routing weights", "all-gather", (gathered, top_k), tokens.weights_dtype)
+        yield from tokens.rows("expert ids", "all-gather", (gathered, top_k), torch.int32, has_gradient=False)
+        yield from tokens.rows("outputs of experts", "reduce-scatter", (gathered, hidden_size))
+
+    @staticmethod
+    def planned_saved_tensors(tokens: PlannedDispatch) -> Iterator[SavedTensor]:
+        """See `Strategy`."""
+        gathered = tokens.num_ranks * tokens.num_tokens
+        yield tokens.saved_input(gathered)
+        yield from tokens.saved_by_local_dispatcher(gathered, tokens.config.top_k)

@@ -1,25 +1,36 @@
 """Over which axes the experts of a layer lie, and how its tokens reach them."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, get_args
-
-import torch.distributed as dist
+from typing import Literal, TypeAlias, get_args
 
 from maxmoe.config import MoEConfig
-from maxmoe.dispatch import ExpertRanks, PartialSums, RaggedAllGather, RaggedAllToAll, RingOfExperts
-from maxmoe.nn import Dispatcher, ExpertRunner, LocalExperts, LocalRegion, MoE, TensorParallelRegion, local_dispatcher
+from maxmoe.dispatch import (
+    ExpertLayout,
+    LocalStrategy,
+    PartialSums,
+    RaggedAllGather,
+    RaggedAllToAll,
+    RingOfExperts,
+    Strategy,
+)
+from maxmoe.nn import ExpertRunner, LocalRegion, MoE, TensorParallelRegion
 from maxmoe.parallel.parameter_sharding import ParameterSharding
 from maxmoe.parallel.sharded_tokens import ShardedTokens, activation_spec
 from maxmoe.sharding.mesh import Mesh
-from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.not_compiled import not_compiled
-from maxmoe.sharding.partition_spec import PartitionSpec
 from maxmoe.sharding.rules import LogicalRules
 
 Dispatch: TypeAlias = Literal["auto", "ring_of_experts", "ragged_all_to_all", "gather_weights"]
 
 # The dims between routing and the sum over a token's experts, in the order in which `Experts` declares them.
 EXPERT_TOKEN_DIMS = ("activation_batch_moe", "activation_length_moe", "activation_exp")
+
+# The strategies where tokens travel, and where all ranks of the experts hold the same tokens.
+STRATEGIES: dict[Dispatch, tuple[type[Strategy], type[Strategy]]] = {
+    "gather_weights": (LocalStrategy, LocalStrategy),
+    "ring_of_experts": (RingOfExperts, LocalStrategy),
+    "ragged_all_to_all": (RaggedAllToAll, RaggedAllGather),
+}
 
 
 class MeshExpertRunner(ExpertRunner):
@@ -28,35 +39,33 @@ class MeshExpertRunner(ExpertRunner):
     run = not_compiled(ExpertRunner.run)
 
 
-@dataclass(frozen=True)
-class DispatchPlan:
+@dataclass(frozen=True, kw_only=True)
+class DispatchPlan(ExpertLayout):
     """How the tokens of one layer reach their experts.
 
     Args:
-        config: of the layer.
-        mesh: of the ranks.
         strategy: given, or chosen; that of one process where `expert_axes` is empty.
         reason: of the strategy.
-        expert_axes: over which the experts lie, the major one first.
-        token_axes: those of them over which tokens travel; over the others all ranks hold the same tokens.
         tensor_parallel_axes: over which every expert is computed in parts.
         embed_axes: that shard the residual stream which the layer adds to.
         shared_is_partial: whether the shared experts are computed in parts over the same axes as the routed ones.
     """
 
-    config: MoEConfig
-    mesh: Mesh
     strategy: Dispatch
     reason: str
-    expert_axes: tuple[str, ...] = ()
-    token_axes: tuple[str, ...] = ()
     tensor_parallel_axes: tuple[str, ...] = ()
     embed_axes: tuple[str, ...] = ()
     shared_is_partial: bool = False
 
+    @property
+    def strategy_class(self) -> type[Strategy]:
+        """The class of the strategy."""
+        traveling, replicated = STRATEGIES[self.strategy]
+        return traveling if self.token_axes else replicated
+
     def num_chunks(self, asked_for: int) -> int:
         """Return the parts of the tokens: one where nothing travels while experts compute."""
-        return asked_for if self.token_axes or self.gathers_rows else 1
+        return 1 if self.strategy_class is LocalStrategy else asked_for
 
     @property
     def replicated_axes(self) -> tuple[str, ...]:
@@ -72,18 +81,12 @@ class DispatchPlan:
     @property
     def gathers_rows(self) -> bool:
         """Whether every rank computes rows of the same tokens, and all get the outputs of all rows."""
-        return self.strategy == "ragged_all_to_all" and not self.token_axes and bool(self.expert_axes)
+        return self.strategy_class is RaggedAllGather
 
     @property
     def sum_axes(self) -> tuple[str, ...]:
         """The axes over which the outputs of the layer are summed at its end."""
         return tuple(axis for axis in self.partial_axes if not (self.gathers_rows and axis in self.expert_axes))
-
-    def local_experts(self, rank: int | None = None) -> LocalExperts:
-        """Return the experts of a rank; None for this process."""
-        total = self.config.num_experts
-        (part,) = NamedSharding(self.mesh, PartitionSpec(self.expert_axes)).slices((total,), rank)
-        return LocalExperts(part.start, part.stop - part.start, total)
 
     def runner(self, num_chunks: int) -> ExpertRunner:
         """Make the runner of this process.
@@ -94,33 +97,15 @@ class DispatchPlan:
         Returns:
             The runner; it has one chunk where nothing travels.
         """
-        return MeshExpertRunner(self.dispatcher(), self.region(), self.num_chunks(num_chunks))
-
-    def dispatcher(self) -> Dispatcher[Any]:
-        """Make the dispatcher of this process."""
-        config, experts = self.config, self.local_experts()
-        if self.gathers_rows:
-            return RaggedAllGather(self._unbounded(), self._expert_ranks(self.mesh.process_group(*self.expert_axes)))
-        if not self.token_axes:
-            return local_dispatcher(config, experts)
-        group = self.mesh.process_group(*self.token_axes)
-        if self.strategy == "ring_of_experts":
-            has_capacity = config.capacity_factor is not None
-            return RingOfExperts(local_dispatcher(config, experts), group, needs_sequences=has_capacity)
-        return RaggedAllToAll(self._unbounded(), self._expert_ranks(group))
-
-    def _unbounded(self) -> Dispatcher[Any]:
-        """Make the dispatcher to the experts of this rank, for rows whose number is bounded where they are sent."""
-        return local_dispatcher(replace(self.config, buffer_factor=None), self.local_experts())
-
-    def _expert_ranks(self, group: dist.ProcessGroup) -> ExpertRanks:
-        first_experts = tuple(self.local_experts(rank).first for rank in dist.get_process_group_ranks(group))
-        return ExpertRanks(group, self.local_experts(), first_experts, self.config.buffer_factor)
+        return MeshExpertRunner(self.strategy_class.dispatcher(self), self.region(), self.num_chunks(num_chunks))
 
     def region(self) -> TensorParallelRegion:
         """Make the tensor-parallel region of this process."""
-        if not self.partial_axes and not self.embed_axes:
-            return LocalRegion()
+        return self.partial_sums if self.partial_axes or self.embed_axes else LocalRegion()
+
+    @property
+    def partial_sums(self) -> PartialSums:
+        """The parts of the layer that ranks compute for the same tokens."""
         drops = self.config.buffer_factor is not None or self.config.capacity_factor is not None
         return PartialSums(
             self.mesh,
@@ -179,7 +164,12 @@ def plan_dispatch(
     """
     config = layer.config
     local = DispatchPlan(
-        config, mesh, "gather_weights", "asked for", tensor_parallel_axes=tensor_parallel_axes, embed_axes=embed_axes
+        config=config,
+        mesh=mesh,
+        strategy="gather_weights",
+        reason="asked for",
+        tensor_parallel_axes=tensor_parallel_axes,
+        embed_axes=embed_axes,
     )
     if dispatch == "gather_weights":
         return local

@@ -13,13 +13,14 @@ from maxmoe.optim.newton_schulz import fast_dtype
 from maxmoe.optim.parameter_groups import choose
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.plan import ParameterPlan, Plan, enclosing
-from maxmoe.planning.communication import Communication, activation_communication, parameter_communication
+from maxmoe.planning.communication import activation_communication, parameter_communication
 from maxmoe.planning.dispatch_communication import dispatch_communication
 from maxmoe.planning.explain import quiet_plan
 from maxmoe.planning.optimizer_communication import muon_communication
 from maxmoe.planning.saved_tensors import saved_tensors
 from maxmoe.planning.traffic import Traffic, traffic_of
 from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.planned_collective import PlannedCollective
 from maxmoe.sharding.rules import LogicalRules
 from maxmoe.text_table import readable_bytes, terminal_width, text_table
 
@@ -117,15 +118,15 @@ def estimate(
         "activations": activations.pop(None, 0),
         "recomputed activations": max(activations.values(), default=0),
     }
-    communication: list[Communication] = []
+    communication: list[PlannedCollective] = []
     for parameter in parameters:
         # Routed experts are called, and gather what they gather, once for each chunk.
         routed = plan.dispatch_of_experts.get(plan.modules[parameter.fsdp_unit])
         communication += parameter_communication(parameter, 1 if routed is None else routed.num_chunks(num_chunks))
-    communication += activation_communication(plan, batch_size, sequence_length)
+    communication += activation_communication(plan, batch_size, sequence_length, dtype)
     communication += (item for _, item in dispatch_communication(plan, batch_size, sequence_length, num_chunks))
     communication += muon_communication(plan, choices, fast_dtype(next(module.parameters()).device))
-    return Estimate(memory, traffic_of(communication, dtype))
+    return Estimate(memory, traffic_of(communication))
 
 
 def _recomputed_for(plan: Plan, path: str, tensor: SavedTensor) -> str | None:

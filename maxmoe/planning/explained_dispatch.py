@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from maxmoe.parallel.dispatch_plan import DispatchPlan
 from maxmoe.parallel.plan import Plan
-from maxmoe.planning.communication import Communication
 from maxmoe.planning.dispatch_communication import dispatch_communication
 from maxmoe.planning.repeated_layers import grouped
 from maxmoe.planning.traffic import Traffic, traffic_of
+from maxmoe.sharding.planned_collective import PlannedCollective
 from maxmoe.text_table import text_table
 
 
@@ -30,7 +30,7 @@ class ExplainedDispatch:
     @property
     def num_local_experts(self) -> int:
         """Experts that a rank computes."""
-        return self.plan.config.num_experts // self.plan.mesh.size(*self.plan.expert_axes)
+        return self.plan.num_local_experts
 
 
 def explained_dispatch(plan: Plan, tokens: tuple[int, int] | None, num_chunks: int) -> Iterator[ExplainedDispatch]:
@@ -44,13 +44,11 @@ def explained_dispatch(plan: Plan, tokens: tuple[int, int] | None, num_chunks: i
     Yields:
         A layer after the other.
     """
-    communication: dict[str, list[Communication]] = defaultdict(list)
+    communication: dict[str, list[PlannedCollective]] = defaultdict(list)
     for path, item in dispatch_communication(plan, *tokens, num_chunks) if tokens else ():
         communication[path].append(item)
     for path, dispatch_plan in plan.dispatch_plans.items():
-        layer = plan.layer(path)
-        traffic = traffic_of(communication[path], layer.routed_experts.up_proj.dtype) if tokens else None
-        yield ExplainedDispatch(path, dispatch_plan, traffic)
+        yield ExplainedDispatch(path, dispatch_plan, traffic_of(communication[path]) if tokens else None)
 
 
 def dispatch_tables(layers: Iterable[ExplainedDispatch], width: int | None) -> Iterator[str]:

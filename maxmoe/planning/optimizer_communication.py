@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from math import prod
-from typing import NamedTuple
 
 import torch
 
@@ -11,41 +10,13 @@ from maxmoe.optim import Choice, Matrix
 from maxmoe.optim.distributed_newton_schulz import BUCKET_SIZE
 from maxmoe.optim.owner_assignment import MatrixStack, OwnerAssignment, assign_owners, matrix_stacks
 from maxmoe.parallel.plan import Plan
-from maxmoe.planning.communication import Collective
-from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
+from maxmoe.sharding.planned_collective import PlannedCollective
+
+PURPOSES = ("Muon, parts of matrices to their owners", "Muon, results to the holders")
 
 
-class OptimizerCommunication(NamedTuple):
-    """The `Communication` of one all-to-all of Muon, over all ranks.
-
-    Args:
-        purpose: see `Communication`.
-        mesh: of the ranks.
-        num_elements: that leave their rank, of all ranks together.
-        ns_dtype: in which they travel.
-    """
-
-    purpose: str
-    mesh: Mesh
-    num_elements: int
-    ns_dtype: torch.dtype
-
-    @property
-    def bucket(self) -> None:
-        """See `Communication`."""
-        return
-
-    def collectives(self, dtype: torch.dtype) -> Iterator[Collective]:
-        """See `Communication`; the bytes are the mean over ranks."""
-        axes = [axis for axis in self.mesh.axes if self.mesh.size(axis) > 1]
-        num_bytes = self.num_elements * self.ns_dtype.itemsize // self.mesh.num_ranks
-        yield Collective("all-to-all", ", ".join(axes), num_bytes)
-
-
-def muon_communication(
-    plan: Plan, choices: Iterable[Choice], ns_dtype: torch.dtype
-) -> Iterator[OptimizerCommunication]:
+def muon_communication(plan: Plan, choices: Iterable[Choice], ns_dtype: torch.dtype) -> Iterator[PlannedCollective]:
     """List the exchanges of `maxmoe.optim.Muon` in a step: one to the owners and one back per bucket.
 
     Args:
@@ -54,7 +25,7 @@ def muon_communication(
         ns_dtype: of Newton-Schulz.
 
     Yields:
-        Those of a step; none where ranks hold whole matrices.
+        Those of a step, with the mean of the bytes over ranks; none where ranks hold whole matrices.
     """
 
     @cache  # layers are alike
@@ -73,9 +44,9 @@ def muon_communication(
         for stack in stacks_of(choice.shape, plan.parameters[choice.name].stored, matrix)
     ]
     for assignments in assign_owners(stacks, BUCKET_SIZE):
-        gathered, scattered = _elements(stacks, assignments)
-        yield OptimizerCommunication("Muon, parts of matrices to their owners", plan.mesh, gathered, ns_dtype)
-        yield OptimizerCommunication("Muon, results to the holders", plan.mesh, scattered, ns_dtype)
+        for purpose, num_elements in zip(PURPOSES, _elements(stacks, assignments), strict=True):
+            num_bytes = num_elements * ns_dtype.itemsize // plan.mesh.num_ranks
+            yield PlannedCollective(purpose, "all-to-all", plan.mesh.axes, num_bytes)
 
 
 def _elements(stacks: Sequence[MatrixStack], assignments: Sequence[OwnerAssignment]) -> tuple[int, int]:

@@ -3,12 +3,11 @@
 import math
 from collections.abc import Iterator
 
-import torch
 from torch import nn
 
 from maxmoe.declaration import SavedTensor, declaration_of
-from maxmoe.nn import MoE
-from maxmoe.parallel.dispatch_plan import EXPERT_TOKEN_DIMS, DispatchPlan
+from maxmoe.dispatch import PlannedDispatch
+from maxmoe.parallel.dispatch_plan import EXPERT_TOKEN_DIMS
 from maxmoe.parallel.plan import Plan
 
 
@@ -55,17 +54,43 @@ def saved_tensors(
         ValueError: if the axes that shard the tokens do not divide them.
     """
     yield from declared_tensors(plan, batch_size, sequence_length)
-    num_tokens = math.prod(local_tokens(plan, batch_size, sequence_length))
-    for path, dispatch_plan in plan.dispatch_plans.items():
-        layer = plan.layer(path)
-        experts = plan.paths[layer.routed_experts]  # what these need is computed again with them
-        for tensor in _saved_by_dispatch(dispatch_plan, layer, num_tokens, dispatch_plan.num_chunks(num_chunks)):
+    for path, tokens in planned_dispatches(plan, batch_size, sequence_length, num_chunks):
+        experts = plan.paths[plan.layer(path).routed_experts]  # what these need is computed again with them
+        for tensor in plan.dispatch_plans[path].strategy_class.planned_saved_tensors(tokens):
             yield experts, tensor
 
 
-def weights_dtype(layer: MoE) -> torch.dtype:
-    """Return the dtype of the routing weights of a layer: float32 or wider."""
-    return torch.promote_types(layer.routed_experts.up_proj.dtype, torch.float32)
+def planned_dispatches(
+    plan: Plan, batch_size: int, sequence_length: int, num_chunks: int = 1
+) -> Iterator[tuple[str, PlannedDispatch]]:
+    """List what a rank dispatches in the Mixture-of-Experts layers.
+
+    Args:
+        plan: of the model.
+        batch_size: sequences of a step, over all ranks.
+        sequence_length: their tokens.
+        num_chunks: see `maxmoe.parallelize`.
+
+    Yields:
+        The path of a layer, and its tokens.
+
+    Raises:
+        ValueError: if the axes that shard the tokens do not divide them.
+    """
+    num_tokens = math.prod(local_tokens(plan, batch_size, sequence_length))
+    for path, dispatch_plan in plan.dispatch_plans.items():
+        layer = plan.layer(path)
+        yield (
+            path,
+            PlannedDispatch(
+                dispatch_plan,
+                num_tokens,
+                dispatch_plan.num_chunks(num_chunks),
+                layer.routed_experts.up_proj.dtype,
+                is_recomputed=plan.recomputed_by(path) is not None,
+                recomputes_input="dispatch" in layer.recompute,
+            ),
+        )
 
 
 def declared_tensors(plan: Plan, batch_size: int, sequence_length: int) -> Iterator[tuple[str, SavedTensor]]:
@@ -107,24 +132,3 @@ def _local_shape(plan: Plan, module: nn.Module, tensor: SavedTensor) -> tuple[in
     # The rows of all tokens lie on the ranks of their experts: each axis of the tokens or of the experts divides them.
     axes = {*plan.tokens.axes, *plan.expert_axes(module)}
     return (math.prod(local[:num_dims]) // plan.mesh.size(*axes), *local[num_dims:])
-
-
-def _saved_by_dispatch(plan: DispatchPlan, layer: MoE, num_tokens: int, num_chunks: int) -> Iterator[SavedTensor]:
-    """List what a layer saves besides what its modules declare: tokens that came, their weights, where rows lie."""
-    config, strategy = plan.config, plan.strategy if plan.token_axes else None
-    num_slots = num_tokens * config.top_k
-    num_rows = num_slots // plan.mesh.size(*plan.replicated_axes)
-    if plan.gathers_rows:
-        arrived, top_k = num_rows, 1
-        yield SavedTensor((2 * num_slots + num_rows,), (None,), torch.int64)  # slots, rows, and tokens of own rows
-    elif strategy == "ragged_all_to_all":
-        arrived, top_k = num_rows, 1
-        yield SavedTensor((num_rows + num_slots,), (None,), torch.int64)  # slots and rows of the plan of sending
-    else:
-        arrived, top_k = num_tokens * plan.mesh.size(*plan.token_axes), config.top_k
-    if strategy is not None or plan.gathers_rows:
-        yield SavedTensor((arrived, config.hidden_size), (None, None), is_kept="dispatch" not in layer.recompute)
-    yield SavedTensor((arrived, top_k), (None, None), weights_dtype(layer))
-    yield SavedTensor((arrived * top_k,), (None,), torch.int64)
-    num_experts = config.num_experts // plan.mesh.size(*plan.expert_axes)
-    yield SavedTensor((num_chunks, num_experts), (None, None), torch.int64)

@@ -3,9 +3,7 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import torch
-
-from maxmoe.planning.communication import Communication
+from maxmoe.sharding.planned_collective import PlannedCollective
 from maxmoe.text_table import readable_bytes
 
 
@@ -17,7 +15,7 @@ class Traffic(NamedTuple):
         kind: "all-gather", "reduce-scatter", "all-reduce" or "all-to-all".
         axis: of the mesh; "context, expert" for the ranks along both.
         times: how many there are.
-        bytes: that a rank sends in all of them, and receives; see `Collective`.
+        bytes: that a rank sends in all of them, and receives; see `PlannedCollective`.
     """
 
     purpose: str
@@ -32,24 +30,22 @@ class Traffic(NamedTuple):
         return self.purpose, self.kind, self.axis, str(self.times), readable_bytes(self.bytes)
 
 
-def traffic_of(communication: Iterable[Communication], dtype: torch.dtype) -> tuple[Traffic, ...]:
+def traffic_of(collectives: Iterable[PlannedCollective]) -> tuple[Traffic, ...]:
     """Add up the collectives of a step.
 
     Args:
-        communication: of the step.
-        dtype: of the parameters.
+        collectives: of the step.
 
     Returns:
         A row for each purpose, kind and axis, sorted.
     """
     total: dict[tuple[str, str, str], list[int]] = {}
     buckets = set()
-    for item in communication:
-        for collective in item.collectives(dtype):
-            key = (item.purpose, collective.kind, collective.axis)
-            counted = total.setdefault(key, [0, 0])
-            if item.bucket is None or (key, item.bucket) not in buckets:
-                counted[0] += 1
-                buckets.add((key, item.bucket))
-            counted[1] += collective.bytes
+    for collective in collectives:
+        key = (collective.purpose, collective.kind, ", ".join(collective.axes))
+        counted = total.setdefault(key, [0, 0])
+        if collective.bucket is None or (key, collective.bucket) not in buckets:
+            counted[0] += 1
+            buckets.add((key, collective.bucket))
+        counted[1] += collective.bytes
     return tuple(Traffic(*key, times, num_bytes) for key, (times, num_bytes) in sorted(total.items()))

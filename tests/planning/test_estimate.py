@@ -151,8 +151,8 @@ def test_the_state_of_muon_is_that_of_ours() -> None:
 # Real ranks
 
 
-def by_kind_and_axis(*flows: Traffic) -> dict[tuple[str, str], list[int]]:
-    total: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+def by_kind_and_axis(*flows: Traffic) -> dict[tuple[str, ...], list[int]]:
+    total: dict[tuple[str, ...], list[int]] = defaultdict(lambda: [0, 0])
     for flow in flows:
         # gloo has no reduce-scatter: rows are exchanged by an all-to-all, as many bytes, and added up.
         of_rows = flow.purpose.startswith(("tokens to experts", "routing weights", "outputs of experts"))
@@ -162,12 +162,12 @@ def by_kind_and_axis(*flows: Traffic) -> dict[tuple[str, str], list[int]]:
     return dict(total)
 
 
-def embedding_gathers(config: DecoderConfig, layout: MeshRules, dtype: torch.dtype) -> dict[tuple[str, str], list[int]]:
+def embedding_gathers(config: DecoderConfig, layout: MeshRules, dtype: torch.dtype) -> dict[tuple[str, ...], list[int]]:
     """Of the embedding in the backward, where FSDP does not do it with others."""
     mesh, rules = Mesh.planned(layout.sizes), LogicalRules.load(layout.rules)
-    parameter = Plan(decoder(config), mesh, rules).parameters["embedding.weight"]
-    (again,) = (item for item in parameter_communication(parameter) if item.purpose == BACKWARD and item.bucket is None)
-    return {(kind, axis): [1, count] for kind, axis, count in again.collectives(dtype)}
+    parameter = Plan(decoder(config).to(dtype), mesh, rules).parameters["embedding.weight"]
+    again = [item for item in parameter_communication(parameter) if item.purpose == BACKWARD and item.bucket is None]
+    return {(item.kind, *item.axes): [1, item.bytes] for item in again}
 
 
 def strategies(layout: MeshRules) -> list[Dispatch]:
