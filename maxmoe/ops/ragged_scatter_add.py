@@ -9,10 +9,12 @@ from maxmoe.ops._fake import register_fake
 def ragged_scatter_add(
     rows: Tensor, index: Tensor, num_rows: int, group_size: int = 1, weights: Tensor | None = None
 ) -> Tensor:
-    """Scatter rows by index and sum them: the transpose of `ragged_gather_reduce`, with group_size 1 `ragged_gather`.
+    """Scatter rows by index, scale them, and sum the rows with equal index.
 
     out[n] = sum_j weights[j] * rows[j // group_size]   over the j with index[j] == n, in the order of j, in float32
     or wider; no atomics
+
+    The transpose of `ragged_gather_reduce` and, with group_size 1, of `ragged_gather`.
 
     Args:
         rows: ``(M / group_size, D)``, floating.
