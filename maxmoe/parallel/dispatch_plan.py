@@ -1,4 +1,4 @@
-"""Over which axes the experts of a layer lie, and how its tokens reach them."""
+"""Plan of the dispatch of a layer: the mesh axes over which its experts are sharded, and the strategy."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
@@ -18,30 +18,31 @@ from maxmoe.sharding.rules import LogicalRules
 
 Dispatch: TypeAlias = Literal["auto", "ring_of_experts", "ragged_all_to_all", "gather_weights"]
 
-# The dims between routing and the sum over a token's experts, in the order in which `Experts` declares them.
+# Logical names of the dims of activations inside the experts, in the order in which `Experts` declares them.
 EXPERT_TOKEN_DIMS = ("activation_batch_moe", "activation_length_moe", "activation_exp")
 
 
 class MeshExpertRunner(ExpertRunner):
-    """An `ExpertRunner` that `torch.compile` leaves out of its graphs: shapes depend on what other ranks send."""
+    """An `ExpertRunner` that is not compiled, because its shapes depend on the rows that other ranks send."""
 
     run = not_compiled(ExpertRunner.run)
 
 
 @dataclass(frozen=True)
 class DispatchPlan:
-    """How the tokens of one layer reach their experts.
+    """Plan of the dispatch of one layer.
 
     Args:
-        config: of the layer.
-        mesh: of the ranks.
-        strategy: given, or chosen; that of one process where `expert_axes` is empty.
-        reason: of the strategy.
-        expert_axes: over which the experts lie, the major one first.
-        token_axes: those of them over which tokens travel; over the others all ranks hold the same tokens.
-        tensor_parallel_axes: over which every expert is computed in parts.
-        embed_axes: that shard the residual stream which the layer adds to.
-        shared_is_partial: whether the shared experts are computed in parts over the same axes as the routed ones.
+        config: config of the layer.
+        mesh: mesh on which the layer runs.
+        strategy: dispatch strategy, given or chosen. Without `expert_axes`, all experts are computed on every rank.
+        reason: reason for the strategy.
+        expert_axes: mesh axes over which the experts are sharded, the major axis first.
+        token_axes: subset of `expert_axes` that shards the tokens, over which tokens are communicated. Over the other
+            axes, all ranks hold the same tokens.
+        tensor_parallel_axes: mesh axes over which each expert is computed in parts.
+        embed_axes: mesh axes that shard the residual stream to which the layer adds its output.
+        shared_is_partial: whether the shared experts are computed in parts over the same axes as the routed experts.
     """
 
     config: MoEConfig
@@ -55,45 +56,38 @@ class DispatchPlan:
     shared_is_partial: bool = False
 
     def num_chunks(self, asked_for: int) -> int:
-        """Return the parts of the tokens: one where nothing travels while experts compute."""
+        """Return the number of chunks of the tokens: one if there is no communication to overlap with the experts."""
         return asked_for if self.token_axes or self.gathers_rows else 1
 
     @property
     def replicated_axes(self) -> tuple[str, ...]:
-        """The axes over which the experts lie, and all ranks hold the same tokens."""
+        """Axes over which experts are sharded and all ranks hold the same tokens."""
         return tuple(axis for axis in self.expert_axes if axis not in self.token_axes)
 
     @property
     def partial_axes(self) -> tuple[str, ...]:
-        """The axes over which the ranks compute parts of the layer for the same tokens."""
+        """Axes over which the ranks compute parts of the layer for the same tokens."""
         parts = (*self.replicated_axes, *self.tensor_parallel_axes)
         return tuple(axis for axis in self.mesh.axes if axis in parts)
 
     @property
     def gathers_rows(self) -> bool:
-        """Whether every rank computes rows of the same tokens, and all get the outputs of all rows."""
+        """Whether ranks with the same tokens compute disjoint rows and all-gather the outputs."""
         return self.strategy == "ragged_all_to_all" and not self.token_axes and bool(self.expert_axes)
 
     @property
     def sum_axes(self) -> tuple[str, ...]:
-        """The axes over which the outputs of the layer are summed at its end."""
+        """Axes over which the outputs of the layer are all-reduced."""
         return tuple(axis for axis in self.partial_axes if not (self.gathers_rows and axis in self.expert_axes))
 
     def local_experts(self, rank: int | None = None) -> LocalExperts:
-        """Return the experts of a rank; None for this process."""
+        """Return the range of experts on a rank; None for the rank of this process."""
         total = self.config.num_experts
         (part,) = NamedSharding(self.mesh, PartitionSpec(self.expert_axes)).slices((total,), rank)
         return LocalExperts(part.start, part.stop - part.start, total)
 
     def runner(self, num_chunks: int) -> ExpertRunner:
-        """Make the runner of this process.
-
-        Args:
-            num_chunks: parts of the tokens that were asked for.
-
-        Returns:
-            The runner; it has one chunk where nothing travels.
-        """
+        """Make the runner of this process, with `num_chunks` chunks if there is communication to overlap."""
         return MeshExpertRunner(self.dispatcher(), self.region(), self.num_chunks(num_chunks))
 
     def dispatcher(self) -> Dispatcher[Any]:
@@ -110,7 +104,7 @@ class DispatchPlan:
         return RaggedAllToAll(self._unbounded(), self._expert_ranks(group))
 
     def _unbounded(self) -> Dispatcher[Any]:
-        """Make the dispatcher to the experts of this rank, for rows whose number is bounded where they are sent."""
+        """Make the local dispatcher without a bound on the rows, which the sending ranks have bounded already."""
         return local_dispatcher(replace(self.config, buffer_factor=None), self.local_experts())
 
     def _expert_ranks(self, group: dist.ProcessGroup) -> ExpertRanks:
@@ -133,14 +127,7 @@ class DispatchPlan:
 
 
 def check_dispatch(dispatch: str) -> None:
-    """Refuse a strategy that does not exist.
-
-    Args:
-        dispatch: as given to `maxmoe.parallelize`.
-
-    Raises:
-        ValueError: with those that exist.
-    """
+    """Raise for an unknown dispatch strategy."""
     if dispatch not in get_args(Dispatch):
         raise ValueError(f"dispatch must be one of {', '.join(map(repr, get_args(Dispatch)))}, got {dispatch!r}")
 
@@ -156,26 +143,11 @@ def plan_dispatch(
     tensor_parallel_axes: tuple[str, ...] = (),
     embed_axes: tuple[str, ...] = (),
 ) -> DispatchPlan:
-    """Plan the dispatch of a layer.
+    """Plan the dispatch of a layer; `stacked` is the sharding of a parameter whose first dim is the expert dim.
 
-    Experts lie on the axes that the rules `exp` and `activation_exp` share. Over those of them that shard the tokens
-    outside of the layer tokens travel.
-
-    Args:
-        layer: of a model.
-        stacked: how a parameter of its experts is sharded whose first dim is that of the experts.
-        mesh: of the ranks.
-        rules: the table.
-        tokens: which axes shard the tokens.
-        dispatch: the strategy, or "auto".
-        tensor_parallel_axes: of its experts.
-        embed_axes: that shard the residual stream which it adds to.
-
-    Returns:
-        The plan.
-
-    Raises:
-        ValueError: if an axis does not divide the experts, or the experts of a rank would not be neighbours.
+    Experts are sharded over the axes that the rules `exp` and `activation_exp` share. Tokens are communicated over
+    those of these axes that shard the tokens outside of the layer. Raises if an axis does not divide the number of
+    experts, or if the experts of a rank would not be consecutive.
     """
     config = layer.config
     local = DispatchPlan(
@@ -212,9 +184,9 @@ def plan_dispatch(
 def _chosen(
     config: MoEConfig, mesh: Mesh, axes: tuple[str, ...], token_axes: tuple[str, ...], embed_axes: tuple[str, ...]
 ) -> tuple[Dispatch, str]:
-    """Choose by the bytes that a rank sends: 2(P-1)TD in a ring, 2K(P-1)TD/P in a ragged all-to-all.
+    """Choose the strategy that sends fewer elements per rank: 2(P-1)TD in a ring, 2K(P-1)TD/P in a ragged all-to-all.
 
-    Where experts lie on axes without other tokens too, a rank sends only those of the K rows whose experts it meets.
+    If experts are sharded over replicated axes as well, a rank sends only the rows whose experts are in its group.
     """
     num_ranks = mesh.size(*token_axes)
     if config.implementation == "dense":
