@@ -62,7 +62,7 @@ class DenseDispatcher:
         num_experts = self.experts.count
         zeros = top_k.weights.new_zeros(x.shape[0], num_experts)
         experts, is_local = _local_ids(top_k.experts, self.experts)
-        # A slot without a local expert has an arbitrary id here, so it adds zero.
+        # A slot without a local expert has the id 0 here, and the weight 0, so that it adds nothing.
         weights = zeros.scatter_add(1, experts, top_k.weights.masked_fill(~is_local, 0.0))
         chosen = zeros.scatter_add(1, experts, is_local.to(zeros.dtype)).t().unsqueeze(2) > 0
 
@@ -70,8 +70,8 @@ class DenseDispatcher:
             inputs = x.expand(num_experts, *x.shape)
             if self.scales_input:
                 inputs = (inputs * weights.t().unsqueeze(2)).to(x.dtype)
-            # A weight of zero does not remove an output that is not finite. Inputs are zeroed, so that experts never
-            # see tokens of others, neither in the forward nor in the backward.
+            # A weight of zero does not remove an output that is not finite. Tokens are zeroed for experts that they are
+            # not routed to, so that there is no such output in the forward or the backward.
             return torch.where(chosen, inputs, 0.0).flatten(0, 1)
 
         rows = rows_of_experts(x)

@@ -155,7 +155,7 @@ class MoE(nn.Module):
             # Zeroed before the first product, so that NaN in padding reaches neither outputs nor gradients.
             tokens = tokens.masked_fill(~token_mask.unsqueeze(1), 0.0)
         region = self.runner.region
-        # One view of the tokens per part, because each part has another collective on the gradient of its input.
+        # One tensor per part of the layer, because the gradients of the parts are reduced differently.
         inputs = region.enter(tokens)
         routing = self.router(inputs.router, token_mask)
         routed, dropped = self.runner.run(

@@ -41,7 +41,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
 
 def _norm(gradients: Sequence[Tensor]) -> Tensor:
-    # float64 on every rank and mesh, so that the dtypes of the norms agree for any gradients of this rank.
+    # float64 for any dtypes of the gradients, so that the norms of all ranks and meshes have one dtype.
     return torch.nn.utils.get_total_norm(gradients).double()
 
 

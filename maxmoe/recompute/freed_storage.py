@@ -35,7 +35,7 @@ class FreedStorage:
 
     @property
     def is_needed(self) -> bool:
-        """Whether the storage is freed and still referenced by tensors; equal on all ranks, also for empty tensors."""
+        """Whether the storage is freed and tensors still share it, even if the tensor is empty on this rank."""
         return self._is_freed and self._storage.get() is not None
 
     @torch.no_grad()
