@@ -38,7 +38,6 @@ lint: $(VENV)/dev
 	@$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pydoclint --quiet maxmoe
 	$(BIN)/python tests/repository/check_sizes.py
 	$(BIN)/clang-format --dry-run --Werror $(wildcard cpp/*.cpp cpp/*/*.cpp cpp/*/*.h)
 	$(BIN)/clang-tidy --quiet $(wildcard cpp/kernels/*.cpp) -- -std=c++20 -Icpp -DMAXMOE_ISA_NAMESPACE=baseline \

@@ -1,4 +1,4 @@
-"""The configuration of one Mixture-of-Experts layer."""
+"""Configuration of a Mixture-of-Experts layer."""
 
 import difflib
 import functools
@@ -24,7 +24,7 @@ Config = TypeVar("Config")
 
 
 def refuse_unknown_fields(cls: type[Config]) -> type[Config]:
-    """Make a dataclass answer an unknown keyword with the nearest of its fields."""
+    """Decorate a dataclass so that an unknown keyword raises a TypeError with the most similar fields."""
     initialize, names = cls.__init__, inspect.signature(cls).parameters
 
     @functools.wraps(initialize)
@@ -48,38 +48,40 @@ class MoEConfig:
         intermediate_size: F, width inside each expert.
         num_experts: E, routed experts.
         top_k: K, experts per token.
-        score_function: logits to scores; "identity" keeps the logits.
-        router_bias: a trained bias on the logits.
-        score_correction_bias: a bias for the selection only, moved by `MoE.update_correction_bias`.
-        num_groups: experts form this many groups of equal size.
-        top_k_groups: a token's experts come from its best groups only.
-        group_score: a group is as good as its two best experts together, "top2", or as its best, "max".
-        normalization: of the K selected scores: "none", "sum" (divide by their sum), "softmax". With top_k=1 the last
-            two make the weight constant, so that only auxiliary losses train the router: a warning says so.
-        routed_scaling_factor: multiplies the routing weights.
-        apply_weights_to: the routing weights scale the experts' "output" or their "input".
+        score_function: function of the logits that gives the scores; "identity" for the logits themselves.
+        router_bias: add a trained bias to the logits.
+        score_correction_bias: add a bias to the scores for the selection only, updated by `MoE.update_correction_bias`.
+        num_groups: number of groups of equal size that the experts form.
+        top_k_groups: number of groups with the best scores from which the experts of a token are selected.
+        group_score: score of a group: the sum of its two best scores, "top2", or its best score, "max".
+        normalization: normalization of the K selected scores: "none", "sum" (divide by their sum) or "softmax". With
+            top_k=1, "sum" and "softmax" make the weight constant, so that only auxiliary losses train the router; a
+            warning is issued.
+        routed_scaling_factor: factor of the routing weights.
+        apply_weights_to: whether the routing weights scale the "output" or the "input" of the experts.
         router: "learned", or "random" (uniform and balanced, for tests and benchmarks).
-        activation: of the experts, shared ones included.
-        gated: activation(gate) * up; otherwise activation(up).
-        activation_limit: clip the gate from above and up on both sides, None for no clipping.
-        expert_bias: biases on the three projections of the routed experts.
-        num_shared_experts: n, one dense expert of width n * F that sees every token.
-        shared_expert_gate: scale the shared expert by sigmoid(x . w), as Qwen2-MoE does.
+        activation: activation function of routed and shared experts.
+        gated: compute activation(gate) * up; otherwise activation(up).
+        activation_limit: limit to which the gate is clipped from above and up on both sides; None for no clipping.
+        expert_bias: add biases to the three projections of the routed experts.
+        num_shared_experts: n, for one dense expert of width n * F that computes all tokens.
+        shared_expert_gate: scale the output of the shared expert by sigmoid(x . w), as Qwen2-MoE does.
         load_balance_loss_weight: weight of the auxiliary balance loss, 0 for none.
-        load_balance_scope: balance every "sequence" by itself or the whole "batch".
+        load_balance_scope: compute the balance loss per "sequence" or over the whole "batch".
         router_z_loss_weight: weight of mean(logsumexp(logits)^2), 0 for none.
-        correction_bias_update_rate: step of the loss-free balancing, 0 for none.
-        implementation: "sparse" computes the routed rows, "dense" all experts with static shapes. The bits of a token
-            do not depend on other tokens or threads in "sparse"; in "dense", whose products are torch's, they do.
-        capacity_factor: dense only; slots past int(max(ceil(S*K/E) * cf, cf)) per sequence and
-            expert are dropped and counted. At most E, with which none is.
-        buffer_factor: sparse only; at most int(T*K * factor) rows are computed, the slots past
-            them are dropped and counted. At most E.
+        correction_bias_update_rate: step size of the loss-free balancing, 0 for none.
+        implementation: "sparse" computes the routed rows, "dense" all experts with static shapes. With "sparse", the
+            output of a token is bitwise independent of other tokens and of the number of threads. With "dense", which
+            uses torch's matrix products, it is not.
+        capacity_factor: with "dense" only: slots past int(max(ceil(S*K/E) * cf, cf)) per sequence and expert are
+            dropped and counted. At most E, at which no slot is dropped.
+        buffer_factor: with "sparse" only: at most int(T*K * factor) rows are computed, and further slots are dropped
+            and counted. At most E.
 
     Raises:
-        TypeError: for a keyword that is no field; the message names the nearest.
-        ValueError: for a value of another type or out of range, and for values that contradict each other; the message
-            names both.
+        TypeError: for an unknown keyword, with the most similar fields.
+        ValueError: for a value of another type or out of range, and for values that contradict each other, with both
+            values.
     """
 
     hidden_size: int
@@ -193,17 +195,17 @@ class MoEConfig:
                 )
 
     def _warn_of_constant_weights(self) -> None:
-        # With one expert in all there is nothing to route, and the random router is not trained.
+        # No warning with one expert, for which there is nothing to route, or with the random router.
         if self.top_k == 1 < self.num_experts and self.normalization != "none" and self.router == "learned":
             warnings.warn(
                 f"top_k=1 with normalization={self.normalization!r} makes every routing weight constant, so that the "
                 "router gets no gradient from the output of the layer: set normalization='none'",
-                stacklevel=1,  # one line for all configs, for which Python shows it once
+                stacklevel=1,  # attributed to this line, so that Python shows the warning once for all configs
             )
 
 
 def check_int(name: str, value: object, *, at_least: int) -> None:
-    """Refuse what is no int, bool among it, or outside of [at_least, 2^31)."""
+    """Raise unless `value` is an int, not a bool, in [at_least, 2^31)."""
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
         kind = "a positive int" if at_least == 1 else f"an int >= {at_least}"
         raise ValueError(f"{name} must be {kind}, got {value!r}")
@@ -212,7 +214,7 @@ def check_int(name: str, value: object, *, at_least: int) -> None:
 
 
 def check_number(name: str, value: object, *, above: float = -math.inf, at_least: float = -math.inf) -> None:
-    """Refuse what is no int or float, not finite in float32, or too small."""
+    """Raise unless `value` is an int or float that is finite in float32 and within the bounds."""
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     if not (number > above and at_least <= number <= FLOAT32_MAX):
         bound = f"> {above}" if above > at_least else f">= {at_least}"
@@ -220,13 +222,13 @@ def check_number(name: str, value: object, *, above: float = -math.inf, at_least
 
 
 def check_bool(name: str, value: object) -> None:
-    """Refuse what is not True or False."""
+    """Raise unless `value` is a bool."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Write the names most like one that is not known, for the end of a message; all of them if none is alike."""
+    """Return the end of an error message that lists the known names most similar to `name`, or all of them."""
     known = sorted(set(known))
     alike = difflib.get_close_matches(name, known, n=3)
     if alike:

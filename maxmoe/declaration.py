@@ -1,4 +1,4 @@
-"""What a module declares for running on several processes and for planning such a run."""
+"""Declarations of modules, which `maxmoe.parallelize` and `maxmoe.planning` read."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -7,33 +7,32 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import nn
 
-# Of parameters, by their path within the module: the logical name of each dim, None for a dim that is never sharded.
+# For each parameter, by its path in the module, the logical name of each dim; None for a dim that is never sharded.
 LogicalNames: TypeAlias = Mapping[str, tuple[str | None, ...]]
 
-# How gate and up lie in one parameter, along the dim of their outputs: all of the gate first, or in turn.
+# Layout of gate and up in a fused parameter, along the output dim: the whole gate first, or alternating.
 FusedGate: TypeAlias = Literal["concatenated", "interleaved"]
 
-# The logical names of the dims along the batch and along the sequence.
+# Logical names of the batch dim and of the sequence dim of activations.
 TOKEN_DIMS = ("activation_batch", "activation_length")
 
 
 def gate_up_slices(size: int, layout: FusedGate) -> tuple[slice, slice]:
-    """Return the slices of gate and up along a dim of `size` elements that holds both."""
+    """Return the slices of gate and up along a fused dim of `size` elements."""
     if layout == "interleaved":
         return slice(0, size, 2), slice(1, size, 2)
-    half = (size + 1) // 2  # a shard of the dim may have an odd size; this is where torch.chunk splits it
+    half = (size + 1) // 2  # as torch.chunk splits; a shard of the dim may have an odd size
     return slice(0, half), slice(half, size)
 
 
 class SavedTensor(NamedTuple):
-    """A tensor that autograd saves in the forward of a module for its backward.
+    """A tensor that autograd saves in the forward of a module.
 
     Args:
-        shape: over all ranks.
-        names: the logical name of each dim.
-        dtype: None for that of the parameters.
-        is_kept: whether it is kept from the forward to the backward; otherwise it is computed again, see
-            `maxmoe.set_recompute`.
+        shape: global shape, over all ranks.
+        names: logical name of each dim.
+        dtype: dtype of the tensor; None for the dtype of the parameters.
+        is_kept: whether the tensor is kept until the backward; otherwise it is recomputed, see `maxmoe.set_recompute`.
     """
 
     shape: tuple[int, ...]
@@ -44,15 +43,16 @@ class SavedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class ResidualStream:
-    """The hidden states ``(..., D)`` that modules read, and add to.
+    """Residual stream: hidden states ``(..., D)`` that modules read and add to.
 
-    Where the rules shard `activation_embed`, every rank holds a part of D: readers get it all-gathered, and of what
-    writers return each rank keeps its part.
+    If the rules shard `activation_embed`, each rank holds a shard of D. The stream is all-gathered before a reader, and
+    the outputs of a writer are sharded again.
 
     Args:
-        hidden_size: D.
-        parts: pairs of paths of children: the reader, which takes hidden states as its first argument, and the writer,
-            which computes what is added to them from the output of the reader. None where the stream begins or ends.
+        hidden_size: D, hidden size of the stream.
+        parts: pairs of paths of children. The first is the reader, which takes hidden states as its first argument. The
+            second is the writer, whose output, computed from that of the reader, is added to the stream. The reader is
+            None where the stream begins, the writer is None where it ends.
     """
 
     hidden_size: int
@@ -64,10 +64,11 @@ SavedTensors: TypeAlias = Callable[[int, int], Mapping[str, SavedTensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """What `maxmoe.parallelize` and `maxmoe.planning` must know of a module, in its attribute `declaration`.
+    """Properties of a module that `maxmoe.parallelize` and `maxmoe.planning` read from its attribute `declaration`.
 
-    A module without the attribute is run as any other: its parameters are replicated and reported by `explain`, unless
-    a module around it names them, and they are gathered by the FSDP unit around it, or else by itself::
+    A module without the attribute can be used as well. Its parameters are replicated, and listed by `explain`, unless
+    an outer module declares their names. They are gathered by the FSDP unit around the module, or by the module itself
+    if there is none::
 
         class FeedForward(nn.Module):
             @property
@@ -78,29 +79,27 @@ class Declaration:
                 )
 
     Args:
-        logical_names: of the parameters of the module and of its children, by their path within the module. Those of
-            an outer module take precedence over those of an inner one.
-        input_dims: of parameters that are matrices, or stacks of matrices along their first dims: the logical name of
-            the dim that is multiplied with the input, one of the last two; the other one is that of the outputs. It is
-            known of `nn.Linear`. `maxmoe.optim.Muon` needs it.
-        fused_gates: of those in `input_dims` in which the matrices of gate and up are fused: how they lie.
-        fsdp_unit: whether the parameters of the module and of its descendants, other FSDP units excepted, are
-            gathered before the forward of the module and freed after it. Where it is False, each module gathers the
-            parameters that it owns when it runs itself. A module that reads parameters of its children outside of
-            their forward must be a FSDP unit; a `maxmoe.nn.Checkpointed` module is one.
-        tensor_parallel_dims: logical names of dims that the ranks along an axis may compute in parts, with the number
-            of parts that must stay whole (heads, say): tensor parallelism, over the axes on which the rules put both
-            the weights and the activations of all these dims. The output of the module must be one tensor, linear in
-            the last of these dims, so that the partial outputs can be summed. Makes the module a FSDP unit.
+        logical_names: logical names of the dims of parameters of the module and its children, by their path in the
+            module. Names that an outer module declares take precedence.
+        input_dims: logical name of the input dim of matrices or stacks of matrices, by path. It is one of the last two
+            dims; the other one is the output dim. Not needed for `nn.Linear`. `maxmoe.optim.Muon` reads it.
+        fused_gates: layout of gate and up in parameters of `input_dims` that fuse them, by path.
+        fsdp_unit: whether the parameters of the module and its descendants, except other FSDP units, are gathered
+            before the forward of the module and freed after it. If False, each module gathers its own parameters when
+            it runs. A module that reads parameters of its children outside of their forward must be a FSDP unit. A
+            `maxmoe.nn.Checkpointed` module always is one.
+        tensor_parallel_dims: logical names of dims that may be computed in parts by the ranks along an axis, with the
+            number of parts that cannot be split further, such as heads. The tensor-parallel axes are those to which
+            the rules map both weights and activations of all these dims. The output of the module must be one tensor,
+            linear in the last of these dims, so that partial outputs can be summed. Makes the module a FSDP unit.
         added_to_output: paths of parameters of a tensor-parallel module that are added to its output, such as the bias
-            of its last projection: only one of the ranks may add them.
+            of the last projection. Only one rank adds them to its partial output.
         uses_token_group: whether `parallelize` sets the attribute `token_group` of the module; see `TokenGroup`.
-        needs_whole_sequences: whether the output depends on tokens of the sequence on other ranks that the module does
-            not ask its token group for. Rules that shard sequences are an error then.
-        residual_stream: which children read hidden states, and which return what is added to them.
-        saved_tensors: given the batch size and the sequence length over all ranks, the tensors that the module itself
-            saves for the backward, its input among them, by name, and those that it recomputes; those of its children
-            are theirs.
+        needs_whole_sequences: whether the output of a token depends on other tokens of its sequence that the module
+            does not gather with its token group. Rules that shard sequences then raise an error.
+        residual_stream: children that read and write the residual stream.
+        saved_tensors: function of the global batch size and sequence length that returns the tensors that the module
+            itself saves for the backward or recomputes, by name, its input included and those of its children excluded.
     """
 
     logical_names: LogicalNames = field(default_factory=dict)
@@ -137,17 +136,7 @@ NOTHING = Declaration()
 
 
 def declaration_of(module: nn.Module) -> Declaration:
-    """Return what a module declares.
-
-    Args:
-        module: any module.
-
-    Returns:
-        Its `declaration`; an empty one if it has none.
-
-    Raises:
-        TypeError: for an attribute of another type.
-    """
+    """Return the declaration of a module, or an empty one if the module has none."""
     declaration: object = getattr(module, "declaration", NOTHING)
     if not isinstance(declaration, Declaration):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Text tables and paragraphs as wide as the terminal, and readable sizes."""
+"""Text tables and paragraphs that fit the terminal, and readable sizes."""
 
 import re
 import shutil
@@ -7,27 +7,19 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 GAP = 2  # spaces between columns
-INDENT = 2  # of the further lines of a row, and of a cell
+INDENT = 2  # spaces before the continuation lines of a row and of a cell
 
 
 def terminal_width() -> int | None:
-    """Return the columns of the terminal, or what COLUMNS says in the environment; None if there is neither."""
+    """Return the width of the terminal, or of the environment variable COLUMNS; None if there is neither."""
     return shutil.get_terminal_size(fallback=(0, 0)).columns or None
 
 
 def text_table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), width: int | None = None) -> str:
-    """Align the cells of each column.
+    """Format rows as a table, the first row as heading with a rule below it; `right` lists right-aligned columns.
 
-    A table that would be wider than it may be has the first cell of every row, its name, on a line of its own, and
-    other cells on several lines where they must be.
-
-    Args:
-        rows: the first one is the heading. In a cell, `` | `` separates parts that are kept together if possible.
-        right: the columns that are aligned on the right, of those after the first one.
-        width: columns of the whole, None for any number. Only where single words need more, it becomes wider.
-
-    Returns:
-        The rows, and a rule below the heading.
+    A table wider than `width` has the first cell of each row on a line of its own, and wraps other cells. In a cell,
+    `` | `` separates parts that are kept on one line if possible. Single words are never broken.
     """
     names, others = [row[0] for row in rows], [row[1:] for row in rows]
     indent = max(map(len, names)) + GAP
@@ -46,22 +38,14 @@ def text_table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), widt
 
 
 def paragraph(text: str, *, width: int | None) -> str:
-    """Break a line that is wider than it may be.
-
-    Args:
-        text: one line.
-        width: columns, None for any number.
-
-    Returns:
-        The lines.
-    """
+    """Wrap a line to `width` columns; None for no limit."""
     if width is None:
         return text
     return "\n".join(textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False))
 
 
 def readable_bytes(count: int) -> str:
-    """Write a number of bytes in the largest unit of which there is at least one: "1.50 GiB"."""
+    """Format a number of bytes in the largest unit that gives at least one: "1.50 GiB"."""
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = min(max(count.bit_length() - 1, 0) // 10, len(units) - 1)
     return f"{count / 2 ** (10 * power):.2f} {units[power]}" if power else f"{count} B"
@@ -76,7 +60,7 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def _narrowed(widths: Sequence[int], rows: Sequence[Sequence[str]], total: int) -> list[int]:
-    """Narrow the widest columns until all fit, or each is as wide as its longest word."""
+    """Narrow the widest columns until the table fits, or every column is as narrow as its longest word."""
     narrowed = list(widths)
     least = _column_widths([[max(_wrap(cell, 0), key=len) for cell in row] for row in rows])
     while _total(narrowed) > total:
@@ -88,7 +72,7 @@ def _narrowed(widths: Sequence[int], rows: Sequence[Sequence[str]], total: int) 
 
 
 def _lines(row: Sequence[str], widths: Sequence[int], right: Sequence[int]) -> list[str]:
-    """Align the cells of one row, on as many lines as the longest of them."""
+    """Align the cells of one row, on as many lines as its longest cell takes."""
     cells = [_wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
     return [
         (" " * GAP).join(
@@ -100,7 +84,7 @@ def _lines(row: Sequence[str], widths: Sequence[int], right: Sequence[int]) -> l
 
 
 def _wrap(cell: str, width: int) -> list[str]:
-    """Break a cell after its separators; parts that are wider yet, between words."""
+    """Wrap a cell after its separators, and parts that are still too wide between words."""
     if len(cell) <= width:
         return [cell]
     lines = [""]

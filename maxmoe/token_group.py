@@ -1,4 +1,4 @@
-"""The tokens of one forward, which other processes may hold parts of."""
+"""Token group: the processes that share the tokens of one forward."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,104 +11,112 @@ from maxmoe.declaration import declaration_of
 
 
 class TokenReductions(Protocol):
-    """All-reduces over the processes that share a forward.
+    """Interface of all-reduces over the processes that share the tokens of a forward.
 
-    Summands are tensors and ints. Those of one call travel in one message, and come back as tensors of their shape and
-    dtype; integers stay exact below 2^53. Where nothing is reduced, an int stays one. The gradient of each process's
-    summand is the gradient of the sum.
+    Summands are tensors and ints. The summands of a call are reduced in one collective and returned as tensors of their
+    shape and dtype; integers are exact below 2^53. An int that is not reduced is returned as an int. The gradient of
+    the sum is the gradient of every summand, without a collective in the backward.
     """
 
     def all_reduce_sequence(self, *summands: Tensor | int) -> tuple[Any, ...]:
         """Sum over the processes that hold parts of the same sequences.
 
         Args:
-            *summands: of this process.
+            *summands: summands of this process.
 
         Returns:
-            The sum of each, the same in all of them.
+            Sum of each summand, equal in all of these processes.
         """
         ...
 
     def all_reduce_batch(self, *summands: Tensor | int) -> tuple[Any, ...]:
-        """Sum over the processes that hold other sequences.
+        """Sum over the processes that hold different sequences.
 
         Args:
-            *summands: of this process.
+            *summands: summands of this process.
 
         Returns:
-            The sum of each, the same in all of them.
+            Sum of each summand, equal in all of these processes.
         """
         ...
 
 
 class TokenGroup(TokenReductions, Protocol):
-    """The processes that share the tokens of a forward, as one layer sees them.
+    """Interface to the processes that share the tokens of a forward.
 
-    A layer that declares `uses_token_group` has an attribute `token_group`: `LocalTokens` until `parallelize` sets it.
+    A module that declares `uses_token_group` has an attribute `token_group`, initially a `LocalTokens`, which
+    `parallelize` replaces.
     """
 
     def first_position(self, length: int) -> int:
-        """Return the position in its sequences of this process's first token.
+        """Return the position of this process's first token in its sequences.
 
         Args:
-            length: tokens of each sequence that it holds.
+            length: number of tokens of each sequence in this process.
 
         Returns:
-            The position.
+            Position, counted from 0.
         """
         ...
 
     def all_gather_sequence(self, part: Tensor, dim: int) -> Tensor:
-        """Gather whole sequences; the gradient of each part is the sum of its gradients over the processes.
+        """All-gather sequences in the forward, reduce-scatter their gradients in the backward.
 
         Args:
-            part: of this process.
-            dim: the dim along the sequence.
+            part: tensor with this process's part of the sequences.
+            dim: index of the sequence dim.
 
         Returns:
-            All parts, in order.
+            Tensor with whole sequences along `dim`.
         """
         ...
 
 
 class LocalTokens:
-    """All tokens are in this process."""
+    """Token group of a single process, which has all tokens. Its methods do not communicate."""
 
     def all_reduce_sequence(self, *summands: Tensor | int) -> tuple[Any, ...]:
-        """See `TokenReductions`."""
+        """Return the summands unchanged."""
         return summands
 
     def all_reduce_batch(self, *summands: Tensor | int) -> tuple[Any, ...]:
-        """See `TokenReductions`."""
+        """Return the summands unchanged."""
         return summands
 
     def first_position(self, length: int) -> int:
-        """See `TokenGroup`."""
+        """Return 0."""
         return 0
 
     def all_gather_sequence(self, part: Tensor, dim: int) -> Tensor:
-        """See `TokenGroup`."""
+        """Return the sequences unchanged."""
         return part
 
 
 @dataclass(frozen=True)
 class FlattenedBatch:
-    """The reductions of a batch whose tokens count as one sequence."""
+    """Token reductions that treat the whole batch as one sequence."""
 
     tokens: TokenReductions
 
     def all_reduce_sequence(self, *summands: Tensor | int) -> tuple[Any, ...]:
-        """See `TokenReductions`."""
+        """Sum over all processes: those of the same sequences, then those of different ones."""
         return self.tokens.all_reduce_batch(*self.tokens.all_reduce_sequence(*summands))
 
     def all_reduce_batch(self, *summands: Tensor | int) -> tuple[Any, ...]:
-        """See `TokenReductions`."""
+        """Return the summands unchanged, because there is only one sequence."""
         return summands
 
 
 @contextmanager
 def same_tokens_everywhere(module: nn.Module) -> Iterator[None]:
-    """In it, every process gives `module` the same whole batch: to generate from it, say, not to train it."""
+    """Context in which every process passes the same whole batch to `module`; for generation, not for training.
+
+    Args:
+        module: module whose token groups are replaced by `LocalTokens` in the context.
+
+    Yields:
+        Nothing.
+    """
     groups = {child: child.token_group for child in module.modules() if declaration_of(child).uses_token_group}
     try:
         for child in groups:

@@ -1,4 +1,4 @@
-"""Which rank has which experts, and the order of rows that follows from it."""
+"""Distribution of the experts over ranks, and the order of rows by rank and expert."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -67,11 +67,11 @@ class ExpertLayout:
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """The ranks that share the experts of a layer; each holds the same number of them.
+    """Ranks over which the experts of a layer are sharded, with the same number of experts on each rank.
 
     Args:
-        group: the ranks.
-        experts: the experts of this rank.
+        group: process group of the ranks.
+        experts: experts of this rank.
         first_experts: index of the first expert of each rank of the group.
         buffer_factor: bounds the rows of a rank by this multiple of the mean over the ranks; None for no bound.
     """
@@ -82,22 +82,22 @@ class ExpertRanks:
     buffer_factor: float | None = None
 
     def __deepcopy__(self, _memo: object) -> "ExpertRanks":
-        """Copies of a layer share the group, which cannot be copied."""
+        """Return the object itself: a process group cannot be copied, so copies of a layer share it."""
         return self
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return len(self.first_experts)
 
     def plan(self, top_k: TopK) -> RaggedPlan:
-        """Sort the slots by the rank of their expert, and by expert; those of no rank of the group have no row.
+        """Sort the slots by the rank of their expert and by expert; slots of experts outside of the group have no row.
 
         Args:
-            top_k: expert ids and weights of the tokens.
+            top_k: expert ids and routing weights of the tokens.
 
         Returns:
-            The plan, whose groups are the experts in the order of the ranks.
+            Plan whose groups are the experts in the order of the ranks.
         """
         experts, count, total = top_k.experts, self.experts.count, self.experts.total
         num_rows = experts.numel() if top_k.is_unpadded and self.size * count == total else None
@@ -106,7 +106,10 @@ class ExpertRanks:
         return ragged_plan(experts, self.size * count, num_rows=num_rows)
 
     def _position_of_expert(self, device: torch.device) -> Tensor:
-        """Return the place of each expert in the order of the ranks, -1 for one elsewhere, and at the end for none."""
+        """Return the index of each expert in the order of the ranks, and -1 for experts of other ranks.
+
+        The last entry is -1 as well: the id -1 of a slot that is not routed indexes it.
+        """
         position = torch.full((self.experts.total + 1,), -1, device=device)
         for rank, first in enumerate(self.first_experts):
             position[first : first + self.experts.count] = torch.arange(self.experts.count) + rank * self.experts.count
@@ -114,15 +117,9 @@ class ExpertRanks:
 
 
 def without_last_rows(plan: RaggedPlan, routed: list[int], kept: list[int]) -> RaggedPlan:
-    """Drop the last rows of ranks that take no more.
+    """Drop the last rows of each rank from a plan, so that `kept` of its `routed` rows remain for each rank.
 
-    Args:
-        plan: from `ExpertRanks.plan`.
-        routed: its rows for each rank.
-        kept: how many of them the rank takes.
-
-    Returns:
-        The plan of the other rows; `group_sizes` are still those before.
+    `group_sizes` of the result still counts the dropped rows.
     """
     if kept == routed:
         return plan
@@ -134,5 +131,5 @@ def without_last_rows(plan: RaggedPlan, routed: list[int], kept: list[int]) -> R
 
 
 def weights_of_rows(weights: Tensor, slots: Tensor) -> Tensor:
-    """Return the routing weight ``(R, 1)`` of every row, given its slot."""
+    """Return the routing weight ``(R, 1)`` of each row, given the slot of each row."""
     return ragged_gather(weights.reshape(-1, 1), slots)

@@ -1,4 +1,4 @@
-"""Causal self-attention with a rotary embedding.
+"""Causal self-attention with rotary position embedding.
 
 Shapes: B batch, S sequence, N whole sequence, D hidden_size, H heads, G key-value heads, C head_dim.
 """
@@ -14,7 +14,7 @@ from maxmoe.nn import TOKEN_DIMS, Checkpointed, Declaration, LocalTokens, SavedT
 
 
 def rotate(x: Tensor, theta: float, start: int = 0) -> Tensor:
-    """Rotary embedding of x ``(B, H, S, C)``: (x[c], x[c + C/2]) at s turns by (start + s) * theta^(-2c / C).
+    """Apply rotary embedding to x ``(B, H, S, C)``: rotate (x[c], x[c + C/2]) by (start + s) * theta^(-2c / C).
 
     Source: Su et al. 2021, RoFormer, in the half-split order of GPT-NeoX and Llama.
     """
@@ -29,17 +29,10 @@ def rotate(x: Tensor, theta: float, start: int = 0) -> Tensor:
 def causal_attention(
     queries: Tensor, keys: Tensor, values: Tensor, start: int, documents: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """Let each query attend to the keys of its document up to its own position.
+    """Compute causal attention of queries ``(B, H, S, C)`` to keys and values ``(B, G, N, C)`` of the same document.
 
-    Args:
-        queries: ``(B, H, S, C)``, from position `start` on.
-        keys: ``(B, G, N, C)``, from position 0 on.
-        values: as keys.
-        start: see queries.
-        documents: ids of the documents of the queries ``(B, S)`` and of the keys ``(B, N)``; None for one document.
-
-    Returns:
-        ``(B, H, S, C)``.
+    Queries begin at the position `start`, keys at 0. `documents` has the ids of the documents of the queries ``(B, S)``
+    and of the keys ``(B, N)``.
     """
     if documents is None and queries.shape[2] == keys.shape[2]:
         return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
@@ -52,7 +45,7 @@ def causal_attention(
 
 
 class Attention(Checkpointed):
-    """Causal self-attention with grouped key-value heads; `options` are device and dtype."""
+    """Causal self-attention with grouped query heads; `options` are device and dtype of the parameters."""
 
     recompute_names = ("attention",)
 
@@ -69,13 +62,14 @@ class Attention(Checkpointed):
         self.o_proj = nn.Linear(H * C, D, bias=False, **options)
 
     def forward(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """Mix the positions of a document up to each one: ``(B, S, D)`` and ids ``(B, S)`` to ``(B, S, D)``."""
+        """Compute attention ``(B, S, D)`` of x ``(B, S, D)`` within the documents given by ids ``(B, S)``."""
         queries, keys, values = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         start = self.token_group.first_position(x.shape[1])
         queries, keys = rotate(queries, self.rope_theta, start), rotate(keys, self.rope_theta, start)
+        # If sequences are sharded, this rank has the queries of its part, and gathers the keys and values of all parts.
         keys, values = (self.token_group.all_gather_sequence(part, dim=2) for part in (keys, values))
         documents = None
         if document_ids is not None:
@@ -86,7 +80,7 @@ class Attention(Checkpointed):
 
     @property
     def declaration(self) -> Declaration:
-        """See `Declaration`."""
+        """Declare logical names, tensor-parallel heads, the token group and saved tensors."""
         return Declaration(
             logical_names={
                 "q_proj.weight": ("q_heads", "embed"),

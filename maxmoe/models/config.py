@@ -1,4 +1,4 @@
-"""The configuration of a `Decoder`."""
+"""Configuration of a `Decoder`."""
 
 from dataclasses import dataclass
 
@@ -11,25 +11,25 @@ class DecoderConfig:
     """Sizes of a `Decoder`.
 
     Args:
-        vocab_size: V.
+        vocab_size: V, number of token ids.
         hidden_size: D, width of the residual stream.
-        num_layers: blocks, dense and Mixture-of-Experts together.
-        num_heads: H, query heads.
-        num_key_value_heads: G, each shared by H / G query heads; None for H.
-        head_dim: C, even; None for D / H.
-        intermediate_size: width inside the dense blocks, needed where there are any.
-        moe: the layer of the Mixture-of-Experts blocks, None for a dense model.
-        num_dense_layers: the first blocks, which stay dense although `moe` is given.
-        max_sequence_length: longest input, and the window of `Decoder.generate`.
+        num_layers: number of blocks, dense and Mixture-of-Experts.
+        num_heads: H, number of query heads.
+        num_key_value_heads: G, number of key-value heads, each shared by H / G query heads; None for H.
+        head_dim: C, width of a head, even; None for D / H.
+        intermediate_size: width inside the dense feed-forward layers; required if there are dense blocks.
+        moe: config of the Mixture-of-Experts layers; None for a dense model.
+        num_dense_layers: number of blocks at the beginning that are dense although `moe` is given.
+        max_sequence_length: largest number of positions of an input, and the window of `Decoder.generate`.
         rope_theta: base of the rotary frequencies.
-        norm_eps: of every RMSNorm.
-        tie_embeddings: the output projection is the embedding.
-        recompute: names of the parts that are computed again in the backward, such as "experts" and "attention"; see
+        norm_eps: epsilon of the RMSNorms.
+        tie_embeddings: use the embedding as the output projection.
+        recompute: names of the parts that are recomputed in the backward, such as "experts" and "attention"; see
             `maxmoe.set_recompute`.
 
     Raises:
-        TypeError: as `MoEConfig`.
-        ValueError: as `MoEConfig`.
+        TypeError: for an unknown keyword, with the most similar fields.
+        ValueError: for a value of another type or out of range, and for values that contradict each other.
     """
 
     vocab_size: int

@@ -1,4 +1,4 @@
-"""A decoder-only language model with dense and Mixture-of-Experts blocks.
+"""Decoder-only language model with dense and Mixture-of-Experts blocks.
 
     logits = output(norm(blocks(embedding(tokens))))
     block:   x = x + attention(attention_norm(x)), then x = x + feed_forward(feed_forward_norm(x))
@@ -32,12 +32,12 @@ from maxmoe.nn import (
 
 
 class DecoderOutput(NamedTuple):
-    """What `Decoder` returns.
+    """Output of a `Decoder`.
 
     Args:
-        logits: ``(B, S, V)``.
-        aux_loss: 0-dim, the sum over the layers; the weights of the losses are already in.
-        stats: one per Mixture-of-Experts layer.
+        logits: ``(B, S, V)``, logits of the token after each position.
+        aux_loss: ``()``, sum of the weighted auxiliary losses over the layers.
+        stats: routing statistics of each Mixture-of-Experts layer.
     """
 
     logits: Tensor
@@ -46,16 +46,16 @@ class DecoderOutput(NamedTuple):
 
     @property
     def tokens_per_expert(self) -> Tensor:
-        """``(M, E)`` int64: to be logged, summed over micro-batches, handed to `update_correction_bias`."""
+        """Number of routed slots ``(M, E)``, int64; the input of `update_correction_bias`."""
         return torch.stack([stats.tokens_per_expert for stats in self.stats])
 
 
-# torch.export.save writes this name, and needs one.
+# torch.export.save requires a serialized type name.
 register_namedtuple(DecoderOutput, "maxmoe.models.DecoderOutput")
 
 
 class Block(Checkpointed):
-    """Attention, then a dense or a Mixture-of-Experts layer; `options` are device and dtype."""
+    """Attention, then a dense or a Mixture-of-Experts layer; `options` are device and dtype of the parameters."""
 
     recompute_names = ("blocks",)
     context_fn = staticmethod(keep_routing)
@@ -76,7 +76,7 @@ class Block(Checkpointed):
     def forward(
         self, x: Tensor, token_mask: Tensor | None = None, document_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, MoEStats | None]:
-        """Return x ``(B, S, D)`` after the block, then auxiliary loss and statistics of a MoE layer."""
+        """Return x ``(B, S, D)`` after the block, and auxiliary loss and statistics of its MoE layer if it has one."""
         x = x + self.attention(self.attention_norm(x), document_ids)
         normed = self.feed_forward_norm(x)
         if isinstance(self.feed_forward, FeedForward):
@@ -86,7 +86,7 @@ class Block(Checkpointed):
 
     @property
     def declaration(self) -> Declaration:
-        """See `Declaration`."""
+        """Declare the block as a FSDP unit, with its residual stream and saved tensors."""
         return Declaration(
             fsdp_unit=True,
             residual_stream=ResidualStream(
@@ -97,18 +97,18 @@ class Block(Checkpointed):
         )
 
     def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        """Where it is not recomputed, its input is counted in what reads it."""
+        """Describe the input of a recomputed block. Otherwise, the modules that read the input declare it."""
         shape, names = (batch, length, len(self.attention_norm.weight)), (*TOKEN_DIMS, "activation_embed")
         return {"input": SavedTensor(shape, names)} if self.is_recomputed else {}
 
 
 class Decoder(nn.Module):
-    """A causal language model: rotary attention and SwiGLU or Mixture-of-Experts blocks.
+    """Causal language model with rotary attention and SwiGLU or Mixture-of-Experts layers.
 
     Args:
-        config: the sizes.
-        device: of the parameters; "meta" allocates nothing, then `to_empty` and `reset_parameters`.
-        dtype: of the parameters.
+        config: sizes of the model.
+        device: device of the parameters. With "meta", nothing is allocated until `to_empty` and `reset_parameters`.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -133,10 +133,11 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw every parameter anew.
+        """Initialize all parameters.
 
-        Embedding and projections: normal with deviation 0.02; routers and experts: as `MoE` does. What
-        writes to the residual stream is divided by sqrt(2 num_layers), for depth not to enlarge it (GPT-2).
+        Embedding and projections are drawn from a normal distribution with standard deviation 0.02, MoE layers as by
+        `MoE.reset_parameters`. Projections that write to the residual stream are divided by sqrt(2 num_layers), so that
+        the variance of the stream does not grow with depth (GPT-2).
         """
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -160,13 +161,13 @@ class Decoder(nn.Module):
 
         Args:
             tokens: ``(B, S)``, int64.
-            token_mask: ``(B, S)``, bool, False for padding: no token attends to it and no expert computes it, whatever
-                its id; its logits mean nothing.
-            document_ids: ``(B, S)``, integer: a token attends to those before it with the same id. For sequences that
-                are packed from several documents.
+            token_mask: ``(B, S)``, bool, False for padding. Tokens do not attend to padding, experts do not compute it,
+                and its logits are undefined. Its ids may have any value.
+            document_ids: ``(B, S)``, integer, for sequences packed from several documents: a token attends to earlier
+                tokens with the same id.
 
         Returns:
-            The output.
+            Logits, auxiliary loss and routing statistics.
 
         Raises:
             ValueError: for more than `max_sequence_length` positions, a mask that is not bool, or other shapes.
@@ -175,7 +176,7 @@ class Decoder(nn.Module):
         if token_mask is not None:
             tokens = tokens.masked_fill(~token_mask, 0)
             document_ids = torch.zeros_like(tokens) if document_ids is None else document_ids
-            # Padding is a document of its own. It attends to itself: a softmax over no keys would be NaN.
+            # Padding is a document of its own and attends to itself, because a softmax over no keys would be NaN.
             document_ids = document_ids.masked_fill(~token_mask, torch.iinfo(document_ids.dtype).min)
         x = self.embedding(tokens)
         aux_losses, stats = [], []
@@ -191,19 +192,19 @@ class Decoder(nn.Module):
 
     @property
     def declaration(self) -> Declaration:
-        """See `Declaration`. Tied embeddings are read outside of their module: a FSDP unit."""
+        """Declare logical names, the residual stream and saved tensors of embedding and output projection."""
         return Declaration(
             logical_names={
                 "embedding.weight": ("vocab", "embed_vocab"),
                 "output.weight": ("vocab", "embed_vocab"),
             },
-            fsdp_unit=True,
+            fsdp_unit=True,  # the forward reads the weight of the embedding outside of the embedding's forward
             residual_stream=ResidualStream(self.config.hidden_size, ((None, "embedding"), ("norm", None))),
             saved_tensors=self._saved_tensors,
         )
 
     def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        """Of the logits, what the loss saves."""
+        """Describe the saved tensors, including those that a cross-entropy loss saves for the logits."""
         (V, D), tokens = self.embedding.weight.shape, (batch, length)
         return {
             "tokens": SavedTensor(tokens, TOKEN_DIMS, torch.int64),
@@ -228,7 +229,7 @@ class Decoder(nn.Module):
             raise ValueError(f"document_ids must be integer, got {document_ids.dtype}")
 
     def update_correction_bias(self, tokens_per_expert: Tensor) -> None:
-        """Take one step of loss-free balancing in every MoE layer, given counts ``(M, E)``."""
+        """Take one step of loss-free balancing in every MoE layer, given the numbers of routed slots ``(M, E)``."""
         for layer, counts in zip(self.moe_layers(), tokens_per_expert, strict=True):
             layer.update_correction_bias(counts)
 
@@ -236,18 +237,18 @@ class Decoder(nn.Module):
     def generate(
         self, tokens: Tensor, num_tokens: int, *, temperature: float = 1.0, top_k: int | None = None
     ) -> Tensor:
-        """Continue sequences by sampling, each token from the last `max_sequence_length` ones.
+        """Generate tokens by sampling, each from the last `max_sequence_length` tokens.
 
-        On a mesh all ranks call it, with the same tokens and seeds.
+        On a mesh, all ranks must call `generate` with the same tokens and seeds.
 
         Args:
-            tokens: ``(B, S)`` int64, S >= 1.
-            num_tokens: how many to append.
-            temperature: divides the logits; 0 takes the most likely token.
-            top_k: sample among this many most likely tokens only, None for all.
+            tokens: ``(B, S)``, int64, prompt with S >= 1.
+            num_tokens: number of tokens to append.
+            temperature: divisor of the logits; 0 for greedy decoding.
+            top_k: number of most likely tokens to sample from; None for all tokens.
 
         Returns:
-            ``(B, S + num_tokens)`` int64.
+            ``(B, S + num_tokens)``, int64, prompt and generated tokens.
 
         Raises:
             ValueError: for an empty prompt or a negative temperature.

@@ -1,4 +1,4 @@
-"""The dense feed-forward layer of a decoder."""
+"""Dense feed-forward layer of a decoder."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from maxmoe.nn import TOKEN_DIMS, Checkpointed, Declaration, SavedTensor
 
 
 class FeedForward(Checkpointed):
-    """SwiGLU: down_proj(silu(gate_proj(x)) * up_proj(x)); `options` are device and dtype."""
+    """SwiGLU: down_proj(silu(gate_proj(x)) * up_proj(x)); `options` are device and dtype of the parameters."""
 
     recompute_names = ("feed_forward",)
 
@@ -21,13 +21,13 @@ class FeedForward(Checkpointed):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform each token by itself: ``(B, S, D)`` to ``(B, S, D)``."""
+        """Compute the output ``(B, S, D)`` for x ``(B, S, D)``."""
         output: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return output
 
     @property
     def declaration(self) -> Declaration:
-        """See `Declaration`."""
+        """Declare logical names, the tensor-parallel dim and saved tensors."""
         return Declaration(
             logical_names={
                 "gate_proj.weight": ("mlp", "embed"),

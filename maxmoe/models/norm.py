@@ -1,4 +1,4 @@
-"""The normalization of a decoder."""
+"""RMSNorm of a decoder."""
 
 import torch
 from torch import nn
@@ -13,21 +13,21 @@ class Norm(Checkpointed, nn.RMSNorm):
 
     @property
     def declaration(self) -> Declaration:
-        """See `Declaration`."""
+        """Declare logical names and saved tensors."""
         return Declaration(
             logical_names={"weight": ("norm",)},
             saved_tensors=self._saved_tensors,
         )
 
     def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        """Its input and the same normalized, in float32 or wider, and the factors in between."""
+        """Describe the input, the normalized input and the scale factors, all in float32 or wider."""
         dtype, width = self.weight.dtype, len(self.weight)
         wide = torch.promote_types(dtype, torch.float32)
-        gathered = (*TOKEN_DIMS, None)  # where the hidden dim of the residual stream is sharded
+        gathered = (*TOKEN_DIMS, None)  # the input is all-gathered if the residual stream is sharded
         shapes = {"wide_input": width, "normalized": width, "factors": 1}
         saved = {name: SavedTensor((batch, length, size), gathered, wide) for name, size in shapes.items()}
         if self.is_recomputed:
-            if wide == dtype:  # the argument itself
+            if wide == dtype:  # then the wide input is the argument itself
                 del saved["wide_input"]
             saved["argument"] = SavedTensor((batch, length, width), (*TOKEN_DIMS, "activation_embed"))
         return self.mark_saved(saved, "argument")

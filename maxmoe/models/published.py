@@ -1,4 +1,4 @@
-"""Sizes of the published models around the layers of `maxmoe.presets`, for planning them as a `Decoder`."""
+"""Sizes of the published models of `maxmoe.presets`, for planning each as a `Decoder`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ _NORMED_HEADS = "norms of queries and keys are left out"
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedModel:
-    """A model as published, as far as a `Decoder` goes.
+    """Sizes of a published model, as a `Decoder` has them.
 
     Args:
-        name: of the model.
-        layer: its preset.
-        num_layers: dense ones included; those for predicting further tokens left out.
-        num_heads: query heads.
-        num_key_value_heads: see `DecoderConfig`.
-        head_dim: see `DecoderConfig`.
-        vocab_size: see `DecoderConfig`.
-        num_dense_layers: how many are dense.
-        intermediate_size: of the dense layers.
-        differs: what a `Decoder` does not have, or has otherwise.
+        name: name of the model.
+        layer: preset of its Mixture-of-Experts layers.
+        num_layers: number of layers, including dense layers, without multi-token prediction layers.
+        num_heads: number of query heads.
+        num_key_value_heads: number of key-value heads.
+        head_dim: width of a head.
+        vocab_size: number of token ids.
+        num_dense_layers: number of dense layers.
+        intermediate_size: width inside the dense layers; None without dense layers.
+        differs: differences between the published model and the `Decoder`.
     """
 
     name: str
@@ -40,15 +40,7 @@ class PublishedModel:
     differs: str = ""
 
     def config(self, *, max_sequence_length: int, recompute: tuple[str, ...] = ()) -> DecoderConfig:
-        """Make the decoder of these sizes.
-
-        Args:
-            max_sequence_length: see `DecoderConfig`.
-            recompute: see `DecoderConfig`.
-
-        Returns:
-            Its config.
-        """
+        """Return the config of a decoder with these sizes; for the arguments, see `DecoderConfig`."""
         moe = self.layer()
         return DecoderConfig(
             vocab_size=self.vocab_size,
@@ -65,7 +57,7 @@ class PublishedModel:
         )
 
 
-# From the configs that the presets name as their sources.
+# The sizes are from the configs that the presets name as sources.
 PUBLISHED = {
     "mixtral": PublishedModel(
         name="Mixtral 8x7B",

@@ -1,4 +1,4 @@
-"""The Mixture-of-Experts layer and its parts."""
+"""Mixture-of-Experts layer and its parts."""
 
 from maxmoe.declaration import TOKEN_DIMS, Declaration, LogicalNames, ResidualStream, SavedTensor
 from maxmoe.nn.dense_dispatcher import local_dispatcher

@@ -1,4 +1,4 @@
-"""What a layer adds to the backward beside the gradient of its output."""
+"""Losses and statistics that a layer accumulates in the backward pass."""
 
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ from maxmoe.nn.losses import MoEStats
 
 
 class _WithGradient(torch.autograd.Function):
+    # Identity for x. The backward returns the saved tensor as the gradient of the second input, the target.
     @staticmethod
     def forward(x: Tensor, _target: Tensor, _gradient: Tensor) -> Tensor:
         return x
@@ -25,30 +26,23 @@ class _WithGradient(torch.autograd.Function):
 
 
 def with_gradient(x: Tensor, target: Tensor, gradient: Tensor) -> Tensor:
-    """Return x, and give `target` a gradient when the backward passes here.
+    """Return x and attach `gradient` to it: the backward through x adds `gradient` to the gradient of `target`.
 
-    It passes once for every forward that takes part in the loss, however often activation checkpointing computes it.
-
-    Args:
-        x: any tensor that requires a gradient; its own is not changed.
-        target: any tensor that requires a gradient.
-        gradient: of `target`, shape and dtype of it.
-
-    Returns:
-        x; like the output of any operator, it may be changed in place.
+    The backward passes once for each forward that contributes to the loss, no matter how often activation checkpointing
+    recomputes the forward. The gradient of x is unchanged.
     """
-    # PyTorch makes a view of an input that a Function returns, and forbids to change it in place.
+    # PyTorch returns a view of an input that a Function returns unchanged, and forbids in-place operators on it.
     attached = _WithGradient.apply(x, target, gradient)  # type: ignore[no-untyped-call]
     return reshaped(attached, x.shape)
 
 
 class AccumulatedMetrics(NamedTuple):
-    """What `MetricsAccumulator` has added up.
+    """Sums of a `MetricsAccumulator`.
 
     Attributes:
-        calls: ``()``, float64; forwards that the backward has passed.
-        aux_loss: ``()``, float64.
-        stats: counts and entropy, both summed.
+        calls: ``()``, float64, number of forwards whose backward has run.
+        aux_loss: ``()``, float64, sum of the auxiliary losses.
+        stats: sums of the counts and of the entropy.
     """
 
     calls: Tensor
@@ -57,28 +51,14 @@ class AccumulatedMetrics(NamedTuple):
 
 
 class MetricsAccumulator:
-    """Adds up the auxiliary losses and statistics of one layer in the backward: they accumulate as a gradient.
-
-    Args:
-        num_experts: E.
-        device: of the sum.
-    """
+    """Sums the auxiliary losses and statistics of one layer in the backward, as the gradient of a leaf tensor."""
 
     def __init__(self, num_experts: int, device: torch.device) -> None:
-        # Counts are exact in float64 up to 2^53.
+        # float64, in which counts are exact up to 2^53.
         self._leaf = torch.zeros(num_experts + 4, dtype=torch.float64, device=device, requires_grad=True)
 
     def add(self, hidden_states: Tensor, aux_loss: Tensor, stats: MoEStats) -> Tensor:
-        """Add, when the backward passes `hidden_states`.
-
-        Args:
-            hidden_states: of the layer, whose gradient is not changed.
-            aux_loss: ``()``.
-            stats: of the same forward.
-
-        Returns:
-            `hidden_states`.
-        """
+        """Add a loss and statistics to the sums in the backward through the returned `hidden_states`."""
         if not hidden_states.requires_grad:
             return hidden_states
         scalars = (torch.ones_like(aux_loss), aux_loss.detach(), stats.dropped, stats.router_entropy)
@@ -86,19 +66,12 @@ class MetricsAccumulator:
         return with_gradient(hidden_states, self._leaf, packed)
 
     def take(self) -> Tensor:
-        """Return the sum, packed, and begin at zero again."""
+        """Return the packed sums and reset them to zero."""
         total, self._leaf.grad = self._leaf.grad, None
         return torch.zeros_like(self._leaf, requires_grad=False) if total is None else total
 
     @staticmethod
     def unpack(packed: Tensor) -> AccumulatedMetrics:
-        """Return the parts of a packed sum.
-
-        Args:
-            packed: from `take`; may be a sum over ranks.
-
-        Returns:
-            The parts.
-        """
+        """Unpack sums from `take`, which may have been all-reduced over ranks."""
         calls, aux_loss, dropped, entropy = packed[:4].unbind()
         return AccumulatedMetrics(calls, aux_loss, MoEStats(packed[4:].long(), dropped.long(), entropy))

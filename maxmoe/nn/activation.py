@@ -1,4 +1,4 @@
-"""The experts' activations in plain torch, for the dense implementation."""
+"""Activations of the experts in plain torch, for the dense implementation."""
 
 from collections.abc import Callable
 
@@ -19,18 +19,9 @@ _FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def activate(gate: Tensor | None, up: Tensor, activation: Activation, limit: float | None) -> Tensor:
-    """Apply an activation.
+    """Compute f(gate) * up; f(up) without a gate; f(gate) * (up + 1) for "swigluoai".
 
-    f(gate) * up;  f(up) without a gate;  f(gate) * (up + 1) for "swigluoai"
-
-    Args:
-        gate: pre-activation of the gate, clipped from above by `limit`, or None.
-        up: pre-activation, shape and dtype of gate, clipped on both sides by `limit`.
-        activation: names f.
-        limit: None for no clipping.
-
-    Returns:
-        Shape and dtype of up.
+    With a limit, the gate is first clipped from above, and up on both sides.
     """
     function = _FUNCTIONS[activation]
     if gate is None:

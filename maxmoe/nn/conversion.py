@@ -1,7 +1,7 @@
-"""Moving the weights of a layer between `maxmoe.MoE` and the sparse block of a model of transformers.
+"""Moves weights between a `maxmoe.MoE` layer and the sparse block of a transformers model.
 
-One tensor at a time: read, written in the other arrangement, and released where it came from. At the most there is one
-tensor more than the model has; transformers itself is not needed for it.
+Weights are moved one tensor at a time: the tensor is copied to the other layout, and then released in its source. The
+peak memory is that of the model plus one tensor. transformers need not be installed.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from maxmoe.config import MoEConfig
 from maxmoe.presets.layouts import Held, Layout, check_tensors
 
-# A block of transformers says nothing of them, or leaves them to the training loop.
+# Fields of MoEConfig that a transformers block does not have or leaves to the training loop.
 _FIELDS_OF_TRAINING = {
     "router",
     "load_balance_loss_weight",
@@ -27,17 +27,7 @@ _FIELDS_OF_TRAINING = {
 
 
 def config_of(block: nn.Module) -> Any:
-    """Find the config of transformers that a block was made from.
-
-    Args:
-        block: a sparse block; itself or one of its parts keeps the config.
-
-    Returns:
-        The config.
-
-    Raises:
-        ValueError: if there is none, as in a transformers too old for us.
-    """
+    """Return the transformers config that a sparse block or one of its children keeps."""
     for module in block.modules():
         if hasattr(module, "config"):
             return module.config
@@ -48,15 +38,7 @@ def config_of(block: nn.Module) -> Any:
 
 
 def check_config(ours: MoEConfig, theirs: MoEConfig) -> None:
-    """Make sure that a layer and a block compute the same from the same weights.
-
-    Args:
-        ours: of the layer.
-        theirs: of the block.
-
-    Raises:
-        ValueError: if a field differs that is not of the training alone.
-    """
+    """Raise unless a layer and a block with these configs compute the same function of the same weights."""
     for field in dataclasses.fields(MoEConfig):
         got, wanted = getattr(ours, field.name), getattr(theirs, field.name)
         if field.name not in _FIELDS_OF_TRAINING and got != wanted:
@@ -66,13 +48,7 @@ def check_config(ours: MoEConfig, theirs: MoEConfig) -> None:
 def take_weights(layer: nn.Module, block: nn.Module, layout: Layout) -> None:
     """Move the weights of a block into a layer; the block is left on the meta device.
 
-    Args:
-        layer: `maxmoe.MoE`; its own weights are dropped.
-        block: of transformers.
-        layout: of the block.
-
-    Raises:
-        ValueError: if the block has other tensors or shapes; then nothing is moved.
+    Raises before the first tensor is moved if the block has tensors or shapes other than those of `layout`.
     """
     state, theirs = _state(layer), _state(block)
     for key, held in _checked(layout, state, block, theirs).items():
@@ -87,13 +63,7 @@ def take_weights(layer: nn.Module, block: nn.Module, layout: Layout) -> None:
 def give_weights(layer: nn.Module, block: nn.Module, layout: Layout) -> None:
     """Move the weights of a layer into a block; the layer is left on the meta device.
 
-    Args:
-        layer: `maxmoe.MoE`.
-        block: of transformers; its own weights are dropped.
-        layout: of the block.
-
-    Raises:
-        ValueError: if the block has other tensors or shapes; then nothing is moved.
+    Raises before the first tensor is moved if the block has tensors or shapes other than those of `layout`.
     """
     state, theirs = _state(layer), _state(block)
     for key, held in _checked(layout, state, block, theirs).items():
@@ -105,7 +75,7 @@ def give_weights(layer: nn.Module, block: nn.Module, layout: Layout) -> None:
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers themselves, not detached from them."""
+    """Return the parameters and buffers of a module by name, not detached."""
     return module.state_dict(keep_vars=True)
 
 
@@ -117,7 +87,7 @@ def _checked(layout: Layout, state: dict[str, Tensor], block: nn.Module, theirs:
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor, requires_grad: bool) -> None:
-    """A parameter brings its dtype with it, a buffer takes that of the module: ours is float32 or wider."""
+    """Set a parameter or buffer by name; a buffer keeps its dtype, because the correction bias is float32 or wider."""
     path, _, name = name.rpartition(".")
     owner = module.get_submodule(path)
     if name in dict(owner.named_buffers(recurse=False)):

@@ -1,4 +1,4 @@
-"""Dispatch to batched products of static shapes, one block of rows per expert: `MoEConfig.implementation` "dense"."""
+"""Dispatchers of ``implementation="dense"``: batched products of static shapes, one block of rows per expert."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +15,15 @@ from maxmoe.recompute.freed_storage import Recomputation
 
 
 def local_dispatcher(config: MoEConfig, experts: LocalExperts | None = None) -> Dispatcher[Any]:
-    """Return the dispatcher of a layer's implementation to the experts in this process, None for all experts."""
+    """Return the dispatcher of a layer to the experts of this process.
+
+    Args:
+        config: config of the layer; its implementation selects the dispatcher.
+        experts: experts of this process; None for all experts of the layer.
+
+    Returns:
+        Dispatcher that does not communicate.
+    """
     experts = LocalExperts.all_of(config) if experts is None else experts
     scales_input = config.apply_weights_to == "input"
     if config.implementation == "sparse":
@@ -27,11 +35,11 @@ def local_dispatcher(config: MoEConfig, experts: LocalExperts | None = None) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class DenselyDispatched(Dispatched):
-    """The input of dense experts, with what `DenseDispatcher.combine` needs.
+    """Input of dense experts, and the tensors that `DenseDispatcher.combine` needs.
 
     Attributes:
-        output_weights: ``(T, L)``, weight of every expert's output.
-        chosen: ``(L, T, 1)``, whether the token has chosen the expert.
+        output_weights: ``(T, L)``, weight of the output of each expert.
+        chosen: ``(L, T, 1)``, bool, whether the token is routed to the expert.
     """
 
     output_weights: Tensor
@@ -40,22 +48,21 @@ class DenselyDispatched(Dispatched):
 
 @dataclass(frozen=True)
 class DenseDispatcher:
-    """Dispatch of every token to every local expert: rows ``(L * T, D)``, summed with weights of zero for the others.
+    """Dispatches every token to every local expert: rows ``(L * T, D)``.
 
-    Args:
-        experts: the experts in this process.
-        scales_input: whether the weights multiply the input of the experts.
+    Experts that a token is not routed to have the weight zero. `scales_input` tells whether the routing weights
+    multiply the input of the experts.
     """
 
     experts: LocalExperts
     scales_input: bool
 
     def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[DenselyDispatched]:
-        """Copy x ``(T, D)`` for every expert."""
+        """Copy x ``(T, D)`` for each local expert."""
         num_experts = self.experts.count
         zeros = top_k.weights.new_zeros(x.shape[0], num_experts)
         experts, is_local = _local_ids(top_k.experts, self.experts)
-        # Slots of no local expert add zero to some expert.
+        # A slot without a local expert has the id 0 here, and the weight 0, so that it adds nothing.
         weights = zeros.scatter_add(1, experts, top_k.weights.masked_fill(~is_local, 0.0))
         chosen = zeros.scatter_add(1, experts, is_local.to(zeros.dtype)).t().unsqueeze(2) > 0
 
@@ -63,7 +70,8 @@ class DenseDispatcher:
             inputs = x.expand(num_experts, *x.shape)
             if self.scales_input:
                 inputs = (inputs * weights.t().unsqueeze(2)).to(x.dtype)
-            # A weight of zero does not remove an output that is not finite: neither forward nor backward may see one.
+            # A weight of zero does not remove an output that is not finite. Tokens are zeroed for experts that they are
+            # not routed to, so that there is no such output in the forward or the backward.
             return torch.where(chosen, inputs, 0.0).flatten(0, 1)
 
         rows = rows_of_experts(x)
@@ -79,7 +87,7 @@ class DenseDispatcher:
         return lambda: dispatched
 
     def combine(self, outputs: Tensor, dispatched: DenselyDispatched) -> Future[Tensor]:
-        """Sum the outputs ``(L * T, D)`` of each token's experts."""
+        """Compute the weighted sum of the outputs ``(L * T, D)`` over the experts of each token."""
         chosen, weights = dispatched.chosen, dispatched.output_weights
         outputs = torch.where(chosen, outputs.view(*chosen.shape[:2], outputs.shape[1]), 0.0)
         combined = torch.einsum("etd,te->td", outputs.to(weights.dtype), weights).to(outputs.dtype)
@@ -88,11 +96,11 @@ class DenseDispatcher:
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityDispatched(Dispatched):
-    """The input of experts with a capacity, with what `CapacityDispatcher.combine` needs.
+    """Input of experts with a capacity, and the tensors that `CapacityDispatcher.combine` needs.
 
     Attributes:
-        row_of_slot: ``(T * K,)``, int64, -1 for a dropped slot.
-        output_weights: ``(T * K,)``; None for ones.
+        row_of_slot: ``(T * K,)``, int64, row of each slot, -1 for a dropped slot.
+        output_weights: ``(T * K,)``, weight of the output of each slot; None for ones.
     """
 
     row_of_slot: Tensor
@@ -101,13 +109,10 @@ class CapacityDispatched(Dispatched):
 
 @dataclass(frozen=True)
 class CapacityDispatcher:
-    """Dispatch of the first slots of each sequence to every expert, up to its capacity; the others are dropped.
+    """Dispatches the first slots of each sequence to each expert, up to its capacity; further slots are dropped.
 
-    Args:
-        experts: the experts in this process.
-        scales_input: whether the weights multiply the input of the experts.
-        factor: `MoEConfig.capacity_factor`.
-        top_k: K.
+    `scales_input` tells whether the routing weights multiply the input of the experts, `factor` is
+    `MoEConfig.capacity_factor`.
     """
 
     experts: LocalExperts
@@ -124,7 +129,8 @@ class CapacityDispatcher:
         one_hot = torch.nn.functional.one_hot(assigned, num_experts) * is_local.unsqueeze(2)
         place = one_hot.cumsum(1).gather(2, assigned.unsqueeze(2)).squeeze(2) - 1
         capacity = min(self._capacity(slots_per_sequence), slots_per_sequence)
-        # The buffer has the capacity of a sequence without padding; sequences with padding use less of it.
+        # The buffer is allocated for sequences without padding, so that its shape is static. The capacity of a sequence
+        # with padding is smaller, and leaves rows of the buffer empty.
         limit = capacity if top_k.is_unpadded else self._capacities((slots >= 0).sum(1, keepdim=True), capacity)
         sequence = torch.arange(num_sequences, device=x.device).unsqueeze(1)
         row = ((assigned * num_sequences + sequence) * capacity + place).view(-1)
@@ -152,28 +158,28 @@ class CapacityDispatcher:
         return lambda: dispatched
 
     def combine(self, outputs: Tensor, dispatched: CapacityDispatched) -> Future[Tensor]:
-        """Sum the outputs of each token's slots."""
+        """Compute the weighted sum of the outputs over the slots of each token."""
         combined = ragged_gather_reduce(outputs, dispatched.row_of_slot, self.top_k, dispatched.output_weights)
         return lambda: combined
 
     def _capacity(self, num_slots: int) -> int:
-        """Slots that an expert takes of a sequence of `num_slots`."""
+        """Return the number of slots that an expert accepts from a sequence with `num_slots` slots."""
         return int(max(math.ceil(num_slots / self.experts.total) * self.factor, self.factor))
 
     def _capacities(self, num_slots: Tensor, largest: int) -> Tensor:
-        """The same for a tensor, in the same float64 arithmetic, and at most `largest`."""
+        """Compute `_capacity` elementwise, in the same float64 arithmetic, and bound it by `largest`."""
         capacities = ((num_slots.double() / self.experts.total).ceil() * self.factor).clamp_min(self.factor)
         return capacities.long().clamp_max(largest)
 
 
 def _local_ids(ids: Tensor, experts: LocalExperts) -> tuple[Tensor, Tensor]:
-    """Return the ids counted from the first local expert, and whether they are of one; any of them for the others."""
+    """Return ids relative to the first local expert, 0 for other experts, and whether the expert is local."""
     local = ids - experts.first
     is_local = (ids >= experts.first) & (local < experts.count)
     return local.masked_fill(~is_local, 0), is_local
 
 
 def _equal_groups(rows: Tensor, num_groups: int) -> RaggedPlan:
-    """Return the plan of rows in the order of their experts, as many for each."""
+    """Return the plan of rows that are sorted by expert, with the same number of rows for each expert."""
     group_sizes = torch.full((num_groups,), rows.shape[0] // num_groups, device=rows.device)
     return RaggedPlan.of_sorted_rows(rows.shape[0], group_sizes)

@@ -1,4 +1,4 @@
-"""How tokens reach their experts, and how the outputs of a token's experts become one row again.
+"""Dispatch of tokens to their experts, and combination of the outputs of each token's experts.
 
 Shapes: T tokens of this process, K top_k, D hidden_size, N rows of the experts' input, E experts, L local experts.
 """
@@ -18,20 +18,21 @@ from maxmoe.recompute.freed_storage import Recomputation, Rematerialized
 
 T = TypeVar("T")
 
-# A result that a collective may still compute: the call waits for it.
+# A result that may still be communicated. The call waits for it and returns it.
 Future: TypeAlias = Callable[[], T]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatched:
-    """The input of the experts. Each dispatcher derives a type with what its `combine` needs.
+    """Input of the experts. Each dispatcher has a subclass with the tensors that its `combine` needs.
 
     Attributes:
-        x: ``(N, D)``; tokens, or rows that are in the order of the experts already.
-        weights: ``(N, K)``, None for ones; multiplied with the outputs inside of `Experts`.
-        plan: which rows of x go to which expert.
-        dropped: ``()``, int64, number of slots that were left out.
-        recomputations: of what autograd saves on the way to x, the first from the input of `dispatch`, and of x.
+        x: ``(N, D)``, tokens, or rows that are sorted by expert.
+        weights: ``(N, K)``, routing weights that `Experts` multiplies with the outputs; None for ones.
+        plan: rows of x that each expert computes.
+        dropped: ``()``, int64, number of dropped slots.
+        recomputations: recomputations of the tensors that autograd saves between the input of `dispatch` and x, in
+            order. The first one starts from the input of `dispatch`, the last one computes x.
     """
 
     x: Tensor
@@ -45,30 +46,30 @@ D = TypeVar("D", bound=Dispatched)
 
 
 class Dispatcher(Protocol[D]):
-    """A way for tokens to their experts and back: `LocalDispatcher`, or a strategy of `maxmoe.dispatch`."""
+    """Interface of dispatchers, such as `LocalDispatcher` and the strategies of `maxmoe.dispatch`."""
 
     def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[D]:
-        """Start to bring tokens to their experts.
+        """Start the dispatch of tokens to their experts.
 
         Args:
-            x: ``(T, D)``, floating; sequences of equal length, one after the other.
-            top_k: expert ids and weights of x.
+            x: ``(T, D)``, floating, tokens of B sequences of equal length, one sequence after the other.
+            top_k: expert ids and routing weights of the tokens.
             num_sequences: B, number of sequences in x.
 
         Returns:
-            A function that waits for the input of `Experts`.
+            Function that waits for the input of `Experts` and returns it.
         """
         ...
 
     def combine(self, outputs: Tensor, dispatched: D) -> Future[Tensor]:
-        """Start to bring the outputs of the experts back to their tokens.
+        """Start the combination of the outputs of the experts.
 
         Args:
-            outputs: ``(N, D)``, of `Experts`.
-            dispatched: what `dispatch` has returned.
+            outputs: ``(N, D)``, outputs of `Experts`.
+            dispatched: input of `Experts` that `dispatch` returned.
 
         Returns:
-            A function that waits for ``(T, D)``, the weighted sum over each token's experts.
+            Function that waits for ``(T, D)``, the weighted sum over the experts of each token, and returns it.
         """
         ...
 
@@ -77,12 +78,13 @@ class Dispatcher(Protocol[D]):
 class ExpertRunner:
     """Runs the routed experts of a layer: dispatch, experts, combine.
 
-    One process needs a local dispatcher alone. `maxmoe.parallelize` gives every layer a runner for its mesh.
+    A layer in one process has a runner with a local dispatcher. `maxmoe.parallelize` sets a runner for the mesh.
 
     Args:
-        dispatcher: brings tokens to experts and back.
-        region: where processes compute parts of the layer for the same tokens.
-        num_chunks: parts of the tokens, as equal as they can be; more than one only where sequences do not matter.
+        dispatcher: dispatcher of the layer.
+        region: tensor-parallel region, for processes that compute parts of the layer for the same tokens.
+        num_chunks: number of chunks into which the tokens are split. Must be one for a dispatcher that needs whole
+            sequences.
     """
 
     dispatcher: Dispatcher[Any]
@@ -98,20 +100,20 @@ class ExpertRunner:
         num_sequences: int = 1,
         recompute: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Bring tokens to their experts, compute these, and bring the outputs back.
+        """Dispatch tokens to their experts, compute the experts, and combine their outputs.
 
-        While the experts compute a chunk, the next chunk is sent to them and the last one is sent back. Autograd runs
-        the backward in the opposite order, with the same overlap.
+        While the experts compute a chunk, the next chunk is dispatched and the previous one is combined. Autograd runs
+        the backward in reverse order, with the same overlap.
 
         Args:
-            experts: called once for each chunk.
-            x: ``(T, D)``, floating.
-            top_k: expert ids and weights of x.
+            experts: function that computes the experts; called once per chunk.
+            x: ``(T, D)``, floating, tokens.
+            top_k: expert ids and routing weights of the tokens.
             num_sequences: B, number of sequences in x.
-            recompute: whether to free what the dispatcher can recompute, between forward and backward.
+            recompute: whether tensors that the dispatcher can recompute are freed between forward and backward.
 
         Returns:
-            ``(T, D)``, and the number ``()`` of dropped slots.
+            Combined outputs ``(T, D)`` and the number ``()`` of dropped slots.
         """
         dispatch, combine = self.dispatcher.dispatch, self.dispatcher.combine
         tokens, top_k_chunks = x.tensor_split(self.num_chunks), top_k.tensor_split(self.num_chunks)
@@ -119,6 +121,7 @@ class ExpertRunner:
         returning, dropped, recomputed = [], [], []
         for index in range(self.num_chunks):
             dispatched = arriving()
+            # The dispatch of the next chunk starts before the experts compute this one, so that the two overlap.
             if index + 1 < self.num_chunks:
                 arriving = dispatch(tokens[index + 1], top_k_chunks[index + 1], num_sequences)
             outputs = experts(dispatched.x, dispatched.weights, dispatched.plan)
@@ -126,6 +129,7 @@ class ExpertRunner:
             dropped.append(dispatched.dropped)
             if recompute:
                 recomputed.append(Rematerialized(tokens[index], dispatched.recomputations, outputs))
+        # Waits come last, so that no combination holds up the experts of the next chunk.
         combined = [chunk() for chunk in returning]
         for part, chunk in zip(recomputed, combined, strict=recompute):
             part.start_before_backward_of(chunk)
@@ -136,12 +140,12 @@ class ExpertRunner:
 
 @dataclass(frozen=True)
 class LocalExperts:
-    """The range of a layer's experts that are in this process.
+    """Range of the experts of a layer that are in this process.
 
     Args:
-        first: index of the first one.
-        count: L.
-        total: E.
+        first: index of the first local expert.
+        count: L, number of local experts.
+        total: E, number of experts of the layer.
     """
 
     first: int
@@ -150,46 +154,46 @@ class LocalExperts:
 
     @classmethod
     def all_of(cls, config: MoEConfig) -> "LocalExperts":
-        """Return the range of all experts of a layer."""
+        """Return the range of all experts of a layer with this config."""
         return cls(0, config.num_experts, config.num_experts)
 
     def max_rows(self, num_slots: int, factor: float | None) -> int | None:
-        """Return the bound of `buffer_factor` on the rows of a process.
+        """Compute the largest number of rows that the local experts accept.
 
         Args:
-            num_slots: number of slots of all processes.
-            factor: multiple of the mean over the processes; None for no bound.
+            num_slots: number of slots in all processes.
+            factor: multiple of the mean number of rows per process; None for no bound.
 
         Returns:
-            The number of rows, None for no bound.
+            Number of rows; None for no bound.
         """
         return None if factor is None else int(num_slots * self.count // self.total * factor)
 
     @property
     def are_all(self) -> bool:
-        """Whether no expert is in another process."""
+        """Whether all experts of the layer are local."""
         return self.count == self.total
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocallyDispatched(Dispatched):
-    """Attributes: sorting: the plan by which rows were sorted before the experts; None if `expert_ffn` sorts them."""
+    """Input of local experts, and the plan by which its rows were sorted; None if `expert_ffn` sorts them."""
 
     sorting: RaggedPlan | None = None
 
 
 @dataclass(frozen=True)
 class LocalDispatcher:
-    """Dispatch to experts in the process of the tokens. With a part of the experts, it returns partial sums.
+    """Dispatches tokens to experts in the same process. If it has a part of the experts, it returns partial sums.
 
-    1. Plan: a counting sort of the slots by expert.
-    2. Weights multiply outputs: `expert_ffn` gathers rows ``(N, D)`` of x, multiplies and sums by itself.
-       Weights multiply inputs: rows are gathered and scaled here, and summed in `combine`.
+    1. A counting sort orders the slots by expert.
+    2. If the routing weights multiply the outputs, `expert_ffn` gathers rows ``(N, D)`` of x, scales and sums them. If
+       they multiply the input, rows are gathered and scaled in `dispatch` and summed in `combine`.
 
     Args:
-        experts: the experts in this process.
-        scales_input: whether the weights multiply the input of the experts.
-        buffer_factor: bounds the number of rows; None for no bound.
+        experts: experts of this process.
+        scales_input: whether the routing weights multiply the input of the experts.
+        buffer_factor: bounds the number of rows by this multiple of the mean over processes; None for no bound.
     """
 
     experts: LocalExperts
@@ -197,7 +201,7 @@ class LocalDispatcher:
     buffer_factor: float | None = None
 
     def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[LocallyDispatched]:
-        """Sort the slots of x ``(T, D)``; return the function that returns the input of the experts."""
+        """Sort the slots of x ``(T, D)`` by expert; return a function that returns the input of the experts."""
         plan = self._plan(top_k)
         if not self.scales_input:
             dispatched = LocallyDispatched(x=x, weights=top_k.weights, plan=plan, dropped=plan.dropped)
@@ -214,7 +218,7 @@ class LocalDispatcher:
         return lambda: scaled
 
     def combine(self, outputs: Tensor, dispatched: LocallyDispatched) -> Future[Tensor]:
-        """Sum outputs ``(N, D)`` that are still in the order of the experts."""
+        """Sum the outputs ``(N, D)`` over the experts of each token, unless `expert_ffn` has summed them."""
         combined = outputs if dispatched.sorting is None else ragged_unsort(outputs, dispatched.sorting)
         return lambda: combined
 
@@ -223,7 +227,7 @@ class LocalDispatcher:
         max_rows = self.experts.max_rows(num_slots, self.buffer_factor)
         num_rows = None
         if self.experts.are_all:
-            # The slots are a bound that drops nothing, but says how many rows there can be.
+            # The number of slots is a bound that drops nothing. It tells operators the largest number of rows.
             max_rows = num_slots if max_rows is None else min(num_slots, max_rows)
             num_rows = max_rows if top_k.is_unpadded else None
         return ragged_plan(

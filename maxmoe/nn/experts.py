@@ -1,4 +1,4 @@
-"""The parameters of the experts, routed and shared."""
+"""Modules of the routed experts and of the shared experts."""
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +11,12 @@ from maxmoe.ops import RaggedPlan, expert_ffn, linear, ragged_plan
 
 
 class Experts(nn.Module):
-    """The routed experts: stacks of matrices, `gate_proj` and `up_proj` [E, D, F], `down_proj` [E, F, D].
+    """Routed experts: stacks of matrices, `gate_proj` and `up_proj` [E, D, F], `down_proj` [E, F, D].
 
     Args:
-        config: of the layer.
-        device: of the parameters.
-        dtype: of the parameters.
+        config: config of the layer.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     gate_proj: Tensor | None
@@ -29,7 +29,7 @@ class Experts(nn.Module):
     recompute_names = ("experts",)
     recompute: frozenset[str] = frozenset()  # see `maxmoe.set_recompute`
 
-    is_transposed = True  # what PEFT asks: each matrix is [in, out], that of nn.Linear is [out, in]
+    is_transposed = True  # read by PEFT: each matrix is [in, out], unlike the weight of nn.Linear
 
     def __init__(
         self, config: MoEConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -51,7 +51,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Each projection keeps the variance of its input; biases zero."""
+        """Initialize projections so that they preserve the variance of their input, and biases to zero."""
         for name, parameter in self.named_parameters(recurse=False):
             if name.endswith("_bias"):
                 nn.init.zeros_(parameter)
@@ -59,19 +59,19 @@ class Experts(nn.Module):
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
 
     def forward(self, x: Tensor, weights: Tensor | None, plan: RaggedPlan) -> Tensor:
-        """Compute the rows of a plan, all experts together.
+        """Compute the experts and the weighted sum of their outputs.
 
         Args:
-            x: ``(T, D)``, floating.
-            weights: ``(T, K)``, floating, or None for ones.
-            plan: from `maxmoe.ops.ragged_plan`. With ``implementation="dense"`` the rows must be in the order of the
-                experts, as many for each, and `weights` None.
+            x: ``(T, D)``, floating, tokens.
+            weights: ``(T, K)``, floating, routing weights; None for ones.
+            plan: plan from `maxmoe.ops.ragged_plan`. With ``implementation="dense"``, rows must be sorted by expert,
+                with the same number for each expert, and `weights` must be None.
 
         Returns:
-            ``(T, D)``, dtype of x: the weighted sum over each token's experts.
+            ``(T, D)``, dtype of x, the weighted sum over the experts of each token.
         """
         if self.config.implementation == "dense":
-            num_experts = self.up_proj.shape[0]  # with dispatch across ranks, those of this rank
+            num_experts = self.up_proj.shape[0]  # of this rank, if experts are sharded
             return self._batched(x.view(num_experts, x.shape[0] // num_experts, x.shape[1])).flatten(0, 1)
         return expert_ffn(
             x,
@@ -89,13 +89,14 @@ class Experts(nn.Module):
         )
 
     def _batched(self, inputs: Tensor) -> Tensor:
-        """Compute blocks of rows ``(E, N, D)`` as batched products, each block with its expert."""
+        """Compute blocks of rows ``(E, N, D)``, one per expert, with batched matrix products."""
 
         def project(x: Tensor, matrices: Tensor, bias: Tensor | None) -> Tensor:
             product = x @ matrices
             return product if bias is None else product + bias.unsqueeze(1).to(product.dtype)
 
-        # On a mesh the parameters are in their place during the forward only: a recomputation takes those of then.
+        # On a mesh, the gathered parameters are attributes of the module during its forward only, so that a
+        # recomputation must use the tensors read here.
         gate_proj, up_proj, down_proj = self.gate_proj, self.up_proj, self.down_proj
         gate_bias, up_bias, down_bias = self.gate_bias, self.up_bias, self.down_bias
 
@@ -107,12 +108,13 @@ class Experts(nn.Module):
 
         if "experts" not in self.recompute or not torch.is_grad_enabled():
             return compute(inputs)
-        outputs: Tensor = checkpoint(compute, inputs, use_reentrant=False)  # ends before the product with down
+        outputs: Tensor = checkpoint(compute, inputs, use_reentrant=False)  # recomputation stops before down_proj
         return outputs
 
     @property
     def declaration(self) -> Declaration:
-        """See `Declaration`. A FSDP unit of its own: dispatch decides over which axes experts are gathered."""
+        """Declare logical names, matrix layouts, tensor-parallel dims and saved tensors."""
+        # A FSDP unit, because dispatch decides over which axes the experts are gathered.
         return Declaration(
             logical_names={
                 "gate_proj": ("exp", "embed_moe", "mlp_moe"),
@@ -129,7 +131,7 @@ class Experts(nn.Module):
         )
 
     def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        """The K rows of each token are on the rank of their experts. Inputs and the rest of the plan are dispatch's."""
+        """Describe the tensors saved for the K rows of each token; the dispatcher saves the input and the plan."""
         if self.config.implementation != "sparse":
             raise ValueError(f"the tensors that implementation={self.config.implementation!r} saves are not known")
         K, D, F = self.config.top_k, self.config.hidden_size, self.config.intermediate_size
@@ -164,14 +166,14 @@ class Experts(nn.Module):
 
 
 class SharedExperts(nn.Module):
-    """One dense expert of width n * F for every token: `gate_proj` and `up_proj` [D, nF], `down_proj` [nF, D].
+    """Dense expert of width n * F for all tokens: `gate_proj` and `up_proj` [D, nF], `down_proj` [nF, D].
 
-    With `shared_expert_gate` its output is scaled by sigmoid(x . output_gate).
+    With `shared_expert_gate`, its output is scaled by sigmoid(x . output_gate).
 
     Args:
-        config: of the layer.
-        device: of the parameters.
-        dtype: of the parameters.
+        config: config of the layer.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     gate_proj: Tensor | None
@@ -199,19 +201,19 @@ class SharedExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Each projection keeps the variance of its input."""
+        """Initialize projections so that they preserve the variance of their input."""
         for parameter in self.parameters(recurse=False):
             nn.init.normal_(parameter, std=parameter.shape[0] ** -0.5)
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
-        """Compute the dense expert: `maxmoe.ops.expert_ffn` with all tokens in one group.
+        """Compute the dense expert with `maxmoe.ops.expert_ffn`, all tokens in one group.
 
         Args:
-            x: ``(T, D)``, floating.
+            x: ``(T, D)``, floating, tokens.
             token_mask: ``(T,)``, bool, False for padding, which is not computed.
 
         Returns:
-            ``(T, D)``, dtype of x; zero for padding.
+            ``(T, D)``, dtype of x, outputs; zero for padding.
         """
         return expert_ffn(
             x,
@@ -227,7 +229,7 @@ class SharedExperts(nn.Module):
 
     @property
     def declaration(self) -> Declaration:
-        """See `Declaration`."""
+        """Declare logical names, matrix layouts, tensor-parallel dims and saved tensors."""
         return Declaration(
             logical_names={
                 "gate_proj": ("embed", "mlp"),
@@ -241,7 +243,7 @@ class SharedExperts(nn.Module):
         )
 
     def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        """The input is counted in `MoE`."""
+        """Describe the saved tensors; `MoE` declares the input."""
         F = self.config.num_shared_experts * self.config.intermediate_size
         width = 2 * F if self.config.gated else F
         saved = {
@@ -270,16 +272,16 @@ class SharedExperts(nn.Module):
 
 
 def _sigmoid(column: Tensor) -> Tensor:
-    """Compute the sigmoid of ``(T, 1)``, the bits of an element being the same wherever it is.
+    """Compute the sigmoid of a column ``(T, 1)`` such that the bits of an element do not depend on its position.
 
-    `torch.sigmoid` computes the last elements of a tensor, and of what each thread has of it, by another function than
-    those that fill a vector. The softmax of (x, 0) is the sigmoid of x, and computes all rows by one function.
+    `torch.sigmoid` uses a scalar function instead of the vectorized one for the last elements of each thread's chunk.
+    The softmax of (x, 0) equals the sigmoid of x, and uses one function for all rows.
     """
     return torch.cat((column, torch.zeros_like(column)), dim=1).softmax(1)[:, :1]
 
 
 def _one_group(x: Tensor, token_mask: Tensor | None) -> RaggedPlan:
-    """Return the plan of all tokens but padding, as those of one expert."""
+    """Return the plan in which one expert computes all tokens except padding."""
     if token_mask is None:
         return RaggedPlan.of_sorted_rows(x.shape[0], torch.full((1,), x.shape[0], device=x.device))
     experts = token_mask.long().sub(1).unsqueeze(1)  # expert 0, or -1 for padding

@@ -1,4 +1,4 @@
-"""The Mixture-of-Experts layer in the place of a feed-forward block: a tensor in, a tensor out."""
+"""Mixture-of-Experts layer that returns a tensor, in place of a dense feed-forward block."""
 
 import torch
 from torch import Tensor, nn
@@ -8,20 +8,20 @@ from maxmoe.nn.moe import MoE
 
 
 class MoEFeedForward(MoE):
-    """A `MoE` layer that returns a tensor, for models that expect one from their feed-forward blocks.
+    """A `MoE` layer that returns a tensor, for models whose feed-forward blocks return one.
 
-    The auxiliary loss joins the gradients in the backward: they are those of
+    The backward adds the gradient of the auxiliary loss, so that all gradients are those of
 
         training loss + aux_loss_scale * aux_loss
 
-    whatever happens to the output in between. Its value and the statistics of the routing are in `StatsAccumulator`.
-    Parameters, their names in the state dict and all other methods are those of `MoE`::
+    no matter what the model does with the output. `StatsAccumulator` gives the value of the auxiliary loss and the
+    routing statistics. Parameters, their names in the state dict and all other methods are the same as in `MoE`::
 
         block.mlp = maxmoe.MoEFeedForward(config)
         block.mlp = maxmoe.MoEFeedForward.from_transformers(block.mlp)
 
     Attributes:
-        aux_loss_scale: number or 0-dim tensor, read in the forward; see `set_aux_loss_scale`.
+        aux_loss_scale: factor of the auxiliary loss, a number or a 0-dim tensor; see `set_aux_loss_scale`.
     """
 
     aux_loss_scale: float | Tensor = 1.0
@@ -31,10 +31,10 @@ class MoEFeedForward(MoE):
 
         Args:
             x: ``(..., S, D)``, as in `MoE.forward`.
-            token_mask: ``(..., S)``, bool, False for padding; None if there is none.
+            token_mask: ``(..., S)``, bool, False for padding; None for no padding.
 
         Returns:
-            Shape and dtype as `MoEOutput.hidden_states`.
+            Output with the shape and dtype of `MoEOutput.hidden_states`.
         """
         hidden_states, aux_loss, _ = super().forward(x, token_mask)
         if not aux_loss.requires_grad:
@@ -44,17 +44,17 @@ class MoEFeedForward(MoE):
 
 
 def set_aux_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
-    """Set the factor of the auxiliary losses in all `MoEFeedForward` layers of a model, for the forwards to come.
+    """Set the factor of the auxiliary losses of all `MoEFeedForward` layers of a model, for later forwards.
 
-    It must be what multiplies the mean of the training loss over the tokens before its backward: 1 / n for the mean of
-    n micro-batches, times the scale of a `torch.amp.GradScaler`, which ``scaler.scale(torch.tensor(1 / n))`` gives.
+    The factor must equal the factor of the mean training loss in ``backward``: 1 / n for the mean over n micro-batches,
+    times the scale of a `torch.amp.GradScaler` if there is one: ``scaler.scale(torch.tensor(1 / n))``.
 
     Args:
-        model: of any modules.
-        scale: a number, or a 0-dim tensor, for values of which `torch.compile` need not compile each anew.
+        model: model with `MoEFeedForward` layers.
+        scale: number, or 0-dim tensor. `torch.compile` does not recompile when the value of a tensor changes.
 
     Raises:
-        ValueError: if there is no such layer.
+        ValueError: if the model has no such layer.
     """
     layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
     if not layers:

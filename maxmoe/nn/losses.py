@@ -1,4 +1,4 @@
-"""Losses and statistics of the routing."""
+"""Auxiliary losses and statistics of the routing."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,12 +15,12 @@ LOCAL = LocalTokens()
 
 
 class MoEStats(NamedTuple):
-    """What one call of the layer did, as tensors: reading them is the caller's synchronisation.
+    """Routing statistics of one call of a layer, as tensors. The layer does not read them, so it does not synchronise.
 
     Attributes:
-        tokens_per_expert: ``(E,)``, int64; routed slots of each expert, those dropped later included.
-        dropped: ``()``, int64; slots that capacity_factor or buffer_factor left out.
-        router_entropy: ``()``; mean entropy of the normalised scores in nats, log(E) at most.
+        tokens_per_expert: ``(E,)``, int64, number of slots routed to each expert, dropped slots included.
+        dropped: ``()``, int64, number of slots dropped by capacity_factor or buffer_factor.
+        router_entropy: ``()``, mean entropy of the normalised scores in nats, at most log(E).
     """
 
     tokens_per_expert: Tensor
@@ -29,13 +29,13 @@ class MoEStats(NamedTuple):
 
     @property
     def load_max_over_mean(self) -> Tensor:
-        """Load of the busiest expert over the mean load: 1 in perfect balance, E / K at worst."""
+        """Largest load of an expert divided by the mean load: 1 if balanced, at most E / K."""
         load = self.tokens_per_expert.to(torch.float32)
         return load.max() / load.mean().clamp_min(1e-20)
 
     @property
     def dead_expert_fraction(self) -> Tensor:
-        """Share of the experts that got no token."""
+        """Fraction of the experts that received no token."""
         return (self.tokens_per_expert == 0).to(torch.float32).mean()
 
     def __repr__(self) -> str:
@@ -43,7 +43,7 @@ class MoEStats(NamedTuple):
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
 
-# torch.export.save writes this name, and needs one.
+# torch.export.save requires a serialized type name.
 register_namedtuple(MoEStats, "maxmoe.MoEStats")
 
 
@@ -55,19 +55,20 @@ def load_balance_loss(
     lengths: Tensor | None = None,
     tokens: TokenReductions = LOCAL,
 ) -> Tensor:
-    """Loss that is 1 for tokens spread evenly over the experts and grows with imbalance.
+    """Compute the load balance loss, which is 1 if the tokens are spread evenly over the experts.
 
     mean_b sum_e f[b, e] * sum_s(probabilities[b, s, e]) / S[b],   f[b, e] = E / (K S[b]) * tokens_per_expert[b, e]
 
     Args:
-        probabilities: ``(B, S, E)``, floating, zero for padding; carries the gradient.
-        tokens_per_expert: ``(B, E)``, integer counts of the routed slots.
-        top_k: K.
-        lengths: ``(B,)``, integer, tokens of each sequence without padding; None for S. Empty sequences do not count.
-        tokens: reductions over the processes that share the tokens; B and S are reduced too.
+        probabilities: ``(B, S, E)``, floating, routing probabilities, zero for padding. The gradient flows to them.
+        tokens_per_expert: ``(B, E)``, integer, number of routed slots.
+        top_k: K, experts per token.
+        lengths: ``(B,)``, integer, number of tokens of each sequence without padding; None for S. The mean over the
+            sequences leaves out empty ones.
+        tokens: reductions over the processes that share the tokens; B and S are reduced as well.
 
     Returns:
-        ``()``, dtype of probabilities; 0 for no tokens.
+        ``()``, dtype of probabilities, the loss; 0 without tokens.
 
     Source: DeepSeek-V3 (arXiv:2412.19437) equations 17-20; Switch Transformer (arXiv:2101.03961).
     """
@@ -75,7 +76,7 @@ def load_balance_loss(
     if lengths is None:
         lengths = tokens_per_expert.new_full((num_sequences,), length)
     lengths, counts, mass = tokens.all_reduce_sequence(lengths, tokens_per_expert, probabilities.sum(1))
-    # Integers divide in the default dtype, float32, whatever the dtype of the probabilities.
+    # Cast first, because torch divides integers in the default dtype, not in the dtype of the probabilities.
     divisors = lengths.clamp_min(1).to(mass.dtype).unsqueeze(1)
     frequencies = counts.to(mass.dtype) * (num_experts / top_k) / divisors
     loss, count = tokens.all_reduce_batch((frequencies * mass / divisors).sum(), (lengths > 0).sum())
@@ -83,17 +84,17 @@ def load_balance_loss(
 
 
 def router_z_loss(logits: Tensor, *, token_mask: Tensor | None = None, tokens: TokenReductions = LOCAL) -> Tensor:
-    """Loss that keeps the logits small.
+    """Compute the router z-loss, which keeps the logits small.
 
     mean_t logsumexp(logits[t])^2
 
     Args:
-        logits: ``(T, E)``, floating.
+        logits: ``(T, E)``, floating, logits of the router.
         token_mask: ``(T,)``, bool, False for padding.
-        tokens: reductions over the processes that share the tokens; T is reduced too.
+        tokens: reductions over the processes that share the tokens; T is reduced as well.
 
     Returns:
-        ``()``, dtype of logits; 0 for no tokens.
+        ``()``, dtype of logits, the loss; 0 without tokens.
 
     Source: ST-MoE (arXiv:2202.08906) equation 5.
     """
@@ -111,25 +112,25 @@ def mean_over_tokens(
     num_tokens: Tensor | None = None,
     tokens: TokenReductions = LOCAL,
 ) -> Tensor:
-    """Mean of a loss over the tokens of all ranks, to report and to backpropagate.
+    """Compute the mean of a loss over the tokens of all ranks.
 
     sum over all ranks of token_losses[token_mask] / num_tokens
 
-    Its gradient on each rank is that of the rank's own tokens, which is what `maxmoe.parallelize` expects.
+    The value is global, the gradient on each rank is that of the rank's own tokens, as `maxmoe.parallelize` expects.
 
     Args:
         token_losses: ``(...)``, floating, one loss per token of this rank.
-        token_mask: ``(...)``, bool, False for tokens that do not count.
-        num_tokens: ``()``, divides the sum: with gradient accumulation, `count_tokens` of all micro-batches, whose
-            values then add up to the mean. None for the number of these tokens on all ranks.
-        tokens: reductions over the ranks: `maxmoe.parallel.token_group` of the mesh; not needed in one process.
+        token_mask: ``(...)``, bool, False for tokens to leave out.
+        num_tokens: ``()``, divisor; None for the number of tokens on all ranks. With gradient accumulation, pass
+            `count_tokens` of all micro-batches: the losses of the micro-batches then add up to the mean.
+        tokens: reductions over the ranks, from `maxmoe.parallel.token_group`; not needed in one process.
 
     Returns:
-        ``()``, float32 or wider, the same on every rank; 0 for no tokens.
+        ``()``, float32 or wider, mean loss, equal on all ranks; 0 without tokens.
 
     Raises:
         ValueError: for a mask that is not bool or has another shape.
-        TypeError: for tokens that are no group.
+        TypeError: if `tokens` has no reductions.
     """
     if token_mask is not None:
         if token_mask.dtype != torch.bool or token_mask.shape != token_losses.shape:
@@ -154,11 +155,11 @@ def count_tokens(token_mask: Tensor, *, tokens: TokenReductions = LOCAL) -> Tens
     """Count the tokens of all ranks.
 
     Args:
-        token_mask: bool, of this rank: a batch, or all micro-batches of an optimizer step stacked.
-        tokens: see `mean_over_tokens`.
+        token_mask: ``(...)``, bool, mask of this rank's batch, or of all micro-batches of an optimizer step.
+        tokens: reductions over the ranks, as in `mean_over_tokens`.
 
     Returns:
-        ``()``, int64, the number of True values on all ranks.
+        ``()``, int64, number of True values on all ranks.
     """
     count: Tensor
     (count,) = FlattenedBatch(tokens).all_reduce_sequence(token_mask.sum())
@@ -170,13 +171,13 @@ def _num_tokens(logits: Tensor, token_mask: Tensor | None) -> Tensor | int:
 
 
 def _entropy(probabilities: Tensor) -> Tensor:
-    """Sum -p log p, 0 for p = 0. torch.special.entr is the same, but torch has no vectors for it."""
+    """Sum -p log p, with 0 for p = 0. torch.special.entr computes the same, but is not vectorized."""
     logarithms = probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log_()
     return logarithms.mul_(probabilities).sum().neg()
 
 
 def _mean(total: Tensor, count: Tensor | int) -> Tensor:
-    """Divide by a count, or by one for none, in the dtype of the total: torch divides by integers in float32."""
+    """Divide a total by a count of at least one, in the dtype of the total."""
     if isinstance(count, Tensor):
         return total / count.clamp_min(1).to(total.dtype)
     return total / max(count, 1)
@@ -184,24 +185,14 @@ def _mean(total: Tensor, count: Tensor | int) -> Tensor:
 
 @dataclass(frozen=True)
 class RoutingLosses:
-    """The weighted losses of a layer's config, and its statistics."""
+    """Computes the auxiliary loss and the statistics of a layer with this config."""
 
     config: MoEConfig
 
     def __call__(
         self, routing: Routing, dropped: Tensor, num_sequences: int, tokens: TokenReductions
     ) -> tuple[Tensor, MoEStats]:
-        """Compute them over all tokens of all processes.
-
-        Args:
-            routing: of this process's tokens.
-            dropped: ``()``, int64; slots that this process left out.
-            num_sequences: B, of this process.
-            tokens: reductions over the processes that share the tokens.
-
-        Returns:
-            ``()``, the sum of the weighted losses, and the statistics; the same in all processes.
-        """
+        """Compute the sum ``()`` of the weighted losses and the statistics over the tokens of all processes."""
         counts = self._tokens_per_expert(routing, num_sequences)
         aux_loss = routing.logits.new_zeros(())
         if self.config.load_balance_loss_weight > 0:
@@ -217,7 +208,7 @@ class RoutingLosses:
         return aux_loss, MoEStats(load, dropped, _mean(entropy, num_tokens))
 
     def _tokens_per_expert(self, routing: Routing, num_sequences: int) -> Tensor:
-        """Count the routed slots of each sequence and expert: ``(B, E)``."""
+        """Count the routed slots ``(B, E)`` per sequence and expert."""
         slots = routing.experts.reshape(num_sequences, routing.experts.numel() // max(num_sequences, 1))
         counts = slots.new_zeros(num_sequences, self.config.num_experts)
         if routing.is_unpadded:

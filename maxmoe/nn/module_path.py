@@ -1,4 +1,4 @@
-"""Where in a running model a module is, for error messages."""
+"""Path of a running module in its model, for error messages."""
 
 import sys
 from types import FrameType
@@ -7,16 +7,10 @@ from torch import nn
 
 
 def module_path(module: nn.Module) -> str:
-    """Find the path of a module within the outermost module around it whose forward is running.
+    """Return the path of a module, such as "layers.3.mlp.router", in the outermost module whose forward is running.
 
-    A module does not know its place in a model, but the calls around it do: each has its module as `self`. This looks
-    at all of them, and is for errors only.
-
-    Args:
-        module: whose forward is running.
-
-    Returns:
-        The path, as "layers.3.mlp.router"; the name of the class where no module around it is running.
+    Without such a module, the name of the class. A module does not know its path, so this searches the call stack for
+    modules named `self`. It is slow, and for errors only.
     """
     path = type(module).__name__
     frame: FrameType | None = sys._getframe(1)

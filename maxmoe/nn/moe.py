@@ -1,4 +1,4 @@
-"""The Mixture-of-Experts layer."""
+"""Mixture-of-Experts layer."""
 
 import dataclasses
 import math
@@ -26,12 +26,12 @@ Part = TypeVar("Part", bound=nn.Module)
 
 
 class MoEOutput(NamedTuple):
-    """What the layer returns.
+    """Output of a `MoE` layer.
 
     Attributes:
-        hidden_states: shape of the input.
-        aux_loss: ``()``, float32 or wider; the weighted losses on the routing, to be added to the training loss.
-        stats: see `MoEStats`.
+        hidden_states: ``(..., S, D)``, shape and dtype of the input.
+        aux_loss: ``()``, float32 or wider, sum of the weighted auxiliary losses, to be added to the training loss.
+        stats: routing statistics of the call.
     """
 
     hidden_states: Tensor
@@ -39,7 +39,7 @@ class MoEOutput(NamedTuple):
     stats: MoEStats
 
 
-# torch.export.save writes this name, and needs one.
+# torch.export.save requires a serialized type name.
 register_namedtuple(MoEOutput, "maxmoe.MoEOutput")
 
 
@@ -48,16 +48,16 @@ class MoE(nn.Module):
 
     hidden_states[t] = sum_k weights[t, k] * expert[experts[t, k]](x[t]) + shared_experts(x[t])
 
-    The forward pass changes nothing in the layer, so that activation checkpointing can neither route differently nor
-    count anything twice. `update_correction_bias` is for the training loop to call, after the optimizer's step.
+    The forward does not change the state of the layer, so that a recomputation under activation checkpointing neither
+    routes differently nor counts twice. The training loop calls `update_correction_bias` after the optimizer step.
 
     Args:
-        config: sizes, routing, experts, losses.
-        device: of the parameters, "meta" included.
-        dtype: of the parameters.
+        config: sizes, routing, experts and losses of the layer.
+        device: device of the parameters, which may be "meta".
+        dtype: dtype of the parameters.
 
     Raises:
-        TypeError: if the config is no `MoEConfig`.
+        TypeError: if the config is not a `MoEConfig`.
     """
 
     recompute_names = ("dispatch",)
@@ -80,18 +80,18 @@ class MoE(nn.Module):
 
     @classmethod
     def from_transformers(cls, block: nn.Module) -> Self:
-        """Turn the sparse block of a model of transformers into this layer.
+        """Create a layer from the sparse block of a transformers model.
 
-        The weights move, one tensor at a time: the block is left on the meta device. Gradients stay behind.
+        The weights are moved, one tensor at a time, and the block is left on the meta device. Gradients are not moved.
 
         Args:
-            block: of a family in `maxmoe.presets`, such as `MixtralSparseMoeBlock`.
+            block: sparse block of a family in `maxmoe.presets`, such as `MixtralSparseMoeBlock`.
 
         Returns:
-            The layer; dtypes, device and `requires_grad` are those of the block.
+            Layer with the dtypes, device and `requires_grad` of the block.
 
         Raises:
-            ValueError: for a block of another family or kind; then nothing is moved.
+            ValueError: for a block of another family or kind; no tensor is moved then.
         """
         source = config_of(block)
         dtype = next((parameter.dtype for parameter in block.parameters()), None)
@@ -100,30 +100,31 @@ class MoE(nn.Module):
         return layer.train(block.training)
 
     def to_transformers(self, block: nn.Module) -> None:
-        """Turn this layer back into the sparse block of a model of transformers.
+        """Move the weights of this layer to the sparse block of a transformers model.
 
-        The weights move, one tensor at a time: the layer is left on the meta device. Gradients stay behind.
+        The weights are moved, one tensor at a time, and the layer is left on the meta device. Gradients are not moved.
 
         Args:
-            block: of a family in `maxmoe.presets`; its own weights are dropped, and may be on the meta device.
+            block: sparse block of a family in `maxmoe.presets`. Its own weights are dropped; they may be on the meta
+                device.
 
         Raises:
-            ValueError: if the block computes something else or has other shapes; then nothing is moved.
+            ValueError: if the block computes another function or has other shapes; no tensor is moved then.
         """
         source = config_of(block)
         check_config(self.config, from_transformers(source))
         give_weights(self, block, family_of(source).block)
 
     def set_runner(self, runner: ExpertRunner) -> None:
-        """Let tokens reach the experts in another way; `maxmoe.parallelize` does where experts are on other ranks.
+        """Replace the runner of the routed experts; `maxmoe.parallelize` sets a runner that communicates.
 
         Args:
-            runner: dispatcher, tensor-parallel region and number of chunks.
+            runner: runner with dispatcher, tensor-parallel region and number of chunks.
         """
         self.runner = runner
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters anew."""
+        """Initialize all parameters."""
         self.router.reset_parameters()
         self.experts.reset_parameters()
         if self.shared_experts is not None:
@@ -132,27 +133,29 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> MoEOutput:
         """Route the tokens and compute their experts.
 
-        Padding is not routed and comes out zero. It takes part in no loss, statistic or capacity, gets no gradient, and
-        what it holds, NaN included, reaches nothing. `buffer_factor` bounds the rows by the slots of all tokens.
+        Padding is not routed: its output and its gradient are zero, it does not contribute to losses, statistics or
+        capacities, and its values, which may be NaN, affect no result. The bound of `buffer_factor` counts padding.
 
         Args:
-            x: ``(..., S, D)``, floating: sequences of S tokens; ``(T, D)`` is one sequence.
-            token_mask: ``(..., S)``, bool, False for padding; None if there is none.
+            x: ``(..., S, D)``, floating, sequences of S tokens; ``(T, D)`` is one sequence.
+            token_mask: ``(..., S)``, bool, False for padding; None for no padding.
 
         Returns:
-            The output.
+            Hidden states, auxiliary loss and routing statistics.
 
         Raises:
-            ValueError: if the last dim of x is not `hidden_size`, its dtype not that of the parameters, or the mask not
-                bool or of another shape.
+            ValueError: if the last dim of x is not `hidden_size`, x does not have the dtype of the parameters, or the
+                mask is not bool or has another shape.
         """
         self._check(x, token_mask)
         num_sequences = math.prod(x.shape[:-2])
         tokens = x.reshape(-1, x.shape[-1])
         if token_mask is not None:
             token_mask = token_mask.reshape(-1)
+            # Zeroed before the first product, so that NaN in padding reaches neither outputs nor gradients.
             tokens = tokens.masked_fill(~token_mask.unsqueeze(1), 0.0)
         region = self.runner.region
+        # One tensor per part of the layer, because the gradients of the parts are reduced differently.
         inputs = region.enter(tokens)
         routing = self.router(inputs.router, token_mask)
         routed, dropped = self.runner.run(
@@ -163,21 +166,22 @@ class MoE(nn.Module):
             recompute="dispatch" in self.recompute,
         )
         shared = None if self.shared_experts is None else self.shared_experts(inputs.shared_experts, token_mask)
+        # The region sums the partial outputs of both, in one collective where it can.
         hidden_states = region.leave(routed, shared)
         dropped = region.all_reduce_dropped(dropped)
         aux_loss, stats = self.losses(routing, dropped, num_sequences, self.token_group)
         if self.metrics_accumulator is not None:
             hidden_states = self.metrics_accumulator.add(hidden_states, aux_loss, stats)
-        # No view, which would lose the backward hook that FSDP registers on this tensor.
+        # A view would lose the backward hook that FSDP registers on this tensor.
         hidden_states = reshaped(hidden_states.contiguous(), (*x.shape[:-1], hidden_states.shape[1]))
         return MoEOutput(hidden_states, aux_loss, stats)
 
     @property
     def declaration(self) -> Declaration:
-        """See `Declaration`."""
+        """Declare the token group and saved tensors; router and experts declare their parameters."""
         return Declaration(
             uses_token_group=True,
-            # The capacity of an expert is per sequence, and slots fill it in the order of the tokens.
+            # The capacity of an expert is per sequence, and filled in the order of the tokens.
             needs_whole_sequences=self.config.capacity_factor is not None,
             saved_tensors=self._saved_tensors,
         )
@@ -195,16 +199,17 @@ class MoE(nn.Module):
         return saved
 
     def update_correction_bias(self, tokens_per_expert: Tensor) -> None:
-        """One step of the loss-free balancing; see `Router.update_correction_bias`.
+        """Take one step of loss-free balancing; see `Router.update_correction_bias`.
 
         Args:
-            tokens_per_expert: ``(E,)``, from the stats; summed over the micro-batches of the optimizer step.
+            tokens_per_expert: ``(E,)``, integer, `MoEStats.tokens_per_expert`, summed over the micro-batches of an
+                optimizer step.
         """
         _without_adapters(self.router, Router).update_correction_bias(tokens_per_expert)
 
     @property
     def routed_experts(self) -> Experts:
-        """The routed experts, inside of adapters around them."""
+        """Module of the routed experts, without adapters that wrap it."""
         return _without_adapters(self.experts, Experts)
 
     @property
@@ -226,16 +231,12 @@ class MoE(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        """The fields of the config that are not at their default, for `print`.
-
-        Returns:
-            One line.
-        """
+        """Return the fields of the config that differ from their default."""
         fields = dataclasses.fields(self.config)
         changed = (field.name for field in fields if getattr(self.config, field.name) != field.default)
         return ", ".join(f"{name}={getattr(self.config, name)!r}" for name in changed)
 
 
 def _without_adapters(module: nn.Module, kind: type[Part]) -> Part:
-    """Find a part of the layer inside of adapters around it: those of PEFT have none of its attributes."""
+    """Return the part of the layer that `module` is or wraps: PEFT's adapters do not forward its attributes."""
     return next(part for part in module.modules() if isinstance(part, kind))

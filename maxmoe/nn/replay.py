@@ -1,4 +1,4 @@
-"""Recording the expert ids of a model's MoE layers, and routing by a record."""
+"""Recording and replay of the expert ids of MoE layers."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -17,27 +17,28 @@ from maxmoe.recompute.selective import checkpointed_call, is_recomputation
 
 @dataclass(frozen=True)
 class RoutingRecord:
-    """The expert ids of every MoE layer of a model, call by call.
+    """Expert ids of the MoE layers of a model, for each call.
 
     Args:
-        calls: by the path of the layer, ``(..., S, K)``, integer, of each call; -1 for slots that were not routed.
+        calls: for each path of a layer, the expert ids ``(..., S, K)``, integer, of each call; -1 for a slot that was
+            not routed.
     """
 
     calls: Mapping[str, list[Tensor]] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """Return the number of calls of a layer."""
+        """Return the largest number of calls of a layer."""
         return max(map(len, self.calls.values()), default=0)
 
     def __getitem__(self, calls: slice) -> "RoutingRecord":
-        """Select calls: ``record[-1:]`` is the last one of every layer."""
+        """Select calls: ``record[-1:]`` has the last call of every layer."""
         return RoutingRecord({path: ids[calls] for path, ids in self.calls.items()})
 
     def joined(self) -> "RoutingRecord":
-        """Join all calls along the sequence: prompt and tokens that a model with a cache saw one after another.
+        """Concatenate all calls along the sequence, such as prompt and generated tokens of a model with a cache.
 
         Returns:
-            A record of one call.
+            Record of one call.
         """
         return RoutingRecord({path: [torch.cat(ids, dim=-2)] for path, ids in self.calls.items() if ids})
 
@@ -45,22 +46,22 @@ class RoutingRecord:
         """Write the record to a file.
 
         Args:
-            path: of the file.
+            path: path of the file.
         """
         torch.save({layer: list(ids) for layer, ids in self.calls.items()}, path)
 
     @classmethod
     def load(cls, path: str | Path) -> "RoutingRecord":
-        """Read a record. Nothing in the file is executed.
+        """Read a record from a file, without executing code from it (``weights_only=True``).
 
         Args:
-            path: of a file that `save` wrote.
+            path: path of a file that `save` wrote.
 
         Returns:
-            The record.
+            Record on the CPU.
 
         Raises:
-            ValueError: for a file that holds anything else.
+            ValueError: for a file with other contents.
         """
         calls: Any = torch.load(path, weights_only=True, map_location="cpu")
         is_record = isinstance(calls, dict) and all(
@@ -74,16 +75,16 @@ class RoutingRecord:
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
-    """Record the expert ids of every MoE layer of a model, in every call; recomputations are not recorded.
+    """Record the expert ids of all MoE layers of a model in every call, except recomputations.
 
         with maxmoe.record_routing(model) as record:
             model(tokens)
 
     Args:
-        model: with MoE layers; a MoE layer itself does as well.
+        model: model with MoE layers, or a MoE layer.
 
     Yields:
-        The record, which grows with every call. On a mesh it is that of this rank's tokens.
+        Record, to which every call appends. On a mesh, it has the expert ids of this rank's tokens.
 
     Raises:
         ValueError: for a model without MoE layers.
@@ -113,23 +114,24 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
 
 @contextmanager
 def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
-    """Route the calls of a model as a record says; scores and weights are those of the present parameters.
+    """Route tokens to the recorded experts, with routing weights from the current parameters.
 
-    The router gets its gradient as usual, through the weights of the recorded experts. Each call takes the next call of
-    the record, and a recomputation of activation checkpointing takes that of its forward. Where several forwards of a
-    layer wait for their recomputation, it must be checkpointed with ``context_fn=maxmoe.keep_routing``, which tells
+    The router gets its gradient through the weights of the recorded experts. Each forward uses the next call of the
+    record; a recomputation by activation checkpointing uses the call of its forward. If several forwards of a layer run
+    before their recomputations, the layer must be checkpointed with ``context_fn=maxmoe.keep_routing``, which tells
     them apart.
 
     Args:
-        model: with MoE layers at the same paths as the model of the record.
-        record: from `record_routing` or `RoutingRecord.load`; on a mesh, that of this rank's tokens.
+        model: model with MoE layers at the same paths as in the record.
+        record: record from `record_routing` or `RoutingRecord.load`; on a mesh, of this rank's tokens.
 
     Yields:
         Nothing.
 
     Raises:
-        ValueError: for a record of other layers; in a call, for ids of another shape, another top_k or experts that are
-            not there, or after the last call of the record; at the end, if there were fewer calls than in the record.
+        ValueError: for a record of other layers, or with another top_k or unknown experts; in a call, for another
+            number of tokens than in the record, or if the record has no more calls; at the end, if the model was called
+            less often than in the record.
     """
     layers = _layers(model)
     _check_layers(layers, record)
@@ -146,7 +148,7 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
 
 
 class _Replay:
-    """The calls of one layer."""
+    """Recorded calls of one layer, and the calls whose recomputation is pending."""
 
     def __init__(self, path: str, layer: MoE, calls: list[Tensor]) -> None:
         self.path, self.layer, self.calls, self.num_calls = path or "the layer", layer, calls, 0
@@ -168,7 +170,7 @@ class _Replay:
             )
 
     def force(self, _router: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Add the ids to the arguments of the router."""
+        """Pass the recorded ids to the router: a forward pre-hook."""
         x: Tensor = arguments[0] if arguments else options["x"]
         ids = self._recomputed() if is_recomputation() else self._next()
         if ids.numel() != x.shape[0] * ids.shape[-1]:

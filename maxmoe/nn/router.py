@@ -1,4 +1,4 @@
-"""The router: which experts see a token, and how much each of them counts."""
+"""Router: the experts of each token and their routing weights."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,12 +15,12 @@ from maxmoe.ops.route import route
 
 
 class TopK(NamedTuple):
-    """The experts of tokens: what dispatch needs of a routing.
+    """Expert ids and routing weights of tokens.
 
     Attributes:
-        weights: ``(T, K)``, float32 or wider; 0 where `experts` is -1.
-        experts: ``(T, K)``, int64; -1 for a slot that is not routed.
-        is_unpadded: whether every slot is known to be routed, so that their number needs no look at `experts`.
+        weights: ``(T, K)``, float32 or wider, routing weights; 0 where `experts` is -1.
+        experts: ``(T, K)``, int64, expert ids; -1 for a slot that is not routed.
+        is_unpadded: whether all slots are known to be routed, so that their number is known without reading `experts`.
     """
 
     weights: Tensor
@@ -34,15 +34,15 @@ class TopK(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """What the router decided.
+    """Output of the router.
 
     Attributes:
-        logits: ``(T, E)``, float32 or wider.
-        probabilities: ``(T, E)``, the scores of every expert, scaled to sum one; see `maxmoe.ops.route`.
-        weights: ``(T, K)``, float32 or wider; 0 where `experts` is -1.
-        experts: ``(T, K)``, int64; -1 for a slot that is not routed.
-        token_mask: ``(T,)``, bool, False for padding; None if there is none.
-        is_unpadded: whether every slot is known to be routed, so that their number needs no look at `experts`.
+        logits: ``(T, E)``, float32 or wider, logits of all experts.
+        probabilities: ``(T, E)``, scores of all experts, divided by their sum; see `maxmoe.ops.route`.
+        weights: ``(T, K)``, float32 or wider, routing weights; 0 where `experts` is -1.
+        experts: ``(T, K)``, int64, expert ids; -1 for a slot that is not routed.
+        token_mask: ``(T,)``, bool, False for padding; None for no padding.
+        is_unpadded: whether all slots are known to be routed, so that their number is known without reading `experts`.
     """
 
     logits: Tensor
@@ -54,12 +54,12 @@ class Routing(NamedTuple):
 
     @property
     def top_k(self) -> TopK:
-        """What dispatch needs."""
+        """Expert ids and routing weights, the input of dispatchers."""
         return TopK(self.weights, self.experts, self.is_unpadded)
 
 
 def _without_padding(routing: Routing, token_mask: Tensor) -> Routing:
-    """Route no padding, and leave it out of all sums over tokens: its probabilities are zero."""
+    """Remove padding from a routing. Its probabilities are zeroed, so that it does not contribute to the losses."""
     is_padding = ~token_mask.unsqueeze(1)
     return Routing(
         routing.logits,
@@ -72,14 +72,14 @@ def _without_padding(routing: Routing, token_mask: Tensor) -> Routing:
 
 
 class Router(ConvertedModule):
-    """Logits from a linear map, then `maxmoe.ops.route`; in float32 or wider whatever the input's dtype.
+    """Linear map to logits, then `maxmoe.ops.route`, both in float32 or wider for any dtype of the input.
 
     logits = x @ weight^T + bias
 
     Args:
-        config: of the layer.
-        device: of the parameters.
-        dtype: of the parameters; `score_correction_bias` is float32 or wider.
+        config: config of the layer.
+        device: device of the parameters.
+        dtype: dtype of the parameters; `score_correction_bias` is float32 or wider.
     """
 
     weight: Tensor
@@ -103,7 +103,7 @@ class Router(ConvertedModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Logits of variance one for inputs of variance one; biases zero."""
+        """Initialize biases to zero and the weight such that inputs of variance one give logits of variance one."""
         nn.init.normal_(self.weight, std=self.config.hidden_size**-0.5)
         for bias in (self.bias, self.score_correction_bias):
             if bias is not None:
@@ -113,21 +113,21 @@ class Router(ConvertedModule):
         """Route tokens.
 
         Args:
-            x: ``(T, D)``, floating; finite where `token_mask` is False.
+            x: ``(T, D)``, floating, tokens; must be finite where `token_mask` is False.
             token_mask: ``(T,)``, bool, False for padding, which is not routed.
-            experts: ``(T, K)``, int64: route to these experts, -1 for none, with the weights that their scores give;
-                None to choose the best.
+            experts: ``(T, K)``, int64, experts to route to, -1 for none; the weights come from their scores. None to
+                choose the experts with the best scores.
 
         Returns:
-            The routing.
+            Logits, probabilities, weights and expert ids.
 
         Raises:
-            ValueError: for scores that are not numbers, with the path of the router in the model.
+            ValueError: for NaN scores, with the path of the router in the model.
         """
         config = self.config
         logits = linear(x, self.weight, self.bias)
         if config.router == "random":
-            # The values are noise, the gradient is that of the logits: the work of real training, in balance.
+            # The values are noise, but the gradient flows to the logits: a balanced load with the cost of training.
             logits = logits + (torch.randn_like(logits) - logits).detach()
         is_unpadded = experts is None
         try:
@@ -150,13 +150,13 @@ class Router(ConvertedModule):
 
     @property
     def declaration(self) -> Declaration:
-        """See `Declaration`."""
+        """Declare logical names and saved tensors."""
         return Declaration(
             logical_names={"weight": (None, "embed"), "bias": (None,)}, saved_tensors=self._saved_tensors
         )
 
     def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        """The input is counted in `MoE`."""
+        """Describe the saved tensors; `MoE` declares the input."""
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         return {
             "logits": SavedTensor((batch, length, self.config.num_experts), (*TOKEN_DIMS, None), wide),
@@ -164,7 +164,7 @@ class Router(ConvertedModule):
         }
 
     def before_conversion(self) -> Callable[[], None]:
-        """Keep the correction bias in float32 or wider: its small steps would be lost in 16 bits."""
+        """Keep the correction bias in float32 or wider, because its small updates would be rounded away in 16 bits."""
         before = self.score_correction_bias
 
         def restore() -> None:
@@ -176,12 +176,13 @@ class Router(ConvertedModule):
 
     @torch.no_grad()
     def update_correction_bias(self, tokens_per_expert: Tensor) -> None:
-        """Move the selection towards experts that got fewer tokens than the mean, without any loss.
+        """Update the correction bias so that experts with fewer tokens than the mean are selected more often.
 
         bias[e] += rate * sign(mean(tokens_per_expert) - tokens_per_expert[e])
 
         Args:
-            tokens_per_expert: ``(E,)``, of one optimizer step: summed over micro-batches.
+            tokens_per_expert: ``(E,)``, integer, routed slots of each expert in one optimizer step, summed over its
+                micro-batches.
 
         Raises:
             ValueError: if the layer has no correction bias.
@@ -195,16 +196,12 @@ class Router(ConvertedModule):
                 f"tokens_per_expert must have shape {tuple(self.score_correction_bias.shape)}, "
                 f"got {tuple(tokens_per_expert.shape)}"
             )
-        # The sign of mean - count from whole numbers: large counts are not exact in floating point.
+        # The sign of mean - count is computed in integers, because large counts are not exact in floating point.
         direction = (tokens_per_expert.sum() - tokens_per_expert * self.config.num_experts).sign()
         self.score_correction_bias += self.config.correction_bias_update_rate * direction
 
     def extra_repr(self) -> str:
-        """Sizes and rule, for `print`.
-
-        Returns:
-            One line.
-        """
+        """Return the sizes and the score function."""
         config = self.config
         return (
             f"hidden_size={config.hidden_size}, num_experts={config.num_experts}, top_k={config.top_k}, "

@@ -1,4 +1,4 @@
-"""Losses and statistics of all Mixture-of-Experts layers of a model, over the micro-batches of a step."""
+"""Auxiliary losses and statistics of all MoE layers of a model, over the micro-batches of an optimizer step."""
 
 from typing import NamedTuple
 
@@ -13,11 +13,11 @@ from maxmoe.token_group import LocalTokens
 
 
 class StepStats(NamedTuple):
-    """What the layers of a model reported in one step.
+    """Auxiliary loss and statistics of one optimizer step.
 
     Attributes:
-        aux_loss: ``()``, float64; the sum over the layers, of each the mean over its calls.
-        layers: by the path of the layer; counts are summed over its calls, the entropy is their mean.
+        aux_loss: ``()``, float64, mean over the calls of each layer, summed over the layers.
+        layers: statistics of each layer, by its path: counts are summed over its calls, the entropy is the mean.
     """
 
     aux_loss: Tensor
@@ -27,8 +27,8 @@ class StepStats(NamedTuple):
 class StatsAccumulator:
     """Sums the auxiliary losses and statistics of all MoE layers of a model over the micro-batches of a step.
 
-    A forward counts when the backward passes it, as gradients accumulate: evaluation counts nothing, and activation
-    checkpointing counts once. The last accumulator made of a model is the one that counts::
+    A forward is counted in its backward: evaluation is not counted, and a forward under activation checkpointing is
+    counted once. A model has one accumulator; a new one replaces the previous one::
 
         accumulator = maxmoe.StatsAccumulator(model)
         for batch in micro_batches:
@@ -37,9 +37,9 @@ class StatsAccumulator:
         step = accumulator.update()
 
     Args:
-        model: with `MoE` or `MoEFeedForward` layers, on its device.
-        process_group: of the ranks that hold other tokens under DDP or FSDP, whose counts are added up; None for the
-            default group, as in DDP. Layers run by `parallelize` report global values, and need none.
+        model: model with `MoE` or `MoEFeedForward` layers, on its final device.
+        process_group: ranks with different tokens under DDP or FSDP, over which counts are summed; None for the default
+            group, as in DDP. Not used for layers run by `parallelize`, which report global values.
 
     Raises:
         ValueError: if the model has no such layer.
@@ -57,12 +57,12 @@ class StatsAccumulator:
 
     @torch.no_grad()
     def update(self) -> StepStats:
-        """End a step: move the correction biases of all layers that have one, and begin a new sum.
+        """End a step: update the correction biases of all layers that have one, and reset the sums.
 
-        On several processes all of them call it together.
+        `update` is collective: all ranks must call it.
 
         Returns:
-            What the step added up to, over all ranks.
+            Auxiliary loss and statistics of the step, over all ranks.
         """
         aux_losses, stats = [], {}
         for name, packed in self._take().items():
@@ -76,8 +76,9 @@ class StatsAccumulator:
         return StepStats(torch.stack(aux_losses).sum(), stats)
 
     def _take(self) -> dict[str, Tensor]:
-        """Take the sum of every layer, over all ranks."""
+        """Return the packed sums of every layer over all ranks, and reset them."""
         sums = {name: metrics_accumulator.take() for name, metrics_accumulator in self._sums.items()}
+        # Layers run by `parallelize` have global sums already; those of all other layers share one all-reduce.
         local = [name for name, layer in self._layers.items() if isinstance(layer.token_group, LocalTokens)]
         if local and dist.is_initialized():
             packed = torch.cat([sums[name] for name in local])

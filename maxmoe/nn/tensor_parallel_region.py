@@ -1,4 +1,4 @@
-"""The region of a layer in which several processes compute parts of the output for the same tokens."""
+"""Tensor-parallel region of a layer, in which several processes compute parts of the output for the same tokens."""
 
 from typing import NamedTuple, Protocol
 
@@ -8,12 +8,12 @@ from maxmoe.nn.router import TopK
 
 
 class LayerInputs(NamedTuple):
-    """The tokens ``(T, D)``, as each part of the layer takes them: equal values with different gradients.
+    """Tokens ``(T, D)`` as input of each part of the layer: equal values whose gradients are reduced differently.
 
     Attributes:
-        router: every process computes the same from it, and has its whole gradient.
-        experts: every process has a summand of its gradient.
-        shared_experts: one of the two.
+        router: input of the router, which every process computes whole, so that each has the whole gradient.
+        experts: input of the routed experts; every process has a summand of its gradient.
+        shared_experts: input of the shared experts; its gradient is whole or a summand, as the region decides.
     """
 
     router: Tensor
@@ -22,42 +22,42 @@ class LayerInputs(NamedTuple):
 
 
 class TensorParallelRegion(Protocol):
-    """How a layer takes its tokens, and sums the partial outputs of the processes."""
+    """Interface of regions: communication before and after the parts of a layer that processes compute in parts."""
 
     def enter(self, x: Tensor) -> LayerInputs:
-        """Return the tokens x ``(T, D)`` as inputs of the parts of the layer."""
+        """Return the tokens x ``(T, D)`` as input of each part of the layer."""
         ...
 
     def assign(self, top_k: TopK) -> TopK:
-        """Return ids and weights that every process has computed; the gradient of the weights is summed over them."""
+        """Return `top_k`, computed by every process; the gradient of the weights is summed over the processes."""
         ...
 
     def leave(self, routed: Tensor, shared: Tensor | None) -> Tensor:
-        """Return the sum of partial outputs over processes and experts.
+        """Return the sum of routed and shared experts over the processes.
 
         Args:
             routed: ``(T, D)``, output of the routed experts of this process.
-            shared: ``(T, D)``, output of the shared experts; None without.
+            shared: ``(T, D)``, output of the shared experts; None for a layer without shared experts.
 
         Returns:
-            ``(T, D)``; if the residual stream is sharded, this rank's part of the hidden dim.
+            ``(T, D)``, output of the layer; if the residual stream is sharded, this rank's shard of the hidden dim.
         """
         ...
 
     def all_reduce_dropped(self, dropped: Tensor) -> Tensor:
-        """Sum the number ``()`` of dropped slots over the processes that drop different ones."""
+        """Sum the number ``()`` of dropped slots over the processes that drop different slots."""
         ...
 
 
 class LocalRegion:
-    """The region of one process, which computes the whole layer for its tokens."""
+    """Region of a process that computes the whole layer for its tokens, without communication."""
 
     def enter(self, x: Tensor) -> LayerInputs:
-        """Return x three times."""
+        """Return x as the input of each part."""
         return LayerInputs(x, x, x)
 
     def assign(self, top_k: TopK) -> TopK:
-        """Return ids and weights."""
+        """Return `top_k` unchanged."""
         return top_k
 
     def leave(self, routed: Tensor, shared: Tensor | None) -> Tensor:
@@ -65,5 +65,5 @@ class LocalRegion:
         return routed if shared is None else routed + shared
 
     def all_reduce_dropped(self, dropped: Tensor) -> Tensor:
-        """Return the number of dropped slots."""
+        """Return the number of dropped slots unchanged."""
         return dropped

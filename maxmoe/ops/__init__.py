@@ -1,19 +1,19 @@
-"""The operators: differentiable, for any floating dtype, any strides, any sizes.
+"""Differentiable operators, for any floating dtype, any strides and any sizes.
 
-A function here is the operator of the same name in `torch.ops.maxmoe`, with a plan in place of its tensors.
-`maxmoe.reference` computes each one in loops.
+Each function calls the operator of the same name in `torch.ops.maxmoe`, with a plan in place of its tensors.
+`maxmoe.reference` has an implementation of each operator in plain loops.
 
-Every operator that takes floating tensors works with
+Every operator that takes floating tensors supports
 
-- `torch.autograd`: any number of times (`create_graph`), for batches of gradients (`is_grads_batched`,
-  `torch.autograd.functional.jacobian(vectorize=True)`), in forward mode (`torch.autograd.forward_ad`), and forward
-  mode over reverse mode. Here `expert_ffn` and `route` are composed of the other operators and of PyTorch's: a second
-  derivative of `expert_ffn` computes the pre-activations again, and results differ by rounding.
-- `torch.func.jvp`, `jacfwd` and `vmap`; also over parameters that require gradients. There are no batching rules:
-  PyTorch calls the operator once for each member of the batch, and warns that this is slow.
+- `torch.autograd`: derivatives of any order (`create_graph`), batched gradients (`is_grads_batched`,
+  `torch.autograd.functional.jacobian(vectorize=True)`), forward mode (`torch.autograd.forward_ad`), and forward mode
+  over reverse mode. In these cases, `expert_ffn` and `route` are composed of other operators and of PyTorch's: a
+  second derivative of `expert_ffn` recomputes the pre-activations, and results differ by rounding.
+- `torch.func.jvp`, `jacfwd` and `vmap`, also over parameters that require gradients. There are no batching rules:
+  PyTorch calls the operator once per batch element, and warns that this is slow.
 
-`torch.func.grad`, `vjp`, `jacrev` and `hessian` raise `NotImplementedError`: PyTorch has no such transforms of
-autograd functions in C++. `torch.autograd.grad` computes the same.
+`torch.func.grad`, `vjp`, `jacrev` and `hessian` raise `NotImplementedError`, because PyTorch has no such transforms of
+autograd functions in C++. Use `torch.autograd.grad` instead.
 """
 
 from maxmoe import _library as _library  # registers the operators; first

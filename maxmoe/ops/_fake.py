@@ -1,4 +1,4 @@
-"""What the fake kernels share."""
+"""Registration of fake kernels."""
 
 import functools
 from collections.abc import Callable
@@ -13,16 +13,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def register_fake(operator: str) -> Callable[[Function], Function]:
-    """Declare the fake kernel of an operator: what it returns in shape and dtype, for torch.compile and meta tensors.
+    """Decorate the fake kernel of an operator, which computes shapes and dtypes for torch.compile and meta tensors.
 
-    A single meta tensor among others is enough to be sent to it, so that it checks the devices of all tensors, as the
-    operators themselves do.
-
-    Args:
-        operator: without the namespace.
-
-    Returns:
-        A decorator that leaves the function as it is.
+    The dispatcher calls a fake kernel if a single argument is a meta tensor. Devices are therefore checked here, as in
+    the operators.
     """
     names = argument_names(getattr(torch.ops.maxmoe, operator).default)
 

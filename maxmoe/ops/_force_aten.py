@@ -1,4 +1,4 @@
-"""The switch between the kernels and ATen."""
+"""Switch between the kernels and the ATen implementation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,12 +8,12 @@ from maxmoe import _C
 
 @contextmanager
 def force_aten(enabled: bool = True) -> Iterator[None]:
-    """Send CPU tensors, too, through the ATen implementation that other devices use.
+    """Context in which CPU tensors use the ATen implementation, which tensors on other devices always use.
 
-    For tests, and to tell whether a kernel is at fault. Holds for all threads of the process.
+    For tests, and to find out whether a kernel causes an error. Applies to all threads of the process.
 
     Args:
-        enabled: False turns the kernels back on inside of an enclosing `force_aten`.
+        enabled: whether to force ATen; False enables the kernels inside of an outer `force_aten`.
 
     Yields:
         Nothing.

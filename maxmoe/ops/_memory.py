@@ -1,13 +1,13 @@
-"""The memory of results and work space."""
+"""Memory of results and work space."""
 
 from maxmoe import _C
 
 
 def empty_cache() -> None:
-    """Give the memory that operators have freed back to the system, as `torch.cuda.empty_cache` does for a GPU.
+    """Return cached memory of the operators to the system, as `torch.cuda.empty_cache` does for a GPU.
 
-    Results and work space of 4 MiB and more on the CPU lie in memory that is kept when it is freed, and used again.
-    That is never more than was used at once, and the system may take it whenever it needs memory (`MADV_FREE`): it
-    only shows in the resident memory of the process. Elsewhere than on Linux nothing is kept.
+    On Linux, freed CPU memory of results and work space of at least 4 MiB is cached for later calls. The cache is never
+    larger than the peak use, and the system can reclaim it when it needs memory (`MADV_FREE`), so that it only shows in
+    the resident memory of the process. On other systems, nothing is cached.
     """
     _C.empty_cache()

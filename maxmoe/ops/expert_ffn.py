@@ -1,4 +1,4 @@
-"""The experts as one operator."""
+"""Fused operator that computes the routed experts."""
 
 import torch
 from torch import Tensor
@@ -28,36 +28,36 @@ def expert_ffn(
     y[t, e] = (f(x[t] gate_e + gate_bias_e) * (x[t] up_e + up_bias_e)) down_e + down_bias_e;
     out[t] = sum_k weights[t, k] * y[t, experts[t, k]]   over the slots that have a row in the plan
 
-    Without `gate`: f(x[t] up_e + up_bias_e) down_e + down_bias_e. With a limit the gate is clipped from above and up
-    on both sides first. "swigluoai" is gate * sigmoid(1.702 gate) * (up + 1).
+    Without `gate`: f(x[t] up_e + up_bias_e) down_e + down_bias_e. With a limit, the gate is first clipped from above,
+    and up on both sides. "swigluoai" is gate * sigmoid(1.702 gate) * (up + 1).
 
-    Backward keeps x, the pre-activations ``(R, 2F)`` and the plan: D + 2KF elements per token. The gradient of the
-    routing weights is <d out[t] down_e^T, f(...)>, so that no expert output is kept.
+    The forward saves x, the pre-activations ``(R, 2F)`` and the plan: D + 2KF elements per token. The gradient of the
+    routing weights is <d out[t] down_e^T, f(...)>, so that no expert output is saved.
 
     Args:
-        x: ``(T, D)``, floating.
-        weights: ``(T, K)``, floating, or None for ones.
-        plan: from `ragged_plan`, for L local experts.
-        gate: ``(L, D, F)``, dtype of x as all that follow, or None for experts without a gate.
-        up: ``(L, D, F)``.
-        down: ``(L, F, D)``.
-        gate_bias: ``(L, F)`` or None.
-        up_bias: ``(L, F)`` or None.
-        down_bias: ``(L, D)`` or None.
+        x: ``(T, D)``, floating, tokens.
+        weights: ``(T, K)``, floating, routing weights; None for ones.
+        plan: plan from `ragged_plan`, for L local experts.
+        gate: ``(L, D, F)``, dtype of x, gate projections; None for experts without a gate.
+        up: ``(L, D, F)``, dtype of x, up projections.
+        down: ``(L, F, D)``, dtype of x, down projections.
+        gate_bias: ``(L, F)``, dtype of x, or None.
+        up_bias: ``(L, F)``, dtype of x, or None.
+        down_bias: ``(L, D)``, dtype of x, or None.
         activation: f: "silu", "gelu", "gelu_tanh", "relu", "relu2" or "swigluoai".
-        limit: of the clipping, None for none.
-        fused_gate: "concatenated" if `up` and `up_bias` hold the gate's F columns before their own, ``(L, D, 2F)`` and
-            ``(L, 2F)``, "interleaved" if in turn with them; None for a gate in matrices of its own, or no gate.
-        recompute: backward keeps x and the plan alone, and computes the pre-activations again: the same gradients to
-            the bit. It computes neither down nor the sum again.
+        limit: limit of the clipping; None for no clipping.
+        fused_gate: layout of the gate in `up` ``(L, D, 2F)`` and `up_bias` ``(L, 2F)``: "concatenated" if the F columns
+            of the gate come before those of up, "interleaved" if they alternate; None if `up` holds no gate.
+        recompute: save only x and the plan, and recompute the pre-activations in the backward, with bitwise the same
+            gradients. The product with down and the sum are not recomputed.
 
     Returns:
-        ``(T, D)``, dtype of x.
+        ``(T, D)``, dtype of x, weighted sum of the outputs over the experts of each token.
 
     Raises:
         ValueError: for a wrong argument.
 
-    Source: SonicMoE (arXiv:2512.14080) for what backward keeps.
+    Source: SonicMoE (arXiv:2512.14080) for the choice of saved tensors.
     """
     out: Tensor = torch.ops.maxmoe.expert_ffn(
         x,

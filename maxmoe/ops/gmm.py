@@ -1,4 +1,4 @@
-"""Grouped matrix multiply."""
+"""Grouped matrix multiplication."""
 
 import torch
 from torch import Tensor
@@ -7,22 +7,22 @@ from maxmoe.ops._fake import register_fake
 
 
 def gmm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, *, bias: Tensor | None = None, group_offset: int = 0) -> Tensor:
-    """Multiply every group of rows by its own matrix.
+    """Multiply each group of rows by the matrix of the group.
 
     out[r] = lhs[r] @ rhs[g - group_offset] + bias[g - group_offset]   for the rows r of group g
 
-    G may exceed L: rows of groups without a matrix here come out zero, as do rows past the last group, whatever lhs
-    holds there. `rhs` may be a transposed view, at no cost.
+    G may exceed L: rows of groups without a matrix in `rhs` are zero in the result, as are rows after the last group,
+    for any values in lhs. `rhs` may be a transposed view, which is not copied.
 
     Args:
-        lhs: ``(R, D)``, floating.
-        rhs: ``(L, D, F)``, dtype of lhs.
-        group_sizes: ``(G,)``, int64, rows of each group, in order; their sum is at most R.
+        lhs: ``(R, D)``, floating, rows sorted by group.
+        rhs: ``(L, D, F)``, dtype of lhs, matrices of the groups.
+        group_sizes: ``(G,)``, int64, number of rows of each group; their sum is at most R.
         bias: ``(L, F)``, dtype of lhs, or None.
-        group_offset: the group of rhs[0].
+        group_offset: index of the group that rhs[0] belongs to.
 
     Returns:
-        ``(R, F)``, dtype of lhs.
+        ``(R, F)``, dtype of lhs, products.
 
     Raises:
         ValueError: for sizes that do not fit or another wrong argument.

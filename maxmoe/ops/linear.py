@@ -1,4 +1,4 @@
-"""Linear map with sums in float32 or wider."""
+"""Linear map with accumulation in float32 or wider."""
 
 import functools
 
@@ -9,22 +9,22 @@ from maxmoe.ops._fake import register_fake
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Map rows, with sums in float32 whatever the dtypes, or in float64 if that of x or weight is.
+    """Apply a linear map, accumulated in float32, or in float64 if x or weight is float64.
 
     out[t, e] = <x[t], weight[e]> + bias[e]
 
-    The logits of a router. Nothing is rounded before the result, no copy of x or weight in another dtype is made or
-    saved for backward, and the gradients are computed in the same way, each rounded once to the dtype of its argument.
-    Autocast changes nothing. The bits of out[t] depend on x[t] alone, not on the other rows.
+    For the logits of a router. Only the result is rounded; x and weight are neither converted to another dtype nor
+    saved in one. Gradients are computed in the same way and rounded once, to the dtype of their argument. Autocast has
+    no effect. out[t] is bitwise independent of the other rows.
 
     Args:
-        x: ``(T, D)``, floating.
+        x: ``(T, D)``, floating, input.
         weight: ``(E, D)``, floating.
         bias: ``(E,)``, floating, or None.
-        out_dtype: floating; None for the dtype of the sums.
+        out_dtype: floating dtype of the result; None for the dtype of the accumulation.
 
     Returns:
-        ``(T, E)``, `out_dtype`.
+        ``(T, E)``, `out_dtype`, output.
 
     Raises:
         ValueError: for sizes that do not fit or another wrong argument.

@@ -1,4 +1,4 @@
-"""Products of pairs of rows."""
+"""Dot products of pairs of rows."""
 
 import torch
 from torch import Tensor
@@ -7,18 +7,18 @@ from maxmoe.ops._fake import register_fake
 
 
 def ragged_dot(a: Tensor, b: Tensor, index: Tensor, group_size: int = 1) -> Tensor:
-    """Multiply pairs of rows: the gradient of the weights of the other ragged operators.
+    """Compute dot products of pairs of rows: the gradient of the weights of the other ragged operators.
 
     out[j] = <a[j // group_size], b[index[j]]>   for index[j] >= 0, else 0
 
     Args:
         a: ``(M / group_size, D)``, floating.
         b: ``(N, D)``, dtype of a.
-        index: ``(M,)``, int64, each in [-1, N).
-        group_size: entries of `index` for each row of a.
+        index: ``(M,)``, int64, row of b for each product, in [-1, N).
+        group_size: number of entries of `index` per row of a.
 
     Returns:
-        ``(M,)``, float32 or wider.
+        ``(M,)``, float32 or wider, dot products.
 
     Raises:
         ValueError: for an index out of range or another wrong argument.

@@ -1,4 +1,4 @@
-"""Rows by index."""
+"""Gather of rows by index."""
 
 import torch
 from torch import Tensor
@@ -9,22 +9,21 @@ from maxmoe.ops._fake import register_fake
 def ragged_gather(
     x: Tensor, index: Tensor, weights: Tensor | None = None, *, start: int = 0, end: int | None = None
 ) -> Tensor:
-    """Copy rows by index, scaled.
+    """Gather rows by index and scale them.
 
     out[i] = weights[i] * x[index[i]]   for start <= i < end and index[i] >= 0, else 0
 
-    The transpose is `ragged_scatter_add`; where no row is named twice it is `ragged_gather_reduce` with the inverse
-    index.
+    The transpose is `ragged_scatter_add`; if no index is repeated, `ragged_gather_reduce` with the inverse index.
 
     Args:
-        x: ``(N, D)``, floating.
-        index: ``(M,)``, int64, each in [-1, N).
-        weights: ``(M,)``, floating, or None for ones.
-        start: rows before it are zero.
-        end: rows from it on are zero; None for M.
+        x: ``(N, D)``, floating, rows.
+        index: ``(M,)``, int64, row of x for each row of the result, in [-1, N).
+        weights: ``(M,)``, floating, factor of each row of the result; None for ones.
+        start: first row of the result that is gathered; earlier rows are zero.
+        end: end of the rows that are gathered; later rows are zero; None for M.
 
     Returns:
-        ``(M, D)``, dtype of x.
+        ``(M, D)``, dtype of x, gathered rows.
 
     Raises:
         ValueError: for an index out of range or another wrong argument.

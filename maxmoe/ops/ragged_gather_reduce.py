@@ -1,4 +1,4 @@
-"""Sums of rows by index."""
+"""Gather of rows by index, summed in groups."""
 
 import torch
 from torch import Tensor
@@ -14,22 +14,22 @@ def ragged_gather_reduce(
     *,
     valid: Tensor | None = None,
 ) -> Tensor:
-    """Sum rows by index, `group_size` of them at a time.
+    """Gather rows by index, scale them, and sum groups of `group_size` rows.
 
     out[t] = sum_j weights[j] * rows[index[j]]   over j in [t * group_size, (t + 1) * group_size) with valid[j] and
     index[j] >= 0, in the order of j, in float32 or wider
 
-    Rows that no valid j names are never read. The transpose is `ragged_scatter_add`.
+    Rows without a valid entry of `index` are never read. The transpose is `ragged_scatter_add`.
 
     Args:
         rows: ``(R, D)``, floating.
-        index: ``(M,)``, int64, each in [-1, R).
-        group_size: divides M.
-        weights: ``(M,)``, floating, or None for ones.
-        valid: ``(M,)``, bool, or None for all.
+        index: ``(M,)``, int64, row of each summand, in [-1, R).
+        group_size: number of summands of each row of the result; divides M.
+        weights: ``(M,)``, floating, factor of each summand; None for ones.
+        valid: ``(M,)``, bool, False for summands to leave out; None for all True.
 
     Returns:
-        ``(M / group_size, D)``, dtype of rows.
+        ``(M / group_size, D)``, dtype of rows, sums.
 
     Raises:
         ValueError: for an index out of range or another wrong argument.

@@ -1,4 +1,4 @@
-"""Which row each routed slot gets."""
+"""Plan of the rows of routed slots."""
 
 from typing import NamedTuple
 
@@ -9,15 +9,15 @@ from maxmoe.ops._fake import register_fake
 
 
 class RaggedPlan(NamedTuple):
-    """The rows of the slots that are routed to local experts. A slot is one (token, k) pair, index t * K + k.
+    """Rows of the slots that are routed to local experts. A slot is a pair (token t, choice k) with index t * K + k.
 
     Attributes:
-        slots: ``(R,)``, int64; the slot of each row, ordered by expert, then slot; -1 for a row of nobody, which only
-            other devices than the CPU have, after all others.
-        rows: ``(T * K,)``, int64; the row of each slot, -1 for a slot without one.
-        group_sizes: ``(L,)``, int64; rows of each local expert, sum R without the rows of nobody.
-        dropped: ``()``, int64; local slots past `max_rows`.
-        top_k: K.
+        slots: ``(R,)``, int64, slot of each row, sorted by expert, then by slot; -1 for an unused row. Unused rows
+            exist only on devices other than the CPU, after all other rows.
+        rows: ``(T * K,)``, int64, row of each slot; -1 for a slot without a row.
+        group_sizes: ``(L,)``, int64, number of rows of each local expert; the sum is R without unused rows.
+        dropped: ``()``, int64, number of local slots past `max_rows`.
+        top_k: K, slots per token.
     """
 
     slots: Tensor
@@ -28,14 +28,14 @@ class RaggedPlan(NamedTuple):
 
     @classmethod
     def of_sorted_rows(cls, num_rows: int, group_sizes: Tensor) -> "RaggedPlan":
-        """Return the plan of rows that are in the order of their experts already, each a token with K = 1.
+        """Return the plan of rows that are already sorted by expert, each a token with K = 1.
 
         Args:
-            num_rows: R.
-            group_sizes: ``(L,)``, int64, sum R.
+            num_rows: R, number of rows.
+            group_sizes: ``(L,)``, int64, number of rows of each local expert; the sum is R.
 
         Returns:
-            The plan; row i is that of slot i.
+            Plan in which row i belongs to slot i.
         """
         order = torch.arange(num_rows, device=group_sizes.device)
         return cls(order, order, group_sizes, group_sizes.new_zeros(()), 1)
@@ -50,24 +50,24 @@ def ragged_plan(
     max_rows: int | None = None,
     num_rows: int | None = None,
 ) -> RaggedPlan:
-    """Order the slots by expert: one stable counting sort, O(T * K + E), integers only.
+    """Sort the slots by expert with a stable counting sort of integers in O(T * K + E).
 
-    Covers the slots with an expert in [first_expert, first_expert + num_local_experts). Rows are packed from 0, so
-    that all that follows costs O(R), however many slots belong to others.
+    The plan has a row for each slot whose expert is in [first_expert, first_expert + num_local_experts). Rows are
+    contiguous from 0, so that later operators cost O(R), no matter how many slots have other experts.
 
     Args:
-        experts: ``(T, K)``, int64, each in [0, num_experts), or -1 for a slot that is not routed.
-        num_experts: E.
-        first_expert: the first local expert.
-        num_local_experts: L; None for all from `first_expert` on.
-        max_rows: keep at most this many rows; the slots past them are counted in `dropped`. On other devices than the
-            CPU it is the number of rows too, T * K at most, so that nothing waits for the count: the last ones may be
-            of nobody.
-        num_rows: R, where the caller knows it (T * K when every slot has a local expert): keeps the shapes static
-            under torch.compile, and saves other devices from waiting for the count. There it may be larger.
+        experts: ``(T, K)``, int64, expert of each slot, in [0, num_experts), or -1 for a slot that is not routed.
+        num_experts: E, number of experts.
+        first_expert: index of the first local expert.
+        num_local_experts: L, number of local experts; None for all from `first_expert` on.
+        max_rows: largest number of rows; further slots are dropped and counted in `dropped`. On devices other than the
+            CPU, it is the number of rows, at most T * K, so that the host does not wait for the actual number; the last
+            rows may be unused.
+        num_rows: R, if known, such as T * K if every slot has a local expert. Shapes are then static under
+            torch.compile, and the host does not wait for the device. On devices other than the CPU it may exceed R.
 
     Returns:
-        The plan.
+        Plan of the local slots.
 
     Raises:
         ValueError: for an expert out of range, a wrong `num_rows` or another wrong argument.

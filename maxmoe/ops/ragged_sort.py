@@ -1,4 +1,4 @@
-"""Tokens to the rows of their experts."""
+"""Gather of tokens to the rows of their experts."""
 
 import torch
 from torch import Tensor
@@ -8,19 +8,19 @@ from maxmoe.ops.ragged_plan import RaggedPlan
 
 
 def ragged_sort(x: Tensor, plan: RaggedPlan, weights: Tensor | None = None) -> Tensor:
-    """Copy each token to the rows of the experts that it is routed to.
+    """Copy each token to the rows of its experts, scaled.
 
     rows[r] = weights[plan.slots[r]] * x[plan.slots[r] // K]
 
-    Backward is `ragged_unsort`, a gather, not a scatter.
+    The backward is `ragged_unsort`, which gathers instead of scattering.
 
     Args:
-        x: ``(T, D)``, floating.
-        plan: from `ragged_plan`.
-        weights: ``(T, K)``, floating, or None for ones.
+        x: ``(T, D)``, floating, tokens.
+        plan: plan from `ragged_plan`.
+        weights: ``(T, K)``, floating, routing weights; None for ones.
 
     Returns:
-        ``(R, D)``, dtype of x.
+        ``(R, D)``, dtype of x, rows sorted by expert.
 
     Raises:
         ValueError: for a plan of another number of tokens or another wrong argument.

@@ -1,4 +1,4 @@
-"""Rows of the experts back to their tokens."""
+"""Weighted sums of the rows of each token."""
 
 import torch
 from torch import Tensor
@@ -8,20 +8,20 @@ from maxmoe.ops.ragged_plan import RaggedPlan
 
 
 def ragged_unsort(rows: Tensor, plan: RaggedPlan, weights: Tensor | None = None) -> Tensor:
-    """Sum each token's rows, weighted: the transpose of `ragged_sort`.
+    """Compute the weighted sum of the rows of each token: the transpose of `ragged_sort`.
 
     out[t] = sum_k weights[t, k] * rows[plan.rows[t * K + k]]   over the slots that have a row
 
-    Backward is `ragged_sort`: the weights are applied inside of its gather, so that nothing of the size [T * K, D] is
-    made; the gradient of the weights is <d out[t], rows[row]>.
+    The backward is `ragged_sort`, which applies the weights as it gathers, so that no tensor of shape [T * K, D] is
+    allocated. The gradient of the weights is <d out[t], rows[row]>.
 
     Args:
-        rows: ``(R, D)``, floating; rows past the plan's are not read.
-        plan: from `ragged_plan`.
-        weights: ``(T, K)``, floating, or None for ones.
+        rows: ``(R, D)``, floating, rows sorted by expert; rows after those of the plan are not read.
+        plan: plan from `ragged_plan`.
+        weights: ``(T, K)``, floating, routing weights; None for ones.
 
     Returns:
-        ``(T, D)``, dtype of rows.
+        ``(T, D)``, dtype of rows, sums.
 
     Raises:
         ValueError: for fewer rows than the plan has or another wrong argument.

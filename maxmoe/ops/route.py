@@ -19,30 +19,30 @@ def route(
     scale: float = 1.0,
     experts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose the experts of every token and weigh them.
+    """Select the experts of each token and compute their routing weights.
 
     s = score(logits);  experts[t] = top_k of (s + correction_bias)[t] within the best groups;
     weights[t] = scale * normalization(s[t, experts[t]]);  probabilities[t] = s[t] / (sum_e s[t, e] + 1e-20)
 
-    A group's score is the sum of its two best biased scores, or the best one. Experts come best first; among equals
-    the lowest index wins. The weights are those of s, never of the biased scores. The gradients of `weights` and
-    `probabilities` reach `logits`; `correction_bias` gets none. The probabilities of "identity" are the softmax of the
-    logits.
+    The score of a group is the sum of its two best biased scores, or its best biased score. Experts are sorted by
+    biased score, best first, and equal scores by index. The weights are computed from s, not from the biased scores.
+    Gradients flow from `weights` and `probabilities` to `logits`, not to `correction_bias`. For "identity", the
+    probabilities are the softmax of the logits.
 
     Args:
         logits: ``(T, E)``, floating; computed in float32 or wider.
         top_k: K, experts per token.
         score_function: "softmax", "sigmoid", "sqrtsoftplus" or "identity".
-        correction_bias: ``(E,)``, floating, added for the selection only.
-        num_groups: experts form this many groups of equal size.
-        top_k_groups: a token's experts come from this many groups.
-        group_score: "top2" or "max".
+        correction_bias: ``(E,)``, floating, added to the scores for the selection only.
+        num_groups: number of groups of equal size that the experts form.
+        top_k_groups: number of groups from which the experts of a token are selected.
+        group_score: score of a group: "top2" or "max".
         normalization: "none", "sum" (divide by the sum + 1e-20) or "softmax", over the K selected scores.
-        scale: multiplies the weights.
-        experts: ``(T, K)``, int64, in [-1, E): weigh these instead of choosing; a slot of -1 gets weight 0.
+        scale: factor of the weights.
+        experts: ``(T, K)``, int64, in [-1, E), experts to use instead of a selection; the weight of -1 is 0.
 
     Returns:
-        weights ``(T, K)``, float32 or wider, experts ``(T, K)``, int64, and probabilities ``(T, E)``, as the weights.
+        weights ``(T, K)``, float32 or wider, experts ``(T, K)``, int64, and probabilities ``(T, E)``, dtype of weights.
 
     Raises:
         ValueError: for a wrong argument, or logits that give NaN scores.

@@ -1,4 +1,4 @@
-"""Transposed grouped matrix multiply."""
+"""Transposed grouped matrix multiplication."""
 
 import torch
 from torch import Tensor
@@ -7,19 +7,19 @@ from maxmoe.ops._fake import register_fake
 
 
 def tgmm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, num_local_groups: int, *, group_offset: int = 0) -> Tensor:
-    """Multiply the transposed rows of every group: the gradient of the matrices of `gmm`.
+    """Multiply the transposed rows of each group: the gradient of the matrices of `gmm`.
 
     out[l] = lhs_g^T @ rhs_g   over the rows of group g = l + group_offset; zero for a group without rows
 
     Args:
-        lhs: ``(R, D)``, floating.
-        rhs: ``(R, F)``, dtype of lhs.
-        group_sizes: ``(G,)``, int64, rows of each group, in order; their sum is at most R.
-        num_local_groups: L.
-        group_offset: the group of out[0].
+        lhs: ``(R, D)``, floating, rows sorted by group.
+        rhs: ``(R, F)``, dtype of lhs, rows sorted by group.
+        group_sizes: ``(G,)``, int64, number of rows of each group; their sum is at most R.
+        num_local_groups: L, number of matrices of the result.
+        group_offset: index of the group that out[0] belongs to.
 
     Returns:
-        ``(L, D, F)``, dtype of lhs.
+        ``(L, D, F)``, dtype of lhs, products.
 
     Raises:
         ValueError: for sizes that do not fit or another wrong argument.

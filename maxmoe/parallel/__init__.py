@@ -1,4 +1,4 @@
-"""How a module runs on a mesh: what it declares, the plan, `parallelize` and what a training script needs beside it."""
+"""`parallelize` for modules on a mesh, their declarations and plans, and functions for distributed training scripts."""
 
 from maxmoe.declaration import Declaration, LogicalNames, ResidualStream, SavedTensor
 from maxmoe.parallel.clip_grad_norm import clip_grad_norm_

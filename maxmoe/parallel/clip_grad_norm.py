@@ -11,16 +11,16 @@ from torch.distributed.tensor import DTensor, Replicate
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Clip the total norm of gradients, as `torch.nn.utils.clip_grad_norm_` does for those on one mesh.
+    """Clip the total norm of gradients, like `torch.nn.utils.clip_grad_norm_`, but for DTensors on several meshes.
 
     norm = sqrt(sum of the squares of all entries),   gradient *= min(1, max_norm / (norm + 1e-6))
 
     Args:
-        parameters: DTensors on any meshes, and plain tensors that are the same on every rank.
-        max_norm: of all gradients together.
+        parameters: DTensors on any meshes, and plain tensors that are equal on all ranks.
+        max_norm: largest norm of all gradients together.
 
     Returns:
-        ``()``, float64, the norm before; a plain tensor, the same on every rank.
+        ``()``, float64, norm before clipping; a plain tensor, equal on all ranks.
     """
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
     for parameter in parameters:
@@ -41,23 +41,24 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
 
 def _norm(gradients: Sequence[Tensor]) -> Tensor:
-    # The dtype of all ranks and meshes, whatever gradients are here.
+    # float64 for any dtypes of the gradients, so that the norms of all ranks and meshes have one dtype.
     return torch.nn.utils.get_total_norm(gradients).double()
 
 
 def _norm_on_mesh(gradients: Sequence[Tensor], mesh: DeviceMesh) -> Tensor:
-    """Sum the squares of this rank's parts over the ranks: the norm of DTensors on several axes makes torch warn."""
+    """Compute the norm of DTensors from the squares of the local shards, because torch warns on several mesh axes."""
     local = [part for gradient in gradients if isinstance(gradient, DTensor) for part in _parts_to_count(gradient)]
     squares = _norm(local or [torch.zeros_like(gradients[0].to_local())]).square()  # type: ignore[attr-defined]
     # Axis by axis, not over mesh._flatten(): DTensor gathers uneven dims wrongly on a mesh that has a flattened one
-    # (https://github.com/pytorch/pytorch/issues/194457). Every group of an axis sums the same numbers in one order.
+    # (https://github.com/pytorch/pytorch/issues/194457). All groups of an axis sum equal numbers in the same order, so
+    # that the norm is bitwise equal on all ranks.
     for group in mesh.get_all_groups():
         dist.all_reduce(squares, group=group)
     return squares.sqrt()
 
 
 def _parts_to_count(gradient: DTensor) -> list[Tensor]:
-    """Return this rank's part; none where another rank, the first one along some axis, holds the same."""
+    """Return this rank's shard, or nothing if it is a copy: the first rank along each replicated axis counts it."""
     summed = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
     gradient = gradient.redistribute(placements=summed)
     coordinates = gradient.device_mesh.get_coordinate() or ()

@@ -1,4 +1,4 @@
-"""Over which axes the experts of a layer lie, and how its tokens reach them."""
+"""Plan of the dispatch of a layer: the mesh axes over which its experts are sharded, and the strategy."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
@@ -22,7 +22,7 @@ from maxmoe.sharding.rules import LogicalRules
 
 Dispatch: TypeAlias = Literal["auto", "ring_of_experts", "ragged_all_to_all", "gather_weights"]
 
-# The dims between routing and the sum over a token's experts, in the order in which `Experts` declares them.
+# Logical names of the dims of activations inside the experts, in the order in which `Experts` declares them.
 EXPERT_TOKEN_DIMS = ("activation_batch_moe", "activation_length_moe", "activation_exp")
 
 # The strategies where tokens travel, and where all ranks of the experts hold the same tokens.
@@ -34,21 +34,21 @@ STRATEGIES: dict[Dispatch, tuple[type[Strategy], type[Strategy]]] = {
 
 
 class MeshExpertRunner(ExpertRunner):
-    """An `ExpertRunner` that `torch.compile` leaves out of its graphs: shapes depend on what other ranks send."""
+    """An `ExpertRunner` that is not compiled, because its shapes depend on the rows that other ranks send."""
 
     run = not_compiled(ExpertRunner.run)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchPlan(ExpertLayout):
-    """How the tokens of one layer reach their experts.
+    """Plan of the dispatch of one layer.
 
     Args:
-        strategy: given, or chosen; that of one process where `expert_axes` is empty.
-        reason: of the strategy.
-        tensor_parallel_axes: over which every expert is computed in parts.
-        embed_axes: that shard the residual stream which the layer adds to.
-        shared_is_partial: whether the shared experts are computed in parts over the same axes as the routed ones.
+        strategy: dispatch strategy, given or chosen. Without `expert_axes`, all experts are computed on every rank.
+        reason: reason for the strategy.
+        tensor_parallel_axes: mesh axes over which each expert is computed in parts.
+        embed_axes: mesh axes that shard the residual stream to which the layer adds its output.
+        shared_is_partial: whether the shared experts are computed in parts over the same axes as the routed experts.
     """
 
     strategy: Dispatch
@@ -64,39 +64,32 @@ class DispatchPlan(ExpertLayout):
         return traveling if self.token_axes else replicated
 
     def num_chunks(self, asked_for: int) -> int:
-        """Return the parts of the tokens: one where nothing travels while experts compute."""
+        """Return the number of chunks of the tokens: one if there is no communication to overlap with the experts."""
         return 1 if self.strategy_class is LocalStrategy else asked_for
 
     @property
     def replicated_axes(self) -> tuple[str, ...]:
-        """The axes over which the experts lie, and all ranks hold the same tokens."""
+        """Axes over which experts are sharded and all ranks hold the same tokens."""
         return tuple(axis for axis in self.expert_axes if axis not in self.token_axes)
 
     @property
     def partial_axes(self) -> tuple[str, ...]:
-        """The axes over which the ranks compute parts of the layer for the same tokens."""
+        """Axes over which the ranks compute parts of the layer for the same tokens."""
         parts = (*self.replicated_axes, *self.tensor_parallel_axes)
         return tuple(axis for axis in self.mesh.axes if axis in parts)
 
     @property
     def gathers_rows(self) -> bool:
-        """Whether every rank computes rows of the same tokens, and all get the outputs of all rows."""
+        """Whether ranks with the same tokens compute disjoint rows and all-gather the outputs."""
         return self.strategy_class is RaggedAllGather
 
     @property
     def sum_axes(self) -> tuple[str, ...]:
-        """The axes over which the outputs of the layer are summed at its end."""
+        """Axes over which the outputs of the layer are all-reduced."""
         return tuple(axis for axis in self.partial_axes if not (self.gathers_rows and axis in self.expert_axes))
 
     def runner(self, num_chunks: int) -> ExpertRunner:
-        """Make the runner of this process.
-
-        Args:
-            num_chunks: parts of the tokens that were asked for.
-
-        Returns:
-            The runner; it has one chunk where nothing travels.
-        """
+        """Make the runner of this process, with `num_chunks` chunks if there is communication to overlap."""
         return MeshExpertRunner(self.strategy_class.dispatcher(self), self.region(), self.num_chunks(num_chunks))
 
     def region(self) -> TensorParallelRegion:
@@ -118,14 +111,7 @@ class DispatchPlan(ExpertLayout):
 
 
 def check_dispatch(dispatch: str) -> None:
-    """Refuse a strategy that does not exist.
-
-    Args:
-        dispatch: as given to `maxmoe.parallelize`.
-
-    Raises:
-        ValueError: with those that exist.
-    """
+    """Raise for an unknown dispatch strategy."""
     if dispatch not in get_args(Dispatch):
         raise ValueError(f"dispatch must be one of {', '.join(map(repr, get_args(Dispatch)))}, got {dispatch!r}")
 
@@ -141,26 +127,11 @@ def plan_dispatch(
     tensor_parallel_axes: tuple[str, ...] = (),
     embed_axes: tuple[str, ...] = (),
 ) -> DispatchPlan:
-    """Plan the dispatch of a layer.
+    """Plan the dispatch of a layer; `stacked` is the sharding of a parameter whose first dim is the expert dim.
 
-    Experts lie on the axes that the rules `exp` and `activation_exp` share. Over those of them that shard the tokens
-    outside of the layer tokens travel.
-
-    Args:
-        layer: of a model.
-        stacked: how a parameter of its experts is sharded whose first dim is that of the experts.
-        mesh: of the ranks.
-        rules: the table.
-        tokens: which axes shard the tokens.
-        dispatch: the strategy, or "auto".
-        tensor_parallel_axes: of its experts.
-        embed_axes: that shard the residual stream which it adds to.
-
-    Returns:
-        The plan.
-
-    Raises:
-        ValueError: if an axis does not divide the experts, or the experts of a rank would not be neighbours.
+    Experts are sharded over the axes that the rules `exp` and `activation_exp` share. Tokens are communicated over
+    those of these axes that shard the tokens outside of the layer. Raises if an axis does not divide the number of
+    experts, or if the experts of a rank would not be consecutive.
     """
     config = layer.config
     local = DispatchPlan(
@@ -202,9 +173,9 @@ def plan_dispatch(
 def _chosen(
     config: MoEConfig, mesh: Mesh, axes: tuple[str, ...], token_axes: tuple[str, ...], embed_axes: tuple[str, ...]
 ) -> tuple[Dispatch, str]:
-    """Choose by the bytes that a rank sends: 2(P-1)TD in a ring, 2K(P-1)TD/P in a ragged all-to-all.
+    """Choose the strategy that sends fewer elements per rank: 2(P-1)TD in a ring, 2K(P-1)TD/P in a ragged all-to-all.
 
-    Where experts lie on axes without other tokens too, a rank sends only those of the K rows whose experts it meets.
+    If experts are sharded over replicated axes as well, a rank sends only the rows whose experts are in its group.
     """
     num_ranks = mesh.size(*token_axes)
     if config.implementation == "dense":

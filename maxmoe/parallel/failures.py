@@ -1,4 +1,4 @@
-"""One error that names the rank that failed first, where other ranks only see a closed connection or a timeout."""
+"""Errors that name the rank that failed first, instead of a closed connection or a timeout on the other ranks."""
 
 import itertools
 import json
@@ -24,10 +24,10 @@ from maxmoe._torch import default_store
 
 T = TypeVar("T")
 
-HEAD_START = 2.0  # seconds that the rank at fault ends before the others: torchrun takes the first for the cause
-HEARTBEATS = 10  # per patience
-LEFT = "left"  # in place of a heartbeat: the rank has left `watch_ranks` without an error
-# Errors of gloo have no class of their own. Most begin with a file name of its sources.
+HEAD_START = 2.0  # seconds for which other ranks wait, because torchrun reports the rank that exits first
+HEARTBEATS = 10  # number of heartbeats per patience
+LEFT = "left"  # value in place of a heartbeat of a rank that has left `watch_ranks` without an error
+# Texts in errors of gloo, which have no class of their own. Most begin with the name of a source file.
 GLOO_ERRORS = ("/gloo/", "Application timeout caused pair closure", "monitoredBarrier")
 
 LIBRARY_FILES = rf"site-packages|^<|/lib/python3|^{re.escape(str(Path(__file__).parents[1]))}/"
@@ -36,29 +36,29 @@ _uses = itertools.count()
 
 
 class RankError(RuntimeError):
-    """Another rank died, hangs or has raised an error."""
+    """Error for the failure of another rank, which died, hangs or has raised an error."""
 
 
 @contextmanager
 def watch_ranks(patience: float = 10.0) -> Iterator[None]:
-    """Name the rank that fails first, on every rank.
+    """Context that raises an error on every rank with the rank that failed first.
 
-    When a rank dies, hangs or raises, torch tells the others that a connection was closed or that a collective timed
-    out. Around a training loop, `watch_ranks` finds the rank at fault and raises a `RankError` with its number and what
-    is known of its failure. A rank that raises keeps its own error. A thread of each rank sends about ten heartbeats
-    per `patience` through the store of torch.distributed; no collective is added.
+    If a rank dies, hangs or raises, torch reports on other ranks that a connection was closed or a collective timed
+    out. Around a training loop, `watch_ranks` finds the rank at fault and raises a `RankError` with its number and the
+    known facts about its failure. A rank that raises keeps its own error. A thread on each rank sends about ten
+    heartbeats per `patience` through the store of torch.distributed; there are no additional collectives.
 
     A rank that hangs is found `patience` seconds after the timeout of the collective that waits for it, see `Mesh`. It
-    cannot be interrupted: its process prints its stack and exits with status 1. A rank that is still at work
-    `patience` seconds after the failure of another one exits likewise. If the store does not answer for `patience`
-    seconds, because its process is stopped, the error names that process.
+    cannot be interrupted, so its process prints its stack and exits with status 1, as does a rank that is still running
+    `patience` seconds after the failure of another rank. If the store does not answer for `patience` seconds, because
+    its process is stopped, the error names that process.
 
     Args:
-        patience: seconds without a heartbeat after which a rank counts as dead, and deadline in seconds for an answer
-            of the store; torchrun waits 30 for all ranks.
+        patience: seconds without a heartbeat after which a rank counts as dead, and timeout in seconds for an answer of
+            the store. torchrun waits 30 seconds for all ranks.
 
     Yields:
-        Nothing. With one rank, `watch_ranks` does nothing.
+        Nothing. With one rank, `watch_ranks` has no effect.
 
     Raises:
         RankError: if another rank failed first.
@@ -86,7 +86,7 @@ def watch_ranks(patience: float = 10.0) -> Iterator[None]:
 
 @contextmanager
 def sigterm_ignored() -> Iterator[None]:
-    """Ignore SIGTERM, which torchrun sends to all ranks as soon as one has ended, while the failure is reported."""
+    """Ignore SIGTERM while the failure is reported: torchrun sends it to all ranks once one rank has ended."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -98,7 +98,7 @@ def sigterm_ignored() -> Iterator[None]:
 
 
 def is_lost_connection(error: BaseException | None) -> bool:
-    """Tell whether an error, or a cause of it, is torch's error for a lost connection or a timeout."""
+    """Return whether an error or one of its causes is torch's error for a lost connection or a timeout."""
     while error is not None:
         if isinstance(error, dist.DistError):
             return True
@@ -109,29 +109,26 @@ def is_lost_connection(error: BaseException | None) -> bool:
 
 
 def place_of(lines: list[tuple[FrameType, int]]) -> str:
-    """Return the innermost line that is neither in a library nor in this package.
-
-    Args:
-        lines: frames and their line numbers, the outermost first. In a traceback, the line number of an entry is not
-            that of its frame: a frame that handles the error, as a `with` statement does, has moved on.
-    """
+    """Return the innermost line that is neither in a library nor in this package; `lines` has the outermost first."""
+    # Line numbers are given separately, because the frame of a traceback entry may have moved on: a frame that handles
+    # the error, as a `with` statement does, is at another line than the one that raised.
     own = [line for line in lines if not re.search(LIBRARY_FILES, line[0].f_code.co_filename)]
     frame, line_number = (own or lines)[-1]
     return f"{frame.f_code.co_filename}:{line_number} in {frame.f_code.co_name}"
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of the message of an error, without the file name that gloo puts before it."""
+    """Return the first line of an error message, without the file name with which messages of gloo begin."""
     lines = str(error).splitlines() or [type(error).__name__]
     return re.sub(r"^\[/\S*/gloo/\S*\] ", "", lines[0])
 
 
 class Failure(NamedTuple):
-    """The failure that all ranks report.
+    """Failure that all ranks report.
 
     Attributes:
-        ranks: the ranks at fault; empty if they are not known.
-        message: names them.
+        ranks: ranks at fault; empty if they are not known.
+        message: description that names the ranks.
     """
 
     ranks: list[int]
@@ -144,47 +141,43 @@ STORE_IS_GONE = Failure([], "the process with the store of torch.distributed die
 class Records:
     """Heartbeats and the failure of all ranks, in the store of torch.distributed.
 
-    Methods that read the store can block without a deadline: `Watch` calls them.
-
-    Args:
-        patience: see `watch_ranks`.
+    Methods that read the store can block without a timeout, so that only `Watch` calls them.
     """
 
     def __init__(self, patience: float) -> None:
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.patience = patience
-        self.answered_at = -float("inf")  # time of the last answer of the store
+        self.answered_at = -float("inf")  # when the store last answered
         self.store: Any = default_store()
         self._prefix = f"maxmoe.watch_ranks/{next(_uses)}"
 
     def connect(self) -> None:
-        """Open a connection for this rank's records: on torch's, a group that is being made may wait for ranks."""
+        """Open a separate connection: on torch's, the creation of a process group may block until all ranks arrive."""
         self.store = PrefixStore(self._prefix, self.store.clone())
 
     def send_heartbeat(self, count: int, place: str) -> None:
-        """Write a heartbeat: a number that differs from the last one, and the line at which the rank is."""
+        """Write a heartbeat: a counter and the line that the rank executes."""
         self.store.set(f"heartbeat/{self.rank}", f"{count} {place}")
 
     def leave(self) -> None:
-        """Record that this rank has ended without an error and sends no more heartbeats."""
+        """Record that this rank has left without an error and sends no more heartbeats."""
         self.store.set(f"heartbeat/{self.rank}", LEFT)
 
     def report(self, ranks: list[int], what: str) -> Failure:
-        """Record the failure of ranks, unless another failure is recorded; return the recorded one."""
+        """Record the failure of ranks unless a failure is recorded already; return the recorded failure."""
         names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else "no rank"
         failure = json.dumps(Failure(ranks, f"{names} of {self.num_ranks} {what}"))
         return Failure(*json.loads(self.store.compare_set("failure", "", failure)))
 
     def failure(self) -> Failure | None:
-        """Return the recorded failure."""
+        """Return the recorded failure, None if there is none."""
         recorded = self._get("failure")
         return Failure(*json.loads(recorded)) if recorded else None
 
     def find_failure(self, place: str) -> Failure:
         """Return the recorded failure, or find the ranks at fault if none is recorded within the patience.
 
-        Args:
-            place: the line at which this rank has lost the others.
+        `place` is the line at which this rank has lost the connection to other ranks.
         """
         self.store.set(f"lost/{self.rank}", place)
         before, end = self._heartbeats(), time.monotonic() + self.patience
@@ -205,7 +198,7 @@ class Records:
         return Failure([], message)
 
     def _ranks_at_fault(self, before: list[str], now: list[str]) -> tuple[list[int], str]:
-        """Return the ranks that have not recorded a lost connection, and what they do instead."""
+        """Return the ranks that have not recorded a lost connection, and a description of their failure."""
         at_work = [rank for rank in range(self.num_ranks) if now[rank] != LEFT and not self._get(f"lost/{rank}")]
         places = {rank: now[rank].partition(" ")[2] for rank in at_work}
         dead = [rank for rank in at_work if now[rank] == before[rank]]
@@ -233,13 +226,10 @@ class Records:
 
 
 class Watch(threading.Thread):
-    """Thread that sends heartbeats, and ends the process if it does not notice the failure of another rank.
+    """Thread that sends heartbeats, and exits the process if it does not notice the failure of another rank.
 
-    It makes all calls on the store, so that the watched thread can give up on them. `TCPStore.set_timeout` is no
-    deadline: while the process with the store is stopped, its sockets are open and the calls wait.
-
-    Args:
-        records: of all ranks.
+    It makes all calls on the store, so that the watched thread can stop waiting for them. `TCPStore.set_timeout` does
+    not suffice: while the process with the store is stopped, its sockets stay open and calls block.
     """
 
     def __init__(self, records: Records) -> None:
@@ -251,18 +241,14 @@ class Watch(threading.Thread):
         self.result: Any = STORE_IS_GONE
 
     def run(self) -> None:
-        """Send heartbeats until `finish`, then make its call."""
+        """Send heartbeats until `finish` is called, then make its last call."""
         with suppress(dist.DistError):  # the process with the store is gone
             self.records.connect()
             self._send_heartbeats()
             self.result = self.last_call()
 
     def finish(self, last_call: Callable[[], T]) -> T | Failure:
-        """Stop the heartbeats and make a last call on the store.
-
-        Returns:
-            What the call returns, or the failure of the store if it does not answer within the patience.
-        """
+        """Stop the heartbeats; return the result of a last call on the store, or a `Failure` if it does not answer."""
         self.last_call = last_call
         self.stopped.set()
         begin, patience = time.monotonic(), self.records.patience
@@ -288,7 +274,7 @@ class Watch(threading.Thread):
         return place_of([*traceback.walk_stack(sys._current_frames()[self.watched])][::-1])
 
     def _exit(self, failure: Failure) -> None:
-        """End the process: the watched thread may be in a call that nothing interrupts."""
+        """Exit the process, because the watched thread may be in a call that cannot be interrupted."""
         message = failure.message
         if self.records.rank in failure.ranks:
             message += "\n" + "".join(traceback.format_stack(sys._current_frames()[self.watched]))

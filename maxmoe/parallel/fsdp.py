@@ -1,4 +1,4 @@
-"""FSDP2 for the `fsdp` axis: torch prefetches the parameters of the next block and frees those of the last one."""
+"""FSDP2 for the `fsdp` axis: prefetches the parameters of the next block and frees those of the previous block."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -16,11 +16,11 @@ SHARD_AXIS, REPLICATE_AXIS = "fsdp", "data"
 
 
 class FSDPManaged(NamedTuple):
-    """The parameters that FSDP2 gathers, and whose gradients it reduces.
+    """Parameters that FSDP2 gathers and whose gradients it reduces.
 
     Args:
-        dims: the dim that FSDP2 shards, by the path of the parameter.
-        axes: over which it reduces gradients; the last one is that over which it gathers parameters.
+        dims: dim that FSDP2 shards, by the path of the parameter.
+        axes: mesh axes over which FSDP2 reduces gradients; it gathers parameters over the last one.
     """
 
     dims: dict[str, int]
@@ -30,22 +30,16 @@ class FSDPManaged(NamedTuple):
 def fsdp_managed(
     parameters: Mapping[str, ParameterSharding], used: Mapping[str, NamedSharding], tokens: ShardedTokens
 ) -> FSDPManaged:
-    """Find the parameters whose `fsdp` axis FSDP2 can manage.
+    """Find the parameters that FSDP2 can shard over `fsdp`; `used` is the sharding in which modules use a parameter.
 
-    FSDP2 shards what other axes leave of a dim, so `fsdp` must be the minor axis of its dim; it gathers the dim over
-    `fsdp`, so no rank may compute with its own part; and it sums gradients over `fsdp`, so the ranks along it must hold
-    different tokens. Where the ranks along `data` hold different tokens too, it
-    runs as HSDP: reduce-scatter over `fsdp`, then all-reduce over `data`. FSDP2 of torch 2.11 does not accept
-    parameters on meshes of more axes than its own: there it manages none.
+    - FSDP2 shards the local shard of other axes, so `fsdp` must be the minor axis of its dim.
+    - FSDP2 gathers over `fsdp`, so no rank may compute with its shard along `fsdp` only.
+    - FSDP2 sums gradients over `fsdp`, so the ranks along `fsdp` must hold different tokens.
 
-    Args:
-        parameters: by path.
-        used: the sharding in which modules compute with each parameter.
-        tokens: the axes that shard the tokens.
-
-    Returns:
-        The parameters and the axes.
+    If the ranks along `data` hold different tokens as well, FSDP2 runs as HSDP: reduce-scatter over `fsdp`, then
+    all-reduce over `data`.
     """
+    # Without DataParallelMeshDims (torch 2.11), FSDP2 rejects parameters on meshes with more axes than its own.
     axes = tuple(axis for axis in (REPLICATE_AXIS, SHARD_AXIS) if axis in tokens.axes)
     if SHARD_AXIS not in axes or not hasattr(fsdp, "DataParallelMeshDims"):
         return FSDPManaged({}, ())
@@ -63,12 +57,7 @@ def fsdp_managed(
 def fully_shard_blocks(module: nn.Module, mesh: Mesh, managed: FSDPManaged) -> None:
     """Apply `torch.distributed.fsdp.fully_shard` to the blocks of a model and then to the rest of it.
 
-    Blocks are the children of its outermost `nn.ModuleList`s. Gradients are sums over the ranks, factor 1.0.
-
-    Args:
-        module: whose parameters are DTensors on the mesh, sharded over all axes but those of FSDP.
-        mesh: of the ranks.
-        managed: from `fsdp_managed`; all other parameters are ignored by FSDP.
+    Parameters that are not in `managed` are ignored by FSDP. Gradients are summed over the ranks, not averaged.
     """
     parameters = dict(module.named_parameters())
     dim_of = {parameters[name]: dim for name, dim in managed.dims.items()}
@@ -78,15 +67,15 @@ def fully_shard_blocks(module: nn.Module, mesh: Mesh, managed: FSDPManaged) -> N
             fsdp_module = fsdp.fully_shard(
                 block,
                 mesh=mesh.device_mesh,
-                # The root module too: parameters that stay gathered after an evaluation are plain tensors, and an
-                # optimizer made then would hold those instead of the shards.
+                # Also for the root module. Otherwise its parameters would stay gathered after an evaluation, as plain
+                # tensors, and an optimizer made then would hold these instead of the shards.
                 reshard_after_forward=True,
                 dp_mesh_dims=fsdp.DataParallelMeshDims(shard=SHARD_AXIS, replicate=managed.axes[:-1] or None),
                 shard_placement_fn=lambda parameter: Shard(dim_of[parameter]),
                 ignored_params=ignored,
             )
-            # FSDP averages by default; the loss is normalised by the global token count already. A factor other than
-            # the group size also needs SUM: gloo has no PREMUL_SUM.
+            # FSDP averages by default, but the loss is already divided by the global number of tokens. A factor other
+            # than the group size needs SUM, because gloo has no PREMUL_SUM.
             fsdp_module.set_gradient_divide_factor(1.0)
             fsdp_module.set_force_sum_reduction_for_comms(True)
 

@@ -11,21 +11,21 @@ from maxmoe._torch import TorchDispatchMode
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """Call `module.reset_parameters`, with the values that one process would draw.
+    """Call `module.reset_parameters` such that the values are those that a single process would draw.
 
-    DTensor draws every shard from the generator of its rank: with equal seeds shards repeat each other, with different
-    ones the copies of a replicated parameter differ. Here each rank draws the whole parameter and keeps its part, one
-    parameter at a time. Seed all ranks alike.
+    DTensor draws each shard from the generator of its rank: with equal seeds, shards repeat each other; with different
+    seeds, the copies of a replicated parameter differ. Here, each rank draws the global parameter and keeps its shard,
+    one parameter at a time. All ranks must have the same seed.
 
     Args:
-        module: with a method `reset_parameters`; sharded, not on the meta device any more (`to_empty`).
+        module: sharded module with a method `reset_parameters`, with allocated parameters (`to_empty`).
     """
     with _DrawnWhole():  # type: ignore[no-untyped-call]
         module.reset_parameters()  # type: ignore[operator]
 
 
 class _DrawnWhole(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """In it, an in-place random operator on a DTensor fills a whole tensor first."""
+    """Mode in which an in-place random operator on a DTensor draws the global tensor and keeps the local shard."""
 
     def __torch_dispatch__(
         self,

@@ -1,4 +1,4 @@
-"""The check that all ranks give a parallelized module inputs that require a gradient, or none does."""
+"""Check that an input of a parallelized module requires a gradient on all ranks or on none."""
 
 import inspect
 from typing import Any
@@ -15,14 +15,10 @@ from maxmoe.sharding.not_compiled import not_compiled
 
 
 class InputGradientCheck:
-    """A forward pre-hook of the module that is parallelized.
+    """Forward pre-hook that raises if an input requires a gradient on some ranks only.
 
-    The backward of an input has collectives of its own. If an input requires a gradient on some ranks only, these ranks
-    wait for the others until the timeout. Modules without floating-point inputs, such as language models, communicate
-    nothing here.
-
-    Args:
-        mesh: the mesh of the module.
+    The gradient of an input has collectives of its own. The ranks on which it is required would wait for the other
+    ranks until the timeout. Without floating-point inputs, as in language models, the hook does not communicate.
     """
 
     def __init__(self, mesh: Mesh) -> None:

@@ -1,4 +1,4 @@
-"""Running a module on a mesh: every rank its own tokens, which travel to experts; other parameters are gathered."""
+"""`parallelize`: run a module on a mesh, with tokens dispatched to experts and all other parameters gathered."""
 
 import warnings
 from collections.abc import Collection
@@ -35,54 +35,55 @@ def parallelize(
     strict: bool = False,
     allow_unused: bool = False,
 ) -> nn.Module:
-    """Shard the parameters of a module, and let it run on every rank's own tokens.
+    """Shard the parameters of a module and register the hooks with which it runs on each rank's tokens.
 
-    Afterwards the module takes and returns plain tensors: the sequences that the axes of `activation_batch` give this
-    rank, or the parts of them that those of `activation_length` give it; see `token_sharding`. Ranks that differ on
-    other axes hold the same tokens. Parameters and their gradients are DTensors: make the optimizer afterwards. Each
-    rank calls backward on its part of the loss plus the auxiliary loss, which is global: the gradients are those of the
-    sum of the parts, and of the auxiliary loss once.
+    Afterwards, the module takes and returns plain tensors with the tokens of this rank. The batch is sharded over the
+    axes of the rule `activation_batch`, the sequence over those of `activation_length`, see `token_sharding`. Ranks
+    that differ on other axes only hold the same tokens. Parameters and gradients are DTensors, so the optimizer must be
+    made afterwards. Each rank calls backward on its summand of the loss plus the global auxiliary loss. The gradients
+    are those of the sum over the ranks, in which the auxiliary loss counts once.
 
-    Experts stay on the axes that the rules `exp` and `activation_exp` share, and tokens travel over those of them that
-    shard the tokens, as `dispatch` says. All other parameters are gathered before the forward of their FSDP unit,
-    freed after it, gathered again in the backward, and their gradients are reduce-scattered. Where it can, FSDP2 does
-    that for the `fsdp` axis, block by block; see `fsdp_managed`. Modules with tensor-parallel dims compute with their
-    own part of the weights and all-reduce their output. Where the rules shard `activation_embed`, so is a
-    `ResidualStream`. What modules declare for all this is in `Declaration`.
+    Experts are sharded over the axes that the rules `exp` and `activation_exp` share. Tokens are dispatched over those
+    of these axes that shard the tokens. All other parameters are all-gathered before the forward of their FSDP unit,
+    freed after it and gathered again in the backward; their gradients are reduce-scattered. FSDP2 manages the `fsdp`
+    axis, block by block, for parameters that it can shard. Modules with tensor-parallel dims compute with their shard
+    of the weights and all-reduce their output. If the rules shard `activation_embed`, a `ResidualStream` is sharded as
+    well. Modules declare all this in `Declaration`.
 
-    Use ``maxmoe.mean_over_tokens(losses, tokens=token_group(mesh, rules))`` for the loss: a mean over the tokens of
-    this rank alone, as under DDP and FSDP, gives gradients too large by the number of ranks that hold other tokens.
+    Use ``maxmoe.mean_over_tokens(losses, tokens=token_group(mesh, rules))`` for the loss. With a mean over the tokens
+    of this rank only, as under DDP and FSDP, gradients are too large by the number of ranks with different tokens.
 
-    A floating-point input of the module must require a gradient on all ranks or on none: otherwise the forward raises a
+    A floating-point input of the module must require a gradient on all ranks or on none; otherwise the forward raises a
     ValueError on every rank.
 
-    Compute losses from what modules return. Do not backpropagate from tensors captured by forward hooks: the gathered
-    weights are freed.
+    Compute losses from the outputs of modules. Do not backpropagate from tensors captured by forward hooks, because
+    the gathered weights are freed.
 
     Args:
-        module: with logical names, see `Declaration`.
-        mesh: of the ranks.
-        rules: the table, or the name of a preset.
-        dispatch: how tokens reach experts on other ranks. "ring_of_experts": every rank gets all tokens and computes
-            those of its experts. "ragged_all_to_all": every rank gets the rows of its experts. "auto": the one of the
-            two that moves fewer bytes. "gather_weights": tokens stay, every rank gathers all experts.
-        num_chunks: parts of the tokens of a MoE layer, of which one is communicated while another is computed; where
-            nothing travels there is one. With `buffer_factor` each part has its bound.
-        recompute: names of the parts that are computed again in the backward, see `maxmoe.set_recompute`; None for
-            those that the module recomputes already.
-        strict: see `parameter_shardings`.
-        allow_unused: accept mesh axes that no rule has, and rules with names or axes that nothing else has; they have
-            no effect, and most are typos.
+        module: module whose parameters have logical names, see `Declaration`.
+        mesh: mesh on which the module runs.
+        rules: rules that map logical names to mesh axes, or the name of a preset.
+        dispatch: strategy for experts on other ranks. With "ring_of_experts", each rank receives all tokens and
+            computes those of its experts. With "ragged_all_to_all", each rank receives the rows of its experts. "auto"
+            takes the one of the two that communicates fewer bytes. With "gather_weights", tokens are not communicated
+            and each rank gathers all experts.
+        num_chunks: number of chunks of the tokens of a MoE layer; one chunk is communicated while another is computed.
+            Layers that do not communicate tokens have one chunk. The bound of `buffer_factor` is per chunk.
+        recompute: names of the parts that are recomputed in the backward, see `maxmoe.set_recompute`; None to keep the
+            setting of the module.
+        strict: raise for names without rules, parameters without names, and dims that their axes do not divide.
+        allow_unused: accept names without effect, most of which are typos: mesh axes that no rule has, and rules with
+            names or axes that nothing else has.
 
     Returns:
-        The module.
+        `module`.
 
     Raises:
-        TypeError: for a mesh that is none of `maxmoe.sharding`.
-        ValueError: as `shard_parameters` and `set_recompute`; for another dispatch or num_chunks; for a MoE layer with
-            adapters around its parts; if the axes of the experts do not divide them; if the rules shard sequences that
-            a layer needs whole; on every rank, if meshes, modules, their parameters, rules, dispatch, num_chunks or
-            recompute differ between ranks.
+        TypeError: if `mesh` is not a `maxmoe.sharding.Mesh`.
+        ValueError: as `shard_parameters` and `set_recompute`; for an unknown dispatch or an invalid num_chunks; for a
+            MoE layer with adapters around its parts; if the axes of the experts do not divide their number; if the
+            rules shard sequences that a layer needs whole; on every rank, if meshes, modules, parameters, rules,
+            dispatch, num_chunks or recompute differ between ranks.
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a maxmoe.sharding.Mesh, got {type(mesh).__name__}")
@@ -102,6 +103,7 @@ def parallelize(
     plan = Plan(module, mesh, rules, strict=strict, allow_unused=allow_unused, dispatch=dispatch)
     check_plan(plan, num_chunks)
     set_recompute(module, recompute)
+    # Without the axes of FSDP2, which shards the parameters over them in `fully_shard_blocks`.
     distribute_parameters(module, {name: parameter.unsharded for name, parameter in plan.parameters.items()})
     for child in plan.modules.values():
         if declaration_of(child).uses_token_group:
@@ -113,7 +115,7 @@ def parallelize(
 
 
 def _facts(module: nn.Module, rules: LogicalRules) -> dict[str, str]:
-    """What the collectives of a parallelized module depend on."""
+    """Return the settings on which the collectives of a parallelized module depend."""
     facts = {"the rules": repr(rules)}
     for path, child in module.named_modules():
         facts[f"the module {path or '(root)'}"] = f"{type(child).__name__}({child.extra_repr()})"
@@ -123,7 +125,7 @@ def _facts(module: nn.Module, rules: LogicalRules) -> dict[str, str]:
 
 
 def _check_adapters(module: nn.Module) -> None:
-    """Refuse layers whose parts compute with other parameters than they declare: those of LoRA lie beside them."""
+    """Raise for MoE layers whose parts have adapters such as LoRA, whose parameters are not declared."""
     for path, layer in module.named_modules():
         for name, part in layer.named_children() if isinstance(layer, MoE) else ():
             if not isinstance(part, Router | Experts | SharedExperts):
@@ -134,15 +136,7 @@ def _check_adapters(module: nn.Module) -> None:
 
 
 def check_plan(plan: Plan, num_chunks: int) -> None:
-    """Check that the modules can compute with the tokens that the plan gives to a rank.
-
-    Args:
-        plan: of the model.
-        num_chunks: number of parts of the tokens of a MoE layer.
-
-    Raises:
-        ValueError: for less than one chunk, and for layers that need whole sequences.
-    """
+    """Raise for layers that need whole sequences if these are sharded or chunked, and for an invalid `num_chunks`."""
     _check_whole_sequences(plan)
     if not isinstance(num_chunks, int) or num_chunks < 1:
         raise ValueError(f"num_chunks must be a positive int, got {num_chunks!r}")
@@ -173,6 +167,6 @@ def _check_whole_sequences(plan: Plan) -> None:
 
 
 def _may_mix_tokens(module: nn.Module) -> bool:
-    """Whether nothing is known of a module: layers of torch without a declaration compute each token by itself."""
+    """Return whether a module without declaration may mix tokens: layers of torch do not, except attention."""
     is_of_torch = type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.MultiheadAttention)
     return declaration_of(module) is NOTHING and not is_of_torch

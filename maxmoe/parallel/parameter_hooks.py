@@ -1,9 +1,18 @@
-"""The hooks of a FSDP unit: gather parameters before its forward, free them after it, refill them for its backward.
+"""Hooks of a FSDP unit: gather parameters before its forward, free them after it, refill them before its backward.
 
-Autograd does not save the gathered parameter itself but tensors and views that share its storage; see `FreedStorage`.
+Autograd saves tensors and views that share the storage of a gathered parameter. The storage is freed, not the tensors;
+see `FreedStorage`.
 
-Do not backpropagate from tensors captured by forward hooks inside the unit: the storage is refilled when the backward
-reaches an output of the unit, and such a tensor leads to the freed parameters without passing one.
+The order of events for one unit is
+
+1. forward pre-hook: all-gather, and the gathered tensors replace the DTensors as attributes;
+2. forward of the unit;
+3. forward hook: the DTensors are put back, the gathered storages freed, tensor hooks registered on the outputs;
+4. tensor hook, when the backward reaches an output: all-gather again into the storages;
+5. backward of the unit and, for each parameter, of its all-gather in step 1, which reduces the gradient.
+
+Do not backpropagate from tensors captured by forward hooks inside the unit: such a backward reaches the freed
+parameters without passing an output of the unit, so that step 4 is skipped.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,14 +32,11 @@ from maxmoe.sharding.redistribute import redistribute_parameter
 
 
 class ParameterHooks:
-    """Gathers the parameters of one FSDP unit for as long as its forward or its backward runs.
-
-    Args:
-        parameters: plans of the parameters of the unit, by their path within it.
+    """Keeps the parameters of one FSDP unit gathered during its forward and its backward.
 
     Attributes:
-        stored: the parameters as the optimizer holds them, by the path in the model; empty until all hooks and FSDP
-            are registered. FSDP replaces a parameter by another object while it is unsharded.
+        stored: parameters that the optimizer holds, by their path in the model. Set after FSDP has been applied: FSDP
+            replaces a parameter by another object while it is unsharded.
     """
 
     def __init__(self, parameters: Mapping[str, ParameterPlan]) -> None:
@@ -41,15 +47,17 @@ class ParameterHooks:
         self._unsharded: list[tuple[Tensor, ParameterVersion]] = []
 
     def register(self, unit: nn.Module) -> None:
-        """Install the hooks."""
+        """Register the hooks on a unit."""
         unit.register_forward_pre_hook(self._gather)
-        # always_call: the DTensors must be back in their place after a forward that raised, too.
+        # always_call, so that the DTensors are put back after a forward that raised as well.
         unit.register_forward_hook(self._free, always_call=True)
 
     @not_compiled
     def _gather(self, unit: nn.Module, _arguments: tuple[Any, ...]) -> None:
-        """Put gathered plain tensors in the place of the DTensor parameters."""
-        tensors: dict[int, Tensor] = {}  # a parameter that children of the unit share is gathered once
+        """Replace the DTensor parameters by gathered plain tensors."""
+        # By id of the parameter, so that a parameter that several children share is gathered once. All ranks gather in
+        # the order of the plans.
+        tensors: dict[int, Tensor] = {}
         for path, plan in self._plans.items():
             prefix, _, name = path.rpartition(".")
             owner = unit.get_submodule(prefix)
@@ -68,7 +76,7 @@ class ParameterHooks:
 
     @not_compiled
     def _free(self, _unit: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
-        """Put the DTensors back, free the gathered ones and refill them when the backward reaches an output."""
+        """Put the DTensors back, free the gathered tensors, and refill them when the backward reaches an output."""
         while self._replaced:
             owner, name, parameter = self._replaced.pop()
             put_in_place(owner, name, parameter)
@@ -82,9 +90,11 @@ class ParameterHooks:
         def refill(_gradient: Tensor) -> None:
             for tensor, version in unsharded:
                 if version.is_outdated:
-                    # Autograd has saved tensors that share memory with the local tensor or with what FSDP gathers, and
-                    # sees no operator on the DTensor modify them. Now it raises for those that the backward needs.
+                    # Autograd has saved tensors that share memory with the local tensor or with FSDP's unsharded
+                    # parameter, and does not see that the optimizer modified them through the DTensor. With the version
+                    # incremented, it raises for those that the backward needs.
                     increment_version(tensor)
+            # Each output calls this. The first call fills the storages, later ones find them filled.
             for parameter in gathered:
                 parameter.refill()
 
@@ -96,12 +106,7 @@ class ParameterHooks:
 
 
 class ParameterVersion:
-    """The state of a parameter in the forward, to be compared in the backward.
-
-    Args:
-        name: path of the parameter in the model.
-        parameter: as the optimizer holds it.
-    """
+    """Version of a parameter in the forward, to check in the backward that it has not been modified."""
 
     def __init__(self, name: str, parameter: Tensor) -> None:
         self.name = name
@@ -110,25 +115,19 @@ class ParameterVersion:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the parameter has been modified since."""
+        """Whether the parameter has been modified since the forward."""
         return _versions(self._parameter) != self._versions
 
 
 @torch.no_grad()
 def _versions(parameter: Tensor) -> tuple[int, int]:
-    """Return the version of a DTensor, and that of its local tensor: optimizers modify either in place."""
+    """Return the versions of a DTensor and of its local tensor, because optimizers modify either in place."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return version_of(parameter), version_of(local)
 
 
 class GatheredParameter:
-    """A gathered parameter whose storage is freed between forward and backward.
-
-    Args:
-        tensor: the gathered parameter; nothing else may need its storage.
-        gather: gathers the same tensor again.
-        version: of the parameter that was gathered.
-    """
+    """A gathered parameter whose storage is freed between forward and backward; `gather` gathers it again."""
 
     def __init__(self, tensor: Tensor, gather: Callable[[], Tensor], version: ParameterVersion) -> None:
         self._storage = FreedStorage(tensor)
@@ -141,11 +140,8 @@ class GatheredParameter:
 
     @torch.no_grad()
     def refill(self) -> None:
-        """Gather again, if the storage is needed and empty.
-
-        Raises:
-            RuntimeError: on all ranks alike, before the all-gather, if the values of the forward are gone.
-        """
+        """Gather the parameter again if its storage is freed and still referenced."""
+        # Both conditions are equal on all ranks, so that either all ranks run the all-gather or all raise before it.
         if not self._storage.is_needed:
             return
         if self._version.is_outdated:
@@ -157,9 +153,9 @@ class GatheredParameter:
 
 
 def _gathered_tensor(parameter: DTensor, plan: ParameterPlan) -> Tensor:
-    # FSDP2 refills its unsharded parameters when the backward reaches the output of its module. Tensor hooks run in the
-    # order of their registration, and those of this file come first: on the output of the whole model, which is one
-    # FSDP module and may be one FSDP unit, FSDP has not gathered yet, and the parameter is found as it is stored.
+    # FSDP2 gathers its parameters when the backward reaches the output of its module. Tensor hooks run in the order of
+    # registration, and those of this file are registered first. The output of the whole model is both that of a FSDP2
+    # module and possibly that of a FSDP unit: here, FSDP2 has not gathered yet, and the parameter is still sharded.
     is_unsharded = parameter.placements == plan.unsharded.placements
     source = plan.unsharded if is_unsharded else plan.stored
     return redistribute_parameter(
@@ -168,7 +164,7 @@ def _gathered_tensor(parameter: DTensor, plan: ParameterPlan) -> Tensor:
 
 
 def _gather_again(owner: nn.Module, name: str, plan: ParameterPlan) -> Callable[[], Tensor]:
-    # The parameter is looked up anew: FSDP replaces it between its sharded and its unsharded state.
+    # The parameter is looked up again, because FSDP has replaced it by its sharded or unsharded state in between.
     return lambda: _gathered_tensor(_parameter(owner, name), plan)
 
 

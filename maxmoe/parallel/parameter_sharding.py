@@ -1,4 +1,4 @@
-"""The parameters of a module, each with its logical names and the sharding that the rules give it on a mesh."""
+"""Shardings of the parameters of a module, from their logical names and the rules."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ Names = tuple[str | None, ...]
 
 @dataclass(frozen=True)
 class ParameterSharding:
-    """How a parameter is sharded, and why.
+    """Sharding of a parameter and the names and axes that it follows from.
 
     Args:
-        names: the logical name of each dim; None for a parameter without names, which is replicated.
-        shape: of the parameter over all ranks.
-        dtype: of the parameter.
-        requested: the axes that the rules give, whatever mesh and shape.
-        sharding: what is left of them on the mesh, for the shape.
-        dropped: the axes that are not left, and why.
+        names: logical name of each dim; None for a parameter without names, which is replicated.
+        shape: global shape of the parameter.
+        dtype: dtype of the parameter.
+        requested: partition spec that the rules give, independent of mesh and shape.
+        sharding: sharding on the mesh, with the axes of `requested` that can shard the shape.
+        dropped: axes of `requested` that were dropped, with the reason.
     """
 
     names: Names | None
@@ -42,13 +42,14 @@ def logical_names(module: nn.Module) -> dict[str, Names]:
     """Collect the logical names that a module and its descendants declare; see `Declaration`.
 
     Args:
-        module: any module.
+        module: module to inspect.
 
     Returns:
-        The names by the path of the parameter, one per dim.
+        Logical name of each dim, by the path of the parameter.
 
     Raises:
-        ValueError: for names of a parameter that is not there, that are not one per dim, or that are of activations.
+        ValueError: for names of an unknown parameter, a number of names other than the number of dims, and names of
+            activations.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     collected: dict[str, Names] = {}
@@ -74,7 +75,7 @@ def _check(names: Names, parameter: nn.Parameter, name: str) -> None:
 
 
 def _is_optional(owner: nn.Module, name: str) -> bool:
-    """Whether `name` is the path of a parameter, or in a child, that this instance has set to None."""
+    """Return whether a part of the path `name` is None in this module, as for an optional parameter or child."""
     value: object = owner
     for part in name.split("."):
         if not hasattr(value, part):
@@ -86,7 +87,7 @@ def _is_optional(owner: nn.Module, name: str) -> bool:
 
 
 def declared_names(module: nn.Module) -> Iterator[str]:
-    """Yield all logical names that a module and its descendants declare, those of activations too."""
+    """Yield all logical names that a module and its descendants declare, including names of activations."""
     for owner in module.modules():
         declaration = declaration_of(owner)
         saved = declaration.saved_tensors(1, 1) if declaration.saved_tensors else {}
@@ -97,25 +98,26 @@ def declared_names(module: nn.Module) -> Iterator[str]:
 
 
 def tensor_parallel_activation(name: str) -> str:
-    """Return the name of the activations that a tensor-parallel dim of weights makes."""
+    """Return the logical name of the activation dim that a tensor-parallel dim of weights produces."""
     return {"q_heads": "activation_heads"}.get(name, f"activation_{name}")
 
 
 def parameter_shardings(
     module: nn.Module, mesh: Mesh, rules: LogicalRules, *, strict: bool = False, allow_unused: bool = False
 ) -> dict[str, ParameterSharding]:
-    """Find the sharding of every parameter.
+    """Compute the sharding of every parameter of a module.
 
     Args:
-        module: with logical names, see `Declaration`; may be on the meta device.
-        mesh: planned or not.
-        rules: the table.
-        strict: unknown and missing names and dims that do not divide are errors; otherwise their dims are not sharded.
+        module: module whose parameters have logical names, see `Declaration`; may be on the meta device.
+        mesh: mesh on which parameters are sharded; may be planned.
+        rules: rules that map logical names to mesh axes.
+        strict: raise for names without rules, parameters without names, and dims that their axes do not divide;
+            otherwise these dims are not sharded.
         allow_unused: accept mesh axes that no rule has, and rules with names or axes that nothing else has; otherwise
-            they are errors, see `check_used`.
+            raise, see `check_used`.
 
     Returns:
-        By the path of the parameter, in the order of `named_parameters`; a shared parameter once.
+        Sharding by the path of the parameter, in the order of `named_parameters`; shared parameters are listed once.
 
     Raises:
         ValueError: as `logical_names`; unless allow_unused, as `check_used`; if strict, as `logical_to_mesh_axes` and

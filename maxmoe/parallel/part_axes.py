@@ -40,17 +40,10 @@ def part_axes(names: tuple[str, ...], mesh: Mesh, rules: LogicalRules, tokens: S
 def tensor_parallel_axes(
     unit: nn.Module, parameters: Sequence[ParameterSharding], rules: LogicalRules, tokens: ShardedTokens
 ) -> tuple[str, ...]:
-    """Find the axes over which a module computes parts of its tensor-parallel dims.
+    """Return the axes over which a module computes parts of its tensor-parallel dims; none without such dims.
 
-    Args:
-        unit: the module.
-        parameters: that it gathers.
-        rules: the table.
-        tokens: the axes that shard the tokens.
-
-    Returns:
-        The axes on which the rules put the weights and the activations of all these dims, along which all ranks hold
-        the same tokens, and whose sizes divide the numbers of parts; none for a module without such dims.
+    To these axes, the rules map both the weights and the activations of all these dims. All ranks along them hold the
+    same tokens, and the product of their sizes divides the number of parts of each dim.
     """
     dims, mesh = declaration_of(unit).tensor_parallel_dims, tokens.mesh
     specs = [
@@ -61,7 +54,7 @@ def tensor_parallel_axes(
     ]
     candidates = [activation_parts(name, rules, tokens).computed for name in dims]
     chosen: list[str] = []
-    for axis in specs[0] if specs else ():  # in the order of the weights, which are then sliced by no other order
+    for axis in specs[0] if specs else ():  # in the order of the weights, which are sharded in this order
         is_common = all(axis in axes for axes in (*specs, *candidates))
         if is_common and all(parts % mesh.size(*chosen, axis) == 0 for parts in dims.values()):
             chosen.append(axis)

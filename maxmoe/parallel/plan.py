@@ -1,4 +1,4 @@
-"""What `parallelize` does with every parameter: how it is stored, who gathers it, who reduces its gradient."""
+"""Plan of `parallelize`: how each parameter is stored and gathered, and how its gradient is reduced."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,23 +22,24 @@ from maxmoe.sharding.rules import LogicalRules
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """A parameter, from how it is stored to how it is used, and its gradient back.
+    """Shardings of a parameter from storage to use, and of its gradient back.
 
         value:     stored -- FSDP --> unsharded -- FSDP unit --> used
         gradient:  grad_used -- FSDP unit --> grad_unsharded -- FSDP --> stored
 
-    Without FSDP, `unsharded` is `stored` and `grad_unsharded` is no partial sum.
+    Without FSDP, `unsharded` is `stored` and `grad_unsharded` is not partial.
 
     Args:
-        name: its path in the model.
-        parameter: names, shape, dtype and the sharding in which it is stored.
-        unsharded: when the forward of the FSDP unit begins; FSDP's unsharded parameter.
-        used: in the forward of the FSDP unit: sharded over tensor-parallel axes, and those over which experts lie.
-        grad_used: in the backward of the FSDP unit: partial over the axes whose ranks hold different tokens, or
-            compute different parts.
-        grad_unsharded: when the FSDP unit has reduced it: partial over the axes of FSDP.
-        fsdp_unit: path of the module that gathers it; "" for the whole model.
-        fsdp_block: path of the block with which FSDP gathers it, "" for the rest of the model; None without FSDP.
+        name: path of the parameter in the model.
+        parameter: logical names, shape, dtype and stored sharding of the parameter.
+        unsharded: sharding before the forward of the FSDP unit; that of FSDP's unsharded parameter.
+        used: sharding in the forward of the FSDP unit, over tensor-parallel axes and the axes of experts only.
+        grad_used: sharding of the gradient in the backward of the FSDP unit: partial over the axes whose ranks hold
+            different tokens or compute different parts.
+        grad_unsharded: sharding of the gradient after the reduction by the FSDP unit: partial over the axes of FSDP.
+        fsdp_unit: path of the module that gathers the parameter; "" for the whole model.
+        fsdp_block: path of the block with which FSDP gathers the parameter, "" for the rest of the model; None without
+            FSDP.
     """
 
     name: str
@@ -52,27 +53,27 @@ class ParameterPlan:
 
     @property
     def stored(self) -> NamedSharding:
-        """The sharding between steps, in checkpoints and in the optimizer."""
+        """Sharding between steps, in checkpoints and in the optimizer."""
         return self.parameter.sharding
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the FSDP unit has anything to gather."""
+        """Whether the FSDP unit gathers the parameter."""
         return self.unsharded != self.used
 
     def bytes(self, sharding: NamedSharding) -> int:
-        """Compute the bytes of every rank's part in a sharding."""
+        """Compute the number of bytes of each rank's shard of the parameter in a sharding."""
         return sharding.bytes(self.parameter.shape, self.parameter.dtype)
 
 
 class ResidualPart(NamedTuple):
-    """Modules at a residual stream that is sharded along the hidden dim; see `ResidualStream`.
+    """Reader and writer of a residual stream that is sharded along the hidden dim; see `ResidualStream`.
 
     Args:
-        axes: that shard the stream.
-        hidden_size: D.
-        reader: path of the module that reads it, None where the stream begins.
-        writer: path of the module that adds to it, None where the stream ends.
+        axes: mesh axes that shard the stream.
+        hidden_size: D, hidden size of the stream.
+        reader: path of the module that reads the stream; None where the stream begins.
+        writer: path of the module that adds to the stream; None where the stream ends.
     """
 
     axes: tuple[str, ...]
@@ -82,31 +83,31 @@ class ResidualPart(NamedTuple):
 
     @property
     def partial_axes(self) -> tuple[str, ...]:
-        """The axes over which the gradient of what is read is a partial sum."""
+        """Axes over which the gradient of the reader's input is a partial sum."""
         return () if self.writer is None else self.axes
 
 
 class Plan:
-    """What `parallelize` does with a module; `maxmoe.planning` reads it too.
+    """Plan of the parameters, FSDP units and MoE layers of a module for `parallelize` and `maxmoe.planning`.
 
     Args:
-        module: not parallelized yet.
-        mesh: of the ranks, planned or not.
-        rules: the table.
-        strict: see `parameter_shardings`.
-        allow_unused: see `parameter_shardings`.
-        dispatch: how tokens reach experts on other ranks.
+        module: module that is not parallelized yet.
+        mesh: mesh on which the module runs; may be planned.
+        rules: rules that map logical names to mesh axes.
+        strict: raise for names without rules, parameters without names, and dims that their axes do not divide.
+        allow_unused: accept names of mesh and rules that have no effect.
+        dispatch: dispatch strategy for experts on other ranks, or "auto".
 
     Attributes:
-        dispatch_plans: of the MoE layers, by path.
-        dispatch_of_experts: the same by the module of the routed experts.
-        residual_parts: that read a sharded residual stream, and write to it.
-        axes_of_tokens: for names of activations, the axes of their rules over which no rank computes parts of them,
-            because they shard the tokens.
-        reduced_by_layer: tensor-parallel modules whose partial outputs are summed by the MoE layer around them.
+        dispatch_plans: dispatch plans of the MoE layers, by path.
+        dispatch_of_experts: dispatch plans, by the module of the routed experts.
+        residual_parts: readers and writers of sharded residual streams.
+        axes_of_tokens: for each name of an activation dim, the axes of its rule that do not shard the dim, because they
+            shard the tokens.
+        reduced_by_layer: tensor-parallel modules whose partial outputs the MoE layer around them sums.
 
     Raises:
-        ValueError: as `parameter_shardings` and `plan_dispatch`.
+        ValueError: as `parameter_shardings`; if an axis of the experts does not divide their number.
     """
 
     def __init__(
@@ -199,14 +200,15 @@ class Plan:
             raise ValueError(f"{path or 'the layer'}: {error}") from None
         shared = layer.shared_experts
         of_shared = None if shared is None else set(self.tensor_parallel_axes[shared])
-        # One reduction for both, if both take the same part in it: of the input's gradient and of the output.
+        # Routed and shared experts share one all-reduce of the input's gradient and one of the output, if they are
+        # partial over the same axes.
         return replace(plan, shared_is_partial=of_shared == set(plan.partial_axes) == set(plan.sum_axes))
 
     def _used(self, unit: nn.Module, parameter: ParameterSharding) -> NamedSharding:
         """Return the sharding in which a FSDP unit computes with a parameter.
 
-        Not what is left of the stored sharding: a rule may put a tensor-parallel axis on another dim of a parameter
-        that lacks the tensor-parallel dim, such as a bias, and every rank needs this dim whole.
+        It is not the stored sharding without gathered axes: a rule may map a tensor-parallel axis to another dim of a
+        parameter without the tensor-parallel dim, such as a bias, and every rank needs this dim whole.
         """
         dims, experts = declaration_of(unit).tensor_parallel_dims, self.expert_axes(unit)
         names = parameter.names or (None,) * len(parameter.shape)
@@ -233,7 +235,8 @@ class Plan:
             fsdp_axes = self.fsdp_managed.axes if name in self.fsdp_managed.dims else ()
             unsharded, used = shardings[name].sharding.without(*fsdp_axes), used_shardings[name]
             sharded = {axis for axes in used.spec for axis in axes}
-            # Every rank along a tensor-parallel axis has the whole gradient of what is added to the sum.
+            # A parameter that one rank adds to the output is zero on the others, a partial sum. Every rank along a
+            # tensor-parallel axis has its whole gradient, which must not be summed.
             added = tensor_parallel if path in declaration_of(unit).added_to_output else ()
             if sharded.intersection(added):
                 raise ValueError(
@@ -258,48 +261,44 @@ class Plan:
             )
 
     def expert_axes(self, module: nn.Module) -> tuple[str, ...]:
-        """Return the axes over which the experts of a module lie; none for a module without experts."""
+        """Return the axes over which the experts of a module are sharded; none for a module without experts."""
         plan = self.dispatch_of_experts.get(module)
         return () if plan is None else plan.expert_axes
 
     def layer(self, path: str) -> MoE:
-        """Return the Mixture-of-Experts layer at a path."""
+        """Return the MoE layer at a path."""
         layer = self.modules[path]
         assert isinstance(layer, MoE)
         return layer
 
     def is_recomputed(self, path: str) -> bool:
-        """Return whether the module at a path runs again in the backward."""
+        """Return whether the module at a path is recomputed in the backward."""
         module = self.modules[path]
         return isinstance(module, Checkpointed) and module.is_recomputed
 
     def recomputed_by(self, path: str) -> str | None:
-        """Return the innermost module at or around a path that runs again in the backward; None without one."""
+        """Return the path of the innermost recomputed module that is or contains the module at a path, or None."""
         return next(filter(self.is_recomputed, enclosing(path)), None)
 
 
 def enclosing(path: str) -> list[str]:
-    """List the paths of a module and of all modules around it, the innermost first."""
+    """Return the paths of a module and of all modules that contain it, the innermost first."""
     parts = path.split(".") if path else []
     return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
 
 
 def fsdp_units(module: nn.Module) -> dict[nn.Module, dict[str, str]]:
-    """Assign every parameter to the module that gathers it; see `Declaration`.
+    """Assign every parameter to the module that gathers it, see `Declaration`.
 
-    Args:
-        module: the whole model.
-
-    Returns:
-        For each gathering module, by the path of a parameter within it, the path within the model; of a shared
-        parameter the first one.
+    For each gathering module, returns the path of each parameter in the model, by its path in the gathering module. For
+    a shared parameter, the path in the model is its first one.
     """
     first_path = {parameter: name for name, parameter in module.named_parameters()}
     units: dict[nn.Module, dict[str, str]] = {}
 
     def visit(owner: nn.Module, unit: nn.Module | None, path: str) -> None:
         declaration = declaration_of(owner)
-        # A module that runs again by itself in the backward gathers what it needs then.
+        # A recomputed module runs alone in the backward, so it must gather its parameters itself.
         if declaration.fsdp_unit or declaration.tensor_parallel_dims or isinstance(owner, Checkpointed):
             unit, path = owner, ""
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""Turning the parameters of a module into DTensors."""
+"""Conversion of the parameters of a module to DTensors."""
 
 import functools
 from collections.abc import Mapping
@@ -14,32 +14,34 @@ from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.rules import LogicalRules
 
-# The attribute of a parameter that a DTensor has replaced: its path.
+# Name of the attribute with the path of a parameter, set on parameters that DTensors have replaced.
 REPLACED = "replaced_by_shard_of"
 
 
 def shard_parameters(
     module: nn.Module, mesh: Mesh, rules: LogicalRules, *, strict: bool = False, allow_unused: bool = False
 ) -> dict[str, ParameterSharding]:
-    """Make every parameter of a module a DTensor on a mesh, sharded as the rules say.
+    """Replace every parameter of a module by a DTensor that is sharded by the rules.
 
-    Parameters on the meta device stay there with the shape of their shard: `to_empty` then allocates nothing more, and
-    values come from a checkpoint or `reset_parameters`. All others must be whole on every rank; they are broadcast from
-    the first rank, one at a time, and sharded. Their `.grad` is dropped. Make the optimizer afterwards: `step` raises
-    RuntimeError in one that holds the parameters from before.
+    Parameters on the meta device stay there with the shape of their shard: `to_empty` then allocates the shards only,
+    and values come from a checkpoint or `reset_parameters`. Other parameters must be whole on every rank. They are
+    broadcast from the first rank and sharded, one at a time. Their `.grad` is dropped. The optimizer must be made
+    afterwards; `step` of an optimizer with the previous parameters raises a RuntimeError.
 
     Args:
-        module: with logical names, see `Declaration`.
-        mesh: of all its parameters.
-        rules: the table.
-        strict: unknown and missing names and dims that do not divide are errors; otherwise their dims are not sharded.
-        allow_unused: see `parameter_shardings`.
+        module: module whose parameters have logical names, see `Declaration`.
+        mesh: mesh on which parameters are sharded.
+        rules: rules that map logical names to mesh axes.
+        strict: raise for names without rules, parameters without names, and dims that their axes do not divide;
+            otherwise these dims are not sharded.
+        allow_unused: accept names of mesh and rules that have no effect.
 
     Returns:
-        The sharding of each parameter.
+        Sharding of each parameter, by its path.
 
     Raises:
-        ValueError: for a parameter that is a DTensor already, and as `parameter_shardings`; nothing has changed then.
+        ValueError: for a parameter that is a DTensor already, and as `parameter_shardings`; the module is not changed
+            then.
     """
     parameters = parameter_shardings(module, mesh, rules, strict=strict, allow_unused=allow_unused)
     distribute_parameters(module, {name: parameter.sharding for name, parameter in parameters.items()})
@@ -47,15 +49,7 @@ def shard_parameters(
 
 
 def distribute_parameters(module: nn.Module, shardings: Mapping[str, NamedSharding]) -> None:
-    """Replace parameters by DTensors; modules that share a parameter share its DTensor.
-
-    Args:
-        module: the owner of the parameters.
-        shardings: by path; of a shared parameter, under the first of its paths.
-
-    Raises:
-        ValueError: for a parameter that is a DTensor already.
-    """
+    """Replace parameters by DTensors, given the sharding by path; modules that share a parameter share its DTensor."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             raise ValueError(f"{name} is a DTensor already, on {parameter.device_mesh}: a module is parallelized once")
@@ -73,9 +67,9 @@ def distribute_parameters(module: nn.Module, shardings: Mapping[str, NamedShardi
 
 @functools.cache
 def _check_every_optimizer() -> None:
-    """Register the check, once.
+    """Register the check of optimizers, once per process.
 
-    An optimizer skips parameters without gradients: one that was made too early would train nothing, silently.
+    An optimizer that was made too early holds parameters that never get a gradient. It would skip them silently.
     """
     register_optimizer_step_pre_hook(_refuse_replaced)
 

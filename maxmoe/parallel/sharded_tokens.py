@@ -1,4 +1,4 @@
-"""The tokens of one forward, sharded over the ranks of a mesh."""
+"""Tokens of one forward, sharded over the ranks of a mesh."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,55 +18,55 @@ from maxmoe.token_group import TokenGroup
 
 
 def token_sharding(mesh: Mesh, rules: LogicalRules | str = "default") -> NamedSharding:
-    """Find the sharding of the tokens that a parallelized module takes.
+    """Return the sharding of the tokens that a parallelized module takes.
 
-    ``batch[token_sharding(mesh, rules).slices(batch.shape)]`` are those of this rank.
+    ``batch[token_sharding(mesh, rules).slices(batch.shape)]`` are the tokens of this rank.
 
     Args:
-        mesh: of the ranks, planned or not.
-        rules: the table, or the name of a preset.
+        mesh: mesh on which the module runs; may be planned.
+        rules: rules that map logical names to mesh axes, or the name of a preset.
 
     Returns:
-        The sharding of a batch ``(B, S)``: the batch over the axes of `activation_batch`, the sequence over those of
-        `activation_length`.
+        Sharding of a batch ``(B, S)``: the batch over the axes of the rule `activation_batch`, the sequence over the
+        axes of `activation_length`.
 
     Raises:
-        ValueError: for a preset that does not exist.
+        ValueError: for an unknown preset.
     """
     rules = LogicalRules.load(rules)
     return NamedSharding(mesh, activation_spec(TOKEN_DIMS, mesh, rules))
 
 
 def token_group(mesh: Mesh, rules: LogicalRules | str = "default") -> TokenGroup:
-    """Return the ranks that share the tokens of a batch, for `mean_over_tokens`.
+    """Return the token group of a mesh, for `mean_over_tokens`.
 
     Args:
-        mesh: of the ranks.
-        rules: the table, or the name of a preset.
+        mesh: mesh on which the module runs.
+        rules: rules that map logical names to mesh axes, or the name of a preset.
 
     Returns:
-        The reductions over them; ranks that hold the same tokens count once.
+        Reductions over the ranks that share the tokens of a batch; ranks with the same tokens are counted once.
 
     Raises:
-        ValueError: for a preset that does not exist.
+        ValueError: for an unknown preset.
     """
     return ShardedTokens(mesh, *token_sharding(mesh, rules).spec)
 
 
 def activation_spec(names: tuple[str, ...], mesh: Mesh, rules: LogicalRules) -> PartitionSpec:
-    """Return the axes larger than one that shard an activation; a name without a rule has none."""
+    """Return the partition spec of an activation, with axes larger than one; a name without a rule has no axes."""
     spec = logical_to_mesh_axes([name if name in rules.names else None for name in names], rules)
     return PartitionSpec(*(tuple(axis for axis in axes if mesh.size(axis) > 1) for axes in spec))
 
 
 @dataclass(frozen=True)
 class ShardedTokens:
-    """The `maxmoe.nn.TokenGroup` of a parallelized layer.
+    """The `maxmoe.nn.TokenGroup` of tokens that are sharded over mesh axes.
 
     Args:
-        mesh: of the ranks.
-        batch_axes: the axes that shard the batch.
-        length_axes: the axes that shard every sequence, the major one first.
+        mesh: mesh on which the tokens are sharded.
+        batch_axes: mesh axes that shard the batch.
+        length_axes: mesh axes that shard the sequences, the major axis first.
     """
 
     mesh: Mesh
@@ -75,32 +75,33 @@ class ShardedTokens:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes that shard the tokens."""
+        """Mesh axes that shard the tokens."""
         return (*self.batch_axes, *self.length_axes)
 
     def all_reduce_sequence(self, *summands: Tensor | int) -> tuple[Any, ...]:
-        """See `TokenReductions`."""
+        """Sum over the axes that shard the sequences, in one all-reduce per axis."""
         return self._all_reduce(summands, self.length_axes) if self.length_axes else summands
 
     def all_reduce_batch(self, *summands: Tensor | int) -> tuple[Any, ...]:
-        """See `TokenReductions`."""
+        """Sum over the axes that shard the batch, in one all-reduce per axis."""
         return self._all_reduce(summands, self.batch_axes) if self.batch_axes else summands
 
     @not_compiled
     def first_position(self, length: int) -> int:
-        """See `TokenGroup`."""
+        """Compute the position of this rank's first token from its coordinates on the mesh."""
         whole_length = length * self.mesh.size(*self.length_axes)
         (part,) = NamedSharding(self.mesh, PartitionSpec(self.length_axes)).slices((whole_length,))
         return int(part.start)
 
     @not_compiled
     def all_gather_sequence(self, part: Tensor, dim: int) -> Tensor:
-        """See `TokenGroup`."""
+        """All-gather over the axes that shard the sequences; reduce-scatter the gradient in the backward."""
+        # Each rank computes with the whole sequence, so its gradient of the gathered tensor is a summand.
         sharded, gathered, partial = self.sequence_shardings(part.dim(), dim)
         return redistribute_local(part, sharded, gathered, grad_source=partial, grad_target=sharded)
 
     def sequence_shardings(self, num_dims: int, dim: int) -> tuple[NamedSharding, NamedSharding, NamedSharding]:
-        """Return the shardings of a tensor in `all_gather_sequence`: before, after, and of the gradient after."""
+        """Return the shardings in `all_gather_sequence`: of the input, of the output, and of the output's gradient."""
         gathered = NamedSharding.replicated(self.mesh, num_dims)
         spec = PartitionSpec(*gathered.spec[:dim], self.length_axes, *gathered.spec[dim + 1 :])
         partial = NamedSharding.replicated(self.mesh, num_dims, partial=self.length_axes)
@@ -108,9 +109,11 @@ class ShardedTokens:
 
     @not_compiled
     def _all_reduce(self, summands: tuple[Tensor | int, ...], axes: tuple[str, ...]) -> tuple[Any, ...]:
+        # Summands are packed into one float64 tensor for one collective; integers are exact below 2^53.
         tensors = [torch.as_tensor(summand, device=self.mesh.device_mesh.device_type) for summand in summands]
         packed = torch.cat([tensor.flatten().double() for tensor in tensors])
-        # Every rank computes the same loss from the sums and backpropagates it to its own summands: identity backward.
+        # Every rank computes the same loss from the sums, so that its gradient is whole on every rank, and the backward
+        # of the all-reduce is the identity.
         total = all_reduce(packed, self.mesh, axes)
         sums = torch.split(total, [tensor.numel() for tensor in tensors])
         return tuple(part.view_as(tensor).to(tensor.dtype) for part, tensor in zip(sums, tensors, strict=True))

@@ -1,7 +1,8 @@
-"""The hooks of a tensor-parallel module: its input is replicated, its output a sum of partial outputs.
+"""Hooks of a tensor-parallel module: its input is replicated, its outputs are partial sums.
 
-Every rank along the tensor-parallel axes has the same input and a part of the weights. In the forward, the partial
-outputs are all-reduced; in the backward, the gradients of the input are, each rank having that of its own part.
+All ranks along the tensor-parallel axes have the same input and different shards of the weights. In the forward, their
+partial outputs are all-reduced. In the backward, each rank has the gradient of the input through its shard only, so the
+gradients of the input are all-reduced.
 """
 
 from dataclasses import dataclass
@@ -18,13 +19,14 @@ from maxmoe.sharding.redistribute import embed_sharding, redistribute_local, red
 
 @dataclass(frozen=True)
 class TensorParallelHooks:
-    """The communication at the boundary of one module.
+    """Collectives on the input and on the output of one module.
 
     Args:
-        mesh: of the ranks.
-        axes: the tensor-parallel axes of the module, none for one that every rank computes whole.
-        embed_axes: that shard the residual stream which the module adds to: outputs are reduce-scattered over them, and
-            the gradient of the input stays a partial sum over them, for the reader of the stream to reduce-scatter.
+        mesh: mesh on which the module runs.
+        axes: tensor-parallel axes of the module; none for a module that every rank computes whole.
+        embed_axes: axes that shard the residual stream to which the module adds its output. Outputs are
+            reduce-scattered over them. The gradient of the input stays partial over them, because the hook of the
+            reader reduce-scatters it.
     """
 
     mesh: Mesh
@@ -32,7 +34,7 @@ class TensorParallelHooks:
     embed_axes: tuple[str, ...] = ()
 
     def register(self, module: nn.Module) -> None:
-        """Install the hooks."""
+        """Register the hooks on a module."""
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
         module.register_forward_hook(self._leave)
 
@@ -43,6 +45,8 @@ class TensorParallelHooks:
     def _input(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
+        # The forward is the identity. The backward sums over the axes in `axes` that are not in `embed_axes`. Over the
+        # others, one reduce-scatter in the backward of the reader's all-gather replaces all-reduce and slice.
         whole = NamedSharding.replicated(self.mesh, value.dim())
         computed = NamedSharding.replicated(self.mesh, value.dim(), partial=self.axes)
         grad_input = NamedSharding.replicated(self.mesh, value.dim(), partial=self.embed_axes)
@@ -59,13 +63,13 @@ class TensorParallelHooks:
 
 @dataclass(frozen=True)
 class ResidualReaderHook:
-    """The all-gather of a residual stream before a module that reads it.
+    """Forward pre-hook that all-gathers a sharded residual stream before a module that reads it.
 
     Args:
-        mesh: of the ranks.
-        embed_axes: that shard the stream.
-        partial: the axes over which the gradient of what the module reads is a partial sum: those of the stream if a
-            writer follows, none if every rank goes on with the same.
+        mesh: mesh on which the module runs.
+        embed_axes: axes that shard the stream.
+        partial: axes over which the gradient of the gathered stream is a partial sum: those of the stream if a writer
+            follows, none if every rank continues with the same values.
     """
 
     mesh: Mesh
@@ -73,11 +77,12 @@ class ResidualReaderHook:
     partial: tuple[str, ...]
 
     def register(self, module: nn.Module) -> None:
-        """Install the hook."""
+        """Register the hook on a module."""
         module.register_forward_pre_hook(self._enter)
 
     @not_compiled
     def _enter(self, _module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        # All-gather in the forward. In the backward, a reduce-scatter over the axes in `partial`, a slice over others.
         x: Tensor = arguments[0]
         outside = embed_sharding(self.mesh, x.dim(), self.embed_axes)
         whole = NamedSharding.replicated(self.mesh, x.dim())

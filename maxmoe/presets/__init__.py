@@ -1,4 +1,4 @@
-"""Published families of models: their configs, and what transformers calls their fields and weights."""
+"""Published model families: their configs, and the names of their fields and weights in transformers."""
 
 from maxmoe.presets.families import from_transformers
 from maxmoe.presets.published import (

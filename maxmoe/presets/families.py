@@ -1,4 +1,4 @@
-"""What transformers calls the fields and the weights of each family: a table, and what reads its configs."""
+"""Table of the names of fields and weights of each family in transformers, and the conversion of its configs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,14 +11,14 @@ from maxmoe.presets.layouts import Entry, Layout, per_expert, router, shared, st
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A family of models that transformers knows.
+    """A family of models in transformers.
 
     Args:
-        preset: what its config does not say is as in the preset.
-        fields: of `MoEConfig`, and the attribute of its config that says it.
-        required: attributes of its config with the values that we compute, where it has them.
-        block: the weights of its sparse block in memory.
-        checkpoint: the weights in published checkpoints.
+        preset: preset with the values of all fields that the transformers config does not have.
+        fields: attribute of the transformers config for each field of `MoEConfig`.
+        required: supported values of attributes of the transformers config; the attribute may be absent.
+        block: layout of the weights of the sparse block in memory.
+        checkpoint: layout of the weights in published checkpoints.
     """
 
     preset: Callable[..., MoEConfig]
@@ -145,17 +145,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: Any) -> Family:
-    """Find the family of a config by its `model_type`.
-
-    Args:
-        config: of transformers; of its `text_config` where it has one.
-
-    Returns:
-        The family.
-
-    Raises:
-        ValueError: for a `model_type` that is not in the table.
-    """
+    """Return the family of a transformers config, or of its `text_config` if it has one, by `model_type`."""
     model_type = getattr(_text_config(config), "model_type", None)
     if model_type not in FAMILIES:
         raise ValueError(
@@ -165,20 +155,19 @@ def family_of(config: Any) -> Family:
 
 
 def from_transformers(config: Any) -> MoEConfig:
-    """Read the config of a model of transformers.
+    """Convert the config of a transformers model to a `MoEConfig`.
 
-    What it does not say, as the weights of some losses, is as in the family's preset. Its `router_aux_loss_coef` is
-    taken times K: see `maxmoe/presets/published.py`.
+    Fields that the transformers config does not have, such as the weights of some losses, are taken from the preset of
+    the family. `router_aux_loss_coef` is multiplied by K, see `maxmoe/presets/published.py`.
 
     Args:
-        config: of transformers, of a family in `maxmoe.presets`; for a multimodal model also the one around it.
+        config: transformers config of a family in `maxmoe.presets`, or multimodal config with a `text_config`.
 
     Returns:
-        The config of its Mixture-of-Experts layers.
+        Config of the Mixture-of-Experts layers of the model.
 
     Raises:
-        ValueError: for another family, and for a field that is missing, contradicts others or asks for what we do not
-            compute.
+        ValueError: for another family, and for a field that is missing, contradicts others or is not supported.
     """
     family = family_of(config)
     config = _text_config(config)
@@ -202,7 +191,7 @@ def _text_config(config: Any) -> Any:
 
 
 def _read(config: Any, attribute: str) -> Any:
-    """A value in the terms of `MoEConfig`."""
+    """Return an attribute of a transformers config, converted to the value of `MoEConfig`."""
     if attribute in ("n_group", "topk_group") and getattr(config, "topk_method", None) == "greedy":
         return 1
     value = _get(config, attribute)

@@ -1,7 +1,7 @@
-"""How the weights of a published layer are named and arranged, and which of our parameters they hold.
+"""Names and layouts of the weights of published layers, and the maxmoe parameters that they contain.
 
-An `Entry` is one tensor of theirs, a `Layout` all tensors of a layer. Both directions go through the same views.
-E experts, D hidden_size, F intermediate_size.
+An `Entry` describes one published tensor, a `Layout` all published tensors of a layer. Conversions in both directions
+use the same views. E experts, D hidden_size, F intermediate_size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,14 +14,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a family, which holds one of our parameters or two side by side.
+    """A published tensor, which contains one maxmoe parameter, or gate and up fused along F.
 
     Args:
-        key: its name within the layer; with "{expert}" in it, there is one tensor for each expert.
-        names: of our parameters; two are gate and up, next to each other along F.
-        transposed: the last two dims are [out, in], as in `torch.nn.Linear`; ours are [in, out].
-        interleaved: gate and up alternate along F, otherwise all of the gate comes first.
-        unsqueezed: they have a first dim of one that we have not.
+        key: name of the tensor in the layer. If it contains "{expert}", there is one tensor per expert.
+        names: names of the maxmoe parameters: one, or those of gate and up.
+        transposed: whether the last two dims are [out, in], as in `torch.nn.Linear`; those of maxmoe are [in, out].
+        interleaved: whether gate and up alternate along F; otherwise the whole gate comes first.
+        unsqueezed: whether the published tensor has an additional first dim of size one.
     """
 
     key: str
@@ -32,16 +32,16 @@ class Entry:
 
     @property
     def is_of_experts(self) -> bool:
-        """Whether it belongs to one or all of the routed experts."""
+        """Whether the tensor contains parameters of routed experts."""
         return self.names[0].startswith("experts.")
 
     @property
     def is_stack(self) -> bool:
-        """Whether its first dim is that of the experts."""
+        """Whether the first dim of the tensor is the expert dim."""
         return self.is_of_experts and "{expert}" not in self.key
 
     def shape(self, parameter: torch.Size) -> torch.Size:
-        """Shape of the tensor for the shape of each of our parameters."""
+        """Return the shape of the published tensor, given the shape of each maxmoe parameter."""
         *leading, width = parameter
         shape = [*leading, width * len(self.names)]
         if self.transposed:
@@ -49,7 +49,7 @@ class Entry:
         return torch.Size([1, *shape] if self.unsqueezed else shape)
 
     def views(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Views of the tensor, or of one expert's part of it, with the dims of our parameters."""
+        """Return views of the published tensor, or of one expert's slice, with the dims of the maxmoe parameters."""
         if self.unsqueezed:
             tensor = tensor.squeeze(0)
         if self.transposed:
@@ -60,7 +60,7 @@ class Entry:
         return tensor.chunk(count, dim=-1)
 
     def join(self, parameters: Sequence[Tensor]) -> Tensor:
-        """A new tensor that holds our parameters."""
+        """Return a new published tensor that contains the maxmoe parameters."""
         tensor = parameters[0].new_empty(self.shape(parameters[0].shape))
         for view, parameter in zip(self.views(tensor), parameters, strict=True):
             view.copy_(parameter)
@@ -68,40 +68,33 @@ class Entry:
 
 
 class Held(NamedTuple):
-    """What a tensor of theirs holds: our parameters, whole or those of one expert, by the rule of the entry."""
+    """Maxmoe parameters that a published tensor contains, whole or of one expert, and the entry that describes it."""
 
     entry: Entry
     parameters: list[Tensor]
 
     @property
     def shape(self) -> torch.Size:
-        """Of their tensor."""
+        """Shape of the published tensor."""
         return self.entry.shape(self.parameters[0].shape)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensors of a layer.
+    """Layout of the published tensors of a layer.
 
     Args:
-        module: the layer's name in a block of the decoder.
-        entries: all tensors.
+        module: name of the layer in a block of the decoder.
+        entries: entries of all published tensors.
     """
 
     module: str
     entries: tuple[Entry, ...]
 
     def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Held]:
-        """Names of the tensors of a layer, and what they hold.
+        """Return the maxmoe parameters that each published tensor contains, by the name of the tensor in the layer.
 
-        Args:
-            state: our parameters and buffers, by the names of the state dict.
-
-        Returns:
-            By the names within the layer.
-
-        Raises:
-            ValueError: if our layer has other parameters.
+        Raises if `state`, the parameters and buffers of the maxmoe layer, has other names than the layout.
         """
         names = {name for entry in self.entries for name in entry.names}
         if names != set(state):
@@ -122,20 +115,11 @@ class Layout:
 
 
 def check_tensors(where: str, found: Mapping[str, Sequence[int]], expected: Mapping[str, Held]) -> None:
-    """Compare the names and shapes of a layer's tensors with those that there must be.
-
-    Args:
-        where: what was found there, for the message.
-        found: shapes by name.
-        expected: from `Layout.tensors`.
-
-    Raises:
-        ValueError: if a tensor is missing, is one too many or has another shape.
-    """
+    """Raise unless the shapes `found`, by name, are those of the tensors `expected`; `where` begins the message."""
     missing = [key for key in expected if key not in found]
     extra = [key for key in found if key not in expected]
     if missing or extra:
-        # Scales belong to quantised weights.
+        # Unknown tensors with a scale in their name are from quantised weights.
         hint = "; quantised weights must be dequantised first" if any("scale" in key for key in extra) else ""
         raise ValueError(f"{where}: missing {listed(missing)}, not known {listed(extra)}{hint}")
     for key, held in expected.items():
@@ -144,13 +128,13 @@ def check_tensors(where: str, found: Mapping[str, Sequence[int]], expected: Mapp
 
 
 def listed(keys: Sequence[str]) -> str:
-    """The first of the keys, for a message: a layer may have thousands."""
+    """Format the first four keys for a message, because a layer may have thousands."""
     most = 4
     return (", ".join(keys[:most]) + (f" and {len(keys) - most} more" if len(keys) > most else "")) or "nothing"
 
 
 def router(module: str, correction_bias: str | None = None) -> tuple[Entry, ...]:
-    """The router's matrix, and the bias of the selection."""
+    """Return the entries of the router weight and of the correction bias if the family has one."""
     weight = Entry(f"{module}.weight", ("router.weight",))
     if correction_bias is None:
         return (weight,)
@@ -158,13 +142,13 @@ def router(module: str, correction_bias: str | None = None) -> tuple[Entry, ...]
 
 
 def shared(module: str) -> tuple[Entry, ...]:
-    """The matrices of the shared expert."""
+    """Return the entries of the shared expert."""
     names = ("gate_proj", "up_proj", "down_proj")
     return tuple(Entry(f"{module}.{name}.weight", (f"shared_experts.{name}",), transposed=True) for name in names)
 
 
 def stacked(*, transposed: bool = True, interleaved: bool = False) -> tuple[Entry, ...]:
-    """All routed experts in one tensor for gate and up, one for down, as transformers has them in memory."""
+    """Return entries of one tensor for gate and up of all routed experts and one for down, as in transformers."""
     return (
         Entry("experts.gate_up_proj", ("experts.gate_proj", "experts.up_proj"), transposed, interleaved),
         Entry("experts.down_proj", ("experts.down_proj",), transposed),
@@ -172,7 +156,7 @@ def stacked(*, transposed: bool = True, interleaved: bool = False) -> tuple[Entr
 
 
 def per_expert(gate: str, up: str, down: str) -> tuple[Entry, ...]:
-    """Three matrices for each routed expert, as most checkpoints have them."""
+    """Return entries of one gate, up and down matrix per routed expert, the most common checkpoint layout."""
     names = {gate: "experts.gate_proj", up: "experts.up_proj", down: "experts.down_proj"}
     return tuple(
         Entry(f"experts.{{expert}}.{theirs}.weight", (ours,), transposed=True) for theirs, ours in names.items()

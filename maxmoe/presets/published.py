@@ -1,9 +1,9 @@
-"""One function per published family: its `MoEConfig`, with the sizes of its flagship; `overrides` are fields of it.
+"""`MoEConfig` of each published family, with the sizes of its flagship; `overrides` replace fields of the config.
 
-Weights of the balance loss are in the definition of `maxmoe.nn.load_balance_loss`, which is 1 at perfect balance. The
-`router_aux_loss_coef` of transformers belongs to a loss that sums over the K choices where ours takes their mean, so
-our weight is K times that coefficient. Over the layers transformers takes the mean, where adding up every `aux_loss`
-gives the sum: with L layers, divide these weights by L for the same total. DeepSeek adds its losses up, as we do.
+The weights of the balance loss are for `maxmoe.nn.load_balance_loss`, which is 1 if the load is balanced. The loss of
+transformers is a sum over the K choices, this one a mean, so the weights here are K times `router_aux_loss_coef`.
+transformers takes the mean over the layers, whereas the sum of all `aux_loss` is a sum over the layers: for the same
+total with L layers, divide these weights by L. DeepSeek sums over the layers.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ def _config(overrides: dict[str, Any], **fields: Any) -> MoEConfig:
 
 
 def mixtral(**overrides: Any) -> MoEConfig:
-    """Mixtral 8x7B: the softmax over the chosen two experts, one loss over the batch.
+    """Mixtral 8x7B: softmax over the two selected experts, balance loss over the batch.
 
     Source: Jiang et al. 2024 (arXiv:2401.04088); config of mistralai/Mixtral-8x7B-v0.1.
     """
@@ -32,7 +32,7 @@ def mixtral(**overrides: Any) -> MoEConfig:
 
 
 def qwen2_moe(**overrides: Any) -> MoEConfig:
-    """Qwen2-57B-A14B: weights as the softmax over all experts gives them, and a gated shared expert.
+    """Qwen2-57B-A14B: softmax over all experts, weights not renormalized, and a gated shared expert.
 
     Source: Yang et al. 2024 (arXiv:2407.10671); config of Qwen/Qwen2-57B-A14B.
     """
@@ -51,7 +51,7 @@ def qwen2_moe(**overrides: Any) -> MoEConfig:
 
 
 def qwen3_moe(**overrides: Any) -> MoEConfig:
-    """Qwen3-235B-A22B: fine-grained experts without a shared one, balanced over the global batch.
+    """Qwen3-235B-A22B: fine-grained experts, no shared expert, balance loss over the global batch.
 
     Source: Yang et al. 2025 (arXiv:2505.09388); config of Qwen/Qwen3-235B-A22B.
     """
@@ -85,9 +85,9 @@ def qwen3_next(**overrides: Any) -> MoEConfig:
 
 
 def olmoe(**overrides: Any) -> MoEConfig:
-    """OLMoE-1B-7B: weights as the softmax over all experts gives them, a balance and a z-loss.
+    """OLMoE-1B-7B: softmax over all experts, weights not renormalized, with balance loss and z-loss.
 
-    Its training code has our definition of the balance loss, so that its weight is the published one.
+    Its training code defines the balance loss as `maxmoe.nn.load_balance_loss`, so the weight is the published one.
 
     Source: Muennighoff et al. 2024 (arXiv:2409.02060); config of allenai/OLMoE-1B-7B-0924.
     """
@@ -105,9 +105,9 @@ def olmoe(**overrides: Any) -> MoEConfig:
 
 
 def deepseek_v2(**overrides: Any) -> MoEConfig:
-    """DeepSeek-V2: weights as the softmax over all experts gives them, from three of eight groups, two shared experts.
+    """DeepSeek-V2: softmax over all experts, weights not renormalized, three of eight groups, two shared experts.
 
-    Source: DeepSeek-AI 2024 (arXiv:2405.04434), of the losses in section 3.1.2 the one over experts; config of
+    Source: DeepSeek-AI 2024 (arXiv:2405.04434), the expert-level loss in section 3.1.2; config of
     deepseek-ai/DeepSeek-V2.
     """
     return _config(
@@ -127,9 +127,9 @@ def deepseek_v2(**overrides: Any) -> MoEConfig:
 
 
 def deepseek_v3(**overrides: Any) -> MoEConfig:
-    """DeepSeek-V3: sigmoid scores, four of eight groups, a correction bias that balances without a loss.
+    """DeepSeek-V3: sigmoid scores, four of eight groups, and a correction bias for loss-free balancing.
 
-    Source: DeepSeek-AI 2024 (arXiv:2412.19437), for the losses section 4.2; config of deepseek-ai/DeepSeek-V3.
+    Source: DeepSeek-AI 2024 (arXiv:2412.19437), section 4.2 for the losses; config of deepseek-ai/DeepSeek-V3.
     """
     return _config(
         overrides,
@@ -151,7 +151,7 @@ def deepseek_v3(**overrides: Any) -> MoEConfig:
 def kimi_k2(**overrides: Any) -> MoEConfig:
     """Kimi-K2: as `deepseek_v3`, with more experts and no groups; the update rate of the bias is not published.
 
-    Source: Kimi Team 2025 (arXiv:2507.20534); config of moonshotai/Kimi-K2-Instruct, the weight of the loss too.
+    Source: Kimi Team 2025 (arXiv:2507.20534); config of moonshotai/Kimi-K2-Instruct, including the loss weight.
     """
     fields: dict[str, Any] = {
         "num_experts": 384,
@@ -179,7 +179,7 @@ def glm4_moe(**overrides: Any) -> MoEConfig:
 
 
 def minimax_m2(**overrides: Any) -> MoEConfig:
-    """MiniMax-M2: sigmoid scores and a correction bias, whose update rate is not published; no shared expert.
+    """MiniMax-M2: sigmoid scores, a correction bias whose update rate is not published, no shared expert.
 
     Source: config of MiniMaxAI/MiniMax-M2.
     """
@@ -197,9 +197,10 @@ def minimax_m2(**overrides: Any) -> MoEConfig:
 
 
 def gpt_oss(**overrides: Any) -> MoEConfig:
-    """gpt-oss-120b: biases everywhere, a clipped SwiGLU, the softmax over the chosen logits.
+    """gpt-oss-120b: biases in router and experts, clipped SwiGLU, softmax over the selected logits.
 
-    How it was balanced is not published: the 0.9 in its config would outweigh any training loss, so there is none.
+    The weight of the balance loss is not published. This preset has none, because the 0.9 in the config would outweigh
+    any training loss.
 
     Source: OpenAI 2025 (arXiv:2508.10925); config of openai/gpt-oss-120b.
     """
@@ -220,7 +221,7 @@ def gpt_oss(**overrides: Any) -> MoEConfig:
 
 
 def llama4(**overrides: Any) -> MoEConfig:
-    """Llama 4 Maverick: one expert per token, its input scaled by the sigmoid of its logit, and a shared expert.
+    """Llama 4 Maverick: one expert per token, with its input scaled by the sigmoid of the logit, and a shared expert.
 
     Source: config of meta-llama/Llama-4-Maverick-17B-128E.
     """

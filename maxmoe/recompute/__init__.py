@@ -1,1 +1,1 @@
-"""Recomputation in the backward pass: by name, by selective activation checkpointing, and of freed storages."""
+"""Recomputation in the backward pass: of named modules, by selective activation checkpointing, of freed storages."""

@@ -1,4 +1,4 @@
-"""Memory that is freed between forward and backward under the tensors that autograd has saved."""
+"""Frees the storage of saved tensors after the forward pass and refills it before the backward pass."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -11,15 +11,12 @@ from maxmoe.recompute.selective import is_checkpointed
 
 
 class FreedStorage:
-    """The storage of a tensor, freed between forward and backward.
+    """Storage of a tensor that is freed between forward and backward.
 
-    Autograd may have saved tensors that share it: it is emptied under them, and must be filled before the backward
-    reads them. Where nothing was saved, the storage is gone when the forward ends, and is not needed again. This needs
-    no saved-tensor hooks, and operators that save their arguments in C++ are covered as well. FSDP2 does the same with
-    its unsharded parameters.
-
-    Args:
-        tensor: nothing else may need its storage.
+    Autograd may have saved tensors that share the storage. They stay alive with an empty storage, which must be filled
+    before the backward reads them. If nothing was saved, the storage is deallocated with the tensor and need not be
+    filled. Unlike saved-tensor hooks, this includes tensors that operators save in C++. FSDP2 does the same with its
+    unsharded parameters. No other tensor may use the storage after `free`.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -30,7 +27,7 @@ class FreedStorage:
         self._is_freed = False
 
     def free(self) -> None:
-        """Free the storage."""
+        """Resize the storage to zero bytes, if it exists still."""
         storage = self._storage.get()
         if storage is not None:
             storage.resize_(0)
@@ -38,19 +35,12 @@ class FreedStorage:
 
     @property
     def is_needed(self) -> bool:
-        """Whether the storage is freed, and tensors share it still. On all ranks alike, empty tensors included."""
+        """Whether the storage is freed and tensors still share it, even if the tensor is empty on this rank."""
         return self._is_freed and self._storage.get() is not None
 
     @torch.no_grad()
     def fill(self, values: Tensor) -> Tensor:
-        """Allocate the storage again. It must be needed.
-
-        Args:
-            values: of the tensor.
-
-        Returns:
-            The tensor, without a graph.
-        """
+        """Allocate the storage again and copy `values` into it; return the tensor, detached. Requires `is_needed`."""
         storage = self._storage.get()
         assert storage is not None
         storage.resize_(self._num_bytes)
@@ -58,7 +48,7 @@ class FreedStorage:
         return values.new_empty(0).set_(storage, *self._view).copy_(values)
 
 
-# Waits for a tensor, or computes it.
+# Function that waits for a tensor or computes it, and returns it.
 Wait: TypeAlias = Callable[[], Tensor]
 
 
@@ -66,8 +56,9 @@ class Recomputation(NamedTuple):
     """A tensor and the function that recomputes it.
 
     Attributes:
-        tensor: read by nothing but autograd after the forward.
-        start: starts to recompute it, given the tensor before it; returns a function that waits for the result.
+        tensor: tensor that only autograd reads after the forward.
+        start: function that starts the recomputation, given a function that returns the previous tensor; returns a
+            function that waits for the result.
     """
 
     tensor: Tensor
@@ -75,19 +66,19 @@ class Recomputation(NamedTuple):
 
 
 class Rematerialized:
-    """Tensors that are freed after the forward and recomputed once in the backward, each from the one before it.
+    """Tensors that are freed after the forward and recomputed in the backward, each from the previous one.
 
-    What was freed is recomputed even if autograd has not saved it. Recomputing may start collectives, so it must not
-    depend on which storages are in use: the thread of a collective may hold a tensor longer on one rank than on
-    another. Only whether a storage is filled depends on it.
+    All freed tensors are recomputed, even those that autograd has not saved. A recomputation may start collectives, so
+    all ranks must run the same ones. Whether a storage is in use may differ between ranks, because the thread of a
+    collective may hold a tensor for longer on one rank than on another. It decides only whether the storage is filled.
 
-    Nothing is freed in activation checkpointing, see `is_checkpointed`: in its forward autograd keeps none of the
-    tensors, and in the recomputation the backward follows at once. `torch.compile` decides by itself what it keeps.
+    Under activation checkpointing, nothing is freed: its forward saves none of the tensors, and its recomputation is
+    followed by the backward at once. `torch.compile` decides itself which tensors it saves.
 
     Args:
-        x: from which the first tensor is recomputed.
-        recomputations: of the tensors, in order.
-        outputs: of the operators that have saved the tensors.
+        x: tensor from which the first tensor is recomputed.
+        recomputations: recomputations of the tensors, in order.
+        outputs: outputs of the operators that saved the tensors; the backward of `outputs` waits for the recomputation.
     """
 
     def __init__(self, x: Tensor, recomputations: Sequence[Recomputation], outputs: Tensor) -> None:
@@ -103,10 +94,10 @@ class Rematerialized:
         outputs.register_hook(self._finish)  # type: ignore[no-untyped-call]
 
     def start_before_backward_of(self, result: Tensor) -> None:
-        """Start when the backward reaches a tensor, ahead of the outputs: the gradient travels at the same time.
+        """Start the recomputation when the backward reaches `result`, a tensor computed from the outputs.
 
-        Args:
-            result: what the outputs have become.
+        The collectives of the recomputation then overlap with the communication of the gradient from `result` to the
+        outputs.
         """
         if self._start_all is not None:
             result.register_hook(self._start)  # type: ignore[no-untyped-call]
@@ -126,7 +117,7 @@ class Rematerialized:
 
 
 def _start_all(x: Tensor, freed: Sequence[tuple[FreedStorage, Callable[[Wait], Wait]]]) -> Wait:
-    """Start to recompute tensors; return a function that waits for them, fills their storages and returns the last."""
+    """Start all recomputations; return a function that waits, fills the storages and returns the last tensor."""
 
     def filled(storage: FreedStorage, wait: Wait) -> Wait:
         def fill() -> Tensor:

@@ -1,4 +1,4 @@
-"""Recomputation by name: which parts of a model run again in the backward instead of keeping what it needs."""
+"""Recomputation by name: `set_recompute` selects the parts of a model that are recomputed in the backward."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar
@@ -12,17 +12,18 @@ from maxmoe.declaration import SavedTensor
 
 
 class Checkpointed(nn.Module):
-    """A module that runs again in the backward, which keeps its arguments only, where `set_recompute` names it.
+    """Base class of modules that are recomputed in the backward if `set_recompute` names them.
 
-    The hooks of the module run again too. On a mesh it is a FSDP unit, see `Declaration`::
+    A recomputed module saves its arguments only. Its hooks run again in the recomputation. On a mesh, it is a FSDP
+    unit, see `Declaration`::
 
         class LatentAttention(maxmoe.nn.Checkpointed):
             recompute_names = ("attention",)
 
     Attributes:
-        recompute_names: by one of which `set_recompute` knows it.
-        recompute: all names that are in use in the model.
-        context_fn: of `torch.utils.checkpoint`, None for none; `keep_routing` for a module that routes.
+        recompute_names: names for `set_recompute`; any of them selects the module.
+        recompute: all names that `set_recompute` has set for the model.
+        context_fn: argument of `torch.utils.checkpoint`, or None; `keep_routing` for a module that routes.
     """
 
     recompute_names: ClassVar[tuple[str, ...]]
@@ -31,18 +32,18 @@ class Checkpointed(nn.Module):
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether the module runs again."""
+        """Whether the module is recomputed in the backward."""
         return not self.recompute.isdisjoint(self.recompute_names)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Run the module, and remember how to run it again.
+        """Call the module under `torch.utils.checkpoint` if it is recomputed.
 
         Args:
-            *arguments: of its forward.
-            **options: of its forward.
+            *arguments: positional arguments of the forward.
+            **options: keyword arguments of the forward.
 
         Returns:
-            What its forward returns.
+            Output of the forward.
         """
         if not (self.is_recomputed and torch.is_grad_enabled()):
             return super().__call__(*arguments, **options)
@@ -52,14 +53,14 @@ class Checkpointed(nn.Module):
         return checkpoint(super().__call__, *arguments, use_reentrant=False, **options)
 
     def mark_saved(self, saved: Mapping[str, SavedTensor], *arguments: str) -> dict[str, SavedTensor]:
-        """Mark the tensors that are recomputed.
+        """Mark saved tensors as recomputed, except the arguments of the module.
 
         Args:
-            saved: what the module saves, by name.
-            *arguments: the names of those that are its arguments.
+            saved: tensors that the module saves, by name.
+            *arguments: names of saved tensors that are arguments of the module.
 
         Returns:
-            The same tensors.
+            Saved tensors with `is_kept` set.
         """
         return {
             name: tensor._replace(is_kept=name in arguments or not self.is_recomputed) for name, tensor in saved.items()
@@ -67,30 +68,31 @@ class Checkpointed(nn.Module):
 
 
 def set_recompute(model: nn.Module, names: Collection[str]) -> None:
-    """Choose the parts of a model that are computed again in the backward, instead of what it needs being kept.
+    """Select the parts of a model that are recomputed in the backward instead of saving their intermediate tensors.
 
-    The gradients are the same to the bit. Nothing is routed or counted twice::
+    The gradients are bitwise the same. No token is routed or counted twice::
 
         maxmoe.set_recompute(model, ("experts", "dispatch"))
 
-    Of `maxmoe.MoE` layers:
+    Names in `maxmoe.MoE` layers:
 
-    - "experts": the routed experts keep their input and the plan, neither gate nor up; these are computed again inside
-      the operator, but not down, nor the weighted sum, nor the way back of the outputs.
-    - "dispatch": the input of the experts is freed where it was exchanged, gathered or scaled, and so again in the
-      backward, while the gradients of the outputs travel. Forward hooks must not keep it.
-    - "shared_experts": as "experts".
+    - "experts": the routed experts save their input and the plan, and recompute the products with gate and up. They do
+      not recompute the product with down, the weighted sum or the combination.
+    - "dispatch": if the input of the experts was communicated, gathered or scaled, it is freed after the forward. It is
+      recomputed in the backward while the gradients of the outputs are communicated. Forward hooks must not keep it.
+    - "shared_experts": like "experts", for the shared experts.
 
-    Of `maxmoe.models.Decoder`, whose parts then keep their arguments only: "attention", "feed_forward" (the dense
-    layers), "norms", and "blocks", which includes all others. Modules of one's own: see `maxmoe.nn.Checkpointed`.
+    Names in `maxmoe.models.Decoder`, whose parts then save their arguments only: "attention", "feed_forward" (the dense
+    layers), "norms", and "blocks", which includes all others. For other modules, see `maxmoe.nn.Checkpointed`.
 
     Args:
-        model: of any modules.
-        names: all that are to be recomputed; none for nothing.
+        model: model to configure.
+        names: names of all parts to recompute; empty for none.
 
     Raises:
-        TypeError: for names that are one str.
-        ValueError: for a name of nothing in this model, and for parts that are inside of others; then nothing changes.
+        TypeError: if `names` is a str.
+        ValueError: for a name that no module of the model has, and for a part inside of another recomputed part. The
+            model is not changed then.
 
     Source: `jax.checkpoint_policies.save_only_these_names`; Megatron-LM `--recompute-modules`.
     """
@@ -103,24 +105,24 @@ def recompute_of(model: nn.Module) -> frozenset[str]:
     """Return the names that `set_recompute` has set.
 
     Args:
-        model: of any modules.
+        model: model to inspect.
 
     Returns:
-        Those of all parts.
+        Names of all parts that are recomputed.
     """
     return frozenset().union(*(module.recompute & {*module.recompute_names} for _, module in _parts(model)))
 
 
 def check_recompute(model: nn.Module, names: Collection[str]) -> None:
-    """Check names for `set_recompute`.
+    """Check names for `set_recompute` without changing the model.
 
     Args:
-        model: of any modules.
-        names: all that are to be recomputed.
+        model: model to check.
+        names: names of all parts to recompute.
 
     Raises:
-        TypeError: for names that are one str.
-        ValueError: for a name of nothing in this model, and for parts that are inside of others.
+        TypeError: if `names` is a str.
+        ValueError: for a name that no module of the model has, and for a part inside of another recomputed part.
     """
     if isinstance(names, str):
         raise TypeError(f"recompute must be a tuple of names, got the str {names!r}")
@@ -140,5 +142,5 @@ def check_recompute(model: nn.Module, names: Collection[str]) -> None:
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the modules that have names for `set_recompute`."""
+    """Yield the modules that have names for `set_recompute`, with their paths."""
     return ((path, module) for path, module in model.named_modules() if hasattr(module, "recompute_names"))

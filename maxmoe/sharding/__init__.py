@@ -1,4 +1,4 @@
-"""Which part of a tensor each rank holds: mesh, partition spec, and rules from logical names to mesh axes."""
+"""Sharding of tensors over ranks: mesh, partition spec, and rules that map logical names to mesh axes."""
 
 from maxmoe.sharding.mesh import Mesh, parse_mesh
 from maxmoe.sharding.named_sharding import NamedSharding

@@ -1,4 +1,4 @@
-"""The named axes over which ranks are laid out."""
+"""Device mesh with named axes."""
 
 import math
 import re
@@ -17,20 +17,21 @@ TIMEOUT = timedelta(minutes=10)
 
 
 class Mesh:
-    """Ranks in a grid with named axes, the first one outermost.
+    """Grid of ranks with named axes, the first axis outermost.
 
         rank = ((coordinate_0 * size_1) + coordinate_1) * size_2 + ...
 
-    Axes of size one and absent axes behave alike: `size` is 1, and `device_mesh` has neither.
+    An axis of size one and an absent axis are equivalent: `size` returns 1, and `device_mesh` has neither.
 
     Args:
-        sizes: of each axis; one of them may be -1, the rest of the world.
-        device_type: "cpu", "cuda", ...
-        timeout: of every collective on the mesh. The groups of a `DeviceMesh` ignore the timeout given to
-            `init_process_group` and would have torch's default of half an hour.
+        sizes: number of ranks along each axis. One size may be -1: it is inferred from the world size.
+        device_type: device type of the process groups, "cpu" or "cuda".
+        timeout: timeout of every collective on the mesh. The process groups of a `DeviceMesh` ignore the timeout given
+            to `init_process_group` and would have torch's default of 30 minutes.
 
     Raises:
-        ValueError: on every rank alike, if the sizes do not fill the world, or torch.distributed is not initialised.
+        ValueError: on every rank, if the product of the sizes is not the world size, the sizes differ between ranks,
+            or torch.distributed is not initialised.
 
     Source: `jax.sharding.Mesh`; https://github.com/pytorch/pytorch/issues/119613
     """
@@ -52,14 +53,14 @@ class Mesh:
         """Make a mesh without processes, for planning.
 
         Args:
-            sizes: of each axis; one of them may be -1 if `world_size` is given.
-            world_size: the number of ranks; None for the product of the sizes.
+            sizes: number of ranks along each axis. One size may be -1 if `world_size` is given.
+            world_size: number of ranks; None for the product of the sizes.
 
         Returns:
-            The mesh; its `rank` is None.
+            Mesh whose `rank` is None and which has no process groups.
 
         Raises:
-            ValueError: if the sizes do not fill the world.
+            ValueError: if the product of the sizes is not `world_size`.
         """
         mesh = cls.__new__(cls)
         mesh.sizes = filled(sizes, world_size)
@@ -69,14 +70,14 @@ class Mesh:
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The axes larger than one, for DTensor and torch's collectives; one axis of size one if there are none."""
+        """`DeviceMesh` of the axes larger than one; it has one axis of size one if there are none."""
         if self._device_mesh is None:
             raise ValueError(f"{self} is planned only: it has no process groups")
         return self._device_mesh
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes larger than one, in order."""
+        """Names of the axes larger than one, in order."""
         return tuple(axis for axis, size in self.sizes.items() if size > 1)
 
     @property
@@ -87,7 +88,7 @@ class Mesh:
 
     @property
     def num_ranks(self) -> int:
-        """The product of the sizes."""
+        """Number of ranks: the product of the sizes."""
         return math.prod(self.sizes.values())
 
     def size(self, *axes: str) -> int:
@@ -98,13 +99,13 @@ class Mesh:
         """Return the coordinates of a rank.
 
         Args:
-            rank: within the mesh; None for this process.
+            rank: rank in the mesh; None for the rank of this process.
 
         Returns:
-            The coordinate on every axis, those of size one included.
+            Coordinate of the rank on each axis, axes of size one included.
 
         Raises:
-            ValueError: for a rank outside of the mesh, and without a rank on a planned mesh.
+            ValueError: for a rank that the mesh does not have, and for None on a planned mesh.
         """
         rank = self.rank if rank is None else rank
         if rank is None or not 0 <= rank < self.num_ranks:
@@ -123,22 +124,23 @@ class Mesh:
         return self.device_mesh[tuple(axis for axis in self.axes if axis in wanted)]
 
     def process_group(self, *axes: str) -> dist.ProcessGroup:
-        """Return the group of the ranks that differ from this one on some axes only, in the order of their numbers.
+        """Return the process group of the ranks that differ from this rank on `axes` only, in ascending order.
 
         Args:
-            *axes: larger than one. All ranks ask for the same axes: those of several axes are made at the first call.
+            *axes: names of axes larger than one. A group over several axes is created at the first call, which is
+                collective: all ranks must ask for the same axes.
 
         Returns:
-            The group.
+            Process group that this rank is a member of.
         """
-        device_mesh = self[axes]  # raises for axes that are not there
+        device_mesh = self[axes]  # raises for unknown axes
         names = tuple(axis for axis in self.axes if axis in axes)
         if len(names) == 1:
             return device_mesh.get_group()
         return _joint_group(dist.group.WORLD, self._layout, names, self._timeout)
 
     def __deepcopy__(self, _memo: object) -> "Mesh":
-        """Copies of a model share the process groups, which cannot be copied."""
+        """Return the mesh itself: process groups cannot be copied, so copies of a model share them."""
         return self
 
     def __reduce__(self) -> Any:
@@ -157,7 +159,11 @@ class Mesh:
 def _device_mesh(
     _world: dist.ProcessGroup | None, device_type: str, sizes: tuple[tuple[str, int], ...], timeout: timedelta
 ) -> DeviceMesh:
-    """Make the process groups, once for equal meshes: DTensor compares meshes by value, collectives by group."""
+    """Make the process groups of a mesh.
+
+    Cached, because DTensor compares meshes by value but collectives need the same group objects. The default group is
+    an argument, so that a new `init_process_group` makes new groups.
+    """
     ranks = torch.arange(math.prod(size for _, size in sizes)).view(*(size for _, size in sizes))
     groups = []
     for dim, (_, size) in enumerate(sizes):
@@ -170,9 +176,9 @@ def _device_mesh(
 def _joint_group(
     _world: dist.ProcessGroup | None, sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...], timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Make the process groups over several axes.
+    """Make the process group over several axes.
 
-    Not by flattening the `DeviceMesh`, which keeps the flattened one: DTensor then gathers uneven dims wrongly
+    `DeviceMesh._flatten` would register the flattened mesh, and DTensor then gathers uneven dims wrongly
     (https://github.com/pytorch/pytorch/issues/194457).
     """
     ranks = torch.arange(math.prod(size for _, size in sizes)).view(*(size for _, size in sizes))
@@ -185,7 +191,7 @@ def _joint_group(
 
 
 def filled(sizes: Mapping[str, int], world_size: int | None) -> dict[str, int]:
-    """Check the sizes of a mesh and infer the one that is -1."""
+    """Check the sizes of a mesh and infer the size that is -1."""
     if not isinstance(sizes, Mapping):
         raise TypeError(f"the sizes of a mesh must be by axis, as {{'expert': 2}}, got {sizes!r}")
     for axis, size in sizes.items():
@@ -207,16 +213,16 @@ def filled(sizes: Mapping[str, int], world_size: int | None) -> dict[str, int]:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Read the sizes of a mesh from a command line: "fsdp=2,expert=-1".
+    """Parse the sizes of a mesh from a string such as "fsdp=2,expert=-1".
 
     Args:
-        text: axes and sizes; empty for none.
+        text: comma-separated ``axis=size`` pairs; empty for a mesh without axes.
 
     Returns:
-        The sizes, in the order of the text.
+        Size of each axis, in the order of the text.
 
     Raises:
-        ValueError: for another form, and for an axis that is there twice.
+        ValueError: for text of another form, and for a repeated axis.
     """
     sizes: dict[str, int] = {}
     for part in filter(None, text.split(",")):

@@ -1,4 +1,4 @@
-"""A partition spec on a mesh: the part of a tensor that each rank holds."""
+"""A partition spec on a mesh: the shard of a tensor that each rank holds."""
 
 import math
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ from maxmoe.sharding.partition_spec import PartitionSpec
 class NamedSharding:
     """How a tensor is sharded on a mesh.
 
-    The axes of a dim split it in their order: in P(("expert", "fsdp")) `expert` cuts it into blocks, and `fsdp` each
-    block again. The tensor is replicated over all other axes, except those in `partial`, over which every rank holds a
-    summand of it (DTensor's Partial, JAX's unreduced).
+    The axes of a dim split it in their order: in P(("expert", "fsdp")), `expert` splits the dim into blocks and `fsdp`
+    splits each block. The tensor is replicated over all other axes, except the axes in `partial`, over which every rank
+    holds a summand of the tensor (DTensor's Partial, JAX's unreduced).
 
     Args:
-        mesh: the mesh, planned or not.
-        spec: the axes of each dim.
-        partial: the axes over which the tensor is an unreduced sum.
+        mesh: mesh on which the tensor is sharded; may be planned.
+        spec: mesh axes that shard each dim.
+        partial: mesh axes over which the tensor is an unreduced sum.
 
     Raises:
-        ValueError: for an axis that the mesh does not have, and for one that both shards a dim and is partial.
+        ValueError: for an axis that the mesh does not have, and for an axis that shards a dim and is partial.
 
     Source: `jax.sharding.NamedSharding`.
     """
@@ -55,10 +55,10 @@ class NamedSharding:
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """The same for DTensor: one placement per axis of `mesh.device_mesh`.
+        """DTensor placements of this sharding, one per axis of `mesh.device_mesh`.
 
-        DTensor splits a dim by the outer axes of the mesh first. An axis that splits a dim after axes that are further
-        inside on the mesh becomes a strided shard.
+        DTensor splits a dim by the outer axes of the mesh first. An axis that comes after an inner axis in the spec of
+        its dim therefore becomes a strided shard.
         """
         position = {axis: index for index, axis in enumerate(self.mesh.axes)}
         placements: list[Placement] = [Replicate()] * max(len(position), 1)
@@ -78,16 +78,16 @@ class NamedSharding:
         return replace(self, spec=self.spec.without(*axes))
 
     def shard_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Compute the shape of every rank's part.
+        """Compute the shape of each rank's shard.
 
         Args:
-            shape: of the whole tensor.
+            shape: shape of the global tensor.
 
         Returns:
-            Every dim divided by the sizes of its axes.
+            Length of every dim divided by the sizes of its axes.
 
         Raises:
-            ValueError: if the lengths differ, or a dim does not divide.
+            ValueError: if shape and spec differ in length, or the axes of a dim do not divide its length.
         """
         if len(shape) != len(self.spec):
             raise ValueError(f"{self.spec!r} has {len(self.spec)} dims, the shape {tuple(shape)} has {len(shape)}")
@@ -98,14 +98,14 @@ class NamedSharding:
         return tuple(length // self.mesh.size(*axes) for length, axes in zip(shape, self.spec, strict=True))
 
     def slices(self, shape: Sequence[int], rank: int | None = None) -> tuple[slice, ...]:
-        """Find a rank's part of a tensor.
+        """Compute the slices of a rank's shard in the global tensor.
 
         Args:
-            shape: of the whole tensor.
-            rank: within the mesh; None for this process.
+            shape: shape of the global tensor.
+            rank: rank in the mesh; None for the rank of this process.
 
         Returns:
-            One slice per dim: ``tensor[sharding.slices(tensor.shape)]``.
+            One slice per dim: ``tensor[sharding.slices(tensor.shape)]`` is the shard.
 
         Raises:
             ValueError: as `shard_shape` and `Mesh.coordinates`.
@@ -120,5 +120,5 @@ class NamedSharding:
         return tuple(slices)
 
     def bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        """Compute the bytes of every rank's part of a tensor of this shape and dtype."""
+        """Compute the number of bytes of each rank's shard of a tensor with this global shape and dtype."""
         return math.prod(self.shard_shape(shape)) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""What `torch.compile` leaves out of its graphs."""
+"""Decorator for functions that `torch.compile` leaves out of its graphs."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,16 +9,10 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def not_compiled(function: Function) -> Function:
-    """Decorate a function that communicates, or whose shapes depend on what was communicated.
+    """Exclude a function from compilation, because it communicates or its shapes depend on communicated values.
 
-    `torch.compile` breaks the graph there, runs the function and all that it calls as it is, and goes on after it:
-    nothing is compiled anew because other ranks sent other numbers of rows.
-
-    Args:
-        function: of any signature.
-
-    Returns:
-        The function.
+    `torch.compile` breaks the graph at the call and runs the function in eager mode. A change in the number of rows
+    that other ranks send therefore causes no recompilation.
     """
     disabled: Function = torch.compiler.disable(function, reason="it communicates")  # type: ignore[no-untyped-call]
     return disabled

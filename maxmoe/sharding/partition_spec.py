@@ -1,4 +1,4 @@
-"""Which mesh axes shard each dim of a tensor."""
+"""Partition spec: the mesh axes that shard each dim of a tensor."""
 
 import reprlib
 from collections import Counter
@@ -9,7 +9,7 @@ Axes: TypeAlias = str | Sequence[str] | None
 
 
 def axis_tuple(axes: object, owner: str) -> tuple[str, ...]:
-    """Write None, one axis or a sequence of axes as a tuple; `owner` begins the error messages."""
+    """Convert None, an axis or a sequence of axes to a tuple of axes; error messages begin with `owner`."""
     entries = (axes,) if isinstance(axes, str) else () if axes is None else axes
     if not isinstance(entries, list | tuple) or not all(isinstance(axis, str) and axis for axis in entries):
         raise ValueError(f"{owner} must be None, an axis or a tuple of axes, got {reprlib.repr(axes)}")
@@ -25,8 +25,8 @@ class PartitionSpec(tuple[tuple[str, ...], ...]):
         P("fsdp", None, ("expert", "tensor")) == (("fsdp",), (), ("expert", "tensor"))
 
     Args:
-        *dims: one entry per dim: None for a dim that is not sharded, an axis, or a tuple of axes. Iteration gives
-            tuples of axes, whichever way they were written.
+        *dims: one entry per dim: None for a dim that is not sharded, an axis, or a tuple of axes. Iterating over the
+            spec always yields tuples of axes.
 
     Raises:
         ValueError: for an entry of another type, and for an axis that shards more than one dim.
@@ -48,14 +48,14 @@ class PartitionSpec(tuple[tuple[str, ...], ...]):
                     raise ValueError(f"axis {axis!r} shards dim {first_dim[axis]} and dim {dim} of {spec!r}")
         return spec
 
-    def __getnewargs__(self) -> tuple[tuple[str, ...], ...]:  # of copy and pickle
+    def __getnewargs__(self) -> tuple[tuple[str, ...], ...]:  # copy and pickle call __new__ with these
         return tuple(self)
 
     def __repr__(self) -> str:
         return f"P({', '.join(repr(axes[0] if len(axes) == 1 else axes or None) for axes in self)})"
 
     def without(self, *axes: str) -> "PartitionSpec":
-        """Return the spec after gathering over `axes`: P("fsdp", "tensor").without("fsdp") == P(None, "tensor")."""
+        """Return the spec after an all-gather over `axes`: P("fsdp", "tensor").without("fsdp") is P(None, "tensor")."""
         return PartitionSpec(*(tuple(axis for axis in entry if axis not in axes) for entry in self))
 
 

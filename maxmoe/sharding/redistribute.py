@@ -1,8 +1,8 @@
-"""From one sharding to another, with the collectives and the shardings of the gradients stated.
+"""Redistribution of tensors between shardings, with explicit collectives and explicit shardings of the gradients.
 
-`redistribute` is for DTensors, whose gradients DTensor places by itself. The functions on local tensors take the
-shardings of the gradient as arguments: DTensor cannot express a sum over ranks whose gradient every rank keeps for
-itself, nor a gradient that stays partial over the axes that FSDP reduces later.
+`redistribute` is for DTensors, and DTensor chooses the placements of their gradients. The functions on local tensors
+take the shardings of the gradient as arguments, because DTensor cannot express two cases: an all-reduce whose backward
+is the identity, and a gradient that stays partial over the axes that FSDP reduces later.
 """
 
 from collections.abc import Iterator
@@ -22,14 +22,14 @@ from maxmoe.sharding.partition_spec import PartitionSpec
 
 
 def redistribute(tensor: Tensor, sharding: NamedSharding) -> DTensor:
-    """Redistribute a tensor, by whatever all-gathers, reductions, all-to-alls or slices it takes.
+    """Redistribute a tensor by all-gathers, reductions, all-to-alls and slices.
 
     Args:
-        tensor: a DTensor on the mesh, partial ones included; or a plain tensor, replicated on every rank.
-        sharding: the result's.
+        tensor: DTensor on the mesh, which may be partial; or a plain tensor, replicated on every rank.
+        sharding: sharding of the result.
 
     Returns:
-        The same tensor with that sharding; gradients are redistributed back.
+        DTensor with the values of `tensor`, sharded by `sharding`; the backward redistributes its gradient back.
 
     Raises:
         ValueError: for a DTensor on another mesh, and as `NamedSharding.shard_shape`.
@@ -46,29 +46,23 @@ def redistribute(tensor: Tensor, sharding: NamedSharding) -> DTensor:
 
 
 def redistribution_steps(source: NamedSharding, target: NamedSharding) -> Iterator[NamedSharding]:
-    """List the shardings from `source` to `target`, each one collective over one axis after the one before.
+    """Yield the shardings between `source` and `target`, each reached from the previous one over a single mesh axis.
 
-    All-gathers come first, the minor axis of a dim before the major ones. Then come the axes of the target in their
-    order: a reduce-scatter over an axis that is partial in the source, a slice over any other. All-reduces come last.
-    To become partial takes no step: the first rank along the axis keeps the values, the others have zeros.
-
-    Args:
-        source: before.
-        target: after, on the same mesh.
-
-    Yields:
-        Every sharding after `source`; the last one is `target`, but for axes over which it becomes partial.
+    The last one is `target`, except that it is not partial over axes over which only `target` is partial.
     """
+    # All-gathers, the minor axis of a dim first: only the last axis of a dim can be gathered without strided shards.
     sharding = source
     for dim, axes in enumerate(target.spec):
         while sharding.spec[dim] != axes[: len(sharding.spec[dim])]:
             sharding = replace(sharding, spec=_with_axes(sharding.spec, dim, sharding.spec[dim][:-1]))
             yield sharding
+    # A reduce-scatter for an axis that is partial in the source, a slice for any other axis of the target.
     for dim, axes in enumerate(target.spec):
         for axis in axes[len(sharding.spec[dim]) :]:
             spec = _with_axes(sharding.spec, dim, (*sharding.spec[dim], axis))
             sharding = replace(sharding, spec=spec, partial=_without(sharding.partial, axis))
             yield sharding
+    # All-reduces come last, on the smallest shards.
     for axis in sharding.partial:
         if axis not in target.partial:
             sharding = replace(sharding, partial=_without(sharding.partial, axis))
@@ -84,17 +78,9 @@ def redistribute_local(
     grad_source: NamedSharding,
     grad_target: NamedSharding,
 ) -> Tensor:
-    """Redistribute a tensor given as this rank's part.
+    """Redistribute a tensor, given as this rank's shard, from `source` to `target`.
 
-    Args:
-        local: this rank's part.
-        source: of the tensor.
-        target: of the result.
-        grad_source: of the gradient of the result, as the backward finds it.
-        grad_target: of the gradient of the tensor, as the backward leaves it.
-
-    Returns:
-        This rank's part of the result.
+    In the backward, the gradient of the result has the sharding `grad_source` and is redistributed to `grad_target`.
     """
     result: Tensor = _RedistributeLocal.apply(local, source, target, grad_source, grad_target)  # type: ignore[no-untyped-call]
     return result
@@ -108,17 +94,10 @@ def redistribute_parameter(
     grad_source: NamedSharding,
     grad_target: NamedSharding,
 ) -> Tensor:
-    """Redistribute a parameter to where it is used.
+    """Redistribute a DTensor parameter from `source` to `target` and return this rank's shard as a plain tensor.
 
-    Args:
-        parameter: a DTensor.
-        source: of the parameter.
-        target: of the result.
-        grad_source: of the gradient of the result, as the backward finds it.
-        grad_target: of the gradient of the parameter, a DTensor, as the backward leaves it.
-
-    Returns:
-        This rank's part of the result, a plain tensor.
+    In the backward, the gradient of the result has the sharding `grad_source` and is redistributed to `grad_target`, as
+    a DTensor.
     """
     result: Tensor = _RedistributeParameter.apply(parameter, source, target, grad_source, grad_target)  # type: ignore[no-untyped-call]
     return result
@@ -126,19 +105,10 @@ def redistribute_parameter(
 
 @not_compiled
 def all_reduce(local: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-    """Sum over the ranks along axes; the gradient of a summand is the gradient of the sum.
+    """All-reduce in the forward, identity in the backward: g in Megatron-LM (arXiv:1909.08053) section 3.
 
-    Right where every rank goes on with the sum and computes the same from it: each backpropagates to its own summand.
-
-    Args:
-        local: this rank's summand, of the same shape on every rank.
-        mesh: of the ranks.
-        axes: of the mesh.
-
-    Returns:
-        The sum, the same on every rank along `axes`.
-
-    Source: g in Megatron-LM (arXiv:1909.08053) section 3.
+    For sums from which every rank along `axes` computes the same result: each rank already has the whole gradient of
+    the sum, which is the gradient of its own summand. An all-reduce in the backward would count it once per rank.
     """
     partial, whole = summed(mesh, local.dim(), axes)
     return redistribute_local(local, partial, whole, grad_source=whole, grad_target=whole)
@@ -146,19 +116,11 @@ def all_reduce(local: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
 
 @not_compiled
 def reduce_outputs(outputs: Tensor, mesh: Mesh, axes: tuple[str, ...], embed_axes: tuple[str, ...] = ()) -> Tensor:
-    """Sum outputs over the ranks along `axes`, and keep this rank's part of the last dim along `embed_axes`.
+    """Sum partial outputs ``(..., D)`` over the ranks along `axes`, and shard the last dim over `embed_axes`.
 
-    An axis in both takes a reduce-scatter, one in `axes` alone an all-reduce, one in `embed_axes` alone a slice. The
-    gradient of the outputs is whole on every rank.
-
-    Args:
-        outputs: ``(..., D)``, this rank's summand.
-        mesh: of the ranks.
-        axes: over which the outputs are partial sums.
-        embed_axes: that shard the last dim of the result.
-
-    Returns:
-        ``(..., D / ranks along embed_axes)``.
+    The collective is a reduce-scatter over an axis in both, an all-reduce over an axis in `axes` only, and a slice over
+    an axis in `embed_axes` only. The backward all-gathers the gradient over `embed_axes`, so that every rank has the
+    whole gradient of its outputs.
     """
     partial, whole = summed(mesh, outputs.dim(), axes)
     target = embed_sharding(mesh, outputs.dim(), embed_axes)
@@ -172,19 +134,10 @@ def embed_sharding(mesh: Mesh, num_dims: int, axes: tuple[str, ...]) -> NamedSha
 
 @not_compiled
 def all_reduce_gradient(local: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-    """Return a tensor unchanged; its gradient is summed over the ranks along axes.
+    """Identity in the forward, all-reduce in the backward: f in Megatron-LM (arXiv:1909.08053) section 3.
 
-    Right where every rank has the same tensor and computes something else from it.
-
-    Args:
-        local: the same on every rank along `axes`.
-        mesh: of the ranks.
-        axes: of the mesh.
-
-    Returns:
-        The tensor.
-
-    Source: f in Megatron-LM (arXiv:1909.08053) section 3.
+    For a replicated tensor from which every rank along `axes` computes a different part: each rank then has a summand
+    of its gradient.
     """
     partial, whole = summed(mesh, local.dim(), axes)
     return redistribute_local(local, whole, whole, grad_source=partial, grad_target=whole)
@@ -226,7 +179,8 @@ class _RedistributeParameter(torch.autograd.Function):
     ) -> Tensor:
         context.shardings = grad_source, grad_target
         context.shape, context.stride = parameter.shape, parameter.stride()
-        # detach: where nothing moves, the result is the local tensor, and autograd would make that part of the graph.
+        # detach, because without a collective the result is the local tensor itself, and autograd would attach this
+        # Function to it.
         return _redistributed(parameter.to_local().detach(), source, target)
 
     @staticmethod
@@ -245,21 +199,22 @@ class _RedistributeParameter(torch.autograd.Function):
 
 
 def _redistributed(local: Tensor, source: NamedSharding, target: NamedSharding) -> Tensor:
-    """Return this rank's part of the tensor in the target, given its part in the source."""
+    """Redistribute this rank's shard from `source` to `target`, without autograd."""
     if source == target:
         return local
     device_mesh = source.mesh.device_mesh
     tensor = DTensor.from_local(local.contiguous(), device_mesh, source.placements, run_check=False)
-    # Step by step: DTensor chooses the collectives of a redistribution over several axes by itself, and planning
-    # counts those of `redistribution_steps`.
+    # One axis at a time, because DTensor chooses the collectives of a redistribution over several axes by itself, and
+    # planning counts the collectives of `redistribution_steps`.
     for sharding in redistribution_steps(source, target):
         tensor = tensor.redistribute(placements=sharding.placements)
     result = waited(tensor.to_local())
     summed = [axis for axis in target.partial if axis not in source.partial]
     if not summed:
         return result
+    # A tensor becomes partial without communication: the first rank along the axis keeps the values, the others get
+    # zeros. The values are cloned, because without a collective the result shares memory with the source.
     place = source.mesh.coordinates()
-    # A copy: where no collective has made one, the result would share the memory of the source.
     return result.clone() if all(place[axis] == 0 for axis in summed) else torch.zeros_like(result)
 
 

@@ -1,4 +1,4 @@
-"""From logical names to the mesh axes that shard a tensor: first by the rules, then on a mesh, for a shape."""
+"""From logical names to the mesh axes that shard a tensor: first by the rules, then by mesh and shape."""
 
 import math
 import warnings
@@ -11,12 +11,12 @@ from maxmoe.sharding.rules import LogicalRules
 
 
 class DroppedAxis(NamedTuple):
-    """A mesh axis that a spec names and a tensor is not sharded over.
+    """A mesh axis of a spec over which the tensor is not sharded.
 
     Args:
-        axis: its name.
-        dim: that it would have sharded.
-        reason: why it does not.
+        axis: name of the axis.
+        dim: index of the dim that the spec shards over the axis.
+        reason: why the axis was dropped.
     """
 
     axis: str
@@ -25,11 +25,11 @@ class DroppedAxis(NamedTuple):
 
 
 class Resolution(NamedTuple):
-    """What `resolve` returns.
+    """Result of `resolve`.
 
     Args:
-        spec: the axes that shard each dim, all on the mesh and larger than one.
-        dropped: the others.
+        spec: axes that shard each dim; all are on the mesh and larger than one.
+        dropped: axes that were removed from the spec.
     """
 
     spec: PartitionSpec
@@ -37,24 +37,24 @@ class Resolution(NamedTuple):
 
 
 def logical_to_mesh_axes(names: Sequence[str | None], rules: LogicalRules, *, strict: bool = False) -> PartitionSpec:
-    """Find the mesh axes of each dim by its logical name.
+    """Map the logical name of each dim to mesh axes.
 
         for (name, axes) in rules, in order:
             spec[dim of name] = axes, unless that dim has its axes already or one of `axes` is taken
 
-    A rule applies whole or not at all; a rule without axes decides its dim too. All other dims are not sharded. Sizes
-    of axes and dims are not considered: see `resolve`.
+    A rule gives all of its axes or none. A rule without axes applies as well: later rules for its name do not. Dims
+    without a rule are not sharded. The sizes of axes and dims are not considered here but in `resolve`.
 
     Args:
-        names: one per dim, None for a dim that is never sharded.
-        rules: the table.
-        strict: a name without a rule is an error; otherwise its dim is not sharded and a warning says so.
+        names: logical name of each dim, None for a dim that is never sharded.
+        rules: rules to apply.
+        strict: raise for a name without a rule; otherwise warn and leave its dim unsharded.
 
     Returns:
-        one entry per dim.
+        Partition spec with one entry per dim.
 
     Raises:
-        ValueError: for a name that is there twice and, if strict, for one without a rule, with the nearest that have.
+        ValueError: for a repeated name; if strict, for a name without a rule, with the most similar names of rules.
 
     Source: `flax.linen.logical_to_mesh_axes`.
     """
@@ -90,17 +90,17 @@ def resolve(
 
         shape[dim] % prod(sizes of its axes) == 0
 
-    Absent axes and axes of size one are dropped alike. In a dim that does not divide, axes are taken in order as long
-    as the product of their sizes divides it: DTensor loses rows of a dim that two axes shard unevenly.
+    Absent axes and axes of size one are dropped. Of the axes of a dim, an axis is kept if the product of its size and
+    the sizes kept before it divides the length of the dim. DTensor loses rows of a dim that two axes shard unevenly.
 
     Args:
-        spec: from `logical_to_mesh_axes`, or stated.
-        mesh_sizes: the size of each mesh axis.
-        shape: of the whole tensor.
-        strict: a dim that does not divide is an error; otherwise axes are dropped.
+        spec: partition spec, from `logical_to_mesh_axes` or written by hand.
+        mesh_sizes: size of each mesh axis.
+        shape: shape of the global tensor.
+        strict: raise for a dim that its axes do not divide; otherwise drop axes.
 
     Returns:
-        the spec without them, and each with its dim and the reason.
+        Spec of the axes that were kept, and the dropped axes with dim and reason.
 
     Raises:
         ValueError: if spec and shape differ in length; if strict, for a dim that does not divide.
@@ -126,7 +126,7 @@ def resolve(
 
 
 def _reason_to_drop(axis: str, major: Sequence[str], mesh_sizes: Mapping[str, int], length: int) -> str | None:
-    """Return why `axis` cannot shard a dim of this length after the `major` axes, None if it can."""
+    """Return why `axis` cannot shard a dim of this length after the `major` axes; None if it can."""
     if axis not in mesh_sizes:
         return "the mesh has no such axis"
     if mesh_sizes[axis] == 1:

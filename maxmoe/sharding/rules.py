@@ -1,4 +1,4 @@
-"""The table that says which mesh axes shard the dims of each logical name."""
+"""Table of rules that map logical names of dims to mesh axes."""
 
 import reprlib
 import stat
@@ -11,18 +11,19 @@ from maxmoe.sharding.partition_spec import Axes, axis_tuple
 
 PRESETS = Path(__file__).parent / "presets"
 MAX_BYTES = 2**15
-TAGS = [["seq"], ["map"], ["str", "seq", "null"], ["str"]]  # of the list, a rule, its name and axes, an axis
+# YAML tags that are allowed at each depth: the list, a rule, its name and axes, an axis.
+TAGS = [["seq"], ["map"], ["str", "seq", "null"], ["str"]]
 
 
 class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
-    """An ordered table of rules (logical name, mesh axes); `logical_to_mesh_axes` says how it is read.
+    """Ordered table of rules (logical name, mesh axes), applied by `logical_to_mesh_axes`.
 
     Args:
-        rules: pairs of a logical name and None, an axis or a tuple of axes. Where two rules have the same axis the
-            earlier one gets it; a repeated name is a fall-back for its first rule.
+        rules: pairs of a logical name and None, an axis or a tuple of axes. If two rules have the same axis, the
+            earlier rule gets it. A later rule for the same name is a fall-back for the first one.
 
     Raises:
-        ValueError: for anything else than such a pair, and for a rule that has an axis twice.
+        ValueError: for an entry that is not such a pair, and for a rule that repeats an axis.
 
     Source: `flax.linen.logical_axis_rules`.
     """
@@ -43,21 +44,21 @@ class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
 
     @classmethod
     def load(cls, source: "str | Path | LogicalRules") -> "LogicalRules":
-        """Read a preset of the package, or a file of one's own.
+        """Load the rules of a preset or of a file.
 
         A file is a YAML list with one rule per entry: ``- name: [axis, ...]``, in UTF-8, of 32 KiB at most and without
         aliases.
 
         Args:
-            source: the name of a preset, or the path of a file: a `Path`, or a string that ends in .yaml or .yml. A
-                table is returned as it is, so that functions can take any of them.
+            source: name of a preset, or path of a file: a `Path`, or a string that ends in .yaml or .yml. Rules are
+                returned unchanged.
 
         Returns:
-            the rules in the order of the file.
+            Rules in the order of the file.
 
         Raises:
-            ValueError: for a preset that is not there, with those that are, and for a file of another form, with the
-                number of the line or of the rule; the first rule is rule 0.
+            ValueError: for an unknown preset, with the names of all presets; for a file of another form, with the
+                number of the line or of the rule, counted from 0.
         """
         if isinstance(source, LogicalRules):
             return source
@@ -72,7 +73,7 @@ class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
 
     @classmethod
     def _from_file(cls, path: Path) -> "LogicalRules":
-        """Read a file; every error begins with its path, and with the line where PyYAML knows it."""
+        """Load a file; every error message begins with the path, and with the line number if PyYAML gives it."""
         try:
             rules = yaml.load(_content(path).decode(), Loader=_Loader)
             if rules is None:
@@ -81,12 +82,12 @@ class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
         except yaml.MarkedYAMLError as error:
             where = f":{error.problem_mark.line + 1}"
             problem = f"this is no list of rules in YAML: {error.problem[:200]}"
-        except (yaml.YAMLError, ValueError, OverflowError) as error:  # bad characters and numbers have no line
+        except (yaml.YAMLError, ValueError, OverflowError) as error:  # errors in characters and numbers have no line
             where, problem = "", str(error).splitlines()[0]
         raise ValueError(f"{path}{where}: {problem}")
 
     def override(self, rules: Iterable[tuple[str, Axes]]) -> "LogicalRules":
-        """Replace all rules of the names in `rules`; the new ones come after the rest, in their own order."""
+        """Return a table in which `rules` replace all rules of the same names; they come last, in their own order."""
         new = LogicalRules(rules)
         return LogicalRules([*(rule for rule in self if rule[0] not in new.names), *new])
 
@@ -98,7 +99,7 @@ def _checked(rule: object, owner: str) -> tuple[str, tuple[str, ...]]:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """PyYAML's safe loader, limited to what a table of rules has: no other tags, no repeated keys, no aliases."""
+    """PyYAML's safe loader, restricted to tables of rules: no other tags, no repeated keys, no aliases."""
 
     depth = 0
 
@@ -121,7 +122,7 @@ def _require(condition: bool, place: yaml.Event | yaml.Node, problem: str) -> No
 
 
 def _content(path: Path) -> bytes:
-    """Read a file that may be anything: opening a FIFO waits for a writer, and a device may have no end."""
+    """Read a regular file; opening a FIFO would block until there is a writer, and reading a device may not end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError("rules must be in a regular file")
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Functions of local tensors, run on every rank's part of DTensors."""
+"""Functions of local tensors, applied to the shards of DTensors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,20 +19,20 @@ def shard_map(
     *,
     partial: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """Run a function of plain tensors on every rank's part of DTensors.
+    """Turn a function of local tensors into a function of DTensors.
 
-    Inputs are redistributed to their specs first. Over an axis that shards the outputs or is partial in them, and does
-    not shard this input, the gradient of this input is summed over the ranks.
+    Inputs are redistributed to their specs first. The gradient of an input is summed over the axes that shard the
+    outputs, or over which these are partial, and that do not shard the input.
 
     Args:
-        function: takes and returns each rank's parts; its collectives, if any, are its own.
-        mesh: of all tensors.
-        in_specs: one per positional argument, None for what is not a DTensor.
-        out_specs: one for a single output, a tuple for several.
+        function: function that takes and returns this rank's shards; it may call collectives.
+        mesh: mesh of all inputs and outputs.
+        in_specs: partition spec of each positional argument, None for an argument that is not a DTensor.
+        out_specs: partition spec of the output, or a tuple of specs for several outputs.
         partial: axes over which the outputs are unreduced sums; `redistribute` reduces them.
 
     Returns:
-        The function of DTensors.
+        Function that takes and returns DTensors.
 
     Raises:
         ValueError: for an axis that shards an input and neither shards the outputs nor is `partial`: the gradient of

@@ -1,4 +1,4 @@
-"""Names in a mesh and in its rules that have no effect: most of them are typos."""
+"""Check for names in a mesh and its rules that have no effect, most of which are typos."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -9,19 +9,19 @@ from maxmoe.sharding.rules import PRESETS, LogicalRules
 
 
 def check_used(mesh: Mesh, rules: LogicalRules, declared: Iterable[str] = ()) -> None:
-    """Refuse names without effect, and say which ones are near.
+    """Raise for names of the mesh and the rules that have no effect.
 
-    They are: a mesh axis larger than one that no rule has; a rule whose name neither a module declares nor a preset
-    has; an axis of a rule that neither the mesh nor a preset has. An axis of one's own must be on the mesh, with size
-    one where it is not needed; axes of the presets may be absent.
+    A name has no effect if it is a mesh axis larger than one that no rule has, the name of a rule that neither a module
+    declares nor a preset has, or an axis of a rule that neither the mesh nor a preset has. Axes of the presets may be
+    absent from the mesh; any other axis of a rule must be on it, with size one where it is not used.
 
     Args:
-        mesh: planned or not.
-        rules: the table.
-        declared: the logical names of the modules, read only for a table with names of its own.
+        mesh: mesh to check; may be planned.
+        rules: rules to check.
+        declared: logical names that the modules declare; read only if the rules have names that no preset has.
 
     Raises:
-        ValueError: for the first such name.
+        ValueError: for the first name without effect, with the most similar known names.
     """
     of_rules = {axis: None for _, axes in rules for axis in axes}
     of_presets = {axis: None for _, axes in _preset_rules() for axis in axes}
@@ -45,5 +45,5 @@ def check_used(mesh: Mesh, rules: LogicalRules, declared: Iterable[str] = ()) ->
 
 @cache
 def _preset_rules() -> LogicalRules:
-    """Return the rules of all presets."""
+    """Return the rules of all presets in one table."""
     return LogicalRules(rule for path in sorted(PRESETS.glob("*.yaml")) for rule in LogicalRules.load(path.stem))
