@@ -10,6 +10,7 @@ from maxmoe.declaration import declaration_of
 from maxmoe.nn import Checkpointed, MoE
 from maxmoe.parallel.dispatch_plan import Dispatch, DispatchPlan, check_dispatch, plan_dispatch
 from maxmoe.parallel.fsdp import blocks, fsdp_managed
+from maxmoe.parallel.fsdp_units import fsdp_units
 from maxmoe.parallel.parameter_sharding import ParameterSharding, parameter_shardings, tensor_parallel_activation
 from maxmoe.parallel.part_axes import activation_parts, embed_parts, tensor_parallel_axes
 from maxmoe.parallel.sharded_tokens import ShardedTokens, token_sharding
@@ -285,27 +286,3 @@ def enclosing(path: str) -> list[str]:
     """Return the paths of a module and of all modules that contain it, the innermost first."""
     parts = path.split(".") if path else []
     return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
-
-
-def fsdp_units(module: nn.Module) -> dict[nn.Module, dict[str, str]]:
-    """Assign every parameter to the module that gathers it, see `Declaration`.
-
-    For each gathering module, returns the path of each parameter in the model, by its path in the gathering module. For
-    a shared parameter, the path in the model is its first one.
-    """
-    first_path = {parameter: name for name, parameter in module.named_parameters()}
-    units: dict[nn.Module, dict[str, str]] = {}
-
-    def visit(owner: nn.Module, unit: nn.Module | None, path: str) -> None:
-        declaration = declaration_of(owner)
-        # A recomputed module runs alone in the backward, so it must gather its parameters itself.
-        if declaration.fsdp_unit or declaration.tensor_parallel_dims or isinstance(owner, Checkpointed):
-            unit, path = owner, ""
-        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            gathered_by, path_in_unit = (owner, name) if unit is None else (unit, path + name)
-            units.setdefault(gathered_by, {})[path_in_unit] = first_path[parameter]
-        for name, child in owner.named_children():
-            visit(child, unit, f"{path}{name}.")
-
-    visit(module, None, "")
-    return units

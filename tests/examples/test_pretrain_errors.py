@@ -3,18 +3,16 @@
 import errno
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from pretraining import checkpoint, corpus
+from pretraining import corpus
 from pretraining.command import exit_status
 from support.foreign_checkpoints import add_sums
-from support.pretrain_run import EXAMPLES, TINY, InputError, after_step, assert_same, pretrain, run, saved, words
+from support.pretrain_run import EXAMPLES, TINY, InputError, assert_same, pretrain, run, saved, words
 
 
 @pytest.mark.parametrize(
@@ -299,65 +297,3 @@ def test_the_command_prints_one_line_and_fails(tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 1 and result.stdout == ""
     assert result.stderr.startswith("pretrain: --data") and result.stderr.count("\n") == 1
-
-
-def test_a_run_on_a_full_disk_ends_with_one_line_and_can_go_on(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full_disk(path: Path) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    assert run(text, tmp_path / "whole") == 0
-    with monkeypatch.context() as patch:
-        after_step(patch, 3, lambda: signal.raise_signal(signal.SIGINT))
-        run(text, tmp_path / "out")
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "synchronize", full_disk)
-        with pytest.raises(InputError, match="No space left on device; the old one is intact"):
-            run(text, tmp_path / "out", "--resume")
-    assert len(saved(tmp_path / "out")["training"]) == 3
-    run(text, tmp_path / "out", "--resume")
-    assert_same(saved(tmp_path / "whole"), saved(tmp_path / "out"))
-
-
-# Two runs in one folder
-
-
-def test_a_second_run_in_the_same_folder_is_refused(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also one that resumes, which would read a checkpoint that the first run is replacing."""
-    refused = []
-
-    def second_run(*arguments: str) -> None:
-        before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
-        with pytest.raises(InputError, match=r"cannot write to --out .*/out: another run is writing there"):
-            run(text, tmp_path / "out", *arguments)
-        assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
-        refused.append(arguments)
-
-    assert run(text, tmp_path / "whole") == 0
-    with monkeypatch.context() as patch:
-        after_step(patch, 3, second_run)
-        assert run(text, tmp_path / "out") == 0
-    with monkeypatch.context() as patch:
-        after_step(patch, 9, lambda: second_run("--resume", "--steps", "12"))
-        assert run(text, tmp_path / "out", "--resume", "--steps", "10") == 0
-    assert refused == [(), ("--resume", "--steps", "12")]
-    run(text, tmp_path / "whole", "--resume", "--steps", "10")
-    assert_same(saved(tmp_path / "whole"), saved(tmp_path / "out"))
-
-
-def test_a_killed_run_does_not_lock_its_folder(text: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    command = [sys.executable, str(EXAMPLES / "pretrain.py"), *TINY, "--data", str(text), "--out", str(out)]
-    with subprocess.Popen([*command, "--steps", "100000", "--save-every", "2"], stderr=subprocess.DEVNULL) as process:
-        try:
-            while not (out / "checkpoint").exists() and process.poll() is None:
-                time.sleep(0.01)
-            second = subprocess.run(command, capture_output=True, text=True, check=False)
-        finally:
-            process.kill()
-    assert process.returncode == -signal.SIGKILL and second.returncode == 1
-    assert second.stderr == f"pretrain: cannot write to --out {out}: another run is writing there\n"
-    assert run(text, out, "--resume", "--steps", str(len(saved(out)["training"]))) == 0
