@@ -141,7 +141,8 @@ class GatheredParameter:
     @torch.no_grad()
     def refill(self) -> None:
         """Gather the parameter again if its storage is freed and still referenced."""
-        # Both conditions are equal on all ranks, so that either all ranks run the all-gather or all raise before it.
+        # Both conditions are equal on all ranks, so that either all ranks run the all-gather or all raise before it:
+        # autograd has saved the same tensors, and the collective of the forward, which holds its output, has ended.
         if not self._storage.is_needed:
             return
         if self._version.is_outdated:
