@@ -1,7 +1,7 @@
 """Over which axes the experts of a layer lie, and how its tokens reach them."""
 
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 from maxmoe.config import MoEConfig
 from maxmoe.dispatch import (
@@ -27,9 +27,9 @@ EXPERT_TOKEN_DIMS = ("activation_batch_moe", "activation_length_moe", "activatio
 
 # The strategies where tokens travel, and where all ranks of the experts hold the same tokens.
 STRATEGIES: dict[Dispatch, tuple[type[Strategy], type[Strategy]]] = {
-    "gather_weights": (LocalStrategy, LocalStrategy),
     "ring_of_experts": (RingOfExperts, LocalStrategy),
     "ragged_all_to_all": (RaggedAllToAll, RaggedAllGather),
+    "gather_weights": (LocalStrategy, LocalStrategy),
 }
 
 
@@ -126,8 +126,9 @@ def check_dispatch(dispatch: str) -> None:
     Raises:
         ValueError: with those that exist.
     """
-    if dispatch not in get_args(Dispatch):
-        raise ValueError(f"dispatch must be one of {', '.join(map(repr, get_args(Dispatch)))}, got {dispatch!r}")
+    known = ("auto", *STRATEGIES)
+    if dispatch not in known:
+        raise ValueError(f"dispatch must be one of {', '.join(map(repr, known))}, got {dispatch!r}")
 
 
 def plan_dispatch(
