@@ -85,23 +85,17 @@ class PartialSums:
 
     def planned_collectives(self, tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
         """List the collectives of a training step at the boundary of the layer."""
-        shape, whole, grad_input = (
-            (tokens.num_tokens, tokens.config.hidden_size),
-            self.whole(),
-            self.whole(self.embed_axes),
-        )
+        shape, outputs = (tokens.num_tokens, tokens.config.hidden_size), (self.whole(self.sum_axes), self.outside)
+        slots, weights = (tokens.num_tokens, tokens.config.top_k), summed(self.mesh, 2, self.axes)
+        dropped = summed(self.mesh, 0, self.dropped_axes)
         for way in ("forward", "backward") if tokens.is_recomputed else ("forward",):
-            outputs = self.whole(self.sum_axes), self.outside
             yield from planned_redistribution(f"partial outputs, {way}", *outputs, shape, tokens.dtype)
-            dropped = summed(self.mesh, 0, self.dropped_axes)
             yield from planned_redistribution(f"dropped slots, {way}", *dropped, (), torch.int64)
         # Shared experts that are not summed with the routed ones leave by themselves.
-        leaving = [(self.outside, whole)] * (
-            2 if tokens.config.num_shared_experts and not self.shared_is_partial else 1
-        )
-        for gradient in (*leaving, (self.whole(self.axes), grad_input)):
+        num_leaving = 2 if tokens.config.num_shared_experts and not self.shared_is_partial else 1
+        left, entered = (self.outside, self.whole()), (self.whole(self.axes), self.whole(self.embed_axes))
+        for gradient in (*(left,) * num_leaving, entered):
             yield from planned_redistribution("partial outputs, backward", *gradient, shape, tokens.dtype)
-        slots, weights = (tokens.num_tokens, tokens.config.top_k), summed(self.mesh, 2, self.axes)
         yield from planned_redistribution("routing weights, backward", *weights, slots, tokens.weights_dtype)
 
 

@@ -81,18 +81,10 @@ class PlannedDispatch:
         has_gradient: bool = True,
         is_input: bool = False,
     ) -> Iterator[PlannedCollective]:
-        """List a collective of rows in the forward, its repetition in the backward, and its adjoint.
+        """List a collective of rows in the forward, its repetition in the backward if any, and its adjoint if any.
 
-        Args:
-            name: name of the tensor.
-            kind: kind of the collective in the forward.
-            shape: shape of the gathered tensor, of that before a reduce-scatter, of that sent in an all-to-all.
-            dtype: dtype of the tensor; None for that of the hidden states.
-            has_gradient: whether the adjoint runs in the backward.
-            is_input: whether the result is the input of the experts.
-
-        Yields:
-            One to three collectives.
+        `shape` is that of the gathered tensor, of that before a reduce-scatter, of that sent in an all-to-all; `dtype`
+        defaults to that of the hidden states; `is_input` says that the result is the input of the experts.
         """
         yield self._collective(f"{name}, forward", kind, shape, dtype or self.dtype)
         backward = self._collective(f"{name}, backward", kind, shape, dtype or self.dtype)
@@ -141,15 +133,15 @@ class LocalStrategy:
 
     @classmethod
     def dispatcher(cls, layout: ExpertLayout) -> Dispatcher[Any]:
-        """See `Strategy`."""
+        """Make the dispatcher of this process."""
         return layout.local_dispatcher()
 
     @staticmethod
     def planned_collectives(_tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
-        """See `Strategy`."""
+        """List the collectives of a training step for one chunk of tokens."""
         return iter(())
 
     @staticmethod
     def planned_saved_tensors(tokens: PlannedDispatch) -> Iterator[SavedTensor]:
-        """See `Strategy`."""
+        """List the saved tensors of a training step that no module declares, with their shapes on this rank."""
         return tokens.saved_by_local_dispatcher(tokens.num_tokens, tokens.config.top_k)

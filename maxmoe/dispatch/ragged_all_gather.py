@@ -102,19 +102,19 @@ class RaggedAllGather:
 
     @classmethod
     def dispatcher(cls, layout: ExpertLayout) -> "RaggedAllGather":
-        """See `Strategy`."""
+        """Make the dispatcher of this process."""
         return cls(layout.local_dispatcher(is_bounded=False), layout.ranks())
 
     @staticmethod
     def planned_collectives(tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
-        """See `Strategy`."""
+        """List the collectives of a training step for one chunk of tokens."""
         rows = (tokens.num_slots, tokens.config.hidden_size)
         yield tokens.counts(tokens.num_group_experts + 1)
         yield from tokens.rows("outputs of experts", "all-gather", rows, has_gradient=False)
 
     @staticmethod
     def planned_saved_tensors(tokens: PlannedDispatch) -> Iterator[SavedTensor]:
-        """See `Strategy`."""
+        """List the saved tensors of a training step that no module declares, with their shapes on this rank."""
         num_rows = tokens.num_slots // tokens.num_ranks
         # Slots and rows of the plan, and the tokens of this rank's rows.
         yield SavedTensor((2 * tokens.num_slots + num_rows,), (None,), torch.int64)

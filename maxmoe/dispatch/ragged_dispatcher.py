@@ -152,12 +152,12 @@ class RaggedAllToAll:
 
     @classmethod
     def dispatcher(cls, layout: ExpertLayout) -> "RaggedAllToAll":
-        """See `Strategy`."""
+        """Make the dispatcher of this process."""
         return cls(layout.local_dispatcher(is_bounded=False), layout.ranks())
 
     @staticmethod
     def planned_collectives(tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
-        """See `Strategy`."""
+        """List the collectives of a training step for one chunk of tokens."""
         hidden_size, num_rows = tokens.config.hidden_size, _num_rows(tokens)
         yield tokens.counts(tokens.num_group_experts + 1)
         yield from tokens.rows("tokens to experts", "all-to-all", (num_rows, hidden_size), is_input=True)
@@ -166,7 +166,7 @@ class RaggedAllToAll:
 
     @staticmethod
     def planned_saved_tensors(tokens: PlannedDispatch) -> Iterator[SavedTensor]:
-        """See `Strategy`."""
+        """List the saved tensors of a training step that no module declares, with their shapes on this rank."""
         num_rows = _num_rows(tokens)
         yield SavedTensor((num_rows + tokens.num_slots,), (None,), torch.int64)  # slots and rows of the sending plan
         yield tokens.saved_input(num_rows)

@@ -101,13 +101,13 @@ class RingOfExperts:
 
     @classmethod
     def dispatcher(cls, layout: ExpertLayout) -> "RingOfExperts":
-        """See `Strategy`."""
+        """Make the dispatcher of this process."""
         needs_sequences = layout.config.capacity_factor is not None
         return cls(layout.local_dispatcher(), layout.group(), needs_sequences)
 
     @staticmethod
     def planned_collectives(tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
-        """See `Strategy`."""
+        """List the collectives of a training step for one chunk of tokens."""
         hidden_size, top_k = tokens.config.hidden_size, tokens.config.top_k
         gathered = tokens.num_ranks * tokens.num_tokens
         yield tokens.counts(2)
@@ -118,7 +118,7 @@ class RingOfExperts:
 
     @staticmethod
     def planned_saved_tensors(tokens: PlannedDispatch) -> Iterator[SavedTensor]:
-        """See `Strategy`."""
+        """List the saved tensors of a training step that no module declares, with their shapes on this rank."""
         gathered = tokens.num_ranks * tokens.num_tokens
         yield tokens.saved_input(gathered)
         yield from tokens.saved_by_local_dispatcher(gathered, tokens.config.top_k)

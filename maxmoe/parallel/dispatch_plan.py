@@ -1,7 +1,7 @@
 """Plan of the dispatch of a layer: the mesh axes over which its experts are sharded, and the strategy."""
 
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 from maxmoe.config import MoEConfig
 from maxmoe.dispatch import (
@@ -27,9 +27,9 @@ EXPERT_TOKEN_DIMS = ("activation_batch_moe", "activation_length_moe", "activatio
 
 # The strategies where tokens travel, and where all ranks of the experts hold the same tokens.
 STRATEGIES: dict[Dispatch, tuple[type[Strategy], type[Strategy]]] = {
-    "gather_weights": (LocalStrategy, LocalStrategy),
     "ring_of_experts": (RingOfExperts, LocalStrategy),
     "ragged_all_to_all": (RaggedAllToAll, RaggedAllGather),
+    "gather_weights": (LocalStrategy, LocalStrategy),
 }
 
 
@@ -112,8 +112,9 @@ class DispatchPlan(ExpertLayout):
 
 def check_dispatch(dispatch: str) -> None:
     """Raise for an unknown dispatch strategy."""
-    if dispatch not in get_args(Dispatch):
-        raise ValueError(f"dispatch must be one of {', '.join(map(repr, get_args(Dispatch)))}, got {dispatch!r}")
+    known = ("auto", *STRATEGIES)
+    if dispatch not in known:
+        raise ValueError(f"dispatch must be one of {', '.join(map(repr, known))}, got {dispatch!r}")
 
 
 def plan_dispatch(

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from maxmoe.parallel.plan import ParameterPlan, Plan, ResidualPart
-from maxmoe.planning.saved_tensors import declared_tensors, local_tokens
+from maxmoe.planning.saved_tensors import declared_tensors, local_tokens, planned_dispatches
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.planned_collective import PlannedCollective, planned_redistribution
 from maxmoe.sharding.redistribute import embed_sharding, summed
@@ -110,6 +110,19 @@ def _both_ways(
     # A recomputation ends when it has what the backward needs: before the sum of the module's own partial outputs.
     if recomputed is not None and not (purpose == "partial outputs" and recomputed == path):
         yield from planned_redistribution(f"{purpose}, backward", *value, shape, dtype)
+
+
+def dispatch_communication(
+    plan: Plan, batch_size: int, sequence_length: int, num_chunks: int = 1
+) -> Iterator[tuple[str, PlannedCollective]]:
+    """List the collectives of a step in every Mixture-of-Experts layer, with the path of the layer."""
+    for path, tokens in planned_dispatches(plan, batch_size, sequence_length, num_chunks):
+        dispatch_plan = plan.dispatch_plans[path]
+        for chunk in tokens.chunks():
+            for collective in dispatch_plan.strategy_class.planned_collectives(chunk):
+                yield path, collective
+        for collective in dispatch_plan.partial_sums.planned_collectives(tokens):
+            yield path, collective
 
 
 def _hidden_size(plan: Plan, unit: nn.Module) -> int:

@@ -13,8 +13,7 @@ from maxmoe.optim.newton_schulz import fast_dtype
 from maxmoe.optim.parameter_groups import choose
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.plan import ParameterPlan, Plan, enclosing
-from maxmoe.planning.communication import activation_communication, parameter_communication
-from maxmoe.planning.dispatch_communication import dispatch_communication
+from maxmoe.planning.communication import activation_communication, dispatch_communication, parameter_communication
 from maxmoe.planning.explain import quiet_plan
 from maxmoe.planning.optimizer_communication import muon_communication
 from maxmoe.planning.saved_tensors import saved_tensors

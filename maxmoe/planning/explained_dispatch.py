@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from maxmoe.parallel.dispatch_plan import DispatchPlan
 from maxmoe.parallel.plan import Plan
-from maxmoe.planning.dispatch_communication import dispatch_communication
+from maxmoe.planning.communication import dispatch_communication
 from maxmoe.planning.repeated_layers import grouped
 from maxmoe.planning.traffic import Traffic, traffic_of
 from maxmoe.sharding.planned_collective import PlannedCollective

@@ -63,34 +63,19 @@ def saved_tensors(
 def planned_dispatches(
     plan: Plan, batch_size: int, sequence_length: int, num_chunks: int = 1
 ) -> Iterator[tuple[str, PlannedDispatch]]:
-    """List what a rank dispatches in the Mixture-of-Experts layers.
-
-    Args:
-        plan: of the model.
-        batch_size: sequences of a step, over all ranks.
-        sequence_length: their tokens.
-        num_chunks: see `maxmoe.parallelize`.
-
-    Yields:
-        The path of a layer, and its tokens.
-
-    Raises:
-        ValueError: if the axes that shard the tokens do not divide them.
-    """
+    """List the tokens that a rank dispatches in every Mixture-of-Experts layer, with the path of the layer."""
     num_tokens = math.prod(local_tokens(plan, batch_size, sequence_length))
     for path, dispatch_plan in plan.dispatch_plans.items():
         layer = plan.layer(path)
-        yield (
-            path,
-            PlannedDispatch(
-                dispatch_plan,
-                num_tokens,
-                dispatch_plan.num_chunks(num_chunks),
-                layer.routed_experts.up_proj.dtype,
-                is_recomputed=plan.recomputed_by(path) is not None,
-                recomputes_input="dispatch" in layer.recompute,
-            ),
+        tokens = PlannedDispatch(
+            dispatch_plan,
+            num_tokens,
+            dispatch_plan.num_chunks(num_chunks),
+            layer.routed_experts.up_proj.dtype,
+            is_recomputed=plan.recomputed_by(path) is not None,
+            recomputes_input="dispatch" in layer.recompute,
         )
+        yield path, tokens
 
 
 def declared_tensors(plan: Plan, batch_size: int, sequence_length: int) -> Iterator[tuple[str, SavedTensor]]:
