@@ -47,7 +47,8 @@ def test_routed_and_shared_experts_take_one_sum() -> None:
         layer = parallelize(MoEFeedForward(config).double(), Mesh({"expert": 4}), "ep-tp")
         return collectives(layer, hidden_states())
 
-    once, twice = {"c10d_functional.all_reduce": 1}, {"c10d_functional.all_reduce": 2}
+    # The all-gather of one integer: whether the input requires a gradient on all ranks.
+    once, twice = {"c10d._allgather_base_": 1, "c10d_functional.all_reduce": 1}, {"c10d_functional.all_reduce": 2}
     assert run_ranks(count, 4) == [(once, twice)] * 4
 
 
