@@ -44,7 +44,7 @@ class ParameterHooks:
         self.stored: Mapping[str, Tensor] = {}
         self._replaced: list[tuple[nn.Module, str, Tensor]] = []
         self._gathered: list[GatheredParameter] = []
-        self._unsharded: list[tuple[Tensor, ParameterVersion]] = []
+        self._ungathered: list[tuple[Tensor, ParameterVersion]] = []
 
     def register(self, unit: nn.Module) -> None:
         """Register the hooks on a unit."""
@@ -63,16 +63,19 @@ class ParameterHooks:
             owner = unit.get_submodule(prefix)
             parameter = _parameter(owner, name)
             if id(parameter) not in tensors:
-                tensor = _gathered_tensor(parameter, plan)
-                version = ParameterVersion(plan.name, self.stored[plan.name])
-                if plan.is_gathered:
-                    gather_again = _gather_again(owner, name, plan)
-                    self._gathered.append(GatheredParameter(tensor, gather_again, version))
-                else:
-                    self._unsharded.append((tensor, version))
-                tensors[id(parameter)] = tensor
+                tensors[id(parameter)] = _gathered_tensor(parameter, plan)
+                if _has_later_backward():
+                    self._remember(tensors[id(parameter)], owner, name, plan)
             self._replaced.append((owner, name, parameter))
             put_in_place(owner, name, tensors[id(parameter)])
+
+    def _remember(self, tensor: Tensor, owner: nn.Module, name: str, plan: ParameterPlan) -> None:
+        """Keep what the backward needs of a parameter: how to gather it again, and its version."""
+        version = ParameterVersion(plan.name, self.stored[plan.name])
+        if plan.is_gathered:
+            self._gathered.append(GatheredParameter(tensor, _gather_again(owner, name, plan), version))
+        else:
+            self._ungathered.append((tensor, version))
 
     @not_compiled
     def _free(self, _unit: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
@@ -81,14 +84,12 @@ class ParameterHooks:
             owner, name, parameter = self._replaced.pop()
             put_in_place(owner, name, parameter)
         gathered, self._gathered = self._gathered, []
-        unsharded, self._unsharded = self._unsharded, []
-        # A forward inside a backward is a recomputation of activation checkpointing. Its saved tensors are used at
-        # once, so freeing them here would gather every parameter a third time.
-        if not torch.is_grad_enabled() or is_recomputation():
+        ungathered, self._ungathered = self._ungathered, []
+        if not _has_later_backward():
             return
 
         def refill(_gradient: Tensor) -> None:
-            for tensor, version in unsharded:
+            for tensor, version in ungathered:
                 if version.is_outdated:
                     # Autograd has saved tensors that share memory with the local tensor or with FSDP's unsharded
                     # parameter, and does not see that the optimizer modified them through the DTensor. With the version
@@ -101,7 +102,7 @@ class ParameterHooks:
         for gathered_parameter in gathered:
             gathered_parameter.free()
         for tensor in tree_leaves(output):
-            if (gathered or unsharded) and isinstance(tensor, Tensor) and tensor.requires_grad:
+            if (gathered or ungathered) and isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(refill)  # type: ignore[no-untyped-call]
 
 
@@ -151,6 +152,15 @@ class GatheredParameter:
                 "operation since the forward: call backward before optimizer.step()"
             )
         self._storage.fill(self._gather())
+
+
+def _has_later_backward() -> bool:
+    """Return whether a backward may follow this forward after other modules have run.
+
+    A forward inside a backward is a recomputation of activation checkpointing. Its saved tensors are used at once, so
+    freeing them would gather every parameter a third time.
+    """
+    return torch.is_grad_enabled() and not is_recomputation()
 
 
 def _gathered_tensor(parameter: DTensor, plan: ParameterPlan) -> Tensor:
