@@ -19,13 +19,14 @@ from maxmoe.sharding.partition_spec import PartitionSpec
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayout:
-    """How the experts of a layer lie on a mesh.
+    """Mesh axes over which the experts of a layer are sharded.
 
     Args:
         config: configuration of the layer.
-        mesh: mesh of the ranks, planned or not.
-        expert_axes: axes over which the experts lie, the major one first.
-        token_axes: those of them over which tokens travel; over the others all ranks hold the same tokens.
+        mesh: mesh of the layer, planned or not.
+        expert_axes: axes over which the experts are sharded, the major axis first.
+        token_axes: those of `expert_axes` over which tokens are communicated. Along the others, all ranks hold the
+            same tokens.
     """
 
     config: MoEConfig

@@ -1,4 +1,4 @@
-"""Row counts that the ranks exchange before rows travel."""
+"""Row counts that are exchanged before the rows are communicated."""
 
 import torch
 from torch import Tensor

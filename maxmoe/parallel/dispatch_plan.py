@@ -25,7 +25,7 @@ Dispatch: TypeAlias = Literal["auto", "ring_of_experts", "ragged_all_to_all", "g
 # Logical names of the dims of activations inside the experts, in the order in which `Experts` declares them.
 EXPERT_TOKEN_DIMS = ("activation_batch_moe", "activation_length_moe", "activation_exp")
 
-# The strategies where tokens travel, and where all ranks of the experts hold the same tokens.
+# The class of each strategy if tokens are communicated, and if all ranks of the experts hold the same tokens.
 STRATEGIES: dict[Dispatch, tuple[type[Strategy], type[Strategy]]] = {
     "ring_of_experts": (RingOfExperts, LocalStrategy),
     "ragged_all_to_all": (RaggedAllToAll, RaggedAllGather),
@@ -60,8 +60,8 @@ class DispatchPlan(ExpertLayout):
     @property
     def strategy_class(self) -> type[Strategy]:
         """The class of the strategy."""
-        traveling, replicated = STRATEGIES[self.strategy]
-        return traveling if self.token_axes else replicated
+        communicating, replicated = STRATEGIES[self.strategy]
+        return communicating if self.token_axes else replicated
 
     def num_chunks(self, asked_for: int) -> int:
         """Return the number of chunks of the tokens: one if there is no communication to overlap with the experts."""

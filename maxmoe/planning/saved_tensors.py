@@ -1,4 +1,4 @@
-"""The tensors that autograd saves on a rank: those that modules declare, and those that dispatch brings."""
+"""Saved tensors on a rank: those that modules declare, and those of the dispatch strategies."""
 
 import math
 from collections.abc import Iterator
