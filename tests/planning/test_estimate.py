@@ -137,7 +137,7 @@ def test_the_state_of_adamw_is_that_of_torch() -> None:
     optimizer.step()
     memory = estimated(CONFIG, MeshRules("pure-fsdp", {})).memory
     assert memory["state of adamw"] == states_of(optimizer)
-    assert memory["parameters"] == memory["their gradients"] == sum(p.nbytes for p in model.parameters())
+    assert memory["parameters"] == memory["gradients"] == sum(p.nbytes for p in model.parameters())
     assert memory["gathered parameters"] == 0
 
 
