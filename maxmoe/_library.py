@@ -13,7 +13,7 @@ _BUILD = "pip install --no-build-isolation -e ."
 
 
 def _check_build() -> None:
-    """Raise unless the core exists and is made for the running torch: another crashes at some point."""
+    """Raise unless the core is built for the minor version of the running torch; with any other it may crash."""
     recorded = _PACKAGE / "_torch_version.txt"
     if not recorded.exists():
         raise ImportError(
@@ -21,12 +21,10 @@ def _check_build() -> None:
         )
     built, running = recorded.read_text().strip(), torch.__version__
     if built.split(".")[:2] != running.split(".")[:2]:
-        mended = f"take the torch that it was built against: pip install torch=={built.split('+')[0]}"
+        fix = f"take the torch that it was built against: pip install torch=={built.split('+')[0]}"
         if (_PACKAGE.parent / "setup.py").exists():  # not a wheel
-            mended = f"build it again in {_PACKAGE.parent}: {_BUILD} (or {mended})"
-        raise ImportError(
-            f"maxmoe was built against torch {built}, but torch {running} is running. To mend it, {mended}"
-        )
+            fix = f"build it again in {_PACKAGE.parent}: {_BUILD} (or {fix})"
+        raise ImportError(f"maxmoe was built against torch {built}, but torch {running} is running. To fix it, {fix}")
 
 
 _check_build()
@@ -35,10 +33,8 @@ from maxmoe import _C  # noqa: E402
 
 
 def build_info() -> "BuildInfo":
-    """Describe the build and this machine.
+    """Return the versions of maxmoe, torch, compiler and Eigen, and the instruction sets and cache of this machine.
 
-    Returns:
-        The versions of maxmoe, torch, compiler and Eigen; the instruction sets that this machine supports, "isa" the
-        one in use; the size of its second-level cache.
+    "isa" is the instruction set in use, "supported_isas" are all that the machine supports.
     """
     return _C.build_info()
