@@ -92,7 +92,7 @@ def routed_experts(
 
 
 def shared_experts(tokens: Tensor, config: MoEConfig, parameters: dict[str, Tensor]) -> Tensor:
-    """Return the outputs of the shared expert for every token, scaled by sigmoid(x . output_gate) if it has that gate."""
+    """Return the outputs of the shared expert, scaled by sigmoid(x . output_gate) if it has that gate."""
     matrices = [parameters.get(f"shared_experts.{name}") for name in PROJECTIONS]
     out = [feed_forward(token, matrices, config.activation, config.activation_limit) for token in tokens]
     if config.shared_expert_gate:
@@ -102,7 +102,7 @@ def shared_experts(tokens: Tensor, config: MoEConfig, parameters: dict[str, Tens
 
 
 def auxiliary_loss(logits: Sequence[Tensor], experts: Sequence[Tensor], config: MoEConfig) -> Tensor:
-    """Return the sum of the weighted losses of logits [S, E] and experts [S, K] of B sequences; 0 if all weights are."""
+    """Return the sum of the weighted losses, given logits [S, E] and experts [S, K] of each of B sequences."""
     loss = wide(logits[0].new_zeros(()))
     if config.load_balance_loss_weight:
         balance = load_balance_loss(
