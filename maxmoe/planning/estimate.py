@@ -118,10 +118,7 @@ def estimate(
         "recomputed activations": max(activations.values(), default=0),
     }
     communication: list[PlannedCollective] = []
-    for parameter in parameters:
-        # Routed experts are called, and gather what they gather, once for each chunk.
-        routed = plan.dispatch_of_experts.get(plan.modules[parameter.fsdp_unit])
-        communication += parameter_communication(parameter, 1 if routed is None else routed.num_chunks(num_chunks))
+    communication += parameter_communication(plan, num_chunks)
     communication += activation_communication(plan, batch_size, sequence_length, dtype)
     communication += (item for _, item in dispatch_communication(plan, batch_size, sequence_length, num_chunks))
     communication += muon_communication(plan, choices, fast_dtype(next(module.parameters()).device))
@@ -131,7 +128,7 @@ def estimate(
 def _recomputed_for(plan: Plan, path: str, tensor: SavedTensor) -> str | None:
     """Return the module whose backward computes a tensor again that a module at a path saves; None if it is kept."""
     _, *around = enclosing(path)
-    outer = next(filter(plan.is_recomputed, around), None)
+    outer = next((outer for outer in around if plan[outer].is_recomputed), None)
     return outer if outer is not None or tensor.is_kept else path
 
 
