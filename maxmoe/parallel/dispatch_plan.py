@@ -77,14 +77,10 @@ class DispatchPlan(ExpertLayout):
         return tuple(axis for axis in self.mesh.axes if axis in parts)
 
     @property
-    def gathers_rows(self) -> bool:
-        """Whether ranks with the same tokens compute disjoint rows and all-gather the outputs."""
-        return self.strategy_class is RaggedAllGather
-
-    @property
     def sum_axes(self) -> tuple[str, ...]:
         """Axes over which the outputs of the layer are all-reduced."""
-        return tuple(axis for axis in self.partial_axes if not (self.gathers_rows and axis in self.expert_axes))
+        whole = () if self.strategy_class.has_partial_outputs else self.expert_axes
+        return tuple(axis for axis in self.partial_axes if axis not in whole)
 
     def runner(self, num_chunks: int) -> ExpertRunner:
         """Make the runner of this process, with `num_chunks` chunks if there is communication to overlap."""
@@ -102,7 +98,7 @@ class DispatchPlan(ExpertLayout):
             self.mesh,
             self.partial_axes,
             self.sum_axes,
-            dropped_axes=self.replicated_axes if drops and not self.gathers_rows else (),
+            dropped_axes=self.replicated_axes if drops and self.strategy_class.has_partial_outputs else (),
             embed_axes=self.embed_axes,
             shared_is_partial=self.shared_is_partial,
         )
@@ -155,9 +151,10 @@ def plan_dispatch(
     if dispatch != "auto":
         reason = "asked for" if dispatch == strategy else f"asked for; auto takes {strategy}: {reason}"
         strategy = dispatch
-    if strategy == "ragged_all_to_all" and config.capacity_factor is not None:
-        raise ValueError("ragged_all_to_all sends rows, no sequences: capacity_factor needs dispatch='ring_of_experts'")
-    return replace(local, strategy=strategy, reason=reason, expert_axes=axes, token_axes=token_axes)
+    plan = replace(local, strategy=strategy, reason=reason, expert_axes=axes, token_axes=token_axes)
+    if config.capacity_factor is not None and not plan.strategy_class.keeps_sequences:
+        raise ValueError(f"{strategy} sends rows, no sequences: capacity_factor needs dispatch='ring_of_experts'")
+    return plan
 
 
 def _chosen(plan: DispatchPlan) -> tuple[Dispatch, str]:
