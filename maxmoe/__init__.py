@@ -1,5 +1,7 @@
 """Mixture-of-Experts training for PyTorch."""
 
+import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from maxmoe import presets
@@ -22,6 +24,7 @@ from maxmoe.nn import (
 from maxmoe.ops._memory import empty_cache
 
 if TYPE_CHECKING:
+    from maxmoe import dispatch, integrations, models, optim, parallel, planning, reference, sharding  # noqa: F401
     from maxmoe.parallel import parallelize
 
 __version__ = build_info()["version"]
@@ -48,9 +51,18 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "parallelize":  # DTensor takes as long to import as the rest of torch
-        from maxmoe.parallel import parallelize
+# Imported when they are first used: DTensor takes as long to import as the rest of torch, transformers longer.
+_LAZY_MODULES = ("dispatch", "integrations", "models", "optim", "parallel", "planning", "reference", "sharding")
 
-        return parallelize
-    raise AttributeError(f"module 'maxmoe' has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    if name == "parallelize":
+        return importlib.import_module("maxmoe.parallel").parallelize
+    if name in _LAZY_MODULES:
+        return importlib.import_module(f"maxmoe.{name}")
+    # With name and obj, Python adds the nearest name to the message.
+    raise AttributeError(f"module 'maxmoe' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_LAZY_MODULES, "load", "nn", "ops"})

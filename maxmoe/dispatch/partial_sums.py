@@ -12,17 +12,9 @@ from maxmoe.dispatch.planned_dispatch import PlannedDispatch
 from maxmoe.nn.router import TopK
 from maxmoe.nn.tensor_parallel_region import LayerInputs
 from maxmoe.sharding.mesh import Mesh
-from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.planned_collective import PlannedCollective, planned_redistribution
-from maxmoe.sharding.redistribute import (
-    all_reduce,
-    all_reduce_gradient,
-    embed_sharding,
-    redistribute_local,
-    reduce_outputs,
-    summed,
-)
+from maxmoe.sharding.redistribute import Redistribution, redistribute_local
 
 
 @dataclass(frozen=True)
@@ -54,49 +46,52 @@ class PartialSums:
         router, experts = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
         return LayerInputs(router, experts, experts if self.shared_is_partial else router)
 
+    @not_compiled
     def assign(self, top_k: TopK) -> TopK:
         """Return ids and weights; the gradient of the weights is all-reduced over `axes`."""
-        return top_k._replace(weights=all_reduce_gradient(top_k.weights, self.mesh, self.axes))
+        return top_k._replace(weights=redistribute_local(top_k.weights, self._weights))
 
     @not_compiled
     def leave(self, routed: Tensor, shared: Tensor | None) -> Tensor:
         """Sum the outputs over `sum_axes`, and keep this rank's part of the hidden dim."""
-        if shared is None or not self.shared_is_partial:
-            hidden_states = reduce_outputs(routed, self.mesh, self.sum_axes, self.embed_axes)
-            return (
-                hidden_states
-                if shared is None
-                else hidden_states + reduce_outputs(shared, self.mesh, (), self.embed_axes)
-            )
-        return reduce_outputs(routed + shared, self.mesh, self.sum_axes, self.embed_axes)
+        if shared is None:
+            return redistribute_local(routed, self._outputs(self.sum_axes))
+        if self.shared_is_partial:
+            return redistribute_local(routed + shared, self._outputs(self.sum_axes))
+        return redistribute_local(routed, self._outputs(self.sum_axes)) + redistribute_local(shared, self._outputs(()))
 
+    @not_compiled
     def all_reduce_dropped(self, dropped: Tensor) -> Tensor:
         """All-reduce the number of dropped slots."""
-        return all_reduce(dropped, self.mesh, self.dropped_axes)
-
-    def whole(self, partial: tuple[str, ...] = ()) -> NamedSharding:
-        """Return the sharding of tokens ``(T, D)`` that every rank has whole, or a summand of over some axes."""
-        return NamedSharding.replicated(self.mesh, 2, partial=partial)
+        return redistribute_local(dropped, self._dropped)
 
     @property
-    def outside(self) -> NamedSharding:
-        """The sharding of what the layer returns."""
-        return embed_sharding(self.mesh, 2, self.embed_axes)
+    def _weights(self) -> Redistribution:
+        return Redistribution.reduce_gradient(self.mesh, 2, self.axes)
+
+    @property
+    def _dropped(self) -> Redistribution:
+        return Redistribution.reduce_outputs(self.mesh, 0, self.dropped_axes)
+
+    def _outputs(self, sum_axes: tuple[str, ...]) -> Redistribution:
+        return Redistribution.reduce_outputs(self.mesh, 2, sum_axes, self.embed_axes)
+
+    def grad_input(self, axes: tuple[str, ...]) -> Redistribution:
+        """Return the redistribution of tokens ``(T, D)`` whose gradient has a summand on each rank along `axes`."""
+        return Redistribution.reduce_gradient(self.mesh, 2, axes, left=self.embed_axes)
 
     def planned_collectives(self, tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
-        """List the collectives of a training step at the boundary of the layer."""
-        shape, outputs = (tokens.num_tokens, tokens.config.hidden_size), (self.whole(self.sum_axes), self.outside)
-        slots, weights = (tokens.num_tokens, tokens.config.top_k), summed(self.mesh, 2, self.axes)
-        dropped = summed(self.mesh, 0, self.dropped_axes)
-        for way in ("forward", "backward") if tokens.is_recomputed else ("forward",):
-            yield from planned_redistribution(f"partial outputs, {way}", *outputs, shape, tokens.dtype)
-            yield from planned_redistribution(f"dropped slots, {way}", *dropped, (), torch.int64)
-        # Shared experts that are not summed with the routed ones leave by themselves.
-        num_leaving = 2 if tokens.config.num_shared_experts and not self.shared_is_partial else 1
-        left, entered = (self.outside, self.whole()), (self.whole(self.axes), self.whole(self.embed_axes))
-        for gradient in (*(left,) * num_leaving, entered):
-            yield from planned_redistribution("partial outputs, backward", *gradient, shape, tokens.dtype)
-        yield from planned_redistribution("routing weights, backward", *weights, slots, tokens.weights_dtype)
+        """List the collectives of a training step on the inputs and outputs of the layer."""
+        shape, slots = (tokens.num_tokens, tokens.config.hidden_size), (tokens.num_tokens, tokens.config.top_k)
+        again = {"is_repeated": tokens.is_recomputed}
+        outputs = [self._outputs(self.sum_axes)]
+        if tokens.config.num_shared_experts and not self.shared_is_partial:
+            outputs.append(self._outputs(()))
+        for output in outputs:
+            yield from planned_redistribution("partial outputs", output, shape, tokens.dtype, **again)
+        yield from planned_redistribution("partial outputs", self.grad_input(self.axes), shape, tokens.dtype)
+        yield from planned_redistribution("dropped slots", self._dropped, (), torch.int64, **again)
+        yield from planned_redistribution("routing weights", self._weights, slots, tokens.weights_dtype)
 
 
 class _Enter(torch.autograd.Function):
@@ -111,10 +106,6 @@ class _Enter(torch.autograd.Function):
     @once_differentiable
     def backward(context: Any, of_router: Tensor, of_experts: Tensor) -> tuple[Tensor, None]:
         region: PartialSums = context.region
-        grad_input = region.whole(partial=region.embed_axes)
-        summands = _redistributed(of_experts, region.whole(partial=region.axes), grad_input)
-        return summands + _redistributed(of_router, region.whole(), grad_input), None
-
-
-def _redistributed(local: Tensor, source: NamedSharding, target: NamedSharding) -> Tensor:
-    return redistribute_local(local, source, target, grad_source=target, grad_target=source)
+        summands = Redistribution(*reversed(region.grad_input(region.axes)))
+        whole = Redistribution(*reversed(region.grad_input(())))
+        return redistribute_local(of_experts, summands) + redistribute_local(of_router, whole), None

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -110,7 +110,18 @@ class PlannedDispatch:
 
 
 class Strategy(Protocol):
-    """A way to dispatch tokens between ranks: it makes a `Dispatcher`, and knows what that costs."""
+    """A way to dispatch tokens between ranks: it makes a `Dispatcher`, and lists its collectives and saved tensors.
+
+    A new strategy is a file with a class like `RingOfExperts`, and a line in `STRATEGIES` of `maxmoe.parallel`.
+
+    Attributes:
+        keeps_sequences: whether the rank of an expert gets whole sequences, which `capacity_factor` needs.
+        has_partial_outputs: whether the outputs of ranks with the same tokens are partial sums, which the
+            tensor-parallel region of the layer reduces.
+    """
+
+    keeps_sequences: ClassVar[bool]
+    has_partial_outputs: ClassVar[bool]
 
     @classmethod
     def dispatcher(cls, layout: ExpertLayout) -> Dispatcher[Any]:
@@ -130,6 +141,9 @@ class Strategy(Protocol):
 
 class LocalStrategy:
     """The strategy of ranks that communicate nothing: each computes its experts for its own tokens."""
+
+    keeps_sequences: ClassVar[bool] = True
+    has_partial_outputs: ClassVar[bool] = True
 
     @classmethod
     def dispatcher(cls, layout: ExpertLayout) -> Dispatcher[Any]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -51,6 +51,9 @@ class RaggedAllGather:
 
     Source: MaxText, `ragged_all_to_all` with a replicated batch.
     """
+
+    keeps_sequences: ClassVar[bool] = False
+    has_partial_outputs: ClassVar[bool] = False
 
     local: Dispatcher[Any]
     ranks: ExpertRanks

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,6 +89,9 @@ class RaggedAllToAll:
 
     Source: MaxText, `ragged_all_to_all`; torchtitan and Megatron-LM "alltoall".
     """
+
+    keeps_sequences: ClassVar[bool] = False
+    has_partial_outputs: ClassVar[bool] = True
 
     local: Dispatcher[Any]
     ranks: ExpertRanks

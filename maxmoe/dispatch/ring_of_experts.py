@@ -5,7 +5,7 @@ Shapes: T tokens of this rank, K top_k, D hidden_size, P ranks that share the ex
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,9 @@ class RingOfExperts:
 
     Source: MaxText, `use_ring_of_experts`; DeepSpeed-Megatron "AG-RS".
     """
+
+    keeps_sequences: ClassVar[bool] = True
+    has_partial_outputs: ClassVar[bool] = True
 
     local: Dispatcher[Any]
     group: dist.ProcessGroup

@@ -1,15 +1,15 @@
 """Mixture-of-Experts layer and its parts."""
 
 from maxmoe.declaration import TOKEN_DIMS, Declaration, LogicalNames, ResidualStream, SavedTensor
+from maxmoe.load import MoEStats, StatsAccumulator, StepStats
 from maxmoe.nn.dense_dispatcher import local_dispatcher
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, ExpertRunner, Future, LocalDispatcher, LocalExperts
 from maxmoe.nn.experts import Experts, SharedExperts
 from maxmoe.nn.feed_forward import MoEFeedForward, set_aux_loss_scale
-from maxmoe.nn.losses import MoEStats, count_tokens, load_balance_loss, mean_over_tokens, router_z_loss
+from maxmoe.nn.losses import count_tokens, load_balance_loss, mean_over_tokens, router_z_loss
 from maxmoe.nn.moe import MoE, MoEOutput
 from maxmoe.nn.replay import RoutingRecord, record_routing, replay_routing
 from maxmoe.nn.router import Router, Routing, TopK
-from maxmoe.nn.stats_accumulator import StatsAccumulator, StepStats
 from maxmoe.nn.tensor_parallel_region import LayerInputs, LocalRegion, TensorParallelRegion
 from maxmoe.recompute.named_parts import Checkpointed, check_recompute, recompute_of, set_recompute
 from maxmoe.recompute.selective import keep_routing

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from maxmoe.nn.accumulated_stats import with_gradient
+from maxmoe.load.metrics_accumulator import with_gradient
 from maxmoe.nn.moe import MoE
 
 

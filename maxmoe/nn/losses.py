@@ -1,50 +1,16 @@
 """Auxiliary losses and statistics of the routing."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from maxmoe._torch import register_namedtuple
 from maxmoe.config import MoEConfig
+from maxmoe.load.stats import MoEStats
 from maxmoe.nn.router import Routing
 from maxmoe.token_group import FlattenedBatch, LocalTokens, TokenReductions
 
 LOCAL = LocalTokens()
-
-
-class MoEStats(NamedTuple):
-    """Routing statistics of one call of a layer, as tensors. The layer does not read them, so it does not synchronise.
-
-    Attributes:
-        tokens_per_expert: ``(E,)``, int64, number of slots routed to each expert, dropped slots included.
-        dropped: ``()``, int64, number of slots dropped by capacity_factor or buffer_factor.
-        router_entropy: ``()``, mean entropy of the normalised scores in nats, at most log(E).
-    """
-
-    tokens_per_expert: Tensor
-    dropped: Tensor
-    router_entropy: Tensor
-
-    @property
-    def load_max_over_mean(self) -> Tensor:
-        """Largest load of an expert divided by the mean load: 1 if balanced, at most E / K."""
-        load = self.tokens_per_expert.to(torch.float32)
-        return load.max() / load.mean().clamp_min(1e-20)
-
-    @property
-    def dead_expert_fraction(self) -> Tensor:
-        """Fraction of the experts that received no token."""
-        return (self.tokens_per_expert == 0).to(torch.float32).mean()
-
-    def __repr__(self) -> str:
-        shown = (*self._fields, "load_max_over_mean", "dead_expert_fraction")
-        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
-
-
-# torch.export.save requires a serialized type name.
-register_namedtuple(MoEStats, "maxmoe.MoEStats")
 
 
 def load_balance_loss(

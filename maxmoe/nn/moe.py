@@ -10,16 +10,15 @@ from typing_extensions import Self
 
 from maxmoe._torch import register_namedtuple, reshaped
 from maxmoe.config import MoEConfig
+from maxmoe.conversion import check_block, config_of_block, give_weights, take_weights
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
-from maxmoe.nn.accumulated_stats import MetricsAccumulator
-from maxmoe.nn.conversion import check_config, config_of, give_weights, take_weights
+from maxmoe.load.metrics_accumulator import MetricsAccumulator
+from maxmoe.load.stats import MoEStats
 from maxmoe.nn.dense_dispatcher import local_dispatcher
 from maxmoe.nn.dispatcher import ExpertRunner
 from maxmoe.nn.experts import Experts, SharedExperts
-from maxmoe.nn.losses import MoEStats, RoutingLosses
+from maxmoe.nn.losses import RoutingLosses
 from maxmoe.nn.router import Router
-from maxmoe.presets import from_transformers
-from maxmoe.presets.families import family_of
 from maxmoe.token_group import LocalTokens, TokenGroup
 
 Part = TypeVar("Part", bound=nn.Module)
@@ -93,10 +92,9 @@ class MoE(nn.Module):
         Raises:
             ValueError: for a block of another family or kind; no tensor is moved then.
         """
-        source = config_of(block)
         dtype = next((parameter.dtype for parameter in block.parameters()), None)
-        layer = cls(from_transformers(source), device="meta", dtype=dtype)
-        take_weights(layer, block, family_of(source).block)
+        layer = cls(config_of_block(block), device="meta", dtype=dtype)
+        take_weights(layer, block)
         return layer.train(block.training)
 
     def to_transformers(self, block: nn.Module) -> None:
@@ -111,9 +109,8 @@ class MoE(nn.Module):
         Raises:
             ValueError: if the block computes another function or has other shapes; no tensor is moved then.
         """
-        source = config_of(block)
-        check_config(self.config, from_transformers(source))
-        give_weights(self, block, family_of(source).block)
+        check_block(self.config, block)
+        give_weights(self, block)
 
     def set_runner(self, runner: ExpertRunner) -> None:
         """Replace the runner of the routed experts; `maxmoe.parallelize` sets a runner that communicates.

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from maxmoe.config import MoEConfig
 from maxmoe.dispatch import (
     ExpertLayout,
     LocalStrategy,
@@ -13,10 +12,9 @@ from maxmoe.dispatch import (
     RingOfExperts,
     Strategy,
 )
-from maxmoe.nn import ExpertRunner, LocalRegion, MoE, TensorParallelRegion
+from maxmoe.nn import ExpertRunner, LocalRegion, TensorParallelRegion
 from maxmoe.parallel.parameter_sharding import ParameterSharding
 from maxmoe.parallel.sharded_tokens import ShardedTokens, activation_spec
-from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.rules import LogicalRules
 
@@ -51,8 +49,8 @@ class DispatchPlan(ExpertLayout):
         shared_is_partial: whether the shared experts are computed in parts over the same axes as the routed experts.
     """
 
-    strategy: Dispatch
-    reason: str
+    strategy: Dispatch = "gather_weights"
+    reason: str = "asked for"
     tensor_parallel_axes: tuple[str, ...] = ()
     embed_axes: tuple[str, ...] = ()
     shared_is_partial: bool = False
@@ -79,14 +77,10 @@ class DispatchPlan(ExpertLayout):
         return tuple(axis for axis in self.mesh.axes if axis in parts)
 
     @property
-    def gathers_rows(self) -> bool:
-        """Whether ranks with the same tokens compute disjoint rows and all-gather the outputs."""
-        return self.strategy_class is RaggedAllGather
-
-    @property
     def sum_axes(self) -> tuple[str, ...]:
         """Axes over which the outputs of the layer are all-reduced."""
-        return tuple(axis for axis in self.partial_axes if not (self.gathers_rows and axis in self.expert_axes))
+        whole = () if self.strategy_class.has_partial_outputs else self.expert_axes
+        return tuple(axis for axis in self.partial_axes if axis not in whole)
 
     def runner(self, num_chunks: int) -> ExpertRunner:
         """Make the runner of this process, with `num_chunks` chunks if there is communication to overlap."""
@@ -104,7 +98,7 @@ class DispatchPlan(ExpertLayout):
             self.mesh,
             self.partial_axes,
             self.sum_axes,
-            dropped_axes=self.replicated_axes if drops and not self.gathers_rows else (),
+            dropped_axes=self.replicated_axes if drops and self.strategy_class.has_partial_outputs else (),
             embed_axes=self.embed_axes,
             shared_is_partial=self.shared_is_partial,
         )
@@ -118,31 +112,22 @@ def check_dispatch(dispatch: str) -> None:
 
 
 def plan_dispatch(
-    layer: MoE,
-    stacked: ParameterSharding,
-    mesh: Mesh,
-    rules: LogicalRules,
-    tokens: ShardedTokens,
-    dispatch: Dispatch,
-    *,
-    tensor_parallel_axes: tuple[str, ...] = (),
-    embed_axes: tuple[str, ...] = (),
+    local: DispatchPlan, stacked: ParameterSharding, rules: LogicalRules, tokens: ShardedTokens, dispatch: Dispatch
 ) -> DispatchPlan:
-    """Plan the dispatch of a layer; `stacked` is the sharding of a parameter whose first dim is the expert dim.
+    """Plan the dispatch of a layer.
 
     Experts are sharded over the axes that the rules `exp` and `activation_exp` share. Tokens are communicated over
     those of these axes that shard the tokens outside of the layer. Raises if an axis does not divide the number of
     experts, or if the experts of a rank would not be consecutive.
+
+    Args:
+        local: plan of a layer that communicates no tokens: each rank computes all experts.
+        stacked: sharding of a parameter whose first dim is the expert dim.
+        rules: rules that map logical names to mesh axes.
+        tokens: the tokens, as the rules shard them.
+        dispatch: strategy, or "auto".
     """
-    config = layer.config
-    local = DispatchPlan(
-        config=config,
-        mesh=mesh,
-        strategy="gather_weights",
-        reason="asked for",
-        tensor_parallel_axes=tensor_parallel_axes,
-        embed_axes=embed_axes,
-    )
+    config, mesh = local.config, local.mesh
     if dispatch == "gather_weights":
         return local
     *_, of_activation = activation_spec(EXPERT_TOKEN_DIMS, mesh, rules)
@@ -162,32 +147,31 @@ def plan_dispatch(
     if not axes:
         return replace(local, reason="no axis of the mesh is one of 'activation_exp'")
     token_axes = tuple(axis for axis in axes if axis in tokens.axes)
-    strategy, reason = _chosen(config, mesh, axes, token_axes, embed_axes)
+    strategy, reason = _chosen(replace(local, expert_axes=axes, token_axes=token_axes))
     if dispatch != "auto":
         reason = "asked for" if dispatch == strategy else f"asked for; auto takes {strategy}: {reason}"
         strategy = dispatch
-    if strategy == "ragged_all_to_all" and config.capacity_factor is not None:
-        raise ValueError("ragged_all_to_all sends rows, no sequences: capacity_factor needs dispatch='ring_of_experts'")
-    return replace(local, strategy=strategy, reason=reason, expert_axes=axes, token_axes=token_axes)
+    plan = replace(local, strategy=strategy, reason=reason, expert_axes=axes, token_axes=token_axes)
+    if config.capacity_factor is not None and not plan.strategy_class.keeps_sequences:
+        raise ValueError(f"{strategy} sends rows, no sequences: capacity_factor needs dispatch='ring_of_experts'")
+    return plan
 
 
-def _chosen(
-    config: MoEConfig, mesh: Mesh, axes: tuple[str, ...], token_axes: tuple[str, ...], embed_axes: tuple[str, ...]
-) -> tuple[Dispatch, str]:
+def _chosen(plan: DispatchPlan) -> tuple[Dispatch, str]:
     """Choose the strategy that sends fewer elements per rank: 2(P-1)TD in a ring, 2K(P-1)TD/P in a ragged all-to-all.
 
     If experts are sharded over replicated axes as well, a rank sends only the rows whose experts are in its group.
     """
-    num_ranks = mesh.size(*token_axes)
+    config, num_ranks = plan.config, plan.mesh.size(*plan.token_axes)
     if config.implementation == "dense":
         return "ring_of_experts", "the dense implementation computes every token that comes"
-    if not token_axes:
-        if config.top_k == 1 and not config.num_shared_experts and not embed_axes:
+    if not plan.token_axes:
+        if config.top_k == 1 and not config.num_shared_experts and not plan.embed_axes:
             return (
                 "ragged_all_to_all",
                 "all ranks hold the same tokens: gathering one row of each is half an all-reduce",
             )
         return "ring_of_experts", "all ranks hold the same tokens: one all-reduce"
-    if config.top_k < mesh.size(*axes):
+    if config.top_k < plan.mesh.size(*plan.expert_axes):
         return "ragged_all_to_all", f"top_k ({config.top_k}) rows of a token are fewer bytes than {num_ranks} copies"
     return "ring_of_experts", f"{num_ranks} copies of a token are no more bytes than top_k ({config.top_k}) rows"

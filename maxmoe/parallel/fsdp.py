@@ -1,36 +1,23 @@
 """FSDP2 for the `fsdp` axis: prefetches the parameters of the next block and frees those of the previous block."""
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import Shard
 
 from maxmoe.parallel.parameter_sharding import ParameterSharding
+from maxmoe.parallel.plan import Plan
 from maxmoe.parallel.sharded_tokens import ShardedTokens
-from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 
 SHARD_AXIS, REPLICATE_AXIS = "fsdp", "data"
 
 
-class FSDPManaged(NamedTuple):
-    """Parameters that FSDP2 gathers and whose gradients it reduces.
+def fsdp_axes(parameter: ParameterSharding, used: NamedSharding, tokens: ShardedTokens) -> tuple[str, ...]:
+    """Return the axes over which FSDP2 reduces the gradient of a parameter; none for one that it cannot shard.
 
-    Args:
-        dims: dim that FSDP2 shards, by the path of the parameter.
-        axes: mesh axes over which FSDP2 reduces gradients; it gathers parameters over the last one.
-    """
-
-    dims: dict[str, int]
-    axes: tuple[str, ...]
-
-
-def fsdp_managed(
-    parameters: Mapping[str, ParameterSharding], used: Mapping[str, NamedSharding], tokens: ShardedTokens
-) -> FSDPManaged:
-    """Find the parameters that FSDP2 can shard over `fsdp`; `used` is the sharding in which modules use a parameter.
+    It gathers the parameter over the last one. `used` is the sharding in which modules use the parameter.
 
     - FSDP2 shards the local shard of other axes, so `fsdp` must be the minor axis of its dim.
     - FSDP2 gathers over `fsdp`, so no rank may compute with its shard along `fsdp` only.
@@ -39,39 +26,42 @@ def fsdp_managed(
     If the ranks along `data` hold different tokens as well, FSDP2 runs as HSDP: reduce-scatter over `fsdp`, then
     all-reduce over `data`.
     """
-    # Without DataParallelMeshDims (torch 2.11), FSDP2 rejects parameters on meshes with more axes than its own.
     axes = tuple(axis for axis in (REPLICATE_AXIS, SHARD_AXIS) if axis in tokens.axes)
-    if SHARD_AXIS not in axes or not hasattr(fsdp, "DataParallelMeshDims"):
-        return FSDPManaged({}, ())
-    dims = {
-        name: dim
-        for name, parameter in parameters.items()
-        for dim, axes_of_dim in enumerate(parameter.sharding.spec)
-        if axes_of_dim[-1:] == (SHARD_AXIS,)
-        and not any(REPLICATE_AXIS in entry for entry in parameter.sharding.spec)
-        and not any(SHARD_AXIS in entry for entry in used[name].spec)
-    }
-    return FSDPManaged(dims, axes)
+    spec = parameter.sharding.spec
+    is_managed = (
+        SHARD_AXIS in axes
+        and any(entry[-1:] == (SHARD_AXIS,) for entry in spec)
+        and not any(REPLICATE_AXIS in entry for entry in spec)
+        and not any(SHARD_AXIS in entry for entry in used.spec)
+    )
+    return axes if is_managed else ()
 
 
-def fully_shard_blocks(module: nn.Module, mesh: Mesh, managed: FSDPManaged) -> None:
+def fully_shard_blocks(module: nn.Module, plan: Plan) -> None:
     """Apply `torch.distributed.fsdp.fully_shard` to the blocks of a model and then to the rest of it.
 
-    Parameters that are not in `managed` are ignored by FSDP. Gradients are summed over the ranks, not averaged.
+    Parameters that FSDP cannot shard are ignored by it. Gradients are summed over the ranks, not averaged.
     """
     parameters = dict(module.named_parameters())
-    dim_of = {parameters[name]: dim for name, dim in managed.dims.items()}
-    ignored = {parameter for parameter in parameters.values() if parameter not in dim_of}
+    managed = {parameters[name]: planned for name, planned in plan.parameters.items() if planned.fsdp_axes}
+    ignored = {parameter for parameter in parameters.values() if parameter not in managed}
+
+    replicate_axes = tuple(axis for axis in plan.tokens.axes if axis == REPLICATE_AXIS)
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        spec = managed[parameter].stored.spec
+        return Shard(next(dim for dim, axes in enumerate(spec) if SHARD_AXIS in axes))
+
     for block in (*blocks(module), module):
-        if any(parameter in dim_of for parameter in block.parameters()):
+        if any(parameter in managed for parameter in block.parameters()):
             fsdp_module = fsdp.fully_shard(
                 block,
-                mesh=mesh.device_mesh,
+                mesh=plan.mesh.device_mesh,
                 # Also for the root module. Otherwise its parameters would stay gathered after an evaluation, as plain
                 # tensors, and an optimizer made then would hold these instead of the shards.
                 reshard_after_forward=True,
-                dp_mesh_dims=fsdp.DataParallelMeshDims(shard=SHARD_AXIS, replicate=managed.axes[:-1] or None),
-                shard_placement_fn=lambda parameter: Shard(dim_of[parameter]),
+                dp_mesh_dims=fsdp.DataParallelMeshDims(shard=SHARD_AXIS, replicate=replicate_axes or None),
+                shard_placement_fn=placement,
                 ignored_params=ignored,
             )
             # FSDP averages by default, but the loss is already divided by the global number of tokens. A factor other

@@ -6,7 +6,6 @@ from maxmoe.parallel.fsdp import fully_shard_blocks
 from maxmoe.parallel.input_gradients import InputGradientCheck
 from maxmoe.parallel.parameter_hooks import ParameterHooks
 from maxmoe.parallel.plan import Plan
-from maxmoe.parallel.tensor_parallel_hooks import ResidualReaderHook, TensorParallelHooks
 
 
 def register_hooks(module: nn.Module, plan: Plan) -> None:
@@ -26,30 +25,29 @@ def register_hooks(module: nn.Module, plan: Plan) -> None:
     2. `TensorParallelHooks` reduces the partial outputs.
     3. FSDP2 frees what it has gathered, and registers a hook on each output that gathers it again.
 
-    In the backward, hooks on one tensor run in the order of their registration. On an output of the outermost module
-    the parameters of its own FSDP unit are therefore gathered from the stored shards, before FSDP2 has gathered them.
+    In the backward, hooks on one tensor run in the order of their registration: where an output of a FSDP unit is an
+    output of the FSDP2 module as well, that of `ParameterHooks` is the first, and tells FSDP2 to gather before it.
 
     Args:
         module: with DTensor parameters.
         plan: plan of the module.
     """
-    mesh = plan.mesh
-    writers = {plan.modules[part.writer] for part in plan.residual_parts if part.writer is not None}
-    InputGradientCheck(mesh).register(module)
+    check = InputGradientCheck(module, plan.mesh)
+    module.register_forward_pre_hook(check.enter, with_kwargs=True)
     all_parameter_hooks = []
-    for unit, names in plan.fsdp_units.items():
-        parameter_hooks = ParameterHooks({path: plan.parameters[name] for path, name in names.items()})
-        parameter_hooks.register(unit)
-        all_parameter_hooks.append(parameter_hooks)
-        if plan.tensor_parallel_axes[unit] and unit not in (*plan.reduced_by_layer, *writers):
-            TensorParallelHooks(mesh, plan.tensor_parallel_axes[unit]).register(unit)
-    for part in plan.residual_parts:
-        if part.writer is not None and part.writer not in plan.dispatch_plans:
-            writer = plan.modules[part.writer]
-            TensorParallelHooks(mesh, plan.tensor_parallel_axes.get(writer, ()), part.axes).register(writer)
-        if part.reader is not None:
-            ResidualReaderHook(mesh, part.axes, part.partial_axes).register(plan.modules[part.reader])
-    fully_shard_blocks(module, mesh, plan.fsdp_managed)
-    stored = dict(module.named_parameters())  # FSDP2 has replaced the parameters by their shards
+    for module_plan in plan.values():
+        child = module_plan.module
+        if module_plan.parameters:
+            parameter_hooks = ParameterHooks(module_plan.parameters)
+            all_parameter_hooks.append(parameter_hooks)
+            child.register_forward_pre_hook(parameter_hooks.gather)
+            # always_call, so that the DTensors are put back after a forward that raised as well.
+            child.register_forward_hook(parameter_hooks.free, always_call=True)
+        if module_plan.tensor_parallel_hooks is not None:
+            child.register_forward_pre_hook(module_plan.tensor_parallel_hooks.enter, with_kwargs=True)
+            child.register_forward_hook(module_plan.tensor_parallel_hooks.leave)
+        if module_plan.residual_reader is not None:
+            child.register_forward_pre_hook(module_plan.residual_reader.enter)
+    fully_shard_blocks(module, plan)
     for parameter_hooks in all_parameter_hooks:
-        parameter_hooks.stored = stored
+        parameter_hooks.find_stored(module)

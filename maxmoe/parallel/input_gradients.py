@@ -21,17 +21,14 @@ class InputGradientCheck:
     ranks until the timeout. Without floating-point inputs, as in language models, the hook does not communicate.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
         self._device = mesh.device_mesh.device_type
-
-    def register(self, module: nn.Module) -> None:
-        """Install the hook."""
         self._signature = inspect.signature(module.forward)
         self._module_name = type(module).__name__  # FSDP replaces the class
-        module.register_forward_pre_hook(self._check, with_kwargs=True)
 
     @not_compiled
-    def _check(self, _module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def enter(self, _module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Forward pre-hook: raise if the ranks differ."""
         named = self._signature.bind_partial(*arguments, **options).arguments
         leaves = [(name, leaf) for name, value in named.items() for leaf in tree_leaves(value)]
         floating = [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]

@@ -18,6 +18,7 @@ from maxmoe.nn import (
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.hooks import register_hooks
 from maxmoe.parallel.plan import Plan
+from maxmoe.parallel.planner import make_plan
 from maxmoe.parallel.shard_parameters import distribute_parameters
 from maxmoe.sharding.agreement import check_ranks_agree
 from maxmoe.sharding.mesh import Mesh
@@ -100,16 +101,16 @@ def parallelize(
     }
     check_ranks_agree(facts, mesh.device_mesh.device_type)
     check_recompute(module, recompute)
-    plan = Plan(module, mesh, rules, strict=strict, allow_unused=allow_unused, dispatch=dispatch)
+    plan = make_plan(module, mesh, rules, strict=strict, allow_unused=allow_unused, dispatch=dispatch)
     check_plan(plan, num_chunks)
     set_recompute(module, recompute)
     # Without the axes of FSDP2, which shards the parameters over them in `fully_shard_blocks`.
     distribute_parameters(module, {name: parameter.unsharded for name, parameter in plan.parameters.items()})
-    for child in plan.modules.values():
-        if declaration_of(child).uses_token_group:
-            child.token_group = plan.tokens
-    for path, dispatch_plan in plan.dispatch_plans.items():
-        plan.layer(path).set_runner(dispatch_plan.runner(num_chunks))
+    for planned in plan.values():
+        if declaration_of(planned.module).uses_token_group:
+            planned.module.token_group = plan.tokens  # type: ignore[assignment]
+    for layer, dispatch_plan in plan.layers.values():
+        layer.set_runner(dispatch_plan.runner(num_chunks))
     register_hooks(module, plan)
     return module
 
@@ -140,7 +141,7 @@ def check_plan(plan: Plan, num_chunks: int) -> None:
     _check_whole_sequences(plan)
     if not isinstance(num_chunks, int) or num_chunks < 1:
         raise ValueError(f"num_chunks must be a positive int, got {num_chunks!r}")
-    for path, dispatch_plan in plan.dispatch_plans.items():
+    for path, (_, dispatch_plan) in plan.layers.items():
         if num_chunks > 1 and dispatch_plan.config.capacity_factor is not None:
             raise ValueError(
                 f"num_chunks must be 1 for {path or 'a layer'} with capacity_factor, which is per sequence, "
@@ -149,16 +150,17 @@ def check_plan(plan: Plan, num_chunks: int) -> None:
 
 
 def _check_whole_sequences(plan: Plan) -> None:
-    for path, child in plan.modules.items():
-        if plan.tokens.length_axes and declaration_of(child).needs_whole_sequences:
+    axes, children = plan.tokens.length_axes, {path: planned.module for path, planned in plan.items()}
+    for path, child in children.items():
+        if axes and declaration_of(child).needs_whole_sequences:
             raise ValueError(
-                f"{path or type(child).__name__} needs whole sequences, sharded here over {plan.tokens.length_axes}: "
+                f"{path or type(child).__name__} needs whole sequences, sharded here over {axes}: "
                 "choose rules that do not shard activation_length over them, such as 'ep-as-dp'"
             )
-    silent = {type(child).__name__: None for child in plan.modules.values() if _may_mix_tokens(child)}
-    if plan.tokens.length_axes and silent:
+    silent = {type(child).__name__: None for child in children.values() if _may_mix_tokens(child)}
+    if axes and silent:
         warnings.warn(
-            f"the rules shard sequences over {plan.tokens.length_axes}, and {', '.join(silent)} declare nothing: a "
+            f"the rules shard sequences over {axes}, and {', '.join(silent)} declare nothing: a "
             "module that mixes the tokens of a sequence sees only this rank's part, and computes something else. See "
             "needs_whole_sequences and uses_token_group in maxmoe.parallel.Declaration; an empty declaration says that "
             "a module mixes none",

@@ -15,12 +15,13 @@ Do not backpropagate from tensors captured by forward hooks inside the unit: suc
 parameters without passing an output of the unit, so that step 4 is skipped.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from maxmoe._torch import parameter_in_place, put_in_place, tree_leaves, version_of
@@ -32,29 +33,29 @@ from maxmoe.sharding.redistribute import redistribute_parameter
 
 
 class ParameterHooks:
-    """Keeps the parameters of one FSDP unit gathered during its forward and its backward.
-
-    Attributes:
-        stored: parameters that the optimizer holds, by their path in the model. Set after FSDP has been applied: FSDP
-            replaces a parameter by another object while it is unsharded.
-    """
+    """Keeps the parameters of one FSDP unit gathered during its forward and its backward."""
 
     def __init__(self, parameters: Mapping[str, ParameterPlan]) -> None:
         self._plans = parameters
-        self.stored: Mapping[str, Tensor] = {}
+        self._stored: Mapping[str, Tensor] = {}
+        self._fsdp_modules: Sequence[FSDPModule] = ()
         self._replaced: list[tuple[nn.Module, str, Tensor]] = []
         self._gathered: list[GatheredParameter] = []
         self._ungathered: list[tuple[Tensor, ParameterVersion]] = []
 
-    def register(self, unit: nn.Module) -> None:
-        """Register the hooks on a unit."""
-        unit.register_forward_pre_hook(self._gather)
-        # always_call, so that the DTensors are put back after a forward that raised as well.
-        unit.register_forward_hook(self._free, always_call=True)
+    def find_stored(self, model: nn.Module) -> None:
+        """Find the parameters that the optimizer holds, and the FSDP2 modules that shard them.
+
+        Called once FSDP2 has been applied: it replaces parameters by shards, and by other objects in the forward.
+        """
+        self._stored = dict(model.named_parameters())
+        blocks = dict.fromkeys(plan.fsdp_block for plan in self._plans.values() if plan.fsdp_block is not None)
+        modules = (model.get_submodule(path) for path in blocks)
+        self._fsdp_modules = [module for module in modules if isinstance(module, FSDPModule)]
 
     @not_compiled
-    def _gather(self, unit: nn.Module, _arguments: tuple[Any, ...]) -> None:
-        """Replace the DTensor parameters by gathered plain tensors."""
+    def gather(self, unit: nn.Module, _arguments: tuple[Any, ...]) -> None:
+        """Forward pre-hook: replace the DTensor parameters by gathered plain tensors."""
         # By id of the parameter, so that a parameter that several children share is gathered once. All ranks gather in
         # the order of the plans.
         tensors: dict[int, Tensor] = {}
@@ -63,7 +64,7 @@ class ParameterHooks:
             owner = unit.get_submodule(prefix)
             parameter = _parameter(owner, name)
             if id(parameter) not in tensors:
-                tensors[id(parameter)] = _gathered_tensor(parameter, plan)
+                tensors[id(parameter)] = redistribute_parameter(parameter, plan.gathering)
                 if _has_later_backward():
                     self._remember(tensors[id(parameter)], owner, name, plan)
             self._replaced.append((owner, name, parameter))
@@ -71,15 +72,15 @@ class ParameterHooks:
 
     def _remember(self, tensor: Tensor, owner: nn.Module, name: str, plan: ParameterPlan) -> None:
         """Keep what the backward needs of a parameter: how to gather it again, and its version."""
-        version = ParameterVersion(plan.name, self.stored[plan.name])
+        version = ParameterVersion(plan.name, self._stored[plan.name])
         if plan.is_gathered:
             self._gathered.append(GatheredParameter(tensor, _gather_again(owner, name, plan), version))
         else:
             self._ungathered.append((tensor, version))
 
     @not_compiled
-    def _free(self, _unit: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
-        """Put the DTensors back, free the gathered tensors, and refill them when the backward reaches an output."""
+    def free(self, _unit: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
+        """Forward hook: put the DTensors back, free the gathered tensors, and refill them in the backward."""
         while self._replaced:
             owner, name, parameter = self._replaced.pop()
             put_in_place(owner, name, parameter)
@@ -96,7 +97,14 @@ class ParameterHooks:
                     # incremented, it raises for those that the backward needs.
                     increment_version(tensor)
             # Each output calls this. The first call fills the storages, later ones find them filled.
-            for parameter in gathered:
+            needed = [parameter for parameter in gathered if parameter.is_needed]
+            for parameter in needed:
+                parameter.check_version()
+            # FSDP gathers its parameters in a hook on the output of its module. If that is an output of this unit too,
+            # FSDP's hook comes later. For parameters that are unsharded already, this does nothing.
+            for fsdp_module in self._fsdp_modules if needed else ():
+                fsdp_module.unshard()
+            for parameter in needed:
                 parameter.refill()
 
         for gathered_parameter in gathered:
@@ -139,18 +147,25 @@ class GatheredParameter:
         """Free the storage."""
         self._storage.free()
 
-    @torch.no_grad()
-    def refill(self) -> None:
-        """Gather the parameter again if its storage is freed and still referenced."""
-        # Both conditions are equal on all ranks, so that either all ranks run the all-gather or all raise before it:
-        # autograd has saved the same tensors, and the collective of the forward, which holds its output, has ended.
-        if not self._storage.is_needed:
-            return
+    @property
+    def is_needed(self) -> bool:
+        """Whether the storage is freed and autograd has saved tensors that share it; equal on all ranks.
+
+        The collective of the forward, which holds its output, has ended on all of them.
+        """
+        return self._storage.is_needed
+
+    def check_version(self) -> None:
+        """Raise, on every rank and before any collective, if the parameter has been modified since the forward."""
         if self._version.is_outdated:
             raise RuntimeError(
                 f"{self._version.name} is needed for gradient computation, but has been modified by an inplace "
                 "operation since the forward: call backward before optimizer.step()"
             )
+
+    @torch.no_grad()
+    def refill(self) -> None:
+        """Gather the parameter again."""
         self._storage.fill(self._gather())
 
 
@@ -163,20 +178,9 @@ def _has_later_backward() -> bool:
     return torch.is_grad_enabled() and not is_recomputation()
 
 
-def _gathered_tensor(parameter: DTensor, plan: ParameterPlan) -> Tensor:
-    # FSDP2 gathers its parameters when the backward reaches the output of its module. Tensor hooks run in the order of
-    # registration, and those of this file are registered first. The output of the whole model is both that of a FSDP2
-    # module and possibly that of a FSDP unit: here, FSDP2 has not gathered yet, and the parameter is still sharded.
-    is_unsharded = parameter.placements == plan.unsharded.placements
-    source = plan.unsharded if is_unsharded else plan.stored
-    return redistribute_parameter(
-        parameter, source, plan.used, grad_source=plan.grad_used, grad_target=plan.grad_unsharded
-    )
-
-
 def _gather_again(owner: nn.Module, name: str, plan: ParameterPlan) -> Callable[[], Tensor]:
     # The parameter is looked up again, because FSDP has replaced it by its sharded or unsharded state in between.
-    return lambda: _gathered_tensor(_parameter(owner, name), plan)
+    return lambda: redistribute_parameter(_parameter(owner, name), plan.gathering)
 
 
 def _parameter(owner: nn.Module, name: str) -> DTensor:

@@ -1,6 +1,6 @@
 """Tokens of one forward, sharded over the ranks of a mesh."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.partition_spec import PartitionSpec
-from maxmoe.sharding.redistribute import all_reduce, redistribute_local
+from maxmoe.sharding.redistribute import Redistribution, redistribute_local
 from maxmoe.sharding.resolve import logical_to_mesh_axes
 from maxmoe.sharding.rules import LogicalRules
 from maxmoe.token_group import TokenGroup
@@ -96,16 +96,16 @@ class ShardedTokens:
     @not_compiled
     def all_gather_sequence(self, part: Tensor, dim: int) -> Tensor:
         """All-gather over the axes that shard the sequences; reduce-scatter the gradient in the backward."""
-        # Each rank computes with the whole sequence, so its gradient of the gathered tensor is a summand.
-        sharded, gathered, partial = self.sequence_shardings(part.dim(), dim)
-        return redistribute_local(part, sharded, gathered, grad_source=partial, grad_target=sharded)
+        return redistribute_local(part, self.sequence_redistribution(part.dim(), dim))
 
-    def sequence_shardings(self, num_dims: int, dim: int) -> tuple[NamedSharding, NamedSharding, NamedSharding]:
-        """Return the shardings in `all_gather_sequence`: of the input, of the output, and of the output's gradient."""
+    def sequence_redistribution(self, num_dims: int, dim: int) -> Redistribution:
+        """Return the redistribution of `all_gather_sequence`."""
         gathered = NamedSharding.replicated(self.mesh, num_dims)
+        # Each rank computes with the whole sequence, so its gradient of the gathered tensor is a summand.
+        partial = replace(gathered, partial=self.length_axes)
         spec = PartitionSpec(*gathered.spec[:dim], self.length_axes, *gathered.spec[dim + 1 :])
-        partial = NamedSharding.replicated(self.mesh, num_dims, partial=self.length_axes)
-        return NamedSharding(self.mesh, spec), gathered, partial
+        sharded = NamedSharding(self.mesh, spec)
+        return Redistribution((sharded, gathered), (partial, sharded))
 
     @not_compiled
     def _all_reduce(self, summands: tuple[Tensor | int, ...], axes: tuple[str, ...]) -> tuple[Any, ...]:
@@ -114,6 +114,6 @@ class ShardedTokens:
         packed = torch.cat([tensor.flatten().double() for tensor in tensors])
         # Every rank computes the same loss from the sums, so that its gradient is whole on every rank, and the backward
         # of the all-reduce is the identity.
-        total = all_reduce(packed, self.mesh, axes)
+        total = redistribute_local(packed, Redistribution.reduce_outputs(self.mesh, 1, axes))
         sums = torch.split(total, [tensor.numel() for tensor in tensors])
         return tuple(part.view_as(tensor).to(tensor.dtype) for part, tensor in zip(sums, tensors, strict=True))

@@ -5,16 +5,19 @@ partial outputs are all-reduced. In the backward, each rank has the gradient of 
 gradients of the input are all-reduced.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from maxmoe._torch import tree_map
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.not_compiled import not_compiled
-from maxmoe.sharding.redistribute import embed_sharding, redistribute_local, reduce_outputs
+from maxmoe.sharding.planned_collective import PlannedCollective, planned_redistribution
+from maxmoe.sharding.redistribute import Redistribution, embed_sharding, redistribute_local
 
 
 @dataclass(frozen=True)
@@ -26,39 +29,48 @@ class TensorParallelHooks:
         axes: tensor-parallel axes of the module; none for a module that every rank computes whole.
         embed_axes: axes that shard the residual stream to which the module adds its output. Outputs are
             reduce-scattered over them. The gradient of the input stays partial over them, because the hook of the
-            reader reduce-scatters it.
+            reader reduce-scatters it: one collective in the place of an all-reduce and a slice.
+        has_grad_input: whether the module has a floating-point input.
     """
 
     mesh: Mesh
     axes: tuple[str, ...]
     embed_axes: tuple[str, ...] = ()
-
-    def register(self, module: nn.Module) -> None:
-        """Register the hooks on a module."""
-        module.register_forward_pre_hook(self._enter, with_kwargs=True)
-        module.register_forward_hook(self._leave)
+    has_grad_input: bool = True
 
     @not_compiled
-    def _enter(self, _module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        return tree_map(self._input, (arguments, options))
+    def enter(self, _module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Forward pre-hook: the gradients of all floating-point inputs are reduced in the backward."""
+        return tree_map(self._mark_input, (arguments, options))
 
-    def _input(self, value: Any) -> Any:
+    def _mark_input(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
-        # The forward is the identity. The backward sums over the axes in `axes` that are not in `embed_axes`. Over the
-        # others, one reduce-scatter in the backward of the reader's all-gather replaces all-reduce and slice.
-        whole = NamedSharding.replicated(self.mesh, value.dim())
-        computed = NamedSharding.replicated(self.mesh, value.dim(), partial=self.axes)
-        grad_input = NamedSharding.replicated(self.mesh, value.dim(), partial=self.embed_axes)
-        return redistribute_local(value, whole, whole, grad_source=computed, grad_target=grad_input)
+        return redistribute_local(value, self._inputs(value.dim()))
 
     @not_compiled
-    def _leave(self, module: nn.Module, _arguments: tuple[Any, ...], output: Any) -> Tensor:
+    def leave(self, module: nn.Module, _arguments: tuple[Any, ...], output: Any) -> Tensor:
+        """Forward hook: reduce the outputs."""
         if not isinstance(output, Tensor):
             raise TypeError(
                 f"{type(module).__name__} declares tensor_parallel_dims and must return a tensor, got {type(output)}"
             )
-        return reduce_outputs(output, self.mesh, self.axes, self.embed_axes)
+        return redistribute_local(output, self._outputs(output.dim()))
+
+    def _inputs(self, num_dims: int) -> Redistribution:
+        return Redistribution.reduce_gradient(self.mesh, num_dims, self.axes, left=self.embed_axes)
+
+    def _outputs(self, num_dims: int) -> Redistribution:
+        return Redistribution.reduce_outputs(self.mesh, num_dims, self.axes, self.embed_axes)
+
+    def planned_collectives(
+        self, shape: tuple[int, ...], dtype: torch.dtype, *, is_repeated: bool
+    ) -> Iterator[PlannedCollective]:
+        """List the collectives of a training step; `shape` is that of input and output on this rank."""
+        inputs, outputs = self._inputs(len(shape)), self._outputs(len(shape))
+        yield from planned_redistribution("partial outputs", outputs, shape, dtype, is_repeated=is_repeated)
+        if self.has_grad_input:
+            yield from planned_redistribution("partial outputs", inputs, shape, dtype)
 
 
 @dataclass(frozen=True)
@@ -68,23 +80,29 @@ class ResidualReaderHook:
     Args:
         mesh: mesh on which the module runs.
         embed_axes: axes that shard the stream.
-        partial: axes over which the gradient of the gathered stream is a partial sum: those of the stream if a writer
-            follows, none if every rank continues with the same values.
+        partial_axes: axes over which the gradient of the gathered stream is a partial sum: those of the stream if a
+            writer follows, none if every rank continues with the same values.
     """
 
     mesh: Mesh
     embed_axes: tuple[str, ...]
-    partial: tuple[str, ...]
-
-    def register(self, module: nn.Module) -> None:
-        """Register the hook on a module."""
-        module.register_forward_pre_hook(self._enter)
+    partial_axes: tuple[str, ...]
 
     @not_compiled
-    def _enter(self, _module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        # All-gather in the forward. In the backward, a reduce-scatter over the axes in `partial`, a slice over others.
-        x: Tensor = arguments[0]
-        outside = embed_sharding(self.mesh, x.dim(), self.embed_axes)
-        whole = NamedSharding.replicated(self.mesh, x.dim())
-        partial = NamedSharding.replicated(self.mesh, x.dim(), partial=self.partial)
-        return redistribute_local(x, outside, whole, grad_source=partial, grad_target=outside), *arguments[1:]
+    def enter(self, _module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Forward pre-hook: all-gather the first argument."""
+        return redistribute_local(arguments[0], self._stream(arguments[0].dim())), *arguments[1:]
+
+    def _stream(self, num_dims: int) -> Redistribution:
+        # All-gather in the forward. In the backward, a reduce-scatter over `partial_axes`, a slice over other axes.
+        outside = embed_sharding(self.mesh, num_dims, self.embed_axes)
+        whole = NamedSharding.replicated(self.mesh, num_dims)
+        partial = NamedSharding.replicated(self.mesh, num_dims, partial=self.partial_axes)
+        return Redistribution((outside, whole), (partial, outside))
+
+    def planned_collectives(
+        self, shape: tuple[int, ...], dtype: torch.dtype, *, is_repeated: bool
+    ) -> Iterator[PlannedCollective]:
+        """List the collectives of a training step; `shape` is that of the stream before it is sharded."""
+        stream = self._stream(len(shape))
+        yield from planned_redistribution("hidden states", stream, shape, dtype, is_repeated=is_repeated)

@@ -111,10 +111,7 @@ def estimate(
         "recomputed activations": max(activations.values(), default=0),
     }
     communication: list[PlannedCollective] = []
-    for parameter in parameters:
-        # The routed experts run once per chunk, and gather their parameters each time.
-        routed = plan.dispatch_of_experts.get(plan.modules[parameter.fsdp_unit])
-        communication += parameter_communication(parameter, 1 if routed is None else routed.num_chunks(num_chunks))
+    communication += parameter_communication(plan, num_chunks)
     communication += activation_communication(plan, batch_size, sequence_length, dtype)
     communication += (item for _, item in dispatch_communication(plan, batch_size, sequence_length, num_chunks))
     communication += muon_communication(plan, choices, fast_dtype(next(module.parameters()).device))
@@ -124,7 +121,7 @@ def estimate(
 def _recomputed_for(plan: Plan, path: str, tensor: SavedTensor) -> str | None:
     """Return the module whose backward recomputes a tensor that the module at `path` saves; None if it is kept."""
     _, *around = enclosing(path)
-    outer = next(filter(plan.is_recomputed, around), None)
+    outer = next((outer for outer in around if plan[outer].is_recomputed), None)
     return outer if outer is not None or tensor.is_kept else path
 
 

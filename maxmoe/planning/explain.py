@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -11,6 +11,7 @@ from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.parallelize import check_plan
 from maxmoe.parallel.parameter_sharding import ParameterSharding
 from maxmoe.parallel.plan import Plan
+from maxmoe.parallel.planner import make_plan
 from maxmoe.planning.explained_dispatch import ExplainedDispatch, dispatch_tables, explain_dispatch
 from maxmoe.planning.repeated_layers import group_repeated
 from maxmoe.sharding.mesh import Mesh
@@ -68,7 +69,7 @@ class Explanation:
     parameters: tuple[ExplainedParameter, ...]
     dispatch: tuple[ExplainedDispatch, ...]
     unknown_names: tuple[str, ...]
-    axes_of_tokens: dict[str, tuple[str, ...]]
+    axes_of_tokens: Mapping[str, tuple[str, ...]]
 
     @property
     def num_parameters(self) -> int:
@@ -202,7 +203,7 @@ def plan_without_warnings(
     """Make a plan without the warnings on names without a rule, which `Explanation.warnings` lists."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        plan = Plan(module, mesh, rules, allow_unused=allow_unused, dispatch=dispatch)
+        plan = make_plan(module, mesh, rules, allow_unused=allow_unused, dispatch=dispatch)
         check_plan(plan, num_chunks)
     return plan
 

@@ -33,7 +33,7 @@ def explain_dispatch(plan: Plan, tokens: tuple[int, int] | None, num_chunks: int
     communication: dict[str, list[PlannedCollective]] = defaultdict(list)
     for path, item in dispatch_communication(plan, *tokens, num_chunks) if tokens else ():
         communication[path].append(item)
-    for path, dispatch_plan in plan.dispatch_plans.items():
+    for path, (_, dispatch_plan) in plan.layers.items():
         yield ExplainedDispatch(path, dispatch_plan, traffic_of(communication[path]) if tokens else None)
 
 

@@ -3,27 +3,16 @@
 import math
 from collections.abc import Iterator
 
-from torch import nn
-
 from maxmoe.declaration import SavedTensor, declaration_of
 from maxmoe.dispatch import PlannedDispatch
 from maxmoe.parallel.dispatch_plan import EXPERT_TOKEN_DIMS
-from maxmoe.parallel.plan import Plan
+from maxmoe.parallel.plan import ModulePlan, Plan
 
 
 def local_tokens(plan: Plan, batch_size: int, sequence_length: int) -> tuple[int, int]:
-    """Compute the tokens of a rank.
+    """Return the number of sequences and the number of tokens of each sequence on this rank.
 
-    Args:
-        plan: of the model.
-        batch_size: sequences of a step, over all ranks.
-        sequence_length: their tokens.
-
-    Returns:
-        Its sequences, and its tokens of each.
-
-    Raises:
-        ValueError: if the axes that shard the tokens do not divide them.
+    Raises a ValueError if the axes that shard the tokens do not divide the global batch.
     """
     tokens = plan.tokens
     for axes, length, argument in (
@@ -39,38 +28,26 @@ def local_tokens(plan: Plan, batch_size: int, sequence_length: int) -> tuple[int
 def saved_tensors(
     plan: Plan, batch_size: int, sequence_length: int, num_chunks: int = 1
 ) -> Iterator[tuple[str, SavedTensor]]:
-    """List the tensors that autograd saves on a rank, if every expert of a layer gets as many tokens.
-
-    Args:
-        plan: of the model.
-        batch_size: sequences of a step, over all ranks.
-        sequence_length: their tokens.
-        num_chunks: see `maxmoe.parallelize`.
-
-    Yields:
-        The path of a module, and a tensor with its local shape.
-
-    Raises:
-        ValueError: if the axes that shard the tokens do not divide them.
-    """
+    """List the tensors that autograd saves on a rank if routing is balanced, with the path of the module."""
     yield from declared_tensors(plan, batch_size, sequence_length)
     for path, tokens in planned_dispatches(plan, batch_size, sequence_length, num_chunks):
-        experts = plan.paths[plan.layer(path).routed_experts]  # what these need is computed again with them
-        for tensor in plan.dispatch_plans[path].strategy_class.planned_saved_tensors(tokens):
+        layer, dispatch = plan.layers[path]
+        # Attributed to the routed experts, because they are recomputed together.
+        experts = next(inner for inner, planned in plan.items() if planned.module is layer.routed_experts)
+        for tensor in dispatch.strategy_class.planned_saved_tensors(tokens):
             yield experts, tensor
 
 
 def planned_dispatches(
     plan: Plan, batch_size: int, sequence_length: int, num_chunks: int = 1
 ) -> Iterator[tuple[str, PlannedDispatch]]:
-    """List the tokens that a rank dispatches in every Mixture-of-Experts layer, with the path of the layer."""
+    """List the tokens that a rank dispatches in every MoE layer, with the path of the layer."""
     num_tokens = math.prod(local_tokens(plan, batch_size, sequence_length))
-    for path, dispatch_plan in plan.dispatch_plans.items():
-        layer = plan.layer(path)
+    for path, (layer, dispatch) in plan.layers.items():
         tokens = PlannedDispatch(
-            dispatch_plan,
+            dispatch,
             num_tokens,
-            dispatch_plan.num_chunks(num_chunks),
+            dispatch.num_chunks(num_chunks),
             layer.routed_experts.up_proj.dtype,
             is_recomputed=plan.recomputed_by(path) is not None,
             recomputes_input="dispatch" in layer.recompute,
@@ -79,34 +56,22 @@ def planned_dispatches(
 
 
 def declared_tensors(plan: Plan, batch_size: int, sequence_length: int) -> Iterator[tuple[str, SavedTensor]]:
-    """List those of `saved_tensors` that modules declare.
-
-    Args:
-        plan: of the model.
-        batch_size: sequences of a step, over all ranks.
-        sequence_length: their tokens.
-
-    Yields:
-        The path of the module, and the tensor with its local shape.
-
-    Raises:
-        ValueError: if the axes that shard the tokens do not divide them.
-    """
+    """List the tensors of `saved_tensors` that modules declare."""
     local_tokens(plan, batch_size, sequence_length)
-    for path, module in plan.modules.items():
-        declared = declaration_of(module).saved_tensors
+    for path, module in plan.items():
+        declared = declaration_of(module.module).saved_tensors
         for tensor in declared(batch_size, sequence_length).values() if declared else ():
             yield path, tensor._replace(shape=_local_shape(plan, module, tensor))
 
 
-def _local_shape(plan: Plan, module: nn.Module, tensor: SavedTensor) -> tuple[int, ...]:
+def _local_shape(plan: Plan, module: ModulePlan, tensor: SavedTensor) -> tuple[int, ...]:
     axes_of: dict[str, tuple[str, ...]] = {
         "activation_batch": plan.tokens.batch_axes,
         "activation_length": plan.tokens.length_axes,
-        "activation_embed": next((part.axes for part in plan.residual_parts), ()),
+        "activation_embed": plan.embed_axes,
     }
     for name in ("activation_heads", "activation_kv_heads", "activation_mlp", "activation_mlp_moe"):
-        axes_of[name] = plan.tensor_parallel_axes.get(module, ())
+        axes_of[name] = module.tensor_parallel_axes
     local = [
         length // plan.mesh.size(*axes_of.get(name or "", ()))
         for length, name in zip(tensor.shape, tensor.names, strict=True)
@@ -114,6 +79,6 @@ def _local_shape(plan: Plan, module: nn.Module, tensor: SavedTensor) -> tuple[in
     num_dims = len(EXPERT_TOKEN_DIMS)
     if tensor.names[:num_dims] != EXPERT_TOKEN_DIMS:
         return tuple(local)
-    # The rows of all tokens lie on the ranks of their experts: each axis of the tokens or of the experts divides them.
-    axes = {*plan.tokens.axes, *plan.expert_axes(module)}
+    # The rows of all tokens are on the ranks of their experts: each axis of the tokens or of the experts divides them.
+    axes = {*plan.tokens.axes, *(() if module.dispatch is None else module.dispatch.expert_axes)}
     return (math.prod(local[:num_dims]) // plan.mesh.size(*axes), *local[num_dims:])

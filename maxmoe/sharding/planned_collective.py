@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from maxmoe.sharding.named_sharding import NamedSharding
-from maxmoe.sharding.redistribute import redistribution_steps
+from maxmoe.sharding.redistribute import Redistribution, redistribution_steps
 
 
 class PlannedCollective(NamedTuple):
@@ -32,25 +32,31 @@ class PlannedCollective(NamedTuple):
 
 def planned_redistribution(
     purpose: str,
-    source: NamedSharding,
-    target: NamedSharding,
+    redistribution: Redistribution,
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    bucket: str | None = None,
+    *,
+    is_repeated: bool = False,
 ) -> Iterator[PlannedCollective]:
-    """List the collectives of a redistribution, each over one axis.
+    """List the collectives of a redistribution and of its backward.
 
     Args:
-        purpose: purpose of the collectives.
-        source: sharding before.
-        target: sharding after.
-        shape: shape of the tensor over all ranks that the two shard it over.
+        purpose: name of the tensor.
+        redistribution: shardings before and after.
+        shape: shape of the tensor over all ranks over which it is sharded.
         dtype: dtype of the tensor.
-        bucket: bucket of the collectives.
-
-    Yields:
-        The collectives in the order of `redistribution_steps`; a slice needs none.
+        is_repeated: whether activation checkpointing repeats the forward in the backward.
     """
+    yield from planned_steps(f"{purpose}, forward", *redistribution.forward, shape, dtype)
+    if is_repeated:
+        yield from planned_steps(f"{purpose}, backward", *redistribution.forward, shape, dtype)
+    yield from planned_steps(f"{purpose}, backward", *redistribution.backward, shape, dtype)
+
+
+def planned_steps(
+    purpose: str, source: NamedSharding, target: NamedSharding, shape: tuple[int, ...], dtype: torch.dtype
+) -> Iterator[PlannedCollective]:
+    """List the collectives of `redistribution_steps`, each over one axis; a slice needs none."""
     mesh, before = source.mesh, source
     for after in redistribution_steps(source, target):
         gathered = _axes(before) - _axes(after)
@@ -65,7 +71,7 @@ def planned_redistribution(
         ):
             for axis in axes:
                 sent = passes * num_bytes * (mesh.size(axis) - 1) // mesh.size(axis)
-                yield PlannedCollective(purpose, kind, (axis,), sent, bucket)
+                yield PlannedCollective(purpose, kind, (axis,), sent)
         before = after
 
 

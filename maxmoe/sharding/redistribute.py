@@ -7,7 +7,7 @@ is the identity, and a gradient that stays partial over the axes that FSDP reduc
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,62 +69,43 @@ def redistribution_steps(source: NamedSharding, target: NamedSharding) -> Iterat
             yield sharding
 
 
-@not_compiled
-def redistribute_local(
-    local: Tensor,
-    source: NamedSharding,
-    target: NamedSharding,
-    *,
-    grad_source: NamedSharding,
-    grad_target: NamedSharding,
-) -> Tensor:
-    """Redistribute a tensor, given as this rank's shard, from `source` to `target`.
+class Redistribution(NamedTuple):
+    """Shardings of a tensor before and after a redistribution, and of its gradient before and after the backward.
 
-    In the backward, the gradient of the result has the sharding `grad_source` and is redistributed to `grad_target`.
+    Attributes:
+        forward: sharding of the tensor, and of the result.
+        backward: sharding of the gradient of the result, and of the gradient of the tensor.
     """
-    result: Tensor = _RedistributeLocal.apply(local, source, target, grad_source, grad_target)  # type: ignore[no-untyped-call]
-    return result
 
+    forward: tuple[NamedSharding, NamedSharding]
+    backward: tuple[NamedSharding, NamedSharding]
 
-def redistribute_parameter(
-    parameter: DTensor,
-    source: NamedSharding,
-    target: NamedSharding,
-    *,
-    grad_source: NamedSharding,
-    grad_target: NamedSharding,
-) -> Tensor:
-    """Redistribute a DTensor parameter from `source` to `target` and return this rank's shard as a plain tensor.
+    @staticmethod
+    def reduce_outputs(
+        mesh: Mesh, num_dims: int, axes: tuple[str, ...], embed_axes: tuple[str, ...] = ()
+    ) -> "Redistribution":
+        """Sum partial outputs ``(..., D)`` over the ranks along `axes`, and shard the last dim over `embed_axes`.
 
-    In the backward, the gradient of the result has the sharding `grad_source` and is redistributed to `grad_target`, as
-    a DTensor.
-    """
-    result: Tensor = _RedistributeParameter.apply(parameter, source, target, grad_source, grad_target)  # type: ignore[no-untyped-call]
-    return result
+        The collective is a reduce-scatter over an axis in both, an all-reduce over an axis in `axes` only, and a slice
+        over an axis in `embed_axes` only. The backward all-gathers the gradient over `embed_axes`. It is the identity
+        over other axes (g in Megatron-LM, arXiv:1909.08053, section 3): every rank along `axes` computes the same
+        from the sum, so each already has the whole gradient of its summand. An all-reduce would count it once per rank.
+        """
+        whole = NamedSharding.replicated(mesh, num_dims)
+        target = embed_sharding(mesh, num_dims, embed_axes) if embed_axes else whole
+        return Redistribution((replace(whole, partial=axes), target), (target, whole))
 
+    @staticmethod
+    def reduce_gradient(
+        mesh: Mesh, num_dims: int, axes: tuple[str, ...], left: tuple[str, ...] = ()
+    ) -> "Redistribution":
+        """Identity in the forward, all-reduce in the backward: f in Megatron-LM, section 3.
 
-@not_compiled
-def all_reduce(local: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-    """All-reduce in the forward, identity in the backward: g in Megatron-LM (arXiv:1909.08053) section 3.
-
-    For sums from which every rank along `axes` computes the same result: each rank already has the whole gradient of
-    the sum, which is the gradient of its own summand. An all-reduce in the backward would count it once per rank.
-    """
-    partial, whole = summed(mesh, local.dim(), axes)
-    return redistribute_local(local, partial, whole, grad_source=whole, grad_target=whole)
-
-
-@not_compiled
-def reduce_outputs(outputs: Tensor, mesh: Mesh, axes: tuple[str, ...], embed_axes: tuple[str, ...] = ()) -> Tensor:
-    """Sum partial outputs ``(..., D)`` over the ranks along `axes`, and shard the last dim over `embed_axes`.
-
-    The collective is a reduce-scatter over an axis in both, an all-reduce over an axis in `axes` only, and a slice over
-    an axis in `embed_axes` only. The backward all-gathers the gradient over `embed_axes`, so that every rank has the
-    whole gradient of its outputs.
-    """
-    partial, whole = summed(mesh, outputs.dim(), axes)
-    target = embed_sharding(mesh, outputs.dim(), embed_axes)
-    return redistribute_local(outputs, partial, target, grad_source=target, grad_target=whole)
+        For a replicated tensor from which every rank along `axes` computes a different part, so that each rank has a
+        summand of its gradient. The gradient of the tensor is partial over the axes in `left`.
+        """
+        whole = NamedSharding.replicated(mesh, num_dims)
+        return Redistribution((whole, whole), (replace(whole, partial=axes), replace(whole, partial=left)))
 
 
 def embed_sharding(mesh: Mesh, num_dims: int, axes: tuple[str, ...]) -> NamedSharding:
@@ -133,69 +114,52 @@ def embed_sharding(mesh: Mesh, num_dims: int, axes: tuple[str, ...]) -> NamedSha
 
 
 @not_compiled
-def all_reduce_gradient(local: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-    """Identity in the forward, all-reduce in the backward: f in Megatron-LM (arXiv:1909.08053) section 3.
-
-    For a replicated tensor from which every rank along `axes` computes a different part: each rank then has a summand
-    of its gradient.
-    """
-    partial, whole = summed(mesh, local.dim(), axes)
-    return redistribute_local(local, whole, whole, grad_source=partial, grad_target=whole)
+def redistribute_local(local: Tensor, redistribution: Redistribution) -> Tensor:
+    """Redistribute a tensor, given as this rank's shard."""
+    result: Tensor = _RedistributeLocal.apply(local, redistribution)  # type: ignore[no-untyped-call]
+    return result
 
 
-def summed(mesh: Mesh, num_dims: int, axes: tuple[str, ...]) -> tuple[NamedSharding, NamedSharding]:
-    """Return the shardings before and after the all-reduce over `axes` of a tensor that no axis shards."""
-    return NamedSharding.replicated(mesh, num_dims, partial=axes), NamedSharding.replicated(mesh, num_dims)
+def redistribute_parameter(parameter: DTensor, redistribution: Redistribution) -> Tensor:
+    """Redistribute a DTensor parameter, and return this rank's shard as a plain tensor; its gradient is a DTensor."""
+    result: Tensor = _RedistributeParameter.apply(parameter, redistribution)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _RedistributeLocal(torch.autograd.Function):
     @staticmethod
-    def forward(
-        context: Any,
-        local: Tensor,
-        source: NamedSharding,
-        target: NamedSharding,
-        grad_source: NamedSharding,
-        grad_target: NamedSharding,
-    ) -> Tensor:
-        context.shardings = grad_source, grad_target
-        return _redistributed(local, source, target)
+    def forward(context: Any, local: Tensor, redistribution: Redistribution) -> Tensor:
+        context.redistribution = redistribution
+        return _redistributed(local, *redistribution.forward)
 
     @staticmethod
     @once_differentiable
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _redistributed(gradient, *context.shardings), None, None, None, None
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _redistributed(gradient, *context.redistribution.backward), None
 
 
 class _RedistributeParameter(torch.autograd.Function):
     @staticmethod
-    def forward(
-        context: Any,
-        parameter: DTensor,
-        source: NamedSharding,
-        target: NamedSharding,
-        grad_source: NamedSharding,
-        grad_target: NamedSharding,
-    ) -> Tensor:
-        context.shardings = grad_source, grad_target
+    def forward(context: Any, parameter: DTensor, redistribution: Redistribution) -> Tensor:
+        context.redistribution = redistribution
         context.shape, context.stride = parameter.shape, parameter.stride()
         # detach, because without a collective the result is the local tensor itself, and autograd would attach this
         # Function to it.
-        return _redistributed(parameter.to_local().detach(), source, target)
+        return _redistributed(parameter.to_local().detach(), *redistribution.forward)
 
     @staticmethod
     @once_differentiable
-    def backward(context: Any, gradient: Tensor) -> tuple[DTensor, None, None, None, None]:
-        grad_source, grad_target = context.shardings
+    def backward(context: Any, gradient: Tensor) -> tuple[DTensor, None]:
+        source, target = context.redistribution.backward
         grad_parameter = DTensor.from_local(
-            _redistributed(gradient, grad_source, grad_target).contiguous(),
-            grad_target.mesh.device_mesh,
-            grad_target.placements,
+            _redistributed(gradient, source, target).contiguous(),
+            target.mesh.device_mesh,
+            target.placements,
             run_check=False,
             shape=context.shape,
             stride=context.stride,
         )
-        return grad_parameter, None, None, None, None
+        return grad_parameter, None
 
 
 def _redistributed(local: Tensor, source: NamedSharding, target: NamedSharding) -> Tensor:

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from fuzz.fuzz_overrides import DECODERS, LAYERS, Table, check_decoder, check_layer, expect, make_model
-from maxmoe.parallel.plan import Plan
+from maxmoe.parallel.planner import make_plan
 from maxmoe.planning import explain
 from maxmoe.sharding import LogicalRules, Mesh
 from support.run_ranks import run_ranks
@@ -62,5 +62,5 @@ def test_explain_names_the_rules_without_effect() -> None:
 def test_presets_give_no_axis_to_both(preset: str, name: str) -> None:
     rules = LogicalRules.load(preset)
     sizes = {axis: 2 for _, axes in rules for axis in axes}
-    plan = Plan(make_model(name), Mesh.planned(sizes), rules, dispatch="gather_weights")
+    plan = make_plan(make_model(name), Mesh.planned(sizes), rules, dispatch="gather_weights")
     assert not plan.axes_of_tokens

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from maxmoe.models import Decoder
 from maxmoe.parallel import fsdp, parallelize
-from maxmoe.parallel.plan import Plan
+from maxmoe.parallel.planner import make_plan
 from maxmoe.sharding import LogicalRules, Mesh
 from support import small_decoder
 from support.run_ranks import run_ranks
@@ -32,7 +32,9 @@ def decoder(num_layers: int = 3) -> Decoder:
 def taken(rules: str | LogicalRules, **sizes: int) -> dict[str, int]:
     mesh, module = Mesh.planned(sizes), decoder()
     table = LogicalRules.load(rules)
-    return Plan(module, mesh, table).fsdp_managed.dims
+    parameters = make_plan(module, mesh, table).parameters.items()
+    specs = {name: planned.stored.spec for name, planned in parameters if planned.fsdp_axes}
+    return {name: next(dim for dim, axes in enumerate(spec) if "fsdp" in axes) for name, spec in specs.items()}
 
 
 @takes_larger_meshes
@@ -83,7 +85,7 @@ def test_gradients_are_those_without_fsdp(
         with_fsdp = gradients(rules, sizes)
         model = parallelize(decoder(), Mesh(sizes), rules)
         found = [name for name, child in model.named_modules() if isinstance(child, FSDPModule)]
-        monkeypatch.setattr(sys.modules["maxmoe.parallel.plan"], "fsdp_managed", lambda *_: fsdp.FSDPManaged({}, ()))
+        monkeypatch.setattr(sys.modules["maxmoe.parallel.planner"], "fsdp_axes", lambda *_: ())
         for name, expected in gradients(rules, sizes).items():
             torch.testing.assert_close(with_fsdp[name], expected, rtol=1e-12, atol=1e-14, msg=f"{name}: {{}}".format)
         return found

@@ -13,9 +13,8 @@ from maxmoe import MoEConfig
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.plan import Plan
+from maxmoe.parallel.planner import make_plan
 from maxmoe.planning import Estimate, Traffic, estimate
-from maxmoe.planning.communication import BACKWARD, parameter_communication
 from maxmoe.sharding import LogicalRules, Mesh
 from support.measured_step import PRESET_LAYOUTS, kept_tensors, measured_steps, num_bytes
 from support.parallel_decoder import BATCH, CONFIG, LENGTH, MOE, MeshRules, decoder, token_spec
@@ -165,14 +164,16 @@ def by_kind_and_axis(*flows: Traffic) -> dict[tuple[str, ...], list[int]]:
 def embedding_gathers(config: DecoderConfig, layout: MeshRules, dtype: torch.dtype) -> dict[tuple[str, ...], list[int]]:
     """Of the embedding in the backward, where FSDP does not do it with others."""
     mesh, rules = Mesh.planned(layout.sizes), LogicalRules.load(layout.rules)
-    parameter = Plan(decoder(config).to(dtype), mesh, rules).parameters["embedding.weight"]
-    again = [item for item in parameter_communication(parameter) if item.purpose == BACKWARD and item.bucket is None]
+    parameter = make_plan(decoder(config).to(dtype), mesh, rules).parameters["embedding.weight"]
+    again = [
+        item for item in parameter.planned_collectives() if item.purpose == "weights, backward" and item.bucket is None
+    ]
     return {(item.kind, *item.axes): [1, item.bytes] for item in again}
 
 
 def strategies(layout: MeshRules) -> list[Dispatch]:
     """Those that differ: on some meshes no token travels, or the experts are on all ranks."""
-    (plan,) = Plan(decoder(), Mesh.planned(layout.sizes), LogicalRules.load(layout.rules)).dispatch_plans.values()
+    ((_, plan),) = make_plan(decoder(), Mesh.planned(layout.sizes), LogicalRules.load(layout.rules)).layers.values()
     if plan.token_axes:
         return ["ring_of_experts", "ragged_all_to_all", "gather_weights"]
     return ["ring_of_experts", "ragged_all_to_all", "gather_weights"] if plan.expert_axes else ["ring_of_experts"]

@@ -10,7 +10,7 @@ from dispatching.sent_bytes import SentBytes
 from maxmoe.models import Decoder
 from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel import parallelize
-from maxmoe.parallel.plan import Plan
+from maxmoe.parallel.planner import make_plan
 from maxmoe.planning import estimate
 from maxmoe.planning.optimizer_communication import muon_communication
 from maxmoe.sharding import LogicalRules, Mesh
@@ -21,7 +21,7 @@ from support.run_ranks import run_ranks
 def planned(layout: MeshRules) -> tuple[int, int]:
     """Times and bytes of a rank in a step."""
     model, rules = decoder(), LogicalRules.load(layout.rules)
-    plan = Plan(model, Mesh.planned(layout.sizes), rules)
+    plan = make_plan(model, Mesh.planned(layout.sizes), rules)
     choices = parameter_groups(model).choices
     communication = [*muon_communication(plan, choices, torch.float64)]
     return len(communication), sum(item.bytes for item in communication)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from maxmoe.sharding import Mesh, NamedSharding, P, PartitionSpec, redistribute
-from maxmoe.sharding.redistribute import redistribute_local, redistribution_steps
+from maxmoe.sharding.redistribute import Redistribution, redistribute_local, redistribution_steps
 from support.parts import assert_same, laid, part_by_definition, whole_tensor
 from support.run_ranks import fake_rank, run_ranks
 
@@ -143,7 +143,7 @@ def test_redistributions_keep_values() -> None:
         mesh = Mesh(SIZES)
         for source, target in random_redistributions(40, mesh):
             part = summand(value, source)
-            result = redistribute_local(part, source, target, grad_source=target, grad_target=target).clone()
+            result = redistribute_local(part, Redistribution((source, target), (target, target))).clone()
             for axis in target.partial:
                 dist.all_reduce(result, group=mesh[axis].get_group())
             assert_same(result, part_by_definition(value, target.spec, mesh), f"{source} to {target}")
@@ -152,7 +152,7 @@ def test_redistributions_keep_values() -> None:
             spec = NamedSharding(mesh, target.spec)
             leaf = part_by_definition(value, spec.spec, mesh).clone().requires_grad_()
             there = NamedSharding(mesh, source.spec)
-            result = redistribute_local(leaf, spec, there, grad_source=source, grad_target=target)
+            result = redistribute_local(leaf, Redistribution((spec, there), (source, target)))
             result.backward(summand(gradient, source))
             assert leaf.grad is not None
             received = leaf.grad.clone()

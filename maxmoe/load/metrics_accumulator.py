@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from maxmoe._torch import reshaped
-from maxmoe.nn.losses import MoEStats
+from maxmoe.load.stats import MoEStats
 
 
 class _WithGradient(torch.autograd.Function):

@@ -1,14 +1,13 @@
 """Auxiliary losses and statistics of all MoE layers of a model, over the micro-batches of an optimizer step."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from maxmoe.nn.accumulated_stats import MetricsAccumulator
-from maxmoe.nn.losses import MoEStats
-from maxmoe.nn.moe import MoE
+from maxmoe.load.metrics_accumulator import MetricsAccumulator
+from maxmoe.load.stats import MoEStats
 from maxmoe.token_group import LocalTokens
 
 
@@ -46,7 +45,9 @@ class StatsAccumulator:
     """
 
     def __init__(self, model: nn.Module, *, process_group: dist.ProcessGroup | None = None) -> None:
-        self._layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+        self._layers: dict[str, Any] = {
+            name: module for name, module in model.named_modules() if hasattr(module, "metrics_accumulator")
+        }
         if not self._layers:
             raise ValueError(f"{type(model).__name__} must have layers of type MoE, got none")
         self._process_group = process_group

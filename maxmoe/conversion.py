@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe.config import MoEConfig
-from maxmoe.presets.layouts import Held, Layout, check_tensors
+from maxmoe.presets import from_transformers
+from maxmoe.presets.families import family_of
+from maxmoe.presets.layouts import Held, check_tensors
 
 # Fields of MoEConfig that a transformers block does not have or leaves to the training loop.
 _FIELDS_OF_TRAINING = {
@@ -26,7 +28,12 @@ _FIELDS_OF_TRAINING = {
 }
 
 
-def config_of(block: nn.Module) -> Any:
+def config_of_block(block: nn.Module) -> MoEConfig:
+    """Return the config of the layer that computes the same as a sparse block of a transformers model."""
+    return from_transformers(_source(block))
+
+
+def _source(block: nn.Module) -> Any:
     """Return the transformers config that a sparse block or one of its children keeps."""
     for module in block.modules():
         if hasattr(module, "config"):
@@ -37,21 +44,24 @@ def config_of(block: nn.Module) -> Any:
     )
 
 
-def check_config(ours: MoEConfig, theirs: MoEConfig) -> None:
-    """Raise unless a layer and a block with these configs compute the same function of the same weights."""
-    for field in dataclasses.fields(MoEConfig):
-        got, wanted = getattr(ours, field.name), getattr(theirs, field.name)
-        if field.name not in _FIELDS_OF_TRAINING and got != wanted:
-            raise ValueError(f"{field.name} of the layer must be {wanted!r} as in the block's config, got {got!r}")
+def check_block(config: MoEConfig, block: nn.Module) -> None:
+    """Raise unless a layer with this config and a block compute the same function of the same weights."""
+    wanted = config_of_block(block)
+    for name in (field.name for field in dataclasses.fields(MoEConfig) if field.name not in _FIELDS_OF_TRAINING):
+        if getattr(config, name) != getattr(wanted, name):
+            raise ValueError(
+                f"{name} of the layer must be {getattr(wanted, name)!r} as in the block's config, "
+                f"got {getattr(config, name)!r}"
+            )
 
 
-def take_weights(layer: nn.Module, block: nn.Module, layout: Layout) -> None:
+def take_weights(layer: nn.Module, block: nn.Module) -> None:
     """Move the weights of a block into a layer; the block is left on the meta device.
 
-    Raises before the first tensor is moved if the block has tensors or shapes other than those of `layout`.
+    Raises before the first tensor is moved if the block has other tensors or shapes than its family.
     """
     state, theirs = _state(layer), _state(block)
-    for key, held in _checked(layout, state, block, theirs).items():
+    for key, held in _checked(state, block, theirs).items():
         source = theirs.pop(key)
         for name, view in zip(held.entry.names, held.entry.views(source.detach()), strict=True):
             is_whole = view.is_contiguous() and view.numel() == source.numel()
@@ -60,13 +70,13 @@ def take_weights(layer: nn.Module, block: nn.Module, layout: Layout) -> None:
         _put(block, key, torch.empty_like(source, device="meta"), source.requires_grad)
 
 
-def give_weights(layer: nn.Module, block: nn.Module, layout: Layout) -> None:
+def give_weights(layer: nn.Module, block: nn.Module) -> None:
     """Move the weights of a layer into a block; the layer is left on the meta device.
 
-    Raises before the first tensor is moved if the block has tensors or shapes other than those of `layout`.
+    Raises before the first tensor is moved if the block has other tensors or shapes than its family.
     """
     state, theirs = _state(layer), _state(block)
-    for key, held in _checked(layout, state, block, theirs).items():
+    for key, held in _checked(state, block, theirs).items():
         requires_grad = any(parameter.requires_grad for parameter in held.parameters)
         _put(block, key, held.entry.join([parameter.detach() for parameter in held.parameters]), requires_grad)
         for name in held.entry.names:
@@ -79,8 +89,8 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
     return module.state_dict(keep_vars=True)
 
 
-def _checked(layout: Layout, state: dict[str, Tensor], block: nn.Module, theirs: dict[str, Tensor]) -> dict[str, Held]:
-    tensors = layout.tensors(state)
+def _checked(state: dict[str, Tensor], block: nn.Module, theirs: dict[str, Tensor]) -> dict[str, Held]:
+    tensors = family_of(_source(block)).block.tensors(state)
     where = f"{type(block).__name__} against that of transformers >= 5.20"
     check_tensors(where, {key: tensor.shape for key, tensor in theirs.items()}, tensors)
     return tensors

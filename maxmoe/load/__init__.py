@@ -1,0 +1,6 @@
+"""Load of the experts on record: statistics of a call, and their sums over the micro-batches of a step."""
+
+from maxmoe.load.stats import MoEStats
+from maxmoe.load.stats_accumulator import StatsAccumulator, StepStats
+
+__all__ = ["MoEStats", "StatsAccumulator", "StepStats"]
