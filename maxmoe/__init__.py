@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Any
 from maxmoe import presets
 from maxmoe._library import build_info
 from maxmoe.config import MoEConfig
+from maxmoe.load import MoEStats, StatsAccumulator, StepStats
 from maxmoe.nn import (
     MoE,
     MoEFeedForward,
     MoEOutput,
-    MoEStats,
-    StatsAccumulator,
-    StepStats,
     keep_routing,
     mean_over_tokens,
     record_routing,

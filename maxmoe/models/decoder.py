@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maxmoe._torch import register_namedtuple
+from maxmoe.load import MoEStats
 from maxmoe.models.attention import Attention
 from maxmoe.models.config import DecoderConfig
 from maxmoe.models.feed_forward import FeedForward
@@ -22,7 +23,6 @@ from maxmoe.nn import (
     Checkpointed,
     Declaration,
     MoE,
-    MoEStats,
     ResidualStream,
     SavedTensor,
     keep_routing,
