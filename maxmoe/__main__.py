@@ -20,7 +20,7 @@ import torch
 
 from maxmoe._library import build_info
 from maxmoe.models import Decoder
-from maxmoe.models.published import PUBLISHED
+from maxmoe.models.published_models import PUBLISHED
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.planning.estimate import Optimizer, estimate
 from maxmoe.planning.explain import explain
