@@ -1,5 +1,5 @@
 # make train   sets up everything in .venv and trains a small model on text   (ARGS="--help": its options)
-# make test    sets up everything in .venv and runs all tests                 (ARGS="-k gmm": of pytest)
+# make test    sets up everything in .venv and runs all tests                 (ARGS="-n 0 -k gmm": of pytest)
 #
 # For those who change the code: make lint, format, docs, sanitize, benchmark, wheel, clean (CONTRIBUTING.md).
 
@@ -31,8 +31,10 @@ setup: $(VENV)/examples
 train: $(VENV)/examples
 	@$(BIN)/python examples/pretrain.py $(ARGS)
 
+# A file stays in one process, for its fixtures. In the order given: otherwise files with few, long tests would come last.
+IN_TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/test
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(IN_TWO_PROCESSES) $(ARGS)
 
 lint: $(VENV)/dev
 	@$(BIN)/ruff check .
