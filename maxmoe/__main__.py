@@ -152,8 +152,8 @@ def describe(_options: argparse.Namespace) -> str:
     Returns:
         Versions, what was built and which instruction set runs, processor and threads.
     """
-    packages = {}
-    for package in ("maxmoe", "torch", "transformers", "safetensors"):
+    packages = {"torch": torch.__version__}  # the metadata of torch leave out the variant, "+cpu"
+    for package in ("maxmoe", "transformers", "safetensors"):
         try:
             packages[package] = version(package)
         except PackageNotFoundError:

@@ -18,9 +18,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PROJECT = (ROOT / "pyproject.toml").read_text()
 VERSION = "".join(re.findall(r'^version = "(.*)"$', PROJECT, re.MULTILINE))
-REQUIREMENTS = ("torch==", "PyYAML>=")
-# Written by the build: by CMake, and by setuptools.
-CORE = {r"maxmoe/_C\.cpython-\d+-x86_64-linux-gnu\.so", r"maxmoe/_torch_version\.txt"}
+# The first and the last release of torch in [tool.maxmoe].
+TORCHES = re.findall(r'"(\d+)\.(\d+)\.\d+"', re.findall(r"^torch = \[(.*)\]$", PROJECT, re.MULTILINE)[0])
+REQUIREMENTS = (f"torch<{TORCHES[-1][0]}.{int(TORCHES[-1][1]) + 1},>={'.'.join(TORCHES[0])}", "PyYAML>=")
+# Written by the build: by CMake, one for each torch, and by setuptools.
+CORE = {rf"maxmoe/_C_torch{major}_{minor}\.cpython-\d+-x86_64-linux-gnu\.so" for major, minor in TORCHES}
 WHEEL_RECORDS = {"METADATA", "RECORD", "WHEEL", "top_level.txt", "licenses/LICENSE", "licenses/THIRD_PARTY_LICENSES"}
 SDIST_RECORDS = {"PKG-INFO", "setup.cfg"}
 MANYLINUX = r"maxmoe-[\d.]+-cp(\d+)-cp\1-manylinux_2_\d+_x86_64(\.manylinux_2_\d+_x86_64|\.manylinux2014_x86_64)*\.whl"
