@@ -1,6 +1,7 @@
-"""Every private name of torch that this package needs; a lint rule refuses them in any other file.
+"""Every private name of torch that this package needs, and everything that depends on the release of torch.
 
-Each function says what the name is for and what the public way would be. Checked with torch 2.13.
+Each function says what the name is for and what the public way would be; a lint rule refuses private names in any other
+file. The tests run it with torch 2.13, 2.14 and 2.15.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,14 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 # Documented in the notes of torch on extending it, but without a public module. torch.utils.pytree is to come.
 __all__ = ["TorchDispatchMode", "tree_leaves", "tree_map"]
+
+_RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
+
+# Options of `torch.utils.checkpoint` for a selective checkpoint: what it keeps does not pass through saved-tensor hooks
+# of the caller, such as save_on_cpu. Since 2.14 torch warns under such hooks if nobody chooses; before, there is no choice.
+SELECTIVE_CHECKPOINT_OPTIONS: dict[str, bool] = (
+    {"respect_saved_tensors_hooks": False} if _RELEASE >= (2, 14) else {}
+)
 
 
 def register_namedtuple(kind: type[Any], name: str) -> None:
