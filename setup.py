@@ -32,7 +32,9 @@ def minor(version: str) -> tuple[int, int]:
 
 
 # The releases of torch in [tool.maxmoe].
-SUPPORTED = [minor(release) for release in re.findall(r'"([^"]+)"', re.findall(r"^torch = \[(.*)\]$", PROJECT, re.M)[0])]
+SUPPORTED = [
+    minor(release) for release in re.findall(r'"([^"]+)"', re.findall(r"^torch = \[(.*)\]$", PROJECT, re.M)[0])
+]
 
 
 def requirement(versions: list[tuple[int, int]]) -> str:

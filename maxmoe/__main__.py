@@ -152,7 +152,7 @@ def describe(_options: argparse.Namespace) -> str:
     Returns:
         Versions, what was built and which instruction set runs, processor and threads.
     """
-    packages = {"torch": torch.__version__}  # the metadata of torch leave out the variant, "+cpu"
+    packages = {"torch": str(torch.__version__)}  # its metadata may lack the variant, such as "+cu132"
     for package in ("maxmoe", "transformers", "safetensors"):
         try:
             packages[package] = version(package)

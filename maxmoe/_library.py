@@ -9,11 +9,13 @@ import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
+    from maxmoe import _C
     from maxmoe._C import BuildInfo
 
 _PACKAGE = Path(__file__).parent
@@ -44,18 +46,18 @@ def _fitting_core() -> Path:
     )
 
 
-def _load_core() -> None:
-    """Import the extension module for the running torch as `maxmoe._C`."""
+def _load_core() -> ModuleType:
+    """Import the extension module for the running torch as `maxmoe._C`, and return it."""
     spec = spec_from_file_location("maxmoe._C", _fitting_core())
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    sys.modules["maxmoe._C"] = module
+    sys.modules[spec.name] = module
+    return module
 
 
-_load_core()
-
-from maxmoe import _C  # noqa: E402
+if not TYPE_CHECKING:
+    _C = _load_core()
 
 
 def build_info() -> "BuildInfo":

@@ -20,11 +20,10 @@ __all__ = ["TorchDispatchMode", "tree_leaves", "tree_map"]
 
 _RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 
-# Options of `torch.utils.checkpoint` for a selective checkpoint: what it keeps does not pass through saved-tensor hooks
-# of the caller, such as save_on_cpu. Since 2.14 torch warns under such hooks if nobody chooses; before, there is no choice.
-SELECTIVE_CHECKPOINT_OPTIONS: dict[str, bool] = (
-    {"respect_saved_tensors_hooks": False} if _RELEASE >= (2, 14) else {}
-)
+# Options of `torch.utils.checkpoint` for a selective checkpoint. The tensors that it keeps do not pass through
+# saved-tensor hooks of the caller, such as save_on_cpu. Since torch 2.14 this is a choice, and torch warns under such
+# hooks if nobody has chosen.
+SELECTIVE_CHECKPOINT_OPTIONS: dict[str, bool] = {"respect_saved_tensors_hooks": False} if _RELEASE >= (2, 14) else {}
 
 
 def register_namedtuple(kind: type[Any], name: str) -> None:
