@@ -1,6 +1,7 @@
 """What setup.py decides before anything is compiled: for which torch it builds, and which torch it then requires."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from repository.check_packages import REQUIREMENTS, ROOT
+from repository.check_packages import PROJECT, REQUIREMENTS, ROOT
 
 pytest.importorskip("setuptools")  # has no part in running maxmoe
 MAJOR, MINOR = map(int, torch.__version__.split(".")[:2])
@@ -72,3 +73,14 @@ def test_a_newer_torch_is_built_for(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert "maxmoe is tested with torch>=2.13,<2.16; building for torch 2.99.0.dev20270101" in done.stderr
     assert "torch<2.100,>=2.99" in required(tmp_path)
+
+
+def test_the_releases_are_the_same_everywhere() -> None:
+    releases = re.findall(r'"([^"]+)"', re.findall(r"^torch = \[(.*)\]$", PROJECT, re.MULTILINE)[0])
+    minors = [".".join(release.split(".")[:2]) for release in releases]
+    assert f'"{":".join(f"/tmp/torch{release}" for release in releases)}"' in PROJECT  # of cibuildwheel
+    assert f"for version in {' '.join(releases)}; do" in PROJECT
+    readme = (ROOT / "README.md").read_text()
+    assert f"{', '.join(minors[:-1])} or {minors[-1]}" in readme
+    low, high = REQUIREMENTS[0].removeprefix("torch").split(",")[::-1]
+    assert f"pip install 'torch{low},{high}'" in readme
