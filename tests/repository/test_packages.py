@@ -25,7 +25,7 @@ Requires-Dist: PyYAML>=6
 """
 WHEEL = f"maxmoe-{VERSION}-cp311-cp311-manylinux_2_27_x86_64.manylinux_2_28_x86_64.whl"
 CORE_FILES = {
-    f"maxmoe/_C_torch{version}.cpython-311-x86_64-linux-gnu.so" for version in map("_".join, check_packages.TORCHES)
+    f"maxmoe/_C_torch{major}_{minor}.cpython-311-x86_64-linux-gnu.so" for major, minor in check_packages.MINORS
 }
 ONE_CORE = min(CORE_FILES)
 WHEEL_FILES = {

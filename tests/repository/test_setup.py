@@ -1,7 +1,6 @@
 """What setup.py decides before anything is compiled: for which torch it builds, and which torch it then requires."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from repository.check_packages import PROJECT, REQUIREMENTS, ROOT
+from repository.check_packages import MINORS, PROJECT, REQUIREMENTS, ROOT, TORCH_REQUIREMENT, TORCHES
 
 pytest.importorskip("setuptools")  # has no part in running maxmoe
 MAJOR, MINOR = map(int, torch.__version__.split(".")[:2])
@@ -43,7 +42,7 @@ def test_the_torch_of_the_environment_is_required(tmp_path: Path) -> None:
 
 
 def test_one_wheel_for_several_releases_accepts_each_of_them(tmp_path: Path) -> None:
-    sites = [site_with_torch(tmp_path / version, version) for version in ("2.15.0+cu132", "2.13.0+cpu", "2.14.1")]
+    sites = [site_with_torch(tmp_path / release, f"{release}+cpu") for release in reversed(TORCHES)]
     done = metadata(tmp_path, sites=sites)
     assert done.returncode == 0, done.stderr
     assert required(tmp_path) == {REQUIREMENTS[0], "PyYAML>=6"}
@@ -54,7 +53,7 @@ def test_no_torch_is_said_first(tmp_path: Path) -> None:
     assert done.returncode == 1 and not list(tmp_path.iterdir())
     assert done.stderr == (
         f"maxmoe is built against the torch that is installed, and there is none in {tmp_path}. "
-        "First run: pip install 'torch>=2.13,<2.16'\n"
+        f"First run: pip install '{TORCH_REQUIREMENT}'\n"
     )
 
 
@@ -63,24 +62,20 @@ def test_an_older_torch_is_said_first_and_stays(tmp_path: Path) -> None:
     done = metadata(tmp_path, sites=[folder])
     assert done.returncode == 1 and [path.name for path in tmp_path.iterdir()] == ["site"]
     assert done.stderr == (
-        f"maxmoe needs torch>=2.13,<2.16, but torch 2.12.1+cu130 is installed in {folder}. Nothing has been changed. "
-        "To continue, first run: pip install 'torch>=2.13,<2.16'\n"
+        f"maxmoe needs {TORCH_REQUIREMENT}, but torch 2.12.1+cu130 is installed in {folder}. Nothing has been changed. "
+        f"To continue, first run: pip install '{TORCH_REQUIREMENT}'\n"
     )
 
 
 def test_a_newer_torch_is_built_for(tmp_path: Path) -> None:
     done = metadata(tmp_path, sites=[site_with_torch(tmp_path / "site", "2.99.0.dev20270101")])
     assert done.returncode == 0
-    assert "maxmoe is tested with torch>=2.13,<2.16; building for torch 2.99.0.dev20270101" in done.stderr
+    assert f"maxmoe is tested with {TORCH_REQUIREMENT}; building for torch 2.99.0.dev20270101" in done.stderr
     assert "torch<2.100,>=2.99" in required(tmp_path)
 
 
 def test_the_releases_are_the_same_everywhere() -> None:
-    releases = re.findall(r'"([^"]+)"', re.findall(r"^torch = \[(.*)\]$", PROJECT, re.MULTILINE)[0])
-    minors = [".".join(release.split(".")[:2]) for release in releases]
-    assert f'"{":".join(f"/tmp/torch{release}" for release in releases)}"' in PROJECT  # of cibuildwheel
-    assert f"for version in {' '.join(releases)}; do" in PROJECT
-    readme = (ROOT / "README.md").read_text()
-    assert f"{', '.join(minors[:-1])} or {minors[-1]}" in readme
-    low, high = REQUIREMENTS[0].removeprefix("torch").split(",")[::-1]
-    assert f"pip install 'torch{low},{high}'" in readme
+    assert f'"{":".join(f"/tmp/torch{release}" for release in TORCHES)}"' in PROJECT  # for cibuildwheel
+    assert f"for version in {' '.join(TORCHES)}; do" in PROJECT
+    minors = [f"{major}.{minor}" for major, minor in MINORS]
+    assert f"{', '.join(minors[:-1])} or {minors[-1]}" in (ROOT / "README.md").read_text()
