@@ -1,6 +1,7 @@
 """The C++ core: what it says about itself, choosing an instruction set, and the errors of a wrong build."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -136,6 +137,16 @@ def test_another_torch_gives_the_commands_that_help(python: Python, tmp_path: Pa
         "pip install --no-build-isolation -e . (or take a torch that it was built for: "
         f"pip install 'torch=={MAJOR}.{MINOR}1.*')"
     )
+
+
+def test_another_torch_is_named_before_anything_of_it_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("__version__ = '2.99.0'\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-c", "import maxmoe"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert error_line(done).startswith("ImportError: maxmoe was built for torch 2.")
+    assert "but torch 2.99.0 is running" in error_line(done)
 
 
 def test_the_core_of_the_running_torch_is_loaded(python: Python, tmp_path: Path) -> None:
