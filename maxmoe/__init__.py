@@ -4,8 +4,11 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from maxmoe import presets
 from maxmoe._library import build_info
+
+# isort: split
+# After the core, which names a torch that does not fit, before another module misses something in that torch.
+from maxmoe import presets
 from maxmoe.config import MoEConfig
 from maxmoe.load import MoEStats, StatsAccumulator, StepStats
 from maxmoe.nn import (

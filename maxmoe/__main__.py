@@ -120,8 +120,8 @@ def plan(options: argparse.Namespace) -> str:
 
 def describe(_options: argparse.Namespace) -> str:
     """Return the report of `info`: versions, build, instruction set in use, processor and threads."""
-    packages = {}
-    for package in ("maxmoe", "torch", "transformers", "safetensors"):
+    packages = {"torch": str(torch.__version__)}  # its metadata may lack the variant, such as "+cu132"
+    for package in ("maxmoe", "transformers", "safetensors"):
         try:
             packages[package] = version(package)
         except PackageNotFoundError:

@@ -1,6 +1,7 @@
-"""Every private name of torch that this package uses; a lint rule refuses them in any other file.
+"""Every private name of torch that this package uses, and everything that depends on the release of torch.
 
-Where torch has a public alternative, the docstring says why it is not used. Checked with torch 2.13.
+A lint rule refuses private names in any other file. Where torch has a public alternative, the docstring says why it is
+not used. The tests run it with torch 2.13, 2.14 and 2.15.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,13 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 # Documented in the notes of torch on extending it, but not in a public module.
 __all__ = ["TorchDispatchMode", "tree_leaves", "tree_map"]
+
+_RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
+
+# Options of `torch.utils.checkpoint` for a selective checkpoint. The tensors that it keeps do not pass through
+# saved-tensor hooks of the caller, such as save_on_cpu. Since torch 2.14 this is a choice, and torch warns under such
+# hooks if nobody has chosen.
+SELECTIVE_CHECKPOINT_OPTIONS: dict[str, bool] = {"respect_saved_tensors_hooks": False} if _RELEASE >= (2, 14) else {}
 
 
 def register_namedtuple(kind: type[Any], name: str) -> None:
