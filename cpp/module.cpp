@@ -1,5 +1,5 @@
-// The Python module maxmoe._C. Importing it registers the operators of cpp/ops. Its functions describe the build and
-// control memory and the choice between kernels and ATen.
+// The Python module maxmoe._C. Importing it registers the operators of cpp/ops. Its functions report the build and the
+// memory in use, release cached memory, and force ATen in place of the kernels.
 #include <pybind11/pybind11.h>
 
 #include <Eigen/Core>
@@ -46,7 +46,7 @@ py::dict build_info() {
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
-  // A wrong MAXMOE_ISA is an ImportError here, not an error of the first operator that runs.
+  // Checked here, so that an invalid MAXMOE_ISA raises an ImportError instead of an error in the first operator.
   try {
     maxmoe::active_isa();
   } catch (const std::invalid_argument& error) {

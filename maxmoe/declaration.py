@@ -51,8 +51,8 @@ class ResidualStream:
     Args:
         hidden_size: D, hidden size of the stream.
         parts: pairs of paths of children. The first is the reader, which takes hidden states as its first argument. The
-            second is the writer, whose output, computed from that of the reader, is added to the stream. The reader is
-            None where the stream begins, the writer is None where it ends.
+            second is the writer, whose output is computed from the output of the reader and added to the stream. The
+            reader is None where the stream begins, the writer is None where it ends.
     """
 
     hidden_size: int

@@ -79,7 +79,7 @@ class FlattenedBatch:
     tokens: TokenReductions
 
     def all_reduce_sequence(self, *summands: Tensor | int) -> tuple[Any, ...]:
-        """Sum over all processes: those of the same sequences, then those of different ones."""
+        """Sum over the processes with the same sequences, then over those with different sequences."""
         return self.tokens.all_reduce_batch(*self.tokens.all_reduce_sequence(*summands))
 
     def all_reduce_batch(self, *summands: Tensor | int) -> tuple[Any, ...]:

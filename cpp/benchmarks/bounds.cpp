@@ -12,12 +12,12 @@ MAXMOE_INLINE void consume(Vector& vector) {
 }
 
 // Number of independent accumulators. A multiply-add takes 4 or 5 cycles and two begin in each cycle, so that 10
-// accumulators keep both units busy. A micro-kernel has as many as here, and they stay in registers. The loop is
-// unrolled so that its own cost is negligible.
+// accumulators keep both units busy. A micro-kernel has the same number of accumulators, which stay in registers.
+// The loop is unrolled so that its own cost is negligible.
 constexpr int kSums = kVectorRegisters == 32 ? 24 : 12;
 constexpr int kUnroll = 4;
 
-// Calls step(sum) `steps` times in total. A step is one multiply-add of kLanes<S> numbers, or of as many pairs.
+// Calls step(sum) `steps` times in total. A step is one multiply-add of kLanes<S> numbers, or of kLanes<S> pairs.
 template <class S, class Step>
 MAXMOE_INLINE void run_steps(int64_t steps, const Step& step) {
   Vector<S> sums[kSums] = {};

@@ -27,13 +27,13 @@ void for_experts(const Session& session, const char* name, const Body& body) {
   for_cases<float, BFloat16>(session, name, kExpertsShapes, body);
 }
 
-// Times a call beside reading `data` once.
+// Times a call, and one read of `data` as its bound.
 template <class T, class Call>
 void time_read(Session& session, const Case& c, const T* data, size_t size, const Call& call) {
   session.time(c, bytes(size), {kernel(call), read_bound(session.threads(), data, size)});
 }
 
-// Times a call beside reading `source` and writing `target` once.
+// Times a call, and one read of `source` and one write of `target` as its bound.
 template <class T, class Call>
 void time_read_write(Session& session, const Case& c, const Table<T>& source, const Table<T>& target,
                      const Call& call) {
@@ -41,8 +41,8 @@ void time_read_write(Session& session, const Case& c, const Table<T>& source, co
                {kernel(call), read_write_bound(session.threads(), source, target)});
 }
 
-// Times a call that computes `count` products of all rows, each with one matrix per expert, beside as many dense
-// products.
+// Times a call that computes `count` products of all rows, each with one matrix per expert, and the same number of
+// dense products as its bound.
 template <class T, class Call>
 void time_products(Session& session, const Case& c, const ExpertsShape& shape, int64_t count, const Call& call) {
   const int64_t num_rows = shape.num_tokens * shape.top_k;

@@ -65,7 +65,7 @@ Contender read_bound(const ThreadPool& threads, const T* data, size_t bytes) {
 }
 
 // Reads one table and writes another one, once and in order: a memcpy of the size of the smaller table, and a read or a
-// memset of what the larger one has more. Index and weights, some hundredths of the bytes of a row, are not counted.
+// memset of the rest of the larger one. Index and weights, some hundredths of the bytes of a row, are not counted.
 template <class T>
 Contender read_write_bound(const ThreadPool& threads, const Table<T>& source, const Table<T>& target) {
   const auto read_write = [&threads, &source, &target] {

@@ -85,7 +85,7 @@ class Table {
   }
 
  private:
-  static constexpr std::align_val_t kAlignment{64};  // as tensors of torch
+  static constexpr std::align_val_t kAlignment{64};  // like tensors of torch
   struct Delete {
     void operator()(T* values) const { ::operator delete(values, kAlignment); }
   };

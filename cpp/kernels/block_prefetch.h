@@ -10,8 +10,9 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// Prefetches the cache lines of a block of B into the second-level cache, in the order of memory. The hardware
-// prefetchers do not: rows of a large matrix are pages apart, and they stop at the end of a page.
+// Prefetches the cache lines of a block of B into the second-level cache, in the order of memory. Hardware prefetchers
+// do not follow the rows, because the rows of a large matrix are pages apart and hardware prefetchers stop at the end
+// of a page.
 //
 // The caller prefetches one line at a time, between multiply-adds. Bursts of prefetches after each micro-tile took 1.02
 // to 1.06 of the time of a product (docs/performance.md).

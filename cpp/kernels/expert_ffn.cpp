@@ -129,7 +129,7 @@ Accumulator<T> activate_backward_row(const ExpertFfnBackwardDown<T>& a, int64_t 
     const PreactivationColumns columns = preactivation_columns(a.kind.gate, width, begin);
     Block<S> grad = load_block(grad_activated + begin, 1, size);
     grad_weight += (grad * block.activated).sum();
-    // <dA, A> is taken first, because the gradient of the weight is that of the unweighted output.
+    // <dA, A> is taken first, because the gradient of the weight is computed from the unweighted output.
     grad *= weight;
     store_block<T>(grad * block.up_slope, preactivations + columns.up, columns.stride);
     if (a.kind.gate != GateLayout::none) {
@@ -217,8 +217,8 @@ void grad_up_rows(const ExpertFfnBackwardUp<T>& a, const GroupTile& rows, int64_
   const auto add = [&](const MatrixStack<T>& gradient, ConstMatrixView<T> rhs) {
     if (gradient.empty()) return;
     const MatrixView<T> out = gradient[rows.group].row_range(begin, end);
-    // Row-major gradients of gate and up share the packed tokens. A transposed one is a product with another left-hand
-    // side.
+    // Row-major gradients of gate and up share the packed tokens. A transposed gradient has another left-hand side, so
+    // it is computed separately.
     if (out.column_stride != 1) return multiply_transposed<T>(*a.gemm, tokens, rhs, out);
     products[count++] = {rhs, out, false};
   };

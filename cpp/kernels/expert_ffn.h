@@ -1,8 +1,8 @@
 // The experts of a layer as one operator: gather, up and gate, activation, down, weighted sum.
 //
 // The unit of work is a tile: rows of one expert. Its tokens are read by index, multiplied with gate and up, activated
-// and multiplied with down while they are in a cache. Of the tensors with a row per routed slot only y is written, and
-// Z if a gradient is needed.
+// and multiplied with down while they are in a cache. The only tensors with a row per routed slot that are written are
+// y and, if a gradient is needed, Z.
 #pragma once
 
 #include "activation_kind.h"
@@ -17,7 +17,7 @@ struct ExpertWeights {
   ConstMatrixStack<T> gate;      // [L, D, F]; empty unless separate
   ConstMatrixStack<T> up;        // [L, D, F], or with the gate [L, D, 2F]
   ConstMatrixStack<T> down;      // [L, F, D]
-  ConstMatrixView<T> gate_bias;  // [L, F] or empty, as the next two
+  ConstMatrixView<T> gate_bias;  // [L, F]; each bias may be empty
   ConstMatrixView<T> up_bias;    // [L, F] or [L, 2F]
   ConstMatrixView<T> down_bias;  // [L, D]
 };
@@ -43,7 +43,7 @@ struct ExpertFfn {
   const Gemm<T>* gemm;
   MatrixView<T> preactivations;  // Z [R, 2F], [R, F] without a gate; or empty: not stored
   MatrixView<T> rows;            // y [R, D], work space
-  MatrixView<T> out;             // [T, D]; if empty, and rows too: only Z is computed, with the same bits
+  MatrixView<T> out;             // [T, D]; if out and rows are empty, only Z is computed, with the same bits
 };
 
 // Backward pass, with dO the gradient of out. It has three kernels, so that the caller can free between them the

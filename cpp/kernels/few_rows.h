@@ -1,5 +1,5 @@
 // The product of few rows of A with any B. B is read in place: each of its elements is multiplied with so few elements
-// of A that packing it would cost more than it gives. The product is bound by the bandwidth of memory, and each element
+// of A that packing it would cost more than it saves. The product is bound by the bandwidth of memory, and each element
 // of B is read once. Only for the .cpp files that are compiled per instruction set.
 //
 // If B is row-major, the loops over columns and over the inner dimension are exchanged. The outer loop runs over blocks
@@ -119,7 +119,8 @@ void multiply_few_rows_row_major(FewRows<Element> a, ConstMatrixView<T> b, Matri
 }
 
 // Loads kLanes steps, from column d on, of the rows of `panel` that one vector of a micro-panel holds, and transposes
-// them: each vector of `block` is then one step. Prefetches the same block of `next`.
+// them: each vector of `block` is then one step. Prefetches the same block of `next`. The loop is unrolled, so that
+// `block` stays in registers; 16 is the largest number of lanes.
 template <class T, class Element>
 MAXMOE_INLINE void load_transposed_block(ConstMatrixView<T> panel, ConstMatrixView<T> next, int vector, int64_t d,
                                          Vector<Element> (&block)[kLanes<Element>]) {
@@ -204,7 +205,7 @@ MAXMOE_INLINE Vector<Element> load_row_of_a(const GemmOperand<T>& a, int64_t row
   constexpr int64_t kDepth = kLanes<Element> * kDepthPerStep<Element>;
   const int64_t depth = a.columns() - d;
   if (!a.is_transposed) return load_along_depth<Element>(a.memory_row(row) + d, depth);
-  // The row is a column in memory. Its elements are copied one by one, which few rows of A can afford.
+  // The row is a column in memory. Its elements are copied one by one, which takes little time for few rows of A.
   T elements[kDepth];
   for (int64_t i = 0; i < at_most(kDepth, depth); ++i) elements[i] = a.memory_row(d + i)[row];
   return load_along_depth<Element>(elements, depth);

@@ -16,7 +16,7 @@ struct GemmOperand {
   const int64_t* index = nullptr;
   int64_t divisor = 1;
 
-  // A matrix in either layout: the one whose columns are contiguous is stored as its transpose.
+  // A matrix in either layout: a matrix with contiguous columns is stored as its transpose.
   MAXMOE_INLINE GemmOperand(ConstMatrixView<T> matrix)  // NOLINT(google-explicit-constructor): matrices are operands
       : memory(matrix.column_stride == 1 ? matrix : matrix.transposed()), is_transposed(matrix.column_stride != 1) {}
   // The rows of `source` that `count` entries of an index select. With a divisor of K, the index holds slots.

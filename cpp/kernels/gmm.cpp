@@ -1,5 +1,4 @@
-// A task computes a tile of rows: it packs the matrix of its group and multiplies it with as many rows as load balance
-// allows.
+// A task computes a tile of rows: it packs the matrix of its group and multiplies it with all rows of the tile.
 #include "gmm.h"
 
 #include "group_tiles.h"
@@ -8,7 +7,7 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// Number of columns of a task is a multiple of this, so that a task has whole blocks of micro-panels.
+// The number of columns of a task is a multiple of this, so that a task has whole micro-panels.
 constexpr int64_t kColumnGrain = 128;
 
 // Computes columns [begin, end) of the rows of a tile.

@@ -37,12 +37,12 @@ MAXMOE_INLINE int64_t threads_for_tiling(const Gemm<T>& gemm, const Executor& ex
 int64_t balanced_tasks(int64_t num_threads);
 
 // Number of rows per tile, out of `num_rows` in all, for products with an inner dimension of at most `depth`. A tile
-// packs the matrix of its group, and the more rows it has, the smaller the share of that in its time. Its size is
+// packs the matrix of its group, and the more rows it has, the smaller the share of packing in its time. Its size is
 // limited because every thread needs several tiles for load balance, and because its rows are scratch memory.
 int64_t tile_rows(int64_t num_rows, int64_t depth, int64_t num_threads);
 
-// Number of tasks into which the largest tile of a list is divided for load balance. Smaller tiles are divided into as
-// many.
+// Number of tasks into which the largest tile of a list is divided for load balance. Smaller tiles are divided into the
+// same number of tasks.
 int64_t parts_of_largest(const GroupTiles& list, int64_t num_threads);
 
 // Every group as one tile. Empty groups are kept, because their results must be written, too.

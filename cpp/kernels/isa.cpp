@@ -9,8 +9,8 @@ namespace maxmoe {
 
 namespace {
 
-// The features of x86-64-v3 and x86-64-v4 one by one: __builtin_cpu_supports knows the levels only in newer compilers.
-// It also checks that the operating system saves the wide registers.
+// Tests the features of x86-64-v3 and x86-64-v4 one by one, because __builtin_cpu_supports accepts the names of the
+// levels only in newer compilers. It also checks that the operating system saves the wide registers.
 [[maybe_unused]] bool has_avx2() {
 #if defined(__x86_64__)
   return __builtin_cpu_supports("avx") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&

@@ -8,7 +8,8 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
 // Rows and columns of the result per task, and elements of the inner dimension that are converted at a time. In float32
-// a block of the weight takes 512 KiB, a block of x at most 528 KiB.
+// a block of the weight takes 512 KiB, a block of x at most 528 KiB. The numbers of rows and columns are multiples of
+// MR and NR for every instruction set, so that only the last tasks have partial micro-tiles.
 constexpr int64_t kRowsPerTask = 264;
 constexpr int64_t kColumnsPerTask = 256;
 constexpr int64_t kDepth = 512;

@@ -6,8 +6,8 @@
 // place, rows a power of two apart shared one set of the first-level cache, and the micro-kernel took 1.45 times as
 // long (docs/performance.md).
 //
-// If the rows of an operand in memory lie across the inner dimension, they are copied row by row. If they lie along it,
-// they are transposed in square blocks in registers.
+// If the rows of an operand in memory are contiguous across the inner dimension, they are copied row by row. If they
+// are contiguous along it, they are transposed in square blocks in registers.
 #pragma once
 
 #include "executor.h"
@@ -85,8 +85,8 @@ MAXMOE_INLINE StepX2<Element> load_step(const T* row, const T* next) {
   }
 }
 
-// Packs rows of `memory` that lie along the inner dimension into a micro-panel with `kWidth` elements per step: element
-// i of a step is from row `row_of(i)` of the range. Rows past its end are zeros.
+// Packs rows of `memory` that are contiguous along the inner dimension into a micro-panel with `kWidth` elements per
+// step: element i of a step is from row `row_of(i)` of the range. Rows past its end are zeros.
 template <class Element, int kWidth, class T, class RowOf>
 MAXMOE_INLINE void pack_along_depth(const GemmOperand<T>& memory, Range rows, Range depth, const RowOf& row_of,
                                     Element* target) {
@@ -181,7 +181,7 @@ MAXMOE_INLINE void pack_step_of_a(const T* row, const T* next, int64_t count, El
 
 // Number of elements of a micro-panel of A, one vector more than its steps have: whole vectors are stored, and the last
 // one ends past the last step. The panels of a transposed A are packed at the same time. At a distance of a multiple of
-// 4 KiB they would share one set of the first-level cache, which took packing to 0.45 of its speed
+// 4 KiB they would share one set of the first-level cache, which reduced packing to 0.45 of its speed
 // (docs/performance.md).
 template <class Element>
 MAXMOE_INLINE int64_t panel_size_of_a(int64_t num_steps) {

@@ -6,7 +6,7 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
 // Results of this size and more are written with non-temporal stores. A smaller result may still be in the last-level
-// cache when the next kernel reads it; of a larger one the first rows would be evicted before.
+// cache when the next kernel reads it; the first rows of a larger result would be evicted by then.
 constexpr int64_t kMinNonTemporalBytes = 16 << 20;
 
 // target = weight * source; without a weight target = source.

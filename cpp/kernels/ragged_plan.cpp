@@ -10,8 +10,7 @@ namespace {
 constexpr int kNextRowScratch = 0;
 constexpr int kEndRowScratch = 1;
 
-// Counts the rows of each local expert. If there are more than max_rows, the experts with the highest ids lose their
-// rows.
+// Counts the rows of each local expert. Rows past max_rows are dropped, beginning with the experts of the highest ids.
 template <class Index>
 void count_rows(const RaggedPlan<Index>& plan) {
   zero_row(plan.group_sizes, plan.num_local_experts);
@@ -59,7 +58,7 @@ void place_slots(const RaggedPlan<Index>& plan) {
 // Runs on the calling thread: the row of a slot depends on all slots before it.
 template <class Index>
 void ragged_plan(const RaggedPlan<Index>& plan, const Executor& /*executor*/) {
-  // The first call of two counts, the second one places: see ragged_plan.h.
+  // The first of two calls counts the rows, the second one assigns them (ragged_plan.h).
   if (plan.slots == nullptr) {
     count_rows(plan);
   } else {

@@ -25,7 +25,7 @@ void invert_index(const RaggedScatterAdd<T>& a) {
   }
 }
 
-// Computes one row of out. It gathers the rows that belong to it, so that no two tasks write the same row.
+// Computes row n of out by gathering its summands, so that no two tasks write the same row.
 template <class T>
 void add_rows(const RaggedScatterAdd<T>& a, int64_t n) {
   const int64_t* order = a.order + a.offsets[n];

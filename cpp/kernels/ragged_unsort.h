@@ -1,5 +1,5 @@
 // Weighted sum of the rows of each token: the transpose of ragged_sort. It restores the tokens if the weights of each
-// sum to 1.
+// token sum to 1.
 #pragma once
 
 #include "ragged_gather_reduce.h"

@@ -17,8 +17,8 @@ using Row = Eigen::Map<Eigen::Array<T, Eigen::Dynamic, 1>>;
 template <class T>
 using ConstRow = Eigen::Map<const Eigen::Array<T, Eigen::Dynamic, 1>>;
 
-// Added to the sum of the scores in Normalization::sum, so that scores that are all zero do not give NaN. The value is
-// that of DeepSeek-V3.
+// Added to the sum of the scores in Normalization::sum, so that scores that are all zero do not give NaN. DeepSeek-V3
+// has the same value.
 constexpr double kSumEpsilon = 1e-20;
 
 template <class T>
@@ -116,7 +116,7 @@ void normalize(const RoutingRule& rule, const int64_t* experts, Row<T> weights) 
   if (sum > T(0)) weights /= sum;
 }
 
-// Computes the probabilities: the scores of all experts, scaled to sum one.
+// Computes the probabilities: the scores of all experts, divided by their sum.
 template <class T>
 void normalize_scores(ScoreFunction function, ConstRow<T> logits, ConstRow<T> scores, Row<T> probabilities) {
   if (function == ScoreFunction::identity) return score_row<T>(ScoreFunction::softmax, logits, probabilities);
@@ -156,16 +156,16 @@ void route_token(const Route<T>& a, int64_t token, const TokenScratch<T>& s) {
   copy_row(s.weights, a.weights.row(token), top_k);
 }
 
-// Backward of normalize: `grad` is the gradient of the weights before, and that of the K selected scores after the
-// call.
+// Backward of normalize: `grad` is the gradient of the weights before the call, and the gradient of the K selected
+// scores after it.
 template <class T>
 void normalize_backward(const RoutingRule& rule, const int64_t* experts, ConstRow<T> selected, Row<T> grad) {
   grad *= T(rule.scale);
   if (rule.normalization == Normalization::none) return;
   if (rule.normalization == Normalization::sum) {
-    // With w = s / total: ds = (dw - <dw, w>) / total. What all dw have in common cancels, up to the epsilon, because
-    // the weights sum to one. It is subtracted first, otherwise its rounding error is divided by a total that may be
-    // small: with one expert, nothing else is left.
+    // With w = s / total: ds = (dw - <dw, w>) / total. A constant added to all dw changes ds only by its product with
+    // the epsilon, because the weights sum to one. The common part of dw is therefore subtracted first. Otherwise its
+    // rounding error would be divided by a total that may be small.
     const T total = selected.sum() + T(kSumEpsilon);
     Eigen::Index largest = 0;
     selected.abs().maxCoeff(&largest);

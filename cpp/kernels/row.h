@@ -133,7 +133,8 @@ MAXMOE_INLINE void scale_row_nontemporal(const T* source, Accumulator<T> weight,
 
 // target = sum over i < count of weight_of(i) * rows[index_of(i)], in this order; negative indices are skipped. The
 // accumulators of a block of columns stay in registers while all rows are read, so that no partial sum is stored. Every
-// column has an accumulator of its own, so that its bits do not depend on the block that it is in.
+// column has an accumulator of its own, so that its bits do not depend on the block that it is in. The loops over the
+// vectors of a block are unrolled: the compiler keeps an array in registers only if all of its indices are constants.
 template <class T, class IndexOf, class WeightOf>
 MAXMOE_INLINE void sum_weighted_rows(ConstMatrixView<T> rows, int64_t count, const IndexOf& index_of,
                                      const WeightOf& weight_of, T* target) {
@@ -179,7 +180,7 @@ MAXMOE_INLINE void sum_weighted_rows(ConstMatrixView<T> rows, int64_t count, con
 }
 
 // Dot product of two rows. The order of summation depends only on `count` and the width of vectors, so that the result
-// is bitwise reproducible.
+// is bitwise reproducible. The loop over `sums` is unrolled, so that they stay in registers.
 template <class T>
 MAXMOE_INLINE Accumulator<T> dot_rows(const T* a, const T* b, int64_t count) {
   using S = Accumulator<T>;

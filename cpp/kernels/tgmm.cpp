@@ -1,4 +1,4 @@
-// A task computes rows of the result of one group. Both operands of its product are read through all rows of the group.
+// A task computes a range of rows of the result of one group, as a product over all rows of the group.
 #include "tgmm.h"
 
 #include "group_tiles.h"
@@ -33,11 +33,11 @@ void tgmm(const Tgmm<T>& a, const Executor& executor) {
     a.gemm->multiply(a.lhs.row_range(rows.begin, rows.end).column_range(begin, end).transposed(),
                      {a.rhs.row_range(rows.begin, rows.end), out, false});
   };
-  // The result of a group without rows is written, too, which counts as one row.
+  // Writing the result of a group, zeros if it has no rows, counts as one row.
   const int64_t multiply_adds = (a.lhs.rows + a.out.count) * a.lhs.columns * a.rhs.columns;
   run_tasks(executor, list.count * row_tasks, multiply_adds, Task(multiply));
 
-  // Matrices without a group have no rows either.
+  // A matrix whose group is not in [0, num_groups) is zero.
   for (int64_t local = 0; local < a.out.count; ++local) {
     const int64_t group = local + a.group_offset;
     if (group < 0 || group >= a.num_groups) zero_rows(a.out[local]);

@@ -23,7 +23,7 @@
 // Every element of A and B is packed once per product. A is packed while the first block of columns is computed, and
 // kept for the others. While a block of B is multiplied, the next one is prefetched.
 //
-// With few rows of A each element of packed B would be used so rarely that packing costs more than it gives. Then B is
+// With few rows of A each element of packed B would be used so rarely that packing costs more than it saves. Then B is
 // read in place (few_rows.h).
 //
 // With AVX512-BF16 packed blocks of bfloat16 matrices hold BFloat16Pairs, and a step is two elements of the inner
@@ -71,7 +71,7 @@ MAXMOE_INLINE void multiply_micro_tile_at(const Block<T, Element>& block, int64_
   const S* const sums = block.has_sums ? block.sums + jr * block.sums_rows + ir * kNR<S> : nullptr;
   const Element* const a = block.a + ir / kMR * panel_size_of_a<Element>(num_steps);
   Element* const panel_of_b = block.panels_of_b + jr * num_steps;
-  // A panel with fewer than NR columns is padded, which pack_b has done before.
+  // pack_b has padded a panel with fewer than NR columns.
   if (block.packs_b && ir == 0 && c.columns == kNR<S>) {
     const MicroTile<Out, Element> tile{a, num_steps, sums, c.data, c.row_stride, next, num_lines};
     return micro_kernel_packing_b(tile, block.b, block.depth, block.columns.begin + jr, panel_of_b);

@@ -69,8 +69,8 @@ T score_group(GroupScore group_score, const T* biased, int64_t group_size) {
   Vector<T> rest = lowest;
   for (int64_t lane = 0; i + lane < group_size; ++lane) rest[lane] = biased[i + lane];
   add(rest);
-  // Each step merges the two best of a lane with those of the lane `distance` further on, which are from other scores.
-  // After the last step every lane holds the two best of the group. 4 steps are the most, for 16 lanes.
+  // Each step merges the two best scores of a lane with the two best of the lane `distance` further on, which has read
+  // other scores. After the last step every lane holds the two best of the group. 4 steps are the most, for 16 lanes.
 #pragma GCC unroll 4
   for (int distance = kLanes<T> / 2; distance > 0; distance /= 2) {
     const Vector<T> other = rotated<T>(best, distance);

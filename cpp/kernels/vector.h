@@ -119,7 +119,7 @@ MAXMOE_INLINE Vector<uint32_t> round_to_bfloat16(Vector<float> vector) {
   return vector != vector ? bits | 0x400000U : bits + 0x7fffU + ((bits >> 16) & 1U);
 }
 
-// A vector of 16-bit lanes, as many as a vector of float has.
+// A vector of 16-bit lanes with the number of lanes of a vector of float.
 using HalfVector = VectorOf<uint16_t, kVectorBytes / 2>::type;
 
 // The nearest float16, ties to even, of each lane.

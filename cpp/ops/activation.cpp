@@ -43,7 +43,7 @@ Formulas formulas_of(Activation activation) {
     case Activation::silu:
       return {[](const Tensor& x) { return at::silu(x); }, &silu_gradient};
     case Activation::swigluoai:
-      // Its slope in x is that of silu in 1.702 * x.
+      // Its derivative at x equals the derivative of silu at 1.702 * x.
       return {[](const Tensor& x) { return times((x * kSteepness).sigmoid(), x); },
               [](const Tensor& grad, const Tensor& x) { return silu_gradient(grad, x * kSteepness); }};
     case Activation::gelu:

@@ -21,8 +21,8 @@ at::Tensor preactivations_of(GateLayout layout, const at::Tensor& gate, const at
 // f(gate) * up, or f(up) if gate is undefined.
 at::Tensor activated_rows(const ActivationKind& kind, const at::Tensor& gate, const at::Tensor& up);
 
-// The gradients of gate and up from `grad`, the gradient of activated_rows. `grad` is taken by value: a caller that
-// moves it has its memory back before the last of the results is computed.
+// The gradients of gate and up from `grad`, the gradient of activated_rows. `grad` is taken by value, so that its
+// memory is freed before the last result is computed if the caller moves it.
 std::pair<at::Tensor, at::Tensor> activation_gradient(const ActivationKind& kind, at::Tensor grad,
                                                       const at::Tensor& gate, const at::Tensor& up);
 

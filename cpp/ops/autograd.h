@@ -63,7 +63,7 @@ T primal(const T& argument) {
   return argument;
 }
 
-// An autograd context saves undefined tensors, a schema has optional ones.
+// Conversion between the optional tensors of a schema and the undefined tensors that an autograd context saves.
 inline at::Tensor defined_or_empty(const std::optional<at::Tensor>& tensor) {
   return tensor.value_or(at::Tensor());
 }

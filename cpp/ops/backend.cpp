@@ -63,7 +63,8 @@ class TorchGemm final : public Gemm<T> {
   }
 
  private:
-  // The matrix of an operand. With an index its rows are copied to scratch memory: BLAS reads no list of rows.
+  // The matrix of an operand. With an index its rows are copied to scratch memory, because BLAS cannot read rows by
+  // index.
   static ConstMatrixView<T> in_memory(const GemmOperand<T>& operand, int scratch_slot) {
     ConstMatrixView<T> matrix = operand.memory;
     if (operand.index != nullptr) {

@@ -11,7 +11,8 @@ namespace maxmoe::ops {
 // Whether an operator runs a kernel for this tensor: on the CPU, unless ATen is forced. Otherwise it calls ATen.
 bool uses_kernels(const at::Tensor& tensor);
 
-// Sends tensors on the CPU through ATen, too, on all threads of the process. Returns the previous setting.
+// Makes operators call ATen for tensors on the CPU as well, on all threads of the process. Returns the previous
+// setting.
 bool force_aten(bool enabled);
 
 // Runs tasks on the threads of torch (torch.set_num_threads).

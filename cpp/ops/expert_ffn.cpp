@@ -10,7 +10,7 @@
 namespace maxmoe::ops {
 namespace {
 
-// Also in the messages of expert_ffn_forward, which users do not know.
+// The name in the messages of expert_ffn_forward as well, because users call only expert_ffn.
 constexpr const char* kOp = "expert_ffn";
 constexpr const char* kBackward = "expert_ffn_backward";
 

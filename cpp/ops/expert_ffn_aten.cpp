@@ -1,6 +1,6 @@
-// expert_ffn through ATen, in two ways with the same steps: for devices without kernels of their own, where nothing
-// waits for the device because only the device reads the plan; and differentiable on every device, for second
-// derivatives and forward-mode AD.
+// expert_ffn through ATen, in two variants with the same steps. One is for devices without kernels: only the device
+// reads the plan, so that the host does not wait for the device. The other is differentiable on every device, for
+// second derivatives and forward-mode AD.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -15,15 +15,15 @@
 namespace maxmoe::ops {
 namespace {
 
-// The plan, and the steps that read it. Differentiable steps are operators of this library, with zeros in the rows past
-// the last group. The others call ATen directly: the values in these rows are undefined, but they reach no result. On a
-// device an operator would launch more kernels, because it reads the plan again and writes the zeros: gmm 7 more, tgmm
-// 2, ragged_sort 4.
+// The plan, and the steps that read it. Differentiable steps call operators of this library, which write zeros to the
+// rows past the last group. The other steps call ATen directly and leave these rows undefined, because no result
+// depends on them. On a device, the operators would launch more kernels, because they read the plan again and write the
+// zeros: gmm 7 more, tgmm 2, ragged_sort 4.
 class Steps {
  public:
   Steps(const ExpertFfnArguments& a, Differentiable differentiable)
       : is_differentiable(differentiable == Differentiable::yes),
-        // Rounding after every elementwise operation would be seen in second derivatives of 16-bit tensors.
+        // Wider than 16 bits, because rounding after every elementwise operation makes second derivatives inaccurate.
         elementwise_type(is_differentiable ? accumulator_type(a.x.scalar_type()) : a.x.scalar_type()),
         a_(a),
         groups_(row_groups(a.group_sizes, 0, a.group_sizes.size(0))),
@@ -37,7 +37,7 @@ class Steps {
     return x.index_select(0, token_of_row_);
   }
 
-  // [T, D]: for each token the sum of its rows [R, D], times the weights of their slots.
+  // [T, D]: for each token, the sum of its rows [R, D], each times the weight of its slot.
   Tensor sum_of_rows(const Tensor& rows, const OptionalTensor& weights) const {
     return ragged_gather_reduce(rows, row_of_slot_, a_.top_k, weights, std::nullopt);
   }
@@ -83,14 +83,14 @@ class Steps {
   const Tensor row_of_slot_;   // [T * K], -1 for a slot without a row
 };
 
-// [R, 2F], in the layout of the gate.
+// The preactivations Z of all rows: [R, 2F], gate and up in the layout of the gate; [R, F] without a gate.
 Tensor preactivations_of_rows(const ExpertFfnArguments& a, const Steps& steps) {
   const Tensor tokens = steps.rows_of_tokens(a.x);
   const auto gate = [&] { return steps.multiply_rows(tokens, *a.gate, a.gate_bias); };
   const auto up = [&] { return steps.multiply_rows(tokens, a.up, a.up_bias); };
   if (!a.gate.has_value()) return up();
   if (steps.is_differentiable) return at::cat({gate(), up()}, 1);
-  // One product after the other, so that only one of them takes memory beside z.
+  // The products are computed one after the other, so that only one of them is in memory beside z.
   const Tensor z = at::empty({tokens.size(0), a.preactivation_width()}, a.x.options());
   const auto [gate_columns, up_columns] = gate_and_up(GateLayout::concatenated, z);
   gate_columns.copy_(gate());
@@ -98,18 +98,18 @@ Tensor preactivations_of_rows(const ExpertFfnArguments& a, const Steps& steps) {
   return z;
 }
 
-// The gradient of matrices [L, D, F], in their layout in memory.
+// The gradient of matrices [L, D, F]; transposed in memory if the matrices are.
 Tensor gradient_of_matrices(const Tensor& matrices, const Tensor& lhs, const Tensor& rhs, const Steps& steps) {
   if (is_transposed(matrices)) return steps.multiply_groups(rhs, lhs).transpose(1, 2);
   return steps.multiply_groups(lhs, rhs);
 }
 
-// The gradient of biases [L, F]: the sums of the rows [R, F] of each expert, each row times its scale [R, 1].
+// The gradient of biases [L, F]: for each expert, the sum of its rows of grad [R, F], each times its scale [R, 1].
 Tensor gradient_of_biases(const Tensor& scale, const Tensor& grad, const Steps& steps) {
   return steps.multiply_groups(scale, grad).squeeze(1);
 }
 
-// Fills in the gradients of down, its bias and the weights, and returns that of the preactivations `z`.
+// Computes the gradients of down, its bias and the weights; returns the gradient of the preactivations `z`.
 Tensor backward_down(const Tensor& grad_out, const Tensor& z, const Wanted& wanted, const ExpertFfnArguments& a,
                      const Steps& steps, Gradients& grads) {
   const auto type = steps.elementwise_type;
@@ -134,7 +134,7 @@ Tensor backward_down(const Tensor& grad_out, const Tensor& z, const Wanted& want
   if (a.weights.has_value()) grad_activated = grad_activated * scale;
   const auto [grad_gate, grad_up] = activation_gradient(a.kind(), std::move(grad_activated), gate, up);
   if (steps.is_differentiable) return preactivations_of(a.gate_layout(), grad_gate, grad_up).to(dtype);
-  // In the memory of z, which nothing reads any more.
+  // Overwrites z, which is not read again.
   up.copy_(grad_up);
   if (gate.defined()) gate.copy_(grad_gate);
   return z;
@@ -148,7 +148,7 @@ Tensor gradient_of_x(const Tensor& grad_gate, const Tensor& grad_up, const Exper
   return steps.sum_of_rows(grad_rows, std::nullopt);
 }
 
-// Fills in the gradients of x, gate, up and their biases.
+// Computes the gradients of x, gate, up and their biases.
 void backward_up(const Tensor& grad_z, const Wanted& wanted, const ExpertFfnArguments& a, const Steps& steps,
                  Gradients& grads) {
   const int64_t gate_width = a.gate.has_value() ? a.gate->size(2) : 0;

@@ -14,7 +14,7 @@ OptionalTensor contiguous(const OptionalTensor& tensor) {
   return tensor.has_value() ? OptionalTensor(tensor->contiguous()) : std::nullopt;
 }
 
-// The same arguments in the layout that the kernels read. It owns the memory of the views below.
+// Returns the arguments in the layout that the kernels read; they own the memory of the views below.
 ExpertFfnArguments kernel_layout(ExpertFfnArguments a) {
   a.x = contiguous_rows(a.x);
   a.weights = accumulator_weights(a.weights, a.x.scalar_type());
@@ -46,13 +46,13 @@ ExpertWeights<T> expert_weights(const ExpertFfnArguments& a) {
           bias(a.down_bias)};
 }
 
-// The gradient of an argument like `argument`, or an empty tensor.
+// Allocates the gradient of `argument`, with no elements if it is not wanted.
 Tensor empty_gradient(bool is_wanted, const OptionalTensor& argument, const at::TensorOptions& options) {
   return empty(is_wanted ? argument->sizes() : at::IntArrayRef{0}, options);
 }
 
-// The gradient of matrices has their layout in memory, so that adding it to .grad of a transposed parameter does not
-// transpose it.
+// Allocates the gradient of matrices with their layout in memory, so that adding it to .grad of a transposed parameter
+// does not transpose it.
 Tensor empty_matrices(bool is_wanted, const OptionalTensor& matrices, const at::TensorOptions& options) {
   if (!is_wanted || !is_transposed(*matrices)) return empty_gradient(is_wanted, matrices, options);
   return empty(matrices->transpose(1, 2).sizes(), options).transpose(1, 2);
@@ -83,7 +83,7 @@ Tensor recomputed_preactivations(const ExpertFfnArguments& a) {
   return preactivations;
 }
 
-// The next three functions fill in the gradients of down, of x, and of gate and up. The first one overwrites the
+// The next three functions compute the gradients of down, of x, and of gate and up. The first one overwrites the
 // preactivations with their gradient, which the others read.
 template <class T>
 void backward_down(const Tensor& grad_out, const Tensor& preactivations, const Wanted& wanted,
@@ -178,7 +178,7 @@ Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const OptionalTenso
   Gradients grads;
   for_dtype(a.x.scalar_type(), [&]<class T>() {
     const Tensor z = preactivations.has_value() ? preactivations->contiguous() : recomputed_preactivations<T>(k);
-    // Three kernels and not one, so that the work space of one is free for the next.
+    // Three kernels instead of one, so that the work space of each kernel is freed before the next one.
     backward_down<T>(grad, z, wanted, k, grads);
     backward_input<T>(z, wanted, k, grads);
     backward_up<T>(z, wanted, k, grads);

@@ -102,7 +102,8 @@ Tensor multiply_rows(const Tensor& rows, const Tensor& matrices, const RowGroups
   if (rows.numel() == 0 || matrices.numel() == 0) {
     out = at::zeros({rows.size(0), matrices.size(2)}, rows.options());
   } else if (is_legal(rows, groups)) {
-    // grouped_mm reads no begin: rows before the first group count as its rows. Their results are undefined anyway.
+    // grouped_mm takes only the ends of groups, so that rows before the first group count as its rows. Their results
+    // may be undefined.
     out = grouped_mm(aligned(rows), aligned(matrices), groups.ends()).contiguous();
   } else {
     out = at::empty({rows.size(0), matrices.size(2)}, rows.options());

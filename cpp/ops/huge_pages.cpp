@@ -28,7 +28,8 @@ void unmap(void* begin, size_t bytes) {
   munmap(begin, bytes);
 }
 
-// Maps new pages, aligned to kPageSize: maps one page more and unmaps what is before and after. nullptr if it fails.
+// Maps new pages, aligned to kPageSize: maps one page more and unmaps the memory outside of the aligned range. nullptr
+// if it fails.
 std::byte* map(size_t bytes) {
   void* memory = mmap(nullptr, bytes + kPageSize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return nullptr;
@@ -40,12 +41,12 @@ std::byte* map(size_t bytes) {
   return begin + before;
 }
 
-// Lets the system take the pages back until they are written again.
+// Allows the system to reclaim the pages until they are written again.
 bool offer_to_system(void* begin, size_t bytes) {
   return madvise(begin, bytes, MADV_FREE) == 0;
 }
 
-// Moves pages to the address `to`, and unmaps those that were there. One page at a time, because they may belong to
+// Moves pages to the address `to`, and unmaps the previous pages there. One page at a time, because they may belong to
 // several mappings, which Linux before 6.17 does not move in one call.
 bool move_pages(std::byte* from, size_t bytes, std::byte* to) {
   for (size_t i = 0; i < bytes; i += kPageSize) {

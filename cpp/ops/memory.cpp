@@ -10,11 +10,11 @@
 namespace maxmoe::ops {
 namespace {
 
-// Smaller blocks come from torch's allocator: the C library mostly keeps them by itself, and rounding them up to huge
-// pages would waste a large part of them.
+// Smaller blocks come from torch's allocator: malloc mostly reuses freed blocks of this size, and rounding them up to
+// huge pages would waste much of their memory.
 constexpr size_t kSmallest = size_t{4} << 20;
 
-// Reported before the block is free: another thread may allocate the same address at once.
+// Reports before it frees the block, because another thread may then allocate the same address at once.
 void deallocate(void* block) {
   torch_internals::report_deallocated(block);
   HugePages::instance().deallocate(block);

@@ -5,7 +5,7 @@
 
 namespace maxmoe::ops {
 
-// at::empty, except that large tensors on the CPU lie in huge pages, which are reused (ops/huge_pages.h).
+// at::empty, except that large tensors on the CPU are allocated in huge pages, which are reused (ops/huge_pages.h).
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 }  // namespace maxmoe::ops

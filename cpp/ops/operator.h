@@ -127,7 +127,7 @@ class Operator<name, Return(Args...)> {
 
   template <c10::DeviceType device>
   static Return autocast(Args... args) {
-    const torch_internals::NoAutocast no_autocast;  // otherwise the call below would end here again
+    const torch_internals::NoAutocast no_autocast;  // otherwise the call below would come back here
     static const int weights = handle().schema().argumentIndexWithName("weights").value_or(-1);
     return [&]<int... position>(std::integer_sequence<int, position...>) {
       return Operator()((position == weights ? args : torch_internals::cast_for_autocast<device>(args))...);

@@ -19,7 +19,7 @@ void check(const Tensor& a, const Tensor& b, const Tensor& index, int64_t group_
   MAXMOE_CHECK(group_size >= 1, kOp, "group_size must be at least 1, got ", group_size);
   Argument(kOp, "index", index)
       .has_size(0, checked_product(kOp, "group_size", a.size(0), group_size), "rows of a times group_size");
-  // Last, because it reads the whole index.
+  // The values are checked last, because that reads the whole index.
   Argument(kOp, "index", index).has_values_in(-1, b.size(0), "-1 or a row of b");
 }
 

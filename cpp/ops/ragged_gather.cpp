@@ -19,11 +19,11 @@ void check(const Tensor& x, const Tensor& index, const OptionalTensor& weights, 
   MAXMOE_CHECK(0 <= start && start <= index.size(0), kOp, "start must be in [0, ", index.size(0), "], got ", start);
   MAXMOE_CHECK(start <= end && end <= index.size(0), kOp, "end must be in [start (", start, "), ", index.size(0),
                "], got ", end);
-  // Last, because it reads the whole index.
+  // The values are checked last, because that reads the whole index.
   Argument(kOp, "index", index).has_values_in(-1, x.size(0), "-1 or a row of x");
 }
 
-// The index with -1 outside [start, end).
+// A copy of the index with -1 outside of [start, end).
 Tensor masked_index(const Tensor& index, const c10::SymInt& start, const c10::SymInt& end) {
   const Tensor position = at::arange(index.sym_size(0), index.options());
   return index.masked_fill(position.lt(start).logical_or(position.ge(end)), -1);

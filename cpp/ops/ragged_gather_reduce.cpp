@@ -23,11 +23,11 @@ void check(const Tensor& rows, const Tensor& index, int64_t group_size, const Op
     Argument(kOp, "valid", *valid).has_dims(1, "[M]").is_bool();
     Argument(kOp, "valid", *valid).has_size(0, index.size(0), "size of index");
   }
-  // Last, because it reads the whole index.
+  // The values are checked last, because that reads the whole index.
   Argument(kOp, "index", index).has_values_in(-1, rows.size(0), "-1 or a row of rows");
 }
 
-// The index with -1 for slots that are not valid.
+// A copy of the index with -1 for slots that are not valid.
 Tensor masked_index(const Tensor& index, const OptionalTensor& valid) {
   return valid.has_value() ? index.masked_fill(valid->logical_not(), -1) : index;
 }

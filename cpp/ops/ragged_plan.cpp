@@ -79,7 +79,7 @@ Plan ragged_plan_aten(const Tensor& experts, int64_t first_expert, int64_t num_l
   const Tensor position = at::arange(key.size(0), key.options());
   const Tensor is_left_out = position.ge(kept);
   const Tensor rows = at::empty_like(key).scatter_(0, order, position.masked_fill(is_left_out, -1));
-  // Cut or padded to num_rows.
+  // Truncated or padded to num_rows.
   const Tensor slots = at::constant_pad_nd(order.masked_fill(is_left_out, -1), {0, num_rows - key.size(0)}, -1);
   return {slots, rows, bounds.diff(), wanted.select(0, num_local_experts) - kept};
 }

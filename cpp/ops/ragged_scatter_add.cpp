@@ -22,7 +22,7 @@ void check(const Tensor& rows, const Tensor& index, int64_t num_rows, int64_t gr
   Argument(kOp, "index", index)
       .has_size(0, checked_product(kOp, "group_size", rows.size(0), group_size), "rows times group_size");
   check_weights(kOp, weights, index.size(0));
-  // Last, because it reads the whole index.
+  // The values are checked last, because that reads the whole index.
   Argument(kOp, "index", index).has_values_in(-1, num_rows, "-1 or a row of the result");
 }
 

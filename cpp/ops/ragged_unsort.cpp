@@ -57,7 +57,7 @@ class Gradient : public torch::autograd::Function<Gradient> {
     Tensor grad_weights;
     if (ctx->needs_input_grad(0)) {
       grad_rows = ragged_sort(grads[0], slots, row_of_slot, top_k, optional_tensor(weights));
-      // `rows` may have more rows than the plan: they reach no result.
+      // Rows past those of the plan contribute to no result, so that their gradient is zero.
       const c10::SymInt spare_rows = ctx->saved_data["num_rows"].toSymInt() - grad_rows.sym_size(0);
       if (spare_rows != 0) grad_rows = at::constant_pad_nd_symint(grad_rows, {0, 0, 0, spare_rows});
     }

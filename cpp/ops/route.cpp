@@ -27,7 +27,7 @@ constexpr Operator<"route_backward",
                           double scale)>
     route_backward;
 
-// The arguments of the operator route after logits. `experts` are given if they are not to be selected.
+// The arguments of the operator route after logits. `experts`, if given, replace the selection.
 struct Options {
   int64_t top_k;
   std::string_view score_function;

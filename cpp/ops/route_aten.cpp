@@ -15,8 +15,8 @@ namespace {
 
 constexpr double kSumEpsilon = 1e-20;
 
-// sqrt(softplus(x)). Its derivative is 0 where softplus underflows to 0: that of the square root is infinite, and would
-// give NaN.
+// sqrt(softplus(x)). Where softplus underflows to 0, the derivative is set to 0, because the derivative of the square
+// root is infinite there and would give NaN.
 Tensor sqrt_softplus(const Tensor& logits) {
   constexpr double threshold = 40;  // softplus(x) = x from here on, in float64
   const Tensor softplus = at::softplus(logits, /*beta=*/1, threshold);
@@ -76,7 +76,7 @@ Tensor expert_order(const Tensor& biased, const RoutingRule& rule) {
   return order.gather(1, order_of(is_open.gather(1, order)));
 }
 
-// The derivative of the elementwise score functions. 0 where the score underflows to 0.
+// The derivative of the elementwise score functions; 0 where the score underflows to 0.
 Tensor score_slope(const Tensor& logits, const Tensor& scores, ScoreFunction function) {
   if (function == ScoreFunction::sigmoid) return scores * (1 - scores);
   const Tensor zero = at::zeros({}, scores.options());
@@ -115,7 +115,7 @@ Tensor route_backward_aten(const Tensor& grad_weights, const OptionalTensor& gra
   Tensor grad = grad_weights.masked_fill(is_absent, 0) * rule.scale;
   if (rule.normalization == Normalization::sum) {
     const Tensor total = selected.sum(1, true) + kSumEpsilon;
-    const Tensor common = grad.gather(1, selected.abs().argmax(1, true));  // see the kernel
+    const Tensor common = grad.gather(1, selected.abs().argmax(1, true));  // subtracted first, see kernels/route.cpp
     grad = grad - common;
     grad = (grad - (grad * selected).sum(1, true) / total + common * (kSumEpsilon / total)) / total;
   } else if (rule.normalization == Normalization::softmax) {

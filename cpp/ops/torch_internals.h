@@ -2,7 +2,7 @@
 // (tests/repository/test_layout.py), so that a new version of torch can break this file and its source alone. They compile
 // unchanged with torch 2.13, 2.14 and 2.15.
 //
-// "Public" says what a user of PyTorch would call instead, and since which version.
+// "Public" names the public alternative and the first version of torch that has it.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -18,7 +18,7 @@ namespace maxmoe::torch_internals {
 
 using at::Tensor;
 
-// Forward-mode AD, of which torch has one level. Public: torch.autograd.forward_ad in Python, since 1.11.
+// Forward-mode AD. torch supports one level of it. Public: torch.autograd.forward_ad in Python, since 1.11.
 
 // The tangent of a tensor, undefined if it has none.
 inline const Tensor& tangent(const Tensor& tensor) {
@@ -34,13 +34,14 @@ inline Tensor make_dual(const Tensor& primal, const Tensor& tangent) {
   return at::_make_dual(primal, tangent, /*level=*/0);
 }
 
-// Results have no tangents while an instance exists. Public: nothing.
+// Results have no tangents while an instance exists. Public: none.
 class NoTangents {
   c10::AutoFwGradMode guard_{false};
 };
 
 // Casts a tensor to the dtype of autocast. Public: torch.library.register_autocast in Python, since 2.6. It casts all
-// tensors, to a dtype that is fixed in advance; our operators leave `weights` as they are, and the user sets the dtype.
+// tensors to a dtype that is fixed at registration, but our operators do not cast `weights`, and the user sets the
+// dtype.
 template <c10::DeviceType device, class T>
 T cast_for_autocast(const T& argument) {
   return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), argument, device);
@@ -52,26 +53,26 @@ class NoAutocast {
   c10::impl::ExcludeDispatchKeyGuard guard_{c10::autocast_dispatch_keyset};
 };
 
-// Whether the tensor is a batch under torch.func.vmap, or under torch.autograd with is_grads_batched. Public: nothing.
+// Whether the tensor is a batch under torch.func.vmap, or under torch.autograd with is_grads_batched. Public: none.
 inline bool is_batched(const Tensor& tensor) {
   constexpr c10::DispatchKeySet batched({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Batched});
   return tensor.key_set().has_any(batched);
 }
 
-// Whether the running backward pass keeps the graph (retain_graph), so that it may run again. Public: nothing.
+// Whether the running backward pass keeps the graph (retain_graph), so that it may run again. Public: none.
 bool keeps_graph();
 
-// Whether a torch::autograd::Function may be recorded here: not inside of torch.func.grad, vjp or jacrev. Public:
-// nothing; Function::apply itself raises an error that does not name the operator.
+// Whether a torch::autograd::Function can be recorded, which torch.func.grad, vjp and jacrev do not support. Public:
+// none; the error of Function::apply does not name the operator.
 bool supports_autograd_function();
 
-// The products of groups of rows; docs/devices.md says on which devices it is one kernel. Public:
-// torch.nn.functional.grouped_mm in Python, since 2.10; it calls this one.
+// The matrix products of groups of rows, in one kernel on the devices that docs/devices.md lists. Public:
+// torch.nn.functional.grouped_mm in Python, since 2.10, which calls this function.
 inline Tensor grouped_mm(const Tensor& lhs, const Tensor& rhs, const Tensor& ends) {
   return at::_grouped_mm(lhs, rhs, ends);
 }
 
-// An assertion that the device checks when it gets there. Public: nothing; torch.Tensor.item waits for the device.
+// An assertion that the device checks asynchronously. Public: none; torch.Tensor.item waits for the device.
 void assert_async(const Tensor& condition, const std::string& message);
 
 // Whether torch computes products of this dtype on the matrix units (AMX) of this processor. Public:
@@ -82,7 +83,7 @@ bool has_matrix_units(at::ScalarType type);
 // memory cannot be resized.
 Tensor empty(at::ScalarType type, c10::Allocator* allocator);
 
-// Report memory of other allocators than torch's to torch.profiler (profile_memory). Public: nothing.
+// Report memory of other allocators than torch's to torch.profiler (profile_memory). Public: none.
 void report_allocated(void* block, size_t bytes);
 void report_deallocated(void* block);
 

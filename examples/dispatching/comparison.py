@@ -20,11 +20,11 @@ DIGITS = {"float64": 10, "float32": 4}  # decimals of a loss in the table
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of strategies: what is trained, tabulated and drawn.
+    """A comparison of strategies: its training, table and picture.
 
     Args:
         name: name of the result files.
-        strategies: returns the strategies for a number of ranks, without that of one process.
+        strategies: returns the strategies for a number of ranks, without the one for a single process.
         train_all: takes the options, the text ``(N,)`` uint8 and a function to call after every step; returns the
             runs, the run of one process first.
         columns: headings of the table.

@@ -38,9 +38,9 @@ class Run:
     Args:
         strategy: strategy of the run.
         losses: loss of each step in nats per byte, without the load balance loss.
-        loss_differences: difference of each step's loss from that of one process.
-        gradient_differences: for each step, the largest difference of a gradient element from that of one process,
-            relative to the largest element of the same gradient; maximum over parameters and ranks.
+        loss_differences: difference of each step's loss from the loss of one process.
+        gradient_differences: for each step, the largest difference of a gradient element from the gradient of one
+            process, relative to the largest element of the same gradient; maximum over parameters and ranks.
         seconds: time of each step.
         peak: peak memory in bytes, without the memory before the model was built; maximum over ranks.
         sent: bytes that a rank sends in the first step, by kind of collective; mean over ranks.
@@ -119,7 +119,7 @@ class Training:
         self.model.update_correction_bias(tokens_per_expert)
 
     def gradient_difference(self, path: Path) -> float:
-        """Largest relative difference of this rank's gradients from those that one process has saved."""
+        """Largest relative difference of this rank's gradients from the saved gradients of one process."""
         whole = torch.load(path, mmap=True)
         differences = []
         for name, parameter in self.model.named_parameters():

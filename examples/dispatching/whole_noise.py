@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class WholeNoise(TorchFunctionMode):
-    """Mode in which `torch.randn_like` draws noise for the whole batch and returns that of this rank's tokens.
+    """Mode in which `torch.randn_like` draws noise for the whole batch and returns the part of this rank's tokens.
 
     Args:
         seed: seed of the noise.

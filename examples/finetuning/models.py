@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from maxmoe.integrations.transformers import families
 from pretraining import InputError
 
-# Fields that are derived from fields that are replaced here, if the family leaves them open.
+# Fields that are replaced although they may be None in the config of a family.
 OPEN = {"num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "top_k_experts", "head_dim"}
 OPEN |= {"num_key_value_heads", "n_shared_experts"}
 LARGEST = 100_000_000

@@ -18,7 +18,7 @@ _training: Training  # the training of this process
 
 
 class Apart:
-    """A training in a new process, so that the memory of the process is that of this run alone.
+    """A training in a new process, so that the memory of the process is due to this run alone.
 
     Args:
         pool: pool of one process.

@@ -95,7 +95,7 @@ def load(folder: Path, configuration: Mapping[str, Any], state: dict[str, Any]) 
 
     Args:
         folder: the checkpoint.
-        configuration: configuration of this run, which must equal that of the checkpoint.
+        configuration: configuration of this run, which must equal the configuration in the checkpoint.
         state: tensors to fill, with the names and shapes of those given to `save`. Each rank reads its shards of the
             DTensors.
 

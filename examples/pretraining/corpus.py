@@ -124,7 +124,7 @@ def read_texts(files: Iterable[tuple[str, Path]]) -> list[tuple[str, bytes]]:
 def split_by_file(texts: list[tuple[str, bytes]]) -> tuple[bytes, bytes]:
     """Return training and held-out text. A tenth of the files is held out, selected by hash of the name.
 
-    Of a single file, the last tenth is held out.
+    If there is a single file, its last tenth is held out.
     """
     if len(texts) == 1:
         text = texts[0][1]

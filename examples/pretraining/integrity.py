@@ -50,7 +50,7 @@ def check_files(folder: Path, state: dict[str, Any]) -> None:
 
 
 def check_tensors(metadata: Metadata, state: dict[str, Any]) -> None:
-    """Raise a `ValueError` for what `dcp.load` accepts: a different dtype, and shards with a gap between them."""
+    """Raise a `ValueError` for faults that `dcp.load` accepts: a different dtype, and a gap between shards."""
     for name, tensor in named_tensors(state):
         saved = metadata.state_dict_metadata.get(name)
         if saved is None:

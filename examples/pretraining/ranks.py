@@ -107,7 +107,7 @@ def command() -> list[str]:
 
 
 class Split:
-    """Sharding of the model and of every batch over the ranks. A single process has all of both.
+    """Sharding of the model and of every batch over the ranks. A single process has the whole model and batch.
 
     Args:
         mesh: axes and sizes of the mesh, parsed by `maxmoe.sharding.parse_mesh`.

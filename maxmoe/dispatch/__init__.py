@@ -1,4 +1,4 @@
-"""How tokens reach experts on other ranks."""
+"""Dispatch strategies: communication of tokens with the experts on other ranks."""
 
 from maxmoe.dispatch.collectives import (
     all_gather_replicated_rows,

@@ -2,13 +2,13 @@
 
     all_gather_rows             <-> reduce_scatter_rows
     all_gather_replicated_rows  <-> the local chunk of the gradient
-    ragged_all_to_all           <-> ragged_all_to_all with the splits exchanged
+    ragged_all_to_all           <-> ragged_all_to_all with the splits swapped
 
 Ranks may hold different numbers of rows, none included. All ranks of the group take part in every call, in the forward
 and in the backward.
 
-Each collective is asynchronous. One autograd function starts it and another one waits for it, and so it is in the
-backward. What is computed between the two in the forward overlaps the communication; so does its backward.
+Each collective is asynchronous. One autograd function starts it and another one waits for it, in the forward and in the
+backward. Computation between the two overlaps with the communication, and so does its backward.
 
 Shapes: N rows of this rank, P ranks.
 """
@@ -32,7 +32,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 @dataclass(frozen=True)
 class CollectiveHandle:
-    """A collective that runs.
+    """A collective in flight.
 
     Args:
         result: output, complete after `wait`.
@@ -68,7 +68,7 @@ class RowCollective(Protocol):
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Every rank sends other rows to every rank: `send[p]` rows to rank p, `receive[p]` rows from it."""
+    """Every rank sends different rows to each rank: `send[p]` rows to rank p, `receive[p]` rows from it."""
 
     group: dist.ProcessGroup
     send: tuple[int, ...]
@@ -105,7 +105,7 @@ class AllGather:
         if len(set(self.counts)) == 1:
             work = all_gather_single(result, rows, group=self.group, async_op=True) if result.numel() else None
             return CollectiveHandle(result, work)
-        # No all-gather takes tensors of different sizes. An all-to-all of copies sends as many bytes.
+        # All-gathers need tensors of equal size. An all-to-all of copies sends the same number of bytes.
         num_ranks = len(self.counts)
         copies = torch.cat([rows] * num_ranks)
         work = _all_to_all(result, copies, self.counts, (rows.shape[0],) * num_ranks, self.group)
@@ -170,8 +170,8 @@ def _all_to_all(
 def start_collective(rows: Tensor, collective: RowCollective) -> Future[Tensor]:
     """Start a collective; return the function that waits for its result.
 
-    The two autograd functions share the handles: `_Start.forward` and `_Wait.forward` that of the collective,
-    `_Wait.backward` and `_Start.backward` that of its adjoint.
+    `_Start.forward` starts the collective and `_Wait.forward` waits for it. `_Wait.backward` starts its adjoint and
+    `_Start.backward` waits for it.
     """
     handles = _Handles(collective)
     placeholder = _start(rows, handles)
@@ -204,7 +204,7 @@ class _Start(torch.autograd.Function):
     def forward(context: Any, rows: Tensor, handles: _Handles) -> Tensor:
         context.handles = handles
         handles.forward = handles.collective.start(rows.contiguous())
-        # Not the result itself, whose graph would lead back to it: a recomputation may stop before it waits.
+        # Detached: the result and its graph would be a reference cycle if a recomputation stops before `wait`.
         return handles.forward.result.detach()
 
     @staticmethod
@@ -247,7 +247,7 @@ def all_gather_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGrou
 
 
 def all_gather_replicated_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Future[Tensor]:
-    """All-gather as `all_gather_rows`, where all ranks compute the same from the result.
+    """All-gather like `all_gather_rows`, if all ranks compute the same values from the result.
 
     Every rank then has the whole gradient of the result, and the backward is a slice.
     """
@@ -271,19 +271,19 @@ def reduce_scatter_rows(rows: Tensor, counts: Sequence[int], group: dist.Process
 def ragged_all_to_all(
     rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
 ) -> Future[Tensor]:
-    """Send other rows to every rank; the backward is the same with `send` and `receive` exchanged.
+    """Send different rows to each rank; the backward is the same with `send` and `receive` swapped.
 
     Args:
-        rows: ``(sum(send), ...)``, first those for the first rank of the group.
+        rows: ``(sum(send), ...)``, ordered by the rank of the group that receives them.
         send: number of rows for each rank.
         receive: number of rows from each rank.
         group: the ranks.
 
     Returns:
-        A function that waits for ``(sum(receive), ...)``, first the rows from the first rank.
+        A function that waits for ``(sum(receive), ...)``, ordered by the rank that sent the rows.
 
     Raises:
-        ValueError: if there are not `sum(send)` rows, or not as many counts as ranks.
+        ValueError: if `rows` does not have `sum(send)` rows, or the number of counts is not P.
 
     Source: `jax.lax.ragged_all_to_all`.
     """

@@ -25,7 +25,7 @@ class ExpertLayout:
         config: configuration of the layer.
         mesh: mesh of the layer, planned or not.
         expert_axes: axes over which the experts are sharded, the major axis first.
-        token_axes: those of `expert_axes` over which tokens are communicated. Along the others, all ranks hold the
+        token_axes: subset of `expert_axes` over which tokens are communicated. Along the other axes, all ranks hold the
             same tokens.
     """
 
@@ -51,7 +51,7 @@ class ExpertLayout:
         return LocalExperts(part.start, part.stop - part.start, total)
 
     def local_dispatcher(self, *, is_bounded: bool = True) -> Dispatcher[Any]:
-        """Make the dispatcher to the experts of this process; without a bound where rows are dropped elsewhere."""
+        """Make the dispatcher to the experts of this process; unbounded if the strategy itself drops rows."""
         config = self.config if is_bounded else replace(self.config, buffer_factor=None)
         return local_dispatcher(config, self.local_experts())
 

@@ -21,13 +21,13 @@ from maxmoe.sharding.redistribute import Redistribution, redistribute_local
 class PartialSums:
     """The `maxmoe.nn.TensorParallelRegion` of a layer whose output is a sum over ranks.
 
-    The outputs are summed by an all-reduce, or by a reduce-scatter where the residual stream is sharded.
+    The outputs are summed by an all-reduce, or by a reduce-scatter if the residual stream is sharded.
 
     Args:
         mesh: mesh of the layer.
         axes: axes along which the ranks hold the same tokens and compute parts of the layer.
-        sum_axes: those of `axes` over which the outputs are partial sums when the region is left.
-        dropped_axes: those of `axes` along which the ranks drop different slots.
+        sum_axes: subset of `axes` over which the outputs of the experts are partial sums.
+        dropped_axes: subset of `axes` along which the ranks drop different slots.
         embed_axes: axes that shard the hidden dim of the residual stream. The layer takes whole hidden states, returns
             this rank's part, and its input gradient is partial over these axes.
         shared_is_partial: whether the shared experts are computed in parts over `sum_axes` too: one reduction for both.
@@ -42,7 +42,7 @@ class PartialSums:
 
     @not_compiled
     def enter(self, x: Tensor) -> LayerInputs:
-        """Return x twice or thrice; the gradients of the parts are summed in the backward."""
+        """Return x as input of each part of the layer; the backward sums the gradients of the parts."""
         router, experts = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
         return LayerInputs(router, experts, experts if self.shared_is_partial else router)
 
@@ -95,7 +95,7 @@ class PartialSums:
 
 
 class _Enter(torch.autograd.Function):
-    """The tokens twice: the gradient of the first is the same on every rank, that of the second a summand of it."""
+    """Return the tokens twice: the gradient of the first is equal on all ranks, that of the second is partial."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, region: PartialSums) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What a dispatch strategy sends and saves in a training step; each strategy adds it up beside its code."""
+"""Planned collectives and saved tensors of the dispatch strategies, which each strategy lists beside its code."""
 
 import math
 from collections.abc import Iterator
@@ -88,8 +88,8 @@ class PlannedDispatch:
     ) -> Iterator[PlannedCollective]:
         """List a collective of rows in the forward, its repetition in the backward if any, and its adjoint if any.
 
-        `shape` is that of the gathered tensor, of that before a reduce-scatter, of that sent in an all-to-all; `dtype`
-        defaults to that of the hidden states; `is_input` says that the result is the input of the experts.
+        `shape` is the shape of the output of an all-gather, and of the input of a reduce-scatter or an all-to-all;
+        `dtype` defaults to the dtype of the hidden states; `is_input`: whether the result is the input of the experts.
         """
         yield self._collective(f"{name}, forward", kind, shape, dtype or self.dtype)
         backward = self._collective(f"{name}, backward", kind, shape, dtype or self.dtype)
@@ -99,11 +99,11 @@ class PlannedDispatch:
             yield backward._replace(kind=ADJOINT[kind])
 
     def saved_input(self, num_rows: int) -> SavedTensor:
-        """Return the hidden states ``(num_rows, D)`` that have arrived for the experts of this rank."""
+        """Return the hidden states ``(num_rows, D)`` that this rank receives for its experts."""
         return SavedTensor((num_rows, self.config.hidden_size), (None, None), is_kept=not self.recomputes_input)
 
     def saved_by_local_dispatcher(self, num_tokens: int, top_k: int) -> Iterator[SavedTensor]:
-        """List routing weights, slots and group sizes that the local dispatcher saves for tokens that have arrived."""
+        """List routing weights, slots and group sizes that the local dispatcher saves for the received tokens."""
         yield SavedTensor((num_tokens, top_k), (None, None), self.weights_dtype)
         yield SavedTensor((num_tokens * top_k,), (None,), torch.int64)
         yield SavedTensor((self.num_chunks, self.layout.num_local_experts), (None, None), torch.int64)
@@ -148,7 +148,7 @@ class Strategy(Protocol):
 
 
 class LocalStrategy:
-    """The strategy of ranks that communicate nothing: each computes its experts for its own tokens."""
+    """The strategy without communication: each rank computes its experts for its own tokens."""
 
     keeps_sequences: ClassVar[bool] = True
     has_partial_outputs: ClassVar[bool] = True

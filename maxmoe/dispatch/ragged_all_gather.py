@@ -21,10 +21,10 @@ from maxmoe.sharding.planned_collective import PlannedCollective
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicatedDispatched(Dispatched):
-    """The input of this rank's experts, with what `RaggedAllGather.combine` needs.
+    """The input of this rank's experts, with the values that `RaggedAllGather.combine` needs.
 
     Attributes:
-        local: what the local dispatcher has made of this rank's rows.
+        local: input of the local experts, from the local dispatcher.
         counts: number of rows of every rank.
         all_rows: the plan of the rows of all ranks.
     """
@@ -39,9 +39,9 @@ class RaggedAllGather:
     """The ragged strategy for tokens that every rank holds.
 
     1. Plan: a counting sort of the T * K slots by the rank of their expert, the same on every rank.
-    2. Counts: a checksum verifies that the ranks have routed alike.
+    2. Counts: an all-gather of row counts and a checksum verifies that all ranks have the same routing.
     3. Gather: this rank's rows ``(R, D)`` of the tokens ``(T, D)``.
-    4. The local dispatcher sorts the rows by expert, which compute and weight them: ``(R, D)``.
+    4. The local dispatcher sorts the rows by expert. The experts compute and weight them: ``(R, D)``.
     5. All-gather: the rows of all ranks, ``(T * K, D)`` without dropped rows.
     6. Unsort: each token sums its K rows, ``(T, D)``.
 
@@ -85,7 +85,7 @@ class RaggedAllGather:
         return lambda: dispatched
 
     def _routed(self, plan: RaggedPlan) -> Tensor:
-        """Count the rows per rank. The ranks hold the same tokens: raises if their counts do not agree."""
+        """Count the rows per rank. The ranks hold the same tokens, so their counts must agree; raises otherwise."""
         place = torch.arange(1, len(plan.slots) + 1, device=plan.slots.device)
         checksum = (plan.slots * place).sum().view(1)  # wraps around, on all ranks alike
         _, host = all_gather_counts(torch.cat([plan.group_sizes, checksum]), self.ranks.group.group_name)
@@ -98,7 +98,7 @@ class RaggedAllGather:
         return routed
 
     def combine(self, outputs: Tensor, dispatched: ReplicatedDispatched) -> Future[Tensor]:
-        """Start to gather the outputs of all ranks' experts: steps 5 and 6."""
+        """Start the all-gather of the outputs of the experts: steps 5 and 6."""
         weighted = self.local.combine(outputs, dispatched.local)()
         rows = all_gather_replicated_rows(weighted, dispatched.counts, self.ranks.group)
         return lambda: ragged_unsort(rows(), dispatched.all_rows)

@@ -20,7 +20,7 @@ from maxmoe.sharding.planned_collective import PlannedCollective
 
 
 class Splits(NamedTuple):
-    """Numbers of rows that this rank exchanges with every rank.
+    """Numbers of rows that this rank sends to each rank and receives from it.
 
     Attributes:
         routed: number of rows for each rank, dropped rows included.
@@ -36,8 +36,8 @@ class Splits(NamedTuple):
 def splits_of(matrix: Tensor, rank: int, max_rows: int | None = None) -> Splits:
     """Compute the splits of a rank.
 
-    Where a rank would receive more than `max_rows`, the first ranks fill them, and the last rows of the others are
-    dropped.
+    If a rank would receive more than `max_rows` rows, it accepts them in the order of the sending ranks, and the rows
+    past the bound are dropped.
 
     Args:
         matrix: ``(P, P)``, int64 on the host: rows of each rank (first dim) for the experts of each rank.
@@ -58,12 +58,12 @@ def splits_of(matrix: Tensor, rank: int, max_rows: int | None = None) -> Splits:
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedDispatched(Dispatched):
-    """The input of this rank's experts, with what `RaggedAllToAll.combine` needs.
+    """The input of this rank's experts, with the values that `RaggedAllToAll.combine` needs.
 
     Attributes:
-        local: what the local dispatcher has made of the received rows.
-        splits: numbers of rows that were exchanged.
-        sending: the plan by which the rows were sorted before they were sent.
+        local: input of the local experts, from the local dispatcher.
+        splits: splits of the all-to-all that sent the rows.
+        sending: plan that sorted the rows before the all-to-all.
     """
 
     local: Dispatched
@@ -76,10 +76,10 @@ class RaggedAllToAll:
     """All-to-all of the routed rows with their weights, and of the weighted outputs back.
 
     1. Plan: a counting sort of the T * K slots by the rank of their expert, and by expert.
-    2. Counts: every rank learns the numbers of rows between all ranks, and with them its splits.
+    2. Counts: an all-gather of the row counts, from which every rank computes its splits.
     3. Sort: tokens ``(T, D)`` become rows ``(S, D)`` in the order of the plan, S the sum of the rows to send.
     4. All-to-all: rows ``(S, D)`` and weights ``(S, 1)`` become ``(R, D)``, ``(R, 1)``, R the rows that are received.
-    5. The local dispatcher sorts the received rows by expert, which compute and weight them: ``(R, D)``.
+    5. The local dispatcher sorts the received rows by expert. The experts compute and weight them: ``(R, D)``.
     6. All-to-all in the opposite direction: ``(R, D)`` to ``(S, D)``.
     7. Unsort: each token sums its K rows, ``(T, D)``. Nothing of size ``(T, K, D)`` is saved for the backward.
 
@@ -97,7 +97,7 @@ class RaggedAllToAll:
     ranks: ExpertRanks
 
     def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[RaggedDispatched]:
-        """Start to send rows of x ``(T, D)`` to the ranks of their experts: steps 1 to 5."""
+        """Start the all-to-all of the rows of x ``(T, D)`` to the ranks of their experts: steps 1 to 5."""
         plan = self.ranks.plan(top_k)
         counts, host_counts = self._gathered_counts(plan, top_k.experts.numel())
         splits = self._splits(host_counts)
@@ -123,7 +123,7 @@ class RaggedAllToAll:
         return arrive
 
     def combine(self, outputs: Tensor, dispatched: RaggedDispatched) -> Future[Tensor]:
-        """Start to send the outputs of the experts back to their tokens: steps 6 and 7."""
+        """Start the all-to-all of the outputs back to the ranks of their tokens: steps 6 and 7."""
         splits, sending = dispatched.splits, dispatched.sending
         weighted = self.local.combine(outputs, dispatched.local)()
         rows = ragged_all_to_all(weighted, splits.receive, splits.send, self.ranks.group)
@@ -177,5 +177,5 @@ class RaggedAllToAll:
 
 
 def _num_rows(tokens: PlannedDispatch) -> int:
-    """Return the number of rows that a rank sends, and receives: those of experts on the ranks of the group."""
+    """Return the number of rows that a rank sends, and receives, for the experts of the group."""
     return tokens.num_slots * tokens.num_group_experts // tokens.config.num_experts

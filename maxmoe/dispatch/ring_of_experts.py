@@ -1,4 +1,4 @@
-"""Ring of experts: every rank gets the tokens of all, computes its own experts, and the partial sums are reduced.
+"""Ring of experts: all-gather of the tokens, local experts on every rank, reduce-scatter of the partial sums.
 
 Shapes: T tokens of this rank, K top_k, D hidden_size, P ranks that share the experts, G tokens of all P ranks.
 """
@@ -24,10 +24,10 @@ from maxmoe.sharding.planned_collective import PlannedCollective
 
 @dataclass(frozen=True, kw_only=True)
 class RingDispatched(Dispatched):
-    """The input of this rank's experts, with what `RingOfExperts.combine` needs.
+    """The input of this rank's experts, with the values that `RingOfExperts.combine` needs.
 
     Attributes:
-        local: what the local dispatcher has made of the gathered tokens.
+        local: input of the local experts, from the local dispatcher.
         counts: number of tokens of every rank.
     """
 
@@ -39,10 +39,10 @@ class RingDispatched(Dispatched):
 class RingOfExperts:
     """All-gather of the tokens over the ranks that share the experts, reduce-scatter of the outputs.
 
-    1. Counts: every rank learns the number of tokens of every rank.
+    1. Counts: an all-gather of the number of tokens of each rank.
     2. All-gather: tokens ``(T, D)``, weights and expert ids ``(T, K)`` become ``(G, D)``, ``(G, K)``.
     3. The local dispatcher selects the slots of this rank's experts, which compute them.
-    4. Its sums ``(G, D)`` are partial: those of the other experts are on the other ranks.
+    4. The outputs ``(G, D)`` are partial: each rank's sums include its own experts only.
     5. Reduce-scatter: ``(G, D)`` to ``(T, D)``.
 
     Args:
@@ -65,7 +65,7 @@ class RingOfExperts:
         return self
 
     def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[RingDispatched]:
-        """Start to gather x ``(T, D)`` with its expert ids and weights: steps 1 to 3."""
+        """Start the all-gather of x ``(T, D)``, expert ids and weights: steps 1 to 3."""
         counts, total_sequences = self._counts(x, num_sequences)
         tokens = all_gather_rows(x, counts, self.group)
         weights = all_gather_rows(top_k.weights, counts, self.group)
@@ -89,7 +89,7 @@ class RingOfExperts:
         return arrive
 
     def combine(self, outputs: Tensor, dispatched: RingDispatched) -> Future[Tensor]:
-        """Start to reduce the outputs of this rank's experts: steps 4 and 5."""
+        """Start the reduce-scatter of the outputs: steps 4 and 5."""
         partial_sums = self.local.combine(outputs, dispatched.local)()
         return reduce_scatter_rows(partial_sums, dispatched.counts, self.group)
 

@@ -1,4 +1,4 @@
-"""Row counts that are exchanged before the rows are communicated."""
+"""Row counts that are all-gathered before the rows are communicated."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Load of the experts on record: statistics of a call, and their sums over the micro-batches of a step."""
+"""Load of the experts: routing statistics of a call, and their sums over the micro-batches of an optimizer step."""
 
 from maxmoe.load.stats import MoEStats
 from maxmoe.load.stats_accumulator import StatsAccumulator, StepStats

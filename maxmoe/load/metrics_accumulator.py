@@ -28,8 +28,8 @@ class _WithGradient(torch.autograd.Function):
 def with_gradient(x: Tensor, target: Tensor, gradient: Tensor) -> Tensor:
     """Return x and attach `gradient` to it: the backward through x adds `gradient` to the gradient of `target`.
 
-    The backward passes once for each forward that contributes to the loss, no matter how often activation checkpointing
-    recomputes the forward. The gradient of x is unchanged.
+    The backward through x runs once for each forward that contributes to the loss, no matter how often activation
+    checkpointing recomputes the forward. The gradient of x is unchanged.
     """
     # PyTorch returns a view of an input that a Function returns unchanged, and forbids in-place operators on it.
     attached = _WithGradient.apply(x, target, gradient)  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ from maxmoe._torch import register_namedtuple
 
 
 class MoEStats(NamedTuple):
-    """Routing statistics of one call of a layer, as tensors. The layer does not read them, so it does not synchronise.
+    """Routing statistics of one call of a layer, as tensors, so that the host does not wait for the device.
 
     Attributes:
         tokens_per_expert: ``(E,)``, int64, number of slots routed to each expert, dropped slots included.

@@ -26,8 +26,8 @@ class StepStats(NamedTuple):
 class StatsAccumulator:
     """Sums the auxiliary losses and statistics of all MoE layers of a model over the micro-batches of a step.
 
-    A forward is counted in its backward: evaluation is not counted, and a forward under activation checkpointing is
-    counted once. A model has one accumulator; a new one replaces the previous one::
+    A forward is counted when its backward runs, so that evaluation is not counted, and a forward under activation
+    checkpointing is counted once. A model has one accumulator; a new one replaces the previous one::
 
         accumulator = maxmoe.StatsAccumulator(model)
         for batch in micro_batches:
@@ -79,7 +79,7 @@ class StatsAccumulator:
     def _take(self) -> dict[str, Tensor]:
         """Return the packed sums of every layer over all ranks, and reset them."""
         sums = {name: metrics_accumulator.take() for name, metrics_accumulator in self._sums.items()}
-        # Layers run by `parallelize` have global sums already; those of all other layers share one all-reduce.
+        # Layers run by `parallelize` have global sums already. The sums of all other layers share one all-reduce.
         local = [name for name, layer in self._layers.items() if isinstance(layer.token_group, LocalTokens)]
         if local and dist.is_initialized():
             packed = torch.cat([sums[name] for name in local])

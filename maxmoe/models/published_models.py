@@ -13,7 +13,7 @@ _NORMED_HEADS = "no norms of queries and keys"
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedModel:
-    """Sizes of a published model, as a `Decoder` has them.
+    """Sizes of a published model, in the terms of `Decoder`.
 
     Args:
         name: name of the model.

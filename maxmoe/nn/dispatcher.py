@@ -18,7 +18,7 @@ from maxmoe.recompute.freed_storage import Recomputation, Rematerialized
 
 T = TypeVar("T")
 
-# A result that may still be communicated. The call waits for it and returns it.
+# Function that waits for a result, such as the output of a collective, and returns it.
 Future: TypeAlias = Callable[[], T]
 
 
@@ -129,7 +129,7 @@ class ExpertRunner:
             dropped.append(dispatched.dropped)
             if recompute:
                 recomputed.append(Rematerialized(tokens[index], dispatched.recomputations, outputs))
-        # Waits come last, so that no combination holds up the experts of the next chunk.
+        # Waits come last, so that no combination delays the experts of the next chunk.
         combined = [chunk() for chunk in returning]
         for part, chunk in zip(recomputed, combined, strict=recompute):
             part.start_before_backward_of(chunk)
@@ -184,7 +184,7 @@ class LocallyDispatched(Dispatched):
 
 @dataclass(frozen=True)
 class LocalDispatcher:
-    """Dispatches tokens to experts in the same process. If it has a part of the experts, it returns partial sums.
+    """Dispatches tokens to experts in the same process. With a part of the experts, it returns partial sums.
 
     1. A counting sort orders the slots by expert.
     2. If the routing weights multiply the outputs, `expert_ffn` gathers rows ``(N, D)`` of x, scales and sums them. If

@@ -82,7 +82,7 @@ def mean_over_tokens(
 
     sum over all ranks of token_losses[token_mask] / num_tokens
 
-    The value is global, the gradient on each rank is that of the rank's own tokens, as `maxmoe.parallelize` expects.
+    The value is global. The gradient on each rank is the gradient of its own tokens, as `maxmoe.parallelize` expects.
 
     Args:
         token_losses: ``(...)``, floating, one loss per token of this rank.

@@ -163,7 +163,7 @@ class MoE(nn.Module):
             recompute="dispatch" in self.recompute,
         )
         shared = None if self.shared_experts is None else self.shared_experts(inputs.shared_experts, token_mask)
-        # The region sums the partial outputs of both, in one collective where it can.
+        # The region sums the partial outputs of both, in one collective if they are partial over the same axes.
         hidden_states = region.leave(routed, shared)
         dropped = region.all_reduce_dropped(dropped)
         aux_loss, stats = self.losses(routing, dropped, num_sequences, self.token_group)
@@ -235,5 +235,5 @@ class MoE(nn.Module):
 
 
 def _without_adapters(module: nn.Module, kind: type[Part]) -> Part:
-    """Return the part of the layer that `module` is or wraps: PEFT's adapters do not forward its attributes."""
+    """Return the `kind` in `module`: adapters of PEFT wrap it and do not forward its attributes."""
     return next(part for part in module.modules() if isinstance(part, kind))

@@ -1,4 +1,4 @@
-"""Plan of the rows of routed slots."""
+"""Plan that assigns rows to routed slots."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ class RaggedPlan(NamedTuple):
         slots: ``(R,)``, int64, slot of each row, sorted by expert, then by slot; -1 for an unused row. Unused rows
             exist only on devices other than the CPU, after all other rows.
         rows: ``(T * K,)``, int64, row of each slot; -1 for a slot without a row.
-        group_sizes: ``(L,)``, int64, number of rows of each local expert; the sum is R without unused rows.
+        group_sizes: ``(L,)``, int64, number of rows of each local expert; the sum is R less the unused rows.
         dropped: ``()``, int64, number of local slots past `max_rows`.
         top_k: K, slots per token.
     """
@@ -28,7 +28,7 @@ class RaggedPlan(NamedTuple):
 
     @classmethod
     def of_sorted_rows(cls, num_rows: int, group_sizes: Tensor) -> "RaggedPlan":
-        """Return the plan of rows that are sorted by expert, each a token with K = 1, so that row i belongs to slot i.
+        """Return the plan of rows that are already sorted by expert: K is 1, and row i belongs to slot i.
 
         Args:
             num_rows: R, number of rows.

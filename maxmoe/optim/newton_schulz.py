@@ -47,7 +47,7 @@ def _with_margin(step: Step, margin: float) -> Step:
 
 
 # Each step is optimal after the steps before it, for singular values from 1e-3 to 1. Rounding may make singular values
-# larger than 1, where the first polynomials diverge: the margin prevents it. The last one converges there.
+# larger than 1, where these polynomials diverge: the margin prevents it. The last one converges and has no margin.
 _POLAR_EXPRESS_LAST: Step = (1.875, -1.25, 0.375)
 POLAR_EXPRESS: tuple[Step, ...] = (
     *(

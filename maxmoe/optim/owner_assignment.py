@@ -149,9 +149,9 @@ def _shard_range(length: int, splits: tuple[tuple[int, int, int], ...]) -> Range
 def assign_owners(stacks: Sequence[MatrixStack], bucket_size: int) -> list[list[OwnerAssignment]]:
     """Assign every matrix to an owner, in buckets. The result is the same on every rank.
 
-    Each matrix goes to the rank with the least work so far among those that hold a shard of it. Consecutive matrices
-    of a stack are assigned together. If several ranks hold the same shard, one of them sends it to the owner. A bucket
-    ends after `bucket_size` matrix elements per rank.
+    The owner of a matrix is the rank with the least work so far among the ranks that hold a shard of it. Consecutive
+    matrices of a stack are assigned together. If several ranks hold the same shard, one of them sends it to the owner.
+    A bucket ends after `bucket_size` matrix elements per rank.
     """
     loads: dict[int, int] = defaultdict(int)
     buckets: list[list[OwnerAssignment]] = [[]]

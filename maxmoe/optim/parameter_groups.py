@@ -29,7 +29,7 @@ class Choice:
         name: path of the parameter.
         shape: shape of the parameter over all ranks.
         matrix: the matrices that Muon orthogonalises; None for AdamW.
-        reason: the rule that decided.
+        reason: rule that selected the algorithm.
         num_dims: number of dims that are not stacked; norms and biases have fewer than two.
     """
 
@@ -76,11 +76,11 @@ def parameter_groups(
 ) -> ParameterGroups:
     """Choose between Muon and AdamW for every parameter of a model.
 
-    Logical names decide: matrices of blocks, and stacks of them, go to Muon; embeddings, heads, routers, norms and
-    biases to AdamW, norms and biases without weight decay. Of the parameters without logical names, Muon takes the
-    weights of `nn.Linear` in blocks, and stacks of matrices whose module has the attribute `is_transposed`, as the
-    experts of transformers do; AdamW takes all others of one or two dims. Blocks are the children of the outermost
-    `nn.ModuleList`s, or the whole model if there are none. Frozen parameters are in no group.
+    By logical names, Muon takes matrices of blocks and stacks of them; AdamW takes embeddings, heads, routers, norms
+    and biases, norms and biases without weight decay. If a parameter has no logical names, Muon takes weights of
+    `nn.Linear` in blocks, and stacks of matrices whose module has the attribute `is_transposed`, such as the experts of
+    transformers; AdamW takes all others of one or two dims. Blocks are the children of the outermost `nn.ModuleList`s,
+    or the whole model if there are none. Frozen parameters are in no group.
 
     Args:
         model: before or after `maxmoe.parallelize`; make the optimizer after it.
@@ -187,7 +187,7 @@ class _Chooser:
         return f"{choice.name} of shape {shape}, which are no matrices {matrix}"
 
     def _by_names(self, name: str, parameter: nn.Parameter, dims: Sequence[object]) -> tuple[Matrix | None, str | None]:
-        """Choose by the logical names; `dims` are those that are not stacked."""
+        """Choose by the logical names; `dims` are the dims that are not stacked."""
         if name in self.declared:
             return self.declared[name], ""
         if len(dims) < 2:

@@ -124,7 +124,7 @@ def plan_dispatch(
         local: plan of a layer that communicates no tokens: each rank computes all experts.
         stacked: sharding of a parameter whose first dim is the expert dim.
         rules: rules that map logical names to mesh axes.
-        tokens: the tokens, as the rules shard them.
+        tokens: token group, with the mesh axes that shard the tokens.
         dispatch: strategy, or "auto".
     """
     config, mesh = local.config, local.mesh

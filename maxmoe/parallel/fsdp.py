@@ -17,7 +17,7 @@ SHARD_AXIS, REPLICATE_AXIS = "fsdp", "data"
 def fsdp_axes(parameter: ParameterSharding, used: NamedSharding, tokens: ShardedTokens) -> tuple[str, ...]:
     """Return the axes over which FSDP2 reduces the gradient of a parameter; none for one that it cannot shard.
 
-    It gathers the parameter over the last one. `used` is the sharding in which modules use the parameter.
+    FSDP2 gathers the parameter over the last of these axes. `used` is the sharding in which modules use the parameter.
 
     - FSDP2 shards the local shard of other axes, so `fsdp` must be the minor axis of its dim.
     - FSDP2 gathers over `fsdp`, so no rank may compute with its shard along `fsdp` only.

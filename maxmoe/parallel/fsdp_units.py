@@ -1,4 +1,4 @@
-"""Which module gathers each parameter before its forward."""
+"""FSDP units: the module that gathers each parameter before its forward."""
 
 from torch import nn
 
@@ -9,8 +9,8 @@ from maxmoe.recompute.named_parts import Checkpointed
 def fsdp_units(module: nn.Module) -> dict[nn.Module, dict[str, str]]:
     """Assign every parameter to the module that gathers it, see `Declaration`.
 
-    For each gathering module, returns the path of each parameter in the model, by its path in the gathering module. For
-    a shared parameter, the path in the model is its first one.
+    Returns, for each FSDP unit, the path in the model of each parameter, by its path in the unit. A shared parameter
+    has its first path in the model.
     """
     first_path = {parameter: name for name, parameter in module.named_parameters()}
     units: dict[nn.Module, dict[str, str]] = {}

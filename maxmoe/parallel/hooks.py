@@ -1,4 +1,4 @@
-"""All hooks of a parallelized module, registered in one place."""
+"""Registration of all hooks of a parallelized module."""
 
 from torch import nn
 
@@ -16,20 +16,20 @@ def register_hooks(module: nn.Module, plan: Plan) -> None:
     1. FSDP2 all-gathers the parameters of the block. Its hook is registered last, but prepended.
     2. `InputGradientCheck`, at the outermost module.
     3. `ParameterHooks` gathers the parameters of the FSDP unit over all other axes, from what FSDP2 has gathered.
-    4. `TensorParallelHooks` marks the inputs, whose gradients are partial sums.
+    4. `TensorParallelHooks` wraps the inputs, so that the backward reduces their gradients, which are partial sums.
     5. `ResidualReaderHook` all-gathers a sharded residual stream.
 
     After the forward:
 
-    1. `ParameterHooks` frees what it has gathered, and registers a hook on each output that gathers it again.
+    1. `ParameterHooks` frees its gathered parameters; a hook on each output gathers them again in the backward.
     2. `TensorParallelHooks` reduces the partial outputs.
-    3. FSDP2 frees what it has gathered, and registers a hook on each output that gathers it again.
+    3. FSDP2 frees its gathered parameters; a hook on each output gathers them again in the backward.
 
-    In the backward, hooks on one tensor run in the order of their registration: where an output of a FSDP unit is an
-    output of the FSDP2 module as well, that of `ParameterHooks` is the first, and tells FSDP2 to gather before it.
+    In the backward, hooks on one tensor run in the order of their registration. If an output of a FSDP unit is also an
+    output of the FSDP2 module, the hook of `ParameterHooks` runs first, so it calls `unshard` of the FSDP2 module.
 
     Args:
-        module: with DTensor parameters.
+        module: module with DTensor parameters.
         plan: plan of the module.
     """
     check = InputGradientCheck(module, plan.mesh)
@@ -41,7 +41,7 @@ def register_hooks(module: nn.Module, plan: Plan) -> None:
             parameter_hooks = ParameterHooks(module_plan.parameters)
             all_parameter_hooks.append(parameter_hooks)
             child.register_forward_pre_hook(parameter_hooks.gather)
-            # always_call, so that the DTensors are put back after a forward that raised as well.
+            # always_call, so that the DTensors are put back even if the forward raises.
             child.register_forward_hook(parameter_hooks.free, always_call=True)
         if module_plan.tensor_parallel_hooks is not None:
             child.register_forward_pre_hook(module_plan.tensor_parallel_hooks.enter, with_kwargs=True)

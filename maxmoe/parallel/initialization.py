@@ -11,7 +11,7 @@ from maxmoe._torch import TorchDispatchMode
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """Call `module.reset_parameters` such that the values are those that a single process would draw.
+    """Call `module.reset_parameters` such that the values equal the values that a single process would draw.
 
     DTensor draws each shard from the generator of its rank: with equal seeds, shards repeat each other; with different
     seeds, the copies of a replicated parameter differ. Here, each rank draws the global parameter and keeps its shard,

@@ -46,7 +46,7 @@ class ParameterHooks:
     def find_stored(self, model: nn.Module) -> None:
         """Find the parameters that the optimizer holds, and the FSDP2 modules that shard them.
 
-        Called once FSDP2 has been applied: it replaces parameters by shards, and by other objects in the forward.
+        Called after FSDP2 has been applied, because it replaces the parameters by their shards.
         """
         self._stored = dict(model.named_parameters())
         blocks = dict.fromkeys(plan.fsdp_block for plan in self._plans.values() if plan.fsdp_block is not None)
@@ -56,8 +56,8 @@ class ParameterHooks:
     @not_compiled
     def gather(self, unit: nn.Module, _arguments: tuple[Any, ...]) -> None:
         """Forward pre-hook: replace the DTensor parameters by gathered plain tensors."""
-        # By id of the parameter, so that a parameter that several children share is gathered once. All ranks gather in
-        # the order of the plans.
+        # Keyed by the id of the parameter, so that a parameter that several children share is gathered once. All ranks
+        # gather in the order of the plans.
         tensors: dict[int, Tensor] = {}
         for path, plan in self._plans.items():
             prefix, _, name = path.rpartition(".")
@@ -71,7 +71,7 @@ class ParameterHooks:
             put_in_place(owner, name, tensors[id(parameter)])
 
     def _remember(self, tensor: Tensor, owner: nn.Module, name: str, plan: ParameterPlan) -> None:
-        """Keep what the backward needs of a parameter: how to gather it again, and its version."""
+        """Keep the version of a parameter for the backward, and the function that gathers it again, if any."""
         version = ParameterVersion(plan.name, self._stored[plan.name])
         if plan.is_gathered:
             self._gathered.append(GatheredParameter(tensor, _gather_again(owner, name, plan), version))
@@ -94,7 +94,7 @@ class ParameterHooks:
                 if version.is_outdated:
                     # Autograd has saved tensors that share memory with the local tensor or with FSDP's unsharded
                     # parameter, and does not see that the optimizer modified them through the DTensor. With the version
-                    # incremented, it raises for those that the backward needs.
+                    # incremented, autograd raises if the backward reads such a tensor.
                     increment_version(tensor)
             # Each output calls this. The first call fills the storages, later ones find them filled.
             if not any(parameter.is_needed for parameter in gathered):
@@ -152,7 +152,7 @@ class GatheredParameter:
     def is_needed(self) -> bool:
         """Whether the storage is freed and autograd has saved tensors that share it; equal on all ranks.
 
-        The collective of the forward, which holds its output, has ended on all of them.
+        Equal, because the collective of the forward, which keeps its output alive, has completed on every rank.
         """
         return self._storage.is_needed
 

@@ -1,7 +1,7 @@
-"""Which mesh axes compute parts of a module for the same tokens: decided here for all modules.
+"""Mesh axes along which the ranks compute parts of a module for the same tokens.
 
-An axis shards the tokens, or the ranks along it hold the same tokens. Only these may compute partial outputs, which are
-summed over them. Where the rules give an axis to both, tokens have precedence.
+Ranks along an axis hold the same tokens unless the axis shards the tokens. Only ranks with the same tokens may compute
+partial outputs, which are summed. An axis that the rules map to the tokens and to another dim shards the tokens.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ class PartAxes(NamedTuple):
 
     Attributes:
         computed: axes along which all ranks hold the same tokens, so that each may compute a part of the dim.
-        of_tokens: axes that shard the tokens as well. The ranks along them hold different tokens: partial outputs of
-            these cannot be summed, so the dim is whole over such an axis, and weights are gathered over it.
+        of_tokens: axes that shard the tokens as well. Ranks along them hold different tokens, whose partial outputs
+            cannot be summed, so the dim is not sharded over these axes, and weights are gathered over them.
     """
 
     computed: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Plan of `parallelize`: what runs on a mesh for each module of a model."""
+"""Plan of `parallelize`: shardings, collectives and dispatch of each module of a model."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class ParameterPlan:
     Args:
         name: path of the parameter in the model.
         parameter: logical names, shape, dtype and stored sharding of the parameter.
-        unsharded: sharding before the forward of the FSDP unit; that of FSDP's unsharded parameter.
+        unsharded: sharding after FSDP has gathered the parameter, before the forward of the FSDP unit.
         used: sharding in the forward of the FSDP unit, over tensor-parallel axes and the axes of experts only.
         grad_used: sharding of the gradient in the backward of the FSDP unit: partial over the axes whose ranks hold
             different tokens or compute different parts.
@@ -59,7 +59,7 @@ class ParameterPlan:
 
     @property
     def gathering(self) -> Redistribution:
-        """Redistribution by the FSDP unit, before its forward."""
+        """Redistribution of the parameter by the FSDP unit before its forward, and of the gradient in the backward."""
         return Redistribution((self.unsharded, self.used), (self.grad_used, self.grad_unsharded))
 
     @property
@@ -86,15 +86,15 @@ class ParameterPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ModulePlan:
-    """What is planned for one module.
+    """Plan of one module.
 
     Args:
         module: the module.
         parameters: parameters that the module gathers as a FSDP unit, by their path in the module.
         tensor_parallel_axes: axes over which the module computes parts of its tensor-parallel dims.
-        tensor_parallel_hooks: collectives on its input and output; None if the MoE layer around it has them.
-        residual_reader: all-gather of the residual stream that it reads, if that is sharded.
-        stream_size: D, hidden size of the sharded residual stream that it reads or writes; None for other modules.
+        tensor_parallel_hooks: collectives on input and output; None if there are none or the MoE layer runs them.
+        residual_reader: all-gather of the residual stream that the module reads; None if the stream is not sharded.
+        stream_size: D, hidden size of the sharded residual stream that the module reads or writes, or None.
         dispatch: dispatch of tokens in a MoE layer, also for the module of its routed experts; None for other modules.
     """
 
@@ -126,7 +126,7 @@ class Plan(Mapping[str, ModulePlan]):
 
     Args:
         mesh: mesh on which the model runs; may be planned.
-        tokens: the tokens, as the rules shard them.
+        tokens: token group, with the mesh axes that shard the tokens.
         modules: plan of each module, by its path.
         axes_of_tokens: for each name of an activation dim, the axes of its rule that do not shard the dim, because they
             shard the tokens.

@@ -75,7 +75,7 @@ def make_plan(
 
 
 class _Planner:
-    """Facts about all modules of a model, each computed from the previous ones, and the plan of each module."""
+    """Makes the plan of each module from the shardings, FSDP units, axes and dispatch of all modules of a model."""
 
     def __init__(
         self,
@@ -95,12 +95,12 @@ class _Planner:
         }
         self.residual_parts = tuple(self._residual_parts())
         layers = {path: layer for path, layer in self.modules.items() if isinstance(layer, MoE)}
-        # By module: of each layer and of its routed experts.
+        # The plan of each layer, also under the module of its routed experts.
         self.dispatch_plans: dict[nn.Module, DispatchPlan] = {}
         for path, layer in layers.items():
             plan = self._plan_dispatch(path, layer, dispatch)
             self.dispatch_plans |= {layer: plan, layer.routed_experts: plan}
-        # Tensor-parallel modules whose partial outputs the layer around them reduces.
+        # Tensor-parallel modules whose partial outputs the enclosing layer reduces.
         self.reduced_by_layer = {layer.routed_experts for layer in layers.values()} | {
             layer.shared_experts for layer in layers.values() if self.dispatch_plans[layer].shared_is_partial
         }
@@ -171,8 +171,8 @@ class _Planner:
     def _used(self, unit: nn.Module, parameter: ParameterSharding) -> NamedSharding:
         """Return the sharding in which a FSDP unit computes with a parameter.
 
-        It is not the stored sharding without gathered axes: a rule may map a tensor-parallel axis to another dim of a
-        parameter without the tensor-parallel dim, such as a bias, and every rank needs this dim whole.
+        It does not follow from the stored sharding: if a parameter, such as a bias, lacks the tensor-parallel dim, a
+        rule may shard another dim over the tensor-parallel axes, but every rank needs this dim whole.
         """
         dims, dispatch = declaration_of(unit).tensor_parallel_dims, self.dispatch_plans.get(unit)
         experts = () if dispatch is None else dispatch.expert_axes
@@ -192,8 +192,8 @@ class _Planner:
             of_fsdp = fsdp_axes(self.shardings[name], used, self.tokens)
             unsharded = self.shardings[name].sharding.without(*of_fsdp)
             sharded = {axis for axes in used.spec for axis in axes}
-            # A parameter that one rank adds to the output is zero on the others, a partial sum. Every rank along a
-            # tensor-parallel axis has its whole gradient, which must not be summed.
+            # A parameter that is added to the output is partial: zero on all ranks but one. Every rank along a
+            # tensor-parallel axis has its whole gradient, so the gradient is not summed.
             added = tensor_parallel if path in declaration_of(unit).added_to_output else ()
             if sharded.intersection(added):
                 raise ValueError(

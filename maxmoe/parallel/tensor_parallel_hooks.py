@@ -29,7 +29,7 @@ class TensorParallelHooks:
         axes: tensor-parallel axes of the module; none for a module that every rank computes whole.
         embed_axes: axes that shard the residual stream to which the module adds its output. Outputs are
             reduce-scattered over them. The gradient of the input stays partial over them, because the hook of the
-            reader reduce-scatters it: one collective in the place of an all-reduce and a slice.
+            reader reduce-scatters it: one collective instead of an all-reduce and a slice.
         has_grad_input: whether the module has a floating-point input.
     """
 
@@ -66,7 +66,7 @@ class TensorParallelHooks:
     def planned_collectives(
         self, shape: tuple[int, ...], dtype: torch.dtype, *, is_repeated: bool
     ) -> Iterator[PlannedCollective]:
-        """List the collectives of a training step; `shape` is that of input and output on this rank."""
+        """List the collectives of a training step; `shape` is the shape of input and output on this rank."""
         inputs, outputs = self._inputs(len(shape)), self._outputs(len(shape))
         yield from planned_redistribution("partial outputs", outputs, shape, dtype, is_repeated=is_repeated)
         if self.has_grad_input:
@@ -103,6 +103,6 @@ class ResidualReaderHook:
     def planned_collectives(
         self, shape: tuple[int, ...], dtype: torch.dtype, *, is_repeated: bool
     ) -> Iterator[PlannedCollective]:
-        """List the collectives of a training step; `shape` is that of the stream before it is sharded."""
+        """List the collectives of a training step; `shape` is the shape of the unsharded stream."""
         stream = self._stream(len(shape))
         yield from planned_redistribution("hidden states", stream, shape, dtype, is_repeated=is_repeated)

@@ -25,11 +25,11 @@ LARGE_SHARE = 0.01
 
 @dataclass(frozen=True)
 class ExplainedParameter:
-    """Sharding of a parameter, and the rules that decided.
+    """Sharding of a parameter, and the rules that determine it.
 
     Args:
         name: path of the parameter.
-        parameter: logical names of the parameter, the axes that the rules request and those that shard it.
+        parameter: logical names of the parameter, the axes that the rules request and the axes that shard it.
         rules: for each dim, the axes of the rule that applies; None if no rule applies.
         local_shape: shape of the shard of every rank.
         local_bytes: bytes of the shard of every rank.

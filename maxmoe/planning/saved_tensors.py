@@ -1,4 +1,4 @@
-"""Saved tensors on a rank: those that modules declare, and those of the dispatch strategies."""
+"""Saved tensors on a rank, as modules declare them and dispatch strategies list them."""
 
 import math
 from collections.abc import Iterator

@@ -68,8 +68,8 @@ class Recomputation(NamedTuple):
 class Rematerialized:
     """Tensors that are freed after the forward and recomputed in the backward, each from the previous one.
 
-    All freed tensors are recomputed, even those that autograd has not saved. A recomputation may start collectives, so
-    all ranks must run the same ones. Whether a storage is in use may differ between ranks, because the thread of a
+    All freed tensors are recomputed, even if autograd has not saved them. A recomputation may start collectives, so all
+    ranks must run the same ones. Whether a storage is in use may differ between ranks, because the thread of a
     collective may hold a tensor for longer on one rank than on another. It decides only whether the storage is filled.
 
     Under activation checkpointing, nothing is freed: its forward saves none of the tensors, and its recomputation is

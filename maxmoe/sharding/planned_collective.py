@@ -19,9 +19,9 @@ class PlannedCollective(NamedTuple):
         purpose: which tensor it moves, and whether in the forward or in the backward.
         kind: kind of the collective.
         axes: axes of the mesh whose ranks take part, in the order of the mesh.
-        bytes: bytes that each rank receives, and as many that it sends, along a ring of n ranks: (n - 1) / n of the
-            gathered tensor, the same of the tensor before a reduce-scatter, both for an all-reduce, and (n - 1) / n of
-            the tensor that is sent in an all-to-all to whose ranks as many rows go.
+        bytes: bytes that each rank sends, equal to the bytes that it receives, on a ring of n ranks: (n - 1) / n of the
+            output of an all-gather, of the input of a reduce-scatter, and of the input of an all-to-all with equal
+            splits; twice (n - 1) / n of the tensor in an all-reduce.
         bucket: name of the bucket whose collectives share one call; None for a collective with its own.
     """
 

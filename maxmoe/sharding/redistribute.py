@@ -29,7 +29,7 @@ def redistribute(tensor: Tensor, sharding: NamedSharding) -> DTensor:
         sharding: sharding of the result.
 
     Returns:
-        DTensor with the values of `tensor`, sharded by `sharding`; the backward redistributes its gradient back.
+        DTensor with the values of `tensor`, sharded by `sharding`; the backward restores the sharding of `tensor`.
 
     Raises:
         ValueError: for a DTensor on another mesh, and as `NamedSharding.shard_shape`.
@@ -48,7 +48,7 @@ def redistribute(tensor: Tensor, sharding: NamedSharding) -> DTensor:
 def redistribution_steps(source: NamedSharding, target: NamedSharding) -> Iterator[NamedSharding]:
     """Yield the shardings between `source` and `target`, each reached from the previous one over a single mesh axis.
 
-    The last one is `target`, except that it is not partial over axes over which only `target` is partial.
+    The last one is `target` without the axes over which `target` is partial and `source` is not.
     """
     # All-gathers, the minor axis of a dim first: only the last axis of a dim can be gathered without strided shards.
     sharding = source
@@ -115,7 +115,7 @@ def embed_sharding(mesh: Mesh, num_dims: int, axes: tuple[str, ...]) -> NamedSha
 
 @not_compiled
 def redistribute_local(local: Tensor, redistribution: Redistribution) -> Tensor:
-    """Redistribute a tensor, given as this rank's shard."""
+    """Redistribute a tensor, given this rank's shard; return this rank's shard of the result."""
     result: Tensor = _RedistributeLocal.apply(local, redistribution)  # type: ignore[no-untyped-call]
     return result
 

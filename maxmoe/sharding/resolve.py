@@ -90,8 +90,8 @@ def resolve(
 
         shape[dim] % prod(sizes of its axes) == 0
 
-    Absent axes and axes of size one are dropped. Of the axes of a dim, an axis is kept if the product of its size and
-    the sizes kept before it divides the length of the dim. DTensor loses rows of a dim that two axes shard unevenly.
+    Absent axes and axes of size one are dropped. An axis of a dim is kept if the product of its size and the sizes of
+    the axes kept before it divides the length of the dim. DTensor loses rows of a dim that two axes shard unevenly.
 
     Args:
         spec: partition spec, from `logical_to_mesh_axes` or written by hand.
