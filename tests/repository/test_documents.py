@@ -54,7 +54,14 @@ def test_getting_started_shows_the_script() -> None:
 
 
 @pytest.mark.parametrize("code", [code for code in blocks("python") if code not in SHOWN])
+# Of libraries about themselves and about torch.
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
 def test_python_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for library in ("lightning", "trl"):  # of the extra "trainers"
+        if re.search(rf"^(import|from) {library}\b", code, re.MULTILINE):
+            pytest.importorskip(library)
     exec(compile(code, "document", "exec"), {})
     assert capsys.readouterr().out.count("\n") >= code.count("print(")
 
@@ -68,7 +75,9 @@ def test_commands_exist(words: list[str]) -> None:
             check_pip(arguments)
         case ["source", activate]:
             assert activate == f"{VENV}/bin/activate"
-        case ["python", "-m", "pytest"]:
+        case ["python", "-m", "pytest", *files]:
+            assert all((ROOT / file).exists() for file in files)
+        case ["torchrun", "--nproc-per-node", "2", "train.py"]:  # the reader's script
             pass
         case ["python", "-m", benchmark, *_] if benchmark.startswith("benchmarks."):
             assert importlib.util.find_spec(benchmark)
