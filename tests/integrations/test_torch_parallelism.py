@@ -1,4 +1,4 @@
-"""The parallelism of PyTorch alone, DDP and FSDP2, on models with MoE layers, against one process; and DCP from 2 to 1."""
+"""DDP and FSDP2 of PyTorch on models with MoE layers, and a checkpoint of 2 ranks in 1 process, against one process."""
 
 from collections.abc import Callable
 from pathlib import Path
