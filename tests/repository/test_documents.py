@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import maxmoe
+from support.docs_module import docs_module
 
 ROOT = Path(__file__).parents[2]
 LAYER = ROOT / "docs" / "layer.md"
@@ -127,9 +128,11 @@ def check_pip(arguments: list[str]) -> None:
             assert f'"{argument}"' in project, argument
 
 
-def test_every_field_of_the_config_is_named() -> None:
-    named = set(re.findall(r"`(\w+)`", LAYER.read_text()))
-    assert {field.name for field in dataclasses.fields(maxmoe.MoEConfig)} <= named
+def test_the_fields_of_the_config_are_described_as_in_its_docstring() -> None:
+    table = docs_module("config_table").config_table()
+    assert table in LAYER.read_text()
+    named = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert named == [field.name for field in dataclasses.fields(maxmoe.MoEConfig)]
 
 
 def test_the_state_dict_is_as_written() -> None:
