@@ -21,21 +21,26 @@ def meanings() -> dict[str, str]:
 
 
 def values(field: dataclasses.Field[object]) -> str:
-    """The default, then the other values of a field that has a few."""
+    """The default, and the other values of a field that has a few."""
     if field.default is dataclasses.MISSING:
-        return "required"
+        return "Required."
     options = [option for option in get_args(field.type) if isinstance(option, str)]
-    others = [option for option in options if option != field.default]
-    return ", ".join(f"`{value!r}`".replace("'", '"') for value in (field.default, *others))
+    others = ", ".join(code(option) for option in options if option != field.default)
+    return f"Default: {code(field.default)}" + (f"; others: {others}." if others else ".")
+
+
+def code(value: object) -> str:
+    """A value as Python writes it, with the quotes of the docs."""
+    return f'`"{value}"`' if isinstance(value, str) else f"`{value}`"
 
 
 def config_table() -> str:
     """A row for each field."""
     described = meanings()
-    rows = ["| field | default, other values | meaning |", "|---|---|---|"]
+    rows = ["| field | meaning |", "|---|---|"]
     for field in dataclasses.fields(MoEConfig):
         meaning = described[field.name].replace("*", r"\*")
-        rows.append(f"| `{field.name}` | {values(field)} | {meaning} |")
+        rows.append(f"| `{field.name}` | {meaning[:1].upper()}{meaning[1:]} {values(field)} |")
     return "\n".join(rows) + "\n"
 
 
