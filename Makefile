@@ -1,6 +1,7 @@
 # make train   sets up everything in .venv and trains a small model on text   (ARGS="--help": its options)
-# make test    sets up everything in .venv and runs all tests                 (ARGS="-k gmm": of pytest)
+# make test    sets up everything in .venv and runs all tests                 (ARGS="-n 0 -k gmm": of pytest)
 #
+# TORCH=2.15.0 sets up another torch, in .venv-torch2.15.0, for both commands.
 # For those who change the code: make lint, format, docs, sanitize, benchmark, wheel, clean (CONTRIBUTING.md).
 
 SHELL := /bin/bash
@@ -11,10 +12,13 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 ARGS ?=
-VENV := .venv
+# The releases of torch of pyproject.toml. The first one has the environment .venv, every other one its own.
+TORCHES := $(shell sed -n 's/^torch = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d '",')
+TORCH ?= $(firstword $(TORCHES))
+VENV := .venv$(if $(filter-out $(firstword $(TORCHES)),$(TORCH)),-torch$(TORCH))
 BIN := $(VENV)/bin
 
-# The list of pyproject.toml, torch among them.
+# The list of pyproject.toml.
 BUILD_REQUIRES := $(shell sed -n '/^requires = \[/,/^\]/s/^ *\("[^"]*"\),$$/\1/p' pyproject.toml)
 # PyPI's torch for Linux brings CUDA, some gigabytes. Without an NVIDIA GPU the small one is taken from here.
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
@@ -31,8 +35,10 @@ setup: $(VENV)/examples
 train: $(VENV)/examples
 	@$(BIN)/python examples/pretrain.py $(ARGS)
 
+# A file stays in one process, for its fixtures. In the order given: otherwise files with few, long tests would come last.
+IN_TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/test
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(IN_TWO_PROCESSES) $(ARGS)
 
 lint: $(VENV)/dev
 	@$(BIN)/ruff check .
@@ -69,29 +75,40 @@ benchmark: $(VENV)/test
 	cmake --build build/benchmarks
 	build/benchmarks/cpp/benchmarks/maxmoe_kernels_benchmarks $(ARGS)
 
-# dist/: sdist and manylinux wheel, looked into; the wheel tried in an environment of its own. Repaired and tried as
-# cibuildwheel would, with its commands from pyproject.toml. What setuptools left of an earlier build would get in.
+# dist/: sdist and manylinux wheel, looked into; the wheel built for every torch of TORCHES and tried with each, in an
+# environment of its own. Repaired and tried as cibuildwheel would, with its commands from pyproject.toml. What setuptools
+# left of an earlier build would get in.
 CIBUILDWHEEL = $(shell sed -n 's/^$(1) = "\(.*\)"$$/\1/p' pyproject.toml)
-wheel: $(VENV)/dev
+WHEEL_TORCHES := $(TORCHES:%=build/torch%)
+wheel: $(VENV)/dev $(WHEEL_TORCHES:%=%/requirements)
 	@rm -rf dist build/lib.* build/bdist.* build/wheel
 	mkdir -p build
 	echo "== sdist and wheel"
+	export MAXMOE_TORCH="$$(ls -d $(addsuffix /lib/python*/site-packages,$(abspath $(WHEEL_TORCHES))) | paste -sd:)"
 	$(BIN)/python -m build --no-isolation --sdist --outdir dist . >build/sdist.log
 	$(BIN)/python -m build --no-isolation --wheel --outdir build/wheel . >build/wheel.log
 	export PATH="$(abspath $(BIN)):$$PATH"
 	$(subst {wheel},build/wheel/*.whl,$(subst {dest_dir},dist,$(call CIBUILDWHEEL,repair-wheel-command)))
 	$(BIN)/python tests/repository/check_packages.py dist/*
-	echo "== the wheel in an environment of its own"
-	$(PYTHON) -m venv build/wheel/venv
-	build/wheel/venv/bin/pip install --quiet $(PIP_TORCH) dist/*.whl numpy 'pytest>=8'
-	cp -r pyproject.toml tests build/wheel/venv
-	cd build/wheel/venv
-	export PATH="$$PWD/bin:$$PATH"
-	$(call CIBUILDWHEEL,test-command)
+	cp -r pyproject.toml tests build/wheel
+	cd build/wheel
+	for torch in $(abspath $(WHEEL_TORCHES)); do
+	  echo "== the wheel with $$(basename $$torch)"
+	  $$torch/bin/pip install --quiet --force-reinstall --no-deps $(abspath dist)/*.whl
+	  $$torch/bin/pip check
+	  (export PATH="$$torch/bin:$$PATH"; $(call CIBUILDWHEEL,test-command))
+	done
 	ls -lh $(abspath dist)
 
+# For the wheel: an environment with a release of torch and what tries the wheel.
+build/torch%/requirements: pyproject.toml
+	@echo "== torch $*"
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet $(PIP_TORCH) torch==$* PyYAML numpy 'pytest>=8'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info maxmoe/_C.*.so maxmoe/_torch_version.txt
+	rm -rf .venv .venv-torch* build dist *.egg-info maxmoe/_C_torch*.so
 
 # The package, built in place, and what one use of it needs: examples, test, docs or dev. The kernels are built for this
 # machine alone, until tests need all that it can run.
@@ -106,7 +123,7 @@ $(VENV)/examples $(VENV)/test $(VENV)/docs $(VENV)/dev: $(VENV)/requirements $(C
 
 $(VENV)/requirements: $(VENV)/python pyproject.toml
 	@echo "== torch and the build tools"
-	$(BIN)/pip install $(PIP_TORCH) $(BUILD_REQUIRES)
+	$(BIN)/pip install $(PIP_TORCH) torch==$(TORCH) $(BUILD_REQUIRES)
 	touch $@
 
 # What pip cannot install comes from apt, for root on Debian and Ubuntu; everybody else is told what to install.

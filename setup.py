@@ -1,13 +1,20 @@
-"""Builds maxmoe._C with CMake. Everything else about the package is in pyproject.toml."""
+"""Builds the C++ core with CMake, for one or several releases of torch. The rest of the package is in pyproject.toml.
+
+The core is built for the torch of the environment, also under pip's build isolation. MAXMOE_TORCH, a list of folders
+separated by colons, builds one wheel for several releases: `make wheel` sets it.
+"""
 
 import hashlib
 import os
+import re
 import shlex
 import shutil
+import site
 import subprocess
 import sys
 import sysconfig
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -15,24 +22,74 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import ExecError
 
 ROOT = Path(__file__).parent.resolve()
+PROJECT = (ROOT / "pyproject.toml").read_text()
 
-try:
-    TORCH = distribution("torch")
-except PackageNotFoundError:
-    raise SystemExit(
-        f"maxmoe is built against torch, and {sys.executable} has none: pip install torch==2.13.0"
-    ) from None
+
+def minor(version: str) -> tuple[int, int]:
+    """(2, 13) of "2.13.0+cpu"."""
+    major, second = version.split(".")[:2]
+    return int(major), int(second)
+
+
+# The releases of torch in [tool.maxmoe].
+SUPPORTED = [
+    minor(release) for release in re.findall(r'"([^"]+)"', re.findall(r"^torch = \[(.*)\]$", PROJECT, re.M)[0])
+]
+
+
+def requirement(versions: list[tuple[int, int]]) -> str:
+    """The versions of torch from the first to the last minor release."""
+    (low_major, low), (high_major, high) = min(versions), max(versions)
+    return f"torch>={low_major}.{low},<{high_major}.{high + 1}"
+
+
+def site_folders() -> list[str]:
+    """Where this environment has its packages. Under pip's build isolation they are not on sys.path."""
+    return site.getsitepackages() + ([site.getusersitepackages()] if sys.prefix == sys.base_prefix else [])
+
+
+def torch_folders() -> dict[tuple[int, int], Path]:
+    """The folder of torch for each minor release to build for; ends the installation if there is none that fits."""
+    named = os.environ.get("MAXMOE_TORCH")
+    specs = (
+        [PathFinder.find_spec("torch", [folder]) for folder in named.split(os.pathsep)]
+        if named
+        else [find_spec("torch") or PathFinder.find_spec("torch", site_folders())]
+    )
+    folders = {}
+    for spec in specs:
+        if spec is None or spec.origin is None:
+            raise SystemExit(
+                f"maxmoe is built against the torch that is installed, and there is none in {named or sys.prefix}. "
+                f"First run: pip install '{requirement(SUPPORTED)}'"
+            )
+        folder = Path(spec.origin).parent
+        (version,) = re.findall(r"^__version__ = '(.+)'", (folder / "version.py").read_text(), re.M)
+        if minor(version) < min(SUPPORTED):
+            raise SystemExit(
+                f"maxmoe needs {requirement(SUPPORTED)}, but torch {version} is installed in {folder.parent}. "
+                f"Nothing has been changed. To continue, first run: pip install '{requirement(SUPPORTED)}'"
+            )
+        if minor(version) > max(SUPPORTED):
+            print(f"maxmoe is tested with {requirement(SUPPORTED)}; building for torch {version}", file=sys.stderr)
+        folders[minor(version)] = folder
+    return folders
+
+
+TORCHES = torch_folders()
 
 
 class CMakeBuild(build_ext):
-    """Configures, builds and installs the target `_C` into the package folder. CMAKE_ARGS adds options."""
+    """Configures, builds and installs the core into the package folder. CMAKE_ARGS adds options."""
 
-    def build_extension(self, ext: Extension) -> None:
+    def build_extensions(self) -> None:
         folder = build_folder()
-        package = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
+        package = Path(self.build_lib, "maxmoe").resolve()
+        for earlier in package.glob("_C*.so"):  # for another torch, maybe of other sources
+            earlier.unlink()
         # The cmake and ninja that pip installed beside this Python come before those of the system.
         path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
-        options = [f"-DPython_EXECUTABLE={sys.executable}"]
+        options = [f"-DPython_EXECUTABLE={sys.executable}", f"-DMAXMOE_TORCH={';'.join(map(str, TORCHES.values()))}"]
         # CMake keeps what an earlier build was told: tests/repository/test_cpp.py turns the first two on, `make train`
         # builds for one machine alone.
         options += ["-DMAXMOE_BUILD_TESTS=OFF", "-DMAXMOE_BUILD_BENCHMARKS=OFF", "-DMAXMOE_ISAS=all"]
@@ -52,18 +109,13 @@ class CMakeBuild(build_ext):
             except subprocess.CalledProcessError as error:
                 raise ExecError(f"building the C++ core failed, see above: {shlex.join(command)}") from error
 
-    def copy_extensions_to_source(self) -> None:
-        """Of in-place and editable builds. maxmoe/_library.py needs the record of torch beside the module."""
-        super().copy_extensions_to_source()
-        shutil.copy(Path(self.build_lib) / "maxmoe" / "_torch_version.txt", ROOT / "maxmoe")
-
 
 def build_folder() -> Path:
-    """One per checkout, Python and torch, kept between builds: setuptools' is new every time."""
-    location = Path(TORCH.locate_file("")).resolve()
-    key = hashlib.sha256(f"{ROOT} {sys.prefix} {location} {TORCH.version}".encode()).hexdigest()[:8]
-    folder = ROOT / "build" / f"{sys.implementation.cache_tag}-torch{TORCH.version}-{key}"
-    if not location.is_relative_to(Path(sys.prefix).resolve()):
+    """One per checkout and environment, kept between builds: setuptools' is new every time."""
+    key = hashlib.sha256(f"{ROOT} {sys.prefix}".encode()).hexdigest()[:8]
+    folder = ROOT / "build" / f"{sys.implementation.cache_tag}-{key}"
+    tools = find_spec("pybind11")
+    if tools is None or not Path(tools.origin or "").is_relative_to(sys.prefix):
         # An isolated build: the cache of an earlier one names headers in a temporary folder that is gone.
         shutil.rmtree(folder, ignore_errors=True)
     return folder
@@ -78,7 +130,10 @@ def source_files() -> list[str]:
 
 
 setup(
-    ext_modules=[Extension("maxmoe._C", sources=[], depends=source_files())],
+    # maxmoe/_library.py loads the one that fits the running torch.
+    ext_modules=[
+        Extension(f"maxmoe._C_torch{major}_{second}", sources=[], depends=source_files()) for major, second in TORCHES
+    ],
     cmdclass={"build_ext": CMakeBuild},
-    install_requires=[f"torch=={TORCH.version.split('+')[0]}", "PyYAML>=6"],
+    install_requires=[requirement(list(TORCHES)), "PyYAML>=6"],
 )

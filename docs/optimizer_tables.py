@@ -6,7 +6,7 @@ python docs/optimizer_tables.py   # prints the table
 import torch
 
 from maxmoe.models import Decoder
-from maxmoe.models.published import PUBLISHED
+from maxmoe.models.published_models import PUBLISHED
 from maxmoe.planning import estimate
 from maxmoe.sharding import Mesh
 from maxmoe.text_table import readable_bytes

@@ -4,16 +4,17 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from maxmoe import presets
 from maxmoe._library import build_info
+
+# isort: split
+# After the core, which names a torch that does not fit, before another module misses something in that torch.
+from maxmoe import presets
 from maxmoe.config import MoEConfig
+from maxmoe.load import MoEStats, StatsAccumulator, StepStats
 from maxmoe.nn import (
     MoE,
     MoEFeedForward,
     MoEOutput,
-    MoEStats,
-    StatsAccumulator,
-    StepStats,
     keep_routing,
     mean_over_tokens,
     record_routing,

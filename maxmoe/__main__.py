@@ -1,11 +1,11 @@
-"""Plan a model on a mesh before there is a cluster, or describe this installation.
+"""Plan a model on a mesh without a cluster, or describe this installation.
 
     python -m maxmoe explain --preset deepseek_v3 --rules shard-exp-on-fsdp --mesh fsdp=16,expert=16
     python -m maxmoe info
 
-`explain` prints how every parameter is sharded and why, how tokens reach their experts, the memory of a rank and the
-collectives of a step. Nothing is allocated. The model is a `maxmoe.models.Decoder` with the sizes of a published one.
-`info` prints what a bug report needs.
+`explain` prints the sharding of every parameter and the dispatch of tokens to experts, both with the reasons, the
+memory per rank and the collectives per step. The model is a `maxmoe.models.Decoder` with the sizes of a published one;
+its parameters are not allocated. `info` prints versions, build and processor, for bug reports.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import torch
 
 from maxmoe._library import build_info
 from maxmoe.models import Decoder
-from maxmoe.models.published import PUBLISHED
+from maxmoe.models.published_models import PUBLISHED
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.planning.estimate import Optimizer, estimate
 from maxmoe.planning.explain import explain
@@ -30,26 +30,18 @@ from maxmoe.text_table import paragraph, terminal_width
 
 SIZES = ("num_layers", "num_dense_layers", "num_heads", "num_key_value_heads", "vocab_size", "intermediate_size")
 CONVENTIONS = (
-    "Memory is that at the beginning of the backward. Parameters, gradients and optimizer state are {dtype}. Gathered "
-    "parameters are those of the largest module and of the model itself. Activations are the tensors that autograd "
-    "keeps on the CPU; recomputed ones are those of the module that has most. Work space is left out, and so are the "
-    "all-reduces of losses, statistics and the norm of the gradients.",
-    "Bytes on a ring of n ranks: (n - 1) / n of the whole tensor for all-gather and reduce-scatter, twice that for "
-    "all-reduce; rings of several axes one after the other. (n - 1) / n of all rows of a rank for all-to-all, if every "
-    "expert gets as many of them; of Muon, what leaves a rank, in the mean over ranks. Axes with a comma in between "
-    "are one ring.",
+    "Memory is counted at the beginning of the backward. Parameters, gradients and optimizer state are {dtype}. "
+    "Gathered parameters: those of the largest module and of the model itself. Activations: the tensors that autograd "
+    "saves on the CPU. Recomputed activations: those of the module with the most. Work space and the all-reduces of "
+    "losses, statistics and the gradient norm are not counted.",
+    "Bytes that each of n ranks in a ring sends, and receives: (n - 1) / n of the whole tensor for all-gather and "
+    "reduce-scatter, twice that for all-reduce, one ring per axis; axes joined by a comma are one ring. All-to-all: "
+    "(n - 1) / n of all rows of a rank, with equally many rows per expert; for Muon, the mean over the ranks.",
 )
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line.
-
-    Args:
-        arguments: None for those of the process.
-
-    Returns:
-        The options.
-    """
+    """Parse the command line; None for the arguments of the process."""
     parser = argparse.ArgumentParser(
         prog="python -m maxmoe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -65,32 +57,25 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--allow-unused", action="store_true", help="accept axes and names of rules that have no effect")
     add("--mesh", required=True, help="axes and sizes, as fsdp=16,expert=16; one may be -1 with --world-size")
     add("--world-size", type=positive, help="number of ranks, if not the product of the sizes")
-    add("--batch-size", type=positive, default=256, help="sequences of a step, over all ranks")
-    add("--sequence-length", type=positive, default=4096, help="tokens of each")
-    add("--dtype", choices=["bfloat16", "float32", "float16"], default="bfloat16", help="of the parameters")
-    add("--optimizer", choices=["adamw", "muon"], default="adamw", help="whose state and collectives are counted")
-    add("--dispatch", choices=get_args(Dispatch), default="auto", help="how tokens reach experts on other ranks")
+    add("--batch-size", type=positive, default=256, help="number of sequences per step, over all ranks")
+    add("--sequence-length", type=positive, default=4096, help="number of tokens per sequence")
+    add("--dtype", choices=["bfloat16", "float32", "float16"], default="bfloat16", help="dtype of the parameters")
     add(
-        "--num-chunks", type=positive, default=1, help="parts of the tokens, one communicated while another is computed"
+        "--optimizer",
+        choices=["adamw", "muon"],
+        default="adamw",
+        help="optimizer whose state and collectives are counted",
     )
-    add("--recompute", default="", help="parts to compute again in the backward, as experts,attention")
+    add("--dispatch", choices=get_args(Dispatch), default="auto", help="strategy for experts on other ranks")
+    add("--num-chunks", type=positive, default=1, help="chunks of tokens: one is communicated, another is computed")
+    add("--recompute", default="", help="parts to recompute in the backward, as experts,attention")
     for size in SIZES:
-        add(f"--{size.replace('_', '-')}", type=positive, help="another than the published one")
+        add(f"--{size.replace('_', '-')}", type=positive, help="replaces the published value")
     return parser.parse_args(arguments)
 
 
 def positive(text: str) -> int:
-    """Read a positive integer.
-
-    Args:
-        text: as given.
-
-    Returns:
-        The number.
-
-    Raises:
-        ArgumentTypeError: if it is smaller than 1.
-    """
+    """Parse a positive integer."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
@@ -98,17 +83,7 @@ def positive(text: str) -> int:
 
 
 def plan(options: argparse.Namespace) -> str:
-    """Plan a model.
-
-    Args:
-        options: see `parse_options`.
-
-    Returns:
-        The text.
-
-    Raises:
-        ValueError: for a mesh, rules or sizes that cannot be.
-    """
+    """Return the report of `explain`."""
     mesh = Mesh.planned(parse_mesh(options.mesh), world_size=options.world_size)
     rules = LogicalRules.load(options.rules)
     if options.preset not in PUBLISHED:
@@ -130,7 +105,7 @@ def plan(options: argparse.Namespace) -> str:
     costs = estimate(model, mesh, rules, optimizer=optimizer, **step)
     dense = f", {config.num_dense_layers} of them dense" if config.num_dense_layers else ""
     changed = "".join(f" Here {name}={value}." for name, value in changes.items())
-    difference = f" Unlike as published: {published.differs}." if published.differs else ""
+    difference = f" Differs from the published model: {published.differs}." if published.differs else ""
     head = (
         f"{published.name}: a Decoder of {config.num_layers} layers{dense}, embedding and output projection."
         f"{difference}{changed}",
@@ -144,16 +119,9 @@ def plan(options: argparse.Namespace) -> str:
 
 
 def describe(_options: argparse.Namespace) -> str:
-    """Describe this installation.
-
-    Args:
-        _options: none.
-
-    Returns:
-        Versions, what was built and which instruction set runs, processor and threads.
-    """
-    packages = {}
-    for package in ("maxmoe", "torch", "transformers", "safetensors"):
+    """Return the report of `info`: versions, build, instruction set in use, processor and threads."""
+    packages = {"torch": str(torch.__version__)}  # its metadata may lack the variant, such as "+cu132"
+    for package in ("maxmoe", "transformers", "safetensors"):
         try:
             packages[package] = version(package)
         except PackageNotFoundError:
@@ -181,14 +149,7 @@ def _processor() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        arguments: None for those of the process.
-
-    Returns:
-        The exit code: 2 for options that cannot be.
-    """
+    """Run the command and return the exit code: 2 for invalid options."""
     options = parse_options(arguments)
     try:
         print(options.report(options))

@@ -1,6 +1,7 @@
-"""Every private name of torch that this package needs; a lint rule refuses them in any other file.
+"""Every private name of torch that this package uses, and everything that depends on the release of torch.
 
-Each function says what the name is for and what the public way would be. Checked with torch 2.13.
+A lint rule refuses private names in any other file. Where torch has a public alternative, the docstring says why it is
+not used. The tests run it with torch 2.13, 2.14 and 2.15.
 """
 
 from collections.abc import Callable
@@ -14,41 +15,40 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import _register_namedtuple, tree_leaves, tree_map
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-# Documented in the notes of torch on extending it, but without a public module. torch.utils.pytree is to come.
+# Documented in the notes of torch on extending it, but not in a public module.
 __all__ = ["TorchDispatchMode", "tree_leaves", "tree_map"]
+
+_RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
+
+# Options of `torch.utils.checkpoint` for a selective checkpoint. The tensors that it keeps do not pass through
+# saved-tensor hooks of the caller, such as save_on_cpu. Since torch 2.14 this is a choice, and torch warns under such
+# hooks if nobody has chosen.
+SELECTIVE_CHECKPOINT_OPTIONS: dict[str, bool] = {"respect_saved_tensors_hooks": False} if _RELEASE >= (2, 14) else {}
 
 
 def register_namedtuple(kind: type[Any], name: str) -> None:
-    """Give a named tuple the name under which `torch.export.save` writes it.
-
-    Public: `torch.export.register_dataclass`, for dataclasses alone.
-    """
+    """Register the name of a named tuple for `torch.export.save`; public for dataclasses only."""
     _register_namedtuple(kind, serialized_type_name=name)
 
 
 def reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a contiguous tensor with another shape, which autograd does not take for a view.
+    """Return a contiguous tensor with another shape, which is not a view for autograd, unlike that of `torch.reshape`.
 
     An in-place operator on a view replaces the autograd history of the view, and with it the hooks registered on it.
-    Public: none; `torch.reshape` returns a view.
     """
     result: Tensor = torch.ops.aten._unsafe_view(tensor, shape)
     return result
 
 
 def is_backward_running() -> bool:
-    """Return whether this thread executes a backward pass.
-
-    Public: none in Python.
-    """
+    """Return whether this thread executes a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
 def selective_checkpoint_storage() -> object | None:
-    """Return the storage that a forward under selective checkpointing and its recomputation share; None outside of one.
+    """Return the storage that a selectively checkpointed forward shares with its recomputation; None outside of both.
 
-    The forward writes the tensors that its policy keeps there, and the recomputation reads them.
-    Public: none.
+    The forward stores the tensors that its policy keeps, and the recomputation reads them.
     """
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode):
@@ -58,48 +58,42 @@ def selective_checkpoint_storage() -> object | None:
 
 
 def is_packed_by_checkpoint() -> bool:
-    """Return whether `torch.utils.checkpoint` packs the tensors that autograd saves now: a non-reentrant checkpoint.
-
-    Public: none; saved-tensor hooks can be set, not asked for.
-    """
+    """Return whether a non-reentrant `torch.utils.checkpoint` currently packs the tensors that autograd saves."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
 
 
 class WeakStorage:
-    """A reference to the storage of a tensor that does not keep it alive.
+    """Weak reference to the storage of a tensor.
 
-    Public: none; `weakref` refers to one Python object, while autograd saves others that share the storage.
+    `weakref` refers to one Python object, while autograd saves others that share the storage.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self._reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
     def get(self) -> torch.UntypedStorage | None:
-        """Return the storage; None if no tensor shares it any more."""
+        """Return the storage; None if it has been freed."""
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
         return storage
 
 
 def parameter_in_place(module: nn.Module, name: str) -> Tensor | None:
-    """Return the parameter of a module, or the tensor that `put_in_place` has put there."""
+    """Return the parameter of a module, or the tensor with which `put_in_place` has replaced it."""
     return module._parameters[name]
 
 
 def put_in_place(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Let a module compute with a tensor in the place of one of its parameters.
+    """Replace a parameter of a module by a tensor.
 
-    Public: `torch.nn.utils.stateless.functional_call`, which swaps the parameters for one call from outside; hooks are
-    called inside of it. `setattr` accepts only an `nn.Parameter`, which is no part of a graph.
+    The public `torch.func.functional_call` replaces parameters for one call from outside, but hooks run inside of a
+    call. `setattr` accepts only an `nn.Parameter`, which is a leaf of the autograd graph.
     """
     module._parameters[name] = tensor  # type: ignore[assignment]
 
 
 class ConvertedModule(nn.Module):
-    """A module that changes how `to`, `half` and their like convert its tensors.
-
-    Public: none; `torch.nn.Module._apply` is where all of them end.
-    """
+    """Module with a hook around conversions by `to`, `half` and similar methods, which all call `Module._apply`."""
 
     def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> "ConvertedModule":
         restore = self.before_conversion()
@@ -108,48 +102,35 @@ class ConvertedModule(nn.Module):
         return self
 
     def before_conversion(self) -> Callable[[], None]:
-        """Return the function that is called after the conversion."""
+        """Prepare the conversion, and return a function to call after it."""
         raise NotImplementedError
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether a call of a module does more than its forward.
-
-    Public: none.
-    """
+    """Return whether a module has forward or backward hooks."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
 def default_store() -> Any:
-    """Return the store of `init_process_group`.
-
-    Public: none for the store that torchrun makes.
-    """
+    """Return the store of `init_process_group`, also if torchrun made it."""
     return dist.distributed_c10d._get_default_store()
 
 
 def process_group_named(name: str) -> dist.ProcessGroup:
-    """Return the process group with a name, which custom operators take in the place of a group.
-
-    Public: none.
-    """
+    """Return the process group with a name, which custom operators take instead of a group."""
     group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined]
     return group
 
 
 def argument_names(operator: Any) -> list[str]:
-    """Return the names of the arguments of an operator, in order.
-
-    Public: none.
-    """
+    """Return the names of the arguments of an operator, in order."""
     return [argument.name for argument in operator._schema.arguments]
 
 
 def waited(tensor: Tensor) -> Tensor:
-    """Return the local tensor of a redistributed DTensor when its collective is complete.
+    """Wait for the collective of a redistributed DTensor and return its local tensor.
 
-    DTensor returns a tensor that waits at the first operator of torch. The C++ operators read its memory directly.
-    Public: none; `torch.distributed` waits by handles, which DTensor does not return.
+    DTensor returns a tensor that waits in the first operator of torch, but the C++ operators read its memory directly.
     """
     from torch.distributed._functional_collectives import AsyncCollectiveTensor  # with DTensor, slow to import
 
@@ -157,28 +138,19 @@ def waited(tensor: Tensor) -> Tensor:
 
 
 def strided_shard(dim: int, split_factor: int) -> Any:
-    """Return the placement of an axis that splits a dim after axes further inside on the mesh.
-
-    Public: none; DTensor makes such placements by itself where FSDP2 shards a DTensor.
-    """
+    """Return the placement of a mesh axis that shards a dim after later axes of the mesh have sharded it."""
     from torch.distributed.tensor.placement_types import _StridedShard  # with DTensor, slow to import
 
     return _StridedShard(dim, split_factor=split_factor)
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor has been modified in place, as autograd counts it.
-
-    Public: `Tensor._version` itself is documented, in "In-place correctness checks".
-    """
+    """Return the version counter of a tensor, which autograd increments with every in-place operation."""
     return tensor._version
 
 
 def import_distributed() -> None:
-    """Import what DTensor and FSDP2 import at their first use: before processes are forked, not in each of them.
-
-    Public: the modules, but for `torch._dynamo`.
-    """
+    """Import the modules that DTensor and FSDP2 import at first use, once before processes are forked."""
     import torch._dynamo
     import torch.distributed.fsdp
     import torch.distributed.tensor  # noqa: F401

@@ -19,25 +19,11 @@ class TokenReductions(Protocol):
     """
 
     def all_reduce_sequence(self, *summands: Tensor | int) -> tuple[Any, ...]:
-        """Sum over the processes that hold parts of the same sequences.
-
-        Args:
-            *summands: summands of this process.
-
-        Returns:
-            Sum of each summand, equal in all of these processes.
-        """
+        """Sum over the processes that hold parts of the same sequences."""
         ...
 
     def all_reduce_batch(self, *summands: Tensor | int) -> tuple[Any, ...]:
-        """Sum over the processes that hold different sequences.
-
-        Args:
-            *summands: summands of this process.
-
-        Returns:
-            Sum of each summand, equal in all of these processes.
-        """
+        """Sum over the processes that hold different sequences."""
         ...
 
 
@@ -49,13 +35,10 @@ class TokenGroup(TokenReductions, Protocol):
     """
 
     def first_position(self, length: int) -> int:
-        """Return the position of this process's first token in its sequences.
+        """Return the position, from 0, of this process's first token in its sequences.
 
         Args:
             length: number of tokens of each sequence in this process.
-
-        Returns:
-            Position, counted from 0.
         """
         ...
 
@@ -63,11 +46,8 @@ class TokenGroup(TokenReductions, Protocol):
         """All-gather sequences in the forward, reduce-scatter their gradients in the backward.
 
         Args:
-            part: tensor with this process's part of the sequences.
+            part: tensor with this process's part of the sequences along `dim`.
             dim: index of the sequence dim.
-
-        Returns:
-            Tensor with whole sequences along `dim`.
         """
         ...
 
@@ -111,11 +91,7 @@ class FlattenedBatch:
 def same_tokens_everywhere(module: nn.Module) -> Iterator[None]:
     """Context in which every process passes the same whole batch to `module`; for generation, not for training.
 
-    Args:
-        module: module whose token groups are replaced by `LocalTokens` in the context.
-
-    Yields:
-        Nothing.
+    The token groups of the module and its descendants are replaced by `LocalTokens`.
     """
     groups = {child: child.token_group for child in module.modules() if declaration_of(child).uses_token_group}
     try:

@@ -8,6 +8,19 @@ import torch
 pytest.register_assert_rewrite("support")
 
 
+@pytest.hookimpl(trylast=True)  # after the terminal reporter has been made
+def pytest_configure(config: pytest.Config) -> None:
+    from support.time_left import TimeLeft
+
+    if config.pluginmanager.has_plugin("terminalreporter") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(TimeLeft(config))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the file that takes longest: nothing else could run beside its end."""
+    items.sort(key=lambda item: item.path.name != "test_cpp.py")
+
+
 @pytest.fixture
 def num_threads() -> int:
     """One: at most sizes more only wait for each other, on a busy machine most of the time."""

@@ -9,7 +9,7 @@ import torch
 
 from maxmoe import build_info
 from maxmoe.__main__ import main
-from maxmoe.models.published import PUBLISHED
+from maxmoe.models.published_models import PUBLISHED
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,13 @@
 """The C++ core: what it says about itself, choosing an instruction set, and the errors of a wrong build."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -115,24 +117,49 @@ def test_missing_core_says_how_to_build(python: Python, tmp_path: Path) -> None:
     assert "pip install --no-build-isolation -e ." in message
 
 
-@pytest.mark.parametrize("built", ["2.9.1+cpu", "2.1.0"])
+SUFFIX = EXTENSION_SUFFIXES[0]
+MAJOR, MINOR = map(int, torch.__version__.split(".")[:2])
+
+
 @pytest.mark.parametrize("is_wheel", [True, False], ids=["wheel", "sources"])
-def test_wrong_torch_gives_the_command_that_mends_it(
-    python: Python, tmp_path: Path, built: str, is_wheel: bool
-) -> None:
+def test_another_torch_gives_the_commands_that_help(python: Python, tmp_path: Path, is_wheel: bool) -> None:
     package = tmp_path / "maxmoe"
     package.mkdir()
-    (package / "_torch_version.txt").write_text(f"{built}\n")
+    for minor in ("2_9", "2_10", "2_1", f"{MAJOR}_{MINOR}1"):
+        (package / f"_C_torch{minor}{SUFFIX}").touch()
     if not is_wheel:
         (tmp_path / "setup.py").touch()
     message = error_line(python(copied_library(package)))
-    assert message.startswith(f"ImportError: maxmoe was built against torch {built}, but torch {torch.__version__}")
-    assert f"take the torch that it was built against: pip install torch=={built.split('+')[0]}" in message
-    assert (f"build it again in {tmp_path}: pip install --no-build-isolation -e ." in message) is not is_wheel
+    sources = "a clone of https://github.com/maxmoe/maxmoe" if is_wheel else tmp_path
+    assert message == (
+        f"ImportError: maxmoe was built for torch 2.1, 2.9, 2.10, {MAJOR}.{MINOR}1, but torch {torch.__version__} is "
+        f"running. Build it for this torch, in {sources}: "
+        "pip install --no-build-isolation -e . (or take a torch that it was built for: "
+        f"pip install 'torch=={MAJOR}.{MINOR}1.*')"
+    )
 
 
-def test_a_patch_release_of_torch_is_no_other_torch(python: Python, tmp_path: Path) -> None:
-    major, minor = torch.__version__.split(".")[:2]
-    (tmp_path / "_torch_version.txt").write_text(f"{major}.{minor}.99+cu999\n")
-    done = python(copied_library(tmp_path))
+def test_another_torch_is_named_before_anything_of_it_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("__version__ = '2.99.0'\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-c", "import maxmoe"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert error_line(done).startswith("ImportError: maxmoe was built for torch 2.")
+    assert "but torch 2.99.0 is running" in error_line(done)
+
+
+def test_the_core_of_the_running_torch_is_loaded(python: Python, tmp_path: Path) -> None:
+    """The others are not touched: they are no libraries here."""
+    name = f"_C_torch{MAJOR}_{MINOR}{SUFFIX}"
+    shutil.copy(PACKAGE / name, tmp_path)
+    for minor in (f"{MAJOR}_{MINOR - 1}", f"{MAJOR}_{MINOR + 1}"):
+        (tmp_path / f"_C_torch{minor}{SUFFIX}").touch()
+    done = python(f"{copied_library(tmp_path)}; import sys; print(sys.modules['maxmoe._C'].__file__)")
     assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(tmp_path / name)
+
+
+def test_a_core_for_another_python_is_none(python: Python, tmp_path: Path) -> None:
+    (tmp_path / f"_C_torch{MAJOR}_{MINOR}.cpython-27-x86_64-linux-gnu.so").touch()
+    assert "the C++ core of maxmoe is not built" in error_line(python(copied_library(tmp_path)))

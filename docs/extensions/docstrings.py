@@ -31,6 +31,7 @@ FULL_NAME = re.compile(r"maxmoe(\.\w+)+(\(\))?")
 PACKAGES = (
     "maxmoe",
     "maxmoe.ops",
+    "maxmoe.load",
     "maxmoe.nn",
     "maxmoe.presets",
     "maxmoe.models",

@@ -14,12 +14,13 @@ from nbclient import NotebookClient
 FOLDER = Path(__file__).parent
 
 
-def execute(path: Path, timeout: int = 900) -> nbformat.NotebookNode:
+def execute(path: Path, timeout: int = 900, replacement: tuple[str, str] = ("", "")) -> nbformat.NotebookNode:
     """Run a notebook in its folder.
 
     Args:
         path: path of the notebook.
         timeout: seconds for each cell.
+        replacement: text in code cells, and the text that is run in its place.
 
     Returns:
         The notebook with new outputs.
@@ -28,6 +29,9 @@ def execute(path: Path, timeout: int = 900) -> nbformat.NotebookNode:
         CellExecutionError: if a cell raises an error.
     """
     notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.source = cell.source.replace(*replacement)
     # A warning of tqdm, which transformers imports.
     environment = os.environ | {"PYTHONWARNINGS": "ignore:IProgress not found"}
     client = NotebookClient(notebook, timeout=timeout, resources={"metadata": {"path": path.parent}})

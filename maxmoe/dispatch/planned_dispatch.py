@@ -11,9 +11,14 @@ from maxmoe.config import MoEConfig
 from maxmoe.declaration import SavedTensor
 from maxmoe.dispatch.expert_ranks import ExpertLayout
 from maxmoe.nn.dispatcher import Dispatcher
-from maxmoe.sharding.planned_collective import PlannedCollective
+from maxmoe.sharding.planned_collective import CollectiveKind, PlannedCollective
 
-ADJOINT = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather", "all-to-all": "all-to-all"}
+ADJOINT: dict[CollectiveKind, CollectiveKind] = {
+    "all-gather": "reduce-scatter",
+    "reduce-scatter": "all-gather",
+    "all-reduce": "all-reduce",
+    "all-to-all": "all-to-all",
+}
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ class PlannedDispatch:
     def rows(
         self,
         name: str,
-        kind: str,
+        kind: CollectiveKind,
         shape: tuple[int, ...],
         dtype: torch.dtype | None = None,
         *,
@@ -103,16 +108,19 @@ class PlannedDispatch:
         yield SavedTensor((num_tokens * top_k,), (None,), torch.int64)
         yield SavedTensor((self.num_chunks, self.layout.num_local_experts), (None, None), torch.int64)
 
-    def _collective(self, purpose: str, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> PlannedCollective:
+    def _collective(
+        self, purpose: str, kind: CollectiveKind, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> PlannedCollective:
         axes = tuple(axis for axis in self.layout.mesh.axes if axis in self.layout.group_axes)
-        num_bytes = math.prod(shape) * dtype.itemsize * (self.num_ranks - 1) // self.num_ranks
+        passes = 2 if kind == "all-reduce" else 1  # a reduce-scatter and an all-gather
+        num_bytes = passes * math.prod(shape) * dtype.itemsize * (self.num_ranks - 1) // self.num_ranks
         return PlannedCollective(purpose, kind, axes, num_bytes)
 
 
 class Strategy(Protocol):
     """A way to dispatch tokens between ranks: it makes a `Dispatcher`, and lists its collectives and saved tensors.
 
-    A new strategy is a file with a class like `RingOfExperts`, and a line in `STRATEGIES` of `maxmoe.parallel`.
+    CONTRIBUTING.md lists what a new strategy needs.
 
     Attributes:
         keeps_sequences: whether the rank of an expert gets whole sequences, which `capacity_factor` needs.

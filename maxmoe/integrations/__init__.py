@@ -1,1 +1,1 @@
-"""What connects maxmoe with other libraries."""
+"""Integrations with other libraries."""

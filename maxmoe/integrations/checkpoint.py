@@ -1,6 +1,6 @@
-"""Reading and writing the safetensors checkpoints of published models, the part of the Mixture-of-Experts layers.
+"""Reading and writing of Mixture-of-Experts layers in the safetensors checkpoints of published models.
 
-One expert at a time: beside the layers there is memory for one expert, whatever the size of the checkpoint.
+Weights are copied one expert at a time, so that the additional memory does not depend on the size of the checkpoint.
 """
 
 import json
@@ -23,17 +23,17 @@ _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", t
 
 @torch.no_grad()
 def read_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str) -> None:
-    """Read the weights of layers from a checkpoint, with a tensor for each expert or all experts in one.
+    """Read the weights of layers from a checkpoint, with one tensor per expert or with stacked experts.
 
     Args:
-        path: a safetensors file, or a folder with the files of one model.
-        layers: by the name of the decoder's block they are in, such as ``{"model.layers.3": layer}``; their memory is
-            written, in their dtype.
-        family: the `model_type` in the config of the model, as "mixtral".
+        path: safetensors file, or folder with the files of one model.
+        layers: layers by the name of their block in the decoder, such as ``{"model.layers.3": layer}``. They are
+            overwritten, in their dtype.
+        family: `model_type` in the config of the model, such as "mixtral".
 
     Raises:
-        ValueError: if the family is not known, for a file that is not of safetensors, and if the tensors are not those
-            of the layers.
+        ValueError: for an unknown family, for a file that is not in safetensors format, and for tensors with other
+            names or shapes than those of the layers.
     """
     known = _family(family)
     with ExitStack() as stack:
@@ -47,28 +47,29 @@ def read_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str) ->
 
 @torch.no_grad()
 def write_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str, *, stacked: bool = False) -> None:
-    """Write the weights of layers as a published checkpoint has them.
+    """Write the weights of layers with the names and layout of published checkpoints.
 
     Args:
-        path: of the safetensors file, which is overwritten.
-        layers: by the name of the decoder's block they are in, such as ``{"model.layers.3": layer}``.
-        family: the `model_type` in the config of the model, as "mixtral".
-        stacked: all experts in one tensor, named as in the models of transformers; otherwise as published.
+        path: safetensors file, which is overwritten.
+        layers: layers by the name of their block in the decoder, such as ``{"model.layers.3": layer}``.
+        family: `model_type` in the config of the model, such as "mixtral".
+        stacked: write all experts in one tensor, with the names of the models in transformers.
 
     Raises:
-        ValueError: if the family is not known, or a layer has parameters that the family has not.
+        ValueError: for an unknown family, and for a layer with parameters that the family lacks.
     """
     layout = _family(family).block if stacked else _family(family).checkpoint
     tensors: dict[str, Held] = {}
     for block, layer in layers.items():
         of_layer = layout.tensors(_state(block, layer))
         tensors |= {f"{block}.{layout.module}.{key}": held for key, held in of_layer.items()}
-    # As the format's own library orders them: then every tensor is aligned to its dtype.
+    # In the order of the safetensors library, in which every tensor is aligned to its dtype.
     order = sorted(tensors, key=lambda key: (-tensors[key].parameters[0].itemsize, key))
     with Path(path).open("wb") as file:
         _write_header(file, {key: tensors[key] for key in order})
         for key in order:
-            for tensor in _parts(tensors[key]):
+            for _, parameters in _experts(tensors[key]):
+                tensor = tensors[key].entry.join(parameters)
                 file.write(tensor.cpu().view(torch.uint8).numpy().data)
 
 
@@ -87,7 +88,7 @@ def _state(block: str, layer: MoE) -> dict[str, Tensor]:
 
 
 def _open(path: Path, stack: ExitStack) -> dict[str, Any]:
-    """The open file of every key."""
+    """Open all files of a checkpoint, and return the file of every key."""
     paths = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not paths:
         raise ValueError(f"{path} must be a safetensors file or a folder of them, got a folder without any")
@@ -123,13 +124,13 @@ def _read_layer(where: str, block: str, layer: MoE, in_block: Mapping[str, Any],
     tensors = layout.tensors(_state(block, layer))
     _check(f"{where}: {base}", slices, tensors)
     for key, held in tensors.items():
-        for source, parameters in _read(slices[key], held):
-            for view, parameter in zip(held.entry.views(source), parameters, strict=True):
+        for index, parameters in _experts(held):
+            for view, parameter in zip(held.entry.views(slices[key][index]), parameters, strict=True):
                 parameter.copy_(view)
 
 
 def _layout_of(in_block: Mapping[str, Any], family: Family, where: str) -> Layout:
-    """The layout whose experts the checkpoint has: that of published checkpoints, or as in memory."""
+    """Return the layout whose expert names are in the checkpoint: the published one, or the stacked one in memory."""
 
     def has(layout: Layout) -> bool:
         ends = [f"{layout.module}.{entry.key}".split("{expert}") for entry in layout.entries if entry.is_of_experts]
@@ -152,26 +153,17 @@ def _check(where: str, slices: Mapping[str, Any], tensors: Mapping[str, Held]) -
             raise ValueError(f"{where}: {key} must be of {kinds}, got {part.get_dtype()}; dequantise it first")
 
 
-def _read(source: Any, held: Held) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """A tensor of the file, one expert at a time where it is a stack, and our parameters for it."""
+def _experts(held: Held) -> Iterator[tuple[Any, list[Tensor]]]:
+    """Yield the index and the parameters of each expert in a stack, or of a whole tensor that is none."""
     if not held.entry.is_stack:
-        yield source[...], held.parameters
+        yield ..., held.parameters
         return
     for expert in range(len(held.parameters[0])):
-        yield source[expert], [parameter[expert] for parameter in held.parameters]
-
-
-def _parts(held: Held) -> Iterator[Tensor]:
-    """The tensor to write, one expert at a time where it is a stack."""
-    if not held.entry.is_stack:
-        yield held.entry.join(held.parameters)
-        return
-    for expert in range(len(held.parameters[0])):
-        yield held.entry.join([parameter[expert] for parameter in held.parameters])
+        yield expert, [parameter[expert] for parameter in held.parameters]
 
 
 def _write_header(file: BinaryIO, tensors: Mapping[str, Held]) -> None:
-    """The length of the header in 8 bytes, then the header, padded to 8 bytes.
+    """Write the length of the header in 8 bytes, then the header, padded to 8 bytes.
 
     Source: https://github.com/huggingface/safetensors#format
     """

@@ -69,7 +69,7 @@ class Attention(Checkpointed):
         )
         start = self.token_group.first_position(x.shape[1])
         queries, keys = rotate(queries, self.rope_theta, start), rotate(keys, self.rope_theta, start)
-        # If sequences are sharded, this rank has the queries of its part, and gathers the keys and values of all parts.
+        # If sequences are sharded, this rank has a shard of the queries, and gathers all keys and values.
         keys, values = (self.token_group.all_gather_sequence(part, dim=2) for part in (keys, values))
         documents = None
         if document_ids is not None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from maxmoe._torch import register_namedtuple
 from maxmoe.config import MoEConfig
+from maxmoe.load import MoEStats
 from maxmoe.models.attention import Attention
 from maxmoe.models.config import DecoderConfig
 from maxmoe.models.feed_forward import FeedForward
@@ -24,7 +25,6 @@ from maxmoe.nn import (
     Checkpointed,
     Declaration,
     MoE,
-    MoEStats,
     ResidualStream,
     SavedTensor,
     keep_routing,

@@ -14,10 +14,7 @@ class Norm(Checkpointed, nn.RMSNorm):
     @property
     def declaration(self) -> Declaration:
         """Declare logical names and saved tensors."""
-        return Declaration(
-            logical_names={"weight": ("norm",)},
-            saved_tensors=self._saved_tensors,
-        )
+        return Declaration(logical_names={"weight": ("norm",)}, saved_tensors=self._saved_tensors)
 
     def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
         """Describe the input, the normalized input and the scale factors, all in float32 or wider."""
@@ -27,7 +24,7 @@ class Norm(Checkpointed, nn.RMSNorm):
         shapes = {"wide_input": width, "normalized": width, "factors": 1}
         saved = {name: SavedTensor((batch, length, size), gathered, wide) for name, size in shapes.items()}
         if self.is_recomputed:
-            if wide == dtype:  # then the wide input is the argument itself
+            if wide == dtype:  # then the wide input is the argument
                 del saved["wide_input"]
             saved["argument"] = SavedTensor((batch, length, width), (*TOKEN_DIMS, "activation_embed"))
         return self.mark_saved(saved, "argument")

@@ -1,7 +1,6 @@
 """Mixture-of-Experts layer and its parts."""
 
 from maxmoe.declaration import TOKEN_DIMS, Declaration, LogicalNames, ResidualStream, SavedTensor
-from maxmoe.load import MoEStats, StatsAccumulator, StepStats
 from maxmoe.nn.dense_dispatcher import local_dispatcher
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, ExpertRunner, Future, LocalDispatcher, LocalExperts
 from maxmoe.nn.experts import Experts, SharedExperts
@@ -33,15 +32,12 @@ __all__ = [
     "MoE",
     "MoEFeedForward",
     "MoEOutput",
-    "MoEStats",
     "ResidualStream",
     "Router",
     "Routing",
     "RoutingRecord",
     "SavedTensor",
     "SharedExperts",
-    "StatsAccumulator",
-    "StepStats",
     "TensorParallelRegion",
     "TokenGroup",
     "TopK",

@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from maxmoe.config import MoEConfig
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
-from maxmoe.nn.activation import activate
+from maxmoe.nn.dense_activation import activate
 from maxmoe.ops import RaggedPlan, expert_ffn, linear, ragged_plan
 
 

@@ -14,9 +14,6 @@ def force_aten(enabled: bool = True) -> Iterator[None]:
 
     Args:
         enabled: whether to force ATen; False enables the kernels inside of an outer `force_aten`.
-
-    Yields:
-        Nothing.
     """
     before = _C.force_aten(enabled)
     try:

@@ -1,4 +1,4 @@
-"""Memory of results and work space."""
+"""Cache of the memory of results and work space."""
 
 from maxmoe import _C
 

@@ -54,9 +54,6 @@ def expert_ffn(
     Returns:
         ``(T, D)``, dtype of x, weighted sum of the outputs over the experts of each token.
 
-    Raises:
-        ValueError: for a wrong argument.
-
     Source: SonicMoE (arXiv:2512.14080) for the choice of saved tensors.
     """
     out: Tensor = torch.ops.maxmoe.expert_ffn(
@@ -131,6 +128,6 @@ def _expert_ffn_backward_fake(
 
     tensors = (x, weights, gate, up, down, gate_bias, up_bias, down_bias)
     gradients = [gradient(wanted, tensor) for wanted, tensor in zip(output_mask, tensors, strict=True)]
-    of_weights = rows.shape[0] if output_mask[1] else 0
-    gradients[1] = x.new_empty(of_weights, dtype=torch.promote_types(x.dtype, torch.float32))
+    num_slots = rows.shape[0] if output_mask[1] else 0
+    gradients[1] = x.new_empty(num_slots, dtype=torch.promote_types(x.dtype, torch.float32))
     return gradients

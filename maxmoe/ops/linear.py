@@ -25,9 +25,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: 
 
     Returns:
         ``(T, E)``, `out_dtype`, output.
-
-    Raises:
-        ValueError: for sizes that do not fit or another wrong argument.
     """
     out: Tensor = torch.ops.maxmoe.linear(x, weight, bias, out_dtype=out_dtype)
     return out

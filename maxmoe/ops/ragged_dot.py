@@ -19,9 +19,6 @@ def ragged_dot(a: Tensor, b: Tensor, index: Tensor, group_size: int = 1) -> Tens
 
     Returns:
         ``(M,)``, float32 or wider, dot products.
-
-    Raises:
-        ValueError: for an index out of range or another wrong argument.
     """
     out: Tensor = torch.ops.maxmoe.ragged_dot(a, b, index, group_size)
     return out

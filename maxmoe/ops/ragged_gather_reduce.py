@@ -31,9 +31,6 @@ def ragged_gather_reduce(
     Returns:
         ``(M / group_size, D)``, dtype of rows, sums.
 
-    Raises:
-        ValueError: for an index out of range or another wrong argument.
-
     Source: MaxText `ragged_gather_reduce`.
     """
     out: Tensor = torch.ops.maxmoe.ragged_gather_reduce(rows, index, group_size, weights, valid=valid)
@@ -41,12 +38,5 @@ def ragged_gather_reduce(
 
 
 @register_fake("ragged_gather_reduce")
-def _ragged_gather_reduce_fake(
-    rows: Tensor,
-    index: Tensor,
-    group_size: int,
-    weights: Tensor | None = None,
-    *,
-    valid: Tensor | None = None,
-) -> Tensor:
+def _ragged_gather_reduce_fake(rows: Tensor, index: Tensor, group_size: int, *_: object, **__: object) -> Tensor:
     return rows.new_empty(index.shape[0] // group_size, rows.shape[1])

@@ -28,14 +28,11 @@ class RaggedPlan(NamedTuple):
 
     @classmethod
     def of_sorted_rows(cls, num_rows: int, group_sizes: Tensor) -> "RaggedPlan":
-        """Return the plan of rows that are already sorted by expert, each a token with K = 1.
+        """Return the plan of rows that are sorted by expert, each a token with K = 1, so that row i belongs to slot i.
 
         Args:
             num_rows: R, number of rows.
             group_sizes: ``(L,)``, int64, number of rows of each local expert; the sum is R.
-
-        Returns:
-            Plan in which row i belongs to slot i.
         """
         order = torch.arange(num_rows, device=group_sizes.device)
         return cls(order, order, group_sizes, group_sizes.new_zeros(()), 1)
@@ -65,12 +62,6 @@ def ragged_plan(
             rows may be unused.
         num_rows: R, if known, such as T * K if every slot has a local expert. Shapes are then static under
             torch.compile, and the host does not wait for the device. On devices other than the CPU it may exceed R.
-
-    Returns:
-        Plan of the local slots.
-
-    Raises:
-        ValueError: for an expert out of range, a wrong `num_rows` or another wrong argument.
 
     Source: MaxText `ring_ragged_sort`, in one sort instead of two.
     """

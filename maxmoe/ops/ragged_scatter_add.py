@@ -25,16 +25,11 @@ def ragged_scatter_add(
 
     Returns:
         ``(num_rows, D)``, dtype of rows, sums.
-
-    Raises:
-        ValueError: for an index out of range or another wrong argument.
     """
     out: Tensor = torch.ops.maxmoe.ragged_scatter_add(rows, index, num_rows, group_size, weights)
     return out
 
 
 @register_fake("ragged_scatter_add")
-def _ragged_scatter_add_fake(
-    rows: Tensor, index: Tensor, num_rows: int, group_size: int = 1, weights: Tensor | None = None
-) -> Tensor:
+def _ragged_scatter_add_fake(rows: Tensor, index: Tensor, num_rows: int, *_: object) -> Tensor:
     return rows.new_empty(num_rows, rows.shape[1])

@@ -23,9 +23,6 @@ def ragged_unsort(rows: Tensor, plan: RaggedPlan, weights: Tensor | None = None)
     Returns:
         ``(T, D)``, dtype of rows, sums.
 
-    Raises:
-        ValueError: for fewer rows than the plan has or another wrong argument.
-
     Source: MaxText `ring_ragged_unsort`, with the gradient of the weights that it drops.
     """
     out: Tensor = torch.ops.maxmoe.ragged_unsort(rows, plan.slots, plan.rows, plan.top_k, weights)
@@ -33,7 +30,5 @@ def ragged_unsort(rows: Tensor, plan: RaggedPlan, weights: Tensor | None = None)
 
 
 @register_fake("ragged_unsort")
-def _ragged_unsort_fake(
-    rows: Tensor, slots: Tensor, row_of_slot: Tensor, top_k: int, weights: Tensor | None = None
-) -> Tensor:
+def _ragged_unsort_fake(rows: Tensor, slots: Tensor, row_of_slot: Tensor, top_k: int, *_: object) -> Tensor:
     return rows.new_empty(row_of_slot.shape[0] // top_k, rows.shape[1])

@@ -21,9 +21,6 @@ def tgmm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, num_local_groups: int, *
     Returns:
         ``(L, D, F)``, dtype of lhs, products.
 
-    Raises:
-        ValueError: for sizes that do not fit or another wrong argument.
-
     Source: MaxText `tgmm`.
     """
     out: Tensor = torch.ops.maxmoe.tgmm(lhs, rhs, group_sizes, num_local_groups, group_offset=group_offset)
@@ -31,7 +28,5 @@ def tgmm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, num_local_groups: int, *
 
 
 @register_fake("tgmm")
-def _tgmm_fake(
-    lhs: Tensor, rhs: Tensor, group_sizes: Tensor, num_local_groups: int, *, group_offset: int = 0
-) -> Tensor:
+def _tgmm_fake(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, num_local_groups: int, **_: object) -> Tensor:
     return lhs.new_empty(num_local_groups, lhs.shape[1], rhs.shape[1])

@@ -89,9 +89,7 @@ class DistributedNewtonSchulz:
 
     The computation of a bucket overlaps with the gather of the next one and the scatter of the previous one; no other
     bucket is in memory. Parameters without a gradient take part as well, so that all ranks call the same collectives.
-
-    Args:
-        parameters: parameters on one mesh, with one dtype of Newton-Schulz.
+    All parameters have the same mesh and the same dtype of Newton-Schulz.
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
@@ -130,23 +128,15 @@ class DistributedNewtonSchulz:
     def start(self, update: Update) -> None:
         """Start to gather the first bucket.
 
-        Args:
-            update: returns this rank's shard of the update of a parameter, which is overwritten with the result. It is
-                called once per parameter and step, when the first matrices of the parameter are gathered.
+        `update` returns this rank's shard of the update of a parameter, which is overwritten with the result. It is
+        called once per parameter, when the first matrices of the parameter are gathered.
         """
         self._update = update
         self._updates: dict[int, Tensor] = {}
         self._gathered = self._gather(self._buckets[0])
 
     def finish(self, orthogonalize: Orthogonalize) -> Iterator[tuple[ShardedParameter, Tensor]]:
-        """Orthogonalise the matrices of this rank and receive the results of the other owners.
-
-        Args:
-            orthogonalize: takes matrices ``(n, out, in)`` and their parameter; returns the orthogonalised matrices.
-
-        Yields:
-            Each parameter with this rank's shard of the result, after the bucket with its last matrices.
-        """
+        """Orthogonalise the matrices ``(n, out, in)`` of this rank, and yield its shard of the result per parameter."""
         previous: tuple[_Bucket, _AllToAll] | None = None
         for number, bucket in enumerate(self._buckets):
             gathered = self._gathered
@@ -252,7 +242,7 @@ def _unpack(buffer: Tensor, views: Iterable[Tensor]) -> None:
 
 
 def distributed_newton_schulz(parameters: Iterable[ShardedParameter]) -> list[DistributedNewtonSchulz]:
-    """Group parameters by mesh and dtype, without those of which every rank holds whole matrices."""
+    """Group the parameters with sharded matrices by mesh and dtype."""
     groups: dict[tuple[DeviceMesh, torch.dtype], list[ShardedParameter]] = {}
     for sharded in parameters:
         if sharded.parameter.numel() and sharded.stacks:

@@ -20,12 +20,12 @@ from maxmoe.optim.validation import OPTIONS, check_parameter, check_state_dict, 
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon, with AdamW for the parameters that are no matrices.
+    """Muon, with AdamW for the parameters that are not matrices.
 
         B = mu B + (1 - mu) g,   U = NS(mu B + (1 - mu) g)   (Nesterov; else NS(B))
         w = (1 - lr weight_decay) w - lr s U,   s = sqrt(max(1, out / in))
 
-    Names and defaults are those of `torch.optim.Muon`; for 2-D parameters, results are bitwise equal. A parameter of
+    Names and defaults are those of `torch.optim.Muon`; for 2-D parameters, results are bitwise equal. A parameter with
     more dims is a stack of matrices, orthogonalised by batched products. Parameters may be DTensors with any sharding.
     Whole matrices are orthogonalised on every rank that holds them. A sharded matrix is gathered on one rank, its
     owner, orthogonalised there and scattered again.
@@ -46,8 +46,8 @@ class Muon(torch.optim.Optimizer):
         ns_dtype: dtype of Newton-Schulz; None for bfloat16 if the device multiplies it, else float32.
 
     Raises:
-        ValueError: for an unknown key of a group, with the nearest; for values out of range; for parameters that are
-            no matrices; if no parameter is for Muon.
+        ValueError: for an unknown key of a group, with the most similar keys; for values out of range; for parameters
+            that are not matrices; if no parameter is for Muon.
 
     Example:
         ``optimizer = Muon(parameter_groups(model), lr=1e-3, adjust_lr_fn="match_rms_adamw")``
@@ -90,14 +90,7 @@ class Muon(torch.optim.Optimizer):
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, with defaults for the options that it lacks.
-
-        Args:
-            param_group: a group as in `params` of the class.
-
-        Raises:
-            ValueError: for unknown keys, values out of range and parameters that are no matrices.
-        """
+        """Add a group of parameters as in `params`, with defaults for the options that it lacks."""
         group = complete_group(param_group, self.defaults)
         super().add_param_group(group)
         for key in self.defaults.keys() - OPTIONS[group["algorithm"]]:  # torch has added them
@@ -115,25 +108,15 @@ class Muon(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict that was saved on any mesh.
 
-        Args:
-            state_dict: result of `state_dict` for a model with the same parameters.
-
         Raises:
-            ValueError: for the state of another model or optimizer, with the names; the optimizer is unchanged then.
+            ValueError: for the state of another model or optimizer; the optimizer is then unchanged.
         """
         check_state_dict(self.param_groups, state_dict)
         super().load_state_dict({**state_dict})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient. On a mesh all ranks must call it.
-
-        Args:
-            closure: computes the loss again.
-
-        Returns:
-            The result of the closure.
-        """
+        """Update all parameters that have a gradient, and return the result of `closure`. All ranks must call it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

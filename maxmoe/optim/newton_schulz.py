@@ -1,4 +1,4 @@
-"""The matrices in a parameter, and Newton-Schulz: their nearest semi-orthogonal matrices, by products alone."""
+"""Matrices in a parameter, and Newton-Schulz: approximate the nearest semi-orthogonal matrices by products."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
@@ -30,14 +30,7 @@ class Matrix(NamedTuple):
     fused_gate: FusedGate | None = None
 
     def views(self, tensor: Tensor) -> list[Tensor]:
-        """View a tensor as matrices.
-
-        Args:
-            tensor: ``(..., out, in)`` or ``(..., in, out)``, by `input_dim`.
-
-        Returns:
-            One view ``(..., out, in)``; gate and up ``(..., out / 2, in)`` if they are fused.
-        """
+        """Return a view ``(..., out, in)`` of a tensor; if fused, views ``(..., out / 2, in)`` of gate and up."""
         matrices = tensor if self.input_dim == -1 else tensor.mT
         if self.fused_gate is None:
             return [matrices]

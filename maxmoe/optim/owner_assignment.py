@@ -1,4 +1,4 @@
-"""Which shards of matrices every rank holds, and which rank orthogonalises each matrix: its owner."""
+"""Shards of matrices on every rank, and the owner of each matrix: the rank that orthogonalises it."""
 
 import heapq
 import itertools
@@ -64,7 +64,7 @@ class OwnerAssignment(NamedTuple):
 
     Args:
         stack: index of the stack.
-        matrices: range of the matrices among the matrices of which the holders have shards.
+        matrices: range of the matrices, among those whose shards the holders hold.
         owner: rank that orthogonalises the matrices.
         senders: ranks that send their shards to the owner, one rank per distinct shard.
         holders: all ranks that hold a shard of the matrices and receive their shard of the results.
@@ -102,7 +102,7 @@ def matrix_stacks(
 
 
 def _matrix_shard(ranges: Sequence[Range], outputs: range, matrix: Matrix) -> MatrixShard:
-    """Return a rank's shard of the matrices whose rows are `outputs`; `ranges` are those of its parameter shard."""
+    """Return the shard of the matrices with rows `outputs` that a rank with these `ranges` of the parameter holds."""
     *stacked, _, _ = ranges
     held, columns = ranges[-3 - matrix.input_dim], ranges[matrix.input_dim]
     first, last = (bisect_left(outputs, bound) for bound in held)
@@ -150,14 +150,8 @@ def assign_owners(stacks: Sequence[MatrixStack], bucket_size: int) -> list[list[
     """Assign every matrix to an owner, in buckets. The result is the same on every rank.
 
     Each matrix goes to the rank with the least work so far among those that hold a shard of it. Consecutive matrices
-    of a stack are assigned together. If several ranks hold the same shard, one of them sends it to the owner.
-
-    Args:
-        stacks: stacks of matrices, in the same order on every rank.
-        bucket_size: number of matrix elements per rank after which a bucket ends.
-
-    Returns:
-        The assignments of each bucket.
+    of a stack are assigned together. If several ranks hold the same shard, one of them sends it to the owner. A bucket
+    ends after `bucket_size` matrix elements per rank.
     """
     loads: dict[int, int] = defaultdict(int)
     buckets: list[list[OwnerAssignment]] = [[]]

@@ -59,7 +59,7 @@ class ParameterGroups(list[dict[str, Any]]):
         self.choices, self.frozen = tuple(choices), tuple(frozen)
 
     def __str__(self) -> str:
-        rows = [("parameter", "shape", "optimizer", "matrices", "because of")]
+        rows = [("parameter", "shape", "optimizer", "matrices", "reason")]
         for choice in self.choices:
             shape = " x ".join(map(str, choice.shape))
             matrices = "" if choice.matrix is None else str(choice.matrix)
@@ -84,16 +84,16 @@ def parameter_groups(
 
     Args:
         model: before or after `maxmoe.parallelize`; make the optimizer after it.
-        overrides: other choices, by path of the parameter or pattern with ``*``; the first that matches counts:
-            "adamw", or the `Matrix` that says which dim is the input.
+        overrides: choices by path of the parameter, or pattern with ``*``: "adamw", or a `Matrix` with the input dim.
+            The first match counts.
         adamw: options of the groups of AdamW, with the names of `torch.optim.AdamW`: lr, betas, eps, weight_decay.
 
     Returns:
-        The groups, a list of dicts. `print` shows every choice and its reason.
+        List of groups. `print` shows every choice and its reason.
 
     Raises:
-        ValueError: for an override that matches no parameter, with the nearest name; for parameters with more dims
-            than their logical names explain.
+        ValueError: for an override that matches no parameter, with the most similar names; for a parameter whose input
+            and output dims are unknown.
 
     Example:
         ``Muon(parameter_groups(model, {"router.*": Matrix()}, adamw={"betas": (0.9, 0.95)}), lr=1e-3)``
@@ -132,7 +132,7 @@ def choose(model: nn.Module, overrides: Mapping[str, Override]) -> list[Choice]:
 
 
 def _check_overrides(overrides: Mapping[str, Override], names: Mapping[str, object]) -> None:
-    """Raise for an override that matches no parameter, and for a value that is no choice."""
+    """Raise for an override that matches no parameter, and for an invalid choice."""
     for pattern, choice in overrides.items():
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(
@@ -177,17 +177,17 @@ class _Chooser:
         return Choice(name, shape, matrix, reason, len(dims))
 
     def problem(self, choice: Choice) -> str | None:
-        """Say why a choice cannot be made, for messages; None if it can."""
+        """Return why a choice is invalid, for messages; None if it is valid."""
         matrix, shape, names = choice.matrix, choice.shape, self.names.get(choice.name)
         if matrix is None:
-            of_names = "no logical names" if names is None else f"the logical names {names}"
-            return None if choice.reason else f"{choice.name} of shape {shape} with {of_names}"
+            described = "no logical names" if names is None else f"the logical names {names}"
+            return None if choice.reason else f"{choice.name} of shape {shape} with {described}"
         if len(shape) >= 2 and (matrix.fused_gate is None or shape[-3 - matrix.input_dim] % 2 == 0):
             return None
         return f"{choice.name} of shape {shape}, which are no matrices {matrix}"
 
     def _by_names(self, name: str, parameter: nn.Parameter, dims: Sequence[object]) -> tuple[Matrix | None, str | None]:
-        """Choose by the logical names, of which `dims` are not stacked."""
+        """Choose by the logical names; `dims` are those that are not stacked."""
         if name in self.declared:
             return self.declared[name], ""
         if len(dims) < 2:

@@ -1,4 +1,4 @@
-"""Checks of what `Muon` is given: options of parameter groups, parameters, state dicts."""
+"""Checks of the options of parameter groups, parameters and state dicts of `Muon`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args

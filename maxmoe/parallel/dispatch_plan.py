@@ -153,7 +153,10 @@ def plan_dispatch(
         strategy = dispatch
     plan = replace(local, strategy=strategy, reason=reason, expert_axes=axes, token_axes=token_axes)
     if config.capacity_factor is not None and not plan.strategy_class.keeps_sequences:
-        raise ValueError(f"{strategy} sends rows, no sequences: capacity_factor needs dispatch='ring_of_experts'")
+        able = [name for name, (communicating, _) in STRATEGIES.items() if communicating.keeps_sequences]
+        raise ValueError(
+            f"{strategy} sends rows, no sequences: capacity_factor needs dispatch={' or '.join(map(repr, able))}"
+        )
     return plan
 
 

@@ -97,14 +97,15 @@ class ParameterHooks:
                     # incremented, it raises for those that the backward needs.
                     increment_version(tensor)
             # Each output calls this. The first call fills the storages, later ones find them filled.
-            needed = [parameter for parameter in gathered if parameter.is_needed]
-            for parameter in needed:
+            if not any(parameter.is_needed for parameter in gathered):
+                return
+            for parameter in gathered:
                 parameter.check_version()
             # FSDP gathers its parameters in a hook on the output of its module. If that is an output of this unit too,
             # FSDP's hook comes later. For parameters that are unsharded already, this does nothing.
-            for fsdp_module in self._fsdp_modules if needed else ():
+            for fsdp_module in self._fsdp_modules:
                 fsdp_module.unshard()
-            for parameter in needed:
+            for parameter in gathered:
                 parameter.refill()
 
         for gathered_parameter in gathered:
@@ -156,8 +157,8 @@ class GatheredParameter:
         return self._storage.is_needed
 
     def check_version(self) -> None:
-        """Raise, on every rank and before any collective, if the parameter has been modified since the forward."""
-        if self._version.is_outdated:
+        """Raise, on every rank and before any collective, if the parameter is needed and has been modified."""
+        if self.is_needed and self._version.is_outdated:
             raise RuntimeError(
                 f"{self._version.name} is needed for gradient computation, but has been modified by an inplace "
                 "operation since the forward: call backward before optimizer.step()"
@@ -165,8 +166,9 @@ class GatheredParameter:
 
     @torch.no_grad()
     def refill(self) -> None:
-        """Gather the parameter again."""
-        self._storage.fill(self._gather())
+        """Gather the parameter again if it is needed."""
+        if self.is_needed:
+            self._storage.fill(self._gather())
 
 
 def _has_later_backward() -> bool:

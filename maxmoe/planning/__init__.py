@@ -1,4 +1,4 @@
-"""What a plan costs before there is a cluster: where parameters go and why, memory of a rank, collectives of a step."""
+"""Costs of a plan, without a cluster: the sharding of each parameter, memory per rank, communication per step."""
 
 from maxmoe.planning.estimate import Estimate, estimate
 from maxmoe.planning.explain import Explanation, explain

@@ -1,4 +1,4 @@
-"""The memory of a rank and the bytes that it exchanges in a training step, without running any."""
+"""Memory per rank and bytes communicated per training step, without running a step."""
 
 import math
 from collections import defaultdict
@@ -14,7 +14,7 @@ from maxmoe.optim.parameter_groups import choose
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.plan import ParameterPlan, Plan, enclosing
 from maxmoe.planning.communication import activation_communication, dispatch_communication, parameter_communication
-from maxmoe.planning.explain import quiet_plan
+from maxmoe.planning.explain import plan_without_warnings
 from maxmoe.planning.optimizer_communication import muon_communication
 from maxmoe.planning.saved_tensors import saved_tensors
 from maxmoe.planning.traffic import Traffic, traffic_of
@@ -28,12 +28,12 @@ Optimizer = Literal["adamw", "muon"]
 
 @dataclass(frozen=True)
 class Estimate:
-    """What `estimate` returns; as a string, two tables as wide as the terminal.
+    """Result of `estimate`. As a string, two tables as wide as the terminal.
 
     Args:
-        memory: bytes of a rank at the beginning of the backward, by what they are for. "activations" are kept from
-            the forward to the backward; "recomputed activations" are those of the module that has most of them.
-        traffic: of a rank in one step, without the all-reduces of losses, statistics and the norm of the gradients.
+        memory: bytes per rank at the beginning of the backward, by purpose. "activations" are saved from the forward
+            to the backward; "recomputed activations" are those of the module with the most.
+        traffic: collectives per step, without the all-reduces of losses, statistics and the gradient norm.
     """
 
     memory: dict[str, int]
@@ -41,8 +41,8 @@ class Estimate:
 
     def __str__(self) -> str:
         lines = [(name, readable_bytes(count)) for name, count in self.memory.items()]
-        memory = [("memory of a rank", "bytes"), *lines, ("total", readable_bytes(sum(self.memory.values())))]
-        traffic = [("collectives of a step", "kind", "axis", "times", "bytes sent, and received, by a rank")]
+        memory = [("memory per rank", "bytes"), *lines, ("total", readable_bytes(sum(self.memory.values())))]
+        traffic = [("collectives per step", "kind", "axis", "times", "bytes sent per rank")]
         traffic += [row.cells for row in self.traffic]
         total = readable_bytes(sum(row.bytes for row in self.traffic))
         traffic.append(("total", "", "", str(sum(row.times for row in self.traffic)), total))
@@ -62,40 +62,33 @@ def estimate(
     num_chunks: int = 1,
     allow_unused: bool = False,
 ) -> Estimate:
-    """Estimate what a parallelized module needs: memory, and the collectives of a step.
+    """Estimate the memory per rank and the communication per training step of a module on a mesh.
 
-    Gradients and the state of the optimizer have the dtype of the parameters, as in `torch.optim`. AdamW keeps two
-    numbers per parameter, and has no collectives. Muon keeps one for the parameters that
-    `maxmoe.optim.parameter_groups` gives to it, and exchanges the matrices that no rank holds whole, in the dtype that
-    it takes on the device of the parameters.
+    Gradients and optimizer state have the dtype of the parameters, as in `torch.optim`. AdamW keeps two elements per
+    parameter element and does not communicate. Muon keeps one for the parameters that `maxmoe.optim.parameter_groups`
+    assigns to it, and communicates sharded matrices in its default dtype on the device of the parameters.
 
-    Every weight is gathered in the forward and again in the backward. An embedding that is not the output projection
-    too is gathered in the forward only: it is counted twice all the same.
-
-    What the module recomputes is that of `maxmoe.set_recompute`. Of a recomputed module there is one at a time.
-
-    Routing is taken to be balanced: every expert gets as many tokens of every rank.
+    Every weight is counted as gathered in the forward and again in the backward; an untied embedding is gathered in
+    the forward only. Only one recomputed module (see `maxmoe.set_recompute`) is in memory at a time. Routing is assumed
+    to be balanced: every expert gets equally many tokens from every rank.
 
     Args:
-        module: whose parameters have one dtype, on the meta device or elsewhere; not parallelized yet.
-        mesh: planned or not.
-        rules: the table, or the name of a preset.
-        batch_size: sequences of a step, over all ranks.
-        sequence_length: their tokens.
-        optimizer: whose state is kept, and whose collectives are counted.
-        dispatch: see `maxmoe.parallelize`.
-        num_chunks: see `maxmoe.parallelize`.
-        allow_unused: see `maxmoe.parallelize`.
-
-    Returns:
-        The estimate.
+        module: module before `maxmoe.parallelize`, on any device, including meta, with parameters of one dtype.
+        mesh: mesh of real or planned ranks.
+        rules: table of rules, or the name of a preset.
+        batch_size: number of sequences per step, over all ranks.
+        sequence_length: number of tokens per sequence.
+        optimizer: optimizer whose state and collectives are counted.
+        dispatch: strategy for experts on other ranks, as for `maxmoe.parallelize`.
+        num_chunks: number of chunks of the tokens of a MoE layer.
+        allow_unused: accept rules and mesh axes without effect.
 
     Raises:
         ValueError: as `parameter_shardings`; for parameters of several dtypes; if axes that shard the tokens do not
             divide them.
     """
     rules = LogicalRules.load(rules)
-    plan = quiet_plan(module, mesh, rules, dispatch=dispatch, num_chunks=num_chunks, allow_unused=allow_unused)
+    plan = plan_without_warnings(module, mesh, rules, dispatch, num_chunks, allow_unused)
     parameters = list(plan.parameters.values())
     dtypes = {parameter.parameter.dtype for parameter in parameters}
     if len(dtypes) != 1:
@@ -111,7 +104,7 @@ def estimate(
         activations[_recomputed_for(plan, path, tensor)] += count
     memory = {
         "parameters": sum(stored),
-        "their gradients": sum(stored),
+        "gradients": sum(stored),
         f"state of {optimizer}": sum(size * count for size, count in zip(stored, states, strict=True)),
         "gathered parameters": _largest(part for parameter in parameters for part in _gathered(parameter)),
         "activations": activations.pop(None, 0),
@@ -126,14 +119,14 @@ def estimate(
 
 
 def _recomputed_for(plan: Plan, path: str, tensor: SavedTensor) -> str | None:
-    """Return the module whose backward computes a tensor again that a module at a path saves; None if it is kept."""
+    """Return the module whose backward recomputes a tensor that the module at `path` saves; None if it is kept."""
     _, *around = enclosing(path)
     outer = next((outer for outer in around if plan[outer].is_recomputed), None)
     return outer if outer is not None or tensor.is_kept else path
 
 
 def _largest(parts: Iterable[tuple[str | None, int]]) -> int:
-    """Add the bytes that last (None) to those of the largest module, of which there is one at a time."""
+    """Return the bytes for the whole step (None) plus those of the largest module: modules run one at a time."""
     totals: dict[str | None, int] = defaultdict(int)
     for block, count in parts:
         totals[block] += count
@@ -141,7 +134,7 @@ def _largest(parts: Iterable[tuple[str | None, int]]) -> int:
 
 
 def _gathered(parameter: ParameterPlan) -> Iterator[tuple[str | None, int]]:
-    """Gathered copies of a parameter, each for as long as the module runs that has gathered it."""
+    """Yield the bytes of each gathered copy of a parameter, with the module that frees it; None for the whole step."""
     if parameter.fsdp_block is not None:
         yield parameter.fsdp_block or None, parameter.bytes(parameter.unsharded)
     if parameter.is_gathered:

@@ -1,4 +1,4 @@
-"""Where every parameter goes, how tokens reach experts, and why."""
+"""Sharding of every parameter and dispatch of every Mixture-of-Experts layer, with the reasons."""
 
 import math
 import warnings
@@ -12,8 +12,8 @@ from maxmoe.parallel.parallelize import check_plan
 from maxmoe.parallel.parameter_sharding import ParameterSharding
 from maxmoe.parallel.plan import Plan
 from maxmoe.parallel.planner import make_plan
-from maxmoe.planning.explained_dispatch import ExplainedDispatch, dispatch_tables, explained_dispatch
-from maxmoe.planning.repeated_layers import grouped
+from maxmoe.planning.explained_dispatch import ExplainedDispatch, dispatch_tables, explain_dispatch
+from maxmoe.planning.repeated_layers import group_repeated
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.resolve import DroppedAxis
 from maxmoe.sharding.rules import LogicalRules
@@ -25,14 +25,14 @@ LARGE_SHARE = 0.01
 
 @dataclass(frozen=True)
 class ExplainedParameter:
-    """How a parameter is sharded, and why.
+    """Sharding of a parameter, and the rules that decided.
 
     Args:
-        name: its path.
-        parameter: its logical names, the axes that the rules give it and those that shard it.
-        rules: for each dim the axes of the rule that applies, None without one.
-        local_shape: of every rank's part.
-        local_bytes: of every rank's part.
+        name: path of the parameter.
+        parameter: logical names of the parameter, the axes that the rules request and those that shard it.
+        rules: for each dim, the axes of the rule that applies; None if no rule applies.
+        local_shape: shape of the shard of every rank.
+        local_bytes: bytes of the shard of every rank.
     """
 
     name: str
@@ -43,26 +43,26 @@ class ExplainedParameter:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank holds all of it."""
+        """Whether every rank holds the whole parameter."""
         return self.local_shape == self.parameter.shape
 
     @property
     def indivisible(self) -> tuple[DroppedAxis, ...]:
-        """The axes of the mesh that cannot shard it evenly."""
+        """Mesh axes that cannot shard the parameter evenly."""
         sizes = self.parameter.sharding.mesh.sizes
         return tuple(drop for drop in self.parameter.dropped if sizes.get(drop.axis, 1) > 1)
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` returns; as a string, tables as wide as the terminal.
+    """Result of `explain`. As a string, tables as wide as the terminal, with repeated layers in one row.
 
     Args:
-        mesh: of the ranks.
-        parameters: in the order of `named_parameters`, a shared one once.
-        dispatch: of the Mixture-of-Experts layers, in order.
-        unknown_names: logical names for which there is no rule.
-        axes_of_tokens: for names of activations, the axes of their rules that shard the tokens instead.
+        mesh: mesh of the plan.
+        parameters: parameters in the order of `named_parameters`, shared ones once.
+        dispatch: dispatch of each Mixture-of-Experts layer.
+        unknown_names: logical names without a rule.
+        axes_of_tokens: for each activation name, the axes of its rule without effect, because they shard the tokens.
     """
 
     mesh: Mesh
@@ -73,24 +73,24 @@ class Explanation:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in all parameters of all ranks, each counted once."""
+        """Number of elements of all parameters, over all ranks."""
         return sum(math.prod(parameter.parameter.shape) for parameter in self.parameters)
 
     @property
     def local_bytes(self) -> int:
-        """Of the parameters of a rank; all ranks hold as many."""
+        """Bytes of the parameters per rank, equal on all ranks."""
         return sum(parameter.local_bytes for parameter in self.parameters)
 
     @property
     def _groups(self) -> list[tuple[str, list[ExplainedParameter]]]:
-        return grouped(self.parameters, lambda parameter: parameter.name, lambda parameter: parameter.parameter)
+        return group_repeated(self.parameters, lambda parameter: parameter.name, lambda parameter: parameter.parameter)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What may not be as it was meant."""
+        """Parts of the plan that may be unintended."""
         large = [
             f"{label} is replicated on every rank: {readable_bytes(local_bytes)}, "
-            f"{local_bytes / self.local_bytes:.0%} of what a rank holds"
+            f"{local_bytes / self.local_bytes:.0%} of the parameters of a rank"
             for label, group in self._groups
             if group[0].is_replicated
             and self.mesh.num_ranks > 1
@@ -159,27 +159,23 @@ def explain(
     sequence_length: int | None = None,
     allow_unused: bool = False,
 ) -> Explanation:
-    """Say how `parallelize` shards every parameter of a module, how tokens reach experts, and why.
+    """Explain how `parallelize` shards every parameter of a module and dispatches tokens to experts, with the reasons.
 
     Args:
-        module: with logical names, see `Declaration`; may be on the meta device.
-        mesh: planned or not.
-        rules: the table, or the name of a preset.
-        dispatch: see `maxmoe.parallelize`.
-        num_chunks: see `maxmoe.parallelize`.
-        batch_size: sequences of a step, over all ranks; None leaves the collectives of dispatch out.
-        sequence_length: their tokens; None leaves the collectives of dispatch out.
-        allow_unused: see `maxmoe.parallelize`.
-
-    Returns:
-        The parameters with their rules, local shapes and bytes, and the dispatch of every Mixture-of-Experts layer; as
-        a string, tables with repeated layers in one row.
+        module: module with logical names (see `Declaration`), on any device, including meta.
+        mesh: mesh of real or planned ranks.
+        rules: table of rules, or the name of a preset.
+        dispatch: strategy for experts on other ranks, as for `maxmoe.parallelize`.
+        num_chunks: number of chunks of the tokens of a MoE layer.
+        allow_unused: accept rules and mesh axes without effect.
+        batch_size: number of sequences per step, over all ranks; None to leave out the collectives of the dispatch.
+        sequence_length: number of tokens per sequence; None to leave out the collectives of the dispatch.
 
     Raises:
         ValueError: as `parameter_shardings` and `plan_dispatch`; if axes that shard the tokens do not divide them.
     """
     rules = LogicalRules.load(rules)
-    plan = quiet_plan(module, mesh, rules, dispatch=dispatch, num_chunks=num_chunks, allow_unused=allow_unused)
+    plan = plan_without_warnings(module, mesh, rules, dispatch, num_chunks, allow_unused)
     parameters = plan.parameters
     tokens = None if batch_size is None or sequence_length is None else (batch_size, sequence_length)
     names = dict.fromkeys(name for parameter in parameters.values() for name in parameter.parameter.names or ())
@@ -195,16 +191,16 @@ def explain(
             )
             for name, _ in module.named_parameters()
         ),
-        tuple(explained_dispatch(plan, tokens, num_chunks)),
+        tuple(explain_dispatch(plan, tokens, num_chunks)),
         tuple(name for name in names if name is not None and name not in rules.names),
         plan.axes_of_tokens,
     )
 
 
-def quiet_plan(
-    module: nn.Module, mesh: Mesh, rules: LogicalRules, *, dispatch: Dispatch, num_chunks: int, allow_unused: bool
+def plan_without_warnings(
+    module: nn.Module, mesh: Mesh, rules: LogicalRules, dispatch: Dispatch, num_chunks: int, allow_unused: bool
 ) -> Plan:
-    """Make a plan without the warnings on names that no rule has: an explanation lists them."""
+    """Make a plan without the warnings on names without a rule, which `Explanation.warnings` lists."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = make_plan(module, mesh, rules, allow_unused=allow_unused, dispatch=dispatch)
@@ -213,6 +209,6 @@ def quiet_plan(
 
 
 def _applied_rules(parameter: ParameterSharding, rules: LogicalRules) -> tuple[tuple[str, ...] | None, ...]:
-    """For each dim the axes of its rule: `parameter.requested`, but None where no rule of its name could be applied."""
+    """Return for each dim the axes of its rule, as `parameter.requested`, but None if no rule applies."""
     names = parameter.names or (None,) * len(parameter.shape)
     return tuple(axes if (name, axes) in rules else None for name, axes in zip(names, parameter.requested, strict=True))

@@ -1,4 +1,4 @@
-"""What Muon sends in a step where no rank holds whole matrices."""
+"""Collectives of `maxmoe.optim.Muon` per optimizer step."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -13,22 +13,13 @@ from maxmoe.parallel.plan import Plan
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.planned_collective import PlannedCollective
 
-PURPOSES = ("Muon, parts of matrices to their owners", "Muon, results to the holders")
+PURPOSES = ("Muon, gather of matrices", "Muon, scatter of results")
 
 
 def muon_communication(plan: Plan, choices: Iterable[Choice], ns_dtype: torch.dtype) -> Iterator[PlannedCollective]:
-    """List the exchanges of `maxmoe.optim.Muon` in a step: one to the owners and one back per bucket.
+    """Yield the gather and the scatter of every bucket of sharded matrices, with the mean of the bytes over ranks."""
 
-    Args:
-        plan: of the model.
-        choices: of its parameters.
-        ns_dtype: of Newton-Schulz.
-
-    Yields:
-        Those of a step, with the mean of the bytes over ranks; none where ranks hold whole matrices.
-    """
-
-    @cache  # layers are alike
+    @cache  # because layers repeat
     def stacks_of(shape: tuple[int, ...], sharding: NamedSharding, matrix: Matrix) -> list[MatrixStack]:
         mesh_shape = [sharding.mesh.size(axis) for axis in sharding.mesh.axes] or [1]
         return matrix_stacks(shape, mesh_shape, sharding.placements, matrix)
@@ -50,7 +41,7 @@ def muon_communication(plan: Plan, choices: Iterable[Choice], ns_dtype: torch.dt
 
 
 def _elements(stacks: Sequence[MatrixStack], assignments: Sequence[OwnerAssignment]) -> tuple[int, int]:
-    """Count what leaves a rank, to the owners and back."""
+    """Count the elements that ranks send to each other in the gather and in the scatter."""
 
     @cache
     def held(stack: int, holders: tuple[int, ...]) -> int:

@@ -1,4 +1,4 @@
-"""One row for what is repeated in a model, layer by layer."""
+"""Grouping of the repeated layers of a model, for one table row per group."""
 
 import re
 from collections.abc import Callable, Hashable, Iterable
@@ -7,23 +7,14 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 
-def grouped(
-    items: Iterable[Item], path: Callable[[Item], str], facts: Callable[[Item], Hashable]
+def group_repeated(
+    items: Iterable[Item], path: Callable[[Item], str], key: Callable[[Item], Hashable]
 ) -> list[tuple[str, list[Item]]]:
-    """Group what differs in one number of its path only.
-
-    Args:
-        items: in order.
-        path: of an item in the model.
-        facts: equal for the items of a group.
-
-    Returns:
-        Labels, as "blocks.3-60.norm.weight x58", and the items of each.
-    """
+    """Group items with equal keys whose paths differ in one number, under labels as "blocks.3-60.norm.weight x58"."""
     groups: dict[Hashable, list[tuple[str, Item]]] = {}
     for item in items:
         prefix, number, suffix = re.fullmatch(r"(?:(.*?\.)??(\d+)(?=\.|$))?(.*)", path(item)).groups("")  # type: ignore[union-attr]
-        groups.setdefault((prefix, suffix, facts(item)), []).append((number, item))
+        groups.setdefault((prefix, suffix, key(item)), []).append((number, item))
     result = []
     for (prefix, suffix, _), members in groups.items():  # type: ignore[misc]
         numbers = [int(number) for number, _ in members if number]

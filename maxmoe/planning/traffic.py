@@ -1,4 +1,4 @@
-"""Collectives of a step, added up by what they are for."""
+"""Sums of the planned collectives per training step."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -8,14 +8,14 @@ from maxmoe.text_table import readable_bytes
 
 
 class Traffic(NamedTuple):
-    """Collectives of one kind over one axis, in one step.
+    """Collectives per step with the same purpose, kind and mesh axis.
 
     Args:
-        purpose: of which tensors, and whether in the forward or in the backward.
+        purpose: tensors that are communicated, and whether in the forward or in the backward.
         kind: "all-gather", "reduce-scatter", "all-reduce" or "all-to-all".
-        axis: of the mesh; "context, expert" for the ranks along both.
-        times: how many there are.
-        bytes: that a rank sends in all of them, and receives; see `PlannedCollective`.
+        axis: mesh axis; "context, expert" for the ranks along both axes.
+        times: number of collectives.
+        bytes: number of bytes that a rank sends in all of them, and receives; see `PlannedCollective`.
     """
 
     purpose: str
@@ -26,19 +26,12 @@ class Traffic(NamedTuple):
 
     @property
     def cells(self) -> tuple[str, str, str, str, str]:
-        """Its row in a table."""
+        """Cells of the row in a table."""
         return self.purpose, self.kind, self.axis, str(self.times), readable_bytes(self.bytes)
 
 
 def traffic_of(collectives: Iterable[PlannedCollective]) -> tuple[Traffic, ...]:
-    """Add up the collectives of a step.
-
-    Args:
-        collectives: of the step.
-
-    Returns:
-        A row for each purpose, kind and axis, sorted.
-    """
+    """Add up collectives by purpose, kind and axis, sorted. Collectives with the same bucket count once."""
     total: dict[tuple[str, str, str], list[int]] = {}
     buckets = set()
     for collective in collectives:

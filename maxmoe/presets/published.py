@@ -6,13 +6,14 @@ transformers takes the mean over the layers, whereas the sum of all `aux_loss` i
 total with L layers, divide these weights by L. DeepSeek sums over the layers.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from maxmoe.config import MoEConfig
 
 
-def _config(overrides: dict[str, Any], **fields: Any) -> MoEConfig:
-    return MoEConfig(**(fields | overrides))
+def _config(overrides: dict[str, Any], base: Callable[..., MoEConfig] = MoEConfig, **fields: Any) -> MoEConfig:
+    return base(**(fields | overrides))
 
 
 def mixtral(**overrides: Any) -> MoEConfig:
@@ -153,14 +154,15 @@ def kimi_k2(**overrides: Any) -> MoEConfig:
 
     Source: Kimi Team 2025 (arXiv:2507.20534); config of moonshotai/Kimi-K2-Instruct, including the loss weight.
     """
-    fields: dict[str, Any] = {
-        "num_experts": 384,
-        "num_groups": 1,
-        "top_k_groups": 1,
-        "routed_scaling_factor": 2.827,
-        "load_balance_loss_weight": 0.001,
-    }
-    return deepseek_v3(**(fields | overrides))
+    return _config(
+        overrides,
+        deepseek_v3,
+        num_experts=384,
+        num_groups=1,
+        top_k_groups=1,
+        routed_scaling_factor=2.827,
+        load_balance_loss_weight=0.001,
+    )
 
 
 def glm4_moe(**overrides: Any) -> MoEConfig:
@@ -168,14 +170,15 @@ def glm4_moe(**overrides: Any) -> MoEConfig:
 
     Source: GLM-4.5 Team 2025 (arXiv:2508.06471); config of zai-org/GLM-4.5.
     """
-    fields: dict[str, Any] = {
-        "hidden_size": 5120,
-        "intermediate_size": 1536,
-        "num_experts": 160,
-        "num_groups": 1,
-        "top_k_groups": 1,
-    }
-    return deepseek_v3(**(fields | overrides))
+    return _config(
+        overrides,
+        deepseek_v3,
+        hidden_size=5120,
+        intermediate_size=1536,
+        num_experts=160,
+        num_groups=1,
+        top_k_groups=1,
+    )
 
 
 def minimax_m2(**overrides: Any) -> MoEConfig:

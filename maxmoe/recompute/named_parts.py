@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from maxmoe._torch import SELECTIVE_CHECKPOINT_OPTIONS
 from maxmoe.config import nearest
 from maxmoe.declaration import SavedTensor
 
@@ -49,7 +50,7 @@ class Checkpointed(nn.Module):
             return super().__call__(*arguments, **options)
         context_fn = type(self).context_fn
         if context_fn is not None:
-            options["context_fn"] = context_fn
+            options |= {"context_fn": context_fn, **SELECTIVE_CHECKPOINT_OPTIONS}
         return checkpoint(super().__call__, *arguments, use_reentrant=False, **options)
 
     def mark_saved(self, saved: Mapping[str, SavedTensor], *arguments: str) -> dict[str, SavedTensor]:

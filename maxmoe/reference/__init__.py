@@ -1,11 +1,11 @@
-"""The specification: every operator and the layer, in plain loops.
+"""Specification of every operator and of the layer, in plain loops over tokens, slots and rows.
 
-One token, slot or row at a time, any dtype, gradients by autograd. Written to be read and to be compared
-with, never to be fast. `routing` and `operators` have the names of `maxmoe.ops`; `layer` is `maxmoe.MoE` as a function.
+The functions take any dtype and are differentiated by autograd. They are written for reading and for tests, not for
+speed. `routing` and `operators` have the names of `maxmoe.ops`; `layer` is `maxmoe.MoE` as a function.
 
-T tokens, D hidden_size, F intermediate_size, E experts, K top_k, L local experts, R routed rows; a slot is
-one (token, k) pair, number t * K + k. Sums and router math are in float32, in float64 when the input is
-float64, and are rounded to the dtype of the input once, at the end.
+T tokens, D hidden_size, F intermediate_size, E experts, K top_k, L local experts, R routed rows. A slot is a (token, k)
+pair with index t * K + k. Sums and routing are computed in float32, or in float64 for float64 inputs, and rounded to
+the dtype of the input once, at the end.
 """
 
 from maxmoe.reference.layer import apply_capacity, load_balance_loss, moe, router_z_loss

@@ -1,4 +1,4 @@
-"""The layer, with the result of `maxmoe.MoE`, from its configuration and state dict."""
+"""Specification of `maxmoe.MoE`, as a function of config and state dict."""
 
 import math
 from collections.abc import Sequence
@@ -19,14 +19,16 @@ from maxmoe.reference.operators import (
 )
 from maxmoe.reference.routing import route, scores, stack, wide
 
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "gate_bias", "up_bias", "down_bias")
+
 
 def load_balance_loss(
     logits: Sequence[Tensor], experts: Sequence[Tensor], *, score_function: ScoreFunction, scope: LoadBalanceScope
 ) -> Tensor:
-    """sum_e f_e P_e, 1 at perfect balance, of logits [S, E] and experts [S, K] of each of B sequences.
+    """Compute sum_e f_e P_e, 1 if balanced, given logits [S, E] and experts [S, K] of each of B sequences.
 
-    f_e = E / (K S) * (slots routed to e), P_e = mean over the tokens of score[e] / sum(score), for "identity"
-    of the softmax of the logits. "sequence" is the mean over the sequences, "batch" takes all tokens as one.
+    f_e = E / (K S) * (slots routed to e), P_e = mean over the tokens of score[e] / sum(score). For "identity", the
+    scores are the softmax of the logits. "sequence" is the mean over sequences, "batch" treats all tokens as one.
     """
     if scope == "batch":
         logits, experts = [torch.cat([*logits])], [torch.cat([*experts])]
@@ -44,13 +46,13 @@ def load_balance_loss(
 
 
 def router_z_loss(logits: Tensor) -> Tensor:
-    """mean over the tokens of logsumexp(logits)^2."""
+    """Compute the mean of logsumexp(logits)^2 over the tokens."""
     square = torch.logsumexp(wide(logits), -1) ** 2
     return square.sum() / max(square.numel(), 1)
 
 
 def apply_capacity(experts: Tensor, num_experts: int, capacity_factor: float) -> Tensor:
-    """experts [S, K] of one sequence, -1 for the slots past the capacity of their expert."""
+    """Return experts [S, K] of one sequence, with -1 for slots past the capacity of their expert."""
     capacity = int(max(math.ceil(experts.numel() / num_experts) * capacity_factor, capacity_factor))
     slots, used = experts.flatten().tolist(), [0] * num_experts
     for slot, expert in enumerate(slots):
@@ -61,7 +63,7 @@ def apply_capacity(experts: Tensor, num_experts: int, capacity_factor: float) ->
 
 
 def router_logits(tokens: Tensor, config: MoEConfig, parameters: dict[str, Tensor]) -> Tensor:
-    """[T, D] to [T, E], float32 or wider."""
+    """Return logits [T, E] of tokens [T, D], float32 or wider."""
     logits = wide(tokens) @ wide(parameters["router.weight"]).T
     return logits + wide(parameters["router.bias"]) if config.router_bias else logits
 
@@ -69,11 +71,8 @@ def router_logits(tokens: Tensor, config: MoEConfig, parameters: dict[str, Tenso
 def routed_experts(
     tokens: Tensor, weights: Tensor, plan: RaggedPlan, config: MoEConfig, parameters: dict[str, Tensor]
 ) -> Tensor:
-    """The routing weights scale what the experts return, or what they are given."""
-    gate, up, down, gate_bias, up_bias, down_bias = (
-        parameters.get(f"experts.{name}")
-        for name in ("gate_proj", "up_proj", "down_proj", "gate_bias", "up_bias", "down_bias")
-    )
+    """Return the outputs of the routed experts; the routing weights scale the outputs or the inputs of the experts."""
+    gate, up, down, gate_bias, up_bias, down_bias = (parameters.get(f"experts.{name}") for name in PROJECTIONS)
     assert up is not None and down is not None
     experts = partial(
         expert_ffn,
@@ -93,9 +92,8 @@ def routed_experts(
 
 
 def shared_experts(tokens: Tensor, config: MoEConfig, parameters: dict[str, Tensor]) -> Tensor:
-    """One wide expert that sees every token, scaled by sigmoid(x . output_gate) where there is that gate."""
-    names = ("gate_proj", "up_proj", "down_proj", "gate_bias", "up_bias", "down_bias")
-    matrices = [parameters.get(f"shared_experts.{name}") for name in names]
+    """Return the outputs of the shared expert, scaled by sigmoid(x . output_gate) if it has that gate."""
+    matrices = [parameters.get(f"shared_experts.{name}") for name in PROJECTIONS]
     out = [feed_forward(token, matrices, config.activation, config.activation_limit) for token in tokens]
     if config.shared_expert_gate:
         gate = wide(parameters["shared_experts.output_gate"])
@@ -104,7 +102,7 @@ def shared_experts(tokens: Tensor, config: MoEConfig, parameters: dict[str, Tens
 
 
 def auxiliary_loss(logits: Sequence[Tensor], experts: Sequence[Tensor], config: MoEConfig) -> Tensor:
-    """The sum of the weighted losses of logits [S, E], experts [S, K] of B sequences; exactly 0 when none is on."""
+    """Return the sum of the weighted losses, given logits [S, E] and experts [S, K] of each of B sequences."""
     loss = wide(logits[0].new_zeros(()))
     if config.load_balance_loss_weight:
         balance = load_balance_loss(
@@ -117,7 +115,7 @@ def auxiliary_loss(logits: Sequence[Tensor], experts: Sequence[Tensor], config: 
 
 
 def sequences(rows: Tensor, lengths: list[int]) -> list[Tensor]:
-    """The rows of each sequence, given how many there are of each; one empty sequence if there is none."""
+    """Split rows into sequences of these lengths; one empty sequence if there is none."""
     ends = torch.tensor([0, *(lengths or [0])]).cumsum(0).tolist()
     return [rows[begin:end] for begin, end in pairwise(ends)]
 
@@ -125,10 +123,10 @@ def sequences(rows: Tensor, lengths: list[int]) -> list[Tensor]:
 def moe(
     x: Tensor, config: MoEConfig, parameters: dict[str, Tensor], token_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The layer: hidden_states, aux_loss, tokens_per_expert, dropped.
+    """Compute the layer: returns hidden_states, aux_loss, tokens_per_expert, dropped.
 
-    x is [..., S, D], sequences of S tokens, or [D]; token_mask is [..., S], False for padding, which takes part in
-    nothing and comes out zero; `parameters` has the names of the layer's state dict.
+    x is [..., S, D], sequences of S tokens, or [D]. token_mask is [..., S], False for padding, which is not routed and
+    has zero output. `parameters` has the names of the layer's state dict.
     """
     if config.router == "random":
         raise ValueError("router must be 'learned' for the reference, got 'random'")

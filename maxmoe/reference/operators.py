@@ -1,4 +1,4 @@
-"""The operators, with the names, arguments and results of `maxmoe.ops`."""
+"""Specification of the operators, with the names, arguments and results of `maxmoe.ops`."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from maxmoe.reference.routing import stack, wide
 
 
 class RaggedPlan(NamedTuple):
-    """The slot of each row [R], the row of each slot [T*K] (or -1), rows per expert [L], slots cut off."""
+    """Slot of each row [R], row of each slot [T*K] or -1, rows per expert [L], and number of dropped slots."""
 
     slots: Tensor
     rows: Tensor
@@ -28,7 +28,7 @@ def ragged_plan(
     num_local_experts: int | None = None,
     max_rows: int | None = None,
 ) -> RaggedPlan:
-    """A row for each slot of the local experts, by expert, then slot; the slots past max_rows get none."""
+    """Assign a row to each slot of the local experts, by expert, then by slot; slots past max_rows are dropped."""
     if num_local_experts is None:
         num_local_experts = num_experts - first_expert
     slots: list[int] = []
@@ -122,7 +122,7 @@ def ragged_unsort(rows: Tensor, plan: RaggedPlan, weights: Tensor | None = None)
 
 
 def local_groups(group_sizes: Tensor, num_rows: int, num_local: int, group_offset: int) -> list[int]:
-    """For every row its group, counted from group_offset; -1 if that is no local group or there is none."""
+    """Return the group of every row, relative to group_offset; -1 for a row without a local group."""
     groups = [group - group_offset for group, size in enumerate(group_sizes.tolist()) for _ in range(size)]
     return [g if 0 <= g < num_local else -1 for g in groups] + [-1] * (num_rows - len(groups))
 
@@ -176,7 +176,7 @@ def activate(gate: Tensor | None, up: Tensor, activation: Activation, limit: flo
 
 
 def feed_forward(x: Tensor, matrices: list[Tensor | None], activation: Activation, limit: float | None) -> Tensor:
-    """One expert on one token; matrices = gate, up, down and their biases, None where there is none."""
+    """Compute one expert on one token; matrices are gate, up, down and their biases, or None."""
 
     def project(row: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Tensor:
         assert matrix is not None
@@ -188,7 +188,7 @@ def feed_forward(x: Tensor, matrices: list[Tensor | None], activation: Activatio
 
 
 def halves(both: Tensor, fused_gate: str) -> tuple[Tensor, Tensor]:
-    """Gate and up out of what holds both."""
+    """Return gate and up of a fused tensor."""
     if fused_gate == "interleaved":
         return both[..., ::2], both[..., 1::2]
     gate, up = both.chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""Routing, with the names, arguments and results of `maxmoe.ops`."""
+"""Specification of the routing, with the names, arguments and results of `maxmoe.ops`."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from maxmoe.config import GroupScore, Normalization, ScoreFunction
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """float64 stays, everything else becomes float32."""
+    """Convert to float32, unless float64."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
@@ -17,7 +17,7 @@ def stack(rows: list[Tensor], like: Tensor, *width: int) -> Tensor:
 
 
 def scores(logits: Tensor, score_function: ScoreFunction) -> Tensor:
-    """Scores of logits [..., E], float32 or wider."""
+    """Return the scores of logits [..., E], float32 or wider."""
     match score_function:
         case "softmax":
             return torch.softmax(wide(logits), -1)
@@ -30,14 +30,14 @@ def scores(logits: Tensor, score_function: ScoreFunction) -> Tensor:
 
 
 def best(values: list[float], candidates: list[int], count: int) -> list[int]:
-    """The `count` candidates of the largest values, best first; a tie goes to the lowest index."""
+    """Return the `count` candidates with the largest values, best first; equal values by index."""
     return sorted(candidates, key=lambda candidate: (-values[candidate], candidate))[:count]
 
 
 def select_experts(
     biased: list[float], top_k: int, num_groups: int, top_k_groups: int, group_score: GroupScore
 ) -> list[int]:
-    """The best experts of one token within its best groups: even -inf in there beats all the other groups."""
+    """Return the best experts of one token in its best groups; experts of other groups are never selected."""
     size = len(biased) // num_groups
     members = [list(range(group * size, (group + 1) * size)) for group in range(num_groups)]
     count = 2 if group_score == "top2" else 1
@@ -47,7 +47,7 @@ def select_experts(
 
 
 def normalize(selected: Tensor, normalization: Normalization) -> Tensor:
-    """The K selected scores of one token to weights."""
+    """Return the weights of the K selected scores of one token."""
     match normalization:
         case "none":
             return selected
@@ -70,9 +70,9 @@ def route(
     scale: float = 1.0,
     experts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose by score + correction_bias, or take the experts that are given, and weigh by the score alone.
+    """Select experts by score + correction_bias, unless `experts` are given, and weigh them by score.
 
-    Weights [T, K], experts [T, K], and the scores of all experts scaled to sum one [T, E].
+    Returns weights [T, K], experts [T, K], and probabilities [T, E], the scores divided by their sum.
     """
     weights, chosen, probabilities = [], [], []
     score = scores(logits, score_function)

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.redistribute import Redistribution, redistribution_steps
+
+CollectiveKind: TypeAlias = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 
 
 class PlannedCollective(NamedTuple):
@@ -15,7 +17,7 @@ class PlannedCollective(NamedTuple):
 
     Args:
         purpose: which tensor it moves, and whether in the forward or in the backward.
-        kind: "all-gather", "reduce-scatter", "all-reduce" or "all-to-all".
+        kind: kind of the collective.
         axes: axes of the mesh whose ranks take part, in the order of the mesh.
         bytes: bytes that each rank receives, and as many that it sends, along a ring of n ranks: (n - 1) / n of the
             gathered tensor, the same of the tensor before a reduce-scatter, both for an all-reduce, and (n - 1) / n of
@@ -24,7 +26,7 @@ class PlannedCollective(NamedTuple):
     """
 
     purpose: str
-    kind: str
+    kind: CollectiveKind
     axes: tuple[str, ...]
     bytes: int
     bucket: str | None = None
@@ -64,11 +66,12 @@ def planned_steps(
         scattered = (_axes(after) - _axes(before)) & reduced
         larger = after if gathered else before
         num_bytes = math.prod(shape) // mesh.size(*_axes(larger)) * dtype.itemsize
-        for kind, axes, passes in (
+        kinds: tuple[tuple[CollectiveKind, set[str], int], ...] = (
             ("all-gather", gathered, 1),
             ("reduce-scatter", scattered, 1),
             ("all-reduce", reduced - scattered, 2),
-        ):
+        )
+        for kind, axes, passes in kinds:
             for axis in axes:
                 sent = passes * num_bytes * (mesh.size(axis) - 1) // mesh.size(axis)
                 yield PlannedCollective(purpose, kind, (axis,), sent)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from maxmoe import MoE, MoEConfig
-from maxmoe.parallel import parallelize, parameter_shardings, token_sharding
+from maxmoe.parallel import dispatch_plan, parallelize, parameter_shardings, token_sharding
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.sharding import LogicalRules, Mesh
 from support.dispatched_layer import (
@@ -27,7 +27,7 @@ from support.dispatched_layer import (
 from support.parallel_decoder import MeshRules
 from support.run_ranks import run_ranks
 
-STRATEGIES: tuple[Dispatch, ...] = ("ring_of_experts", "ragged_all_to_all", "gather_weights")
+STRATEGIES = tuple(dispatch_plan.STRATEGIES)
 # With the number of ranks that share the experts.
 LAYOUTS = [
     (MeshRules("ep-tp", {"expert": 2}), 2),

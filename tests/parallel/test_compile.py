@@ -50,9 +50,9 @@ STRATEGIES: list[tuple[str, Dispatch]] = [
     ("ep-tp", "auto"),
 ]
 # Of one layer, by Dynamo's count: where a function that is called by compiled ones communicates, it tries each of them.
-TRAVELLING = {"ParameterHooks._gather": 2, "ShardedTokens._all_reduce": 8, "ExpertRunner.run": 1}
+TRAVELLING = {"ParameterHooks.gather": 2, "ShardedTokens._all_reduce": 8, "ExpertRunner.run": 1}
 PARTIAL = {
-    "ParameterHooks._gather": 2,
+    "ParameterHooks.gather": 2,
     "PartialSums.enter": 1,
     "PartialSums.leave": 1,
     "PartialSums.assign": 1,

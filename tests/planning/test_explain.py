@@ -97,7 +97,7 @@ def test_large_weights_on_every_rank_are_a_warning() -> None:
     big, small = Named(100, 100), Named(2, 1)
     rules = [("rows", []), ("columns", [])]
     (warning,) = explained(Stack(big, small), {"a": 4}, *rules).warnings
-    assert warning == "blocks.0.weight is replicated on every rank: 39.06 KiB, 100% of what a rank holds"
+    assert warning == "blocks.0.weight is replicated on every rank: 39.06 KiB, 100% of the parameters of a rank"
     assert not explained(Stack(big, small), {"a": 1}, *rules).warnings
     assert not explained(Stack(big, small), {"a": 4}, ("rows", ["a"]), ("columns", [])).warnings
 

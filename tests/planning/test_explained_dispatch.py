@@ -1,4 +1,4 @@
-"""What `explain` says of Mixture-of-Experts layers: strategy, reason, axes, experts of a rank, collectives."""
+"""What `explain` says of Mixture-of-Experts layers: strategy, reason, axes, experts per rank, collectives."""
 
 from dataclasses import replace
 from typing import Any
@@ -27,12 +27,19 @@ def layers_of(
 @pytest.mark.parametrize(
     ("rules", "sizes", "dispatch", "reason", "axes", "num_local_experts"),
     [
-        ("ep-as-dp", {"expert": 2}, "ring_of_experts", "2 copies of a token are no more", "travel over expert", 4),
-        ("ep-as-dp", {"expert": 4}, "ragged_all_to_all", "are fewer bytes than 4 copies", "travel over expert", 2),
-        ("cp-as-ep", {"context": 2, "expert": 4}, "ragged_all_to_all", "8 copies", "travel over context expert", 1),
-        ("ep-tp", {"expert": 2}, "ring_of_experts", "one all-reduce", "same tokens, other experts over expert", 4),
+        ("ep-as-dp", {"expert": 2}, "ring_of_experts", "2 copies of a token are no more", "tokens sent over expert", 4),
+        ("ep-as-dp", {"expert": 4}, "ragged_all_to_all", "are fewer bytes than 4 copies", "tokens sent over expert", 2),
+        (
+            "cp-as-ep",
+            {"context": 2, "expert": 4},
+            "ragged_all_to_all",
+            "8 copies",
+            "tokens sent over context expert",
+            1,
+        ),
+        ("ep-tp", {"expert": 2}, "ring_of_experts", "one all-reduce", "tokens replicated over expert", 4),
         ("pure-fsdp", {"fsdp": 2}, "gather_weights", "no axis of the mesh", "  -  ", 8),
-        ("default", {"tensor": 2}, "gather_weights", "no axis of the mesh", "parts of each expert over tensor", 8),
+        ("default", {"tensor": 2}, "gather_weights", "no axis of the mesh", "tensor parallelism over tensor", 8),
     ],
 )
 def test_strategy_reason_and_axes(
@@ -41,7 +48,7 @@ def test_strategy_reason_and_axes(
     layers = layers_of(rules, sizes)
     assert [layer.name for layer in layers] == [f"blocks.{number}.feed_forward" for number in range(1, 5)]
     assert {layer.plan.strategy for layer in layers} == {dispatch}
-    assert {layer.num_local_experts for layer in layers} == {num_local_experts}
+    assert {layer.plan.num_local_experts for layer in layers} == {num_local_experts}
     (table,) = dispatch_tables(layers, None)
     (row,) = table.splitlines()[2:]
     assert row.startswith("blocks.1-4.feed_forward x4  ")
@@ -60,7 +67,7 @@ def test_the_collectives_are_those_of_estimate() -> None:
         assert of_layers[row[:3]][3:] == (4 * row.times, 4 * row.bytes)
     assert {row.purpose for row in first.traffic} >= {"counts, forward", "expert ids, forward"}
     _, collectives = dispatch_tables(layers, None)
-    assert collectives.startswith("in a step, one of blocks.1-4.feed_forward x4  ")
+    assert collectives.startswith("collectives per step in one of blocks.1-4.feed_forward x4  ")
     assert len(collectives.splitlines()) == 2 + len(first.traffic)
 
 

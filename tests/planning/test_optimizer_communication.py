@@ -73,8 +73,8 @@ def test_estimate_counts_them_with_muon_alone() -> None:
     matrices = sum(prod(choice.shape) for choice in choices)
     half = 1, 2 * matrices // 4
     assert muon_traffic("pure-fsdp", {"fsdp": 2}) == {
-        "Muon, parts of matrices to their owners, fsdp": half,
-        "Muon, results to the holders, fsdp": half,
+        "Muon, gather of matrices, fsdp": half,
+        "Muon, scatter of results, fsdp": half,
     }
     experts = sum(prod(choice.shape) for choice in choices if len(choice.shape) == 3)
     rest = 1, 2 * (matrices - experts) // 4

@@ -18,9 +18,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PROJECT = (ROOT / "pyproject.toml").read_text()
 VERSION = "".join(re.findall(r'^version = "(.*)"$', PROJECT, re.MULTILINE))
-REQUIREMENTS = ("torch==", "PyYAML>=")
-# Written by the build: by CMake, and by setuptools.
-CORE = {r"maxmoe/_C\.cpython-\d+-x86_64-linux-gnu\.so", r"maxmoe/_torch_version\.txt"}
+# The releases of torch in [tool.maxmoe], and the requirement that accepts them.
+TORCHES = re.findall(r'"([\d.]+)"', "".join(re.findall(r"^torch = \[(.*)\]$", PROJECT, re.MULTILINE)))
+MINORS = [tuple(map(int, release.split(".")[:2])) for release in TORCHES]
+LOW, HIGH = f">={MINORS[0][0]}.{MINORS[0][1]}", f"<{MINORS[-1][0]}.{MINORS[-1][1] + 1}"
+TORCH_REQUIREMENT = f"torch{LOW},{HIGH}"
+REQUIREMENTS = (f"torch{HIGH},{LOW}", "PyYAML>=")  # in the order of setuptools
+# Written by the build: by CMake, one for each torch, and by setuptools.
+CORE = {rf"maxmoe/_C_torch{major}_{minor}\.cpython-\d+-x86_64-linux-gnu\.so" for major, minor in MINORS}
 WHEEL_RECORDS = {"METADATA", "RECORD", "WHEEL", "top_level.txt", "licenses/LICENSE", "licenses/THIRD_PARTY_LICENSES"}
 SDIST_RECORDS = {"PKG-INFO", "setup.cfg"}
 MANYLINUX = r"maxmoe-[\d.]+-cp(\d+)-cp\1-manylinux_2_\d+_x86_64(\.manylinux_2_\d+_x86_64|\.manylinux2014_x86_64)*\.whl"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import maxmoe
+from repository.check_packages import TORCH_REQUIREMENT, TORCHES
 from support.docs_module import docs_module
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +19,7 @@ LAYER = ROOT / "docs" / "layer.md"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GETTING_STARTED, MINIMAL = ROOT / "docs" / "getting_started.md", ROOT / "examples" / "train_minimal.py"
 TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-(VENV,) = re.findall(r"^VENV := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+(VENV,) = re.findall(r"^VENV := (\.\w+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
 def blocks(language: str, documents: Iterable[Path] = DOCUMENTS) -> list[str]:
@@ -70,8 +71,8 @@ def test_python_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_commands_exist(words: list[str]) -> None:
     match words:
-        case ["make", target]:
-            assert target in TARGETS
+        case ["make", target, *options]:
+            assert target in TARGETS and set(options) <= {f"TORCH={release}" for release in TORCHES}
         case ["pip", "install", *arguments]:
             check_pip(arguments)
         case ["source", activate]:
@@ -125,7 +126,7 @@ def check_pip(arguments: list[str]) -> None:
             for extra in argument[2:-1].split(","):
                 assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
         elif not argument.startswith(("-", "https://")):
-            assert f'"{argument}"' in project, argument
+            assert argument == TORCH_REQUIREMENT or f'"{argument}"' in project, argument
 
 
 def test_the_fields_of_the_config_are_described_as_in_its_docstring() -> None:

@@ -1,13 +1,13 @@
-"""The experts of the models of transformers, through the operators of maxmoe.
+"""Experts of the models of transformers, computed by the operators of maxmoe.
 
     import maxmoe.integrations.transformers
 
     model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="maxmoe")
     model.set_experts_implementation("maxmoe")  # or later
 
-Importing this module registers "maxmoe" beside the implementations that transformers has. Parameters, checkpoints and
-routers stay those of transformers. Where it lets choose how tokens reach experts of other ranks, from 5.21 on, ours are
-among the choices: see `expert_parallel`. docs/families.md lists the families of models.
+Importing this module registers the experts implementation "maxmoe". Parameters, checkpoints and routers of the models
+are unchanged. From transformers 5.21 on, it also registers the expert parallelism "maxmoe_ring_of_experts" and
+"maxmoe_ragged_all_to_all". docs/families.md lists the families of models.
 """
 
 import importlib.util

@@ -1,6 +1,6 @@
-"""Every private name of transformers that this package needs; a lint rule refuses them in any other file.
+"""Every private name of transformers that this package uses; a lint rule refuses them in any other file.
 
-Checked with transformers 5.20 and later. There is no public way to any of them.
+None has a public alternative. Checked with transformers 5.20 and later.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ def gate_name(experts: Any) -> str:
 
 
 def has_own_gate(experts: Any) -> bool:
-    """Return whether a family computes more than act_fn(gate) * up, given experts with a gate."""
+    """Return whether the family of gated experts defines another gate than act_fn(gate) * up."""
     return type(experts)._apply_gate is not _default_apply_gate
 
 
@@ -32,14 +32,11 @@ def is_expert_parallel(experts: Any) -> bool:
 
 
 def experts_implementation(config: Any) -> str:
-    """Return the implementation of experts that a model was told to use."""
+    """Return the experts implementation that is set for a model."""
     implementation: str = config._experts_implementation
     return implementation
 
 
 def allow_experts_implementation(model_class: Any) -> None:
-    """Let a model without transformers' decorator be told which implementation of experts to use.
-
-    Without the attribute, transformers looks for the decorator in the source of the model.
-    """
+    """Allow an experts implementation for models whose source lacks the decorator that transformers looks for."""
     model_class._can_set_experts_implementation_cached_value = True

@@ -1,18 +1,14 @@
-"""Refuses a transformers that is too old, before anything is imported from it."""
+"""Check of the transformers version, before anything is imported from it."""
 
 import re
 from importlib import metadata
 
 TESTED = "transformers>=5.20,<6"  # as in pyproject.toml
-OLDEST = (5, 20)  # the first whose experts say all that decides how to compute them
+OLDEST = (5, 20)  # the first version whose experts have attributes for everything that affects their computation
 
 
 def check_version() -> None:
-    """Compare the installed version with the tested ones.
-
-    Raises:
-        ImportError: if transformers is missing or too old, naming both versions.
-    """
+    """Raise an ImportError if transformers is missing or too old."""
     try:
         installed = metadata.version("transformers")
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Expert parallelism of models of transformers, with the dispatch of maxmoe: implementations to choose by name.
+"""Expert parallelism of models of transformers with the dispatch strategies of maxmoe.
 
 config = DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="maxmoe_ragged_all_to_all")
 model = AutoModelForCausalLM.from_pretrained(..., distributed_config=config)
@@ -17,22 +17,13 @@ from maxmoe.ops import RaggedPlan
 
 
 def register() -> None:
-    """Add "maxmoe_ring_of_experts" and "maxmoe_ragged_all_to_all" to the implementations of expert parallelism."""
+    """Register "maxmoe_ring_of_experts" and "maxmoe_ragged_all_to_all" as implementations of expert parallelism."""
     EPImplementationInterface.register("maxmoe_ring_of_experts", RingOfExpertsEP)
     EPImplementationInterface.register("maxmoe_ragged_all_to_all", RaggedAllToAllEP)
 
 
 class _DispatcherEP(EPImplementation):
-    """Brings tokens to the experts of other ranks with a `Dispatcher`; `maxmoe.ops` compute them.
-
-    Args:
-        experts: of this rank.
-        ep_mesh: of the ranks that share the experts.
-        tp_mesh: of the ranks that hold the same tokens: this one alone.
-
-    Raises:
-        ValueError: if other ranks hold the same tokens.
-    """
+    """Dispatches tokens to the experts of the ranks of `ep_mesh`, which the operators of maxmoe compute."""
 
     def __init__(self, experts: Any, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
@@ -44,16 +35,7 @@ class _DispatcherEP(EPImplementation):
         self.runner = ExpertRunner(self._dispatcher(LocalDispatcher(local_experts), local_experts))
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Compute the experts of all ranks for the tokens of this one.
-
-        Args:
-            hidden_states: ``(T, D)``, floating.
-            top_k_index: ``(T, K)``, int64, in [0, num_experts of all ranks).
-            top_k_weights: ``(T, K)``, floating.
-
-        Returns:
-            ``(T, D)``, dtype of hidden_states.
-        """
+        """Compute the output ``(T, D)`` of this rank's tokens; `top_k_index` ``(T, K)`` are experts of all ranks."""
 
         def compute(x: Tensor, weights: Tensor | None, plan: RaggedPlan) -> Tensor:
             assert weights is not None
@@ -68,14 +50,14 @@ class _DispatcherEP(EPImplementation):
 
 
 class RingOfExpertsEP(_DispatcherEP):
-    """Every rank gets all tokens, computes those of its experts, and the partial sums are reduce-scattered."""
+    """All-gathers the tokens, computes the local experts, and reduce-scatters the partial sums."""
 
     def _dispatcher(self, local: Dispatcher[Any], experts: LocalExperts) -> Dispatcher[Any]:
         return RingOfExperts(local, self.ep_mesh.get_group())
 
 
 class RaggedAllToAllEP(_DispatcherEP):
-    """Every routed row goes to the rank of its expert, and its weighted output comes back."""
+    """Sends every routed row to the rank of its expert, and the weighted output back."""
 
     def _dispatcher(self, local: Dispatcher[Any], experts: LocalExperts) -> Dispatcher[Any]:
         first_experts = tuple(range(0, experts.total, experts.count))

@@ -11,28 +11,28 @@ from maxmoe.ops import RaggedPlan, expert_ffn, gmm, ragged_plan, ragged_sort, ra
 
 
 def register() -> None:
-    """Add "maxmoe" to the experts implementations of transformers."""
+    """Register "maxmoe" as an experts implementation of transformers."""
     ALL_EXPERTS_FUNCTIONS.register("maxmoe", experts_forward)
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute the experts of a model of transformers: the implementation "maxmoe".
+    """Experts implementation "maxmoe" for models of transformers.
 
     out[t] = sum_k top_k_weights[t, k] * expert[top_k_index[t, k]](hidden_states[t])
 
-    Gates and activations that `maxmoe.ops.expert_ffn` has run on it: it reads the parameters where they lie, gate and
-    up together, and writes their gradients in the same layout. All others run on `maxmoe.ops.gmm`, around the gate,
-    activation and norm of the family.
+    Experts whose gate and activation `maxmoe.ops.expert_ffn` supports are computed by it, without a copy of the
+    parameters: it reads fused gate and up, and writes their gradients in the same layout. All others are computed by
+    `maxmoe.ops.gmm` and the gate, activation and norm of the family.
 
     Args:
-        experts: decorated with `transformers.integrations.use_experts_implementation`.
+        experts: module decorated with `transformers.integrations.use_experts_implementation`.
         hidden_states: ``(T, D)``, floating.
-        top_k_index: ``(T, K)``, int64, each in [0, num_experts). Under expert parallelism num_experts, and what is
-            above it, stands for an expert of another rank.
+        top_k_index: ``(T, K)``, int64, in [0, num_experts). Under expert parallelism, indices from num_experts on are
+            experts of other ranks.
         top_k_weights: ``(T, K)``, floating.
 
     Returns:
-        ``(T, D)``, dtype of hidden_states, under autocast too.
+        ``(T, D)``, dtype of hidden_states, also under autocast.
 
     Raises:
         ValueError: for an expert out of range or sizes that do not fit.
@@ -41,17 +41,7 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
 
 
 def compute_experts(experts: Any, hidden_states: Tensor, weights: Tensor, plan: RaggedPlan) -> Tensor:
-    """Compute experts for planned rows.
-
-    Args:
-        experts: as in `experts_forward`.
-        hidden_states: ``(T, D)``, floating.
-        weights: ``(T, K)``, floating.
-        plan: of the slots ``(T, K)``.
-
-    Returns:
-        ``(T, D)``, dtype of hidden_states, under autocast too.
-    """
+    """Compute the rows of a plan, as `experts_forward`."""
     gate = None if experts.has_post_expert_norm else fused_gate(experts)
     if gate is None:
         out = _composed(experts, hidden_states, weights, plan)
@@ -101,7 +91,7 @@ def _first_projection(experts: Any) -> str:
 
 
 def _matrices(experts: Any, projection: str) -> Tensor:
-    """As [L, in, out], a view of the parameter: transformers calls that transposed."""
+    """View a parameter as [L, in, out], which transformers calls transposed."""
     parameter: Tensor = getattr(experts, projection)
     return parameter if experts.is_transposed else parameter.transpose(1, 2)
 

@@ -1,4 +1,4 @@
-"""The experts of all model families in the installed transformers, and which operators compute them.
+"""Table of the experts of all model families in the installed transformers, with the operators that compute them.
 
 python -m maxmoe.integrations.transformers.families > docs/families.md
 """
@@ -13,60 +13,39 @@ from transformers import PreTrainedConfig
 
 from maxmoe.integrations.transformers.gates import fused_gate
 
-# The sizes of small experts, by what the names of the fields that ask for them contain.
+# Sizes of small experts, by a part of the name of the config field.
 _SIZES = {"experts": 5, "hidden_size": 7, "intermediate": 3}
 
 
 def models() -> list[str]:
-    """List the models of transformers that can be set to an experts implementation, importing none of them.
-
-    Returns:
-        Names of the folders in transformers/models.
-    """
-    # The decorator in the source is what transformers itself goes by.
+    """List the folders of the models that support experts implementations, without importing the models."""
+    # transformers itself looks for the decorator in the source.
     files = (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")
     return sorted(path.parent.name for path in files if "@use_experts_implementation" in path.read_text())
 
 
 def experts_classes(model: str) -> list[type[nn.Module]]:
-    """Import a model and find its experts.
-
-    Args:
-        model: one of `models`.
-
-    Returns:
-        The classes that take an experts implementation.
-    """
+    """Import a model of `models` and return its classes of experts."""
     module = import_module(f"transformers.models.{model}.modeling_{model}")
     own = (value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__)
-    # The decorator gives every class a gate.
+    # The decorator adds `_apply_gate` to every class.
     return [value for value in own if isinstance(value, type) and "_apply_gate" in vars(value)]
 
 
 def small_experts(experts_class: type[nn.Module]) -> Any:
-    """Build experts with the defaults of their family, but small: E = 5, D = 7, F = 3.
-
-    Args:
-        experts_class: one of `experts_classes`.
-
-    Returns:
-        The module; its parameters are not initialised.
-
-    Raises:
-        LookupError: if no configuration in the module of the class fits.
-    """
+    """Build experts with the defaults of their family, E = 5, D = 7, F = 3 and uninitialized parameters."""
     module = import_module(experts_class.__module__)
     for config_class in vars(module).values():
         if isinstance(config_class, type) and issubclass(config_class, PreTrainedConfig):
             try:
                 return experts_class(_SmallConfig(config_class()))
             except AttributeError:
-                continue  # of another part of the model
+                continue  # the config of another part of the model
     raise LookupError(f"no configuration in {module.__name__} has the fields that {experts_class.__name__} reads")
 
 
 class _SmallConfig:
-    """A configuration whose sizes are replaced as the experts read them: nothing else has to fit to them."""
+    """Config with other sizes for the experts, replaced at access; other fields need not fit them."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self._config = config
@@ -77,11 +56,7 @@ class _SmallConfig:
 
 
 def table() -> str:
-    """Describe every family: how its experts lie in memory, their activation, and the operator that computes them.
-
-    Returns:
-        A table in Markdown.
-    """
+    """Return a Markdown table with the layout, the activation and the operator of the experts of every family."""
     lines = ["| model | experts | parameters | activation | operator |", "|---|---|---|---|---|"]
     for model in models():
         for experts_class in experts_classes(model):
@@ -109,20 +84,16 @@ def _activation_and_operator(experts: Any) -> tuple[str, str]:
 
 
 def document() -> str:
-    """Write docs/families.md.
-
-    Returns:
-        Its text.
-    """
+    """Return the text of docs/families.md."""
     return f"""# Families of models in transformers
 
 After `import maxmoe.integrations.transformers` these models take `experts_implementation="maxmoe"`. The table is made
 from transformers {transformers.__version__} with the defaults of each family, by
 `python -m maxmoe.integrations.transformers.families`; the tests compare every row with the family's own code.
 
-Llama 4 (`Llama4TextExperts`, transposed, silu) takes no experts implementation in transformers; its block is taught
-to. It runs on `expert_ffn` and computes the routed tokens only, where its own code computes every expert on every
-token. All other families ignore the setting, as they do with any implementation.
+Llama 4 (`Llama4TextExperts`, transposed, silu) has no experts implementations in transformers; maxmoe patches its
+block. It runs on `expert_ffn` and computes the routed tokens only, whereas the original code computes every expert on
+every token. All other families ignore the setting, as any experts implementation.
 
 {table()}
 """

@@ -1,4 +1,4 @@
-"""The gates and activations of transformers: those that `maxmoe.ops.expert_ffn` has, and how to apply all others."""
+"""Gates and activations of transformers: mapping to `maxmoe.ops.expert_ffn`, and application of all others."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,14 +21,7 @@ class FusedGate(NamedTuple):
 
 
 def fused_gate(experts: Any) -> FusedGate | None:
-    """Recognise the gate and activation of experts, by their classes.
-
-    Args:
-        experts: decorated with `transformers.integrations.use_experts_implementation`.
-
-    Returns:
-        What `maxmoe.ops.expert_ffn` calls them, None if it has them not.
-    """
+    """Return the arguments of `expert_ffn` for the gate and activation of experts; None if it does not support them."""
     if experts.has_gate and has_own_gate(experts):
         recognise = _FAMILY_GATES.get(gate_name(experts))
         return None if recognise is None else recognise(experts)
@@ -36,40 +29,22 @@ def fused_gate(experts: Any) -> FusedGate | None:
 
 
 def apply_gate(experts: Any, projected: Tensor) -> Tensor:
-    """Apply the gate and activation of experts as their family does.
-
-    f(gate) * up;  f(projected) without a gate;  the family's own gate where it has one
-
-    Args:
-        experts: decorated with `transformers.integrations.use_experts_implementation`.
-        projected: ``(R, 2F)``, gate and up in the layout of `experts`, or ``(R, F)`` without a gate.
-
-    Returns:
-        ``(R, F)``.
-    """
+    """Apply gate and activation of a family to ``(R, 2F)``, gate and up in its layout, or ``(R, F)`` without a gate."""
     if not experts.has_gate:
         activated: Tensor = experts.act_fn(projected)
     elif experts.is_concatenated or has_own_gate(experts):
         activated = own_gate(experts, projected)
-    else:  # the gate that transformers gives to classes without one knows the other layout only
+    else:  # the default gate of transformers supports only the concatenated layout
         gate, up = (projected[..., part] for part in gate_up_slices(projected.shape[-1], "interleaved"))
         activated = experts.act_fn(gate) * up
     return activated
 
 
 def recognise_activation(function: Any, limit: float | None = None) -> FusedGate | None:
-    """Recognise an activation by its class.
-
-    Args:
-        function: `act_fn` of experts.
-        limit: of the clipping around it.
-
-    Returns:
-        What `maxmoe.ops.expert_ffn` calls it, None if it has it not.
-    """
+    """Return the arguments of `expert_ffn` for an activation with clipping; None if it does not support it."""
     is_module = isinstance(function, nn.Module)
     if is_module and has_hooks(function):
-        return None  # the operator would not call them
+        return None  # the operator would not call the hooks
     name = _ACTIVATIONS.get(type(function) if is_module else function)
     return None if name is None else FusedGate(name, limit)
 
@@ -78,7 +53,7 @@ def _swigluoai(alpha: float, limit: float) -> FusedGate | None:
     return FusedGate("swigluoai", limit) if alpha == 1.702 else None
 
 
-# Exact types: a class derived from one of them may compute something else.
+# Exact types, because a derived class may compute something else.
 _ACTIVATIONS: dict[object, Activation] = {
     activations.SiLUActivation: "silu",
     nn.SiLU: "silu",
@@ -91,7 +66,7 @@ _ACTIVATIONS: dict[object, Activation] = {
 }
 
 _MODELS = "transformers.models"
-# The gates that families write themselves and the operator has: clipped ones.
+# Clipped gates that families define themselves and `expert_ffn` supports.
 _FAMILY_GATES: dict[str, Callable[[Any], FusedGate | None]] = {
     f"{_MODELS}.deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts._apply_gate": (
         lambda experts: recognise_activation(experts.act_fn, experts.limit)

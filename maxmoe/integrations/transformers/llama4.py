@@ -1,4 +1,4 @@
-"""Llama 4, whose experts take no implementation in transformers: its block is taught to ask for "maxmoe"."""
+"""Llama 4, which has no experts implementations in transformers: its block is patched to support "maxmoe"."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -15,7 +15,7 @@ Forward = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 
 
 def register() -> None:
-    """Let the models of Llama 4 be set to "maxmoe"; with any other implementation they stay as they are."""
+    """Patch Llama 4 to support "maxmoe". Other implementations are unchanged."""
     block: Any = modeling_llama4.Llama4TextMoe
     block.forward = _or_maxmoe(block.forward)
     allow_experts_implementation(modeling_llama4.Llama4PreTrainedModel)
@@ -33,7 +33,7 @@ def _or_maxmoe(forward: Forward) -> Forward:
 
 
 def _forward(block: Any, hidden_states: Tensor, gate: FusedGate) -> tuple[Tensor, Tensor]:
-    """The routed slots instead of every expert on every token. The weights scale the input of the experts."""
+    """Compute the routed slots only, instead of every expert on every token. The weights scale the expert inputs."""
     x = hidden_states.reshape(-1, block.hidden_dim)
     scores, router_logits = block.router(x)
     experts = router_logits.topk(block.top_k, dim=1).indices  # as the router does

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from maxmoe.models import Decoder
-from maxmoe.models.published import PUBLISHED
+from maxmoe.models.published_models import PUBLISHED
 
 # Billions of parameters as their authors count them, for the models whose attention a Decoder has.
 BILLIONS = {

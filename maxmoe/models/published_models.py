@@ -7,8 +7,8 @@ from maxmoe import presets
 from maxmoe.config import MoEConfig
 from maxmoe.models.config import DecoderConfig
 
-_LATENT = "latent attention there, plain attention with as many heads of 128 here"
-_NORMED_HEADS = "norms of queries and keys are left out"
+_LATENT = "plain attention with as many heads of 128 instead of latent attention"
+_NORMED_HEADS = "no norms of queries and keys"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class PublishedModel:
         vocab_size: number of token ids.
         num_dense_layers: number of dense layers.
         intermediate_size: width inside the dense layers; None without dense layers.
-        differs: differences between the published model and the `Decoder`.
+        differs: differences of the `Decoder` from the published model.
     """
 
     name: str
@@ -74,7 +74,7 @@ PUBLISHED = {
         num_heads=28,
         num_key_value_heads=4,
         vocab_size=151936,
-        differs="biases of queries, keys and values are left out",
+        differs="no biases of queries, keys and values",
     ),
     "qwen3_moe": PublishedModel(
         name="Qwen3-235B-A22B",
@@ -93,7 +93,7 @@ PUBLISHED = {
         num_key_value_heads=2,
         head_dim=256,
         vocab_size=151936,
-        differs="three of four layers have linear attention there, all have plain attention here",
+        differs="plain attention in all layers instead of linear attention in three of four",
     ),
     "olmoe": PublishedModel(
         name="OLMoE-1B-7B",
@@ -146,7 +146,7 @@ PUBLISHED = {
         vocab_size=151552,
         num_dense_layers=3,
         intermediate_size=12288,
-        differs="norms of queries and keys, and their biases, are left out",
+        differs="no norms and no biases of queries and keys",
     ),
     "minimax_m2": PublishedModel(
         name="MiniMax-M2",
@@ -165,7 +165,7 @@ PUBLISHED = {
         num_key_value_heads=8,
         head_dim=64,
         vocab_size=201088,
-        differs="biases and sinks of attention are left out, and every layer sees the whole sequence",
+        differs="no biases and sinks of attention, and no sliding windows",
     ),
     "llama4": PublishedModel(
         name="Llama 4 Maverick",
@@ -176,6 +176,6 @@ PUBLISHED = {
         vocab_size=202048,
         num_dense_layers=24,
         intermediate_size=16384,
-        differs="every other layer is dense there, the first half here",
+        differs="the first half of the layers is dense instead of every other layer",
     ),
 }

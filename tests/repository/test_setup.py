@@ -1,0 +1,81 @@
+"""What setup.py decides before anything is compiled: for which torch it builds, and which torch it then requires."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from repository.check_packages import MINORS, PROJECT, REQUIREMENTS, ROOT, TORCH_REQUIREMENT, TORCHES
+
+pytest.importorskip("setuptools")  # has no part in running maxmoe
+MAJOR, MINOR = map(int, torch.__version__.split(".")[:2])
+
+
+def site_with_torch(folder: Path, version: str) -> str:
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch/__init__.py").touch()
+    (folder / "torch/version.py").write_text(f"__version__ = '{version}'\ndebug = False\n")
+    return str(folder)
+
+
+def metadata(folder: Path, *, sites: list[str] | None) -> subprocess.CompletedProcess[str]:
+    """The first thing that pip asks for."""
+    environment = {name: value for name, value in os.environ.items() if name != "MAXMOE_TORCH"}
+    if sites is not None:
+        environment["MAXMOE_TORCH"] = os.pathsep.join(sites)
+    command = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(folder)]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def required(folder: Path) -> set[str]:
+    lines = (folder / "maxmoe.egg-info/requires.txt").read_text().partition("\n\n")[0]
+    return set(lines.splitlines())
+
+
+def test_the_torch_of_the_environment_is_required(tmp_path: Path) -> None:
+    done = metadata(tmp_path, sites=None)
+    assert done.returncode == 0, done.stderr
+    assert required(tmp_path) == {f"torch<{MAJOR}.{MINOR + 1},>={MAJOR}.{MINOR}", "PyYAML>=6"}
+
+
+def test_one_wheel_for_several_releases_accepts_each_of_them(tmp_path: Path) -> None:
+    sites = [site_with_torch(tmp_path / release, f"{release}+cpu") for release in reversed(TORCHES)]
+    done = metadata(tmp_path, sites=sites)
+    assert done.returncode == 0, done.stderr
+    assert required(tmp_path) == {REQUIREMENTS[0], "PyYAML>=6"}
+
+
+def test_no_torch_is_said_first(tmp_path: Path) -> None:
+    done = metadata(tmp_path, sites=[str(tmp_path)])
+    assert done.returncode == 1 and not list(tmp_path.iterdir())
+    assert done.stderr == (
+        f"maxmoe is built against the torch that is installed, and there is none in {tmp_path}. "
+        f"First run: pip install '{TORCH_REQUIREMENT}'\n"
+    )
+
+
+def test_an_older_torch_is_said_first_and_stays(tmp_path: Path) -> None:
+    folder = site_with_torch(tmp_path / "site", "2.12.1+cu130")
+    done = metadata(tmp_path, sites=[folder])
+    assert done.returncode == 1 and [path.name for path in tmp_path.iterdir()] == ["site"]
+    assert done.stderr == (
+        f"maxmoe needs {TORCH_REQUIREMENT}, but torch 2.12.1+cu130 is installed in {folder}. Nothing has been changed. "
+        f"To continue, first run: pip install '{TORCH_REQUIREMENT}'\n"
+    )
+
+
+def test_a_newer_torch_is_built_for(tmp_path: Path) -> None:
+    done = metadata(tmp_path, sites=[site_with_torch(tmp_path / "site", "2.99.0.dev20270101")])
+    assert done.returncode == 0
+    assert f"maxmoe is tested with {TORCH_REQUIREMENT}; building for torch 2.99.0.dev20270101" in done.stderr
+    assert "torch<2.100,>=2.99" in required(tmp_path)
+
+
+def test_the_releases_are_the_same_everywhere() -> None:
+    assert f'"{":".join(f"/tmp/torch{release}" for release in TORCHES)}"' in PROJECT  # for cibuildwheel
+    assert f"for version in {' '.join(TORCHES)}; do" in PROJECT
+    minors = [f"{major}.{minor}" for major, minor in MINORS]
+    assert f"{', '.join(minors[:-1])} or {minors[-1]}" in (ROOT / "README.md").read_text()
