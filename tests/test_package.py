@@ -3,6 +3,7 @@
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import maxmoe
 
@@ -32,3 +33,9 @@ def test_importing_maxmoe_does_not_import_what_is_slow() -> None:
 def test_a_misspelt_name_has_the_nearest_one() -> None:
     result = subprocess.run([sys.executable, "-c", "import maxmoe; maxmoe.shardin"], capture_output=True, text=True)
     assert "has no attribute 'shardin'. Did you mean: 'sharding'?" in result.stderr
+
+
+def test_a_folder_named_maxmoe_is_not_imported(tmp_path: Path) -> None:
+    """The clone is such a folder for a script beside it. What is imported is what has been installed."""
+    (tmp_path / "maxmoe").mkdir()
+    subprocess.run([sys.executable, "-c", "import maxmoe; maxmoe.MoE"], check=True, cwd=tmp_path)

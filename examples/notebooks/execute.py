@@ -4,6 +4,7 @@ python examples/notebooks/execute.py                     # all
 python examples/notebooks/execute.py quick_start muon    # some
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -31,7 +32,10 @@ def execute(path: Path, timeout: int = 900, replacement: tuple[str, str] = ("", 
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.source = cell.source.replace(*replacement)
-    NotebookClient(notebook, timeout=timeout, resources={"metadata": {"path": path.parent}}).execute()
+    # A warning of tqdm, which transformers imports.
+    environment = os.environ | {"PYTHONWARNINGS": "ignore:IProgress not found"}
+    client = NotebookClient(notebook, timeout=timeout, resources={"metadata": {"path": path.parent}})
+    client.execute(env=environment)
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times of execution, which would change the file on every run
     notebook.metadata.language_info.version = "3"

@@ -1,6 +1,5 @@
 """Colors and small pictures of the notebooks: labeled curves, heat maps, rows of tokens."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
@@ -14,7 +13,6 @@ LINES = [BLUE, ACCENT, "#5b8c3a", "#8a5aa8"]  # colors of curves
 TOKENS = ["#8fbce6", "#f4b183", "#a9d18e", "#d9a7e0", "#ffe08a", "#9fd8d6"]  # colors of tokens and of ranks
 NOBODY = "#e4e7eb"
 
-warnings.filterwarnings("ignore", "IProgress not found")  # a warning of tqdm, which transformers imports
 plt.rcParams.update(
     {
         "figure.constrained_layout.use": True,

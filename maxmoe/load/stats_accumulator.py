@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from maxmoe.load.metrics_accumulator import MetricsAccumulator
 from maxmoe.load.stats import MoEStats
@@ -16,7 +17,9 @@ class StepStats(NamedTuple):
 
     Attributes:
         aux_loss: ``()``, float64, mean over the calls of each layer, summed over the layers.
-        layers: statistics of each layer, by its path: counts are summed over its calls, the entropy is the mean.
+        layers: statistics of each layer, by its path in the model, without the names that DDP, FSDP1 and
+            `torch.compile` add; "moe" for a layer that is the model itself. Counts are summed over the calls of a
+            layer, the entropy is the mean.
     """
 
     aux_loss: Tensor
@@ -46,7 +49,9 @@ class StatsAccumulator:
 
     def __init__(self, model: nn.Module, *, process_group: dist.ProcessGroup | None = None) -> None:
         self._layers: dict[str, Any] = {
-            name: module for name, module in model.named_modules() if hasattr(module, "metrics_accumulator")
+            _unwrapped_path(model, path) or "moe": module
+            for path, module in model.named_modules()
+            if hasattr(module, "metrics_accumulator")
         }
         if not self._layers:
             raise ValueError(f"{type(model).__name__} must have layers of type MoE, got none")
@@ -86,3 +91,19 @@ class StatsAccumulator:
             dist.all_reduce(packed, group=self._process_group)
             sums.update(zip(local, torch.split(packed, [sums[name].numel() for name in local]), strict=True))
         return sums
+
+
+# Names under which torch.compile, FSDP1 and checkpoint_wrapper hold the module that they wrap.
+_WRAPPED_NAMES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def _unwrapped_path(model: nn.Module, path: str) -> str:
+    """Return the path of a submodule without the names that wrappers around it or around its parents add."""
+    names = []
+    for name in path.split("."):
+        # The name of DDP is an ordinary one, which models use too.
+        is_ddp = name == "module" and isinstance(model, DataParallel | DistributedDataParallel)
+        if not is_ddp and name not in _WRAPPED_NAMES:
+            names.append(name)
+        model = model.get_submodule(name)
+    return ".".join(names)

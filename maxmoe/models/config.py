@@ -1,5 +1,6 @@
 """Configuration of a `Decoder`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from maxmoe.config import MoEConfig, check_bool, check_int, check_number, refuse_unknown_fields
@@ -18,7 +19,7 @@ class DecoderConfig:
         num_key_value_heads: G, number of key-value heads, each shared by H / G query heads; None for H.
         head_dim: C, width of a head, even; None for D / H.
         intermediate_size: width inside the dense feed-forward layers; required if there are dense blocks.
-        moe: config of the Mixture-of-Experts layers; None for a dense model.
+        moe: config of all Mixture-of-Experts layers, or a sequence of configs, one per layer; None for a dense model.
         num_dense_layers: number of blocks at the beginning that are dense although `moe` is given.
         max_sequence_length: largest number of positions of an input, and the window of `Decoder.generate`.
         rope_theta: base of the rotary frequencies.
@@ -39,7 +40,7 @@ class DecoderConfig:
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     intermediate_size: int | None = None
-    moe: MoEConfig | None = None
+    moe: MoEConfig | Sequence[MoEConfig] | None = None
     num_dense_layers: int = 0
     max_sequence_length: int = 2048
     rope_theta: float = 10000.0
@@ -59,10 +60,16 @@ class DecoderConfig:
         check_bool("tie_embeddings", self.tie_embeddings)
         if not isinstance(self.recompute, tuple) or not all(isinstance(name, str) for name in self.recompute):
             raise ValueError(f"recompute must be a tuple of names, got {self.recompute!r}")
-        if not isinstance(self.moe, MoEConfig | None):
-            raise ValueError(f"moe must be a MoEConfig or None, got {self.moe!r}")
         self._check_heads()
         self._check_blocks()
+        self._check_moe()
+
+    @property
+    def moe_per_block(self) -> tuple[MoEConfig | None, ...]:
+        """Config of the Mixture-of-Experts layer of each block; None for a dense block."""
+        num_dense_layers = self.num_layers if self.moe is None else self.num_dense_layers
+        moe = self.moe if isinstance(self.moe, Sequence) else (self.moe,) * (self.num_layers - num_dense_layers)
+        return (None,) * num_dense_layers + tuple(moe)
 
     def _check_heads(self) -> None:
         if self.num_key_value_heads is not None and self.num_heads % self.num_key_value_heads:
@@ -78,11 +85,29 @@ class DecoderConfig:
             raise ValueError(f"head_dim must be even for the rotary embedding, got {head_dim}")
 
     def _check_blocks(self) -> None:
-        if self.moe is not None and self.moe.hidden_size != self.hidden_size:
-            raise ValueError(f"moe.hidden_size ({self.moe.hidden_size}) must equal hidden_size ({self.hidden_size})")
         if self.num_dense_layers > self.num_layers:
             raise ValueError(
                 f"num_dense_layers ({self.num_dense_layers}) must not exceed num_layers ({self.num_layers})"
             )
         if self.intermediate_size is None and (self.moe is None or self.num_dense_layers > 0):
             raise ValueError("intermediate_size must be given where there are dense blocks, got None")
+
+    def _check_moe(self) -> None:
+        if isinstance(self.moe, Sequence):
+            object.__setattr__(self, "moe", tuple(self.moe))  # so that the config can be hashed
+            num_layers = self.num_layers - self.num_dense_layers
+            if len(self.moe) != num_layers:
+                raise ValueError(
+                    f"moe must have a config for each of the {num_layers} layers that are not dense, "
+                    f"got {len(self.moe)}"
+                )
+            named = {f"moe[{layer}]": config for layer, config in enumerate(self.moe)}
+        else:
+            named = {} if self.moe is None else {"moe": self.moe}
+        for name, config in named.items():
+            if not isinstance(config, MoEConfig):
+                raise ValueError(f"{name} must be a MoEConfig, got {config!r}")
+            if config.hidden_size != self.hidden_size:
+                raise ValueError(
+                    f"{name}.hidden_size ({config.hidden_size}) must equal hidden_size ({self.hidden_size})"
+                )

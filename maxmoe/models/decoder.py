@@ -6,6 +6,7 @@
 Shapes: B batch, S sequence, D hidden_size, V vocab_size, M Mixture-of-Experts layers, E experts.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maxmoe._torch import register_namedtuple
+from maxmoe.config import MoEConfig
 from maxmoe.load import MoEStats
 from maxmoe.models.attention import Attention
 from maxmoe.models.config import DecoderConfig
@@ -46,8 +48,18 @@ class DecoderOutput(NamedTuple):
 
     @property
     def tokens_per_expert(self) -> Tensor:
-        """Number of routed slots ``(M, E)``, int64; the input of `update_correction_bias`."""
-        return torch.stack([stats.tokens_per_expert for stats in self.stats])
+        """Number of routed slots ``(M, E)``, int64; the input of `update_correction_bias`.
+
+        Raises:
+            ValueError: if the layers have different numbers of experts.
+        """
+        counts = [stats.tokens_per_expert for stats in self.stats]
+        if len({*map(len, counts)}) > 1:
+            raise ValueError(
+                f"tokens_per_expert needs layers with one number of experts, got {[*map(len, counts)]}: "
+                "read stats, and give update_correction_bias a list"
+            )
+        return torch.stack(counts)
 
 
 # torch.export.save requires a serialized type name.
@@ -55,23 +67,29 @@ register_namedtuple(DecoderOutput, "maxmoe.models.DecoderOutput")
 
 
 class Block(Checkpointed):
-    """Attention, then a dense or a Mixture-of-Experts layer; `options` are device and dtype of the parameters."""
+    """Attention, then a dense or a Mixture-of-Experts layer.
+
+    Args:
+        config: sizes of the decoder.
+        moe: config of the Mixture-of-Experts layer; None for a dense layer.
+        **options: device and dtype of the parameters.
+    """
 
     recompute_names = ("blocks",)
     context_fn = staticmethod(keep_routing)
 
-    def __init__(self, config: DecoderConfig, *, dense: bool, **options: Any) -> None:
+    def __init__(self, config: DecoderConfig, moe: MoEConfig | None, **options: Any) -> None:
         super().__init__()
         D = config.hidden_size
         self.attention_norm = Norm(D, config.norm_eps, **options)
         self.attention = Attention(config, **options)
         self.feed_forward_norm = Norm(D, config.norm_eps, **options)
         self.feed_forward: FeedForward | MoE
-        if dense or config.moe is None:
+        if moe is None:
             assert config.intermediate_size is not None
             self.feed_forward = FeedForward(D, config.intermediate_size, **options)
         else:
-            self.feed_forward = MoE(config.moe, **options)
+            self.feed_forward = MoE(moe, **options)
 
     def forward(
         self, x: Tensor, token_mask: Tensor | None = None, document_ids: Tensor | None = None
@@ -123,9 +141,7 @@ class Decoder(nn.Module):
         V, D = config.vocab_size, config.hidden_size
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.embedding = nn.Embedding(V, D, **options)
-        self.blocks = nn.ModuleList(
-            Block(config, dense=layer < config.num_dense_layers, **options) for layer in range(config.num_layers)
-        )
+        self.blocks = nn.ModuleList(Block(config, moe, **options) for moe in config.moe_per_block)
         self.norm = Norm(D, config.norm_eps, **options)
         self.output = None if config.tie_embeddings else nn.Linear(D, V, bias=False, **options)
         self.reset_parameters()
@@ -228,8 +244,12 @@ class Decoder(nn.Module):
         if document_ids is not None and (document_ids.is_floating_point() or document_ids.dtype == torch.bool):
             raise ValueError(f"document_ids must be integer, got {document_ids.dtype}")
 
-    def update_correction_bias(self, tokens_per_expert: Tensor) -> None:
-        """Take one step of loss-free balancing in every MoE layer, given the numbers of routed slots ``(M, E)``."""
+    def update_correction_bias(self, tokens_per_expert: Iterable[Tensor]) -> None:
+        """Take one step of loss-free balancing in every MoE layer, given its numbers of routed slots ``(E,)``.
+
+        Args:
+            tokens_per_expert: ``(M, E)``, or an iterable of M tensors ``(E,)``, int64.
+        """
         for layer, counts in zip(self.moe_layers(), tokens_per_expert, strict=True):
             layer.update_correction_bias(counts)
 

@@ -23,6 +23,7 @@ def register_fake(operator: str) -> Callable[[Function], Function]:
     def register(function: Function) -> Function:
         @functools.wraps(function)
         def fake(*args: Any, **kwargs: Any) -> Any:
+            _check_export(operator)
             _check_devices(operator, dict(zip(names, args, strict=False)) | kwargs)
             return function(*args, **kwargs)
 
@@ -30,6 +31,14 @@ def register_fake(operator: str) -> Callable[[Function], Function]:
         return function
 
     return register
+
+
+def _check_export(operator: str) -> None:
+    if torch.onnx.is_in_onnx_export():
+        raise RuntimeError(
+            f"maxmoe::{operator} cannot be exported to ONNX, which has no operators for routing and grouped matrix "
+            "products: save the program of torch.export.export with torch.export.save"
+        )
 
 
 def _check_devices(operator: str, arguments: dict[str, Any]) -> None:

@@ -206,7 +206,7 @@ def test_evaluation_counts_nothing_towards_the_correction_bias(dispatch: Dispatc
         take_step(layer, BATCH.part(part))
         layer(-BATCH.x[part])
         step = accumulator.update()
-        assert step.layers[""].tokens_per_expert.equal(expected)
+        assert step.layers["moe"].tokens_per_expert.equal(expected)
         assert_same(layer.router.score_correction_bias, whole.router.score_correction_bias)
 
     on_mesh(TRAVELLING, dispatch, check, make_layer(config))

@@ -1,5 +1,8 @@
 """The notebooks run from top to bottom, and are stored as they ran."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
@@ -49,6 +52,14 @@ def test_runs_from_top_to_bottom(path: Path, executed: dict[Path, Future[nbforma
     stored = nbformat.read(path, as_version=4)
     for old, new in zip(code_cells(stored), code_cells(executed[path].result()), strict=True):
         assert kinds(new) == kinds(old), new.source  # the stored ones are of this code
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_first_cell_can_be_copied(path: Path, tmp_path: Path) -> None:
+    """It needs the package, and no file beside the notebook."""
+    first, *_ = code_cells(nbformat.read(path, as_version=4))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", first.source], check=True, cwd=tmp_path, env=environment)
 
 
 def kinds(cell: nbformat.NotebookNode) -> set[str]:

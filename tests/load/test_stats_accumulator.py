@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -69,7 +71,7 @@ def test_micro_batches_count_once_and_evaluation_does_not(
             layer(batches[0])
         layer(batches[0])  # nobody calls its backward
         step = accumulator.update()
-        stats = step.layers[""]
+        stats = step.layers["moe"]
         assert stats.tokens_per_expert.equal(counts) and stats.dropped == 0
         torch.testing.assert_close(step.aux_loss, torch.stack([output.aux_loss for output in outputs]).mean())
         entropy = torch.stack([output.stats.router_entropy for output in outputs]).mean()
@@ -109,6 +111,59 @@ def test_a_whole_model() -> None:
     assert nothing.aux_loss == 0 and not any(stats.tokens_per_expert.any() for stats in nothing.layers.values())
 
 
+class Named(nn.Module):
+    """A model whose parts have the names that wrappers use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module, self.moe = nn.Sequential(block()), block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.moe(self.module(x))
+
+
+def wrapped(wrap: Callable[[nn.Module], nn.Module], layer: str) -> nn.Module:
+    """A model one of whose layers is wrapped."""
+    model = Named()
+    setattr(model, layer, wrap(getattr(model, layer)))
+    return model
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="aot_eager")  # type: ignore[return-value]
+
+
+def fsdp1(module: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+WRAPPERS: dict[str, Callable[[], nn.Module]] = {
+    "nothing": Named,
+    "DDP": lambda: DistributedDataParallel(Named()),
+    "compile": lambda: compiled(Named()),
+    "FSDP1": lambda: fsdp1(Named()),
+    "checkpoint_wrapper": lambda: checkpoint_wrapper(Named()),
+    "a layer": lambda: wrapped(compiled, "moe"),
+    "each of its layers": lambda: DistributedDataParallel(wrapped(checkpoint_wrapper, "module")),
+    "DDP of compile": lambda: DistributedDataParallel(compiled(Named())),
+    "compile of DDP": lambda: compiled(DistributedDataParallel(Named())),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.filterwarnings("ignore:FSDP is switching", "ignore:.*FullyShardedDataParallel:FutureWarning")
+def test_layers_have_the_names_of_the_model_that_was_wrapped(wrap: Callable[[], nn.Module]) -> None:
+    def names() -> list[str]:
+        return list(StatsAccumulator(wrap()).update().layers)
+
+    assert run_ranks(names, 1) == [["module.0", "moe"]]
+
+
+@pytest.mark.parametrize("wrap", [nn.Module.train, compiled], ids=["bare", "compiled"])
+def test_a_layer_that_is_the_model_is_called_moe(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    assert list(StatsAccumulator(wrap(block())).update().layers) == ["moe"]
+
+
 def test_it_changes_no_gradient_and_no_frozen_output() -> None:
     layer = block()
     x = tokens(layer).requires_grad_()
@@ -144,14 +199,14 @@ def test_ranks_add_up_to_one_process() -> None:
         model = block()
         part = x.split(2)[torch.distributed.get_rank()]
         gradients, step = train(DistributedDataParallel(model), [part], 12)
-        return gradients, step.aux_loss, step.layers["module"].tokens_per_expert, bias_of(model)
+        return gradients, step.aux_loss, step.layers["moe"].tokens_per_expert, bias_of(model)
 
     def mesh(sizes: dict[str, int], dispatch: Dispatch) -> Any:
         rules, mesh = LogicalRules.load("shard-exp-on-fsdp"), Mesh(sizes)
         model = parallelize(block(), mesh, rules, dispatch=dispatch)
         part = part_by_definition(x, token_spec(mesh, rules), mesh)
         gradients, step = train(model, [part], 24)
-        return gradients, step.aux_loss, step.layers[""].tokens_per_expert, bias_of(model)
+        return gradients, step.aux_loss, step.layers["moe"].tokens_per_expert, bias_of(model)
 
     meshes: list[tuple[dict[str, int], Dispatch]] = [
         ({"fsdp": 2}, "auto"),
@@ -162,6 +217,6 @@ def test_ranks_add_up_to_one_process() -> None:
     for run in (ddp, *(partial(mesh, *arguments) for arguments in meshes)):
         for gradients, aux_loss, counts, bias in run_ranks(run, 2):
             torch.testing.assert_close(aux_loss, expected.aux_loss, rtol=1e-13, atol=0)
-            assert counts.equal(expected.layers[""].tokens_per_expert) and bias.equal(bias_of(whole))
+            assert counts.equal(expected.layers["moe"].tokens_per_expert) and bias.equal(bias_of(whole))
             for gradient, other in zip(gradients, expected_gradients, strict=True):
                 torch.testing.assert_close(gradient, other, rtol=1e-11, atol=1e-13)

@@ -1,11 +1,12 @@
 """DecoderConfig: what contradicts itself is refused."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from maxmoe.models import DecoderConfig
-from support.small_decoder import SIZES
+from support.small_decoder import MOE, SIZES
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,13 @@ from support.small_decoder import SIZES
         ({"norm_eps": float("inf")}, "norm_eps must be a finite float >= 0, got inf"),
         ({"tie_embeddings": "no"}, "tie_embeddings must be True or False, got 'no'"),
         ({"recompute": "experts"}, "recompute must be a tuple of names, got 'experts'"),
-        ({"moe": {"hidden_size": 12}}, r"moe must be a MoEConfig or None, got \{'hidden_size': 12\}"),
+        ({"moe": {"hidden_size": 12}}, r"moe must be a MoEConfig, got \{'hidden_size': 12\}"),
+        ({"moe": (MOE,)}, "moe must have a config for each of the 2 layers that are not dense, got 1"),
+        ({"moe": [MOE, None]}, r"moe\[1\] must be a MoEConfig, got None"),
+        (
+            {"moe": (MOE, dataclasses.replace(MOE, hidden_size=8))},
+            r"moe\[1\].hidden_size \(8\) must equal hidden_size \(12\)",
+        ),
         (
             {"intermediate_size": None},
             "intermediate_size must be given where there are dense blocks, got None",

@@ -1,9 +1,11 @@
 """torch.export: saved, loaded by another process, and the same numbers."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch.export import Dim
 
@@ -47,3 +49,19 @@ def test_of_a_model(tmp_path: Path) -> None:
     assert isinstance(output, DecoderOutput)
     torch.testing.assert_close(output.logits, expected.logits)
     assert torch.equal(output.tokens_per_expert, expected.tokens_per_expert)
+
+
+NO_ONNX = r"maxmoe::\w+ cannot be exported to ONNX, which has no operators for routing and grouped matrix products"
+
+
+def test_an_export_to_onnx_says_why_it_fails(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    with pytest.raises(torch.onnx.OnnxExporterError) as raised:
+        torch.onnx.export(Decoder(CONFIG).eval(), (torch.zeros(2, 7).long(),), tmp_path / "model.onnx")
+    assert re.search(NO_ONNX, str(raised.value))
+
+
+def test_no_operator_has_a_fake_in_an_export_to_onnx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    with pytest.raises(RuntimeError, match=NO_ONNX):
+        torch.export.export(Decoder(CONFIG), (torch.zeros(2, 7).long(),))

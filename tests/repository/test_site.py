@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import maxmoe
 from maxmoe.sharding import Mesh
@@ -61,6 +63,11 @@ def load_after_parallelize() -> None:
     maxmoe.parallelize(layer, Mesh({"expert": -1}), "ep-as-dp").load_state_dict(state)
 
 
+def fully_shard_after_parallelize() -> None:
+    layer = maxmoe.parallelize(moe_layer(), Mesh({"expert": -1}), "ep-as-dp")
+    fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+
+
 def moe_layer() -> maxmoe.MoE:
     return maxmoe.MoE(maxmoe.MoEConfig(hidden_size=8, intermediate_size=4, num_experts=4, top_k=2))
 
@@ -71,6 +78,7 @@ MISTAKES: list[Callable[[], object]] = [
     lambda: X + moe_layer()(X),
     lambda: torch.nn.Sequential(moe_layer(), torch.nn.Linear(8, 8))(X),
     lambda: run_ranks(load_after_parallelize, 1),
+    lambda: run_ranks(fully_shard_after_parallelize, 1),
 ]
 
 

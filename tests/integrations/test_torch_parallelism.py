@@ -1,0 +1,104 @@
+"""DDP and FSDP2 of PyTorch on models with MoE layers, and a checkpoint of 2 ranks in 1 process, against one process."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from maxmoe import MoEConfig, MoEFeedForward, StatsAccumulator
+from support.run_ranks import run_ranks
+
+STEPS, RANKS = 3, 2
+# A load balance loss per sequence has a mean over ranks that is that of all sequences; one per batch has not.
+CONFIG = MoEConfig(
+    hidden_size=6,
+    intermediate_size=5,
+    num_experts=4,
+    top_k=2,
+    num_shared_experts=1,
+    load_balance_loss_weight=0.1,
+    load_balance_scope="sequence",
+)
+BATCHES = torch.randn(STEPS, 4, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.moe = nn.RMSNorm(6, dtype=torch.float64), MoEFeedForward(CONFIG, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.moe(self.norm(x))
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Residual(), Residual())
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def fsdp2(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.children():
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, num_ranks: int) -> list[Tensor]:
+    """Train on this rank's sequences; return the losses over all ranks."""
+    losses = []
+    for batch in BATCHES:
+        loss = model(batch.chunk(num_ranks)[rank]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    total = torch.stack(losses)
+    if num_ranks > 1:
+        dist.all_reduce(total)
+    return list(total / num_ranks)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
+@pytest.mark.parametrize("wrap", [ddp, fsdp2])
+def test_ranks_train_as_one_process(wrap: Callable[[nn.Module], nn.Module], tmp_path: Path) -> None:
+    def on_rank() -> Any:
+        model = wrap(make_model())
+        optimizer, accumulator = make_optimizer(model), StatsAccumulator(model)
+        losses = train(model, optimizer, dist.get_rank(), RANKS)
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path)
+        return losses, {name: stats.tokens_per_expert for name, stats in accumulator.update().layers.items()}
+
+    whole = make_model()
+    optimizer, accumulator = make_optimizer(whole), StatsAccumulator(whole)
+    expected = train(whole, optimizer, 0, 1)
+    counts = {name: stats.tokens_per_expert for name, stats in accumulator.update().layers.items()}
+    assert list(counts) == ["0.moe", "1.moe"]
+    for got in run_ranks(on_rank, RANKS):
+        torch.testing.assert_close(got, (expected, counts), rtol=1e-12, atol=1e-12)
+
+    # One process goes on from the checkpoint of two.
+    model = make_model()
+    loaded = make_optimizer(model)
+    model_state, optimizer_state = get_state_dict(model, loaded)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    set_state_dict(model, loaded, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    torch.testing.assert_close(train(model, loaded, 0, 1), train(whole, optimizer, 0, 1), rtol=1e-12, atol=1e-12)
