@@ -2,13 +2,13 @@
 # make test    sets up everything in .venv and runs all tests                 (ARGS="-n 0 -k gmm": of pytest)
 #
 # TORCH=2.15.0 sets up another torch, in .venv-torch2.15.0, for both commands.
-# For those who change the code: make lint, format, docs, sanitize, benchmark, wheel, clean (CONTRIBUTING.md).
+# For those who change the code: make lint, format, docs, sanitize, test-aarch64, benchmark, wheel, clean (CONTRIBUTING.md).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .ONESHELL:
-.PHONY: help setup train test lint format docs sanitize benchmark wheel clean
+.PHONY: help setup train test lint format docs sanitize test-aarch64 benchmark wheel clean
 
 PYTHON ?= python3
 ARGS ?=
@@ -66,6 +66,18 @@ sanitize: $(VENV)/test
 	  -DMAXMOE_SANITIZE=address,undefined -DPython_EXECUTABLE="$(abspath $(BIN))/python"
 	cmake --build build/sanitize
 	ctest --test-dir build/sanitize --no-tests=error --output-on-failure
+
+# The kernels' GoogleTest suite for aarch64, cross-compiled and run under an emulator, so that the sources stay portable.
+test-aarch64: $(VENV)/test
+	@if ! command -v aarch64-linux-gnu-g++ qemu-aarch64 >/dev/null || ! test -d /usr/src/googletest; then
+	  echo "Missing system packages. On Debian or Ubuntu: sudo apt-get install g++-aarch64-linux-gnu qemu-user googletest"
+	  exit 1
+	fi
+	export PATH="$(abspath $(BIN)):$$PATH"
+	cmake -S . -B build/aarch64 -GNinja -DCMAKE_TOOLCHAIN_FILE=cpp/cmake/aarch64.cmake -DMAXMOE_BUILD_PYTHON=OFF \
+	  -DMAXMOE_BUILD_TESTS=ON -DMAXMOE_DEVELOPER=ON -DPython_EXECUTABLE="$(abspath $(BIN))/python"
+	cmake --build build/aarch64
+	ctest --test-dir build/aarch64 --no-tests=error --output-on-failure
 
 # The kernels, each beside an upper bound of its speed.
 benchmark: $(VENV)/test

@@ -12,4 +12,7 @@ if(NOT GTest_FOUND)
     "No GoogleTest on this system, downloading it. If that fails, install it (apt install libgtest-dev) or pass "
     "-DFETCHCONTENT_SOURCE_DIR_GOOGLETEST=<its source folder>.")
   FetchContent_MakeAvailable(googletest)
+  # Warnings in its sources are not ours; MAXMOE_DEVELOPER makes them errors.
+  target_compile_options(gtest PRIVATE -w)
+  target_compile_options(gtest_main PRIVATE -w)
 endif()
