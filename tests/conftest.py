@@ -14,6 +14,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if config.pluginmanager.has_plugin("terminalreporter") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(TimeLeft(config))
+    # The autograd engine creates one thread per device in the first backward of a process. With a CUDA build of torch
+    # and no GPU, a fake tensor registers one device. A first backward after that, such as the one of a compiled
+    # function, would start a thread, and the ranks that a later test forks could not run a backward.
+    torch.ones((), requires_grad=True).backward()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
