@@ -1,6 +1,6 @@
 // Every name of torch that PyTorch does not document for C++ extensions. The other files of cpp/ use the functions here
-// (tests/repository/test_layout.py), so that a new version of torch can break this file and its source alone. They compile
-// unchanged with torch 2.13, 2.14 and 2.15.
+// (tests/repository/test_layout.py), so that a new version of torch can break this file and its source alone. They
+// compile unchanged with torch 2.13, 2.14 and 2.15.
 //
 // "Public" names the public alternative and the first version of torch that has it.
 #pragma once
