@@ -4,8 +4,9 @@ A lint rule refuses private names in any other file. Where torch has a public al
 not used. The tests run it with torch 2.13, 2.14 and 2.15.
 """
 
+import copy
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import _register_namedtuple, tree_leaves, tree_map
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # Documented in the notes of torch on extending it, but not in a public module.
 __all__ = ["TorchDispatchMode", "tree_leaves", "tree_map"]
@@ -106,6 +110,18 @@ class ConvertedModule(nn.Module):
         raise NotImplementedError
 
 
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """Copy a module without its children, parameters and buffers, which both modules have.
+
+    `copy.copy` would share the tables of children and hooks as well: a change of the copy would change the original.
+    """
+    result = copy.copy(module)
+    for name, value in module.__dict__.items():
+        if name == "_modules" or name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
+            result.__dict__[name] = copy.copy(value)
+    return result
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a module has forward or backward hooks."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
@@ -120,6 +136,33 @@ def process_group_named(name: str) -> dist.ProcessGroup:
     """Return the process group with a name, which custom operators take instead of a group."""
     group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined]
     return group
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Return whether autograd treats a tensor as a view, which cannot be detached in place."""
+    return tensor._is_view()
+
+
+def is_data_dependent(error: BaseException) -> bool:
+    """Return whether an operator failed because the shape of its result depends on values that a tensor lacks."""
+    from torch._subclasses import fake_tensor
+
+    kinds = (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        fake_tensor.UnsupportedOperatorException,
+    )
+    return isinstance(error, kinds)
+
+
+def fake_tensor_mode() -> Any:
+    """Return a mode in which operators compute shapes and dtypes only, and tensors have no memory.
+
+    The meta device has no autocast of another device, and mixes with no tensors of it.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def argument_names(operator: Any) -> list[str]:
@@ -142,6 +185,11 @@ def strided_shard(dim: int, split_factor: int) -> Any:
     from torch.distributed.tensor.placement_types import _StridedShard  # with DTensor, slow to import
 
     return _StridedShard(dim, split_factor=split_factor)
+
+
+def root_mesh(mesh: "DeviceMesh") -> "DeviceMesh":
+    """Return the mesh of which a mesh is a part, or the mesh itself."""
+    return mesh._get_root_mesh()
 
 
 def version_of(tensor: Tensor) -> int:

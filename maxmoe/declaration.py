@@ -59,6 +59,31 @@ class ResidualStream:
     parts: tuple[tuple[str | None, str | None], ...]
 
 
+@dataclass(frozen=True)
+class PipelineParts:
+    """Parts of a module by which `maxmoe.pipeline` cuts it into stages: the first part, a list of blocks, the last part.
+
+    In a stage without the first part, its modules are replaced by `Absent`, which returns its input, and the forward of
+    the module gets the hidden states of the previous stage as its first argument. In a stage without the last part, its
+    modules are replaced likewise, so that the forward returns the hidden states after the last block, as a tensor or as
+    the first tensor of its output. The forward calls each block in the list, and the blocks keep the shape and dtype of
+    the hidden states. Modules outside of the parts are in every stage, and must have no parameters.
+
+    Args:
+        first: paths of the modules before the blocks, such as the embedding.
+        blocks: path of the `nn.ModuleList` of blocks.
+        last: paths of the modules after the blocks, such as the last norm and the output projection.
+    """
+
+    first: tuple[str, ...]
+    blocks: str
+    last: tuple[str, ...]
+
+
+class Absent(nn.Identity):
+    """Module in the place of a part of a model that another pipeline stage has."""
+
+
 SavedTensors: TypeAlias = Callable[[int, int], Mapping[str, SavedTensor]]
 
 
@@ -98,6 +123,7 @@ class Declaration:
         needs_whole_sequences: whether the output of a token depends on other tokens of its sequence that the module
             does not gather with its token group. Rules that shard sequences then raise an error.
         residual_stream: children that read and write the residual stream.
+        pipeline_parts: parts of the module by which `maxmoe.pipeline` cuts it; None for a module that cannot be cut.
         saved_tensors: function of the global batch size and sequence length that returns the tensors that the module
             itself saves for the backward or recomputes, by name, its input included and those of its children excluded.
     """
@@ -111,6 +137,7 @@ class Declaration:
     uses_token_group: bool = False
     needs_whole_sequences: bool = False
     residual_stream: ResidualStream | None = None
+    pipeline_parts: PipelineParts | None = None
     saved_tensors: SavedTensors | None = None
 
     def __post_init__(self) -> None:

@@ -61,9 +61,8 @@ class ExpertLayout:
 
     def ranks(self) -> "ExpertRanks":
         """Return the ranks of the group with their experts."""
-        group = self.group()
-        first_experts = tuple(self.local_experts(rank).first for rank in dist.get_process_group_ranks(group))
-        return ExpertRanks(group, self.local_experts(), first_experts, self.config.buffer_factor)
+        first_experts = tuple(self.local_experts(rank).first for rank in self.mesh.ranks_along(*self.group_axes))
+        return ExpertRanks(self.group(), self.local_experts(), first_experts, self.config.buffer_factor)
 
 
 @dataclass(frozen=True)

@@ -50,28 +50,38 @@ class AccumulatedMetrics(NamedTuple):
     stats: MoEStats
 
 
+def packed_size(num_experts: int) -> int:
+    """Return the number of elements of packed metrics."""
+    return num_experts + 4
+
+
+def packed(aux_loss: Tensor, stats: MoEStats) -> Tensor:
+    """Pack the metrics of one forward into a tensor that can be summed over forwards and ranks."""
+    # float64, in which counts are exact up to 2^53.
+    scalars = (torch.ones_like(aux_loss), aux_loss.detach(), stats.dropped, stats.router_entropy)
+    return torch.cat([torch.stack([scalar.double() for scalar in scalars]), stats.tokens_per_expert.double()])
+
+
+def unpacked(sums: Tensor) -> AccumulatedMetrics:
+    """Unpack sums of packed metrics."""
+    calls, aux_loss, dropped, entropy = sums[:4].unbind()
+    return AccumulatedMetrics(calls, aux_loss, MoEStats(sums[4:].long(), dropped.long(), entropy))
+
+
 class MetricsAccumulator:
     """Sums the auxiliary losses and statistics of one layer in the backward, as the gradient of a leaf tensor."""
 
     def __init__(self, num_experts: int, device: torch.device) -> None:
-        # float64, in which counts are exact up to 2^53.
-        self._leaf = torch.zeros(num_experts + 4, dtype=torch.float64, device=device, requires_grad=True)
+        self.leaf = torch.zeros(packed_size(num_experts), dtype=torch.float64, device=device, requires_grad=True)
 
     def add(self, hidden_states: Tensor, aux_loss: Tensor, stats: MoEStats) -> Tensor:
         """Add a loss and statistics to the sums in the backward through the returned `hidden_states`."""
         if not hidden_states.requires_grad:
             return hidden_states
-        scalars = (torch.ones_like(aux_loss), aux_loss.detach(), stats.dropped, stats.router_entropy)
-        packed = torch.cat([torch.stack([scalar.double() for scalar in scalars]), stats.tokens_per_expert.double()])
-        return with_gradient(hidden_states, self._leaf, packed)
+        return with_gradient(hidden_states, self.leaf, packed(aux_loss, stats))
 
     def take(self) -> Tensor:
         """Return the packed sums and reset them to zero."""
-        total, self._leaf.grad = self._leaf.grad, None
-        return torch.zeros_like(self._leaf, requires_grad=False) if total is None else total
+        total, self.leaf.grad = self.leaf.grad, None
+        return torch.zeros_like(self.leaf, requires_grad=False) if total is None else total
 
-    @staticmethod
-    def unpack(packed: Tensor) -> AccumulatedMetrics:
-        """Unpack sums from `take`, which may have been all-reduced over ranks."""
-        calls, aux_loss, dropped, entropy = packed[:4].unbind()
-        return AccumulatedMetrics(calls, aux_loss, MoEStats(packed[4:].long(), dropped.long(), entropy))

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from maxmoe.load.metrics_accumulator import MetricsAccumulator
+from maxmoe.load.layers_of_stages import LayersOfStages
+from maxmoe.load.metrics_accumulator import MetricsAccumulator, unpacked
 from maxmoe.load.stats import MoEStats
 from maxmoe.token_group import LocalTokens
 
@@ -38,6 +39,8 @@ class StatsAccumulator:
         optimizer.step()
         step = accumulator.update()
 
+    With `maxmoe.pipeline`, the model is that of the pipeline, and the statistics are those of the layers of all stages.
+
     Args:
         model: model with `MoE` or `MoEFeedForward` layers, on its final device.
         process_group: ranks with different tokens under DDP or FSDP, over which counts are summed; None for the default
@@ -53,7 +56,8 @@ class StatsAccumulator:
             for path, module in model.named_modules()
             if hasattr(module, "metrics_accumulator")
         }
-        if not self._layers:
+        self._stages: LayersOfStages | None = getattr(model, "layers_of_stages", None)
+        if not self._layers and self._stages is None:
             raise ValueError(f"{type(model).__name__} must have layers of type MoE, got none")
         self._process_group = process_group
         self._sums: dict[str, MetricsAccumulator] = {}
@@ -72,12 +76,12 @@ class StatsAccumulator:
         """
         aux_losses, stats = [], {}
         for name, packed in self._take().items():
-            summed = MetricsAccumulator.unpack(packed)
+            summed = unpacked(packed)
             calls = summed.calls.clamp_min(1)
             aux_losses.append(summed.aux_loss / calls)
             stats[name] = summed.stats._replace(router_entropy=summed.stats.router_entropy / calls)
-            layer = self._layers[name]
-            if layer.config.score_correction_bias:
+            layer = self._layers.get(name)  # None for a layer of another stage
+            if layer is not None and layer.config.score_correction_bias:
                 layer.update_correction_bias(stats[name].tokens_per_expert)
         return StepStats(torch.stack(aux_losses).sum(), stats)
 
@@ -90,7 +94,7 @@ class StatsAccumulator:
             packed = torch.cat([sums[name] for name in local])
             dist.all_reduce(packed, group=self._process_group)
             sums.update(zip(local, torch.split(packed, [sums[name].numel() for name in local]), strict=True))
-        return sums
+        return sums if self._stages is None else self._stages.all_reduce(sums)
 
 
 # Names under which torch.compile, FSDP1 and checkpoint_wrapper hold the module that they wrap.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from maxmoe._torch import register_namedtuple
 from maxmoe.config import MoEConfig
+from maxmoe.declaration import Absent, PipelineParts
 from maxmoe.load import MoEStats
 from maxmoe.models.attention import Attention
 from maxmoe.models.config import DecoderConfig
@@ -176,22 +177,24 @@ class Decoder(nn.Module):
         """Predict the token after each position.
 
         Args:
-            tokens: ``(B, S)``, int64.
+            tokens: ``(B, S)``, int64; in a pipeline stage without embedding, hidden states ``(B, S, D)``.
             token_mask: ``(B, S)``, bool, False for padding. Tokens do not attend to padding, experts do not compute it,
                 and its logits are undefined. Its ids may have any value.
             document_ids: ``(B, S)``, integer, for sequences packed from several documents: a token attends to earlier
                 tokens with the same id.
 
         Returns:
-            Logits, auxiliary loss and routing statistics.
+            Logits, auxiliary loss and routing statistics. In a pipeline stage without output projection, the hidden
+            states are in place of the logits.
 
         Raises:
             ValueError: for more than `max_sequence_length` positions, a mask that is not bool, or other shapes.
         """
-        self._check(tokens, token_mask, document_ids)
+        self._check(tokens.shape[:2], token_mask, document_ids)
         if token_mask is not None:
-            tokens = tokens.masked_fill(~token_mask, 0)
-            document_ids = torch.zeros_like(tokens) if document_ids is None else document_ids
+            if not tokens.is_floating_point():
+                tokens = tokens.masked_fill(~token_mask, 0)
+            document_ids = torch.zeros_like(token_mask, dtype=torch.int64) if document_ids is None else document_ids
             # Padding is a document of its own and attends to itself, because a softmax over no keys would be NaN.
             document_ids = document_ids.masked_fill(~token_mask, torch.iinfo(document_ids.dtype).min)
         x = self.embedding(tokens)
@@ -201,8 +204,8 @@ class Decoder(nn.Module):
             if block_stats is not None:
                 aux_losses.append(aux_loss)
                 stats.append(block_stats)
-        output = self.embedding if self.output is None else self.output
-        logits = F.linear(self.norm(x), output.weight)
+        normed = self.norm(x)
+        logits = F.linear(normed, self.embedding.weight) if self.output is None else self.output(normed)
         total = torch.stack(aux_losses).sum() if aux_losses else logits.new_zeros((), dtype=torch.float32)
         return DecoderOutput(logits, total, tuple(stats))
 
@@ -216,29 +219,35 @@ class Decoder(nn.Module):
             },
             fsdp_unit=True,  # the forward reads the weight of the embedding outside of the embedding's forward
             residual_stream=ResidualStream(self.config.hidden_size, ((None, "embedding"), ("norm", None))),
+            # With tied embeddings, the last part has the embedding as well.
+            pipeline_parts=PipelineParts(
+                ("embedding",), "blocks", ("norm", "embedding" if self.output is None else "output")
+            ),
             saved_tensors=self._saved_tensors,
         )
 
     def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
         """Describe the saved tensors, including those that a cross-entropy loss saves for the logits."""
-        (V, D), tokens = self.embedding.weight.shape, (batch, length)
-        return {
-            "tokens": SavedTensor(tokens, TOKEN_DIMS, torch.int64),
+        tokens, V, D = (batch, length), self.config.vocab_size, self.config.hidden_size
+        saved = {}
+        if not isinstance(self.embedding, Absent):
+            saved["tokens"] = SavedTensor(tokens, TOKEN_DIMS, torch.int64)
+        if isinstance(self.output, Absent):
+            return saved
+        return saved | {
             "output": SavedTensor((*tokens, D), (*TOKEN_DIMS, None)),
             "logits": SavedTensor((*tokens, V), (*TOKEN_DIMS, "activation_vocab")),
             "targets": SavedTensor(tokens, TOKEN_DIMS, torch.int64),
             "total_weight": SavedTensor((), ()),
         }
 
-    def _check(self, tokens: Tensor, token_mask: Tensor | None, document_ids: Tensor | None) -> None:
+    def _check(self, shape: torch.Size, token_mask: Tensor | None, document_ids: Tensor | None) -> None:
         window = self.config.max_sequence_length
-        if tokens.shape[-1] > window:
-            raise ValueError(f"tokens must have at most {window} positions, got {tokens.shape[-1]}")
+        if shape[-1] > window:
+            raise ValueError(f"tokens must have at most {window} positions, got {shape[-1]}")
         for name, value in (("token_mask", token_mask), ("document_ids", document_ids)):
-            if value is not None and value.shape != tokens.shape:
-                raise ValueError(
-                    f"{name} must have the shape of tokens {tuple(tokens.shape)}, got {tuple(value.shape)}"
-                )
+            if value is not None and value.shape != shape:
+                raise ValueError(f"{name} must have the shape of tokens {tuple(shape)}, got {tuple(value.shape)}")
         if token_mask is not None and token_mask.dtype != torch.bool:
             raise ValueError(f"token_mask must be bool, got {token_mask.dtype}")
         if document_ids is not None and (document_ids.is_floating_point() or document_ids.dtype == torch.bool):

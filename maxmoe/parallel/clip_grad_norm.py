@@ -8,12 +8,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from maxmoe._torch import root_mesh
+from maxmoe.sharding.mesh import STAGE_AXIS
+
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """Clip the total norm of gradients, like `torch.nn.utils.clip_grad_norm_`, but for DTensors on several meshes.
 
     norm = sqrt(sum of the squares of all entries),   gradient *= min(1, max_norm / (norm + 1e-6))
+
+    With `maxmoe.pipeline`, each rank passes the parameters of its stages, and the norm is that over all stages.
 
     Args:
         parameters: DTensors on any meshes, and plain tensors that are equal on all ranks.
@@ -23,21 +28,32 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         ``()``, float64, norm before clipping; a plain tensor, equal on all ranks.
     """
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+    parameters = list(parameters)
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
             mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
             by_mesh.setdefault(mesh, []).append(parameter)
-    if not by_mesh:
-        return torch.zeros((), dtype=torch.float64)
-    norms = []
+    norms = [torch.zeros((), dtype=torch.float64, device=parameters[0].device if parameters else None)]
     for mesh, group in by_mesh.items():
         gradients = [parameter.grad for parameter in group if parameter.grad is not None]
         norms.append(_norm(gradients) if mesh is None else _norm_on_mesh(gradients, mesh))
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    # Also if this stage has no gradients, because the other stages wait for it.
+    if (stages := _stages_of(parameters)) is not None:
+        squares = total.square()
+        dist.all_reduce(squares, group=stages)
+        total = squares.sqrt()
     for group in by_mesh.values():
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
+
+
+def _stages_of(parameters: Iterable[Tensor]) -> dist.ProcessGroup | None:
+    """Return the process group over the pipeline stages, if the mesh of the parameters is that of one stage."""
+    meshes = {parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}
+    wholes = {whole for mesh in meshes if STAGE_AXIS in ((whole := root_mesh(mesh)).mesh_dim_names or ())}
+    return next((whole.get_group(STAGE_AXIS) for whole in wholes), None)
 
 
 def _norm(gradients: Sequence[Tensor]) -> Tensor:

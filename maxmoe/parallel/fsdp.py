@@ -46,8 +46,6 @@ def fully_shard_blocks(module: nn.Module, plan: Plan) -> None:
     managed = {parameters[name]: planned for name, planned in plan.parameters.items() if planned.fsdp_axes}
     ignored = {parameter for parameter in parameters.values() if parameter not in managed}
 
-    replicate_axes = tuple(axis for axis in plan.tokens.axes if axis == REPLICATE_AXIS)
-
     def placement(parameter: nn.Parameter) -> Shard:
         spec = managed[parameter].stored.spec
         return Shard(next(dim for dim, axes in enumerate(spec) if SHARD_AXIS in axes))
@@ -60,7 +58,7 @@ def fully_shard_blocks(module: nn.Module, plan: Plan) -> None:
                 # Also for the root module. Otherwise its parameters would stay gathered after an evaluation, as plain
                 # tensors, and an optimizer made then would hold these instead of the shards.
                 reshard_after_forward=True,
-                dp_mesh_dims=fsdp.DataParallelMeshDims(shard=SHARD_AXIS, replicate=replicate_axes or None),
+                dp_mesh_dims=_mesh_dims(plan),
                 shard_placement_fn=placement,
                 ignored_params=ignored,
             )
@@ -68,6 +66,26 @@ def fully_shard_blocks(module: nn.Module, plan: Plan) -> None:
             # than the group size needs SUM, because gloo has no PREMUL_SUM.
             fsdp_module.set_gradient_divide_factor(1.0)
             fsdp_module.set_force_sum_reduction_for_comms(True)
+
+
+def fully_shard_stage(stage: nn.Module, model: nn.Module, plan: Plan, *, reshards: bool) -> None:
+    """Make a module around a model the root of FSDP2, so that a schedule finds the FSDP2 modules of its stage.
+
+    Args:
+        stage: module without parameters of its own, which calls `model`.
+        model: model with the plan.
+        plan: plan of the model.
+        reshards: whether parameters are freed after each forward. A schedule with a split backward looks for the
+            gathered parameters between forward and backward, so that they must stay.
+    """
+    if isinstance(model, fsdp.FSDPModule):
+        root = fsdp.fully_shard(stage, mesh=plan.mesh.device_mesh, dp_mesh_dims=_mesh_dims(plan))
+        root.set_reshard_after_forward(reshards)
+
+
+def _mesh_dims(plan: Plan) -> fsdp.DataParallelMeshDims:
+    replicate_axes = tuple(axis for axis in plan.tokens.axes if axis == REPLICATE_AXIS)
+    return fsdp.DataParallelMeshDims(shard=SHARD_AXIS, replicate=replicate_axes or None)
 
 
 def blocks(module: nn.Module) -> Iterator[nn.Module]:

@@ -8,7 +8,7 @@ from maxmoe.parallel.parameter_hooks import ParameterHooks
 from maxmoe.parallel.plan import Plan
 
 
-def register_hooks(module: nn.Module, plan: Plan) -> None:
+def register_hooks(module: nn.Module, plan: Plan, input_check: InputGradientCheck | None) -> None:
     """Register the hooks of all modules. PyTorch calls them in this order.
 
     Before the forward of a module:
@@ -31,9 +31,10 @@ def register_hooks(module: nn.Module, plan: Plan) -> None:
     Args:
         module: module with DTensor parameters.
         plan: plan of the module.
+        input_check: check of the inputs; None for a pipeline stage, whose inputs are those of all ranks alike.
     """
-    check = InputGradientCheck(module, plan.mesh)
-    module.register_forward_pre_hook(check.enter, with_kwargs=True)
+    if input_check is not None:
+        module.register_forward_pre_hook(input_check.enter, with_kwargs=True)
     all_parameter_hooks = []
     for module_plan in plan.values():
         child = module_plan.module

@@ -17,11 +17,12 @@ from maxmoe.nn import (
 )
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.hooks import register_hooks
+from maxmoe.parallel.input_gradients import InputGradientCheck
 from maxmoe.parallel.plan import Plan
 from maxmoe.parallel.planner import make_plan
 from maxmoe.parallel.shard_parameters import distribute_parameters
 from maxmoe.sharding.agreement import check_ranks_agree
-from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
 
 
@@ -88,8 +89,9 @@ def parallelize(
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a maxmoe.sharding.Mesh, got {type(mesh).__name__}")
+    if mesh.size(STAGE_AXIS) > 1:
+        raise ValueError(f"mesh must have no axis {STAGE_AXIS!r}, got {mesh}: maxmoe.pipeline cuts a model into stages")
     rules = LogicalRules.load(rules)
-    _check_adapters(module)
     recompute = recompute_of(module) if recompute is None else recompute
     facts = {
         "the mesh": repr(mesh),
@@ -97,13 +99,19 @@ def parallelize(
         "num_chunks": repr(num_chunks),
         "recompute": repr(sorted(map(str, recompute))),
         "strict and allow_unused": repr((strict, allow_unused)),
-        **_facts(module, rules),
+        **model_facts(module, rules),
     }
     check_ranks_agree(facts, mesh.device_mesh.device_type)
     check_recompute(module, recompute)
     plan = make_plan(module, mesh, rules, strict=strict, allow_unused=allow_unused, dispatch=dispatch)
     check_plan(plan, num_chunks)
     set_recompute(module, recompute)
+    apply_plan(module, plan, num_chunks, InputGradientCheck(module, mesh))
+    return module
+
+
+def apply_plan(module: nn.Module, plan: Plan, num_chunks: int, input_check: InputGradientCheck | None) -> None:
+    """Shard the parameters of a module by its plan and register its hooks."""
     # Without the axes of FSDP2, which shards the parameters over them in `fully_shard_blocks`.
     distribute_parameters(module, {name: parameter.unsharded for name, parameter in plan.parameters.items()})
     for planned in plan.values():
@@ -111,12 +119,12 @@ def parallelize(
             planned.module.token_group = plan.tokens  # type: ignore[assignment]
     for layer, dispatch_plan in plan.layers.values():
         layer.set_runner(dispatch_plan.runner(num_chunks))
-    register_hooks(module, plan)
-    return module
+    register_hooks(module, plan, input_check)
 
 
-def _facts(module: nn.Module, rules: LogicalRules) -> dict[str, str]:
-    """Return the settings on which the collectives of a parallelized module depend."""
+def model_facts(module: nn.Module, rules: LogicalRules) -> dict[str, str]:
+    """Return the settings of a module on which its collectives depend; raise for adapters around parts of a layer."""
+    _check_adapters(module)
     facts = {"the rules": repr(rules)}
     for path, child in module.named_modules():
         facts[f"the module {path or '(root)'}"] = f"{type(child).__name__}({child.extra_repr()})"

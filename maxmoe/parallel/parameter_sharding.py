@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from maxmoe.declaration import declaration_of
+from maxmoe.declaration import Absent, declaration_of
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.partition_spec import PartitionSpec
@@ -75,13 +75,13 @@ def _check(names: Names, parameter: nn.Parameter, name: str) -> None:
 
 
 def _is_optional(owner: nn.Module, name: str) -> bool:
-    """Return whether a part of the path `name` is None in this module, as for an optional parameter or child."""
+    """Return whether a part of the path `name` is None or absent: an optional part, or one of another stage."""
     value: object = owner
     for part in name.split("."):
         if not hasattr(value, part):
             return False
         value = getattr(value, part)
-        if value is None:
+        if value is None or isinstance(value, Absent):
             return True
     return False
 

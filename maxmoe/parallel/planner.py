@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from maxmoe.declaration import declaration_of
+from maxmoe.declaration import Absent, declaration_of
 from maxmoe.nn import MoE
 from maxmoe.parallel.dispatch_plan import Dispatch, DispatchPlan, check_dispatch, plan_dispatch
 from maxmoe.parallel.fsdp import blocks, fsdp_axes
@@ -147,7 +147,9 @@ class _Planner:
             ((axes,), _) = resolve(PartitionSpec(axes), self.mesh.sizes, (stream.hidden_size,))
             for children in stream.parts if axes else ():
                 reader, writer = (child and f"{path}.{child}".lstrip(".") for child in children)
-                yield ResidualPart(axes, stream.hidden_size, reader, writer)
+                # A reader or writer that another stage has reads or writes the stream there.
+                if not any(isinstance(self.modules.get(child or ""), Absent) for child in (reader, writer)):
+                    yield ResidualPart(axes, stream.hidden_size, reader, writer)
 
     def _plan_dispatch(self, path: str, layer: MoE, dispatch: Dispatch) -> DispatchPlan:
         experts = layer.routed_experts

@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 
 
-def check_ranks_agree(facts: Mapping[str, str], device_type: str = "cpu") -> None:
-    """Raise a ValueError on every rank if `facts`, texts by name, differ between ranks; it names both texts.
+def check_ranks_agree(
+    facts: Mapping[str, str], device_type: str = "cpu", group: dist.ProcessGroup | None = None
+) -> None:
+    """Raise a ValueError on every rank of a group if `facts`, texts by name, differ; it names both texts.
 
     Ranks with different settings run different collectives, or collectives of different shapes. torch then hangs until
     the timeout or aborts, and names neither setting.
@@ -19,13 +21,14 @@ def check_ranks_agree(facts: Mapping[str, str], device_type: str = "cpu") -> Non
     text = "\n".join(f"{name}={fact}" for name, fact in facts.items())
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     extremes = torch.tensor([digest, -digest], device=device_type)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     if extremes[0] == -extremes[1]:
         return
-    all_facts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_facts, dict(facts))
-    for rank, theirs in enumerate(all_facts):
+    ranks = dist.get_process_group_ranks(group)
+    all_facts: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(all_facts, dict(facts), group=group)
+    for rank, theirs in zip(ranks, all_facts, strict=True):
         for name in {**all_facts[0], **theirs}:
             ours, other = (found.get(name, "nothing") for found in (all_facts[0], theirs))
             if ours != other:
-                raise ValueError(f"the ranks must agree on {name}: rank 0 has {ours}, rank {rank} has {other}")
+                raise ValueError(f"the ranks must agree on {name}: rank {ranks[0]} has {ours}, rank {rank} has {other}")

@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from maxmoe.sharding.agreement import check_ranks_agree
 
 TIMEOUT = timedelta(minutes=10)
+# Axis over which `maxmoe.pipeline` cuts the blocks of a model. Its ranks run different modules on the same tokens.
+STAGE_AXIS = "stage"
 
 
 class Mesh:
@@ -46,6 +48,7 @@ class Mesh:
         self.sizes = filled(sizes, dist.get_world_size())
         self.rank: int | None = dist.get_rank()
         self._timeout = timeout
+        self._whole: Mesh | None = None
         self._device_mesh: DeviceMesh | None = _device_mesh(dist.group.WORLD, device_type, self._layout, timeout)
 
     @classmethod
@@ -65,7 +68,25 @@ class Mesh:
         mesh = cls.__new__(cls)
         mesh.sizes = filled(sizes, world_size)
         mesh.rank = None
+        mesh._whole = None
         mesh._device_mesh = None
+        return mesh
+
+    def within_stage(self) -> "Mesh":
+        """Return the mesh of the ranks of this rank's stage: those that differ from it on other axes than `stage`.
+
+        Ranks, coordinates and sizes of the returned mesh are within the stage. Its process groups are those of this
+        mesh. Without an axis `stage`, or with one of size one, all ranks are in one stage.
+        """
+        mesh = Mesh.planned({axis: size for axis, size in self.sizes.items() if axis != STAGE_AXIS})
+        if self._device_mesh is not None:
+            place = self.coordinates()
+            mesh.rank = 0
+            for axis, size in mesh.sizes.items():
+                mesh.rank = mesh.rank * size + place[axis]
+            mesh._whole = self
+            names = tuple(axis for axis, _ in self._layout if axis != STAGE_AXIS)
+            mesh._device_mesh = self._device_mesh[names]
         return mesh
 
     @property
@@ -82,9 +103,11 @@ class Mesh:
 
     @property
     def _layout(self) -> tuple[tuple[str, int], ...]:
-        """Axes and sizes of `device_mesh`."""
-        large = {axis: size for axis, size in self.sizes.items() if size > 1}
-        return tuple((large or {next(iter(self.sizes), "world"): 1}).items())
+        """Axes and sizes of `device_mesh`; an axis of size one if there is no other one within a stage."""
+        layout = {axis: size for axis, size in self.sizes.items() if size > 1}
+        if not layout.keys() - {STAGE_AXIS}:
+            layout[next((axis for axis in self.sizes if axis != STAGE_AXIS), "world")] = 1
+        return tuple(layout.items())
 
     @property
     def num_ranks(self) -> int:
@@ -115,6 +138,12 @@ class Mesh:
             rank, place[axis] = divmod(rank, size)
         return {axis: place[axis] for axis in self.sizes}
 
+    def ranks_along(self, *axes: str) -> tuple[int, ...]:
+        """Return the ranks of the mesh that differ from this rank on `axes` only, in ascending order."""
+        place = {axis: at for axis, at in self.coordinates().items() if axis not in axes}
+        ranks = range(self.num_ranks)
+        return tuple(rank for rank in ranks if place.items() <= self.coordinates(rank).items())
+
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
         """Return this rank's sub-mesh of some axes larger than one, in the order of the mesh."""
         wanted = (axes,) if isinstance(axes, str) else axes
@@ -128,7 +157,7 @@ class Mesh:
 
         Args:
             *axes: names of axes larger than one. A group over several axes is created at the first call, which is
-                collective: all ranks must ask for the same axes.
+                collective: all its ranks must ask for it.
 
         Returns:
             Process group that this rank is a member of.
@@ -137,6 +166,8 @@ class Mesh:
         names = tuple(axis for axis in self.axes if axis in axes)
         if len(names) == 1:
             return device_mesh.get_group()
+        if self._whole is not None:
+            return self._whole.process_group(*names)
         return _joint_group(dist.group.WORLD, self._layout, names, self._timeout)
 
     def __deepcopy__(self, _memo: object) -> "Mesh":
@@ -184,9 +215,10 @@ def _joint_group(
     ranks = torch.arange(math.prod(size for _, size in sizes)).view(*(size for _, size in sizes))
     dims = [dim for dim, (axis, _) in enumerate(sizes) if axis in axes]
     size = math.prod(ranks.shape[dim] for dim in dims)
-    members = ranks.movedim(dims, list(range(-len(dims), 0))).reshape(-1, size).tolist()
-    group: dist.ProcessGroup
-    group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)  # type: ignore[no-untyped-call]
+    all_members = ranks.movedim(dims, list(range(-len(dims), 0))).reshape(-1, size).tolist()
+    members = next(members for members in all_members if dist.get_rank() in members)
+    # Only the members create the group: the ranks of another stage, with other modules, may never ask for theirs.
+    group: dist.ProcessGroup = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
     return group
 
 

@@ -1,0 +1,73 @@
+"""Shape and dtype of the hidden states between stages, and a check of the loss, without computing anything."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from maxmoe._torch import fake_tensor_mode, is_data_dependent, tree_map
+from maxmoe.sharding.redistribute import embed_sharding
+from maxmoe.parallel.plan import Plan
+from maxmoe.pipelining.micro_batches import MicroBatch
+from maxmoe.pipelining.stage import Loss, check_loss, first_tensor
+from maxmoe.pipelining.stage_modules import StagePart, stage_module
+
+
+class Boundary:
+    """Finds the shape and dtype of the hidden states between stages for a micro-batch, and checks the loss.
+
+    The first and the last part of the model run on tensors without memory, on every rank. An error in the inputs or in
+    the loss is therefore raised on every rank, before anything is sent. The blocks need not run, because they keep the
+    shape and dtype of the hidden states.
+
+    Args:
+        model: whole model, before its parameters are sharded.
+        plan: plan of the whole model within a stage.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self._mode, self._device = fake_tensor_mode(), plan.mesh.device_mesh.device_type
+        readers = [planned.residual_reader for planned in plan.values() if planned.residual_reader is not None]
+        self._mesh, self._embed_axes = plan.mesh, readers[0].embed_axes if readers else ()
+        self._first = self._without_memory(stage_module(model, StagePart((), is_first=True, is_last=False)))
+        self._last = self._without_memory(stage_module(model, StagePart((), is_first=False, is_last=True)))
+
+    def _without_memory(self, module: nn.Module) -> nn.Module:
+        """Copy a module; its parameters and buffers get no memory."""
+        with self._mode:
+            copies: dict[int, Any] = {}
+            for tensor in (*module.parameters(), *module.buffers()):
+                empty = torch.empty_like(tensor, device=self._device)
+                copies[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
+            return copy.deepcopy(module, copies)
+
+    def hidden_states(self, micro_batch: MicroBatch) -> Tensor:
+        """Return a tensor without memory of the shape and dtype of the hidden states, before they are sharded."""
+        with self._mode, torch.no_grad():
+            inputs, _, options = tree_map(self._fake, micro_batch)
+            return first_tensor(self._first(inputs, **options))
+
+    def local_part(self, hidden_states: Tensor) -> Tensor:
+        """Return the part of the hidden states that a rank passes on, if the residual stream is sharded."""
+        shape = embed_sharding(self._mesh, hidden_states.dim(), self._embed_axes).shard_shape(hidden_states.shape)
+        # gloo cannot send an empty message.
+        return torch.empty((max(1, shape[0]), *shape[1:]), dtype=hidden_states.dtype, device="meta")
+
+    def check_loss(self, loss: Loss, hidden_states: Tensor, micro_batch: MicroBatch) -> None:
+        """Raise a ValueError if the loss is no scalar.
+
+        The shapes of some losses depend on values. Such a loss is checked when it is computed.
+        """
+        try:
+            with self._mode:
+                _, targets, options = tree_map(self._fake, micro_batch)
+                value = loss(self._last(torch.empty_like(hidden_states), **options), targets)
+        except RuntimeError as error:
+            if not is_data_dependent(error):
+                raise
+        else:
+            check_loss(value)
+
+    def _fake(self, value: Any) -> Any:
+        return self._mode.from_tensor(value) if isinstance(value, Tensor) else value

@@ -1,0 +1,67 @@
+"""Cuts the inputs and targets of a step into micro-batches."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from maxmoe._torch import tree_leaves, tree_map
+
+
+class MicroBatch(NamedTuple):
+    """Inputs and targets of one micro-batch.
+
+    Attributes:
+        inputs: first argument of the model.
+        targets: targets of the loss.
+        options: other arguments of the model, which every stage takes.
+    """
+
+    inputs: Tensor
+    targets: Any
+    options: dict[str, Any]
+
+
+def split(inputs: Tensor, targets: Any, options: dict[str, Any], count: int) -> list[MicroBatch]:
+    """Cut a batch along the first dim, as `torch.tensor_split`, so that sizes differ by one at most.
+
+    Args:
+        inputs: ``(B, ...)``, first argument of the model.
+        targets: tensors ``(B, ...)``, in dicts, lists or tuples.
+        options: other arguments of the model; tensors ``(B, ...)`` are cut, all other values are in every micro-batch.
+        count: number of micro-batches.
+
+    Raises:
+        TypeError: if the inputs are no tensor.
+        ValueError: for targets with another first dim, and for inputs that require a gradient.
+    """
+    if not isinstance(inputs, Tensor) or inputs.dim() == 0:
+        raise TypeError(f"inputs must be a tensor with a batch dim, got {type(inputs).__name__}")
+    num_rows = len(inputs)
+    for leaf in tree_leaves((inputs, targets, options)):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise ValueError(f"inputs must not require a gradient, got one of shape {tuple(leaf.shape)} that does")
+    for leaf in tree_leaves(targets):
+        if isinstance(leaf, Tensor) and (leaf.dim() == 0 or len(leaf) != num_rows):
+            raise ValueError(f"targets must have {num_rows} rows, as the inputs, got the shape {tuple(leaf.shape)}")
+
+    def part(value: Any, index: int) -> Any:
+        is_cut = isinstance(value, Tensor) and value.dim() > 0 and len(value) == num_rows
+        return torch.tensor_split(value, count)[index] if is_cut else value
+
+    def micro_batch(index: int) -> MicroBatch:
+        return MicroBatch(*tree_map(lambda value: part(value, index), (inputs, targets, options)))
+
+    return [micro_batch(index) for index in range(count)]
+
+
+def facts_of(inputs: Tensor, targets: Any, options: dict[str, Any]) -> dict[str, str]:
+    """Describe what all stages must agree on: shapes and dtypes of inputs and targets, and autocast."""
+    named = {"the inputs": inputs, "the targets": targets, **{f"the option {name}": options[name] for name in options}}
+    device = inputs.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return {"autocast": str(autocast), **{name: str(tree_map(_described, value)) for name, value in named.items()}}
+
+
+def _described(value: Any) -> str:
+    return f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else repr(value)

@@ -1,0 +1,254 @@
+"""`pipeline`: run a model in stages, each on a part of the mesh."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from maxmoe.load.layers_of_stages import LayersOfStages
+from maxmoe.load.metrics_accumulator import with_gradient
+from maxmoe.load.stats import MoEStats
+from maxmoe.nn import MoE, MoEFeedForward, MoEOutput, check_recompute, recompute_of, set_recompute
+from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.fsdp import fully_shard_stage
+from maxmoe.parallel.parallelize import apply_plan, check_plan, model_facts
+from maxmoe.parallel.planner import make_plan
+from maxmoe.pipelining.boundary import Boundary
+from maxmoe.pipelining.micro_batches import facts_of, split
+from maxmoe.pipelining.schedules import check_schedule, schedule_kind
+from maxmoe.pipelining.scheduled_run import ScheduledRun
+from maxmoe.pipelining.stage import Loss, Stage
+from maxmoe.pipelining.stage_modules import keep_stages, stage_module, stage_parts
+from maxmoe.pipelining.step_statistics import PipelineOutput, StepStatistics
+from maxmoe.sharding.agreement import check_ranks_agree
+from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
+from maxmoe.sharding.rules import LogicalRules
+from maxmoe.token_group import FlattenedBatch, TokenGroup
+
+
+def pipeline(
+    model: nn.Module,
+    mesh: Mesh,
+    rules: LogicalRules | str = "default",
+    *,
+    loss: Loss,
+    schedule: str = "1f1b",
+    num_micro_batches: int,
+    blocks_per_stage: Sequence[int] | None = None,
+    stages_per_rank: int | None = None,
+    aux_loss_scale: float = 1.0,
+    dispatch: Dispatch = "auto",
+    num_chunks: int = 1,
+    recompute: Collection[str] | None = None,
+    strict: bool = False,
+    allow_unused: bool = False,
+) -> "Pipeline":
+    """Cut the blocks of a model over the mesh axis `stage` and parallelize each stage over the other axes.
+
+    A step computes the gradients of
+
+        sum over the micro-batches of (loss + aux_loss_scale * auxiliary losses),
+
+    those of one process that accumulates them over the same micro-batches. Nothing is divided by their number. For the
+    mean over the tokens of a step, divide by their number in `loss`, and set ``aux_loss_scale=1 / num_micro_batches``.
+    The auxiliary losses are added to the gradients, so `loss` must not add them. The balance loss of the scope "batch"
+    is that of each micro-batch; that of the scope "sequence" does not depend on the micro-batches::
+
+        mesh = Mesh({"stage": 2, "expert": 2})
+        pipeline = maxmoe.pipeline(model, mesh, loss=loss, schedule="1f1b", num_micro_batches=8)
+        optimizer = torch.optim.AdamW(pipeline.parameters())
+        output = pipeline.step(tokens, targets)
+        clip_grad_norm_(pipeline.parameters(), 1.0)
+        optimizer.step()
+
+    Args:
+        model: model that declares its `pipeline_parts`, see `maxmoe.parallel.Declaration`. Afterwards, it has the
+            blocks of this rank only, with their names. It is not called itself.
+        mesh: mesh with an axis `stage`. All other axes are used within a stage as by `maxmoe.parallelize`.
+        rules: rules that map logical names to mesh axes, or the name of a preset.
+        loss: function of the output of the model and the targets of a micro-batch, which returns the sum of the losses
+            of its tokens, ``()``. Called in the last stage.
+        schedule: "gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", or, with a split backward,
+            "interleaved_zero_bubble", "zbv" or "dual_pipe_v"; see `torch.distributed.pipelining`.
+        num_micro_batches: number of micro-batches of a step.
+        blocks_per_stage: number of blocks of each stage; None to balance parameters and work.
+        stages_per_rank: number of stages of each rank; None for 1 with "gpipe" and "1f1b", and 2 with all others.
+        aux_loss_scale: factor of the auxiliary losses.
+        dispatch: strategy for experts on other ranks, as in `maxmoe.parallelize`.
+        num_chunks: number of chunks of the tokens of a layer, as in `maxmoe.parallelize`.
+        recompute: names of the parts that are recomputed in the backward, as in `maxmoe.parallelize`.
+        strict: as in `maxmoe.parallelize`.
+        allow_unused: as in `maxmoe.parallelize`.
+
+    Returns:
+        Pipeline with the stages of this rank.
+
+    Raises:
+        TypeError: if `mesh` is not a `maxmoe.sharding.Mesh`.
+        ValueError: as `maxmoe.parallelize`; for an unknown schedule, or numbers that it cannot run; for a model that
+            does not declare its parts, has fewer blocks than stages, or shares parameters between stages; on every
+            rank, if any of these arguments differs between ranks.
+
+    Source: GPipe (arXiv:1811.06965), 1F1B (arXiv:1806.03377), interleaved 1F1B (arXiv:2104.04473), zero bubble
+    (arXiv:2401.10241), DualPipeV (DeepSeek-V3, arXiv:2412.19437).
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a maxmoe.sharding.Mesh, got {type(mesh).__name__}")
+    if not callable(loss):
+        raise TypeError(f"loss must be a function of output and targets, got {type(loss).__name__}")
+    rules = LogicalRules.load(rules)
+    recompute = recompute_of(model) if recompute is None else recompute
+    facts = {
+        "the mesh": repr(mesh),
+        "schedule": repr(schedule),
+        "num_micro_batches": repr(num_micro_batches),
+        "blocks_per_stage and stages_per_rank": repr((blocks_per_stage, stages_per_rank)),
+        "aux_loss_scale": repr(aux_loss_scale),
+        "dispatch": repr(dispatch),
+        "num_chunks": repr(num_chunks),
+        "recompute": repr(sorted(map(str, recompute))),
+        "strict and allow_unused": repr((strict, allow_unused)),
+        **model_facts(model, rules),
+    }
+    check_ranks_agree(facts, mesh.device_mesh.device_type)
+    kind = schedule_kind(schedule)
+    count = check_schedule(schedule, mesh.size(STAGE_AXIS), stages_per_rank, num_micro_batches)
+    parts = stage_parts(model, mesh.size(STAGE_AXIS) * count, blocks_per_stage)
+    check_recompute(model, recompute)
+    within = mesh.within_stage()
+    # The plan of the whole model, so that an error in any stage is raised on every rank.
+    plan = make_plan(model, within, rules, strict=strict, allow_unused=allow_unused, dispatch=dispatch)
+    check_plan(plan, num_chunks)
+    set_recompute(model, recompute)
+    boundary = Boundary(model, plan)
+    layers = {path: module.config.num_experts for path, module in model.named_modules() if isinstance(module, MoE)}
+    _add_aux_losses(model, aux_loss_scale)
+    mine = kind.stages_of(mesh.coordinates().get(STAGE_AXIS, 0), mesh.size(STAGE_AXIS), count)
+    modules = {index: stage_module(model, parts[index]) for index in mine}
+    keep_stages(model, [parts[index] for index in mine])
+    stages = []
+    for index, module in modules.items():
+        plan = make_plan(module, within, rules, allow_unused=True, dispatch=dispatch)
+        apply_plan(module, plan, num_chunks, input_check=None)
+        stage = Stage(index, module, loss if parts[index].is_last else None, is_first=parts[index].is_first)
+        fully_shard_stage(stage, module, plan, reshards=not kind.splits_backward)
+        stages.append(stage)
+    group = mesh.process_group(STAGE_AXIS) if mesh.size(STAGE_AXIS) > 1 else None
+    model.layers_of_stages = LayersOfStages(layers, group, within.device_mesh.device_type)  # type: ignore[assignment]
+    run = ScheduledRun(kind, stages, len(parts), num_micro_batches, group, within.device_mesh.device_type)
+    return Pipeline(model, run, boundary, loss, plan.tokens, aux_loss_scale)
+
+
+def _add_aux_losses(model: nn.Module, scale: float) -> None:
+    """Add the gradients of the auxiliary losses of all layers in the backward, so that no stage passes a loss on."""
+
+    def attach(_layer: nn.Module, _arguments: tuple[Any, ...], output: MoEOutput) -> MoEOutput:
+        if not output.aux_loss.requires_grad:
+            return output
+        loss = output.aux_loss * scale
+        hidden_states = with_gradient(output.hidden_states, loss, torch.ones_like(loss))
+        return output._replace(hidden_states=hidden_states, aux_loss=output.aux_loss.detach())
+
+    for layer in model.modules():
+        if isinstance(layer, MoEFeedForward):
+            layer.aux_loss_scale = scale  # adds the gradient itself
+        elif isinstance(layer, MoE):
+            layer.register_forward_hook(attach)
+
+
+class Pipeline:
+    """A model in pipeline stages, made by `maxmoe.pipeline`.
+
+    Attributes:
+        model: the part of the model that this rank has, for parameters, optimizers, checkpoints and `StatsAccumulator`.
+            Its parameters have the names of the whole model. It is not called itself.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        run: ScheduledRun,
+        boundary: Boundary,
+        loss: Loss,
+        tokens: TokenGroup,
+        aux_loss_scale: float,
+    ) -> None:
+        self.model = model
+        self._run, self._boundary, self._loss, self._tokens = run, boundary, loss, tokens
+        self._aux_loss_scale = aux_loss_scale
+        self._checked: object = None
+        self._statistics = StepStatistics(model, model.layers_of_stages)  # type: ignore[arg-type]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of this rank's stages."""
+        return self.model.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of this rank's stages with their names in the whole model."""
+        return self.model.named_parameters()
+
+    def step(self, inputs: Tensor, targets: Any, **options: Any) -> PipelineOutput:
+        """Run forward and backward of all micro-batches, and add the gradients to those of the parameters.
+
+        Args:
+            inputs: first argument of the model: this rank's part of the batch, see `maxmoe.parallel.token_sharding`.
+                All stages get the same. It is cut along the first dim as by `torch.tensor_split`; the last micro-batches
+                may be smaller, or empty.
+            targets: tensor, or tensors in a dict or list, cut likewise; the second argument of the loss.
+            **options: other arguments of the model. Tensors with the first dim of the inputs are cut likewise, all
+                other values are passed to every stage.
+
+        Returns:
+            Loss, auxiliary loss and statistics of the whole batch, the same on every rank.
+
+        Raises:
+            ValueError: on every rank of the stages, if the inputs differ between stages, the sizes of inputs and
+                targets differ, an input requires a gradient, or the loss is no scalar.
+            RuntimeError: if gradients are disabled.
+        """
+        if not torch.is_grad_enabled():
+            raise RuntimeError("step computes gradients, which torch.no_grad disables: use evaluate")
+        return self._execute(inputs, targets, options, with_backward=True)
+
+    def evaluate(self, inputs: Tensor, targets: Any, **options: Any) -> PipelineOutput:
+        """Run the forward of all micro-batches.
+
+        Args:
+            inputs: as in `step`.
+            targets: as in `step`.
+            **options: as in `step`.
+
+        Returns:
+            Loss, auxiliary loss and statistics of the whole batch, the same on every rank.
+
+        Raises:
+            ValueError: as `step`.
+        """
+        return self._execute(inputs, targets, options, with_backward=False)
+
+    def update_correction_bias(self, stats: Mapping[str, MoEStats]) -> None:
+        """Take one step of loss-free balancing in the layers of this rank.
+
+        Args:
+            stats: statistics of a step, `PipelineOutput.stats`.
+        """
+        for path, layer in self.model.named_modules():
+            if isinstance(layer, MoE):
+                layer.update_correction_bias(stats[path].tokens_per_expert)
+
+    def _execute(self, inputs: Tensor, targets: Any, options: dict[str, Any], *, with_backward: bool) -> PipelineOutput:
+        self._statistics.reset()
+        micro_batches = split(inputs, targets, options, self._run.num_micro_batches)
+        facts = facts_of(inputs, targets, options)
+        check_ranks_agree(facts, self._run.device, self._run.group)
+        if facts != self._checked:
+            hidden_states = self._boundary.hidden_states(micro_batches[0])
+            self._boundary.check_loss(self._loss, hidden_states, micro_batches[0])
+            self._run.set_boundary(self._boundary.local_part(hidden_states))
+            self._checked = facts
+        losses = self._run.train(micro_batches) if with_backward else self._run.evaluate(micro_batches)
+        loss = torch.stack([torch.zeros((), dtype=torch.float64, device=self._run.device), *losses]).sum()
+        if self._run.has_last_stage:
+            (loss,) = FlattenedBatch(self._tokens).all_reduce_sequence(loss)
+        return self._statistics.all_reduce(loss, self._aux_loss_scale)

@@ -1,0 +1,149 @@
+"""Runs the stages of this rank with a schedule of `torch.distributed.pipelining`."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+from maxmoe.pipelining.micro_batches import MicroBatch
+from maxmoe.pipelining.schedules import ScheduleKind
+from maxmoe.pipelining.stage import Stage
+
+
+class ScheduledRun:
+    """The stages of this rank and the schedule in which they run.
+
+    torch passes the numbers of the micro-batches through its schedule; the stages hold the micro-batches themselves.
+    All shapes are given, because torch would otherwise find them by running the stages on uninitialized memory.
+
+    Args:
+        kind: schedule.
+        stages: stages of this rank, in ascending order.
+        num_stages: number of stages of all ranks.
+        num_micro_batches: number of micro-batches of a step.
+        group: process group over the stages; None if one rank has all stages.
+        device: device type of the messages.
+    """
+
+    def __init__(
+        self,
+        kind: ScheduleKind,
+        stages: Sequence[Stage],
+        num_stages: int,
+        num_micro_batches: int,
+        group: dist.ProcessGroup | None,
+        device: str,
+    ) -> None:
+        self.num_micro_batches, self.group, self.device = num_micro_batches, group, device
+        self._kind, self._stages, self._num_stages = kind, stages, num_stages
+        self._boundary: Tensor | None = None
+        self._schedule: Any = None
+        # torch takes no group for the default group, which is larger if other axes have ranks.
+        self._group_of_messages = group or dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank has the last stage."""
+        return any(stage.is_last for stage in self._stages)
+
+    def set_boundary(self, hidden_states: Tensor) -> None:
+        """Set the shape and dtype of the hidden states between stages, for the largest micro-batch."""
+        new = (hidden_states.shape, hidden_states.dtype)
+        if self._boundary is None or (self._boundary.shape, self._boundary.dtype) != new:
+            self._boundary = torch.empty(new[0], dtype=new[1], device="meta", requires_grad=True)
+            self._schedule = None
+            for stage in self._stages:
+                stage.boundary = self._boundary
+
+    def train(self, micro_batches: list[MicroBatch]) -> list[Tensor]:
+        """Run forward and backward of all micro-batches, and return their losses if this rank has the last stage."""
+        for stage in self._stages:
+            stage.begin(micro_batches)
+        numbers = torch.arange(self.num_micro_batches)
+        inputs = (numbers,) if any(stage.is_first for stage in self._stages) else ()
+        try:
+            with self._gradients_kept():
+                self._schedule = self._schedule or self._make_schedule()
+                self._schedule.step(*inputs, target=numbers, return_outputs=False, micro_batch=numbers)
+        except BaseException:
+            self._schedule = None  # the state of a schedule that was interrupted cannot be used again
+            raise
+        return [loss for stage in self._stages for loss in stage.end()]
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: list[MicroBatch]) -> list[Tensor]:
+        """Run the forward of all micro-batches, and return their losses if this rank has the last stage.
+
+        Each rank runs all micro-batches through its first stage, then through its next one. torch's schedules evaluate
+        with the order of the training, and those with a V shape not at all.
+        """
+        messages: list[tuple[dist.Work, Tensor]] = []
+        local: dict[int, list[Tensor]] = {}
+        for stage in self._stages:
+            stage.begin(micro_batches)
+            outputs = []
+            for number in range(self.num_micro_batches):
+                x = local[stage.index - 1][number] if stage.index - 1 in local else self._receive(stage)
+                outputs.append(stage(x, torch.tensor([number])))
+                if not stage.is_last and (to := self._rank_of(stage.index + 1)) != dist.get_rank():
+                    work = dist.isend(outputs[-1], to, group=self._group_of_messages)
+                    messages.append((work, outputs.pop()))
+            local[stage.index] = outputs
+        for work, _ in messages:
+            work.wait()
+        return [loss for stage in self._stages for loss in stage.end()]
+
+    def _receive(self, stage: Stage) -> Tensor:
+        """Receive the hidden states of the previous stage from another rank; nothing in the first stage."""
+        assert self._boundary is not None
+        x = torch.empty_like(self._boundary, device=self.device, requires_grad=False)
+        if not stage.is_first:
+            dist.recv(x, self._rank_of(stage.index - 1), group=self._group_of_messages)
+        return x
+
+    def _rank_of(self, stage: int) -> int:
+        """Return the rank in the world that has a stage."""
+        ranks = dist.get_process_group_ranks(self._group_of_messages)
+        return ranks[self._kind.rank_of(stage, len(ranks))]
+
+    def _make_schedule(self) -> Any:
+        stages = [self._torch_stage(stage) for stage in self._stages]
+        return self._kind.make(
+            stages[0] if self._kind.has_one_stage else stages,
+            self.num_micro_batches,
+            # The output of the last stage is the loss.
+            loss_fn=lambda output, _target: output,
+            scale_grads=False,
+        )
+
+    def _torch_stage(self, stage: Stage) -> PipelineStage:
+        assert self._boundary is not None
+        number = torch.empty(1, dtype=torch.int64, device="meta")
+        loss = torch.empty((), dtype=self._boundary.dtype, device="meta", requires_grad=True)
+        return PipelineStage(
+            stage,
+            stage.index,
+            self._num_stages,
+            torch.device(self.device),
+            input_args=number if stage.is_first else self._boundary,
+            output_args=loss if stage.is_last else self._boundary,
+            group=self._group_of_messages,
+        )
+
+    @contextmanager
+    def _gradients_kept(self) -> Iterator[None]:
+        """Keep the gradients of earlier steps: torch drops those of FSDP2 in the first step of a schedule."""
+        if self._schedule is not None:
+            yield
+            return
+        parameters = [parameter for stage in self._stages for parameter in stage.parameters()]
+        kept = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        for parameter, _ in kept:
+            parameter.grad = None
+        yield
+        for parameter, gradient in kept:
+            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad

@@ -1,0 +1,119 @@
+"""Module that a stage of `torch.distributed.pipelining` runs: one micro-batch through the part of a model."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from maxmoe._torch import reshaped, tree_leaves
+from maxmoe.nn import MoE
+from maxmoe.pipelining.micro_batches import MicroBatch
+
+# Function of the output of a model and its targets.
+Loss: TypeAlias = Callable[[Any, Any], Tensor]
+
+
+class Stage(nn.Module):
+    """Runs the part of a model that one stage has; the last stage also computes the loss.
+
+    The schedule passes the number of the micro-batch, and the hidden states of the previous stage. All messages between
+    stages have the shape of the largest micro-batch: smaller ones are padded after the last row, and cut again before
+    the model sees them.
+
+    Args:
+        index: number of the stage.
+        model: module with the part of the model, see `stage_module`.
+        loss: loss of a micro-batch in the last stage; None in all others.
+        is_first: whether the stage has the first part of the model.
+    """
+
+    def __init__(
+        self, index: int, model: nn.Module, loss: Loss | None, *, is_first: bool
+    ) -> None:
+        super().__init__()
+        self.index = index
+        self.model = model
+        self.is_first = is_first
+        self._loss = loss
+        self._micro_batches: list[MicroBatch] = []
+        self._losses: list[Tensor] = []
+        self.boundary: Tensor | None = None  # hidden states of the largest micro-batch, without memory
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage has the last part of the model."""
+        return self._loss is not None
+
+    def begin(self, micro_batches: list[MicroBatch]) -> None:
+        """Set the micro-batches of a step."""
+        self._micro_batches, self._losses = micro_batches, []
+
+    def end(self) -> list[Tensor]:
+        """Return the losses of the micro-batches in the last stage, and drop the micro-batches."""
+        losses, self._micro_batches, self._losses = self._losses, [], []
+        return losses
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        """Yield the tensors whose gradients a split backward computes apart from those of the inputs.
+
+        Besides the parameters, these are the sums of `StatsAccumulator`, which are leaves of the graph as well.
+        """
+        yield from super().parameters(recurse)
+        for layer in self.model.modules() if recurse else ():
+            if isinstance(layer, MoE) and layer.metrics_accumulator is not None:
+                yield layer.metrics_accumulator.leaf
+
+    def forward(self, x: Tensor, micro_batch: Tensor) -> Tensor:
+        """Run one micro-batch.
+
+        Args:
+            x: hidden states of the previous stage; anything in the first stage.
+            micro_batch: ``(1,)``, int64, number of the micro-batch.
+
+        Returns:
+            Hidden states for the next stage, or the loss ``()`` in the last one.
+        """
+        inputs, targets, options = self._micro_batches[int(micro_batch)]
+        output = self.model(inputs if self.is_first else x[: len(inputs)], **options)
+        if self._loss is not None:
+            loss = self._loss(output, targets)
+            check_loss(loss)
+            self._losses.append(loss.detach())
+            # The schedule detaches the loss in place after the backward, which it cannot do with a view.
+            return reshaped(loss.contiguous(), ())
+        hidden_states = first_tensor(output)
+        self._check(hidden_states, len(inputs))
+        missing = len(self._expected) - len(inputs)
+        if missing:
+            return F.pad(hidden_states, (0, 0) * (hidden_states.dim() - 1) + (0, missing))
+        return reshaped(hidden_states.contiguous(), tuple(hidden_states.shape))
+
+    @property
+    def _expected(self) -> Tensor:
+        assert self.boundary is not None
+        return self.boundary
+
+    def _check(self, hidden_states: Tensor, num_rows: int) -> None:
+        """Raise for hidden states that the next stage does not expect."""
+        expected = (num_rows, *self._expected.shape[1:]), self._expected.dtype
+        if (tuple(hidden_states.shape), hidden_states.dtype) != expected:
+            raise ValueError(
+                f"the blocks of stage {self.index} must keep the shape and dtype of the hidden states {expected}, got "
+                f"{tuple(hidden_states.shape), hidden_states.dtype}"
+            )
+
+
+def first_tensor(output: Any) -> Tensor:
+    """Return the hidden states in the output of a stage: its first tensor."""
+    found = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
+    if found is None:
+        raise TypeError(f"the output of a stage must have a tensor, got {type(output).__name__}")
+    return found
+
+
+def check_loss(value: Any) -> None:
+    """Raise a ValueError if the loss of a micro-batch is no scalar tensor."""
+    if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
+        got = f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"loss must return the sum of the losses of all tokens as a 0-dim tensor, got {got}")

@@ -1,0 +1,179 @@
+"""Cuts a model into the modules of its pipeline stages."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from maxmoe._torch import shallow_copy
+from maxmoe.declaration import Absent, PipelineParts, declaration_of
+from maxmoe.nn import MoE
+from maxmoe.pipelining.schedules import partition_blocks
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """The part of a model that a stage has.
+
+    Args:
+        blocks: names of its blocks in the list of blocks.
+        is_first: whether the stage has the first part of the model.
+        is_last: whether the stage has the last part of the model.
+    """
+
+    blocks: tuple[str, ...]
+    is_first: bool
+    is_last: bool
+
+
+def stage_parts(model: nn.Module, num_stages: int, blocks_per_stage: Sequence[int] | None = None) -> list[StagePart]:
+    """Cut a model into stages.
+
+    The cost of a part is its share of the parameters plus its share of the multiplications per token, so that neither
+    the memory nor the work of a stage is far above the mean.
+
+    Args:
+        model: module that declares its `pipeline_parts`.
+        num_stages: number of stages.
+        blocks_per_stage: number of blocks of each stage; None to balance the costs.
+
+    Raises:
+        ValueError: for a module that does not declare its parts, parts that it does not have, parameters outside of the
+            parts or shared between stages, more stages than blocks, and numbers of blocks with another sum.
+    """
+    parts = pipeline_parts(model)
+    blocks = model.get_submodule(parts.blocks)
+    names = [name for name, _ in blocks.named_children()]
+    if len(names) < num_stages:
+        raise ValueError(f"the model must have a block for each of the {num_stages} stages, got {len(names)} blocks")
+    if blocks_per_stage is None:
+        costs = _costs(model, parts)
+        blocks_per_stage = partition_blocks(costs[1:-1], num_stages, costs[0], costs[-1])
+    counts = list(blocks_per_stage)
+    if len(counts) != num_stages or sum(counts) != len(names) or min(counts) < 1:
+        raise ValueError(
+            f"blocks_per_stage must be {num_stages} positive numbers with the sum {len(names)}, got {counts}"
+        )
+    starts = [sum(counts[:stage]) for stage in range(num_stages)]
+    stages = [
+        StagePart(tuple(names[start : start + count]), stage == 0, stage == num_stages - 1)
+        for stage, (start, count) in enumerate(zip(starts, counts, strict=True))
+    ]
+    _check_parameters(model, parts, stages)
+    return stages
+
+
+def pipeline_parts(model: nn.Module) -> PipelineParts:
+    """Return the declared parts of a model.
+
+    Raises:
+        ValueError: if there is no declaration, or the model does not have the declared parts.
+    """
+    parts = declaration_of(model).pipeline_parts
+    if parts is None:
+        raise ValueError(
+            f"{type(model).__name__} must declare its pipeline_parts, see maxmoe.parallel.Declaration: the modules "
+            "before its blocks, its list of blocks, and the modules after them"
+        )
+    for path in (*parts.first, parts.blocks, *parts.last):
+        try:
+            module = model.get_submodule(path)
+        except AttributeError:
+            raise ValueError(f"the pipeline_parts of {type(model).__name__} have {path!r}, which it does not have") from None
+        if path == parts.blocks and not isinstance(module, nn.ModuleList):
+            raise ValueError(f"the blocks {path!r} of {type(model).__name__} must be a ModuleList, got {type(module).__name__}")
+    return parts
+
+
+def stage_module(model: nn.Module, part: StagePart) -> nn.Module:
+    """Return a module with the parts of a stage, which shares its submodules, and so its parameters, with the model."""
+    parts = pipeline_parts(model)
+    replaced: dict[str, nn.Module] = {}
+    for paths, is_here in ((parts.first, part.is_first), (parts.last, part.is_last)):
+        replaced |= {} if is_here else {path: Absent() for path in paths}
+    blocks = shallow_copy(model.get_submodule(parts.blocks))
+    for name, _ in list(blocks.named_children()):
+        if name not in part.blocks:
+            delattr(blocks, name)
+    return _with_children(model, {**replaced, parts.blocks: blocks})
+
+
+def keep_stages(model: nn.Module, stages: Sequence[StagePart]) -> None:
+    """Remove all parts of a model that none of the stages has."""
+    parts = pipeline_parts(model)
+    blocks = model.get_submodule(parts.blocks)
+    kept = {name for stage in stages for name in stage.blocks}
+    for name, _ in list(blocks.named_children()):
+        if name not in kept:
+            delattr(blocks, name)
+    absent = () if any(stage.is_first for stage in stages) else parts.first
+    absent += () if any(stage.is_last for stage in stages) else parts.last
+    for path in absent:
+        model.set_submodule(path, Absent())
+
+
+def _with_children(module: nn.Module, replaced: Mapping[str, nn.Module]) -> nn.Module:
+    """Copy a module and its descendants on the way to the replaced ones; all other modules are shared."""
+    copy = shallow_copy(module)
+    below: dict[str, dict[str, nn.Module]] = {}
+    for path, child in replaced.items():
+        name, _, rest = path.partition(".")
+        if rest:
+            below.setdefault(name, {})[rest] = child
+        else:
+            setattr(copy, name, child)
+    for name, children in below.items():
+        setattr(copy, name, _with_children(module.get_submodule(name), children))
+    return copy
+
+
+def _costs(model: nn.Module, parts: PipelineParts) -> list[float]:
+    """Return the costs of the first part, of each block and of the last part."""
+    modules = [
+        [model.get_submodule(path) for path in parts.first],
+        *([block] for block in model.get_submodule(parts.blocks).children()),
+        [model.get_submodule(path) for path in parts.last],
+    ]
+    sizes = [sum(parameter.numel() for module in group for parameter in module.parameters()) for group in modules]
+    work = [sum(map(_work, group)) for group in modules]
+    return [
+        size / max(sum(sizes), 1) + part / max(sum(work), 1) for size, part in zip(sizes, work, strict=True)
+    ]
+
+
+def _work(module: nn.Module) -> float:
+    """Count the multiplications of a token with matrices; a token uses top_k of the routed experts."""
+    if isinstance(module, nn.Embedding):
+        return 0.0
+    own = sum(float(parameter.numel()) for parameter in module.parameters(recurse=False) if parameter.dim() > 1)
+    work = own + sum(_work(child) for child in module.children())
+    if isinstance(module, MoE):
+        routed = sum(parameter.numel() for parameter in module.experts.parameters() if parameter.dim() > 1)
+        work -= routed * (1 - module.config.top_k / module.config.num_experts)
+    return work
+
+
+def _check_parameters(model: nn.Module, parts: PipelineParts, stages: Sequence[StagePart]) -> None:
+    """Raise for parameters outside of the parts, or shared between stages."""
+    owners: dict[str, set[int]] = {}
+    for stage, part in enumerate(stages):
+        paths = [f"{parts.blocks}.{name}" for name in part.blocks]
+        paths += parts.first if part.is_first else ()
+        paths += parts.last if part.is_last else ()
+        for path in paths:
+            for name, _ in model.get_submodule(path).named_parameters(path, remove_duplicate=False):
+                owners.setdefault(name, set()).add(stage)
+    seen: dict[nn.Parameter, tuple[str, set[int]]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name not in owners:
+            raise ValueError(
+                f"{name} must be in the pipeline_parts of {type(model).__name__}, first, blocks or last: a parameter "
+                "that every stage has would get a part of its gradient in each"
+            )
+        other, stages_of_other = seen.setdefault(parameter, (name, owners[name]))
+        if len(owners[name] | stages_of_other) > 1:
+            numbers = ", ".join(map(str, sorted(owners[name] | stages_of_other)))
+            shared = name if other == name else f"{other} and {name}"
+            raise ValueError(
+                f"{shared} must be one parameter on one stage, got stages {numbers}: tie no weights across stages"
+            )

@@ -1,0 +1,97 @@
+"""Loss, auxiliary losses and routing statistics of a step, over all stages."""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from maxmoe.load.layers_of_stages import LayersOfStages
+from maxmoe.load.metrics_accumulator import packed, packed_size, unpacked
+from maxmoe.load.stats import MoEStats
+from maxmoe.nn import MoE
+from maxmoe.nn.losses import RoutingLosses
+from maxmoe.nn.router import Routing
+from maxmoe.recompute.selective import is_recomputation
+from maxmoe.token_group import TokenReductions
+
+
+class PipelineOutput(NamedTuple):
+    """Results of a step over all micro-batches, stages and ranks; equal on all ranks.
+
+    Attributes:
+        loss: ``()``, float64, sum of the losses of all micro-batches, over all ranks with different tokens.
+        aux_loss: ``()``, float64, sum of the auxiliary losses of all layers and micro-batches, times `aux_loss_scale`.
+        stats: routing statistics of each Mixture-of-Experts layer, by its path in the model. Counts are summed over the
+            micro-batches, the entropy is the mean.
+    """
+
+    loss: Tensor
+    aux_loss: Tensor
+    stats: dict[str, MoEStats]
+
+
+class RecordedLosses:
+    """Computes auxiliary loss and statistics of a layer as `RoutingLosses` does, and sums them over the forwards.
+
+    A recomputation in the backward is not counted.
+    """
+
+    def __init__(self, losses: RoutingLosses) -> None:
+        self._losses = losses
+        self._total: Tensor | None = None
+
+    def __call__(
+        self, routing: Routing, dropped: Tensor, num_sequences: int, tokens: TokenReductions
+    ) -> tuple[Tensor, MoEStats]:
+        """Compute auxiliary loss and statistics of one forward."""
+        aux_loss, stats = self._losses(routing, dropped, num_sequences, tokens)
+        if not is_recomputation():
+            metrics = packed(aux_loss, stats)
+            self._total = metrics if self._total is None else self._total + metrics
+        return aux_loss, stats
+
+    def take(self) -> Tensor:
+        """Return the sums and reset them."""
+        total, self._total = self._total, None
+        return torch.zeros(packed_size(self._losses.config.num_experts)) if total is None else total
+
+
+class StepStatistics:
+    """Sums losses and statistics of a step over the layers, micro-batches and stages.
+
+    Args:
+        model: the part of the model that this rank has.
+        layers: layers of all stages.
+    """
+
+    def __init__(self, model: nn.Module, layers: LayersOfStages) -> None:
+        self._layers = layers
+        self._recorded: dict[str, RecordedLosses] = {}
+        for path, layer in model.named_modules():
+            if isinstance(layer, MoE):
+                layer.losses = self._recorded[path] = RecordedLosses(layer.losses)  # type: ignore[assignment]
+
+    def reset(self) -> None:
+        """Forget the forwards so far, such as those of a step that raised an error."""
+        for recorded in self._recorded.values():
+            recorded.take()
+
+    def all_reduce(self, loss: Tensor, aux_loss_scale: float) -> PipelineOutput:
+        """Sum over the stages and reset the sums; collective over the stages.
+
+        Args:
+            loss: ``()``, float64, loss over the ranks of the last stage; zero in all other stages.
+            aux_loss_scale: factor of the auxiliary losses.
+        """
+        if self._layers.group is not None:
+            dist.all_reduce(loss, group=self._layers.group)
+        aux_loss, stats = torch.zeros_like(loss), {}
+        sums = self._layers.all_reduce({path: recorded.take() for path, recorded in self._recorded.items()})
+        for path, total in sums.items():
+            metrics = unpacked(total)
+            aux_loss = aux_loss + metrics.aux_loss * aux_loss_scale
+            stats[path] = metrics.stats._replace(
+                router_entropy=metrics.stats.router_entropy / metrics.calls.clamp_min(1)
+            )
+        return PipelineOutput(loss, aux_loss, stats)
