@@ -25,8 +25,19 @@ from maxmoe.nn import (
 from maxmoe.ops._memory import empty_cache
 
 if TYPE_CHECKING:
-    from maxmoe import dispatch, integrations, models, optim, parallel, planning, reference, sharding  # noqa: F401
+    from maxmoe import (  # noqa: F401
+        dispatch,
+        integrations,
+        models,
+        optim,
+        parallel,
+        pipelining,
+        planning,
+        reference,
+        sharding,
+    )
     from maxmoe.parallel import parallelize
+    from maxmoe.pipelining import pipeline
 
 __version__ = build_info()["version"]
 
@@ -44,6 +55,7 @@ __all__ = [
     "keep_routing",
     "mean_over_tokens",
     "parallelize",
+    "pipeline",
     "presets",
     "record_routing",
     "replay_routing",
@@ -53,12 +65,23 @@ __all__ = [
 
 
 # Imported when they are first used: DTensor takes as long to import as the rest of torch, transformers longer.
-_LAZY_MODULES = ("dispatch", "integrations", "models", "optim", "parallel", "planning", "reference", "sharding")
+_LAZY_MODULES = (
+    "dispatch",
+    "integrations",
+    "models",
+    "optim",
+    "parallel",
+    "pipelining",
+    "planning",
+    "reference",
+    "sharding",
+)
+_LAZY_FUNCTIONS = {"parallelize": "maxmoe.parallel", "pipeline": "maxmoe.pipelining"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "parallelize":
-        return importlib.import_module("maxmoe.parallel").parallelize
+    if name in _LAZY_FUNCTIONS:
+        return getattr(importlib.import_module(_LAZY_FUNCTIONS[name]), name)
     if name in _LAZY_MODULES:
         return importlib.import_module(f"maxmoe.{name}")
     # With name and obj, Python adds the nearest name to the message.

@@ -61,7 +61,7 @@ class ResidualStream:
 
 @dataclass(frozen=True)
 class PipelineParts:
-    """Parts of a module by which `maxmoe.pipeline` cuts it into stages: the first part, a list of blocks, the last part.
+    """Parts of a module by which `maxmoe.pipeline` cuts it into stages: first part, list of blocks, last part.
 
     In a stage without the first part, its modules are replaced by `Absent`, which returns its input, and the forward of
     the module gets the hidden states of the previous stage as its first argument. In a stage without the last part, its

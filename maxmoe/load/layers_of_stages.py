@@ -28,7 +28,7 @@ class LayersOfStages:
         """Return the packed metrics of all layers, given those of this rank's layers; collective over the stages."""
         sizes = [packed_size(count) for count in self.num_experts.values()]
         sums = torch.zeros(sum(sizes), dtype=torch.float64, device=self.device)
-        of_layers = dict(zip(self.num_experts, sums.split(sizes), strict=True))
+        of_layers = dict(zip(self.num_experts, torch.split(sums, sizes), strict=True))
         for path, packed in metrics.items():
             of_layers[path].copy_(packed)
         if self.group is not None:

@@ -84,4 +84,3 @@ class MetricsAccumulator:
         """Return the packed sums and reset them to zero."""
         total, self.leaf.grad = self.leaf.grad, None
         return torch.zeros_like(self.leaf, requires_grad=False) if total is None else total
-

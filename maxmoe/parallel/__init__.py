@@ -1,6 +1,6 @@
 """`parallelize` for modules on a mesh, their declarations and plans, and functions for distributed training scripts."""
 
-from maxmoe.declaration import Declaration, LogicalNames, ResidualStream, SavedTensor
+from maxmoe.declaration import Declaration, LogicalNames, PipelineParts, ResidualStream, SavedTensor
 from maxmoe.parallel.clip_grad_norm import clip_grad_norm_
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.failures import RankError, watch_ranks
@@ -18,6 +18,7 @@ __all__ = [
     "LogicalNames",
     "ParameterPlan",
     "ParameterSharding",
+    "PipelineParts",
     "Plan",
     "RankError",
     "ResidualStream",

@@ -78,8 +78,10 @@ def fully_shard_stage(stage: nn.Module, model: nn.Module, plan: Plan, *, reshard
         reshards: whether parameters are freed after each forward. A schedule with a split backward looks for the
             gathered parameters between forward and backward, so that they must stay.
     """
-    if isinstance(model, fsdp.FSDPModule):
-        root = fsdp.fully_shard(stage, mesh=plan.mesh.device_mesh, dp_mesh_dims=_mesh_dims(plan))
+    if any(isinstance(module, fsdp.FSDPModule) for module in model.modules()):
+        root = fsdp.fully_shard(
+            stage, mesh=plan.mesh.device_mesh, dp_mesh_dims=_mesh_dims(plan), ignored_params=set(model.parameters())
+        )
         root.set_reshard_after_forward(reshards)
 
 

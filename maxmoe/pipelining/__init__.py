@@ -1,7 +1,6 @@
 """Pipeline stages: a model whose blocks are cut over the mesh axis `stage`."""
 
-from maxmoe.declaration import PipelineParts
 from maxmoe.pipelining.pipeline import Pipeline, pipeline
 from maxmoe.pipelining.step_statistics import PipelineOutput
 
-__all__ = ["Pipeline", "PipelineOutput", "PipelineParts", "pipeline"]
+__all__ = ["Pipeline", "PipelineOutput", "pipeline"]

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe._torch import fake_tensor_mode, is_data_dependent, tree_map
-from maxmoe.sharding.redistribute import embed_sharding
 from maxmoe.parallel.plan import Plan
 from maxmoe.pipelining.micro_batches import MicroBatch
 from maxmoe.pipelining.stage import Loss, check_loss, first_tensor
 from maxmoe.pipelining.stage_modules import StagePart, stage_module
+from maxmoe.sharding.redistribute import embed_sharding
 
 
 class Boundary:

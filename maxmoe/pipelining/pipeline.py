@@ -16,8 +16,8 @@ from maxmoe.parallel.parallelize import apply_plan, check_plan, model_facts
 from maxmoe.parallel.planner import make_plan
 from maxmoe.pipelining.boundary import Boundary
 from maxmoe.pipelining.micro_batches import facts_of, split
-from maxmoe.pipelining.schedules import check_schedule, schedule_kind
 from maxmoe.pipelining.scheduled_run import ScheduledRun
+from maxmoe.pipelining.schedules import check_schedule, schedule_kind
 from maxmoe.pipelining.stage import Loss, Stage
 from maxmoe.pipelining.stage_modules import keep_stages, stage_module, stage_parts
 from maxmoe.pipelining.step_statistics import PipelineOutput, StepStatistics
@@ -193,8 +193,8 @@ class Pipeline:
 
         Args:
             inputs: first argument of the model: this rank's part of the batch, see `maxmoe.parallel.token_sharding`.
-                All stages get the same. It is cut along the first dim as by `torch.tensor_split`; the last micro-batches
-                may be smaller, or empty.
+                All stages get the same. It is cut along the first dim as by `torch.tensor_split`: the last
+                micro-batches may be smaller, or empty.
             targets: tensor, or tensors in a dict or list, cut likewise; the second argument of the loss.
             **options: other arguments of the model. Tensors with the first dim of the inputs are cut likewise, all
                 other values are passed to every stage.

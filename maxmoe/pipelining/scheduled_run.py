@@ -81,7 +81,7 @@ class ScheduledRun:
         Each rank runs all micro-batches through its first stage, then through its next one. torch's schedules evaluate
         with the order of the training, and those with a V shape not at all.
         """
-        messages: list[tuple[dist.Work, Tensor]] = []
+        messages: list[tuple[dist.Work | None, Tensor]] = []
         local: dict[int, list[Tensor]] = {}
         for stage in self._stages:
             stage.begin(micro_batches)
@@ -94,7 +94,10 @@ class ScheduledRun:
                     messages.append((work, outputs.pop()))
             local[stage.index] = outputs
         for work, _ in messages:
-            work.wait()
+            if work is not None:
+                work.wait()
+        for stage in self._stages:
+            stage.free_gathered()
         return [loss for stage in self._stages for loss in stage.end()]
 
     def _receive(self, stage: Stage) -> Tensor:

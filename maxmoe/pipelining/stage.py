@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from maxmoe._torch import reshaped, tree_leaves
 from maxmoe.nn import MoE
@@ -28,9 +29,7 @@ class Stage(nn.Module):
         is_first: whether the stage has the first part of the model.
     """
 
-    def __init__(
-        self, index: int, model: nn.Module, loss: Loss | None, *, is_first: bool
-    ) -> None:
+    def __init__(self, index: int, model: nn.Module, loss: Loss | None, *, is_first: bool) -> None:
         super().__init__()
         self.index = index
         self.model = model
@@ -53,6 +52,12 @@ class Stage(nn.Module):
         """Return the losses of the micro-batches in the last stage, and drop the micro-batches."""
         losses, self._micro_batches, self._losses = self._losses, [], []
         return losses
+
+    def free_gathered(self) -> None:
+        """Free the parameters that FSDP2 keeps gathered between forward and backward, after an evaluation."""
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
         """Yield the tensors whose gradients a split backward computes apart from those of the inputs.

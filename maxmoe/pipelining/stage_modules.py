@@ -79,9 +79,13 @@ def pipeline_parts(model: nn.Module) -> PipelineParts:
         try:
             module = model.get_submodule(path)
         except AttributeError:
-            raise ValueError(f"the pipeline_parts of {type(model).__name__} have {path!r}, which it does not have") from None
+            raise ValueError(
+                f"the pipeline_parts of {type(model).__name__} have {path!r}, which it does not have"
+            ) from None
         if path == parts.blocks and not isinstance(module, nn.ModuleList):
-            raise ValueError(f"the blocks {path!r} of {type(model).__name__} must be a ModuleList, got {type(module).__name__}")
+            raise ValueError(
+                f"the blocks {path!r} of {type(model).__name__} must be a ModuleList, got {type(module).__name__}"
+            )
     return parts
 
 
@@ -136,9 +140,7 @@ def _costs(model: nn.Module, parts: PipelineParts) -> list[float]:
     ]
     sizes = [sum(parameter.numel() for module in group for parameter in module.parameters()) for group in modules]
     work = [sum(map(_work, group)) for group in modules]
-    return [
-        size / max(sum(sizes), 1) + part / max(sum(work), 1) for size, part in zip(sizes, work, strict=True)
-    ]
+    return [size / max(sum(sizes), 1) + part / max(sum(work), 1) for size, part in zip(sizes, work, strict=True)]
 
 
 def _work(module: nn.Module) -> float:
