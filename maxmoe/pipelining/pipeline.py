@@ -70,7 +70,8 @@ def pipeline(
         loss: function of the output of the model and the targets of a micro-batch, which returns the sum of the losses
             of its tokens, ``()``. Called in the last stage.
         schedule: "gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", or, with a split backward,
-            "interleaved_zero_bubble", "zbv" or "dual_pipe_v"; see `torch.distributed.pipelining`.
+            "interleaved_zero_bubble", "zbv" or "dual_pipe_v"; see `torch.distributed.pipelining`. In a stage with a
+            `maxmoe.nn.Checkpointed` module that is recomputed, the backward is not split.
         num_micro_batches: number of micro-batches of a step.
         blocks_per_stage: number of blocks of each stage; None to balance parameters and work.
         stages_per_rank: number of stages of each rank; None for 1 with "gpipe" and "1f1b", and 2 with all others.

@@ -1,6 +1,6 @@
 """Runs the stages of this rank with a schedule of `torch.distributed.pipelining`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -135,6 +135,7 @@ class ScheduledRun:
             input_args=number if stage.is_first else self._boundary,
             output_args=loss if stage.is_last else self._boundary,
             group=self._group_of_messages,
+            dw_builder=_nothing if self._kind.splits_backward and stage.is_recomputed else None,
         )
 
     @contextmanager
@@ -150,3 +151,12 @@ class ScheduledRun:
         yield
         for parameter, gradient in kept:
             parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+
+
+def _nothing() -> Callable[[], None]:
+    """Return the function that computes the gradients of the weights in a split backward: they are computed already.
+
+    Given this function, torch computes all gradients of a micro-batch at once. Otherwise a recomputed part would be
+    recomputed twice, first for the gradients of its inputs and then for those of its weights.
+    """
+    return lambda: None

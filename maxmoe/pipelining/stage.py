@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from maxmoe._torch import reshaped, tree_leaves
-from maxmoe.nn import MoE
+from maxmoe.nn import Checkpointed, MoE
 from maxmoe.pipelining.micro_batches import MicroBatch
 
 # Function of the output of a model and its targets.
@@ -43,6 +43,11 @@ class Stage(nn.Module):
     def is_last(self) -> bool:
         """Whether the stage has the last part of the model."""
         return self._loss is not None
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether a part of the stage is recomputed as a whole in the backward."""
+        return any(isinstance(module, Checkpointed) and module.is_recomputed for module in self.model.modules())
 
     def begin(self, micro_batches: list[MicroBatch]) -> None:
         """Set the micro-batches of a step."""

@@ -1,0 +1,78 @@
+"""Every schedule, with every strategy, FSDP2 and recomputation, equals one process that accumulates gradients."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from maxmoe.pipelining.schedules import SCHEDULES
+from maxmoe.sharding import Mesh
+from support.run_ranks import run_ranks
+from support.staged_decoder import (
+    MOE,
+    batch,
+    check_step,
+    config,
+    part_of_micro_batches,
+    staged,
+    step_of_one_process,
+)
+
+# Name of the way of the tokens to the experts: mesh axes within a stage, rules, dispatch.
+WAYS: dict[str, tuple[dict[str, int], str, Any]] = {
+    "ring": ({"expert": 2}, "default", "ring_of_experts"),
+    "ragged": ({"expert": 2}, "default", "ragged_all_to_all"),
+    "ep-tp": ({"expert": 2}, "ep-tp", "auto"),
+    "gathered": ({"expert": 2}, "default", "gather_weights"),
+    "fsdp": ({"fsdp": 2}, "default", "auto"),
+}
+RECOMPUTED: list[tuple[str, ...]] = [(), ("blocks",), ("experts", "dispatch")]
+
+
+def check(family: str, schedule: str, way: str, recompute: tuple[str, ...], stages: int = 2) -> None:
+    """Two steps without zero_grad in between, and an evaluation between them."""
+    axes, rules, dispatch = WAYS[way]
+    expected = step_of_one_process(config(family))
+    mesh = Mesh({"stage": stages, **axes})
+    run = staged(config(family), mesh, rules, schedule, dispatch=dispatch, recompute=recompute)
+    tokens, targets = (part_of_micro_batches(whole, mesh, rules) for whole in batch())
+    check_step(run.step(tokens, targets), run, expected)
+    evaluated = run.evaluate(tokens, targets)
+    found = run.step(tokens, targets)
+    assert evaluated.loss.equal(found.loss) and evaluated.aux_loss.equal(found.aux_loss)
+    check_step(found, run, expected, times=2)
+
+
+def cases() -> list[tuple[str, str, tuple[str, ...]]]:
+    """Each schedule with each way; families and recomputed parts in turn, shifted so that all pairs occur."""
+    families, found = list(MOE), []
+    for (row, schedule), (column, way) in itertools.product(enumerate(SCHEDULES), enumerate(WAYS)):
+        found.append((schedule, way, families[(row + column) % 3], RECOMPUTED[(row + 2 * column + row // 3) % 3]))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:no rule for the logical name")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_equals_one_process_on_four_ranks(schedule: str) -> None:
+    mine = [case for case in cases() if case[0] == schedule]
+    for _, _, family, _ in mine:
+        step_of_one_process(config(family))
+
+    def check_all() -> None:
+        for _, way, family, recompute in mine:
+            try:
+                check(family, schedule, way, recompute)
+            except Exception as error:
+                raise AssertionError(f"{way}, {family}, recomputed {recompute}: {error}") from error
+
+    run_ranks(check_all, 4)
+
+
+def test_every_pair_occurs() -> None:
+    found = cases()
+    for first, second in itertools.combinations(range(4), 2):
+        values = [{case[place] for case in found} for place in (first, second)]
+        pairs = {(case[first], case[second]) for case in found}
+        missing = set(itertools.product(*values)) - pairs
+        assert not missing or {first, second} == {0, 3} or {first, second} == {0, 2}, (first, second, missing)
