@@ -122,7 +122,8 @@ def pipeline(
     plan = make_plan(model, within, rules, strict=strict, allow_unused=allow_unused, dispatch=dispatch)
     check_plan(plan, num_chunks)
     set_recompute(model, recompute)
-    boundary = Boundary(model, plan)
+    # A single stage has no neighbor.
+    boundary = Boundary(model, plan) if len(parts) > 1 else None
     layers = {path: module.config.num_experts for path, module in model.named_modules() if isinstance(module, MoE)}
     _add_aux_losses(model, aux_loss_scale)
     mine = kind.stages_of(mesh.coordinates().get(STAGE_AXIS, 0), mesh.size(STAGE_AXIS), count)
@@ -170,7 +171,7 @@ class Pipeline:
         self,
         model: nn.Module,
         run: ScheduledRun,
-        boundary: Boundary,
+        boundary: Boundary | None,
         loss: Loss,
         tokens: TokenGroup,
         aux_loss_scale: float,
@@ -243,7 +244,7 @@ class Pipeline:
         micro_batches = split(inputs, targets, options, self._run.num_micro_batches)
         facts = facts_of(inputs, targets, options)
         check_ranks_agree(facts, self._run.device, self._run.group)
-        if facts != self._checked:
+        if self._boundary is not None and facts != self._checked:
             hidden_states = self._boundary.hidden_states(micro_batches[0])
             self._boundary.check_loss(self._loss, hidden_states, micro_batches[0])
             self._run.set_boundary(self._boundary.local_part(hidden_states))

@@ -103,9 +103,11 @@ class ScheduledRun:
     def _receive(self, stage: Stage) -> Tensor:
         """Receive the hidden states of the previous stage from another rank; nothing in the first stage."""
         assert self._boundary is not None
+        if stage.is_first:
+            return torch.empty(0)
+        assert self._boundary is not None
         x = torch.empty_like(self._boundary, device=self.device, requires_grad=False)
-        if not stage.is_first:
-            dist.recv(x, self._rank_of(stage.index - 1), group=self._group_of_messages)
+        dist.recv(x, self._rank_of(stage.index - 1), group=self._group_of_messages)
         return x
 
     def _rank_of(self, stage: int) -> int:
@@ -124,9 +126,8 @@ class ScheduledRun:
         )
 
     def _torch_stage(self, stage: Stage) -> PipelineStage:
-        assert self._boundary is not None
         number = torch.empty(1, dtype=torch.int64, device="meta")
-        loss = torch.empty((), dtype=self._boundary.dtype, device="meta", requires_grad=True)
+        loss = torch.empty((), device="meta", requires_grad=True)
         return PipelineStage(
             stage,
             stage.index,

@@ -18,7 +18,7 @@ from maxmoe.pipelining import Pipeline, PipelineOutput, pipeline
 from maxmoe.sharding import Mesh
 from support.parts import assert_same
 
-BATCH, LENGTH, NUM_MICRO_BATCHES = 16, 6, 4
+BATCH, LENGTH, NUM_MICRO_BATCHES = 8, 6, 4
 MOE: dict[str, MoEConfig] = {
     "mixtral": presets.mixtral(hidden_size=16, intermediate_size=8, num_experts=4, load_balance_loss_weight=0.1),
     "deepseek_v3": presets.deepseek_v3(
@@ -38,7 +38,7 @@ MOE: dict[str, MoEConfig] = {
 SIZES: dict[str, Any] = {
     "vocab_size": 13,
     "hidden_size": 16,
-    "num_layers": 5,
+    "num_layers": 4,
     "num_heads": 4,
     "num_key_value_heads": 2,
     "intermediate_size": 12,
@@ -126,10 +126,11 @@ def staged(
     *,
     dispatch: Any = "auto",
     recompute: Collection[str] | None = None,
+    model: Decoder | None = None,
     **options: Any,
 ) -> Pipeline:
     return pipeline(
-        decoder(config),
+        decoder(config) if model is None else model,
         mesh,
         rules,
         loss=loss,

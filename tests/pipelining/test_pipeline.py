@@ -1,0 +1,320 @@
+"""What a step of a pipeline takes, returns and leaves behind, compared with one process."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from maxmoe import MoEConfig, MoEFeedForward, StatsAccumulator
+from maxmoe.optim import Muon, parameter_groups
+from maxmoe.parallel import Declaration, PipelineParts, clip_grad_norm_, token_sharding
+from maxmoe.pipelining import pipeline
+from maxmoe.sharding import Mesh
+from support.parts import assert_same
+from support.run_ranks import run_ranks
+from support.staged_decoder import (
+    LENGTH,
+    NUM_MICRO_BATCHES,
+    batch,
+    check_gradients,
+    check_step,
+    config,
+    decoder,
+    part_of_micro_batches,
+    staged,
+    step_of,
+    step_of_one_process,
+)
+
+DEEPSEEK = config("deepseek_v3")
+SPLIT = "interleaved_zero_bubble"  # a schedule with a split backward
+
+
+def micro_batches(*tensors: Tensor, count: int = NUM_MICRO_BATCHES) -> list[tuple[Tensor, ...]]:
+    return list(zip(*(tensor.tensor_split(count) for tensor in tensors), strict=True))
+
+
+def sums(*summands: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.stack([summand[name] for summand in summands]).sum(0) for name in summands[0]}
+
+
+@pytest.mark.parametrize("num_rows", [10, 3])
+def test_micro_batches_of_different_sizes(num_rows: int) -> None:
+    """Ten rows make micro-batches of 3, 3, 2 and 2; three rows leave one empty, which takes part all the same."""
+    tokens, targets = batch(num_rows)
+    expected = step_of(decoder(DEEPSEEK), micro_batches(tokens, targets, count=min(num_rows, NUM_MICRO_BATCHES)))
+    of_one_row = step_of(decoder(DEEPSEEK), [batch(1)])
+
+    def check() -> None:
+        run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", "1f1b")
+        found = run.step(tokens, targets)
+        assert_same(found.loss, expected.loss)
+        assert_same(found.aux_loss, expected.aux_loss)
+        check_gradients(run, expected.gradients)
+        run.evaluate(*batch())
+        run.step(*batch(1))
+        check_gradients(run, sums(expected.gradients, of_one_row.gradients))
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", SPLIT])
+def test_gradients_of_fsdp_are_kept_when_the_shape_changes(schedule: str) -> None:
+    """torch drops the gradients of FSDP2 in the first step of a schedule, and a new shape needs a new one."""
+    whole = batch()
+    first = step_of_one_process(DEEPSEEK)
+    second = step_of(decoder(DEEPSEEK), micro_batches(*(part[:4] for part in whole), count=2))
+
+    def check() -> None:
+        mesh = Mesh({"stage": 2, "fsdp": 2})
+        run = staged(DEEPSEEK, mesh, "default", schedule)
+        run.step(*(part_of_micro_batches(part, mesh, "default") for part in whole))
+        run.step(*(part_of_micro_batches(part[:4], mesh, "default", 2) for part in whole))
+        check_gradients(run, sums(first.gradients, second.gradients))
+
+    run_ranks(check, 4)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", SPLIT])
+def test_padding_documents_and_a_rank_without_tokens(schedule: str) -> None:
+    tokens, targets = batch()
+    mask = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(2)) < 0.7
+    mask[4:] = False  # the sequences of the second rank
+    targets = targets.masked_fill(~mask, -100)
+    documents = torch.arange(LENGTH).ge(3).long().repeat(len(tokens), 1)
+    rows = [[index, index + 4] for index in range(4)]  # of each micro-batch, on both ranks
+    expected = step_of(
+        decoder(DEEPSEEK),
+        [(tokens[here], targets[here]) for here in rows],
+        token_mask=[mask[here] for here in rows],
+        document_ids=[documents[here] for here in rows],
+    )
+
+    def check() -> None:
+        mesh = Mesh({"stage": 2, "expert": 2})
+        run = staged(DEEPSEEK, mesh, "default", schedule, dispatch="ragged_all_to_all")
+        here = token_sharding(mesh).slices(tokens.shape)
+        found = run.step(tokens[here], targets[here], token_mask=mask[here], document_ids=documents[here])
+        check_step(found, run, expected)
+
+    run_ranks(check, 4)
+
+
+def test_axes_of_data_are_summed_with_a_split_backward() -> None:
+    """In torch, the reduction over data-parallel ranks was once skipped (PyTorch issue 144530)."""
+    expected = step_of_one_process(DEEPSEEK)
+
+    def check() -> None:
+        mesh = Mesh({"stage": 2, "data": 2})
+        run = staged(DEEPSEEK, mesh, "default", SPLIT)
+        tokens, targets = (part_of_micro_batches(whole, mesh, "default") for whole in batch())
+        check_step(run.step(tokens, targets), run, expected)
+
+    run_ranks(check, 4)
+
+
+def test_eight_ranks_with_fsdp_and_experts() -> None:
+    expected = step_of_one_process(DEEPSEEK, 2)
+
+    def check() -> None:
+        mesh = Mesh({"stage": 2, "fsdp": 2, "expert": 2})
+        run = staged(DEEPSEEK, mesh, "shard-exp-on-fsdp", "interleaved_1f1b", num_micro_batches=2, num_chunks=2)
+        tokens, targets = (part_of_micro_batches(whole, mesh, "shard-exp-on-fsdp", 2) for whole in batch())
+        check_step(run.step(tokens, targets), run, expected)
+
+    run_ranks(check, 8)
+
+
+def optimizers() -> dict[str, Callable[[nn.Module], torch.optim.Optimizer]]:
+    return {
+        "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+        "muon": lambda model: Muon(parameter_groups(model), lr=1e-2, ns_dtype=torch.float64),
+    }
+
+
+@pytest.mark.parametrize("name", optimizers())
+def test_training_steps_with_clipping_and_correction_biases(name: str) -> None:
+    tokens, targets = batch()
+    norms, model = [], decoder(DEEPSEEK)
+    optimizer = optimizers()[name](model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        step = step_of(model, micro_batches(tokens, targets))
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        model.update_correction_bias(step.tokens_per_expert)
+    assert min(norms) > 1
+    expected = {key: value.detach() for key, value in model.state_dict().items()}
+
+    def check() -> None:
+        mesh = Mesh({"stage": 2, "expert": 2})
+        run = staged(DEEPSEEK, mesh, "default", "1f1b")
+        optimizer = optimizers()[name](run.model)
+        for norm in norms:
+            optimizer.zero_grad()
+            found = run.step(*(part_of_micro_batches(whole, mesh, "default") for whole in (tokens, targets)))
+            assert_same(clip_grad_norm_(run.parameters(), 1.0), norm.detach(), "norm")
+            optimizer.step()
+            run.update_correction_bias(found.stats)
+        for key, value in run.model.state_dict().items():
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            assert_same(whole, expected[key], key, tolerance=1e-10)
+
+    run_ranks(check, 4)
+
+
+def test_clipping_when_a_stage_has_no_gradients_or_only_zeros() -> None:
+    def check() -> None:
+        mesh = Mesh({"stage": 2})
+        run = staged(DEEPSEEK, mesh, "default", "gpipe")
+        run.step(*batch())
+        of_first = torch.zeros((), dtype=torch.float64)
+        if mesh.rank == 0:
+            of_first = torch.nn.utils.get_total_norm([parameter.grad.to_local() for parameter in run.parameters()])
+        torch.distributed.all_reduce(of_first)
+        for empty in (torch.zeros_like, lambda _: None):
+            for parameter in run.parameters() if mesh.rank == 1 else ():
+                parameter.grad = empty(parameter)
+            assert_same(clip_grad_norm_(run.parameters(), 1e9), of_first)
+
+    run_ranks(check, 2)
+
+
+def test_frozen_stages() -> None:
+    """The first stage is frozen, so that its hidden states require no gradient; then the last one."""
+
+    def freeze(model: nn.Module, stage: int) -> None:
+        for name, parameter in model.named_parameters():
+            is_first = name.startswith(("embedding", "blocks.0", "blocks.1"))
+            parameter.requires_grad_(is_first == (stage == 1))
+
+    gradients = []
+    for stage in range(2):
+        model = decoder(DEEPSEEK)
+        freeze(model, stage)
+        gradients.append(step_of(model, micro_batches(*batch())).gradients)
+
+    def check() -> None:
+        for stage, schedule in ((0, "1f1b"), (1, "1f1b"), (0, SPLIT), (1, SPLIT)):
+            model = decoder(DEEPSEEK)
+            freeze(model, stage)
+            blocks = [2, 2] if schedule == "1f1b" else None
+            run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", schedule, model=model, blocks_per_stage=blocks)
+            run.step(*batch())
+            check_gradients(run, gradients[stage])
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", SPLIT, "zbv"])
+def test_stats_accumulator_has_the_layers_of_all_stages(schedule: str) -> None:
+    model = decoder(DEEPSEEK)
+    accumulator = StatsAccumulator(model)
+    for _ in range(2):
+        step_of(model, micro_batches(*batch()))
+    expected, biases = accumulator.update(), {k: v for k, v in model.state_dict().items() if "correction" in k}
+
+    def check() -> None:
+        run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", schedule)
+        accumulator = StatsAccumulator(run.model)
+        for _ in range(2):
+            run.step(*batch())
+            run.evaluate(*batch())  # not counted
+        found = accumulator.update()
+        assert_same(found.aux_loss, expected.aux_loss)
+        assert list(found.layers) == list(expected.layers)
+        for name, stats in found.layers.items():
+            assert stats.tokens_per_expert.equal(expected.layers[name].tokens_per_expert)
+            assert_same(stats.router_entropy, expected.layers[name].router_entropy)
+        for name, bias in run.model.state_dict().items():
+            if name in biases:
+                assert bias.equal(biases[name])
+        assert not accumulator.update().aux_loss
+
+    run_ranks(check, 2)
+
+
+def test_each_block_runs_once_for_each_micro_batch() -> None:
+    """torch's stages run the module on uninitialized memory to find shapes, unless they are given."""
+
+    def check() -> None:
+        for schedule in ("gpipe", "zbv"):
+            run, calls = staged(DEEPSEEK, Mesh({"stage": 2}), "default", schedule), []
+            for block in run.model.blocks:
+                block.register_forward_hook(lambda _block, _inputs, output: calls.append(output[0].isfinite().all()))
+            run.step(*batch())
+            assert len(calls) == NUM_MICRO_BATCHES * len(run.model.blocks) and all(calls)
+
+    run_ranks(check, 2)
+
+
+def test_tied_embeddings_on_one_stage() -> None:
+    tied = replace(DEEPSEEK, tie_embeddings=True)
+    expected = step_of_one_process(tied)
+
+    def check() -> None:
+        run = staged(tied, Mesh({"stage": 1}), "default", "gpipe")
+        check_step(run.step(*batch()), run, expected)
+
+    run_ranks(check, 1)
+
+
+class Classifier(nn.Module):
+    """A user's model: layers that return tensors, in a list inside of another module, with a parameter shared by two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        moe = MoEConfig(hidden_size=8, intermediate_size=6, num_experts=4, top_k=2, load_balance_loss_weight=0.1)
+        self.encoder = nn.ModuleDict({"inputs": nn.Linear(3, 8), "layers": nn.ModuleList()})
+        for _ in range(4):
+            self.encoder["layers"].append(nn.Sequential(nn.LayerNorm(8), MoEFeedForward(moe)))
+        self.encoder["layers"][3][0].weight = self.encoder["layers"][2][0].weight
+        self.head = nn.Linear(8, 2)
+        self.declaration = Declaration(pipeline_parts=PipelineParts(("encoder.inputs",), "encoder.layers", ("head",)))
+        self.double()
+
+    def forward(self, x: Tensor, *, scale: float) -> dict[str, Tensor]:
+        x = self.encoder["inputs"](x)
+        for layer in self.encoder["layers"]:
+            x = x + scale * layer(x)
+        return {"scores": self.head(x)}
+
+
+def test_a_model_of_ones_own() -> None:
+    """The balance loss is that of sequences of a flat batch, `[T, D]`; targets in a dict; options that are no tensors."""
+    x, labels = torch.randn(8, 5, 3, dtype=torch.float64), torch.randint(0, 2, (8, 5))
+
+    def classifier() -> Classifier:
+        torch.manual_seed(0)
+        return Classifier()
+
+    def loss(output: dict[str, Tensor], targets: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(output["scores"].flatten(0, 1), targets["labels"].flatten(), reduction="sum")
+
+    model = classifier()
+    for layer in model.encoder["layers"]:
+        layer[1].aux_loss_scale = 0.25
+    for inputs, targets in micro_batches(x, labels):
+        loss(model(inputs, scale=0.5), {"labels": targets}).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    def check() -> None:
+        for schedule, sizes in (("1f1b", [2, 2]), ("gpipe", [1, 3])):
+            run = pipeline(
+                classifier(),
+                Mesh({"stage": 2}),
+                loss=loss,
+                schedule=schedule,
+                num_micro_batches=NUM_MICRO_BATCHES,
+                blocks_per_stage=sizes,
+                aux_loss_scale=0.25,
+            )
+            found = run.step(x, {"labels": labels}, scale=0.5)
+            check_gradients(run, gradients)
+            assert found.loss.equal(run.evaluate(x, {"labels": labels}, scale=0.5).loss)
+
+    run_ranks(check, 2)
+
