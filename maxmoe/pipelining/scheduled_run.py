@@ -69,8 +69,10 @@ class ScheduledRun:
             with self._gradients_kept():
                 self._schedule = self._schedule or self._make_schedule()
                 self._schedule.step(*inputs, target=numbers, return_outputs=False, micro_batch=numbers)
-        except BaseException:
+        except BaseException as error:
             self._schedule = None  # the state of a schedule that was interrupted cannot be used again
+            if isinstance(error, RuntimeError) and error.__cause__ is not None:
+                raise error.__cause__ from None  # torch wraps the error of a stage in one that lists its tensors
             raise
         return [loss for stage in self._stages for loss in stage.end()]
 

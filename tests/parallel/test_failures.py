@@ -21,35 +21,23 @@ from maxmoe import MoE, MoEConfig, parallelize
 from maxmoe.parallel import RankError, watch_ranks
 from maxmoe.parallel.failures import STORE_IS_GONE, Records, Watch, first_line, is_lost_connection
 from maxmoe.sharding import Mesh
+from support.failing_ranks import (
+    ENOUGH,
+    FAILURES,
+    PATIENCE,
+    SLACK,
+    TIMEOUT,
+    complain,
+    hang,
+    outcomes,
+)
 from support.run_ranks import run_ranks
 
-TIMEOUT, PATIENCE = 3.0, 1.5
-ENOUGH = 60.0  # for every collective on a busy machine
-SLACK = 20.0  # on a busy machine; less than ENOUGH
 STRATEGIES: dict[str, tuple[dict[str, int], str, Any]] = {
     "ring_of_experts": ({"fsdp": 2, "expert": 2}, "ep-as-dp", "ring_of_experts"),
     "ragged_all_to_all": ({"expert": 4}, "ep-as-dp", "ragged_all_to_all"),
     "ep-tp": ({"data": 2, "expert": 2}, "ep-tp", "auto"),
 }
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def hang() -> None:
-    time.sleep(1000)
-
-
-def complain() -> None:
-    raise ValueError("no such token")
-
-
-FAILURES = [
-    (die, 0.0, "rank 2 of 4 died or hangs: no sign of life for 1.5 s, last seen at /.* in .*"),
-    (hang, TIMEOUT, r"rank 2 of 4 hangs at /.*/test_failures.py:\d+ in hang"),
-    (complain, 0.0, "rank 2 of 4 failed first: ValueError: no such token"),
-]
 
 
 def fail_in_forward(layer: MoE, fail: Callable[[], None]) -> None:
@@ -62,26 +50,6 @@ def fail_in_backward(layer: MoE, fail: Callable[[], None]) -> None:
         outputs.register_hook(lambda _: fail())
 
     layer.experts.register_forward_hook(hook)
-
-
-def outcomes(
-    folder: Path, train: Callable[[], None], world_size: int = 4, timeout: float = ENOUGH
-) -> dict[int, tuple[float, str]]:
-    """Run a training loop on all ranks; return after how many seconds which of them raised what."""
-
-    def watched() -> None:
-        begin = time.monotonic()
-        try:
-            with watch_ranks(PATIENCE):
-                train()
-        except Exception as error:
-            (folder / str(dist.get_rank())).write_text(f"{time.monotonic() - begin} {type(error).__name__}: {error}")
-            raise
-
-    with pytest.raises(RuntimeError, match="failed first"):
-        run_ranks(watched, world_size, timeout=timeout)
-    lines = {int(path.name): path.read_text().partition(" ") for path in folder.iterdir()}
-    return {rank: (float(seconds), message) for rank, (seconds, _, message) in lines.items()}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

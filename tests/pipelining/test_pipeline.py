@@ -239,14 +239,19 @@ def test_stats_accumulator_has_the_layers_of_all_stages(schedule: str) -> None:
 
 def test_each_block_runs_once_for_each_micro_batch() -> None:
     """torch's stages run the module on uninitialized memory to find shapes, unless they are given."""
+    calls: list[bool] = []
+
+    def count(_block: nn.Module, _inputs: object, output: tuple[Tensor, ...]) -> None:
+        calls.append(bool(output[0].isfinite().all()))
 
     def check() -> None:
         for schedule in ("gpipe", "zbv"):
-            run, calls = staged(DEEPSEEK, Mesh({"stage": 2}), "default", schedule), []
+            run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", schedule)
             for block in run.model.blocks:
-                block.register_forward_hook(lambda _block, _inputs, output: calls.append(output[0].isfinite().all()))
+                block.register_forward_hook(count)
             run.step(*batch())
             assert len(calls) == NUM_MICRO_BATCHES * len(run.model.blocks) and all(calls)
+            calls.clear()
 
     run_ranks(check, 2)
 
@@ -263,7 +268,7 @@ def test_tied_embeddings_on_one_stage() -> None:
 
 
 class Classifier(nn.Module):
-    """A user's model: layers that return tensors, in a list inside of another module, with a parameter shared by two."""
+    """A user's model: layers that return tensors, in a list inside of another module; two of them share a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +289,7 @@ class Classifier(nn.Module):
 
 
 def test_a_model_of_ones_own() -> None:
-    """The balance loss is that of sequences of a flat batch, `[T, D]`; targets in a dict; options that are no tensors."""
+    """Its layers add their auxiliary loss themselves; targets are in a dict, and an option is no tensor."""
     x, labels = torch.randn(8, 5, 3, dtype=torch.float64), torch.randint(0, 2, (8, 5))
 
     def classifier() -> Classifier:
@@ -317,4 +322,3 @@ def test_a_model_of_ones_own() -> None:
             assert found.loss.equal(run.evaluate(x, {"labels": labels}, scale=0.5).loss)
 
     run_ranks(check, 2)
-

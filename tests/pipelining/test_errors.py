@@ -1,0 +1,215 @@
+"""Bad input is an error on every rank before anything is sent; a rank that fails in a stage is named by all others."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from maxmoe.models import Decoder
+from maxmoe.parallel import Declaration, PipelineParts, parallelize
+from maxmoe.pipelining import Pipeline, pipeline
+from maxmoe.pipelining.schedules import SCHEDULES, check_schedule
+from maxmoe.sharding import Mesh
+from support.failing_ranks import FAILURES, PATIENCE, SLACK, TIMEOUT, complain, outcomes
+from support.run_ranks import run_ranks
+from support.staged_decoder import batch, config, decoder, loss, staged
+
+MIXTRAL = config("mixtral")
+
+
+def message_of(call: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+def make(model: nn.Module | None = None, stages: int = 2, **options: Any) -> Any:
+    options = {"loss": loss, "schedule": "gpipe", "num_micro_batches": 4, **options}
+    return pipeline(decoder(MIXTRAL) if model is None else model, Mesh({"stage": stages}), **options)
+
+
+class Undeclared(nn.Module):
+    def __init__(self, parts: PipelineParts | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(4))
+        if parts is not None:
+            self.declaration = Declaration(pipeline_parts=parts)
+
+
+def shared_blocks() -> Decoder:
+    model = decoder(MIXTRAL)
+    model.blocks[3].attention.q_proj.weight = model.blocks[0].attention.q_proj.weight
+    return model
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "more stages than blocks": (
+        lambda: make(schedule="looped_bfs", stages_per_rank=3),
+        "the model must have a block for each of the 6 stages, got 4 blocks",
+    ),
+    "no declaration": (
+        lambda: make(Undeclared()),
+        "Undeclared must declare its pipeline_parts, see maxmoe.parallel.Declaration",
+    ),
+    "unknown part": (
+        lambda: make(Undeclared(PipelineParts((), "blocks", ("head",)))),
+        "the pipeline_parts of Undeclared have 'head', which it does not have",
+    ),
+    "no list": (
+        lambda: make(Undeclared(PipelineParts((), "blocks.0", ()))),
+        "the blocks 'blocks.0' of Undeclared must be a ModuleList, got Linear",
+    ),
+    "a parameter outside of the parts": (
+        lambda: make(Undeclared(PipelineParts((), "blocks", ()))),
+        "scale must be in the pipeline_parts of Undeclared, first, blocks or last",
+    ),
+    "tied embeddings": (
+        lambda: make(decoder(replace(MIXTRAL, tie_embeddings=True))),
+        r"embedding.weight must be one parameter on one stage, got stages 0, 1: tie no weights across stages",
+    ),
+    "a parameter of two stages": (
+        lambda: make(shared_blocks()),
+        r"blocks.0.attention.q_proj.weight and blocks.3.attention.q_proj.weight must be one parameter on one stage",
+    ),
+    "unknown schedule": (
+        lambda: make(schedule="1f1"),
+        "schedule must be one of 'gpipe', '1f1b', .*, got '1f1'; the nearest are '1f1b'",
+    ),
+    "too few micro-batches": (
+        lambda: make(schedule="1f1b", num_micro_batches=1),
+        r"num_micro_batches must be at least the number of stages \(2\) for the schedule '1f1b', got 1",
+    ),
+    "no micro-batches": (lambda: make(num_micro_batches=0), "num_micro_batches must be a positive int, got 0"),
+    "micro-batches that make no rounds": (
+        lambda: make(schedule="interleaved_1f1b", num_micro_batches=5),
+        "num_micro_batches must be a multiple of 2, the number of rounds over 2 ranks, for the schedule .*, got 5",
+    ),
+    "stages per rank": (
+        lambda: make(schedule="zbv", stages_per_rank=3),
+        "stages_per_rank must be 2 for the schedule 'zbv', got 3",
+    ),
+    "blocks per stage": (
+        lambda: make(blocks_per_stage=[1, 2]),
+        r"blocks_per_stage must be 2 positive numbers with the sum 4, got \[1, 2\]",
+    ),
+    "unknown recomputation": (lambda: make(recompute=("block",)), "block"),
+    "ranks that differ": (
+        lambda: make(num_micro_batches=4 + dist.get_rank()),
+        "the ranks must agree on num_micro_batches: rank 0 has 4, rank 1 has 5",
+    ),
+    "another loss": (
+        lambda: make(loss=lambda output, _: output.logits).step(*batch()),
+        r"loss must return the sum of the losses of all tokens as a 0-dim tensor, got shape \(2, 6, 13\), torch.float",
+    ),
+    "no loss": (
+        lambda: make(loss=lambda *_: 3.0).step(*batch()),
+        "loss must return the sum of the losses of all tokens as a 0-dim tensor, got float",
+    ),
+    "targets of another size": (
+        lambda: make().step(batch()[0], batch()[1][:5]),
+        r"targets must have 8 rows, as the inputs, got the shape \(5, 6\)",
+    ),
+    "inputs that differ between stages": (
+        lambda: make().step(*(part[: 4 + dist.get_rank()] for part in batch())),
+        r"the ranks must agree on the inputs: rank 0 has shape \(4, 6\).*, rank 1 has shape \(5, 6\)",
+    ),
+    "inputs with a gradient": (
+        lambda: make().step(torch.ones(8, 6, 16, requires_grad=True), batch()[1]),
+        "inputs must not require a gradient",
+    ),
+    "parallelize": (
+        lambda: parallelize(decoder(MIXTRAL), Mesh({"stage": 2})),
+        r"mesh must have no axis 'stage', got Mesh\(stage=2\): maxmoe.pipeline cuts a model into stages",
+    ),
+}
+
+
+def test_bad_input() -> None:
+    def check() -> None:
+        for name, (call, expected) in MISTAKES.items():
+            found = message_of(call)
+            assert re.search(expected, found), (name, found)
+        message_of(lambda: pipeline(decoder(MIXTRAL), {"stage": 2}, loss=loss, num_micro_batches=2), TypeError)
+        message_of(lambda: make(loss=None), TypeError)
+        with torch.no_grad():
+            message_of(lambda: make().step(*batch()), RuntimeError)
+
+    run_ranks(check, 2)
+
+
+def test_a_step_that_failed_leaves_nothing_behind() -> None:
+    """The schedule keeps the state of an interrupted step, and the layers their sums."""
+
+    def check() -> None:
+        run = staged(MIXTRAL, Mesh({"stage": 1}), "default", "gpipe")
+        expected = run.step(*batch())
+        handle = run.model.blocks[3].register_forward_hook(lambda *_: complain())
+        with pytest.raises(ValueError, match="no such token"):
+            run.step(*batch())
+        handle.remove()
+        found = run.step(*batch())
+        assert found.loss.equal(expected.loss) and found.aux_loss.equal(expected.aux_loss)
+
+    run_ranks(check, 1)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_checked_schedules_are_those_that_torch_makes(name: str) -> None:
+    """Whatever `check_schedule` accepts, torch accepts; it is made in tests of steps, here the numbers are compared."""
+    accepted = []
+    for count in range(1, 9):
+        try:
+            check_schedule(name, 2, None, count)
+        except ValueError:
+            continue
+        accepted.append(count)
+    assert accepted == {
+        "1f1b": [2, 3, 4, 5, 6, 7, 8],
+        "dual_pipe_v": [4, 5, 6, 7, 8],
+        "interleaved_1f1b": [1, 2, 3, 4, 6, 8],
+        "interleaved_zero_bubble": [1, 2, 3, 4, 6, 8],
+    }.get(name, [1, 2, 3, 4, 5, 6, 7, 8])
+
+    def check() -> None:
+        for count in accepted:
+            run = staged(MIXTRAL, Mesh({"stage": 2}), "default", name, num_micro_batches=count)
+            run.step(*batch(count))
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize(("fail", "delay", "message"), FAILURES, ids=["dies", "hangs", "raises"])
+def test_the_others_name_a_rank_that_fails_in_a_stage(
+    tmp_path: Path, place: str, fail: Callable[[], None], delay: float, message: str
+) -> None:
+    def train() -> None:
+        mesh = Mesh({"stage": 2, "expert": 2}, timeout=timedelta(seconds=TIMEOUT))
+        run = staged(MIXTRAL, mesh, "default", "1f1b")
+        run.step(*batch())
+        if mesh.rank == 2:
+            add = run.model.norm.register_forward_pre_hook if place == "forward" else when_backward_reaches(run)
+            add(lambda *_: fail())
+        run.step(*batch())
+
+    found = outcomes(tmp_path, train)
+    own = {2} if fail is complain else set()
+    assert found.keys() == {0, 1, 3} | own
+    for rank, (seconds, text) in found.items():
+        expected = "ValueError: no such token" if rank in own else rf"RankError: {message} \(rank {rank} saw: .*\)"
+        assert re.fullmatch(expected, text), text
+        assert seconds < delay + PATIENCE + SLACK
+
+
+def when_backward_reaches(run: Pipeline) -> Callable[[Callable[..., None]], Any]:
+    """Add a hook on the gradient of the input of the last norm."""
+    norm = run.model.norm
+    return lambda hook: norm.register_forward_pre_hook(lambda _norm, inputs: inputs[0].register_hook(hook) and None)

@@ -1,0 +1,56 @@
+"""Ranks that die, hang or raise in the middle of a training, and what all ranks say of it."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from maxmoe.parallel import watch_ranks
+from support.run_ranks import run_ranks
+
+TIMEOUT, PATIENCE = 3.0, 1.5
+ENOUGH = 60.0  # for every collective on a busy machine
+SLACK = 20.0  # on a busy machine; less than ENOUGH
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang() -> None:
+    time.sleep(1000)
+
+
+def complain() -> None:
+    raise ValueError("no such token")
+
+
+FAILURES = [
+    (die, 0.0, "rank 2 of 4 died or hangs: no sign of life for 1.5 s, last seen at /.* in .*"),
+    (hang, TIMEOUT, r"rank 2 of 4 hangs at /.*/failing_ranks.py:\d+ in hang"),
+    (complain, 0.0, "rank 2 of 4 failed first: ValueError: no such token"),
+]
+
+
+def outcomes(
+    folder: Path, train: Callable[[], None], world_size: int = 4, timeout: float = ENOUGH
+) -> dict[int, tuple[float, str]]:
+    """Run a training loop on all ranks; return after how many seconds which of them raised what."""
+
+    def watched() -> None:
+        begin = time.monotonic()
+        try:
+            with watch_ranks(PATIENCE):
+                train()
+        except Exception as error:
+            (folder / str(dist.get_rank())).write_text(f"{time.monotonic() - begin} {type(error).__name__}: {error}")
+            raise
+
+    with pytest.raises(RuntimeError, match="failed first"):
+        run_ranks(watched, world_size, timeout=timeout)
+    lines = {int(path.name): path.read_text().partition(" ") for path in folder.iterdir()}
+    return {rank: (float(seconds), message) for rank, (seconds, _, message) in lines.items()}
