@@ -71,9 +71,9 @@ class ScheduledRun:
                 self._schedule.step(*inputs, target=numbers, return_outputs=False, micro_batch=numbers)
         except BaseException as error:
             self._schedule = None  # the state of a schedule that was interrupted cannot be used again
-            if isinstance(error, RuntimeError) and error.__cause__ is not None:
-                raise error.__cause__ from None  # torch wraps the error of a stage in one that lists its tensors
-            raise
+            cause, error.__cause__ = error.__cause__, None
+            # torch wraps the error of a stage in one that lists its tensors.
+            raise (error if cause is None else cause) from None
         return [loss for stage in self._stages for loss in stage.end()]
 
     @torch.no_grad()
