@@ -1,0 +1,68 @@
+"""Models of transformers in pipeline stages: their own forward runs on the part of the layers that a rank has."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from maxmoe import MoEFeedForward
+from maxmoe.parallel import Declaration, PipelineParts
+from maxmoe.pipelining import pipeline
+from maxmoe.sharding import Mesh
+from support.parts import assert_same
+from support.run_ranks import run_ranks
+from support.small_models import model_of
+from support.staged_decoder import check_gradients, part_of_micro_batches
+
+NUM_MICRO_BATCHES = 2
+PARTS = PipelineParts(("model.embed_tokens",), "model.layers", ("model.norm", "lm_head"))
+
+
+def causal_model(preset: str) -> nn.Module:
+    """With layers of maxmoe where transformers has sparse blocks that return tensors."""
+    torch.manual_seed(0)
+    model = model_of(preset, num_hidden_layers=4).double()
+    if preset != "gpt_oss":
+        for layer in model.model.layers:
+            layer.mlp = MoEFeedForward.from_transformers(layer.mlp)
+    model.declaration = Declaration(pipeline_parts=PARTS)
+    return model
+
+
+def loss(output: Any, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+@pytest.mark.filterwarnings("ignore:the rules shard")
+@pytest.mark.parametrize("preset", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_equals_one_process(preset: str) -> None:
+    tokens, targets = torch.randint(0, 32, (2, 4, 6))
+    mask = torch.ones_like(tokens)
+    mask[1, :2] = 0
+    model, total = causal_model(preset), torch.zeros((), dtype=torch.float64)
+    for part in torch.arange(4).tensor_split(NUM_MICRO_BATCHES):
+        value = loss(model(tokens[part], attention_mask=mask[part], use_cache=False), targets[part])
+        value.backward()
+        total += value.detach()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+    def check() -> None:
+        for sizes, schedule in (({"stage": 2}, "1f1b"), ({"stage": 2, "expert": 2}, "gpipe")):
+            if Mesh.planned(sizes).num_ranks != torch.distributed.get_world_size():
+                continue
+            mesh = Mesh(sizes)
+            run = pipeline(
+                causal_model(preset), mesh, loss=loss, schedule=schedule, num_micro_batches=NUM_MICRO_BATCHES
+            )
+            parts = [
+                part_of_micro_batches(whole, mesh, "default", NUM_MICRO_BATCHES) for whole in (tokens, targets, mask)
+            ]
+            found = run.step(*parts[:2], attention_mask=parts[2], use_cache=False)
+            assert_same(found.loss, total)
+            check_gradients(run, gradients)
+
+    run_ranks(check, 2)
+    if preset == "mixtral":
+        run_ranks(check, 4)
