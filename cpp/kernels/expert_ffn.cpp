@@ -114,7 +114,7 @@ void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile, int64_t next_gro
                                                            a.rows.row_range(tile.begin, tile.end), of_next_tile));
 }
 
-// Backward of the activation for one row: Z becomes dZ, A becomes weight * A. Returns <dA, A>.
+// Backward of the activation for one row: Z becomes dZ, A becomes weight * A. Returns <dA, A>. Z stays if dA is null.
 template <class T>
 Accumulator<T> activate_backward_row(const ExpertFfnBackwardDown<T>& a, int64_t row, Accumulator<T> weight,
                                      const T* grad_activated) {
@@ -127,6 +127,8 @@ Accumulator<T> activate_backward_row(const ExpertFfnBackwardDown<T>& a, int64_t 
     // A is recomputed from Z. This costs an exponential per element, and no memory between the passes.
     const auto block = activate_block<T, true>(a.kind, preactivations, width, begin, size);
     const PreactivationColumns columns = preactivation_columns(a.kind.gate, width, begin);
+    if (a.activated.data != nullptr) store_block<T>(weight * block.activated, a.activated.row(row) + begin, 1);
+    if (grad_activated == nullptr) continue;
     Block<S> grad = load_block(grad_activated + begin, 1, size);
     grad_weight += (grad * block.activated).sum();
     // <dA, A> is taken first, because the gradient of the weight is computed from the unweighted output.
@@ -135,7 +137,6 @@ Accumulator<T> activate_backward_row(const ExpertFfnBackwardDown<T>& a, int64_t 
     if (a.kind.gate != GateLayout::none) {
       store_block<T>(grad * block.gate_slope, preactivations + columns.gate, columns.stride);
     }
-    if (a.activated.data != nullptr) store_block<T>(weight * block.activated, a.activated.row(row) + begin, 1);
   }
   return grad_weight;
 }
@@ -152,13 +153,15 @@ void grad_preactivations_tile(const ExpertFfnBackwardDown<T>& a, const GroupTile
   const int64_t height = tile.end - tile.begin;
   const int64_t width = a.down.first.rows;
   const GemmOperand<T> grad_out = tokens_of(a.grad_out, a.routed, tile.begin, tile.end);
-  const MatrixView<T> grad_activated{scratch<T>(kGradActivatedScratch, height * width), height, width, width};
-
-  a.gemm->multiply(grad_out, {a.down[tile.group].transposed(), grad_activated, false, a.down[next_group].transposed()});
+  MatrixView<T> grad_activated;
+  if (!a.keeps_preactivations) {
+    grad_activated = {scratch<T>(kGradActivatedScratch, height * width), height, width, width};
+    const ConstMatrixView<T> next_down = a.down[next_group].transposed();
+    a.gemm->multiply(grad_out, {a.down[tile.group].transposed(), grad_activated, false, next_down});
+  }
   for (int64_t r = 0; r < height; ++r) {
     const int64_t slot = a.routed.slots[tile.begin + r];
-    Accumulator<T> grad_weight =
-        activate_backward_row(a, tile.begin + r, weight_of_slot(a, slot), grad_activated.row(r));
+    auto grad_weight = activate_backward_row(a, tile.begin + r, weight_of_slot(a, slot), grad_activated.row(r));
     if (a.grad_weights == nullptr) continue;
     // The output of the expert is A down + bias: the bias is a second term of the gradient of its weight.
     if (a.down_bias.data != nullptr) {

@@ -51,7 +51,7 @@ struct ExpertFfn {
 // the gradient of weights is <dA, A> + <dO_t, bias>. Results that are null or empty are not computed.
 
 // From dO to the gradients of weights and down. The preactivations Z become dZ = weights * dA * activation'(Z) in
-// place, which saves memory of shape [R, 2F].
+// place, which saves memory of shape [R, 2F]. The gradients of down and its bias need neither dA nor dZ.
 template <class T>
 struct ExpertFfnBackwardDown {
   ConstMatrixView<T> grad_out;    // dO [T, D]
@@ -62,6 +62,7 @@ struct ExpertFfnBackwardDown {
   ActivationKind kind;
   const Gemm<T>* gemm;
   MatrixView<T> preactivations;  // Z, overwritten with dZ
+  bool keeps_preactivations;     // computes neither dA nor dZ; grad_weights must be null
   MatrixView<T> activated;       // weights * A [R, F], work space; empty when grad_down is
 
   Accumulator<T>* grad_weights;  // [T * K]; not written for a slot without a row

@@ -83,6 +83,11 @@ std::array<at::Tensor, count> saved_tensors(const AutogradContext* ctx) {
   return tensors;
 }
 
+// A backward pass computes the gradients that it is asked for: ctx->needs_input_grad(i), where i counts the tensor
+// arguments without optional tensors that were not given. What required a gradient in the forward pass does not say it:
+// torch.autograd.grad(loss, [x]) asks for no gradient of a weight, and a split backward pass (zero bubble schedules of
+// torch.distributed.pipelining) runs a node twice, first for its input and then for its weights.
+
 // The gradient of weights, in their shape and dtype. ragged_dot returns it as a list in the accumulator's type.
 inline at::Tensor like_weights(const at::Tensor& products, const at::Tensor& weights) {
   return products.view_as(weights).to(weights.scalar_type());

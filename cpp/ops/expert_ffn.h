@@ -81,10 +81,17 @@ struct PerInput {
 using Gradients = PerInput<Tensor>;  // an empty tensor for a gradient that is not wanted
 using Wanted = PerInput<bool>;       // output_mask
 
+// Whether a wanted gradient needs the gradient of the activations A or of the preactivations Z. Those of down and its
+// bias do not.
+constexpr bool needs_grad_activated(const Wanted& w) {
+  return w.x || w.weights || w.gate || w.up || w.gate_bias || w.up_bias;
+}
+
 // The output [T, D], and the preactivations [R, 2F] for backward, or [0, 2F] if they are not kept.
 using Outputs = std::tuple<Tensor, Tensor>;
 
-// Both implementations of backward compute the preactivations if they are not given, and otherwise overwrite them.
+// Both implementations of backward compute the preactivations if they are not given, and otherwise overwrite them if
+// they need their gradient.
 Outputs expert_ffn_kernel(const ExpertFfnArguments& a, bool keeps_preactivations);
 Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const OptionalTensor& preactivations, const Wanted& wanted,
                                      const ExpertFfnArguments& a);

@@ -109,7 +109,8 @@ Tensor gradient_of_biases(const Tensor& scale, const Tensor& grad, const Steps& 
   return steps.multiply_groups(scale, grad).squeeze(1);
 }
 
-// Computes the gradients of down, its bias and the weights; returns the gradient of the preactivations `z`.
+// Computes the gradients of down, its bias and the weights; returns the gradient of the preactivations `z`, or an
+// undefined tensor if no wanted gradient needs it.
 Tensor backward_down(const Tensor& grad_out, const Tensor& z, const Wanted& wanted, const ExpertFfnArguments& a,
                      const Steps& steps, Gradients& grads) {
   const auto type = steps.elementwise_type;
@@ -117,7 +118,10 @@ Tensor backward_down(const Tensor& grad_out, const Tensor& z, const Wanted& want
   const auto [gate, up] = gate_and_up(a.gate_layout(), z.to(type));
   const Tensor grad_y = steps.rows_of_tokens(grad_out);
   const Tensor scale = steps.rows_of_weights();
-  Tensor grad_activated = steps.multiply_rows(grad_y, a.down.transpose(1, 2), std::nullopt).to(type);
+  Tensor grad_activated;
+  if (needs_grad_activated(wanted)) {
+    grad_activated = steps.multiply_rows(grad_y, a.down.transpose(1, 2), std::nullopt).to(type);
+  }
   if (wanted.weights || wanted.down) {
     const Tensor activated = activated_rows(a.kind(), gate, up);
     if (wanted.weights) {
@@ -131,6 +135,7 @@ Tensor backward_down(const Tensor& grad_out, const Tensor& z, const Wanted& want
     if (wanted.down) grads.down = gradient_of_matrices(a.down, (activated * scale).to(dtype), grad_y, steps);
   }
   if (wanted.down_bias) grads.down_bias = gradient_of_biases(scale.to(dtype), grad_y, steps);
+  if (!grad_activated.defined()) return {};
   if (a.weights.has_value()) grad_activated = grad_activated * scale;
   const auto [grad_gate, grad_up] = activation_gradient(a.kind(), std::move(grad_activated), gate, up);
   if (steps.is_differentiable) return preactivations_of(a.gate_layout(), grad_gate, grad_up).to(dtype);
@@ -183,7 +188,7 @@ Gradients expert_ffn_backward_aten(const Tensor& grad_out, const OptionalTensor&
   const Tensor none = at::empty({0}, a.x.options());
   Gradients grads{none, none.to(accumulator_type(a.x.scalar_type())), none, none, none, none, none, none};
   const Tensor grad_z = backward_down(grad_out, z, wanted, a, steps, grads);
-  backward_up(grad_z, wanted, a, steps, grads);
+  if (grad_z.defined()) backward_up(grad_z, wanted, a, steps, grads);
   return grads;
 }
 

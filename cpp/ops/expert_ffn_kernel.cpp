@@ -84,7 +84,7 @@ Tensor recomputed_preactivations(const ExpertFfnArguments& a) {
 }
 
 // The next three functions compute the gradients of down, of x, and of gate and up. The first one overwrites the
-// preactivations with their gradient, which the others read.
+// preactivations with their gradient, which the others read, if a wanted gradient needs it.
 template <class T>
 void backward_down(const Tensor& grad_out, const Tensor& preactivations, const Wanted& wanted,
                    const ExpertFfnArguments& a, Gradients& grads) {
@@ -105,6 +105,7 @@ void backward_down(const Tensor& grad_out, const Tensor& preactivations, const W
   arguments.kind = a.kind();
   arguments.gemm = &best_gemm<T>();
   arguments.preactivations = view<T>(preactivations);
+  arguments.keeps_preactivations = !needs_grad_activated(wanted);
   arguments.activated = view_if<T>(wanted.down, activated);
   arguments.grad_weights = wanted.weights ? pointer<Accumulator<T>>(grads.weights) : nullptr;
   arguments.grad_down = stack_if<T>(wanted.down, grads.down);

@@ -60,7 +60,7 @@ class Gradient : public torch::autograd::Function<Gradient> {
     const Tensor out = gmm(lhs, rhs, group_sizes, bias, group_offset);
     // The gradient of each factor needs the other one.
     ctx->save_for_backward({rhs.requires_grad() ? lhs : Tensor(), lhs.requires_grad() ? rhs : Tensor(), group_sizes});
-    ctx->saved_data["has_bias_gradient"] = requires_grad(bias);
+    ctx->saved_data["has_bias"] = bias.has_value();
     ctx->saved_data["num_local_groups"] = rhs.size(0);
     ctx->saved_data["group_offset"] = group_offset;
     return out;
@@ -74,9 +74,9 @@ class Gradient : public torch::autograd::Function<Gradient> {
     Tensor grad_lhs;
     Tensor grad_rhs;
     Tensor grad_bias;
-    if (rhs.defined()) grad_lhs = gmm(grad, rhs.transpose(1, 2), group_sizes, std::nullopt, group_offset);
-    if (lhs.defined()) grad_rhs = tgmm(lhs, grad, group_sizes, num_local_groups, group_offset);
-    if (ctx->saved_data["has_bias_gradient"].toBool()) {
+    if (ctx->needs_input_grad(0)) grad_lhs = gmm(grad, rhs.transpose(1, 2), group_sizes, std::nullopt, group_offset);
+    if (ctx->needs_input_grad(1)) grad_rhs = tgmm(lhs, grad, group_sizes, num_local_groups, group_offset);
+    if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(3)) {
       // The sum of the rows of each group, as a product with a column of ones.
       const Tensor ones = at::ones_symint({grad.sym_size(0), 1}, grad.options());
       grad_bias = tgmm(ones, grad, group_sizes, num_local_groups, group_offset).squeeze(1);

@@ -79,7 +79,7 @@ class Gradient : public torch::autograd::Function<Gradient> {
     ctx->save_for_backward({weight.requires_grad() ? x : Tensor(), x.requires_grad() ? weight : Tensor()});
     ctx->saved_data["x_dtype"] = x.scalar_type();
     ctx->saved_data["weight_dtype"] = weight.scalar_type();
-    if (requires_grad(bias)) ctx->saved_data["bias_dtype"] = bias->scalar_type();
+    if (bias.has_value()) ctx->saved_data["bias_dtype"] = bias->scalar_type();
     return linear(x, weight, bias, out_dtype);
   }
 
@@ -90,9 +90,9 @@ class Gradient : public torch::autograd::Function<Gradient> {
     Tensor grad_x;
     Tensor grad_weight;
     Tensor grad_bias;
-    if (weight.defined()) grad_x = linear(grad, weight.t(), std::nullopt, dtype("x_dtype"));
-    if (x.defined()) grad_weight = linear(grad.t(), x.t(), std::nullopt, dtype("weight_dtype"));
-    if (ctx->saved_data.count("bias_dtype") > 0) {
+    if (ctx->needs_input_grad(0)) grad_x = linear(grad, weight.t(), std::nullopt, dtype("x_dtype"));
+    if (ctx->needs_input_grad(1)) grad_weight = linear(grad.t(), x.t(), std::nullopt, dtype("weight_dtype"));
+    if (ctx->saved_data.count("bias_dtype") > 0 && ctx->needs_input_grad(2)) {
       // The sum of the rows, as a product with a row of ones: in float32, and in the order of a product.
       const Tensor ones = at::ones_symint({1, grad.sym_size(0)}, grad.options());
       grad_bias = linear(ones, grad.t(), std::nullopt, dtype("bias_dtype")).squeeze(0);

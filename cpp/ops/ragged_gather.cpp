@@ -78,7 +78,9 @@ class Gradient : public torch::autograd::Function<Gradient> {
     if (ctx->needs_input_grad(0)) {
       grad_x = ragged_scatter_add(grads[0], index, ctx->saved_data["num_rows"].toSymInt(), 1, optional_tensor(weights));
     }
-    if (x.defined()) grad_weights = like_weights(ragged_dot(grads[0], x, index, 1), weights);
+    if (weights.defined() && ctx->needs_input_grad(2)) {
+      grad_weights = like_weights(ragged_dot(grads[0], x, index, 1), weights);
+    }
     return {grad_x, Tensor(), grad_weights, Tensor(), Tensor()};
   }
 };

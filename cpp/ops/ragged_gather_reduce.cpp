@@ -92,7 +92,9 @@ class Gradient : public torch::autograd::Function<Gradient> {
       const c10::SymInt num_rows = ctx->saved_data["num_rows"].toSymInt();
       grad_rows = ragged_scatter_add(grads[0], index, num_rows, group_size, optional_tensor(weights));
     }
-    if (rows.defined()) grad_weights = like_weights(ragged_dot(grads[0], rows, index, group_size), weights);
+    if (weights.defined() && ctx->needs_input_grad(2)) {
+      grad_weights = like_weights(ragged_dot(grads[0], rows, index, group_size), weights);
+    }
     return {grad_rows, Tensor(), Tensor(), grad_weights, Tensor()};
   }
 };

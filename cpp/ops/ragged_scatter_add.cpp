@@ -84,7 +84,9 @@ class Gradient : public torch::autograd::Function<Gradient> {
     if (ctx->needs_input_grad(0)) {
       grad_rows = ragged_gather_reduce(grads[0], index, group_size, optional_tensor(weights), std::nullopt);
     }
-    if (rows.defined()) grad_weights = like_weights(ragged_dot(rows, grads[0], index, group_size), weights);
+    if (weights.defined() && ctx->needs_input_grad(2)) {
+      grad_weights = like_weights(ragged_dot(rows, grads[0], index, group_size), weights);
+    }
     return {grad_rows, Tensor(), Tensor(), Tensor(), grad_weights};
   }
 };

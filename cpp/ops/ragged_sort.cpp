@@ -58,7 +58,9 @@ class Gradient : public torch::autograd::Function<Gradient> {
     Tensor grad_x;
     Tensor grad_weights;
     if (ctx->needs_input_grad(0)) grad_x = ragged_unsort(grads[0], slots, rows, top_k, optional_tensor(weights));
-    if (x.defined()) grad_weights = like_weights(ragged_dot(x, grads[0], rows, top_k), weights);
+    if (weights.defined() && ctx->needs_input_grad(3)) {
+      grad_weights = like_weights(ragged_dot(x, grads[0], rows, top_k), weights);
+    }
     return {grad_x, Tensor(), Tensor(), Tensor(), grad_weights};
   }
 };

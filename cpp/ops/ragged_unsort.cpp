@@ -61,7 +61,9 @@ class Gradient : public torch::autograd::Function<Gradient> {
       const c10::SymInt spare_rows = ctx->saved_data["num_rows"].toSymInt() - grad_rows.sym_size(0);
       if (spare_rows != 0) grad_rows = at::constant_pad_nd_symint(grad_rows, {0, 0, 0, spare_rows});
     }
-    if (rows.defined()) grad_weights = like_weights(ragged_dot(grads[0], rows, row_of_slot, top_k), weights);
+    if (weights.defined() && ctx->needs_input_grad(3)) {
+      grad_weights = like_weights(ragged_dot(grads[0], rows, row_of_slot, top_k), weights);
+    }
     return {grad_rows, Tensor(), Tensor(), Tensor(), grad_weights};
   }
 };

@@ -57,8 +57,9 @@ class Gradient : public torch::autograd::Function<Gradient> {
     const int64_t group_offset = ctx->saved_data["group_offset"].toInt();
     Tensor grad_lhs;
     Tensor grad_rhs;
-    if (rhs.defined()) grad_lhs = gmm(rhs, grads[0].transpose(1, 2), group_sizes, std::nullopt, group_offset);
-    if (lhs.defined()) grad_rhs = gmm(lhs, grads[0], group_sizes, std::nullopt, group_offset);
+    if (ctx->needs_input_grad(0))
+      grad_lhs = gmm(rhs, grads[0].transpose(1, 2), group_sizes, std::nullopt, group_offset);
+    if (ctx->needs_input_grad(1)) grad_rhs = gmm(lhs, grads[0], group_sizes, std::nullopt, group_offset);
     return {grad_lhs, grad_rhs, Tensor(), Tensor(), Tensor()};
   }
 };

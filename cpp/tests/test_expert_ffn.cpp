@@ -86,6 +86,22 @@ Forward<T> run_forward(const FfnShape& shape, const Variant& variant, const FfnT
   return {preactivations, out};
 }
 
+// The arguments of the backward pass through down, without work space and results.
+template <class T>
+ExpertFfnBackwardDown<T> backward_down(const FfnShape& shape, const Variant& variant, const FfnTensors<T>& tensors,
+                                       Matrix<T>& preactivations, const Matrix<T>& grad_out, const Gemm<T>* gemm) {
+  ExpertFfnBackwardDown<T> a{};
+  a.grad_out = grad_out.view();
+  a.weights = variant.weighted ? tensors.weights.view().data : nullptr;
+  a.routed = routed_rows(shape.routing);
+  a.down = stack(tensors.down, shape.routing.num_experts);
+  if (variant.biased) a.down_bias = tensors.down_bias.view();
+  a.kind = variant.kind;
+  a.gemm = gemm;
+  a.preactivations = preactivations.view();
+  return a;
+}
+
 // Computes the gradients of <grad_out, out>, in the layout of the tensors.
 template <class T>
 FfnTensors<T> run_backward(const FfnShape& shape, const Variant& variant, const FfnTensors<T>& tensors,
@@ -100,15 +116,7 @@ FfnTensors<T> run_backward(const FfnShape& shape, const Variant& variant, const 
   const ExpertWeights<T> experts = projections.experts(tensors, variant.biased);
   const Gemm<T>* gemm = &test_gemm<T>();
 
-  ExpertFfnBackwardDown<T> down{};
-  down.grad_out = grad_out.view();
-  down.weights = variant.weighted ? tensors.weights.view().data : nullptr;
-  down.routed = routed_rows(routing);
-  down.down = experts.down;
-  down.down_bias = experts.down_bias;
-  down.kind = variant.kind;
-  down.gemm = gemm;
-  down.preactivations = preactivations.view();
+  ExpertFfnBackwardDown<T> down = backward_down(shape, variant, tensors, preactivations, grad_out, gemm);
   down.activated = activated.view();
   if (variant.weighted) down.grad_weights = grads.weights.view().data;
   down.grad_down = stack(grads.down, routing.num_experts);
@@ -214,6 +222,46 @@ TYPED_TEST(ExpertFfnTest, GradientsAreThoseOfFloat64) {
       SCOPED_TRACE(name);
       expect_near(Matrix<double>(get(got)), get(want), 24.0 * tolerance<TypeParam>() / tolerance<double>());
     });
+  });
+}
+
+// The test product, and the number of its multiply-adds so far.
+template <class T>
+class CountingGemm final : public Gemm<T> {
+ public:
+  bool bits_depend_on_tiles() const override { return test_gemm<T>().bits_depend_on_tiles(); }
+
+  using Gemm<T>::multiply;
+  void multiply(GemmOperand<T> a, const Product<T>* products, int64_t count) const override {
+    for (int64_t i = 0; i < count; ++i) multiply_adds += a.rows() * a.columns() * products[i].c.columns;
+    test_gemm<T>().multiply(a, products, count);
+  }
+
+  mutable int64_t multiply_adds = 0;
+};
+
+TYPED_TEST(ExpertFfnTest, GradientsOfDownAreOneProductAndKeepThePreactivations) {
+  for_every_case([](const FfnShape& shape, const Variant& variant) {
+    const int64_t num_rows = shape.routing.num_rows();
+    const auto tensors = FfnTensors<TypeParam>::random(shape, 1);
+    const auto grad_out = Matrix<TypeParam>::random(shape.routing.num_tokens, shape.hidden_size, 9);
+    const auto z = run_forward(shape, variant, tensors).preactivations;
+    const auto want = run_backward(shape, variant, tensors, z, grad_out, SerialExecutor());
+
+    const CountingGemm<TypeParam> gemm;
+    Matrix<TypeParam> preactivations = z;
+    Matrix<TypeParam> activated(num_rows, shape.intermediate_size);
+    FfnTensors<TypeParam> grads(shape);
+    auto a = backward_down<TypeParam>(shape, variant, tensors, preactivations, grad_out, &gemm);
+    a.keeps_preactivations = true;
+    a.activated = activated.view();
+    a.grad_down = stack(grads.down, shape.routing.num_experts);
+    if (variant.biased) a.grad_down_bias = grads.down_bias.view();
+    expert_ffn_backward_down(a, SerialExecutor());
+    EXPECT_TRUE(grads.down.has_same_bits(want.down));
+    EXPECT_TRUE(!variant.biased || grads.down_bias.has_same_bits(want.down_bias));
+    EXPECT_TRUE(preactivations.has_same_bits(z));
+    EXPECT_EQ(gemm.multiply_adds, num_rows * shape.hidden_size * shape.intermediate_size);
   });
 }
 

@@ -10,6 +10,10 @@ Every operator that takes floating tensors supports
   `torch.autograd.functional.jacobian(vectorize=True)`), forward mode (`torch.autograd.forward_ad`), and forward mode
   over reverse mode. In these cases, `expert_ffn` and `route` are composed of other operators and of PyTorch's: a
   second derivative of `expert_ffn` recomputes the pre-activations, and results differ by rounding.
+- a split backward, as in zero bubble schedules: first for the inputs with `retain_graph=True`, later for the weights.
+  A backward computes the gradients that it is asked for, with the same bits, so that none is computed twice. Both
+  halves of `expert_ffn` need the gradient of the activations and compute it: 7 products instead of 6 in all, 5 instead
+  of 4 without a gate.
 - `torch.func.jvp`, `jacfwd` and `vmap`, also over parameters that require gradients. There are no batching rules:
   PyTorch calls the operator once per batch element, and warns that this is slow.
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.ffn_call import ffn_call
+from support.ffn_call import ffn_call, with_fused_gate
 from support.operator_calls import Call, assert_same, refusal, result, saved_for_backward
 from support.operator_checks import check_compile, check_registrations
 from support.shapes import SEVERAL_BLOCKS, SKEWED, UNROUTED, Shape, each_shape
@@ -21,16 +21,6 @@ each_variant = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANT
 
 def recomputed(call: Call) -> Call:
     return call.replace(recompute=True)
-
-
-def fused(call: Call, layout: str) -> Call:
-    """The same with the gate within up."""
-    gate, up, gate_bias, up_bias = (call.arguments[name] for name in ("gate", "up", "gate_bias", "up_bias"))
-    if layout == "concatenated":
-        both, biases = torch.cat([gate, up], -1), torch.cat([gate_bias, up_bias], -1)
-    else:
-        both, biases = torch.stack([gate, up], -1).flatten(-2), torch.stack([gate_bias, up_bias], -1).flatten(-2)
-    return call.replace(gate=None, gate_bias=None, up=both, up_bias=biases, fused_gate=layout)
 
 
 @each_variant
@@ -49,7 +39,7 @@ def test_every_dtype_gives_the_same_bits(path: str, dtype: torch.dtype, options:
 
 @pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
 def test_gate_within_up_gives_the_same_bits(path: str, layout: str) -> None:
-    call = fused(ffn_call(SKEWED), layout)
+    call = with_fused_gate(ffn_call(SKEWED), layout)
     assert_same(result(recomputed(call)), result(call))
 
 

@@ -32,3 +32,16 @@ def ffn_call(shape: Shape, *, gated: bool = True, bias: bool = True, **options: 
             **options,
         },
     )
+
+
+def with_fused_gate(call: Call, layout: str) -> Call:
+    """The same call with the gate in `up`."""
+
+    def fused(gate: torch.Tensor | None, up: torch.Tensor | None) -> torch.Tensor | None:
+        if gate is None or up is None:
+            return None
+        return torch.cat([gate, up], -1) if layout == "concatenated" else torch.stack([gate, up], -1).flatten(-2)
+
+    gate, up, gate_bias, up_bias = (call.arguments[name] for name in ("gate", "up", "gate_bias", "up_bias"))
+    both = {"up": fused(gate, up), "up_bias": fused(gate_bias, up_bias)}
+    return call.replace(gate=None, gate_bias=None, fused_gate=layout, **both)

@@ -2,12 +2,15 @@
 
 import importlib
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from maxmoe import ops, reference
@@ -36,6 +39,8 @@ class OperatorTests:
 
     # Roundings to a 16 bit dtype between the arguments and any result.
     roundings: ClassVar[int] = 1
+    # Operators of the backward that the gradients of several arguments need.
+    shared_in_backward: ClassVar[frozenset[str]] = frozenset()
 
     def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
@@ -135,6 +140,25 @@ class OperatorTests:
         assert not any(output.requires_grad for output in outputs)
         assert not saved
 
+    def test_split_backward(self, path: str) -> None:
+        """Gradients that are asked for one by one have the same bits, and none is computed when it is not asked for."""
+        call = self.call(SKEWED).trainable()
+        outputs, leaves = call(), list(call.floats().values())
+
+        def gradients(*wanted: Tensor) -> tuple[Tensor | None, ...]:
+            return torch.autograd.grad(
+                floating(outputs), wanted, cotangents_of(outputs), retain_graph=True, allow_unused=True
+            )
+
+        with count_operators() as together:
+            expected = dict(zip(call.floats(), gradients(*leaves), strict=True))
+        with count_operators() as apart:
+            got = tuple(gradients(leaf)[0] for leaf in leaves)
+        assert_same(Result((), dict(zip(call.floats(), got, strict=True))), Result((), expected))
+        for operator in self.shared_in_backward:
+            del together[operator], apart[operator]
+        assert apart == together
+
     def test_activation_checkpointing(self, path: str) -> None:
         call = self.call(SKEWED).trainable()
 
@@ -176,6 +200,29 @@ class MixedWeights:
         assert got.outputs[0].dtype == dtype
         assert got.gradients["weights"].dtype == torch.float32
         assert_same(got, expected_result(call), tolerance(dtype, self.roundings))
+
+
+class ExecutedOperators(TorchDispatchMode):
+    """Our operators that are executed while the mode is active, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "maxmoe":
+            names = [argument.name for argument in function._schema.arguments]
+            self.calls.append((function._opname, {**dict(zip(names, args, strict=False)), **(kwargs or {})}))
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def count_operators() -> Iterator[Counter[str]]:
+    """Count the executed operators by name."""
+    count: Counter[str] = Counter()
+    with ExecutedOperators() as executed:
+        yield count
+    count.update(name for name, _ in executed.calls)
 
 
 def compile_whole(function: Any, backend: str, dynamic: bool | None = None) -> Any:
