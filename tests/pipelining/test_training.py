@@ -1,0 +1,140 @@
+"""Optimizers, clipping, frozen stages and statistics of a pipeline, compared with one process."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from maxmoe import StatsAccumulator
+from maxmoe.optim import Muon, parameter_groups
+from maxmoe.parallel import clip_grad_norm_
+from maxmoe.sharding import Mesh
+from support.parts import assert_same
+from support.run_ranks import run_ranks
+from support.staged_decoder import (
+    NUM_MICRO_BATCHES,
+    batch,
+    check_gradients,
+    config,
+    decoder,
+    part_of_micro_batches,
+    staged,
+    step_of,
+)
+
+DEEPSEEK = config("deepseek_v3")
+SPLIT = "interleaved_zero_bubble"  # a schedule with a split backward
+
+
+def micro_batches(*tensors: Tensor, count: int = NUM_MICRO_BATCHES) -> list[tuple[Tensor, ...]]:
+    return list(zip(*(tensor.tensor_split(count) for tensor in tensors), strict=True))
+
+
+def optimizers() -> dict[str, Callable[[nn.Module], torch.optim.Optimizer]]:
+    return {
+        "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+        "muon": lambda model: Muon(parameter_groups(model), lr=1e-2, ns_dtype=torch.float64),
+    }
+
+
+@pytest.mark.parametrize("name", optimizers())
+def test_training_steps_with_clipping_and_correction_biases(name: str) -> None:
+    tokens, targets = batch()
+    norms, model = [], decoder(DEEPSEEK)
+    optimizer = optimizers()[name](model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        step = step_of(model, micro_batches(tokens, targets))
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        model.update_correction_bias(step.tokens_per_expert)
+    assert min(norms) > 1
+    expected = {key: value.detach() for key, value in model.state_dict().items()}
+
+    def check() -> None:
+        mesh = Mesh({"stage": 2, "expert": 2})
+        run = staged(DEEPSEEK, mesh, "default", "1f1b")
+        optimizer = optimizers()[name](run.model)
+        for norm in norms:
+            optimizer.zero_grad()
+            found = run.step(*(part_of_micro_batches(whole, mesh, "default") for whole in (tokens, targets)))
+            assert_same(clip_grad_norm_(run.parameters(), 1.0), norm.detach(), "norm")
+            optimizer.step()
+            run.update_correction_bias(found.stats)
+        for key, value in run.model.state_dict().items():
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            assert_same(whole, expected[key], key, tolerance=1e-10)
+
+    run_ranks(check, 4)
+
+
+def test_clipping_when_a_stage_has_no_gradients_or_only_zeros() -> None:
+    def check() -> None:
+        mesh = Mesh({"stage": 2})
+        run = staged(DEEPSEEK, mesh, "default", "gpipe")
+        run.step(*batch())
+        of_first = torch.zeros((), dtype=torch.float64)
+        if mesh.rank == 0:
+            of_first = torch.nn.utils.get_total_norm([parameter.grad.to_local() for parameter in run.parameters()])
+        torch.distributed.all_reduce(of_first)
+        for empty in (torch.zeros_like, lambda _: None):
+            for parameter in run.parameters() if mesh.rank == 1 else ():
+                parameter.grad = empty(parameter)
+            assert_same(clip_grad_norm_(run.parameters(), 1e9), of_first)
+
+    run_ranks(check, 2)
+
+
+def test_frozen_stages() -> None:
+    """The first stage is frozen, so that its hidden states require no gradient; then the last one."""
+
+    def freeze(model: nn.Module, stage: int) -> None:
+        for name, parameter in model.named_parameters():
+            is_first = name.startswith(("embedding", "blocks.0", "blocks.1"))
+            parameter.requires_grad_(is_first == (stage == 1))
+
+    gradients = []
+    for stage in range(2):
+        model = decoder(DEEPSEEK)
+        freeze(model, stage)
+        gradients.append(step_of(model, micro_batches(*batch())).gradients)
+
+    def check() -> None:
+        for stage, schedule in ((0, "1f1b"), (1, "1f1b"), (0, SPLIT), (1, SPLIT)):
+            model = decoder(DEEPSEEK)
+            freeze(model, stage)
+            blocks = [2, 2] if schedule == "1f1b" else None
+            run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", schedule, model=model, blocks_per_stage=blocks)
+            run.step(*batch())
+            check_gradients(run, gradients[stage])
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", SPLIT, "zbv"])
+def test_stats_accumulator_has_the_layers_of_all_stages(schedule: str) -> None:
+    model = decoder(DEEPSEEK)
+    accumulator = StatsAccumulator(model)
+    for _ in range(2):
+        step_of(model, micro_batches(*batch()))
+    expected, biases = accumulator.update(), {k: v for k, v in model.state_dict().items() if "correction" in k}
+
+    def check() -> None:
+        run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", schedule)
+        accumulator = StatsAccumulator(run.model)
+        for _ in range(2):
+            run.step(*batch())
+            run.evaluate(*batch())  # not counted
+        found = accumulator.update()
+        assert_same(found.aux_loss, expected.aux_loss)
+        assert list(found.layers) == list(expected.layers)
+        for name, stats in found.layers.items():
+            assert stats.tokens_per_expert.equal(expected.layers[name].tokens_per_expert)
+            assert_same(stats.router_entropy, expected.layers[name].router_entropy)
+        for name, bias in run.model.state_dict().items():
+            if name in biases:
+                assert bias.equal(biases[name])
+        assert not accumulator.update().aux_loss
+
+    run_ranks(check, 2)
