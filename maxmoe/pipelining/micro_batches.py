@@ -64,4 +64,7 @@ def facts_of(inputs: Tensor, targets: Any, options: dict[str, Any]) -> dict[str,
 
 
 def _described(value: Any) -> str:
-    return f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else repr(value)
+    if isinstance(value, Tensor):
+        return f"shape {tuple(value.shape)}, {value.dtype}"
+    # The text of another object may have its address.
+    return repr(value) if isinstance(value, bool | int | float | str | None) else type(value).__name__

@@ -190,6 +190,15 @@ class Pipeline:
         """Yield the parameters of this rank's stages with their names in the whole model."""
         return self.model.named_parameters()
 
+    def train(self, mode: bool = True) -> None:
+        """Set training mode, as `nn.Module.train`, in the modules of all stages of this rank."""
+        self.model.train(mode)
+        self._run.set_mode(mode)
+
+    def eval(self) -> None:
+        """Set evaluation mode, as `nn.Module.eval`, in the modules of all stages of this rank."""
+        self.train(False)
+
     def step(self, inputs: Tensor, targets: Any, **options: Any) -> PipelineOutput:
         """Run forward and backward of all micro-batches, and add the gradients to those of the parameters.
 

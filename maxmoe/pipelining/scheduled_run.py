@@ -50,6 +50,11 @@ class ScheduledRun:
         """Whether this rank has the last stage."""
         return any(stage.is_last for stage in self._stages)
 
+    def set_mode(self, is_training: bool) -> None:
+        """Set training or evaluation mode; a stage shares most of its modules with the model, but not the outermost."""
+        for stage in self._stages:
+            stage.train(is_training)
+
     def set_boundary(self, hidden_states: Tensor) -> None:
         """Set the shape and dtype of the hidden states between stages, for the largest micro-batch."""
         new = (hidden_states.shape, hidden_states.dtype)
@@ -72,8 +77,9 @@ class ScheduledRun:
         except BaseException as error:
             self._schedule = None  # the state of a schedule that was interrupted cannot be used again
             cause, error.__cause__ = error.__cause__, None
-            # torch wraps the error of a stage in one that lists its tensors.
-            raise (error if cause is None else cause) from None
+            if isinstance(error, RuntimeError) and cause is not None:
+                raise cause from None  # torch wraps the error of a stage in one that lists its tensors
+            raise
         return [loss for stage in self._stages for loss in stage.end()]
 
     @torch.no_grad()

@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from maxmoe import MoEConfig, MoEFeedForward
+from maxmoe.models import Decoder
 from maxmoe.parallel import Declaration, PipelineParts, token_sharding
 from maxmoe.pipelining import pipeline
 from maxmoe.sharding import Mesh
@@ -211,3 +213,58 @@ def test_a_model_of_ones_own() -> None:
             assert found.loss.equal(run.evaluate(x, {"labels": labels}, scale=0.5).loss)
 
     run_ranks(check, 2)
+
+
+def test_modes_reach_every_module() -> None:
+    def check() -> None:
+        run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", "looped_bfs")
+        modes: list[bool] = []
+        run.model.blocks[-1].register_forward_hook(lambda block, _inputs, _output: modes.append(block.training))
+        for stage in run._run._stages:
+            stage.model.register_forward_hook(lambda model, _inputs, _output: modes.append(model.training))
+        run.eval()
+        run.evaluate(*batch())
+        assert modes and not any(modes) and not run.model.training
+        run.train()
+        modes.clear()
+        run.step(*batch())
+        assert modes and all(modes)
+
+    run_ranks(check, 2)
+
+
+def test_autocast_and_parameters_in_bfloat16() -> None:
+    """The messages have the dtype of the hidden states, which autocast leaves in that of the embedding."""
+
+    def check() -> None:
+        found = []
+        for dtype in (torch.float32, torch.bfloat16):
+            model = decoder(DEEPSEEK).to(dtype)
+            run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", "1f1b", model=model)
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+                found.append(run.step(*batch()).loss.item())
+            assert all(parameter.grad.dtype == dtype for parameter in run.parameters())
+        assert found[0] == pytest.approx(float(step_of_one_process(DEEPSEEK).loss), rel=0.05)
+        assert found[1] == pytest.approx(found[0], rel=0.05)
+
+    run_ranks(check, 2)
+
+
+def test_a_model_without_memory_is_filled_after_it_is_cut() -> None:
+    expected = step_of_one_process(DEEPSEEK)
+    values = decoder(DEEPSEEK).state_dict()
+
+    def check() -> None:
+        mesh = Mesh({"stage": 2, "fsdp": 2})
+        run = staged(DEEPSEEK, mesh, "default", "1f1b", model=Decoder(DEEPSEEK, device="meta", dtype=torch.float64))
+        run.model.to_empty(device="cpu")
+        here = run.model.state_dict()
+        set_model_state_dict(
+            run.model,
+            {name: values[name] for name in here},
+            options=StateDictOptions(full_state_dict=True),
+        )
+        tokens, targets = (part_of_micro_batches(whole, mesh, "default") for whole in batch())
+        check_step(run.step(tokens, targets), run, expected)
+
+    run_ranks(check, 4)
