@@ -21,7 +21,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def empty_like(parameter: Tensor) -> DTensor:
-    """A DTensor sharded as the parameter is. Without an operator of DTensor, whose first call with a sharding is slow."""
+    """A DTensor sharded as the parameter is, without an operator of DTensor: its first call on a mesh is slow."""
     assert isinstance(parameter, DTensor)
     shard, shape, stride = torch.empty_like(parameter.to_local()), parameter.shape, parameter.stride()
     return DTensor.from_local(
