@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -51,6 +52,7 @@ class SentBytes(TorchDispatchMode):
         return result
 
 
+@cache
 def kind_of(func: Callable[..., Any]) -> str | None:
     """Return the kind of a collective, None for any other operator."""
     # Collectives inside an operator of maxmoe are not dispatched by torch.

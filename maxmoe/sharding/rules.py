@@ -3,6 +3,7 @@
 import reprlib
 import stat
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
@@ -69,7 +70,7 @@ class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
         names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
         if source not in names:
             raise ValueError(f"there is no preset {source!r}, only {', '.join(names)}; a path ends in .yaml or .yml")
-        return cls._from_file(PRESETS / f"{source}.yaml")
+        return _preset(source)
 
     @classmethod
     def _from_file(cls, path: Path) -> "LogicalRules":
@@ -90,6 +91,12 @@ class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
         """Return a table in which `rules` replace all rules of the same names; they come last, in their own order."""
         new = LogicalRules(rules)
         return LogicalRules([*(rule for rule in self if rule[0] not in new.names), *new])
+
+
+@cache
+def _preset(name: str) -> LogicalRules:
+    """Load a preset; its file is parsed once per process."""
+    return LogicalRules._from_file(PRESETS / f"{name}.yaml")
 
 
 def _checked(rule: object, owner: str) -> tuple[str, tuple[str, ...]]:

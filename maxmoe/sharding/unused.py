@@ -24,15 +24,15 @@ def check_used(mesh: Mesh, rules: LogicalRules, declared: Iterable[str] = ()) ->
         ValueError: for the first name without effect, with the most similar known names.
     """
     of_rules = {axis: None for _, axes in rules for axis in axes}
-    of_presets = {axis: None for _, axes in _preset_rules() for axis in axes}
+    preset_names, of_presets = _preset_names_and_axes()
     for axis in mesh.axes:
         if axis not in of_rules:
             raise ValueError(
                 f"no rule has the axis {axis!r} of {mesh}{nearest(axis, of_rules)}; choose axes of the rules, other "
                 "rules, or allow_unused=True"
             )
-    own_names = {name: None for name, _ in rules if name not in _preset_rules().names}
-    known_names = [*_preset_rules().names, *declared] if own_names else []
+    own_names = {name: None for name, _ in rules if name not in preset_names}
+    known_names = [*preset_names, *declared] if own_names else []
     for name in own_names:
         if name not in known_names:
             hint = nearest(name, known_names)
@@ -44,6 +44,7 @@ def check_used(mesh: Mesh, rules: LogicalRules, declared: Iterable[str] = ()) ->
 
 
 @cache
-def _preset_rules() -> LogicalRules:
-    """Return the rules of all presets in one table."""
-    return LogicalRules(rule for path in sorted(PRESETS.glob("*.yaml")) for rule in LogicalRules.load(path.stem))
+def _preset_names_and_axes() -> tuple[dict[str, None], dict[str, None]]:
+    """Return the logical names and the mesh axes of all presets, each in the order of the presets."""
+    rules = [rule for path in sorted(PRESETS.glob("*.yaml")) for rule in LogicalRules.load(path.stem)]
+    return {name: None for name, _ in rules}, {axis: None for _, axes in rules for axis in axes}

@@ -21,12 +21,12 @@ from maxmoe.optim.distributed_newton_schulz import (
     ShardedParameter,
     distributed_newton_schulz,
 )
-from maxmoe.parallel import parallelize, parameter_shardings
+from maxmoe.parallel import ParameterSharding, parallelize, parameter_shardings
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding
 from support.counted_collectives import CountedCollectives
 from support.parallel_decoder import BATCH, CONFIG, LENGTH, MOE, MeshRules, batch, decoder, layouts, loss, token_spec
-from support.parts import assert_same
+from support.parts import assert_same, part_by_definition
 from support.run_ranks import run_ranks
 
 STEPS = 2
@@ -51,17 +51,22 @@ def one_process() -> tuple[nn.Module, Muon]:
     return model, optimizer
 
 
-def assert_as_in_one_process(model: nn.Module, optimizer: Muon, what: str) -> None:
+def assert_as_in_one_process(
+    model: nn.Module, optimizer: Muon, shardings: dict[str, ParameterSharding], what: str
+) -> None:
+    """Every rank compares its shards, on the scale of the whole tensor."""
     expected, of_expected = one_process()
     for name, parameter in expected.named_parameters():
-        actual: Any = model.get_parameter(name)
-        assert_same(actual.full_tensor(), parameter.detach(), f"{what}: {name}", tolerance=1e-9)
-        for key, value in of_expected.state[parameter].items():
-            state = optimizer.state[actual][key]
+        actual, sharding = model.get_parameter(name), shardings[name].sharding
+        tensors = {"value": (actual, parameter.detach())}
+        tensors |= {key: (optimizer.state[actual][key], value) for key, value in of_expected.state[parameter].items()}
+        for key, (got, whole) in tensors.items():
             if key != "step":
-                assert state.placements == actual.placements
-                state = state.full_tensor()
-            assert_same(state, value, f"{what}: {key} of {name}", tolerance=1e-9)
+                assert isinstance(got, DTensor) and got.placements == sharding.placements
+                got, part = got.to_local(), part_by_definition(whole, sharding.spec, sharding.mesh)
+            else:
+                part = whole
+            assert_same(got, part, f"{what}: {key} of {name}", scale=float(whole.abs().max()), tolerance=1e-9)
 
 
 def parts(mesh: Mesh, rules: LogicalRules) -> Iterator[Tensor]:
@@ -82,7 +87,8 @@ def test_every_preset_is_one_process(world_size: int, monkeypatch: pytest.Monkey
             model = parallelize(decoder(), mesh, rules)
             optimizer = muon(model)
             train(model, optimizer, *parts(mesh, rules))
-            assert_as_in_one_process(model, optimizer, str(layout))
+            shardings = parameter_shardings(decoder(), mesh, rules)
+            assert_as_in_one_process(model, optimizer, shardings, str(layout))
             with CountedCollectives(mesh) as counted:
                 optimizer.step()
             assert {kind for kind, _ in counted.counts} <= {"all-to-all"}
@@ -90,7 +96,6 @@ def test_every_preset_is_one_process(world_size: int, monkeypatch: pytest.Monkey
             names = {parameter: name for name, parameter in model.named_parameters()}
             distributed = optimizer._distributed or []
             exchanged = {names[sharded.parameter] for each in distributed for sharded in each.parameters}
-            shardings = parameter_shardings(decoder(), mesh, rules)
             is_matrix = {choice.name for choice in parameter_groups(model).choices if choice.matrix is not None}
             assert exchanged == {name for name in is_matrix if any(shardings[name].sharding.spec[-2:])}, layout
             found[str(layout)] = times, sum(each.num_collectives for each in distributed)

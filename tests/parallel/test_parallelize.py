@@ -18,12 +18,12 @@ from support.parallel_decoder import (
     CONFIG,
     MOE,
     VARIANTS,
+    LocalSGD,
     MeshRules,
     batch,
     decoder,
     layouts,
     loss,
-    optimizer,
     step_of_one_process,
     token_spec,
 )
@@ -67,7 +67,7 @@ def check_step(config: DecoderConfig, layout: MeshRules) -> None:
     if layout.world_size == 4:
         with torch.no_grad():
             check_output(model(tokens), expected.output, spec, mesh)
-    descent = optimizer(model)  # made of shards, the evaluation notwithstanding
+    descent = LocalSGD(model)  # made of shards, the evaluation notwithstanding
     output = model(tokens)
     loss(output, targets).backward()
     check_output(output, expected.output, spec, mesh)

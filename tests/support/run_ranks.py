@@ -28,6 +28,12 @@ import torch.distributed.tensor  # likewise
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from maxmoe.sharding import LogicalRules
+from maxmoe.sharding.rules import PRESETS
+
+for preset in PRESETS.glob("*.yaml"):
+    LogicalRules.load(preset.stem)  # keeps the rules: parsed once, here, and not in every child
+
 # What a rank says whose peer is gone, or did not come.
 SYMPTOMS = ("Connection closed by peer", "Connection reset by peer", "Timed out", "timed out", "monitoredBarrier")
 GRACE = 5.0  # seconds that ranks have to notice the failure of another one
