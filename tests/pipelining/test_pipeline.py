@@ -219,7 +219,7 @@ def test_modes_reach_every_module() -> None:
     def check() -> None:
         run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", "looped_bfs")
         modes: list[bool] = []
-        run.model.blocks[-1].register_forward_hook(lambda block, _inputs, _output: modes.append(block.training))
+        next(iter(run.model.blocks)).register_forward_hook(lambda block, _inputs, _output: modes.append(block.training))
         for stage in run._run._stages:
             stage.model.register_forward_hook(lambda model, _inputs, _output: modes.append(model.training))
         run.eval()
