@@ -86,7 +86,7 @@ class Mesh:
                 mesh.rank = mesh.rank * size + place[axis]
             mesh._whole = self
             names = tuple(axis for axis, _ in self._layout if axis != STAGE_AXIS)
-            mesh._device_mesh = self._device_mesh[names]
+            mesh._device_mesh = _sub_mesh(dist.group.WORLD, self._device_mesh, names)
         return mesh
 
     @property
@@ -201,6 +201,12 @@ def _device_mesh(
         members = ranks.movedim(dim, -1).reshape(-1, size).tolist()
         groups.append(dist.new_subgroups_by_enumeration(members, timeout=timeout)[0])  # type: ignore[no-untyped-call]
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(axis for axis, _ in sizes))
+
+
+@cache
+def _sub_mesh(_world: dist.ProcessGroup | None, device_mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """Return the part of a mesh with some of its axes; cached, because FSDP2 compares meshes by identity."""
+    return device_mesh[axes]
 
 
 @cache
