@@ -81,11 +81,17 @@ class Stages:
     def __init__(self, model: Decoder, split: Split, options: Namespace) -> None:
         self._split, self._options = split, options
         chosen = {"schedule": options.schedule or "1f1b", "num_micro_batches": options.num_micro_batches}
-        chosen |= {"dispatch": options.dispatch, "num_chunks": options.num_chunks}
-        # The gradients are those of the means over the batch, because all micro-batches have the same size.
-        scale = 1 / options.num_micro_batches
         try:
-            self._pipeline = pipeline(model, split.mesh, split.rules, loss=loss, aux_loss_scale=scale, **chosen)
+            self._pipeline = pipeline(
+                model,
+                split.mesh,
+                split.rules,
+                loss=loss,
+                aux_loss_scale=1 / options.num_micro_batches,  # the mean, because all have the same size
+                dispatch=options.dispatch,
+                num_chunks=options.num_chunks,
+                **chosen,
+            )
         except ValueError as error:
             sizes = {"mesh": options.mesh, "num_layers": options.num_layers}
             raise InputError(f"{written(sizes | chosen)}: {error}") from error
