@@ -70,6 +70,27 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert same, name
 
 
+def assert_close(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Two checkpoints say the same, up to the rounding of float32."""
+    assert one.keys() == other.keys()
+    for name in ("training", "held_out"):
+        assert torch.tensor(one[name]).allclose(torch.tensor(other[name]), rtol=2e-6, atol=0), name
+    for name, value in one.items():
+        if name.startswith(("model.", "optimizer.")):
+            assert torch.allclose(value, other[name], rtol=1e-3, atol=1e-5), name
+    assert torch.equal(one["load"], other["load"])
+
+
+def messages(text: Path, out: Path, commands: list[list[str]]) -> list[str]:
+    """What each command line gets on this rank."""
+    result = []
+    for arguments in commands:
+        with pytest.raises(InputError) as error:
+            run(text, out, *arguments)
+        result.append(str(error.value))
+    return result
+
+
 def after_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
     """Let something happen while a step is under way."""
     original = pretrain.Trainer.train_step
