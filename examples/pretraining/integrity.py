@@ -70,6 +70,11 @@ def named_tensors(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield prefix + name, value
 
 
+def sizes(state: dict[str, Any]) -> dict[str, int]:
+    """Return the size of each tensor in bytes, over all ranks of a DTensor."""
+    return {name: tensor.numel() * tensor.itemsize for name, tensor in named_tensors(state)}
+
+
 def read_training(path: Path) -> dict[str, Any]:
     """Read `training.json`; raise a `ValueError` that names the file, the field and the value that cannot be used."""
 

@@ -70,13 +70,7 @@ class WholeModel:
 
 
 class Stages:
-    """Computes a step with a pipeline, whose stages have a part of the model each.
-
-    Args:
-        model: model, of which only the stages of this rank are kept.
-        split: sharding of the model and of the batches.
-        options: options of the command line.
-    """
+    """Computes the same with a pipeline, whose stages have a part of the model each."""
 
     def __init__(self, model: Decoder, split: Split, options: Namespace) -> None:
         self._split, self._options = split, options
@@ -98,12 +92,12 @@ class Stages:
         self.model = self._pipeline.model
 
     def backward(self, tokens: Tensor, targets: Tensor, num_tokens: int) -> Tensor:
-        """Compute loss and gradients of a batch, as `WholeModel.backward`."""
+        """Compute loss and gradients of a batch."""
         with autocast(self._options):
             return self._pipeline.step(self._split.part(tokens), (self._split.part(targets), num_tokens)).loss
 
     def evaluate(self, tokens: Tensor, targets: Tensor, num_tokens: int) -> Tensor:
-        """Compute the loss of a batch, as `WholeModel.evaluate`."""
+        """Compute the loss of a batch."""
         with autocast(self._options):
             return self._pipeline.evaluate(self._split.part(tokens), (self._split.part(targets), num_tokens)).loss
 

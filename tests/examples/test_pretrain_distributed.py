@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 

@@ -18,10 +18,10 @@ from support.pretrain_run import after_step, assert_close, messages, pretrain, r
 from support.run_ranks import run_ranks as run_ranks_in_time
 
 SHORT = ("--batch-size", "8", "--num-layers", "4", "--save-every", "2", "--eval-every", "6")
-EXPERTS = "--mesh stage=2,expert=2 --schedule 1f1b --num-micro-batches 4".split()
-FOUR = "--mesh stage=4 --schedule gpipe --num-micro-batches 8".split()
-ONE = "--mesh stage=1,expert=2 --schedule gpipe --num-micro-batches 2".split()
-FSDP = "--mesh stage=2,fsdp=2 --schedule interleaved_1f1b --num-micro-batches 2".split()
+EXPERTS = ["--mesh", "stage=2,expert=2", "--schedule", "1f1b", "--num-micro-batches", "4"]
+FOUR = ["--mesh", "stage=4", "--schedule", "gpipe", "--num-micro-batches", "8"]
+ONE = ["--mesh", "stage=1,expert=2", "--schedule", "gpipe", "--num-micro-batches", "2"]
+FSDP = ["--mesh", "stage=2,fsdp=2", "--schedule", "interleaved_1f1b", "--num-micro-batches", "2"]
 
 run_ranks = partial(run_ranks_in_time, timeout=60, deadline=180)
 
@@ -118,5 +118,5 @@ def test_what_a_pipeline_cannot_run_is_named_on_all_ranks_alike(text: Path, tmp_
     for message, end in zip(together[0], expected.values(), strict=True):
         assert message.endswith(end) and "\n" not in message
     alone = "--mesh stage=1 --rules default: the axis stage needs torchrun"
-    assert messages(text, tmp_path / "out", ["--mesh stage=1 --num-micro-batches 2".split()]) == [alone]
+    assert messages(text, tmp_path / "out", [["--mesh", "stage=1", "--num-micro-batches", "2"]]) == [alone]
     assert not (tmp_path / "out").exists()
