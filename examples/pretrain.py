@@ -5,13 +5,17 @@
     python examples/pretrain.py --resume                     continue from the checkpoint in --out
     python examples/pretrain.py --optimizer muon --out runs/muon --beside runs/pretrain   two curves in one picture
     torchrun --nproc-per-node 4 examples/pretrain.py --mesh fsdp=2,expert=2 --rules shard-exp-on-fsdp
+    torchrun --nproc-per-node 4 examples/pretrain.py --mesh stage=2,expert=2 --schedule 1f1b --num-micro-batches 4
 
 The checkpoint and two pictures, loss.png and expert_load.png, are written to the folder --out, in which only
 one run can write at a time. Ctrl-C finishes the step and saves. A resumed run gives bit for bit the results of
 an uninterrupted run.
 
 Under torchrun the model and every batch are sharded as --mesh and --rules say; the results are those of one
-process, up to rounding. A checkpoint can be loaded on any mesh, with any number of ranks and any --dispatch.
+process, up to rounding. An axis stage in --mesh cuts the model into pipeline stages. They take a batch in
+micro-batches, which change no result, because the load balance loss is that of each sequence. With a loss over
+the whole batch (load_balance_scope="batch"), it would be that of each micro-batch.
+A checkpoint can be loaded on any mesh, with any number of ranks and stages and any --dispatch.
 When a rank dies, hangs or raises an error, all other ranks end with an error that names it.
 """
 
@@ -55,6 +59,8 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--rules", default="default", help="preset or YAML file that maps logical dims to mesh axes")
     add("--dispatch", choices=get_args(Dispatch), default="auto", help="how tokens reach experts on other ranks")
     add("--num-chunks", type=at_least(1), default=1, help="parts of the tokens; one is sent while one is computed")
+    add("--schedule", help="with stage in --mesh: gpipe, 1f1b, interleaved_1f1b, zbv, ... (default: 1f1b)")
+    add("--num-micro-batches", type=at_least(1), help="with stage in --mesh: parts of a batch in the pipeline")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the matrix products")
     add("--optimizer", choices=get_args(Optimizer), default="adamw", help="muon: for the matrices of blocks only")
     add("--learning-rate", type=at_least(0, float), help=f"peak learning rate (default: {of_each})")
@@ -131,8 +137,8 @@ def train(trainer: Trainer, baselines: dict[str, float]) -> int:
     with progress, StopRequest() as stop:
         stopped_by = 0
         while trainer.step < trainer.steps and not stopped_by:
-            output = trainer.train_step()
-            load = max(float(stats.load_max_over_mean) for stats in output.stats)
+            layers = trainer.train_step().layers
+            load = max(float(stats.load_max_over_mean) for stats in layers.values())
             bits = trainer.history.training[-1]
             status = f"step {trainer.step}, {bits:.3f} bits, busiest expert {load:.1f} x the mean"
             progress.set_postfix_str(status, refresh=False)
@@ -153,7 +159,10 @@ def report(trainer: Trainer, baselines: dict[str, float], others: Curves) -> Non
     if not history.held_out or history.held_out[-1][0] != trainer.step:  # the run was shortened with --steps
         trainer.evaluate()
     sample = trainer.sample(SAMPLE_PROMPT_BYTES, SAMPLE_BYTES)
-    print(f"\nSample, after {SAMPLE_PROMPT_BYTES} held-out bytes:\n{sample}\n")
+    if sample is None:
+        print("\nNo sample: no rank has the whole model. --resume on a mesh without stages prints one.\n")
+    else:
+        print(f"\nSample, after {SAMPLE_PROMPT_BYTES} held-out bytes:\n{sample}\n")
     print(f"{history.held_out[-1][1]:.3f} bits per byte on held-out text")
     for name, value in baselines.items():
         print(f"{value:.3f} with {name}")
@@ -187,7 +196,7 @@ def run(options: argparse.Namespace, command: list[str]) -> int:
         others = curves_beside(options, corpus)
         print(f"Text: {corpus.description}")
         trainer = Trainer(options, corpus)
-        print(f"Model: {sum(parameter.numel() for parameter in trainer.model.parameters()):,} parameters")
+        print(f"Model: {trainer.num_parameters:,} parameters")
         with ranks.agreed():
             if options.resume:
                 checkpoint.find(trainer.checkpoint)

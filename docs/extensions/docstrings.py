@@ -38,6 +38,7 @@ PACKAGES = (
     "maxmoe.optim",
     "maxmoe.sharding",
     "maxmoe.parallel",
+    "maxmoe.pipelining",
     "maxmoe.dispatch",
     "maxmoe.planning",
     "maxmoe.integrations.transformers",

@@ -23,8 +23,8 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 
 from pretraining import InputError
-from pretraining.integrity import SUMS, TRAINING, check_files, check_tensors, checksums, compare, read_training
-from pretraining.ranks import agreed, is_first
+from pretraining.integrity import SUMS, TRAINING, check_files, check_tensors, checksums, compare, read_training, sizes
+from pretraining.ranks import agreed, is_first, of_all
 
 
 def save(folder: Path, state: dict[str, Any], training: dict[str, Any]) -> None:
@@ -106,9 +106,10 @@ def load(folder: Path, configuration: Mapping[str, Any], state: dict[str, Any]) 
         InputError: if the checkpoint cannot be read or is of another configuration.
     """
     action, reader = f"cannot read the checkpoint {folder}", dcp.HuggingFaceStorageReader(str(folder))
+    num_bytes = sum(of_all(sizes(state)).values())  # a rank has the tensors of its pipeline stages only
     with readable_errors(action):
         if is_first():
-            check_files(folder, state)
+            check_files(folder, num_bytes)
     with readable_errors(action):
         training = read_training(folder / TRAINING)
         compare(folder, training["configuration"], configuration)

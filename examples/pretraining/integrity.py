@@ -29,13 +29,13 @@ def checksums(folder: Path) -> dict[str, str]:
     return sums
 
 
-def check_files(folder: Path, state: dict[str, Any]) -> None:
-    """Raise a `ValueError` unless a checkpoint for `state` has exactly the files of its SHA256SUMS, unchanged."""
+def check_files(folder: Path, num_bytes: int) -> None:
+    """Raise a `ValueError` unless a checkpoint of `num_bytes` has exactly the files of its SHA256SUMS, unchanged."""
     for path in folder.iterdir():
         if not path.is_file():  # reading a pipe would wait for a writer
             raise ValueError(f"{path.name} is not a file")
     size = sum(path.stat().st_size for path in folder.iterdir())
-    max_bytes = sum(tensor.numel() * tensor.itemsize for _, tensor in named_tensors(state)) + MAX_TEXT_BYTES
+    max_bytes = num_bytes + MAX_TEXT_BYTES
     if size > max_bytes:
         raise ValueError(f"{size:,} bytes, for this model there are at most {max_bytes:,}")
     if not (folder / SUMS).exists():
@@ -68,6 +68,11 @@ def named_tensors(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield from named_tensors(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
+
+
+def sizes(state: dict[str, Any]) -> dict[str, int]:
+    """Return the size of each tensor in bytes, over all ranks of a DTensor."""
+    return {name: tensor.numel() * tensor.itemsize for name, tensor in named_tensors(state)}
 
 
 def read_training(path: Path) -> dict[str, Any]:

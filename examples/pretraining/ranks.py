@@ -2,9 +2,11 @@
 
 import fcntl
 import logging
+import math
 import os
 import sys
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -16,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from maxmoe.models import Decoder, DecoderConfig
-from maxmoe.parallel import Dispatch, parallelize, token_group, token_sharding
+from maxmoe.parallel import Dispatch, token_group, token_sharding
 from maxmoe.planning import estimate
 from maxmoe.planning.estimate import Optimizer
 from maxmoe.sharding import LogicalRules, Mesh, check_used, parse_mesh
+from maxmoe.sharding.mesh import STAGE_AXIS
 from pretraining import InputError
 
 GIB = 2**30
@@ -99,6 +102,15 @@ def largest(number: int) -> int:
     return int(result)
 
 
+def of_all(mine: Mapping[str, int]) -> dict[str, int]:
+    """Return the numbers of all ranks, by name. Ranks that have the same name have the same number."""
+    parts = [mine]
+    if dist.is_initialized():
+        parts *= dist.get_world_size()
+        dist.all_gather_object(parts, mine)
+    return {name: number for part in parts for name, number in part.items()}
+
+
 def command() -> list[str]:
     """Return the command line that starts this run."""
     if dist.is_initialized():
@@ -110,28 +122,47 @@ class Split:
     """Sharding of the model and of every batch over the ranks. A single process has the whole model and batch.
 
     Args:
-        mesh: axes and sizes of the mesh, parsed by `maxmoe.sharding.parse_mesh`.
-        rules: sharding rules, loaded by `maxmoe.sharding.LogicalRules.load`.
-        batch_shape: ``(B, S)`` of the whole batch.
+        options: options of the command line: mesh, rules, schedule, num_micro_batches, batch_size, sequence_length.
 
     Raises:
-        InputError: if mesh, rules, batch and number of ranks do not fit together.
+        InputError: if mesh, rules, batch, micro-batches and number of ranks do not fit together.
     """
 
-    def __init__(self, mesh: str, rules: str, batch_shape: tuple[int, int]) -> None:
+    def __init__(self, options: Namespace) -> None:
         try:
-            sizes, self.rules = parse_mesh(mesh), LogicalRules.load(rules)
+            sizes, self.rules = parse_mesh(options.mesh), LogicalRules.load(options.rules)
             self.mesh = Mesh(sizes, timeout=TIMEOUT) if dist.is_initialized() else Mesh.planned(sizes, world_size=1)
-            check_used(self.mesh, self.rules)
-            self.batch_shape = batch_shape
-            self.batch = token_sharding(self.mesh, self.rules)
-            self.tokens = token_group(self.mesh, self.rules)
-            for option, size, axes in zip(("batch-size", "sequence-length"), batch_shape, self.batch.spec, strict=True):
-                if size % self.mesh.size(*axes):
-                    product = " * ".join(f"{axis}={self.mesh.size(axis)}" for axis in axes)
-                    raise ValueError(f"--{option} {size} is not divisible by {product}")
+            self.has_stages = STAGE_AXIS in sizes
+            self._check_micro_batches(options)
+            self._stage = self.mesh.within_stage()  # this rank's part of the mesh
+            check_used(self._stage, self.rules)
+            self.batch_shape = (options.batch_size, options.sequence_length)
+            self._batch = token_sharding(self._stage, self.rules)
+            self.tokens = token_group(self._stage, self.rules)
+            self._check_batch(options.num_micro_batches)
         except (OSError, ValueError) as error:
-            raise InputError(f"--mesh {mesh} --rules {rules}: {error}") from error
+            raise InputError(f"--mesh {options.mesh} --rules {options.rules}: {error}") from error
+
+    def _check_micro_batches(self, options: Namespace) -> None:
+        given = {"schedule": options.schedule, "num-micro-batches": options.num_micro_batches}
+        for name, value in given.items():
+            if value is not None and not self.has_stages:
+                raise ValueError(f"--{name} {value} needs an axis {STAGE_AXIS} in --mesh, such as {STAGE_AXIS}=2")
+        if self.has_stages and options.num_micro_batches is None:
+            raise ValueError(f"the axis {STAGE_AXIS} needs --num-micro-batches")
+        if self.has_stages and not dist.is_initialized():
+            raise ValueError(f"the axis {STAGE_AXIS} needs torchrun")
+
+    def _check_batch(self, num_micro_batches: int | None) -> None:
+        for option, size, axes in zip(
+            ("batch-size", "sequence-length"), self.batch_shape, self._batch.spec, strict=True
+        ):
+            factors = {f"{axis}=": self.mesh.size(axis) for axis in axes}
+            if option == "batch-size" and num_micro_batches:
+                factors["--num-micro-batches "] = num_micro_batches
+            if size % math.prod(factors.values()):
+                product = " * ".join(f"{name}{factor}" for name, factor in factors.items())
+                raise ValueError(f"--{option} {size} is not divisible by {product}")
 
     def check_memory(self, config: DecoderConfig, optimizer: Optimizer, dispatch: Dispatch, num_chunks: int) -> None:
         """Raise an `InputError` if training the model needs more memory than the machine has."""
@@ -142,7 +173,7 @@ class Split:
         def needed(num_layers: int) -> int:
             with torch.device("meta"):
                 model = Decoder(replace(config, num_layers=num_layers))
-            return sum(estimate(model, self.mesh, self.rules, **step).memory.values())
+            return sum(estimate(model, self._stage, self.rules, **step).memory.values())
 
         try:
             first, second = needed(1), needed(2)  # memory is linear in the number of layers
@@ -150,7 +181,8 @@ class Split:
             raise InputError(f"--dispatch {dispatch} --num-chunks {num_chunks}: {error}") from error
         except RuntimeError as error:  # sizes in bytes exceed 64 bits
             raise InputError(f"the model is too large: {error}") from error
-        needed_here = (first + (config.num_layers - 1) * (second - first)) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / self.mesh.size(STAGE_AXIS)  # that share one model
+        needed_here = (first + (config.num_layers - 1) * (second - first)) * ranks_here
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if needed_here > memory:
             raise InputError(
@@ -158,14 +190,6 @@ class Split:
                 f"{memory / GIB:,.1f}: try a smaller model or --batch-size"
             )
 
-    def parallelize(self, model: Decoder, dispatch: Dispatch, num_chunks: int) -> None:
-        """Shard the model; it then computes with this rank's part of a batch."""
-        if dist.is_initialized():
-            try:
-                parallelize(model, self.mesh, self.rules, dispatch=dispatch, num_chunks=num_chunks)
-            except ValueError as error:
-                raise InputError(f"--dispatch {dispatch} --num-chunks {num_chunks}: {error}") from error
-
     def part(self, batch: Tensor) -> Tensor:
         """Return this rank's part of a batch ``(B, S)``."""
-        return batch[self.batch.slices(batch.shape, self.mesh.rank or 0)]
+        return batch[self._batch.slices(batch.shape, self._stage.rank or 0)]

@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from maxmoe import MoEConfig, mean_over_tokens
-from maxmoe.models import Decoder, DecoderConfig, DecoderOutput
+from maxmoe import MoEConfig, StatsAccumulator, StepStats
+from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel import clip_grad_norm_
 from pretraining import InputError, checkpoint
 from pretraining.corpus import Corpus, TrainingSequences
 from pretraining.ranks import Split
+from pretraining.steps import Stages, WholeModel
 
 DEFAULT_STEPS = 1600
 LOAD_WINDOWS = 100  # maximum number of columns in the picture of the expert load
@@ -62,7 +63,7 @@ def build_model(options: Namespace) -> Decoder:
     return Decoder(config)
 
 
-def build_optimizer(model: Decoder, options: Namespace) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, options: Namespace) -> torch.optim.Optimizer:
     """Return the optimizer. Norms and biases have no weight decay."""
     peak, betas, weight_decay = options.learning_rate, (0.9, 0.95), 0.1
     if options.optimizer == "muon":
@@ -131,11 +132,14 @@ class Trainer:
     def __init__(self, options: Namespace, corpus: Corpus) -> None:
         self.options = options
         self.corpus = corpus
-        self.split = Split(options.mesh, options.rules, (options.batch_size, options.sequence_length))
-        self.split.check_memory(decoder_config(options), options.optimizer, options.dispatch, options.num_chunks)
-        self.model = build_model(options)
-        self.split.parallelize(self.model, options.dispatch, options.num_chunks)
+        split = Split(options)
+        split.check_memory(decoder_config(options), options.optimizer, options.dispatch, options.num_chunks)
+        model = build_model(options)
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.computation = (Stages if split.has_stages else WholeModel)(model, split, options)
+        self.model = self.computation.model  # the part of it that this rank has
         self.optimizer = build_optimizer(self.model, options)
+        self.accumulator = StatsAccumulator(self.model)
         self.sequences = TrainingSequences(
             corpus.training,
             sequence_length=options.sequence_length,
@@ -152,39 +156,22 @@ class Trainer:
         """Number of steps done."""
         return len(self.history.training)
 
-    def loss(self, tokens: Tensor, targets: Tensor, num_tokens: Tensor | None = None) -> tuple[Tensor, DecoderOutput]:
-        """Compute the loss of a batch. Each rank computes with its part of the batch.
-
-        Args:
-            tokens: ``(B, S)``, the whole batch.
-            targets: ``(B, S)``, the next tokens; -100 is ignored.
-            num_tokens: divisor of the sum of losses, by default the number of targets that are not ignored.
-
-        Returns:
-            The mean cross entropy in nats, equal on all ranks, and the output of the model.
-        """
-        with self.diverging(), torch.autocast("cpu", torch.bfloat16, enabled=self.options.dtype == "bfloat16"):
-            output = self.model(self.split.part(tokens))
-        expected = self.split.part(targets).flatten()
-        token_losses = F.cross_entropy(output.logits.float().flatten(0, 1), expected, reduction="none")
-        mask = expected != -100
-        return mean_over_tokens(token_losses, mask, num_tokens=num_tokens, tokens=self.split.tokens), output
-
-    def train_step(self) -> DecoderOutput:
-        """Take one optimizer step and add it to the history."""
+    def train_step(self) -> StepStats:
+        """Take one optimizer step, add it to the history and return its statistics."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.steps, self.options.learning_rate)
         tokens, targets = self.sequences.batch(self.step)
-        loss, output = self.loss(tokens, targets)
         self.optimizer.zero_grad()
-        (loss + output.aux_loss).backward()
+        with self.diverging():
+            loss = self.computation.backward(tokens, targets, targets.numel())
         norm = clip_grad_norm_(self.model.parameters(), 1.0)
         if not norm.isfinite():
             raise self.diverged(f"the gradient is {norm:.0f}")
         self.optimizer.step()
-        self.model.update_correction_bias(output.tokens_per_expert)
-        self.history.record(loss.item() / math.log(2), output.tokens_per_expert)
-        return output
+        stats = self.accumulator.update()  # moves the correction biases as well
+        load = torch.stack([layer.tokens_per_expert for layer in stats.layers.values()])
+        self.history.record(loss.item() / math.log(2), load)
+        return stats
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -194,20 +181,21 @@ class Trainer:
         missing = -len(tokens) % self.options.batch_size  # rows that fill up the last batch, so that it can be sharded
         tokens, targets = F.pad(tokens, (0, 0, 0, missing)), F.pad(targets, (0, 0, 0, missing), value=-100)
         batches = zip(*(part.split(self.options.batch_size) for part in (tokens, targets)), strict=True)
-        num_tokens = torch.tensor(pieces[:, 1:].numel())
-        bits_per_byte = sum(self.loss(*batch, num_tokens)[0].item() for batch in batches) / math.log(2)
+        with self.diverging():
+            losses = [self.computation.evaluate(*batch, pieces[:, 1:].numel()).item() for batch in batches]
+        bits_per_byte = sum(losses) / math.log(2)
         if not math.isfinite(bits_per_byte):
             raise self.diverged(f"{bits_per_byte} bits per byte on held-out text")
         self.history.held_out.append((self.step, bits_per_byte))
         return bits_per_byte
 
-    def sample(self, prompt_bytes: int, sample_bytes: int) -> str:
-        """Generate a continuation of the first held-out bytes. All ranks compute the same."""
+    def sample(self, prompt_bytes: int, sample_bytes: int) -> str | None:
+        """Generate a continuation of the first held-out bytes, equal on all ranks; None if the model is in stages."""
         torch.manual_seed(self.options.seed)
         prompt = self.corpus.held_out[:1, 1 : 1 + prompt_bytes].long()
         with self.diverging():
-            continued = self.model.generate(prompt, sample_bytes, temperature=0.8)
-        return bytes(continued[0].tolist()).decode(errors="replace")
+            continued = self.computation.generate(prompt, sample_bytes)
+        return None if continued is None else bytes(continued[0].tolist()).decode(errors="replace")
 
     def diverged(self, what: str) -> InputError:
         """Return the error for a run that has diverged."""
@@ -225,7 +213,7 @@ class Trainer:
 
     def configuration(self) -> dict[str, Any]:
         """Options that must be equal when a run is resumed, and the fingerprint of the text."""
-        of_the_ranks = ("mesh", "rules", "dispatch", "num_chunks")
+        of_the_ranks = ("mesh", "rules", "dispatch", "num_chunks", "schedule", "num_micro_batches")
         free = ("data", "out", "beside", "resume", "steps", "eval_every", "save_every", *of_the_ranks)
         chosen = {name: value for name, value in vars(self.options).items() if name not in free}
         return {**chosen, "data": self.corpus.fingerprint}

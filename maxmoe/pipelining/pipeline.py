@@ -63,7 +63,7 @@ def pipeline(
         optimizer.step()
 
     Args:
-        model: model that declares its `pipeline_parts`, see `maxmoe.parallel.Declaration`. Afterwards, it has the
+        model: model that declares its `pipeline_parts`, see `Declaration`. Afterwards, it has the
             blocks of this rank only, with their names. It is not called itself.
         mesh: mesh with an axis `stage`. All other axes are used within a stage as by `maxmoe.parallelize`.
         rules: rules that map logical names to mesh axes, or the name of a preset.

@@ -76,11 +76,10 @@ class ScheduledRun:
                 self._schedule.step(*inputs, target=numbers, return_outputs=False, micro_batch=numbers)
         except BaseException as error:
             self._schedule = None  # the state of a schedule that was interrupted cannot be used again
-            cause, error.__cause__ = error.__cause__, None
-            if isinstance(error, RuntimeError) and cause is not None:
-                raise cause from None  # torch wraps the error of a stage in one that lists its tensors
-            raise
-        return [loss for stage in self._stages for loss in stage.end()]
+            failure = _error_of_stage(error)
+        else:
+            return [loss for stage in self._stages for loss in stage.end()]
+        raise failure  # outside of the handler, so that torch's error does not become its context
 
     @torch.no_grad()
     def evaluate(self, micro_batches: list[MicroBatch]) -> list[Tensor]:
@@ -110,7 +109,6 @@ class ScheduledRun:
 
     def _receive(self, stage: Stage) -> Tensor:
         """Receive the hidden states of the previous stage from another rank; nothing in the first stage."""
-        assert self._boundary is not None
         if stage.is_first:
             return torch.empty(0)
         assert self._boundary is not None
@@ -169,3 +167,9 @@ def _nothing() -> Callable[[], None]:
     recomputed twice, first for the gradients of its inputs and then for those of its weights.
     """
     return lambda: None
+
+
+def _error_of_stage(error: BaseException) -> BaseException:
+    """Return the error of a module in a stage, which torch wraps in one that lists the tensors of the stage."""
+    is_wrapper = isinstance(error, RuntimeError) and "failed to run" in str(error).lower()
+    return error.__cause__ if is_wrapper and error.__cause__ is not None else error

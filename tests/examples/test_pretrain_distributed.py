@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from support.pretrain_run import EXAMPLES, TINY, InputError, after_step, pretrain, run, saved
+from support.pretrain_run import EXAMPLES, TINY, after_step, assert_close, messages, pretrain, run, saved
 from support.run_ranks import run_ranks as run_ranks_in_time
 
 SHORT = ("--batch-size", "4", "--sequence-length", "32", "--steps", "5", "--eval-every", "5")
@@ -27,6 +26,7 @@ STRIDED = ("--mesh", "fsdp=2,expert=-1", "--rules", "shard-exp-on-fsdp")
 MUON = ("--mesh", "fsdp=2,expert=2", "--rules", "ep-as-dp", "--optimizer", "muon")
 TENSOR_PARALLEL = ("--mesh", "data=2,expert=2", "--rules", "ep-tp")
 CUT_SEQUENCES = ("--mesh", "expert=2", "--rules", "ep-as-cp", "--dispatch", "ring_of_experts")
+STAGES = ("--mesh", "stage=2", "--num-micro-batches", "2")
 CHUNKED = ("--mesh", "expert=2", "--rules", "ep-as-dp", "--num-chunks", "3", "--dispatch", "ragged_all_to_all")
 
 
@@ -38,17 +38,6 @@ def printed(text: Path, out: Path, *arguments: str) -> str:
     with redirect_stdout(io.StringIO()) as stream:
         assert run(text, out, *SHORT, *arguments) == 0
     return stream.getvalue().replace(str(out), "")
-
-
-def assert_close(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Two checkpoints say the same, up to the rounding of float32."""
-    assert one.keys() == other.keys()
-    for name in ("training", "held_out"):
-        assert torch.tensor(one[name]).allclose(torch.tensor(other[name]), rtol=2e-6, atol=0), name
-    for name, value in one.items():
-        if name.startswith(("model.", "optimizer.")):
-            assert torch.allclose(value, other[name], rtol=1e-3, atol=1e-5), name
-    assert torch.equal(one["load"], other["load"])
 
 
 # The same numbers
@@ -90,16 +79,6 @@ def test_a_stopped_run_goes_on_with_any_mesh_and_dispatch(
 # Its end
 
 
-def messages(text: Path, out: Path, commands: list[list[str]]) -> list[str]:
-    """What each command line gets on this rank."""
-    result = []
-    for arguments in commands:
-        with pytest.raises(InputError) as error:
-            run(text, out, *arguments)
-        result.append(str(error.value))
-    return result
-
-
 def test_bad_input_is_named_on_all_ranks_alike(text: Path, tmp_path: Path) -> None:
     expected = {
         "--mesh fsdp=4": r"the mesh axes \(fsdp=4\) make 4 ranks, and the world has 2",
@@ -121,7 +100,7 @@ def test_bad_input_is_named_on_all_ranks_alike(text: Path, tmp_path: Path) -> No
 
 
 def refuse(*arguments: Any) -> NoReturn:
-    raise InputError("cannot read 0.txt")
+    raise pretrain.InputError("cannot read 0.txt")
 
 
 def full_disk(*arguments: Any) -> NoReturn:
@@ -201,20 +180,30 @@ sys.exit(pretrain.main())
 
 
 @pytest.mark.parametrize(
-    ("failure", "other_rank", "cause"),
+    ("mesh", "failure", "other_rank", "cause"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "died or hangs: no sign of life for 5 s, last seen at", "Signal 9"),
-        ("raise KeyError('no such word')", "failed first: KeyError: 'no such word'", "KeyError: 'no such word'"),
+        (
+            CUT_SEQUENCES,
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "died or hangs: no sign of life for 5 s, last seen at",
+            "Signal 9",
+        ),
+        (
+            STAGES,
+            "raise KeyError('no such word')",
+            "failed first: KeyError: 'no such word'",
+            "KeyError: 'no such word'",
+        ),
     ],
     ids=["dies", "raises"],
 )
 def test_torchrun_names_the_rank_that_failed(
-    text: Path, tmp_path: Path, failure: str, other_rank: str, cause: str
+    text: Path, tmp_path: Path, mesh: tuple[str, ...], failure: str, other_rank: str, cause: str
 ) -> None:
     """The checkpoint before goes on, on another mesh and with another strategy."""
     script, options = tmp_path / "failing.py", [*SHORT, "--save-every", "2"]
     script.write_text(FAILING_STEP.format(failure=failure))
-    process = torchrun(text, tmp_path / "out", *options, *CUT_SEQUENCES, script=script)
+    process = torchrun(text, tmp_path / "out", *options, *mesh, script=script)
     _, errors = process.communicate(timeout=120)
     summary = errors.partition("Root Cause")[2]
     assert process.returncode == 1

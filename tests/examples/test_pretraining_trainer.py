@@ -18,7 +18,7 @@ def test_a_step_reads_its_batch_and_records_its_load(text: Path, monkeypatch: py
     biases = [torch.zeros(4) for _ in run.model.moe_layers()]
     total = torch.zeros(2, 4, dtype=torch.int64)
     for step in range(6):
-        counts = run.train_step().tokens_per_expert
+        counts = torch.stack([layer.tokens_per_expert for layer in run.train_step().layers.values()])
         total += counts
         assert run.optimizer.param_groups[0]["lr"] == trainer.learning_rate(step, steps, 0.01)
         for layer, bias, count in zip(run.model.moe_layers(), biases, counts.float(), strict=True):

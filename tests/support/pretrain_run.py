@@ -25,7 +25,8 @@ TINY = [
 OPTIONS = Namespace(
     hidden_size=8, num_layers=2, num_heads=1, num_experts=4, top_k=2, intermediate_size=4, batch_size=3,
     sequence_length=16, steps=8, optimizer="adamw", learning_rate=0.01, seed=0, dtype="float32", mesh="fsdp=-1",
-    rules="default", dispatch="auto", num_chunks=1, out=Path("none"), beside=None,
+    rules="default", dispatch="auto", num_chunks=1, schedule=None,
+    num_micro_batches=None, out=Path("none"), beside=None,
 )  # fmt: skip
 
 
@@ -67,6 +68,27 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     for name, value in one.items():
         same = torch.equal(value, other[name]) if isinstance(value, Tensor) else value == other[name]
         assert same, name
+
+
+def assert_close(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Two checkpoints say the same, up to the rounding of float32."""
+    assert one.keys() == other.keys()
+    for name in ("training", "held_out"):
+        assert torch.tensor(one[name]).allclose(torch.tensor(other[name]), rtol=2e-6, atol=0), name
+    for name, value in one.items():
+        if name.startswith(("model.", "optimizer.")):
+            assert torch.allclose(value, other[name], rtol=1e-3, atol=1e-5), name
+    assert torch.equal(one["load"], other["load"])
+
+
+def messages(text: Path, out: Path, commands: list[list[str]]) -> list[str]:
+    """What each command line gets on this rank."""
+    result = []
+    for arguments in commands:
+        with pytest.raises(InputError) as error:
+            run(text, out, *arguments)
+        result.append(str(error.value))
+    return result
 
 
 def after_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
