@@ -51,7 +51,7 @@ LEVELS = [
     {"nn"},
     {"sharding"},
     {"parallel", "dispatch"},
-    {"optim"},
+    {"optim", "pipelining"},
     {"planning"},
     {"models", "integrations"},
 ]
