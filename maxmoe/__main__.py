@@ -22,6 +22,7 @@ from maxmoe._library import build_info
 from maxmoe.models import Decoder
 from maxmoe.models.published_models import PUBLISHED
 from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.pipelining.schedules import SCHEDULES
 from maxmoe.planning.estimate import Optimizer, estimate
 from maxmoe.planning.explain import explain
 from maxmoe.sharding.mesh import Mesh, parse_mesh
@@ -37,6 +38,14 @@ CONVENTIONS = (
     "Bytes that each of n ranks in a ring sends, and receives: (n - 1) / n of the whole tensor for all-gather and "
     "reduce-scatter, twice that for all-reduce, one ring per axis; axes joined by a comma are one ring. All-to-all: "
     "(n - 1) / n of all rows of a rank, with equally many rows per expert; for Muon, the mean over the ranks.",
+)
+
+STAGE_CONVENTION = (
+    "Pipeline stages: bytes are those of one rank. Work: multiplications per token with weights, relative to the mean "
+    "of the stages. In flight: the most micro-batches whose forward has run and whose backward has not. Activations: "
+    "those of the micro-batches in flight. Unsharded: gradients of whole parameters, which FSDP2 keeps until the last "
+    "backward of a stage. Gathered: parameters of all stages of a rank. Sent: hidden states and their gradients, to "
+    "the ranks of other stages in a step."
 )
 
 
@@ -68,6 +77,10 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--dispatch", choices=get_args(Dispatch), default="auto", help="strategy for experts on other ranks")
     add("--num-chunks", type=positive, default=1, help="chunks of tokens: one is communicated, another is computed")
+    add("--schedule", choices=list(SCHEDULES), default="1f1b", help="schedule of pipeline stages")
+    add("--num-micro-batches", type=positive, help="micro-batches of a step, for a mesh with an axis stage")
+    add("--blocks-per-stage", type=positives, help="blocks of each stage, as 4,4,3; the default balances them")
+    add("--stages-per-rank", type=positive, help="stages of each rank, if not those of the schedule")
     add("--recompute", default="", help="parts to recompute in the backward, as experts,attention")
     for size in SIZES:
         add(f"--{size.replace('_', '-')}", type=positive, help="replaces the published value")
@@ -80,6 +93,11 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return number
+
+
+def positives(text: str) -> list[int]:
+    """Parse comma-separated positive integers."""
+    return [positive(number) for number in text.split(",")]
 
 
 def plan(options: argparse.Namespace) -> str:
@@ -100,6 +118,10 @@ def plan(options: argparse.Namespace) -> str:
         "dispatch": options.dispatch,
         "num_chunks": options.num_chunks,
         "allow_unused": options.allow_unused,
+        "schedule": options.schedule,
+        "num_micro_batches": options.num_micro_batches,
+        "blocks_per_stage": options.blocks_per_stage,
+        "stages_per_rank": options.stages_per_rank,
     }
     explanation = explain(model, mesh, rules, **step)
     costs = estimate(model, mesh, rules, optimizer=optimizer, **step)
@@ -114,7 +136,9 @@ def plan(options: argparse.Namespace) -> str:
     )
     width = terminal_width()
     opening = "\n".join(paragraph(line, width=width) for line in head)
-    conventions = "\n".join(paragraph(line.format(dtype=options.dtype), width=width or 120) for line in CONVENTIONS)
+    lines = [line.format(dtype=options.dtype) for line in CONVENTIONS]
+    lines += [] if costs.pipeline is None else [STAGE_CONVENTION]
+    conventions = "\n".join(paragraph(line, width=width or 120) for line in lines)
     return f"{opening}\n\n{explanation}\n\n{costs}\n\n{conventions}"
 
 

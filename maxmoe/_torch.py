@@ -5,7 +5,8 @@ not used. The tests run it with torch 2.13, 2.14 and 2.15.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -190,6 +191,30 @@ def strided_shard(dim: int, split_factor: int) -> Any:
 def root_mesh(mesh: "DeviceMesh") -> "DeviceMesh":
     """Return the mesh of which a mesh is a part, or the mesh itself."""
     return mesh._get_root_mesh()
+
+
+def schedule_actions(
+    make: Callable[..., Any], stages: Sequence[int], num_ranks: int, num_micro_batches: int
+) -> list[list[tuple[str, int, int]]]:
+    """Return letter, stage and micro-batch of each computation on each rank, in the order of a schedule of torch.
+
+    The letters are those of torch: F for a forward, B for a backward, I and W for the gradients of inputs and of
+    weights. The order is an undocumented attribute of the schedules, which they compute without process groups.
+
+    Args:
+        make: class of a schedule of `torch.distributed.pipelining` with several stages per rank.
+        stages: stages of the first rank.
+        num_ranks: number of ranks.
+        num_micro_batches: number of micro-batches.
+    """
+    sizes = {"num_stages": num_ranks * len(stages), "group_size": num_ranks, "group_rank": 0, "submod": nn.Identity()}
+    schedule = make([SimpleNamespace(stage_index=stage, **sizes) for stage in stages], num_micro_batches)
+    ranks = []
+    for _, actions in sorted(schedule.pipeline_order.items()):
+        # An idle step is None. A forward that overlaps with a backward is one action with two parts.
+        parts = [part for action in actions if action is not None for part in action.sub_actions or (action,)]
+        ranks.append([(part.computation_type.value, part.stage_index, part.microbatch_index) for part in parts])
+    return ranks
 
 
 def version_of(tensor: Tensor) -> int:

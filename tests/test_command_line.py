@@ -54,6 +54,24 @@ def test_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch, capsys
     assert max(map(len, capsys.readouterr().out.splitlines())) == columns
 
 
+def test_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    base = ("--preset", "olmoe", "--rules", "ep-as-dp", "--mesh", "stage=4,expert=4")
+    assert run(*base, "--num-micro-batches", "8", "--schedule", "zbv", "--optimizer", "muon") == (0, "")
+    text = capsys.readouterr().out
+    assert "Schedule zbv, 8 micro-batches" in text and "Pipeline stages: " in text
+    assert [line.split("  ")[0] for line in text.splitlines() if re.match("[0-9], [0-9]", line)] == [
+        "0, 7",
+        "1, 6",
+        "2, 5",
+        "3, 4",
+    ]
+    assert run(*base, "--num-micro-batches", "4", "--blocks-per-stage", "4,4,4,4", "--recompute", "blocks") == (0, "")
+    text = capsys.readouterr().out
+    assert "embedding, blocks.0-3" in text and "blocks.12-15, norm, output" in text
+    assert run(*base, "--num-micro-batches", "4", "--blocks-per-stage", "4,4,0,8") == (2, "usage")
+    assert run(*base, "--num-micro-batches", "3") == (2, "")
+
+
 def test_other_rules_optimizer_and_recomputation(capsys: pytest.CaptureFixture[str]) -> None:
     base = (
         "--preset",

@@ -141,3 +141,15 @@ def test_stores_groups_and_placements_of_ranks() -> None:
         assert _torch.waited(tensor.redistribute(placements=[Replicate()] * 2).to_local()).equal(whole)
 
     run_ranks(check, 4)
+
+
+def test_the_actions_of_a_schedule_need_no_process_groups() -> None:
+    from torch.distributed.pipelining import ScheduleDualPipeV, ScheduleLoopedBFS
+
+    first, second = _torch.schedule_actions(ScheduleLoopedBFS, [0, 2], 2, 1)
+    assert first == [("F", 0, 0), ("F", 2, 0), ("B", 2, 0), ("B", 0, 0)]
+    assert second == [("F", 1, 0), ("F", 3, 0), ("B", 3, 0), ("B", 1, 0)]
+    # A forward and a backward that overlap are two actions.
+    (actions,) = _torch.schedule_actions(ScheduleDualPipeV, [0, 1], 1, 2)
+    assert {letter for letter, _, _ in actions} <= set("FBIW")
+    assert sum(letter == "F" for letter, _, _ in actions) == 4

@@ -27,7 +27,7 @@ class Boundary:
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
-        self._mode, self._device = fake_tensor_mode(), plan.mesh.device_mesh.device_type
+        self._mode, self._device = fake_tensor_mode(), plan.mesh.device_type
         readers = [planned.residual_reader for planned in plan.values() if planned.residual_reader is not None]
         self._mesh, self._embed_axes = plan.mesh, readers[0].embed_axes if readers else ()
         self._first = self._without_memory(stage_module(model, StagePart((), is_first=True, is_last=False)))

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage
 
 from maxmoe.pipelining.micro_batches import MicroBatch
+from maxmoe.pipelining.recorded_stage import RecordedStage, Recording
 from maxmoe.pipelining.schedules import ScheduleKind
 from maxmoe.pipelining.stage import Stage
 
@@ -40,6 +40,7 @@ class ScheduledRun:
     ) -> None:
         self.num_micro_batches, self.group, self.device = num_micro_batches, group, device
         self._kind, self._stages, self._num_stages = kind, stages, num_stages
+        self.recording = Recording(device)
         self._boundary: Tensor | None = None
         self._schedule: Any = None
         # torch takes no group for the default group, which is larger if other axes have ranks.
@@ -131,10 +132,11 @@ class ScheduledRun:
             scale_grads=False,
         )
 
-    def _torch_stage(self, stage: Stage) -> PipelineStage:
+    def _torch_stage(self, stage: Stage) -> RecordedStage:
         number = torch.empty(1, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
-        return PipelineStage(
+        return RecordedStage(
+            self.recording,
             stage,
             stage.index,
             self._num_stages,

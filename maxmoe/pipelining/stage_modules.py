@@ -139,16 +139,16 @@ def _costs(model: nn.Module, parts: PipelineParts) -> list[float]:
         [model.get_submodule(path) for path in parts.last],
     ]
     sizes = [sum(parameter.numel() for module in group for parameter in module.parameters()) for group in modules]
-    work = [sum(map(_work, group)) for group in modules]
+    work = [sum(map(work_per_token, group)) for group in modules]
     return [size / max(sum(sizes), 1) + part / max(sum(work), 1) for size, part in zip(sizes, work, strict=True)]
 
 
-def _work(module: nn.Module) -> float:
+def work_per_token(module: nn.Module) -> float:
     """Count the multiplications of a token with matrices; a token uses top_k of the routed experts."""
     if isinstance(module, nn.Embedding):
         return 0.0
     own = sum(float(parameter.numel()) for parameter in module.parameters(recurse=False) if parameter.dim() > 1)
-    work = own + sum(_work(child) for child in module.children())
+    work = own + sum(work_per_token(child) for child in module.children())
     if isinstance(module, MoE):
         routed = sum(parameter.numel() for parameter in module.experts.parameters() if parameter.dim() > 1)
         work -= routed * (1 - module.config.top_k / module.config.num_experts)

@@ -1,24 +1,32 @@
 """Memory per rank and bytes communicated per training step, without running a step."""
 
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import nn
 
-from maxmoe.nn import SavedTensor
+from maxmoe.optim import Choice
 from maxmoe.optim.newton_schulz import fast_dtype
 from maxmoe.optim.parameter_groups import choose
 from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.plan import ParameterPlan, Plan, enclosing
 from maxmoe.planning.communication import activation_communication, dispatch_communication, parameter_communication
-from maxmoe.planning.explain import plan_without_warnings
+from maxmoe.planning.memory import activation_memory, gathered_memory, parameter_dtype, stored_memory
 from maxmoe.planning.optimizer_communication import muon_communication
-from maxmoe.planning.saved_tensors import saved_tensors
+from maxmoe.planning.pipeline_estimate import PipelineEstimate, RankEstimate
+from maxmoe.planning.pipeline_plan import PipelineOptions, PipelinePlan, plan_pipeline
+from maxmoe.planning.stage_costs import (
+    Tokens,
+    message_bytes,
+    messages,
+    rank_communication,
+    rank_memory,
+    rank_parameters,
+)
 from maxmoe.planning.traffic import Traffic, traffic_of
-from maxmoe.sharding.mesh import Mesh
+from maxmoe.planning.whole_plan import plan_without_warnings
+from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.planned_collective import PlannedCollective
 from maxmoe.sharding.rules import LogicalRules
 from maxmoe.text_table import readable_bytes, terminal_width, text_table
@@ -34,20 +42,26 @@ class Estimate:
         memory: bytes per rank at the beginning of the backward, by purpose. "activations" are saved from the forward
             to the backward; "recomputed activations" are those of the module with the most.
         traffic: collectives per step, without the all-reduces of losses, statistics and the gradient norm.
+        pipeline: costs of all ranks along the axis `stage`; None if the model is not cut into stages. Otherwise, memory
+            and traffic are those of the rank that needs the most memory.
     """
 
     memory: dict[str, int]
     traffic: tuple[Traffic, ...]
+    pipeline: PipelineEstimate | None = None
 
     def __str__(self) -> str:
         lines = [(name, readable_bytes(count)) for name, count in self.memory.items()]
-        memory = [("memory per rank", "bytes"), *lines, ("total", readable_bytes(sum(self.memory.values())))]
-        traffic = [("collectives per step", "kind", "axis", "times", "bytes sent per rank")]
+        rank = "per rank" if self.pipeline is None else f"of rank {self.pipeline.largest} along stage"
+        memory = [(f"memory {rank}", "bytes"), *lines, ("total", readable_bytes(sum(self.memory.values())))]
+        heading = "collectives per step" if self.pipeline is None else f"messages and collectives {rank}, per step"
+        traffic = [(heading, "kind", "axis", "times", "bytes sent per rank")]
         traffic += [row.cells for row in self.traffic]
         total = readable_bytes(sum(row.bytes for row in self.traffic))
         traffic.append(("total", "", "", str(sum(row.times for row in self.traffic)), total))
         width = terminal_width()
-        return f"{text_table(memory, right=[1], width=width)}\n\n{text_table(traffic, right=[3, 4], width=width)}"
+        tables = [text_table(memory, right=[1], width=width), text_table(traffic, right=[3, 4], width=width)]
+        return "\n\n".join([*([] if self.pipeline is None else [str(self.pipeline)]), *tables])
 
 
 def estimate(
@@ -61,6 +75,10 @@ def estimate(
     dispatch: Dispatch = "auto",
     num_chunks: int = 1,
     allow_unused: bool = False,
+    schedule: str = "1f1b",
+    num_micro_batches: int | None = None,
+    blocks_per_stage: Sequence[int] | None = None,
+    stages_per_rank: int | None = None,
 ) -> Estimate:
     """Estimate the memory per rank and the communication per training step of a module on a mesh.
 
@@ -72,6 +90,9 @@ def estimate(
     the forward only. Only one recomputed module (see `maxmoe.set_recompute`) is in memory at a time. Routing is assumed
     to be balanced: every expert gets equally many tokens from every rank.
 
+    On a mesh with an axis `stage`, the result has the costs of every rank along it. Receive buffers, and the gradients
+    that a split backward keeps between its halves, are not counted.
+
     Args:
         module: module before `maxmoe.parallelize`, on any device, including meta, with parameters of one dtype.
         mesh: mesh of real or planned ranks.
@@ -82,60 +103,72 @@ def estimate(
         dispatch: strategy for experts on other ranks, as for `maxmoe.parallelize`.
         num_chunks: number of chunks of the tokens of a MoE layer.
         allow_unused: accept rules and mesh axes without effect.
+        schedule: schedule of the pipeline stages, as for `maxmoe.pipeline`.
+        num_micro_batches: number of micro-batches of a step; None to estimate the whole model, without pipeline stages,
+            also on a mesh with an axis `stage`.
+        blocks_per_stage: number of blocks of each stage, as for `maxmoe.pipeline`.
+        stages_per_rank: number of stages of each rank, as for `maxmoe.pipeline`.
 
     Raises:
-        ValueError: as `parameter_shardings`; for parameters of several dtypes; if axes that shard the tokens do not
-            divide them.
+        ValueError: as `parameter_shardings` and `maxmoe.pipeline`; for parameters of several dtypes; if axes that
+            shard the tokens do not divide them.
     """
     rules = LogicalRules.load(rules)
-    plan = plan_without_warnings(module, mesh, rules, dispatch, num_chunks, allow_unused)
-    parameters = list(plan.parameters.values())
-    dtypes = {parameter.parameter.dtype for parameter in parameters}
-    if len(dtypes) != 1:
-        raise ValueError(f"the parameters must have one dtype, got {', '.join(map(str, dtypes)) or 'none'}")
-    (dtype,) = dtypes
-    stored = [parameter.bytes(parameter.stored) for parameter in parameters]
     choices = choose(module, {}) if optimizer == "muon" else ()
     matrices = {choice.name for choice in choices if choice.matrix is not None}
-    states = [1 if name in matrices else 2 for name in plan.parameters]
-    activations: dict[str | None, int] = defaultdict(int)
-    for path, tensor in saved_tensors(plan, batch_size, sequence_length, num_chunks):
-        count = math.prod(tensor.shape) * (tensor.dtype or dtype).itemsize
-        activations[_recomputed_for(plan, path, tensor)] += count
+    is_cut = num_micro_batches is not None and mesh.size(STAGE_AXIS) > 1
+    plan = plan_without_warnings(
+        module, mesh.within_stage() if is_cut else mesh, rules, dispatch, num_chunks, allow_unused
+    )
+    dtype = parameter_dtype(plan)
+    ns_dtype = fast_dtype(next(module.parameters()).device)
+    if num_micro_batches is not None and is_cut:
+        options = PipelineOptions(schedule, num_micro_batches, blocks_per_stage, stages_per_rank)
+        pipeline = plan_pipeline(module, mesh, rules, options, dispatch=dispatch, num_chunks=num_chunks)
+        tokens = Tokens(batch_size, sequence_length)
+        message = message_bytes(module, plan, tokens, num_micro_batches)
+        return _pipeline_estimate(pipeline, tokens, message, num_chunks, optimizer, choices, ns_dtype)
+    kept, recomputed = activation_memory(plan, batch_size, sequence_length, num_chunks)
     memory = {
-        "parameters": sum(stored),
-        "gradients": sum(stored),
-        f"state of {optimizer}": sum(size * count for size, count in zip(stored, states, strict=True)),
-        "gathered parameters": _largest(part for parameter in parameters for part in _gathered(parameter)),
-        "activations": activations.pop(None, 0),
-        "recomputed activations": max(activations.values(), default=0),
+        **stored_memory(plan, optimizer, matrices),
+        "gathered parameters": gathered_memory(plan),
+        "activations": kept,
+        "recomputed activations": recomputed,
     }
     communication: list[PlannedCollective] = []
     communication += parameter_communication(plan, num_chunks)
     communication += activation_communication(plan, batch_size, sequence_length, dtype)
     communication += (item for _, item in dispatch_communication(plan, batch_size, sequence_length, num_chunks))
-    communication += muon_communication(plan, choices, fast_dtype(next(module.parameters()).device))
+    communication += muon_communication(plan, choices, ns_dtype)
     return Estimate(memory, traffic_of(communication))
 
 
-def _recomputed_for(plan: Plan, path: str, tensor: SavedTensor) -> str | None:
-    """Return the module whose backward recomputes a tensor that the module at `path` saves; None if it is kept."""
-    _, *around = enclosing(path)
-    outer = next((outer for outer in around if plan[outer].is_recomputed), None)
-    return outer if outer is not None or tensor.is_kept else path
-
-
-def _largest(parts: Iterable[tuple[str | None, int]]) -> int:
-    """Return the bytes for the whole step (None) plus those of the largest module: modules run one at a time."""
-    totals: dict[str | None, int] = defaultdict(int)
-    for block, count in parts:
-        totals[block] += count
-    return totals.pop(None, 0) + max(totals.values(), default=0)
-
-
-def _gathered(parameter: ParameterPlan) -> Iterator[tuple[str | None, int]]:
-    """Yield the bytes of each gathered copy of a parameter, with the module that frees it; None for the whole step."""
-    if parameter.fsdp_block is not None:
-        yield parameter.fsdp_block or None, parameter.bytes(parameter.unsharded)
-    if parameter.is_gathered:
-        yield parameter.fsdp_unit or None, parameter.bytes(parameter.used)
+def _pipeline_estimate(
+    pipeline: PipelinePlan,
+    tokens: Tokens,
+    message: int,
+    num_chunks: int,
+    optimizer: Optimizer,
+    choices: Sequence[Choice],
+    ns_dtype: torch.dtype,
+) -> Estimate:
+    """Estimate the costs of every rank along the axis `stage`, with the communication of the one with most memory."""
+    matrices = {choice.name for choice in choices if choice.matrix is not None}
+    ranks = []
+    for rank in range(pipeline.num_ranks):
+        most = pipeline.max_in_flight(rank)
+        memory = rank_memory(pipeline, rank, tokens, message, num_chunks, optimizer, matrices)
+        sent = sum(item.bytes for item in messages(pipeline, rank, message))
+        ranks.append(
+            RankEstimate(
+                tuple(most), tuple(most.values()), memory, sent, pipeline.work(rank), pipeline.timeline.idle(rank)
+            )
+        )
+    costs = PipelineEstimate(pipeline, tuple(ranks))
+    parameters = rank_parameters(pipeline, costs.largest)
+    mine = [choice for choice in choices if choice.name in parameters.parameters]
+    communication = [
+        *rank_communication(pipeline, costs.largest, tokens, message, num_chunks),
+        *muon_communication(parameters, mine, ns_dtype),
+    ]
+    return Estimate(ranks[costs.largest].memory, traffic_of(communication), costs)

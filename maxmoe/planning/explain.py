@@ -1,20 +1,20 @@
 """Sharding of every parameter and dispatch of every Mixture-of-Experts layer, with the reasons."""
 
 import math
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.parallelize import check_plan
 from maxmoe.parallel.parameter_sharding import ParameterSharding
-from maxmoe.parallel.plan import Plan
-from maxmoe.parallel.planner import make_plan
 from maxmoe.planning.explained_dispatch import ExplainedDispatch, dispatch_tables, explain_dispatch
+from maxmoe.planning.pipeline_estimate import stage_table
+from maxmoe.planning.pipeline_plan import PipelineOptions, PipelinePlan, plan_pipeline
 from maxmoe.planning.repeated_layers import group_repeated
-from maxmoe.sharding.mesh import Mesh
+from maxmoe.planning.saved_tensors import micro_batch_sizes
+from maxmoe.planning.whole_plan import plan_without_warnings
+from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.resolve import DroppedAxis
 from maxmoe.sharding.rules import LogicalRules
 from maxmoe.text_table import paragraph, readable_bytes, terminal_width, text_table
@@ -63,6 +63,7 @@ class Explanation:
         dispatch: dispatch of each Mixture-of-Experts layer.
         unknown_names: logical names without a rule.
         axes_of_tokens: for each activation name, the axes of its rule without effect, because they shard the tokens.
+        pipeline: plan of the pipeline stages; None if the model is not cut into stages.
     """
 
     mesh: Mesh
@@ -70,6 +71,7 @@ class Explanation:
     dispatch: tuple[ExplainedDispatch, ...]
     unknown_names: tuple[str, ...]
     axes_of_tokens: Mapping[str, tuple[str, ...]]
+    pipeline: PipelinePlan | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -78,7 +80,7 @@ class Explanation:
 
     @property
     def local_bytes(self) -> int:
-        """Bytes of the parameters per rank, equal on all ranks."""
+        """Bytes of the parameters per rank, equal on all ranks; with pipeline stages, the sum over the stages."""
         return sum(parameter.local_bytes for parameter in self.parameters)
 
     @property
@@ -121,12 +123,13 @@ class Explanation:
             )
             for label, group in self._groups
         ]
-        total = f"all {self.num_parameters:,} parameters"
+        total = f"all {self.num_parameters:,} parameters{', over all stages' if self.pipeline else ''}"
         rows.append((total, "", "", "", readable_bytes(self.local_bytes)))
         width = terminal_width()
         remarks = (paragraph(remark, width=width) for remark in self._remarks())
         parameters = "\n".join([text_table([heading, *rows], right=[4], width=width), *remarks])
-        return "\n\n".join([parameters, *dispatch_tables(self.dispatch, width)])
+        stages = () if self.pipeline is None else (stage_table(self.pipeline),)
+        return "\n\n".join([parameters, *stages, *dispatch_tables(self.dispatch, width)])
 
     def _rules_text(self, parameter: ExplainedParameter) -> str:
         texts = []
@@ -158,6 +161,10 @@ def explain(
     batch_size: int | None = None,
     sequence_length: int | None = None,
     allow_unused: bool = False,
+    schedule: str = "1f1b",
+    num_micro_batches: int | None = None,
+    blocks_per_stage: Sequence[int] | None = None,
+    stages_per_rank: int | None = None,
 ) -> Explanation:
     """Explain how `parallelize` shards every parameter of a module and dispatches tokens to experts, with the reasons.
 
@@ -170,14 +177,28 @@ def explain(
         allow_unused: accept rules and mesh axes without effect.
         batch_size: number of sequences per step, over all ranks; None to leave out the collectives of the dispatch.
         sequence_length: number of tokens per sequence; None to leave out the collectives of the dispatch.
+        schedule: schedule of the pipeline stages, as for `maxmoe.pipeline`.
+        num_micro_batches: number of micro-batches of a step; None to explain the whole model, without pipeline stages,
+            also on a mesh with an axis `stage`.
+        blocks_per_stage: number of blocks of each stage, as for `maxmoe.pipeline`.
+        stages_per_rank: number of stages of each rank, as for `maxmoe.pipeline`.
 
     Raises:
-        ValueError: as `parameter_shardings` and `plan_dispatch`; if axes that shard the tokens do not divide them.
+        ValueError: as `parameter_shardings`, `plan_dispatch` and `maxmoe.pipeline`; if axes that shard the tokens do
+            not divide them.
     """
-    rules = LogicalRules.load(rules)
-    plan = plan_without_warnings(module, mesh, rules, dispatch, num_chunks, allow_unused)
+    rules, pipeline = LogicalRules.load(rules), None
+    is_cut = num_micro_batches is not None and mesh.size(STAGE_AXIS) > 1
+    within = mesh.within_stage() if is_cut else mesh
+    plan = plan_without_warnings(module, within, rules, dispatch, num_chunks, allow_unused)
+    if num_micro_batches is not None and is_cut:
+        options = PipelineOptions(schedule, num_micro_batches, blocks_per_stage, stages_per_rank)
+        pipeline = plan_pipeline(module, mesh, rules, options, dispatch=dispatch, num_chunks=num_chunks)
     parameters = plan.parameters
-    tokens = None if batch_size is None or sequence_length is None else (batch_size, sequence_length)
+    micro_batches: list[int] = []
+    if batch_size is not None and sequence_length is not None:
+        count = 1 if pipeline is None else pipeline.options.num_micro_batches
+        micro_batches = micro_batch_sizes(plan, batch_size, sequence_length, count)
     names = dict.fromkeys(name for parameter in parameters.values() for name in parameter.parameter.names or ())
     return Explanation(
         mesh,
@@ -191,21 +212,11 @@ def explain(
             )
             for name, _ in module.named_parameters()
         ),
-        tuple(explain_dispatch(plan, tokens, num_chunks)),
+        tuple(explain_dispatch(plan, micro_batches, sequence_length or 0, num_chunks)),
         tuple(name for name in names if name is not None and name not in rules.names),
         plan.axes_of_tokens,
+        pipeline,
     )
-
-
-def plan_without_warnings(
-    module: nn.Module, mesh: Mesh, rules: LogicalRules, dispatch: Dispatch, num_chunks: int, allow_unused: bool
-) -> Plan:
-    """Make a plan without the warnings on names without a rule, which `Explanation.warnings` lists."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        plan = make_plan(module, mesh, rules, allow_unused=allow_unused, dispatch=dispatch)
-        check_plan(plan, num_chunks)
-    return plan
 
 
 def _applied_rules(parameter: ParameterSharding, rules: LogicalRules) -> tuple[tuple[str, ...] | None, ...]:

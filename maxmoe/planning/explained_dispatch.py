@@ -1,7 +1,7 @@
 """Dispatch strategy of every Mixture-of-Experts layer, with its reason and its collectives."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from maxmoe.parallel.dispatch_plan import DispatchPlan
@@ -28,13 +28,23 @@ class ExplainedDispatch:
     traffic: tuple[Traffic, ...] | None
 
 
-def explain_dispatch(plan: Plan, tokens: tuple[int, int] | None, num_chunks: int) -> Iterator[ExplainedDispatch]:
-    """Explain the dispatch of every layer of a plan; `tokens` are batch size and sequence length over all ranks."""
+def explain_dispatch(
+    plan: Plan, micro_batches: Sequence[int], sequence_length: int, num_chunks: int
+) -> Iterator[ExplainedDispatch]:
+    """Explain the dispatch of every layer of a plan.
+
+    Args:
+        plan: plan of the model.
+        micro_batches: number of sequences of each micro-batch over all ranks; empty if it is not given.
+        sequence_length: number of tokens of each sequence over all ranks.
+        num_chunks: number of chunks of the tokens of a layer.
+    """
     communication: dict[str, list[PlannedCollective]] = defaultdict(list)
-    for path, item in dispatch_communication(plan, *tokens, num_chunks) if tokens else ():
-        communication[path].append(item)
+    for size in micro_batches:
+        for path, item in dispatch_communication(plan, size, sequence_length, num_chunks):
+            communication[path].append(item)
     for path, (_, dispatch_plan) in plan.layers.items():
-        yield ExplainedDispatch(path, dispatch_plan, traffic_of(communication[path]) if tokens else None)
+        yield ExplainedDispatch(path, dispatch_plan, traffic_of(communication[path]) if micro_batches else None)
 
 
 def dispatch_tables(layers: Iterable[ExplainedDispatch], width: int | None) -> Iterator[str]:

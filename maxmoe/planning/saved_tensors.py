@@ -25,6 +25,16 @@ def local_tokens(plan: Plan, batch_size: int, sequence_length: int) -> tuple[int
     return batch_size // plan.mesh.size(*tokens.batch_axes), sequence_length // plan.mesh.size(*tokens.length_axes)
 
 
+def micro_batch_sizes(plan: Plan, batch_size: int, sequence_length: int, count: int) -> list[int]:
+    """Return the number of sequences of each micro-batch over all ranks, the largest first.
+
+    Raises a ValueError if the axes that shard the tokens do not divide the global batch.
+    """
+    rows, _ = local_tokens(plan, batch_size, sequence_length)
+    num_parts = batch_size // rows
+    return [(rows // count + (index < rows % count)) * num_parts for index in range(count)]
+
+
 def saved_tensors(
     plan: Plan, batch_size: int, sequence_length: int, num_chunks: int = 1
 ) -> Iterator[tuple[str, SavedTensor]]:

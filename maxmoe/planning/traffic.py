@@ -12,7 +12,7 @@ class Traffic(NamedTuple):
 
     Args:
         purpose: tensors that are communicated, and whether in the forward or in the backward.
-        kind: "all-gather", "reduce-scatter", "all-reduce" or "all-to-all".
+        kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", or "send" for messages between stages.
         axis: mesh axis; "context, expert" for the ranks along both axes.
         times: number of collectives.
         bytes: number of bytes that a rank sends in all of them, and receives; see `PlannedCollective`.

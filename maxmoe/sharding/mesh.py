@@ -97,6 +97,11 @@ class Mesh:
         return self._device_mesh
 
     @property
+    def device_type(self) -> str:
+        """Device type of the process groups; "cpu" for a planned mesh."""
+        return "cpu" if self._device_mesh is None else self._device_mesh.device_type
+
+    @property
     def axes(self) -> tuple[str, ...]:
         """Names of the axes larger than one, in order."""
         return tuple(axis for axis, size in self.sizes.items() if size > 1)

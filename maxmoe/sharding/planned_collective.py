@@ -9,7 +9,7 @@ import torch
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.redistribute import Redistribution, redistribution_steps
 
-CollectiveKind: TypeAlias = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+CollectiveKind: TypeAlias = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
 
 
 class PlannedCollective(NamedTuple):
@@ -21,7 +21,7 @@ class PlannedCollective(NamedTuple):
         axes: axes of the mesh whose ranks take part, in the order of the mesh.
         bytes: bytes that each rank sends, equal to the bytes that it receives, on a ring of n ranks: (n - 1) / n of the
             output of an all-gather, of the input of a reduce-scatter, and of the input of an all-to-all with equal
-            splits; twice (n - 1) / n of the tensor in an all-reduce.
+            splits; twice (n - 1) / n of the tensor in an all-reduce. A "send" is a message to one other rank.
         bucket: name of the bucket whose collectives share one call; None for a collective with its own.
     """
 

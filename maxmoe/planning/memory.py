@@ -1,0 +1,83 @@
+"""Bytes that a rank holds of parameters, gradients, optimizer state and activations."""
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+
+import torch
+
+from maxmoe.nn import SavedTensor
+from maxmoe.parallel.plan import ParameterPlan, Plan, enclosing
+from maxmoe.planning.saved_tensors import saved_tensors
+
+
+def parameter_dtype(plan: Plan) -> torch.dtype:
+    """Return the dtype of the parameters; raises a ValueError if there are several."""
+    dtypes = {parameter.parameter.dtype for parameter in plan.parameters.values()}
+    if len(dtypes) != 1:
+        raise ValueError(f"the parameters must have one dtype, got {', '.join(map(str, dtypes)) or 'none'}")
+    return dtypes.pop()
+
+
+def stored_memory(plan: Plan, optimizer: str, matrices: Collection[str]) -> dict[str, int]:
+    """Count parameters, gradients and optimizer state; `matrices` are the names of those with one state element."""
+    stored = {name: parameter.bytes(parameter.stored) for name, parameter in plan.parameters.items()}
+    return {
+        "parameters": sum(stored.values()),
+        "gradients": sum(stored.values()),
+        f"state of {optimizer}": sum(size * (1 if name in matrices else 2) for name, size in stored.items()),
+    }
+
+
+def gathered_memory(plan: Plan) -> int:
+    """Count the gathered parameters of the largest module and of the model itself: modules run one at a time."""
+    return _largest(part for parameter in plan.parameters.values() for part in _gathered(parameter))
+
+
+def unsharded_memory(plan: Plan) -> int:
+    """Count the parameters that FSDP manages, before it has sharded them."""
+    managed = (parameter for parameter in plan.parameters.values() if parameter.fsdp_block is not None)
+    return sum(parameter.bytes(parameter.unsharded) for parameter in managed)
+
+
+def unit_memory(plan: Plan) -> int:
+    """Count as `gathered_memory`, without the parameters that FSDP gathers."""
+    parts = (part for parameter in plan.parameters.values() for part in _gathered_by_units(parameter))
+    return _largest(parts)
+
+
+def activation_memory(plan: Plan, batch_size: int, sequence_length: int, num_chunks: int) -> tuple[int, int]:
+    """Count the activations that are kept until the backward, and those of the largest recomputed module."""
+    dtype = parameter_dtype(plan)
+    activations: dict[str | None, int] = defaultdict(int)
+    for path, tensor in saved_tensors(plan, batch_size, sequence_length, num_chunks):
+        count = math.prod(tensor.shape) * (tensor.dtype or dtype).itemsize
+        activations[_recomputed_for(plan, path, tensor)] += count
+    return activations.pop(None, 0), max(activations.values(), default=0)
+
+
+def _recomputed_for(plan: Plan, path: str, tensor: SavedTensor) -> str | None:
+    """Return the module whose backward recomputes a tensor that the module at `path` saves; None if it is kept."""
+    _, *around = enclosing(path)
+    outer = next((outer for outer in around if plan[outer].is_recomputed), None)
+    return outer if outer is not None or tensor.is_kept else path
+
+
+def _largest(parts: Iterable[tuple[str | None, int]]) -> int:
+    """Return the bytes for the whole step (None) plus those of the largest module: modules run one at a time."""
+    totals: dict[str | None, int] = defaultdict(int)
+    for block, count in parts:
+        totals[block] += count
+    return totals.pop(None, 0) + max(totals.values(), default=0)
+
+
+def _gathered(parameter: ParameterPlan) -> Iterator[tuple[str | None, int]]:
+    """Yield the bytes of each gathered copy of a parameter, with the module that frees it; None for the whole step."""
+    if parameter.fsdp_block is not None:
+        yield parameter.fsdp_block or None, parameter.bytes(parameter.unsharded)
+    yield from _gathered_by_units(parameter)
+
+
+def _gathered_by_units(parameter: ParameterPlan) -> Iterator[tuple[str | None, int]]:
+    if parameter.is_gathered:
+        yield parameter.fsdp_unit or None, parameter.bytes(parameter.used)

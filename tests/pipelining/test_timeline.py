@@ -1,0 +1,131 @@
+"""The order of a schedule, its times and the micro-batches in flight, against what ranks really run."""
+
+import functools
+from collections import Counter
+
+import pytest
+
+from maxmoe.pipelining.schedules import SCHEDULES
+from maxmoe.pipelining.timeline import (
+    BACKWARD,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    Timeline,
+    in_flight,
+    schedule_order,
+    simulate,
+    with_whole_backwards,
+)
+from maxmoe.sharding import Mesh
+from support.run_ranks import run_ranks
+from support.saved_by_stages import saved_by_stages
+from support.staged_decoder import batch, config, staged
+
+NUM_MICRO_BATCHES = 8
+CASES = [(schedule, num_ranks) for schedule in SCHEDULES for num_ranks in (2, 4)]
+
+
+def planned(schedule: str, num_ranks: int, num_micro_batches: int = NUM_MICRO_BATCHES) -> Timeline:
+    """Of stages with equal work, whose sum on a rank is one."""
+    count = SCHEDULES[schedule].default_stages_per_rank
+    order = schedule_order(schedule, num_ranks, None, num_micro_batches)
+    return simulate(order, [1 / count] * (num_ranks * count))
+
+
+def actions_of(timeline: Timeline) -> list[list[Action]]:
+    return [[span.action for span in spans] for spans in timeline.ranks]
+
+
+@functools.cache
+def real_steps(
+    schedule: str, num_ranks: int, recompute: tuple[str, ...] = ()
+) -> list[tuple[Timeline, Timeline, dict[int, int]]]:
+    """By rank, timelines of two steps and the micro-batches in flight of the second one."""
+
+    def run() -> tuple[Timeline, Timeline, dict[int, int]]:
+        pipeline = staged(
+            config("mixtral", num_layers=8),
+            Mesh({"stage": num_ranks}),
+            "default",
+            schedule,
+            num_micro_batches=NUM_MICRO_BATCHES,
+            recompute=recompute,
+        )
+        _, first = pipeline.record_step(*batch())
+        pipeline.step(*batch())  # is not in the next timeline
+        with saved_by_stages(*batch()) as saved:
+            _, second = pipeline.record_step(*batch())
+        return first, second, dict(saved.in_flight)
+
+    return run_ranks(run, num_ranks)
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), CASES)
+def test_ranks_run_what_is_planned(schedule: str, num_ranks: int) -> None:
+    expected = [list(actions) for actions in schedule_order(schedule, num_ranks, None, NUM_MICRO_BATCHES)]
+    steps = real_steps(schedule, num_ranks)
+    for timeline in steps[0][:2]:
+        assert actions_of(timeline) == expected == actions_of(planned(schedule, num_ranks))
+        assert 0 < timeline.bubble < 1
+        assert min(spans[0].begin for spans in timeline.ranks) == 0
+        for spans in timeline.ranks:
+            ends = [0.0, *(span.end for span in spans)]
+            assert all(end <= span.begin < span.end for end, span in zip(ends, spans, strict=False))
+    assert all(step[:2] == steps[0][:2] for step in steps), "all ranks have the timeline of all"
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), CASES)
+def test_micro_batches_in_flight_are_those_of_autograd(schedule: str, num_ranks: int) -> None:
+    for actions, (_, _, found) in zip(
+        schedule_order(schedule, num_ranks, None, NUM_MICRO_BATCHES), real_steps(schedule, num_ranks), strict=True
+    ):
+        counts = in_flight(actions)
+        assert {stage: max(count[stage] for count in counts) for stage in counts[0]} == found
+        assert not any(counts[-1].values())
+
+
+def test_a_recomputed_stage_computes_all_gradients_at_once() -> None:
+    order = schedule_order("interleaved_zero_bubble", 2, None, NUM_MICRO_BATCHES)
+    whole = with_whole_backwards(order, range(4))
+    assert {action.kind for actions in whole for action in actions} == {FORWARD, BACKWARD}
+    steps = real_steps("interleaved_zero_bubble", 2, ("blocks",))
+    assert actions_of(steps[0][1]) == whole
+    for actions, (_, _, found) in zip(whole, steps, strict=True):
+        counts = in_flight(actions)
+        assert {stage: max(count[stage] for count in counts) for stage in counts[0]} == found
+
+
+@pytest.mark.parametrize("num_micro_batches", [4, 8, 20])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_bubble_of_the_papers(num_ranks: int, num_micro_batches: int) -> None:
+    """GPipe and 1F1B: (P - 1) / (M + P - 1). Interleaved with V stages: (P - 1) / (V M + P - 1)."""
+    wait = num_ranks - 1
+    for schedule, rounds in {"gpipe": 1, "1f1b": 1, "looped_bfs": 2, "interleaved_1f1b": 2}.items():
+        bubble = planned(schedule, num_ranks, num_micro_batches).bubble
+        assert bubble == pytest.approx(wait / (rounds * num_micro_batches + wait)), schedule
+
+
+@pytest.mark.parametrize("num_micro_batches", [8, 16])
+def test_a_split_backward_waits_less(num_micro_batches: int) -> None:
+    bubbles = {schedule: planned(schedule, 4, num_micro_batches).bubble for schedule in SCHEDULES}
+    assert bubbles["1f1b"] > bubbles["interleaved_1f1b"]
+    for schedule in ("interleaved_zero_bubble", "zbv", "dual_pipe_v"):
+        assert bubbles["interleaved_1f1b"] > 2 * bubbles[schedule] > 0
+
+
+def test_a_slow_stage_makes_the_others_wait() -> None:
+    """Three forwards of stage 0, then each backward of stage 1 and the last one of stage 0 follow one another."""
+    timeline = simulate(schedule_order("gpipe", 2, None, 3), [1.0, 2.0])
+    # Stage 1: starts at 1, three forwards of 2 and three backwards of 4; then the last backward of stage 0, of 2.
+    assert timeline.duration == 1 + 3 * 2 + 3 * 4 + 2
+    assert timeline.idle(0) == pytest.approx(1 - 9 / 21) and timeline.idle(1) == pytest.approx(1 - 18 / 21)
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), CASES)
+def test_each_micro_batch_runs_once_through_each_stage(schedule: str, num_ranks: int) -> None:
+    actions = [span.action for rank in planned(schedule, num_ranks).ranks for span in rank]
+    num_stages = num_ranks * SCHEDULES[schedule].default_stages_per_rank
+    expected = Counter((stage, number) for stage in range(num_stages) for number in range(NUM_MICRO_BATCHES))
+    for kinds in ((FORWARD,), (BACKWARD, BACKWARD_WEIGHT)):
+        assert Counter((action.stage, action.micro_batch) for action in actions if action.kind in kinds) == expected
