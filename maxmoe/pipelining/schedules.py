@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed import pipelining
 
@@ -63,6 +63,18 @@ SCHEDULES = {
 }
 
 
+class Cost(NamedTuple):
+    """Cost of a part of a model.
+
+    Attributes:
+        parameters: share of the parameters of the model.
+        work: share of the multiplications of a token.
+    """
+
+    parameters: float
+    work: float
+
+
 def schedule_kind(name: str) -> ScheduleKind:
     """Return the schedule with a name.
 
@@ -110,25 +122,26 @@ def check_schedule(name: str, num_ranks: int, stages_per_rank: int | None, num_m
     return count
 
 
-def partition_blocks(costs: Sequence[float], num_stages: int, first: float = 0.0, last: float = 0.0) -> list[int]:
+def partition_blocks(costs: Sequence[Cost], num_stages: int) -> list[int]:
     """Cut a list of blocks into stages such that the largest cost of a stage is as small as possible.
 
     Args:
-        costs: cost of each block.
+        costs: costs of the part before the blocks, of each block, and of the part after the blocks. The first and the
+            last stage have the first and the last part as well. The cost of a stage is the larger one of its two sums.
         num_stages: number of stages, at most the number of blocks.
-        first: cost of the part before the blocks, which the first stage has as well.
-        last: cost of the part after the blocks, which the last stage has as well.
 
     Returns:
         Number of blocks of each stage, at least one.
     """
-    num_blocks = len(costs)
-    sums = [0.0]
+    num_blocks = len(costs) - 2
+    sums = [Cost(0.0, 0.0)]
     for cost in costs:
-        sums.append(sums[-1] + cost)
+        sums.append(Cost(sums[-1].parameters + cost.parameters, sums[-1].work + cost.work))
 
     def cost_of(stage: int, begin: int, end: int) -> float:
-        return sums[end] - sums[begin] + first * (stage == 0) + last * (stage == num_stages - 1)
+        before = sums[begin + 1 if stage > 0 else 0]
+        after = sums[end + 1 if stage < num_stages - 1 else end + 2]
+        return max(after.parameters - before.parameters, after.work - before.work)
 
     # best[end]: the smallest possible largest cost of the stages so far, which have the blocks before `end`, and the
     # begin of the last of them. Of equal ones, the first, so that all ranks find the same.

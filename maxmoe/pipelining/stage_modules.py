@@ -8,7 +8,7 @@ from torch import nn
 from maxmoe._torch import shallow_copy
 from maxmoe.declaration import Absent, PipelineParts, declaration_of
 from maxmoe.nn import MoE
-from maxmoe.pipelining.schedules import partition_blocks
+from maxmoe.pipelining.schedules import Cost, partition_blocks
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class StagePart:
 def stage_parts(model: nn.Module, num_stages: int, blocks_per_stage: Sequence[int] | None = None) -> list[StagePart]:
     """Cut a model into stages.
 
-    The cost of a part is its share of the parameters plus its share of the multiplications per token, so that neither
-    the memory nor the work of a stage is far above the mean.
+    Without `blocks_per_stage`, the largest share of a stage in the parameters or in the multiplications of a token is as
+    small as possible.
 
     Args:
         model: module that declares its `pipeline_parts`.
@@ -47,8 +47,7 @@ def stage_parts(model: nn.Module, num_stages: int, blocks_per_stage: Sequence[in
     if len(names) < num_stages:
         raise ValueError(f"the model must have a block for each of the {num_stages} stages, got {len(names)} blocks")
     if blocks_per_stage is None:
-        costs = _costs(model, parts)
-        blocks_per_stage = partition_blocks(costs[1:-1], num_stages, costs[0], costs[-1])
+        blocks_per_stage = partition_blocks(_costs(model, parts), num_stages)
     counts = list(blocks_per_stage)
     if len(counts) != num_stages or sum(counts) != len(names) or min(counts) < 1:
         raise ValueError(
@@ -131,7 +130,7 @@ def _with_children(module: nn.Module, replaced: Mapping[str, nn.Module]) -> nn.M
     return copy
 
 
-def _costs(model: nn.Module, parts: PipelineParts) -> list[float]:
+def _costs(model: nn.Module, parts: PipelineParts) -> list[Cost]:
     """Return the costs of the first part, of each block and of the last part."""
     modules = [
         [model.get_submodule(path) for path in parts.first],
@@ -140,7 +139,8 @@ def _costs(model: nn.Module, parts: PipelineParts) -> list[float]:
     ]
     sizes = [sum(parameter.numel() for module in group for parameter in module.parameters()) for group in modules]
     work = [sum(map(work_per_token, group)) for group in modules]
-    return [size / max(sum(sizes), 1) + part / max(sum(work), 1) for size, part in zip(sizes, work, strict=True)]
+    total_size, total_work = max(sum(sizes), 1), max(sum(work), 1.0)
+    return [Cost(size / total_size, part / total_work) for size, part in zip(sizes, work, strict=True)]
 
 
 def work_per_token(module: nn.Module) -> float:
