@@ -29,8 +29,8 @@ class StagePart:
 def stage_parts(model: nn.Module, num_stages: int, blocks_per_stage: Sequence[int] | None = None) -> list[StagePart]:
     """Cut a model into stages.
 
-    Without `blocks_per_stage`, the largest share of a stage in the parameters or in the multiplications of a token is as
-    small as possible.
+    Without `blocks_per_stage`, the largest share of a stage in the parameters or in the multiplications of a token is
+    as small as possible.
 
     Args:
         model: module that declares its `pipeline_parts`.
