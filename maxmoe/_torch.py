@@ -139,21 +139,20 @@ def process_group_named(name: str) -> dist.ProcessGroup:
     return group
 
 
-def is_view(tensor: Tensor) -> bool:
-    """Return whether autograd treats a tensor as a view, which cannot be detached in place."""
-    return tensor._is_view()
+def has_other_owner(tensor: Tensor) -> bool:
+    """Return whether other Python or C++ objects than the caller's own refer to a tensor."""
+    count: int = tensor._use_count()  # type: ignore[attr-defined]
+    return count > 1
 
 
-def is_data_dependent(error: BaseException) -> bool:
-    """Return whether an operator failed because the shape of its result depends on values that a tensor lacks."""
-    from torch._subclasses import fake_tensor
-
-    kinds = (
-        fake_tensor.DataDependentOutputException,
-        fake_tensor.DynamicOutputShapeException,
-        fake_tensor.UnsupportedOperatorException,
+def shares_memory(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same elements in the same memory, also tensors without memory."""
+    same_storage = tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return same_storage and (tensor.shape, tensor.stride(), tensor.storage_offset()) == (
+        other.shape,
+        other.stride(),
+        other.storage_offset(),
     )
-    return isinstance(error, kinds)
 
 
 def fake_tensor_mode() -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import nn
@@ -66,22 +66,42 @@ class PipelineParts:
     In a stage without the first part, its modules are replaced by `Absent`, which returns its input, and the forward of
     the module gets the hidden states of the previous stage as its first argument. In a stage without the last part, its
     modules are replaced likewise, so that the forward returns the hidden states after the last block, as a tensor or as
-    the first tensor of its output. The forward calls each block in the list, and the blocks keep the shape and dtype of
-    the hidden states. Modules outside of the parts are in every stage, and must have no parameters.
+    the first tensor of its output. The forward passes the hidden states from each part to the next one and computes
+    nothing with them in between. Blocks take them as their first argument and keep their shape and dtype. Modules
+    outside of the parts are in every stage, and must have no parameters.
 
     Args:
         first: paths of the modules before the blocks, such as the embedding.
-        blocks: path of the `nn.ModuleList` of blocks.
+        blocks: path of the `nn.ModuleList` of blocks. The list has the same length in every stage, so that a forward
+            may number its blocks; those of other stages are replaced by `Absent`.
         last: paths of the modules after the blocks, such as the last norm and the output projection.
+        absent_block_output: function that makes what a block returns from its hidden states, if it returns more than a
+            tensor, such as ``lambda x: (x, None)``; called in the place of blocks of other stages.
+        removes_blocks: whether blocks of other stages are removed from the list instead, for a forward that adds what a
+            block returns, as in ``x = x + block(x)``. Such a forward must not number its blocks.
     """
 
     first: tuple[str, ...]
     blocks: str
     last: tuple[str, ...]
+    absent_block_output: Callable[[Any], Any] | None = None
+    removes_blocks: bool = False
 
 
-class Absent(nn.Identity):
-    """Module in the place of a part of a model that another pipeline stage has."""
+class Absent(nn.Module):
+    """Module in the place of a part of a model that another pipeline stage has. It returns its first argument.
+
+    Args:
+        output: function that makes what the part returns from its first argument; None for the argument itself.
+    """
+
+    def __init__(self, output: Callable[[Any], Any] | None = None) -> None:
+        super().__init__()
+        self._output = output
+
+    def forward(self, x: Any, *_arguments: Any, **_options: Any) -> Any:
+        """Return the first argument."""
+        return x if self._output is None else self._output(x)
 
 
 SavedTensors: TypeAlias = Callable[[int, int], Mapping[str, SavedTensor]]

@@ -121,6 +121,11 @@ class Block(Checkpointed):
         return {"input": SavedTensor(shape, names)} if self.is_recomputed else {}
 
 
+def _absent_block(x: Tensor) -> tuple[Tensor, None, None]:
+    """Return what a `Block` returns that leaves the hidden states unchanged."""
+    return x, None, None
+
+
 class Decoder(nn.Module):
     """Causal language model with rotary attention and SwiGLU or Mixture-of-Experts layers.
 
@@ -169,7 +174,8 @@ class Decoder(nn.Module):
 
     def moe_layers(self) -> list[MoE]:
         """Return the Mixture-of-Experts layers in the order of `DecoderOutput.stats`."""
-        return [block.feed_forward for block in self.blocks if isinstance(block.feed_forward, MoE)]
+        blocks = [block for block in self.blocks if isinstance(block, Block)]  # without those of other stages
+        return [block.feed_forward for block in blocks if isinstance(block.feed_forward, MoE)]
 
     def forward(
         self, tokens: Tensor, token_mask: Tensor | None = None, document_ids: Tensor | None = None
@@ -221,7 +227,7 @@ class Decoder(nn.Module):
             residual_stream=ResidualStream(self.config.hidden_size, ((None, "embedding"), ("norm", None))),
             # With tied embeddings, the last part has the embedding as well.
             pipeline_parts=PipelineParts(
-                ("embedding",), "blocks", ("norm", "embedding" if self.output is None else "output")
+                ("embedding",), "blocks", ("norm", "embedding" if self.output is None else "output"), _absent_block
             ),
             saved_tensors=self._saved_tensors,
         )

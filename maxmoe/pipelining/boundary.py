@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maxmoe._torch import fake_tensor_mode, is_data_dependent, tree_map
+from maxmoe._torch import fake_tensor_mode, shares_memory, tree_map
 from maxmoe.parallel.plan import Plan
 from maxmoe.pipelining.micro_batches import MicroBatch
 from maxmoe.pipelining.stage import Loss, check_loss, first_tensor
@@ -32,6 +32,7 @@ class Boundary:
         self._mesh, self._embed_axes = plan.mesh, readers[0].embed_axes if readers else ()
         self._first = self._without_memory(stage_module(model, StagePart((), is_first=True, is_last=False)))
         self._last = self._without_memory(stage_module(model, StagePart((), is_first=False, is_last=True)))
+        self._between = self._without_memory(stage_module(model, StagePart((), is_first=False, is_last=False)))
 
     def _without_memory(self, module: nn.Module) -> nn.Module:
         """Copy a module; its parameters and buffers get no memory."""
@@ -43,10 +44,21 @@ class Boundary:
             return copy.deepcopy(module, copies)
 
     def hidden_states(self, micro_batch: MicroBatch) -> Tensor:
-        """Return a tensor without memory of the shape and dtype of the hidden states, before they are sharded."""
+        """Return a tensor without memory of the shape and dtype of the hidden states, before they are sharded.
+
+        Raises:
+            ValueError: if the model computes with the hidden states outside of its parts, which every stage would do.
+        """
         with self._mode, torch.no_grad():
             inputs, _, options = tree_map(self._fake, micro_batch)
-            return first_tensor(self._first(inputs, **options))
+            hidden_states = first_tensor(self._first(inputs, **options))
+            if not shares_memory(first_tensor(self._between(hidden_states, **options)), hidden_states):
+                raise ValueError(
+                    f"{type(self._between).__name__} must not compute with the hidden states outside of its "
+                    "pipeline_parts, because every stage would do so: with all parts absent, it must return its input. "
+                    "If it adds what a block returns to them, declare removes_blocks=True"
+                )
+            return hidden_states
 
     def local_part(self, hidden_states: Tensor) -> Tensor:
         """Return the part of the hidden states that a rank passes on, if the residual stream is sharded."""
@@ -57,17 +69,16 @@ class Boundary:
     def check_loss(self, loss: Loss, hidden_states: Tensor, micro_batch: MicroBatch) -> None:
         """Raise a ValueError if the loss is no scalar.
 
-        The shapes of some losses depend on values. Such a loss is checked when it is computed.
+        A loss that cannot be computed with tensors without memory is checked when it is computed.
         """
-        try:
-            with self._mode:
-                _, targets, options = tree_map(self._fake, micro_batch)
-                value = loss(self._last(torch.empty_like(hidden_states), **options), targets)
-        except RuntimeError as error:
-            if not is_data_dependent(error):
-                raise
-        else:
-            check_loss(value)
+        with self._mode:
+            _, targets, options = tree_map(self._fake, micro_batch)
+            output = self._last(torch.empty_like(hidden_states), **options)
+            try:
+                value = loss(output, targets)
+            except Exception:
+                return
+        check_loss(value)
 
     def _fake(self, value: Any) -> Any:
         return self._mode.from_tensor(value) if isinstance(value, Tensor) else value

@@ -21,7 +21,7 @@ from maxmoe.pipelining.recorded_stage import gather_timeline
 from maxmoe.pipelining.scheduled_run import ScheduledRun
 from maxmoe.pipelining.schedules import check_schedule, schedule_kind
 from maxmoe.pipelining.stage import Loss, Stage
-from maxmoe.pipelining.stage_modules import keep_stages, stage_module, stage_parts
+from maxmoe.pipelining.stage_modules import copied_modules, keep_stages, stage_module, stage_parts
 from maxmoe.pipelining.step_statistics import PipelineOutput, StepStatistics
 from maxmoe.pipelining.timeline import Timeline
 from maxmoe.sharding.agreement import check_ranks_agree
@@ -71,7 +71,8 @@ def pipeline(
         mesh: mesh with an axis `stage`. All other axes are used within a stage as by `maxmoe.parallelize`.
         rules: rules that map logical names to mesh axes, or the name of a preset.
         loss: function of the output of the model and the targets of a micro-batch, which returns the sum of the losses
-            of its tokens, ``()``. Called in the last stage.
+            of its tokens, ``()``. Called in the last stage, and on every rank with tensors without values when inputs
+            have another shape than before, to check what it returns.
         schedule: "gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", or, with a split backward,
             "interleaved_zero_bubble", "zbv" or "dual_pipe_v"; see `torch.distributed.pipelining`. In a stage with a
             `maxmoe.nn.Checkpointed` module that is recomputed, the backward is not split.
@@ -91,8 +92,8 @@ def pipeline(
     Raises:
         TypeError: if `mesh` is not a `maxmoe.sharding.Mesh`.
         ValueError: as `maxmoe.parallelize`; for an unknown schedule, or numbers that it cannot run; for a model that
-            does not declare its parts, has fewer blocks than stages, or shares parameters between stages; on every
-            rank, if any of these arguments differs between ranks.
+            does not declare its parts, has fewer blocks than stages, shares parameters between stages, or has a
+            `StatsAccumulator` already; on every rank, if any of these arguments differs between ranks.
 
     Source: GPipe (arXiv:1811.06965), 1F1B (arXiv:1806.03377), interleaved 1F1B (arXiv:2104.04473), zero bubble
     (arXiv:2401.10241), DualPipeV (DeepSeek-V3, arXiv:2412.19437).
@@ -128,6 +129,8 @@ def pipeline(
     # A single stage has no neighbor.
     boundary = Boundary(model, plan) if len(parts) > 1 else None
     layers = {path: module.config.num_experts for path, module in model.named_modules() if isinstance(module, MoE)}
+    if any(isinstance(module, MoE) and module.metrics_accumulator is not None for module in model.modules()):
+        raise ValueError("model must have no StatsAccumulator yet: make it of pipeline.model, after maxmoe.pipeline")
     _add_aux_losses(model, aux_loss_scale)
     mine = kind.stages_of(mesh.coordinates().get(STAGE_AXIS, 0), mesh.size(STAGE_AXIS), count)
     modules = {index: stage_module(model, parts[index]) for index in mine}
@@ -136,7 +139,8 @@ def pipeline(
     for index, module in modules.items():
         plan = make_plan(module, within, rules, allow_unused=True, dispatch=dispatch)
         apply_plan(module, plan, num_chunks, input_check=None)
-        stage = Stage(index, module, loss if parts[index].is_last else None, is_first=parts[index].is_first)
+        of_stage = loss if parts[index].is_last else None
+        stage = Stage(index, module, copied_modules(model, module), of_stage, is_first=parts[index].is_first)
         fully_shard_stage(stage, module, plan, reshards=not kind.splits_backward)
         stages.append(stage)
     group = mesh.process_group(STAGE_AXIS) if mesh.size(STAGE_AXIS) > 1 else None
@@ -166,8 +170,10 @@ class Pipeline:
     """A model in pipeline stages, made by `maxmoe.pipeline`.
 
     Attributes:
-        model: the part of the model that this rank has, for parameters, optimizers, checkpoints and `StatsAccumulator`.
-            Its parameters have the names of the whole model. It is not called itself.
+        model: the part of the model that this rank has, for parameters, optimizers, checkpoints, `StatsAccumulator`,
+            and to set training or evaluation mode. Its parameters have the names of the whole model. It is not called
+            itself. The module and those around its list of blocks are copied for each stage: set their attributes
+            before.
     """
 
     def __init__(
@@ -192,15 +198,6 @@ class Pipeline:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of this rank's stages with their names in the whole model."""
         return self.model.named_parameters()
-
-    def train(self, mode: bool = True) -> None:
-        """Set training mode, as `nn.Module.train`, in the modules of all stages of this rank."""
-        self.model.train(mode)
-        self._run.set_mode(mode)
-
-    def eval(self) -> None:
-        """Set evaluation mode, as `nn.Module.eval`, in the modules of all stages of this rank."""
-        self.train(False)
 
     def step(self, inputs: Tensor, targets: Any, **options: Any) -> PipelineOutput:
         """Run forward and backward of all micro-batches, and add the gradients to those of the parameters.

@@ -51,11 +51,6 @@ class ScheduledRun:
         """Whether this rank has the last stage."""
         return any(stage.is_last for stage in self._stages)
 
-    def set_mode(self, is_training: bool) -> None:
-        """Set training or evaluation mode; a stage shares most of its modules with the model, but not the outermost."""
-        for stage in self._stages:
-            stage.train(is_training)
-
     def set_boundary(self, hidden_states: Tensor) -> None:
         """Set the shape and dtype of the hidden states between stages, for the largest micro-batch."""
         new = (hidden_states.shape, hidden_states.dtype)
@@ -144,7 +139,7 @@ class ScheduledRun:
             input_args=number if stage.is_first else self._boundary,
             output_args=loss if stage.is_last else self._boundary,
             group=self._group_of_messages,
-            dw_builder=_nothing if self._kind.splits_backward and stage.is_recomputed else None,
+            dw_builder=_nothing if self._kind.splits_backward and stage.needs_whole_backward else None,
         )
 
     @contextmanager
@@ -157,16 +152,17 @@ class ScheduledRun:
         kept = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         for parameter, _ in kept:
             parameter.grad = None
-        yield
-        for parameter, gradient in kept:
-            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+        try:
+            yield
+        finally:
+            for parameter, gradient in kept:
+                parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
 
 
 def _nothing() -> Callable[[], None]:
     """Return the function that computes the gradients of the weights in a split backward: they are computed already.
 
-    Given this function, torch computes all gradients of a micro-batch at once. Otherwise a recomputed part would be
-    recomputed twice, first for the gradients of its inputs and then for those of its weights.
+    Given this function, torch computes all gradients of a micro-batch at once; see `Stage.needs_whole_backward`.
     """
     return lambda: None
 

@@ -1,6 +1,6 @@
 """Module that a stage of `torch.distributed.pipelining` runs: one micro-batch through the part of a model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch.nn.functional as F
@@ -25,15 +25,25 @@ class Stage(nn.Module):
     Args:
         index: number of the stage.
         model: module with the part of the model, see `stage_module`.
+        copied: modules of the whole model of which `model` has copies, each with its copy.
         loss: loss of a micro-batch in the last stage; None in all others.
         is_first: whether the stage has the first part of the model.
     """
 
-    def __init__(self, index: int, model: nn.Module, loss: Loss | None, *, is_first: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        model: nn.Module,
+        copied: Sequence[tuple[nn.Module, nn.Module]],
+        loss: Loss | None,
+        *,
+        is_first: bool,
+    ) -> None:
         super().__init__()
         self.index = index
         self.model = model
         self.is_first = is_first
+        self._copied = tuple(copied)
         self._loss = loss
         self._micro_batches: list[MicroBatch] = []
         self._losses: list[Tensor] = []
@@ -45,13 +55,22 @@ class Stage(nn.Module):
         return self._loss is not None
 
     @property
-    def is_recomputed(self) -> bool:
-        """Whether a part of the stage is recomputed as a whole in the backward."""
-        return any(isinstance(module, Checkpointed) and module.is_recomputed for module in self.model.modules())
+    def needs_whole_backward(self) -> bool:
+        """Whether a split backward computes all gradients at once.
+
+        torch goes through the graph of the weights once for the gradients of the inputs and once for each group of
+        weights. A part that is recomputed as a whole would be recomputed each time, and the graph of a parameter that
+        several modules share is freed after the first time.
+        """
+        names = [parameter for _, parameter in self.model.named_parameters(remove_duplicate=False)]
+        is_recomputed = any(isinstance(part, Checkpointed) and part.is_recomputed for part in self.model.modules())
+        return is_recomputed or len(set(names)) < len(names)
 
     def begin(self, micro_batches: list[MicroBatch]) -> None:
-        """Set the micro-batches of a step."""
+        """Set the micro-batches of a step, and the mode of the model in the copies of its modules."""
         self._micro_batches, self._losses = micro_batches, []
+        for module, copied in self._copied:
+            copied.training = module.training
 
     def end(self) -> list[Tensor]:
         """Return the losses of the micro-batches in the last stage, and drop the micro-batches."""
@@ -85,7 +104,11 @@ class Stage(nn.Module):
             Hidden states for the next stage, or the loss ``()`` in the last one.
         """
         inputs, targets, options = self._micro_batches[int(micro_batch)]
-        output = self.model(inputs if self.is_first else x[: len(inputs)], **options)
+        num_rows = len(inputs)
+        if not self.is_first:
+            # No view and no leaf, so that a block may modify the hidden states in place.
+            inputs = reshaped(x[:num_rows], (num_rows, *x.shape[1:]))
+        output = self.model(inputs, **options)
         if self._loss is not None:
             loss = self._loss(output, targets)
             check_loss(loss)
@@ -93,8 +116,8 @@ class Stage(nn.Module):
             # The schedule detaches the loss in place after the backward, which it cannot do with a view.
             return reshaped(loss.contiguous(), ())
         hidden_states = first_tensor(output)
-        self._check(hidden_states, len(inputs))
-        missing = len(self._expected) - len(inputs)
+        self._check(hidden_states, num_rows)
+        missing = len(self._expected) - num_rows
         if missing:
             return F.pad(hidden_states, (0, 0) * (hidden_states.dim() - 1) + (0, missing))
         return reshaped(hidden_states.contiguous(), tuple(hidden_states.shape))

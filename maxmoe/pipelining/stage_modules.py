@@ -43,7 +43,7 @@ def stage_parts(model: nn.Module, num_stages: int, blocks_per_stage: Sequence[in
     """
     parts = pipeline_parts(model)
     blocks = model.get_submodule(parts.blocks)
-    names = [name for name, _ in blocks.named_children()]
+    names = _names(blocks)
     if len(names) < num_stages:
         raise ValueError(f"the model must have a block for each of the {num_stages} stages, got {len(names)} blocks")
     if blocks_per_stage is None:
@@ -90,29 +90,40 @@ def pipeline_parts(model: nn.Module) -> PipelineParts:
 
 def stage_module(model: nn.Module, part: StagePart) -> nn.Module:
     """Return a module with the parts of a stage, which shares its submodules, and so its parameters, with the model."""
-    parts = pipeline_parts(model)
-    replaced: dict[str, nn.Module] = {}
-    for paths, is_here in ((parts.first, part.is_first), (parts.last, part.is_last)):
-        replaced |= {} if is_here else {path: Absent() for path in paths}
-    blocks = shallow_copy(model.get_submodule(parts.blocks))
-    for name, _ in list(blocks.named_children()):
-        if name not in part.blocks:
-            delattr(blocks, name)
-    return _with_children(model, {**replaced, parts.blocks: blocks})
+    blocks = shallow_copy(model.get_submodule(pipeline_parts(model).blocks))
+    return _with_children(model, {**_replacements(model, blocks, [part]), pipeline_parts(model).blocks: blocks})
 
 
 def keep_stages(model: nn.Module, stages: Sequence[StagePart]) -> None:
     """Remove all parts of a model that none of the stages has."""
+    blocks = model.get_submodule(pipeline_parts(model).blocks)
+    for path, absent in _replacements(model, blocks, stages).items():
+        model.set_submodule(path, absent)
+
+
+def _replacements(model: nn.Module, blocks: nn.Module, stages: Sequence[StagePart]) -> dict[str, nn.Module]:
+    """Replace the blocks that no stage has in a list, and return the replacements of the first and the last part."""
     parts = pipeline_parts(model)
-    blocks = model.get_submodule(parts.blocks)
-    kept = {name for stage in stages for name in stage.blocks}
-    for name, _ in list(blocks.named_children()):
-        if name not in kept:
+    kept, names = {name for stage in stages for name in stage.blocks}, _names(blocks)
+    for name in names:
+        if name not in kept and parts.removes_blocks:
             delattr(blocks, name)
+        elif name not in kept:
+            setattr(blocks, name, Absent(parts.absent_block_output))
     absent = () if any(stage.is_first for stage in stages) else parts.first
     absent += () if any(stage.is_last for stage in stages) else parts.last
-    for path in absent:
-        model.set_submodule(path, Absent())
+    return {path: Absent() for path in absent}
+
+
+def copied_modules(model: nn.Module, stage: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """Return the modules of a model of which the module of a stage has copies, each with its copy."""
+    pairs = ((model.get_submodule(path), copy) for path, copy in stage.named_modules())
+    return [(module, copy) for module, copy in pairs if module is not copy and not isinstance(copy, Absent)]
+
+
+def _names(blocks: nn.Module) -> list[str]:
+    """Return the names of the blocks in a list; a block may be in it several times."""
+    return [str(index) for index in range(len(blocks))]  # type: ignore[arg-type]
 
 
 def _with_children(module: nn.Module, replaced: Mapping[str, nn.Module]) -> nn.Module:
@@ -134,7 +145,7 @@ def _costs(model: nn.Module, parts: PipelineParts) -> list[Cost]:
     """Return the costs of the first part, of each block and of the last part."""
     modules = [
         [model.get_submodule(path) for path in parts.first],
-        *([block] for block in model.get_submodule(parts.blocks).children()),
+        *([block] for block in model.get_submodule(parts.blocks)),  # type: ignore[attr-defined]
         [model.get_submodule(path) for path in parts.last],
     ]
     sizes = [sum(parameter.numel() for module in group for parameter in module.parameters()) for group in modules]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
 
-from maxmoe._torch import waited
+from maxmoe._torch import has_other_owner, waited
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.not_compiled import not_compiled
@@ -151,8 +151,14 @@ class _RedistributeParameter(torch.autograd.Function):
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[DTensor, None]:
         source, target = context.redistribution.backward
+        is_shared = has_other_owner(gradient)
+        grad_local = _redistributed(gradient, source, target).contiguous()
+        # Without a collective, the gradient of a sum of parameters is one tensor for all of them. Autograd copies such
+        # a tensor before it accumulates into it, but does not see it inside of a DTensor.
+        if grad_local is gradient and is_shared:
+            grad_local = gradient.clone()
         grad_parameter = DTensor.from_local(
-            _redistributed(gradient, source, target).contiguous(),
+            grad_local,
             target.mesh.device_mesh,
             target.placements,
             run_check=False,

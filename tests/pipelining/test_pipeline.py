@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from maxmoe import MoEConfig, MoEFeedForward
 from maxmoe.models import Decoder
+from maxmoe.models.decoder import Block
 from maxmoe.parallel import Declaration, PipelineParts, token_sharding
 from maxmoe.pipelining import pipeline
 from maxmoe.sharding import Mesh
@@ -138,10 +139,11 @@ def test_each_block_runs_once_for_each_micro_batch() -> None:
     def check() -> None:
         for schedule in ("gpipe", "zbv"):
             run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", schedule)
-            for block in run.model.blocks:
+            blocks = [block for block in run.model.blocks if isinstance(block, Block)]
+            for block in blocks:
                 block.register_forward_hook(count)
             run.step(*batch())
-            assert len(calls) == NUM_MICRO_BATCHES * len(run.model.blocks) and all(calls)
+            assert len(calls) == NUM_MICRO_BATCHES * len(blocks) and all(calls)
             calls.clear()
 
     run_ranks(check, 2)
@@ -169,7 +171,8 @@ class Classifier(nn.Module):
             self.encoder["layers"].append(nn.Sequential(nn.LayerNorm(8), MoEFeedForward(moe)))
         self.encoder["layers"][3][0].weight = self.encoder["layers"][2][0].weight
         self.head = nn.Linear(8, 2)
-        self.declaration = Declaration(pipeline_parts=PipelineParts(("encoder.inputs",), "encoder.layers", ("head",)))
+        parts = PipelineParts(("encoder.inputs",), "encoder.layers", ("head",), removes_blocks=True)
+        self.declaration = Declaration(pipeline_parts=parts)
         self.double()
 
     def forward(self, x: Tensor, *, scale: float) -> dict[str, Tensor]:
@@ -219,13 +222,15 @@ def test_modes_reach_every_module() -> None:
     def check() -> None:
         run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", "looped_bfs")
         modes: list[bool] = []
-        next(iter(run.model.blocks)).register_forward_hook(lambda block, _inputs, _output: modes.append(block.training))
+        run.model.blocks[run._run._stages[0].index].register_forward_hook(
+            lambda block, _inputs, _output: modes.append(block.training)
+        )
         for stage in run._run._stages:
             stage.model.register_forward_hook(lambda model, _inputs, _output: modes.append(model.training))
-        run.eval()
+        run.model.eval()
         run.evaluate(*batch())
         assert modes and not any(modes) and not run.model.training
-        run.train()
+        run.model.train()
         modes.clear()
         run.step(*batch())
         assert modes and all(modes)
