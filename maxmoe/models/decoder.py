@@ -121,11 +121,6 @@ class Block(Checkpointed):
         return {"input": SavedTensor(shape, names)} if self.is_recomputed else {}
 
 
-def _absent_block(x: Tensor) -> tuple[Tensor, None, None]:
-    """Return what a `Block` returns that leaves the hidden states unchanged."""
-    return x, None, None
-
-
 class Decoder(nn.Module):
     """Causal language model with rotary attention and SwiGLU or Mixture-of-Experts layers.
 
@@ -227,7 +222,10 @@ class Decoder(nn.Module):
             residual_stream=ResidualStream(self.config.hidden_size, ((None, "embedding"), ("norm", None))),
             # With tied embeddings, the last part has the embedding as well.
             pipeline_parts=PipelineParts(
-                ("embedding",), "blocks", ("norm", "embedding" if self.output is None else "output"), _absent_block
+                ("embedding",),
+                "blocks",
+                ("norm", "embedding" if self.output is None else "output"),
+                absent_block_output=lambda x: (x, None, None),
             ),
             saved_tensors=self._saved_tensors,
         )
