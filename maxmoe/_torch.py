@@ -112,9 +112,10 @@ class ConvertedModule(nn.Module):
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """Copy a module without its children, parameters and buffers, which both modules have.
+    """Copy a module; the copy has the same children, parameters and buffers.
 
-    `copy.copy` would share the tables of children and hooks as well: a change of the copy would change the original.
+    With `copy.copy` alone, both modules would have one table of children and of hooks, so that a child or a hook added
+    to the copy would be added to the original.
     """
     result = copy.copy(module)
     for name, value in module.__dict__.items():

@@ -1,7 +1,7 @@
 """`parallelize`: run a module on a mesh, with tokens dispatched to experts and all other parameters gathered."""
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from torch import nn
 
@@ -93,15 +93,13 @@ def parallelize(
         raise ValueError(f"mesh must have no axis {STAGE_AXIS!r}, got {mesh}: maxmoe.pipeline cuts a model into stages")
     rules = LogicalRules.load(rules)
     recompute = recompute_of(module) if recompute is None else recompute
-    facts = {
-        "the mesh": repr(mesh),
+    settings = {
         "dispatch": repr(dispatch),
         "num_chunks": repr(num_chunks),
         "recompute": repr(sorted(map(str, recompute))),
         "strict and allow_unused": repr((strict, allow_unused)),
-        **model_facts(module, rules),
     }
-    check_ranks_agree(facts, mesh.device_mesh.device_type)
+    check_settings(module, mesh, rules, settings)
     check_recompute(module, recompute)
     plan = make_plan(module, mesh, rules, strict=strict, allow_unused=allow_unused, dispatch=dispatch)
     check_plan(plan, num_chunks)
@@ -122,15 +120,22 @@ def apply_plan(module: nn.Module, plan: Plan, num_chunks: int, input_check: Inpu
     register_hooks(module, plan, input_check)
 
 
-def model_facts(module: nn.Module, rules: LogicalRules) -> dict[str, str]:
-    """Return the settings of a module on which its collectives depend; raise for adapters around parts of a layer."""
+def check_settings(module: nn.Module, mesh: Mesh, rules: LogicalRules, settings: Mapping[str, str]) -> None:
+    """Raise on every rank if anything differs on which the collectives of a module depend, and for adapters in layers.
+
+    Args:
+        module: module to parallelize.
+        mesh: mesh of all ranks.
+        rules: rules of the module.
+        settings: texts of further settings, by name.
+    """
     _check_adapters(module)
-    facts = {"the rules": repr(rules)}
+    facts = {"the mesh": repr(mesh), **settings, "the rules": repr(rules)}
     for path, child in module.named_modules():
         facts[f"the module {path or '(root)'}"] = f"{type(child).__name__}({child.extra_repr()})"
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
         facts[path] = f"shape {tuple(tensor.shape)}, {tensor.dtype}, requires_grad={tensor.requires_grad}"
-    return facts
+    check_ranks_agree(facts, mesh.device_mesh.device_type)
 
 
 def _check_adapters(module: nn.Module) -> None:

@@ -13,7 +13,7 @@ from maxmoe.load.stats import MoEStats
 from maxmoe.nn import MoE, MoEFeedForward, MoEOutput, check_recompute, recompute_of, set_recompute
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.fsdp import fully_shard_stage
-from maxmoe.parallel.parallelize import apply_plan, check_plan, model_facts
+from maxmoe.parallel.parallelize import apply_plan, check_plan, check_settings
 from maxmoe.parallel.planner import make_plan
 from maxmoe.pipelining.boundary import Boundary
 from maxmoe.pipelining.micro_batches import facts_of, split
@@ -104,8 +104,7 @@ def pipeline(
         raise TypeError(f"loss must be a function of output and targets, got {type(loss).__name__}")
     rules = LogicalRules.load(rules)
     recompute = recompute_of(model) if recompute is None else recompute
-    facts = {
-        "the mesh": repr(mesh),
+    settings = {
         "schedule": repr(schedule),
         "num_micro_batches": repr(num_micro_batches),
         "blocks_per_stage and stages_per_rank": repr((blocks_per_stage, stages_per_rank)),
@@ -114,12 +113,13 @@ def pipeline(
         "num_chunks": repr(num_chunks),
         "recompute": repr(sorted(map(str, recompute))),
         "strict and allow_unused": repr((strict, allow_unused)),
-        **model_facts(model, rules),
     }
-    check_ranks_agree(facts, mesh.device_mesh.device_type)
+    check_settings(model, mesh, rules, settings)
     kind = schedule_kind(schedule)
     count = check_schedule(schedule, mesh.size(STAGE_AXIS), stages_per_rank, num_micro_batches)
     parts = stage_parts(model, mesh.size(STAGE_AXIS) * count, blocks_per_stage)
+    if any(isinstance(module, MoE) and module.metrics_accumulator is not None for module in model.modules()):
+        raise ValueError("model must have no StatsAccumulator yet: make it of pipeline.model, after maxmoe.pipeline")
     check_recompute(model, recompute)
     within = mesh.within_stage()
     # The plan of the whole model, so that an error in any stage is raised on every rank.
@@ -129,23 +129,21 @@ def pipeline(
     # A single stage has no neighbor.
     boundary = Boundary(model, plan) if len(parts) > 1 else None
     layers = {path: module.config.num_experts for path, module in model.named_modules() if isinstance(module, MoE)}
-    if any(isinstance(module, MoE) and module.metrics_accumulator is not None for module in model.modules()):
-        raise ValueError("model must have no StatsAccumulator yet: make it of pipeline.model, after maxmoe.pipeline")
     _add_aux_losses(model, aux_loss_scale)
     mine = kind.stages_of(mesh.coordinates().get(STAGE_AXIS, 0), mesh.size(STAGE_AXIS), count)
     modules = {index: stage_module(model, parts[index]) for index in mine}
     keep_stages(model, [parts[index] for index in mine])
     stages = []
     for index, module in modules.items():
-        plan = make_plan(module, within, rules, allow_unused=True, dispatch=dispatch)
-        apply_plan(module, plan, num_chunks, input_check=None)
+        stage_plan = make_plan(module, within, rules, allow_unused=True, dispatch=dispatch)
+        apply_plan(module, stage_plan, num_chunks, input_check=None)
         of_stage = loss if parts[index].is_last else None
         stage = Stage(index, module, copied_modules(model, module), of_stage, is_first=parts[index].is_first)
-        fully_shard_stage(stage, module, plan, reshards=not kind.splits_backward)
+        fully_shard_stage(stage, module, stage_plan, reshards=not kind.splits_backward)
         stages.append(stage)
     group = mesh.process_group(STAGE_AXIS) if mesh.size(STAGE_AXIS) > 1 else None
-    model.layers_of_stages = LayersOfStages(layers, group, within.device_mesh.device_type)  # type: ignore[assignment]
-    run = ScheduledRun(kind, stages, len(parts), num_micro_batches, group, within.device_mesh.device_type)
+    model.layers_of_stages = LayersOfStages(layers, group, within.device_type)  # type: ignore[assignment]
+    run = ScheduledRun(kind, stages, len(parts), num_micro_batches, group, within.device_type)
     return Pipeline(model, run, boundary, loss, plan.tokens, aux_loss_scale)
 
 

@@ -62,9 +62,9 @@ class Stage(nn.Module):
         weights. A part that is recomputed as a whole would be recomputed each time, and the graph of a parameter that
         several modules share is freed after the first time.
         """
-        names = [parameter for _, parameter in self.model.named_parameters(remove_duplicate=False)]
+        parameters = [parameter for _, parameter in self.model.named_parameters(remove_duplicate=False)]
         is_recomputed = any(isinstance(part, Checkpointed) and part.is_recomputed for part in self.model.modules())
-        return is_recomputed or len(set(names)) < len(names)
+        return is_recomputed or len(set(parameters)) < len(parameters)
 
     def begin(self, micro_batches: list[MicroBatch]) -> None:
         """Set the micro-batches of a step, and the mode of the model in the copies of its modules."""

@@ -17,25 +17,20 @@ from maxmoe.sharding import Mesh
 from support.parts import assert_same
 from support.run_ranks import run_ranks
 from support.staged_decoder import (
+    DEEPSEEK,
     LENGTH,
     NUM_MICRO_BATCHES,
+    SPLIT,
     batch,
     check_gradients,
     check_step,
-    config,
     decoder,
+    micro_batches,
     part_of_micro_batches,
     staged,
     step_of,
     step_of_one_process,
 )
-
-DEEPSEEK = config("deepseek_v3")
-SPLIT = "interleaved_zero_bubble"  # a schedule with a split backward
-
-
-def micro_batches(*tensors: Tensor, count: int = NUM_MICRO_BATCHES) -> list[tuple[Tensor, ...]]:
-    return list(zip(*(tensor.tensor_split(count) for tensor in tensors), strict=True))
 
 
 def sums(*summands: dict[str, Tensor]) -> dict[str, Tensor]:

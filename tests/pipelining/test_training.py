@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from maxmoe import StatsAccumulator
 from maxmoe.optim import Muon, parameter_groups
@@ -13,22 +13,16 @@ from maxmoe.sharding import Mesh
 from support.parts import assert_same
 from support.run_ranks import run_ranks
 from support.staged_decoder import (
-    NUM_MICRO_BATCHES,
+    DEEPSEEK,
+    SPLIT,
     batch,
     check_gradients,
-    config,
     decoder,
+    micro_batches,
     part_of_micro_batches,
     staged,
     step_of,
 )
-
-DEEPSEEK = config("deepseek_v3")
-SPLIT = "interleaved_zero_bubble"  # a schedule with a split backward
-
-
-def micro_batches(*tensors: Tensor, count: int = NUM_MICRO_BATCHES) -> list[tuple[Tensor, ...]]:
-    return list(zip(*(tensor.tensor_split(count) for tensor in tensors), strict=True))
 
 
 def optimizers() -> dict[str, Callable[[nn.Module], torch.optim.Optimizer]]:

@@ -1,6 +1,7 @@
 """Ranks that die, hang or raise in the middle of a training, and what all ranks say of it."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -54,3 +55,15 @@ def outcomes(
         run_ranks(watched, world_size, timeout=timeout)
     lines = {int(path.name): path.read_text().partition(" ") for path in folder.iterdir()}
     return {rank: (float(seconds), message) for rank, (seconds, _, message) in lines.items()}
+
+
+def check_rank_2_is_named(
+    found: dict[int, tuple[float, str]], fail: Callable[[], None], delay: float, message: str
+) -> None:
+    """Every other rank of four names it in time; a rank that raises keeps its own error."""
+    own = {2} if fail is complain else set()
+    assert found.keys() == {0, 1, 3} | own
+    for rank, (seconds, text) in found.items():
+        expected = "ValueError: no such token" if rank in own else rf"RankError: {message} \(rank {rank} saw: .*\)"
+        assert re.fullmatch(expected, text), text
+        assert seconds < delay + PATIENCE + SLACK

@@ -51,6 +51,10 @@ def config(family: str, **changes: Any) -> DecoderConfig:
     return DecoderConfig(**{**SIZES, "moe": MOE[family], **changes})
 
 
+DEEPSEEK = config("deepseek_v3")
+SPLIT = "interleaved_zero_bubble"  # a schedule with a split backward
+
+
 def decoder(config: DecoderConfig) -> Decoder:
     """With parameters large enough to matter, the same on every rank."""
     torch.manual_seed(0)
@@ -66,6 +70,10 @@ def batch(num_rows: int = BATCH) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     tokens, targets = torch.randint(0, SIZES["vocab_size"], (2, num_rows, LENGTH), generator=generator)
     return tokens, targets
+
+
+def micro_batches(*tensors: Tensor, count: int = NUM_MICRO_BATCHES) -> list[tuple[Tensor, ...]]:
+    return list(zip(*(tensor.tensor_split(count) for tensor in tensors), strict=True))
 
 
 def loss(output: DecoderOutput, targets: Tensor) -> Tensor:
@@ -84,11 +92,11 @@ class Step:
 
 
 def step_of(
-    model: Decoder, micro_batches: list[tuple[Tensor, Tensor]], aux_loss_scale: float = 1.0, **options: list[Tensor]
+    model: Decoder, parts: list[tuple[Tensor, ...]], aux_loss_scale: float = 1.0, **options: list[Tensor]
 ) -> Step:
     """Gradients are accumulated, one micro-batch after the other; nothing is divided."""
     outputs, losses = [], []
-    for index, (tokens, targets) in enumerate(micro_batches):
+    for index, (tokens, targets) in enumerate(parts):
         output = model(tokens, **{name: values[index] for name, values in options.items()})
         losses.append(loss(output, targets))
         (losses[-1] + aux_loss_scale * output.aux_loss).backward()
@@ -105,11 +113,7 @@ def step_of(
 
 @functools.cache
 def step_of_one_process(config: DecoderConfig, num_micro_batches: int = NUM_MICRO_BATCHES) -> Step:
-    tokens, targets = batch()
-    return step_of(
-        decoder(config),
-        list(zip(tokens.tensor_split(num_micro_batches), targets.tensor_split(num_micro_batches), strict=True)),
-    )
+    return step_of(decoder(config), micro_batches(*batch(), count=num_micro_batches))
 
 
 def part_of_micro_batches(whole: Tensor, mesh: Mesh, rules: str, count: int = NUM_MICRO_BATCHES) -> Tensor:
