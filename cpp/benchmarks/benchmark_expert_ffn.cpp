@@ -25,7 +25,11 @@ struct Problem {
         routed{plan.slots.data(), plan.rows.data(), plan.group_sizes.data(), num_experts, shape.top_k} {}
 
   ExpertWeights<T> experts() const {
-    return {gate.read_stack(num_experts), up.read_stack(num_experts), down.read_stack(num_experts), {}, {}, {}};
+    ExpertWeights<T> all{};  // without biases and factors
+    all.gate = gate.read_stack(num_experts);
+    all.up = up.read_stack(num_experts);
+    all.down = down.read_stack(num_experts);
+    return all;
   }
 
   Plan plan;
@@ -92,13 +96,14 @@ void benchmark_backward_input(Session& session, const Case& c, const ExpertsShap
   const Table<T> rows(problem.plan.num_rows(), shape.hidden_size);
   const Table<T> grad_x(shape.num_tokens, shape.hidden_size);
   const ExpertWeights<T> experts = problem.experts();
-  const ExpertFfnBackwardInput<T> ffn{problem.preactivations.read(),
-                                      problem.routed,
-                                      experts.gate,
-                                      experts.up,
-                                      &problem.gemm,
-                                      rows.view(),
-                                      grad_x.view()};
+  ExpertFfnBackwardInput<T> ffn{};  // without factors
+  ffn.grad_preactivations = problem.preactivations.read();
+  ffn.routed = problem.routed;
+  ffn.gate = experts.gate;
+  ffn.up = experts.up;
+  ffn.gemm = &problem.gemm;
+  ffn.rows = rows.view();
+  ffn.grad_x = grad_x.view();
   time_products<T>(session, c, shape, /*count=*/2, [&] { expert_ffn_backward_input(ffn, session.threads()); });
 }
 

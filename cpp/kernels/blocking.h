@@ -46,11 +46,11 @@ class PackedA {
   using Element = ElementOf<T>;
   static constexpr int64_t kKC = kKCSteps * kDepthPerStep<Element>;
 
-  explicit PackedA(const GemmOperand<T>& a)
+  PackedA(const GemmOperand<T>& a, int scratch_slot)
       : a_(a),
         block_size_((a.rows() + kMR - 1) / kMR *
                     panel_size_of_a<Element>(steps_of_depth<Element>(at_most(a.columns(), kKC)))),
-        blocks_(scratch<Element>(kPackedAScratch, (a.columns() + kKC - 1) / kKC * block_size_)) {}
+        blocks_(scratch<Element>(scratch_slot, (a.columns() + kKC - 1) / kKC * block_size_)) {}
 
   const Element* block(Range depth) {
     Element* const panels = blocks_ + depth.begin / kKC * block_size_;

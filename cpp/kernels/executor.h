@@ -79,12 +79,13 @@ MAXMOE_INLINE int64_t rows_per_task(int64_t columns) {
 
 // The slots of scratch memory. Buffers that are in use at the same time have different slots. Slots 0 to 4 are for a
 // kernel's own tasks, and each kernel names the ones that it uses. Its work list lives around the tasks and has slot 5.
-// The tasks call a Gemm, which has the last three.
+// The tasks call a Gemm, which has the last four.
 constexpr int kWorkListScratch = 5;
 constexpr int kPackedAScratch = 6;
 constexpr int kPackedBScratch = 7;
-constexpr int kSumsScratch = 8;  // partial sums of C in the accumulator's type
-constexpr int kScratchSlots = 9;
+constexpr int kSumsScratch = 8;           // partial sums of C in the accumulator's type
+constexpr int kPackedReducedScratch = 9;  // of the low-rank term
+constexpr int kScratchSlots = 10;
 
 // Uninitialized memory of the calling thread, 64-byte aligned. The memory is kept for later calls, which avoids the
 // page faults of newly mapped memory. A later call with the same slot invalidates the pointer.

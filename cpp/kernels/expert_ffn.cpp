@@ -1,6 +1,7 @@
 #include "expert_ffn.h"
 
 #include "activation.h"
+#include "expert_rows.h"
 #include "expert_tasks.h"
 #include "ragged_unsort.h"
 #include "row.h"
@@ -8,10 +9,10 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
-// The scratch slots of a tile: A and Z in the forward pass, dA in the backward pass.
+// The scratch slots of a tile: A, Z, and the reduced rows.
 constexpr int kActivatedScratch = 1;
 constexpr int kPreactivationsScratch = 2;
-constexpr int kGradActivatedScratch = 1;
+constexpr int kReducedScratch = 3;
 
 // F, the number of rows of down.
 template <class T>
@@ -23,23 +24,6 @@ int64_t intermediate_size(const ExpertWeights<T>& experts) {
 template <class T>
 int64_t preactivation_width(const ExpertWeights<T>& experts) {
   return experts.gate.first.columns + experts.up.first.columns;
-}
-
-// The columns of Z or dZ of a separate gate, and the columns of up.
-template <class View>
-View gate_columns(const View& preactivations, int64_t gate_width) {
-  return preactivations.column_range(0, gate_width);
-}
-
-template <class View>
-View up_columns(const View& preactivations, int64_t gate_width) {
-  return preactivations.column_range(gate_width, preactivations.columns);
-}
-
-// The tokens of rows [begin, end), as an operand that reads them by index: they are not gathered.
-template <class T>
-GemmOperand<T> tokens_of(ConstMatrixView<T> x, const RoutedRows& routed, int64_t begin, int64_t end) {
-  return {x, routed.slots + begin, routed.top_k, end - begin};
 }
 
 // The product out = a * b + bias for some a. The bias is copied to `out`, and the product is added to it.
@@ -57,7 +41,7 @@ const T* bias_row(ConstMatrixView<T> bias, int64_t group) {
 
 // A = activation(Z), in blocks of columns that stay in the first-level cache.
 template <class T>
-void activate_rows(const ActivationKind& kind, MatrixView<T> preactivations, MatrixView<T> activated) {
+void activate_rows(const ActivationKind& kind, ConstMatrixView<T> preactivations, MatrixView<T> activated) {
   for (int64_t r = 0; r < activated.rows; ++r) {
     for (int64_t begin = 0; begin < activated.columns; begin += kColumnBlock) {
       const int64_t size = at_most(activated.columns - begin, kColumnBlock);
@@ -73,6 +57,72 @@ bool wants_only_preactivations(const ExpertFfn<T>& a) {
   return a.out.data == nullptr;
 }
 
+// Z of a tile, which is stored for the backward pass, or in scratch memory if the caller does not keep it.
+template <class T>
+MatrixView<T> preactivations_of(const ExpertFfn<T>& a, const GroupTile& tile) {
+  if (a.preactivations.data != nullptr) return a.preactivations.row_range(tile.begin, tile.end);
+  const int64_t height = tile.end - tile.begin;
+  const int64_t columns = preactivation_width(a.experts);
+  return {scratch<T>(kPreactivationsScratch, height * columns), height, columns, columns};
+}
+
+// The reduced rows of a tile, stored or in scratch memory like Z.
+template <class T>
+ReducedRows<T> reduced_rows_of(const ExpertFfn<T>& a, const GroupTile& tile) {
+  if (!a.reduced.empty()) return a.reduced.row_range(tile.begin, tile.end);
+  const int64_t gate = a.experts.gate_factors.rank();
+  const int64_t up = a.experts.up_factors.rank();
+  const int64_t columns = gate + up + a.experts.down_factors.rank();
+  const int64_t height = tile.end - tile.begin;
+  const MatrixView<T> all{scratch<T>(kReducedScratch, height * columns), height, columns, columns};
+  return {all.column_range(0, gate), all.column_range(gate, gate + up), all.column_range(gate + up, columns)};
+}
+
+// The products of one operand, which packs it once: at most gate and up, each after the product with its factor.
+template <class T>
+struct Products {
+  Product<T> list[4];
+  int64_t count = 0;
+
+  MAXMOE_INLINE void add(const Product<T>& product) { list[count++] = product; }
+  // Computes the reduced rows of a matrix with factors.
+  MAXMOE_INLINE void add_reduced(const LowRankFactors<T>& factors, int64_t group, MatrixView<T> reduced) {
+    if (!factors.empty()) add({factors.reduce[group], reduced, false});
+  }
+  // Adds a product with a matrix, and the term of its factors.
+  MAXMOE_INLINE void add_projected(Product<T> product, const LowRankFactors<T>& factors, int64_t group,
+                                   MatrixView<T> reduced) {
+    if (!factors.empty()) {
+      product.reduced = reduced.as_const();
+      product.expand = factors.expand[group];
+    }
+    add(product);
+  }
+};
+
+// Computes Z of a tile, and the reduced rows of gate and up. `next` is the matrix that is prefetched at the end.
+template <class T>
+void project_tokens(const ExpertFfn<T>& a, const GroupTile& tile, MatrixView<T> preactivations,
+                    const ReducedRows<T>& reduced, ConstMatrixView<T> next) {
+  const ExpertWeights<T>& experts = a.experts;
+  const int64_t group = tile.group;
+  const int64_t gate_width = experts.gate.first.columns;
+  const ConstMatrixView<T> up = experts.up[group];
+  // gate and up are products of the same tokens, which are packed once.
+  Products<T> products;
+  products.add_reduced(experts.gate_factors, group, reduced.gate);
+  products.add_reduced(experts.up_factors, group, reduced.up);
+  if (a.kind.gate == GateLayout::separate) {
+    products.add_projected(product_with_bias(experts.gate[group], bias_row(experts.gate_bias, group),
+                                             gate_columns(preactivations, gate_width), up),
+                           experts.gate_factors, group, reduced.gate);
+  }
+  products.add_projected(
+      product_with_bias(up, bias_row(experts.up_bias, group), up_columns(preactivations, gate_width), next),
+      experts.up_factors, group, reduced.up);
+  a.gemm->multiply(tokens_of(a.x, a.routed, tile.begin, tile.end), products.list, products.count);
+}
+
 // Computes one tile: preactivations, activation and the output rows. The tile stays in a cache from one product to the
 // next. `next_group` is the group that this thread will probably compute next; its first matrix is prefetched at the
 // end.
@@ -81,167 +131,23 @@ void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile, int64_t next_gro
   const ExpertWeights<T>& experts = a.experts;
   const int64_t height = tile.end - tile.begin;
   const int64_t width = intermediate_size(experts);
-
-  const GemmOperand<T> tokens = tokens_of(a.x, a.routed, tile.begin, tile.end);
-  const MatrixView<T> activated{scratch<T>(kActivatedScratch, height * width), height, width, width};
-  // Z is stored for the backward pass, or in scratch memory if the caller does not keep it.
-  MatrixView<T> preactivations;
-  if (a.preactivations.data != nullptr) {
-    preactivations = a.preactivations.row_range(tile.begin, tile.end);
-  } else {
-    const int64_t columns = preactivation_width(experts);
-    preactivations = {scratch<T>(kPreactivationsScratch, height * columns), height, columns, columns};
-  }
-
-  const int64_t gate_width = experts.gate.first.columns;
-  const ConstMatrixView<T> up = experts.up[tile.group];
+  const MatrixView<T> preactivations = preactivations_of(a, tile);
+  const ReducedRows<T> reduced = reduced_rows_of(a, tile);
   const ConstMatrixView<T> down = experts.down[tile.group];
   const ConstMatrixView<T> of_next_tile = experts.gate.empty() ? experts.up[next_group] : experts.gate[next_group];
-  // gate and up are products of the same tokens, which are packed once.
-  Product<T> products[2];
-  int64_t count = 0;
-  if (a.kind.gate == GateLayout::separate) {
-    products[count++] = product_with_bias(experts.gate[tile.group], bias_row(experts.gate_bias, tile.group),
-                                          gate_columns(preactivations, gate_width), up);
-  }
-  products[count++] =
-      product_with_bias(up, bias_row(experts.up_bias, tile.group), up_columns(preactivations, gate_width),
-                        wants_only_preactivations(a) ? of_next_tile : down);
-  a.gemm->multiply(tokens, products, count);
-  if (wants_only_preactivations(a)) return;
-  activate_rows(a.kind, preactivations, activated);
-  a.gemm->multiply(activated.as_const(), product_with_bias(down, bias_row(experts.down_bias, tile.group),
-                                                           a.rows.row_range(tile.begin, tile.end), of_next_tile));
-}
+  project_tokens(a, tile, preactivations, reduced, wants_only_preactivations(a) ? of_next_tile : down);
+  if (wants_only_preactivations(a) && experts.down_factors.empty()) return;
 
-// Backward of the activation for one row: Z becomes dZ, A becomes weight * A. Returns <dA, A>. Z stays if dA is null.
-template <class T>
-Accumulator<T> activate_backward_row(const ExpertFfnBackwardDown<T>& a, int64_t row, Accumulator<T> weight,
-                                     const T* grad_activated) {
-  using S = Accumulator<T>;
-  const int64_t width = a.down.first.rows;
-  T* preactivations = a.preactivations.row(row);
-  S grad_weight = 0;
-  for (int64_t begin = 0; begin < width; begin += kColumnBlock) {
-    const int64_t size = at_most(width - begin, kColumnBlock);
-    // A is recomputed from Z. This costs an exponential per element, and no memory between the passes.
-    const auto block = activate_block<T, true>(a.kind, preactivations, width, begin, size);
-    const PreactivationColumns columns = preactivation_columns(a.kind.gate, width, begin);
-    if (a.activated.data != nullptr) store_block<T>(weight * block.activated, a.activated.row(row) + begin, 1);
-    if (grad_activated == nullptr) continue;
-    Block<S> grad = load_block(grad_activated + begin, 1, size);
-    grad_weight += (grad * block.activated).sum();
-    // <dA, A> is taken first, because the gradient of the weight is computed from the unweighted output.
-    grad *= weight;
-    store_block<T>(grad * block.up_slope, preactivations + columns.up, columns.stride);
-    if (a.kind.gate != GateLayout::none) {
-      store_block<T>(grad * block.gate_slope, preactivations + columns.gate, columns.stride);
-    }
+  const MatrixView<T> activated{scratch<T>(kActivatedScratch, height * width), height, width, width};
+  activate_rows(a.kind, preactivations.as_const(), activated);
+  Products<T> products;
+  products.add_reduced(experts.down_factors, tile.group, reduced.down);
+  if (!wants_only_preactivations(a)) {
+    products.add_projected(product_with_bias(down, bias_row(experts.down_bias, tile.group),
+                                             a.rows.row_range(tile.begin, tile.end), of_next_tile),
+                           experts.down_factors, tile.group, reduced.down);
   }
-  return grad_weight;
-}
-
-// The routing weight of a slot; 1 without weights.
-template <class T>
-Accumulator<T> weight_of_slot(const ExpertFfnBackwardDown<T>& a, int64_t slot) {
-  return a.weights == nullptr ? Accumulator<T>(1) : a.weights[slot];
-}
-
-// Computes dZ, weights * A and the gradients of the weights for the rows of a tile.
-template <class T>
-void grad_preactivations_tile(const ExpertFfnBackwardDown<T>& a, const GroupTile& tile, int64_t next_group) {
-  const int64_t height = tile.end - tile.begin;
-  const int64_t width = a.down.first.rows;
-  const GemmOperand<T> grad_out = tokens_of(a.grad_out, a.routed, tile.begin, tile.end);
-  MatrixView<T> grad_activated;
-  if (!a.keeps_preactivations) {
-    grad_activated = {scratch<T>(kGradActivatedScratch, height * width), height, width, width};
-    const ConstMatrixView<T> next_down = a.down[next_group].transposed();
-    a.gemm->multiply(grad_out, {a.down[tile.group].transposed(), grad_activated, false, next_down});
-  }
-  for (int64_t r = 0; r < height; ++r) {
-    const int64_t slot = a.routed.slots[tile.begin + r];
-    auto grad_weight = activate_backward_row(a, tile.begin + r, weight_of_slot(a, slot), grad_activated.row(r));
-    if (a.grad_weights == nullptr) continue;
-    // The output of the expert is A down + bias: the bias is a second term of the gradient of its weight.
-    if (a.down_bias.data != nullptr) {
-      grad_weight += dot_rows<T>(grad_out.memory_row(r), a.down_bias.row(tile.group), a.grad_out.columns);
-    }
-    a.grad_weights[slot] = grad_weight;
-  }
-}
-
-// Computes dZ [gate | up]^T for the rows of a tile. A separate gate is a second product, added to the first.
-template <class T>
-void grad_rows_tile(const ExpertFfnBackwardInput<T>& a, const GroupTile& tile, int64_t next_group) {
-  const ConstMatrixView<T> grad = a.grad_preactivations.row_range(tile.begin, tile.end);
-  const MatrixView<T> rows = a.rows.row_range(tile.begin, tile.end);
-  const int64_t gate_width = a.gate.first.columns;
-  const ConstMatrixView<T> next_up = a.up[next_group].transposed();
-  const ConstMatrixView<T> up = a.up[tile.group].transposed();
-  if (a.gate.empty()) return a.gemm->multiply(grad, {up, rows, false, next_up});
-  const ConstMatrixView<T> gate = a.gate[tile.group].transposed();
-  a.gemm->multiply(up_columns(grad, gate_width), {up, rows, false, gate});
-  a.gemm->multiply(gate_columns(grad, gate_width), {gate, rows, true, next_up});
-}
-
-// out = lhs^T * rhs, the gradient of a weight; a product over no rows is zero. A product is written row by row. If
-// `out` is transposed, like the weights of linear layers, the transposed product is computed.
-template <class T>
-void multiply_transposed(const Gemm<T>& gemm, GemmOperand<T> lhs, GemmOperand<T> rhs, MatrixView<T> out) {
-  if (out.column_stride == 1) return gemm.multiply(lhs.transposed(), {rhs, out, false});
-  gemm.multiply(rhs.transposed(), {lhs, out.transposed(), false});
-}
-
-// Gradients of down and its bias for one expert, in columns [begin, end) of the hidden size.
-template <class T>
-void grad_down_columns(const ExpertFfnBackwardDown<T>& a, const GroupTile& rows, int64_t begin, int64_t end) {
-  const ConstMatrixView<T> columns = a.grad_out.column_range(begin, end);
-  if (!a.grad_down.empty()) {
-    multiply_transposed<T>(*a.gemm, a.activated.row_range(rows.begin, rows.end).as_const(),
-                           tokens_of(columns, a.routed, rows.begin, rows.end),
-                           a.grad_down[rows.group].column_range(begin, end));
-  }
-  if (a.grad_down_bias.data != nullptr) {
-    const int64_t* slots = a.routed.slots + rows.begin;
-    const auto token = [&](int64_t r) { return slots[r] / a.routed.top_k; };
-    const auto weight = [&](int64_t r) { return weight_of_slot(a, slots[r]); };
-    sum_weighted_rows<T>(columns, rows.end - rows.begin, token, weight, a.grad_down_bias.row(rows.group) + begin);
-  }
-}
-
-// Gradients of gate and up for one expert, in rows [begin, end) of the hidden size.
-template <class T>
-void grad_up_rows(const ExpertFfnBackwardUp<T>& a, const GroupTile& rows, int64_t begin, int64_t end) {
-  const ConstMatrixView<T> grad = a.grad_preactivations.row_range(rows.begin, rows.end);
-  const GemmOperand<T> tokens = tokens_of(a.x.column_range(begin, end), a.routed, rows.begin, rows.end);
-  Product<T> products[2];
-  int64_t count = 0;
-  const auto add = [&](const MatrixStack<T>& gradient, ConstMatrixView<T> rhs) {
-    if (gradient.empty()) return;
-    const MatrixView<T> out = gradient[rows.group].row_range(begin, end);
-    // Row-major gradients of gate and up share the packed tokens. A transposed gradient has another left-hand side, so
-    // it is computed separately.
-    if (out.column_stride != 1) return multiply_transposed<T>(*a.gemm, tokens, rhs, out);
-    products[count++] = {rhs, out, false};
-  };
-  add(a.grad_gate, gate_columns(grad, a.gate_width));
-  add(a.grad_up, up_columns(grad, a.gate_width));
-  if (count > 0) a.gemm->multiply(tokens.transposed(), products, count);
-}
-
-// Gradients of the biases of gate and up for one expert: the sum of dZ over its rows.
-template <class T>
-void grad_up_biases(const ExpertFfnBackwardUp<T>& a, const GroupTile& rows) {
-  const ConstMatrixView<T> grad = a.grad_preactivations.row_range(rows.begin, rows.end);
-  const auto one = [](int64_t) { return Accumulator<T>(1); };
-  const auto same = [](int64_t r) { return r; };
-  if (a.grad_up_bias.data != nullptr) {
-    sum_weighted_rows<T>(up_columns(grad, a.gate_width), grad.rows, same, one, a.grad_up_bias.row(rows.group));
-  }
-  if (a.grad_gate_bias.data != nullptr) {
-    sum_weighted_rows<T>(gate_columns(grad, a.gate_width), grad.rows, same, one, a.grad_gate_bias.row(rows.group));
-  }
+  a.gemm->multiply(activated.as_const(), products.list, products.count);
 }
 
 }  // namespace
@@ -260,41 +166,6 @@ void expert_ffn(const ExpertFfn<T>& a, const Executor& executor) {
   ragged_unsort(RaggedUnsort<T>{a.rows.as_const(), a.routed.row_of_slot, a.routed.top_k, a.weights, a.out}, executor);
 }
 
-// Two passes over the rows: the gradient of down is a sum over all rows of an expert, which needs the tiles of the
-// first pass to be finished.
-template <class T>
-void expert_ffn_backward_down(const ExpertFfnBackwardDown<T>& a, const Executor& executor) {
-  const int64_t hidden_size = a.grad_out.columns;
-  const int64_t multiply_adds = hidden_size * a.down.first.rows;
-  run_tiles(a, a.preactivations.rows, hidden_size, multiply_adds, executor,
-            [&](const GroupTile& tile, int64_t next_group) { grad_preactivations_tile(a, tile, next_group); });
-  if (a.grad_down.empty() && a.grad_down_bias.data == nullptr) return;
-  run_experts(a, hidden_size, multiply_adds, executor,
-              [&](const GroupTile& rows, int64_t begin, int64_t end) { grad_down_columns(a, rows, begin, end); });
-}
-
-// The rows are summed without weights, because dZ contains them already.
-template <class T>
-void expert_ffn_backward_input(const ExpertFfnBackwardInput<T>& a, const Executor& executor) {
-  const int64_t multiply_adds = a.grad_x.columns * a.grad_preactivations.columns;
-  run_tiles(a, a.rows.rows, a.grad_preactivations.columns, multiply_adds, executor,
-            [&](const GroupTile& tile, int64_t next_group) { grad_rows_tile(a, tile, next_group); });
-  ragged_unsort(RaggedUnsort<T>{a.rows.as_const(), a.routed.row_of_slot, a.routed.top_k, nullptr, a.grad_x}, executor);
-}
-
-template <class T>
-void expert_ffn_backward_up(const ExpertFfnBackwardUp<T>& a, const Executor& executor) {
-  const int64_t multiply_adds = a.x.columns * a.grad_preactivations.columns;
-  run_experts(a, a.x.columns, multiply_adds, executor, [&](const GroupTile& rows, int64_t begin, int64_t end) {
-    if (!a.grad_up.empty() || !a.grad_gate.empty()) grad_up_rows(a, rows, begin, end);
-    // The biases do not depend on the hidden size: the first task of an expert computes them.
-    if (begin == 0) grad_up_biases(a, rows);
-  });
-}
-
 MAXMOE_INSTANTIATE(expert_ffn, ExpertFfn)
-MAXMOE_INSTANTIATE(expert_ffn_backward_down, ExpertFfnBackwardDown)
-MAXMOE_INSTANTIATE(expert_ffn_backward_input, ExpertFfnBackwardInput)
-MAXMOE_INSTANTIATE(expert_ffn_backward_up, ExpertFfnBackwardUp)
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

@@ -185,14 +185,14 @@ void multiply_few_rows_transposed(FewRows<Element> a, ConstMatrixView<T> memory,
 
 // Calls the kernel whose kRows is the number of rows of `sums`.
 template <class T, class Element, int... kIndex>
-void multiply_few_rows(FewRows<Element> a, const Product<T>& p, MatrixView<Accumulator<T>> sums,
+void multiply_few_rows(FewRows<Element> a, const Product<T>& p, MatrixView<Accumulator<T>> sums, bool accumulate,
                        std::integer_sequence<int, kIndex...> /*indices*/) {
   const ConstMatrixView<T> next = GemmOperand<T>(p.next_b).memory;
   const auto multiply = [&]<int kRows> {
     if (p.b.is_transposed) {
-      multiply_few_rows_transposed<T, Element, kRows>(a, p.b.memory, sums, p.accumulate, next);
+      multiply_few_rows_transposed<T, Element, kRows>(a, p.b.memory, sums, accumulate, next);
     } else {
-      multiply_few_rows_row_major<T, Element, kRows>(a, p.b.memory, sums, p.accumulate, next);
+      multiply_few_rows_row_major<T, Element, kRows>(a, p.b.memory, sums, accumulate, next);
     }
     return true;
   };
@@ -211,20 +211,26 @@ MAXMOE_INLINE Vector<Element> load_row_of_a(const GemmOperand<T>& a, int64_t row
   return load_along_depth<Element>(elements, depth);
 }
 
-// A product with 1 to kMaxFewRows rows. b has no index, a multiple of NR columns, and at least one row.
+// Computes sums = a * b, or += if `accumulate`, for 1 to kMaxFewRows rows. Of `p`, b and next_b are read.
 template <class Element, class T>
-void multiply_few_rows(const GemmOperand<T>& a, const Product<T>& p) {
-  using S = Accumulator<T>;
+void add_few_rows(const GemmOperand<T>& a, const Product<T>& p, MatrixView<Accumulator<T>> sums, bool accumulate) {
   constexpr std::make_integer_sequence<int, kMaxFewRows> kIndices;
-  const MatrixView<T>& c = p.c;
   const int64_t num_steps = steps_of_depth<Element>(a.columns());
   // A is stored in the slot of packed B, which is free here. One vector is added because whole vectors are stored.
-  Element* const rows = scratch<Element>(kPackedBScratch, c.rows * num_steps + kLanes<Element>);
-  for (int64_t r = 0; r < c.rows; ++r) {
+  Element* const rows = scratch<Element>(kPackedBScratch, sums.rows * num_steps + kLanes<Element>);
+  for (int64_t r = 0; r < sums.rows; ++r) {
     for (int64_t k = 0; k < num_steps; k += kLanes<Element>) {
       store_vector(rows + r * num_steps + k, load_row_of_a<Element>(a, r, k * kDepthPerStep<Element>));
     }
   }
+  multiply_few_rows<T>(FewRows<Element>{rows, num_steps}, p, sums, accumulate, kIndices);
+}
+
+// A product with 1 to kMaxFewRows rows. b has no index, a multiple of NR columns, and at least one row.
+template <class Element, class T>
+void multiply_few_rows(const GemmOperand<T>& a, const Product<T>& p) {
+  using S = Accumulator<T>;
+  const MatrixView<T>& c = p.c;
   // The sums are not kept in c: rounding them to T after each block of rows of B would change the result.
   const MatrixView<S> sums{scratch<S>(kSumsScratch, c.rows * c.columns), c.rows, c.columns, c.columns};
   for (int64_t r = 0; r < c.rows && p.accumulate; ++r) {
@@ -232,7 +238,8 @@ void multiply_few_rows(const GemmOperand<T>& a, const Product<T>& p) {
       store_narrowed_x2<S>(sums.row(r) + column, load_x2(c.row(r) + column));
     }
   }
-  multiply_few_rows<T>(FewRows<Element>{rows, num_steps}, p, sums, kIndices);
+  add_few_rows<Element>(a, p, sums, p.accumulate);
+  if (p.has_low_rank_term()) add_few_rows<Element>(GemmOperand<T>(p.reduced), Product<T>{p.expand}, sums, true);
   for (int64_t r = 0; r < c.rows; ++r) {
     for (int64_t column = 0; column < c.columns; column += kNR<S>) {
       const S* of_row = sums.row(r) + column;

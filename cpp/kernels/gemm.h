@@ -50,16 +50,23 @@ struct GemmOperand {
 };
 
 // The right-hand side and the result of a product: c = a * b, or c += a * b.
+//
+// With low-rank factors a term is added, as more steps of the inner dimension: c = a * b + reduced * expand. `reduced`
+// may be the result of an earlier product of the same call.
 template <class T>
 struct Product {
   GemmOperand<T> b = ConstMatrixView<T>{};
   MatrixView<T> c = {};
   bool accumulate = false;
-  ConstMatrixView<T> next_b = {};  // b of the next product, whose first block is prefetched; may be empty
+  ConstMatrixView<T> next_b = {};   // b of the next product, whose first block is prefetched; may be empty
+  ConstMatrixView<T> reduced = {};  // [rows, r]; r is 0 without factors
+  ConstMatrixView<T> expand = {};   // [r, columns]
+
+  MAXMOE_INLINE bool has_low_rank_term() const { return reduced.columns > 0; }
 };
 
-// Computes c = a * b or c += a * b, with c row-major. Sums are accumulated in Accumulator<T> and rounded once to T.
-// Runs on the calling thread. Any size is valid, empty matrices included.
+// Computes c = a * b or c += a * b, plus the low-rank term of a product, with c row-major. Sums are accumulated in
+// Accumulator<T> and rounded once to T. Runs on the calling thread. Any size is valid, empty matrices included.
 template <class T>
 class Gemm {
  public:
@@ -72,7 +79,8 @@ class Gemm {
   // callers must not let the tiling depend on the number of threads.
   virtual bool bits_depend_on_tiles() const = 0;
 
-  // Computes several products with the same a. An implementation that packs a packs it once for all of them.
+  // Computes several products with the same a, one after the other. An implementation that packs a packs it once for
+  // all of them.
   virtual void multiply(GemmOperand<T> a, const Product<T>* products, int64_t count) const = 0;
 
   MAXMOE_INLINE void multiply(GemmOperand<T> a, const Product<T>& product) const { multiply(a, &product, 1); }

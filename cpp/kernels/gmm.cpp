@@ -27,7 +27,12 @@ void multiply_tile(const Gmm<T>& a, const GroupTile& tile, int64_t begin, int64_
     }
   }
   if (!is_local) return;
-  a.gemm->multiply(a.lhs.row_range(tile.begin, tile.end), {a.rhs[local].column_range(begin, end), out, has_bias});
+  Product<T> product{a.rhs[local].column_range(begin, end), out, has_bias};
+  if (!a.expand.empty()) {
+    product.reduced = a.reduced.row_range(tile.begin, tile.end);
+    product.expand = a.expand[local].column_range(begin, end);
+  }
+  a.gemm->multiply(a.lhs.row_range(tile.begin, tile.end), product);
 }
 
 }  // namespace

@@ -8,7 +8,8 @@
 namespace maxmoe {
 
 // out[r] = lhs[r] * rhs[g - group_offset] + bias[g - group_offset] for the rows r of group g. Rows of groups outside
-// [group_offset, group_offset + L) and rows past the last group are zero; their rows of lhs are not read.
+// [group_offset, group_offset + L) and rows past the last group are zero; their rows of lhs are not read. With low-rank
+// factors beside rhs, reduced[r] * expand[g - group_offset] is added, where `reduced` is lhs times the other factor.
 template <class T>
 struct Gmm {
   ConstMatrixView<T> lhs;      // [R, D]
@@ -18,7 +19,9 @@ struct Gmm {
   int64_t num_groups;          // G
   int64_t group_offset;
   const Gemm<T>* gemm;
-  MatrixView<T> out;  // [R, F]
+  ConstMatrixView<T> reduced;  // [R, r] or empty
+  ConstMatrixStack<T> expand;  // [L, r, F] or empty
+  MatrixView<T> out;           // [R, F]
 };
 
 }  // namespace maxmoe

@@ -5,7 +5,7 @@
 //   jo  outer blocks of the columns of B and C              multiply
 //   po  outer blocks of the inner dimension                 multiply
 //   jc  blocks of NC columns of B and C                     multiply_outer_block
-//   pc  blocks of KC of the inner dimension: packs A and,   multiply_outer_block
+//   pc  blocks of KC of the inner dimension: packs A and,   multiply_column_block
 //       where it is transposed, B
 //   ir  micro-tiles of C, of MR rows: the first ones pack   multiply_block
 //       a row-major B
@@ -28,6 +28,8 @@
 //
 // With AVX512-BF16 packed blocks of bfloat16 matrices hold BFloat16Pairs, and a step is two elements of the inner
 // dimension.
+//
+// The term of low-rank factors is a block more of the loop pc, with A and B of its own.
 //
 // Blocks change no bit of a result: a sum that continues in the next block is kept in the accumulator's type, and its
 // terms are added in the order of the inner dimension.
@@ -124,35 +126,66 @@ void load_sums(ConstMatrixView<T> c, int64_t sums_rows, Accumulator<T>* sums) {
   }
 }
 
-// The loops jc and pc. pc runs once even if the inner dimension is 0, because c must become 0. The sums of a block of
-// columns are at sums + (its first column in the outer block) * sums_per_column.
+// A block of columns of C and its partial sums.
 template <class T>
-void multiply_outer_block(PackedA<T>& a, const Product<T>& p, const BlockOfB& outer, Accumulator<T>* sums,
-                          int64_t sums_per_column) {
+struct ColumnBlock {
+  Range columns;
+  MatrixView<T> c;
+  Accumulator<T>* sums;
+  int64_t sums_rows;
+};
+
+// The loop pc over `depth`, a range of the inner dimension of a * b. It runs once even if the inner dimension is 0,
+// because c must become 0. The sums begin with those of the block before if `has_sums`; they are rounded to c by the
+// last block, unless `is_continued`. next_block(depth) is prefetched.
+template <class T, class NextBlock>
+void multiply_column_block(PackedA<T>& a, const GemmOperand<T>& b, Range depth, const ColumnBlock<T>& block,
+                           bool has_sums, bool is_continued, const NextBlock& next_block) {
   using S = Accumulator<T>;
   using Element = ElementOf<T>;
-  const int64_t padded_rows = (p.c.rows + kMR - 1) / kMR * kMR;
   Element* const panels_of_b = scratch<Element>(kPackedBScratch, block_columns<S>() * kKCSteps);
   // Only the micro-kernel of MR rows packs B. A transposed B is not packed by it, because a step of it is not
   // contiguous.
-  const bool packs_b = !p.b.is_transposed && p.c.rows >= kMR;
+  const bool packs_b = !b.is_transposed && block.c.rows >= kMR;
+  for (int64_t pc = depth.begin; pc < depth.end || pc == 0; pc += PackedA<T>::kKC) {
+    const Range part = range_from(pc, PackedA<T>::kKC, depth.end);
+    const Block<T, Element> of_part{a.block(part),
+                                    b,
+                                    part,
+                                    block.columns,
+                                    panels_of_b,
+                                    packs_b,
+                                    block.sums,
+                                    block.sums_rows,
+                                    has_sums || pc > depth.begin};
+    // The columns that micro-kernels pack. All others are packed here: the columns of a transposed B, and a panel with
+    // fewer than NR.
+    const int64_t packed = packs_b ? block.columns.size() / kNR<S> * kNR<S> : 0;
+    if (packed < block.columns.size()) {
+      pack_b(b, part, {block.columns.begin + packed, block.columns.end}, panels_of_b + packed * of_part.num_steps());
+    }
+    multiply_block(of_part, block.c, part.end == b.rows() && !is_continued, next_block(part));
+  }
+}
+
+// The loop jc. The sums of a block of columns are at sums + (its first column in the outer block) * sums_per_column.
+// The low-rank term ends the sums: its steps follow those of the last outer block of the inner dimension.
+template <class T>
+void multiply_outer_block(PackedA<T>& a, PackedA<T>& reduced, const Product<T>& p, const BlockOfB& outer,
+                          Accumulator<T>* sums, int64_t sums_per_column) {
+  const int64_t padded_rows = (p.c.rows + kMR - 1) / kMR * kMR;
+  const bool is_first = outer.depth.begin == 0;
+  const bool has_term = p.has_low_rank_term() && outer.depth.end == p.b.rows();
   for (int64_t jc = outer.columns.begin; jc < outer.columns.end;) {
     const Range columns = block_at<T>(outer, 0, jc).columns;
-    const MatrixView<T> c = p.c.column_range(columns.begin, columns.end);
-    S* const block_sums = sums + (jc - outer.columns.begin) * sums_per_column;
-    if (p.accumulate && outer.depth.begin == 0) load_sums(c.as_const(), padded_rows, block_sums);
-    for (int64_t pc = outer.depth.begin; pc < outer.depth.end || pc == 0; pc += PackedA<T>::kKC) {
-      const BlockOfB place = block_at<T>(outer, pc, jc);
-      const Block<T, Element> block{a.block(place.depth),  p.b,     place.depth, columns,
-                                    panels_of_b,           packs_b, block_sums,  padded_rows,
-                                    p.accumulate || pc > 0};
-      // The columns that micro-kernels pack. All others are packed here: the columns of a transposed B, and a panel
-      // with fewer than NR.
-      const int64_t packed = packs_b ? columns.size() / kNR<S> * kNR<S> : 0;
-      if (packed < columns.size()) {
-        pack_b(p.b, place.depth, {columns.begin + packed, columns.end}, panels_of_b + packed * block.num_steps());
-      }
-      multiply_block(block, c, place.depth.end == p.b.rows(), next_block(p, outer, place));
+    const ColumnBlock<T> block{columns, p.c.column_range(columns.begin, columns.end),
+                               sums + (jc - outer.columns.begin) * sums_per_column, padded_rows};
+    if (p.accumulate && is_first) load_sums(block.c.as_const(), padded_rows, block.sums);
+    multiply_column_block(a, p.b, outer.depth, block, p.accumulate || !is_first, has_term,
+                          [&](Range depth) { return next_block(p, outer, {depth, columns}); });
+    if (has_term) {
+      multiply_column_block(reduced, GemmOperand<T>(p.expand), {0, p.expand.rows}, block, true, false,
+                            [](Range /*depth*/) { return BlockPrefetch(); });
     }
     jc = columns.end;
   }
@@ -164,13 +197,14 @@ void multiply_outer_block(PackedA<T>& a, const Product<T>& p, const BlockOfB& ou
 template <class T>
 void multiply(PackedA<T>& a, const Product<T>& p) {
   using S = Accumulator<T>;
+  PackedA<T> reduced(p.reduced, kPackedReducedScratch);
   const int64_t padded_rows = (p.c.rows + kMR - 1) / kMR * kMR;
   const bool keeps_sums = p.b.rows() > kOuterDepth;
   const int64_t padded_columns = (at_most(p.c.columns, kOuterColumns) + kNR<S> - 1) / kNR<S> * kNR<S>;
   S* const sums = scratch<S>(kSumsScratch, padded_rows * (keeps_sums ? padded_columns : block_columns<S>()));
   for (int64_t jo = 0; jo < p.c.columns; jo += kOuterColumns) {
     for (int64_t po = 0; po < p.b.rows() || po == 0; po += kOuterDepth) {
-      multiply_outer_block(a, p, outer_block(p.b, po, jo), sums, keeps_sums ? padded_rows : 0);
+      multiply_outer_block(a, reduced, p, outer_block(p.b, po, jo), sums, keeps_sums ? padded_rows : 0);
     }
   }
 }
@@ -180,6 +214,7 @@ template <class T>
 Product<T> column_range(Product<T> p, int64_t begin, int64_t end) {
   p.b.memory = p.b.is_transposed ? p.b.memory.row_range(begin, end) : p.b.memory.column_range(begin, end);
   p.c = p.c.column_range(begin, end);
+  if (p.has_low_rank_term()) p.expand = p.expand.column_range(begin, end);
   return p;
 }
 
@@ -196,10 +231,11 @@ void multiply_few_rows_of(const GemmOperand<T>& a, PackedA<T>& packed_a, const P
 template <class T>
 void multiply_rows(const TileGemm<T>& p, int64_t begin, int64_t end) {
   const GemmOperand<T> a = p.a.row_range(begin, end);
-  PackedA<T> packed_a(a);
+  PackedA<T> packed_a(a, kPackedAScratch);
   for (int64_t i = 0; i < p.count; ++i) {
     Product<T> product = p.products[i];
     product.c = product.c.row_range(begin, end);
+    product.reduced = product.reduced.row_range(begin, end);
     const int64_t rows = product.c.rows;
     const bool is_few_rows = 0 < rows && rows <= kMaxFewRows && a.columns() > 0 && product.b.index == nullptr;
     if (is_few_rows) {

@@ -54,15 +54,23 @@ class TorchGemm final : public Gemm<T> {
       if (product.c.columns == 0) continue;
       const at::Tensor right = tensor(in_memory(product.b, kPackedBScratch));
       at::Tensor out = tensor(product.c.as_const());
-      if (product.accumulate) {
-        at::addmm_out(out, out, left, right);
-      } else {
-        at::mm_out(out, left, right);
+      // The low-rank term comes first, because `out` is rounded after each product and the term is the smaller one.
+      if (product.has_low_rank_term()) {
+        add_product(out, tensor(product.reduced), tensor(product.expand), product.accumulate);
       }
+      add_product(out, left, right, product.accumulate || product.has_low_rank_term());
     }
   }
 
  private:
+  static void add_product(at::Tensor& out, const at::Tensor& left, const at::Tensor& right, bool accumulate) {
+    if (accumulate) {
+      at::addmm_out(out, out, left, right);
+    } else {
+      at::mm_out(out, left, right);
+    }
+  }
+
   // The matrix of an operand. With an index its rows are copied to scratch memory, because BLAS cannot read rows by
   // index.
   static ConstMatrixView<T> in_memory(const GemmOperand<T>& operand, int scratch_slot) {

@@ -1,6 +1,7 @@
 // Three operators. Users call expert_ffn. Under autograd it calls expert_ffn_forward, which also returns the
-// preactivations, and later expert_ffn_backward, which overwrites them with their gradient. With `recompute`
-// expert_ffn_forward returns no preactivations and expert_ffn_backward computes them.
+// preactivations and the reduced rows of low-rank factors, and later expert_ffn_backward, which overwrites the
+// preactivations with their gradient. With `recompute` expert_ffn_forward returns neither and expert_ffn_backward
+// computes them.
 //
 // In a split backward pass, first for x and weights and then for the parameters, each product that is a gradient runs
 // once. Both passes need the gradient of the preactivations, so that the product with down^T before it runs in both: 7
@@ -22,21 +23,27 @@ constexpr const char* kBackward = "expert_ffn_backward";
 
 const std::string kSchema =
     "Tensor x, Tensor? weights, Tensor slots, Tensor rows, Tensor group_sizes, int top_k, Tensor? gate, Tensor up, "
-    "Tensor down, *, Tensor? gate_bias=None, Tensor? up_bias=None, Tensor? down_bias=None, str activation=\"silu\", "
-    "float? limit=None, str? fused_gate=None, bool recompute=False";
+    "Tensor down, *, Tensor? gate_bias=None, Tensor? up_bias=None, Tensor? down_bias=None, Tensor? gate_a=None, "
+    "Tensor? "
+    "gate_b=None, Tensor? up_a=None, Tensor? up_b=None, Tensor? down_a=None, Tensor? down_b=None, str "
+    "activation=\"silu\", float? limit=None, str? fused_gate=None, bool recompute=False";
 
 // The arguments of the schema after the arguments `Before` of a single operator.
 template <class Return, class... Before>
 using Signature = Return(Before..., const Tensor& x, const OptionalTensor& weights, const Tensor& slots,
                          const Tensor& rows, const Tensor& group_sizes, int64_t top_k, const OptionalTensor& gate,
                          const Tensor& up, const Tensor& down, const OptionalTensor& gate_bias,
-                         const OptionalTensor& up_bias, const OptionalTensor& down_bias, std::string_view activation,
+                         const OptionalTensor& up_bias, const OptionalTensor& down_bias, const OptionalTensor& gate_a,
+                         const OptionalTensor& gate_b, const OptionalTensor& up_a, const OptionalTensor& up_b,
+                         const OptionalTensor& down_a, const OptionalTensor& down_b, std::string_view activation,
                          std::optional<double> limit, std::optional<std::string_view> fused_gate, bool recompute);
 using GradientTuple = decltype(std::tuple_cat(std::declval<Gradients>().in_order()));
 
 constexpr Operator<"expert_ffn", Signature<Tensor>> expert_ffn;
 constexpr Operator<"expert_ffn_forward", Signature<Outputs>> expert_ffn_forward;
-constexpr Operator<"expert_ffn_backward", Signature<GradientTuple, const Tensor&, const Tensor&, std::array<bool, 8>>>
+using OutputMask = std::array<bool, Wanted::kSize>;
+constexpr Operator<"expert_ffn_backward",
+                   Signature<GradientTuple, const Tensor&, const Tensor&, const Tensor&, OutputMask>>
     expert_ffn_backward;
 
 struct Size {
@@ -71,6 +78,20 @@ void check_gate(const char* op, const ExpertFfnArguments& a) {
   MAXMOE_CHECK(a.limit.value_or(1.0) > 0, op, "limit must be positive, got ", a.limit.value_or(1.0));
 }
 
+// Checks the low-rank factors of matrices [L, in, out].
+void check_factors(const char* op, const std::array<const char*, 3>& names, const OptionalTensor& matrices,
+                   const Factors& factors, const ExpertFfnArguments& a) {
+  const auto [name, name_a, name_b] = names;
+  MAXMOE_CHECK(factors.a.has_value() == factors.b.has_value(), op, factors.a.has_value() ? name_b : name_a,
+               " must be given with ", factors.a.has_value() ? name_a : name_b, ", got None");
+  if (!factors.are_given()) return;
+  MAXMOE_CHECK(matrices.has_value(), op, name_a, " must be None without ", name, ", got shape ", factors.a->sizes());
+  const Argument reduce(op, name_a, *factors.a);
+  check_parameter(reduce, "[L, in, r]", a, {{matrices->size(1), "inner size of the matrices"}, {factors.rank(), "r"}});
+  check_parameter(Argument(op, name_b, *factors.b), "[L, r, out]", a,
+                  {{factors.rank(), "r of the other factor"}, {matrices->size(2), "outer size of the matrices"}});
+}
+
 // Checks everything but values of tensors.
 void check_shapes(const char* op, const ExpertFfnArguments& a) {
   Argument(op, "x", a.x).has_dims(2, "[T, D]").is_floating();
@@ -92,6 +113,9 @@ void check_shapes(const char* op, const ExpertFfnArguments& a) {
   check_bias("gate_bias", a.gate_bias, width);
   check_bias("up_bias", a.up_bias, {a.up.size(2), a.fused_gate.has_value() ? "2F of up" : "F of up"});
   check_bias("down_bias", a.down_bias, hidden);
+  check_factors(op, {"gate", "gate_a", "gate_b"}, a.gate, a.gate_factors(), a);
+  check_factors(op, {"up", "up_a", "up_b"}, a.up, a.up_factors(), a);
+  check_factors(op, {"down", "down_a", "down_b"}, a.down, a.down_factors(), a);
 }
 
 void check(const char* op, const ExpertFfnArguments& a) {
@@ -101,15 +125,21 @@ void check(const char* op, const ExpertFfnArguments& a) {
   check_routed_rows(op, a.slots, a.rows, a.x.size(0), a.slots.numel(), a.top_k);
 }
 
-void check_backward(const Tensor& grad_out, const Tensor& preactivations, const Wanted& wanted,
+void check_intermediate(const char* name, const Tensor& rows, const char* shape, int64_t width, const char* meaning,
+                        const ExpertFfnArguments& a) {
+  Argument(kBackward, name, rows).has_dims(2, shape).has_dtype_of("x", a.x);
+  Argument(kBackward, name, rows).has_size(0, a.num_kept_rows(), a.recompute ? "recompute" : "R of slots");
+  Argument(kBackward, name, rows).has_size(1, width, meaning);
+}
+
+void check_backward(const Tensor& grad_out, const Intermediates& kept, const Wanted& wanted,
                     const ExpertFfnArguments& a) {
   check(kBackward, a);
   Argument(kBackward, "grad_out", grad_out).has_dims(2, "[T, D]").has_dtype_of("x", a.x);
   Argument(kBackward, "grad_out", grad_out).has_size(0, a.x.size(0), "T of x").has_size(1, a.x.size(1), "D of x");
-  Argument(kBackward, "preactivations", preactivations).has_dims(2, "[R, 2F] or [R, F]").has_dtype_of("x", a.x);
-  Argument(kBackward, "preactivations", preactivations)
-      .has_size(0, a.num_kept_rows(), a.recompute ? "recompute" : "R of slots");
-  Argument(kBackward, "preactivations", preactivations).has_size(1, a.preactivation_width(), "width of gate and up");
+  check_intermediate("preactivations", kept.preactivations, "[R, 2F] or [R, F]", a.preactivation_width(),
+                     "width of gate and up", a);
+  check_intermediate("reduced", kept.reduced, "[R, r]", a.reduced_width(), "r of gate, up and down", a);
   const auto is_given = [](const char* name, bool is_wanted, const OptionalTensor& argument) {
     MAXMOE_CHECK(!is_wanted || argument.has_value(), kBackward, "output_mask must be False for ", name,
                  ", which is None, got True");
@@ -119,6 +149,12 @@ void check_backward(const Tensor& grad_out, const Tensor& preactivations, const 
   is_given("gate_bias", wanted.gate_bias, a.gate_bias);
   is_given("up_bias", wanted.up_bias, a.up_bias);
   is_given("down_bias", wanted.down_bias, a.down_bias);
+  is_given("gate_a", wanted.gate_a, a.gate_a);
+  is_given("gate_b", wanted.gate_b, a.gate_b);
+  is_given("up_a", wanted.up_a, a.up_a);
+  is_given("up_b", wanted.up_b, a.up_b);
+  is_given("down_a", wanted.down_a, a.down_a);
+  is_given("down_b", wanted.down_b, a.down_b);
 }
 
 template <class... Arguments>
@@ -133,17 +169,20 @@ Outputs expert_ffn_forward_backend(Arguments... arguments) {
   const ExpertFfnArguments a{arguments...};
   check(kOp, a);
   if (uses_kernels(a.x)) return expert_ffn_kernel(a, !a.recompute);
-  const auto [out, preactivations] = expert_ffn_aten(a, Differentiable::no);
-  return {out, a.recompute ? at::empty({0, preactivations.size(1)}, preactivations.options()) : preactivations};
+  const auto [out, preactivations, reduced] = expert_ffn_aten(a, Differentiable::no);
+  if (!a.recompute) return {out, preactivations, reduced};
+  const auto without_rows = [](const Tensor& rows) { return at::empty({0, rows.size(1)}, rows.options()); };
+  return {out, without_rows(preactivations), without_rows(reduced)};
 }
 
 template <class... Arguments>
-GradientTuple expert_ffn_backward_backend(const Tensor& grad_out, const Tensor& preactivations,
-                                          std::array<bool, 8> output_mask, Arguments... arguments) {
+GradientTuple expert_ffn_backward_backend(const Tensor& grad_out, const Tensor& preactivations, const Tensor& reduced,
+                                          OutputMask output_mask, Arguments... arguments) {
   const ExpertFfnArguments a{arguments...};
   const Wanted wanted = Wanted::from(output_mask);
-  check_backward(grad_out, preactivations, wanted, a);
-  const OptionalTensor kept = a.recompute ? std::nullopt : OptionalTensor(preactivations);
+  const Intermediates rows{preactivations, reduced};
+  check_backward(grad_out, rows, wanted, a);
+  const auto kept = a.recompute ? std::nullopt : std::optional(rows);
   const Gradients gradients = uses_kernels(a.x)
                                   ? expert_ffn_backward_kernel(grad_out, kept, wanted, a)
                                   : expert_ffn_backward_aten(grad_out, kept, wanted, a, Differentiable::no);
@@ -155,24 +194,25 @@ GradientTuple expert_ffn_backward_backend(const Tensor& grad_out, const Tensor& 
 class Node : public torch::autograd::Function<Node> {
  public:
   static Tensor forward(AutogradContext* ctx, const ExpertFfnArguments& a, const auto&... /*inputs*/) {
-    const auto [out, preactivations] = call(expert_ffn_forward, a);
-    a.save(ctx, preactivations);
+    const auto [out, preactivations, reduced] = call(expert_ffn_forward, a);
+    save(ctx, a, {preactivations, reduced});
     return out;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto [a, preactivations] = ExpertFfnArguments::load(ctx);
+    const auto [a, kept] = load(ctx);
     const Wanted wanted = wanted_gradients(ctx, a);
-    const std::array<bool, 8> output_mask = wanted.in_order();
+    const OutputMask output_mask = wanted.in_order();
     Gradients gradients;
     if (is_transformed(grads[0])) {
       gradients = expert_ffn_backward_aten(grads[0], std::nullopt, wanted, a, Differentiable::yes);
     } else {
       // expert_ffn_backward overwrites the preactivations, which another backward pass of this graph would read.
       const bool is_copied = torch_internals::keeps_graph() && needs_grad_activated(wanted);
-      const Tensor overwritten = is_copied ? preactivations.clone() : preactivations;
-      gradients = Gradients::from(std::apply([](const auto&... gradient) { return std::array{gradient...}; },
-                                             call(expert_ffn_backward, a, grads[0], overwritten, output_mask)));
+      const Tensor overwritten = is_copied ? kept.preactivations.clone() : kept.preactivations;
+      gradients =
+          Gradients::from(std::apply([](const auto&... gradient) { return std::array{gradient...}; },
+                                     call(expert_ffn_backward, a, grads[0], overwritten, kept.reduced, output_mask)));
     }
     if (wanted.weights) gradients.weights = like_weights(gradients.weights, *a.weights);
     variable_list result{Tensor()};  // for `a`
@@ -190,15 +230,54 @@ class Node : public torch::autograd::Function<Node> {
       return tensor_or_null(input) != nullptr && ctx->needs_input_grad(num_given++);
     };
     // Braces, unlike parentheses, fix the order of the calls.
-    return Wanted{is_wanted(a.x),    is_wanted(a.weights),   is_wanted(a.gate),    is_wanted(a.up),
-                  is_wanted(a.down), is_wanted(a.gate_bias), is_wanted(a.up_bias), is_wanted(a.down_bias)};
+    return Wanted{is_wanted(a.x),      is_wanted(a.weights),   is_wanted(a.gate),    is_wanted(a.up),
+                  is_wanted(a.down),   is_wanted(a.gate_bias), is_wanted(a.up_bias), is_wanted(a.down_bias),
+                  is_wanted(a.gate_a), is_wanted(a.gate_b),    is_wanted(a.up_a),    is_wanted(a.up_b),
+                  is_wanted(a.down_a), is_wanted(a.down_b)};
+  }
+
+  // Stores the arguments and the intermediates in an autograd context, and reads them back.
+  static void save(AutogradContext* ctx, const ExpertFfnArguments& a, const Intermediates& kept) {
+    variable_list tensors{kept.preactivations, kept.reduced};
+    const auto push = [&](const auto& tensor) {
+      const Tensor* given = tensor_or_null(tensor);
+      tensors.push_back(given != nullptr ? *given : Tensor());
+    };
+    ExpertFfnArguments::for_each_tensor(a, push);
+    ctx->save_for_backward(std::move(tensors));
+    ctx->saved_data["top_k"] = a.top_k;
+    ctx->saved_data["activation"] = std::string(a.activation);
+    ctx->saved_data["limit"] = a.limit;
+    ctx->saved_data["recompute"] = a.recompute;
+    ctx->saved_data["fused_gate"] = a.fused_gate.has_value() ? c10::IValue(std::string(*a.fused_gate)) : c10::IValue();
+  }
+
+  static std::pair<ExpertFfnArguments, Intermediates> load(AutogradContext* ctx) {
+    const variable_list tensors = ctx->get_saved_variables();
+    auto next = tensors.begin();
+    Intermediates kept;
+    kept.preactivations = *next++;
+    kept.reduced = *next++;
+    ExpertFfnArguments a{};
+    const auto pop = [&](auto& tensor) {
+      if (next->defined()) tensor = *next;
+      ++next;
+    };
+    ExpertFfnArguments::for_each_tensor(a, pop);
+    a.top_k = ctx->saved_data["top_k"].toInt();
+    a.activation = ctx->saved_data["activation"].toStringRef();
+    a.limit = ctx->saved_data["limit"].toOptional<double>();
+    a.recompute = ctx->saved_data["recompute"].toBool();
+    a.fused_gate = ctx->saved_data["fused_gate"].toOptional<std::string_view>();
+    return {a, kept};
   }
 };
 
 struct Gradient {
   static Tensor apply(const auto&... arguments) {
     const ExpertFfnArguments a{arguments...};
-    return Node::apply(a, a.x, a.weights, a.gate, a.up, a.down, a.gate_bias, a.up_bias, a.down_bias);
+    return Node::apply(a, a.x, a.weights, a.gate, a.up, a.down, a.gate_bias, a.up_bias, a.down_bias, a.gate_a, a.gate_b,
+                       a.up_a, a.up_b, a.down_a, a.down_b);
   }
 
   static Tensor with_tangents(const auto&... arguments) {
@@ -212,11 +291,14 @@ TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
   expert_ffn.define<expert_ffn_backend, Gradient, Autocast::lower_precision>(library,
                                                                              "expert_ffn(" + kSchema + ") -> Tensor");
   expert_ffn_forward.define<expert_ffn_forward_backend>(
-      library, "expert_ffn_forward(" + kSchema + ") -> (Tensor out, Tensor preactivations)");
+      library, "expert_ffn_forward(" + kSchema + ") -> (Tensor out, Tensor preactivations, Tensor reduced)");
   expert_ffn_backward.define<expert_ffn_backward_backend>(
-      library, "expert_ffn_backward(Tensor grad_out, Tensor(a!) preactivations, bool[8] output_mask, " + kSchema +
-                   ") -> (Tensor x, Tensor weights, Tensor gate, Tensor up, Tensor down, Tensor gate_bias, Tensor "
-                   "up_bias, Tensor down_bias)");
+      library,
+      "expert_ffn_backward(Tensor grad_out, Tensor(a!) preactivations, Tensor reduced, bool[14] output_mask, " +
+          kSchema +
+          ") -> (Tensor x, Tensor weights, Tensor gate, Tensor up, Tensor down, Tensor gate_bias, Tensor "
+          "up_bias, Tensor down_bias, Tensor gate_a, Tensor gate_b, Tensor up_a, Tensor up_b, Tensor down_a, "
+          "Tensor down_b)");
 }
 
 }  // namespace
@@ -232,39 +314,6 @@ ActivationKind ExpertFfnArguments::kind() const {
   const double largest = is_double ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
   const double bound = limit.value_or(infinity);
   return {parse_activation(kOp, activation), gate_layout(), bound > largest ? infinity : bound};
-}
-
-void ExpertFfnArguments::save(AutogradContext* ctx, const Tensor& preactivations) const {
-  variable_list tensors{preactivations};
-  const auto push = [&](const auto& tensor) {
-    const Tensor* given = tensor_or_null(tensor);
-    tensors.push_back(given != nullptr ? *given : Tensor());
-  };
-  for_each_tensor(*this, push);
-  ctx->save_for_backward(std::move(tensors));
-  ctx->saved_data["top_k"] = top_k;
-  ctx->saved_data["activation"] = std::string(activation);
-  ctx->saved_data["limit"] = limit;
-  ctx->saved_data["recompute"] = recompute;
-  ctx->saved_data["fused_gate"] = fused_gate.has_value() ? c10::IValue(std::string(*fused_gate)) : c10::IValue();
-}
-
-std::pair<ExpertFfnArguments, Tensor> ExpertFfnArguments::load(AutogradContext* ctx) {
-  const variable_list tensors = ctx->get_saved_variables();
-  auto next = tensors.begin();
-  const Tensor preactivations = *next++;
-  ExpertFfnArguments a{};
-  const auto pop = [&](auto& tensor) {
-    if (next->defined()) tensor = *next;
-    ++next;
-  };
-  for_each_tensor(a, pop);
-  a.top_k = ctx->saved_data["top_k"].toInt();
-  a.activation = ctx->saved_data["activation"].toStringRef();
-  a.limit = ctx->saved_data["limit"].toOptional<double>();
-  a.recompute = ctx->saved_data["recompute"].toBool();
-  a.fused_gate = ctx->saved_data["fused_gate"].toOptional<std::string_view>();
-  return {a, preactivations};
 }
 
 }  // namespace maxmoe::ops

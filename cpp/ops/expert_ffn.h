@@ -13,6 +13,15 @@
 
 namespace maxmoe::ops {
 
+// Low-rank factors beside a stack of matrices [L, in, out]: `a` reduces rows to r columns, `b` expands them.
+struct Factors {
+  const OptionalTensor& a;  // [L, in, r]
+  const OptionalTensor& b;  // [L, r, out]
+
+  bool are_given() const { return a.has_value(); }
+  int64_t rank() const { return a.has_value() ? a->size(2) : 0; }
+};
+
 // The arguments of expert_ffn, expert_ffn_forward and expert_ffn_backward, as the caller gave them.
 struct ExpertFfnArguments {
   Tensor x;
@@ -27,6 +36,9 @@ struct ExpertFfnArguments {
   OptionalTensor gate_bias;
   OptionalTensor up_bias;
   OptionalTensor down_bias;
+  OptionalTensor gate_a, gate_b;  // low-rank factors, with their scale
+  OptionalTensor up_a, up_b;
+  OptionalTensor down_a, down_b;
   std::string_view activation;  // owned by the caller or, after `load`, by the autograd context
   std::optional<double> limit;
   std::optional<std::string_view> fused_gate;
@@ -36,7 +48,12 @@ struct ExpertFfnArguments {
   ActivationKind kind() const;
   int64_t intermediate_size() const { return fused_gate.has_value() ? up.size(2) / 2 : up.size(2); }
   int64_t preactivation_width() const { return gate.has_value() ? 2 * up.size(2) : up.size(2); }
-  // Rows of the preactivations that forward saves for backward.
+  Factors gate_factors() const { return {gate_a, gate_b}; }
+  Factors up_factors() const { return {up_a, up_b}; }
+  Factors down_factors() const { return {down_a, down_b}; }
+  // Number of columns of the reduced rows: gate, up and down side by side.
+  int64_t reduced_width() const { return gate_factors().rank() + up_factors().rank() + down_factors().rank(); }
+  // Rows of the preactivations and of the reduced rows that forward saves for backward.
   int64_t num_kept_rows() const { return recompute ? 0 : slots.size(0); }
 
   // Calls visit(tensor) for every tensor, in the order of the schema.
@@ -53,54 +70,68 @@ struct ExpertFfnArguments {
     visit(self.gate_bias);
     visit(self.up_bias);
     visit(self.down_bias);
+    visit(self.gate_a);
+    visit(self.gate_b);
+    visit(self.up_a);
+    visit(self.up_b);
+    visit(self.down_a);
+    visit(self.down_b);
   }
+};
 
-  // Stores the arguments and the preactivations in an autograd context, and reads them back.
-  void save(AutogradContext* ctx, const Tensor& preactivations) const;
-  static std::pair<ExpertFfnArguments, Tensor> load(AutogradContext* ctx);
+// What the forward pass computes and the backward pass reads.
+struct Intermediates {
+  Tensor preactivations;  // [R, 2F], [R, F] without a gate
+  Tensor reduced;         // [R, r of gate + up + down]: the rows of x and A times the factors `a`
 };
 
 // Calls op(before..., all arguments).
 template <class Op, class... Before>
 auto call(const Op& op, const ExpertFfnArguments& a, const Before&... before) {
   return op(before..., a.x, a.weights, a.slots, a.rows, a.group_sizes, a.top_k, a.gate, a.up, a.down, a.gate_bias,
-            a.up_bias, a.down_bias, a.activation, a.limit, a.fused_gate, a.recompute);
+            a.up_bias, a.down_bias, a.gate_a, a.gate_b, a.up_a, a.up_b, a.down_a, a.down_b, a.activation, a.limit,
+            a.fused_gate, a.recompute);
 }
 
 // One value for each argument that may have a gradient.
 template <class T>
 struct PerInput {
-  T x, weights, gate, up, down, gate_bias, up_bias, down_bias;
+  T x, weights, gate, up, down, gate_bias, up_bias, down_bias, gate_a, gate_b, up_a, up_b, down_a, down_b;
+
+  static constexpr size_t kSize = 14;
 
   // In the order of output_mask and of the results of expert_ffn_backward.
-  std::array<T, 8> in_order() const { return {x, weights, gate, up, down, gate_bias, up_bias, down_bias}; }
-  static PerInput from(const std::array<T, 8>& values) {
+  std::array<T, kSize> in_order() const {
+    return {x, weights, gate, up, down, gate_bias, up_bias, down_bias, gate_a, gate_b, up_a, up_b, down_a, down_b};
+  }
+  static PerInput from(const std::array<T, kSize>& values) {
     return std::apply([](const auto&... value) { return PerInput{value...}; }, values);
   }
 };
 using Gradients = PerInput<Tensor>;  // an empty tensor for a gradient that is not wanted
 using Wanted = PerInput<bool>;       // output_mask
 
-// Whether a wanted gradient needs the gradient of the activations A or of the preactivations Z. Those of down and its
-// bias do not.
+// Whether a wanted gradient needs the gradient of the activations A or of the preactivations Z. Those of down, its bias
+// and its factors do not.
 constexpr bool needs_grad_activated(const Wanted& w) {
-  return w.x || w.weights || w.gate || w.up || w.gate_bias || w.up_bias;
+  return w.x || w.weights || w.gate || w.up || w.gate_bias || w.up_bias || w.gate_a || w.gate_b || w.up_a || w.up_b;
 }
 
-// The output [T, D], and the preactivations [R, 2F] for backward, or [0, 2F] if they are not kept.
-using Outputs = std::tuple<Tensor, Tensor>;
+// The output [T, D], and the intermediates for backward: the preactivations [R, 2F] and the reduced rows, with R = 0 if
+// they are not kept.
+using Outputs = std::tuple<Tensor, Tensor, Tensor>;
 
-// Both implementations of backward compute the preactivations if they are not given, and otherwise overwrite them if
-// they need their gradient.
-Outputs expert_ffn_kernel(const ExpertFfnArguments& a, bool keeps_preactivations);
-Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const OptionalTensor& preactivations, const Wanted& wanted,
-                                     const ExpertFfnArguments& a);
+// Both implementations of backward compute the intermediates if they are not given, and otherwise overwrite the
+// preactivations if they need their gradient.
+Outputs expert_ffn_kernel(const ExpertFfnArguments& a, bool keeps_intermediates);
+Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const std::optional<Intermediates>& kept,
+                                     const Wanted& wanted, const ExpertFfnArguments& a);
 
 // Through ATen, for devices without kernels, and on all devices when the result must be differentiable.
 enum class Differentiable { no, yes };
 Outputs expert_ffn_aten(const ExpertFfnArguments& a, Differentiable differentiable);
 
-Gradients expert_ffn_backward_aten(const Tensor& grad_out, const OptionalTensor& preactivations, const Wanted& wanted,
-                                   const ExpertFfnArguments& a, Differentiable differentiable);
+Gradients expert_ffn_backward_aten(const Tensor& grad_out, const std::optional<Intermediates>& kept,
+                                   const Wanted& wanted, const ExpertFfnArguments& a, Differentiable differentiable);
 
 }  // namespace maxmoe::ops

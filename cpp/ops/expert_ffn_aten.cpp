@@ -83,19 +83,75 @@ class Steps {
   const Tensor row_of_slot_;   // [T * K], -1 for a slot without a row
 };
 
-// The preactivations Z of all rows: [R, 2F], gate and up in the layout of the gate; [R, F] without a gate.
-Tensor preactivations_of_rows(const ExpertFfnArguments& a, const Steps& steps) {
+// Rows times the matrices of their experts, and the reduced rows of the factors beside them; undefined without factors.
+struct Projected {
+  Tensor rows;
+  Tensor reduced;
+};
+
+Projected project(const Tensor& rows, const Tensor& matrices, const OptionalTensor& biases, const Factors& factors,
+                  const Steps& steps) {
+  const Tensor product = steps.multiply_rows(rows, matrices, biases);
+  if (!factors.are_given()) return {product, {}};
+  const Tensor reduced = steps.multiply_rows(rows, *factors.a, std::nullopt);
+  return {product + steps.multiply_rows(reduced, *factors.b, std::nullopt), reduced};
+}
+
+// The gradient of the rows that `project` multiplied, and of its reduced rows.
+Projected project_backward(const Tensor& grad, const Tensor& matrices, const Factors& factors, const Steps& steps) {
+  const auto transposed = [](const OptionalTensor& factor) {
+    return factor.has_value() ? OptionalTensor(factor->transpose(1, 2)) : std::nullopt;
+  };
+  const OptionalTensor expand = transposed(factors.a);
+  const OptionalTensor reduce = transposed(factors.b);
+  return project(grad, matrices.transpose(1, 2), std::nullopt, {reduce, expand}, steps);
+}
+
+// The preactivations Z of all rows: [R, 2F], gate and up in the layout of the gate; [R, F] without a gate. And the
+// reduced rows of gate and up.
+struct ProjectedTokens {
+  Tensor preactivations;
+  Tensor reduced_gate;
+  Tensor reduced_up;
+};
+
+ProjectedTokens project_tokens(const ExpertFfnArguments& a, const Steps& steps) {
   const Tensor tokens = steps.rows_of_tokens(a.x);
-  const auto gate = [&] { return steps.multiply_rows(tokens, *a.gate, a.gate_bias); };
-  const auto up = [&] { return steps.multiply_rows(tokens, a.up, a.up_bias); };
-  if (!a.gate.has_value()) return up();
-  if (steps.is_differentiable) return at::cat({gate(), up()}, 1);
+  const auto project_up = [&] { return project(tokens, a.up, a.up_bias, a.up_factors(), steps); };
+  if (!a.gate.has_value()) {
+    const auto [up, reduced] = project_up();
+    return {up, {}, reduced};
+  }
+  const auto project_gate = [&] { return project(tokens, *a.gate, a.gate_bias, a.gate_factors(), steps); };
+  if (steps.is_differentiable) {
+    const auto [gate, reduced_gate] = project_gate();
+    const auto [up, reduced_up] = project_up();
+    return {at::cat({gate, up}, 1), reduced_gate, reduced_up};
+  }
   // The products are computed one after the other, so that only one of them is in memory beside z.
   const Tensor z = at::empty({tokens.size(0), a.preactivation_width()}, a.x.options());
   const auto [gate_columns, up_columns] = gate_and_up(GateLayout::concatenated, z);
-  gate_columns.copy_(gate());
-  up_columns.copy_(up());
-  return z;
+  const auto store = [](const Tensor& columns, const Projected& projected) {
+    columns.copy_(projected.rows);
+    return projected.reduced;
+  };
+  const Tensor reduced_gate = store(gate_columns, project_gate());
+  return {z, reduced_gate, store(up_columns, project_up())};
+}
+
+// The reduced rows that are given side by side.
+Tensor side_by_side(const ExpertFfnArguments& a, std::initializer_list<Tensor> reduced) {
+  std::vector<Tensor> given;
+  std::copy_if(reduced.begin(), reduced.end(), std::back_inserter(given), [](const Tensor& t) { return t.defined(); });
+  return given.empty() ? at::empty({a.slots.size(0), 0}, a.x.options()) : at::cat(given, 1);
+}
+
+// The columns of the reduced rows that belong to factors.
+Tensor columns_of(const Tensor& reduced, const Factors& factors, const ExpertFfnArguments& a) {
+  const int64_t up = a.gate_factors().rank();
+  const int64_t down = up + a.up_factors().rank();
+  const bool is_gate = &factors.a == &a.gate_a;
+  return reduced.narrow(1, is_gate ? 0 : (&factors.a == &a.up_a ? up : down), factors.rank());
 }
 
 // The gradient of matrices [L, D, F]; transposed in memory if the matrices are.
@@ -109,62 +165,87 @@ Tensor gradient_of_biases(const Tensor& scale, const Tensor& grad, const Steps& 
   return steps.multiply_groups(scale, grad).squeeze(1);
 }
 
-// Computes the gradients of down, its bias and the weights; returns the gradient of the preactivations `z`, or an
-// undefined tensor if no wanted gradient needs it.
-Tensor backward_down(const Tensor& grad_out, const Tensor& z, const Wanted& wanted, const ExpertFfnArguments& a,
-                     const Steps& steps, Gradients& grads) {
+// The gradients of the factors beside matrices, from the rows that they multiplied, the reduced rows, the gradients of
+// these, and the gradients of the products.
+struct FactorRows {
+  Tensor rows;
+  Tensor reduced;
+  Tensor grad_reduced;
+  Tensor grad;
+};
+
+void backward_factors(const Factors& factors, bool wants_a, bool wants_b, const FactorRows& rows, const Steps& steps,
+                      Tensor& grad_a, Tensor& grad_b) {
+  if (wants_a) grad_a = gradient_of_matrices(*factors.a, rows.rows, rows.grad_reduced, steps);
+  if (wants_b) grad_b = gradient_of_matrices(*factors.b, rows.reduced, rows.grad, steps);
+}
+
+// Computes the gradients of down, its bias, its factors and the weights; returns the gradient of the preactivations, or
+// an undefined tensor if no wanted gradient needs it.
+Tensor backward_down(const Tensor& grad_out, const Intermediates& kept, const Wanted& wanted,
+                     const ExpertFfnArguments& a, const Steps& steps, Gradients& grads) {
   const auto type = steps.elementwise_type;
   const auto dtype = a.x.scalar_type();
-  const auto [gate, up] = gate_and_up(a.gate_layout(), z.to(type));
+  const auto [gate, up] = gate_and_up(a.gate_layout(), kept.preactivations.to(type));
   const Tensor grad_y = steps.rows_of_tokens(grad_out);
   const Tensor scale = steps.rows_of_weights();
-  Tensor grad_activated;
-  if (needs_grad_activated(wanted)) {
-    grad_activated = steps.multiply_rows(grad_y, a.down.transpose(1, 2), std::nullopt).to(type);
+  Projected grad_rows;
+  if (needs_grad_activated(wanted) || wanted.down_a) {
+    grad_rows = project_backward(grad_y, a.down, a.down_factors(), steps);
   }
-  if (wanted.weights || wanted.down) {
-    const Tensor activated = activated_rows(a.kind(), gate, up);
-    if (wanted.weights) {
-      const auto sum_type = accumulator_type(dtype);
-      Tensor of_rows = (activated * grad_activated).sum(1, false, sum_type);
-      if (a.down_bias.has_value()) {
-        of_rows = of_rows + (grad_y.to(type) * steps.rows_of_biases(*a.down_bias)).sum(1, false, sum_type);
-      }
-      grads.weights = steps.slots_of_rows(of_rows);
+  const Tensor activated =
+      wanted.weights || wanted.down || wanted.down_a ? activated_rows(a.kind(), gate, up) : Tensor();
+  if (wanted.weights) {
+    const auto sum_type = accumulator_type(dtype);
+    Tensor of_rows = (activated * grad_rows.rows.to(type)).sum(1, false, sum_type);
+    if (a.down_bias.has_value()) {
+      of_rows = of_rows + (grad_y.to(type) * steps.rows_of_biases(*a.down_bias)).sum(1, false, sum_type);
     }
-    if (wanted.down) grads.down = gradient_of_matrices(a.down, (activated * scale).to(dtype), grad_y, steps);
+    grads.weights = steps.slots_of_rows(of_rows);
   }
+  const Tensor weighted = wanted.down || wanted.down_a ? (activated * scale).to(dtype) : Tensor();
+  if (wanted.down) grads.down = gradient_of_matrices(a.down, weighted, grad_y, steps);
+  const Tensor reduced = wanted.down_b ? (columns_of(kept.reduced, a.down_factors(), a) * scale).to(dtype) : Tensor();
+  backward_factors(a.down_factors(), wanted.down_a, wanted.down_b, {weighted, reduced, grad_rows.reduced, grad_y},
+                   steps, grads.down_a, grads.down_b);
   if (wanted.down_bias) grads.down_bias = gradient_of_biases(scale.to(dtype), grad_y, steps);
-  if (!grad_activated.defined()) return {};
+  if (!needs_grad_activated(wanted)) return {};
+  Tensor grad_activated = grad_rows.rows.to(type);
   if (a.weights.has_value()) grad_activated = grad_activated * scale;
   const auto [grad_gate, grad_up] = activation_gradient(a.kind(), std::move(grad_activated), gate, up);
   if (steps.is_differentiable) return preactivations_of(a.gate_layout(), grad_gate, grad_up).to(dtype);
-  // Overwrites z, which is not read again.
+  // Overwrites the preactivations, which are not read again.
   up.copy_(grad_up);
   if (gate.defined()) gate.copy_(grad_gate);
-  return z;
+  return kept.preactivations;
 }
 
-Tensor gradient_of_x(const Tensor& grad_gate, const Tensor& grad_up, const ExpertFfnArguments& a, const Steps& steps) {
-  const Tensor grad_rows = steps.multiply_rows(grad_up, a.up.transpose(1, 2), std::nullopt);
-  if (a.gate.has_value()) {
-    grad_rows.add_(steps.multiply_rows(grad_gate, a.gate->transpose(1, 2), std::nullopt));
-  }
-  return steps.sum_of_rows(grad_rows, std::nullopt);
-}
-
-// Computes the gradients of x, gate, up and their biases.
-void backward_up(const Tensor& grad_z, const Wanted& wanted, const ExpertFfnArguments& a, const Steps& steps,
-                 Gradients& grads) {
+// Computes the gradients of x, gate, up, their biases and their factors.
+void backward_up(const Tensor& grad_z, const Tensor& reduced, const Wanted& wanted, const ExpertFfnArguments& a,
+                 const Steps& steps, Gradients& grads) {
   const int64_t gate_width = a.gate.has_value() ? a.gate->size(2) : 0;
   const Tensor grad_gate = grad_z.narrow(1, 0, gate_width);
   const Tensor grad_up = grad_z.narrow(1, gate_width, a.up.size(2));
-  if (wanted.x) grads.x = gradient_of_x(grad_gate, grad_up, a, steps);
-  if (wanted.gate || wanted.up) {
-    const Tensor tokens = steps.rows_of_tokens(a.x);
-    if (wanted.gate) grads.gate = gradient_of_matrices(*a.gate, tokens, grad_gate, steps);
-    if (wanted.up) grads.up = gradient_of_matrices(a.up, tokens, grad_up, steps);
+  const bool wants_tokens = wanted.gate || wanted.up || wanted.gate_a || wanted.up_a;
+  const Tensor tokens = wants_tokens ? steps.rows_of_tokens(a.x) : Tensor();
+  // The gradient of the rows of a matrix and of its factors.
+  const auto backward_matrices = [&](const Tensor& matrices, const Factors& factors, const Tensor& grad, bool wants_a,
+                                     bool wants_b, Tensor& grad_a, Tensor& grad_b) {
+    Projected grad_rows;
+    if (wanted.x || wants_a) grad_rows = project_backward(grad, matrices, factors, steps);
+    const Tensor reduced_rows = wants_b ? columns_of(reduced, factors, a) : Tensor();
+    backward_factors(factors, wants_a, wants_b, {tokens, reduced_rows, grad_rows.reduced, grad}, steps, grad_a, grad_b);
+    return grad_rows.rows;
+  };
+  Tensor grad_rows = backward_matrices(a.up, a.up_factors(), grad_up, wanted.up_a, wanted.up_b, grads.up_a, grads.up_b);
+  if (a.gate.has_value()) {
+    const Tensor of_gate = backward_matrices(*a.gate, a.gate_factors(), grad_gate, wanted.gate_a, wanted.gate_b,
+                                             grads.gate_a, grads.gate_b);
+    if (wanted.x) grad_rows.add_(of_gate);
   }
+  if (wanted.x) grads.x = steps.sum_of_rows(grad_rows, std::nullopt);
+  if (wanted.gate) grads.gate = gradient_of_matrices(*a.gate, tokens, grad_gate, steps);
+  if (wanted.up) grads.up = gradient_of_matrices(a.up, tokens, grad_up, steps);
   const Tensor ones = at::ones({grad_z.size(0), 1}, a.x.options());
   if (wanted.gate_bias) grads.gate_bias = gradient_of_biases(ones, grad_gate, steps);
   if (wanted.up_bias) grads.up_bias = gradient_of_biases(ones, grad_up, steps);
@@ -174,21 +255,37 @@ void backward_up(const Tensor& grad_z, const Wanted& wanted, const ExpertFfnArgu
 
 Outputs expert_ffn_aten(const ExpertFfnArguments& a, Differentiable differentiable) {
   const Steps steps(a, differentiable);
-  const Tensor z = preactivations_of_rows(a, steps);
+  const auto [z, reduced_gate, reduced_up] = project_tokens(a, steps);
   const auto [gate, up] = gate_and_up(a.gate_layout(), z.to(steps.elementwise_type));
-  const Tensor row_outputs =
-      steps.multiply_rows(activated_rows(a.kind(), gate, up).to(a.x.scalar_type()), a.down, a.down_bias);
-  return {steps.sum_of_rows(row_outputs, a.weights), z};
+  const Tensor activated = activated_rows(a.kind(), gate, up).to(a.x.scalar_type());
+  const auto [rows, reduced_down] = project(activated, a.down, a.down_bias, a.down_factors(), steps);
+  return {steps.sum_of_rows(rows, a.weights), z, side_by_side(a, {reduced_gate, reduced_up, reduced_down})};
 }
 
-Gradients expert_ffn_backward_aten(const Tensor& grad_out, const OptionalTensor& preactivations, const Wanted& wanted,
-                                   const ExpertFfnArguments& a, Differentiable differentiable) {
+// The preactivations and the reduced rows; those of down are computed only if the gradient of their factor needs them.
+Intermediates intermediates(const ExpertFfnArguments& a, const Wanted& wanted, const Steps& steps) {
+  const auto [z, reduced_gate, reduced_up] = project_tokens(a, steps);
+  Tensor reduced_down;
+  if (wanted.down_b) {
+    const auto [gate, up] = gate_and_up(a.gate_layout(), z.to(steps.elementwise_type));
+    const Tensor activated = activated_rows(a.kind(), gate, up).to(a.x.scalar_type());
+    reduced_down = steps.multiply_rows(activated, *a.down_a, std::nullopt);
+  }
+  return {z, side_by_side(a, {reduced_gate, reduced_up, reduced_down})};
+}
+
+Gradients expert_ffn_backward_aten(const Tensor& grad_out, const std::optional<Intermediates>& kept,
+                                   const Wanted& wanted, const ExpertFfnArguments& a, Differentiable differentiable) {
   const Steps steps(a, differentiable);
-  const Tensor z = preactivations.has_value() ? *preactivations : preactivations_of_rows(a, steps);
+  const Intermediates rows = kept.has_value() ? *kept : intermediates(a, wanted, steps);
   const Tensor none = at::empty({0}, a.x.options());
-  Gradients grads{none, none.to(accumulator_type(a.x.scalar_type())), none, none, none, none, none, none};
-  const Tensor grad_z = backward_down(grad_out, z, wanted, a, steps, grads);
-  if (grad_z.defined()) backward_up(grad_z, wanted, a, steps, grads);
+  Gradients grads;
+  std::array<Tensor, Gradients::kSize> empty;
+  empty.fill(none);
+  grads = Gradients::from(empty);
+  grads.weights = none.to(accumulator_type(a.x.scalar_type()));
+  const Tensor grad_z = backward_down(grad_out, rows, wanted, a, steps, grads);
+  if (grad_z.defined()) backward_up(grad_z, rows.reduced, wanted, a, steps, grads);
   return grads;
 }
 

@@ -2,6 +2,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "kernels/expert_ffn.h"
+#include "kernels/tgmm.h"
 #include "ops/backend.h"
 #include "ops/expert_ffn.h"
 #include "ops/memory.h"
@@ -21,9 +22,11 @@ ExpertFfnArguments kernel_layout(ExpertFfnArguments a) {
   a.slots = a.slots.contiguous();
   a.rows = a.rows.contiguous();
   a.group_sizes = a.group_sizes.contiguous();
-  if (a.gate.has_value()) a.gate = gemm_operand(*a.gate);
   a.up = gemm_operand(a.up);
   a.down = gemm_operand(a.down);
+  for (OptionalTensor* matrices : {&a.gate, &a.gate_a, &a.gate_b, &a.up_a, &a.up_b, &a.down_a, &a.down_b}) {
+    if (matrices->has_value()) *matrices = gemm_operand(**matrices);
+  }
   a.gate_bias = contiguous(a.gate_bias);
   a.up_bias = contiguous(a.up_bias);
   a.down_bias = contiguous(a.down_bias);
@@ -38,12 +41,30 @@ RoutedRows routed_rows(const ExpertFfnArguments& a) {
 template <class T>
 ExpertWeights<T> expert_weights(const ExpertFfnArguments& a) {
   const auto bias = [](const OptionalTensor& b) { return b.has_value() ? const_view<T>(*b) : ConstMatrixView<T>{}; };
-  return {a.gate.has_value() ? const_stack<T>(*a.gate) : ConstMatrixStack<T>{},
-          const_stack<T>(a.up),
-          const_stack<T>(a.down),
-          bias(a.gate_bias),
-          bias(a.up_bias),
-          bias(a.down_bias)};
+  const auto matrices = [](const OptionalTensor& m) {
+    return m.has_value() ? const_stack<T>(*m) : ConstMatrixStack<T>{};
+  };
+  // Factors without columns add nothing.
+  const auto factors = [&](const Factors& f) {
+    return f.rank() > 0 ? LowRankFactors<T>{matrices(f.a), matrices(f.b)} : LowRankFactors<T>{};
+  };
+  return {matrices(a.gate),          const_stack<T>(a.up),    const_stack<T>(a.down),
+          bias(a.gate_bias),         bias(a.up_bias),         bias(a.down_bias),
+          factors(a.gate_factors()), factors(a.up_factors()), factors(a.down_factors())};
+}
+
+// The columns of gate, up and down in a tensor of reduced rows.
+template <class T>
+ReducedRows<T> reduced_rows(const Tensor& reduced, const ExpertFfnArguments& a) {
+  int64_t begin = 0;
+  const auto columns_of = [&](const Factors& factors) {
+    MatrixView<T> columns = view<T>(reduced);
+    if (columns.data != nullptr) columns.data += begin;  // null without rows
+    columns.columns = factors.rank();
+    begin += factors.rank();
+    return columns;
+  };
+  return {columns_of(a.gate_factors()), columns_of(a.up_factors()), columns_of(a.down_factors())};
 }
 
 // Allocates the gradient of `argument`, with no elements if it is not wanted.
@@ -68,32 +89,77 @@ MatrixStack<T> stack_if(bool is_wanted, const Tensor& out) {
   return is_wanted ? stack<T>(out) : MatrixStack<T>{};
 }
 
-// Computes the preactivations again, with the same bits as in the forward pass.
+Intermediates empty_intermediates(int64_t num_rows, const ExpertFfnArguments& a) {
+  return {empty({num_rows, a.preactivation_width()}, a.x.options()),
+          empty({num_rows, a.reduced_width()}, a.x.options())};
+}
+
 template <class T>
-Tensor recomputed_preactivations(const ExpertFfnArguments& a) {
-  const Tensor preactivations = empty({a.slots.size(0), a.preactivation_width()}, a.x.options());
+ExpertFfn<T> forward_arguments(const ExpertFfnArguments& a) {
   ExpertFfn<T> arguments{};
   arguments.x = const_view<T>(a.x);
   arguments.routed = routed_rows(a);
   arguments.experts = expert_weights<T>(a);
   arguments.kind = a.kind();
   arguments.gemm = &best_gemm<T>();
-  arguments.preactivations = view<T>(preactivations);
-  maxmoe::expert_ffn(arguments, torch_executor());
-  return preactivations;
+  return arguments;
 }
 
-// The next three functions compute the gradients of down, of x, and of gate and up. The first one overwrites the
-// preactivations with their gradient, which the others read, if a wanted gradient needs it.
+// Computes the intermediates again, with the same bits as in the forward pass.
 template <class T>
-void backward_down(const Tensor& grad_out, const Tensor& preactivations, const Wanted& wanted,
-                   const ExpertFfnArguments& a, Gradients& grads) {
+Intermediates recomputed(const ExpertFfnArguments& a) {
+  const Intermediates results = empty_intermediates(a.slots.size(0), a);
+  ExpertFfn<T> arguments = forward_arguments<T>(a);
+  arguments.preactivations = view<T>(results.preactivations);
+  arguments.reduced = reduced_rows<T>(results.reduced, a);
+  maxmoe::expert_ffn(arguments, torch_executor());
+  return results;
+}
+
+// The tensors of the low-rank factors of down that its backward pass reads.
+struct DownFactors {
+  Tensor grad_reduced;      // [R, r]
+  Tensor weighted_reduced;  // [R, r]
+};
+
+// The next functions compute the gradients of the factors of down, of down, of x, and of gate and up. The first one
+// reads the preactivations. The second one overwrites them with their gradient, which the others read, if a wanted
+// gradient needs it.
+template <class T>
+DownFactors backward_down_factors(const Tensor& grad_out, const Intermediates& kept, const Wanted& wanted,
+                                  const ExpertFfnArguments& a, Gradients& grads) {
+  const int64_t rank = a.down_factors().rank();
+  const bool needs_grad_reduced = wanted.down_a || needs_grad_activated(wanted);
+  const auto work_space = [&](bool is_needed) { return empty({is_needed ? a.slots.size(0) : 0, rank}, a.x.options()); };
+  const DownFactors results{work_space(needs_grad_reduced), work_space(wanted.down_b)};
+  grads.down_a = empty_matrices(wanted.down_a, a.down_a, a.x.options());
+  if (rank == 0) return results;
+  ExpertFfnBackwardDownFactors<T> arguments{};
+  arguments.grad_out = const_view<T>(grad_out);
+  arguments.weights = const_pointer<Accumulator<T>>(a.weights);
+  arguments.routed = routed_rows(a);
+  arguments.factors = expert_weights<T>(a).down_factors;
+  arguments.kind = a.kind();
+  arguments.gemm = &best_gemm<T>();
+  arguments.preactivations = const_view<T>(kept.preactivations);
+  arguments.reduced = reduced_rows<T>(kept.reduced, a).down.as_const();
+  arguments.grad_reduced = view_if<T>(needs_grad_reduced, results.grad_reduced);
+  arguments.weighted_reduced = view_if<T>(wanted.down_b, results.weighted_reduced);
+  arguments.grad_reduce = stack_if<T>(wanted.down_a, grads.down_a);
+  expert_ffn_backward_down_factors(arguments, torch_executor());
+  return results;
+}
+
+template <class T>
+void backward_down(const Tensor& grad_out, const Tensor& preactivations, const DownFactors& factors,
+                   const Wanted& wanted, const ExpertFfnArguments& a, Gradients& grads) {
   const auto options = a.x.options();
   // Work space for the gradient of down. grads.weights is zero for slots without a row, which the kernel does not
   // write.
   const Tensor activated = empty({wanted.down ? a.slots.size(0) : 0, a.intermediate_size()}, options);
   grads.weights = at::zeros({wanted.weights ? a.rows.numel() : 0}, options.dtype(accumulator_type(a.x.scalar_type())));
   grads.down = empty_matrices(wanted.down, a.down, options);
+  grads.down_b = empty_matrices(wanted.down_b, a.down_b, options);
   grads.down_bias = empty_gradient(wanted.down_bias, a.down_bias, options);
   const ExpertWeights<T> experts = expert_weights<T>(a);
   ExpertFfnBackwardDown<T> arguments{};
@@ -102,6 +168,9 @@ void backward_down(const Tensor& grad_out, const Tensor& preactivations, const W
   arguments.routed = routed_rows(a);
   arguments.down = experts.down;
   arguments.down_bias = experts.down_bias;
+  arguments.factors = experts.down_factors;
+  arguments.grad_reduced = const_view<T>(factors.grad_reduced);
+  arguments.weighted_reduced = const_view<T>(factors.weighted_reduced);
   arguments.kind = a.kind();
   arguments.gemm = &best_gemm<T>();
   arguments.preactivations = view<T>(preactivations);
@@ -109,45 +178,84 @@ void backward_down(const Tensor& grad_out, const Tensor& preactivations, const W
   arguments.activated = view_if<T>(wanted.down, activated);
   arguments.grad_weights = wanted.weights ? pointer<Accumulator<T>>(grads.weights) : nullptr;
   arguments.grad_down = stack_if<T>(wanted.down, grads.down);
+  arguments.grad_expand = stack_if<T>(wanted.down_b, grads.down_b);
   arguments.grad_down_bias = view_if<T>(wanted.down_bias, grads.down_bias);
   expert_ffn_backward_down(arguments, torch_executor());
 }
 
+// Returns the gradients of the reduced rows of gate and up.
 template <class T>
-void backward_input(const Tensor& grad_preactivations, const Wanted& wanted, const ExpertFfnArguments& a,
-                    Gradients& grads) {
-  grads.x = empty_gradient(wanted.x, a.x, a.x.options());
-  if (!wanted.x) return;
-  const Tensor rows = empty({a.slots.size(0), a.x.size(1)}, a.x.options());
+Tensor backward_input(const Tensor& grad_preactivations, const Wanted& wanted, const ExpertFfnArguments& a,
+                      Gradients& grads) {
+  const auto options = a.x.options();
+  grads.x = empty_gradient(wanted.x, a.x, options);
+  const bool needs_grad_reduced = wanted.x || wanted.gate_a || wanted.up_a;
+  const Tensor grad_reduced = empty({needs_grad_reduced ? a.slots.size(0) : 0, a.reduced_width()}, options);
+  if (!needs_grad_reduced) return grad_reduced;
+  const Tensor rows = empty({wanted.x ? a.slots.size(0) : 0, a.x.size(1)}, options);
   const ExpertWeights<T> experts = expert_weights<T>(a);
   ExpertFfnBackwardInput<T> arguments{};
   arguments.grad_preactivations = const_view<T>(grad_preactivations);
   arguments.routed = routed_rows(a);
   arguments.gate = experts.gate;
   arguments.up = experts.up;
+  arguments.gate_factors = experts.gate_factors;
+  arguments.up_factors = experts.up_factors;
   arguments.gemm = &best_gemm<T>();
-  arguments.rows = view<T>(rows);
-  arguments.grad_x = view<T>(grads.x);
+  arguments.rows = view_if<T>(wanted.x, rows);
+  arguments.grad_reduced = reduced_rows<T>(grad_reduced, a);
+  arguments.grad_x = view_if<T>(wanted.x, grads.x);
   expert_ffn_backward_input(arguments, torch_executor());
+  return grad_reduced;
+}
+
+// The gradient of a factor `b`: for each expert, its reduced rows, transposed, times the gradient of their product.
+template <class T>
+Tensor grad_expand(bool is_wanted, ConstMatrixView<T> reduced, ConstMatrixView<T> grad, const OptionalTensor& factor,
+                   const ExpertFfnArguments& a) {
+  const Tensor result = empty_matrices(is_wanted, factor, a.x.options());
+  if (!is_wanted) return result;
+  const RoutedRows routed = routed_rows(a);
+  Tgmm<T> arguments{reduced, grad, routed.group_sizes, routed.num_groups, 0, &best_gemm<T>(), {}};
+  if (is_transposed(result)) {
+    std::swap(arguments.lhs, arguments.rhs);
+    arguments.out = stack<T>(result.transpose(1, 2));
+  } else {
+    arguments.out = stack<T>(result);
+  }
+  maxmoe::tgmm(arguments, torch_executor());
+  return result;
 }
 
 template <class T>
-void backward_up(const Tensor& grad_preactivations, const Wanted& wanted, const ExpertFfnArguments& a,
-                 Gradients& grads) {
+void backward_up(const Tensor& grad_preactivations, const Tensor& reduced, const Tensor& grad_reduced,
+                 const Wanted& wanted, const ExpertFfnArguments& a, Gradients& grads) {
   const auto options = a.x.options();
+  const int64_t gate_width = a.gate.has_value() ? a.gate->size(2) : 0;
+  const ConstMatrixView<T> grad = const_view<T>(grad_preactivations);
+  const ReducedRows<T> rows = reduced_rows<T>(reduced, a);
+  grads.gate_b = grad_expand<T>(wanted.gate_b, rows.gate.as_const(), grad.column_range(0, gate_width), a.gate_b, a);
+  grads.up_b = grad_expand<T>(wanted.up_b, rows.up.as_const(), grad.column_range(gate_width, grad.columns), a.up_b, a);
   grads.gate = empty_matrices(wanted.gate, a.gate, options);
   grads.up = empty_matrices(wanted.up, a.up, options);
+  grads.gate_a = empty_matrices(wanted.gate_a, a.gate_a, options);
+  grads.up_a = empty_matrices(wanted.up_a, a.up_a, options);
   grads.gate_bias = empty_gradient(wanted.gate_bias, a.gate_bias, options);
   grads.up_bias = empty_gradient(wanted.up_bias, a.up_bias, options);
-  if (!wanted.gate && !wanted.up && !wanted.gate_bias && !wanted.up_bias) return;
+  if (!wanted.gate && !wanted.up && !wanted.gate_a && !wanted.up_a && !wanted.gate_bias && !wanted.up_bias) return;
+  const ReducedRows<T> grad_rows = reduced_rows<T>(grad_reduced, a);
   ExpertFfnBackwardUp<T> arguments{};
   arguments.x = const_view<T>(a.x);
-  arguments.grad_preactivations = const_view<T>(grad_preactivations);
-  arguments.gate_width = a.gate.has_value() ? a.gate->size(2) : 0;
+  arguments.grad_preactivations = grad;
+  arguments.gate_width = gate_width;
   arguments.routed = routed_rows(a);
   arguments.gemm = &best_gemm<T>();
+  arguments.gate_grad_reduced = grad_rows.gate.as_const();
+  arguments.up_grad_reduced = grad_rows.up.as_const();
   arguments.grad_gate = stack_if<T>(wanted.gate, grads.gate);
   arguments.grad_up = stack_if<T>(wanted.up, grads.up);
+  arguments.gate_grad_reduce = stack_if<T>(wanted.gate_a, grads.gate_a);
+  arguments.up_grad_reduce = stack_if<T>(wanted.up_a, grads.up_a);
   arguments.grad_gate_bias = view_if<T>(wanted.gate_bias, grads.gate_bias);
   arguments.grad_up_bias = view_if<T>(wanted.up_bias, grads.up_bias);
   expert_ffn_backward_up(arguments, torch_executor());
@@ -155,34 +263,39 @@ void backward_up(const Tensor& grad_preactivations, const Wanted& wanted, const 
 
 }  // namespace
 
-Outputs expert_ffn_kernel(const ExpertFfnArguments& a, bool keeps_preactivations) {
+Outputs expert_ffn_kernel(const ExpertFfnArguments& a, bool keeps_intermediates) {
   const ExpertFfnArguments k = kernel_layout(a);
   const int64_t num_rows = a.slots.size(0);
   const Tensor out = empty({a.x.size(0), a.x.size(1)}, a.x.options());
   // The output of each row is work space. Summing rows into `out` at once would add them in the order of the threads.
   const Tensor row_outputs = empty({num_rows, a.x.size(1)}, a.x.options());
-  const Tensor preactivations = empty({keeps_preactivations ? num_rows : 0, a.preactivation_width()}, a.x.options());
+  const Intermediates kept = empty_intermediates(keeps_intermediates ? num_rows : 0, a);
   for_dtype(a.x.scalar_type(), [&]<class T>() {
-    maxmoe::expert_ffn(
-        ExpertFfn<T>{const_view<T>(k.x), const_pointer<Accumulator<T>>(k.weights), routed_rows(k), expert_weights<T>(k),
-                     a.kind(), &best_gemm<T>(), keeps_preactivations ? view<T>(preactivations) : MatrixView<T>{},
-                     view<T>(row_outputs), view<T>(out)},
-        torch_executor());
+    ExpertFfn<T> arguments = forward_arguments<T>(k);
+    arguments.weights = const_pointer<Accumulator<T>>(k.weights);
+    arguments.preactivations = view_if<T>(keeps_intermediates, kept.preactivations);
+    if (keeps_intermediates) arguments.reduced = reduced_rows<T>(kept.reduced, k);
+    arguments.rows = view<T>(row_outputs);
+    arguments.out = view<T>(out);
+    maxmoe::expert_ffn(arguments, torch_executor());
   });
-  return {out, preactivations};
+  return {out, kept.preactivations, kept.reduced};
 }
 
-Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const OptionalTensor& preactivations, const Wanted& wanted,
-                                     const ExpertFfnArguments& a) {
+Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const std::optional<Intermediates>& kept,
+                                     const Wanted& wanted, const ExpertFfnArguments& a) {
   const ExpertFfnArguments k = kernel_layout(a);
   const Tensor grad = contiguous_rows(grad_out);
   Gradients grads;
   for_dtype(a.x.scalar_type(), [&]<class T>() {
-    const Tensor z = preactivations.has_value() ? preactivations->contiguous() : recomputed_preactivations<T>(k);
-    // Three kernels instead of one, so that the work space of each kernel is freed before the next one.
-    backward_down<T>(grad, z, wanted, k, grads);
-    backward_input<T>(z, wanted, k, grads);
-    backward_up<T>(z, wanted, k, grads);
+    const Intermediates rows = kept.has_value()
+                                   ? Intermediates{kept->preactivations.contiguous(), kept->reduced.contiguous()}
+                                   : recomputed<T>(k);
+    // One kernel after the other, so that the work space of each one is freed before the next one.
+    backward_down<T>(grad, rows.preactivations, backward_down_factors<T>(grad, rows, wanted, k, grads), wanted, k,
+                     grads);
+    const Tensor grad_reduced = backward_input<T>(rows.preactivations, wanted, k, grads);
+    backward_up<T>(rows.preactivations, rows.reduced, grad_reduced, wanted, k, grads);
   });
   return grads;
 }

@@ -13,6 +13,13 @@ inline constexpr Operator<"gmm", Tensor(const Tensor& lhs, const Tensor& rhs, co
                                         const OptionalTensor& bias, int64_t group_offset)>
     gmm;
 
+// The product, and lhs times `a`.
+inline constexpr Operator<"gmm_low_rank",
+                          std::tuple<Tensor, Tensor>(const Tensor& lhs, const Tensor& rhs, const Tensor& a,
+                                                     const Tensor& b, const Tensor& group_sizes,
+                                                     const OptionalTensor& bias, int64_t group_offset)>
+    gmm_low_rank;
+
 inline constexpr Operator<"tgmm", Tensor(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes,
                                          int64_t num_local_groups, int64_t group_offset)>
     tgmm;

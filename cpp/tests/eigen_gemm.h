@@ -20,6 +20,9 @@ class EigenGemm final : public Gemm<T> {
       const MatrixView<T>& c = products[i].c;
       Storage product = widened(a) * widened(products[i].b);
       if (products[i].accumulate) product += widened(c.as_const());
+      if (products[i].has_low_rank_term()) {
+        product += widened(GemmOperand<T>(products[i].reduced)) * widened(GemmOperand<T>(products[i].expand));
+      }
       for (int64_t r = 0; r < c.rows; ++r) {
         for (int64_t f = 0; f < c.columns; ++f) c.row(r)[f] = narrow<T>(product(r, f));
       }

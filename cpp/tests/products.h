@@ -62,4 +62,28 @@ void check_product(const Multiply& multiply, int64_t rows, int64_t depth, int64_
   }
 }
 
+// The same with a low-rank term of rank r: layouts of a and of the factor `expand`.
+template <class T, class Multiply>
+void check_low_rank_product(const Multiply& multiply, int64_t rows, int64_t depth, int64_t columns, int64_t rank) {
+  SCOPED_TRACE(testing::Message() << "[" << rows << ", " << depth << "] x [" << depth << ", " << columns << "], rank "
+                                  << rank);
+  const Operand<T> a(rows, depth, 1);
+  const Operand<T> b(depth, columns, 2);
+  const Operand<T> reduced(rows, rank, 4);
+  const Operand<T> expand(rank, columns, 5);
+  const auto before = Matrix<T>::random(rows, columns, 3);
+  const Exact product = exact(a.matrix()) * exact(b.matrix()) + exact(reduced.matrix()) * exact(expand.matrix());
+  for (int layout = 0; layout < 8; ++layout) {
+    const bool accumulate = layout == 3 || layout == 4;
+    Matrix<T> c = accumulate ? before : Matrix<T>(rows, columns);
+    Product<T> p{b.view((layout & 2) != 0), c.view(), accumulate};
+    p.reduced = reduced.view(false);
+    p.expand = expand.view((layout & 4) != 0);
+    multiply(a.view((layout & 1) != 0), p);
+    const auto want = [&](int64_t r, int64_t f) { return product(r, f) + (accumulate ? before(r, f) : 0.0); };
+    expect_near(c, want, std::max(2.0, std::sqrt(static_cast<double>(depth + rank)) / 16));
+    EXPECT_TRUE(c.gap_is_intact());
+  }
+}
+
 }  // namespace maxmoe

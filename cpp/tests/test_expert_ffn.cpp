@@ -124,9 +124,15 @@ FfnTensors<T> run_backward(const FfnShape& shape, const Variant& variant, const 
   expert_ffn_backward_down(down, executor);
 
   const ConstMatrixView<T> grad_preactivations = preactivations.view().as_const();
-  expert_ffn_backward_input(ExpertFfnBackwardInput<T>{grad_preactivations, down.routed, experts.gate, experts.up, gemm,
-                                                      grad_rows.view(), grads.x.view()},
-                            executor);
+  ExpertFfnBackwardInput<T> input{};
+  input.grad_preactivations = grad_preactivations;
+  input.routed = down.routed;
+  input.gate = experts.gate;
+  input.up = experts.up;
+  input.gemm = gemm;
+  input.rows = grad_rows.view();
+  input.grad_x = grads.x.view();
+  expert_ffn_backward_input(input, executor);
 
   Projections<T> grad_projections(variant.kind.gate, grads, routing.num_experts);
   ExpertFfnBackwardUp<T> up{};

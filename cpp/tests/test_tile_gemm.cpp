@@ -19,6 +19,12 @@ class TileGemmTest : public testing::Test {
     };
     check_product<T>(multiply, rows, depth, columns);
   }
+  static void check_low_rank(int64_t rows, int64_t depth, int64_t columns, int64_t rank) {
+    const auto multiply = [](const GemmOperand<T>& a, const Product<T>& product) {
+      KernelGemm<T>().multiply(a, product);
+    };
+    check_low_rank_product<T>(multiply, rows, depth, columns, rank);
+  }
 };
 TYPED_TEST_SUITE(TileGemmTest, Dtypes, DtypeNames);
 
@@ -32,6 +38,21 @@ TYPED_TEST(TileGemmTest, EveryDepth) {
   for (int64_t depth = 0; depth <= 70; ++depth) {
     for (const int64_t rows : {1, 2, 3, 5, 6, 7, 12, 13, 25}) this->check(rows, depth, 1 + (depth * 11 + rows) % 70);
   }
+}
+
+TYPED_TEST(TileGemmTest, LowRankTerm) {
+  for (const int64_t rows : {1, 2, 5, 6, 7, 12, 13, 25}) {
+    for (const int64_t rank : {1, 2, 7, 8, 33}) {
+      for (const int64_t columns : {1, 15, 16, 33, 64, 70})
+        this->check_low_rank(rows, (rows + columns) % 9, columns, rank);
+    }
+  }
+}
+
+TYPED_TEST(TileGemmTest, LowRankTermOfMoreThanOneBlock) {
+  this->check_low_rank(13, 1025, 129, 600);
+  this->check_low_rank(3, 1025, 129, 600);
+  this->check_low_rank(13, 4099, 2081, 8);
 }
 
 TYPED_TEST(TileGemmTest, Empty) {

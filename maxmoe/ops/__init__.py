@@ -26,6 +26,7 @@ from maxmoe.ops._force_aten import force_aten
 from maxmoe.ops.expert_ffn import expert_ffn
 from maxmoe.ops.gmm import gmm
 from maxmoe.ops.linear import linear
+from maxmoe.ops.low_rank import LowRankFactors
 from maxmoe.ops.ragged_dot import ragged_dot
 from maxmoe.ops.ragged_gather import ragged_gather
 from maxmoe.ops.ragged_gather_reduce import ragged_gather_reduce
@@ -37,6 +38,7 @@ from maxmoe.ops.route import route
 from maxmoe.ops.tgmm import tgmm
 
 __all__ = [
+    "LowRankFactors",
     "RaggedPlan",
     "expert_ffn",
     "force_aten",

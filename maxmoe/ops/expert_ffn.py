@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from maxmoe.ops._fake import register_fake
+from maxmoe.ops.low_rank import LowRankFactors, operands
 from maxmoe.ops.ragged_plan import RaggedPlan
 
 
@@ -18,6 +19,9 @@ def expert_ffn(
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    gate_factors: LowRankFactors | None = None,
+    up_factors: LowRankFactors | None = None,
+    down_factors: LowRankFactors | None = None,
     activation: str = "silu",
     limit: float | None = None,
     fused_gate: str | None = None,
@@ -34,6 +38,9 @@ def expert_ffn(
     The forward saves x, the pre-activations ``(R, 2F)`` and the plan: D + 2KF elements per token. The gradient of the
     routing weights is <d out[t] down_e^T, f(...)>, so that no expert output is saved.
 
+    With low-rank factors a matrix stands for W + scale * a b. Neither this sum nor its gradient is formed; the rows
+    times `a`, which have r columns, are saved as well. A gradient of a matrix is computed only if it is asked for.
+
     Args:
         x: ``(T, D)``, floating, tokens.
         weights: ``(T, K)``, floating, routing weights; None for ones.
@@ -44,6 +51,9 @@ def expert_ffn(
         gate_bias: ``(L, F)``, dtype of x, or None.
         up_bias: ``(L, F)``, dtype of x, or None.
         down_bias: ``(L, D)``, dtype of x, or None.
+        gate_factors: low-rank factors beside `gate`, of any floating dtype, computed in the dtype of x; or None.
+        up_factors: low-rank factors beside `up`, or None. With a fused gate, b is ``(L, r, 2F)``.
+        down_factors: low-rank factors beside `down`, or None.
         activation: f: "silu", "gelu", "gelu_tanh", "relu", "relu2" or "swigluoai".
         limit: limit of the clipping; None for no clipping.
         fused_gate: layout of the gate in `up` ``(L, D, 2F)`` and `up_bias` ``(L, 2F)``: "concatenated" if the F columns
@@ -56,6 +66,9 @@ def expert_ffn(
 
     Source: SonicMoE (arXiv:2512.14080) for the choice of saved tensors.
     """
+    gate_a, gate_b = operands(gate_factors, x.dtype)
+    up_a, up_b = operands(up_factors, x.dtype)
+    down_a, down_b = operands(down_factors, x.dtype)
     out: Tensor = torch.ops.maxmoe.expert_ffn(
         x,
         weights,
@@ -69,6 +82,12 @@ def expert_ffn(
         gate_bias=gate_bias,
         up_bias=up_bias,
         down_bias=down_bias,
+        gate_a=gate_a,
+        gate_b=gate_b,
+        up_a=up_a,
+        up_b=up_b,
+        down_a=down_a,
+        down_b=down_b,
         activation=activation,
         limit=limit,
         fused_gate=fused_gate,
@@ -93,17 +112,23 @@ def _expert_ffn_forward_fake(
     gate: Tensor | None,
     up: Tensor,
     *_: object,
+    gate_a: Tensor | None = None,
+    up_a: Tensor | None = None,
+    down_a: Tensor | None = None,
     recompute: bool = False,
     **__: object,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     width = up.shape[2] if gate is None else 2 * up.shape[2]
-    return x.new_empty(x.shape), x.new_empty(0 if recompute else slots.shape[0], width)
+    rank = sum(0 if a is None else a.shape[2] for a in (gate_a, up_a, down_a))
+    num_rows = 0 if recompute else slots.shape[0]
+    return x.new_empty(x.shape), x.new_empty(num_rows, width), x.new_empty(num_rows, rank)
 
 
 @register_fake("expert_ffn_backward")
 def _expert_ffn_backward_fake(
     grad_out: Tensor,
     preactivations: Tensor,
+    reduced: Tensor,
     output_mask: list[bool],
     x: Tensor,
     weights: Tensor | None,
@@ -118,6 +143,12 @@ def _expert_ffn_backward_fake(
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    gate_a: Tensor | None = None,
+    gate_b: Tensor | None = None,
+    up_a: Tensor | None = None,
+    up_b: Tensor | None = None,
+    down_a: Tensor | None = None,
+    down_b: Tensor | None = None,
     **_: object,
 ) -> list[Tensor]:
     def gradient(wanted: bool, tensor: Tensor | None) -> Tensor:
@@ -126,7 +157,8 @@ def _expert_ffn_backward_fake(
         is_transposed = tensor.dim() == 3 and tensor.stride(1) == 1 and tensor.stride(2) != 1
         return x.new_empty(tensor.mT.shape).mT if is_transposed else x.new_empty(tensor.shape)
 
-    tensors = (x, weights, gate, up, down, gate_bias, up_bias, down_bias)
+    biases = (gate_bias, up_bias, down_bias)
+    tensors = (x, weights, gate, up, down, *biases, gate_a, gate_b, up_a, up_b, down_a, down_b)
     gradients = [gradient(wanted, tensor) for wanted, tensor in zip(output_mask, tensors, strict=True)]
     num_slots = rows.shape[0] if output_mask[1] else 0
     gradients[1] = x.new_empty(num_slots, dtype=torch.promote_types(x.dtype, torch.float32))

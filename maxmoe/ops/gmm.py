@@ -4,9 +4,18 @@ import torch
 from torch import Tensor
 
 from maxmoe.ops._fake import register_fake
+from maxmoe.ops.low_rank import LowRankFactors, operands
 
 
-def gmm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, *, bias: Tensor | None = None, group_offset: int = 0) -> Tensor:
+def gmm(
+    lhs: Tensor,
+    rhs: Tensor,
+    group_sizes: Tensor,
+    *,
+    bias: Tensor | None = None,
+    factors: LowRankFactors | None = None,
+    group_offset: int = 0,
+) -> Tensor:
     """Multiply each group of rows by the matrix of the group.
 
     out[r] = lhs[r] @ rhs[g - group_offset] + bias[g - group_offset]   for the rows r of group g
@@ -19,6 +28,8 @@ def gmm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, *, bias: Tensor | None = 
         rhs: ``(L, D, F)``, dtype of lhs, matrices of the groups.
         group_sizes: ``(G,)``, int64, number of rows of each group; their sum is at most R.
         bias: ``(L, F)``, dtype of lhs, or None.
+        factors: low-rank factors beside `rhs`, of any floating dtype, computed in the dtype of lhs; or None. rhs stands
+            for rhs + scale * a b, which is not formed.
         group_offset: index of the group that rhs[0] belongs to.
 
     Returns:
@@ -26,6 +37,12 @@ def gmm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, *, bias: Tensor | None = 
 
     Source: MegaBlocks (arXiv:2211.15841); MaxText `gmm`.
     """
+    a, b = operands(factors, lhs.dtype)
+    if a is not None:
+        of_both: tuple[Tensor, Tensor] = torch.ops.maxmoe.gmm_low_rank(
+            lhs, rhs, a, b, group_sizes, bias=bias, group_offset=group_offset
+        )
+        return of_both[0]
     out: Tensor = torch.ops.maxmoe.gmm(lhs, rhs, group_sizes, bias=bias, group_offset=group_offset)
     return out
 
@@ -33,3 +50,8 @@ def gmm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, *, bias: Tensor | None = 
 @register_fake("gmm")
 def _gmm_fake(lhs: Tensor, rhs: Tensor, *_: object, **__: object) -> Tensor:
     return lhs.new_empty(lhs.shape[0], rhs.shape[2])
+
+
+@register_fake("gmm_low_rank")
+def _gmm_low_rank_fake(lhs: Tensor, rhs: Tensor, a: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    return lhs.new_empty(lhs.shape[0], rhs.shape[2]), lhs.new_empty(lhs.shape[0], a.shape[2])

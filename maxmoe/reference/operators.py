@@ -20,6 +20,14 @@ class RaggedPlan(NamedTuple):
     top_k: int
 
 
+class LowRankFactors(NamedTuple):
+    """Low-rank factors a [L, in, r] and b [L, r, out] beside matrices [L, in, out]."""
+
+    a: Tensor
+    b: Tensor
+    scale: float = 1.0
+
+
 def ragged_plan(
     experts: Tensor,
     num_experts: int,
@@ -135,8 +143,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: 
     return stack(out, x.new_zeros((), dtype=out_dtype or sum_dtype), len(weight))
 
 
-def gmm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, *, bias: Tensor | None = None, group_offset: int = 0) -> Tensor:
+def merged(matrices: Tensor, factors: LowRankFactors | None) -> Tensor:
+    """matrices + scale * a @ b, float32 or wider."""
+    if factors is None:
+        return matrices
+    return wide(matrices) + factors.scale * wide(factors.a) @ wide(factors.b)
+
+
+def gmm(
+    lhs: Tensor,
+    rhs: Tensor,
+    group_sizes: Tensor,
+    *,
+    bias: Tensor | None = None,
+    factors: LowRankFactors | None = None,
+    group_offset: int = 0,
+) -> Tensor:
     """out[r] = lhs[r] @ rhs[g] (+ bias[g]) for the rows r of local group g, 0 for rows of no local group."""
+    rhs = merged(rhs, factors)
     out = [wide(lhs.new_zeros(rhs.shape[2])) for _ in lhs]
     for r, g in enumerate(local_groups(group_sizes, len(lhs), len(rhs), group_offset)):
         if g >= 0:
@@ -206,11 +230,16 @@ def expert_ffn(
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    gate_factors: LowRankFactors | None = None,
+    up_factors: LowRankFactors | None = None,
+    down_factors: LowRankFactors | None = None,
     activation: Activation = "silu",
     limit: float | None = None,
     fused_gate: str | None = None,
 ) -> Tensor:
     """out[t] = sum over k of weights[t, k] * expert(x[t]), over the slots that have a row."""
+    gate = None if gate is None else merged(gate, gate_factors)
+    up, down = merged(up, up_factors), merged(down, down_factors)
     if fused_gate is not None:
         gate, up = halves(up, fused_gate)
         gate_bias, up_bias = (None, None) if up_bias is None else halves(up_bias, fused_gate)

@@ -151,15 +151,16 @@ def test_what_nobody_waits_for_is_freed() -> None:
     """A recomputation of activation checkpointing stops when it has what the backward needs."""
 
     def check() -> int:
+        before = alive()
         pending = all_gather_rows(torch.ones(3, 7, requires_grad=True), (3, 3), dist.group.WORLD)
         dist.barrier()
         del pending
         deadline = time.monotonic() + 10.0  # the thread of gloo may hold its tensors a moment longer
-        while (left := remaining()) and time.monotonic() < deadline:
+        while (left := alive() - before) and time.monotonic() < deadline:
             time.sleep(0.01)
         return left
 
-    def remaining() -> int:
+    def alive() -> int:
         gc.collect()
         return sum(type(found) is Tensor and found.shape == (6, 7) for found in gc.get_objects())
 

@@ -38,7 +38,11 @@ def valid_calls() -> Iterator[tuple[str, Arguments]]:
     ffn |= {"group_sizes": plan.group_sizes, "top_k": 2, "gate": torch.randn(3, 4, 6), "up": torch.randn(3, 4, 6)}
     ffn |= {"down": torch.randn(3, 6, 4), "gate_bias": torch.randn(3, 6), "up_bias": torch.randn(3, 6)}
     ffn |= {"down_bias": torch.randn(3, 4), "activation": "silu", "limit": 1.0, "fused_gate": None, "recompute": False}
-    before = {"grad_out": torch.randn(5, 4), "preactivations": torch.randn(10, 12), "output_mask": [True] * 8}
+    for name in ("gate", "up", "down"):
+        count, inner, outer = ffn[name].shape
+        ffn |= {f"{name}_a": torch.randn(count, inner, 2), f"{name}_b": torch.randn(count, 2, outer)}
+    before = {"grad_out": torch.randn(5, 4), "preactivations": torch.randn(10, 12), "reduced": torch.randn(10, 6)}
+    before["output_mask"] = [True] * 14
     rules: Arguments = {"score_function": "softmax", "normalization": "sum", "scale": 1.0}
     groups = {"correction_bias": torch.randn(3), "num_groups": 1, "top_k_groups": 1, "group_score": "top2"}
     yield "expert_ffn", ffn
@@ -60,7 +64,9 @@ def valid_calls() -> Iterator[tuple[str, Arguments]]:
         },
     )
     sizes, biases = plan.group_sizes, torch.randn(3, 6)
-    yield "gmm", {"lhs": rows, "rhs": ffn["up"], "group_sizes": sizes, "bias": biases, "group_offset": 0}
+    product = {"lhs": rows, "rhs": ffn["up"], "group_sizes": sizes, "bias": biases, "group_offset": 0}
+    yield "gmm", product
+    yield "gmm_low_rank", product | {"a": ffn["up_a"], "b": ffn["up_b"]}
     yield "linear", {"x": x, "weight": torch.randn(3, 4), "bias": torch.randn(3), "out_dtype": None}
     yield "tgmm", {"lhs": rows, "rhs": rows, "group_sizes": sizes, "num_local_groups": 3, "group_offset": 0}
     yield "ragged_dot", {"a": x, "b": rows, "index": plan.rows, "group_size": 2}
@@ -138,7 +144,7 @@ def outcome(operator: str, arguments: Arguments, force: bool, wrap: Callable[...
         with ops.force_aten(force):
             result = wrap(getattr(torch.ops.maxmoe, operator))(**arguments)
     except (ValueError, RuntimeError, TypeError, MemoryError) as error:
-        asked = operator.removesuffix("_forward")
+        asked = operator.removesuffix("_forward").removesuffix("_low_rank")
         named = rf"maxmoe::{asked}"
         if not re.search(f"{named}|{OF_TORCH}", str(error)):
             raise AssertionError(f"the error does not name the operator: {error}") from error
@@ -179,8 +185,9 @@ WAYS = (without_gradients, with_gradients, inference, autocast)
 def check(operator: str, arguments: Arguments, change: Arguments, way: Callable[..., Any]) -> None:
     kernel, aten = (outcome(operator, arguments | change, force, way) for force in (False, True))
     if isinstance(kernel, str) or isinstance(aten, str):
-        lacks_memory = re.search("memory|bad_alloc", f"{kernel} {aten}")
-        assert lacks_memory or isinstance(kernel, str) == isinstance(aten, str), f"{kernel} {aten}"
+        # On other devices a plan with rows of no expert is valid, because the host does not wait for the sizes.
+        may_differ = re.search("memory|bad_alloc|group_sizes must sum to", f"{kernel} {aten}")
+        assert may_differ or isinstance(kernel, str) == isinstance(aten, str), f"{kernel} {aten}"
         return
     if {"slots", "rows", "row_of_slot"} & set(change) and "top_k" in arguments:
         return  # a plan that contradicts itself gives wrong rows, never a read out of bounds

@@ -16,13 +16,23 @@ from maxmoe import ops, reference
 
 @dataclass(frozen=True)
 class Call:
-    """An operator with its arguments by name, for our operators and for the reference alike."""
+    """An operator with its arguments by name, for our operators and for the reference alike.
+
+    The fields of low-rank factors have names such as "up_factors.a", so that tests reach each tensor.
+    """
 
     operator: str
     arguments: dict[str, Any]
 
     def __call__(self, module: Any = ops) -> tuple[Tensor, ...]:
-        out = getattr(module, self.operator)(**self.arguments)
+        fields: dict[str, dict[str, Any]] = {}
+        for name, value in self.arguments.items():
+            if "." in name:
+                argument, field = name.split(".")
+                fields.setdefault(argument, {})[field] = value
+        factors = {argument: ops.LowRankFactors(**values) for argument, values in fields.items()}
+        plain = {name: value for name, value in self.arguments.items() if "." not in name}
+        out = getattr(module, self.operator)(**plain, **factors)
         return out if isinstance(out, tuple) else (out,)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -103,7 +103,7 @@ class OperatorTests:
     def test_function_transforms_in_reverse_mode_are_refused(self, path: str, transform: Any) -> None:
         call = self.call(TINY)
         function, values = function_of(call)
-        with pytest.raises(NotImplementedError, match=f"maxmoe::{call.operator}: gradients must be taken with"):
+        with pytest.raises(NotImplementedError, match=rf"maxmoe::{call.operator}\w*: gradients must be taken with"):
             transform(lambda *values: function(*values)[0].sum())(*values)
 
     @pytest.mark.parametrize("layout", ["transposed", "columns", "rows", "expanded"])

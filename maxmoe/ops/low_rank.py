@@ -1,0 +1,59 @@
+"""Low-rank factors beside a stack of matrices."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+
+class LowRankFactors(NamedTuple):
+    """Low-rank factors beside a stack of matrices W: rows are multiplied by W + scale * a b.
+
+    x (W + scale * a b) = x W + (x a) (scale * b)
+
+    The operators compute the right-hand side, as r more steps of the inner dimension. Neither the sum of the matrices
+    nor its gradient is formed.
+
+    Attributes:
+        a: ``(L, in, r)``, floating, "lora_A", transposed.
+        b: ``(L, r, out)``, floating, "lora_B", transposed.
+        scale: factor of the product, ``alpha / r`` in LoRA.
+
+    Source: LoRA (arXiv:2106.09685).
+
+    Example:
+        >>> a, b = torch.randn(4, 16, 2), torch.zeros(4, 2, 32)
+        >>> rows = maxmoe.ops.gmm(lhs, rhs, group_sizes, factors=maxmoe.ops.LowRankFactors(a, b, scale=0.5))
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float = 1.0
+
+    @classmethod
+    def side_by_side(cls, factors: Sequence[Self]) -> Self:
+        """Join the factors of several adapters, whose products are added.
+
+        Args:
+            factors: factors beside the same matrices; their ranks and scales may differ.
+
+        Returns:
+            Factors whose r is the sum of theirs.
+        """
+        if len(factors) == 1:
+            return factors[0]
+        scaled = [b if scale == 1.0 else b * scale for _, b, scale in factors]
+        return cls(torch.cat([a for a, _, _ in factors], dim=2), torch.cat(scaled, dim=1))
+
+
+def operands(factors: LowRankFactors | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """Return `a` and scale * b as the operators take them: with the dtype of the matrices, each b contiguous.
+
+    The product with the scale and the casts are small: they have r columns. Their gradients are torch's.
+    """
+    if factors is None:
+        return None, None
+    a, b, scale = factors
+    return a.to(dtype), (b if scale == 1.0 else b * scale).to(dtype).contiguous()
