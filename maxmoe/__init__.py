@@ -9,6 +9,7 @@ from maxmoe._library import build_info
 # isort: split
 # After the core, which names a torch that does not fit, before another module misses something in that torch.
 from maxmoe import presets
+from maxmoe.adapters import connect_if_imported
 from maxmoe.config import MoEConfig
 from maxmoe.load import MoEStats, StatsAccumulator, StepStats
 from maxmoe.nn import (
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     )
     from maxmoe.parallel import parallelize
     from maxmoe.pipelining import pipeline
+
+connect_if_imported()
 
 __version__ = build_info()["version"]
 

@@ -122,9 +122,35 @@ void benchmark_backward_up(Session& session, const Case& c, const ExpertsShape& 
   time_products<T>(session, c, shape, /*count=*/2, [&] { expert_ffn_backward_up(ffn, session.threads()); });
 }
 
+// The product with r columns counts as one product of the intermediate size.
+template <class T>
+void benchmark_backward_down_factors(Session& session, const Case& c, const ExpertsShape& shape) {
+  constexpr int64_t kRank = 16;
+  const Problem<T> problem(shape);
+  const Table<T> grad_out(shape.num_tokens, shape.hidden_size);
+  const Table<T> reduce(shape.num_experts * shape.intermediate_size, kRank);
+  const Table<T> expand(shape.num_experts * kRank, shape.hidden_size);
+  const Table<T> grad_reduced(problem.plan.num_rows(), kRank);
+  const Table<T> grad_reduce(shape.num_experts * shape.intermediate_size, kRank);
+  ExpertFfnBackwardDownFactors<T> ffn{};
+  ffn.grad_out = grad_out.read();
+  ffn.weights = problem.weights.data();
+  ffn.routed = problem.routed;
+  ffn.factors = {reduce.read_stack(shape.num_experts), expand.read_stack(shape.num_experts)};
+  ffn.kind = kKind;
+  ffn.gemm = &problem.gemm;
+  ffn.preactivations = problem.preactivations.read();
+  ffn.grad_reduced = grad_reduced.view();
+  ffn.grad_reduce = grad_reduce.stack(shape.num_experts);
+  time_products<T>(session, c, shape, /*count=*/1, [&] { expert_ffn_backward_down_factors(ffn, session.threads()); });
+}
+
 const Registration registration([](Session& session) {
   for_experts(session, "expert_ffn",
               [&]<class T>(const Case& c, const ExpertsShape& shape) { benchmark_forward<T>(session, c, shape); });
+  for_experts(session, "expert_ffn_backward_down_factors", [&]<class T>(const Case& c, const ExpertsShape& shape) {
+    benchmark_backward_down_factors<T>(session, c, shape);
+  });
   for_experts(session, "expert_ffn_backward_down", [&]<class T>(const Case& c, const ExpertsShape& shape) {
     benchmark_backward_down<T>(session, c, shape);
   });

@@ -19,9 +19,10 @@ struct Gmm {
   int64_t num_groups;          // G
   int64_t group_offset;
   const Gemm<T>* gemm;
-  ConstMatrixView<T> reduced;  // [R, r] or empty
-  ConstMatrixStack<T> expand;  // [L, r, F] or empty
-  MatrixView<T> out;           // [R, F]
+  MatrixView<T> out;  // [R, F]
+
+  ConstMatrixView<T> reduced = {};  // [R, r] or empty
+  ConstMatrixStack<T> expand = {};  // [L, r, F] or empty
 };
 
 }  // namespace maxmoe

@@ -19,7 +19,6 @@ namespace {
 
 // The name in the messages of expert_ffn_forward as well, because users call only expert_ffn.
 constexpr const char* kOp = "expert_ffn";
-constexpr const char* kBackward = "expert_ffn_backward";
 
 const std::string kSchema =
     "Tensor x, Tensor? weights, Tensor slots, Tensor rows, Tensor group_sizes, int top_k, Tensor? gate, Tensor up, "
@@ -46,128 +45,17 @@ constexpr Operator<"expert_ffn_backward",
                    Signature<GradientTuple, const Tensor&, const Tensor&, const Tensor&, OutputMask>>
     expert_ffn_backward;
 
-struct Size {
-  int64_t size;
-  const char* meaning;
-};
-
-// Checks a parameter of the L experts: [L, sizes...].
-void check_parameter(const Argument& parameter, const char* shape, const ExpertFfnArguments& a,
-                     std::initializer_list<Size> sizes) {
-  parameter.has_dims(static_cast<int64_t>(sizes.size()) + 1, shape).has_dtype_of("x", a.x);
-  parameter.has_size(0, a.group_sizes.size(0), "L of group_sizes");
-  int64_t dim = 0;
-  for (const auto& [size, meaning] : sizes) parameter.has_size(++dim, size, meaning);
-}
-
-void check_gate(const char* op, const ExpertFfnArguments& a) {
-  if (a.fused_gate.has_value()) {
-    MAXMOE_CHECK(*a.fused_gate == "concatenated" || *a.fused_gate == "interleaved", op,
-                 "fused_gate must be concatenated, interleaved or None, got ", *a.fused_gate);
-    MAXMOE_CHECK(!a.gate.has_value(), op, "gate must be None with fused_gate ", *a.fused_gate, ", got shape ",
-                 a.gate->sizes());
-    MAXMOE_CHECK(a.up.size(2) % 2 == 0, op, "up must be [L, D, 2F] with fused_gate ", *a.fused_gate, ", got shape ",
-                 a.up.sizes());
-  }
-  MAXMOE_CHECK(a.gate.has_value() || !a.gate_bias.has_value(), op, "gate_bias must be None without gate, got shape ",
-               a.gate_bias->sizes());
-  const bool gated = a.gate_layout() != GateLayout::none;
-  MAXMOE_CHECK(gated || parse_activation(op, a.activation) != Activation::swigluoai, op,
-               "gate must be given for activation swigluoai, got None");
-  MAXMOE_CHECK(gated || !a.limit.has_value(), op, "limit must be None without gate, got ", a.limit.value_or(0));
-  MAXMOE_CHECK(a.limit.value_or(1.0) > 0, op, "limit must be positive, got ", a.limit.value_or(1.0));
-}
-
-// Checks the low-rank factors of matrices [L, in, out].
-void check_factors(const char* op, const std::array<const char*, 3>& names, const OptionalTensor& matrices,
-                   const Factors& factors, const ExpertFfnArguments& a) {
-  const auto [name, name_a, name_b] = names;
-  MAXMOE_CHECK(factors.a.has_value() == factors.b.has_value(), op, factors.a.has_value() ? name_b : name_a,
-               " must be given with ", factors.a.has_value() ? name_a : name_b, ", got None");
-  if (!factors.are_given()) return;
-  MAXMOE_CHECK(matrices.has_value(), op, name_a, " must be None without ", name, ", got shape ", factors.a->sizes());
-  const Argument reduce(op, name_a, *factors.a);
-  check_parameter(reduce, "[L, in, r]", a, {{matrices->size(1), "inner size of the matrices"}, {factors.rank(), "r"}});
-  check_parameter(Argument(op, name_b, *factors.b), "[L, r, out]", a,
-                  {{factors.rank(), "r of the other factor"}, {matrices->size(2), "outer size of the matrices"}});
-}
-
-// Checks everything but values of tensors.
-void check_shapes(const char* op, const ExpertFfnArguments& a) {
-  Argument(op, "x", a.x).has_dims(2, "[T, D]").is_floating();
-  Argument(op, "up", a.up).has_dims(3, "[L, D, F]");
-  Argument(op, "group_sizes", a.group_sizes).has_dims(1, "[G]");
-  parse_activation(op, a.activation);
-  check_gate(op, a);
-  const Size hidden{a.x.size(1), "D of x"};
-  const Size width{a.intermediate_size(), "F of up"};
-  const auto check_matrices = [&](const char* name, const Tensor& matrices, Size rows, Size columns) {
-    check_parameter(Argument(op, name, matrices), "[L, D, F], down [L, F, D]", a, {rows, columns});
-  };
-  const auto check_bias = [&](const char* name, const OptionalTensor& bias, Size columns) {
-    if (bias.has_value()) check_parameter(Argument(op, name, *bias), "[L, F], down_bias [L, D]", a, {columns});
-  };
-  check_matrices("up", a.up, hidden, {a.up.size(2), "F of up"});
-  check_matrices("down", a.down, width, hidden);
-  if (a.gate.has_value()) check_matrices("gate", *a.gate, hidden, width);
-  check_bias("gate_bias", a.gate_bias, width);
-  check_bias("up_bias", a.up_bias, {a.up.size(2), a.fused_gate.has_value() ? "2F of up" : "F of up"});
-  check_bias("down_bias", a.down_bias, hidden);
-  check_factors(op, {"gate", "gate_a", "gate_b"}, a.gate, a.gate_factors(), a);
-  check_factors(op, {"up", "up_a", "up_b"}, a.up, a.up_factors(), a);
-  check_factors(op, {"down", "down_a", "down_b"}, a.down, a.down_factors(), a);
-}
-
-void check(const char* op, const ExpertFfnArguments& a) {
-  check_shapes(op, a);
-  check_group_sizes(op, a.group_sizes, a.slots.numel(), uses_kernels(a.x) ? Sum::exactly : Sum::at_most);
-  check_weights(op, a.weights, checked_product(op, "top_k", a.x.size(0), a.top_k));
-  check_routed_rows(op, a.slots, a.rows, a.x.size(0), a.slots.numel(), a.top_k);
-}
-
-void check_intermediate(const char* name, const Tensor& rows, const char* shape, int64_t width, const char* meaning,
-                        const ExpertFfnArguments& a) {
-  Argument(kBackward, name, rows).has_dims(2, shape).has_dtype_of("x", a.x);
-  Argument(kBackward, name, rows).has_size(0, a.num_kept_rows(), a.recompute ? "recompute" : "R of slots");
-  Argument(kBackward, name, rows).has_size(1, width, meaning);
-}
-
-void check_backward(const Tensor& grad_out, const Intermediates& kept, const Wanted& wanted,
-                    const ExpertFfnArguments& a) {
-  check(kBackward, a);
-  Argument(kBackward, "grad_out", grad_out).has_dims(2, "[T, D]").has_dtype_of("x", a.x);
-  Argument(kBackward, "grad_out", grad_out).has_size(0, a.x.size(0), "T of x").has_size(1, a.x.size(1), "D of x");
-  check_intermediate("preactivations", kept.preactivations, "[R, 2F] or [R, F]", a.preactivation_width(),
-                     "width of gate and up", a);
-  check_intermediate("reduced", kept.reduced, "[R, r]", a.reduced_width(), "r of gate, up and down", a);
-  const auto is_given = [](const char* name, bool is_wanted, const OptionalTensor& argument) {
-    MAXMOE_CHECK(!is_wanted || argument.has_value(), kBackward, "output_mask must be False for ", name,
-                 ", which is None, got True");
-  };
-  is_given("weights", wanted.weights, a.weights);
-  is_given("gate", wanted.gate, a.gate);
-  is_given("gate_bias", wanted.gate_bias, a.gate_bias);
-  is_given("up_bias", wanted.up_bias, a.up_bias);
-  is_given("down_bias", wanted.down_bias, a.down_bias);
-  is_given("gate_a", wanted.gate_a, a.gate_a);
-  is_given("gate_b", wanted.gate_b, a.gate_b);
-  is_given("up_a", wanted.up_a, a.up_a);
-  is_given("up_b", wanted.up_b, a.up_b);
-  is_given("down_a", wanted.down_a, a.down_a);
-  is_given("down_b", wanted.down_b, a.down_b);
-}
-
 template <class... Arguments>
 Tensor expert_ffn_backend(Arguments... arguments) {
   const ExpertFfnArguments a{arguments...};
-  check(kOp, a);
+  check_expert_ffn(kOp, a);
   return std::get<0>(uses_kernels(a.x) ? expert_ffn_kernel(a, false) : expert_ffn_aten(a, Differentiable::no));
 }
 
 template <class... Arguments>
 Outputs expert_ffn_forward_backend(Arguments... arguments) {
   const ExpertFfnArguments a{arguments...};
-  check(kOp, a);
+  check_expert_ffn(kOp, a);
   if (uses_kernels(a.x)) return expert_ffn_kernel(a, !a.recompute);
   const auto [out, preactivations, reduced] = expert_ffn_aten(a, Differentiable::no);
   if (!a.recompute) return {out, preactivations, reduced};
@@ -181,7 +69,7 @@ GradientTuple expert_ffn_backward_backend(const Tensor& grad_out, const Tensor& 
   const ExpertFfnArguments a{arguments...};
   const Wanted wanted = Wanted::from(output_mask);
   const Intermediates rows{preactivations, reduced};
-  check_backward(grad_out, rows, wanted, a);
+  check_expert_ffn_backward(grad_out, rows, wanted, a);
   const auto kept = a.recompute ? std::nullopt : std::optional(rows);
   const Gradients gradients = uses_kernels(a.x)
                                   ? expert_ffn_backward_kernel(grad_out, kept, wanted, a)
@@ -282,7 +170,7 @@ struct Gradient {
 
   static Tensor with_tangents(const auto&... arguments) {
     const ExpertFfnArguments a{arguments...};
-    check_shapes(kOp, a);
+    check_expert_ffn_shapes(kOp, a);
     return std::get<0>(expert_ffn_aten(a, Differentiable::yes));
   }
 };

@@ -121,6 +121,12 @@ constexpr bool needs_grad_activated(const Wanted& w) {
 // they are not kept.
 using Outputs = std::tuple<Tensor, Tensor, Tensor>;
 
+// Check the arguments of the operator `op`; the first one everything but values of tensors.
+void check_expert_ffn_shapes(const char* op, const ExpertFfnArguments& a);
+void check_expert_ffn(const char* op, const ExpertFfnArguments& a);
+void check_expert_ffn_backward(const Tensor& grad_out, const Intermediates& kept, const Wanted& wanted,
+                               const ExpertFfnArguments& a);
+
 // Both implementations of backward compute the intermediates if they are not given, and otherwise overwrite the
 // preactivations if they need their gradient.
 Outputs expert_ffn_kernel(const ExpertFfnArguments& a, bool keeps_intermediates);

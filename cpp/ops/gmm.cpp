@@ -61,12 +61,19 @@ Tensor gmm_kernel(const Tensor& lhs, const Tensor& rhs, const Tensor& group_size
   const bool has_term = term.has_value() && term->reduced.size(1) > 0;
   const Tensor expand = has_term ? gemm_operand(term->expand) : Tensor();
   for_dtype(lhs.scalar_type(), [&]<class T>() {
-    maxmoe::gmm(Gmm<T>{const_view<T>(left), const_stack<T>(right),
-                       offsets.has_value() ? const_view<T>(*offsets) : ConstMatrixView<T>{},
-                       const_pointer<int64_t>(sizes), sizes.numel(), group_offset, &best_gemm<T>(),
-                       has_term ? const_view<T>(term->reduced) : ConstMatrixView<T>{},
-                       has_term ? const_stack<T>(expand) : ConstMatrixStack<T>{}, view<T>(out)},
-                torch_executor());
+    Gmm<T> arguments{const_view<T>(left),
+                     const_stack<T>(right),
+                     offsets.has_value() ? const_view<T>(*offsets) : ConstMatrixView<T>{},
+                     const_pointer<int64_t>(sizes),
+                     sizes.numel(),
+                     group_offset,
+                     &best_gemm<T>(),
+                     view<T>(out)};
+    if (has_term) {
+      arguments.reduced = const_view<T>(term->reduced);
+      arguments.expand = const_stack<T>(expand);
+    }
+    maxmoe::gmm(arguments, torch_executor());
   });
   return out;
 }

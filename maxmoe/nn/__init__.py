@@ -3,7 +3,8 @@
 from maxmoe.declaration import TOKEN_DIMS, Declaration, LogicalNames, ResidualStream, SavedTensor
 from maxmoe.nn.dense_dispatcher import local_dispatcher
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, ExpertRunner, Future, LocalDispatcher, LocalExperts
-from maxmoe.nn.experts import Experts, SharedExperts
+from maxmoe.nn.experts import Experts
+from maxmoe.nn.shared_experts import SharedExperts
 from maxmoe.nn.feed_forward import MoEFeedForward, set_aux_loss_scale
 from maxmoe.nn.losses import count_tokens, load_balance_loss, mean_over_tokens, router_z_loss
 from maxmoe.nn.moe import MoE, MoEOutput

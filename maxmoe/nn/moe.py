@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
 from maxmoe._torch import register_namedtuple, reshaped
+from maxmoe.adapters import without_adapters
 from maxmoe.config import MoEConfig
 from maxmoe.conversion import check_block, config_of_block, give_weights, take_weights
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
@@ -16,12 +17,11 @@ from maxmoe.load.metrics_accumulator import MetricsAccumulator
 from maxmoe.load.stats import MoEStats
 from maxmoe.nn.dense_dispatcher import local_dispatcher
 from maxmoe.nn.dispatcher import ExpertRunner
-from maxmoe.nn.experts import Experts, SharedExperts
+from maxmoe.nn.experts import Experts
+from maxmoe.nn.shared_experts import SharedExperts
 from maxmoe.nn.losses import RoutingLosses
 from maxmoe.nn.router import Router
 from maxmoe.token_group import LocalTokens, TokenGroup
-
-Part = TypeVar("Part", bound=nn.Module)
 
 
 class MoEOutput(NamedTuple):
@@ -202,12 +202,12 @@ class MoE(nn.Module):
             tokens_per_expert: ``(E,)``, integer, `MoEStats.tokens_per_expert`, summed over the micro-batches of an
                 optimizer step.
         """
-        _without_adapters(self.router, Router).update_correction_bias(tokens_per_expert)
+        without_adapters(self.router, Router).update_correction_bias(tokens_per_expert)
 
     @property
     def routed_experts(self) -> Experts:
         """Module of the routed experts, without adapters that wrap it."""
-        return _without_adapters(self.experts, Experts)
+        return without_adapters(self.experts, Experts)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -232,8 +232,3 @@ class MoE(nn.Module):
         fields = dataclasses.fields(self.config)
         changed = (field.name for field in fields if getattr(self.config, field.name) != field.default)
         return ", ".join(f"{name}={getattr(self.config, name)!r}" for name in changed)
-
-
-def _without_adapters(module: nn.Module, kind: type[Part]) -> Part:
-    """Return the `kind` in `module`: adapters of PEFT wrap it and do not forward its attributes."""
-    return next(part for part in module.modules() if isinstance(part, kind))

@@ -23,10 +23,10 @@ autograd functions in C++. Use `torch.autograd.grad` instead.
 
 from maxmoe import _library as _library  # registers the operators; first
 from maxmoe.ops._force_aten import force_aten
+from maxmoe.ops._low_rank import LowRankFactors
 from maxmoe.ops.expert_ffn import expert_ffn
 from maxmoe.ops.gmm import gmm
 from maxmoe.ops.linear import linear
-from maxmoe.ops.low_rank import LowRankFactors
 from maxmoe.ops.ragged_dot import ragged_dot
 from maxmoe.ops.ragged_gather import ragged_gather
 from maxmoe.ops.ragged_gather_reduce import ragged_gather_reduce

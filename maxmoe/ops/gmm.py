@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from maxmoe.ops._fake import register_fake
-from maxmoe.ops.low_rank import LowRankFactors, operands
+from maxmoe.ops._low_rank import LowRankFactors, operands
 
 
 def gmm(
@@ -37,8 +37,8 @@ def gmm(
 
     Source: MegaBlocks (arXiv:2211.15841); MaxText `gmm`.
     """
-    a, b = operands(factors, lhs.dtype)
-    if a is not None:
+    if factors is not None:
+        a, b = operands(factors, lhs.dtype)
         of_both: tuple[Tensor, Tensor] = torch.ops.maxmoe.gmm_low_rank(
             lhs, rhs, a, b, group_sizes, bias=bias, group_offset=group_offset
         )

@@ -104,7 +104,7 @@ def test_variants(path: str, shape: Shape, variant: Any) -> None:
 @each_variant
 @pytest.mark.parametrize("names", [("gate",), ("up",), ("down",), ("gate", "down")], ids=str)
 def test_factors_beside_some_matrices(path: str, names: tuple[str, ...], variant: Any) -> None:
-    call = with_factors(variant(SKEWED), {name: 5 for name in names})
+    call = with_factors(variant(SKEWED), dict.fromkeys(names, 5))
     assert_same(result(call), result(without_recompute(call), reference), tolerance(torch.float64, 1))
 
 
@@ -182,7 +182,9 @@ def test_adapters_side_by_side(path: str) -> None:
     """Several adapters are one adapter with the columns of all of them."""
     call = ffn_call(SKEWED)
     first, second = (with_factors(call, {"up": rank}, scale).arguments for rank, scale in ((2, 0.5), (3, 1.75)))
-    adapters = [ops.LowRankFactors(*(a[f"up_factors.{field}"] for field in ("a", "b", "scale"))) for a in (first, second)]
+    adapters = [
+        ops.LowRankFactors(*(a[f"up_factors.{field}"] for field in ("a", "b", "scale"))) for a in (first, second)
+    ]
     got = ops.expert_ffn(**call.arguments, up_factors=ops.LowRankFactors.side_by_side(adapters))
     merged = call.arguments["up"] + sum(scale * a @ b for a, b, scale in adapters)
     expected = call.replace(up=merged)()[0]
@@ -214,7 +216,9 @@ def test_gmm_multiplies_no_groups_for_a_frozen_matrix(path: str) -> None:
     out = call()[0]
     with ExecutedOperators() as executed:
         out.sum().backward()
-    sizes = {tuple(arguments[name].shape[1] for name in ("lhs", "rhs")) for op, arguments in executed.calls if op == "tgmm"}
+    sizes = {
+        tuple(arguments[name].shape[1] for name in ("lhs", "rhs")) for op, arguments in executed.calls if op == "tgmm"
+    }
     full = (call.arguments["lhs"].shape[1], call.arguments["rhs"].shape[2])
     assert sizes and full not in sizes
 

@@ -45,7 +45,7 @@ LEVELS = [
     {"_library", "_torch", "config", "text_table"},
     {"ops", "reference"},
     {"declaration"},
-    {"recompute", "token_group"},
+    {"recompute", "token_group", "adapters"},
     {"presets", "load"},
     {"conversion"},
     {"nn"},

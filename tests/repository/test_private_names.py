@@ -33,7 +33,7 @@ def private_names(path: Path) -> Iterator[str]:
     own |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     own |= {node.target.id for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and hasattr(node.target, "id")}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "transformers"):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "transformers", "peft"):
             parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
             yield from (f"line {node.lineno}: {part}" for part in parts if is_private(part) or node.module in UNSTABLE)
         elif isinstance(node, ast.Import):
@@ -43,7 +43,11 @@ def private_names(path: Path) -> Iterator[str]:
             yield f"line {node.lineno}: {'.'.join(attributes(node))}"
 
 
-HOMES = {ROOT / "maxmoe/_torch.py", ROOT / "maxmoe/integrations/transformers/_transformers.py"}
+HOMES = {
+    ROOT / "maxmoe/_torch.py",
+    ROOT / "maxmoe/adapters/_peft.py",
+    ROOT / "maxmoe/integrations/transformers/_transformers.py",
+}
 # Named tuples have public attributes with an underscore; `_exit`, `_getframe` are of the standard library.
 ALLOWED = {"_replace", "_fields", "_asdict", "_exit", "_current_frames", "_getframe", "_C"}
 

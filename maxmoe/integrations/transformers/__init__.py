@@ -12,6 +12,7 @@ are unchanged. From transformers 5.21 on, it also registers the expert paralleli
 
 import importlib.util
 
+from maxmoe.adapters import connect
 from maxmoe.integrations.transformers import _version as _version  # refuses an old one; first
 from maxmoe.integrations.transformers import experts, llama4
 from maxmoe.integrations.transformers.experts import experts_forward
@@ -20,6 +21,8 @@ __all__ = ["experts_forward"]
 
 experts.register()
 llama4.register()
+if importlib.util.find_spec("peft"):
+    connect()  # takes little time beside that of importing transformers
 if importlib.util.find_spec("transformers.distributed.expert_parallel"):
     from maxmoe.integrations.transformers import expert_parallel
 

@@ -26,6 +26,11 @@ def own_gate(experts: Any, projected: Tensor) -> Tensor:
     return activated
 
 
+def is_experts(module: Any) -> bool:
+    """Return whether a module is decorated with `use_experts_implementation`."""
+    return hasattr(type(module), "_apply_gate") and hasattr(module, "_is_expert_parallel")
+
+
 def is_expert_parallel(experts: Any) -> bool:
     """Return whether transformers' own expert parallelism has sharded the experts."""
     return bool(experts._is_expert_parallel)

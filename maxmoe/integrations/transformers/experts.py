@@ -2,17 +2,29 @@
 
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from maxmoe.integrations.transformers._transformers import is_expert_parallel
+from maxmoe.adapters import connect_if_imported, factors_of, takes_factors
+from maxmoe.integrations.transformers._transformers import experts_implementation, is_expert_parallel, is_experts
 from maxmoe.integrations.transformers.gates import FusedGate, apply_gate, fused_gate
-from maxmoe.ops import RaggedPlan, expert_ffn, gmm, ragged_plan, ragged_sort, ragged_unsort
+from maxmoe.ops import LowRankFactors, RaggedPlan, expert_ffn, gmm, ragged_plan, ragged_sort, ragged_unsort
 
 
 def register() -> None:
     """Register "maxmoe" as an experts implementation of transformers."""
     ALL_EXPERTS_FUNCTIONS.register("maxmoe", experts_forward)
+    takes_factors(_takes_factors)
+
+
+def _takes_factors(module: nn.Module, parameter: str) -> bool:
+    return (
+        is_experts(module)
+        and experts_implementation(module.config) == "maxmoe"
+        and not is_expert_parallel(module)
+        and parameter in (_first_projection(module), "down_proj")
+    )
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -37,6 +49,8 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     Raises:
         ValueError: for an expert out of range or sizes that do not fit.
     """
+    if is_parametrized(experts):
+        connect_if_imported()  # PEFT has been imported after this library: from the next call on
     return compute_experts(experts, hidden_states, top_k_weights, _plan(experts, top_k_index))
 
 
@@ -69,6 +83,8 @@ def _fused(experts: Any, gate: FusedGate, x: Tensor, weights: Tensor, plan: Ragg
         _matrices(experts, "down_proj"),
         up_bias=_bias(experts, first),
         down_bias=_bias(experts, "down_proj"),
+        up_factors=_factors(experts, first),
+        down_factors=_factors(experts, "down_proj"),
         activation=gate.activation,
         limit=gate.limit,
         fused_gate=layout if experts.has_gate else None,
@@ -78,12 +94,17 @@ def _fused(experts: Any, gate: FusedGate, x: Tensor, weights: Tensor, plan: Ragg
 def _composed(experts: Any, x: Tensor, weights: Tensor, plan: RaggedPlan) -> Tensor:
     first = _first_projection(experts)
     rows = ragged_sort(x, plan)
-    rows = gmm(rows, _matrices(experts, first), plan.group_sizes, bias=_bias(experts, first))
+    rows = _project(experts, first, rows, plan)
     rows = apply_gate(experts, rows)
-    rows = gmm(rows, _matrices(experts, "down_proj"), plan.group_sizes, bias=_bias(experts, "down_proj"))
+    rows = _project(experts, "down_proj", rows, plan)
     if experts.has_post_expert_norm:
         rows = experts.post_expert_norm(rows)
     return ragged_unsort(rows, plan, weights)
+
+
+def _project(experts: Any, projection: str, rows: Tensor, plan: RaggedPlan) -> Tensor:
+    bias, factors = _bias(experts, projection), _factors(experts, projection)
+    return gmm(rows, _matrices(experts, projection), plan.group_sizes, bias=bias, factors=factors)
 
 
 def _first_projection(experts: Any) -> str:
@@ -94,6 +115,10 @@ def _matrices(experts: Any, projection: str) -> Tensor:
     """View a parameter as [L, in, out], which transformers calls transposed."""
     parameter: Tensor = getattr(experts, projection)
     return parameter if experts.is_transposed else parameter.transpose(1, 2)
+
+
+def _factors(experts: Any, projection: str) -> LowRankFactors | None:
+    return factors_of(experts, projection, transposed=not experts.is_transposed)
 
 
 def _bias(experts: Any, projection: str) -> Tensor | None:

@@ -47,13 +47,15 @@ class LowRankFactors(NamedTuple):
         scaled = [b if scale == 1.0 else b * scale for _, b, scale in factors]
         return cls(torch.cat([a for a, _, _ in factors], dim=2), torch.cat(scaled, dim=1))
 
+    def transposed(self) -> Self:
+        """Return the factors of the transposed matrices, W^T + scale * b^T a^T."""
+        return type(self)(self.b.transpose(1, 2), self.a.transpose(1, 2), self.scale)
 
-def operands(factors: LowRankFactors | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """Return `a` and scale * b as the operators take them: with the dtype of the matrices, each b contiguous.
+
+def operands(factors: LowRankFactors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return `a` and scale * b as the operators take them: with the dtype of the matrices, and b contiguous.
 
     The product with the scale and the casts are small: they have r columns. Their gradients are torch's.
     """
-    if factors is None:
-        return None, None
     a, b, scale = factors
     return a.to(dtype), (b if scale == 1.0 else b * scale).to(dtype).contiguous()

@@ -1,0 +1,95 @@
+"""Connection to PEFT: its wrappers hand their factors to experts instead of adding their product to the weights."""
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from maxmoe.adapters.factors import hand_over
+from maxmoe.adapters.inert import watch
+from maxmoe.ops import LowRankFactors
+
+Part = TypeVar("Part", bound=nn.Module)
+
+# Functions that tell whether a module takes the factors beside a parameter.
+_takers: list[Callable[[nn.Module, str], bool]] = []
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def takes_factors(predicate: Callable[[nn.Module, str], bool]) -> None:
+    """Register a function that tells whether the forward of a module takes the factors beside a parameter.
+
+    Args:
+        predicate: function of the module and of the name of a parameter, for example of type `maxmoe.nn.Experts`.
+    """
+    _takers.append(predicate)
+
+
+def without_adapters(module: nn.Module, kind: type[Part]) -> Part:
+    """Return the `kind` in `module`: adapters of PEFT wrap it and do not forward its attributes."""
+    return next(part for part in module.modules() if isinstance(part, kind))
+
+
+def connect_if_imported() -> None:
+    """Connect if PEFT has been imported; importing it would take as long as importing this library."""
+    if "peft" in sys.modules:
+        connect()
+
+
+@functools.cache
+def connect() -> None:
+    """Connect to PEFT, once per process.
+
+    If PEFT keeps adapters in another way than this library knows, it is left as it is, with a warning: results are
+    those of PEFT, and each forward forms the sum of weights and adapters.
+    """
+    from maxmoe.adapters import _peft
+
+    try:
+        _peft.check_layout()
+        _peft.replace_activation(_or_hand_over)
+    except Exception as error:  # whatever another version of PEFT raises
+        warnings.warn(
+            "maxmoe does not know how this version of PEFT keeps adapters of experts "
+            f"({type(error).__name__}: {error}): PEFT itself adds them to the weights, which takes about three times "
+            "the time of frozen experts",
+            stacklevel=2,
+        )
+
+
+def _or_hand_over(activate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that hands the factors over to a module that takes them, or else calls `activate`."""
+    from maxmoe.adapters import _peft
+
+    @functools.wraps(activate)
+    @contextmanager
+    def activated(wrapper: Any, active_adapters: list[str]) -> Iterator[None]:
+        adapters = [adapter for adapter in active_adapters if adapter in wrapper.lora_A]
+        module, name = wrapper.get_base_layer(), wrapper.parameter_name
+        with ExitStack() as stack:
+            if adapters and _takes(module, name):
+                factors = [_peft.factors_of_adapter(wrapper, adapter) for adapter in adapters]
+                watch(wrapper, f"{type(module).__name__}.{name}", factors)
+                stack.enter_context(hand_over(module, name, LowRankFactors.side_by_side(factors)))
+            else:
+                stack.enter_context(activate(wrapper, active_adapters))
+            yield
+
+    return activated
+
+
+def _takes(module: nn.Module, parameter: str) -> bool:
+    """Return whether a module takes factors beside a parameter; not beside one of 8 bits or with a parametrization."""
+    matrices = dict(module.named_parameters(recurse=False)).get(parameter)
+    return (
+        matrices is not None
+        and matrices.dim() == 3
+        and matrices.dtype in _DTYPES
+        and any(takes(module, parameter) for takes in _takers)
+    )

@@ -1,0 +1,106 @@
+"""The connection to PEFT: what it does when PEFT keeps adapters otherwise, and adapters that train nothing."""
+
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+
+from maxmoe import MoE, adapters
+from maxmoe.adapters import _peft, inert
+from support.moe_layers import make, tokens
+
+EXPERTS = ["moe.experts.gate_proj", "moe.experts.up_proj", "moe.experts.down_proj"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_watched() -> None:
+    """Forget the forwards of other tests, whose backward never came."""
+    inert._waiting.clear()
+
+
+class Layer(nn.Module):
+    def __init__(self, layer: MoE) -> None:
+        super().__init__()
+        self.moe = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.moe(x).hidden_states
+
+
+def adapted() -> PeftModel:
+    config = LoraConfig(r=3, target_parameters=EXPERTS, target_modules=[], init_lora_weights=False)
+    return get_peft_model(Layer(make()), config)
+
+
+def test_another_layout_falls_back_to_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = _peft.stacks
+    monkeypatch.setattr(_peft, "stacks", lambda *arguments: (original(*arguments)[0].flip(0), original(*arguments)[1]))
+    replaced: list[Any] = []
+    monkeypatch.setattr(_peft, "replace_activation", replaced.append)
+    with pytest.warns(UserWarning, match=r"maxmoe does not know how this version of PEFT keeps adapters.*RuntimeError"):
+        adapters.connect.__wrapped__()
+    assert not replaced
+
+
+def test_connecting_draws_no_random_numbers() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    _peft.check_layout()
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("imports", ["import peft; import maxmoe", "import maxmoe; import peft"])
+def test_any_order_of_imports(imports: str) -> None:
+    """PEFT that is imported later is connected in the first forward, which it computes by itself."""
+    program = f"""
+{imports}
+import torch
+from torch import nn
+layer = maxmoe.MoE(maxmoe.MoEConfig(hidden_size=8, intermediate_size=4, num_experts=3, top_k=2))
+names = ["moe.experts.up_proj"]
+config = peft.LoraConfig(r=2, target_parameters=names, target_modules=[], init_lora_weights=False)
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.moe = layer
+    def forward(self, x):
+        return self.moe(x).hidden_states
+model = peft.get_peft_model(Layer(), config)
+x = torch.randn(5, 8)
+first, second = model(x), model(x)
+torch.testing.assert_close(first, second)
+from peft.tuners.lora.layer import ParamWrapper
+assert hasattr(ParamWrapper._activate_lora, "__wrapped__")
+assert not torch.equal(model.unload().moe(x).hidden_states, first)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_adapters_that_train_nothing_are_named() -> None:
+    first, second = adapted(), adapted()
+    x = tokens(first.base_model.model.moe)
+    out, _ = first(x), second(x)
+    message = r"no gradient has reached the adapters beside Experts.down_proj \(1 modules\), Experts.gate_proj"
+    with pytest.warns(UserWarning, match=message):
+        out.sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (first(x).sum() + second(x).sum()).backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_adapters_that_train_are_not_named(use_reentrant: bool) -> None:
+    first, second = adapted(), adapted()
+    x = tokens(first.base_model.model.moe).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            out = torch.utils.checkpoint.checkpoint(first, x, use_reentrant=use_reentrant)
+            torch.utils.checkpoint.checkpoint(second, out, use_reentrant=use_reentrant).sum().backward()
