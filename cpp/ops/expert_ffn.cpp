@@ -126,7 +126,7 @@ class Node : public torch::autograd::Function<Node> {
 
   // Stores the arguments and the intermediates in an autograd context, and reads them back.
   static void save(AutogradContext* ctx, const ExpertFfnArguments& a, const Intermediates& kept) {
-    variable_list tensors{kept.preactivations, kept.reduced};
+    variable_list tensors{kept.preactivations, a.reduced_width() > 0 ? kept.reduced : Tensor()};
     const auto push = [&](const auto& tensor) {
       const Tensor* given = tensor_or_null(tensor);
       tensors.push_back(given != nullptr ? *given : Tensor());
@@ -157,6 +157,10 @@ class Node : public torch::autograd::Function<Node> {
     a.limit = ctx->saved_data["limit"].toOptional<double>();
     a.recompute = ctx->saved_data["recompute"].toBool();
     a.fused_gate = ctx->saved_data["fused_gate"].toOptional<std::string_view>();
+    // Without factors no tensor is saved.
+    if (!kept.reduced.defined()) {
+      kept.reduced = at::empty_symint({kept.preactivations.sym_size(0), 0}, kept.preactivations.options());
+    }
     return {a, kept};
   }
 };

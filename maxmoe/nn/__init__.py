@@ -4,12 +4,12 @@ from maxmoe.declaration import TOKEN_DIMS, Declaration, LogicalNames, ResidualSt
 from maxmoe.nn.dense_dispatcher import local_dispatcher
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, ExpertRunner, Future, LocalDispatcher, LocalExperts
 from maxmoe.nn.experts import Experts
-from maxmoe.nn.shared_experts import SharedExperts
 from maxmoe.nn.feed_forward import MoEFeedForward, set_aux_loss_scale
 from maxmoe.nn.losses import count_tokens, load_balance_loss, mean_over_tokens, router_z_loss
 from maxmoe.nn.moe import MoE, MoEOutput
 from maxmoe.nn.replay import RoutingRecord, record_routing, replay_routing
 from maxmoe.nn.router import Router, Routing, TopK
+from maxmoe.nn.shared_experts import SharedExperts
 from maxmoe.nn.tensor_parallel_region import LayerInputs, LocalRegion, TensorParallelRegion
 from maxmoe.recompute.named_parts import Checkpointed, check_recompute, recompute_of, set_recompute
 from maxmoe.recompute.selective import keep_routing

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from maxmoe.adapters import connect_if_imported, factors_of, takes_factors
 from maxmoe.config import MoEConfig
-from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
+from maxmoe.declaration import Declaration, SavedTensor
 from maxmoe.nn.dense_activation import activate
 from maxmoe.ops import LowRankFactors, RaggedPlan, expert_ffn
 from maxmoe.ops._low_rank import operands

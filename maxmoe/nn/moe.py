@@ -18,9 +18,9 @@ from maxmoe.load.stats import MoEStats
 from maxmoe.nn.dense_dispatcher import local_dispatcher
 from maxmoe.nn.dispatcher import ExpertRunner
 from maxmoe.nn.experts import Experts
-from maxmoe.nn.shared_experts import SharedExperts
 from maxmoe.nn.losses import RoutingLosses
 from maxmoe.nn.router import Router
+from maxmoe.nn.shared_experts import SharedExperts
 from maxmoe.token_group import LocalTokens, TokenGroup
 
 

@@ -1,6 +1,5 @@
 """Adapters of PEFT beside experts: their factors go to the operators, and the weights are not copied."""
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
-from maxmoe import MoE, adapters
+from maxmoe import MoE
 from maxmoe.adapters import inert
 from maxmoe.adapters import peft as connection
 from maxmoe.integrations.transformers import families
