@@ -25,7 +25,7 @@ from maxmoe.planning.stage_costs import (
     rank_parameters,
 )
 from maxmoe.planning.traffic import Traffic, traffic_of
-from maxmoe.planning.whole_plan import plan_without_warnings
+from maxmoe.planning.whole_plan import plan_without_warnings, with_stacked_factors
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.planned_collective import PlannedCollective
 from maxmoe.sharding.rules import LogicalRules
@@ -64,6 +64,7 @@ class Estimate:
         return "\n\n".join([*([] if self.pipeline is None else [str(self.pipeline)]), *tables])
 
 
+@with_stacked_factors
 def estimate(
     module: nn.Module,
     mesh: Mesh,

@@ -13,7 +13,7 @@ from maxmoe.planning.pipeline_estimate import stage_table
 from maxmoe.planning.pipeline_plan import PipelineOptions, PipelinePlan, plan_pipeline
 from maxmoe.planning.repeated_layers import group_repeated
 from maxmoe.planning.saved_tensors import micro_batch_sizes
-from maxmoe.planning.whole_plan import plan_without_warnings
+from maxmoe.planning.whole_plan import plan_without_warnings, with_stacked_factors
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.resolve import DroppedAxis
 from maxmoe.sharding.rules import LogicalRules
@@ -151,6 +151,7 @@ class Explanation:
             yield f"Warning: {warning}."
 
 
+@with_stacked_factors
 def explain(
     module: nn.Module,
     mesh: Mesh,
