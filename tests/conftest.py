@@ -1,9 +1,13 @@
 """What every test starts from: the same random numbers and the same number of threads."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from support.python_with_torch import Python
 
 pytest.register_assert_rewrite("support")
 
@@ -23,6 +27,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the file that takes longest: nothing else could run beside its end."""
     items.sort(key=lambda item: item.path.name != "test_cpp.py")
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Python]":
+    """Runs code in a fork of a process that has imported torch and nothing of maxmoe."""
+    from support.python_with_torch import python_with_torch
+
+    with python_with_torch(tmp_path_factory.mktemp("python")) as run:
+        yield run
 
 
 @pytest.fixture

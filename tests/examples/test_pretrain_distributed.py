@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from support.forked_python import ForkedPython
+from support.forked_python import SUBPROCESSES_OF_TORCHRUN, ForkedPython
 from support.pretrain_run import EXAMPLES, TINY, after_step, assert_close, messages, pretrain, run, saved
 from support.run_ranks import run_ranks as run_ranks_in_time
 
@@ -174,9 +174,7 @@ def torchrun(
 @pytest.fixture
 def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torchrun, itself a fork of this process, fork its workers."""
-    monkeypatch.setattr(
-        "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler.Popen", ForkedPython
-    )
+    monkeypatch.setattr(f"{SUBPROCESSES_OF_TORCHRUN}.Popen", ForkedPython)
 
 
 FAILING_STEP = """

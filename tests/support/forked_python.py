@@ -4,6 +4,7 @@ A new interpreter takes 1.5 to 4 s to import them. What is new in a fork: the pr
 modules of tests and examples, environment, folder, `sys.path`, signals, warnings and open files.
 """
 
+import asyncio
 import gc
 import inspect
 import os
@@ -21,23 +22,34 @@ from typing import Any, NoReturn
 import torch
 
 ROOT = Path(__file__).parents[2]
+SUBPROCESSES_OF_TORCHRUN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 # Modules of tests and examples, and one that reads the environment when it is imported.
 FRESH = (str(ROOT / "tests") + os.sep, str(ROOT / "examples") + os.sep, f"{os.sep}matplotlib{os.sep}")
 
 
 class ForkedPython(subprocess.Popen[Any]):
-    """A `Popen` of `[sys.executable, "-c" code | "-m" module | script, *arguments]` that forks and starts no Python."""
+    """A `Popen` of `[sys.executable, "-c" code | "-m" module | script, *arguments]` that forks and starts no Python.
+
+    Other commands are started as usual.
+    """
 
     def _execute_child(self, *arguments: Any) -> None:
-        given = inspect.signature(subprocess.Popen._execute_child).bind(self, *arguments).arguments
+        given = inspect.signature(super()._execute_child).bind(*arguments).arguments  # type: ignore[misc]
+        if given["args"][0] != sys.executable:
+            super()._execute_child(*arguments)  # type: ignore[misc]
+            return
         ends = [given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
         sys.stdout.flush()
         sys.stderr.flush()
+        ready, is_new = os.pipe()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
             self.pid = os.fork()
         if self.pid == 0:
-            _main(given, [ends[0], ends[3], ends[5]], [ends[1], ends[2], ends[4]])
+            _main(given, [ends[0], ends[3], ends[5]], [ends[1], ends[2], ends[4], ready], is_new)
+        os.close(is_new)
+        os.read(ready, 1)  # of nothing, when the fork has its session
+        os.close(ready)
         self._child_created = True
         self._close_pipe_fds(*ends)  # type: ignore[attr-defined]
 
@@ -50,13 +62,14 @@ def run(command: list[str], *, cwd: Path | None = None, env: dict[str, str] | No
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
-def _main(given: dict[str, Any], files: list[int], others: list[int]) -> NoReturn:
+def _main(given: dict[str, Any], files: list[int], others: list[int], is_new: int) -> NoReturn:
     """What a fork does; `os._exit` skips what pytest does at its end."""
     code = 1
     try:
         torch.set_num_threads(1)  # first of all: the threads of OpenMP are not forked
         gc.freeze()
         _become_new(given, files, others)
+        os.close(is_new)
         code = _exit_code(given["args"][1:])
     except BaseException:
         traceback.print_exc()
@@ -73,9 +86,12 @@ def _become_new(given: dict[str, Any], files: list[int], others: list[int]) -> N
 
     Files stay open: some are those of libuv, on which the store of torchrun depends.
     """
+    signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    asyncio.events._set_running_loop(None)
+    asyncio.set_event_loop(None)
     if given.get("start_new_session"):
         os.setsid()
     for target, file in enumerate(files):
