@@ -1,5 +1,6 @@
 """What every test starts from: the same random numbers and the same number of threads."""
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # and no GPU, a fake tensor registers one device. A first backward after that, such as the one of a compiled
     # function, would start a thread, and the ranks that a later test forks could not run a backward.
     torch.ones((), requires_grad=True).backward()
+    # For the ranks that are forked: a thread that wakes up does not interrupt the one that wakes it. Gloo wakes its
+    # thread for messages while it holds the lock that this thread needs, which would ask for it again and again.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
