@@ -8,7 +8,7 @@
 #include <limits>
 #include <vector>
 
-#include "eigen_gemm.h"
+#include "eigen_products.h"
 #include "matrix.h"
 #include "naive_ffn.h"
 #include "routing.h"
