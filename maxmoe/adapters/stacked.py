@@ -5,14 +5,18 @@ expert as the fastest one: a shard of the experts is not a slice of it. On a mes
 ``(L, r, out)``.
 """
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
 from maxmoe.declaration import Declaration, SavedTensor, declaration_of
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
 def wrappers_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -31,27 +35,47 @@ def factor_names(module: nn.Module) -> frozenset[str]:
     return frozenset(f"{path}.{name}" for path, wrapper in wrappers_of(module) for name, _ in _factors(wrapper))
 
 
-@contextmanager
-def stacked_factors(module: nn.Module) -> Iterator[Callable[[], None]]:
-    """Keep factors as stacks while the block runs, and declare them; yields a function that keeps them so for good."""
-    wrappers = [wrapper for _, wrapper in wrappers_of(module)]
+def with_stacked_factors(*, kept: bool) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Decorate a function of a module: while it runs, factors are declared stacks, and afterwards if they are `kept`.
+
+    If the function raises, the factors are packed as before.
+    """
+
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        name = next(iter(inspect.signature(function).parameters))
+
+        @functools.wraps(function)
+        def decorated(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
+            module = arguments[0] if arguments else options.get(name)
+            restore = _stack(module) if isinstance(module, nn.Module) else lambda: None
+            try:
+                result = function(*arguments, **options)
+            except BaseException:
+                restore()
+                raise
+            if not kept:
+                restore()
+            return result
+
+        return decorated
+
+    return decorate
+
+
+def _stack(module: nn.Module) -> Callable[[], None]:
+    """Replace all packed factors by declared stacks; returns the function that restores them."""
+    wrappers = [wrapper for _, wrapper in wrappers_of(module) if "declaration" not in vars(wrapper)]
     packed = [(owner, owner.weight) for wrapper in wrappers for _, owner in _factors(wrapper)]
-    is_kept = False
-
-    def keep() -> None:
-        nonlocal is_kept
-        is_kept = True
-
     for wrapper in wrappers:
-        _stack(wrapper)
-    try:
-        yield keep
-    finally:
-        if not is_kept:
-            for owner, weight in packed:
-                owner.weight = weight
-            for wrapper in wrappers:
-                del wrapper.declaration
+        _stack_factors(wrapper)
+
+    def restore() -> None:
+        for owner, weight in packed:
+            owner.weight = weight
+        for wrapper in wrappers:
+            del wrapper.declaration
+
+    return restore
 
 
 def packed_as_by_peft(name: str, stack: Tensor) -> Tensor:
@@ -68,7 +92,7 @@ def _factors(wrapper: Any) -> Iterator[tuple[str, nn.Linear]]:
             yield f"{name}.{adapter}.weight", owner
 
 
-def _stack(wrapper: Any) -> None:
+def _stack_factors(wrapper: Any) -> None:
     """Replace the factors of a wrapper by stacks, and declare their logical names."""
     from maxmoe.adapters import _peft
 

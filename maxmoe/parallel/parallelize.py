@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 
 from torch import nn
 
-from maxmoe.adapters import stacked_factors, wrappers_of
+from maxmoe.adapters import with_stacked_factors, wrappers_of
 from maxmoe.declaration import NOTHING, declaration_of
 from maxmoe.nn import (
     Experts,
@@ -27,6 +27,7 @@ from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
 
 
+@with_stacked_factors(kept=True)
 def parallelize(
     module: nn.Module,
     mesh: Mesh,
@@ -100,14 +101,12 @@ def parallelize(
         "recompute": repr(sorted(map(str, recompute))),
         "strict and allow_unused": repr((strict, allow_unused)),
     }
-    with stacked_factors(module) as keep_stacks:
-        check_settings(module, mesh, rules, settings)
-        check_recompute(module, recompute)
-        plan = make_plan(module, mesh, rules, strict=strict, allow_unused=allow_unused, dispatch=dispatch)
-        check_plan(plan, num_chunks)
-        set_recompute(module, recompute)
-        apply_plan(module, plan, num_chunks, InputGradientCheck(module, mesh))
-        keep_stacks()
+    check_settings(module, mesh, rules, settings)
+    check_recompute(module, recompute)
+    plan = make_plan(module, mesh, rules, strict=strict, allow_unused=allow_unused, dispatch=dispatch)
+    check_plan(plan, num_chunks)
+    set_recompute(module, recompute)
+    apply_plan(module, plan, num_chunks, InputGradientCheck(module, mesh))
     return module
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from maxmoe.adapters import with_stacked_factors
 from maxmoe.optim import Choice
 from maxmoe.optim.newton_schulz import fast_dtype
 from maxmoe.optim.parameter_groups import choose
@@ -25,7 +26,7 @@ from maxmoe.planning.stage_costs import (
     rank_parameters,
 )
 from maxmoe.planning.traffic import Traffic, traffic_of
-from maxmoe.planning.whole_plan import plan_without_warnings, with_stacked_factors
+from maxmoe.planning.whole_plan import plan_without_warnings
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.planned_collective import PlannedCollective
 from maxmoe.sharding.rules import LogicalRules
@@ -64,7 +65,7 @@ class Estimate:
         return "\n\n".join([*([] if self.pipeline is None else [str(self.pipeline)]), *tables])
 
 
-@with_stacked_factors
+@with_stacked_factors(kept=False)
 def estimate(
     module: nn.Module,
     mesh: Mesh,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from maxmoe.adapters import with_stacked_factors
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.parameter_sharding import ParameterSharding
 from maxmoe.planning.explained_dispatch import ExplainedDispatch, dispatch_tables, explain_dispatch
@@ -13,7 +14,7 @@ from maxmoe.planning.pipeline_estimate import stage_table
 from maxmoe.planning.pipeline_plan import PipelineOptions, PipelinePlan, plan_pipeline
 from maxmoe.planning.repeated_layers import group_repeated
 from maxmoe.planning.saved_tensors import micro_batch_sizes
-from maxmoe.planning.whole_plan import plan_without_warnings, with_stacked_factors
+from maxmoe.planning.whole_plan import plan_without_warnings
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.resolve import DroppedAxis
 from maxmoe.sharding.rules import LogicalRules
@@ -151,7 +152,7 @@ class Explanation:
             yield f"Warning: {warning}."
 
 
-@with_stacked_factors
+@with_stacked_factors(kept=False)
 def explain(
     module: nn.Module,
     mesh: Mesh,

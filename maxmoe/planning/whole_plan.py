@@ -1,35 +1,15 @@
 """Plan of a module for planning."""
 
-import functools
 import warnings
-from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 
-from maxmoe.adapters import stacked_factors
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.parallelize import check_plan
 from maxmoe.parallel.plan import Plan
 from maxmoe.parallel.planner import make_plan
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.rules import LogicalRules
-
-Options = ParamSpec("Options")
-Result = TypeVar("Result")
-
-
-def with_stacked_factors(
-    function: Callable[Concatenate[nn.Module, Options], Result],
-) -> Callable[Concatenate[nn.Module, Options], Result]:
-    """Decorate a function of a module: adapters have the shapes that `parallelize` gives them while it runs."""
-
-    @functools.wraps(function)
-    def decorated(module: nn.Module, /, *arguments: Options.args, **options: Options.kwargs) -> Result:
-        with stacked_factors(module):
-            return function(module, *arguments, **options)
-
-    return decorated
 
 
 def plan_without_warnings(
