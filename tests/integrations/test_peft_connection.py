@@ -11,16 +11,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from maxmoe import MoE, adapters
-from maxmoe.adapters import _peft, inert
+from maxmoe.adapters import _peft
 from support.moe_layers import make, tokens
 
 EXPERTS = ["moe.experts.gate_proj", "moe.experts.up_proj", "moe.experts.down_proj"]
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_watched() -> None:
-    """Forget the forwards of other tests, whose backward never came."""
-    inert._waiting.clear()
 
 
 class Layer(nn.Module):
@@ -83,24 +77,40 @@ assert not torch.equal(model.unload().moe(x).hidden_states, first)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def sgd(*models: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for model in models for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
 def test_adapters_that_train_nothing_are_named() -> None:
     first, second = adapted(), adapted()
+    optimizer = sgd(first, second)
     x = tokens(first.base_model.model.moe)
     out, _ = first(x), second(x)
-    message = r"no gradient has reached the adapters beside Experts.down_proj \(1 modules\), Experts.gate_proj"
+    out.sum().backward()
+    message = r"SGD updates the adapters beside Experts.down_proj \(1 modules\), Experts.gate_proj .*no gradient"
     with pytest.warns(UserWarning, match=message):
-        out.sum().backward()
+        optimizer.step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        (first(x).sum() + second(x).sum()).backward()
+        optimizer.step()  # once
+
+
+def test_adapters_with_zero_gradients_are_named() -> None:
+    model = adapted()
+    model(tokens(model.base_model.model.moe)).mul(0.0).sum().backward()
+    with pytest.warns(UserWarning, match="they train nothing"):
+        sgd(model).step()
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_adapters_that_train_are_not_named(use_reentrant: bool) -> None:
-    first, second = adapted(), adapted()
+    first, second, other = adapted(), adapted(), adapted()
     x = tokens(first.base_model.model.moe).requires_grad_()
+    optimizer = sgd(first, second)
+    other(x)  # of another optimizer
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
             out = torch.utils.checkpoint.checkpoint(first, x, use_reentrant=use_reentrant)
             torch.utils.checkpoint.checkpoint(second, out, use_reentrant=use_reentrant).sum().backward()
+            optimizer.step()
