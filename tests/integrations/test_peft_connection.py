@@ -10,8 +10,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
-from maxmoe import MoE, adapters
+from maxmoe import MoE, MoEConfig, adapters
 from maxmoe.adapters import _peft
+from maxmoe.nn import Experts
+from maxmoe.ops import RaggedPlan, expert_ffn
 from support.moe_layers import make, tokens
 
 EXPERTS = ["moe.experts.gate_proj", "moe.experts.up_proj", "moe.experts.down_proj"]
@@ -114,3 +116,32 @@ def test_adapters_that_train_are_not_named(use_reentrant: bool) -> None:
             out = torch.utils.checkpoint.checkpoint(first, x, use_reentrant=use_reentrant)
             torch.utils.checkpoint.checkpoint(second, out, use_reentrant=use_reentrant).sum().backward()
             optimizer.step()
+
+
+def test_a_forward_that_ignores_the_adapters_is_an_error() -> None:
+    class Own(Experts):
+        def forward(self, x: Tensor, weights: Tensor | None, plan: RaggedPlan) -> Tensor:
+            return expert_ffn(x, weights, plan, self.gate_proj, self.up_proj, self.down_proj)
+
+    layer = make()
+    layer.experts.__class__ = Own
+    config = LoraConfig(r=3, target_parameters=EXPERTS[:1], target_modules=[], init_lora_weights=False)
+    model = get_peft_model(Layer(layer), config)
+    with pytest.raises(RuntimeError, match="Own has computed without the adapter beside gate_proj"):
+        model(tokens(layer))
+    with model.disable_adapter():
+        model(tokens(layer))
+
+
+def test_an_error_leaves_no_factors_behind() -> None:
+    model = adapted()
+    experts = model.base_model.model.moe.routed_experts
+    with pytest.raises(ValueError, match="last dim|hidden_size"):
+        model(torch.randn(3, 5, dtype=torch.float64))
+    config = MoEConfig(hidden_size=1, intermediate_size=1, num_experts=1, top_k=1)
+    original, experts.config = experts.config, config
+    experts.up_proj.data = experts.up_proj.data[:, :, :1]
+    with pytest.raises(ValueError, match="expert_ffn"):
+        model(tokens(model.base_model.model.moe))
+    experts.config = original
+    assert not experts.low_rank_factors
