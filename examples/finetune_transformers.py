@@ -2,6 +2,7 @@
 
     python examples/finetune_transformers.py                       Mixtral, a few minutes
     python examples/finetune_transformers.py --family qwen3_moe    any family with experts
+    python examples/finetune_transformers.py --lora                adapters of PEFT on frozen experts
     python examples/finetune_transformers.py --data notes/         on other text than the Python standard library
 
 All runs start from the same randomly initialized parameters. Each implementation
@@ -34,6 +35,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--family", default="mixtral", help="model_type of transformers; a wrong one lists all")
     add("--data", nargs="+", default=[], help="files, folders, patterns; else the standard library")
     add("--out", type=Path, default=Path("runs/finetune"), help="folder of the picture")
+    add("--lora", action="store_true", help="train adapters of the experts (rank 8) and nothing else")
     add("--learning-rate", type=at_least(0, float), default=1e-3, help="at its peak")
     add("--seed", type=at_least(0, at_most=LARGEST_SEED), default=0, help="of parameters and data order")
     add("--threads", type=at_least(1, at_most=1024), default=os.cpu_count(), help="to compute with")
@@ -55,7 +57,10 @@ def table(runs: list[Run]) -> str:
     and the losses diverge. None of the runs is more accurate than the others.
     """
     tenth = max(1, len(runs[0].losses) // 10)
-    columns = ("loss at the end", "difference, first tenth", "difference, all", "tokens/s", "peak MiB")
+    columns = (
+        *("loss at the end", "difference, first tenth", "difference, all"),
+        *("tokens/s", "peak MiB", "trained parameters"),
+    )
     lines = ["  ".join([f"{'experts':<10}", *columns])]
     for run in runs:
         differences = [abs(one - other) for one, other in zip(run.losses, runs[0].losses, strict=True)]
@@ -65,6 +70,7 @@ def table(runs: list[Run]) -> str:
             f"{max(differences):.1e}",
             f"{run.tokens_per_second:,.0f}",
             f"{run.peak / MIB:,.0f}",
+            f"{run.num_trained:,}",
         )
         aligned = (cell.rjust(len(column)) for cell, column in zip(cells, columns, strict=True))
         lines.append("  ".join([f"{run.implementation:<10}", *aligned]))

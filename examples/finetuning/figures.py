@@ -21,7 +21,10 @@ def comparison(path: Path, family: str, runs: list[Run]) -> None:
     """
     first, *others = runs
     figure = Figure(figsize=(12, 6), layout="constrained")
-    figure.suptitle(f"{family}, with the same parameters and batches for all implementations of the experts")
+    figure.suptitle(
+        f"{family}, {first.num_trained:,} trained parameters, with the same parameters and batches for all "
+        "implementations of the experts"
+    )
     panels = figure.subplots(2, 2, width_ratios=(2, 1))
     (loss, speed), (difference, memory) = panels
     steps = range(1, len(first.losses) + 1)

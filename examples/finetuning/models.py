@@ -1,11 +1,13 @@
 """Small, randomly initialized models of the families in transformers."""
 
+import warnings
 from argparse import Namespace
 from dataclasses import fields
 from itertools import product
 from typing import Any
 
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -114,3 +116,23 @@ def small_model(options: Namespace, implementation: str) -> PreTrainedModel:
     if not any(name.endswith("experts") for name, _ in model.named_modules()):
         raise InputError(f"the first {options.num_layers} layers of the family {options.family} have no experts")
     return model
+
+
+def with_adapters(model: PreTrainedModel, seed: int) -> PeftModel:
+    """Freeze a model, and return it with adapters of PEFT beside all matrices of its experts.
+
+    Args:
+        model: model of `small_model`.
+        seed: seed of the adapters, so that they are the same for every implementation.
+    """
+    names = [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if path.endswith("experts") and parameter.dim() == 3
+    ]
+    torch.manual_seed(seed)
+    adapters = LoraConfig(r=8, lora_alpha=16, target_parameters=names, target_modules=[])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT reads a deprecated property of transformers
+        return get_peft_model(model, adapters)

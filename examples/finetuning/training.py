@@ -9,9 +9,8 @@ from statistics import median
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from finetuning.models import small_model
+from finetuning.models import small_model, with_adapters
 from pretraining import InputError
 from pretraining.corpus import TrainingSequences
 from pretraining.trainer import learning_rate
@@ -28,12 +27,14 @@ class Run:
         losses: loss of each step in nats per byte.
         tokens_per_second: tokens per second in the median step.
         peak: peak memory in bytes, without the memory before the model was built.
+        num_trained: number of trained parameters.
     """
 
     implementation: str
     losses: list[float]
     tokens_per_second: float
     peak: int
+    num_trained: int
 
 
 class Training:
@@ -53,10 +54,10 @@ class Training:
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak memory of the process
         self.before = status("RssAnon")
         self.options, self.implementation = options, implementation
-        self.model = small_model(options, implementation)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), fused=True
-        )
+        model = small_model(options, implementation)
+        self.model = with_adapters(model, options.seed) if options.lora else model
+        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trained, lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
         self.sequences = TrainingSequences(
             text, sequence_length=options.sequence_length, batch_size=options.batch_size, seed=options.seed
         )
@@ -96,10 +97,11 @@ class Training:
         num_tokens = self.options.batch_size * self.options.sequence_length
         files = status("RssFile") + status("RssShmem")  # pages of shared libraries
         peak = status("VmHWM") - files - self.before
-        return Run(self.implementation, self.losses, num_tokens / median(self.seconds), peak)
+        num_trained = sum(parameter.numel() for parameter in self.trained)
+        return Run(self.implementation, self.losses, num_tokens / median(self.seconds), peak, num_trained)
 
 
-def train_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, tokens: Tensor) -> float:
+def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> float:
     """Take one optimizer step; return the loss, which includes the load balance loss if the family has one."""
     balance = {"output_router_logits": True} if hasattr(model.config, "output_router_logits") else {}
     loss = model(input_ids=tokens, labels=tokens, use_cache=False, **balance).loss

@@ -42,11 +42,13 @@ def test_a_run_prints_a_table_and_leaves_a_picture(tmp_path: Path, capsys: pytes
     data, out = words(tmp_path / "text"), tmp_path / "out"
     with patch.object(finetune_transformers, "IMPLEMENTATIONS", ("eager", "maxmoe")):
         finetune_transformers.run(options("--data", str(data), "--out", str(out)))
-    rows = {cells[0]: cells[1:] for line in capsys.readouterr().out.splitlines() if len(cells := line.split()) == 6}
+    printed = capsys.readouterr().out
+    rows = {cells[0]: cells[1:] for line in printed.splitlines() if len(cells := line.split()) == 7}
     assert rows.keys() == {"eager", "maxmoe"}
-    for loss, early, difference, tokens_per_second, peak in rows.values():
+    for loss, early, difference, tokens_per_second, peak, trained in rows.values():
         assert 4 < float(loss) < 7 and float(early) <= float(difference) < 1e-5
         assert float(tokens_per_second.replace(",", "")) > 0 and float(peak.replace(",", "")) > 0
+        assert f"Model: mixtral, {trained} parameters" in printed
     assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -57,6 +59,27 @@ def test_all_implementations_have_the_same_losses(family: str) -> None:
     for run in runs:
         assert len(run.losses) == 4
         assert run.losses == pytest.approx(runs[0].losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_all_implementations_have_the_same_losses_with_adapters(family: str) -> None:
+    wanted = options("--family", family, "--lora", "--learning-rate", "0.01")
+    runs = [train(wanted, text(), name) for name in finetune_transformers.IMPLEMENTATIONS]
+    for run in runs:
+        assert run.losses == pytest.approx(runs[0].losses, rel=1e-5)
+        assert run.num_trained == 2 * 4 * 8 * ((16 + 16) + (8 + 16))  # layers, experts, rank: gate and up, then down
+    assert runs[0].losses[-1] < runs[0].losses[0] - 1e-3
+
+
+def test_only_the_adapters_are_trained() -> None:
+    training = Training(options("--lora"), text(), "maxmoe")
+    before = {name: parameter.clone() for name, parameter in training.model.named_parameters()}
+    for _ in range(2):
+        training.step()
+    changed = {
+        name for name, parameter in training.model.named_parameters() if not torch.equal(parameter, before[name])
+    }
+    assert changed == {name for name in before if "lora_" in name}
 
 
 def test_it_learns() -> None:
@@ -164,7 +187,7 @@ def test_the_implementations_take_turns() -> None:
             return 1.0
 
         def run(self) -> Run:
-            return Run(self.implementation, [1.0], 1.0, 1)
+            return Run(self.implementation, [1.0], 1.0, 1, 1)
 
     with patch.object(turns, "Apart", Recorded):
         runs = turns.train_in_turns(options("--steps", "4"), text(), ("a", "b", "c"))
@@ -180,7 +203,7 @@ def test_numbers_that_are_too_small(arguments: list[str], capsys: pytest.Capture
 
 
 def test_the_picture_shows_every_run(tmp_path: Path) -> None:
-    runs = [Run(name, [5.0, 4.0], 1000.0, 2**20) for name in finetune_transformers.IMPLEMENTATIONS]
+    runs = [Run(name, [5.0, 4.0], 1000.0, 2**20, 1) for name in finetune_transformers.IMPLEMENTATIONS]
     figures.comparison(tmp_path / "comparison.png", "mixtral", runs)
     assert (tmp_path / "comparison.png").stat().st_size > 10_000
 
@@ -189,7 +212,7 @@ def test_the_picture_shows_the_difference_of_every_run(tmp_path: Path) -> None:
     """One that is far off, and one that is equal."""
     sizes = []
     for difference in (0.0, 1e-3):
-        runs = [Run("eager", [5.0, 4.0], 1.0, 1), Run("maxmoe", [5.0, 4.0 + difference], 1.0, 1)]
+        runs = [Run("eager", [5.0, 4.0], 1.0, 1, 1), Run("maxmoe", [5.0, 4.0 + difference], 1.0, 1, 1)]
         with patch.object(figures, "save", lambda figure, path: sizes.append(figure.axes)):
             figures.comparison(tmp_path / "comparison.png", "mixtral", runs)
     for axes, difference in zip(sizes, (0.0, 1e-3), strict=True):
