@@ -6,6 +6,7 @@ the expert as the fastest one. `check_layout` compares this with the product tha
 of another version of PEFT is found out. Checked with peft 0.21.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "ParamWrapper",
     "check_layout",
     "factors_of_adapter",
+    "is_stacked",
     "is_swapped",
     "parameter_of",
     "replace_activation",
@@ -48,6 +50,11 @@ def stacks(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
     lora_a, lora_b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
     if lora_a.dim() == 3:
         return lora_a, lora_b
+    if is_stacked(wrapper):
+        raise RuntimeError(
+            f"the adapter {adapter!r} beside {wrapper.parameter_name} has been added after parallelize, which has not "
+            "sharded it: its gradients would not be reduced. Add or load adapters before parallelize"
+        )
     count = wrapper.num_experts
     return (
         lora_a.reshape(count, -1, lora_a.shape[1]),
@@ -72,9 +79,31 @@ def is_swapped(wrapper: Any) -> bool:
     return bool(wrapper._did_swap_in_out_features)
 
 
+def is_stacked(wrapper: Any) -> bool:
+    """Return whether `parallelize` has made stacks of the factors of a wrapper."""
+    return "declaration" in vars(wrapper)
+
+
 def replace_activation(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the method that activates the adapters of a wrapper by what `make` returns for it."""
+    """Replace the method that activates the adapters of a wrapper by what `make` returns for it.
+
+    The method that computes the product of packed factors refuses stacks, whose dims it would confuse.
+    """
     setattr(ParamWrapper, ACTIVATE, make(getattr(ParamWrapper, ACTIVATE)))
+    ParamWrapper.get_delta_weight = _of_packed_factors(ParamWrapper.get_delta_weight)  # type: ignore[method-assign]
+
+
+def _of_packed_factors(get_delta_weight: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(get_delta_weight)
+    def checked(wrapper: Any, adapter_name: str, *arguments: Any, **options: Any) -> Tensor:
+        if is_stacked(wrapper):
+            raise RuntimeError(
+                f"the adapter {adapter_name!r} beside {wrapper.parameter_name} cannot be merged after parallelize: "
+                "save it with maxmoe.parallel.adapter_state_dict, and merge it in one process"
+            )
+        return get_delta_weight(wrapper, adapter_name, *arguments, **options)
+
+    return checked
 
 
 class _Stack(nn.Module):

@@ -25,13 +25,15 @@ def hand_over(module: nn.Module, parameter: str, factors: LowRankFactors) -> Ite
     Raises:
         RuntimeError: if the module has not asked for them, so that its output lacks the adapter.
     """
-    outer = module.__dict__.get(_ATTRIBUTE, {})
     handed_over = _HandedOver(factors)
-    module.__dict__[_ATTRIBUTE] = {**outer, parameter: handed_over}
+    given: dict[str, _HandedOver] = module.__dict__.setdefault(_ATTRIBUTE, {})
+    given[parameter] = handed_over
     try:
         yield
     finally:
-        module.__dict__[_ATTRIBUTE] = outer
+        # Only one's own: another thread that runs the module may have handed over others.
+        if given.get(parameter) is handed_over:
+            del given[parameter]
     if not handed_over.is_taken:
         raise RuntimeError(
             f"the forward of {type(module).__name__} has computed without the adapter beside {parameter}: it must read "

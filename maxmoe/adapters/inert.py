@@ -40,14 +40,15 @@ def _check_first_steps() -> None:
     register_optimizer_step_pre_hook(_name_those_without_gradient)
 
 
-def _name_those_without_gradient(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-    if not _waiting:
+def _name_those_without_gradient(optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    has_closure = any(argument is not None for argument in (*arguments[1:], *options.values()))
+    if not _waiting or has_closure:  # which computes the gradients later
         return
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     inert: Counter[str] = Counter()
     for wrapper, (name, parameters) in list(_waiting.items()):
-        factors = [factor for factor in parameters(wrapper) if id(factor) in updated]
-        if not factors:
+        factors = parameters(wrapper)
+        if not any(id(factor) in updated for factor in factors):
             continue
         del _waiting[wrapper]
         _known.add(wrapper)

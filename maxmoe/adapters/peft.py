@@ -32,8 +32,19 @@ def takes_factors(predicate: Callable[[nn.Module, str], bool]) -> None:
 
 
 def without_adapters(module: nn.Module, kind: type[Part]) -> Part:
-    """Return the `kind` in `module`: adapters of PEFT wrap it and do not forward its attributes."""
-    return next(part for part in module.modules() if isinstance(part, kind))
+    """Return the `kind` in `module`: adapters of PEFT wrap it and do not forward its attributes.
+
+    With PEFT's `modules_to_save`, it is the copy that is active.
+    """
+    while not isinstance(module, kind):
+        copies = getattr(module, "modules_to_save", None)
+        if copies is not None:
+            active = [name for name in module.active_adapters if name in copies]  # type: ignore[union-attr]
+            is_copy = active and not module.disable_adapters
+            module = copies[active[0]] if is_copy else module.get_submodule("original_module")
+        else:
+            module = module.get_submodule("base_layer")
+    return module
 
 
 def connect_if_imported() -> None:
@@ -73,7 +84,7 @@ def _or_hand_over(activate: Callable[..., Any]) -> Callable[..., Any]:
         adapters = [adapter for adapter in active_adapters if adapter in wrapper.lora_A]
         module, name = wrapper.get_base_layer(), wrapper.parameter_name
         with ExitStack() as stack:
-            if adapters and _takes(module, name):
+            if adapters and takes(module, name):
                 factors = [_peft.factors_of_adapter(wrapper, adapter) for adapter in adapters]
                 watch(wrapper, f"{type(module).__name__}.{name}", _peft.trained_factors)
                 stack.enter_context(hand_over(module, name, LowRankFactors.side_by_side(factors)))
@@ -84,12 +95,12 @@ def _or_hand_over(activate: Callable[..., Any]) -> Callable[..., Any]:
     return activated
 
 
-def _takes(module: nn.Module, parameter: str) -> bool:
+def takes(module: nn.Module, parameter: str) -> bool:
     """Return whether a module takes factors beside a parameter; not beside one of 8 bits or with a parametrization."""
     matrices = dict(module.named_parameters(recurse=False)).get(parameter)
     return (
         matrices is not None
         and matrices.dim() == 3
         and matrices.dtype in _DTYPES
-        and any(takes(module, parameter) for takes in _takers)
+        and any(taker(module, parameter) for taker in _takers)
     )

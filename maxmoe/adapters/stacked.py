@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
+from maxmoe.adapters.peft import connect
 from maxmoe.declaration import Declaration, SavedTensor, declaration_of
 
 Parameters = ParamSpec("Parameters")
@@ -27,6 +28,7 @@ def wrappers_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
     for path, child in module.named_modules():
         if isinstance(child, _peft.ParamWrapper) and _peft.parameter_of(child).dim() == 3:
+            connect()  # PEFT may have been imported after this library
             yield path, child
 
 

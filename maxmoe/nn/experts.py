@@ -38,6 +38,7 @@ class Experts(nn.Module):
         self, config: MoEConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
+        connect_if_imported()
         self.config = config
         num_experts, hidden_size, width = config.num_experts, config.hidden_size, config.intermediate_size
 
@@ -102,7 +103,7 @@ class Experts(nn.Module):
         def project(x: Tensor, matrices: Tensor, bias: Tensor | None, factors: LowRankFactors | None) -> Tensor:
             product = x @ matrices
             if factors is not None:
-                a, b = operands(factors, matrices.dtype)
+                a, b = operands(factors, matrices.dtype, "factors")
                 product = torch.baddbmm(product, x @ a, b)
             return product if bias is None else product + bias.unsqueeze(1).to(product.dtype)
 

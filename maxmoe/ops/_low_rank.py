@@ -42,6 +42,8 @@ class LowRankFactors(NamedTuple):
         Returns:
             Factors whose r is the sum of theirs.
         """
+        if not factors:
+            raise ValueError("factors must have at least one item, got none")
         if len(factors) == 1:
             return factors[0]
         scaled = [b if scale == 1.0 else b * scale for _, b, scale in factors]
@@ -52,10 +54,21 @@ class LowRankFactors(NamedTuple):
         return type(self)(self.b.transpose(1, 2), self.a.transpose(1, 2), self.scale)
 
 
-def operands(factors: LowRankFactors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def operands(factors: LowRankFactors, dtype: torch.dtype, name: str) -> tuple[Tensor, Tensor]:
     """Return `a` and scale * b as the operators take them: with the dtype of the matrices, and b contiguous.
 
     The product with the scale and the casts are small: they have r columns. Their gradients are torch's.
     """
+    if not isinstance(factors, LowRankFactors):
+        raise TypeError(f"{name} must be maxmoe.ops.LowRankFactors, got {type(factors).__name__}")
     a, b, scale = factors
-    return a.to(dtype), (b if scale == 1.0 else b * scale).to(dtype).contiguous()
+    for field, factor in (("a", a), ("b", b)):
+        if not isinstance(factor, Tensor) or factor.dim() != 3 or not factor.is_floating_point():
+            got = f"{factor.dtype} of shape {tuple(factor.shape)}" if isinstance(factor, Tensor) else repr(factor)
+            raise ValueError(
+                f"{name}.{field} must be floating, with the dims (L, in, r) of a or (L, r, out) of b, got {got}"
+            )
+    if not isinstance(scale, int | float | Tensor):
+        raise TypeError(f"{name}.scale must be a number, got {type(scale).__name__}")
+    is_one = not isinstance(scale, Tensor) and scale == 1
+    return a.to(dtype), (b if is_one else b * scale).to(dtype).contiguous()

@@ -66,9 +66,9 @@ def expert_ffn(
 
     Source: SonicMoE (arXiv:2512.14080) for the choice of saved tensors.
     """
-    gate_a, gate_b = (None, None) if gate_factors is None else operands(gate_factors, x.dtype)
-    up_a, up_b = (None, None) if up_factors is None else operands(up_factors, x.dtype)
-    down_a, down_b = (None, None) if down_factors is None else operands(down_factors, x.dtype)
+    gate_a, gate_b = (None, None) if gate_factors is None else operands(gate_factors, x.dtype, "gate_factors")
+    up_a, up_b = (None, None) if up_factors is None else operands(up_factors, x.dtype, "up_factors")
+    down_a, down_b = (None, None) if down_factors is None else operands(down_factors, x.dtype, "down_factors")
     out: Tensor = torch.ops.maxmoe.expert_ffn(
         x,
         weights,

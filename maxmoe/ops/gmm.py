@@ -38,7 +38,7 @@ def gmm(
     Source: MegaBlocks (arXiv:2211.15841); MaxText `gmm`.
     """
     if factors is not None:
-        a, b = operands(factors, lhs.dtype)
+        a, b = operands(factors, lhs.dtype, "factors")
         of_both: tuple[Tensor, Tensor] = torch.ops.maxmoe.gmm_low_rank(
             lhs, rhs, a, b, group_sizes, bias=bias, group_offset=group_offset
         )

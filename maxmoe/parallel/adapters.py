@@ -5,6 +5,9 @@ from torch.distributed.tensor import DTensor
 
 from maxmoe.adapters import factor_names, packed_as_by_peft
 
+# In the paths of the parameters of adapters, those that are not active included.
+_PARTS_OF_ADAPTERS = (".lora_", ".modules_to_save.")
+
 
 def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Collect the trained parameters and all adapters of a model on every rank, as PEFT saves them in one process.
@@ -24,7 +27,8 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
     factors = factor_names(model)
     state_dict = {}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad and name not in factors:
+        is_of_adapter = any(part in name for part in _PARTS_OF_ADAPTERS)
+        if not parameter.requires_grad and not is_of_adapter:
             continue
         whole = parameter.detach()
         whole = (whole.full_tensor() if isinstance(whole, DTensor) else whole).cpu()

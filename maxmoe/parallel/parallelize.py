@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 
 from torch import nn
 
-from maxmoe.adapters import with_stacked_factors, wrappers_of
+from maxmoe.adapters import takes, with_stacked_factors, wrappers_of
 from maxmoe.declaration import NOTHING, declaration_of
 from maxmoe.nn import (
     Experts,
@@ -19,7 +19,7 @@ from maxmoe.nn import (
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.hooks import register_hooks
 from maxmoe.parallel.input_gradients import InputGradientCheck
-from maxmoe.parallel.plan import Plan
+from maxmoe.parallel.plan import ParameterPlan, Plan
 from maxmoe.parallel.planner import make_plan
 from maxmoe.parallel.shard_parameters import distribute_parameters
 from maxmoe.sharding.agreement import check_ranks_agree
@@ -141,7 +141,14 @@ def check_settings(module: nn.Module, mesh: Mesh, rules: LogicalRules, settings:
 
 
 def _check_adapters(module: nn.Module) -> None:
-    """Raise for adapters of other parts of MoE layers than the experts: they are not declared."""
+    """Raise for adapters of other parts of MoE layers than the experts, and of experts that do not take them."""
+    for path, wrapper in wrappers_of(module):
+        experts, parameter = wrapper.get_base_layer(), wrapper.parameter_name
+        if not takes(experts, parameter):
+            raise ValueError(
+                f"{path} must adapt experts that take low-rank factors, got {type(experts).__name__}.{parameter}: in "
+                'models of transformers, call set_experts_implementation("maxmoe")'
+            )
     beside_experts = {wrapper for _, wrapper in wrappers_of(module)}
     for path, layer in module.named_modules():
         for name, part in layer.named_children() if isinstance(layer, MoE) else ():
@@ -157,6 +164,7 @@ def _check_adapters(module: nn.Module) -> None:
 def check_plan(plan: Plan, num_chunks: int) -> None:
     """Raise for layers that need whole sequences if these are sharded or chunked, and for an invalid `num_chunks`."""
     _check_whole_sequences(plan)
+    _check_dtypes(plan)
     if not isinstance(num_chunks, int) or num_chunks < 1:
         raise ValueError(f"num_chunks must be a positive int, got {num_chunks!r}")
     for path, (_, dispatch_plan) in plan.layers.items():
@@ -164,6 +172,21 @@ def check_plan(plan: Plan, num_chunks: int) -> None:
             raise ValueError(
                 f"num_chunks must be 1 for {path or 'a layer'} with capacity_factor, which is per sequence, "
                 f"got {num_chunks}"
+            )
+
+
+def _check_dtypes(plan: Plan) -> None:
+    """Raise for trained parameters of several dtypes in one group of FSDP2, such as float32 adapters."""
+    first: dict[str, ParameterPlan] = {}
+    for parameter in plan.parameters.values():
+        if parameter.fsdp_block is None or not parameter.is_trained:
+            continue
+        other = first.setdefault(parameter.fsdp_block, parameter)
+        if other.parameter.dtype != parameter.parameter.dtype:
+            raise ValueError(
+                f"FSDP2 shards the trained parameters of {parameter.fsdp_block or 'the model'} together, so they must "
+                f"have one dtype, got {other.parameter.dtype} of {other.name} and {parameter.parameter.dtype} of "
+                f"{parameter.name}: cast one of them, or freeze it"
             )
 
 
