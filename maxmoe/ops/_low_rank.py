@@ -65,9 +65,8 @@ def operands(factors: LowRankFactors, dtype: torch.dtype, name: str) -> tuple[Te
     for field, factor in (("a", a), ("b", b)):
         if not isinstance(factor, Tensor) or factor.dim() != 3 or not factor.is_floating_point():
             got = f"{factor.dtype} of shape {tuple(factor.shape)}" if isinstance(factor, Tensor) else repr(factor)
-            raise ValueError(
-                f"{name}.{field} must be floating, with the dims (L, in, r) of a or (L, r, out) of b, got {got}"
-            )
+            dims = "(L, in, r)" if field == "a" else "(L, r, out)"
+            raise ValueError(f"{name}.{field} must be floating, of shape {dims}, got {got}")
     if not isinstance(scale, int | float | Tensor):
         raise TypeError(f"{name}.scale must be a number, got {type(scale).__name__}")
     is_one = not isinstance(scale, Tensor) and scale == 1

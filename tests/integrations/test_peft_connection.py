@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import warnings
 from typing import Any
 
@@ -51,30 +52,43 @@ def test_connecting_draws_no_random_numbers() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-@pytest.mark.parametrize("imports", ["import peft; import maxmoe", "import maxmoe; import peft"])
-def test_any_order_of_imports(imports: str) -> None:
-    """PEFT that is imported later is connected in the first forward, which it computes by itself."""
+ORDERS = ["import peft; import maxmoe", "import maxmoe; import peft"]
+# PEFT that is imported after the layer has been made is connected in the first forward, which it computes by itself.
+LATE = "import maxmoe; layer = maxmoe.MoE(CONFIG); import peft"
+FIRST_CALLS = ["model(x)", "checkpoint(model, x, use_reentrant=False)", "torch.compile(model, backend='eager')(x)"]
+
+
+@pytest.mark.parametrize(
+    ("imports", "first_call"), [*((order, call) for order in ORDERS for call in FIRST_CALLS[1:]), (LATE, "model(x)")]
+)
+def test_any_order_of_imports(imports: str, first_call: str) -> None:
     program = f"""
+from maxmoe.config import MoEConfig
+CONFIG = MoEConfig(hidden_size=8, intermediate_size=4, num_experts=3, top_k=2)
 {imports}
 import torch
 from torch import nn
-layer = maxmoe.MoE(maxmoe.MoEConfig(hidden_size=8, intermediate_size=4, num_experts=3, top_k=2))
+from torch.utils.checkpoint import checkpoint
 names = ["moe.experts.up_proj"]
 config = peft.LoraConfig(r=2, target_parameters=names, target_modules=[], init_lora_weights=False)
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.moe = layer
+        self.moe = globals().get("layer") or maxmoe.MoE(CONFIG)
     def forward(self, x):
         return self.moe(x).hidden_states
 model = peft.get_peft_model(Layer(), config)
 x = torch.randn(5, 8)
-first, second = model(x), model(x)
+first = {first_call}
+first.sum().backward()
+second = model(x)
 torch.testing.assert_close(first, second)
 from peft.tuners.lora.layer import ParamWrapper
 assert hasattr(ParamWrapper._activate_lora, "__wrapped__")
 assert not torch.equal(model.unload().moe(x).hidden_states, first)
 """
+    # maxmoe.config imports maxmoe, and with it comes the connection if PEFT has been imported.
+    program = program if imports != ORDERS[0] else "import peft\n" + program
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
@@ -136,7 +150,7 @@ def test_a_forward_that_ignores_the_adapters_is_an_error() -> None:
 def test_an_error_leaves_no_factors_behind() -> None:
     model = adapted()
     experts = model.base_model.model.moe.routed_experts
-    with pytest.raises(ValueError, match="last dim|hidden_size"):
+    with pytest.raises(ValueError, match=r"last dim|hidden_size"):
         model(torch.randn(3, 5, dtype=torch.float64))
     config = MoEConfig(hidden_size=1, intermediate_size=1, num_experts=1, top_k=1)
     original, experts.config = experts.config, config
@@ -145,3 +159,53 @@ def test_an_error_leaves_no_factors_behind() -> None:
         model(tokens(model.base_model.model.moe))
     experts.config = original
     assert not experts.low_rank_factors
+
+
+def test_threads_leave_no_factors_behind() -> None:
+    """Threads that run one module at once see each other's state, as with PEFT; an error says so, or all is well."""
+    model = adapted()
+    x = tokens(model.base_model.model.moe)
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        with torch.no_grad():
+            for _ in range(50):
+                try:
+                    model(x)
+                except RuntimeError as error:
+                    errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not model.base_model.model.moe.routed_experts.low_rank_factors
+    assert all("without the adapter beside" in str(error) for error in errors)
+
+
+def test_a_closure_computes_the_gradients_later() -> None:
+    model = adapted()
+    x = tokens(model.base_model.model.moe)
+    optimizer = torch.optim.LBFGS([p for p in model.parameters() if p.requires_grad], max_iter=1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss
+
+    model(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step(closure)
+
+
+def test_the_active_copy_of_a_saved_router_is_balanced() -> None:
+    layer = make(score_function="sigmoid", score_correction_bias=True, correction_bias_update_rate=0.25)
+    config = LoraConfig(r=3, target_parameters=EXPERTS, target_modules=[], modules_to_save=["router"])
+    model = get_peft_model(Layer(layer), config)
+    before = {name: value.clone() for name, value in model.state_dict().items() if "correction_bias" in name}
+    layer.update_correction_bias(layer(tokens(layer)).stats.tokens_per_expert)
+    changed = {name for name, value in model.state_dict().items() if name in before and not value.equal(before[name])}
+    assert changed and all("modules_to_save.default" in name for name in changed)

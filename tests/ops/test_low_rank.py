@@ -8,11 +8,11 @@ from torch import Tensor
 
 from maxmoe import ops, reference
 from support.ffn_call import ffn_call, with_fused_gate
+from support.low_rank_calls import PROJECTIONS, RANKS, gmm_call, with_factors
 from support.operator_calls import (
     Call,
     assert_same,
     expected_result,
-    refusal,
     result,
     saved_for_backward,
     strided,
@@ -20,46 +20,6 @@ from support.operator_calls import (
 )
 from support.operator_checks import ExecutedOperators, OperatorTests, check_compile
 from support.shapes import ODD_WIDTHS, SEVERAL_BLOCKS, SKEWED, UNROUTED, Shape, each_shape, scattered
-
-PROJECTIONS = ("gate", "up", "down")
-RANKS = {"gate": 1, "up": 3, "down": 2}
-
-
-def with_factors(call: Call, ranks: dict[str, int] = RANKS, scale: float = 1.0) -> Call:
-    """The call with random factors beside the matrices that it has."""
-    fields: dict[str, Any] = {}
-    for name, rank in ranks.items():
-        matrices = call.arguments.get(name)
-        if matrices is None:
-            continue
-        count, inner, outer = matrices.shape
-        fields[f"{name}_factors.a"] = torch.randn(count, inner, rank, dtype=torch.float64) / max(inner, 1) ** 0.5
-        fields[f"{name}_factors.b"] = torch.randn(count, rank, outer, dtype=torch.float64) / (2 * rank**0.5)
-        fields[f"{name}_factors.scale"] = scale
-    return call.replace(**fields)
-
-
-def gmm_call(shape: Shape, rank: int = 3, **options: Any) -> Call:
-    """Rows of the first and the last groups belong to other ranks, and rows past the last one to no group."""
-    plan = ops.ragged_plan(shape.experts(), shape.num_experts)
-    count, hidden_size, width = max(shape.num_experts - 2, 1), shape.hidden_size, shape.intermediate_size
-
-    def random(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, dtype=torch.float64)
-
-    return Call(
-        "gmm",
-        {
-            "lhs": random(len(plan.slots) + 2, hidden_size),
-            "rhs": random(count, hidden_size, width) / max(hidden_size, 1) ** 0.5,
-            "group_sizes": plan.group_sizes,
-            "bias": random(count, width),
-            "group_offset": 1 if shape.num_experts > 2 else 0,
-            "factors.a": random(count, hidden_size, rank) / max(hidden_size, 1) ** 0.5,
-            "factors.b": random(count, rank, width) / max(rank, 1) ** 0.5,
-            **options,
-        },
-    )
 
 
 class TestExpertFfn(OperatorTests):
@@ -238,47 +198,6 @@ def test_saves_rows_of_r_columns_more(recompute: bool) -> None:
     )
     num_rows = 0 if recompute else len(call.arguments["plan"].slots)
     assert extra == num_rows * sum(RANKS.values())
-
-
-# Wrong arguments
-
-
-@pytest.mark.parametrize("projection", PROJECTIONS)
-def test_wrong_factors_of_expert_ffn(path: str, projection: str) -> None:
-    call = with_factors(ffn_call(SKEWED))
-    a, b = (call.arguments[f"{projection}_factors.{field}"] for field in "ab")
-    count, inner, rank = a.shape
-    wrong = {
-        "a": (torch.ones(count, inner + 1, rank), "inner size of the matrices", inner, inner + 1),
-        "b": (torch.ones(count, rank + 1, b.shape[2]), "r of the other factor", rank, rank + 1),
-    }
-    for field, (factor, *named) in wrong.items():
-        with refusal("expert_ffn", f"{projection}_{field}", *named):
-            call.replace(**{f"{projection}_factors.{field}": factor})()
-    with refusal("expert_ffn", f"{projection}_a", count, count - 1):
-        call.replace(**{f"{projection}_factors.a": a[1:]})()
-    with refusal("expert_ffn", f"{projection}_b", b.shape[2], b.shape[2] - 1):
-        call.replace(**{f"{projection}_factors.b": b[..., 1:]})()
-
-
-def test_factors_of_a_gate_that_is_not_there(path: str) -> None:
-    gated, plain = with_factors(ffn_call(SKEWED)), ffn_call(SKEWED, gated=False)
-    fields = {name: value for name, value in gated.arguments.items() if name.startswith("gate_factors")}
-    with refusal("expert_ffn", "gate_a", "must be None without gate"):
-        plain.replace(**fields)()
-
-
-def test_wrong_factors_of_gmm(path: str) -> None:
-    call = gmm_call(SKEWED)
-    a, b = call.arguments["factors.a"], call.arguments["factors.b"]
-    for field, factor, *named in (
-        ("a", a[:, 1:], "D of rhs", a.shape[1], a.shape[1] - 1),
-        ("a", a[1:], "L of rhs", len(a), len(a) - 1),
-        ("b", b[:, 1:], "r of a", b.shape[1], b.shape[1] - 1),
-        ("b", b[..., 1:], "F of rhs", b.shape[2], b.shape[2] - 1),
-    ):
-        with refusal("gmm", field, *named):
-            call.replace(**{f"factors.{field}": factor})()
 
 
 def test_compiles_with_inductor() -> None:

@@ -12,6 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from maxmoe import MoE
 from maxmoe.adapters import factor_names, packed_as_by_peft
 from maxmoe.models import DecoderConfig
 from maxmoe.optim import Matrix, Muon, parameter_groups
@@ -216,3 +217,64 @@ def test_adapters_of_other_parts_are_refused(target: str) -> None:
     with fake_rank(0, 2), pytest.raises(ValueError, match=r"must have no adapters around it, got ParamWrapper"):
         parallelize(model, Mesh({"expert": 2}), "ep-as-dp")
     assert all(p is before[name] for name, p in model.named_parameters())
+
+
+def test_adapters_must_be_added_and_merged_before_parallelize() -> None:
+    def check() -> None:
+        model = parallelize(adapted(), Mesh({"fsdp": 2}), "pure-fsdp")
+        with pytest.raises(RuntimeError, match="'default' beside down_proj cannot be merged after parallelize"):
+            model.merge_adapter()
+        options: Any = {"target_modules": [], "target_parameters": TARGETS, "init_lora_weights": False}
+        torch.manual_seed(3)
+        model.add_adapter("late", LoraConfig(r=2, **options))
+        model.set_adapter("late")
+        with pytest.raises(RuntimeError, match="'late' beside down_proj has been added after parallelize"):
+            model(batch()[0])
+
+    run_ranks(check, 2)
+
+
+def test_all_adapters_are_collected() -> None:
+    """Those of other modules and those that are not active too."""
+
+    def check() -> None:
+        model: Any = nn.ModuleDict({"dense": nn.Linear(4, 4), "moe": MoE(MOE)})
+        options: Any = {"target_modules": ["dense"], "target_parameters": TARGETS}
+        model = get_peft_model(model, LoraConfig(r=2, **options))
+        model.add_adapter("second", LoraConfig(r=3, **options))
+        expected = {name: tuple(p.shape) for name, p in model.named_parameters() if "lora_" in name}
+        found = adapter_state_dict(parallelize(model, Mesh({"expert": 2}), "ep-as-dp"))
+        assert {name: tuple(tensor.shape) for name, tensor in found.items()} == expected
+
+    run_ranks(check, 2)
+
+
+def test_trained_parameters_of_two_dtypes_are_not_sharded_together() -> None:
+    model = adapted()
+    model.base_model.model.to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.float() if "lora_" in name else parameter.data
+        parameter.requires_grad_("lora_" in name or "router.weight" in name)
+    message = "FSDP2 shards the trained parameters of .* so they must have one dtype, got torch.(float32|bfloat16) of "
+    with fake_rank(0, 2), pytest.raises(ValueError, match=message):
+        parallelize(model, Mesh({"fsdp": 2}), "pure-fsdp")
+
+
+def test_adapters_of_attention_are_named() -> None:
+    options: Any = {"target_modules": ["q_proj"], "target_parameters": TARGETS}
+    model = get_peft_model(decoder(), LoraConfig(r=2, **options))
+    with fake_rank(0, 2), pytest.raises(ValueError, match=r"attention.q_proj has adapters around it"):
+        parallelize(model, Mesh({"expert": 2}), "ep-as-dp")
+
+
+def test_experts_that_take_no_factors_are_refused() -> None:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up_proj = nn.Parameter(torch.randn(4, 3, 2))
+
+    model: Any = get_peft_model(
+        nn.ModuleDict({"experts": Stack()}), LoraConfig(r=2, target_modules=[], target_parameters=["experts.up_proj"])
+    )
+    with fake_rank(0, 2), pytest.raises(ValueError, match=r"experts must adapt experts .* got Stack.up_proj"):
+        parallelize(model, Mesh({"expert": 2}), "ep-as-dp", allow_unused=True)
