@@ -50,11 +50,6 @@ def is_backward_running() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def call_after_backward(function: Callable[[], None]) -> None:
-    """Call a function at the end of the backward pass that runs; FSDP2 reduces its last gradients in the same way."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
-
-
 def selective_checkpoint_storage() -> object | None:
     """Return the storage that a selectively checkpointed forward shares with its recomputation; None outside of both.
 

@@ -183,8 +183,13 @@ NOTHING = Declaration()
 
 
 def declaration_of(module: nn.Module) -> Declaration:
-    """Return the declaration of a module, or an empty one if the module has none."""
-    declaration: object = getattr(module, "declaration", NOTHING)
+    """Return the declaration of a module, or an empty one if the module has none.
+
+    A wrapper such as `PeftModel` forwards attributes to the module that it wraps; the declaration of that module is not
+    its own.
+    """
+    is_declared = "declaration" in vars(module) or hasattr(type(module), "declaration")
+    declaration: object = module.declaration if is_declared else NOTHING
     if not isinstance(declaration, Declaration):
         raise TypeError(
             f"{type(module).__name__}.declaration must be a maxmoe.parallel.Declaration, got {type(declaration)}"

@@ -1,9 +1,14 @@
 """What every test starts from: the same random numbers and the same number of threads."""
 
+import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from support.python_with_torch import Python
 
 pytest.register_assert_rewrite("support")
 
@@ -18,11 +23,23 @@ def pytest_configure(config: pytest.Config) -> None:
     # and no GPU, a fake tensor registers one device. A first backward after that, such as the one of a compiled
     # function, would start a thread, and the ranks that a later test forks could not run a backward.
     torch.ones((), requires_grad=True).backward()
+    # For the ranks that are forked: a thread that wakes up does not interrupt the one that wakes it. Gloo wakes its
+    # thread for messages while it holds the lock that this thread needs, which would ask for it again and again.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the file that takes longest: nothing else could run beside its end."""
     items.sort(key=lambda item: item.path.name != "test_cpp.py")
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Python]":
+    """Runs code in a fork of a process that has imported torch and nothing of maxmoe."""
+    from support.python_with_torch import python_with_torch
+
+    with python_with_torch(tmp_path_factory.mktemp("python")) as run:
+        yield run
 
 
 @pytest.fixture

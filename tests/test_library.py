@@ -1,12 +1,10 @@
 """The C++ core: what it says about itself, choosing an instruction set, and the errors of a wrong build."""
 
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -14,55 +12,11 @@ import pytest
 import torch
 
 import maxmoe
+from support.python_with_torch import Python
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(maxmoe.__file__).parent
 INFO = maxmoe.build_info()
-
-
-# Importing torch takes seconds: one process does it, and forks for every piece of code that it reads.
-FORKS = """
-import json, os, sys, traceback
-import torch
-
-for line in sys.stdin:
-    code, environment, outputs = json.loads(line)
-    child = os.fork()
-    if child:
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-        continue
-    os.environ.update(environment)
-    for number, path in enumerate(outputs, start=1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    status = 1
-    try:
-        exec(code, {})
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-"""
-
-Python = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Python]:
-    """Runs code in a process that has imported torch and nothing of maxmoe, in an environment."""
-    outputs = [tmp_path_factory.mktemp("python") / name for name in ("stdout", "stderr")]
-    command = [sys.executable, "-c", FORKS]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
-
-        def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-            print(json.dumps([code, environment, [str(path) for path in outputs]]), file=process.stdin, flush=True)
-            status = int(process.stdout.readline())
-            return subprocess.CompletedProcess(code, status, *(path.read_text() for path in outputs))
-
-        yield run
 
 
 def error_line(done: subprocess.CompletedProcess[str]) -> str:

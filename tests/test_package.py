@@ -6,32 +6,34 @@ import sys
 from pathlib import Path
 
 import maxmoe
+from support.python_with_torch import Python
 
 PACKAGES = (module.name for module in pkgutil.iter_modules(maxmoe.__path__) if module.ispkg)
 PUBLIC = sorted({*PACKAGES} - {"recompute"})  # its names are in maxmoe and maxmoe.nn
 
 
-def run(code: str) -> str:
-    """Run code in a new process, in which nothing of maxmoe has been imported."""
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+def printed(python: Python, code: str) -> str:
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-def test_every_package_is_an_attribute() -> None:
-    run(f"import maxmoe\nfor name in {PUBLIC}: getattr(maxmoe, name).__doc__.strip()")
+def test_every_package_is_an_attribute(python: Python) -> None:
+    printed(python, f"import maxmoe\nfor name in {PUBLIC}: getattr(maxmoe, name).__doc__.strip()")
 
 
-def test_dir_shows_what_is_public() -> None:
-    names = run("import maxmoe; print(*dir(maxmoe))").split()
+def test_dir_shows_what_is_public(python: Python) -> None:
+    names = printed(python, "import maxmoe; print(*dir(maxmoe))").split()
     assert {*maxmoe.__all__, *PUBLIC} == set(names)
 
 
-def test_importing_maxmoe_does_not_import_what_is_slow() -> None:
-    loaded = run("import sys, maxmoe; print(*sys.modules)").split()
+def test_importing_maxmoe_does_not_import_what_is_slow(python: Python) -> None:
+    loaded = printed(python, "import sys, maxmoe; print(*sys.modules)").split()
     assert not {"torch.distributed.tensor", "transformers", "matplotlib", "maxmoe.parallel"} & set(loaded)
 
 
-def test_a_misspelt_name_has_the_nearest_one() -> None:
-    result = subprocess.run([sys.executable, "-c", "import maxmoe; maxmoe.shardin"], capture_output=True, text=True)
+def test_a_misspelt_name_has_the_nearest_one(python: Python) -> None:
+    result = python("import maxmoe; maxmoe.shardin")
     assert "has no attribute 'shardin'. Did you mean: 'sharding'?" in result.stderr
 
 

@@ -17,9 +17,11 @@ namespace maxmoe::ops {
 struct Factors {
   const OptionalTensor& a;  // [L, in, r]
   const OptionalTensor& b;  // [L, r, out]
+  int64_t first_column;     // of the reduced rows, where those of gate, up and down are side by side
 
   bool are_given() const { return a.has_value(); }
   int64_t rank() const { return a.has_value() ? a->size(2) : 0; }
+  int64_t end_column() const { return first_column + rank(); }
 };
 
 // The arguments of expert_ffn, expert_ffn_forward and expert_ffn_backward, as the caller gave them.
@@ -48,11 +50,11 @@ struct ExpertFfnArguments {
   ActivationKind kind() const;
   int64_t intermediate_size() const { return fused_gate.has_value() ? up.size(2) / 2 : up.size(2); }
   int64_t preactivation_width() const { return gate.has_value() ? 2 * up.size(2) : up.size(2); }
-  Factors gate_factors() const { return {gate_a, gate_b}; }
-  Factors up_factors() const { return {up_a, up_b}; }
-  Factors down_factors() const { return {down_a, down_b}; }
-  // Number of columns of the reduced rows: gate, up and down side by side.
-  int64_t reduced_width() const { return gate_factors().rank() + up_factors().rank() + down_factors().rank(); }
+  Factors gate_factors() const { return {gate_a, gate_b, 0}; }
+  Factors up_factors() const { return {up_a, up_b, gate_factors().end_column()}; }
+  Factors down_factors() const { return {down_a, down_b, up_factors().end_column()}; }
+  // Number of columns of the reduced rows.
+  int64_t reduced_width() const { return down_factors().end_column(); }
   // Rows of the preactivations and of the reduced rows that forward saves for backward.
   int64_t num_kept_rows() const { return recompute ? 0 : slots.size(0); }
 

@@ -104,7 +104,7 @@ Projected project_backward(const Tensor& grad, const Tensor& matrices, const Fac
   };
   const OptionalTensor expand = transposed(factors.a);
   const OptionalTensor reduce = transposed(factors.b);
-  return project(grad, matrices.transpose(1, 2), std::nullopt, {reduce, expand}, steps);
+  return project(grad, matrices.transpose(1, 2), std::nullopt, {reduce, expand, 0}, steps);
 }
 
 // The preactivations Z of all rows: [R, 2F], gate and up in the layout of the gate; [R, F] without a gate. And the
@@ -147,11 +147,8 @@ Tensor side_by_side(const ExpertFfnArguments& a, std::initializer_list<Tensor> r
 }
 
 // The columns of the reduced rows that belong to factors.
-Tensor columns_of(const Tensor& reduced, const Factors& factors, const ExpertFfnArguments& a) {
-  const int64_t up = a.gate_factors().rank();
-  const int64_t down = up + a.up_factors().rank();
-  const bool is_gate = &factors.a == &a.gate_a;
-  return reduced.narrow(1, is_gate ? 0 : (&factors.a == &a.up_a ? up : down), factors.rank());
+Tensor columns_of(const Tensor& reduced, const Factors& factors) {
+  return reduced.narrow(1, factors.first_column, factors.rank());
 }
 
 // The gradient of matrices [L, D, F]; transposed in memory if the matrices are.
@@ -205,7 +202,7 @@ Tensor backward_down(const Tensor& grad_out, const Intermediates& kept, const Wa
   }
   const Tensor weighted = wanted.down || wanted.down_a ? (activated * scale).to(dtype) : Tensor();
   if (wanted.down) grads.down = gradient_of_matrices(a.down, weighted, grad_y, steps);
-  const Tensor reduced = wanted.down_b ? (columns_of(kept.reduced, a.down_factors(), a) * scale).to(dtype) : Tensor();
+  const Tensor reduced = wanted.down_b ? (columns_of(kept.reduced, a.down_factors()) * scale).to(dtype) : Tensor();
   backward_factors(a.down_factors(), wanted.down_a, wanted.down_b, {weighted, reduced, grad_rows.reduced, grad_y},
                    steps, grads.down_a, grads.down_b);
   if (wanted.down_bias) grads.down_bias = gradient_of_biases(scale.to(dtype), grad_y, steps);
@@ -233,7 +230,7 @@ void backward_up(const Tensor& grad_z, const Tensor& reduced, const Wanted& want
                                      bool wants_b, Tensor& grad_a, Tensor& grad_b) {
     Projected grad_rows;
     if (wanted.x || wants_a) grad_rows = project_backward(grad, matrices, factors, steps);
-    const Tensor reduced_rows = wants_b ? columns_of(reduced, factors, a) : Tensor();
+    const Tensor reduced_rows = wants_b ? columns_of(reduced, factors) : Tensor();
     backward_factors(factors, wants_a, wants_b, {tokens, reduced_rows, grad_rows.reduced, grad}, steps, grad_a, grad_b);
     return grad_rows.rows;
   };

@@ -54,12 +54,10 @@ ExpertWeights<T> expert_weights(const ExpertFfnArguments& a) {
 // The columns of gate, up and down in a tensor of reduced rows.
 template <class T>
 ReducedRows<T> reduced_rows(const Tensor& reduced, const ExpertFfnArguments& a) {
-  int64_t begin = 0;
   const auto columns_of = [&](const Factors& factors) {
     MatrixView<T> columns = view<T>(reduced);
-    if (columns.data != nullptr) columns.data += begin;  // null without rows
+    if (columns.data != nullptr) columns.data += factors.first_column;  // null without rows
     columns.columns = factors.rank();
-    begin += factors.rank();
     return columns;
   };
   return {columns_of(a.gate_factors()), columns_of(a.up_factors()), columns_of(a.down_factors())};

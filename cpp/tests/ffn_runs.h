@@ -7,7 +7,7 @@
 #include <limits>
 #include <vector>
 
-#include "eigen_gemm.h"
+#include "eigen_products.h"
 #include "ffn_factors.h"
 #include "kernels/expert_ffn.h"
 #include "kernels/tgmm.h"

@@ -3,22 +3,27 @@
 
 #include <gtest/gtest.h>
 
-#include <Eigen/Core>
+#include <vector>
 
+#include "eigen_products.h"
 #include "kernels/tile_gemm.h"
 #include "matrix.h"
 
 namespace maxmoe {
 
-using Exact = Eigen::Matrix<double, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
-
 template <class T>
-Exact exact(const Matrix<T>& matrix) {
-  Exact values(matrix.rows(), matrix.columns());
+std::vector<double> exact(const Matrix<T>& matrix) {
+  std::vector<double> values;
   for (int64_t r = 0; r < matrix.rows(); ++r) {
-    for (int64_t c = 0; c < matrix.columns(); ++c) values(r, c) = matrix(r, c);
+    for (int64_t c = 0; c < matrix.columns(); ++c) values.push_back(matrix(r, c));
   }
   return values;
+}
+
+// The product of two matrices in float64, row-major.
+template <class T>
+std::vector<double> exact_product(const Matrix<T>& a, const Matrix<T>& b) {
+  return eigen_product(exact(a), exact(b), a.rows(), a.columns(), b.columns());
 }
 
 // A matrix that is stored row-major and column-major, so that products can be given a view of either layout. The memory
@@ -49,12 +54,14 @@ void check_product(const Multiply& multiply, int64_t rows, int64_t depth, int64_
   const Operand<T> a(rows, depth, 1);
   const Operand<T> b(depth, columns, 2);
   const auto before = Matrix<T>::random(rows, columns, 3);
-  const Exact product = exact(a.matrix()) * exact(b.matrix());
+  const std::vector<double> product = exact_product(a.matrix(), b.matrix());
   for (int layout = 0; layout < 4; ++layout) {
     for (const bool accumulate : {false, true}) {
       Matrix<T> c = accumulate ? before : Matrix<T>(rows, columns);
       multiply(a.view((layout & 1) != 0), Product<T>{b.view((layout & 2) != 0), c.view(), accumulate});
-      const auto want = [&](int64_t r, int64_t f) { return product(r, f) + (accumulate ? before(r, f) : 0.0); };
+      const auto want = [&](int64_t r, int64_t f) {
+        return product[static_cast<size_t>(r * columns + f)] + (accumulate ? before(r, f) : 0.0);
+      };
       // The rounding error of a sum grows with the square root of the number of its terms.
       expect_near(c, want, std::max(2.0, std::sqrt(static_cast<double>(depth)) / 16));
       EXPECT_TRUE(c.gap_is_intact());
@@ -72,7 +79,8 @@ void check_low_rank_product(const Multiply& multiply, int64_t rows, int64_t dept
   const Operand<T> reduced(rows, rank, 4);
   const Operand<T> expand(rank, columns, 5);
   const auto before = Matrix<T>::random(rows, columns, 3);
-  const Exact product = exact(a.matrix()) * exact(b.matrix()) + exact(reduced.matrix()) * exact(expand.matrix());
+  const std::vector<double> product = exact_product(a.matrix(), b.matrix());
+  const std::vector<double> term = exact_product(reduced.matrix(), expand.matrix());
   for (int layout = 0; layout < 8; ++layout) {
     const bool accumulate = layout == 3 || layout == 4;
     Matrix<T> c = accumulate ? before : Matrix<T>(rows, columns);
@@ -80,7 +88,10 @@ void check_low_rank_product(const Multiply& multiply, int64_t rows, int64_t dept
     p.reduced = reduced.view(false);
     p.expand = expand.view((layout & 4) != 0);
     multiply(a.view((layout & 1) != 0), p);
-    const auto want = [&](int64_t r, int64_t f) { return product(r, f) + (accumulate ? before(r, f) : 0.0); };
+    const auto want = [&](int64_t r, int64_t f) {
+      const auto index = static_cast<size_t>(r * columns + f);
+      return product[index] + term[index] + (accumulate ? before(r, f) : 0.0);
+    };
     expect_near(c, want, std::max(2.0, std::sqrt(static_cast<double>(depth + rank)) / 16));
     EXPECT_TRUE(c.gap_is_intact());
   }

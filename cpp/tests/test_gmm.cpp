@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "eigen_gemm.h"
+#include "eigen_products.h"
 #include "matrix.h"
 
 namespace maxmoe {

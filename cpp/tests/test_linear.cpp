@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "eigen_gemm.h"
+#include "eigen_products.h"
 #include "kernels/tile_gemm.h"
 #include "matrix.h"
 

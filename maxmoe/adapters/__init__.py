@@ -6,5 +6,17 @@ A wrapper of PEFT hands its factors to the module that it wraps, for the time of
 
 from maxmoe.adapters.factors import factors_of, hand_over
 from maxmoe.adapters.peft import connect, connect_if_imported, takes_factors, without_adapters
+from maxmoe.adapters.stacked import factor_names, packed_as_by_peft, with_stacked_factors, wrappers_of
 
-__all__ = ["connect", "connect_if_imported", "factors_of", "hand_over", "takes_factors", "without_adapters"]
+__all__ = [
+    "connect",
+    "connect_if_imported",
+    "factor_names",
+    "factors_of",
+    "hand_over",
+    "packed_as_by_peft",
+    "takes_factors",
+    "with_stacked_factors",
+    "without_adapters",
+    "wrappers_of",
+]

@@ -18,7 +18,17 @@ from maxmoe.ops import LowRankFactors
 
 ACTIVATE = "_activate_lora"
 
-__all__ = ["ACTIVATE", "ParamWrapper", "check_layout", "factors_of_adapter", "replace_activation"]
+__all__ = [
+    "ACTIVATE",
+    "ParamWrapper",
+    "check_layout",
+    "factors_of_adapter",
+    "is_swapped",
+    "parameter_of",
+    "replace_activation",
+    "stacks",
+    "trained_factors",
+]
 
 
 def factors_of_adapter(wrapper: Any, adapter: str) -> LowRankFactors:
@@ -28,7 +38,7 @@ def factors_of_adapter(wrapper: Any, adapter: str) -> LowRankFactors:
     """
     lora_a, lora_b = stacks(wrapper, adapter)
     scale = float(wrapper.scaling[adapter])
-    if wrapper._did_swap_in_out_features:
+    if is_swapped(wrapper):
         return LowRankFactors(lora_b.transpose(1, 2), lora_a, scale)
     return LowRankFactors(lora_a.transpose(1, 2), lora_b, scale)
 
@@ -43,6 +53,23 @@ def stacks(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
         lora_a.reshape(count, -1, lora_a.shape[1]),
         lora_b.reshape(lora_b.shape[0], -1, count).permute(2, 1, 0),
     )
+
+
+def trained_factors(wrapper: Any) -> list[Tensor]:
+    """Return the trained factors of all adapters of a wrapper."""
+    owners = (*wrapper.lora_A.values(), *wrapper.lora_B.values())
+    return [owner.weight for owner in owners if owner.weight.requires_grad]
+
+
+def parameter_of(wrapper: Any) -> Tensor:
+    """Return the parameter that a wrapper adapts."""
+    parameter: Tensor = wrapper.get_param()
+    return parameter
+
+
+def is_swapped(wrapper: Any) -> bool:
+    """Return whether `lora_A` belongs to the last dim of the parameter, as for matrices [out, in]."""
+    return bool(wrapper._did_swap_in_out_features)
 
 
 def replace_activation(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

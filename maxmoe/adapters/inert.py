@@ -1,63 +1,68 @@
-"""Warning for adapters that train nothing: the backward of a step reaches other adapters, but not them."""
+"""Warning for adapters that train nothing: their factors have no gradient at the first step of their optimizer."""
 
+import functools
+import sys
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from maxmoe._torch import call_after_backward, is_backward_running
-from maxmoe.ops import LowRankFactors
+Parameters = Callable[[Any], Sequence[Tensor]]
 
-# The names of the wrappers that have run in a forward with gradients since the last check, without a gradient so far.
-_waiting: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()
-# The wrappers that a gradient has reached, or that a warning has named.
+# Wrappers whose factors no optimizer has updated so far: the name of their parameter, and a function that returns their
+# factors. They are looked up late, because `parallelize` replaces them.
+_waiting: "weakref.WeakKeyDictionary[Any, tuple[str, Parameters]]" = weakref.WeakKeyDictionary()
 _known: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
-def watch(wrapper: Any, name: str, factors: Sequence[LowRankFactors]) -> None:
-    """Warn at the end of the first backward that reaches other adapters, but not those of this wrapper.
+def watch(wrapper: Any, name: str, parameters: Parameters) -> None:
+    """Warn at the first step of the optimizer of a wrapper's factors if no gradient has reached them.
 
     Args:
-        wrapper: wrapper that hands over the factors, watched until the first gradient.
-        name: name of the parameter, for the message.
-        factors: factors in the graph of this forward.
+        wrapper: wrapper that hands over its factors.
+        name: name of the adapted parameter, for the message.
+        parameters: function of the wrapper that returns the factors that are trained.
     """
-    if torch.compiler.is_compiling() or wrapper in _known:
+    if torch.compiler.is_compiling() or wrapper in _known or wrapper in _waiting or not torch.is_grad_enabled():
         return
-    trained = [factor for a, b, _ in factors for factor in (a, b) if factor.requires_grad]
-    if not trained:
-        return
-    _waiting[wrapper] = name
-    reference = weakref.ref(wrapper)
+    _waiting[wrapper] = name, parameters
+    _check_first_steps()
 
-    def reached(_gradient: Tensor) -> None:
-        wrapper = reference()
-        if wrapper is None or wrapper in _known:
-            return
+
+@functools.cache
+def _check_first_steps() -> None:
+    """Register the check of optimizers, once per process."""
+    register_optimizer_step_pre_hook(_name_those_without_gradient)
+
+
+def _name_those_without_gradient(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    if not _waiting:
+        return
+    updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    inert: Counter[str] = Counter()
+    for wrapper, (name, parameters) in list(_waiting.items()):
+        factors = [factor for factor in parameters(wrapper) if id(factor) in updated]
+        if not factors:
+            continue
+        del _waiting[wrapper]
         _known.add(wrapper)
-        _waiting.pop(wrapper, None)
-        # A recomputation of reentrant checkpointing runs a backward of its own, whose end is not that of the step.
-        if not is_recomputed:
-            call_after_backward(_warn)
-
-    is_recomputed = is_backward_running()
-    for factor in trained:
-        factor.register_hook(reached)  # type: ignore[no-untyped-call]
-
-
-def _warn() -> None:
-    """Name the wrappers that no gradient has reached."""
-    names = sorted(set(_waiting.values()))
-    counts = {name: list(_waiting.values()).count(name) for name in names}
-    _known.update(_waiting.keys())
-    _waiting.clear()
-    if names:
-        listed = ", ".join(f"{name} ({counts[name]} modules)" for name in names)
+        inert[name] += not any(map(_has_gradient, factors))
+    listed = ", ".join(f"{name} ({count} modules)" for name, count in sorted(inert.items()) if count)
+    if listed:
         warnings.warn(
-            f"no gradient has reached the adapters beside {listed}: they train nothing. Their outputs were not used in "
-            "the loss, or were computed without gradients",
-            stacklevel=2,
+            f"{type(optimizer).__name__} updates the adapters beside {listed}, but no gradient has reached them: they "
+            "train nothing. Their outputs are not used in the loss, or are computed without gradients",
+            stacklevel=3,
         )
+
+
+def _has_gradient(factor: Tensor) -> bool:
+    """Return whether a factor has a gradient that is not zero; the shard of a rank without tokens may be zero."""
+    dtensor = sys.modules.get("torch.distributed.tensor")  # importing it takes as long as the rest of torch
+    is_sharded = dtensor is not None and isinstance(factor, dtensor.DTensor)
+    return factor.grad is not None and (is_sharded or bool(factor.grad.any()))

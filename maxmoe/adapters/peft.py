@@ -75,7 +75,7 @@ def _or_hand_over(activate: Callable[..., Any]) -> Callable[..., Any]:
         with ExitStack() as stack:
             if adapters and _takes(module, name):
                 factors = [_peft.factors_of_adapter(wrapper, adapter) for adapter in adapters]
-                watch(wrapper, f"{type(module).__name__}.{name}", factors)
+                watch(wrapper, f"{type(module).__name__}.{name}", _peft.trained_factors)
                 stack.enter_context(hand_over(module, name, LowRankFactors.side_by_side(factors)))
             else:
                 stack.enter_context(activate(wrapper, active_adapters))

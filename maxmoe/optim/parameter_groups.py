@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from torch import nn
 
+from maxmoe.adapters import factor_names
 from maxmoe.config import nearest
 from maxmoe.declaration import FusedGate, declaration_of
 from maxmoe.optim.newton_schulz import Matrix
@@ -80,7 +81,8 @@ def parameter_groups(
     and biases, norms and biases without weight decay. If a parameter has no logical names, Muon takes weights of
     `nn.Linear` in blocks, and stacks of matrices whose module has the attribute `is_transposed`, such as the experts of
     transformers; AdamW takes all others of one or two dims. Blocks are the children of the outermost `nn.ModuleList`s,
-    or the whole model if there are none. Frozen parameters are in no group.
+    or the whole model if there are none. Frozen parameters are in no group. AdamW takes the low-rank factors of stacked
+    matrices; after `maxmoe.parallelize`, `overrides` may give them to Muon.
 
     Args:
         model: before or after `maxmoe.parallelize`; make the optimizer after it.
@@ -154,6 +156,7 @@ class _Chooser:
         self.overrides = overrides
         self.names: dict[str, Names] = logical_names(model)
         self.declared = dict(_declared_matrices(model))
+        self.factors = factor_names(model)
         self.owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
         for owner in model.modules():
             for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
@@ -168,6 +171,8 @@ class _Chooser:
         override = next((choice for pattern, choice in self.overrides.items() if fnmatchcase(name, pattern)), None)
         if override is not None:
             matrix, reason = None if override == "adamw" else override, "overrides"
+        elif name in self.factors:
+            matrix, reason = None, "low-rank factors of stacked matrices"
         elif names is not None:
             matrix, rule = self._by_names(name, parameter, dims)
             reason = f"names {', '.join(dim or '-' for dim in names)}{rule}" if rule is not None else ""
@@ -179,6 +184,11 @@ class _Chooser:
     def problem(self, choice: Choice) -> str | None:
         """Return why a choice is invalid, for messages; None if it is valid."""
         matrix, shape, names = choice.matrix, choice.shape, self.names.get(choice.name)
+        if matrix is not None and choice.name in self.factors and len(shape) == 2:
+            return (
+                f"{choice.name} of shape {shape}, in which PEFT packs the factors of all experts; maxmoe.parallelize "
+                "makes a stack of matrices of it, also on one rank"
+            )
         if matrix is None:
             described = "no logical names" if names is None else f"the logical names {names}"
             return None if choice.reason else f"{choice.name} of shape {shape} with {described}"

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 
 from torch import nn
 
+from maxmoe.adapters import with_stacked_factors, wrappers_of
 from maxmoe.declaration import NOTHING, declaration_of
 from maxmoe.nn import (
     Experts,
@@ -26,6 +27,7 @@ from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
 
 
+@with_stacked_factors(kept=True)
 def parallelize(
     module: nn.Module,
     mesh: Mesh,
@@ -139,13 +141,16 @@ def check_settings(module: nn.Module, mesh: Mesh, rules: LogicalRules, settings:
 
 
 def _check_adapters(module: nn.Module) -> None:
-    """Raise for MoE layers whose parts have adapters such as LoRA, whose parameters are not declared."""
+    """Raise for adapters of other parts of MoE layers than the experts: they are not declared."""
+    beside_experts = {wrapper for _, wrapper in wrappers_of(module)}
     for path, layer in module.named_modules():
         for name, part in layer.named_children() if isinstance(layer, MoE) else ():
+            while part in beside_experts:
+                part = part.get_submodule("base_layer")
             if not isinstance(part, Router | Experts | SharedExperts):
                 raise ValueError(
                     f"{path}.{name}".lstrip(".") + f" must have no adapters around it, got {type(part).__name__}: "
-                    "merge them before parallelize (PEFT: merge_and_unload)"
+                    "merge them before parallelize (PEFT: merge_and_unload); adapters of the experts' matrices may stay"
                 )
 
 
@@ -182,6 +187,10 @@ def _check_whole_sequences(plan: Plan) -> None:
 
 
 def _may_mix_tokens(module: nn.Module) -> bool:
-    """Return whether a module without declaration may mix tokens: layers of torch do not, except attention."""
-    is_of_torch = type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.MultiheadAttention)
-    return declaration_of(module) is NOTHING and not is_of_torch
+    """Return whether a module without declaration may mix tokens.
+
+    Layers of torch do not, except attention; modules of PEFT call those that they wrap.
+    """
+    package = type(module).__module__
+    is_known = package.startswith(("torch.nn.", "peft.")) and not isinstance(module, nn.MultiheadAttention)
+    return declaration_of(module) is NOTHING and not is_known

@@ -36,6 +36,7 @@ class ParameterPlan:
         fsdp_unit: path of the module that gathers the parameter; "" for the whole model.
         fsdp_block: path of the block with which FSDP gathers the parameter, "" for the rest of the model; None without
             FSDP.
+        is_trained: whether the parameter requires a gradient; a frozen one has no gradient and no optimizer state.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ParameterPlan:
     grad_unsharded: NamedSharding
     fsdp_unit: str
     fsdp_block: str | None
+    is_trained: bool = True
 
     @property
     def stored(self) -> NamedSharding:
@@ -75,11 +77,9 @@ class ParameterPlan:
         """List the collectives of the parameter in a training step, in which its FSDP unit runs `num_calls` times."""
         fsdp = Redistribution((self.stored, self.unsharded), (self.grad_unsharded, self.stored))
         for redistribution, bucket in ((self.gathering, None),) * num_calls + ((fsdp, self.fsdp_block),):
-            for purpose, shardings in (
-                ("weights, forward", redistribution.forward),
-                ("weights, backward", redistribution.forward),
-                ("gradients of weights", redistribution.backward),
-            ):
+            steps = [("weights, forward", redistribution.forward), ("weights, backward", redistribution.forward)]
+            steps += [("gradients of weights", redistribution.backward)] if self.is_trained else []
+            for purpose, shardings in steps:
                 for item in planned_steps(purpose, *shardings, self.parameter.shape, self.parameter.dtype):
                     yield item._replace(bucket=bucket)
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from maxmoe.adapters import wrappers_of
 from maxmoe.declaration import Absent, declaration_of
 from maxmoe.nn import MoE
 from maxmoe.parallel.dispatch_plan import Dispatch, DispatchPlan, check_dispatch, plan_dispatch
@@ -95,13 +96,18 @@ class _Planner:
         }
         self.residual_parts = tuple(self._residual_parts())
         layers = {path: layer for path, layer in self.modules.items() if isinstance(layer, MoE)}
-        # The plan of each layer, also under the module of its routed experts.
+        # The module of the routed experts of each layer, and the adapters around it.
+        experts = {
+            layer: [layer.routed_experts, *(wrapper for _, wrapper in wrappers_of(layer.experts))]
+            for layer in layers.values()
+        }
+        # The plan of each layer, also under these modules.
         self.dispatch_plans: dict[nn.Module, DispatchPlan] = {}
         for path, layer in layers.items():
             plan = self._plan_dispatch(path, layer, dispatch)
-            self.dispatch_plans |= {layer: plan, layer.routed_experts: plan}
+            self.dispatch_plans |= dict.fromkeys([layer, *experts[layer]], plan)
         # Tensor-parallel modules whose partial outputs the enclosing layer reduces.
-        self.reduced_by_layer = {layer.routed_experts for layer in layers.values()} | {
+        self.reduced_by_layer = {module for modules in experts.values() for module in modules} | {
             layer.shared_experts for layer in layers.values() if self.dispatch_plans[layer].shared_is_partial
         }
         self.blocks = set(blocks(model))
@@ -214,6 +220,7 @@ class _Planner:
                     used=replace(used, partial=added),
                     grad_used=NamedSharding(self.mesh, used.spec, partial),
                     grad_unsharded=NamedSharding(self.mesh, unsharded.spec, of_fsdp),
+                    is_trained=unit.get_parameter(path).requires_grad,
                     fsdp_unit=unit_path,
                     fsdp_block=block if of_fsdp else None,
                 ),

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from maxmoe.adapters import with_stacked_factors
 from maxmoe.load.layers_of_stages import LayersOfStages
 from maxmoe.load.metrics_accumulator import with_gradient
 from maxmoe.load.stats import MoEStats
@@ -30,6 +31,7 @@ from maxmoe.sharding.rules import LogicalRules
 from maxmoe.token_group import FlattenedBatch, TokenGroup
 
 
+@with_stacked_factors(kept=True)
 def pipeline(
     model: nn.Module,
     mesh: Mesh,

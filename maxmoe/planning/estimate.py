@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from maxmoe.adapters import with_stacked_factors
 from maxmoe.optim import Choice
 from maxmoe.optim.newton_schulz import fast_dtype
 from maxmoe.optim.parameter_groups import choose
@@ -64,6 +65,7 @@ class Estimate:
         return "\n\n".join([*([] if self.pipeline is None else [str(self.pipeline)]), *tables])
 
 
+@with_stacked_factors(kept=False)
 def estimate(
     module: nn.Module,
     mesh: Mesh,

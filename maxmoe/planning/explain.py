@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from maxmoe.adapters import with_stacked_factors
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.parameter_sharding import ParameterSharding
 from maxmoe.planning.explained_dispatch import ExplainedDispatch, dispatch_tables, explain_dispatch
@@ -151,6 +152,7 @@ class Explanation:
             yield f"Warning: {warning}."
 
 
+@with_stacked_factors(kept=False)
 def explain(
     module: nn.Module,
     mesh: Mesh,

@@ -12,8 +12,12 @@ from maxmoe.planning.saved_tensors import saved_tensors
 
 
 def parameter_dtype(plan: Plan) -> torch.dtype:
-    """Return the dtype of the parameters; raises a ValueError if there are several."""
-    dtypes = {parameter.parameter.dtype for parameter in plan.parameters.values()}
+    """Return the dtype of the parameters, which is that of the activations; raises a ValueError if there are several.
+
+    Beside frozen parameters, those that are trained may have another dtype: adapters do.
+    """
+    frozen = [parameter for parameter in plan.parameters.values() if not parameter.is_trained]
+    dtypes = {parameter.parameter.dtype for parameter in frozen or plan.parameters.values()}
     if len(dtypes) != 1:
         raise ValueError(f"the parameters must have one dtype, got {', '.join(map(str, dtypes)) or 'none'}")
     return dtypes.pop()
@@ -22,10 +26,11 @@ def parameter_dtype(plan: Plan) -> torch.dtype:
 def stored_memory(plan: Plan, optimizer: str, matrices: Collection[str]) -> dict[str, int]:
     """Count parameters, gradients and optimizer state; `matrices` are the names of those with one state element."""
     stored = {name: parameter.bytes(parameter.stored) for name, parameter in plan.parameters.items()}
+    trained = {name: size for name, size in stored.items() if plan.parameters[name].is_trained}
     return {
         "parameters": sum(stored.values()),
-        "gradients": sum(stored.values()),
-        f"state of {optimizer}": sum(size * (1 if name in matrices else 2) for name, size in stored.items()),
+        "gradients": sum(trained.values()),
+        f"state of {optimizer}": sum(size * (1 if name in matrices else 2) for name, size in trained.items()),
     }
 
 

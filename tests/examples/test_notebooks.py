@@ -1,8 +1,5 @@
 """The notebooks run from top to bottom, and are stored as they ran."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
@@ -15,6 +12,8 @@ pytest.importorskip("nbclient")
 import nbformat
 
 from notebooks.execute import FOLDER, execute
+from support.forked_python import SUBPROCESSES_OF_TORCHRUN, ForkedPython
+from support.python_with_torch import Python
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 ROOT = Path(__file__).parents[2]
@@ -38,10 +37,13 @@ def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 def executed(request: pytest.FixtureRequest) -> Iterator[dict[Path, Future[nbformat.NotebookNode]]]:
     """The notebooks of the tests that were chosen, two at a time: each has one thread.
 
-    In processes of their own: threads of their clients would allocate memory here, which other tests bound.
+    In processes of their own: threads of their clients would allocate memory here, which other tests bound. They and
+    their kernels are forked, and so is what cells start: they have torch.
     """
     chosen = [item.callspec.params["path"] for item in request.session.items if "executed" in item.fixturenames]
-    with pytest.MonkeyPatch.context() as monkeypatch, ProcessPoolExecutor(2, get_context("spawn")) as pool:
+    with pytest.MonkeyPatch.context() as monkeypatch, ProcessPoolExecutor(2, get_context("fork")) as pool:
+        for module in ("jupyter_client.launcher", "subprocess", SUBPROCESSES_OF_TORCHRUN):
+            monkeypatch.setattr(f"{module}.Popen", ForkedPython)
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
         monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in conftest.py
         yield {path: pool.submit(execute, path, replacement=SHORTER.get(path.stem, ("", ""))) for path in chosen}
@@ -56,11 +58,11 @@ def test_runs_from_top_to_bottom(path: Path, executed: dict[Path, Future[nbforma
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_first_cell_can_be_copied(path: Path, tmp_path: Path) -> None:
+def test_the_first_cell_can_be_copied(path: Path, tmp_path: Path, python: Python) -> None:
     """It needs the package, and no file beside the notebook."""
     first, *_ = code_cells(nbformat.read(path, as_version=4))
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", first.source], check=True, cwd=tmp_path, env=environment)
+    done = python(f"import sys; sys.path.insert(1, {str(ROOT)!r})\n{first.source}", tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def kinds(cell: nbformat.NotebookNode) -> set[str]:

@@ -18,6 +18,7 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from support.forked_python import SUBPROCESSES_OF_TORCHRUN, ForkedPython
 from support.pretrain_run import EXAMPLES, TINY, after_step, assert_close, messages, pretrain, run, saved
 from support.run_ranks import run_ranks as run_ranks_in_time
 
@@ -153,15 +154,27 @@ def test_a_killed_rank_ends_the_others(text: Path, tmp_path: Path, monkeypatch: 
     assert str(error.value).startswith(message)  # none hung
 
 
-def torchrun(text: Path, out: Path, *arguments: str, script: Path = EXAMPLES / "pretrain.py") -> subprocess.Popen[str]:
+def torchrun(
+    text: Path,
+    out: Path,
+    *arguments: str,
+    script: Path = EXAMPLES / "pretrain.py",
+    python: type[subprocess.Popen[Any]] = ForkedPython,
+) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.Popen(
+    return python(
         [*command, str(script), *TINY, "--data", str(text), "--out", str(out), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), str(EXAMPLES.parent)])},
     )
+
+
+@pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torchrun, itself a fork of this process, fork its workers."""
+    monkeypatch.setattr(f"{SUBPROCESSES_OF_TORCHRUN}.Popen", ForkedPython)
 
 
 FAILING_STEP = """
@@ -179,6 +192,7 @@ sys.exit(pretrain.main())
 """
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize(
     ("mesh", "failure", "other_rank", "cause"),
     [
@@ -216,6 +230,7 @@ def test_torchrun_names_the_rank_that_failed(
     assert_close(saved(tmp_path / "whole"), saved(tmp_path / "out"))
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_one_rank_says_what_is_wrong(text: Path, tmp_path: Path) -> None:
     process = torchrun(text, tmp_path / "out", "--batch-size", "3")
     output, errors = process.communicate()
@@ -226,7 +241,9 @@ def test_one_rank_says_what_is_wrong(text: Path, tmp_path: Path) -> None:
 
 
 def test_an_interrupt_saves(text: Path, tmp_path: Path) -> None:
-    process = torchrun(text, tmp_path / "out", "--steps", "5000", "--eval-every", "5000", "--save-every", "2")
+    process = torchrun(
+        text, tmp_path / "out", "--steps", "5000", "--eval-every", "5000", "--save-every", "2", python=subprocess.Popen
+    )
     while not (tmp_path / "out/checkpoint").exists() and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)

@@ -11,6 +11,7 @@ import pytest
 
 from pretraining import corpus
 from pretraining.command import exit_status
+from support import forked_python
 from support.foreign_checkpoints import add_sums
 from support.pretrain_run import EXAMPLES, TINY, InputError, assert_same, pretrain, run, saved, words
 
@@ -152,7 +153,7 @@ def test_files_of_the_system_that_say_they_are_empty_are_not_read() -> None:
 def test_names_that_are_no_text_are_printed(tmp_path: Path) -> None:
     folder = words(Path(os.fsdecode(os.fsencode(tmp_path) + b"/na\xffme")))
     command = [sys.executable, str(EXAMPLES / "pretrain.py"), *TINY, "--top-k", "5", "--data", str(folder)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = forked_python.run(command)
     assert result.returncode == 1 and "na\\udcffme" in result.stdout
     assert result.stderr == "pretrain: top_k (5) must not exceed num_experts (4)\n"
 
@@ -284,9 +285,7 @@ def test_an_output_that_nobody_reads_ends_in_one_line(stdout: str) -> None:
     else:
         write = os.open(stdout, os.O_WRONLY)
     command, buffered = [sys.executable, "-c", code], {**os.environ, "PYTHONUNBUFFERED": ""}
-    result = subprocess.run(
-        command, cwd=EXAMPLES, env=buffered, stdout=write, stderr=subprocess.PIPE, text=True, check=False
-    )
+    result = forked_python.run(command, cwd=EXAMPLES, env=buffered, stdout=write)
     os.close(write)
     assert result.returncode == 1
     assert result.stderr in ("x: [Errno 32] Broken pipe\n", "x: [Errno 28] No space left on device\n")

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from pretraining import checkpoint
+from support import forked_python
+from support.forked_python import ForkedPython
 from support.pretrain_run import EXAMPLES, TINY, InputError, after_step, assert_same, run, saved
 
 
@@ -61,11 +63,11 @@ def test_a_second_run_in_the_same_folder_is_refused(
 def test_a_killed_run_does_not_lock_its_folder(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, str(EXAMPLES / "pretrain.py"), *TINY, "--data", str(text), "--out", str(out)]
-    with subprocess.Popen([*command, "--steps", "100000", "--save-every", "2"], stderr=subprocess.DEVNULL) as process:
+    with ForkedPython([*command, "--steps", "100000", "--save-every", "2"], stderr=subprocess.DEVNULL) as process:
         try:
             while not (out / "checkpoint").exists() and process.poll() is None:
                 time.sleep(0.01)
-            second = subprocess.run(command, capture_output=True, text=True, check=False)
+            second = forked_python.run(command)
         finally:
             process.kill()
     assert process.returncode == -signal.SIGKILL and second.returncode == 1

@@ -10,17 +10,13 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
-from maxmoe import MoE, adapters
-from maxmoe.adapters import _peft, inert
+from maxmoe import MoE, MoEConfig, adapters
+from maxmoe.adapters import _peft
+from maxmoe.nn import Experts
+from maxmoe.ops import RaggedPlan, expert_ffn
 from support.moe_layers import make, tokens
 
 EXPERTS = ["moe.experts.gate_proj", "moe.experts.up_proj", "moe.experts.down_proj"]
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_watched() -> None:
-    """Forget the forwards of other tests, whose backward never came."""
-    inert._waiting.clear()
 
 
 class Layer(nn.Module):
@@ -83,24 +79,69 @@ assert not torch.equal(model.unload().moe(x).hidden_states, first)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def sgd(*models: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for model in models for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
 def test_adapters_that_train_nothing_are_named() -> None:
     first, second = adapted(), adapted()
+    optimizer = sgd(first, second)
     x = tokens(first.base_model.model.moe)
     out, _ = first(x), second(x)
-    message = r"no gradient has reached the adapters beside Experts.down_proj \(1 modules\), Experts.gate_proj"
+    out.sum().backward()
+    message = r"SGD updates the adapters beside Experts.down_proj \(1 modules\), Experts.gate_proj .*no gradient"
     with pytest.warns(UserWarning, match=message):
-        out.sum().backward()
+        optimizer.step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        (first(x).sum() + second(x).sum()).backward()
+        optimizer.step()  # once
+
+
+def test_adapters_with_zero_gradients_are_named() -> None:
+    model = adapted()
+    model(tokens(model.base_model.model.moe)).mul(0.0).sum().backward()
+    with pytest.warns(UserWarning, match="they train nothing"):
+        sgd(model).step()
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_adapters_that_train_are_not_named(use_reentrant: bool) -> None:
-    first, second = adapted(), adapted()
+    first, second, other = adapted(), adapted(), adapted()
     x = tokens(first.base_model.model.moe).requires_grad_()
+    optimizer = sgd(first, second)
+    other(x)  # of another optimizer
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
             out = torch.utils.checkpoint.checkpoint(first, x, use_reentrant=use_reentrant)
             torch.utils.checkpoint.checkpoint(second, out, use_reentrant=use_reentrant).sum().backward()
+            optimizer.step()
+
+
+def test_a_forward_that_ignores_the_adapters_is_an_error() -> None:
+    class Own(Experts):
+        def forward(self, x: Tensor, weights: Tensor | None, plan: RaggedPlan) -> Tensor:
+            return expert_ffn(x, weights, plan, self.gate_proj, self.up_proj, self.down_proj)
+
+    layer = make()
+    layer.experts.__class__ = Own
+    config = LoraConfig(r=3, target_parameters=EXPERTS[:1], target_modules=[], init_lora_weights=False)
+    model = get_peft_model(Layer(layer), config)
+    with pytest.raises(RuntimeError, match="Own has computed without the adapter beside gate_proj"):
+        model(tokens(layer))
+    with model.disable_adapter():
+        model(tokens(layer))
+
+
+def test_an_error_leaves_no_factors_behind() -> None:
+    model = adapted()
+    experts = model.base_model.model.moe.routed_experts
+    with pytest.raises(ValueError, match="last dim|hidden_size"):
+        model(torch.randn(3, 5, dtype=torch.float64))
+    config = MoEConfig(hidden_size=1, intermediate_size=1, num_experts=1, top_k=1)
+    original, experts.config = experts.config, config
+    experts.up_proj.data = experts.up_proj.data[:, :, :1]
+    with pytest.raises(ValueError, match="expert_ffn"):
+        model(tokens(model.base_model.model.moe))
+    experts.config = original
+    assert not experts.low_rank_factors

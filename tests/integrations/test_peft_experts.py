@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("transformers")
 
 from maxmoe import MoE
-from maxmoe.adapters import inert
 from maxmoe.adapters import peft as connection
 from maxmoe.integrations.transformers import families
 from support.moe_layers import EVERYTHING, make, tokens
@@ -27,12 +26,6 @@ each_class = pytest.mark.parametrize("experts_class", CLASSES.values(), ids=CLAS
 
 # Their own code computes partly in float32.
 FLOAT32_INSIDE = {"BeamExperts", "Inkling2Experts", "OpenAIPrivacyFilterExperts"}
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_watched() -> None:
-    """Forget the forwards of other tests, whose backward never came."""
-    inert._waiting.clear()
 
 
 class Block(nn.Module):

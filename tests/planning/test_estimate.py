@@ -1,6 +1,5 @@
 """`maxmoe.planning.estimate` against what a step really keeps and moves."""
 
-from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +13,16 @@ from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel.dispatch_plan import STRATEGIES, Dispatch
 from maxmoe.parallel.planner import make_plan
-from maxmoe.planning import Estimate, Traffic, estimate
+from maxmoe.planning import Estimate, estimate
 from maxmoe.sharding import LogicalRules, Mesh
-from support.measured_step import PRESET_LAYOUTS, kept_tensors, measured_steps, num_bytes
+from support.measured_step import (
+    PRESET_LAYOUTS,
+    by_kind_and_axis,
+    embedding_gathers,
+    kept_tensors,
+    measured_steps,
+    num_bytes,
+)
 from support.parallel_decoder import BATCH, CONFIG, LENGTH, MOE, MeshRules, decoder, token_spec
 
 RECOMPUTED = replace(CONFIG, tie_embeddings=True, recompute=("blocks",))
@@ -148,27 +154,6 @@ def test_the_state_of_muon_is_that_of_ours() -> None:
 
 
 # Real ranks
-
-
-def by_kind_and_axis(*flows: Traffic) -> dict[tuple[str, ...], list[int]]:
-    total: dict[tuple[str, ...], list[int]] = defaultdict(lambda: [0, 0])
-    for flow in flows:
-        # gloo has no reduce-scatter: rows are exchanged by an all-to-all, as many bytes, and added up.
-        of_rows = flow.purpose.startswith(("tokens to experts", "routing weights", "outputs of experts"))
-        kind = "all-to-all" if of_rows and flow.kind == "reduce-scatter" else flow.kind
-        total[kind, flow.axis][0] += flow.times
-        total[kind, flow.axis][1] += flow.bytes
-    return dict(total)
-
-
-def embedding_gathers(config: DecoderConfig, layout: MeshRules, dtype: torch.dtype) -> dict[tuple[str, ...], list[int]]:
-    """Of the embedding in the backward, where FSDP does not do it with others."""
-    mesh, rules = Mesh.planned(layout.sizes), LogicalRules.load(layout.rules)
-    parameter = make_plan(decoder(config).to(dtype), mesh, rules).parameters["embedding.weight"]
-    again = [
-        item for item in parameter.planned_collectives() if item.purpose == "weights, backward" and item.bucket is None
-    ]
-    return {(item.kind, *item.axes): [1, item.bytes] for item in again}
 
 
 def strategies(layout: MeshRules) -> list[Dispatch]:

@@ -2,8 +2,6 @@
 
 import dataclasses
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 
 from maxmoe import MoE, MoEConfig, presets
 from support import golden_fixtures, small_models
+from support.python_with_torch import Python
 
 transformers = pytest.importorskip("transformers")
 
@@ -289,6 +288,7 @@ def test_activation_has_other_names_there() -> None:
         assert presets.from_transformers(public_config("mixtral", hidden_act=theirs)).activation == ours
 
 
-def test_needs_neither_transformers_nor_safetensors() -> None:
+def test_needs_neither_transformers_nor_safetensors(python: Python) -> None:
     code = "import sys, maxmoe; maxmoe.presets.mixtral(); assert not {'transformers', 'safetensors'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = python(code)
+    assert done.returncode == 0, done.stderr

@@ -62,10 +62,11 @@ def core_build_folder() -> Path | None:
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_kernels(build_folder: Path, isa: str) -> None:
-    done = run("ctest", "--test-dir", str(build_folder), "--no-tests=error", "--output-on-failure", MAXMOE_ISA=isa)
-    if done.returncode != 0:
-        failed = [line for line in done.stdout.splitlines() if not re.search(r"^ +Start |Passed", line)]
-        pytest.fail("\n".join([f"ctest with MAXMOE_ISA={isa}", *failed[-200:]]), pytrace=False)
+    """In one process: ctest would start one for each test. Those of Pairs call no kernel of an instruction set."""
+    options = ["--gtest_brief=1", *(["--gtest_filter=-Pairs.*"] if isa != "baseline" else [])]
+    done = run(str(build_folder / "cpp/tests/maxmoe_kernels_tests"), *options, MAXMOE_ISA=isa)
+    if done.returncode != 0 or not re.search(r"PASSED.* [1-9]\d* tests", done.stdout):
+        pytest.fail("\n".join([f"MAXMOE_ISA={isa}", *done.stdout.splitlines()[-200:]]), pytrace=False)
 
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "avx512bf16"])

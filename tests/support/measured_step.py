@@ -1,5 +1,6 @@
 """What a training step on real ranks holds, keeps and moves: for comparison with what is planned."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from maxmoe.models import DecoderConfig
 from maxmoe.nn.replay import RoutingRecord
 from maxmoe.parallel import parallelize
 from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.planner import make_plan
 from maxmoe.parallel.sharded_tokens import ShardedTokens
+from maxmoe.planning import Traffic
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding
 from support.counted_collectives import CountedCollectives
 from support.parallel_decoder import BATCH, CONFIG, LENGTH, MeshRules, batch, decoder, layouts, loss, token_spec
@@ -103,3 +106,24 @@ def _step(
         result.backward()
     parameters = {name: (tuple(local.shape), local.nbytes) for name, local in stored.items()}
     return MeasuredStep(parameters, dict(counted.counts), kept_bytes)
+
+
+def by_kind_and_axis(*flows: Traffic) -> dict[tuple[str, ...], list[int]]:
+    total: dict[tuple[str, ...], list[int]] = defaultdict(lambda: [0, 0])
+    for flow in flows:
+        # gloo has no reduce-scatter: rows are exchanged by an all-to-all, as many bytes, and added up.
+        of_rows = flow.purpose.startswith(("tokens to experts", "routing weights", "outputs of experts"))
+        kind = "all-to-all" if of_rows and flow.kind == "reduce-scatter" else flow.kind
+        total[kind, flow.axis][0] += flow.times
+        total[kind, flow.axis][1] += flow.bytes
+    return dict(total)
+
+
+def embedding_gathers(config: DecoderConfig, layout: MeshRules, dtype: torch.dtype) -> dict[tuple[str, ...], list[int]]:
+    """Of the embedding in the backward, where FSDP does not do it with others."""
+    mesh, rules = Mesh.planned(layout.sizes), LogicalRules.load(layout.rules)
+    parameter = make_plan(decoder(config).to(dtype), mesh, rules).parameters["embedding.weight"]
+    again = [
+        item for item in parameter.planned_collectives() if item.purpose == "weights, backward" and item.bucket is None
+    ]
+    return {(item.kind, *item.axes): [1, item.bytes] for item in again}

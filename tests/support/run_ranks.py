@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
@@ -147,7 +148,7 @@ def _wait(ranks: list[BaseProcess], deadline: float) -> list[int]:
             end = min(end, now + GRACE)
         if now > end:
             return running
-        time.sleep(0.002)
+        wait([ranks[rank].sentinel for rank in running], end - now)
     return []
 
 

@@ -1,13 +1,14 @@
-// Eigen's matrix product in the accumulator's type, as an independent Gemm for the kernels under test. It reports that
-// its bits depend on the tiles, so that these tests also cover a tiling that does not depend on the threads.
-#pragma once
+#include "eigen_products.h"
 
 #include <Eigen/Core>
 
 #include "kernels/dtype.h"
-#include "kernels/gemm.h"
 
 namespace maxmoe {
+namespace {
+
+template <class T>
+using RowMajor = Eigen::Matrix<T, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
 
 template <class T>
 class EigenGemm final : public Gemm<T> {
@@ -30,7 +31,7 @@ class EigenGemm final : public Gemm<T> {
   }
 
  private:
-  using Storage = Eigen::Matrix<Accumulator<T>, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+  using Storage = RowMajor<Accumulator<T>>;
 
   static Storage widened(GemmOperand<T> m) {
     Storage wide(m.memory.rows, m.memory.columns);
@@ -41,11 +42,26 @@ class EigenGemm final : public Gemm<T> {
   }
 };
 
-// The instance that all tests of a type share.
+}  // namespace
+
 template <class T>
 const Gemm<T>& test_gemm() {
   static const EigenGemm<T> gemm;
   return gemm;
+}
+
+template const Gemm<float>& test_gemm();
+template const Gemm<double>& test_gemm();
+template const Gemm<BFloat16>& test_gemm();
+template const Gemm<Float16>& test_gemm();
+
+std::vector<double> eigen_product(const std::vector<double>& a, const std::vector<double>& b, int64_t rows,
+                                  int64_t depth, int64_t columns) {
+  std::vector<double> product(static_cast<size_t>(rows * columns));
+  using Map = Eigen::Map<const RowMajor<double>>;
+  Eigen::Map<RowMajor<double>>(product.data(), rows, columns).noalias() =
+      Map(a.data(), rows, depth) * Map(b.data(), depth, columns);
+  return product;
 }
 
 }  // namespace maxmoe
