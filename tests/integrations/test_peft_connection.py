@@ -136,7 +136,7 @@ def test_a_forward_that_ignores_the_adapters_is_an_error() -> None:
 def test_an_error_leaves_no_factors_behind() -> None:
     model = adapted()
     experts = model.base_model.model.moe.routed_experts
-    with pytest.raises(ValueError, match="last dim|hidden_size"):
+    with pytest.raises(ValueError, match=r"last dim|hidden_size"):
         model(torch.randn(3, 5, dtype=torch.float64))
     config = MoEConfig(hidden_size=1, intermediate_size=1, num_experts=1, top_k=1)
     original, experts.config = experts.config, config
