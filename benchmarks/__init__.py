@@ -4,6 +4,7 @@ r"""Speed and memory of maxmoe against what one would use instead, and against t
     python -m benchmarks.rows_per_expert  time per row from one row per expert to 512, as curves
     python -m benchmarks.sizes            the grouped product over its sizes, as curves
     python -m benchmarks.layer            the whole MoE layer against the blocks of transformers, and its parts
+    python -m benchmarks.adapters         adapters of PEFT on frozen experts against the frozen experts alone
     python -m benchmarks.memory           what a training step keeps, and its peak
     python -m benchmarks.scaling          one thread against several
     python -m benchmarks.ragged           gather, and gather with a sum, against copying the same bytes

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from benchmarks.alternatives import contenders
 from benchmarks.alternatives.maxmoe_experts import MaxmoeExperts
+from benchmarks.alternatives.peft_experts import adapter_contenders
 from benchmarks.contender import AutogradContender, Contender, Mode
 from benchmarks.problem import make_problem
 from benchmarks.results import Case
@@ -61,7 +62,7 @@ def answer(request: str) -> dict[str, float]:
     dtype = getattr(torch, dtype_name)
 
     def prepared(shape: Shape, local: tuple[int, int] | None) -> Contender:
-        everybody = [MaxmoeExperts(*local)] if local else contenders()
+        everybody = [MaxmoeExperts(*local)] if local else [*contenders(), *adapter_contenders()]
         contender = next(each for each in everybody if each.name == name)
         contender.prepare(make_problem(shape, dtype))
         return contender

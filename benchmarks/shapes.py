@@ -53,15 +53,17 @@ QWEN3 = Shape(num_tokens=2048, hidden_size=2048, intermediate_size=768, num_expe
 TRAINING = {"A": A, "B": B, "small": B._replace(num_tokens=128)}
 DECODING = {"decode16": B._replace(num_tokens=16), "decode1": B._replace(num_tokens=1)}
 LOCAL = {"local": B._replace(num_tokens=8192)}
+ADAPTERS = {"adapters": Shape(num_tokens=1024, hidden_size=1024, intermediate_size=512, num_experts=32, top_k=4)}
 MUON = {"muon": B._replace(num_tokens=8192, hidden_size=256)}
 ROUTE = {"route": B._replace(num_tokens=16384, num_experts=256)}
 ROWS = {str(hidden_size): RowsShape(16384, hidden_size) for hidden_size in (512, 1001, 2048, 4096, 7168)}
 PRODUCTS = {f"R256-{size}": ProductShape(256, size, size) for size in (768, 2048)}
 
-# Qwen3-30B-A3B with half of its experts, Mixtral 8x7B, and the experts of DeepSeek-V3 that one of 8 ranks holds.
+# Qwen3-30B-A3B with half or all of its experts, Mixtral 8x7B, and the experts of DeepSeek-V3 that one of 8 ranks holds.
 PUBLISHED = {
     "qwen3": QWEN3,
     "qwen3-T512": QWEN3._replace(num_tokens=512),
+    "qwen3-T1024-E128": QWEN3._replace(num_tokens=1024, num_experts=128),
     "mixtral": Shape(num_tokens=1024, hidden_size=4096, intermediate_size=14336, num_experts=8, top_k=2),
     "deepseek": Shape(num_tokens=1024, hidden_size=7168, intermediate_size=2048, num_experts=32, top_k=8),
 }
@@ -78,5 +80,5 @@ FORWARD_ONLY = frozenset(DECODING | PUBLISHED_DECODING)
 def named(kind: type[AnyShape]) -> Mapping[str, AnyShape]:
     """Every shape of this kind that has a name."""
     tables: list[Mapping[str, AnyShape]] = [TRAINING, DECODING, PUBLISHED, PUBLISHED_DECODING, LOCAL, MUON, ROUTE]
-    tables += [ROWS, PRODUCTS]
+    tables += [ADAPTERS, ROWS, PRODUCTS]
     return {name: shape for table in tables for name, shape in table.items() if isinstance(shape, kind)}

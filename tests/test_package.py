@@ -9,7 +9,7 @@ import maxmoe
 from support.python_with_torch import Python
 
 PACKAGES = (module.name for module in pkgutil.iter_modules(maxmoe.__path__) if module.ispkg)
-PUBLIC = sorted({*PACKAGES} - {"recompute"})  # its names are in maxmoe and maxmoe.nn
+PUBLIC = sorted({*PACKAGES} - {"adapters", "recompute"})  # internal; names of recompute are in maxmoe and maxmoe.nn
 
 
 def printed(python: Python, code: str) -> str:

@@ -106,7 +106,7 @@ class Messages(SphinxDirective):
         """Make the sections."""
         sections = []
         for path, pairs in itertools.groupby(messages(), key=lambda pair: pair[1]):
-            section = nodes.section("", nodes.title(path, path), ids=[nodes.make_id(path)])
+            section = nodes.section("", nodes.title(path, path), names=[nodes.fully_normalize_name(path)])
             section += nodes.bullet_list(
                 "", *(nodes.list_item("", nodes.paragraph("", "", nodes.literal(text, text))) for text, _ in pairs)
             )

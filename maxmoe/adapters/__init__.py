@@ -4,20 +4,14 @@ A wrapper of PEFT hands its factors to the module that it wraps, for the time of
 `maxmoe.ops.expert_ffn` or `gmm`, so that W + scale * a b is not formed. PEFT's code and the user's are unchanged.
 """
 
-from maxmoe.adapters.factors import factors_of, hand_over
-from maxmoe.adapters.peft import connect, connect_if_imported, takes, takes_factors, without_adapters
-from maxmoe.adapters.stacked import factor_names, packed_as_by_peft, with_stacked_factors, wrappers_of
-
-__all__ = [
-    "connect",
-    "connect_if_imported",
-    "factor_names",
-    "factors_of",
-    "hand_over",
-    "packed_as_by_peft",
-    "takes",
-    "takes_factors",
-    "with_stacked_factors",
-    "without_adapters",
-    "wrappers_of",
-]
+from maxmoe.adapters.factors import factors_of as factors_of
+from maxmoe.adapters.factors import hand_over as hand_over
+from maxmoe.adapters.peft import connect as connect
+from maxmoe.adapters.peft import connect_if_imported as connect_if_imported
+from maxmoe.adapters.peft import takes as takes
+from maxmoe.adapters.peft import takes_factors as takes_factors
+from maxmoe.adapters.peft import without_adapters as without_adapters
+from maxmoe.adapters.stacked import factor_names as factor_names
+from maxmoe.adapters.stacked import packed_as_by_peft as packed_as_by_peft
+from maxmoe.adapters.stacked import with_stacked_factors as with_stacked_factors
+from maxmoe.adapters.stacked import wrappers_of as wrappers_of

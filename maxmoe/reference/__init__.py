@@ -10,6 +10,7 @@ the dtype of the input once, at the end.
 
 from maxmoe.reference.layer import apply_capacity, load_balance_loss, moe, router_z_loss
 from maxmoe.reference.operators import (
+    LowRankFactors,
     RaggedPlan,
     activate,
     expert_ffn,
@@ -27,6 +28,7 @@ from maxmoe.reference.operators import (
 from maxmoe.reference.routing import route
 
 __all__ = [
+    "LowRankFactors",
     "RaggedPlan",
     "activate",
     "apply_capacity",

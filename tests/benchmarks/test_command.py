@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 pytest.importorskip("transformers")
 
 from benchmarks import (
+    adapters,
     command,
     devices,
     experts,
@@ -26,11 +28,12 @@ from benchmarks import (
     sizes,
 )
 from benchmarks.alternatives.maxmoe_experts import MaxmoeExperts
-from benchmarks.results import Case
+from benchmarks.results import Case, Result
 from benchmarks.timing import Runner
 
 COMMANDS = [experts.BENCHMARK, layer.BENCHMARK, memory.BENCHMARK, muon.BENCHMARK, scaling.BENCHMARK]
 COMMANDS += [
+    adapters.BENCHMARK,
     muon.BENCHMARK,
     ragged.BENCHMARK,
     devices.BENCHMARK,
@@ -75,7 +78,7 @@ def test_who_computes_something_else_is_not_timed(
     assert "doubled (forward+backward; forward; forward, weights changed): wrong output" in capsys.readouterr().out
 
 
-def measure_here(name: str, case: Case, threads: int, experts: Any) -> tuple[dict[str, float], None]:
+def measure_here(name: str, case: Case, threads: int, experts: Any = None) -> tuple[dict[str, float], None]:
     return peak.answer(json.dumps([name, list(case.shape), case.dtype_name, case.mode, threads, experts])), None
 
 
@@ -83,9 +86,10 @@ def measure_here(name: str, case: Case, threads: int, experts: Any) -> tuple[dic
 def test_a_run_writes_table_json_and_picture(
     benchmark: command.Benchmark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # A process takes seconds to start: `memory` gets one, `local` does without.
+    # A process takes seconds to start: `memory` gets one, `local` and `adapters` do without.
     monkeypatch.setattr(memory, "contenders", lambda: [MaxmoeExperts()])
     monkeypatch.setattr(local, "measure_apart", measure_here)
+    monkeypatch.setattr(adapters, "measure_apart", measure_here)
     modes = benchmark.modes[:1] if benchmark is memory.BENCHMARK else benchmark.modes
     shape = SHAPES.get(benchmark.name, "16x64x32x8x2")
     contents = run(dataclasses.replace(benchmark, modes=modes), tmp_path, "--shapes", shape, "--dtype", "float32")
@@ -105,6 +109,16 @@ def test_a_run_writes_table_json_and_picture(
     assert ("gmm" if benchmark is sizes.BENCHMARK else "maxmoe") in printed.out
     assert str(tmp_path / "results.json") in printed.out
     assert "100%" in printed.err
+
+
+def test_medians_of_adapters_are_those_of_the_rounds() -> None:
+    """Each round has its own ratio, so that a slow round does not count more than another."""
+    shape = adapters.BENCHMARK.shapes["adapters"]
+    case = Case("one", shape, torch.float32, "forward+backward")
+    seconds = {adapters.OURS: [3.0, 40.0, 2.2], adapters.FROZEN: [2.0, 20.0, 2.0], adapters.OTHERS[0]: [6.0, 40.0]}
+    results = [Result(case, name, "part", of) for name, of in seconds.items()]
+    lines = adapters.summary(results).splitlines()
+    assert "".join(lines[-1].split()) == "onefloat322000.03000.01.501.50"
 
 
 def test_ctrl_c_keeps_what_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,7 +57,7 @@ def test_getting_started_shows_the_script() -> None:
 
 @pytest.mark.parametrize("code", [code for code in blocks("python") if code not in SHOWN])
 # Of libraries about themselves and about torch.
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
 def test_python_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
