@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import Popen  # that of Python, also where a test has replaced subprocess.Popen by forks
 
 # Importing torch takes seconds: one process does it, and forks for every piece of code that it reads.
 FORKS = """
@@ -43,7 +44,7 @@ def python_with_torch(outputs: Path) -> Iterator[Python]:
     """Start it; what it yields runs code in a folder, this one if None, and an environment."""
     paths = [str(outputs / name) for name in ("stdout", "stderr")]
     command = [sys.executable, "-c", FORKS]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
 
         def run(code: str, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
