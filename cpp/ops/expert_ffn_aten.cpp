@@ -97,13 +97,15 @@ Projected project(const Tensor& rows, const Tensor& matrices, const OptionalTens
   return {product + steps.multiply_rows(reduced, *factors.b, std::nullopt), reduced};
 }
 
-// The gradient of the rows that `project` multiplied, and of its reduced rows.
-Projected project_backward(const Tensor& grad, const Tensor& matrices, const Factors& factors, const Steps& steps) {
+// The gradient of the rows that `project` multiplied, if it is wanted, and of its reduced rows.
+Projected project_backward(const Tensor& grad, const Tensor& matrices, const Factors& factors, bool wants_rows,
+                           const Steps& steps) {
   const auto transposed = [](const OptionalTensor& factor) {
     return factor.has_value() ? OptionalTensor(factor->transpose(1, 2)) : std::nullopt;
   };
   const OptionalTensor expand = transposed(factors.a);
   const OptionalTensor reduce = transposed(factors.b);
+  if (!wants_rows) return {Tensor(), steps.multiply_rows(grad, *reduce, std::nullopt)};
   return project(grad, matrices.transpose(1, 2), std::nullopt, {reduce, expand, 0}, steps);
 }
 
@@ -188,7 +190,7 @@ Tensor backward_down(const Tensor& grad_out, const Intermediates& kept, const Wa
   const Tensor scale = steps.rows_of_weights();
   Projected grad_rows;
   if (needs_grad_activated(wanted) || wanted.down_a) {
-    grad_rows = project_backward(grad_y, a.down, a.down_factors(), steps);
+    grad_rows = project_backward(grad_y, a.down, a.down_factors(), needs_grad_activated(wanted), steps);
   }
   const Tensor activated =
       wanted.weights || wanted.down || wanted.down_a ? activated_rows(a.kind(), gate, up) : Tensor();
@@ -229,7 +231,7 @@ void backward_up(const Tensor& grad_z, const Tensor& reduced, const Wanted& want
   const auto backward_matrices = [&](const Tensor& matrices, const Factors& factors, const Tensor& grad, bool wants_a,
                                      bool wants_b, Tensor& grad_a, Tensor& grad_b) {
     Projected grad_rows;
-    if (wanted.x || wants_a) grad_rows = project_backward(grad, matrices, factors, steps);
+    if (wanted.x || wants_a) grad_rows = project_backward(grad, matrices, factors, wanted.x, steps);
     const Tensor reduced_rows = wants_b ? columns_of(reduced, factors) : Tensor();
     backward_factors(factors, wants_a, wants_b, {tokens, reduced_rows, grad_rows.reduced, grad}, steps, grad_a, grad_b);
     return grad_rows.rows;

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from maxmoe import ops, reference
 from support.ffn_call import ffn_call, with_fused_gate
@@ -208,3 +209,20 @@ def test_compiles_with_inductor() -> None:
 def test_unrouted_tokens_get_no_gradient(path: str) -> None:
     call = with_factors(ffn_call(UNROUTED))
     assert_same(result(call), result(call, reference), tolerance(torch.float64, 1))
+
+
+@pytest.mark.parametrize("trained", ["gate", "up", "down"])
+def test_factors_alone_need_products_with_r_columns(trained: str) -> None:
+    """Where neither x nor a matrix is trained, the backward of `a` and `b` multiplies nothing by the matrix itself."""
+    call = with_factors(ffn_call(SKEWED, bias=False, weights=None)).trainable()
+    for name, tensor in call.floats().items():
+        tensor.requires_grad_(name.startswith(f"{trained}_factors"))
+    out = call()[0]
+    with ops.force_aten(True), profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        out.sum().backward()
+    shapes = [event.input_shapes for event in profiler.events() if event.name == "aten::mm"]
+    sizes = {(left[1], right[1]) for left, right, *_ in shapes}
+    hidden_size, width = SKEWED.hidden_size, SKEWED.intermediate_size
+    # The gradient of the activations needs down; nothing needs gate or up.
+    assert (width, hidden_size) not in sizes
+    assert ((hidden_size, width) in sizes) == (trained != "down")
