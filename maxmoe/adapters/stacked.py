@@ -9,12 +9,13 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
 from maxmoe.adapters.peft import connect
 from maxmoe.declaration import Declaration, SavedTensor, declaration_of
+from maxmoe.early_optimizers import mark_replaced
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -49,14 +50,14 @@ def with_stacked_factors(*, kept: bool) -> Callable[[Callable[Parameters, Result
         @functools.wraps(function)
         def decorated(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
             module = arguments[0] if arguments else options.get(name)
-            restore = _stack(module) if isinstance(module, nn.Module) else lambda: None
+            packed = _stack(module) if isinstance(module, nn.Module) else []
+            is_kept = False
             try:
                 result = function(*arguments, **options)
-            except BaseException:
-                restore()
-                raise
-            if not kept:
-                restore()
+                is_kept = kept
+            finally:
+                for each in packed:
+                    each.replace() if is_kept else each.restore()
             return result
 
         return decorated
@@ -64,20 +65,31 @@ def with_stacked_factors(*, kept: bool) -> Callable[[Callable[Parameters, Result
     return decorate
 
 
-def _stack(module: nn.Module) -> Callable[[], None]:
-    """Replace all packed factors by declared stacks; returns the function that restores them."""
-    wrappers = [wrapper for _, wrapper in wrappers_of(module) if "declaration" not in vars(wrapper)]
-    packed = [(owner, owner.weight) for wrapper in wrappers for _, owner in _factors(wrapper)]
-    for wrapper in wrappers:
-        _stack_factors(wrapper)
+class _PackedFactors(NamedTuple):
+    """The factors of a wrapper as they were before they became stacks."""
 
-    def restore() -> None:
-        for owner, weight in packed:
+    wrapper: Any
+    weights: dict[str, tuple[nn.Linear, Tensor]]
+
+    def restore(self) -> None:
+        for owner, weight in self.weights.values():
             owner.weight = weight
-        for wrapper in wrappers:
-            del wrapper.declaration
+        del self.wrapper.declaration
 
-    return restore
+    def replace(self) -> None:
+        for name, (_, weight) in self.weights.items():
+            mark_replaced(weight, name)
+
+
+def _stack(module: nn.Module) -> list[_PackedFactors]:
+    """Replace all packed factors by declared stacks; returns what they were."""
+    packed = []
+    for path, wrapper in wrappers_of(module):
+        if "declaration" not in vars(wrapper):
+            weights = {f"{path}.{name}": (owner, owner.weight) for name, owner in _factors(wrapper)}
+            packed.append(_PackedFactors(wrapper, weights))
+            _stack_factors(wrapper)
+    return packed
 
 
 def packed_as_by_peft(name: str, stack: Tensor) -> Tensor:

@@ -1,21 +1,17 @@
 """Conversion of the parameters of a module to DTensors."""
 
-import functools
 from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from maxmoe.early_optimizers import mark_replaced
 from maxmoe.parallel.parameter_sharding import ParameterSharding, parameter_shardings
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.rules import LogicalRules
-
-# Name of the attribute with the path of a parameter, set on parameters that DTensors have replaced.
-REPLACED = "replaced_by_shard_of"
 
 
 def shard_parameters(
@@ -58,30 +54,10 @@ def distribute_parameters(module: nn.Module, shardings: Mapping[str, NamedShardi
         for name, parameter in module.named_parameters()
     }
     for name, parameter in module.named_parameters():
-        setattr(parameter, REPLACED, name)
+        mark_replaced(parameter, name)
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             setattr(owner, name, sharded[parameter])
-    _check_every_optimizer()
-
-
-@functools.cache
-def _check_every_optimizer() -> None:
-    """Register the check of optimizers, once per process.
-
-    An optimizer that was made too early holds parameters that never get a gradient. It would skip them silently.
-    """
-    register_optimizer_step_pre_hook(_refuse_replaced)
-
-
-def _refuse_replaced(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if (name := getattr(parameter, REPLACED, None)) is not None:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} must be made after parallelize: it holds {name} as it was before, "
-                    "which is trained no longer"
-                )
 
 
 @torch.no_grad()

@@ -278,3 +278,15 @@ def test_experts_that_take_no_factors_are_refused() -> None:
     )
     with fake_rank(0, 2), pytest.raises(ValueError, match=r"experts must adapt experts .* got Stack.up_proj"):
         parallelize(model, Mesh({"expert": 2}), "ep-as-dp", allow_unused=True)
+
+
+def test_an_optimizer_made_before_parallelize_is_refused() -> None:
+    model = adapted()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    def check() -> None:
+        parallelize(model, Mesh({"expert": 2}), "ep-as-dp")
+        with pytest.raises(RuntimeError, match=r"SGD must be made after parallelize: it holds .*lora_A.default.weight"):
+            optimizer.step()
+
+    run_ranks(check, 2)

@@ -42,7 +42,7 @@ PRIVATE_NAMES_OF_TORCH = (
 # A package imports from its own level and the levels above it in this list. Of what may be there some is to come.
 LEVELS = [
     {"_C"},
-    {"_library", "_torch", "config", "text_table"},
+    {"_library", "_torch", "config", "early_optimizers", "text_table"},
     {"ops", "reference"},
     {"declaration"},
     {"recompute", "token_group"},
