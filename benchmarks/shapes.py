@@ -72,6 +72,11 @@ PUBLISHED_DECODING = {
     for num_experts in (64, 128)
     for num_tokens in (1, 4, 16, 64)
 }
+# Qwen3-30B-A3B and gpt-oss-20b.
+FROZEN = {
+    "qwen3-30b": QWEN3._replace(num_experts=128),
+    "gpt-oss": Shape(num_tokens=2048, hidden_size=2880, intermediate_size=2880, num_experts=32, top_k=4),
+}
 
 # Nobody trains with so few tokens.
 FORWARD_ONLY = frozenset(DECODING | PUBLISHED_DECODING)
@@ -80,5 +85,5 @@ FORWARD_ONLY = frozenset(DECODING | PUBLISHED_DECODING)
 def named(kind: type[AnyShape]) -> Mapping[str, AnyShape]:
     """Every shape of this kind that has a name."""
     tables: list[Mapping[str, AnyShape]] = [TRAINING, DECODING, PUBLISHED, PUBLISHED_DECODING, LOCAL, MUON, ROUTE]
-    tables += [ADAPTERS, ROWS, PRODUCTS]
+    tables += [ADAPTERS, FROZEN, ROWS, PRODUCTS]
     return {name: shape for table in tables for name, shape in table.items() if isinstance(shape, kind)}

@@ -27,7 +27,7 @@ set(MAXMOE_OPTIONS_baseline)
 set(MAXMOE_OPTIONS_avx2 -march=x86-64-v3)
 # GCC prefers vectors of 256 bits for x86-64-v4 where it vectorizes by itself.
 set(MAXMOE_OPTIONS_avx512 -march=x86-64-v4 -mprefer-vector-width=512)
-set(MAXMOE_OPTIONS_avx512bf16 ${MAXMOE_OPTIONS_avx512} -mavx512bf16)
+set(MAXMOE_OPTIONS_avx512bf16 ${MAXMOE_OPTIONS_avx512} -mavx512bf16 -mavx512vbmi)
 
 set(MAXMOE_ISAS all CACHE STRING "Instruction sets of the kernels: all, or native for this machine alone")
 set(MAXMOE_ALL_ISAS baseline)

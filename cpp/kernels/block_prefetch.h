@@ -25,9 +25,15 @@ class BlockPrefetch {
     const Range elements = b.is_transposed ? depth : columns;
     // The rows of an index have no constant stride. They are not prefetched here.
     if (b.index != nullptr || rows.size() <= 0 || elements.size() <= 0) return;
-    row_ = reinterpret_cast<const std::byte*>(b.memory.row(rows.begin) + elements.begin);
-    stride_ = b.memory.row_stride * int64_t{sizeof(T)};
-    row_bytes_ = elements.size() * int64_t{sizeof(T)};
+    if (b.is_quantized()) {
+      row_ = reinterpret_cast<const std::byte*>(b.quantized.code(rows.begin, elements.begin));
+      stride_ = b.quantized.row_bytes;
+      row_bytes_ = b.quantized.bytes_of(elements.size());
+    } else {
+      row_ = reinterpret_cast<const std::byte*>(b.memory.row(rows.begin) + elements.begin);
+      stride_ = b.memory.row_stride * int64_t{sizeof(T)};
+      row_bytes_ = elements.size() * int64_t{sizeof(T)};
+    }
     // A row that does not begin on a cache line ends in one more line. That line is not prefetched.
     num_lines_ = rows.size() * ((row_bytes_ + kCacheLineBytes - 1) / kCacheLineBytes);
   }

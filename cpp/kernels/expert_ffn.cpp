@@ -17,18 +17,18 @@ constexpr int kReducedScratch = 3;
 // F, the number of rows of down.
 template <class T>
 int64_t intermediate_size(const ExpertWeights<T>& experts) {
-  return experts.down.first.rows;
+  return experts.down.rows();
 }
 
 // Number of columns of the preactivations Z.
 template <class T>
 int64_t preactivation_width(const ExpertWeights<T>& experts) {
-  return experts.gate.first.columns + experts.up.first.columns;
+  return experts.gate.columns() + experts.up.columns();
 }
 
 // The product out = a * b + bias for some a. The bias is copied to `out`, and the product is added to it.
 template <class T>
-Product<T> product_with_bias(ConstMatrixView<T> b, const T* bias, MatrixView<T> out, ConstMatrixView<T> next_b) {
+Product<T> product_with_bias(const GemmOperand<T>& b, const T* bias, MatrixView<T> out, const GemmOperand<T>& next_b) {
   for (int64_t r = 0; r < out.rows && bias != nullptr; ++r) copy_row(bias, out.row(r), out.columns);
   return {b, out, bias != nullptr, next_b};
 }
@@ -103,11 +103,11 @@ struct Products {
 // Computes Z of a tile, and the reduced rows of gate and up. `next` is the matrix that is prefetched at the end.
 template <class T>
 void project_tokens(const ExpertFfn<T>& a, const GroupTile& tile, MatrixView<T> preactivations,
-                    const ReducedRows<T>& reduced, ConstMatrixView<T> next) {
+                    const ReducedRows<T>& reduced, const GemmOperand<T>& next) {
   const ExpertWeights<T>& experts = a.experts;
   const int64_t group = tile.group;
-  const int64_t gate_width = experts.gate.first.columns;
-  const ConstMatrixView<T> up = experts.up[group];
+  const int64_t gate_width = experts.gate.columns();
+  const GemmOperand<T> up = experts.up[group];
   // gate and up are products of the same tokens, which are packed once.
   Products<T> products;
   products.add_reduced(experts.gate_factors, group, reduced.gate);
@@ -133,8 +133,8 @@ void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile, int64_t next_gro
   const int64_t width = intermediate_size(experts);
   const MatrixView<T> preactivations = preactivations_of(a, tile);
   const ReducedRows<T> reduced = reduced_rows_of(a, tile);
-  const ConstMatrixView<T> down = experts.down[tile.group];
-  const ConstMatrixView<T> of_next_tile = experts.gate.empty() ? experts.up[next_group] : experts.gate[next_group];
+  const GemmOperand<T> down = experts.down[tile.group];
+  const GemmOperand<T> of_next_tile = experts.gate.empty() ? experts.up[next_group] : experts.gate[next_group];
   project_tokens(a, tile, preactivations, reduced, wants_only_preactivations(a) ? of_next_tile : down);
   if (wants_only_preactivations(a) && experts.down_factors.empty()) return;
 

@@ -25,9 +25,9 @@ struct LowRankFactors {
 
 template <class T>
 struct ExpertWeights {
-  ConstMatrixStack<T> gate;      // [L, D, F]; empty unless separate
-  ConstMatrixStack<T> up;        // [L, D, F], or with the gate [L, D, 2F]
-  ConstMatrixStack<T> down;      // [L, F, D]
+  WeightStack<T> gate;           // [L, D, F]; empty unless separate
+  WeightStack<T> up;             // [L, D, F], or with the gate [L, D, 2F]
+  WeightStack<T> down;           // [L, F, D]
   ConstMatrixView<T> gate_bias;  // [L, F]; each bias may be empty
   ConstMatrixView<T> up_bias;    // [L, F] or [L, 2F]
   ConstMatrixView<T> down_bias;  // [L, D]
@@ -107,7 +107,7 @@ struct ExpertFfnBackwardDown {
   ConstMatrixView<T> grad_out;    // dO [T, D]
   const Accumulator<T>* weights;  // [T * K] or null for ones
   RoutedRows routed;
-  ConstMatrixStack<T> down;             // [L, F, D]
+  WeightStack<T> down;                  // [L, F, D]
   ConstMatrixView<T> down_bias;         // [L, D] or empty
   LowRankFactors<T> factors;            // of down
   ConstMatrixView<T> grad_reduced;      // as computed by ExpertFfnBackwardDownFactors; read for dA
@@ -129,8 +129,8 @@ template <class T>
 struct ExpertFfnBackwardInput {
   ConstMatrixView<T> grad_preactivations;  // dZ [R, 2F]
   RoutedRows routed;
-  ConstMatrixStack<T> gate;  // [L, D, F]; empty unless separate
-  ConstMatrixStack<T> up;    // [L, D, F], or with the gate [L, D, 2F]
+  WeightStack<T> gate;  // [L, D, F]; empty unless separate
+  WeightStack<T> up;    // [L, D, F], or with the gate [L, D, 2F]
   LowRankFactors<T> gate_factors;
   LowRankFactors<T> up_factors;
   const Gemm<T>* gemm;

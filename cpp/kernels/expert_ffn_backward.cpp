@@ -33,7 +33,7 @@ template <class T>
 Accumulator<T> activate_backward_row(const ExpertFfnBackwardDown<T>& a, int64_t row, Accumulator<T> weight,
                                      const T* grad_activated) {
   using S = Accumulator<T>;
-  const int64_t width = a.down.first.rows;
+  const int64_t width = a.down.rows();
   T* preactivations = a.preactivations.row(row);
   S grad_weight = 0;
   for (int64_t begin = 0; begin < width; begin += kColumnBlock) {
@@ -93,7 +93,7 @@ void grad_reduce_down_rows(const ExpertFfnBackwardDownFactors<T>& a, const Group
 template <class T>
 void grad_preactivations_tile(const ExpertFfnBackwardDown<T>& a, const GroupTile& tile, int64_t next_group) {
   const int64_t height = tile.end - tile.begin;
-  const int64_t width = a.down.first.rows;
+  const int64_t width = a.down.rows();
   const GemmOperand<T> grad_out = tokens_of(a.grad_out, a.routed, tile.begin, tile.end);
   MatrixView<T> grad_activated;
   if (!a.keeps_preactivations) {
@@ -139,9 +139,9 @@ void grad_rows_tile(const ExpertFfnBackwardInput<T>& a, const GroupTile& tile, i
   const ConstMatrixView<T> grad = a.grad_preactivations.row_range(tile.begin, tile.end);
   const MatrixView<T> rows = a.rows.row_range(tile.begin, tile.end);
   const ReducedRows<T> reduced = a.grad_reduced.row_range(tile.begin, tile.end);
-  const int64_t gate_width = a.gate.first.columns;
-  const ConstMatrixView<T> next_up = a.up[next_group].transposed();
-  const ConstMatrixView<T> gate = a.gate.empty() ? next_up : a.gate[tile.group].transposed();
+  const int64_t gate_width = a.gate.columns();
+  const GemmOperand<T> next_up = a.up[next_group].transposed();
+  const GemmOperand<T> gate = a.gate.empty() ? next_up : a.gate[tile.group].transposed();
   add_grad_rows<T>(*a.gemm, up_columns(grad, gate_width), {a.up[tile.group].transposed(), rows, false, gate},
                    a.up_factors, tile.group, reduced.up);
   if (a.gate.empty()) return;
@@ -225,7 +225,7 @@ void expert_ffn_backward_down_factors(const ExpertFfnBackwardDownFactors<T>& a, 
 template <class T>
 void expert_ffn_backward_down(const ExpertFfnBackwardDown<T>& a, const Executor& executor) {
   const int64_t hidden_size = a.grad_out.columns;
-  const int64_t multiply_adds = hidden_size * a.down.first.rows;
+  const int64_t multiply_adds = hidden_size * a.down.rows();
   run_tiles(a, a.preactivations.rows, hidden_size, multiply_adds, executor,
             [&](const GroupTile& tile, int64_t next_group) { grad_preactivations_tile(a, tile, next_group); });
   if (a.grad_down.empty() && a.grad_expand.empty() && a.grad_down_bias.data == nullptr) return;
@@ -236,7 +236,7 @@ void expert_ffn_backward_down(const ExpertFfnBackwardDown<T>& a, const Executor&
 // The rows are summed without weights, because dZ contains them already.
 template <class T>
 void expert_ffn_backward_input(const ExpertFfnBackwardInput<T>& a, const Executor& executor) {
-  const int64_t multiply_adds = a.up.first.rows * a.grad_preactivations.columns;
+  const int64_t multiply_adds = a.up.rows() * a.grad_preactivations.columns;
   run_tiles(a, a.grad_preactivations.rows, a.grad_preactivations.columns, multiply_adds, executor,
             [&](const GroupTile& tile, int64_t next_group) { grad_rows_tile(a, tile, next_group); });
   if (a.grad_x.data == nullptr) return;

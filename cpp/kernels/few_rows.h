@@ -14,13 +14,9 @@
 // the two computes it.
 #pragma once
 
-#include "executor.h"
-#include "pack.h"
+#include "few_quantized_rows.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
-
-// Maximum number of rows of A: the accumulators of MR rows leave registers for two vectors of B and one element of A.
-constexpr int kMaxFewRows = kVectorRegisters == 32 ? 12 : 6;
 
 // Number of rows of B in a block of a row-major B. 2 and 4 rows showed no consistent difference; 16 and 32 rows took up
 // to 1.5 times the time for 1 to 6 rows of A (docs/performance.md).
@@ -30,14 +26,6 @@ constexpr int64_t kFewRowsDepth = 8;
 // time than a cache miss takes. Without prefetching, 4 rows of A and more took 2 to 4 times the time, and longer
 // distances gave no gain (docs/performance.md).
 constexpr int64_t kFewRowsPrefetchBytes = int64_t{8} * 1024;
-
-// Few rows of A, converted to the elements that a step multiplies, one row after the other.
-template <class Element>
-struct FewRows {
-  const Element* data;
-  int64_t num_steps;
-  MAXMOE_INLINE Element operator()(int r, int64_t step) const { return data[r * num_steps + step]; }
-};
 
 // Computes sums[kRows, kVectorsX2 * NR] = a * b, or += if `accumulate`, for one block of rows of B. The columns of the
 // sums are in the order of VectorX2.
@@ -76,14 +64,6 @@ MAXMOE_INLINE void multiply_few_rows_block(FewRows<Element> a, ConstMatrixView<T
 #pragma GCC unroll 8
     for (int v = 0; v < 2 * kVectorsX2; ++v) store_vector<S>(sums + r * sums_stride + v * kLanes<S>, sum[r][v]);
   }
-}
-
-// Number of VectorX2 that the kernel for `rows` rows computes at a time: a power of two, at most 4, whose accumulators
-// fit into the registers. One row then has 8 independent accumulators, which cover the latency of multiply-adds.
-constexpr int few_rows_vectors_x2(int rows) {
-  int vectors_x2 = 4;
-  while (vectors_x2 > 1 && rows * vectors_x2 > kMaxFewRows) vectors_x2 /= 2;
-  return vectors_x2;
 }
 
 // The product with a row-major b. While a block of rows of b is multiplied, the same columns of a later block are
@@ -187,9 +167,11 @@ void multiply_few_rows_transposed(FewRows<Element> a, ConstMatrixView<T> memory,
 template <class T, class Element, int... kIndex>
 void multiply_few_rows(FewRows<Element> a, const Product<T>& p, MatrixView<Accumulator<T>> sums, bool accumulate,
                        std::integer_sequence<int, kIndex...> /*indices*/) {
-  const ConstMatrixView<T> next = GemmOperand<T>(p.next_b).memory;
+  const ConstMatrixView<T> next = p.next_b.is_quantized() ? ConstMatrixView<T>{} : p.next_b.memory;
   const auto multiply = [&]<int kRows> {
-    if (p.b.is_transposed) {
+    if (p.b.is_quantized()) {
+      multiply_few_rows_quantized<T, Element, kRows>(a, p.b, sums, accumulate);
+    } else if (p.b.is_transposed) {
       multiply_few_rows_transposed<T, Element, kRows>(a, p.b.memory, sums, accumulate, next);
     } else {
       multiply_few_rows_row_major<T, Element, kRows>(a, p.b.memory, sums, accumulate, next);

@@ -3,18 +3,22 @@
 #pragma once
 
 #include "matrix_view.h"
+#include "quantized_matrix.h"
 
 namespace maxmoe {
 
 // An operand of a product: a matrix whose rows are contiguous in memory, or the transpose of one. One of its two
 // strides is 1. With an index, row r is memory.row(index[r] / divisor), so that tokens need not be gathered before the
-// product.
+// product. The right-hand side may be quantized: then `memory` has a shape, but no elements.
 template <class T>
 struct GemmOperand {
   ConstMatrixView<T> memory;  // with an index, `rows` is the number of its entries
   bool is_transposed = false;
   const int64_t* index = nullptr;
   int64_t divisor = 1;
+  QuantizedMatrix quantized = {};
+
+  GemmOperand() = default;
 
   // A matrix in either layout: a matrix with contiguous columns is stored as its transpose.
   MAXMOE_INLINE GemmOperand(ConstMatrixView<T> matrix)  // NOLINT(google-explicit-constructor): matrices are operands
@@ -24,16 +28,31 @@ struct GemmOperand {
       : memory(source), index(row_index), divisor(index_divisor) {
     memory.rows = count;
   }
+  MAXMOE_INLINE GemmOperand(const QuantizedMatrix& matrix, bool is_read_transposed)
+      : memory{nullptr, matrix.rows, matrix.columns, 0}, is_transposed(is_read_transposed), quantized(matrix) {}
 
+  MAXMOE_INLINE bool is_quantized() const { return quantized.data != nullptr; }
   // Row r of `memory`, or of its index: a row of the operand, or a column if the operand is transposed.
   MAXMOE_INLINE const T* memory_row(int64_t r) const { return memory.row(index == nullptr ? r : index[r] / divisor); }
   MAXMOE_INLINE int64_t rows() const { return is_transposed ? memory.columns : memory.rows; }
   MAXMOE_INLINE int64_t columns() const { return is_transposed ? memory.rows : memory.columns; }
   MAXMOE_INLINE GemmOperand row_range(int64_t begin, int64_t end) const {
+    return is_transposed ? memory_columns(begin, end) : memory_rows(begin, end);
+  }
+  MAXMOE_INLINE GemmOperand column_range(int64_t begin, int64_t end) const {
+    return is_transposed ? memory_rows(begin, end) : memory_columns(begin, end);
+  }
+  MAXMOE_INLINE GemmOperand transposed() const {
     GemmOperand operand = *this;
-    if (is_transposed) {
-      operand.memory = memory.column_range(begin, end);
-    } else if (index != nullptr) {
+    operand.is_transposed = !is_transposed;
+    return operand;
+  }
+
+ private:
+  MAXMOE_INLINE GemmOperand memory_rows(int64_t begin, int64_t end) const {
+    if (is_quantized()) return {quantized.row_range(begin, end), is_transposed};
+    GemmOperand operand = *this;
+    if (index != nullptr) {
       // Rows of an index are selected in the index. The matrix that they are read from stays whole.
       operand.index = index + begin;
       operand.memory.rows = end - begin;
@@ -42,11 +61,39 @@ struct GemmOperand {
     }
     return operand;
   }
-  MAXMOE_INLINE GemmOperand transposed() const {
+  MAXMOE_INLINE GemmOperand memory_columns(int64_t begin, int64_t end) const {
+    if (is_quantized()) return {quantized.column_range(begin, end), is_transposed};
     GemmOperand operand = *this;
-    operand.is_transposed = !is_transposed;
+    operand.memory = memory.column_range(begin, end);
     return operand;
   }
+};
+
+// Matrices of one shape, one per group, that are operands of products: in the type of the product, or quantized.
+template <class T>
+struct WeightStack {
+  ConstMatrixStack<T> matrices;
+  QuantizedStack quantized = {};
+
+  WeightStack() = default;
+  MAXMOE_INLINE WeightStack(ConstMatrixStack<T> stack)  // NOLINT(google-explicit-constructor): matrices are weights
+      : matrices(stack) {}
+  MAXMOE_INLINE explicit WeightStack(const QuantizedStack& stack) : quantized(stack) {}
+
+  MAXMOE_INLINE GemmOperand<T> operator[](int64_t index) const {
+    if (!quantized.empty()) return {quantized[index], quantized.is_transposed};
+    return matrices[index];
+  }
+  MAXMOE_INLINE int64_t count() const { return quantized.empty() ? matrices.count : quantized.count; }
+  MAXMOE_INLINE int64_t rows() const {
+    if (quantized.empty()) return matrices.first.rows;
+    return quantized.is_transposed ? quantized.first.columns : quantized.first.rows;
+  }
+  MAXMOE_INLINE int64_t columns() const {
+    if (quantized.empty()) return matrices.first.columns;
+    return quantized.is_transposed ? quantized.first.rows : quantized.first.columns;
+  }
+  MAXMOE_INLINE bool empty() const { return matrices.empty() && quantized.empty(); }
 };
 
 // The right-hand side and the result of a product: c = a * b, or c += a * b.
@@ -55,10 +102,10 @@ struct GemmOperand {
 // may be the result of an earlier product of the same call.
 template <class T>
 struct Product {
-  GemmOperand<T> b = ConstMatrixView<T>{};
+  GemmOperand<T> b = {};
   MatrixView<T> c = {};
   bool accumulate = false;
-  ConstMatrixView<T> next_b = {};   // b of the next product, whose first block is prefetched; may be empty
+  GemmOperand<T> next_b = {};       // b of the next product, whose first block is prefetched; may be empty
   ConstMatrixView<T> reduced = {};  // [rows, r]; r is 0 without factors
   ConstMatrixView<T> expand = {};   // [r, columns]
 

@@ -17,7 +17,7 @@ void multiply_tile(const Gmm<T>& a, const GroupTile& tile, int64_t begin, int64_
   // Groups outside of the local range belong to other ranks; their rows are zero here. A bias is the initial value of
   // the sums.
   const int64_t local = tile.group - a.group_offset;
-  const bool is_local = local >= 0 && local < a.rhs.count;
+  const bool is_local = local >= 0 && local < a.rhs.count();
   const bool has_bias = is_local && a.bias.data != nullptr;
   for (int64_t r = 0; r < out.rows && (has_bias || !is_local); ++r) {
     if (has_bias) {

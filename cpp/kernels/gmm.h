@@ -13,7 +13,7 @@ namespace maxmoe {
 template <class T>
 struct Gmm {
   ConstMatrixView<T> lhs;      // [R, D]
-  ConstMatrixStack<T> rhs;     // [L, D, F]
+  WeightStack<T> rhs;          // [L, D, F]
   ConstMatrixView<T> bias;     // [L, F] or empty
   const int64_t* group_sizes;  // [G], sum <= R
   int64_t num_groups;          // G

@@ -31,7 +31,7 @@ namespace {
 
 [[maybe_unused]] bool has_avx512bf16() {
 #if defined(__x86_64__)
-  return has_avx512() && __builtin_cpu_supports("avx512bf16");
+  return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
 #else
   return false;
 #endif

@@ -15,6 +15,8 @@
 // symbol, of which the linker keeps one definition for all instruction sets. Baseline code could then run AVX-512
 // instructions.
 #define MAXMOE_INLINE __attribute__((always_inline)) inline
+// For lambdas whose captures must stay in registers.
+#define MAXMOE_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace maxmoe {
 
@@ -31,7 +33,8 @@ inline constexpr Isa all_isas[] = {Isa::baseline, Isa::avx2, Isa::avx512, Isa::a
 Isa active_isa();
 
 // Whether this processor has the instruction set and this build has kernels for it. avx2 is x86-64-v3, avx512 is
-// x86-64-v4, avx512bf16 is x86-64-v4 with AVX512-BF16.
+// x86-64-v4, avx512bf16 is x86-64-v4 with AVX512-BF16 and
+// AVX512-VBMI, which all processors with the former have but those of one generation (Cooper Lake).
 bool is_supported(Isa isa);
 
 // The instruction set with the name `text`. Throws std::invalid_argument if it is unknown or unsupported.

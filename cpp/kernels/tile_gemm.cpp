@@ -76,7 +76,7 @@ MAXMOE_INLINE void multiply_micro_tile_at(const Block<T, Element>& block, int64_
   // pack_b has padded a panel with fewer than NR columns.
   if (block.packs_b && ir == 0 && c.columns == kNR<S>) {
     const MicroTile<Out, Element> tile{a, num_steps, sums, c.data, c.row_stride, next, num_lines};
-    return micro_kernel_packing_b(tile, block.b, block.depth, block.columns.begin + jr, panel_of_b);
+    return micro_kernel_packing(tile, block.b, block.depth, block.columns.begin + jr, panel_of_b);
   }
   micro_kernel_of_rows<Out, Element>(c.rows)(a, panel_of_b, num_steps, sums, c.data, c.row_stride, next, num_lines);
 }
@@ -144,11 +144,11 @@ void multiply_column_block(PackedA<T>& a, const GemmOperand<T>& b, Range depth, 
   using S = Accumulator<T>;
   using Element = ElementOf<T>;
   Element* const panels_of_b = scratch<Element>(kPackedBScratch, block_columns<S>() * kKCSteps);
-  // Only the micro-kernel of MR rows packs B. A transposed B is not packed by it, because a step of it is not
-  // contiguous.
-  const bool packs_b = !b.is_transposed && block.c.rows >= kMR;
   for (int64_t pc = depth.begin; pc < depth.end || pc == 0; pc += PackedA<T>::kKC) {
     const Range part = range_from(pc, PackedA<T>::kKC, depth.end);
+    // Only the micro-kernel of MR rows packs B. A transposed B is not packed by it, because a step of it is not
+    // contiguous.
+    const bool packs_b = block.c.rows >= kMR && micro_kernel_packs<Element>(b, part, block.columns);
     const Block<T, Element> of_part{a.block(part),
                                     b,
                                     part,
@@ -162,7 +162,9 @@ void multiply_column_block(PackedA<T>& a, const GemmOperand<T>& b, Range depth, 
     // fewer than NR.
     const int64_t packed = packs_b ? block.columns.size() / kNR<S> * kNR<S> : 0;
     if (packed < block.columns.size()) {
-      pack_b(b, part, {block.columns.begin + packed, block.columns.end}, panels_of_b + packed * of_part.num_steps());
+      const Range rest{block.columns.begin + packed, block.columns.end};
+      Element* const panels = panels_of_b + packed * of_part.num_steps();
+      b.is_quantized() ? pack_quantized_b(b, part, rest, panels) : pack_b(b, part, rest, panels);
     }
     multiply_block(of_part, block.c, part.end == b.rows() && !is_continued, next_block(part));
   }
@@ -212,7 +214,7 @@ void multiply(PackedA<T>& a, const Product<T>& p) {
 // The product restricted to columns [begin, end).
 template <class T>
 Product<T> column_range(Product<T> p, int64_t begin, int64_t end) {
-  p.b.memory = p.b.is_transposed ? p.b.memory.row_range(begin, end) : p.b.memory.column_range(begin, end);
+  p.b = p.b.column_range(begin, end);
   p.c = p.c.column_range(begin, end);
   if (p.has_low_rank_term()) p.expand = p.expand.column_range(begin, end);
   return p;
@@ -237,7 +239,8 @@ void multiply_rows(const TileGemm<T>& p, int64_t begin, int64_t end) {
     product.c = product.c.row_range(begin, end);
     product.reduced = product.reduced.row_range(begin, end);
     const int64_t rows = product.c.rows;
-    const bool is_few_rows = 0 < rows && rows <= kMaxFewRows && a.columns() > 0 && product.b.index == nullptr;
+    const int64_t few = product.b.is_quantized() ? kMaxFewQuantizedRows<ElementOf<T>> : kMaxFewRows;
+    const bool is_few_rows = 0 < rows && rows <= few && a.columns() > 0 && product.b.index == nullptr;
     if (is_few_rows) {
       multiply_few_rows_of(a, packed_a, product);
     } else {

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "kernels/dequantize.h"
 #include "kernels/dtype.h"
 #include "kernels/tile_gemm.h"
 #include "ops/torch_internals.h"
@@ -71,11 +72,15 @@ class TorchGemm final : public Gemm<T> {
     }
   }
 
-  // The matrix of an operand. With an index its rows are copied to scratch memory, because BLAS cannot read rows by
-  // index.
+  // The matrix of an operand. BLAS reads neither rows by index nor codes: those rows are copied to scratch memory, and
+  // quantized matrices are dequantized there, one at a time.
   static ConstMatrixView<T> in_memory(const GemmOperand<T>& operand, int scratch_slot) {
     ConstMatrixView<T> matrix = operand.memory;
-    if (operand.index != nullptr) {
+    if (operand.is_quantized()) {
+      T* const elements = scratch<T>(scratch_slot, matrix.rows * matrix.columns);
+      dequantize(Dequantize<T>{{operand.quantized, false, 1, 0, 0}, elements}, SerialExecutor());
+      matrix = {elements, matrix.rows, matrix.columns, matrix.columns};
+    } else if (operand.index != nullptr) {
       T* const rows = scratch<T>(scratch_slot, matrix.rows * matrix.columns);
       for (int64_t r = 0; r < matrix.rows; ++r) {
         std::copy_n(operand.memory_row(r), matrix.columns, rows + r * matrix.columns);

@@ -23,9 +23,11 @@ constexpr const char* kOp = "expert_ffn";
 const std::string kSchema =
     "Tensor x, Tensor? weights, Tensor slots, Tensor rows, Tensor group_sizes, int top_k, Tensor? gate, Tensor up, "
     "Tensor down, *, Tensor? gate_bias=None, Tensor? up_bias=None, Tensor? down_bias=None, Tensor? gate_a=None, "
-    "Tensor? "
-    "gate_b=None, Tensor? up_a=None, Tensor? up_b=None, Tensor? down_a=None, Tensor? down_b=None, str "
-    "activation=\"silu\", float? limit=None, str? fused_gate=None, bool recompute=False";
+    "Tensor? gate_b=None, Tensor? up_a=None, Tensor? up_b=None, Tensor? down_a=None, Tensor? down_b=None, "
+    "str activation=\"silu\", float? limit=None, str? fused_gate=None, bool recompute=False, "
+    "Tensor? gate_scales=None, Tensor? gate_zeros=None, Tensor? up_scales=None, Tensor? up_zeros=None, "
+    "Tensor? down_scales=None, Tensor? down_zeros=None, str? gate_format=None, str? up_format=None, "
+    "str? down_format=None";
 
 // The arguments of the schema after the arguments `Before` of a single operator.
 template <class Return, class... Before>
@@ -35,7 +37,12 @@ using Signature = Return(Before..., const Tensor& x, const OptionalTensor& weigh
                          const OptionalTensor& up_bias, const OptionalTensor& down_bias, const OptionalTensor& gate_a,
                          const OptionalTensor& gate_b, const OptionalTensor& up_a, const OptionalTensor& up_b,
                          const OptionalTensor& down_a, const OptionalTensor& down_b, std::string_view activation,
-                         std::optional<double> limit, std::optional<std::string_view> fused_gate, bool recompute);
+                         std::optional<double> limit, std::optional<std::string_view> fused_gate, bool recompute,
+                         const OptionalTensor& gate_scales, const OptionalTensor& gate_zeros,
+                         const OptionalTensor& up_scales, const OptionalTensor& up_zeros,
+                         const OptionalTensor& down_scales, const OptionalTensor& down_zeros,
+                         std::optional<std::string_view> gate_format, std::optional<std::string_view> up_format,
+                         std::optional<std::string_view> down_format);
 using GradientTuple = decltype(std::tuple_cat(std::declval<Gradients>().in_order()));
 
 constexpr Operator<"expert_ffn", Signature<Tensor>> expert_ffn;
@@ -137,7 +144,13 @@ class Node : public torch::autograd::Function<Node> {
     ctx->saved_data["activation"] = std::string(a.activation);
     ctx->saved_data["limit"] = a.limit;
     ctx->saved_data["recompute"] = a.recompute;
-    ctx->saved_data["fused_gate"] = a.fused_gate.has_value() ? c10::IValue(std::string(*a.fused_gate)) : c10::IValue();
+    const auto save_string = [&](const char* name, std::optional<std::string_view> text) {
+      ctx->saved_data[name] = text.has_value() ? c10::IValue(std::string(*text)) : c10::IValue();
+    };
+    save_string("fused_gate", a.fused_gate);
+    save_string("gate_format", a.gate_format);
+    save_string("up_format", a.up_format);
+    save_string("down_format", a.down_format);
   }
 
   static std::pair<ExpertFfnArguments, Intermediates> load(AutogradContext* ctx) {
@@ -156,7 +169,11 @@ class Node : public torch::autograd::Function<Node> {
     a.activation = ctx->saved_data["activation"].toStringRef();
     a.limit = ctx->saved_data["limit"].toOptional<double>();
     a.recompute = ctx->saved_data["recompute"].toBool();
-    a.fused_gate = ctx->saved_data["fused_gate"].toOptional<std::string_view>();
+    const auto string = [&](const char* name) { return ctx->saved_data[name].toOptional<std::string_view>(); };
+    a.fused_gate = string("fused_gate");
+    a.gate_format = string("gate_format");
+    a.up_format = string("up_format");
+    a.down_format = string("down_format");
     // Without factors no tensor is saved.
     if (!kept.reduced.defined()) {
       kept.reduced = at::empty_symint({kept.preactivations.sym_size(0), 0}, kept.preactivations.options());
@@ -168,14 +185,23 @@ class Node : public torch::autograd::Function<Node> {
 struct Gradient {
   static Tensor apply(const auto&... arguments) {
     const ExpertFfnArguments a{arguments...};
+    check_is_frozen(a);
     return Node::apply(a, a.x, a.weights, a.gate, a.up, a.down, a.gate_bias, a.up_bias, a.down_bias, a.gate_a, a.gate_b,
                        a.up_a, a.up_b, a.down_a, a.down_b);
   }
 
   static Tensor with_tangents(const auto&... arguments) {
     const ExpertFfnArguments a{arguments...};
+    check_is_frozen(a);
     check_expert_ffn_shapes(kOp, a);
     return std::get<0>(expert_ffn_aten(a, Differentiable::yes));
+  }
+
+ private:
+  static void check_is_frozen(const ExpertFfnArguments& a) {
+    ops::check_is_frozen(kOp, "gate", a.gate_scales);
+    ops::check_is_frozen(kOp, "up", a.up_scales);
+    ops::check_is_frozen(kOp, "down", a.down_scales);
   }
 };
 

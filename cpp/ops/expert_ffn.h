@@ -10,6 +10,7 @@
 #include "kernels/activation_kind.h"
 #include "ops/activation.h"
 #include "ops/operator.h"
+#include "ops/weights.h"
 
 namespace maxmoe::ops {
 
@@ -32,7 +33,7 @@ struct ExpertFfnArguments {
   Tensor rows;
   Tensor group_sizes;
   int64_t top_k;
-  OptionalTensor gate;
+  OptionalTensor gate;  // gate, up and down may be codes [L, out, bytes], with scales and a format
   Tensor up;
   Tensor down;
   OptionalTensor gate_bias;
@@ -45,11 +46,22 @@ struct ExpertFfnArguments {
   std::optional<double> limit;
   std::optional<std::string_view> fused_gate;
   bool recompute;
+  OptionalTensor gate_scales, gate_zeros;
+  OptionalTensor up_scales, up_zeros;
+  OptionalTensor down_scales, down_zeros;
+  std::optional<std::string_view> gate_format;
+  std::optional<std::string_view> up_format;
+  std::optional<std::string_view> down_format;
 
   GateLayout gate_layout() const;
   ActivationKind kind() const;
-  int64_t intermediate_size() const { return fused_gate.has_value() ? up.size(2) / 2 : up.size(2); }
-  int64_t preactivation_width() const { return gate.has_value() ? 2 * up.size(2) : up.size(2); }
+  // The rows of codes are output features. `gate_weights` needs a gate.
+  Weights gate_weights() const { return {*gate, gate_scales, gate_zeros, gate_format, x.size(1), true}; }
+  Weights up_weights() const { return {up, up_scales, up_zeros, up_format, x.size(1), true}; }
+  Weights down_weights() const { return {down, down_scales, down_zeros, down_format, intermediate_size(), true}; }
+  int64_t up_width() const { return up.size(up_format.has_value() ? 1 : 2); }
+  int64_t intermediate_size() const { return fused_gate.has_value() ? up_width() / 2 : up_width(); }
+  int64_t preactivation_width() const { return gate.has_value() ? 2 * up_width() : up_width(); }
   Factors gate_factors() const { return {gate_a, gate_b, 0}; }
   Factors up_factors() const { return {up_a, up_b, gate_factors().end_column()}; }
   Factors down_factors() const { return {down_a, down_b, up_factors().end_column()}; }
@@ -78,6 +90,12 @@ struct ExpertFfnArguments {
     visit(self.up_b);
     visit(self.down_a);
     visit(self.down_b);
+    visit(self.gate_scales);
+    visit(self.gate_zeros);
+    visit(self.up_scales);
+    visit(self.up_zeros);
+    visit(self.down_scales);
+    visit(self.down_zeros);
   }
 };
 
@@ -92,7 +110,8 @@ template <class Op, class... Before>
 auto call(const Op& op, const ExpertFfnArguments& a, const Before&... before) {
   return op(before..., a.x, a.weights, a.slots, a.rows, a.group_sizes, a.top_k, a.gate, a.up, a.down, a.gate_bias,
             a.up_bias, a.down_bias, a.gate_a, a.gate_b, a.up_a, a.up_b, a.down_a, a.down_b, a.activation, a.limit,
-            a.fused_gate, a.recompute);
+            a.fused_gate, a.recompute, a.gate_scales, a.gate_zeros, a.up_scales, a.up_zeros, a.down_scales,
+            a.down_zeros, a.gate_format, a.up_format, a.down_format);
 }
 
 // One value for each argument that may have a gradient.

@@ -43,7 +43,7 @@ class Steps {
   }
 
   // [R, F]: the rows [R, D] times the matrices [L, D, F] of their experts, plus the biases [L, F].
-  Tensor multiply_rows(const Tensor& rows, const Tensor& matrices, const OptionalTensor& biases) const {
+  Tensor multiply_rows(const Tensor& rows, const Weights& matrices, const OptionalTensor& biases) const {
     if (is_differentiable) return gmm(rows, matrices, a_.group_sizes, biases, 0);
     return ops::multiply_rows(rows, matrices, groups_, biases);
   }
@@ -89,24 +89,24 @@ struct Projected {
   Tensor reduced;
 };
 
-Projected project(const Tensor& rows, const Tensor& matrices, const OptionalTensor& biases, const Factors& factors,
+Projected project(const Tensor& rows, const Weights& matrices, const OptionalTensor& biases, const Factors& factors,
                   const Steps& steps) {
   const Tensor product = steps.multiply_rows(rows, matrices, biases);
   if (!factors.are_given()) return {product, {}};
-  const Tensor reduced = steps.multiply_rows(rows, *factors.a, std::nullopt);
-  return {product + steps.multiply_rows(reduced, *factors.b, std::nullopt), reduced};
+  const Tensor reduced = steps.multiply_rows(rows, {*factors.a}, std::nullopt);
+  return {product + steps.multiply_rows(reduced, {*factors.b}, std::nullopt), reduced};
 }
 
 // The gradient of the rows that `project` multiplied, if it is wanted, and of its reduced rows.
-Projected project_backward(const Tensor& grad, const Tensor& matrices, const Factors& factors, bool wants_rows,
+Projected project_backward(const Tensor& grad, const Weights& matrices, const Factors& factors, bool wants_rows,
                            const Steps& steps) {
   const auto transposed = [](const OptionalTensor& factor) {
     return factor.has_value() ? OptionalTensor(factor->transpose(1, 2)) : std::nullopt;
   };
   const OptionalTensor expand = transposed(factors.a);
   const OptionalTensor reduce = transposed(factors.b);
-  if (!wants_rows) return {Tensor(), steps.multiply_rows(grad, *reduce, std::nullopt)};
-  return project(grad, matrices.transpose(1, 2), std::nullopt, {reduce, expand, 0}, steps);
+  if (!wants_rows) return {Tensor(), steps.multiply_rows(grad, {*reduce}, std::nullopt)};
+  return project(grad, matrices.transposed(), std::nullopt, {reduce, expand, 0}, steps);
 }
 
 // The preactivations Z of all rows: [R, 2F], gate and up in the layout of the gate; [R, F] without a gate. And the
@@ -119,12 +119,12 @@ struct ProjectedTokens {
 
 ProjectedTokens project_tokens(const ExpertFfnArguments& a, const Steps& steps) {
   const Tensor tokens = steps.rows_of_tokens(a.x);
-  const auto project_up = [&] { return project(tokens, a.up, a.up_bias, a.up_factors(), steps); };
+  const auto project_up = [&] { return project(tokens, a.up_weights(), a.up_bias, a.up_factors(), steps); };
   if (!a.gate.has_value()) {
     const auto [up, reduced] = project_up();
     return {up, {}, reduced};
   }
-  const auto project_gate = [&] { return project(tokens, *a.gate, a.gate_bias, a.gate_factors(), steps); };
+  const auto project_gate = [&] { return project(tokens, a.gate_weights(), a.gate_bias, a.gate_factors(), steps); };
   if (steps.is_differentiable) {
     const auto [gate, reduced_gate] = project_gate();
     const auto [up, reduced_up] = project_up();
@@ -190,7 +190,7 @@ Tensor backward_down(const Tensor& grad_out, const Intermediates& kept, const Wa
   const Tensor scale = steps.rows_of_weights();
   Projected grad_rows;
   if (needs_grad_activated(wanted) || wanted.down_a) {
-    grad_rows = project_backward(grad_y, a.down, a.down_factors(), needs_grad_activated(wanted), steps);
+    grad_rows = project_backward(grad_y, a.down_weights(), a.down_factors(), needs_grad_activated(wanted), steps);
   }
   const Tensor activated =
       wanted.weights || wanted.down || wanted.down_a ? activated_rows(a.kind(), gate, up) : Tensor();
@@ -222,13 +222,13 @@ Tensor backward_down(const Tensor& grad_out, const Intermediates& kept, const Wa
 // Computes the gradients of x, gate, up, their biases and their factors.
 void backward_up(const Tensor& grad_z, const Tensor& reduced, const Wanted& wanted, const ExpertFfnArguments& a,
                  const Steps& steps, Gradients& grads) {
-  const int64_t gate_width = a.gate.has_value() ? a.gate->size(2) : 0;
+  const int64_t gate_width = a.gate.has_value() ? a.up_width() : 0;
   const Tensor grad_gate = grad_z.narrow(1, 0, gate_width);
-  const Tensor grad_up = grad_z.narrow(1, gate_width, a.up.size(2));
+  const Tensor grad_up = grad_z.narrow(1, gate_width, a.up_width());
   const bool wants_tokens = wanted.gate || wanted.up || wanted.gate_a || wanted.up_a;
   const Tensor tokens = wants_tokens ? steps.rows_of_tokens(a.x) : Tensor();
   // The gradient of the rows of a matrix and of its factors.
-  const auto backward_matrices = [&](const Tensor& matrices, const Factors& factors, const Tensor& grad, bool wants_a,
+  const auto backward_matrices = [&](const Weights& matrices, const Factors& factors, const Tensor& grad, bool wants_a,
                                      bool wants_b, Tensor& grad_a, Tensor& grad_b) {
     Projected grad_rows;
     if (wanted.x || wants_a) grad_rows = project_backward(grad, matrices, factors, wanted.x, steps);
@@ -236,10 +236,11 @@ void backward_up(const Tensor& grad_z, const Tensor& reduced, const Wanted& want
     backward_factors(factors, wants_a, wants_b, {tokens, reduced_rows, grad_rows.reduced, grad}, steps, grad_a, grad_b);
     return grad_rows.rows;
   };
-  Tensor grad_rows = backward_matrices(a.up, a.up_factors(), grad_up, wanted.up_a, wanted.up_b, grads.up_a, grads.up_b);
+  Tensor grad_rows =
+      backward_matrices(a.up_weights(), a.up_factors(), grad_up, wanted.up_a, wanted.up_b, grads.up_a, grads.up_b);
   if (a.gate.has_value()) {
-    const Tensor of_gate = backward_matrices(*a.gate, a.gate_factors(), grad_gate, wanted.gate_a, wanted.gate_b,
-                                             grads.gate_a, grads.gate_b);
+    const Tensor of_gate = backward_matrices(a.gate_weights(), a.gate_factors(), grad_gate, wanted.gate_a,
+                                             wanted.gate_b, grads.gate_a, grads.gate_b);
     if (wanted.x) grad_rows.add_(of_gate);
   }
   if (wanted.x) grads.x = steps.sum_of_rows(grad_rows, std::nullopt);
@@ -257,7 +258,7 @@ Outputs expert_ffn_aten(const ExpertFfnArguments& a, Differentiable differentiab
   const auto [z, reduced_gate, reduced_up] = project_tokens(a, steps);
   const auto [gate, up] = gate_and_up(a.gate_layout(), z.to(steps.elementwise_type));
   const Tensor activated = activated_rows(a.kind(), gate, up).to(a.x.scalar_type());
-  const auto [rows, reduced_down] = project(activated, a.down, a.down_bias, a.down_factors(), steps);
+  const auto [rows, reduced_down] = project(activated, a.down_weights(), a.down_bias, a.down_factors(), steps);
   return {steps.sum_of_rows(rows, a.weights), z, side_by_side(a, {reduced_gate, reduced_up, reduced_down})};
 }
 
@@ -268,7 +269,7 @@ Intermediates intermediates(const ExpertFfnArguments& a, const Wanted& wanted, c
   if (wanted.down_b) {
     const auto [gate, up] = gate_and_up(a.gate_layout(), z.to(steps.elementwise_type));
     const Tensor activated = activated_rows(a.kind(), gate, up).to(a.x.scalar_type());
-    reduced_down = steps.multiply_rows(activated, *a.down_a, std::nullopt);
+    reduced_down = steps.multiply_rows(activated, {*a.down_a}, std::nullopt);
   }
   return {z, side_by_side(a, {reduced_gate, reduced_up, reduced_down})};
 }

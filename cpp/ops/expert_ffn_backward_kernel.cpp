@@ -145,7 +145,7 @@ template <class T>
 void backward_up(const Tensor& grad_preactivations, const Tensor& reduced, const Tensor& grad_reduced,
                  const Wanted& wanted, const ExpertFfnArguments& a, Gradients& grads) {
   const auto options = a.x.options();
-  const int64_t gate_width = a.gate.has_value() ? a.gate->size(2) : 0;
+  const int64_t gate_width = a.gate.has_value() ? a.up_width() : 0;
   const ConstMatrixView<T> grad = const_view<T>(grad_preactivations);
   const ReducedRows<T> rows = reduced_rows<T>(reduced, a);
   grads.gate_b = grad_expand<T>(wanted.gate_b, rows.gate.as_const(), grad.column_range(0, gate_width), a.gate_b, a);

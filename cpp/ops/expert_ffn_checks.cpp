@@ -28,7 +28,7 @@ void check_gate(const char* op, const ExpertFfnArguments& a) {
                  "fused_gate must be concatenated, interleaved or None, got ", *a.fused_gate);
     MAXMOE_CHECK(!a.gate.has_value(), op, "gate must be None with fused_gate ", *a.fused_gate, ", got shape ",
                  a.gate->sizes());
-    MAXMOE_CHECK(a.up.size(2) % 2 == 0, op, "up must be [L, D, 2F] with fused_gate ", *a.fused_gate, ", got shape ",
+    MAXMOE_CHECK(a.up_width() % 2 == 0, op, "up must be [L, D, 2F] with fused_gate ", *a.fused_gate, ", got shape ",
                  a.up.sizes());
   }
   MAXMOE_CHECK(a.gate.has_value() || !a.gate_bias.has_value(), op, "gate_bias must be None without gate, got shape ",
@@ -40,18 +40,32 @@ void check_gate(const char* op, const ExpertFfnArguments& a) {
   MAXMOE_CHECK(a.limit.value_or(1.0) > 0, op, "limit must be positive, got ", a.limit.value_or(1.0));
 }
 
+// Checks the matrices of the L experts: [L, in, out].
+void check_matrices(const char* op, const char* name, const Weights& weights, Size rows, Size columns,
+                    const ExpertFfnArguments& a) {
+  constexpr const char* kShape = "[L, D, F], down [L, F, D]";
+  if (!weights.is_quantized()) check_parameter(Argument(op, name, weights.tensor), kShape, a, {rows, columns});
+  check_weights(op, name, kShape, weights);
+  if (!weights.is_quantized()) return;
+  Argument(op, name, weights.tensor).has_size(0, a.group_sizes.size(0), "L of group_sizes");
+  Argument(op, name, weights.tensor).has_size(1, columns.size, columns.meaning);
+}
+
 // Checks the low-rank factors of matrices [L, in, out].
-void check_factors(const char* op, const std::array<const char*, 3>& names, const OptionalTensor& matrices,
+void check_factors(const char* op, const std::array<const char*, 3>& names, const std::optional<Weights>& matrices,
                    const Factors& factors, const ExpertFfnArguments& a) {
   const auto [name, name_a, name_b] = names;
   MAXMOE_CHECK(factors.a.has_value() == factors.b.has_value(), op, factors.a.has_value() ? name_b : name_a,
                " must be given with ", factors.a.has_value() ? name_a : name_b, ", got None");
   if (!factors.are_given()) return;
   MAXMOE_CHECK(matrices.has_value(), op, name_a, " must be None without ", name, ", got shape ", factors.a->sizes());
+  // rank() reads the last of three dims.
   const Argument reduce(op, name_a, *factors.a);
-  check_parameter(reduce, "[L, in, r]", a, {{matrices->size(1), "inner size of the matrices"}, {factors.rank(), "r"}});
+  reduce.has_dims(3, "[L, in, r]");
+  check_parameter(reduce, "[L, in, r]", a,
+                  {{matrices->in_size(), "inner size of the matrices"}, {factors.rank(), "r"}});
   check_parameter(Argument(op, name_b, *factors.b), "[L, r, out]", a,
-                  {{factors.rank(), "r of the other factor"}, {matrices->size(2), "outer size of the matrices"}});
+                  {{factors.rank(), "r of the other factor"}, {matrices->out_size(), "outer size of the matrices"}});
 }
 
 void check_intermediate(const char* name, const Tensor& rows, const char* shape, int64_t width, const char* meaning,
@@ -65,27 +79,25 @@ void check_intermediate(const char* name, const Tensor& rows, const char* shape,
 
 void check_expert_ffn_shapes(const char* op, const ExpertFfnArguments& a) {
   Argument(op, "x", a.x).has_dims(2, "[T, D]").is_floating();
-  Argument(op, "up", a.up).has_dims(3, "[L, D, F]");
+  Argument(op, "up", a.up).has_dims(3, a.up_format.has_value() ? "[L, F, bytes]" : "[L, D, F]");
   Argument(op, "group_sizes", a.group_sizes).has_dims(1, "[G]");
   parse_activation(op, a.activation);
   check_gate(op, a);
   const Size hidden{a.x.size(1), "D of x"};
   const Size width{a.intermediate_size(), "F of up"};
-  const auto check_matrices = [&](const char* name, const Tensor& matrices, Size rows, Size columns) {
-    check_parameter(Argument(op, name, matrices), "[L, D, F], down [L, F, D]", a, {rows, columns});
-  };
   const auto check_bias = [&](const char* name, const OptionalTensor& bias, Size columns) {
     if (bias.has_value()) check_parameter(Argument(op, name, *bias), "[L, F], down_bias [L, D]", a, {columns});
   };
-  check_matrices("up", a.up, hidden, {a.up.size(2), "F of up"});
-  check_matrices("down", a.down, width, hidden);
-  if (a.gate.has_value()) check_matrices("gate", *a.gate, hidden, width);
+  check_matrices(op, "up", a.up_weights(), hidden, {a.up_width(), "F of up"}, a);
+  check_matrices(op, "down", a.down_weights(), width, hidden, a);
+  if (a.gate.has_value()) check_matrices(op, "gate", a.gate_weights(), hidden, width, a);
   check_bias("gate_bias", a.gate_bias, width);
-  check_bias("up_bias", a.up_bias, {a.up.size(2), a.fused_gate.has_value() ? "2F of up" : "F of up"});
+  check_bias("up_bias", a.up_bias, {a.up_width(), a.fused_gate.has_value() ? "2F of up" : "F of up"});
   check_bias("down_bias", a.down_bias, hidden);
-  check_factors(op, {"gate", "gate_a", "gate_b"}, a.gate, a.gate_factors(), a);
-  check_factors(op, {"up", "up_a", "up_b"}, a.up, a.up_factors(), a);
-  check_factors(op, {"down", "down_a", "down_b"}, a.down, a.down_factors(), a);
+  const auto gate = a.gate.has_value() ? std::optional(a.gate_weights()) : std::nullopt;
+  check_factors(op, {"gate", "gate_a", "gate_b"}, gate, a.gate_factors(), a);
+  check_factors(op, {"up", "up_a", "up_b"}, a.up_weights(), a.up_factors(), a);
+  check_factors(op, {"down", "down_a", "down_b"}, a.down_weights(), a.down_factors(), a);
 }
 
 void check_expert_ffn(const char* op, const ExpertFfnArguments& a) {
@@ -107,6 +119,13 @@ void check_expert_ffn_backward(const Tensor& grad_out, const Intermediates& kept
     MAXMOE_CHECK(!is_wanted || argument.has_value(), kBackward, "output_mask must be False for ", name,
                  ", which is None, got True");
   };
+  const auto is_differentiable = [](const char* name, bool is_wanted, const std::optional<std::string_view>& format) {
+    MAXMOE_CHECK(!is_wanted || !format.has_value(), kBackward, "output_mask must be False for ", name,
+                 ", which is quantized (", format.value_or(""), "), got True");
+  };
+  is_differentiable("gate", wanted.gate, a.gate_format);
+  is_differentiable("up", wanted.up, a.up_format);
+  is_differentiable("down", wanted.down, a.down_format);
   is_given("weights", wanted.weights, a.weights);
   is_given("gate", wanted.gate, a.gate);
   is_given("gate_bias", wanted.gate_bias, a.gate_bias);

@@ -20,9 +20,16 @@ inline ExpertFfnArguments kernel_layout(ExpertFfnArguments a) {
   a.slots = a.slots.contiguous();
   a.rows = a.rows.contiguous();
   a.group_sizes = a.group_sizes.contiguous();
-  a.up = gemm_operand(a.up);
-  a.down = gemm_operand(a.down);
-  for (OptionalTensor* matrices : {&a.gate, &a.gate_a, &a.gate_b, &a.up_a, &a.up_b, &a.down_a, &a.down_b}) {
+  const auto lay_out = [](const Weights& given, auto& tensor, OptionalTensor& scales, OptionalTensor& zeros) {
+    const Weights weights = given.in_kernel_layout();
+    tensor = weights.tensor;
+    scales = weights.scales;
+    zeros = weights.zeros;
+  };
+  if (a.gate.has_value()) lay_out(a.gate_weights(), a.gate, a.gate_scales, a.gate_zeros);
+  lay_out(a.up_weights(), a.up, a.up_scales, a.up_zeros);
+  lay_out(a.down_weights(), a.down, a.down_scales, a.down_zeros);
+  for (OptionalTensor* matrices : {&a.gate_a, &a.gate_b, &a.up_a, &a.up_b, &a.down_a, &a.down_b}) {
     if (matrices->has_value()) *matrices = gemm_operand(**matrices);
   }
   a.gate_bias = contiguous(a.gate_bias);
@@ -46,9 +53,16 @@ ExpertWeights<T> expert_weights(const ExpertFfnArguments& a) {
   const auto factors = [&](const Factors& f) {
     return f.rank() > 0 ? LowRankFactors<T>{matrices(f.a), matrices(f.b)} : LowRankFactors<T>{};
   };
-  return {matrices(a.gate),          const_stack<T>(a.up),    const_stack<T>(a.down),
-          bias(a.gate_bias),         bias(a.up_bias),         bias(a.down_bias),
-          factors(a.gate_factors()), factors(a.up_factors()), factors(a.down_factors())};
+  const WeightStack<T> gate = a.gate.has_value() ? weight_view<T>(a.gate_weights()) : WeightStack<T>{};
+  return {gate,
+          weight_view<T>(a.up_weights()),
+          weight_view<T>(a.down_weights()),
+          bias(a.gate_bias),
+          bias(a.up_bias),
+          bias(a.down_bias),
+          factors(a.gate_factors()),
+          factors(a.up_factors()),
+          factors(a.down_factors())};
 }
 
 // The columns of gate, up and down in a tensor of reduced rows.

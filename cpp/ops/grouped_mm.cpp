@@ -96,19 +96,20 @@ RowGroups row_groups(const Tensor& group_sizes, int64_t group_offset, int64_t nu
           first == 0};
 }
 
-Tensor multiply_rows(const Tensor& rows, const Tensor& matrices, const RowGroups& groups,
+Tensor multiply_rows(const Tensor& rows, const Weights& matrices, const RowGroups& groups,
                      const std::optional<Tensor>& biases) {
   Tensor out;
-  if (rows.numel() == 0 || matrices.numel() == 0) {
-    out = at::zeros({rows.size(0), matrices.size(2)}, rows.options());
-  } else if (is_legal(rows, groups)) {
+  if (rows.numel() == 0 || matrices.count() == 0 || matrices.out_size() == 0) {
+    out = at::zeros({rows.size(0), matrices.out_size()}, rows.options());
+  } else if (!matrices.is_quantized() && is_legal(rows, groups)) {
     // grouped_mm takes only the ends of groups, so that rows before the first group count as its rows. Their results
     // may be undefined.
-    out = grouped_mm(aligned(rows), aligned(matrices), groups.ends()).contiguous();
+    out = grouped_mm(aligned(rows), aligned(matrices.tensor), groups.ends()).contiguous();
   } else {
-    out = at::empty({rows.size(0), matrices.size(2)}, rows.options());
+    out = at::empty({rows.size(0), matrices.out_size()}, rows.options());
     for_each_group(groups, [&](int64_t group, int64_t row, int64_t count) {
-      out.narrow(0, row, count).copy_(at::mm(rows.narrow(0, row, count), matrices.select(0, group)));
+      const Tensor matrix = matrices.dequantized_matrix(group, rows.scalar_type());
+      out.narrow(0, row, count).copy_(at::mm(rows.narrow(0, row, count), matrix));
     });
   }
   if (biases.has_value() && groups.size() > 0) out.add_(biases->index_select(0, groups.of_rows(rows.size(0))));

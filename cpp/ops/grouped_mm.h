@@ -6,6 +6,8 @@
 
 #include <optional>
 
+#include "ops/weights.h"
+
 namespace maxmoe::ops {
 
 // The rows of L contiguous groups: group g has the rows [bounds[g], bounds[g + 1]). Rows before bounds[0] and from
@@ -27,8 +29,8 @@ struct RowGroups {
 RowGroups row_groups(const at::Tensor& group_sizes, int64_t group_offset, int64_t num_local_groups);
 
 // [R, F]: rows [R, D] times the matrices [L, D, F] of their groups, plus the biases [L, F]. The values of rows of no
-// group are undefined.
-at::Tensor multiply_rows(const at::Tensor& rows, const at::Tensor& matrices, const RowGroups& groups,
+// group are undefined. Quantized matrices are dequantized one by one, for which the host waits for the bounds.
+at::Tensor multiply_rows(const at::Tensor& rows, const Weights& matrices, const RowGroups& groups,
                          const std::optional<at::Tensor>& biases);
 
 // [L, D, F]: for each group, its rows of lhs [R, D], transposed, times its rows of rhs [R, F].

@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "ops/autograd.h"
 #include "ops/checks.h"
@@ -32,8 +33,8 @@ struct Name {
 // The `Gradient` of an operator without one: backward through its results is an error.
 struct NotDifferentiable {};
 
-// lower_precision: floating tensors are cast to the dtype of autocast. `weights` are not: kernels multiply by them in
-// float32, whatever the dtype of the rows.
+// lower_precision: floating tensors are cast to the dtype of autocast. `weights` and the scales of quantized matrices
+// are not: kernels multiply by them in float32, whatever the dtype of the rows.
 enum class Autocast { none, lower_precision };
 
 // Sizes that torch.compile may trace as symbols (SymInt) are numbers when a kernel runs.
@@ -128,10 +129,16 @@ class Operator<name, Return(Args...)> {
   template <c10::DeviceType device>
   static Return autocast(Args... args) {
     const torch_internals::NoAutocast no_autocast;  // otherwise the call below would come back here
-    static const int weights = handle().schema().argumentIndexWithName("weights").value_or(-1);
-    return [&]<int... position>(std::integer_sequence<int, position...>) {
-      return Operator()((position == weights ? args : torch_internals::cast_for_autocast<device>(args))...);
-    }(std::make_integer_sequence<int, sizeof...(Args)>());
+    static const std::vector<bool> keeps_dtype = [] {
+      std::vector<bool> keeps;
+      for (const c10::Argument& argument : handle().schema().arguments()) {
+        keeps.push_back(argument.name() == "weights" || argument.name().ends_with("_scales"));
+      }
+      return keeps;
+    }();
+    return [&]<size_t... position>(std::index_sequence<position...>) {
+      return Operator()((keeps_dtype[position] ? args : torch_internals::cast_for_autocast<device>(args))...);
+    }(std::make_index_sequence<sizeof...(Args)>());
   }
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ops/operator.h"
+#include "ops/weights.h"
 
 namespace maxmoe::ops {
 
@@ -9,16 +10,39 @@ inline constexpr Operator<"linear", Tensor(const Tensor& x, const Tensor& weight
                                            std::optional<at::ScalarType> out_dtype)>
     linear;
 
-inline constexpr Operator<"gmm", Tensor(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes,
-                                        const OptionalTensor& bias, int64_t group_offset)>
-    gmm;
+// The arguments from rhs_scales on describe a quantized rhs.
+inline constexpr Operator<
+    "gmm", Tensor(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, const OptionalTensor& bias,
+                  int64_t group_offset, const OptionalTensor& rhs_scales, const OptionalTensor& rhs_zeros,
+                  std::optional<std::string_view> rhs_format, int64_t rhs_columns, bool rhs_is_transposed)>
+    gmm_operator;
 
 // The product, and lhs times `a`.
 inline constexpr Operator<"gmm_low_rank",
-                          std::tuple<Tensor, Tensor>(const Tensor& lhs, const Tensor& rhs, const Tensor& a,
-                                                     const Tensor& b, const Tensor& group_sizes,
-                                                     const OptionalTensor& bias, int64_t group_offset)>
-    gmm_low_rank;
+                          std::tuple<Tensor, Tensor>(
+                              const Tensor& lhs, const Tensor& rhs, const Tensor& a, const Tensor& b,
+                              const Tensor& group_sizes, const OptionalTensor& bias, int64_t group_offset,
+                              const OptionalTensor& rhs_scales, const OptionalTensor& rhs_zeros,
+                              std::optional<std::string_view> rhs_format, int64_t rhs_columns, bool rhs_is_transposed)>
+    gmm_low_rank_operator;
+
+inline Tensor gmm(const Tensor& lhs, const Weights& rhs, const Tensor& group_sizes, const OptionalTensor& bias,
+                  int64_t group_offset) {
+  return gmm_operator(lhs, rhs.tensor, group_sizes, bias, group_offset, rhs.scales, rhs.zeros, rhs.format, rhs.columns,
+                      rhs.is_transposed);
+}
+
+inline Tensor gmm(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, const OptionalTensor& bias,
+                  int64_t group_offset) {
+  return gmm(lhs, Weights{rhs}, group_sizes, bias, group_offset);
+}
+
+inline std::tuple<Tensor, Tensor> gmm_low_rank(const Tensor& lhs, const Weights& rhs, const Tensor& a, const Tensor& b,
+                                               const Tensor& group_sizes, const OptionalTensor& bias,
+                                               int64_t group_offset) {
+  return gmm_low_rank_operator(lhs, rhs.tensor, a, b, group_sizes, bias, group_offset, rhs.scales, rhs.zeros,
+                               rhs.format, rhs.columns, rhs.is_transposed);
+}
 
 inline constexpr Operator<"tgmm", Tensor(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes,
                                          int64_t num_local_groups, int64_t group_offset)>

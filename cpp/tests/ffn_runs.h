@@ -199,7 +199,7 @@ class FfnBackward {
 
  private:
   ReducedRows<T> rows_of(Matrix<T>& rows) const { return factors_.split(rows.view()); }
-  int64_t gate_width() const { return experts_.gate.first.columns; }
+  int64_t gate_width() const { return experts_.gate.columns(); }
 
   void down_factors() {
     ExpertFfnBackwardDownFactors<T> a{};

@@ -41,8 +41,9 @@ class GmmTest : public testing::Test {
 
     Gmm<T> arguments{};
     arguments.lhs = lhs.view();
-    arguments.rhs = stack(rhs, c.num_matrices);
-    if (is_transposed) arguments.rhs.first = arguments.rhs.first.transposed();
+    ConstMatrixStack<T> matrices = stack(rhs, c.num_matrices);
+    if (is_transposed) matrices.first = matrices.first.transposed();
+    arguments.rhs = matrices;
     if (has_bias) arguments.bias = bias.view();
     arguments.group_sizes = c.group_sizes.data();
     arguments.num_groups = static_cast<int64_t>(c.group_sizes.size());

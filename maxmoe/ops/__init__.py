@@ -22,6 +22,7 @@ autograd functions in C++. Use `torch.autograd.grad` instead.
 """
 
 from maxmoe import _library as _library  # registers the operators; first
+from maxmoe.ops._composed_ffn import ActivationFunction
 from maxmoe.ops._force_aten import force_aten
 from maxmoe.ops._low_rank import LowRankFactors
 from maxmoe.ops.expert_ffn import expert_ffn
@@ -38,6 +39,7 @@ from maxmoe.ops.route import route
 from maxmoe.ops.tgmm import tgmm
 
 __all__ = [
+    "ActivationFunction",
     "LowRankFactors",
     "RaggedPlan",
     "expert_ffn",

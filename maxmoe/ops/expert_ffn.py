@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
+from maxmoe.ops._composed_ffn import ActivationFunction, composed_ffn
 from maxmoe.ops._fake import register_fake
 from maxmoe.ops._low_rank import LowRankFactors, operands
+from maxmoe.ops._quantized import weights_of
 from maxmoe.ops.ragged_plan import RaggedPlan
 
 
@@ -22,7 +24,7 @@ def expert_ffn(
     gate_factors: LowRankFactors | None = None,
     up_factors: LowRankFactors | None = None,
     down_factors: LowRankFactors | None = None,
-    activation: str = "silu",
+    activation: str | ActivationFunction = "silu",
     limit: float | None = None,
     fused_gate: str | None = None,
     recompute: bool = False,
@@ -45,7 +47,9 @@ def expert_ffn(
         x: ``(T, D)``, floating, tokens.
         weights: ``(T, K)``, floating, routing weights; None for ones.
         plan: plan from `ragged_plan`, for L local experts.
-        gate: ``(L, D, F)``, dtype of x, gate projections; None for experts without a gate.
+        gate: ``(L, D, F)``, dtype of x, gate projections; None for experts without a gate. This and the next two may be
+            a `maxmoe.quantization.QuantizedStack`, with blocks along the inputs; the results have the same bits as
+            with the dequantized matrices.
         up: ``(L, D, F)``, dtype of x, up projections.
         down: ``(L, F, D)``, dtype of x, down projections.
         gate_bias: ``(L, F)``, dtype of x, or None.
@@ -54,8 +58,11 @@ def expert_ffn(
         gate_factors: low-rank factors beside `gate`, of any floating dtype, computed in the dtype of x; or None.
         up_factors: low-rank factors beside `up`, or None. With a fused gate, b is ``(L, r, 2F)``.
         down_factors: low-rank factors beside `down`, or None.
-        activation: f: "silu", "gelu", "gelu_tanh", "relu", "relu2" or "swigluoai".
-        limit: limit of the clipping; None for no clipping.
+        activation: f: "silu", "gelu", "gelu_tanh", "relu", "relu2" or "swigluoai"; or an elementwise function of gate
+            ``(R, F)``, None without a gate, and up ``(R, F)`` in the place of f(gate) * up. With a function the experts
+            are composed of `ragged_sort`, `gmm` and `ragged_unsort`: the rows, gate, up, what the function saves, its
+            result and the outputs are saved.
+        limit: limit of the clipping; None for no clipping. Must be None with a function.
         fused_gate: layout of the gate in `up` ``(L, D, 2F)`` and `up_bias` ``(L, 2F)``: "concatenated" if the F columns
             of the gate come before those of up, "interleaved" if they alternate; None if `up` holds no gate.
         recompute: save only x and the plan, and recompute the pre-activations in the backward, with bitwise the same
@@ -64,8 +71,28 @@ def expert_ffn(
     Returns:
         ``(T, D)``, dtype of x, weighted sum of the outputs over the experts of each token.
 
+    Raises:
+        TypeError: if the function returns no tensor.
+        ValueError: if it returns another shape or dtype than that of up, or is given with a limit.
+
     Source: SonicMoE (arXiv:2512.14080) for the choice of saved tensors.
     """
+    if callable(activation):
+        if limit is not None:
+            raise ValueError(f"limit must be None with a function as activation, which clips by itself, got {limit}")
+        return composed_ffn(
+            x,
+            weights,
+            plan,
+            gate,
+            up,
+            down,
+            biases=(gate_bias, up_bias, down_bias),
+            factors=(gate_factors, up_factors, down_factors),
+            activation=activation,
+            fused_gate=fused_gate,
+            recompute=recompute,
+        )
     gate_a, gate_b = (None, None) if gate_factors is None else operands(gate_factors, x.dtype, "gate_factors")
     up_a, up_b = (None, None) if up_factors is None else operands(up_factors, x.dtype, "up_factors")
     down_a, down_b = (None, None) if down_factors is None else operands(down_factors, x.dtype, "down_factors")
@@ -76,9 +103,7 @@ def expert_ffn(
         plan.rows,
         plan.group_sizes,
         plan.top_k,
-        gate,
-        up,
-        down,
+        **weights_of(gate=gate, up=up, down=down),
         gate_bias=gate_bias,
         up_bias=up_bias,
         down_bias=down_bias,
@@ -116,9 +141,11 @@ def _expert_ffn_forward_fake(
     up_a: Tensor | None = None,
     down_a: Tensor | None = None,
     recompute: bool = False,
+    up_format: str | None = None,
     **__: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    width = up.shape[2] if gate is None else 2 * up.shape[2]
+    up_width = up.shape[2 if up_format is None else 1]
+    width = up_width if gate is None else 2 * up_width
     rank = sum(0 if a is None else a.shape[2] for a in (gate_a, up_a, down_a))
     num_rows = 0 if recompute else slots.shape[0]
     return x.new_empty(x.shape), x.new_empty(num_rows, width), x.new_empty(num_rows, rank)

@@ -1,0 +1,58 @@
+#include "kernels/dequantize.h"
+
+#include "cases.h"
+
+namespace maxmoe::benchmarks {
+namespace {
+
+struct Format {
+  const char* name;
+  Codes codes;
+  ScaleType scale_type;
+  int log2_rows_per_scale;
+  int log2_columns_per_scale;
+};
+constexpr Format kFormats[] = {{"mxfp4", Codes::e2m1, ScaleType::e8m0, 0, 5},
+                               {"nf4", Codes::nf4, ScaleType::float32, 0, 6},
+                               {"int4", Codes::int4, ScaleType::bfloat16, 0, 7},
+                               {"int8", Codes::int8, ScaleType::float32, 0, 62},
+                               {"fp8", Codes::e4m3, ScaleType::float32, 7, 7}};
+
+template <class T>
+void benchmark(Session& session, const RowsShape& shape, const Format& format) {
+  const Case c{"dequantize", text(shape) + ", " + format.name, dtype_name<T>()};
+  if (!session.is_selected(c)) return;
+  const int64_t columns = shape.hidden_size;
+  // Any bytes are codes. A row of them ends at a multiple of 4.
+  const int64_t row_bytes = (columns * bits_per_code(format.codes) + 31) / 32 * 4;
+  const Table<T> codes(shape.num_rows, row_bytes / int64_t{sizeof(T)});
+  const Table<T> out(shape.num_rows, columns);
+  // The bytes 0x3f are a scale in every type.
+  const std::vector<std::byte> scales(static_cast<size_t>(shape.num_rows * (columns / 32 + 1) * 4), std::byte{0x3f});
+  QuantizedStack stack;
+  stack.count = 1;
+  QuantizedMatrix& m = stack.first;
+  m.codes = format.codes;
+  m.data = reinterpret_cast<const uint8_t*>(codes.data());
+  m.row_bytes = row_bytes;
+  m.rows = shape.num_rows;
+  m.columns = columns;
+  m.scale_type = format.scale_type;
+  m.scales = scales.data();
+  m.scales_per_row = ((columns - 1) >> format.log2_columns_per_scale) + 1;
+  m.log2_rows_per_scale = format.log2_rows_per_scale;
+  m.log2_columns_per_scale = format.log2_columns_per_scale;
+  time_read_write(session, c, codes, out, [&] { dequantize(Dequantize<T>{stack, out.data()}, session.threads()); });
+}
+
+const Registration registration([](Session& session) {
+  for (const RowsShape& shape : kRowsShapes) {
+    for (const Format& format : kFormats) {
+      benchmark<float>(session, shape, format);
+      benchmark<BFloat16>(session, shape, format);
+    }
+  }
+});
+
+}  // namespace
+}  // namespace maxmoe::benchmarks

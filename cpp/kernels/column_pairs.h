@@ -1,0 +1,267 @@
+// Codes that run along the inner dimension to pairs of bfloat16: a step is 16 columns of two elements. Only for the
+// .cpp files that are compiled per instruction set.
+//
+// There is a class for each way to decode. `fits` tells whether it gives the bits of the definition for some columns
+// and depth: instructions of AVX512-BF16 treat subnormals as zero. What fits none is decoded to floats
+// (pack_quantized.h).
+#pragma once
+
+#include "byte_tables.h"
+#include "code_columns.h"
+
+#if defined(MAXMOE_DECODES_PAIRS)
+
+namespace maxmoe::MAXMOE_ISA_NAMESPACE {
+
+// E2M1 with scales that are powers of two: a bfloat16 is looked up, and its exponent is lowered. A -0 counts as +0,
+// which changes no sum but one that is itself -0.
+class E2M1Pairs {
+ public:
+  static constexpr int kBits = 4;
+
+  // Neither may the exponent be raised, nor 0.5 times the scale be subnormal.
+  static bool fits(const CodeColumns& c) {
+    if (c.m.codes != Codes::e2m1) return false;
+    ScaleReader reader = scales_of(c);
+    __mmask16 is_outside = 0;
+    for (int64_t i = 0; i < c.num_scales(); ++i) {
+      const __m512i exponents = _mm512_and_si512(reader.bits(i), _mm512_set1_epi32(0xff));
+      is_outside |= _mm512_cmpgt_epu32_mask(_mm512_sub_epi32(exponents, _mm512_set1_epi32(2)), _mm512_set1_epi32(125));
+    }
+    return is_outside == 0;
+  }
+
+  explicit E2M1Pairs(const CodeColumns& c) : scales_(scales_of(c)) {}
+
+  // Reads the scales of block `index` of the range.
+  MAXMOE_INLINE void begin_block(int64_t index) {
+    const __m512i exponents = _mm512_and_si512(scales_.bits(index), _mm512_set1_epi32(0xff));
+    const __m512i lowered = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(127), exponents), 7);
+    lowered_ = _mm512_or_si512(lowered, _mm512_slli_epi32(lowered, 16));
+  }
+
+  using Chunk = RowWords;
+  static MAXMOE_INLINE Chunk load(const ByteRows& source, int64_t offset) { return load_row_words(source, offset); }
+
+  // Step `step` of a chunk. The lookup ignores the bits above a code, because the table is there twice.
+  template <int step>
+  MAXMOE_INLINE __m512i decode(const Chunk& codes) const {
+    constexpr int kBit = step % 4 * 8;
+    const __m512i index = _mm512_multishift_epi64_epi8(
+        multishift_control(kBit, 0, kBit + 4, 0, 32 + kBit, 0, 36 + kBit, 0), codes.words[step / 4]);
+    return _mm512_subs_epu16(_mm512_permutexvar_epi16(index, table()), lowered_);  // zeros stay zeros
+  }
+
+ private:
+  static MAXMOE_INLINE __m512i table() {
+    alignas(64) static constexpr uint16_t kValues[32] = {0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+                                                         0, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0,
+                                                         0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+                                                         0, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+    return _mm512_load_si512(kValues);
+  }
+
+  ScaleReader scales_;
+  __m512i lowered_{};
+};
+
+// 4-bit codes of any table, with scales and zero points of any type.
+template <bool kIsHighFirst>
+class TablePairs {
+ public:
+  static constexpr int kBits = 4;
+
+  static bool fits(const CodeColumns& c) {
+    return bits_per_code(c.m.codes) == 4 && is_high_first(c.m.codes) == kIsHighFirst && have_ordinary_scales(c);
+  }
+
+  explicit TablePairs(const CodeColumns& c)
+      : scales_(scales_of(c)),
+        zeros_(c, c.m.zeros, 1),
+        table_(_mm512_load_ps(table_of(c.m.codes, c.m.zeros != nullptr).values.data())),
+        type_(c.m.scale_type),
+        has_zeros_(c.m.zeros != nullptr) {}
+
+  MAXMOE_INLINE void begin_block(int64_t index) {
+    const auto doubled = doubled_lanes(_mm512_castps_si512(scales_from_bits(type_, scales_.bits(index))));
+    for (int half = 0; half < 2; ++half) scale_[half] = _mm512_castsi512_ps(doubled.half[half]);
+    if (!has_zeros_) return;
+    const auto zeros = doubled_lanes(_mm512_and_si512(zeros_.bits(index), _mm512_set1_epi32(0xff)));
+    for (int half = 0; half < 2; ++half) zero_[half] = _mm512_cvtepi32_ps(zeros.half[half]);
+  }
+
+  using Chunk = RowQuads;
+  static MAXMOE_INLINE Chunk load(const ByteRows& source, int64_t offset) { return load_row_quads(source, offset); }
+
+  template <int step>
+  MAXMOE_INLINE __m512i decode(const Chunk& codes) const {
+    constexpr int kBit = step % 8 * 8;
+    const __m512i control = kIsHighFirst ? multishift_control(kBit + 4, 0, 0, 0, kBit, 0, 0, 0)
+                                         : multishift_control(kBit, 0, 0, 0, kBit + 4, 0, 0, 0);
+    __m512 values[2];
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const __m512i index = _mm512_multishift_epi64_epi8(control, codes.quads[step / 8][half]);
+      values[half] = _mm512_permutexvar_ps(index, table_);
+      if (has_zeros_) values[half] = _mm512_sub_ps(values[half], zero_[half]);
+      values[half] = _mm512_mul_ps(values[half], scale_[half]);
+    }
+    return std::bit_cast<__m512i>(_mm512_cvtne2ps_pbh(values[1], values[0]));
+  }
+
+ private:
+  ScaleReader scales_;
+  ScaleReader zeros_;
+  __m512 table_;
+  __m512 scale_[2];
+  __m512 zero_[2];
+  ScaleType type_;
+  bool has_zeros_;
+};
+
+// Integers with scales of 16 bits, without a lookup: a code in the upper bits of a mantissa is the float 1 + code / 16.
+// Times 16 scale, less (16 + zero) scale, in one multiply-add, it is (code - zero) scale: both products are exact.
+class IntegerPairs {
+ public:
+  static constexpr int kBits = 4;
+
+  static bool fits(const CodeColumns& c) {
+    const bool has_short_scales = c.m.scale_type == ScaleType::bfloat16 || c.m.scale_type == ScaleType::float16;
+    return c.m.codes == Codes::int4 && has_short_scales && have_ordinary_scales(c);
+  }
+
+  explicit IntegerPairs(const CodeColumns& c)
+      : scales_(scales_of(c)), zeros_(c, c.m.zeros, 1), type_(c.m.scale_type), has_zeros_(c.m.zeros != nullptr) {}
+
+  MAXMOE_INLINE void begin_block(int64_t index) {
+    const __m512 scale = scales_from_bits(type_, scales_.bits(index));
+    const __m512 zero = has_zeros_ ? _mm512_cvtepi32_ps(_mm512_and_si512(zeros_.bits(index), _mm512_set1_epi32(0xff)))
+                                   : _mm512_set1_ps(8.0F);
+    const __m512 offset = _mm512_mul_ps(_mm512_add_ps(zero, _mm512_set1_ps(16.0F)), scale);
+    const auto factors = doubled_lanes(_mm512_castps_si512(_mm512_mul_ps(scale, _mm512_set1_ps(16.0F))));
+    const auto offsets = doubled_lanes(_mm512_castps_si512(offset));
+    for (int half = 0; half < 2; ++half) {
+      factor_[half] = _mm512_castsi512_ps(factors.half[half]);
+      offset_[half] = _mm512_castsi512_ps(offsets.half[half]);
+    }
+  }
+
+  using Chunk = RowQuads;
+  static MAXMOE_INLINE Chunk load(const ByteRows& source, int64_t offset) { return load_row_quads(source, offset); }
+
+  template <int step>
+  MAXMOE_INLINE __m512i decode(const Chunk& codes) const {
+    // Bits 19 to 22 of a lane are the upper ones of the mantissa: bits 3 to 6 of byte 2.
+    constexpr int kBit = step % 8 * 8 - 3;
+    const __m512i control = multishift_control(0, 0, kBit, 0, 0, 0, kBit + 4, 0);
+    __m512 values[2];
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const __m512i shifted = _mm512_multishift_epi64_epi8(control, codes.quads[step / 8][half]);
+      // (shifted & 0x00780000) | 0x3f800000
+      const __m512i value =
+          _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi32(0x00780000), _mm512_set1_epi32(0x3f800000), 0xea);
+      values[half] = _mm512_fmsub_ps(_mm512_castsi512_ps(value), factor_[half], offset_[half]);
+    }
+    return std::bit_cast<__m512i>(_mm512_cvtne2ps_pbh(values[1], values[0]));
+  }
+
+ private:
+  ScaleReader scales_;
+  ScaleReader zeros_;
+  __m512 factor_[2];
+  __m512 offset_[2];
+  ScaleType type_;
+  bool has_zeros_;
+};
+
+// E4M3 where all columns have the same scales, as in blocks of 128 x 128.
+class E4M3Pairs {
+ public:
+  static constexpr int kBits = 8;
+
+  static bool fits(const CodeColumns& c) {
+    if (c.m.codes != Codes::e4m3) return false;
+    const int64_t first = c.m.scale_index(c.rows[0], c.depth.begin);
+    for (const int64_t row : c.rows) {
+      if (c.m.scale_index(row, c.depth.begin) != first) return false;
+    }
+    return have_ordinary_scales(c);
+  }
+
+  explicit E4M3Pairs(const CodeColumns& c) : m_(c.m), first_(c.m.scale_index(c.rows[0], c.depth.begin)), table_(0.0F) {}
+
+  MAXMOE_INLINE void begin_block(int64_t index) { table_ = E4M3Table(m_.scale(first_ + index)); }
+
+  using Chunk = RowWords;
+  static MAXMOE_INLINE Chunk load(const ByteRows& source, int64_t offset) { return load_row_words(source, offset); }
+
+  template <int step>
+  MAXMOE_INLINE __m512i decode(const Chunk& codes) const {
+    constexpr int kFirst = step % 2 * 2;
+    return table_(codes.words[step / 2]).template pairs<kFirst, kFirst + 1>();
+  }
+
+ private:
+  const QuantizedMatrix& m_;
+  int64_t first_;
+  E4M3Table table_;
+};
+
+// 8-bit codes with any scales: their values are looked up, and multiplied by the scales of their columns.
+template <Codes codes>
+class BytePairs {
+ public:
+  static constexpr int kBits = 8;
+
+  static bool fits(const CodeColumns& c) { return c.m.codes == codes && have_ordinary_scales(c); }
+
+  explicit BytePairs(const CodeColumns& c) : scales_(scales_of(c)), type_(c.m.scale_type) {}
+
+  MAXMOE_INLINE void begin_block(int64_t index) { scale_ = scales_from_bits(type_, scales_.bits(index)); }
+
+  using Chunk = RowWords;
+  static MAXMOE_INLINE Chunk load(const ByteRows& source, int64_t offset) { return load_row_words(source, offset); }
+
+  template <int step>
+  MAXMOE_INLINE __m512i decode(const Chunk& chunk) const {
+    constexpr int kFirst = step % 2 * 2;
+    return scaled_pairs(table_(chunk.words[step / 2]).template pairs<kFirst, kFirst + 1>(), scale_, scale_);
+  }
+
+ private:
+  ByteTable<codes> table_;
+  ScaleReader scales_;
+  __m512 scale_{};
+  ScaleType type_;
+};
+
+// Number of steps in 16 bytes of codes.
+template <class Pairs>
+constexpr int kStepsPerChunk = 64 / Pairs::kBits;
+
+// Calls body<step>(pairs) for each step in 16 bytes of codes.
+template <class Pairs, class Body>
+MAXMOE_INLINE void for_each_step(const Pairs& pairs, const typename Pairs::Chunk& codes, const Body& body) {
+  [&]<int... step>(std::integer_sequence<int, step...>) MAXMOE_INLINE_LAMBDA {
+    (body.template operator()<step>(pairs.template decode<step>(codes)), ...);
+  }(std::make_integer_sequence<int, kStepsPerChunk<Pairs>>());
+}
+
+// Calls body.operator()<Pairs>() with the class that fits; returns false if there is none.
+template <class Body>
+MAXMOE_INLINE bool with_pairs(const CodeColumns& first, const CodeColumns& second, const Body& body) {
+  const auto try_class = [&]<class Pairs> {
+    if (!Pairs::fits(first) || !Pairs::fits(second)) return false;
+    body.template operator()<Pairs>();
+    return true;
+  };
+  return try_class.template operator()<E2M1Pairs>() || try_class.template operator()<IntegerPairs>() ||
+         try_class.template operator()<TablePairs<false>>() || try_class.template operator()<TablePairs<true>>() ||
+         try_class.template operator()<E4M3Pairs>() || try_class.template operator()<BytePairs<Codes::e4m3>>() ||
+         try_class.template operator()<BytePairs<Codes::int8>>();
+}
+
+}  // namespace maxmoe::MAXMOE_ISA_NAMESPACE
+
+#endif

@@ -1,0 +1,75 @@
+// Quantized stacks as tensors.
+#include "ops/dequantize.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/tensor.h>
+
+#include <algorithm>
+
+#include "kernels/decode_tables.h"
+#include "kernels/dequantize.h"
+#include "ops/backend.h"
+#include "ops/memory.h"
+#include "ops/weights.h"
+
+namespace maxmoe::ops {
+namespace {
+
+constexpr const char* kOp = "dequantize";
+
+// The numbers that codes stand for, in float32 [L, rows, columns], without zero points.
+Tensor looked_up(const QuantizedMatrix& m, const Tensor& codes) {
+  if (m.codes == Codes::int8) return codes.contiguous().view(at::kChar).to(at::kFloat);
+  if (m.codes == Codes::e4m3) return codes.contiguous().view(at::kFloat8_e4m3fn).to(at::kFloat);
+  const Tensor low = codes.bitwise_and(0x0f);
+  const Tensor high = codes.bitwise_right_shift(4);
+  const bool is_high_first = m.codes == Codes::nf4;
+  const Tensor all = at::stack({is_high_first ? high : low, is_high_first ? low : high}, -1).flatten(2);
+  const CodeTable& table = table_of(m.codes, m.zeros != nullptr);
+  const Tensor values = at::tensor(at::ArrayRef<float>(table.values.data(), 16), codes.options().dtype(at::kFloat));
+  return values.index({all.narrow(2, 0, m.columns).to(at::kLong)});
+}
+
+// Scales or zero points, one for each element: [L, rows, columns].
+Tensor of_elements(const Tensor& blocks, const QuantizedMatrix& m) {
+  const int64_t rows = int64_t{1} << m.log2_rows_per_scale;
+  const int64_t columns = int64_t{1} << std::min(m.log2_columns_per_scale, 30);
+  const Tensor rows_repeated = blocks.repeat_interleave(rows, 1).narrow(1, 0, m.rows);
+  // One scale per row is broadcast.
+  if (blocks.size(2) == 1) return rows_repeated;
+  return rows_repeated.repeat_interleave(columns, 2).narrow(2, 0, m.columns);
+}
+
+Tensor dequantize_aten(const Weights& w, at::ScalarType dtype) {
+  const QuantizedMatrix m = quantized_view(w).first;
+  Tensor values = looked_up(m, w.tensor);
+  if (w.zeros.has_value()) values = values - of_elements(w.zeros->to(at::kFloat), m);
+  Tensor scales = w.scales->to(at::kFloat);
+  if (m.scale_type == ScaleType::e8m0) scales = (scales - 127).exp2();
+  return (values * of_elements(scales, m)).to(dtype);
+}
+
+Tensor dequantize_backend(const Tensor& codes, const Tensor& scales, const OptionalTensor& zeros,
+                          std::string_view format, int64_t columns, at::ScalarType dtype) {
+  const Weights given{codes, scales, zeros, format, columns};
+  check_weights(kOp, "codes", "", given);
+  check_floating(kOp, "dtype", dtype);
+  if (!uses_kernels(codes)) return dequantize_aten(given, dtype);
+  const Weights w = given.in_kernel_layout();
+  const Tensor out = empty({codes.size(0), codes.size(1), columns}, codes.options().dtype(dtype));
+  if (out.numel() == 0) return out;
+  for_dtype(dtype, [&]<class T>() {
+    maxmoe::dequantize(Dequantize<T>{quantized_view(w), pointer<T>(out)}, torch_executor());
+  });
+  return out;
+}
+
+TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
+  dequantize.define<dequantize_backend>(
+      library,
+      "dequantize(Tensor codes, Tensor scales, Tensor? zeros, str format, int columns, ScalarType dtype) -> Tensor");
+}
+
+}  // namespace
+}  // namespace maxmoe::ops

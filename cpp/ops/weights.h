@@ -1,0 +1,52 @@
+// Stacks of matrices that are operands of operators: tensors of the dtype of x, or quantized.
+#pragma once
+
+#include <string_view>
+
+#include "kernels/gemm.h"
+#include "ops/checks.h"
+#include "ops/views.h"
+
+namespace maxmoe::ops {
+
+// A stack of matrices [L, in, out]. A quantized one has codes [L, rows, bytes], scales and maybe zero points, and is
+// read as the stack [L, rows, columns] or, if it is transposed, [L, columns, rows]. maxmoe.quantization describes the
+// formats.
+struct Weights {
+  Tensor tensor;  // [L, in, out], or the codes
+  OptionalTensor scales = {};
+  OptionalTensor zeros = {};
+  std::optional<std::string_view> format = {};  // none for a tensor
+  int64_t columns = 0;                          // of the codes
+  bool is_transposed = false;
+
+  bool is_quantized() const { return format.has_value(); }
+  int64_t count() const { return tensor.size(0); }
+  int64_t in_size() const { return is_quantized() ? (is_transposed ? columns : tensor.size(1)) : tensor.size(1); }
+  int64_t out_size() const { return is_quantized() ? (is_transposed ? tensor.size(1) : columns) : tensor.size(2); }
+  Weights transposed() const;
+  // The stack as a tensor [L, in, out], or one of its matrices [in, out].
+  Tensor dequantized(at::ScalarType dtype) const;
+  Tensor dequantized_matrix(int64_t index, at::ScalarType dtype) const;
+  // The stack in a layout that kernels read. It owns the memory of a view of it.
+  Weights in_kernel_layout() const;
+};
+
+// Checks the dims and dtypes of a stack, and that the parts of a quantized one fit together; `name` is that of the
+// argument with the codes, and <name>_scales and so on are those of the others. Sizes are left to the caller.
+void check_weights(const char* op, const char* name, const char* shape, const Weights& weights);
+
+// Raises if the scales of the argument `name` require a gradient or have a tangent. Sizes, which may be symbolic, are
+// not read.
+void check_is_frozen(const char* op, const char* name, const OptionalTensor& scales);
+
+// A view of a quantized stack that in_kernel_layout returned.
+QuantizedStack quantized_view(const Weights& weights);
+
+template <class T>
+WeightStack<T> weight_view(const Weights& weights) {
+  if (weights.is_quantized()) return WeightStack<T>(quantized_view(weights));
+  return const_stack<T>(weights.tensor);
+}
+
+}  // namespace maxmoe::ops

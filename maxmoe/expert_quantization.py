@@ -1,0 +1,79 @@
+"""Quantization of the experts of a model in place."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from torch import Tensor, nn
+
+from maxmoe.quantization import QuantizedStack, load_stacks, quantize
+
+# Functions that return the expert weights of a module that its forward hands to operators, by the names of the
+# parameters, and whether they are (L, in, out), else (L, out, in).
+_finders: list[Callable[[nn.Module], Mapping[str, bool]]] = []
+
+
+def finds_experts(finder: Callable[[nn.Module], Mapping[str, bool]]) -> None:
+    """Register a function that returns the weights of a module that may be quantized.
+
+    Args:
+        finder: function of a module. It returns, by the names of its parameters, whether they are ``(L, in, out)``,
+            else ``(L, out, in)``; nothing for other modules.
+    """
+    _finders.append(finder)
+
+
+def quantize_experts(model: nn.Module, format: str, *, group_size: int | None = None) -> None:
+    """Quantize the frozen experts of a model in place.
+
+    The weights of the routed experts of `maxmoe.MoE`, and of models of transformers with
+    ``experts_implementation="maxmoe"``, become `maxmoe.quantization.QuantizedStack` parameters. Biases, routers, shared
+    experts and all other parameters are left as they are. Adapters of PEFT may be added before or after.
+
+    Each parameter is freed as soon as it has been quantized, one expert after the other. The peak memory is that of the
+    model and the largest quantized parameter.
+
+    Args:
+        model: model with frozen experts, not sharded. On the meta device, the quantized weights have no memory either.
+        format: name of a format in `maxmoe.quantization.FORMATS`.
+        group_size: number of weights that share a scale, for "int4"; None for 128.
+
+    Raises:
+        ValueError: for a model without experts, for experts that are trainable, sharded or quantized already, and for
+            weights that are not finite. For the last alone, experts before them have been quantized.
+    """
+    found = [(name, module, is_first_in) for name, module in model.named_modules() for is_first_in in _find(module)]
+    if not found:
+        raise ValueError(
+            "the model must have experts that maxmoe computes, got none: a model of transformers needs "
+            'experts_implementation="maxmoe" and import maxmoe.integrations.transformers'
+        )
+    for path, module, (name, _) in found:
+        _check(f"{path}.{name}".removeprefix("."), getattr(module, name))
+    for path, module, (name, is_first_in) in found:
+        parameter = module.get_parameter(name)
+        try:
+            stack = quantize(parameter if is_first_in else parameter.mT, format, group_size)
+        except ValueError as error:
+            raise ValueError(f"{path}.{name}".removeprefix(".") + f": {error}") from error
+        setattr(module, name, nn.Parameter(stack if is_first_in else stack.mT, requires_grad=False))
+        del parameter  # otherwise it would be held while the next one is quantized
+    for module in dict.fromkeys(module for _, module, _ in found):
+        module.register_load_state_dict_pre_hook(load_stacks)
+
+
+def _find(module: nn.Module) -> Iterator[tuple[str, bool]]:
+    for finder in _finders:
+        yield from finder(module).items()
+
+
+def _check(name: str, parameter: Tensor) -> None:
+    if isinstance(parameter, QuantizedStack):
+        raise ValueError(f"{name} must not be quantized yet, got {parameter.format}")
+    if parameter.requires_grad:
+        raise ValueError(
+            f"{name} must be frozen, because quantized weights have no gradient, got requires_grad=True: call "
+            "model.requires_grad_(False) first, or freeze it alone with requires_grad_(False)"
+        )
+    if type(parameter) is not nn.Parameter:
+        raise ValueError(
+            f"{name} must be an ordinary parameter, got {type(parameter).__name__}: quantize before parallelize"
+        )

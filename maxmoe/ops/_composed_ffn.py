@@ -1,0 +1,71 @@
+"""Routed experts with an activation of one's own, composed of other operators."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from maxmoe.ops._low_rank import LowRankFactors
+from maxmoe.ops.gmm import gmm
+from maxmoe.ops.ragged_plan import RaggedPlan
+from maxmoe.ops.ragged_sort import ragged_sort
+from maxmoe.ops.ragged_unsort import ragged_unsort
+
+
+class ActivationFunction(Protocol):
+    """Signature of an activation of one's own: an elementwise function of the projections of rows.
+
+    Called with gate ``(R, F)``, None for experts without a gate, and up ``(R, F)``. Returns a tensor ``(R, F)``.
+    """
+
+    def __call__(self, gate: Tensor | None, up: Tensor, /) -> Tensor: ...
+
+
+def composed_ffn(
+    x: Tensor,
+    weights: Tensor | None,
+    plan: RaggedPlan,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    *,
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None],
+    factors: tuple[LowRankFactors | None, LowRankFactors | None, LowRankFactors | None],
+    activation: ActivationFunction,
+    fused_gate: str | None,
+    recompute: bool,
+) -> Tensor:
+    """Compute `expert_ffn` with gather, products, activation and weighted sum as operators of their own."""
+
+    def project(rows: Tensor, matrices: Tensor, index: int) -> Tensor:
+        return gmm(rows, matrices, plan.group_sizes, bias=biases[index], factors=factors[index])
+
+    def compute(x: Tensor, weights: Tensor | None) -> Tensor:
+        rows = ragged_sort(x, plan)
+        gate_rows = None if gate is None else project(rows, gate, 0)
+        up_rows = project(rows, up, 1)
+        if fused_gate == "interleaved":
+            gate_rows, up_rows = up_rows[:, 0::2], up_rows[:, 1::2]
+        elif fused_gate is not None:
+            gate_rows, up_rows = up_rows.chunk(2, dim=1)
+        activated = activate_with(activation, gate_rows, up_rows)
+        return ragged_unsort(project(activated, down, 2), plan, weights)
+
+    if not recompute or not torch.is_grad_enabled():
+        return compute(x, weights)
+    outputs: Tensor = checkpoint(compute, x, weights, use_reentrant=False)
+    return outputs
+
+
+def activate_with(activation: ActivationFunction, gate: Tensor | None, up: Tensor) -> Tensor:
+    """Return activation(gate, up); raise if it is not a tensor like `up`."""
+    activated: object = activation(gate, up)
+    if not isinstance(activated, Tensor):
+        raise TypeError(f"activation must return a tensor, got {type(activated).__name__}")
+    if activated.shape != up.shape or activated.dtype != up.dtype:
+        raise ValueError(
+            f"activation must return {up.dtype} of shape {tuple(up.shape)}, as it gets, "
+            f"got {activated.dtype} of shape {tuple(activated.shape)}"
+        )
+    return activated

@@ -1,0 +1,27 @@
+"""Quantized weights of frozen experts: 4 or 8 bits per weight and a scale for each block of weights.
+
+A `QuantizedStack` takes the place of a stack of matrices in an `nn.Parameter`. Its bytes and scales are those of
+published checkpoints, and value = code * scale, or (code - zero) * scale. The formats, in `FORMATS` by their names:
+
+- "mxfp4": codes E2M1, one scale for 32 of a row, a power of two (E8M0). gpt-oss.
+- "fp8_block": codes E4M3, one scale for 128 x 128, float32 or bfloat16. DeepSeek-V3, Kimi-K2-Instruct, Qwen3 FP8.
+- "fp8_row": codes E4M3, one scale for a row. compressed-tensors, FP8 per channel.
+- "int4": integers with a zero point, one scale for 32, 64, 128, ... of a row. Kimi-K2-Thinking.
+- "int8": integers, one scale for a row. compressed-tensors, INT8 per channel.
+- "nf4": quantiles of the normal distribution, one scale for 64 of a row, their largest magnitude. QLoRA, bitsandbytes.
+
+A row holds the inputs of one output. Blocks at the end of a row or column may be shorter.
+"""
+
+from maxmoe.quantization.encoding import quantize
+from maxmoe.quantization.formats import FORMATS, Format
+from maxmoe.quantization.stack import QuantizedStack
+from maxmoe.quantization.stack_operators import OPERATORS as OPERATORS  # operators of torch on stacks
+from maxmoe.quantization.stack_parts import StackPart
+from maxmoe.quantization.stack_parts import load_stacks as load_stacks
+from maxmoe.quantization.stack_parts import parts_of_stacks as parts_of_stacks
+from maxmoe.quantization.stack_parts import split_stacks as split_stacks
+from maxmoe.quantization.stack_parts import weights as weights
+from maxmoe.quantization.stack_parts import with_split_stacks as with_split_stacks
+
+__all__ = ["FORMATS", "Format", "QuantizedStack", "StackPart", "quantize"]

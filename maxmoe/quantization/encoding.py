@@ -1,0 +1,136 @@
+"""Quantization of weights, one expert at a time."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from maxmoe.quantization.checks import DTYPES
+from maxmoe.quantization.formats import Format, check_group_size, format_named
+from maxmoe.quantization.stack import QuantizedStack
+
+_ELEMENTS = 2**17  # of the weights that are encoded at a time, in float64
+
+
+@torch.no_grad()
+def quantize(weights: Tensor, format: str, group_size: int | None = None) -> QuantizedStack:
+    """Quantize a stack of matrices.
+
+    Each weight becomes the code with the nearest value, with ties to even codes; the largest magnitude of a block
+    determines its scale. "mxfp4": 2^(floor(log2(max)) - 2), as in the OCP Microscaling specification, with larger
+    weights saturated. E4M3: max / 448. "int4": max / 7.5, as in compressed-tensors, without zero points. "int8":
+    max / 127. "nf4": max. The additional memory beside the result is a part of one expert.
+
+    Args:
+        weights: ``(L, in, out)``, floating, finite.
+        format: "mxfp4", "fp8_block", "fp8_row", "int4", "int8" or "nf4".
+        group_size: number of weights of one output that share a scale, for "int4": 32, 64, 128, ...; 128 by default.
+
+    Returns:
+        ``(L, in, out)``, dtype of weights, quantized along in, and stored transposed, one output after the other.
+        The scales of "int4" are bfloat16 or float16 if the weights are.
+
+    Raises:
+        ValueError: for weights that are not finite, an unknown format, and a group size that the format does not have.
+    """
+    known = format_named(format)
+    if weights.dim() != 3 or weights.dtype not in DTYPES or isinstance(weights, QuantizedStack):
+        raise ValueError(
+            f"weights must be floating (L, in, out), got {type(weights).__name__} of {weights.dtype} "
+            f"{tuple(weights.shape)}"
+        )
+    group = _group(known, group_size, weights.shape[1])
+    stack = _empty(weights, known, group)
+    if weights.is_meta or not weights.numel():
+        return stack
+    slab = known.rows_per_scale * max(1, _ELEMENTS // max(1, known.rows_per_scale * stack.columns))
+    for expert in range(len(weights)):
+        matrix = weights[expert].mT
+        for begin in range(0, stack.rows, slab):
+            codes, scales = _encode(matrix[begin : begin + slab], known, group, stack.scales.dtype)
+            stack.codes[expert, begin : begin + slab] = codes
+            first = begin // known.rows_per_scale
+            stack.scales[expert, first : first + len(scales)] = scales
+    return stack
+
+
+def _group(format: Format, group_size: int | None, columns: int) -> int:
+    """Return the number of columns of a block."""
+    if group_size is not None and not format.has_groups:
+        raise ValueError(f"group_size must be None for {format.name}: int4 alone has one, got {group_size!r}")
+    if not format.has_groups:
+        return format.columns_per_scale or max(1, columns)
+    group_size = 128 if group_size is None else group_size
+    check_group_size(group_size)
+    return group_size
+
+
+def _empty(weights: Tensor, format: Format, group: int) -> QuantizedStack:
+    """Return a stack for the weights, with codes and scales of zero bytes."""
+    num_experts, columns, rows = weights.shape
+    scale_dtype = format.scale_dtypes[0]
+    if format.has_groups and weights.dtype in format.scale_dtypes:
+        scale_dtype = weights.dtype
+    codes = weights.new_zeros((num_experts, rows, format.bytes_per_row(columns)), dtype=torch.uint8)
+    shape = (num_experts, -(-rows // format.rows_per_scale), -(-columns // group))
+    scales = weights.new_zeros(shape, dtype=scale_dtype)
+    return QuantizedStack(codes, scales, format=format.name, columns=columns, is_transposed=True, dtype=weights.dtype)
+
+
+def _encode(matrix: Tensor, format: Format, group: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the codes, packed, and the scales of a matrix ``(rows, columns)``."""
+    rows, columns = matrix.shape
+    # Quotients of numbers with 24 bits or less never round to a tie in float64.
+    wide = functional.pad(matrix.double(), (0, -columns % group, 0, -rows % format.rows_per_scale))
+    blocks = wide.view(-1, format.rows_per_scale, wide.shape[1] // group, group)
+    largest = blocks.abs().amax(dim=(1, 3))
+    if not bool(largest.isfinite().all()):
+        raise ValueError(f"weights must be finite, got {largest[~largest.isfinite()][0].item()}")
+    scales, factors = _scales(largest, format, scale_dtype)
+    codes = _codes(blocks / factors[:, None, :, None], format)
+    codes = codes.flatten(2, 3).flatten(0, 1)[:rows, :columns]
+    return (codes if format.bits == 8 else _packed(codes, format)), scales
+
+
+def _scales(largest: Tensor, format: Format, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the scales for the largest magnitudes of blocks, and their values in float64."""
+    if dtype == torch.uint8:
+        _, exponents = torch.frexp(largest)  # magnitude in [0.5, 1) * 2^exponent; E2M1 reaches up to 6 = 1.5 * 2^2
+        exponents = (exponents - 1 - 2).clamp(-127, 127).masked_fill(largest == 0, -127)
+        return (exponents + 127).to(torch.uint8), torch.ldexp(torch.ones_like(largest), exponents)
+    reach = 7.5 if format.name == "int4" else 127.0 if format.values is None else format.values[-1]
+    smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps  # subnormal; a scale of zero would divide by zero
+    scales = (largest / reach).clamp(smallest, torch.finfo(dtype).max).to(dtype)
+    return scales, scales.double()
+
+
+def _codes(values: Tensor, format: Format) -> Tensor:
+    """Return the codes of values that have been divided by their scale."""
+    if format.values is None:
+        half = 2 ** (format.bits - 1)
+        integers = values.round().clamp(-half if format.bits == 4 else 1 - half, half - 1)
+        return (integers + half).to(torch.uint8) if format.bits == 4 else integers.to(torch.int8).view(torch.uint8)
+    if format.signed_values:
+        return _nearest(values, format.values)
+    sign = values.signbit().to(torch.uint8) << (format.bits - 1)
+    return _nearest(values.abs(), format.values) | sign
+
+
+def _nearest(values: Tensor, table: tuple[float, ...]) -> Tensor:
+    """Return the index of the nearest number of an ascending table, with ties to even indices."""
+    numbers = torch.tensor(table, dtype=torch.float64, device=values.device)
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    # A value that equals a bound gets the lower index. Where that is odd, the bound is below the middle.
+    bounds = torch.where(torch.arange(len(middles), device=values.device) % 2 == 1, _below(middles), middles)
+    return torch.bucketize(values.contiguous(), bounds, out_int32=True).to(torch.uint8)
+
+
+def _below(numbers: Tensor) -> Tensor:
+    return torch.nextafter(numbers, torch.full_like(numbers, -torch.inf))
+
+
+def _packed(codes: Tensor, format: Format) -> Tensor:
+    """Return codes of 4 bits, two in each byte."""
+    codes = functional.pad(codes, (0, codes.shape[1] % 2))
+    even, odd = codes[:, 0::2], codes[:, 1::2]
+    low, high = (even, odd) if format.low_nibble_first else (odd, even)
+    return low | high << 4

@@ -1,0 +1,124 @@
+"""Formats of quantized weights: codes, blocks and scales."""
+
+from dataclasses import dataclass
+
+import torch
+
+from maxmoe.field_checks import nearest
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+# Quantiles of the normal distribution between -1 and 1, with an exact zero.
+# Source: https://github.com/bitsandbytes-foundation/bitsandbytes, functional.py
+_NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+_SMALLEST_GROUP = 32
+
+
+def _positive_floats(exponent_bits: int, mantissa_bits: int, count: int) -> tuple[float, ...]:
+    """Return the values of the first codes without sign of a small floating-point format with an IEEE bias."""
+    bias = 2 ** (exponent_bits - 1) - 1
+    values = []
+    for code in range(count):
+        exponent, mantissa = divmod(code, 2**mantissa_bits)
+        fraction = mantissa / 2**mantissa_bits + (exponent > 0)
+        values.append(fraction * 2.0 ** (max(exponent, 1) - bias))
+    return tuple(values)
+
+
+_E2M1 = _positive_floats(2, 1, 8)
+_E4M3 = _positive_floats(4, 3, 127)  # code 127 is NaN
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A format of quantized weights.
+
+    Args:
+        name: name of the format.
+        bits: bits per code, 4 or 8.
+        values: values of the codes in ascending order, for a floating-point format those without sign; None for
+            integers.
+        signed_values: whether `values` are of all codes, so that no bit of the code is a sign.
+        rows_per_scale: rows of a block.
+        columns_per_scale: columns of a block; None for the whole row, and for a group size, which follows from the
+            shape of the scales.
+        has_groups: whether the number of columns of a block is a group size: a power of two from 32 on.
+        scale_dtypes: dtypes of the scales; uint8 for E8M0, 2^(byte - 127).
+        low_nibble_first: whether the even columns are in the low halves of the bytes, for 4 bits.
+    """
+
+    name: str
+    bits: int
+    values: tuple[float, ...] | None = None
+    signed_values: bool = False
+    rows_per_scale: int = 1
+    columns_per_scale: int | None = None
+    has_groups: bool = False
+    scale_dtypes: tuple[torch.dtype, ...] = _FLOATS
+    low_nibble_first: bool = True
+
+    def bytes_per_row(self, columns: int) -> int:
+        """Return the number of bytes of a row of codes."""
+        return -(-columns * self.bits // 8)
+
+    def block_columns(self, columns: int, num_scales: int) -> int:
+        """Return the number of columns of a block, given the columns of a row and the number of its scales.
+
+        It is the smallest group size that gives this number of scales, so that it is 0 if there is none.
+        """
+        if not self.has_groups:
+            return self.columns_per_scale or max(1, columns)
+        group = _SMALLEST_GROUP
+        while -(-columns // group) > max(1, num_scales):
+            group *= 2
+        return group if -(-columns // group) == num_scales else 0
+
+
+FORMATS = {
+    each.name: each
+    for each in (
+        Format(
+            name="mxfp4",
+            bits=4,
+            values=_E2M1,
+            columns_per_scale=32,
+            scale_dtypes=(torch.uint8,),
+        ),
+        Format(name="fp8_block", bits=8, values=_E4M3, rows_per_scale=128, columns_per_scale=128),
+        Format(name="fp8_row", bits=8, values=_E4M3),
+        Format(name="int4", bits=4, has_groups=True),
+        Format(name="int8", bits=8),
+        Format(name="nf4", bits=4, values=_NF4, signed_values=True, columns_per_scale=64, low_nibble_first=False),
+    )
+}
+
+
+def format_named(name: str) -> Format:
+    """Return the format with a name; raise for an unknown one."""
+    if name not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {name!r}{nearest(str(name), FORMATS)}")
+    return FORMATS[name]
+
+
+def check_group_size(group_size: int) -> None:
+    """Raise unless a group size is a power of two from 32 on."""
+    is_int = isinstance(group_size, int) and not isinstance(group_size, bool)
+    if not is_int or group_size < _SMALLEST_GROUP or group_size & (group_size - 1):
+        raise ValueError(f"group_size must be a power of two >= {_SMALLEST_GROUP}, got {group_size!r}")

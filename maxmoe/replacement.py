@@ -1,0 +1,52 @@
+"""Parameters that take the place of others while a function of a module runs."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, Protocol, TypeVar
+
+from torch import nn
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+class Replacement(Protocol):
+    """Parameters of a module that others have replaced."""
+
+    def restore(self) -> None:
+        """Put the parameters back."""
+        ...
+
+    def finish(self) -> None:
+        """Mark the parameters as replaced for good."""
+        ...
+
+
+def while_replaced(
+    replace: Callable[[nn.Module], Sequence[Replacement]], *, kept: bool
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Decorate a function of a module: while it runs, parameters are replaced, and afterwards if they are `kept`.
+
+    If the function raises, the parameters are as before.
+    """
+
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        name = next(iter(inspect.signature(function).parameters))
+
+        @functools.wraps(function)
+        def decorated(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
+            module = arguments[0] if arguments else options.get(name)
+            replacements = replace(module) if isinstance(module, nn.Module) else ()
+            is_kept = False
+            try:
+                result = function(*arguments, **options)
+                is_kept = kept
+            finally:
+                for each in replacements:
+                    each.finish() if is_kept else each.restore()
+            return result
+
+        return decorated
+
+    return decorate

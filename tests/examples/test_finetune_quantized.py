@@ -1,0 +1,248 @@
+"""`examples/finetune_quantized.py`: whole runs, resumption, published checkpoints, and what a user can do wrong."""
+
+import json
+import signal
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.pretrain_run import InputError
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+import finetune_quantized
+from finetuning import quantized_models, token_text
+from finetuning.adapter_training import AdapterTraining
+from maxmoe.quantization import QuantizedStack
+
+TINY = ["--num-layers", "2", "--batch-size", "2", "--sequence-length", "16", "--steps", "4", "--threads", "1"]
+
+
+def options(*arguments: str) -> Namespace:
+    return finetune_quantized.parse_options([*TINY, *arguments])
+
+
+def run(text: Path, out: Path, *arguments: str) -> int:
+    chosen = options("--data", str(text), "--out", str(out), *arguments)
+    if "--resume" in arguments:
+        chosen.steps = None
+    return finetune_quantized.run(chosen, ["finetune_quantized.py"])
+
+
+def losses(out: Path) -> list[float]:
+    return json.loads((out / "checkpoint/training.json").read_text())["training"]
+
+
+def trained(text: Path, out: Path, *arguments: str) -> list[float]:
+    """Losses of a whole run."""
+    assert run(text, out, *arguments) == 0
+    return losses(out)
+
+
+def published(folder: Path, **changes: Any) -> Path:
+    """A small checkpoint with the names and layouts of gpt-oss-20b: two files and a config."""
+    from safetensors.torch import save_file
+
+    config = quantized_models.random_config("small", 2)
+    model = quantized_models.random_model(config, seed=1)
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, QuantizedStack):
+            experts, outputs, _ = parameter.codes.shape
+            tensors[f"{name}_blocks"] = parameter.codes.reshape(experts, outputs, -1, 16)
+            tensors[f"{name}_scales"] = parameter.scales + torch.randint(0, 2, parameter.scales.shape)
+            tensors[f"{name}_scales"] = tensors[f"{name}_scales"].to(torch.uint8)
+        else:
+            tensors[name] = torch.randn_like(parameter) * 0.1 if "bias" in name else parameter.detach()
+    tensors = {name: changes.pop(name, tensor) for name, tensor in tensors.items()}
+    folder.mkdir()
+    names = [name for name, tensor in tensors.items() if tensor is not None]
+    files = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(names)}
+    for file in set(files.values()):
+        save_file({name: tensors[name] for name in names if files[name] == file}, folder / file, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    values = {**config.to_dict(), "quantization_config": {"quant_method": "mxfp4"}, **changes}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT reads a deprecated property
+def test_the_loss_goes_down_and_the_adapters_are_those_of_peft(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from peft import PeftModel
+
+    out = tmp_path / "out"
+    history = trained(text, out, "--steps", "30", "--learning-rate", "0.01")
+    assert history[0] > 5 and history[-1] < history[0] - 1
+    printed = capsys.readouterr().out
+    assert "Experts: 1 MB, 0.266 of bfloat16" in printed and "Peak of the resident memory: " in printed
+    model = quantized_models.random_model(quantized_models.random_config("small", 2), seed=0)
+    tokens = torch.tensor([[*b"word1 word2 word3"]])
+    before = model(input_ids=tokens, labels=tokens).loss
+    adapted = PeftModel.from_pretrained(model, out / "adapters")
+    assert adapted(input_ids=tokens, labels=tokens).loss < before - 1
+
+
+def test_the_checkpoint_contains_the_adapters_and_their_optimizer(text: Path, tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    run(text, tmp_path / "out")
+    names: set[str] = set()
+    for path in (tmp_path / "out/checkpoint").glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names |= set(file.keys())
+    assert names and all("lora_" in name for name in names)
+    assert {name.split(".")[0] for name in names} == {"adapters", "optimizer"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_resumes_bit_for_bit(
+    number: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = trained(text, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2, lambda: signal.raise_signal(number))
+        assert run(text, tmp_path / "halves") == 128 + number
+    assert "Stopped and saved at step 2. To go on: finetune_quantized.py --resume" in capsys.readouterr().out
+    assert losses(tmp_path / "halves") == whole[:2]
+    assert not (tmp_path / "halves/adapters").exists()
+    assert trained(text, tmp_path / "halves", "--resume") == whole
+    assert "Resumed at step 2 of 4" in capsys.readouterr().out
+    same = [(tmp_path / each / "adapters/adapter_model.safetensors").read_bytes() for each in ("whole", "halves")]
+    assert same[0] == same[1]
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
+    original = AdapterTraining.train_step
+
+    def train_step(training: AdapterTraining) -> float:
+        loss = original(training)
+        if training.step == step:
+            action()
+        return loss
+
+    monkeypatch.setattr(AdapterTraining, "train_step", train_step)
+
+
+def test_expanded_experts_have_the_same_losses(text: Path, tmp_path: Path) -> None:
+    """To the bit; a run may be resumed with the other kind."""
+    quantized = trained(text, tmp_path / "quantized")
+    assert trained(text, tmp_path / "expanded", "--experts", "bfloat16") == quantized
+    run(text, tmp_path / "both", "--steps", "3")
+    chosen = options("--data", str(text), "--out", str(tmp_path / "both"), "--experts", "bfloat16", "--resume")
+    assert finetune_quantized.run(chosen, []) == 0
+    assert len(losses(tmp_path / "both")) == 4
+
+
+def test_a_published_checkpoint_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    """transformers expands the experts to bfloat16."""
+    from transformers import GptOssForCausalLM, Mxfp4Config
+
+    folder = published(tmp_path / "model")
+    config = quantized_models.checkpoint_config(folder, None)
+    model = quantized_models.published_model(config, folder)
+    assert isinstance(model.model.layers[1].mlp.experts.down_proj, QuantizedStack)
+    expanded = Mxfp4Config(dequantize=True)
+    theirs = GptOssForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, quantization_config=expanded, experts_implementation="maxmoe"
+    )
+    tokens = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, theirs(tokens).logits)
+    quantized_models.dequantize_experts(model)
+    expected = dict(theirs.named_parameters())
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in model.named_parameters())
+    assert len(quantized_models.checkpoint_config(folder, 1).layer_types) == 1
+
+
+def test_a_published_checkpoint_is_trained_on(text: Path, tmp_path: Path) -> None:
+    folder = published(tmp_path / "model")
+    history = trained(text, tmp_path / "out", "--checkpoint", str(folder), "--steps", "8", "--learning-rate", "0.01")
+    assert history[-1] < history[0] - 0.1
+
+
+def test_a_tokenizer_is_used(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "one": 1, "two": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("one two three " * 40)
+    config = quantized_models.random_config("small", 1)
+    config.eos_token_id = 7
+    text = token_text.load_text([str(tmp_path / "a.txt")], 4, config, tmp_path)
+    assert text.tokens[:6].tolist() == [1, 2, 0, 1, 2, 0] and text.tokens[-1] == 7
+    config.vocab_size = 2
+    with pytest.raises(InputError, match="the text has token 7, vocab_size of the model is 2"):
+        token_text.load_text([str(tmp_path / "a.txt")], 4, config, tmp_path)
+
+
+def test_the_large_preset_has_the_published_sizes() -> None:
+    """20.9 billion weights; experts of 10 GB, everything of 14 GB."""
+    import maxmoe
+
+    model = quantized_models.empty_model(quantized_models.random_config("gpt_oss_20b", None))
+    assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e9, 1) == 20.9
+    maxmoe.quantize_experts(model, "mxfp4")
+    size, expanded = quantized_models.expert_bytes(model)
+    assert size / expanded <= 0.27 and size < 10.2e9
+    assert sum(parameter.nbytes for parameter in model.parameters()) < 13.8e9
+
+
+SCALES = "model.layers.1.mlp.experts.down_proj_scales"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mixtral"}, "--checkpoint .*: model_type in config.json must be gpt_oss, got mixtral"),
+        ({"model.norm.weight": None}, "--checkpoint .*: it has no tensor model.norm.weight"),
+        ({"lm_head.weight": torch.zeros(3, 128)}, r"lm_head.weight must have shape \(256, 128\), got \(3, 128\)"),
+        ({SCALES: torch.full((16, 128, 4), 255, dtype=torch.uint8)}, "model.layers.1.*scales must be finite"),
+        ({SCALES: None}, "model.layers.1.*must be quantized as mxfp4"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "must be quantized as fp8_block"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = published(tmp_path / "model", **changes)
+    with pytest.raises(InputError, match=message):
+        quantized_models.published_model(quantized_models.checkpoint_config(folder, None), folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--checkpoint", "nowhere"], "--checkpoint nowhere: there is no file nowhere/config.json"),
+        (["--resume"], "nothing to resume: there is no checkpoint"),
+        (["--sequence-length", "1000000"], "too little text"),
+        (["--learning-rate", "1e30"], r"step \d: .*, try a smaller --learning-rate"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str, text: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        run(text, tmp_path / "out", *arguments)
+
+
+def test_more_layers_than_a_checkpoint_has(tmp_path: Path) -> None:
+    folder = published(tmp_path / "model")
+    with pytest.raises(InputError, match=r"--num-layers 3: the model in .* has 2"):
+        quantized_models.checkpoint_config(folder, 3)
+
+
+def test_a_resumed_run_has_the_same_options(text: Path, tmp_path: Path) -> None:
+    run(text, tmp_path / "out", "--steps", "1")
+    with pytest.raises(InputError, match="of another configuration: seed is 0 there and 1 here"):
+        run(text, tmp_path / "out", "--resume", "--seed", "1")
+
+
+def test_preset_and_checkpoint_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options("--preset", "gpt_oss_20b", "--checkpoint", "folder")
+    assert "not allowed with argument" in capsys.readouterr().err

@@ -1,0 +1,213 @@
+"""Quantized stacks as operands of gmm and expert_ffn: the same bits as with dequantized matrices."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import maxmoe
+from maxmoe import reference
+from maxmoe.quantization import FORMATS, QuantizedStack
+from support.low_rank_calls import with_factors
+from support.python_with_torch import Python
+from support.quantized_calls import (
+    DTYPES,
+    ROWS,
+    VARIANTS,
+    Variant,
+    assert_same_bits,
+    ffn_call,
+    gmm_call,
+    have_same_bits,
+    random_stack,
+)
+
+each_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
+each_orientation = pytest.mark.parametrize("is_transposed", [True, False], ids=["transposed", "plain"])
+BFLOAT16 = (torch.bfloat16,)
+
+
+@pytest.fixture
+def num_threads() -> int:
+    """One; test_bits_do_not_depend_on_threads compares it with more."""
+    return 1
+
+
+@each_variant
+@pytest.mark.parametrize("edges", [False, True], ids=["plain", "edges"])
+def test_dequantize(path: str, variant: Variant, edges: bool) -> None:
+    """Random bytes hold all codes."""
+    for rows, columns in ((1, 1), (3, 17), (200, 130), (129, 257), (1, 2880)):
+        stack = random_stack(variant, (1, rows, columns), is_transposed=False, edges=edges, has_nan=True)
+        parts = (stack.codes, stack.scales, stack.zeros, stack.format, columns)
+        expected = reference.dequantize(*parts, torch.float32)
+        for dtype in DTYPES:
+            got = torch.ops.maxmoe.dequantize(*parts, dtype)
+            assert have_same_bits(got, expected.to(dtype)), (rows, columns, dtype)
+            assert have_same_bits(stack.mT.dequantize(dtype), got.mT)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dequantize_of_all_codes_and_scales_of_mxfp4(path: str, dtype: torch.dtype) -> None:
+    codes = (torch.arange(16, dtype=torch.uint8) * 17).view(1, 1, 16).expand(1, 255, 16)
+    scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1)
+    arguments = (codes, scales, None, "mxfp4", 32, dtype)
+    assert have_same_bits(torch.ops.maxmoe.dequantize(*arguments), reference.dequantize(*arguments))
+
+
+@pytest.mark.parametrize("zeros", [None, *range(16)], ids=str)
+def test_dequantize_of_all_codes_and_zeros_of_int4(path: str, zeros: int | None) -> None:
+    codes = (torch.arange(16, dtype=torch.uint8) * 17).view(1, 1, 16)
+    scales = torch.tensor([0.3]).view(1, 1, 1)
+    zero_points = None if zeros is None else torch.full((1, 1, 1), zeros, dtype=torch.uint8)
+    got = torch.ops.maxmoe.dequantize(codes, scales, zero_points, "int4", 32, torch.float32).view(16, 2)
+    expected = (torch.arange(16.0) - (8 if zeros is None else zeros)) * 0.3
+    assert torch.equal(got, expected[:, None].expand(16, 2))
+
+
+SIZES = ((1, 17), (31, 33), (96, 130), (130, 96), (200, 257))
+FEW_GROUPS = (2, 9, 18)
+
+
+@each_variant
+@each_orientation
+def test_gmm(variant: Variant, is_transposed: bool) -> None:
+    for number, (sizes, edges) in enumerate(product(SIZES, (False, True))):
+        rows = ROWS if sizes[0] < 100 else FEW_GROUPS
+        stack = random_stack(variant, (len(rows), *sizes), is_transposed=is_transposed, edges=edges, has_nan=edges)
+        dtypes = (torch.bfloat16, DTYPES[number % 4]) if number % 4 != 2 else BFLOAT16
+        assert_same_bits(gmm_call(stack, rows), dtypes, f"{sizes}, {edges=}")
+
+
+@pytest.mark.parametrize("rows", range(1, 32))
+def test_gmm_of_any_number_of_rows(rows: int) -> None:
+    for variant, is_transposed in product(VARIANTS, (True, False)):
+        stack = random_stack(variant, (1, 40, 67), is_transposed=is_transposed)
+        assert_same_bits(gmm_call(stack, (rows,)), (torch.bfloat16, torch.float32), f"{variant}, {is_transposed=}")
+
+
+@each_variant
+@pytest.mark.parametrize("sizes", [(2880, 34), (34, 2880), (4131, 33)], ids=str)
+def test_gmm_of_several_blocks(variant: Variant, sizes: tuple[int, int]) -> None:
+    """Also where a scale of one block is subnormal."""
+    for is_transposed in (True, False):
+        stack = random_stack(variant, (3, *sizes), is_transposed=is_transposed)
+        assert_same_bits(gmm_call(stack, FEW_GROUPS), BFLOAT16, f"{is_transposed=}")
+        stack.scales[:, -1, 0] = 0 if variant.scale_dtype == torch.uint8 else 2.0**-130
+        assert_same_bits(gmm_call(stack, FEW_GROUPS), (BFLOAT16[0], DTYPES[is_transposed]), f"{is_transposed=}, edge")
+
+
+@each_variant
+@each_orientation
+def test_gmm_with_factors(variant: Variant, is_transposed: bool) -> None:
+    for rank, sizes in ((1, (33, 31)), (8, (96, 130))):
+        stack = random_stack(variant, (len(ROWS), *sizes), is_transposed=is_transposed)
+        assert_same_bits(gmm_call(stack, rank=rank), (torch.bfloat16, torch.float32), str(sizes))
+
+
+@each_variant
+@each_orientation
+def test_gmm_of_slices(variant: Variant, is_transposed: bool) -> None:
+    """Experts with a step, rows and columns of codes between borders of blocks: codes and scales have gaps."""
+    stack = random_stack(variant, (6, 300, 390))
+    border = min(max(variant.columns_per_scale(300), 32), 256)
+    is_row = variant.columns_per_scale(300) == 300
+    parts = [stack[1::2], stack[:3, :, 128:256], stack[2:5, border:], stack[-3:, : 77 if is_row else border, 256:]]
+    for number, part in enumerate(parts):
+        part = part if is_transposed else part.mT
+        assert part.shape[0] == 3 and part.codes.data_ptr() >= stack.codes.data_ptr()
+        assert_same_bits(gmm_call(part, FEW_GROUPS), (torch.bfloat16, DTYPES[number]), str(tuple(part.shape)))
+
+
+def test_strided_codes_and_scales(path: str) -> None:
+    stack = random_stack(VARIANTS[2], (3, 96, 40))
+    codes = torch.zeros(3, 40, 2 * stack.codes.shape[2], dtype=torch.uint8)
+    codes[..., ::2] = stack.codes
+    scales = stack.scales.mT.contiguous().mT
+    other = QuantizedStack(codes[..., ::2], scales, format="int4", columns=96, is_transposed=True)
+    one = random_stack(VARIANTS[2], (1, 96, 40))
+    same = QuantizedStack(
+        one.codes.expand(3, -1, -1), one.scales.expand(3, -1, -1), format="int4", columns=96, is_transposed=True
+    )
+    for strided in (other, same):
+        assert_same_bits(gmm_call(strided, (2, 7, 17)), (torch.bfloat16, torch.float32))
+
+
+LAYOUTS = ("separate", None, "concatenated", "interleaved")
+
+
+@each_variant
+@pytest.mark.parametrize("gate", LAYOUTS, ids=str)
+def test_expert_ffn(variant: Variant, gate: str | None) -> None:
+    options: list[dict[str, Any]] = [
+        {},
+        {"recompute": True, "activation": "gelu_tanh", "weights": None},
+        {"edges": True, "recompute": True, "activation": "relu2", "up_bias": None, "gate_bias": None},
+        {"edges": True, "limit": 0.5 if gate else None, "activation": "swigluoai" if gate else "gelu"},
+    ]
+    for number, (sizes, changes) in enumerate(zip(((33, 31), (96, 50), (1, 17), (130, 65)), options, strict=True)):
+        call = ffn_call(variant, sizes, gate=gate, **changes)
+        if number % 2:
+            call = with_factors(call, scale=0.5)
+        assert_same_bits(call, (torch.bfloat16, DTYPES[(number + LAYOUTS.index(gate)) % 4]), f"{sizes}, {changes}")
+
+
+def test_expert_ffn_of_several_blocks() -> None:
+    for variant, sizes in zip(VARIANTS, ((2880, 65), (65, 2880)) * 6, strict=True):
+        call = with_factors(ffn_call(variant, sizes, (3, 11, 14), gate="interleaved"))
+        assert_same_bits(call, BFLOAT16, f"{variant}, {sizes}")
+
+
+def test_stacks_of_different_formats_and_dense_ones() -> None:
+    calls = [ffn_call(variant, (96, 50)) for variant in (VARIANTS[0], VARIANTS[7], VARIANTS[10])]
+    gate, up, down = (call.arguments[name] for call, name in zip(calls, ("gate", "up", "down"), strict=True))
+    call = calls[0].replace(gate=gate, up=up, down=down)
+    assert_same_bits(call, DTYPES)
+    dense = call.replace(down=torch.randn(len(ROWS), 50, 96, dtype=torch.float64))
+    assert_same_bits(dense, DTYPES)
+    assert_same_bits(dense.replace(down=down, up=torch.randn(len(ROWS), 96, 50, dtype=torch.float64)), DTYPES)
+
+
+@pytest.mark.parametrize("sizes", [(0, 5), (5, 0), (0, 0)], ids=str)
+@each_variant
+@each_orientation
+def test_no_rows_or_no_columns(path: str, variant: Variant, is_transposed: bool, sizes: tuple[int, int]) -> None:
+    stack = random_stack(variant, (3, *sizes), is_transposed=is_transposed)
+    assert_same_bits(gmm_call(stack, (1, 0, 15)), DTYPES)
+    assert_same_bits(gmm_call(stack[:0], ()), DTYPES)
+    shape = (3, *stack.codes.shape[1:2], stack.columns)
+    out = torch.ops.maxmoe.dequantize(
+        stack.codes, stack.scales, stack.zeros, stack.format, stack.columns, torch.float32
+    )
+    assert out.shape == shape
+    if is_transposed and sizes[1] == 0:
+        assert_same_bits(ffn_call(variant, (5, 0), (2, 4)), DTYPES)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_bits_do_not_depend_on_threads(format: str) -> None:
+    variant = next(variant for variant in VARIANTS if variant.format == format)
+    stack = random_stack(variant, (len(ROWS), 130, 200))
+    calls = [gmm_call(stack), gmm_call(stack.mT), ffn_call(variant, (130, 65))]
+    for call in calls:
+        results = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(call.cast(torch.bfloat16)()[0])
+        assert all(have_same_bits(result, results[0]) for result in results)
+    torch.set_num_threads(2)
+    dequantized = [stack.dequantize(torch.bfloat16)]
+    torch.set_num_threads(1)
+    assert have_same_bits(stack.dequantize(torch.bfloat16), dequantized[0])
+
+
+@pytest.mark.parametrize("isa", maxmoe.build_info()["supported_isas"][:-1])
+def test_every_instruction_set(python: Python, isa: str) -> None:
+    """The tests above run with the best one."""
+    tests = Path(__file__).parents[1]
+    code = f"import sys; sys.path[:0] = [{str(tests)!r}, {str(tests.parent)!r}]\n"
+    done = python(code + "from support.quantized_calls import check_every_format\ncheck_every_format()", MAXMOE_ISA=isa)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [isa]

@@ -1,0 +1,216 @@
+"""Arguments of operators with quantized matrices: what is refused, and what stays as it is."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.operator_calls import refusal, saved_for_backward, short
+from support.operator_checks import ExecutedOperators, ignore_warnings_of_transforms
+from support.quantized_calls import ROWS, VARIANTS, Variant, ffn_call, gmm_call, random_stack
+
+# Scales are frozen, and keep their dtype
+
+
+def raw_gmm(**changes: Any) -> dict[str, Any]:
+    """Arguments of torch.ops.maxmoe.gmm: L 2, D 70, F 40, rows of codes along D."""
+    stack = random_stack(Variant("int4", torch.float32, 32, has_zeros=True), (2, 70, 40))
+    given = {"lhs": torch.randn(6, 70), "rhs": stack.codes, "group_sizes": torch.tensor([2, 3])}
+    parts = {"rhs_scales": stack.scales, "rhs_zeros": stack.zeros, "rhs_format": "int4"}
+    return {**given, **parts, "rhs_columns": 70, "rhs_is_transposed": True, **changes}
+
+
+def raw_ffn(**changes: Any) -> dict[str, Any]:
+    """Arguments of torch.ops.maxmoe.expert_ffn: D 96, F 40, 11 experts."""
+    call = ffn_call(Variant("fp8_row", torch.float32), (96, 40)).cast(torch.float32)
+    arguments = {**call.arguments}
+    plan = arguments.pop("plan")
+    arguments |= {"slots": plan.slots, "rows": plan.rows, "group_sizes": plan.group_sizes, "top_k": plan.top_k}
+    for name in ("gate", "up", "down"):
+        stack = arguments[name]
+        arguments |= {name: stack.codes, f"{name}_scales": stack.scales, f"{name}_format": stack.format}
+    return {**arguments, **changes}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("variant", [VARIANTS[4], VARIANTS[6], VARIANTS[10]], ids=str)
+def test_autocast(path: str, dtype: torch.dtype, variant: Variant) -> None:
+    """Scales stay float32."""
+    call = gmm_call(random_stack(variant, (len(ROWS), 96, 50))).cast(torch.float32)
+    with torch.autocast("cpu", dtype):
+        got = call()[0]
+    assert got.dtype == dtype and torch.equal(got, call.cast(dtype)()[0])
+    call = ffn_call(variant, (96, 50)).cast(torch.float32)
+    with torch.autocast("cpu", dtype):
+        got = call()[0]
+    weights = call.arguments["weights"]
+    assert got.dtype == dtype and torch.equal(got, call.cast(dtype).replace(weights=weights)()[0])
+
+
+def test_scales_have_no_gradient(path: str) -> None:
+    scales = raw_gmm()["rhs_scales"]
+    with refusal("gmm", "rhs_scales", "frozen"):
+        torch.ops.maxmoe.gmm(**raw_gmm(rhs_scales=scales.clone().requires_grad_()))
+    factors = {"a": torch.randn(2, 70, 3), "b": torch.randn(2, 3, 40)}
+    with refusal("gmm", "rhs_scales", "frozen"):
+        torch.ops.maxmoe.gmm_low_rank(**raw_gmm(rhs_scales=scales.clone().requires_grad_()), **factors)
+    for name in ("gate_scales", "up_scales", "down_scales"):
+        with refusal("expert_ffn", name, "frozen"):
+            torch.ops.maxmoe.expert_ffn(**raw_ffn(**{name: raw_ffn()[name].requires_grad_()}))
+
+
+@ignore_warnings_of_transforms
+def test_scales_have_no_tangent(path: str) -> None:
+    def through_gmm(scales: Tensor) -> Tensor:
+        return torch.ops.maxmoe.gmm(**raw_gmm(rhs_scales=scales))
+
+    def through_ffn(scales: Tensor) -> Tensor:
+        return torch.ops.maxmoe.expert_ffn(**raw_ffn(down_scales=scales))
+
+    for operator, function, scales in (
+        ("gmm", through_gmm, raw_gmm()["rhs_scales"]),
+        ("expert_ffn", through_ffn, raw_ffn()["down_scales"]),
+    ):
+        with refusal(operator, "frozen"):
+            torch.func.jvp(function, (scales,), (torch.ones_like(scales),))
+
+
+@pytest.mark.parametrize("name", ["gate", "up", "down"])
+def test_backward_operator_has_no_gradient_of_quantized_weights(path: str, name: str) -> None:
+    arguments = raw_ffn()
+    names = ("x", "weights", "gate", "up", "down")
+    mask = [each == name for each in names] + [False] * 9
+    rows = {"preactivations": torch.randn(148, 80), "reduced": torch.randn(148, 0)}
+    with refusal("expert_ffn_backward", "output_mask", name, "quantized (fp8_row)"):
+        torch.ops.maxmoe.expert_ffn_backward(
+            grad_out=torch.randn_like(arguments["x"]), **rows, output_mask=mask, **arguments
+        )
+
+
+def test_nothing_is_dequantized_for_backward() -> None:
+    for call in (gmm_call(random_stack(VARIANTS[0], (11, 96, 50))), ffn_call(VARIANTS[0], (96, 50))):
+        with saved_for_backward() as saved, ExecutedOperators() as executed:
+            outputs = call.trainable()()
+            outputs[0].sum().backward()
+        floats = max([0, *(tensor.numel() for tensor in saved if tensor.is_floating_point())])
+        assert floats <= 148 * 100 < 11 * 96 * 50
+        # The gradient of the bias of gmm is a product with ones by tgmm.
+        forbidden = {"dequantize"} if call.operator == "gmm" else {"dequantize", "tgmm"}
+        assert not {name for name, _ in executed.calls} & forbidden
+
+
+# What is refused
+
+
+ONE = torch.ones(2, 40, 3)
+REFUSED_OF_STACKS: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
+    ({"{}": torch.zeros(2, 40, 34, dtype=torch.uint8)}, ("{} must have 35 bytes", "70 columns", "[2, 40, 34]")),
+    ({"{}": torch.zeros(2, 40, 35)}, ("{} must be uint8", "int4", "Float")),
+    ({"{}": torch.zeros(40, 35, dtype=torch.uint8)}, ("{}", "[L, rows, bytes]", "[40, 35]")),
+    ({"{}_scales": ONE[:, :, :2]}, ("{}_zeros", "shape of the scales, [2, 40, 2]", "[2, 40, 3]")),
+    ({"{}_scales": torch.ones(2, 40, 4), "{}_zeros": None}, ("{}_scales", "[2, 40, 3]", "[2, 40, 4]")),
+    ({"{}_scales": torch.ones(2, 40, 0)}, ("{}_scales", "int4 of 40 x 70", "[2, 40, 0]")),
+    ({"{}_scales": torch.ones(1, 40, 3)}, ("{}_scales", "[2, 40, 3]", "[1, 40, 3]")),
+    ({"{}_scales": torch.ones(2, 41, 3)}, ("{}_scales", "[2, 40, 3]", "[2, 41, 3]")),
+    ({"{}_scales": ONE.double()}, ("{}_scales must be float32, bfloat16 or float16", "int4", "Double")),
+    ({"{}_scales": ONE.byte()}, ("{}_scales must be float32", "int4", "Byte")),
+    ({"{}_scales": ONE.to("meta")}, ("{}_scales", "cpu", "meta")),
+    ({"{}_zeros": ONE}, ("{}_zeros must be uint8", "[2, 40, 3]", "Float")),
+    ({"{}_zeros": ONE[:1].byte()}, ("{}_zeros", "[2, 40, 3]", "[1, 40, 3]")),
+    ({"{}_format": "int5"}, ("{}_format must be mxfp4", "int5")),
+    ({"{}_format": "nf4"}, ("{}_scales", "[2, 40, 2]", "nf4", "[2, 40, 3]")),
+    ({"{}_format": "mxfp4"}, ("{}_scales must be uint8", "mxfp4", "Float")),
+    ({"{}_format": "int8"}, ("{} must have 70 bytes", "int8", "[2, 40, 35]")),
+]
+REFUSED_OF_OPERANDS: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
+    ({"{}_scales": None}, ("{}_scales must be given", "int4", "None")),
+    (
+        {"{}_format": None},
+        (
+            "{}",
+            "None without rhs_format",
+        ),
+    ),
+    ({"{}_columns": -1}, ("bytes per row for -1 columns",)),
+    ({"{}_columns": 2**62}, ("bytes per row", str(2**62))),
+    ({"{}_columns": 69}, ("70", "69")),
+    ({"{}_is_transposed": False}, ("rhs must have matrices with 70 rows", "40 x 70")),
+    ({"bias": torch.ones(2, 70)}, ("bias", "40", "[2, 70]")),
+    ({"{}": torch.zeros(3, 40, 35, dtype=torch.uint8)}, ("{}_scales", "[3, 40, 3]", "[2, 40, 3]")),
+]
+
+
+def named_for(name: str, texts: Any) -> Any:
+    """The names of arguments and words of a message for the stack of this name; none for those of dequantize."""
+    if isinstance(texts, dict):
+        return {named_for(name, text): value for text, value in texts.items()}
+    if isinstance(texts, tuple):
+        return tuple(named_for(name, text) for text in texts)
+    return texts.format(name) if name else texts.replace("{}_", "").replace("{}", "codes")
+
+
+@pytest.mark.parametrize(("changes", "named"), REFUSED_OF_STACKS + REFUSED_OF_OPERANDS, ids=short)
+def test_gmm_refuses(path: str, changes: dict[str, Any], named: tuple[Any, ...]) -> None:
+    with refusal("gmm", *named_for("rhs", named)):
+        torch.ops.maxmoe.gmm(**raw_gmm(**named_for("rhs", changes)))
+    factors = {"a": torch.randn(2, 70, 3), "b": torch.randn(2, 3, 40)}
+    with refusal("gmm(_low_rank)?", *named_for("rhs", named)):
+        torch.ops.maxmoe.gmm_low_rank(**raw_gmm(**named_for("rhs", changes)), **factors)
+
+
+@pytest.mark.parametrize(("changes", "named"), REFUSED_OF_STACKS, ids=short)
+def test_dequantize_refuses(path: str, changes: dict[str, Any], named: tuple[Any, ...]) -> None:
+    given = raw_gmm()
+    parts = {"codes": given["rhs"], "scales": given["rhs_scales"], "zeros": given["rhs_zeros"], "format": "int4"}
+    with refusal("dequantize", *named_for("", named)):
+        torch.ops.maxmoe.dequantize(**{**parts, "columns": 70, "dtype": torch.float32, **named_for("", changes)})
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn, torch.complex64, torch.bool], ids=str)
+def test_dequantize_refuses_a_dtype(path: str, dtype: torch.dtype) -> None:
+    given = raw_gmm()
+    with refusal("dequantize", "dtype"):
+        torch.ops.maxmoe.dequantize(given["rhs"], given["rhs_scales"], given["rhs_zeros"], "int4", 70, dtype)
+
+
+@pytest.mark.parametrize("name", ["gate", "up", "down"])
+def test_expert_ffn_refuses(path: str, name: str) -> None:
+    given = raw_ffn()
+    codes, scales = given[name], given[f"{name}_scales"]
+    columns = codes.shape[2]
+    for changes, named in (
+        ({name: codes[..., 1:]}, (f"{name} must have {columns} bytes", f"{columns - 1}]")),
+        ({name: codes.float()}, (name, "uint8", "Float")),
+        ({name: codes[1:], f"{name}_scales": scales[1:]}, (name, "11", "[10, ")),
+        ({f"{name}_scales": None}, (f"{name}_scales", "fp8_row", "None")),
+        ({f"{name}_scales": scales.expand(-1, -1, 2)}, (f"{name}_scales", "1]", "2]")),
+        ({f"{name}_scales": scales.byte()}, (f"{name}_scales", "Byte")),
+        ({f"{name}_zeros": scales.byte()}, (f"{name}_zeros must be None", "fp8_row")),
+        ({f"{name}_format": "fp9"}, (f"{name}_format", "fp8_row or fp8_block", "fp9")),
+        ({name: torch.randn(11, 96, 40) if name != "down" else torch.randn(11, 40, 96)}, (name, "uint8", "Float")),
+    ):
+        with refusal("expert_ffn", *named):
+            torch.ops.maxmoe.expert_ffn(**{**given, **changes})
+    with refusal("expert_ffn", f"{name}_scales must be None without {name}_format"):
+        dense = torch.randn(11, 40, 96) if name == "down" else torch.randn(11, 96, 40)
+        torch.ops.maxmoe.expert_ffn(**{**given, name: dense, f"{name}_format": None})
+
+
+def test_stacks_of_other_shapes() -> None:
+    stack = random_stack(VARIANTS[0], (3, 64, 32), is_transposed=False)
+    with pytest.raises(ValueError, match="up must be quantized in blocks along its inputs"):
+        ffn_call(VARIANTS[0], (64, 32)).replace(up=stack)()
+    with pytest.raises(ValueError, match=r"rhs must be a stack of matrices, of shape \(L, in, out\), got \(64, 32\)"):
+        gmm_call(stack, (1, 2, 3)).replace(rhs=stack[0])()
+    with refusal("gmm", "rhs must have matrices with 64 rows", "32 x 64"):
+        gmm_call(stack, (1, 2, 3)).replace(rhs=stack.mT)()
+
+
+def test_codes_on_meta(path: str) -> None:
+    arguments = raw_gmm()
+    with refusal("gmm", "cpu", "meta"):
+        torch.ops.maxmoe.gmm(**{**arguments, "rhs": arguments["rhs"].to("meta")})
+    meta = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    out = torch.ops.maxmoe.gmm(**meta)
+    assert (out.shape, out.dtype, out.device.type) == ((6, 40), torch.float32, "meta")

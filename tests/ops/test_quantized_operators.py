@@ -1,0 +1,38 @@
+"""What is asked of every operator, asked of gmm and expert_ffn with quantized stacks."""
+
+from maxmoe.quantization import quantize
+from support import low_rank_calls
+from support.ffn_call import ffn_call
+from support.operator_calls import Call
+from support.operator_checks import OperatorTests
+from support.shapes import Shape
+
+STACKS = ("rhs", "gate", "up", "down")
+
+
+def quantized(call: Call, format: str = "mxfp4") -> Call:
+    """The call with quantized matrices. Values of MXFP4 are exact in all dtypes."""
+    matrices = {name: value for name, value in call.arguments.items() if name in STACKS and value is not None}
+    return call.replace(**{name: quantize(value, format) for name, value in matrices.items()})
+
+
+class TestGmm(OperatorTests):
+    def call(self, shape: Shape) -> Call:
+        call = low_rank_calls.gmm_call(shape)
+        return quantized(Call("gmm", {name: value for name, value in call.arguments.items() if "factors" not in name}))
+
+
+class TestGmmWithFactors(OperatorTests):
+    roundings = 3
+    shared_in_backward = frozenset({"gmm", "gmm_low_rank"})  # the gradients of lhs and of a share a product
+
+    def call(self, shape: Shape) -> Call:
+        return quantized(low_rank_calls.gmm_call(shape))
+
+
+class TestExpertFfn(OperatorTests):
+    roundings = 8
+    shared_in_backward = frozenset({"expert_ffn_backward"})
+
+    def call(self, shape: Shape) -> Call:
+        return quantized(low_rank_calls.with_factors(ffn_call(shape)))

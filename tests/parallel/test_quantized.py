@@ -1,0 +1,300 @@
+"""Quantized experts on a mesh: each step equals that of one process with the dequantized weights."""
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from maxmoe import quantize_experts
+from maxmoe.adapters import packed_as_by_peft
+from maxmoe.models import DecoderConfig
+from maxmoe.ops import gmm
+from maxmoe.parallel import Declaration, parallelize, reset_parameters
+from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.planning import estimate
+from maxmoe.quantization import QuantizedStack, quantize
+from maxmoe.sharding import LogicalRules, Mesh
+from support.moved_experts import moving_experts
+from support.parallel_decoder import CONFIG, MOE, MeshRules, batch, decoder, layouts, loss, token_spec
+from support.parts import assert_same, part_by_definition
+from support.run_ranks import fake_rank, run_ranks
+
+# Two blocks of "mxfp4" and "int4" in each dim of a matrix, so that tensor parallelism cuts between them.
+WIDE = replace(CONFIG, hidden_size=64, moe=replace(MOE, hidden_size=64, intermediate_size=64))
+FORMATS = ["mxfp4", "int4", "nf4", "int8", "fp8_row", "fp8_block"]
+TARGETS = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
+
+
+def quantized(format: str, config: DecoderConfig = WIDE) -> nn.Module:
+    """A decoder with frozen quantized experts, the same at every call; everything else is trained."""
+    model = decoder(config)
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad_(not path.endswith(tuple(TARGETS)))
+    quantize_experts(model, format, group_size=32 if format == "int4" else None)
+    generator = torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        if isinstance(parameter, QuantizedStack) and format == "int4":
+            parameter.zeros = torch.randint(16, parameter.scales.shape, generator=generator, dtype=torch.uint8)
+    return model
+
+
+def adapted(format: str, config: DecoderConfig = WIDE) -> Any:
+    """Adapters beside quantized experts, and a trained embedding, so that the gradient passes through all modules."""
+    model: Any = quantized(format, config)
+    torch.manual_seed(3)
+    options: Any = {"target_modules": [], "target_parameters": TARGETS, "init_lora_weights": False}
+    model = get_peft_model(model, LoraConfig(r=3, lora_alpha=5, **options)).to(torch.float64)
+    model.base_model.model.embedding.weight.requires_grad_(True)
+    return model
+
+
+def dequantize(model: nn.Module) -> None:
+    for owner in list(model.modules()):
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            if isinstance(parameter, QuantizedStack):
+                setattr(owner, name, nn.Parameter(parameter.dequantize(), requires_grad=False))
+
+
+@functools.cache
+def of_one_process(format: str, config: DecoderConfig, has_adapters: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output and gradients with the dequantized weights."""
+    model = (adapted if has_adapters else quantized)(format, config)
+    dequantize(model)
+    tokens, targets = batch()
+    output = model(tokens)
+    loss(output, targets).backward()
+    return output.logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def check_step(
+    layout: MeshRules,
+    format: str,
+    dispatch: Dispatch = "auto",
+    config: DecoderConfig = WIDE,
+    num_chunks: int = 1,
+    has_adapters: bool = True,
+) -> None:
+    logits, gradients = of_one_process(format, config, has_adapters)
+    mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
+    model = (adapted if has_adapters else quantized)(format, config)
+    model = parallelize(model, mesh, rules, dispatch=dispatch, num_chunks=num_chunks)
+    spec = token_spec(mesh, rules)
+    tokens, targets = (part_by_definition(whole, spec, mesh) for whole in batch())
+    output = model(tokens)
+    assert_same(output.logits, part_by_definition(logits, spec, mesh), "logits")
+    loss(output, targets).backward()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert trained.keys() == gradients.keys()
+    for name, parameter in trained.items():
+        assert isinstance(parameter.grad, DTensor)
+        whole = parameter.grad.full_tensor()
+        whole = packed_as_by_peft(name, whole) if "lora_" in name else whole
+        assert_same(whole, gradients[name], name, scale=float(gradients[name].abs().max()))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.filterwarnings("ignore:no rule for the logical name")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_step_equals_that_of_one_process(world_size: int) -> None:
+    """Every preset, with another format each; with adapters beside the experts, and without."""
+    cases = [
+        (layout, FORMATS[number % len(FORMATS)], number % 3 > 0) for number, layout in enumerate(layouts(world_size))
+    ]
+    for _, format, has_adapters in cases:
+        of_one_process(format, WIDE, has_adapters)
+
+    def check() -> None:
+        for layout, format, has_adapters in cases:
+            check_step(layout, format, has_adapters=has_adapters)
+
+    run_ranks(check, world_size)
+
+
+RECOMPUTED = replace(WIDE, recompute=("experts", "dispatch"))
+NOT_GATED = replace(WIDE, recompute=("blocks",), moe=replace(WIDE.moe, gated=False, expert_bias=False))
+
+
+@pytest.mark.filterwarnings("ignore:no rule for the logical name")
+def test_strategies() -> None:
+    """Tokens that are sent, weights that are sent or gathered, chunks, and recomputation; zero points as well."""
+    cases: list[tuple[Dispatch, str, DecoderConfig]] = [
+        ("ring_of_experts", "int4", RECOMPUTED),
+        ("ragged_all_to_all", "mxfp4", NOT_GATED),
+        ("least_loaded", "int4", RECOMPUTED),
+        ("gather_weights", "fp8_row", WIDE),
+    ]
+    for _, format, config in cases:
+        of_one_process(format, config, True)
+
+    def check() -> None:
+        for layout in (MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2}), MeshRules("ep-tp", {"data": 2, "expert": 2})):
+            for dispatch, format, config in cases:
+                with moving_experts(dispatch == "least_loaded" and layout.rules == "ep-as-dp"):
+                    check_step(layout, format, dispatch, config, num_chunks=2)
+
+    run_ranks(check, 4)
+
+
+class Stacks(nn.Module):
+    """Experts of somebody else, [out, in], whose names are declared outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weights = torch.randn(4, 96, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        self.up_proj = nn.Parameter(quantize(weights.mT, "int4", group_size=32).mT, requires_grad=False)
+        self.bias = nn.Parameter(torch.ones(4, 96, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gmm(x, self.up_proj.mT, torch.full((4,), len(x) // 4), bias=self.bias)
+
+
+def model_of_stacks() -> nn.Module:
+    """Two modules that share a stack."""
+    model = nn.Sequential(Stacks(), nn.Linear(96, 64).double(), Stacks())
+    model[2].up_proj = model[0].up_proj
+    model.declaration = Declaration(  # type: ignore[assignment]
+        logical_names={f"{layer}.up_proj": ("exp", "mlp_moe", "embed_moe") for layer in (0, 2)}
+    )
+    return model
+
+
+def test_modules_of_others() -> None:
+    torch.manual_seed(0)
+    model, x = model_of_stacks(), torch.randn(8, 64, dtype=torch.float64)
+    model(x).square().sum().backward()
+
+    def check() -> None:
+        ours = model_of_stacks()
+        ours[1].load_state_dict(model[1].state_dict())
+        parallelize(ours, Mesh({"fsdp": 2, "expert": 2}), "ep-as-dp", allow_unused=True)
+        assert ours[0].up_proj_int4_codes is ours[2].up_proj_int4_codes
+        assert ours[0].up_proj_int4_codes.to_local().shape == (2, 96, 16)
+        assert ours[2].up_proj_int4_scales.to_local().shape == (2, 96, 1)
+        ours(x).square().sum().div(4).backward()  # all ranks have the same rows, and the gradients are summed
+        for name, parameter in ours.named_parameters():
+            if parameter.requires_grad:
+                assert_same(parameter.grad.full_tensor(), model.get_parameter(name).grad, name)
+
+    run_ranks(check, 4)
+
+
+# What must not happen to codes and scales
+
+
+def test_the_module_after_parallelize() -> None:
+    model = quantized("int8").requires_grad_(False)
+    whole = {name: parameter for name, parameter in model.named_parameters() if isinstance(parameter, QuantizedStack)}
+    optimizer = torch.optim.AdamW(whole.values(), lr=0.1)
+    with fake_rank(1, 2):
+        parallelize(model, Mesh({"expert": 2}), "ep-as-dp")
+        experts = model.blocks[1].feed_forward.experts
+        for name, stack in whole.items():
+            attribute = getattr(experts, name.rpartition(".")[2])
+            assert isinstance(attribute, QuantizedStack) and attribute.shape == stack.shape
+            for part, tensor in stack.parts().items():
+                parameter = model.get_parameter(f"{name}_int8_{part}")
+                assert isinstance(parameter, DTensor) and parameter.dtype == tensor.dtype
+                assert not parameter.requires_grad
+        assert "up_proj=int8 (8, 64, 64) torch.float64" in repr(experts)
+        scales = experts.up_proj_int8_scales.to_local().clone()
+        model.to(torch.bfloat16)
+        assert experts.up_proj.dtype == experts.up_bias.dtype == torch.bfloat16
+        assert torch.equal(experts.up_proj_int8_scales.to_local(), scales) and scales.dtype == torch.float32
+        with pytest.raises(ValueError, match="experts quantized as int8 are not initialized"):
+            reset_parameters(experts)
+        with pytest.raises(RuntimeError, match=r"AdamW must be made after parallelize: it holds .*gate_proj as it was"):
+            optimizer.step()
+        with pytest.raises(ValueError, match=r"experts.gate_proj must not be quantized yet, got int8"):
+            quantize_experts(model, "int8")
+        with pytest.raises(ValueError, match="gate_proj is sharded as gate_proj_int8_codes, gate_proj_int8_scales, so"):
+            model.load_state_dict(quantized("int8").state_dict(), strict=False)
+        experts.up_proj_int8_scales.requires_grad_()
+        with pytest.raises(RuntimeError, match="up_proj_int8_scales must be frozen"):
+            _ = experts.up_proj
+
+
+def test_parallelized_experts_are_not_quantized() -> None:
+    model = decoder(WIDE).requires_grad_(False)
+    with fake_rank(0, 2):
+        parallelize(model, Mesh({"expert": 2}), "ep-as-dp")
+        with pytest.raises(ValueError, match="be an ordinary parameter, got DTensor: quantize before parallelize"):
+            quantize_experts(model, "mxfp4")
+
+
+@pytest.mark.parametrize(
+    ("format", "width", "message"),
+    [
+        ("mxfp4", 96, r"down_proj is quantized as mxfp4, in blocks of 32 columns: .* of its 96 columns, got 48"),
+        ("int4", 160, r"down_proj is quantized as int4, in blocks of 128 columns: .* of its 160 columns, got 80"),
+        ("fp8_block", 192, r"gate_proj is quantized as fp8_block, in blocks of 128 rows: .* of its 192 rows, got 96"),
+    ],
+)
+def test_blocks_are_not_cut(format: str, width: int, message: str) -> None:
+    """Not one that ends early either, of whose number the ranks have an equal share; the model is as before."""
+    model = decoder(replace(CONFIG, moe=replace(MOE, intermediate_size=width))).requires_grad_(False)
+    quantize_experts(model, format)
+    before = dict(model.named_parameters())
+    with fake_rank(0, 2), pytest.raises(ValueError, match=message):
+        parallelize(model, Mesh({"tensor": 2}), "default")
+    after = dict(model.named_parameters())
+    assert list(after) == list(before) and all(after[name] is before[name] for name in before)
+    with pytest.raises(ValueError, match=message):
+        estimate(model, Mesh.planned({"tensor": 2}), "default", batch_size=2, sequence_length=8)
+
+
+def test_ranks_agree_on_the_format() -> None:
+    """Formats with codes and scales of the same shapes."""
+
+    def check() -> None:
+        with pytest.raises(ValueError, match=r"the ranks must agree on .*fp8_row"):
+            parallelize(quantized("int8" if dist.get_rank() else "fp8_row"), Mesh({"expert": 2}), "ep-as-dp")
+
+    run_ranks(check, 2)
+
+
+# Saving
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+def test_saved_and_loaded_on_another_mesh(tmp_path: Path) -> None:
+    """Then put together in one process: the bytes are those that were quantized."""
+
+    def save() -> dict[str, Tensor]:
+        model = parallelize(quantized("int4"), Mesh({"fsdp": 2, "expert": 2}), "ep-as-dp")
+        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=tmp_path)
+        return whole_state(model)
+
+    def load() -> dict[str, Tensor]:
+        model = parallelize(quantized("int4"), Mesh({"tensor": 2}), "default")
+        for parameter in model.parameters():
+            parameter.data.to_local().zero_()
+        state = {"model": get_model_state_dict(model)}
+        dcp.load(state, checkpoint_id=tmp_path)
+        set_model_state_dict(model, state["model"])
+        return whole_state(model)
+
+    saved, loaded = run_ranks(save, 4)[0], run_ranks(load, 2)[0]
+    expected, model = quantized("int4"), quantized("int4")
+    for parameter in model.parameters():
+        for part in parameter.parts().values() if isinstance(parameter, QuantizedStack) else (parameter.data,):
+            part.zero_()
+    assert saved.keys() == loaded.keys() and all(torch.equal(loaded[name], saved[name]) for name in saved)
+    model.load_state_dict(loaded)
+    for name, parameter in expected.named_parameters():
+        found = model.get_parameter(name)
+        if isinstance(parameter, QuantizedStack):
+            assert all(torch.equal(part, found.parts()[key]) for key, part in parameter.parts().items()), name
+        else:
+            assert torch.equal(found, parameter), name

@@ -1,0 +1,116 @@
+"""Small checkpoints with quantized experts, in the layouts that are published, and their weights."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import maxmoe
+from maxmoe import MoE, MoEConfig, presets, quantize_experts
+
+BLOCK = "model.layers.3"
+FAMILIES = {"mxfp4": "gpt_oss", "fp8_block": "deepseek_v3", "int4": "kimi_k2", "int4 with zeros": "kimi_k2"}
+Tensors = dict[str, Tensor]
+
+
+def config_of(kind: str) -> MoEConfig:
+    """Sizes that 32 and 128 divide, because transformers' own code needs it."""
+    make = getattr(presets, FAMILIES[kind])
+    options: dict[str, Any] = {} if kind != "fp8_block" else {"num_groups": 2, "top_k_groups": 1}
+    return make(hidden_size=256, intermediate_size=128, num_experts=4, top_k=2, **options)
+
+
+def layer_for(kind: str) -> MoE:
+    """A layer whose experts are quantized and have no memory."""
+    layer = MoE(config_of(kind), dtype=torch.float32).requires_grad_(False)
+    layer.experts.to("meta")
+    quantize_experts(layer.experts, kind.split()[0])
+    for name in ("gate_bias", "up_bias", "down_bias"):
+        if getattr(layer.experts, name) is not None:
+            bias = torch.nn.Parameter(torch.zeros(getattr(layer.experts, name).shape), requires_grad=False)
+            setattr(layer.experts, name, bias)
+    return layer
+
+
+def others(kind: str) -> Tensors:
+    """The tensors that are not quantized."""
+    layer = maxmoe.MoE(config_of(kind))
+    torch.nn.init.normal_(layer.router.weight)
+    state = layer.state_dict()
+    tensors = {"router.weight" if kind == "mxfp4" else "gate.weight": state["router.weight"]}
+    if kind == "mxfp4":
+        E, D, F = 4, 256, 128
+        tensors |= {
+            "router.bias": torch.randn(E),
+            "experts.gate_up_proj_bias": torch.randn(E, 2 * F),
+            "experts.down_proj_bias": torch.randn(E, D),
+        }
+        return tensors
+    tensors["gate.e_score_correction_bias"] = torch.randn(4)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        tensors[f"shared_experts.{name}.weight"] = state[f"shared_experts.{name}"].mT.contiguous()
+    return tensors
+
+
+def _bytes(*shape: int) -> Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+
+def mxfp4(rows: int, columns: int) -> Tensors:
+    """gpt-oss: all experts in one tensor."""
+    return {
+        "_blocks": _bytes(4, rows, columns // 32, 16),
+        "_scales": torch.randint(110, 125, (4, rows, columns // 32), dtype=torch.uint8),
+    }
+
+
+def fp8_block(rows: int, columns: int) -> Tensors:
+    """DeepSeek-V3: one expert."""
+    codes = _bytes(rows, columns)
+    codes[codes % 128 == 127] = 0
+    return {
+        "": codes.view(torch.float8_e4m3fn),
+        "_scale_inv": torch.rand(-(-rows // 128), -(-columns // 128)) / 100,
+    }
+
+
+def int4(rows: int, columns: int, *, zeros: bool = False) -> Tensors:
+    """compressed-tensors, format pack-quantized: one expert, groups of 32."""
+    tensors = {
+        "_packed": packed(torch.randint(-8, 8, (rows, columns))),
+        "_scale": (torch.rand(rows, columns // 32) / 100).bfloat16(),
+        "_shape": torch.tensor([rows, columns]),
+    }
+    if zeros:
+        tensors["_zero_point"] = packed(torch.randint(-8, 8, (columns // 32, rows))).mT.contiguous()
+    return tensors
+
+
+def packed(integers: Tensor) -> Tensor:
+    """Eight integers in [-8, 8) in an int32, each plus 8, the first one in the lowest bits."""
+    padded = torch.nn.functional.pad(integers + 8, (0, -integers.shape[1] % 8)).unflatten(1, (-1, 8))
+    words = sum(padded[..., place].long() << 4 * place for place in range(8))
+    assert isinstance(words, Tensor)
+    return words.to(torch.int32)  # wraps
+
+
+def unpacked(words: Tensor, columns: int) -> Tensor:
+    """The inverse of `packed`."""
+    places = [(words.long() >> 4 * place & 15) - 8 for place in range(8)]
+    return torch.stack(places, dim=-1).flatten(1)[:, :columns]
+
+
+def tensors_of(kind: str) -> Tensors:
+    """All tensors of one layer, by their names in the checkpoint."""
+    torch.manual_seed(0)
+    D, F = 256, 128
+    tensors = others(kind)
+    if kind == "mxfp4":
+        for name, rows, columns in (("gate_up_proj", 2 * F, D), ("down_proj", D, F)):
+            tensors |= {f"experts.{name}{end}": tensor for end, tensor in mxfp4(rows, columns).items()}
+    else:
+        for expert in range(4):
+            for name, rows, columns in (("gate_proj", F, D), ("up_proj", F, D), ("down_proj", D, F)):
+                each = fp8_block(rows, columns) if kind == "fp8_block" else int4(rows, columns, zeros="zeros" in kind)
+                tensors |= {f"experts.{expert}.{name}.weight{end}": tensor for end, tensor in each.items()}
+    return {f"{BLOCK}.mlp.{name}": tensor.contiguous() for name, tensor in tensors.items()}

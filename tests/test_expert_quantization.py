@@ -1,0 +1,199 @@
+"""`quantize_experts`: models of this library and of transformers, with adapters, in little memory."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+import maxmoe
+from maxmoe import MoE, MoEConfig, quantize_experts
+from maxmoe.quantization import FORMATS, QuantizedStack, quantize
+
+pytest.importorskip("transformers")
+
+import maxmoe.integrations.transformers  # registers "maxmoe"
+from support import small_models
+
+each_format = pytest.mark.parametrize("format", FORMATS)
+CONFIG = MoEConfig(hidden_size=48, intermediate_size=40, num_experts=4, top_k=2, num_shared_experts=1)
+
+
+def layer(**options: Any) -> MoE:
+    torch.manual_seed(0)
+    return MoE(maxmoe.MoEConfig(**{**vars(CONFIG), **options})).requires_grad_(False)
+
+
+def expert_weights(model: nn.Module) -> dict[str, Tensor]:
+    stacks = {name: parameter for name, parameter in model.named_parameters() if parameter.dim() == 3}
+    return {name: parameter for name, parameter in stacks.items() if "lora" not in name and "conv" not in name}
+
+
+def dequantized(model: nn.Module) -> None:
+    """Put the dequantized weights in the place of the quantized ones."""
+    for name, parameter in expert_weights(model).items():
+        path, _, last = name.rpartition(".")
+        assert isinstance(parameter, QuantizedStack)
+        setattr(model.get_submodule(path), last, nn.Parameter(parameter.dequantize(), requires_grad=False))
+
+
+@each_format
+@pytest.mark.parametrize("options", [{}, {"gated": False, "shared_expert_gate": True}, {"expert_bias": True}])
+def test_moe_layer(format: str, options: dict[str, Any]) -> None:
+    """The outputs and the gradient of the input are those of the dequantized weights, to the bit."""
+    model = layer(**options)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    quantize_experts(model, format)
+    names = {f"experts.{name}" for name in ("gate_proj", "up_proj", "down_proj") if f"experts.{name}" in before}
+    assert {name for name, parameter in model.named_parameters() if isinstance(parameter, QuantizedStack)} == names
+    for name, parameter in model.named_parameters():
+        expected = quantize(before[name], format).dequantize() if name in names else before[name]
+        assert torch.equal(parameter.dequantize() if name in names else parameter, expected)
+    x = torch.randn(11, 48, requires_grad=True)
+    got = model(x).hidden_states
+    (gradient,) = torch.autograd.grad(got.square().sum(), x)
+    dequantized(model)
+    expected = model(x).hidden_states
+    assert torch.equal(got, expected)
+    assert torch.equal(gradient, torch.autograd.grad(expected.square().sum(), x)[0])
+
+
+@pytest.mark.parametrize("name", small_models.STANDARD_MODELS)
+def test_models_of_transformers(name: str) -> None:
+    """Matrices [out, in] and [in, out]: blocks lie along the inputs in both."""
+    model = small_models.model_of(name).requires_grad_(False)
+    model.set_experts_implementation("maxmoe")
+    before = {name: parameter.clone() for name, parameter in expert_weights(model).items()}
+    quantize_experts(model, "mxfp4")
+    is_first_in = name in ("gpt_oss", "llama4")
+    assert before and expert_weights(model).keys() == before.keys()
+    for key, weights in before.items():
+        got = model.get_parameter(key)
+        expected = quantize(weights if is_first_in else weights.mT, "mxfp4")
+        assert isinstance(got, QuantizedStack) and got.shape == weights.shape and got.is_transposed == is_first_in
+        assert torch.equal(got.codes, expected.codes) and torch.equal(got.scales, expected.scales)
+    got_outputs = outputs(model)
+    dequantized(model)
+    assert all(torch.equal(one, other) for one, other in zip(got_outputs, outputs(model), strict=True))
+
+
+def outputs(model: nn.Module) -> list[Tensor]:
+    """The outputs of the sparse blocks."""
+    x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(2))
+    computed = [block(x) for block in model.modules() if isinstance(getattr(block, "experts", None), nn.Module)]
+    return [each[0] if isinstance(each, tuple) else each for each in computed]
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    torch.manual_seed(1)
+    options: Any = {"init_lora_weights": False, "target_modules": []}
+    return get_peft_model(model, LoraConfig(r=3, target_parameters=list(expert_weights(model)), **options))
+
+
+@pytest.mark.parametrize("is_adapted_first", [False, True])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "llama4", "qwen2_moe"])
+def test_adapters_of_peft(name: str, is_adapted_first: bool) -> None:
+    """Added before or after; their gradients are those beside the dequantized weights, to the bit."""
+    whole = small_models.model_of(name).requires_grad_(False)
+    whole.set_experts_implementation("maxmoe")
+    model: Any = nn.Sequential(*small_models.blocks_of(whole).values())  # PEFT warns of a model of this version
+    if is_adapted_first:
+        model = adapted(model)
+        quantize_experts(model, "int4", group_size=32)
+    else:
+        quantize_experts(model, "int4", group_size=32)
+        model = adapted(model)
+
+    def gradients() -> list[Tensor]:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return [*torch.autograd.grad(sum(output.square().sum() for output in outputs(model)), trained)]
+
+    assert any(isinstance(parameter, QuantizedStack) for parameter in model.parameters())
+    got = gradients()
+    dequantized(model)
+    assert got and all(torch.equal(one, other) and one.any() for one, other in zip(got, gradients(), strict=True))
+
+
+def test_adapters_beside_a_layer() -> None:
+    model: Any = nn.Sequential(layer())
+    quantize_experts(model, "nf4")
+    model = adapted(model)
+    x = torch.randn(11, 48)
+    model(x).hidden_states.square().sum().backward()
+    assert all(parameter.grad.any() for name, parameter in model.named_parameters() if "lora" in name)
+    with pytest.raises(RuntimeError, match="weights quantized as nf4"):
+        model.merge_and_unload()
+
+
+def test_compile() -> None:
+    """One graph: the stacks are traced as their codes and scales."""
+    model = layer()
+    quantize_experts(model, "mxfp4")
+    x = torch.randn(11, 48, requires_grad=True)
+    outcomes = []
+    for module in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        output = module(x).hidden_states
+        outcomes.append((output, *torch.autograd.grad(output.square().sum(), x)))
+    assert all(torch.equal(one, other) for one, other in zip(*outcomes, strict=True))
+
+
+def test_meta_and_state() -> None:
+    """A layer on meta takes the state of one that was quantized elsewhere."""
+    model, empty = layer(), layer().to("meta")
+    quantize_experts(model, "fp8_block")
+    quantize_experts(empty, "fp8_block")
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    empty.to_empty(device="cpu").load_state_dict(model.state_dict())
+    x = torch.randn(11, 48)
+    assert torch.equal(empty(x).hidden_states, model(x).hidden_states)
+
+
+def test_models_that_cannot_be_quantized() -> None:
+    with pytest.raises(ValueError, match="the model must have experts that maxmoe computes, got none"):
+        quantize_experts(nn.Linear(2, 2), "mxfp4")
+    with pytest.raises(ValueError, match="the model must have experts that maxmoe computes, got none"):
+        quantize_experts(small_models.model_of("mixtral").requires_grad_(False), "mxfp4")
+    model = nn.Sequential(layer(), layer())
+    model[1].experts.down_proj.requires_grad_()
+    with pytest.raises(ValueError, match=r"1.experts.down_proj must be frozen, .*, got requires_grad=True"):
+        quantize_experts(model, "mxfp4")
+    assert not any(isinstance(parameter, QuantizedStack) for parameter in model.parameters())
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"0.experts.gate_proj: format must be one of"):
+        quantize_experts(model, "mxfp5")
+    model[1].experts.up_proj[2, 3, 4] = torch.nan
+    with pytest.raises(ValueError, match=r"1.experts.up_proj: weights must be finite, got nan"):
+        quantize_experts(model, "mxfp4")
+    with pytest.raises(ValueError, match=r"0.experts.gate_proj must not be quantized yet, got mxfp4"):
+        quantize_experts(model, "nf4")
+
+
+def test_dense_experts() -> None:
+    model = layer(implementation="dense")
+    quantize_experts(model, "mxfp4")
+    with pytest.raises(ValueError, match=r"implementation='dense' computes with ordinary tensors, .* as mxfp4"):
+        model(torch.randn(8, 48))
+
+
+PEAK = """
+import resource, torch, maxmoe
+torch.set_num_threads(1)
+config = maxmoe.MoEConfig(hidden_size=1024, intermediate_size=1024, num_experts=24, top_k=2)
+model = torch.nn.Sequential(*(maxmoe.MoE(config, dtype=torch.bfloat16) for _ in range(3))).requires_grad_(False)
+small = maxmoe.MoE(maxmoe.MoEConfig(hidden_size=64, intermediate_size=64, num_experts=2, top_k=1))
+maxmoe.quantize_experts(small.requires_grad_(False), "mxfp4")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+maxmoe.quantize_experts(model, "mxfp4")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux")
+def test_peak_memory_is_the_model_and_one_quantized_stack() -> None:
+    done = subprocess.run([sys.executable, "-c", PEAK], check=True, capture_output=True, text=True)
+    more = int(done.stdout) * 1024
+    stack = 24 * 1024 * 1024 * 2
+    assert more < 0.27 * stack + 2 * stack / 24 + 48 * 2**20, f"{more / 2**20:.0f} MiB"
