@@ -1,0 +1,268 @@
+"""What one training step computes, measured in one process and on a rank: loss, outputs, parameters, gradients."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from maxmoe._torch import process_groups
+from maxmoe.testing.layout import indices_of, local_of
+
+WHOLE = "loss"  # name of the loss if it has no terms
+
+
+@dataclass(frozen=True)
+class Training:
+    """The functions of the user, see `compare_ranks`."""
+
+    build_model: Callable[[], nn.Module]
+    parallelize: Callable[[nn.Module], Any]
+    make_batch: Callable[[int, int], Any]
+    loss: Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
+    step: Callable[[Any, Any], Tensor | Mapping[str, Tensor] | None] | None = None
+
+
+@dataclass
+class Entries:
+    """Entries of a tensor on one rank.
+
+    Attributes:
+        values: this rank's entries.
+        shape: shape of the whole tensor, or of the rank's part if it does not know the whole.
+        indices: flat index in the whole tensor of each entry; None if the tensor is no `DTensor`.
+    """
+
+    values: Tensor
+    shape: tuple[int, ...]
+    indices: Tensor | None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Entries":
+        """Copy the entries of a tensor."""
+        return cls(local_of(tensor), tuple(tensor.shape), indices_of(tensor) if isinstance(tensor, DTensor) else None)
+
+
+@dataclass
+class ParameterEntries:
+    """Value of a parameter before the step, and its gradient after it."""
+
+    value: Entries
+    gradient: Entries | None
+    requires_grad: bool
+
+
+@dataclass
+class Measurement:
+    """What a step computes in one process or on one rank.
+
+    Attributes:
+        loss: terms of the loss; empty if the step returns none.
+        outputs: floating-point tensors that the model returns, by name, for each call.
+        parameters: in the order in which the backward computes their gradients, those without a gradient last.
+        batch: the batch.
+        groups: ranks of each process group of this rank.
+        narrow: a dtype narrower than that of the parameters in which the model computes, and the function.
+    """
+
+    loss: dict[str, float]
+    outputs: list[dict[str, Entries]]
+    parameters: dict[str, ParameterEntries]
+    batch: Any
+    groups: dict[str, list[int]] = field(default_factory=dict)
+    narrow: tuple[torch.dtype, str] | None = None
+
+
+def measure_one_process(training: Training, dtype: torch.dtype) -> tuple[Measurement, Measurement]:
+    """Run the step twice in one process, with other random numbers, and return both measurements."""
+    model = build(training, 0, dtype)
+    first = _measure(model, training.loss, make_batch(training, 0, 1, dtype), seed=0)
+    model = build(training, 0, dtype)
+    with NarrowResults(dtype) as narrow:
+        second = _measure(model, training.loss, make_batch(training, 0, 1, dtype), seed=1)
+    first.narrow = narrow.found
+    return first, second
+
+
+def measure_rank(training: Training, dtype: torch.dtype) -> Measurement:
+    """Run the step on this rank."""
+    rank = dist.get_rank()
+    model = training.parallelize(build(training, rank, dtype))
+    if model is None:
+        raise ValueError("parallelize must return the model, got None")
+    batch = make_batch(training, rank, dist.get_world_size(), dtype)
+    if training.step is None:
+        measurement = _measure(model, training.loss, batch, seed=rank)
+    else:
+        measurement = _measure(model, training.step, batch, seed=rank, has_backward=True)
+    measurement.groups = process_groups()
+    return measurement
+
+
+def gradients_of_parts(
+    training: Training, dtype: torch.dtype, batches: list[Any]
+) -> list[dict[str, dict[str, Tensor | None]]]:
+    """Return the gradients of all parameters in one process, for each batch, by the name of each term of the loss."""
+    model, found = build(training, 0, dtype), []
+    for batch in batches:
+        torch.manual_seed(0)
+        terms = terms_of(training.loss(model, batch))
+        found.append({name: _gradients_of(model, term) for name, term in terms.items()})
+    return found
+
+
+def build(training: Training, seed: int, dtype: torch.dtype) -> nn.Module:
+    """Build the model on the CPU, with the seed of a rank."""
+    torch.manual_seed(seed)
+    model = training.build_model()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"build_model must return a torch.nn.Module, got {type(model).__name__}")
+    return model.to(dtype)
+
+
+def make_batch(training: Training, rank: int, num_ranks: int, dtype: torch.dtype) -> Any:
+    """Make the batch of a rank, with the same seed on all ranks."""
+    torch.manual_seed(0)
+    return _map_tensors(
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, training.make_batch(rank, num_ranks)
+    )
+
+
+def terms_of(loss: Any) -> dict[str, Tensor]:
+    """Return the terms of a loss by name."""
+    terms = dict(loss) if isinstance(loss, Mapping) else {WHOLE: loss}
+    for name, term in terms.items():
+        if not isinstance(term, Tensor) or term.numel() != 1:
+            got = f"shape {tuple(term.shape)}" if isinstance(term, Tensor) else type(term).__name__
+            raise ValueError(f"loss must return a scalar tensor, or a dict of them, got {got} for {name!r}")
+    return terms
+
+
+def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in dicts, lists, tuples and dataclasses, with their place as in ``.logits`` or ``[0]``."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{path}.{key}")
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        for name in value._fields:
+            yield from tensors_in(getattr(value, name), f"{path}.{name}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from tensors_in(item, f"{path}[{index}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for item in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, item.name), f"{path}.{item.name}")
+
+
+class NarrowResults(TorchFunctionMode):
+    """Mode that finds the first result with a gradient whose floating-point dtype is narrower than a given one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.found: tuple[torch.dtype, str] | None = None
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function and look at its result."""
+        result = function(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple) else (result,):
+            if (
+                isinstance(value, Tensor)
+                and value.is_floating_point()
+                and value.requires_grad
+                and value.dtype.itemsize < (self.found[0] if self.found else self.dtype).itemsize
+            ):
+                self.found = value.dtype, getattr(function, "__name__", str(function))
+        return result
+
+
+def _measure(
+    model: Any, step: Callable[[Any, Any], Any], batch: Any, *, seed: int, has_backward: bool = False
+) -> Measurement:
+    """Run a step and measure it; without `has_backward`, `step` is the loss."""
+    values = {name: Entries.of(parameter) for name, parameter in model.named_parameters()}
+    outputs: list[dict[str, Entries]] = []
+    order: dict[str, None] = {}
+    handles = [] if dist.is_initialized() else _record_order(model, order)
+    if isinstance(model, nn.Module):
+        handles.append(model.register_forward_hook(lambda *call: outputs.append(_output_of(call[2]))))
+    torch.manual_seed(seed)
+    loss = step(model, batch)
+    terms = {} if loss is None and has_backward else terms_of(loss)
+    if not has_backward:
+        _total(terms).backward()  # type: ignore[no-untyped-call]
+    for handle in handles:
+        handle.remove()
+    parameters = dict(model.named_parameters())
+    names = [*order, *(name for name in reversed(parameters) if name not in order)]
+    return Measurement(
+        loss={name: float(_local(term)) for name, term in terms.items()},
+        outputs=outputs,
+        parameters={
+            name: ParameterEntries(
+                values.get(name) or Entries.of(parameters[name]),
+                None if (gradient := parameters[name].grad) is None else Entries.of(gradient),
+                parameters[name].requires_grad,
+            )
+            for name in names
+        },
+        batch=_map_tensors(Tensor.detach, batch),
+    )
+
+
+def _record_order(model: nn.Module, order: dict[str, None]) -> list[Any]:
+    """Record the names of the parameters in the order in which the backward computes their gradients."""
+    return [
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.setdefault(name))  # type: ignore[no-untyped-call]
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+
+
+def _total(terms: dict[str, Tensor]) -> Tensor:
+    total = torch.stack([term.reshape(()) for term in terms.values()]).sum() if len(terms) > 1 else None
+    loss = next(iter(terms.values())) if total is None else total
+    if not loss.requires_grad:
+        raise ValueError("loss must depend on parameters that require a gradient, got one without a gradient")
+    return loss
+
+
+def _local(term: Tensor) -> Tensor:
+    return term.full_tensor() if isinstance(term, DTensor) else term.detach()
+
+
+def _gradients_of(model: nn.Module, term: Tensor) -> dict[str, Tensor | None]:
+    model.zero_grad()
+    if term.requires_grad:
+        term.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    return {
+        name: None if parameter.grad is None else parameter.grad.clone() for name, parameter in model.named_parameters()
+    }
+
+
+def _output_of(output: Any) -> dict[str, Entries]:
+    return {
+        f"output{place}": Entries.of(tensor)
+        for place, tensor in tensors_in(output)
+        if tensor.is_floating_point() and tensor.ndim
+    }
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Apply a function to the tensors in dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _map_tensors(function, item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map_tensors(function, item) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_map_tensors(function, item) for item in value)
+    return value

@@ -1,0 +1,173 @@
+"""A small model with experts in plain torch, ways to train it on several ranks, and mistakes in them."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as fc
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+BATCH, LENGTH, WIDTH, EXPERTS, MICRO_BATCHES = 24, 5, 8, 8, 3
+Terms = dict[str, Tensor]
+
+
+class Experts(nn.Module):
+    """All experts for all tokens, weighted; on a mesh those of this rank for the tokens of its expert group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(0.5 * torch.randn(EXPERTS, WIDTH, WIDTH))
+        self.down = nn.Parameter(0.5 * torch.randn(EXPERTS, WIDTH, WIDTH))
+        self.group: dist.ProcessGroup | None = None
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        if self.group is None:
+            return self.compute(x, weights)
+        count, rank = len(self.up), self.group.rank()
+        x, weights = fc.all_gather_single(x, 0, self.group), fc.all_gather_single(weights, 0, self.group)
+        part = self.compute(x, weights[..., rank * count : (rank + 1) * count])
+        return fc.reduce_scatter_single(part, "sum", 0, self.group)
+
+    def compute(self, x: Tensor, weights: Tensor) -> Tensor:
+        hidden = F.silu(torch.einsum("bsd,edf->bsef", x, self.up))
+        return torch.einsum("bsef,efd,bse->bsd", hidden, self.down, weights)
+
+    def keep(self, mesh: DeviceMesh) -> None:
+        """Keep the experts of this rank."""
+        self.group = mesh.get_group()
+        for name in ("up", "down"):
+            whole = getattr(self, name).detach()
+            setattr(self, name, nn.Parameter(whole.chunk(mesh.size())[mesh.get_local_rank()].clone()))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.router, self.experts = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS), Experts()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states, and an auxiliary loss that is a mean over tokens."""
+        x = x + F.gelu(self.first(x))
+        logits = self.router(x)
+        x = x + self.experts(self.norm(x), logits.softmax(-1))
+        return self.last(x), logits.logsumexp(-1).square().mean()
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return Model()
+
+
+def whole_batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, target = torch.randn(2, BATCH, LENGTH, WIDTH, generator=generator)
+    return x, target * torch.linspace(0.5, 2, BATCH)[:, None, None]
+
+
+def make_batch(rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
+    """The sequences of a rank."""
+    x, target = whole_batch()
+    return x.chunk(num_ranks)[rank], target.chunk(num_ranks)[rank]
+
+
+def same_batch(_rank: int, _num_ranks: int) -> tuple[Tensor, Tensor]:
+    return whole_batch()
+
+
+def other_lengths(rank: int, num_ranks: int) -> Any:
+    """Rank 0 of 4 has fewer sequences: the mean over ranks is not that over tokens."""
+    x, target = whole_batch()
+    sizes = [BATCH // 8, *[(BATCH - BATCH // 8) // 3] * 3] if num_ranks == 4 else [BATCH]
+    return x.split(sizes)[rank], target.split(sizes)[rank]
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Terms:
+    """Means over the tokens of the batch."""
+    output, aux_loss = model(batch[0])
+    return {"tokens": F.mse_loss(output, batch[1]), "aux": 0.1 * aux_loss}
+
+
+def share_of_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Terms:
+    """The share of these sequences in the mean over all tokens."""
+    return {name: term * len(batch[0]) / BATCH for name, term in loss(model, batch).items()}
+
+
+def scaled(terms: Terms, **factors: float) -> Terms:
+    return {name: term * factors.get(name, factors.get("all", 1.0)) for name, term in terms.items()}
+
+
+def backward(terms: Terms) -> Terms:
+    torch.stack(list(terms.values())).sum().backward()
+    return {name: term.detach() for name, term in terms.items()}
+
+
+def micro_batches(batch: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(*(tensor.chunk(MICRO_BATCHES) for tensor in batch), strict=True))
+
+
+def accumulate(
+    model: Any, batch: tuple[Tensor, Tensor], before: Callable[[Any, bool], None] = lambda *_: None, **factors: float
+) -> Terms:
+    """Forward and backward of all micro-batches; `before` learns whether the next one is the last."""
+    total: Terms = {}
+    for number, micro_batch in enumerate(micro_batches(batch)):
+        before(model, number == MICRO_BATCHES - 1)
+        terms = backward(scaled(loss(model, micro_batch), **({"all": 1 / MICRO_BATCHES} | factors)))
+        total = {name: term + total.get(name, 0) for name, term in terms.items()}
+    return total
+
+
+def reduce_gradients(model: nn.Module, group: Any = None, names: str = "", op: Any = dist.ReduceOp.SUM) -> None:
+    """All-reduce the gradients of the parameters whose names begin so."""
+    for name, parameter in model.named_parameters():
+        if name.startswith(names) and parameter.grad is not None:
+            dist.all_reduce(parameter.grad, op=op, group=group)
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def fsdp2(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.children():
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def alone(model: nn.Module) -> nn.Module:
+    """Nothing is parallelized: the step reduces the gradients."""
+    return model
+
+
+def expert_parallel(model: nn.Module) -> nn.Module:
+    """The experts over all ranks."""
+    model.experts.keep(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("expert",)))
+    return model
+
+
+def expert_and_data_parallel(model: nn.Module) -> nn.Module:
+    """Groups of two ranks for the experts, and two replicas of each expert."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "expert"))
+    model.experts.keep(mesh["expert"])
+    model.replicas = mesh["replicate"].get_group()
+    return model
+
+
+class Case(NamedTuple):
+    """What `compare_ranks` takes, and what it must say of the first wrong gradient; "" for equal."""
+
+    parallelize: Callable[[Any], Any]
+    num_ranks: int = 4
+    step: Callable[[Any, Any], Terms | None] | None = None
+    loss: Callable[[Any, Any], Any] = loss
+    make_batch: Callable[[int, int], Any] = make_batch
+    build: Callable[[], nn.Module] = build
+    first_wrong: str = ""
+    explanation: str = ""

@@ -1,0 +1,58 @@
+"""docs/how_to/compare_ranks.md: its modules are compared as a reader would do it, and what it prints is shown."""
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from maxmoe.__main__ import main
+
+PAGE = (Path(__file__).parents[2] / "docs/how_to/compare_ranks.md").read_text()
+SOURCES = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+(REPORT,) = re.findall(r"^```text\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ModuleType]]:
+    """The code blocks as modules."""
+    monkeypatch.syspath_prepend(tmp_path)
+    names = [f"page_{number}" for number in range(len(SOURCES))]
+    for name, source in zip(names, SOURCES, strict=True):
+        (tmp_path / f"{name}.py").write_text(source)
+    yield [importlib.import_module(name) for name in names]
+    for name in names:
+        del sys.modules[name]
+
+
+def test_the_modules_of_the_page(
+    modules: list[ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    for module in modules:
+        (test,) = (function for name, function in vars(module).items() if name.startswith("test_"))
+        test()
+    assert main(["compare_ranks", "page_1", "--num-ranks", "4"]) == 1
+    assert without_errors(capsys.readouterr().out) == without_errors(REPORT)
+    assert main(["compare_ranks", "page_2"]) == 0
+    assert capsys.readouterr().out.startswith("compare_ranks: equal. 2 ranks beside one process, float64")
+
+
+def without_errors(report: str) -> list[list[str]]:
+    """The words of the lines, without errors of rounding."""
+    return [[word for word in line.split() if not re.fullmatch(r"-+|\de-\d\d|0", word)] for line in report.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("no_such_module", "there is no module 'no_such_module' to import from this folder"),
+        ("shlex", "shlex must have the functions build_model, parallelize, make_batch, loss, got no build_model, "),
+    ],
+)
+def test_modules_that_cannot_be_compared(module: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare_ranks", module]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
