@@ -3,6 +3,7 @@
 python docs/dispatch_pictures.py   # prints the table, writes docs/dispatch_*.png
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
+from maxmoe.dispatch.computed_rows import ComputedRows
+from maxmoe.dispatch.expert_moves import plan_moves
 from maxmoe.ops import ragged_plan
 
 FOLDER = Path(__file__).parent
@@ -33,11 +36,13 @@ class Box:
         token: number of it in the batch; its color is that of its rank.
         label: under the number.
         is_partial: whether it is a summand, which the picture hatches.
+        is_foreign: whether an expert of another rank computes it, which the picture frames.
     """
 
     token: int
     label: str = ""
     is_partial: bool = False
+    is_foreign: bool = False
 
 
 Stage = tuple[str, list[list[Box]]]  # what happens before, and the boxes of every rank
@@ -46,6 +51,13 @@ Stage = tuple[str, list[list[Box]]]  # what happens before, and the boxes of eve
 def routing() -> torch.Tensor:
     """The experts ``(T, K)`` of the tokens of all ranks."""
     scores = torch.rand(NUM_RANKS * TOKENS, EXPERTS, generator=torch.Generator().manual_seed(4))
+    return scores.topk(TOP_K).indices
+
+
+def uneven_routing() -> torch.Tensor:
+    """The same, if most tokens choose the second expert."""
+    scores = torch.rand(NUM_RANKS * TOKENS, EXPERTS, generator=torch.Generator().manual_seed(4))
+    scores[:, 1] += 0.7
     return scores.topk(TOP_K).indices
 
 
@@ -65,9 +77,9 @@ def rows_at(rank: int, tokens: Sequence[int]) -> list[Box]:
     ]
 
 
-def all_to_all_rows(rank: int) -> list[Box]:
+def all_to_all_rows(rank: int, routing: torch.Tensor) -> list[Box]:
     """The rows of a rank's own tokens, in the order of their experts: so they are sent."""
-    plan = ragged_plan(routing()[list(own(rank))], EXPERTS)
+    plan = ragged_plan(routing[list(own(rank))], EXPERTS)
     experts = torch.arange(EXPERTS).repeat_interleave(plan.group_sizes).tolist()
     return [
         Box(own(rank)[slot // TOP_K], f"e{expert}") for slot, expert in zip(plan.slots.tolist(), experts, strict=True)
@@ -99,15 +111,45 @@ def ragged_all_to_all() -> list[Stage]:
     everything = range(NUM_RANKS * TOKENS)
     return [
         ("the tokens of each rank", [[Box(token) for token in own(rank)] for rank in ALL_RANKS]),
-        ("one row for each token and expert, sorted by the expert", [all_to_all_rows(rank) for rank in ALL_RANKS]),
+        (
+            "one row for each token and expert, sorted by the expert",
+            [all_to_all_rows(rank, routing()) for rank in ALL_RANKS],
+        ),
         (
             "all-to-all: the rows go to the rank of their expert, which sorts and computes them",
             [rows_at(rank, everything) for rank in ALL_RANKS],
         ),
         (
             "all-to-all: the weighted outputs of the experts go back",
-            [[Box(box.token, box.label) for box in all_to_all_rows(rank)] for rank in ALL_RANKS],
+            [[Box(box.token, box.label) for box in all_to_all_rows(rank, routing())] for rank in ALL_RANKS],
         ),
+        ("the sum over each token's experts", [sums(own(rank)) for rank in ALL_RANKS]),
+    ]
+
+
+def least_loaded() -> list[Stage]:
+    """Ranks with few rows compute rows of the expert that most tokens chose."""
+    sending = [all_to_all_rows(rank, uneven_routing()) for rank in ALL_RANKS]
+    counts = torch.tensor([[sum(box.label == f"e{e}" for box in boxes) for e in range(EXPERTS)] for boxes in sending])
+    computed = ComputedRows.of(counts, plan_moves(counts.sum(0).tolist(), NUM_RANKS, rows_per_expert=0))
+    arriving: list[list[Box]] = [[] for _ in ALL_RANKS]
+    for rank, boxes in enumerate(sending):
+        sent = iter([boxes[place] for place in computed.order(rank)])
+        for receiver, count in enumerate(computed.sent(rank)):
+            arriving[receiver] += itertools.islice(sent, count)
+    computing = []
+    for rank, boxes in enumerate(arriving):
+        foreign = [f"e{expert}" for expert in computed.foreign(rank)]
+        marked = [Box(box.token, box.label, is_foreign=box.label in foreign) for box in boxes]
+        computing.append(sorted(marked, key=lambda box: (box.is_foreign, box.label)))
+    return [
+        ("the tokens of each rank", [[Box(token) for token in own(rank)] for rank in ALL_RANKS]),
+        ("one row for each token and expert, sorted by the expert; most have expert 1", sending),
+        (
+            "all-to-all: the rows go to the ranks that compute them; rank 0 sends the weights for framed rows",
+            computing,
+        ),
+        ("all-to-all: the weighted outputs of the experts go back", sending),
         ("the sum over each token's experts", [sums(own(rank)) for rank in ALL_RANKS]),
     ]
 
@@ -131,7 +173,7 @@ def gather_weights() -> list[Stage]:
     weights = "all-gather of the weights of all experts; sort, and compute all rows of the rank's own tokens"
     return [
         ("the tokens of each rank", [[Box(token) for token in own(rank)] for rank in ALL_RANKS]),
-        (weights, [all_to_all_rows(rank) for rank in ALL_RANKS]),
+        (weights, [all_to_all_rows(rank, routing()) for rank in ALL_RANKS]),
         ("the sum over each token's experts", [sums(own(rank)) for rank in ALL_RANKS]),
     ]
 
@@ -139,6 +181,7 @@ def gather_weights() -> list[Stage]:
 STRATEGIES = {
     "ring_of_experts": ring_of_experts,
     "ragged_all_to_all": ragged_all_to_all,
+    "least_loaded": least_loaded,
     "ep_tp": ep_tp,
     "gather_weights": gather_weights,
 }
@@ -175,7 +218,8 @@ def draw_boxes(axes: Axes, left: float, top: float, boxes: Sequence[Box], colors
     for place, box in enumerate(boxes):
         hatch = "////" if box.is_partial else None
         color = colors[box.token // TOKENS]
-        axes.add_patch(Rectangle((left + place, top), 0.94, 0.75, facecolor=color, edgecolor="white", hatch=hatch))
+        edge = {"edgecolor": "black", "linewidth": 1.5} if box.is_foreign else {"edgecolor": "white"}
+        axes.add_patch(Rectangle((left + place, top), 0.94, 0.75, facecolor=color, hatch=hatch, **edge))
         text = f"{box.token}\n{box.label}" if box.label else str(box.token)
         axes.text(left + place + 0.47, top + 0.375, text, ha="center", va="center", fontsize=8.5)
 

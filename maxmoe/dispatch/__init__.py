@@ -7,6 +7,7 @@ from maxmoe.dispatch.collectives import (
     reduce_scatter_rows,
 )
 from maxmoe.dispatch.expert_ranks import ExpertLayout, ExpertRanks
+from maxmoe.dispatch.least_loaded import LeastLoaded
 from maxmoe.dispatch.partial_sums import PartialSums
 from maxmoe.dispatch.planned_dispatch import LocalStrategy, PlannedDispatch, Strategy
 from maxmoe.dispatch.ragged_all_gather import RaggedAllGather
@@ -16,6 +17,7 @@ from maxmoe.dispatch.ring_of_experts import RingOfExperts
 __all__ = [
     "ExpertLayout",
     "ExpertRanks",
+    "LeastLoaded",
     "LocalStrategy",
     "PartialSums",
     "PlannedDispatch",

@@ -22,12 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from maxmoe._torch import all_gather_single, reduce_scatter_single
 from maxmoe.nn.dispatcher import Future
 from maxmoe.sharding.not_compiled import not_compiled
-
-# torch has renamed these two. Older versions lack the first name, newer ones warn of the second.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from maxmoe.config import MoEConfig
 from maxmoe.nn import local_dispatcher
 from maxmoe.nn.dispatcher import Dispatcher, LocalExperts
-from maxmoe.nn.router import TopK
+from maxmoe.nn.routing import TopK
 from maxmoe.ops import RaggedPlan, ragged_gather, ragged_plan
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
@@ -27,12 +27,14 @@ class ExpertLayout:
         expert_axes: axes over which the experts are sharded, the major axis first.
         token_axes: subset of `expert_axes` over which tokens are communicated. Along the other axes, all ranks hold the
             same tokens.
+        imbalance: number of rows of the rank with the most rows over the mean, which planning assumes.
     """
 
     config: MoEConfig
     mesh: Mesh
     expert_axes: tuple[str, ...] = ()
     token_axes: tuple[str, ...] = ()
+    imbalance: float = 1.0
 
     @property
     def group_axes(self) -> tuple[str, ...]:
@@ -48,9 +50,9 @@ class ExpertLayout:
         """Return the experts of a rank; None for this process."""
         total = self.config.num_experts
         (part,) = NamedSharding(self.mesh, PartitionSpec(self.expert_axes)).slices((total,), rank)
-        return LocalExperts(part.start, part.stop - part.start, total)
+        return LocalExperts(part.start, part.stop - part.start, total, self.config.num_selectable_experts)
 
-    def local_dispatcher(self, *, is_bounded: bool = True) -> Dispatcher[Any]:
+    def local_dispatcher(self, *, is_bounded: bool = True) -> Dispatcher[Any, int]:
         """Make the dispatcher to the experts of this process; unbounded if the strategy itself drops rows."""
         config = self.config if is_bounded else replace(self.config, buffer_factor=None)
         return local_dispatcher(config, self.local_experts())
@@ -100,17 +102,19 @@ class ExpertRanks:
             Plan whose groups are the experts in the order of the ranks.
         """
         experts, count, total = top_k.experts, self.experts.count, self.experts.total
-        num_rows = experts.numel() if top_k.is_unpadded and self.size * count == total else None
+        are_all = self.size * count == total
+        num_rows = experts.numel() if top_k.is_unpadded and are_all and self.experts.are_selectable else None
+        num_ids = self.experts.num_selectable
         if self.first_experts != tuple(range(0, total, count)):
-            experts = self._position_of_expert(experts.device)[experts]
-        return ragged_plan(experts, self.size * count, num_rows=num_rows)
+            experts, num_ids = self._position_of_expert(experts.device)[experts], self.size * count
+        return ragged_plan(experts, num_ids, num_local_experts=self.size * count, num_rows=num_rows)
 
     def _position_of_expert(self, device: torch.device) -> Tensor:
-        """Return the index of each expert in the order of the ranks, and -1 for experts of other ranks.
+        """Return the index of each expert in the order of the ranks, and -1 for experts of other ranks or of none.
 
         The last entry is -1 as well: the id -1 of a slot that is not routed indexes it.
         """
-        position = torch.full((self.experts.total + 1,), -1, device=device)
+        position = torch.full((self.experts.num_selectable + 1,), -1, device=device)
         for rank, first in enumerate(self.first_experts):
             position[first : first + self.experts.count] = torch.arange(self.experts.count) + rank * self.experts.count
         return position
@@ -125,9 +129,15 @@ def without_last_rows(plan: RaggedPlan, routed: list[int], kept: list[int]) -> R
         return plan
     starts = torch.tensor([0, *routed[:-1]]).cumsum(0).tolist()
     rows_kept = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, kept, strict=True)])
-    slots = plan.slots[rows_kept.to(plan.slots.device)]
-    rows = torch.full_like(plan.rows, -1).scatter(0, slots, torch.arange(len(slots), device=slots.device))
-    return plan._replace(slots=slots, rows=rows, dropped=plan.dropped + (sum(routed) - sum(kept)))
+    plan = with_rows(plan, rows_kept.to(plan.slots.device))
+    return plan._replace(dropped=plan.dropped + (sum(routed) - sum(kept)))
+
+
+def with_rows(plan: RaggedPlan, rows: Tensor) -> RaggedPlan:
+    """Return a plan with the rows of the given numbers ``(R,)``, in their order. `group_sizes` are not changed."""
+    slots = plan.slots[rows]
+    places = torch.full_like(plan.rows, -1).scatter(0, slots, torch.arange(len(slots), device=slots.device))
+    return plan._replace(slots=slots, rows=places)
 
 
 def weights_of_rows(weights: Tensor, slots: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from maxmoe.dispatch.planned_dispatch import PlannedDispatch
-from maxmoe.nn.router import TopK
-from maxmoe.nn.tensor_parallel_region import LayerInputs
+from maxmoe.nn.routing import TopK
+from maxmoe.nn.tensor_parallel_region import LayerInputs, sum_of
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.planned_collective import PlannedCollective, planned_redistribution
@@ -31,6 +31,8 @@ class PartialSums:
         embed_axes: axes that shard the hidden dim of the residual stream. The layer takes whole hidden states, returns
             this rank's part, and its input gradient is partial over these axes.
         shared_is_partial: whether the shared experts are computed in parts over `sum_axes` too: one reduction for both.
+        routed_is_partial: whether the routed experts return parts of the output; otherwise they are latent, and their
+            parts are summed before the projection to the output.
     """
 
     mesh: Mesh
@@ -39,12 +41,18 @@ class PartialSums:
     dropped_axes: tuple[str, ...] = ()
     embed_axes: tuple[str, ...] = ()
     shared_is_partial: bool = False
+    routed_is_partial: bool = True
 
     @not_compiled
     def enter(self, x: Tensor) -> LayerInputs:
         """Return x as input of each part of the layer; the backward sums the gradients of the parts."""
-        router, experts = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
-        return LayerInputs(router, experts, experts if self.shared_is_partial else router)
+        if not self._has_partial_outputs:
+            whole = redistribute_local(x, self.grad_input(()))
+            return LayerInputs(whole, whole, whole)
+        whole, parts = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
+        return LayerInputs(
+            whole, parts if self.routed_is_partial else whole, parts if self.shared_is_partial else whole
+        )
 
     @not_compiled
     def assign(self, top_k: TopK) -> TopK:
@@ -52,13 +60,25 @@ class PartialSums:
         return top_k._replace(weights=redistribute_local(top_k.weights, self._weights))
 
     @not_compiled
-    def leave(self, routed: Tensor, shared: Tensor | None) -> Tensor:
-        """Sum the outputs over `sum_axes`, and keep this rank's part of the hidden dim."""
-        if shared is None:
-            return redistribute_local(routed, self._outputs(self.sum_axes))
-        if self.shared_is_partial:
-            return redistribute_local(routed + shared, self._outputs(self.sum_axes))
-        return redistribute_local(routed, self._outputs(self.sum_axes)) + redistribute_local(shared, self._outputs(()))
+    def copy_to_experts(self, latent: Tensor) -> Tensor:
+        """Return latent rows; their gradient is all-reduced over `axes`."""
+        return redistribute_local(latent, self._latent_inputs)
+
+    @not_compiled
+    def reduce_from_experts(self, latent: Tensor) -> Tensor:
+        """All-reduce the outputs of latent experts over `sum_axes`."""
+        return redistribute_local(latent, self._latent_outputs)
+
+    @not_compiled
+    def leave(self, routed: Tensor, shared: Tensor | None, whole: Tensor | None = None) -> Tensor:
+        """Sum the partial outputs over `sum_axes`, add the whole ones, and keep this rank's part of the hidden dim."""
+        parts = [(routed, self.routed_is_partial), (shared, self.shared_is_partial), (whole, False)]
+        outputs = []
+        for is_partial, axes in ((True, self.sum_axes), (False, ())):
+            summands = [part for part, of_ranks in parts if part is not None and of_ranks is is_partial]
+            if summands:
+                outputs.append(redistribute_local(sum_of(*summands), self._outputs(axes)))
+        return sum_of(*outputs)
 
     @not_compiled
     def all_reduce_dropped(self, dropped: Tensor) -> Tensor:
@@ -68,6 +88,18 @@ class PartialSums:
     @property
     def _weights(self) -> Redistribution:
         return Redistribution.reduce_gradient(self.mesh, 2, self.axes)
+
+    @property
+    def _latent_inputs(self) -> Redistribution:
+        return Redistribution.reduce_gradient(self.mesh, 2, self.axes)
+
+    @property
+    def _latent_outputs(self) -> Redistribution:
+        return Redistribution.reduce_outputs(self.mesh, 2, self.sum_axes)
+
+    @property
+    def _has_partial_outputs(self) -> bool:
+        return self.routed_is_partial or self.shared_is_partial
 
     @property
     def _dropped(self) -> Redistribution:
@@ -82,14 +114,21 @@ class PartialSums:
 
     def planned_collectives(self, tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
         """List the collectives of a training step on the inputs and outputs of the layer."""
-        shape, slots = (tokens.num_tokens, tokens.config.hidden_size), (tokens.num_tokens, tokens.config.top_k)
+        config = tokens.config
+        shape, slots = (tokens.num_tokens, config.hidden_size), (tokens.num_tokens, config.top_k)
         again = {"is_repeated": tokens.is_recomputed}
-        outputs = [self._outputs(self.sum_axes)]
-        if tokens.config.num_shared_experts and not self.shared_is_partial:
-            outputs.append(self._outputs(()))
-        for output in outputs:
-            yield from planned_redistribution("partial outputs", output, shape, tokens.dtype, **again)
-        yield from planned_redistribution("partial outputs", self.grad_input(self.axes), shape, tokens.dtype)
+        has_whole_shared = config.num_shared_experts > 0 and not self.shared_is_partial
+        has_whole_outputs = has_whole_shared or config.has_zero_computation_outputs or not self.routed_is_partial
+        for has_outputs, axes in ((self._has_partial_outputs, self.sum_axes), (has_whole_outputs, ())):
+            if has_outputs:
+                output = self._outputs(axes)
+                yield from planned_redistribution("partial outputs", output, shape, tokens.dtype, **again)
+        if self._has_partial_outputs:
+            yield from planned_redistribution("partial outputs", self.grad_input(self.axes), shape, tokens.dtype)
+        if not self.routed_is_partial:
+            rows = (tokens.num_tokens, config.row_size)
+            yield from planned_redistribution("latent outputs", self._latent_outputs, rows, tokens.dtype, **again)
+            yield from planned_redistribution("latent outputs", self._latent_inputs, rows, tokens.dtype)
         yield from planned_redistribution("dropped slots", self._dropped, (), torch.int64, **again)
         yield from planned_redistribution("routing weights", self._weights, slots, tokens.weights_dtype)
 

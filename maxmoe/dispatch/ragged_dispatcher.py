@@ -1,6 +1,6 @@
 """Ragged all-to-all: every routed row is sent to the rank of its expert, and its output is sent back."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,7 +13,7 @@ from maxmoe.dispatch.expert_ranks import ExpertLayout, ExpertRanks, weights_of_r
 from maxmoe.dispatch.planned_dispatch import PlannedDispatch
 from maxmoe.dispatch.row_counts import all_gather_counts
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Future
-from maxmoe.nn.router import TopK
+from maxmoe.nn.routing import TopK
 from maxmoe.ops import RaggedPlan, ragged_sort, ragged_unsort
 from maxmoe.recompute.freed_storage import Recomputation
 from maxmoe.sharding.planned_collective import PlannedCollective
@@ -56,6 +56,22 @@ def splits_of(matrix: Tensor, rank: int, max_rows: int | None = None) -> Splits:
     return Splits(matrix[rank].tolist(), accepted[rank].tolist(), accepted[:, rank].tolist())
 
 
+class RaggedCounts(NamedTuple):
+    """Counts of a chunk.
+
+    Attributes:
+        plan: plan of this rank's rows, sorted by the rank of their expert and by expert.
+        rows: ``(P, E)``, int64, number of rows of each rank for each expert, in the order of the ranks.
+        host_rows: `rows` on the host.
+        facts: ``(P, n)``, int64 on the host, numbers that each rank has added to its counts: first its number of slots.
+    """
+
+    plan: RaggedPlan
+    rows: Tensor
+    host_rows: Tensor
+    facts: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class RaggedDispatched(Dispatched):
     """The input of this rank's experts, with the values that `RaggedAllToAll.combine` needs.
@@ -76,7 +92,7 @@ class RaggedAllToAll:
     """All-to-all of the routed rows with their weights, and of the weighted outputs back.
 
     1. Plan: a counting sort of the T * K slots by the rank of their expert, and by expert.
-    2. Counts: an all-gather of the row counts, from which every rank computes its splits.
+    2. Counts: an all-gather of the row counts, once for all chunks, from which every rank computes its splits.
     3. Sort: tokens ``(T, D)`` become rows ``(S, D)`` in the order of the plan, S the sum of the rows to send.
     4. All-to-all: rows ``(S, D)`` and weights ``(S, 1)`` become ``(R, D)``, ``(R, 1)``, R the rows that are received.
     5. The local dispatcher sorts the received rows by expert. The experts compute and weight them: ``(R, D)``.
@@ -92,30 +108,58 @@ class RaggedAllToAll:
 
     keeps_sequences: ClassVar[bool] = False
     has_partial_outputs: ClassVar[bool] = True
+    moves_experts: ClassVar[bool] = False
 
-    local: Dispatcher[Any]
+    local: Dispatcher[Any, int]
     ranks: ExpertRanks
 
-    def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[RaggedDispatched]:
-        """Start the all-to-all of the rows of x ``(T, D)`` to the ranks of their experts: steps 1 to 5."""
-        plan = self.ranks.plan(top_k)
-        counts, host_counts = self._gathered_counts(plan, top_k.experts.numel())
-        splits = self._splits(host_counts)
-        plan = without_last_rows(plan, splits.routed, splits.send)
+    def exchange_counts(self, chunks: Sequence[TopK], num_sequences: int) -> list[RaggedCounts]:
+        """Sort the slots and all-gather the number of rows for every expert: steps 1 and 2."""
+        plans = [self.ranks.plan(chunk) for chunk in chunks]
+        counts = [
+            torch.cat([plan.group_sizes, plan.group_sizes.new_tensor(self._facts(chunk))])
+            for plan, chunk in zip(plans, chunks, strict=True)
+        ]
+        num_experts = self.ranks.size * self.ranks.experts.count
+        device, host = (
+            gathered.tensor_split(len(plans), dim=1)
+            for gathered in all_gather_counts(torch.cat(counts), self.ranks.group.group_name)
+        )
+        return [
+            RaggedCounts(plan, rows[:, :num_experts], host_rows[:, :num_experts], host_rows[:, num_experts:])
+            for plan, rows, host_rows in zip(plans, device, host, strict=True)
+        ]
+
+    def dispatch(self, x: Tensor, top_k: TopK, counts: RaggedCounts) -> Future[RaggedDispatched]:
+        """Start the all-to-all of the rows of x ``(T, D)`` to the ranks of their experts: steps 3 to 5."""
+        splits = self._splits(counts)
+        plan = without_last_rows(counts.plan, splits.routed, splits.send)
+        return self.send_rows(x, top_k, plan, splits, self.local, lambda: self._expert_ids(counts.rows, splits.receive))
+
+    def send_rows(
+        self,
+        x: Tensor,
+        top_k: TopK,
+        plan: RaggedPlan,
+        splits: Splits,
+        local: Dispatcher[Any, int],
+        expert_ids: Callable[[], Tensor],
+    ) -> Future[RaggedDispatched]:
+        """Start the all-to-all of the rows of a plan, which `local` dispatches to `expert_ids` ``(R, 1)``."""
         rows = self._sent(ragged_sort(x, plan), splits)
         weights = self._sent(weights_of_rows(top_k.weights, plan.slots), splits)
 
         def arrive() -> RaggedDispatched:
-            arrived, assigned = rows(), TopK(weights(), self._expert_ids(counts, splits.receive))
-            local: Dispatched = self.local.dispatch(arrived, assigned, num_sequences)()
+            arrived, assigned = rows(), TopK(weights(), expert_ids())
+            dispatched: Dispatched = local.dispatch(arrived, assigned, 1)()
             again = Recomputation(arrived, lambda x: self._sent(ragged_sort(x(), plan), splits))
             return RaggedDispatched(
-                x=local.x,
-                weights=local.weights,
-                plan=local.plan,
+                x=dispatched.x,
+                weights=dispatched.weights,
+                plan=dispatched.plan,
                 dropped=plan.dropped,
-                recomputations=(again, *local.recomputations),
-                local=local,
+                recomputations=(again, *dispatched.recomputations),
+                local=dispatched,
                 splits=splits,
                 sending=plan,
             )
@@ -132,15 +176,13 @@ class RaggedAllToAll:
     def _sent(self, rows: Tensor, splits: Splits) -> Future[Tensor]:
         return ragged_all_to_all(rows, splits.send, splits.receive, self.ranks.group)
 
-    def _gathered_counts(self, plan: RaggedPlan, num_slots: int) -> tuple[Tensor, Tensor]:
-        """All-gather the number of rows for every expert, and the number of slots; on the device and on the host."""
-        counts = torch.cat([plan.group_sizes, plan.group_sizes.new_tensor([num_slots])])
-        gathered, host = all_gather_counts(counts, self.ranks.group.group_name)
-        return gathered, host
+    def _facts(self, chunk: TopK) -> list[int]:
+        """Return the numbers that are exchanged with the row counts of a chunk."""
+        return [chunk.experts.numel()]
 
-    def _splits(self, counts: Tensor) -> Splits:
-        matrix = counts[:, :-1].view(self.ranks.size, self.ranks.size, self.ranks.experts.count).sum(2)
-        max_rows = self.ranks.experts.max_rows(int(counts[:, -1].sum()), self.ranks.buffer_factor)
+    def _splits(self, counts: RaggedCounts) -> Splits:
+        matrix = counts.host_rows.reshape(self.ranks.size, self.ranks.size, self.ranks.experts.count).sum(2)
+        max_rows = self.ranks.experts.max_rows(int(counts.facts[:, 0].sum()), self.ranks.buffer_factor)
         return splits_of(matrix, self.ranks.group.rank(), max_rows)
 
     def _expert_ids(self, counts: Tensor, receive: Sequence[int]) -> Tensor:
@@ -160,22 +202,23 @@ class RaggedAllToAll:
 
     @staticmethod
     def planned_collectives(tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
-        """List the collectives of a training step for one chunk of tokens."""
-        hidden_size, num_rows = tokens.config.hidden_size, _num_rows(tokens)
-        yield tokens.counts(tokens.num_group_experts + 1)
-        yield from tokens.rows("tokens to experts", "all-to-all", (num_rows, hidden_size), is_input=True)
-        yield from tokens.rows("routing weights", "all-to-all", (num_rows,), tokens.weights_dtype)
-        yield from tokens.rows("outputs of experts", "all-to-all", (num_rows, hidden_size))
+        """List the collectives of a training step."""
+        yield tokens.counts(tokens.num_chunks * (tokens.num_group_experts + 1))
+        for chunk in tokens.chunks():
+            yield from planned_rows(chunk)
 
     @staticmethod
     def planned_saved_tensors(tokens: PlannedDispatch) -> Iterator[SavedTensor]:
         """List the saved tensors of a training step that no module declares, with their shapes on this rank."""
-        num_rows = _num_rows(tokens)
+        num_rows = tokens.num_group_rows
         yield SavedTensor((num_rows + tokens.num_slots,), (None,), torch.int64)  # slots and rows of the sending plan
-        yield tokens.saved_input(num_rows)
+        yield from tokens.saved_input(num_rows)
         yield from tokens.saved_by_local_dispatcher(num_rows, top_k=1)
 
 
-def _num_rows(tokens: PlannedDispatch) -> int:
-    """Return the number of rows that a rank sends, and receives, for the experts of the group."""
-    return tokens.num_slots * tokens.num_group_experts // tokens.config.num_experts
+def planned_rows(tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
+    """List the collectives of the rows of one chunk."""
+    row_size, num_rows = tokens.config.row_size, tokens.num_group_rows
+    yield from tokens.rows("tokens to experts", "all-to-all", (num_rows, row_size), is_input=True)
+    yield from tokens.rows("routing weights", "all-to-all", (num_rows,), tokens.weights_dtype)
+    yield from tokens.rows("outputs of experts", "all-to-all", (num_rows, row_size))

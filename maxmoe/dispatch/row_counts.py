@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from maxmoe._torch import process_group_named
-from maxmoe.dispatch.collectives import all_gather_single
+from maxmoe._torch import all_gather_single, process_group_named
 
 
 @torch.library.custom_op("maxmoe_dispatch::all_gather_counts", mutates_args=())

@@ -84,6 +84,7 @@ def check(fixture: Fixture, layout: MeshRules, dispatch: Dispatch, **options: An
     return int(got.stats.dropped)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_on_four_ranks(name: str) -> None:

@@ -1,5 +1,6 @@
 """The counts of all ranks: their values, where they are, and that a recomputation does not gather them again."""
 
+import itertools
 from unittest.mock import patch
 
 import torch
@@ -8,7 +9,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import maxmoe
+from maxmoe import parallelize
 from maxmoe.dispatch.row_counts import all_gather_counts
+from maxmoe.parallel.dispatch_plan import STRATEGIES
+from maxmoe.sharding import Mesh
+from support.dispatched_layer import FAMILIES, make_batch, make_layer, take_step
 from support.run_ranks import run_ranks
 
 
@@ -56,3 +61,20 @@ def test_a_recomputation_that_keeps_the_routing_does_not_gather_again() -> None:
         return gathers
 
     assert run_ranks(check, 2) == [[1, 0]] * 2
+
+
+def test_one_exchange_for_all_chunks_of_a_layer() -> None:
+    """Where tokens travel, and where all ranks hold the same ones."""
+    batch = make_batch(FAMILIES["mixtral"], "of the router")
+
+    def check() -> None:
+        for rules, dispatch in itertools.product(("ep-as-dp", "ep-tp"), STRATEGIES):
+            mesh = Mesh({"expert": 2})
+            layer = parallelize(make_layer(FAMILIES["mixtral"]), mesh, rules, dispatch=dispatch, num_chunks=3)
+            counts = maxmoe.dispatch.row_counts
+            with patch.object(counts, "all_gather_single", wraps=counts.all_gather_single) as exchange:
+                take_step(layer, batch)
+            sends = layer.runner.num_chunks > 1
+            assert exchange.call_count == sends, (rules, dispatch)
+
+    run_ranks(check, 2)

@@ -108,7 +108,7 @@ def num_local_experts(dispatch: Dispatch, num_parts: int) -> int:
     return NUM_EXPERTS if dispatch == "gather_weights" else NUM_EXPERTS // num_parts
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=pytest.mark.sampled(0))])
 def test_every_strategy_family_and_load(num_ranks: int) -> None:
     layout, cases = MeshRules("ep-as-dp", {"expert": num_ranks}), cases_of_families(lambda _: LOADS)
 
@@ -120,6 +120,7 @@ def test_every_strategy_family_and_load(num_ranks: int) -> None:
     run_ranks(check, num_ranks)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
 @pytest.mark.parametrize(("layout", "num_parts"), LAYOUTS, ids=str)
 def test_every_mesh(layout: MeshRules, num_parts: int) -> None:
@@ -160,6 +161,22 @@ def test_chunks_padding_and_dense_products(layout: MeshRules, num_parts: int) ->
     run_ranks(check, layout.world_size)
 
 
+@pytest.mark.sampled(0)
+@pytest.mark.filterwarnings("ignore:no rule for the logical name")
+def test_experts_on_no_rank() -> None:
+    """Ids of zero, copy and constant experts, also where the ranks are not in the order of their experts."""
+    layouts = [LAYOUTS[index] for index in (5, 6, 7, 8, 9, 10, 11)]
+    cases = cases_of(FAMILIES["longcat_flash"], LOADS[:2])
+
+    def check() -> None:
+        for (layout, num_parts), dispatch in itertools.product(layouts, STRATEGIES):
+            with named(layout, dispatch):
+                num_experts = num_local_experts(dispatch, num_parts)
+                check_steps(layout, num_experts, FAMILIES["longcat_flash"], dispatch, cases)
+
+    run_ranks(check, 4)
+
+
 def masked_cases_of(config: MoEConfig) -> dict[str, tuple[Batch, Outcome]]:
     """Padding of NaN at random places, and one sequence of nothing else."""
     batch = make_batch(config, "of the router", (4, 4))
@@ -184,13 +201,14 @@ def test_capacity_of_whole_sequences() -> None:
     run_ranks(check, 4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "layout", [MeshRules("ep-as-dp", {"expert": 4}), MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2})], ids=str
 )
 @pytest.mark.parametrize("sizes", [(0, 1, 2, 3), (4, 0, 0, 1), (0, 0, 0, 0)], ids=str)
 def test_ranks_with_other_numbers_of_sequences(layout: MeshRules, sizes: tuple[int, ...]) -> None:
     cases = []
-    for (family, config), num_chunks in zip(FAMILIES.items(), (1, 2, 2, 1), strict=True):
+    for (family, config), num_chunks in zip(FAMILIES.items(), (1, 2, 2, 1, 2, 3), strict=True):
         batch = make_batch(config, "of the router", (sum(sizes), 3))
         cases.append((family, config, num_chunks, batch, take_step(make_layer(config), batch)))
 

@@ -1,0 +1,26 @@
+"""Layers so small that moving an expert would take longer than it saves, made to move experts all the same."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+
+from maxmoe.dispatch import expert_moves, least_loaded
+from maxmoe.dispatch.lent_experts import LentExperts
+
+
+def make_moves_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights cost nothing: they are sent to save a few rows, if a rank has more rows than the bound."""
+    monkeypatch.setattr(least_loaded, "FLOP_PER_BYTE", {"cpu": 0, "cuda": 0})
+
+
+@contextmanager
+def moving_experts(expected: bool) -> Iterator[None]:
+    """Move experts for every row above the mean; this rank must take part in a move if `expected`, else in none."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        make_moves_free(monkeypatch)
+        monkeypatch.setattr(expert_moves, "_TRIED_PERCENT", (100,))
+        with patch.object(LentExperts, "compute", autospec=True, side_effect=LentExperts.compute) as lent:
+            yield
+        assert lent.called == expected
