@@ -1,0 +1,91 @@
+"""Freezing of single experts of a stack that is trained."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from maxmoe.surgery.selection import FROZEN, ExpertIds, Layers, check_layer, check_not_frozen, expert_ids, layers_of
+
+
+class FrozenExperts:
+    """Frozen experts of a model, the result of `freeze_experts`.
+
+    Args:
+        experts: parameters with the experts in their first dim, and the ids ``(N,)`` of those that are frozen.
+        optimizer: optimizer of the parameters.
+    """
+
+    def __init__(self, experts: Mapping[nn.Parameter, Tensor], optimizer: Optimizer) -> None:
+        self._experts = dict(experts)
+        self._saved: list[Tensor] = []
+        self._hooks = [
+            *(
+                parameter.register_hook(_without_rows(ids))  # type: ignore[no-untyped-call]
+                for parameter, ids in self._experts.items()
+            ),
+            optimizer.register_step_pre_hook(self._save),
+            optimizer.register_step_post_hook(self._restore),
+        ]
+        for parameter in self._experts:
+            setattr(parameter, FROZEN, True)
+
+    def remove(self) -> None:
+        """Train the experts again."""
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in self._experts:
+            setattr(parameter, FROZEN, False)
+        self._hooks, self._experts = [], {}
+
+    # A step changes experts without a gradient too, by weight decay and momentum.
+    @torch.no_grad()
+    def _save(self, *_: object) -> None:
+        self._saved = [parameter[ids] for parameter, ids in self._experts.items()]
+
+    @torch.no_grad()
+    def _restore(self, *_: object) -> None:
+        for (parameter, ids), saved in zip(self._experts.items(), self._saved, strict=True):
+            parameter[ids] = saved
+        self._saved = []
+
+
+def freeze_experts(
+    model: nn.Module, experts: ExpertIds | Mapping[str, ExpertIds], optimizer: Optimizer
+) -> FrozenExperts:
+    """Freeze experts of the MoE layers of a model: their matrices and biases keep their values in every step.
+
+    Their gradients are zero, so that they do not count in the norm of the gradients. The optimizer keeps a copy of the
+    frozen experts during a step. The router stays trained. To freeze all experts, use ``requires_grad_(False)``.
+
+    Args:
+        model: model with `MoE` layers, or a layer, before `maxmoe.parallelize`.
+        experts: ids of the experts to freeze, in every layer, or in some by their path, as in
+            the statistics of `maxmoe.StatsAccumulator`.
+        optimizer: optimizer of the model.
+
+    Returns:
+        Frozen experts; ``remove()`` trains them again.
+
+    Raises:
+        ValueError: for ids out of range, and layers that are parallelized, have adapters or have frozen experts.
+    """
+    chosen: dict[nn.Parameter, Tensor] = {}
+    selected: Layers[ExpertIds] = layers_of(model, experts)
+    for path, (layer, ids) in selected.items():
+        check_layer(path, layer)
+        check_not_frozen(path, layer)
+        rows = torch.tensor(expert_ids(path, layer, ids), dtype=torch.int64)
+        trained = (parameter for parameter in layer.experts.parameters() if parameter.requires_grad)
+        chosen.update({parameter: rows.to(parameter.device) for parameter in trained})
+    return FrozenExperts(chosen, optimizer)
+
+
+def _without_rows(ids: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a hook that sets the gradients of some experts to zero."""
+
+    def zero(gradient: Tensor) -> Tensor:
+        return gradient.index_fill(0, ids, 0.0)
+
+    return zero

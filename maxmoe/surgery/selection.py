@@ -1,0 +1,88 @@
+"""The layers and experts that an operation changes, and whether they can be changed."""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias, TypeVar
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from maxmoe.field_checks import nearest
+from maxmoe.nn import Experts, MoE, Router, local_dispatcher
+from maxmoe.quantization import QuantizedStack
+
+# Ids of experts, integers or an integer tensor (N,).
+ExpertIds: TypeAlias = Sequence[int] | Tensor
+
+Value = TypeVar("Value")
+
+# MoE layers by path, each with a value.
+Layers: TypeAlias = dict[str, tuple[MoE, Value]]
+
+# Name of the attribute of a parameter some of whose experts are frozen.
+FROZEN = "has_frozen_experts"
+
+
+def layers_of(model: nn.Module, values: Value | Mapping[str, Value]) -> Layers[Value]:
+    """Return the MoE layers of a model and the value of each, by path; "moe" for a model that is a layer.
+
+    Args:
+        model: model with `MoE` layers, or a layer.
+        values: value of all layers, or of some by path.
+    """
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "surgery comes before DistributedDataParallel, which reduces gradients of the parameters that are replaced"
+        )
+    layers = {path or "moe": module for path, module in model.named_modules() if isinstance(module, MoE)}
+    if not layers:
+        raise ValueError(f"{type(model).__name__} must have layers of type MoE, got none")
+    if not isinstance(values, Mapping):
+        return {path: (layer, values) for path, layer in layers.items()}
+    for path in values:
+        if path not in layers:
+            raise ValueError(f"{type(model).__name__} has no MoE layer {path!r}{nearest(path, layers)}")
+    return {path: (layers[path], value) for path, value in values.items()}
+
+
+def expert_ids(path: str, layer: MoE, experts: ExpertIds, *, unique: bool = True) -> list[int]:
+    """Return ids of experts as integers; raises for one out of range, and for a repeated one if they are `unique`."""
+    num_experts = layer.config.num_experts
+    ids = experts.tolist() if isinstance(experts, Tensor) else list(experts)
+    for expert in ids:
+        if not isinstance(expert, int) or isinstance(expert, bool) or not 0 <= expert < num_experts:
+            raise ValueError(f"{path}: experts must be integers in [0, num_experts ({num_experts})), got {expert!r}")
+    repeated = sorted({expert for expert in ids if ids.count(expert) > 1})
+    if unique and repeated:
+        raise ValueError(f"{path}: experts must be named once, got {repeated[0]} {ids.count(repeated[0])} times")
+    return ids
+
+
+def check_layer(path: str, layer: MoE) -> None:
+    """Raise unless router and experts are those of the library, in one process, without adapters."""
+    for name, module, kind in (("router", layer.router, Router), ("experts", layer.experts, Experts)):
+        if not isinstance(module, kind):
+            raise ValueError(
+                f"{path}.{name} must be a maxmoe.nn.{kind.__name__}, got {type(module).__name__}: adapters must be "
+                "merged or removed before, and surgery knows no other router"
+            )
+        for key, parameter in module.named_parameters():
+            if type(parameter) is not nn.Parameter and not isinstance(parameter, QuantizedStack):
+                raise ValueError(
+                    f"{path}.{name}.{key} must be an ordinary parameter, got {type(parameter).__name__}: surgery comes "
+                    "before parallelize"
+                )
+    if layer.runner.dispatcher != local_dispatcher(layer.config):
+        raise ValueError(
+            f"{path} must have the dispatcher of one process, got {type(layer.runner.dispatcher).__name__}: surgery "
+            "comes before parallelize"
+        )
+
+
+def check_not_frozen(path: str, layer: MoE) -> None:
+    """Raise if single experts of a layer are frozen, because their ids would change."""
+    for name, parameter in layer.experts.named_parameters():
+        if getattr(parameter, FROZEN, False):
+            raise ValueError(
+                f"{path}.experts.{name} must have no frozen experts, got some of freeze_experts: call remove of its "
+                "result first, and freeze them again afterwards"
+            )
