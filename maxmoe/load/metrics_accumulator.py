@@ -3,10 +3,12 @@
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from maxmoe._torch import reshaped
 from maxmoe.load.stats import MoEStats
+from maxmoe.load.step_counts import StepCounts
 
 
 class _WithGradient(torch.autograd.Function):
@@ -68,19 +70,67 @@ def unpacked(sums: Tensor) -> AccumulatedMetrics:
     return AccumulatedMetrics(calls, aux_loss, MoEStats(sums[4:].long(), dropped.long(), entropy))
 
 
-class MetricsAccumulator:
-    """Sums the auxiliary losses and statistics of one layer in the backward, as the gradient of a leaf tensor."""
+class BackwardSum:
+    """Sums float64 tensors of one shape in the backward, as the gradient of a leaf tensor."""
 
-    def __init__(self, num_experts: int, device: torch.device) -> None:
-        self.leaf = torch.zeros(packed_size(num_experts), dtype=torch.float64, device=device, requires_grad=True)
+    def __init__(self, *shape: int, device: torch.device) -> None:
+        self.leaf = torch.zeros(shape, dtype=torch.float64, device=device, requires_grad=True)
+
+    def add(self, x: Tensor, summand: Tensor) -> Tensor:
+        """Add the summand in the backward through the returned x, which must require a gradient."""
+        return with_gradient(x, self.leaf, summand)
+
+    def take(self) -> Tensor:
+        """Return the sum and reset it to zero."""
+        total, self.leaf.grad = self.leaf.grad, None
+        return torch.zeros_like(self.leaf, requires_grad=False) if total is None else total
+
+
+class MetricsAccumulator:
+    """Sums the auxiliary losses and statistics of one layer in the backward.
+
+    Args:
+        num_experts: number of experts of the statistics.
+        num_bins: number of bins of the histograms of quantile balancing; None for another rule.
+        device: device of the sums.
+        process_group: ranks with different tokens under DDP or FSDP; None for the default group.
+
+    Attributes:
+        step: counts of the step for the balance loss of the scope "step".
+        histogram: sum of the histograms of quantile balancing; None for another rule.
+    """
+
+    step: StepCounts
+    histogram: BackwardSum | None
+
+    def __init__(
+        self,
+        num_experts: int,
+        *,
+        num_bins: int | None = None,
+        device: torch.device,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._num_bins, self._device, self._process_group = num_bins, device, process_group
+        self.resize(num_experts)
+
+    def resize(self, num_experts: int) -> None:
+        """Start new sums, for another number of experts."""
+        device = self._device
+        self.step = StepCounts(num_experts, device, self._process_group)
+        self.histogram = None if self._num_bins is None else BackwardSum(num_experts, self._num_bins, device=device)
+        self._metrics = BackwardSum(packed_size(num_experts), device=device)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """Leaf tensors whose gradients are the sums."""
+        return [self._metrics.leaf] if self.histogram is None else [self._metrics.leaf, self.histogram.leaf]
 
     def add(self, hidden_states: Tensor, aux_loss: Tensor, stats: MoEStats) -> Tensor:
         """Add a loss and statistics to the sums in the backward through the returned `hidden_states`."""
-        if not hidden_states.requires_grad:
-            return hidden_states
-        return with_gradient(hidden_states, self.leaf, packed(aux_loss, stats))
+        return self._metrics.add(hidden_states, packed(aux_loss, stats))
 
     def take(self) -> Tensor:
-        """Return the packed sums and reset them to zero."""
-        total, self.leaf.grad = self.leaf.grad, None
-        return torch.zeros_like(self.leaf, requires_grad=False) if total is None else total
+        """Return the packed sums and reset them to zero, with the counts of the step."""
+        self.step.reset()
+        return self._metrics.take()

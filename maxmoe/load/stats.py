@@ -12,7 +12,8 @@ class MoEStats(NamedTuple):
     """Routing statistics of one call of a layer, as tensors, so that the host does not wait for the device.
 
     Attributes:
-        tokens_per_expert: ``(E,)``, int64, number of slots routed to each expert, dropped slots included.
+        tokens_per_expert: ``(E,)``, int64, number of slots routed to each expert that the router selects from, dropped
+            slots included.
         dropped: ``()``, int64, number of slots dropped by capacity_factor or buffer_factor.
         router_entropy: ``()``, mean entropy of the normalised scores in nats, at most log(E).
     """

@@ -9,8 +9,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from maxmoe.load.layers_of_stages import LayersOfStages
 from maxmoe.load.metrics_accumulator import MetricsAccumulator, unpacked
+from maxmoe.load.rank_sums import all_reduce, new_accumulator
 from maxmoe.load.stats import MoEStats
-from maxmoe.token_group import LocalTokens
 
 
 class StepStats(NamedTuple):
@@ -62,39 +62,47 @@ class StatsAccumulator:
         self._process_group = process_group
         self._sums: dict[str, MetricsAccumulator] = {}
         for name, layer in self._layers.items():
-            self._sums[name] = MetricsAccumulator(layer.config.num_experts, next(layer.parameters()).device)
-            layer.metrics_accumulator = self._sums[name]
+            self._sums[name] = layer.metrics_accumulator = new_accumulator(layer, process_group)
 
     @torch.no_grad()
     def update(self) -> StepStats:
-        """End a step: update the correction biases of all layers that have one, and reset the sums.
+        """End a step: update the correction biases of the layers that have one, and reset the sums.
 
-        `update` is collective: all ranks must call it.
+        The bias of a layer is not updated if the layer is in eval mode, if no parameter of its router requires a
+        gradient, or if it got no token. `update` is collective: all ranks must call it.
 
         Returns:
             Auxiliary loss and statistics of the step, over all ranks.
+
+        Raises:
+            ValueError: if the correction bias of a layer differs between the ranks.
         """
+        sums = all_reduce(self._layers, self._sums, self._process_group)
+        metrics = {name: layer_sums.metrics for name, layer_sums in sums.items()}
+        if self._stages is not None:
+            metrics = self._stages.all_reduce(metrics)
         aux_losses, stats = [], {}
-        for name, packed in self._take().items():
+        for name, packed in metrics.items():
             summed = unpacked(packed)
             calls = summed.calls.clamp_min(1)
             aux_losses.append(summed.aux_loss / calls)
             stats[name] = summed.stats._replace(router_entropy=summed.stats.router_entropy / calls)
-            layer = self._layers.get(name)  # None for a layer of another stage
-            if layer is not None and layer.config.score_correction_bias:
-                layer.update_correction_bias(stats[name].tokens_per_expert)
+        for name, layer in self._layers.items():
+            router = layer.balanced_router
+            if router is None or not _is_trained(layer):
+                continue
+            if layer.config.correction_bias_rule == "quantile":
+                router.update_correction_bias_by_quantiles(sums[name].histogram)
+            else:
+                router.update_correction_bias(stats[name].tokens_per_expert)
         return StepStats(torch.stack(aux_losses).sum(), stats)
 
-    def _take(self) -> dict[str, Tensor]:
-        """Return the packed sums of every layer over all ranks, and reset them."""
-        sums = {name: metrics_accumulator.take() for name, metrics_accumulator in self._sums.items()}
-        # Layers run by `parallelize` have global sums already. The sums of all other layers share one all-reduce.
-        local = [name for name, layer in self._layers.items() if isinstance(layer.token_group, LocalTokens)]
-        if local and dist.is_initialized():
-            packed = torch.cat([sums[name] for name in local])
-            dist.all_reduce(packed, group=self._process_group)
-            sums.update(zip(local, torch.split(packed, [sums[name].numel() for name in local]), strict=True))
-        return sums if self._stages is None else self._stages.all_reduce(sums)
+
+def _is_trained(layer: Any) -> bool:
+    """Return whether a layer is in train mode and its router is not frozen."""
+    requires_grad = [parameter.requires_grad for parameter in layer.router.parameters()]
+    # FSDP1 leaves no parameters in a module if it flattens them.
+    return layer.training and (any(requires_grad) or not requires_grad)
 
 
 # Names under which torch.compile, FSDP1 and checkpoint_wrapper hold the module that they wrap.

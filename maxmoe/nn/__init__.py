@@ -3,27 +3,37 @@
 from maxmoe.declaration import TOKEN_DIMS, Declaration, LogicalNames, ResidualStream, SavedTensor
 from maxmoe.nn.dense_dispatcher import local_dispatcher
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, ExpertRunner, Future, LocalDispatcher, LocalExperts
+from maxmoe.nn.expert_weights import ExpertWeights, ForeignExperts
 from maxmoe.nn.experts import Experts
 from maxmoe.nn.feed_forward import MoEFeedForward, set_aux_loss_scale
-from maxmoe.nn.losses import count_tokens, load_balance_loss, mean_over_tokens, router_z_loss
-from maxmoe.nn.moe import MoE, MoEOutput
+from maxmoe.nn.latent_projection import LatentProjection
+from maxmoe.nn.losses import BalanceLoss, count_tokens, load_balance_loss, mean_over_tokens, router_z_loss
+from maxmoe.nn.moe import MoE
+from maxmoe.nn.output import MoEOutput
+from maxmoe.nn.quantile_balancing import balanced_bias, required_bias_histogram
 from maxmoe.nn.replay import RoutingRecord, record_routing, replay_routing
-from maxmoe.nn.router import Router, Routing, TopK
+from maxmoe.nn.router import Router
+from maxmoe.nn.routing import Routing, TopK
 from maxmoe.nn.shared_experts import SharedExperts
 from maxmoe.nn.tensor_parallel_region import LayerInputs, LocalRegion, TensorParallelRegion
+from maxmoe.nn.zero_computation_experts import ZeroComputationExperts
 from maxmoe.recompute.named_parts import Checkpointed, check_recompute, recompute_of, set_recompute
 from maxmoe.recompute.selective import keep_routing
 from maxmoe.token_group import LocalTokens, TokenGroup, same_tokens_everywhere
 
 __all__ = [
     "TOKEN_DIMS",
+    "BalanceLoss",
     "Checkpointed",
     "Declaration",
     "Dispatched",
     "Dispatcher",
     "ExpertRunner",
+    "ExpertWeights",
     "Experts",
+    "ForeignExperts",
     "Future",
+    "LatentProjection",
     "LayerInputs",
     "LocalDispatcher",
     "LocalExperts",
@@ -42,6 +52,8 @@ __all__ = [
     "TensorParallelRegion",
     "TokenGroup",
     "TopK",
+    "ZeroComputationExperts",
+    "balanced_bias",
     "check_recompute",
     "count_tokens",
     "keep_routing",
@@ -51,6 +63,7 @@ __all__ = [
     "recompute_of",
     "record_routing",
     "replay_routing",
+    "required_bias_histogram",
     "router_z_loss",
     "same_tokens_everywhere",
     "set_aux_loss_scale",

@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from maxmoe.config import Activation
+from maxmoe.ops import ActivationFunction
+from maxmoe.ops._composed_ffn import activate_with
 
 _FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -18,11 +20,15 @@ _FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
-def activate(gate: Tensor | None, up: Tensor, activation: Activation, limit: float | None) -> Tensor:
-    """Compute f(gate) * up; f(up) without a gate; f(gate) * (up + 1) for "swigluoai".
+def activate(
+    gate: Tensor | None, up: Tensor, activation: Activation | ActivationFunction, limit: float | None
+) -> Tensor:
+    """Compute f(gate) * up; f(up) without a gate; f(gate) * (up + 1) for "swigluoai"; or a function of gate and up.
 
     With a limit, the gate is first clipped from above, and up on both sides.
     """
+    if callable(activation):
+        return activate_with(activation, gate, up)
     function = _FUNCTIONS[activation]
     if gate is None:
         return function(up)
@@ -32,3 +38,11 @@ def activate(gate: Tensor | None, up: Tensor, activation: Activation, limit: flo
     if activation == "swigluoai":
         up = up + 1
     return function(gate) * up
+
+
+def check_activation_is_known(activation: Activation | ActivationFunction) -> None:
+    """Raise for a function, of which only autograd knows what it saves."""
+    if callable(activation):
+        raise ValueError(
+            "the tensors that an activation of one's own saves are not known: plan with a named activation"
+        )

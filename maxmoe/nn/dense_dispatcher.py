@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from maxmoe.config import MoEConfig
-from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Future, LocalDispatcher, LocalExperts
-from maxmoe.nn.router import TopK
+from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Future, LocalCounts, LocalDispatcher, LocalExperts
+from maxmoe.nn.routing import TopK
 from maxmoe.ops import RaggedPlan, ragged_gather, ragged_gather_reduce
 from maxmoe.recompute.freed_storage import Recomputation
 
 
-def local_dispatcher(config: MoEConfig, experts: LocalExperts | None = None) -> Dispatcher[Any]:
+def local_dispatcher(config: MoEConfig, experts: LocalExperts | None = None) -> Dispatcher[Any, int]:
     """Return the dispatcher of a layer to the experts of this process.
 
     Args:
@@ -47,7 +47,7 @@ class DenselyDispatched(Dispatched):
 
 
 @dataclass(frozen=True)
-class DenseDispatcher:
+class DenseDispatcher(LocalCounts):
     """Dispatches every token to every local expert: rows ``(L * T, D)``.
 
     Experts that a token is not routed to have the weight zero. `scales_input` tells whether the routing weights
@@ -108,7 +108,7 @@ class CapacityDispatched(Dispatched):
 
 
 @dataclass(frozen=True)
-class CapacityDispatcher:
+class CapacityDispatcher(LocalCounts):
     """Dispatches the first slots of each sequence to each expert, up to its capacity; further slots are dropped.
 
     `scales_input` tells whether the routing weights multiply the input of the experts, `factor` is
@@ -164,11 +164,11 @@ class CapacityDispatcher:
 
     def _capacity(self, num_slots: int) -> int:
         """Return the number of slots that an expert accepts from a sequence with `num_slots` slots."""
-        return int(max(math.ceil(num_slots / self.experts.total) * self.factor, self.factor))
+        return int(max(math.ceil(num_slots / self.experts.num_selectable) * self.factor, self.factor))
 
     def _capacities(self, num_slots: Tensor, largest: int) -> Tensor:
         """Compute `_capacity` elementwise, in the same float64 arithmetic, and bound it by `largest`."""
-        capacities = ((num_slots.double() / self.experts.total).ceil() * self.factor).clamp_min(self.factor)
+        capacities = ((num_slots.double() / self.experts.num_selectable).ceil() * self.factor).clamp_min(self.factor)
         return capacities.long().clamp_max(largest)
 
 

@@ -3,7 +3,7 @@
 Shapes: T tokens of this process, K top_k, D hidden_size, N rows of the experts' input, E experts, L local experts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from maxmoe.config import MoEConfig
-from maxmoe.nn.router import TopK
+from maxmoe.nn.routing import TopK
 from maxmoe.nn.tensor_parallel_region import LocalRegion, TensorParallelRegion
 from maxmoe.ops import RaggedPlan, ragged_plan, ragged_sort, ragged_unsort
 from maxmoe.recompute.freed_storage import Recomputation, Rematerialized
@@ -41,20 +41,37 @@ class Dispatched:
     dropped: Tensor
     recomputations: tuple[Recomputation, ...] = ()
 
+    def compute(self, experts: Callable[..., Tensor]) -> Tensor:
+        """Call `Experts`, or a function with the same arguments, with this input."""
+        return experts(self.x, self.weights, self.plan)
+
 
 D = TypeVar("D", bound=Dispatched)
+C = TypeVar("C")
 
 
-class Dispatcher(Protocol[D]):
+class Dispatcher(Protocol[D, C]):
     """Interface of dispatchers, such as `LocalDispatcher` and the strategies of `maxmoe.dispatch`."""
 
-    def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[D]:
-        """Start the dispatch of tokens to their experts.
+    def exchange_counts(self, chunks: Sequence[TopK], num_sequences: int) -> Sequence[C]:
+        """Exchange the counts that processes must know of each other, once for all chunks of the tokens.
+
+        Args:
+            chunks: expert ids and routing weights of each chunk.
+            num_sequences: B, number of sequences in all chunks.
+
+        Returns:
+            Counts of each chunk, for `dispatch`.
+        """
+        ...
+
+    def dispatch(self, x: Tensor, top_k: TopK, counts: C, /) -> Future[D]:
+        """Start the dispatch of a chunk of tokens to their experts.
 
         Args:
             x: ``(T, D)``, floating, tokens of B sequences of equal length, one sequence after the other.
             top_k: expert ids and routing weights of the tokens.
-            num_sequences: B, number of sequences in x.
+            counts: counts of the chunk, from `exchange_counts`.
 
         Returns:
             Function that waits for the input of `Experts` and returns it.
@@ -87,13 +104,13 @@ class ExpertRunner:
             sequences.
     """
 
-    dispatcher: Dispatcher[Any]
+    dispatcher: Dispatcher[Any, Any]
     region: TensorParallelRegion = field(default_factory=LocalRegion)
     num_chunks: int = 1
 
     def run(
         self,
-        experts: Callable[[Tensor, Tensor | None, RaggedPlan], Tensor],
+        experts: Callable[..., Tensor],
         x: Tensor,
         top_k: TopK,
         *,
@@ -106,7 +123,7 @@ class ExpertRunner:
         the backward in reverse order, with the same overlap.
 
         Args:
-            experts: function that computes the experts; called once per chunk.
+            experts: `Experts`, or a function with the arguments of its forward; called once per chunk.
             x: ``(T, D)``, floating, tokens.
             top_k: expert ids and routing weights of the tokens.
             num_sequences: B, number of sequences in x.
@@ -117,14 +134,15 @@ class ExpertRunner:
         """
         dispatch, combine = self.dispatcher.dispatch, self.dispatcher.combine
         tokens, top_k_chunks = x.tensor_split(self.num_chunks), top_k.tensor_split(self.num_chunks)
-        arriving = dispatch(tokens[0], top_k_chunks[0], num_sequences)
+        counts = self.dispatcher.exchange_counts(top_k_chunks, num_sequences)
+        arriving = dispatch(tokens[0], top_k_chunks[0], counts[0])
         returning, dropped, recomputed = [], [], []
         for index in range(self.num_chunks):
             dispatched = arriving()
             # The dispatch of the next chunk starts before the experts compute this one, so that the two overlap.
             if index + 1 < self.num_chunks:
-                arriving = dispatch(tokens[index + 1], top_k_chunks[index + 1], num_sequences)
-            outputs = experts(dispatched.x, dispatched.weights, dispatched.plan)
+                arriving = dispatch(tokens[index + 1], top_k_chunks[index + 1], counts[index + 1])
+            outputs = dispatched.compute(experts)
             returning.append(combine(outputs, dispatched))
             dropped.append(dispatched.dropped)
             if recompute:
@@ -146,33 +164,49 @@ class LocalExperts:
         first: index of the first local expert.
         count: L, number of local experts.
         total: E, number of experts of the layer.
+        num_selectable: number of experts that the router selects from. Slots with an id from `total` on have no row.
     """
 
     first: int
     count: int
     total: int
+    num_selectable: int
 
     @classmethod
     def all_of(cls, config: MoEConfig) -> "LocalExperts":
         """Return the range of all experts of a layer with this config."""
-        return cls(0, config.num_experts, config.num_experts)
+        return cls(0, config.num_experts, config.num_experts, config.num_selectable_experts)
 
     def max_rows(self, num_slots: int, factor: float | None) -> int | None:
         """Compute the largest number of rows that the local experts accept.
 
         Args:
             num_slots: number of slots in all processes.
-            factor: multiple of the mean number of rows per process; None for no bound.
+            factor: multiple of the number of rows per process if all selectable experts get equally many; None for no
+                bound.
 
         Returns:
             Number of rows; None for no bound.
         """
-        return None if factor is None else int(num_slots * self.count // self.total * factor)
+        return None if factor is None else int(num_slots * self.count // self.num_selectable * factor)
 
     @property
     def are_all(self) -> bool:
         """Whether all experts of the layer are local."""
         return self.count == self.total
+
+    @property
+    def are_selectable(self) -> bool:
+        """Whether every routed slot has a row in some process."""
+        return self.total == self.num_selectable
+
+
+class LocalCounts:
+    """Base of dispatchers to experts in the same process, whose counts are the number of sequences."""
+
+    def exchange_counts(self, chunks: Sequence[TopK], num_sequences: int) -> list[int]:
+        """Return the number of sequences for each chunk; nothing is communicated."""
+        return [num_sequences] * len(chunks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +217,7 @@ class LocallyDispatched(Dispatched):
 
 
 @dataclass(frozen=True)
-class LocalDispatcher:
+class LocalDispatcher(LocalCounts):
     """Dispatches tokens to experts in the same process. With a part of the experts, it returns partial sums.
 
     1. A counting sort orders the slots by expert.
@@ -229,10 +263,10 @@ class LocalDispatcher:
         if self.experts.are_all:
             # The number of slots is a bound that drops nothing. It tells operators the largest number of rows.
             max_rows = num_slots if max_rows is None else min(num_slots, max_rows)
-            num_rows = max_rows if top_k.is_unpadded else None
+            num_rows = max_rows if top_k.is_unpadded and self.experts.are_selectable else None
         return ragged_plan(
             top_k.experts,
-            self.experts.total,
+            self.experts.num_selectable,
             first_expert=self.experts.first,
             num_local_experts=self.experts.count,
             max_rows=max_rows,

@@ -6,18 +6,26 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
 from maxmoe.adapters import connect_if_imported, factors_of, takes_factors
-from maxmoe.config import MoEConfig
+from maxmoe.config import Activation, MoEConfig
 from maxmoe.declaration import Declaration, SavedTensor
-from maxmoe.nn.dense_activation import activate
-from maxmoe.ops import LowRankFactors, RaggedPlan, expert_ffn
+from maxmoe.expert_quantization import finds_experts
+from maxmoe.nn.dense_activation import activate, check_activation_is_known
+from maxmoe.nn.expert_weights import ExpertWeights, ForeignExperts
+from maxmoe.ops import ActivationFunction, LowRankFactors, RaggedPlan, expert_ffn
 from maxmoe.ops._low_rank import operands
+from maxmoe.quantization import QuantizedStack
 
 
 class Experts(nn.Module):
     """Routed experts: stacks of matrices, `gate_proj` and `up_proj` [E, D, F], `down_proj` [E, F, D].
 
+    D is `MoEConfig.row_size`.
+
+    `maxmoe.quantize_experts` quantizes them; ``implementation="dense"`` computes with ordinary tensors alone.
+
     Args:
         config: config of the layer.
+        activation: function that replaces the activation of the config; see `maxmoe.ops.expert_ffn`.
         device: device of the parameters.
         dtype: dtype of the parameters.
     """
@@ -35,34 +43,51 @@ class Experts(nn.Module):
     is_transposed = True  # read by PEFT: each matrix is [in, out], unlike the weight of nn.Linear
 
     def __init__(
-        self, config: MoEConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        config: MoEConfig,
+        *,
+        activation: ActivationFunction | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         connect_if_imported()
         self.config = config
-        num_experts, hidden_size, width = config.num_experts, config.hidden_size, config.intermediate_size
+        self.activation: Activation | ActivationFunction = config.activation if activation is None else activation
+        num_experts, row_size, width = config.num_experts, config.row_size, config.intermediate_size
 
         def parameter(exists: bool, *shape: int) -> nn.Parameter | None:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if exists else None
 
         gated, biased = config.gated, config.expert_bias
-        self.register_parameter("gate_proj", parameter(gated, num_experts, hidden_size, width))
-        self.register_parameter("up_proj", parameter(True, num_experts, hidden_size, width))
-        self.register_parameter("down_proj", parameter(True, num_experts, width, hidden_size))
+        self.register_parameter("gate_proj", parameter(gated, num_experts, row_size, width))
+        self.register_parameter("up_proj", parameter(True, num_experts, row_size, width))
+        self.register_parameter("down_proj", parameter(True, num_experts, width, row_size))
         self.register_parameter("gate_bias", parameter(gated and biased, num_experts, width))
         self.register_parameter("up_bias", parameter(biased, num_experts, width))
-        self.register_parameter("down_bias", parameter(biased, num_experts, hidden_size))
+        self.register_parameter("down_bias", parameter(biased, num_experts, row_size))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize projections so that they preserve the variance of their input, and biases to zero."""
+        """Initialize projections so that they preserve the variance of their input, and biases to zero.
+
+        Raises:
+            ValueError: for quantized projections, whose values come from weights or a checkpoint.
+        """
+        if isinstance(self.up_proj, QuantizedStack):
+            raise ValueError(
+                f"experts quantized as {self.up_proj.format} are not initialized: load a checkpoint, or initialize the "
+                "experts and quantize them afterwards"
+            )
         for name, parameter in self.named_parameters(recurse=False):
             if name.endswith("_bias"):
                 nn.init.zeros_(parameter)
             else:
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
 
-    def forward(self, x: Tensor, weights: Tensor | None, plan: RaggedPlan) -> Tensor:
+    def forward(
+        self, x: Tensor, weights: Tensor | None, plan: RaggedPlan, foreign: ForeignExperts | None = None
+    ) -> Tensor:
         """Compute the experts and the weighted sum of their outputs.
 
         Args:
@@ -70,6 +95,8 @@ class Experts(nn.Module):
             weights: ``(T, K)``, floating, routing weights; None for ones.
             plan: plan from `maxmoe.ops.ragged_plan`. With ``implementation="dense"``, rows must be sorted by expert,
                 with the same number for each expert, and `weights` must be None.
+            foreign: experts of other processes with further rows of x; None for none. Not with
+                ``implementation="dense"``.
 
         Returns:
             ``(T, D)``, dtype of x, the weighted sum over the experts of each token.
@@ -79,23 +106,30 @@ class Experts(nn.Module):
         if self.config.implementation == "dense":
             num_experts = self.up_proj.shape[0]  # of this rank, if experts are sharded
             return self._batched(x.view(num_experts, x.shape[0] // num_experts, x.shape[1])).flatten(0, 1)
-        return expert_ffn(
-            x,
-            weights,
-            plan,
+
+        def compute(experts: ExpertWeights, plan: RaggedPlan) -> Tensor:
+            return expert_ffn(
+                x,
+                weights,
+                plan,
+                **experts._asdict(),
+                activation=self.activation,
+                limit=self.config.activation_limit,
+                recompute="experts" in self.recompute,
+            )
+
+        own = ExpertWeights(
             self.gate_proj,
             self.up_proj,
             self.down_proj,
-            gate_bias=self.gate_bias,
-            up_bias=self.up_bias,
-            down_bias=self.down_bias,
-            gate_factors=factors_of(self, "gate_proj"),
-            up_factors=factors_of(self, "up_proj"),
-            down_factors=factors_of(self, "down_proj"),
-            activation=self.config.activation,
-            limit=self.config.activation_limit,
-            recompute="experts" in self.recompute,
+            self.gate_bias,
+            self.up_bias,
+            self.down_bias,
+            factors_of(self, "gate_proj"),
+            factors_of(self, "up_proj"),
+            factors_of(self, "down_proj"),
         )
+        return compute(own, plan) if foreign is None else foreign.compute(compute, own, plan)
 
     def _batched(self, inputs: Tensor) -> Tensor:
         """Compute blocks of rows ``(E, N, D)``, one per expert, with batched matrix products."""
@@ -110,13 +144,14 @@ class Experts(nn.Module):
         # On a mesh, the gathered parameters are attributes of the module during its forward only, so that a
         # recomputation must use the tensors read here.
         gate_proj, up_proj, down_proj = self.gate_proj, self.up_proj, self.down_proj
+        _check_not_quantized(up_proj)
         gate_bias, up_bias, down_bias = self.gate_bias, self.up_bias, self.down_bias
         gate_factors, up_factors, down_factors = (factors_of(self, f"{name}_proj") for name in ("gate", "up", "down"))
 
         def compute(inputs: Tensor) -> Tensor:
             gate = None if gate_proj is None else project(inputs, gate_proj, gate_bias, gate_factors)
             up = project(inputs, up_proj, up_bias, up_factors)
-            activated = activate(gate, up, self.config.activation, self.config.activation_limit)
+            activated = activate(gate, up, self.activation, self.config.activation_limit)
             return project(activated, down_proj, down_bias, down_factors)
 
         if "experts" not in self.recompute or not torch.is_grad_enabled():
@@ -144,24 +179,24 @@ class Experts(nn.Module):
         )
 
     def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        """Describe the tensors saved for the K rows of each token; the dispatcher saves the input and the plan."""
+        """Describe the tensors saved for the rows of the experts; the dispatcher saves the input and the plan."""
         if self.config.implementation != "sparse":
             raise ValueError(f"the tensors that implementation={self.config.implementation!r} saves are not known")
-        K, D, F = self.config.top_k, self.config.hidden_size, self.config.intermediate_size
+        check_activation_is_known(self.activation)
+        D, F = self.config.row_size, self.config.intermediate_size
+        shape = (1, 1, self.config.num_balanced_rows(batch * length * self.config.top_k))
         rows = ("activation_batch_moe", "activation_length_moe", "activation_exp")
         width = 2 * F if self.config.gated else F
         saved = {
             "preactivations": SavedTensor(
-                (batch, length, K, width), (*rows, "activation_mlp_moe"), is_kept="experts" not in self.recompute
+                (*shape, width), (*rows, "activation_mlp_moe"), is_kept="experts" not in self.recompute
             ),
-            "slots": SavedTensor((batch, length, K), rows, torch.int64),
+            "slots": SavedTensor(shape, rows, torch.int64),
         }
         if self.config.apply_weights_to == "input":
             is_kept = "dispatch" not in self.recompute
-            saved["weighted_input"] = SavedTensor(
-                (batch, length, K, D), (*rows, "activation_embed_moe"), is_kept=is_kept
-            )
-            saved["order"] = SavedTensor((batch, length, K), rows, torch.int64)
+            saved["weighted_input"] = SavedTensor((*shape, D), (*rows, "activation_embed_moe"), is_kept=is_kept)
+            saved["order"] = SavedTensor(shape, rows, torch.int64)
         return saved
 
     def extra_repr(self) -> str:
@@ -172,10 +207,28 @@ class Experts(nn.Module):
         """
         config = self.config
         return (
-            f"num_experts={config.num_experts}, hidden_size={config.hidden_size}, "
+            f"num_experts={config.num_experts}, hidden_size={config.row_size}, "
             f"intermediate_size={config.intermediate_size}, activation={config.activation!r}, "
             f"gated={config.gated}, bias={config.expert_bias}"
         )
 
 
-takes_factors(lambda module, name: isinstance(module, Experts) and name in ("gate_proj", "up_proj", "down_proj"))
+def _check_not_quantized(matrices: Tensor) -> None:
+    if isinstance(matrices, QuantizedStack):
+        raise ValueError(
+            f"implementation='dense' computes with ordinary tensors, got experts quantized as {matrices.format}: set "
+            "implementation='sparse'"
+        )
+
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def _quantizable(module: nn.Module) -> dict[str, bool]:
+    if not isinstance(module, Experts):
+        return {}
+    return {name: True for name in _PROJECTIONS if getattr(module, name) is not None}
+
+
+finds_experts(_quantizable)
+takes_factors(lambda module, name: isinstance(module, Experts) and name in _PROJECTIONS)

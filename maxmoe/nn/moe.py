@@ -2,44 +2,32 @@
 
 import dataclasses
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from maxmoe._torch import register_namedtuple, reshaped
+from maxmoe._torch import reshaped
 from maxmoe.adapters import without_adapters
 from maxmoe.config import MoEConfig
 from maxmoe.conversion import check_block, config_of_block, give_weights, take_weights
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.load.metrics_accumulator import MetricsAccumulator
-from maxmoe.load.stats import MoEStats
+from maxmoe.nn.aux_loss_watch import AuxLossWatch
+from maxmoe.nn.checks import check_inputs, check_replaced_parts
 from maxmoe.nn.dense_dispatcher import local_dispatcher
 from maxmoe.nn.dispatcher import ExpertRunner
 from maxmoe.nn.experts import Experts
-from maxmoe.nn.losses import RoutingLosses
+from maxmoe.nn.latent_projection import LatentProjection
+from maxmoe.nn.losses import BalanceLoss, RoutingLosses, load_balance_loss
+from maxmoe.nn.output import MoEOutput
 from maxmoe.nn.router import Router
+from maxmoe.nn.routing import Routing, check_routing
 from maxmoe.nn.shared_experts import SharedExperts
+from maxmoe.nn.zero_computation_experts import ZeroComputationExperts
+from maxmoe.ops import ActivationFunction
 from maxmoe.token_group import LocalTokens, TokenGroup
-
-
-class MoEOutput(NamedTuple):
-    """Output of a `MoE` layer.
-
-    Attributes:
-        hidden_states: ``(..., S, D)``, shape and dtype of the input.
-        aux_loss: ``()``, float32 or wider, sum of the weighted auxiliary losses, to be added to the training loss.
-        stats: routing statistics of the call.
-    """
-
-    hidden_states: Tensor
-    aux_loss: Tensor
-    stats: MoEStats
-
-
-# torch.export.save requires a serialized type name.
-register_namedtuple(MoEOutput, "maxmoe.MoEOutput")
+from maxmoe.upcycling import DenseBlock, Projection, Scaling, Upcycling, initialize
 
 
 class MoE(nn.Module):
@@ -47,41 +35,115 @@ class MoE(nn.Module):
 
     hidden_states[t] = sum_k weights[t, k] * expert[experts[t, k]](x[t]) + shared_experts(x[t])
 
+    Ids from `num_experts` on are those of `ZeroComputationExperts`. Latent experts lie between two `LatentProjection`.
+
     The forward does not change the state of the layer, so that a recomputation under activation checkpointing neither
     routes differently nor counts twice. The training loop calls `update_correction_bias` after the optimizer step.
 
     Args:
         config: sizes, routing, experts and losses of the layer.
+        router: module that routes instead of `maxmoe.nn.Router`, called as ``router(x, token_mask)`` with x
+            ``(B, S, D)`` and the mask ``(B * S,)`` or None, during a replay also with `experts` ``(B * S, K)``. It
+            returns a `maxmoe.nn.Routing`; see `Routing.of`. Fields of the config about routing are not read.
+        activation: elementwise function of gate ``(R, F)``, None without a gate, and up ``(R, F)`` that replaces the
+            activation of the config in routed and shared experts. Autograd differentiates it and saves more tensors.
+        balance_loss: function with the arguments of `maxmoe.nn.load_balance_loss` that replaces it.
         device: device of the parameters, which may be "meta".
         dtype: dtype of the parameters.
 
     Raises:
-        TypeError: if the config is not a `MoEConfig`.
+        TypeError: if the config is not a `MoEConfig`, or the router not a module.
+        ValueError: if the config contradicts what replaces a part of it.
     """
 
     recompute_names = ("dispatch",)
     recompute: frozenset[str] = frozenset()  # see `maxmoe.set_recompute`
 
     def __init__(
-        self, config: MoEConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        config: MoEConfig,
+        *,
+        router: nn.Module | None = None,
+        activation: ActivationFunction | None = None,
+        balance_loss: BalanceLoss | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(config, MoEConfig):
             raise TypeError(f"config must be a maxmoe.MoEConfig, got {type(config).__name__}")
+        check_replaced_parts(config, router, activation, balance_loss)
         self.config = config
-        self.router = Router(config, device=device, dtype=dtype)
-        self.experts = Experts(config, device=device, dtype=dtype)
-        self.shared_experts = SharedExperts(config, device=device, dtype=dtype) if config.num_shared_experts else None
+        self.router: nn.Module = Router(config, device=device, dtype=dtype) if router is None else router
+        self.experts = Experts(config, activation=activation, device=device, dtype=dtype)
+        self.shared_experts: SharedExperts | None = None
+        if config.num_shared_experts:
+            self.shared_experts = SharedExperts(config, activation=activation, device=device, dtype=dtype)
+        is_latent = config.latent_size is not None
+        self.latent_in = LatentProjection(config, "in", device=device, dtype=dtype) if is_latent else None
+        self.latent_out = LatentProjection(config, "out", device=device, dtype=dtype) if is_latent else None
+        self.zero_computation_experts = None
+        if config.has_zero_computation_outputs:
+            self.zero_computation_experts = ZeroComputationExperts(config, device=device, dtype=dtype)
         self.runner = ExpertRunner(local_dispatcher(config))
-        self.losses = RoutingLosses(config)
+        self.losses = RoutingLosses(config, load_balance_loss if balance_loss is None else balance_loss)
         self.token_group: TokenGroup = LocalTokens()
         self.metrics_accumulator: MetricsAccumulator | None = None  # set by StatsAccumulator
+        self.aux_loss_watch = AuxLossWatch()
+
+    @classmethod
+    def from_dense(
+        cls,
+        config: MoEConfig,
+        gate_proj: Projection | None,
+        up_proj: Projection,
+        down_proj: Projection,
+        *,
+        scaling: Scaling = "down_proj",
+        noise: float = 0.0,
+        reinitialized: float = 0.0,
+    ) -> Self:
+        """Create a layer from a dense feed-forward block, whose weights are copied.
+
+        The dense block of width W is cut into W / F slices of F = `intermediate_size` channels. The shared experts hold
+        the first `num_shared_experts` slices, expert e slice e mod G of the G others. With F = W, experts are copies of
+        the block. The rows of the router are drawn at random, one for each G experts, so that a token selects all of
+        their slices or none. If the routing weights are normalized, the layer computes the dense block; with
+        normalization="none", only while the weight of the router is zero.
+
+        Args:
+            config: config of the layer. `num_experts` and `top_k` must be multiples of G.
+            gate_proj: gate of the dense block, an `nn.Linear` or its weight ``(W, D)``; None with ``gated=False``.
+            up_proj: first projection, an `nn.Linear` or its weight ``(W, D)``.
+            down_proj: last projection, an `nn.Linear` or its weight ``(D, W)``.
+            scaling: tensors that the factor G / (sum of the routing weights of a token) multiplies: "down_proj"; "all"
+                matrices of an expert, by its cube or square root, exact for "relu", and "relu2" without a gate; "none".
+            noise: standard deviation of Gaussian noise on the matrices of routed experts, divided by theirs.
+            reinitialized: fraction of the channels of each routed expert that are drawn anew, from normal distributions
+                with the mean and standard deviation of the channels that they replace.
+
+        Returns:
+            Layer with the dtype and device of `up_proj`, all of whose parameters are trained.
+
+        Raises:
+            TypeError: for a projection that is neither an `nn.Linear` nor a tensor.
+            ValueError: for shapes or options that do not fit, with both values.
+
+        Source: arXiv:2212.05055 (copies); arXiv:2410.07524 (slices, virtual groups, scaling="all"); arXiv:2502.19261
+        (reinitialized).
+        """
+        block, options = DenseBlock.of(config, gate_proj, up_proj, down_proj), Upcycling(scaling, noise, reinitialized)
+        options.output_scale(block)  # raises before the layer is created
+        up = block.matrices["up_proj"]
+        layer = cls(config, device=up.device, dtype=up.dtype)
+        initialize(layer, block, options)
+        return layer
 
     @classmethod
     def from_transformers(cls, block: nn.Module) -> Self:
         """Create a layer from the sparse block of a transformers model.
 
-        The weights are moved, one tensor at a time, and the block is left on the meta device. Gradients are not moved.
+        The weights are moved one by one, gradients are not, and the block is left on the meta device.
 
         Args:
             block: sparse block of a family in `maxmoe.presets`, such as `MixtralSparseMoeBlock`.
@@ -100,11 +162,10 @@ class MoE(nn.Module):
     def to_transformers(self, block: nn.Module) -> None:
         """Move the weights of this layer to the sparse block of a transformers model.
 
-        The weights are moved, one tensor at a time, and the layer is left on the meta device. Gradients are not moved.
+        The weights are moved one by one, gradients are not, and the layer is left on the meta device.
 
         Args:
-            block: sparse block of a family in `maxmoe.presets`. Its own weights are dropped; they may be on the meta
-                device.
+            block: sparse block of a family in `maxmoe.presets`. Its own weights, which may be on meta, are dropped.
 
         Raises:
             ValueError: if the block computes another function or has other shapes; no tensor is moved then.
@@ -121,11 +182,9 @@ class MoE(nn.Module):
         self.runner = runner
 
     def reset_parameters(self) -> None:
-        """Initialize all parameters."""
-        self.router.reset_parameters()
-        self.experts.reset_parameters()
-        if self.shared_experts is not None:
-            self.shared_experts.reset_parameters()
+        """Initialize all parameters; those of a router of one's own by its method `reset_parameters`, if it has one."""
+        for part in self.children():
+            getattr(part, "reset_parameters", lambda: None)()
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> MoEOutput:
         """Route the tokens and compute their experts.
@@ -144,7 +203,7 @@ class MoE(nn.Module):
             ValueError: if the last dim of x is not `hidden_size`, x does not have the dtype of the parameters, or the
                 mask is not bool or has another shape.
         """
-        self._check(x, token_mask)
+        check_inputs(x, token_mask, self.config.hidden_size, self._dtype)
         num_sequences = math.prod(x.shape[:-2])
         tokens = x.reshape(-1, x.shape[-1])
         if token_mask is not None:
@@ -154,21 +213,38 @@ class MoE(nn.Module):
         region = self.runner.region
         # One tensor per part of the layer, because the gradients of the parts are reduced differently.
         inputs = region.enter(tokens)
-        routing = self.router(inputs.router, token_mask)
+        router_input, is_own_router = inputs.router, not isinstance(self.router, Router)
+        if is_own_router:  # only then, because two dims fix the sizes in torch.export
+            router_input = router_input.view(num_sequences, x.shape[-2], x.shape[-1])
+        routing: Routing = self.router(router_input, token_mask)
+        if is_own_router:
+            check_routing(routing, self.config, router_input, token_mask, self.router)
+        rows = inputs.experts if self.latent_in is None else region.copy_to_experts(self.latent_in(inputs.experts))
         routed, dropped = self.runner.run(
             self.experts,
-            inputs.experts,
+            rows,
             region.assign(routing.top_k),
             num_sequences=num_sequences,
             recompute="dispatch" in self.recompute,
         )
+        if self.latent_out is not None:
+            routed = self.latent_out(region.reduce_from_experts(routed))
         shared = None if self.shared_experts is None else self.shared_experts(inputs.shared_experts, token_mask)
-        # The region sums the partial outputs of both, in one collective if they are partial over the same axes.
-        hidden_states = region.leave(routed, shared)
+        whole = None
+        if self.zero_computation_experts is not None:
+            # Under autocast, the experts return another dtype than that of x.
+            whole = self.zero_computation_experts(inputs.router, routing.top_k, routed.dtype)
+        # The region sums partial outputs of both, in one collective if they are partial over the same axes.
+        hidden_states = region.leave(routed, shared, whole)
         dropped = region.all_reduce_dropped(dropped)
-        aux_loss, stats = self.losses(routing, dropped, num_sequences, self.token_group)
-        if self.metrics_accumulator is not None:
-            hidden_states = self.metrics_accumulator.add(hidden_states, aux_loss, stats)
+        sums, router = self.metrics_accumulator, self.balanced_router
+        step_counts = None if sums is None else sums.step
+        aux_loss, stats = self.losses(routing, dropped, num_sequences, self.token_group, step_counts)
+        if sums is not None and hidden_states.requires_grad:
+            hidden_states = sums.add(hidden_states, aux_loss, stats)
+            if sums.histogram is not None and router is not None:
+                hidden_states = sums.histogram.add(hidden_states, router.required_bias_histogram(routing))
+        self.aux_loss_watch.watch(self, hidden_states, aux_loss)
         # A view would lose the backward hook that FSDP registers on this tensor.
         hidden_states = reshaped(hidden_states.contiguous(), (*x.shape[:-1], hidden_states.shape[1]))
         return MoEOutput(hidden_states, aux_loss, stats)
@@ -186,23 +262,22 @@ class MoE(nn.Module):
     def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
         config, wide = self.config, torch.promote_types(self._dtype, torch.float32)
         saved = {"input": SavedTensor((batch, length, config.hidden_size), (*TOKEN_DIMS, None))}
-        if config.router_z_loss_weight > 0:
-            saved["logsumexp"] = SavedTensor((batch, length), TOKEN_DIMS, wide)
-        if config.load_balance_loss_weight > 0:
-            rows, name = (batch, TOKEN_DIMS[0]) if config.load_balance_scope == "sequence" else (1, None)
-            saved["frequencies"] = SavedTensor((rows, config.num_experts), (name, None), wide)
-            saved["lengths"] = SavedTensor((rows,), (name,), wide)
-            saved["num_sequences"] = SavedTensor((), (), wide)
-        return saved
+        if config.has_zero_computation_outputs:  # their module may have no parameter that tells the dtype
+            saved["factors"] = SavedTensor((batch, length, 1), (*TOKEN_DIMS, None), wide)
+        return saved | self.losses.saved_tensors(batch, length, wide)
 
     def update_correction_bias(self, tokens_per_expert: Tensor) -> None:
         """Take one step of loss-free balancing; see `Router.update_correction_bias`.
 
         Args:
-            tokens_per_expert: ``(E,)``, integer, `MoEStats.tokens_per_expert`, summed over the micro-batches of an
-                optimizer step.
+            tokens_per_expert: ``(E,)``, integer, `MoEStats.tokens_per_expert`, summed over an optimizer step.
         """
         without_adapters(self.router, Router).update_correction_bias(tokens_per_expert)
+
+    @property
+    def balanced_router(self) -> Router | None:
+        """Router whose correction bias balances the load, without adapters that wrap it; None without such a bias."""
+        return without_adapters(self.router, Router) if self.config.score_correction_bias else None
 
     @property
     def routed_experts(self) -> Experts:
@@ -212,20 +287,6 @@ class MoE(nn.Module):
     @property
     def _dtype(self) -> torch.dtype:
         return self.routed_experts.up_proj.dtype
-
-    def _check(self, x: Tensor, token_mask: Tensor | None) -> None:
-        hidden_size = self.config.hidden_size
-        if x.dim() < 2 or x.shape[-1] != hidden_size:
-            raise ValueError(f"x must have shape [..., S, hidden_size ({hidden_size})], got {tuple(x.shape)}")
-        if x.dtype != self._dtype and not torch.is_autocast_enabled(x.device.type):
-            raise ValueError(
-                f"x must have the dtype of the parameters ({self._dtype}) outside of autocast, got {x.dtype}"
-            )
-        if token_mask is not None and (token_mask.dtype != torch.bool or token_mask.shape != x.shape[:-1]):
-            raise ValueError(
-                f"token_mask must be bool of shape {tuple(x.shape[:-1])}, "
-                f"got {token_mask.dtype} of shape {tuple(token_mask.shape)}"
-            )
 
     def extra_repr(self) -> str:
         """Return the fields of the config that differ from their default."""

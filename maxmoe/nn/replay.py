@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe.nn.moe import MoE
-from maxmoe.nn.router import Routing
+from maxmoe.nn.routing import Routing
 from maxmoe.recompute.selective import checkpointed_call, is_recomputation
 
 
@@ -100,7 +100,8 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
 
         def observe(_router: nn.Module, _arguments: Any, routing: Routing) -> None:
             if not is_recomputation():
-                dtype = torch.int16 if layer.config.num_experts <= torch.iinfo(torch.int16).max else torch.int32
+                is_narrow = layer.config.num_selectable_experts <= torch.iinfo(torch.int16).max
+                dtype = torch.int16 if is_narrow else torch.int32
                 record.calls[path].append(routing.experts.detach().to(dtype).view(*shape[0], layer.config.top_k))
 
         return [
@@ -163,9 +164,9 @@ class _Replay:
                 f"the ids of {self.path} must be integers of shape [..., S, top_k ({config.top_k})], "
                 f"got {ids.dtype} of shape {tuple(ids.shape)}"
             )
-        if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < config.num_experts:
+        if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < config.num_selectable_experts:
             raise ValueError(
-                f"the ids of {self.path} must be in [-1, num_experts ({config.num_experts})), "
+                f"the ids of {self.path} must be in [-1, num_experts ({config.num_selectable_experts})), "
                 f"got from {int(ids.min())} to {int(ids.max())}"
             )
 
@@ -173,9 +174,10 @@ class _Replay:
         """Pass the recorded ids to the router: a forward pre-hook."""
         x: Tensor = arguments[0] if arguments else options["x"]
         ids = self._recomputed() if is_recomputation() else self._next()
-        if ids.numel() != x.shape[0] * ids.shape[-1]:
+        num_tokens = x.shape[:-1].numel()
+        if ids.numel() != num_tokens * ids.shape[-1]:
             raise ValueError(
-                f"call {self.num_calls} of {self.path} has {x.shape[0]} tokens, the record {tuple(ids.shape[:-1])}"
+                f"call {self.num_calls} of {self.path} has {num_tokens} tokens, the record {tuple(ids.shape[:-1])}"
             )
         return arguments, {**options, "experts": ids.reshape(-1, ids.shape[-1]).to(x.device, torch.int64)}
 

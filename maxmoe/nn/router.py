@@ -1,7 +1,6 @@
-"""Router: the experts of each token and their routing weights."""
+"""Router of a layer: linear, then the best experts of each token."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,65 +9,10 @@ from maxmoe._torch import ConvertedModule
 from maxmoe.config import MoEConfig
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.nn.module_path import module_path
+from maxmoe.nn.quantile_balancing import balanced_bias, required_bias_histogram
+from maxmoe.nn.routing import Routing
 from maxmoe.ops.linear import linear
 from maxmoe.ops.route import route
-
-
-class TopK(NamedTuple):
-    """Expert ids and routing weights of tokens.
-
-    Attributes:
-        weights: ``(T, K)``, float32 or wider, routing weights; 0 where `experts` is -1.
-        experts: ``(T, K)``, int64, expert ids; -1 for a slot that is not routed.
-        is_unpadded: whether all slots are known to be routed, so that their number is known without reading `experts`.
-    """
-
-    weights: Tensor
-    experts: Tensor
-    is_unpadded: bool = False
-
-    def tensor_split(self, sections: int) -> list["TopK"]:
-        """Split along the tokens, as `torch.tensor_split` does."""
-        parts = zip(self.weights.tensor_split(sections), self.experts.tensor_split(sections), strict=True)
-        return [TopK(weights, experts, self.is_unpadded) for weights, experts in parts]
-
-
-class Routing(NamedTuple):
-    """Output of the router.
-
-    Attributes:
-        logits: ``(T, E)``, float32 or wider, logits of all experts.
-        probabilities: ``(T, E)``, scores of all experts, divided by their sum; see `maxmoe.ops.route`.
-        weights: ``(T, K)``, float32 or wider, routing weights; 0 where `experts` is -1.
-        experts: ``(T, K)``, int64, expert ids; -1 for a slot that is not routed.
-        token_mask: ``(T,)``, bool, False for padding; None for no padding.
-        is_unpadded: whether all slots are known to be routed, so that their number is known without reading `experts`.
-    """
-
-    logits: Tensor
-    probabilities: Tensor
-    weights: Tensor
-    experts: Tensor
-    token_mask: Tensor | None = None
-    is_unpadded: bool = True
-
-    @property
-    def top_k(self) -> TopK:
-        """Expert ids and routing weights, the input of dispatchers."""
-        return TopK(self.weights, self.experts, self.is_unpadded)
-
-
-def _without_padding(routing: Routing, token_mask: Tensor) -> Routing:
-    """Remove padding from a routing. Its probabilities are zeroed, so that it does not contribute to the losses."""
-    is_padding = ~token_mask.unsqueeze(1)
-    return Routing(
-        routing.logits,
-        routing.probabilities.masked_fill(is_padding, 0.0),
-        routing.weights.masked_fill(is_padding, 0.0),
-        routing.experts.masked_fill(is_padding, -1),
-        token_mask,
-        is_unpadded=False,
-    )
 
 
 class Router(ConvertedModule):
@@ -91,14 +35,15 @@ class Router(ConvertedModule):
     ) -> None:
         super().__init__()
         self.config = config
-        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, device=device, dtype=dtype))
+        num_experts = config.num_selectable_experts
+        self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, device=device, dtype=dtype))
         self.register_parameter("bias", None)
         if config.router_bias:
-            self.bias = nn.Parameter(torch.empty(config.num_experts, device=device, dtype=dtype))
+            self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype))
         correction_bias = None
         if config.score_correction_bias:
             wide = torch.promote_types(self.weight.dtype, torch.float32)
-            correction_bias = torch.empty(config.num_experts, device=device, dtype=wide)
+            correction_bias = torch.empty(num_experts, device=device, dtype=wide)
         self.register_buffer("score_correction_bias", correction_bias)
         self.reset_parameters()
 
@@ -113,7 +58,7 @@ class Router(ConvertedModule):
         """Route tokens.
 
         Args:
-            x: ``(T, D)``, floating, tokens; must be finite where `token_mask` is False.
+            x: ``(B, S, D)`` or ``(T, D)``, floating, tokens; must be finite where `token_mask` is False.
             token_mask: ``(T,)``, bool, False for padding, which is not routed.
             experts: ``(T, K)``, int64, experts to route to, -1 for none; the weights come from their scores. None to
                 choose the experts with the best scores.
@@ -125,7 +70,7 @@ class Router(ConvertedModule):
             ValueError: for NaN scores, with the path of the router in the model.
         """
         config = self.config
-        logits = linear(x, self.weight, self.bias)
+        logits = linear(x.flatten(0, -2), self.weight, self.bias)
         if config.router == "random":
             # The values are noise, but the gradient flows to the logits: a balanced load with the cost of training.
             logits = logits + (torch.randn_like(logits) - logits).detach()
@@ -146,7 +91,7 @@ class Router(ConvertedModule):
         except ValueError as error:
             raise ValueError(f"{module_path(self)}: {error}") from error
         routing = Routing(logits, probabilities, weights, experts, is_unpadded=is_unpadded)
-        return routing if token_mask is None else _without_padding(routing, token_mask)
+        return routing if token_mask is None else routing.without_padding(token_mask)
 
     @property
     def declaration(self) -> Declaration:
@@ -159,7 +104,7 @@ class Router(ConvertedModule):
         """Describe the saved tensors; `MoE` declares the input."""
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         return {
-            "logits": SavedTensor((batch, length, self.config.num_experts), (*TOKEN_DIMS, None), wide),
+            "logits": SavedTensor((batch, length, self.config.num_selectable_experts), (*TOKEN_DIMS, None), wide),
             "experts": SavedTensor((batch, length, self.config.top_k), (*TOKEN_DIMS, None), torch.int64),
         }
 
@@ -191,20 +136,50 @@ class Router(ConvertedModule):
         """
         if self.score_correction_bias is None:
             raise ValueError("update_correction_bias needs score_correction_bias=True in the config, got False")
+        if self.config.correction_bias_rule != "sign":
+            raise ValueError(
+                f"update_correction_bias needs correction_bias_rule='sign', got {self.config.correction_bias_rule!r}, "
+                "which needs more than counts: make a StatsAccumulator and call its update"
+            )
         if tokens_per_expert.shape != self.score_correction_bias.shape:
             raise ValueError(
                 f"tokens_per_expert must have shape {tuple(self.score_correction_bias.shape)}, "
                 f"got {tuple(tokens_per_expert.shape)}"
             )
         # The sign of mean - count is computed in integers, because large counts are not exact in floating point.
-        direction = (tokens_per_expert.sum() - tokens_per_expert * self.config.num_experts).sign()
+        direction = (tokens_per_expert.sum() - tokens_per_expert * self.config.num_selectable_experts).sign()
         self.score_correction_bias += self.config.correction_bias_update_rate * direction
+
+    @torch.no_grad()
+    def required_bias_histogram(self, routing: Routing) -> Tensor:
+        """Count the biases that the tokens would require, ``(E, 1000)``; see `maxmoe.nn.required_bias_histogram`."""
+        logits = routing.logits
+        assert self.score_correction_bias is not None and logits is not None
+        scores = logits.sigmoid() if self.config.score_function == "sigmoid" else logits.softmax(-1)
+        bias, top_k = self.score_correction_bias, self.config.top_k
+        return required_bias_histogram(scores, bias, top_k, token_mask=routing.token_mask)
+
+    @torch.no_grad()
+    def update_correction_bias_by_quantiles(self, histogram: Tensor) -> None:
+        """Move the correction bias towards the one at which all experts would have had the same number of tokens.
+
+        bias += rate * (balanced_bias(histogram, bias, top_k) - bias)
+
+        Args:
+            histogram: ``(E, 1000)``, float64, sum of `required_bias_histogram` over the micro-batches of an optimizer
+                step and over the ranks. Without tokens, the bias is unchanged.
+
+        Source: Kimi K3 technical report, section 2.3.3 and appendix D.
+        """
+        bias = self.score_correction_bias
+        assert bias is not None
+        bias.lerp_(balanced_bias(histogram, bias, self.config.top_k), self.config.correction_bias_update_rate)
 
     def extra_repr(self) -> str:
         """Return the sizes and the score function."""
         config = self.config
         return (
-            f"hidden_size={config.hidden_size}, num_experts={config.num_experts}, top_k={config.top_k}, "
+            f"hidden_size={config.hidden_size}, num_experts={config.num_selectable_experts}, top_k={config.top_k}, "
             f"score_function={config.score_function!r}, bias={config.router_bias}, "
             f"score_correction_bias={config.score_correction_bias}"
         )

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from maxmoe.config import MoEConfig
+from maxmoe.config import Activation, MoEConfig
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
-from maxmoe.ops import RaggedPlan, expert_ffn, linear, ragged_plan
+from maxmoe.nn.dense_activation import check_activation_is_known
+from maxmoe.ops import ActivationFunction, RaggedPlan, expert_ffn, linear, ragged_plan
 
 
 class SharedExperts(nn.Module):
@@ -15,6 +16,7 @@ class SharedExperts(nn.Module):
 
     Args:
         config: config of the layer.
+        activation: function that replaces the activation of the config; see `maxmoe.ops.expert_ffn`.
         device: device of the parameters.
         dtype: dtype of the parameters.
     """
@@ -28,10 +30,16 @@ class SharedExperts(nn.Module):
     recompute: frozenset[str] = frozenset()  # see `maxmoe.set_recompute`
 
     def __init__(
-        self, config: MoEConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        config: MoEConfig,
+        *,
+        activation: ActivationFunction | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.config = config
+        self.activation: Activation | ActivationFunction = config.activation if activation is None else activation
         hidden_size, width = config.hidden_size, config.num_shared_experts * config.intermediate_size
 
         def parameter(exists: bool, *shape: int) -> nn.Parameter | None:
@@ -65,7 +73,7 @@ class SharedExperts(nn.Module):
             None if self.gate_proj is None else self.gate_proj.unsqueeze(0),
             self.up_proj.unsqueeze(0),
             self.down_proj.unsqueeze(0),
-            activation=self.config.activation,
+            activation=self.activation,
             limit=self.config.activation_limit,
             recompute="shared_experts" in self.recompute,
         )
@@ -87,6 +95,7 @@ class SharedExperts(nn.Module):
 
     def _saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
         """Describe the saved tensors; `MoE` declares the input."""
+        check_activation_is_known(self.activation)
         F = self.config.num_shared_experts * self.config.intermediate_size
         width = 2 * F if self.config.gated else F
         saved = {

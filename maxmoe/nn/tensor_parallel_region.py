@@ -4,7 +4,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from maxmoe.nn.router import TopK
+from maxmoe.nn.routing import TopK
 
 
 class LayerInputs(NamedTuple):
@@ -12,13 +12,22 @@ class LayerInputs(NamedTuple):
 
     Attributes:
         router: input of the router, which every process computes whole, so that each has the whole gradient.
-        experts: input of the routed experts; every process has a summand of its gradient.
+        experts: input of the routed experts; every process has a summand of its gradient. With latent experts, input of
+            the projection before them, whose gradient is whole.
         shared_experts: input of the shared experts; its gradient is whole or a summand, as the region decides.
     """
 
     router: Tensor
     experts: Tensor
     shared_experts: Tensor
+
+
+def sum_of(*summands: Tensor | None) -> Tensor:
+    """Return the sum of the tensors that are not None, of which there is at least one."""
+    total, *others = (summand for summand in summands if summand is not None)
+    for summand in others:
+        total = total + summand
+    return total
 
 
 class TensorParallelRegion(Protocol):
@@ -32,12 +41,22 @@ class TensorParallelRegion(Protocol):
         """Return `top_k`, computed by every process; the gradient of the weights is summed over the processes."""
         ...
 
-    def leave(self, routed: Tensor, shared: Tensor | None) -> Tensor:
-        """Return the sum of routed and shared experts over the processes.
+    def copy_to_experts(self, latent: Tensor) -> Tensor:
+        """Return latent rows ``(T, L)``, computed by every process; their gradient is summed over the processes."""
+        ...
+
+    def reduce_from_experts(self, latent: Tensor) -> Tensor:
+        """Return the sum over the processes of the outputs ``(T, L)`` of latent experts; every process gets it."""
+        ...
+
+    def leave(self, routed: Tensor, shared: Tensor | None, whole: Tensor | None = None) -> Tensor:
+        """Return the sum of routed and shared experts over the processes, plus `whole`.
 
         Args:
-            routed: ``(T, D)``, output of the routed experts of this process.
+            routed: ``(T, D)``, output of the routed experts of this process. With latent experts, output of the
+                projection after them, which every process has computed whole.
             shared: ``(T, D)``, output of the shared experts; None for a layer without shared experts.
+            whole: ``(T, D)``, summand that every process computes from the input of the router; None for no summand.
 
         Returns:
             ``(T, D)``, output of the layer; if the residual stream is sharded, this rank's shard of the hidden dim.
@@ -60,9 +79,17 @@ class LocalRegion:
         """Return `top_k` unchanged."""
         return top_k
 
-    def leave(self, routed: Tensor, shared: Tensor | None) -> Tensor:
-        """Return the sum of routed and shared experts."""
-        return routed if shared is None else routed + shared
+    def copy_to_experts(self, latent: Tensor) -> Tensor:
+        """Return the rows unchanged."""
+        return latent
+
+    def reduce_from_experts(self, latent: Tensor) -> Tensor:
+        """Return the outputs unchanged."""
+        return latent
+
+    def leave(self, routed: Tensor, shared: Tensor | None, whole: Tensor | None = None) -> Tensor:
+        """Return the sum of all outputs."""
+        return sum_of(routed, shared, whole)
 
     def all_reduce_dropped(self, dropped: Tensor) -> Tensor:
         """Return the number of dropped slots unchanged."""

@@ -1,5 +1,6 @@
 """The seams of the layer: dispatchers, and the experts that are called in one way."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -61,8 +62,11 @@ def test_the_layer_takes_any_dispatcher() -> None:
     """One that reverses the tokens and brings them back: the result is that without it."""
 
     class Reversed:
-        def __init__(self, inner: Dispatcher[Any]) -> None:
+        def __init__(self, inner: Dispatcher[Any, Any]) -> None:
             self.inner = inner
+
+        def exchange_counts(self, chunks: Sequence[TopK], num_sequences: int) -> Sequence[int]:
+            return self.inner.exchange_counts(chunks, num_sequences)
 
         def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[Dispatched]:
             reversed_top_k = TopK(*(part.flip(0) for part in top_k[:2]))
@@ -82,8 +86,12 @@ def test_the_next_chunk_is_on_its_way_while_experts_compute() -> None:
     order: list[str] = []
 
     class Recorded:
-        def __init__(self, inner: Dispatcher[Any]) -> None:
+        def __init__(self, inner: Dispatcher[Any, Any]) -> None:
             self.inner, self.count = inner, 0
+
+        def exchange_counts(self, chunks: Sequence[TopK], num_sequences: int) -> Sequence[int]:
+            order.append(f"exchange {len(chunks)}")
+            return self.inner.exchange_counts(chunks, num_sequences)
 
         def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[Dispatched]:
             number, self.count = self.count, self.count + 1
@@ -105,5 +113,5 @@ def test_the_next_chunk_is_on_its_way_while_experts_compute() -> None:
     layer.set_runner(ExpertRunner(Recorded(layer.runner.dispatcher), num_chunks=2))
     layer.experts.register_forward_pre_hook(lambda *_: order.append("compute"))
     torch.testing.assert_close(layer(x).hidden_states, whole, rtol=1e-13, atol=1e-15)
-    first = ["send 0", "receive 0", "send 1", "compute", "send back"]
+    first = ["exchange 2", "send 0", "receive 0", "send 1", "compute", "send back"]
     assert order == [*first, "receive 1", "compute", "send back"]

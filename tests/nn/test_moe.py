@@ -173,7 +173,7 @@ def test_gradcheck_of_families(options: Options, shape: tuple[int, ...], compute
     assert_gradcheck(layer, tokens(layer, *shape))
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss", "llama4"])
+@pytest.mark.parametrize("family", published_blocks.FAMILIES)
 def test_equals_the_block_of_transformers(family: str) -> None:
     block, config, parameters = getattr(published_blocks, family)()
     x = torch.randn(2, 8, 12, requires_grad=True)

@@ -1,0 +1,1 @@
+"""The parts of examples/balancing.py."""

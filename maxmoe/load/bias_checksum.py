@@ -1,0 +1,25 @@
+"""Checksums of correction biases, which must be equal on all ranks."""
+
+import torch
+from torch import Tensor
+
+# A prime below 2^20, so that sums of squares of checksums over 2^13 ranks are exact in float64.
+PRIME = 1048573
+
+
+def checksum(correction_bias: Tensor) -> Tensor:
+    """Return number, checksum and squared checksum of a correction bias ``(E,)`` as ``(3,)``, float64.
+
+    Their sums over the ranks tell whether all checksums are equal: `are_equal`.
+    """
+    bits = correction_bias.view(torch.int64 if correction_bias.dtype == torch.float64 else torch.int32).long()
+    weights = torch.arange(1, len(bits) + 1, device=bits.device)
+    value = (bits.remainder(PRIME) * weights).sum().remainder(PRIME)
+    return torch.stack([torch.ones_like(value), value, value * value]).double()
+
+
+def are_equal(sums: Tensor) -> Tensor:
+    """Return whether the checksums in `sums` ``(3,)``, summed over the ranks, are equal: ``()``, bool."""
+    # By the inequality of Cauchy and Schwarz, n * sum(c^2) >= (sum c)^2, with equality if all c are equal.
+    num_ranks, values, squares = sums.long().unbind()
+    return num_ranks * squares == values * values

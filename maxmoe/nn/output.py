@@ -1,0 +1,26 @@
+"""Output of a Mixture-of-Experts layer."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from maxmoe._torch import register_namedtuple
+from maxmoe.load.stats import MoEStats
+
+
+class MoEOutput(NamedTuple):
+    """Output of a `MoE` layer.
+
+    Attributes:
+        hidden_states: ``(..., S, D)``, shape and dtype of the input.
+        aux_loss: ``()``, float32 or wider, sum of the weighted auxiliary losses, to be added to the training loss.
+        stats: routing statistics of the call.
+    """
+
+    hidden_states: Tensor
+    aux_loss: Tensor
+    stats: MoEStats
+
+
+# torch.export.save requires a serialized type name.
+register_namedtuple(MoEOutput, "maxmoe.MoEOutput")

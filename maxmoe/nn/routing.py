@@ -1,0 +1,225 @@
+"""Result of a router: the experts of each token, their weights, and what the losses read."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from maxmoe._torch import assert_async
+from maxmoe.config import MoEConfig
+
+
+class TopK(NamedTuple):
+    """Expert ids and routing weights of tokens.
+
+    Attributes:
+        weights: ``(T, K)``, float32 or wider, routing weights; 0 where `experts` is -1.
+        experts: ``(T, K)``, int64, expert ids; -1 for a slot that is not routed.
+        is_unpadded: whether all slots are known to be routed, so that their number is known without reading `experts`.
+    """
+
+    weights: Tensor
+    experts: Tensor
+    is_unpadded: bool = False
+
+    def tensor_split(self, sections: int) -> list["TopK"]:
+        """Split along the tokens, as `torch.tensor_split` does."""
+        parts = zip(self.weights.tensor_split(sections), self.experts.tensor_split(sections), strict=True)
+        return [TopK(weights, experts, self.is_unpadded) for weights, experts in parts]
+
+
+class Routing(NamedTuple):
+    """Output of a router.
+
+    Attributes:
+        logits: ``(T, E)``, float32 or wider, logits of all experts, for the router z-loss; None if the router has none.
+        probabilities: ``(T, E)``, float32 or wider, share of each expert in a token, for the balance loss and the
+            entropy; 0 for padding.
+        weights: ``(T, K)``, float32 or wider, routing weights; 0 where `experts` is -1.
+        experts: ``(T, K)``, int64, expert ids; -1 for a slot that is not routed.
+        token_mask: ``(T,)``, bool, False for padding; None for no padding.
+        is_unpadded: whether all slots are known to be routed, so that their number is known without reading `experts`.
+        token_losses: ``(T,)``, float32 or wider, loss of each token, 0 for padding, whose mean is added to the
+            auxiliary loss; None for no such loss.
+    """
+
+    logits: Tensor | None
+    probabilities: Tensor
+    weights: Tensor
+    experts: Tensor
+    token_mask: Tensor | None = None
+    is_unpadded: bool = True
+    token_losses: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        experts: Tensor,
+        weights: Tensor,
+        probabilities: Tensor,
+        logits: Tensor | None = None,
+        token_losses: Tensor | None = None,
+        token_mask: Tensor | None = None,
+    ) -> "Routing":
+        """Make the result of a router of one's own.
+
+        The leading dims ``(...)`` are those of the input of the router, usually ``(B, S)``. Padding is removed: its
+        slots become -1, its weights, probabilities and losses 0.
+
+        Args:
+            experts: ``(..., K)``, int64, the `top_k` expert ids of each token in any order; -1 for an unused slot.
+            weights: ``(..., K)``, floating, routing weights, through which the router is trained.
+            probabilities: ``(..., E)``, floating, share of each expert in a token, for the balance loss and the
+                entropy. The rows usually have the sum 1.
+            logits: ``(..., E)``, floating, logits, for the router z-loss.
+            token_losses: ``(...)``, floating, a loss of each token, such as a sparsity loss. The mean over the tokens
+                of all ranks is added to the auxiliary loss.
+            token_mask: the mask that the router was called with.
+
+        Returns:
+            Routing with float32 or wider values and the tokens in one dim.
+
+        Raises:
+            ValueError: for shapes that do not fit each other.
+        """
+        _check_shapes(experts, weights, probabilities, logits, token_losses, token_mask)
+        experts = experts.flatten(0, -2)
+        routing = cls(
+            None if logits is None else _wide(logits.flatten(0, -2)),
+            _wide(probabilities.flatten(0, -2)),
+            _wide(weights.flatten(0, -2)).masked_fill(experts < 0, 0.0),
+            experts,
+            is_unpadded=False,
+            token_losses=None if token_losses is None else _wide(token_losses.flatten()),
+        )
+        return routing if token_mask is None else routing.without_padding(token_mask)
+
+    def without_padding(self, token_mask: Tensor) -> "Routing":
+        """Remove padding, so that it is not routed and contributes to no loss.
+
+        Args:
+            token_mask: ``(T,)``, bool, False for padding.
+
+        Returns:
+            Routing in which padding has the expert ids -1, and weights, probabilities and losses of 0.
+        """
+        is_padding = ~token_mask.unsqueeze(1)
+        losses = self.token_losses
+        return self._replace(
+            probabilities=self.probabilities.masked_fill(is_padding, 0.0),
+            weights=self.weights.masked_fill(is_padding, 0.0),
+            experts=self.experts.masked_fill(is_padding, -1),
+            token_mask=token_mask,
+            is_unpadded=False,
+            token_losses=None if losses is None else losses.masked_fill(~token_mask, 0.0),
+        )
+
+    @property
+    def top_k(self) -> TopK:
+        """Expert ids and routing weights, the input of dispatchers."""
+        return TopK(self.weights, self.experts, self.is_unpadded)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _check_shapes(
+    experts: Tensor,
+    weights: Tensor,
+    probabilities: Tensor,
+    logits: Tensor | None,
+    token_losses: Tensor | None,
+    token_mask: Tensor | None,
+) -> None:
+    """Raise for parts of a routing whose shapes or dtypes do not fit those of `experts`."""
+    if experts.dim() < 2 or experts.dtype != torch.int64:
+        raise ValueError(
+            f"experts must be int64 of shape (..., top_k), got {experts.dtype} of shape {tuple(experts.shape)}"
+        )
+    leading = tuple(experts.shape[:-1])
+    shapes = {
+        "weights": (weights, tuple(experts.shape)),
+        "probabilities": (probabilities, (*leading, probabilities.shape[-1])),
+        "logits": (logits, tuple(probabilities.shape)),
+        "token_losses": (token_losses, leading),
+    }
+    for name, (tensor, shape) in shapes.items():
+        if tensor is not None and (tensor.shape != shape or not tensor.is_floating_point()):
+            raise ValueError(
+                f"{name} must be floating of shape {shape}, as experts of shape {tuple(experts.shape)}, "
+                f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
+            )
+    num_tokens = experts.shape[:-1].numel()
+    if token_mask is not None and (token_mask.dtype != torch.bool or token_mask.shape != (num_tokens,)):
+        raise ValueError(
+            f"token_mask must be bool of shape {(num_tokens,)}, "
+            f"got {token_mask.dtype} of shape {tuple(token_mask.shape)}"
+        )
+
+
+def check_routing(routing: object, config: MoEConfig, x: Tensor, token_mask: Tensor | None, router: nn.Module) -> None:
+    """Raise for the output of a router of one's own that does not fit the layer.
+
+    Args:
+        routing: output of the router.
+        config: config of the layer.
+        x: ``(B, S, D)``, tokens, the input of the router.
+        token_mask: ``(T,)``, bool, the mask that the router was called with.
+        router: the router.
+
+    Raises:
+        TypeError: for another type than `Routing`.
+        ValueError: for other shapes, ids outside [-1, E), weights that are not finite or that need no gradient although
+            the router is trained, and a mask that the router did not pass on. On devices other than the CPU, and in
+            compiled code, wrong values are found by an assertion of the device, without the values.
+    """
+    name = type(router).__name__
+    if not isinstance(routing, Routing):
+        raise TypeError(f"router {name} must return maxmoe.nn.Routing, got {type(routing).__name__}: see Routing.of")
+    num_tokens = x.shape[:-1].numel()
+    for field, tensor, width in (
+        ("experts", routing.experts, ("top_k", config.top_k)),
+        ("weights", routing.weights, ("top_k", config.top_k)),
+        ("probabilities", routing.probabilities, ("number of experts", config.num_selectable_experts)),
+    ):
+        if tensor.shape != (num_tokens, width[1]):
+            raise ValueError(
+                f"{field} of router {name} must have shape (tokens ({num_tokens}), {width[0]} ({width[1]})), "
+                f"got {tuple(tensor.shape)}"
+            )
+    if routing.experts.dtype != torch.int64:
+        raise ValueError(f"experts of router {name} must be int64, got {routing.experts.dtype}")
+    if routing.token_mask is not token_mask:
+        raise ValueError(f"router {name} must pass token_mask to Routing.of, so that padding is not routed")
+    if config.router_z_loss_weight > 0 and routing.logits is None:
+        raise ValueError(
+            f"router_z_loss_weight ({config.router_z_loss_weight}) needs the logits of router {name}, got None"
+        )
+    is_trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in router.parameters())
+    if is_trained and not routing.weights.requires_grad:
+        raise ValueError(
+            f"weights of router {name} must require a gradient, since its parameters do, got weights that do not: "
+            "compute them from the scores, or freeze the router"
+        )
+    _check_values(routing, config, name)
+
+
+def _check_values(routing: Routing, config: MoEConfig, name: str) -> None:
+    """Raise for ids outside [-1, E) and weights that are not finite."""
+    experts, weights = routing.experts, routing.weights
+    ids = f"expert ids of router {name} must be in [-1, number of experts ({config.num_selectable_experts}))"
+    finite = f"weights of router {name} must be finite"
+    if experts.numel() == 0:
+        return
+    if experts.device.type != "cpu" or torch.compiler.is_compiling():
+        assert_async(((experts >= -1) & (experts < config.num_selectable_experts)).all(), ids)
+        assert_async(weights.isfinite().all(), finite)
+        return
+    low, high = (int(bound) for bound in experts.aminmax())
+    if low < -1 or high >= config.num_selectable_experts:
+        raise ValueError(f"{ids}, got {low if low < -1 else high}")
+    if not weights.isfinite().all():
+        token = int((~weights.isfinite()).any(1).nonzero()[0])
+        raise ValueError(f"{finite}, got {weights[token].tolist()} for token {token}")

@@ -1,0 +1,55 @@
+"""`examples/balancing.py`: every way trains, the results are kept, and specialisation is mutual information."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import balancing
+from load_balancing.training import WAYS, Run, mutual_information
+from pretraining import InputError
+from pretraining.trainer import decoder_config
+from support.pretrain_run import OPTIONS, TINY
+
+
+def test_every_way_trains_once(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*TINY, "--data", str(text), "--out", str(tmp_path / "out"), "--seeds", "0", "3"]
+    assert balancing.run(balancing.parse_options(arguments)) == 0
+    results = (tmp_path / "out/balancing.json").read_text()
+    table = (tmp_path / "out/balancing.md").read_text()
+    assert table in capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    assert rows[0] == [*balancing.COLUMNS] and [row[0] for row in rows[2:]] == [*WAYS]
+    bits = [row[1] for row in rows[2:]]
+    assert len(set(bits)) == len(WAYS)  # they differ
+    assert all(5 < float(value.split()[0]) < 9 for value in bits)
+    assert (tmp_path / "out/balancing.png").read_bytes().startswith(b"\x89PNG")
+    again = balancing.parse_options([*arguments, "--ways", "sign"])
+    assert balancing.run(again) == 0
+    assert (tmp_path / "out/balancing.json").read_text() == results
+    longer = balancing.parse_options([*arguments, "--steps", "9"])
+    with pytest.raises(InputError, match=r"balancing.json has results of other options: choose another --out"):
+        balancing.run(longer)
+
+
+def test_the_ways_are_configs() -> None:
+    for way, fields in WAYS.items():
+        config = decoder_config(OPTIONS, fields).moe
+        assert {name: getattr(config, name) for name in fields} == fields, way
+        assert way == "none" or fields
+
+
+def test_rows_have_the_mean_and_the_values_of_the_seeds() -> None:
+    runs = [
+        Run("sign", seed, [9.0] * 90 + [1.5 + seed] * 10, seed, [(1, 2.0), (2, 1.0 + seed)], 0.5) for seed in (0, 1)
+    ]
+    assert balancing.table(runs).splitlines()[2] == (
+        "| sign | 1.500 (1.000, 2.000) | 2.00 (1.50, 2.50) | 0.5 (0.0, 1.0) | 0.50 (0.50, 0.50) |"
+    )
+    assert balancing.table(runs[:1]).splitlines()[2] == "| sign | 1.000 | 1.50 | 0.0 | 0.50 |"
+
+
+def test_mutual_information() -> None:
+    assert mutual_information(torch.ones(8, 4)) == pytest.approx(0, abs=1e-12)
+    assert mutual_information(3 * torch.eye(8)) == pytest.approx(3)
+    assert mutual_information(torch.tensor([[1.0, 0.0], [1.0, 2.0]])) == pytest.approx(0.311278, abs=1e-6)

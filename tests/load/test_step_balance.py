@@ -1,0 +1,220 @@
+"""The balance loss over an optimizer step: counts of all micro-batches and ranks, as in arXiv:2501.11873."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import maxmoe
+from maxmoe import MoE, MoEConfig
+from maxmoe.parallel import parallelize, token_sharding
+from maxmoe.sharding import Mesh
+from support.run_ranks import run_ranks
+
+E, K, D, WEIGHT = 8, 2, 6, 0.5
+BATCH, LENGTH = 8, 5
+
+
+def make(scope: str = "step") -> MoE:
+    torch.manual_seed(0)
+    balance: Any = {"load_balance_loss_weight": WEIGHT, "load_balance_scope": scope}
+    config = MoEConfig(hidden_size=D, intermediate_size=4, num_experts=E, top_k=K, **balance)
+    return MoE(config, dtype=torch.float64)
+
+
+def batch() -> Tensor:
+    """Tokens whose sequences prefer different experts, so that the load of micro-batches differs."""
+    generator = torch.Generator().manual_seed(1)
+    mean = 2 * torch.randn(BATCH, 1, D, generator=generator, dtype=torch.float64)
+    return mean + torch.randn(BATCH, LENGTH, D, generator=generator, dtype=torch.float64)
+
+
+def mask() -> Tensor:
+    return torch.arange(LENGTH) < torch.tensor([5, 3, 5, 1, 5, 4, 5, 2]).unsqueeze(1)
+
+
+def by_definition(layer: MoE, x: Tensor, valid: Tensor, num_micro_batches: int) -> list[Tensor]:
+    """The loss of each micro-batch, with the counts up to it."""
+    losses, counts, num_tokens = [], torch.zeros(E, dtype=torch.float64), 0
+    for part, keep in zip(x.chunk(num_micro_batches), valid.chunk(num_micro_batches), strict=True):
+        tokens = part[keep]
+        probabilities = (tokens @ layer.router.weight.T).softmax(1)
+        chosen = probabilities.topk(K).indices
+        counts = counts + torch.stack([(chosen == e).sum() for e in range(E)]).double()
+        num_tokens += len(tokens)
+        frequencies = E / (K * num_tokens) * counts
+        losses.append(WEIGHT * (frequencies * probabilities.mean(0)).sum())
+    return losses
+
+
+def accumulated(
+    layer: MoE,
+    x: Tensor,
+    valid: Tensor | None,
+    num_micro_batches: int,
+    forward: Callable[..., Any] | None = None,
+) -> tuple[list[float], Tensor]:
+    """Losses and the gradient of the router, of the mean over the micro-batches."""
+    accumulator = maxmoe.StatsAccumulator(layer)
+    layer.zero_grad()
+    losses = []
+    masks = [None] * num_micro_batches if valid is None else valid.chunk(num_micro_batches)
+    for part, keep in zip(x.chunk(num_micro_batches), masks, strict=True):
+        loss = (forward or layer)(part, keep)[1]  # aux_loss
+        (loss / num_micro_batches).backward()
+        losses.append(loss.item())
+    accumulator.update()
+    gradient = layer.router.weight.grad
+    assert gradient is not None
+    return losses, gradient.clone()
+
+
+def check_is_definition(num_micro_batches: int, forward: Callable[..., Any] | None = None) -> None:
+    layer, x = make(), batch()
+    losses = by_definition(layer, x, mask(), num_micro_batches)
+    (expected,) = torch.autograd.grad(torch.stack(losses).mean(), layer.router.weight)
+    got, gradient = accumulated(layer, x, mask(), num_micro_batches, None if forward is None else forward(layer))
+    torch.testing.assert_close(got, [loss.item() for loss in losses], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 4, 8])
+def test_is_its_definition(num_micro_batches: int) -> None:
+    check_is_definition(num_micro_batches)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputation_counts_once(use_reentrant: bool) -> None:
+    def forward(layer: MoE) -> Callable[..., Any]:
+        def call(x: Tensor, keep: Tensor) -> Any:
+            return checkpoint(layer, x.detach().requires_grad_(), keep, use_reentrant=use_reentrant)
+
+        return call
+
+    check_is_definition(4, forward)
+
+
+def test_a_whole_step_is_the_batch() -> None:
+    for valid in (None, mask()):
+        _, step = accumulated(make(), batch(), valid, 1)
+        _, whole = accumulated(make("batch"), batch(), valid, 1)
+        torch.testing.assert_close(step, whole, rtol=1e-12, atol=1e-14)
+
+
+def test_micro_batches_come_closer_to_the_whole_batch() -> None:
+    """What the docs say: nearer than the loss of each micro-batch by itself."""
+    _, whole = accumulated(make("batch"), batch(), None, 1)
+
+    def distance(scope: str) -> float:
+        _, gradient = accumulated(make(scope), batch(), None, 8)
+        return float((gradient - whole).norm() / whole.norm())
+
+    assert distance("step") < 0.5 * distance("batch")
+
+
+def test_update_ends_the_step() -> None:
+    layer, x = make(), batch()
+    first = accumulated(layer, x, None, 4)
+    second = accumulated(layer, x, None, 4)
+    assert first[0] == second[0] and first[1].equal(second[1])
+    accumulator = maxmoe.StatsAccumulator(layer)
+    losses = []
+    for _ in range(2):
+        for part in x.chunk(4):
+            loss = layer(part).aux_loss
+            loss.backward()
+            losses.append(loss.item())
+        accumulator.update()
+    assert losses == first[0] * 2
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_micro_batches_in_flight(is_recomputed: bool) -> None:
+    """As in a pipeline: the backward has the counts of all micro-batches whose backward has run, recomputed or not."""
+    layer, parts = make(), batch().chunk(4)
+    maxmoe.StatsAccumulator(layer)
+    losses = [
+        checkpoint(layer, part, use_reentrant=False).aux_loss if is_recomputed else layer(part).aux_loss
+        for part in parts
+    ]
+    gradients = [torch.autograd.grad(loss, layer.router.weight)[0] for loss in losses]
+    again = make()
+    maxmoe.StatsAccumulator(again)
+    for part, gradient in zip(parts, gradients, strict=True):
+        (expected,) = torch.autograd.grad(again(part).aux_loss, again.router.weight)
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_evaluation_counts_nothing_and_needs_no_accumulator() -> None:
+    layer, x = make(), batch()
+    with torch.no_grad():
+        assert layer(x).aux_loss.item() == pytest.approx(make("batch")(x).aux_loss.item(), rel=1e-12)
+    with pytest.raises(ValueError, match=r"'step' needs maxmoe.StatsAccumulator\(model\)"):
+        layer(x)
+    maxmoe.StatsAccumulator(layer)
+    before = layer(x[:2]).aux_loss
+    with torch.no_grad():
+        layer(x)
+    assert torch.equal(layer(x[:2]).aux_loss, before)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiles_as_one_graph() -> None:
+    torch._dynamo.reset()
+    layer, x = make(), batch()
+    plain = accumulated(layer, x, None, 4)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    got = accumulated(layer, x, None, 4, lambda part, _: compiled(part))
+    torch.testing.assert_close(got[0], plain[0])
+    torch.testing.assert_close(got[1], plain[1])
+
+
+@pytest.mark.filterwarnings("ignore:no rule for the logical name")
+@pytest.mark.parametrize(
+    ("sizes", "rules"),
+    [
+        ({"expert": 2}, "ep-as-dp"),
+        ({"expert": 4}, "ep-as-dp"),
+        ({"expert": 2, "context": 2}, "cp-as-ep"),
+        ({"expert": 2, "tensor": 2}, "default"),
+    ],
+)
+def test_ranks_of_a_mesh(sizes: dict[str, int], rules: str) -> None:
+    """Each micro-batch is spread over the ranks; LENGTH is cut to an even one."""
+    x = batch()[:, :4]
+    losses, expected = accumulated(make(), x, None, 2)
+
+    def check() -> None:
+        mesh, layer = Mesh(sizes), make()
+        parallelize(layer, mesh, rules)
+        micro_batches = [part[token_sharding(mesh, rules).slices(part.shape[:2])] for part in x.chunk(2)]
+        got, gradient = accumulated(layer, torch.cat(micro_batches), None, 2)
+        torch.testing.assert_close(got, losses, rtol=1e-12, atol=1e-12)
+        whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        torch.testing.assert_close(whole, expected, rtol=1e-11, atol=1e-13)
+
+    run_ranks(check, 2 if sizes == {"expert": 2} else 4)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_of_ddp(num_ranks: int) -> None:
+    """DDP averages the gradients, so each rank's loss has the counts of all ranks."""
+    x = batch()
+    losses, expected = accumulated(make(), x, None, 2)
+
+    def check() -> None:
+        layer = make()
+        model = DistributedDataParallel(layer, find_unused_parameters=True)
+        parts = [part.chunk(num_ranks)[dist.get_rank()] for part in x.chunk(2)]
+        got, gradient = accumulated(layer, torch.cat(parts), None, 2, lambda part, _: model(part))
+        mean = torch.tensor(got, dtype=torch.float64)
+        dist.all_reduce(mean)
+        torch.testing.assert_close((mean / num_ranks).tolist(), losses, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-13)
+
+    run_ranks(check, num_ranks)

@@ -1,0 +1,259 @@
+"""Routers of one's own, above all those of docs/how_to/router.md."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import maxmoe
+from maxmoe import MoE, MoEConfig
+from maxmoe.nn import Routing
+from maxmoe.nn.router import Router
+from support.documented_routers import ROUTERS
+
+E, D, F = 6, 8, 10
+each_router = pytest.mark.parametrize("name", ROUTERS)
+
+
+def make(name: str, **options: Any) -> MoE:
+    """A layer in float64, whose values are the same at every call."""
+    top_k, make_router = ROUTERS[name]
+    fields = {"load_balance_loss_weight": 0.3, **options}
+    config = MoEConfig(hidden_size=D, intermediate_size=F, num_experts=E, top_k=top_k(E), **fields)
+    layer = MoE(config, router=make_router(config)).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for value in layer.state_dict().values():
+            value.copy_(0.5 * torch.randn(value.shape, generator=generator, dtype=torch.float64))
+    return layer
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randn(*shape, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def by_definition(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor, Routing]:
+    """Output and balance loss from what the router returns, one token at a time."""
+    routing = layer.router(x)
+    experts = dict(layer.experts.named_parameters())
+    rows = []
+    for t, token in enumerate(x.flatten(0, 1)):
+        row = torch.zeros_like(token)
+        for weight, e in zip(routing.weights[t], routing.experts[t].tolist(), strict=True):
+            if e >= 0:
+                gate, up, down = (experts[f"{name}_proj"][e] for name in ("gate", "up", "down"))
+                row = row + weight * ((functional.silu(token @ gate) * (token @ up)) @ down)
+        rows.append(row)
+    K, loss = layer.config.top_k, x.new_zeros(())
+    for ids, probabilities in zip(
+        routing.experts.view(*x.shape[:2], K), routing.probabilities.view(*x.shape[:2], E), strict=True
+    ):
+        frequency = torch.stack([(ids == e).sum().double() * E / (K * x.shape[1]) for e in range(E)])
+        loss = loss + (frequency * probabilities.mean(0)).sum() / x.shape[0]
+    if routing.token_losses is not None:
+        return torch.stack(rows).view_as(x), 0.3 * loss + routing.token_losses.mean(), routing
+    return torch.stack(rows).view_as(x), 0.3 * loss, routing
+
+
+@each_router
+@pytest.mark.parametrize("implementation", ["sparse", "dense"])
+def test_is_its_definition(name: str, implementation: str) -> None:
+    layer, x = make(name, implementation=implementation), tokens(3, 7)
+    hidden_states, aux_loss, routing = by_definition(layer, x)
+    output = layer(x)
+    torch.testing.assert_close(output.hidden_states, hidden_states, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(output.aux_loss, aux_loss, rtol=1e-12, atol=1e-12)
+    assert output.stats.tokens_per_expert.tolist() == [int((routing.experts == e).sum()) for e in range(E)]
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+    cotangent = tokens(3, 7).flip(0)
+    got = torch.autograd.grad((output.hidden_states * cotangent).sum() + output.aux_loss, parameters)
+    expected = torch.autograd.grad((hidden_states * cotangent).sum() + aux_loss, parameters)
+    for parameter, one, other in zip(names, got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11, msg=lambda text, of=parameter: f"{of}: {text}")
+
+
+@each_router
+def test_gradcheck(name: str) -> None:
+    layer, x = make(name), tokens(2, 4).requires_grad_()
+    parameters = dict(layer.named_parameters())
+
+    def call(x: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.func.functional_call(layer, dict(zip(parameters, values, strict=True)), (x,))[:2]
+
+    assert torch.autograd.gradcheck(call, (x, *parameters.values()), fast_mode=True)
+
+
+@each_router
+def test_padding(name: str) -> None:
+    """Padding, which may be NaN, changes nothing of what other tokens get, and is not routed."""
+    layer, x = make(name), tokens(3, 7)
+    lengths = [7, 4, 2] if name != "ExpertChoice" else [7, 7, 0]  # its capacity is that of the whole length
+    mask = torch.arange(7) < torch.tensor(lengths).unsqueeze(1)
+    output = layer(x.masked_fill(~mask.unsqueeze(2), torch.nan), mask)
+    assert output.hidden_states[~mask].eq(0).all() and output.hidden_states.isfinite().all()
+    losses, counts = [], torch.zeros(E, dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        if length:
+            alone = layer(x[row : row + 1, :length])
+            torch.testing.assert_close(output.hidden_states[row, :length], alone.hidden_states[0])
+            counts += alone.stats.tokens_per_expert
+            losses.append(alone.aux_loss)
+    assert output.stats.tokens_per_expert.equal(counts)
+    if name != "ReLURouter":  # the mean over tokens of its own loss is not that over sequences
+        torch.testing.assert_close(output.aux_loss, torch.stack(losses).mean())
+
+
+@each_router
+def test_replay(name: str) -> None:
+    layer, x = make(name), tokens(3, 7)
+    with maxmoe.record_routing(layer) as record:
+        before = layer(x)
+    with maxmoe.replay_routing(layer, record):
+        torch.testing.assert_close(layer(x).hidden_states, before.hidden_states, rtol=0, atol=0)
+    with torch.no_grad():
+        layer.router.weight += 0.3 * torch.randn(E, D, generator=torch.Generator().manual_seed(2))
+    with maxmoe.replay_routing(layer, record), maxmoe.record_routing(layer) as again:
+        after = layer(x)
+    assert not torch.equal(after.hidden_states, before.hidden_states)
+    is_same = record.calls[""][0] == again.calls[""][0]
+    assert is_same.all()
+
+
+@each_router
+@pytest.mark.parametrize("recompute", [False, True])
+def test_recomputation_and_statistics(name: str, recompute: bool) -> None:
+    layer, x = make(name), tokens(3, 7)
+    accumulator = maxmoe.StatsAccumulator(layer)
+    maxmoe.set_recompute(layer, ["experts"] if recompute else [])
+    output = layer(x)
+    (output.hidden_states.sum() + output.aux_loss).backward()
+    step = accumulator.update()
+    assert step.layers["moe"].tokens_per_expert.equal(output.stats.tokens_per_expert)
+
+
+@each_router
+def test_compiles_as_one_graph(name: str) -> None:
+    torch._dynamo.reset()
+    layer, x = make(name), tokens(3, 7)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for one, other in zip(compiled(x)[:2], layer(x)[:2], strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_the_penalty_of_relu_routing_leads_to_the_mean() -> None:
+    layer, x = make("ReLURouter", load_balance_loss_weight=0.0), tokens(16, 8) + 1  # without bias: no mean, no sparsity
+    layer.router.mean_experts = 1
+    layer.router.penalty.fill_(1e-3)
+    optimizer, counts = torch.optim.Adam(layer.parameters(), lr=0.01), []
+    for _ in range(400):
+        output = layer(x)
+        optimizer.zero_grad()
+        ((output.hidden_states - x.flip(2)).square().mean() + output.aux_loss).backward()
+        optimizer.step()
+        layer.router.adapt_penalty(output.stats.tokens_per_expert, num_tokens=128)
+        counts.append(output.stats.tokens_per_expert.sum() / 128)
+    assert counts[0] > 1.5 and abs(torch.stack(counts[-200:]).mean() - 1) < 0.2
+
+
+# What a router may not return
+
+
+class Wrong(nn.Module):
+    """A right router, whose routing is changed."""
+
+    def __init__(self, change: Callable[[Routing], Any], config: MoEConfig) -> None:
+        super().__init__()
+        self.change, self.inner = change, Router(config)
+
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Any:
+        return self.change(self.inner(x, token_mask))
+
+
+def at(tensor: Tensor, value: float) -> Tensor:
+    changed = tensor.clone()
+    changed[3, 1] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda r: r.top_k, TypeError, r"router Wrong must return maxmoe.nn.Routing, got TopK"),
+        (
+            lambda r: r._replace(experts=r.experts[:, :1]),
+            ValueError,
+            r"experts .* \(tokens \(10\), top_k \(2\)\), got \(10, 1\)",
+        ),
+        (
+            lambda r: r._replace(weights=r.weights[1:]),
+            ValueError,
+            r"weights .* \(tokens \(10\), top_k \(2\)\), got \(9, 2\)",
+        ),
+        (
+            lambda r: r._replace(probabilities=r.probabilities[:, 1:]),
+            ValueError,
+            r"experts \(6\)\), got \(10, 5\)",
+        ),
+        (lambda r: r._replace(experts=at(r.experts, 6)), ValueError, r"in \[-1, number of experts \(6\)\), got 6"),
+        (lambda r: r._replace(experts=at(r.experts, -2)), ValueError, r"in \[-1, number of experts \(6\)\), got -2"),
+        (
+            lambda r: r._replace(weights=at(r.weights, torch.nan)),
+            ValueError,
+            r"must be finite, got \[.*nan\] for token 3",
+        ),
+        (
+            lambda r: r._replace(weights=r.weights.detach()),
+            ValueError,
+            r"must require a gradient, since its parameters do",
+        ),
+        (lambda r: r._replace(token_mask=None), ValueError, r"must pass token_mask to Routing.of"),
+        (lambda r: r._replace(logits=None), ValueError, r"router_z_loss_weight \(0.1\) needs the logits .*, got None"),
+        (
+            lambda r: r._replace(experts=r.experts.int()),
+            ValueError,
+            r"experts of router Wrong must be int64, got torch.int32",
+        ),
+    ],
+)
+def test_a_wrong_routing_is_refused(change: Any, error: type[Exception], message: str) -> None:
+    config = MoEConfig(hidden_size=D, intermediate_size=F, num_experts=E, top_k=2, router_z_loss_weight=0.1)
+    layer = MoE(config, router=Wrong(change, config), dtype=torch.float64)
+    called: list[None] = []
+    layer.experts.register_forward_pre_hook(lambda *_: called.append(None))
+    with pytest.raises(error, match=message):
+        layer(tokens(2, 5), torch.ones(2, 5, dtype=torch.bool))
+    assert not called
+
+
+ONES = torch.ones(2, 5, 3)
+RIGHT: dict[str, Any] = {
+    "experts": torch.zeros(2, 5, 3, dtype=torch.int64),
+    "weights": ONES,
+    "probabilities": torch.ones(2, 5, E),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"experts": ONES}, r"experts must be int64 of shape \(\.\.\., top_k\), got torch.float32"),
+        ({"experts": torch.zeros(3, dtype=torch.int64)}, r"experts must be int64 .*, got torch.int64 of shape \(3,\)"),
+        (
+            {"weights": ONES[:1]},
+            r"weights must be floating of shape \(2, 5, 3\), .* got torch.float32 of shape \(1, 5, 3\)",
+        ),
+        ({"weights": ONES.int()}, r"weights must be floating .* got torch.int32"),
+        ({"probabilities": ONES[0]}, r"probabilities must be floating of shape \(2, 5, 3\), .* \(5, 3\)"),
+        ({"logits": ONES}, r"logits must be floating of shape \(2, 5, 6\), .* \(2, 5, 3\)"),
+        ({"token_losses": ONES}, r"token_losses must be floating of shape \(2, 5\), .* \(2, 5, 3\)"),
+        ({"token_mask": torch.ones(9, dtype=torch.bool)}, r"token_mask must be bool of shape \(10,\), got .* \(9,\)"),
+        ({"token_mask": torch.ones(10)}, r"token_mask must be bool of shape \(10,\), got torch.float32"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    Routing.of(**RIGHT)
+    with pytest.raises(ValueError, match=message):
+        Routing.of(**{**RIGHT, **changes})

@@ -1,0 +1,219 @@
+"""Quantile balancing: the biases of the specification, up to the width of a bin, balance the load."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import maxmoe
+from maxmoe import MoEConfig, MoEFeedForward, StatsAccumulator, reference
+from maxmoe.nn.quantile_balancing import NUM_BINS, balanced_bias, required_bias_histogram
+from maxmoe.parallel import parallelize
+from maxmoe.reference.routing import scores
+from maxmoe.sharding import LogicalRules, Mesh
+from support.operator_checks import compile_whole
+from support.parallel_decoder import token_spec
+from support.parts import part_by_definition
+from support.run_ranks import run_ranks
+
+SIZES: dict[str, Any] = {"hidden_size": 6, "intermediate_size": 4, "num_experts": 8, "top_k": 2}
+QUANTILE: dict[str, Any] = {
+    "score_function": "sigmoid",
+    "score_correction_bias": True,
+    "correction_bias_rule": "quantile",
+    "correction_bias_update_rate": 1.0,
+}
+
+
+def layer_of(**options: Any) -> MoEFeedForward:
+    """A layer that prefers its last experts."""
+    torch.manual_seed(0)
+    layer = MoEFeedForward(MoEConfig(**{**SIZES, **QUANTILE, "router_bias": True, **options}), dtype=torch.float64)
+    with torch.no_grad():
+        layer.router.bias.copy_(torch.linspace(-1, 1, 8))  # type: ignore[union-attr]
+        bias_of(layer).copy_(torch.linspace(-0.1, 0.3, 8))
+    return layer
+
+
+def bias_of(layer: MoEFeedForward) -> Tensor:
+    bias = layer.router.score_correction_bias
+    assert bias is not None
+    return bias
+
+
+def scores_of(layer: MoEFeedForward, x: Tensor) -> Tensor:
+    logits = x.flatten(0, -2) @ layer.router.weight.T + layer.router.bias
+    return scores(logits.detach(), layer.config.score_function)
+
+
+def bin_width(bias: Tensor) -> float:
+    return float(bias.max() - bias.min() + 2) / NUM_BINS
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 7])
+def test_histogram(top_k: int) -> None:
+    scores, bias = torch.rand(50, 8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    mask = torch.rand(50) < 0.7
+    expected = torch.zeros(8, NUM_BINS, dtype=torch.float64)
+    for score in scores[mask].tolist():
+        cutoff = sorted((s + b for s, b in zip(score, bias.tolist(), strict=True)), reverse=True)[top_k]
+        for expert in range(8):
+            place = (cutoff - score[expert] - (float(bias.min()) - 1)) / bin_width(bias)
+            assert 0 <= place <= NUM_BINS
+            expected[expert, min(int(place), NUM_BINS - 1)] += 1
+    assert required_bias_histogram(scores, bias, top_k, token_mask=mask).equal(expected)
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_balanced_bias_is_that_of_the_specification(top_k: int, dtype: torch.dtype) -> None:
+    scores, bias = torch.rand(400, 8, dtype=dtype) ** 3, torch.randn(8, dtype=dtype)
+    balanced = balanced_bias(required_bias_histogram(scores, bias, top_k), bias, top_k)
+    expected = reference.balanced_bias(scores, bias, top_k)
+    assert balanced.dtype == dtype and float(balanced.mean()) == pytest.approx(0, abs=1e-6)
+    torch.testing.assert_close(balanced, expected, rtol=0, atol=2 * bin_width(bias))
+    assert (balanced - bias).abs().max() > 20 * bin_width(bias)
+
+
+def test_the_quantile_is_interpolated_in_its_bin() -> None:
+    histogram, bias = torch.zeros(2, NUM_BINS, dtype=torch.float64), torch.zeros(2)
+    histogram[0, 500], histogram[1, 100], histogram[1, 600] = 8, 2, 6  # bins of width 0.002 from -1
+    # 4 of 8 tokens: half of the bin that begins at 0; 2 of the 6 tokens of the bin that begins at 0.2.
+    expected = torch.tensor([0.001, 0.2 + 0.002 / 3])
+    torch.testing.assert_close(balanced_bias(histogram, bias, 1), expected - expected.mean())
+
+
+def test_without_tokens_nothing_changes() -> None:
+    bias = torch.randn(8)
+    assert balanced_bias(required_bias_histogram(torch.rand(0, 8), bias, 2), bias, 2).equal(bias)
+
+
+@pytest.mark.parametrize("score_function", ["sigmoid", "softmax"])
+def test_it_balances_the_load(score_function: Any) -> None:
+    layer, x = layer_of(score_function=score_function), torch.randn(4, 500, 6, dtype=torch.float64)
+    accumulator, loads = StatsAccumulator(layer), []
+    for _ in range(15):
+        layer(x).sum().backward()
+        loads.append(float(accumulator.update().layers["moe"].load_max_over_mean))
+    assert loads[0] > 2 and loads[-1] < 1.1, loads
+
+
+@pytest.mark.parametrize("rate", [0.25, 1.0])
+@pytest.mark.parametrize("score_function", ["sigmoid", "softmax"])
+def test_a_step_over_micro_batches(rate: float, score_function: Any) -> None:
+    layer = layer_of(correction_bias_update_rate=rate, score_function=score_function)
+    batches = torch.randn(3, 2, 50, 6, dtype=torch.float64).unbind()
+    before, accumulator = bias_of(layer).clone(), StatsAccumulator(layer)
+    for x in batches:
+        layer(x).sum().backward()
+    with torch.no_grad():
+        layer(10 * batches[0])
+    layer(10 * batches[0])  # nobody calls its backward
+    accumulator.update()
+    expected = reference.balanced_bias(scores_of(layer, torch.stack(batches)), before, 2)
+    torch.testing.assert_close(bias_of(layer) - before, rate * (expected - before), rtol=0, atol=2 * bin_width(before))
+    after = bias_of(layer).clone()
+    accumulator.update()  # a step without tokens
+    assert bias_of(layer).equal(after) and not after.equal(before)
+
+
+def test_padding_is_not_counted() -> None:
+    x, mask = torch.randn(2, 50, 6, dtype=torch.float64), torch.arange(50) < torch.tensor([[50], [20]])
+    biases = []
+    for token_mask in (mask, None):
+        layer = layer_of()
+        accumulator = StatsAccumulator(layer)
+        layer(x, token_mask).sum().backward()
+        if token_mask is None:
+            accumulator.update()
+            layer = layer_of()
+            accumulator = StatsAccumulator(layer)
+            layer(torch.cat([x[0], x[1, :20]]).unsqueeze(0)).sum().backward()
+        accumulator.update()
+        biases.append(bias_of(layer))
+    assert biases[0].equal(biases[1])
+
+
+WAYS: dict[str, Any] = {
+    "checkpoint": lambda layer: partial(checkpoint, layer, use_reentrant=False),
+    "reentrant": lambda layer: partial(checkpoint, layer, use_reentrant=True),
+    "keep_routing": lambda layer: partial(checkpoint, layer, use_reentrant=False, context_fn=maxmoe.keep_routing),
+    "compiled": lambda layer: compile_whole(layer, "aot_eager"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile about itself
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_recomputation_counts_once(way: Any) -> None:
+    x, biases = torch.randn(2, 50, 6, dtype=torch.float64).requires_grad_(), []
+    for run in (lambda layer: layer, way):
+        layer = layer_of()
+        accumulator, forward = StatsAccumulator(layer), run(layer)
+        for part in (x, 0.5 * x):
+            forward(part).sum().backward()
+        assert accumulator.update().layers["moe"].tokens_per_expert.sum() == 400
+        biases.append(bias_of(layer))
+    torch.testing.assert_close(*biases, rtol=0, atol=1e-9)
+
+
+def test_gradients_are_undisturbed() -> None:
+    layer, x = layer_of(), torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
+    inputs = [x, *layer.parameters()]
+    expected = torch.autograd.grad(layer(x).sin().sum(), inputs)
+    StatsAccumulator(layer)
+    for one, other in zip(torch.autograd.grad(layer(x).sin().sum(), inputs), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_counts_alone_are_not_enough() -> None:
+    layer = layer_of()
+    with pytest.raises(ValueError, match=r"^update_correction_bias needs correction_bias_rule='sign', got 'quantile'"):
+        layer.update_correction_bias(torch.ones(8, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"score_correction_bias": False, "correction_bias_update_rate": 0.0}, "score_correction_bias=True, got False"),
+        ({"score_function": "identity"}, "score_function='sigmoid' or 'softmax', got 'identity'"),
+        ({"num_groups": 2}, "num_groups=1, got 2"),
+        ({"top_k": 8}, r"top_k \(8\) below the number of experts \(8\)"),
+        ({"correction_bias_update_rate": 1.5}, "correction_bias_update_rate <= 1, got 1.5"),
+    ],
+)
+def test_what_it_needs(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^correction_bias_rule='quantile' needs .*{message}$"):
+        MoEConfig(**{**SIZES, **QUANTILE, **options})
+
+
+@pytest.mark.filterwarnings("ignore:no rule for the logical name")
+def test_ranks_find_the_bias_of_one_process() -> None:
+    x = torch.randn(4, 6, 6, dtype=torch.float64)
+
+    def train(model: Any, part: Tensor) -> None:
+        accumulator = StatsAccumulator(model)
+        for micro_batch in (part, 0.5 * part):
+            model(micro_batch).sum().backward()
+        accumulator.update()
+
+    whole = layer_of()
+    train(whole, x)
+
+    def ddp() -> Tensor:
+        layer = layer_of()
+        train(DistributedDataParallel(layer), x.split(2)[torch.distributed.get_rank()])
+        return bias_of(layer)
+
+    def mesh(sizes: dict[str, int]) -> Tensor:
+        rules, on = LogicalRules.load("shard-exp-on-fsdp"), Mesh(sizes)
+        layer = parallelize(layer_of(), on, rules)
+        train(layer, part_by_definition(x, token_spec(on, rules), on))
+        return bias_of(layer)
+
+    for run in (ddp, partial(mesh, {"fsdp": 2}), partial(mesh, {"expert": 2})):
+        for bias in run_ranks(run, 2):
+            torch.testing.assert_close(bias, bias_of(whole), rtol=0, atol=1e-12)
