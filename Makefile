@@ -123,11 +123,12 @@ clean:
 	rm -rf .venv .venv-torch* build dist *.egg-info maxmoe/_C_torch*.so
 
 # The package, built in place, and what one use of it needs: examples, test, docs or dev. The kernels are built for this
-# machine alone, until tests need all that it can run.
+# machine alone, until tests need all that it can run; with them come the programs that tests/repository/test_cpp.py runs.
 ISAS = $(if $(filter test dev,$(@F) $(notdir $(wildcard $(VENV)/test $(VENV)/dev))),all,native)
+CPP_TESTS = $(if $(filter test,$(@F)),-DMAXMOE_BUILD_TESTS=ON -DMAXMOE_BUILD_BENCHMARKS=ON)
 $(VENV)/examples $(VENV)/test $(VENV)/docs $(VENV)/dev: $(VENV)/requirements $(CORE)
 	@echo "== the C++ core"
-	export CMAKE_ARGS="-DMAXMOE_ISAS=$(ISAS) $${CMAKE_ARGS:-}"
+	export CMAKE_ARGS="-DMAXMOE_ISAS=$(ISAS) $(CPP_TESTS) $${CMAKE_ARGS:-}"
 	$(BIN)/python setup.py --quiet build_ext
 	echo "== maxmoe and what '$(@F)' needs"
 	$(BIN)/pip install --quiet --no-build-isolation -e '.[$(@F)]'

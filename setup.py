@@ -90,7 +90,7 @@ class CMakeBuild(build_ext):
         # The cmake and ninja that pip installed beside this Python come before those of the system.
         path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
         options = [f"-DPython_EXECUTABLE={sys.executable}", f"-DMAXMOE_TORCH={';'.join(map(str, TORCHES.values()))}"]
-        # CMake keeps what an earlier build was told: tests/repository/test_cpp.py turns the first two on, `make train`
+        # CMake keeps what an earlier build was told: `make test` turns the first two on, `make train`
         # builds for one machine alone.
         options += ["-DMAXMOE_BUILD_TESTS=OFF", "-DMAXMOE_BUILD_BENCHMARKS=OFF", "-DMAXMOE_ISAS=all"]
         options += shlex.split(os.environ.get("CMAKE_ARGS", ""))

@@ -21,12 +21,11 @@ When a rank dies, hangs or raises an error, all other ranks end with an error th
 
 import argparse
 import shlex
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 from typing import get_args
 
+import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
@@ -34,7 +33,15 @@ from maxmoe.parallel import Dispatch, watch_ranks
 from maxmoe.planning.estimate import Optimizer
 from pretraining import InputError, checkpoint, figures, ranks
 from pretraining.baselines import bigram_bits_per_byte, zlib_bits_per_byte
-from pretraining.command import LARGEST_DEPTH, LARGEST_SEED, HelpFormatter, at_least, exit_status, prepare_output
+from pretraining.command import (
+    LARGEST_DEPTH,
+    LARGEST_SEED,
+    HelpFormatter,
+    StopRequest,
+    at_least,
+    exit_status,
+    prepare_output,
+)
 from pretraining.corpus import Corpus, load_corpus
 from pretraining.integrity import TRAINING, compare, read_training
 from pretraining.trainer import Trainer
@@ -101,26 +108,6 @@ def curves_beside(options: argparse.Namespace, corpus: Corpus) -> Curves:
     return {f"held-out text of {options.beside}": there["held_out"]}
 
 
-class StopRequest:
-    """Context in which the first Ctrl-C or SIGTERM only sets `signal`; the second one acts as usual."""
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-
-    def __enter__(self) -> "StopRequest":
-        self.usual = {number: signal.signal(number, self.receive) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self.usual.items():
-            signal.signal(number, handler)
-
-    def receive(self, number: int, frame: FrameType | None) -> None:
-        """Remember the signal."""
-        self.signal = number
-        signal.signal(number, self.usual[number])
-
-
 def train(trainer: Trainer, baselines: dict[str, float]) -> int:
     """Take the remaining steps, evaluate and save; return the number of the signal that stopped the run, or 0."""
     options = trainer.options
@@ -166,9 +153,10 @@ def report(trainer: Trainer, baselines: dict[str, float], others: Curves) -> Non
     print(f"{history.held_out[-1][1]:.3f} bits per byte on held-out text")
     for name, value in baselines.items():
         print(f"{value:.3f} with {name}")
-    windows = history.windows()
-    last = windows[-2:].sum(0)  # two windows, because the last one may have a single step
-    steps = len(history.training) - history.window * max(len(windows) - 2, 0)
+    # Two windows, because the last one may have a single step.
+    first = max(-(-trainer.step // history.load.window) - 2, 0)
+    last = torch.stack([counts[first:].sum(0) for counts in history.load.tokens_per_expert.values()])
+    steps = trainer.step - history.load.window * first
     print(f"{int((last == 0).sum())} of {last.numel()} experts got no token in the last {steps} steps together")
     pictures = [out / name for name in PICTURES]
     with ranks.agreed():
@@ -183,7 +171,7 @@ def draw(loss: Path, expert_load: Path, trainer: Trainer, baselines: dict[str, f
     held_out = {f"held-out text, {trainer.options.optimizer}": history.held_out, **others}
     try:
         figures.loss_curves(loss, history.training, held_out, baselines)
-        figures.expert_load(expert_load, history.windows(), history.window, trainer.step)
+        figures.save(history.load.heat_map(), expert_load)
     except OSError as error:
         raise InputError(f"cannot write the pictures to {loss.parent}: {error.strerror}") from error
 

@@ -8,9 +8,10 @@ from maxmoe._library import build_info
 
 # isort: split
 # After the core, which names a torch that does not fit, before another module misses something in that torch.
-from maxmoe import presets
+from maxmoe import presets, quantization, surgery
 from maxmoe.adapters import connect_if_imported
 from maxmoe.config import MoEConfig
+from maxmoe.expert_quantization import quantize_experts
 from maxmoe.load import MoEStats, StatsAccumulator, StepStats
 from maxmoe.nn import (
     MoE,
@@ -60,10 +61,13 @@ __all__ = [
     "parallelize",
     "pipeline",
     "presets",
+    "quantization",
+    "quantize_experts",
     "record_routing",
     "replay_routing",
     "set_aux_loss_scale",
     "set_recompute",
+    "surgery",
 ]
 
 

@@ -1,14 +1,22 @@
-"""Plan a model on a mesh without a cluster, or describe this installation.
+"""Plan a model on a mesh without a cluster, compare ranks with one process, or describe this installation.
 
     python -m maxmoe explain --preset deepseek_v3 --rules shard-exp-on-fsdp --mesh fsdp=16,expert=16
+    python -m maxmoe compare_ranks my_training --num-ranks 4
     python -m maxmoe info
 
 `explain` prints the sharding of every parameter and the dispatch of tokens to experts, both with the reasons, the
 memory per rank and the collectives per step. The model is a `maxmoe.models.Decoder` with the sizes of a published one;
-its parameters are not allocated. `info` prints versions, build and processor, for bug reports.
+its parameters are not allocated.
+
+`compare_ranks` compares a training step on several ranks with one process, see `maxmoe.testing.compare_ranks`. It takes
+a module with the functions build_model, parallelize, make_batch and loss, and step if there is one. It exits with 0 if
+loss, outputs and gradients are equal, with 1 if they differ, and with 2 if they cannot be compared.
+
+`info` prints versions, build and processor, for bug reports.
 """
 
 import argparse
+import importlib
 import platform
 import sys
 from collections.abc import Sequence
@@ -22,14 +30,17 @@ from maxmoe._library import build_info
 from maxmoe.models import Decoder
 from maxmoe.models.published_models import PUBLISHED
 from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.failures import RankError
 from maxmoe.pipelining.schedules import SCHEDULES
 from maxmoe.planning.estimate import Optimizer, estimate
 from maxmoe.planning.explain import explain
 from maxmoe.sharding.mesh import Mesh, parse_mesh
 from maxmoe.sharding.rules import LogicalRules
+from maxmoe.testing import RankComparison, compare_ranks
 from maxmoe.text_table import paragraph, terminal_width
 
 SIZES = ("num_layers", "num_dense_layers", "num_heads", "num_key_value_heads", "vocab_size", "intermediate_size")
+TRAINING = ("build_model", "parallelize", "make_batch", "loss")
 CONVENTIONS = (
     "Memory is counted at the beginning of the backward. Parameters, gradients and optimizer state are {dtype}. "
     "Gathered parameters: those of the largest module and of the model itself. Activations: the tensors that autograd "
@@ -77,6 +88,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--dispatch", choices=get_args(Dispatch), default="auto", help="strategy for experts on other ranks")
     add("--num-chunks", type=positive, default=1, help="chunks of tokens: one is communicated, another is computed")
+    add("--imbalance", type=float, default=1.0, help="least_loaded: rows of the most loaded rank over the mean")
     add("--schedule", choices=list(SCHEDULES), default="1f1b", help="schedule of pipeline stages")
     add("--num-micro-batches", type=positive, help="micro-batches of a step, for a mesh with an axis stage")
     add("--blocks-per-stage", type=positives, help="blocks of each stage, as 4,4,3; the default balances them")
@@ -84,6 +96,15 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--recompute", default="", help="parts to recompute in the backward, as experts,attention")
     for size in SIZES:
         add(f"--{size.replace('_', '-')}", type=positive, help="replaces the published value")
+    comparison = commands.add_parser(
+        "compare_ranks",
+        help="compare training on several ranks with one process",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    comparison.set_defaults(report=compare)
+    comparison.add_argument("module", help="name of a module, importable from here, with the functions of the training")
+    comparison.add_argument("--num-ranks", type=positive, default=2, help="number of ranks, processes on the CPU")
+    comparison.add_argument("--timeout", type=positive, default=300, help="seconds for each start of processes")
     return parser.parse_args(arguments)
 
 
@@ -117,6 +138,7 @@ def plan(options: argparse.Namespace) -> str:
         "sequence_length": options.sequence_length,
         "dispatch": options.dispatch,
         "num_chunks": options.num_chunks,
+        "imbalance": options.imbalance,
         "allow_unused": options.allow_unused,
         "schedule": options.schedule,
         "num_micro_batches": options.num_micro_batches,
@@ -140,6 +162,22 @@ def plan(options: argparse.Namespace) -> str:
     lines += [] if costs.pipeline is None else [STAGE_CONVENTION]
     conventions = "\n".join(paragraph(line, width=width or 120) for line in lines)
     return f"{opening}\n\n{explanation}\n\n{costs}\n\n{conventions}"
+
+
+def compare(options: argparse.Namespace) -> RankComparison:
+    """Return the report of `compare_ranks`."""
+    try:
+        module = importlib.import_module(options.module)
+    except ModuleNotFoundError as error:
+        if error.name and options.module.startswith(error.name):
+            raise ValueError(f"there is no module {error.name!r} to import from this folder") from None
+        raise
+    functions = {name: getattr(module, name, None) for name in TRAINING}
+    missing = [name for name, function in functions.items() if function is None]
+    if missing:
+        raise ValueError(f"{options.module} must have the functions {', '.join(TRAINING)}, got no {', '.join(missing)}")
+    step = getattr(module, "step", None)
+    return compare_ranks(**functions, num_ranks=options.num_ranks, step=step, timeout=options.timeout)  # type: ignore[arg-type]
 
 
 def describe(_options: argparse.Namespace) -> str:
@@ -173,17 +211,18 @@ def _processor() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit code: 2 for invalid options."""
+    """Run the command and return the exit code: 1 for ranks that differ, 2 for invalid options and failed ranks."""
     options = parse_options(arguments)
     try:
-        print(options.report(options))
+        report = options.report(options)
+        print(report)
     except OSError as error:
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
-    except ValueError as error:
+    except (ValueError, RankError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
+    return int(isinstance(report, RankComparison) and not report.equal)
 
 
 if __name__ == "__main__":

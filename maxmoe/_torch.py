@@ -5,7 +5,7 @@ not used. The tests run it with torch 2.13, 2.14 and 2.15.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +30,19 @@ _RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 # hooks if nobody has chosen.
 SELECTIVE_CHECKPOINT_OPTIONS: dict[str, bool] = {"respect_saved_tensors_hooks": False} if _RELEASE >= (2, 14) else {}
 
+# torch has renamed these two. Older releases lack the first name, newer ones warn of the second.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def register_namedtuple(kind: type[Any], name: str) -> None:
     """Register the name of a named tuple for `torch.export.save`; public for dataclasses only."""
     _register_namedtuple(kind, serialized_type_name=name)
+
+
+def assert_async(condition: Tensor, message: str) -> None:
+    """Raise unless `condition` is true, on an accelerator without waiting for it. `torch._check` needs the value."""
+    torch._assert_async(condition, message)
 
 
 def reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -97,18 +106,59 @@ def put_in_place(module: nn.Module, name: str, tensor: Tensor) -> None:
     module._parameters[name] = tensor  # type: ignore[assignment]
 
 
+# `__torch_function__` of a class that handles operators in `__torch_dispatch__` alone. The default one converts every
+# result to the class.
+no_torch_function = torch._C._disabled_torch_function_impl
+
+
+def make_wrapper_subclass(
+    kind: type[Tensor], shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Any:
+    """Return a tensor of a subclass that has no memory of its own, but tensors in its attributes.
+
+    The notes of torch on extending it show this function, but it is private.
+    """
+    return Tensor._make_wrapper_subclass(kind, shape, strides, dtype=dtype, device=device)
+
+
+def set_parameters(module: nn.Module, parameters: Mapping[str, nn.Parameter | None]) -> dict[str, nn.Parameter | None]:
+    """Replace all parameters that a module itself has, in the given order, and return those that it had.
+
+    `delattr` and `setattr` would change the order.
+    """
+    before = dict(module._parameters)
+    module._parameters.clear()
+    module._parameters.update(parameters)
+    return before
+
+
+def as_parameter(tensor: Tensor, *, requires_grad: bool) -> nn.Parameter:
+    """Make a tensor without autograd history a parameter, and return it.
+
+    `nn.Parameter` detaches the tensor. For a DTensor, the first detach of each shape takes a millisecond.
+    """
+    tensor._is_param = True
+    tensor.requires_grad_(requires_grad)
+    assert isinstance(tensor, nn.Parameter)
+    return tensor
+
+
 class ConvertedModule(nn.Module):
-    """Module with a hook around conversions by `to`, `half` and similar methods, which all call `Module._apply`."""
+    """Module with hooks around conversions by `to`, `half` and similar methods, which all call `Module._apply`."""
 
     def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> "ConvertedModule":
         restore = self.before_conversion()
-        super()._apply(function, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(self.conversion(function), recurse)  # type: ignore[no-untyped-call]
         restore()
         return self
 
     def before_conversion(self) -> Callable[[], None]:
         """Prepare the conversion, and return a function to call after it."""
-        raise NotImplementedError
+        return lambda: None
+
+    def conversion(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """Return the function that converts each tensor, given the one of the conversion."""
+        return function
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
@@ -171,16 +221,6 @@ def argument_names(operator: Any) -> list[str]:
     return [argument.name for argument in operator._schema.arguments]
 
 
-def waited(tensor: Tensor) -> Tensor:
-    """Wait for the collective of a redistributed DTensor and return its local tensor.
-
-    DTensor returns a tensor that waits in the first operator of torch, but the C++ operators read its memory directly.
-    """
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor  # with DTensor, slow to import
-
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
-
-
 def strided_shard(dim: int, split_factor: int) -> Any:
     """Return the placement of a mesh axis that shards a dim after later axes of the mesh have sharded it."""
     from torch.distributed.tensor.placement_types import _StridedShard  # with DTensor, slow to import
@@ -227,3 +267,15 @@ def import_distributed() -> None:
     import torch._dynamo
     import torch.distributed.fsdp
     import torch.distributed.tensor  # noqa: F401
+
+
+def process_groups() -> dict[str, list[int]]:
+    """Return the ranks of each process group of this process by description; torch lists the groups nowhere.
+
+    The description is "mesh_<axis>" for the axis of a `DeviceMesh`. Groups without one are numbered.
+    """
+    groups: dict[str, list[int]] = {}
+    for group in dist.distributed_c10d._world.pg_map:
+        name = group.group_desc if group.group_desc not in ("", "undefined") else f"group_{len(groups)}"
+        groups.setdefault(name, dist.get_process_group_ranks(group))
+    return groups

@@ -1,13 +1,10 @@
 """Configuration of a Mixture-of-Experts layer."""
 
-import difflib
-import functools
-import inspect
-import math
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeVar, get_args
+from typing import Literal, get_args
+
+from maxmoe.field_checks import check_bool, check_int, check_number, refuse_unknown_fields
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus", "identity"]
 GroupScore = Literal["top2", "max"]
@@ -15,27 +12,9 @@ Normalization = Literal["none", "sum", "softmax"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai"]
 WeightsTarget = Literal["output", "input"]
 RouterKind = Literal["learned", "random"]
-LoadBalanceScope = Literal["sequence", "batch"]
+LoadBalanceScope = Literal["sequence", "batch", "step"]
+CorrectionBiasRule = Literal["sign", "quantile"]
 Implementation = Literal["sparse", "dense"]
-
-FLOAT32_MAX = 2.0**128 - 2.0**104
-
-Config = TypeVar("Config")
-
-
-def refuse_unknown_fields(cls: type[Config]) -> type[Config]:
-    """Decorate a dataclass so that an unknown keyword raises a TypeError with the most similar fields."""
-    initialize, names = cls.__init__, inspect.signature(cls).parameters
-
-    @functools.wraps(initialize)
-    def checked(self: Config, *args: object, **values: object) -> None:
-        for name in values:
-            if name not in names:
-                raise TypeError(f"{cls.__name__} has no field {name!r}{nearest(name, names)}")
-        initialize(self, *args, **values)
-
-    setattr(cls, "__init__", checked)  # noqa: B010, mypy refuses the assignment
-    return cls
 
 
 @refuse_unknown_fields
@@ -48,10 +27,19 @@ class MoEConfig:
         intermediate_size: F, width inside each expert.
         num_experts: E, routed experts.
         top_k: K, experts per token.
+        latent_size: width of the rows that the routed experts read and write, between two projections that they share,
+            as in Nemotron 3; None for hidden_size, without projections. Router, shared, copy and constant experts take
+            the tokens themselves.
+        num_zero_experts: further experts that the router selects from, whose output is zero. See
+            `maxmoe.nn.ZeroComputationExperts`.
+        num_copy_experts: further experts whose output is their input, as in LongCat-Flash and MoE++.
+        num_constant_experts: further experts whose output is a mixture of their input and a trained vector, as in
+            MoE++.
         score_function: function of the logits that gives the scores; "identity" for the logits themselves.
         router_bias: add a trained bias to the logits.
-        score_correction_bias: add a bias to the scores for the selection only, updated by `MoE.update_correction_bias`.
-        num_groups: number of groups of equal size that the experts form.
+        score_correction_bias: add a bias to the scores for the selection only, updated after each optimizer step by
+            `StatsAccumulator.update` or `MoE.update_correction_bias`.
+        num_groups: number of groups of equal size that the experts form; 1 with zero, copy or constant experts.
         top_k_groups: number of groups with the best scores from which the experts of a token are selected.
         group_score: score of a group: the sum of its two best scores, "top2", or its best score, "max".
         normalization: normalization of the K selected scores: "none", "sum" (divide by their sum) or "softmax". With
@@ -67,16 +55,22 @@ class MoEConfig:
         num_shared_experts: n, for one dense expert of width n * F that computes all tokens.
         shared_expert_gate: scale the output of the shared expert by sigmoid(x . w), as Qwen2-MoE does.
         load_balance_loss_weight: weight of the auxiliary balance loss, 0 for none.
-        load_balance_scope: compute the balance loss per "sequence" or over the whole "batch".
+        load_balance_scope: compute the balance loss per "sequence", over the whole "batch", or with the load of the
+            optimizer "step" so far, which `maxmoe.StatsAccumulator` counts.
         router_z_loss_weight: weight of mean(logsumexp(logits)^2), 0 for none.
-        correction_bias_update_rate: step size of the loss-free balancing, 0 for none.
+        correction_bias_rule: loss-free balancing by a step of fixed size with the "sign" of mean load - load, or by a
+            step to the bias that balances the tokens of the last step, a "quantile" of what they require.
+        correction_bias_update_rate: step size of the loss-free balancing, 0 for none; with "quantile" the fraction of
+            the way to the balanced bias, at most 1.
         implementation: "sparse" computes the routed rows, "dense" all experts with static shapes. With "sparse", the
             output of a token is bitwise independent of other tokens and of the number of threads. With "dense", which
             uses torch's matrix products, it is not.
         capacity_factor: with "dense" only: slots past int(max(ceil(S*K/E) * cf, cf)) per sequence and expert are
-            dropped and counted. At most E, at which no slot is dropped.
+            dropped and counted. At most E, at which no slot is dropped. E counts zero, copy and constant experts here,
+            which drop no slot.
         buffer_factor: with "sparse" only: at most int(T*K * factor) rows are computed, and further slots are dropped
-            and counted. At most E.
+            and counted. At most E. With zero, copy and constant experts, the bound is the part of it for experts that
+            compute rows.
 
     Raises:
         TypeError: for an unknown keyword, with the most similar fields.
@@ -88,6 +82,10 @@ class MoEConfig:
     intermediate_size: int
     num_experts: int
     top_k: int
+    latent_size: int | None = None
+    num_zero_experts: int = 0
+    num_copy_experts: int = 0
+    num_constant_experts: int = 0
 
     score_function: ScoreFunction = "softmax"
     router_bias: bool = False
@@ -110,6 +108,7 @@ class MoEConfig:
     load_balance_loss_weight: float = 0.0
     load_balance_scope: LoadBalanceScope = "sequence"
     router_z_loss_weight: float = 0.0
+    correction_bias_rule: CorrectionBiasRule = "sign"
     correction_bias_update_rate: float = 0.0
 
     implementation: Implementation = "sparse"
@@ -122,14 +121,40 @@ class MoEConfig:
         self._check_groups()
         self._check_experts()
         self._check_limits()
+        self._check_quantile_balancing()
         self._warn_of_constant_weights()
+
+    @property
+    def row_size(self) -> int:
+        """Width of the rows that the routed experts read and write."""
+        return self.hidden_size if self.latent_size is None else self.latent_size
+
+    @property
+    def num_selectable_experts(self) -> int:
+        """Number of experts that the router selects from: those that compute, then zero, copy and constant experts.
+
+        Expert ids are in this order.
+        """
+        return self.num_experts + self.num_zero_experts + self.num_copy_experts + self.num_constant_experts
+
+    @property
+    def has_zero_computation_outputs(self) -> bool:
+        """Whether there are experts that compute no matrix product and whose output is not zero."""
+        return self.num_copy_experts + self.num_constant_experts > 0
+
+    def num_balanced_rows(self, num_slots: int) -> int:
+        """Return how many of `num_slots` slots the experts compute if every selectable expert gets equally many."""
+        return num_slots * self.num_experts // self.num_selectable_experts
 
     def _check_sizes(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k", "num_groups", "top_k_groups"):
             check_int(name, getattr(self, name), at_least=1)
-        check_int("num_shared_experts", self.num_shared_experts, at_least=0)
-        if self.top_k > self.num_experts:
-            raise ValueError(f"top_k ({self.top_k}) must not exceed num_experts ({self.num_experts})")
+        for name in ("num_zero_experts", "num_copy_experts", "num_constant_experts", "num_shared_experts"):
+            check_int(name, getattr(self, name), at_least=0)
+        if self.latent_size is not None:
+            check_int("latent_size", self.latent_size, at_least=1)
+        if self.top_k > self.num_selectable_experts:
+            raise ValueError(f"top_k ({self.top_k}) must not exceed {self._selectable}")
 
     def _check_choices(self) -> None:
         choices = {
@@ -140,6 +165,7 @@ class MoEConfig:
             "apply_weights_to": WeightsTarget,
             "router": RouterKind,
             "load_balance_scope": LoadBalanceScope,
+            "correction_bias_rule": CorrectionBiasRule,
             "implementation": Implementation,
         }
         for name, literal in choices.items():
@@ -149,12 +175,20 @@ class MoEConfig:
         for name in ("router_bias", "score_correction_bias", "gated", "expert_bias", "shared_expert_gate"):
             check_bool(name, getattr(self, name))
 
+    @property
+    def _selectable(self) -> str:
+        """The number of experts that the router selects from, for messages, with the fields that add up to it."""
+        names = ("num_experts", "num_zero_experts", "num_copy_experts", "num_constant_experts")
+        return " + ".join(f"{name} ({getattr(self, name)})" for name in names if getattr(self, name))
+
     def _check_groups(self) -> None:
+        if self.num_groups > 1 and self.num_selectable_experts > self.num_experts:
+            raise ValueError(f"num_groups ({self.num_groups}) must be 1 with {self._selectable}")
         if self.num_experts % self.num_groups:
             raise ValueError(f"num_groups ({self.num_groups}) must divide num_experts ({self.num_experts})")
         if self.top_k_groups > self.num_groups:
             raise ValueError(f"top_k_groups ({self.top_k_groups}) must not exceed num_groups ({self.num_groups})")
-        reachable = self.num_experts // self.num_groups * self.top_k_groups
+        reachable = self.num_selectable_experts // self.num_groups * self.top_k_groups
         if self.top_k > reachable:
             raise ValueError(
                 f"top_k ({self.top_k}) must not exceed the {reachable} experts of "
@@ -168,6 +202,10 @@ class MoEConfig:
             check_number("activation_limit", self.activation_limit, above=0)
             if not self.gated:
                 raise ValueError(f"activation_limit ({self.activation_limit}) needs gated=True, got gated=False")
+        if self.num_constant_experts and self.apply_weights_to == "input":
+            raise ValueError(
+                f"num_constant_experts ({self.num_constant_experts}) needs apply_weights_to='output', got 'input'"
+            )
         if self.shared_expert_gate and self.num_shared_experts == 0:
             raise ValueError("shared_expert_gate=True needs num_shared_experts >= 1, got 0")
 
@@ -185,52 +223,41 @@ class MoEConfig:
             if value is None:
                 continue
             check_number(name, value, above=0)
-            if value > self.num_experts:
-                raise ValueError(
-                    f"{name} ({value}) must not exceed num_experts ({self.num_experts}), which leaves out no slot"
-                )
+            if value > self.num_selectable_experts:
+                raise ValueError(f"{name} ({value}) must not exceed {self._selectable}, which leaves out no slot")
             if self.implementation != implementation:
                 raise ValueError(
                     f"{name} ({value}) needs implementation={implementation!r}, got {self.implementation!r}"
                 )
 
+    def _check_quantile_balancing(self) -> None:
+        if self.correction_bias_rule != "quantile":
+            return
+        if not self.score_correction_bias:
+            raise ValueError("correction_bias_rule='quantile' needs score_correction_bias=True, got False")
+        if self.score_function not in ("sigmoid", "softmax"):
+            raise ValueError(
+                "correction_bias_rule='quantile' needs scores in [0, 1], score_function='sigmoid' or 'softmax', "
+                f"got {self.score_function!r}"
+            )
+        if self.num_groups != 1:
+            raise ValueError(f"correction_bias_rule='quantile' needs num_groups=1, got {self.num_groups}")
+        if self.top_k == self.num_selectable_experts:
+            raise ValueError(
+                f"correction_bias_rule='quantile' needs top_k ({self.top_k}) below the number of experts "
+                f"({self.num_selectable_experts})"
+            )
+        if self.correction_bias_update_rate > 1:
+            raise ValueError(
+                "correction_bias_rule='quantile' needs correction_bias_update_rate <= 1, "
+                f"got {self.correction_bias_update_rate}"
+            )
+
     def _warn_of_constant_weights(self) -> None:
         # No warning with one expert, for which there is nothing to route, or with the random router.
-        if self.top_k == 1 < self.num_experts and self.normalization != "none" and self.router == "learned":
+        if self.top_k == 1 < self.num_selectable_experts and self.normalization != "none" and self.router == "learned":
             warnings.warn(
                 f"top_k=1 with normalization={self.normalization!r} makes every routing weight constant, so that the "
                 "router gets no gradient from the output of the layer: set normalization='none'",
                 stacklevel=1,  # attributed to this line, so that Python shows the warning once for all configs
             )
-
-
-def check_int(name: str, value: object, *, at_least: int) -> None:
-    """Raise unless `value` is an int, not a bool, in [at_least, 2^31)."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        kind = "a positive int" if at_least == 1 else f"an int >= {at_least}"
-        raise ValueError(f"{name} must be {kind}, got {value!r}")
-    if value >= 2**31:
-        raise ValueError(f"{name} must be an int below 2^31, got {value}")
-
-
-def check_number(name: str, value: object, *, above: float = -math.inf, at_least: float = -math.inf) -> None:
-    """Raise unless `value` is an int or float that is finite in float32 and within the bounds."""
-    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    if not (number > above and at_least <= number <= FLOAT32_MAX):
-        bound = f"> {above}" if above > at_least else f">= {at_least}"
-        raise ValueError(f"{name} must be a finite float {bound}, got {value!r}")
-
-
-def check_bool(name: str, value: object) -> None:
-    """Raise unless `value` is a bool."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message that lists the known names most similar to `name`, or all of them."""
-    known = sorted(set(known))
-    alike = difflib.get_close_matches(name, known, n=3)
-    if alike:
-        return f"; the nearest are {', '.join(map(repr, alike))}"
-    return f"; there are {', '.join(map(repr, known)) or 'none'}"

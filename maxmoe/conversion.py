@@ -63,7 +63,8 @@ def take_weights(layer: nn.Module, block: nn.Module) -> None:
     state, theirs = _state(layer), _state(block)
     for key, held in _checked(state, block, theirs).items():
         source = theirs.pop(key)
-        for name, view in zip(held.entry.names, held.entry.views(source.detach()), strict=True):
+        used = source.detach()[: len(held.parameters[0])] if held.entry.has_unused_matrices else source.detach()
+        for name, view in zip(held.entry.names, held.entry.views(used), strict=True):
             is_whole = view.is_contiguous() and view.numel() == source.numel()
             weight = view if is_whole else view.clone(memory_format=torch.contiguous_format)
             _put(layer, name, weight, source.requires_grad)
@@ -78,7 +79,10 @@ def give_weights(layer: nn.Module, block: nn.Module) -> None:
     state, theirs = _state(layer), _state(block)
     for key, held in _checked(state, block, theirs).items():
         requires_grad = any(parameter.requires_grad for parameter in held.parameters)
-        _put(block, key, held.entry.join([parameter.detach() for parameter in held.parameters]), requires_grad)
+        weight = held.entry.join([parameter.detach() for parameter in held.parameters])
+        if weight.shape != theirs[key].shape:  # matrices that the block does not use
+            weight = torch.cat([weight, weight.new_zeros(len(theirs[key]) - len(weight), *weight.shape[1:])])
+        _put(block, key, weight, requires_grad)
         for name in held.entry.names:
             _put(layer, name, torch.empty_like(state.pop(name), device="meta"), requires_grad)
         held.parameters.clear()
@@ -92,8 +96,16 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
 def _checked(state: dict[str, Tensor], block: nn.Module, theirs: dict[str, Tensor]) -> dict[str, Held]:
     tensors = family_of(_source(block)).block.tensors(state)
     where = f"{type(block).__name__} against that of transformers >= 5.20"
-    check_tensors(where, {key: tensor.shape for key, tensor in theirs.items()}, tensors)
+    expected = {key: _shape_in_block(held, theirs.get(key)) for key, held in tensors.items()}
+    check_tensors(where, {key: tensor.shape for key, tensor in theirs.items()}, expected)
     return tensors
+
+
+def _shape_in_block(held: Held, theirs: Tensor | None) -> torch.Size:
+    """Return the expected shape of a tensor in a block, whose stacks may have matrices that it does not use."""
+    if theirs is None or not held.entry.has_unused_matrices:
+        return held.shape
+    return torch.Size([max(len(theirs), held.shape[0]), *held.shape[1:]])
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor, requires_grad: bool) -> None:

@@ -1,4 +1,4 @@
-"""Check of optimizers that were made before `parallelize` replaced the parameters that they hold."""
+"""Check of optimizers that were made before the parameters that they hold were replaced."""
 
 import functools
 
@@ -9,12 +9,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 _REPLACED = "replaced_by_shard_of"
 
 
-def mark_replaced(parameter: Tensor, name: str) -> None:
-    """Mark a parameter that a shard or a stack has replaced: `step` of an optimizer that holds it raises.
+def mark_replaced(parameter: Tensor, name: str, *, after: str = "parallelize") -> None:
+    """Mark a parameter that another one has replaced: `step` of an optimizer that holds it raises.
 
     Such a parameter never gets a gradient. The optimizer would skip it silently.
     """
-    setattr(parameter, _REPLACED, name)
+    setattr(parameter, _REPLACED, (name, after))
     _check_every_optimizer()
 
 
@@ -27,8 +27,9 @@ def _check_every_optimizer() -> None:
 def _refuse_replaced(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if (name := getattr(parameter, _REPLACED, None)) is not None:
+            if (replaced := getattr(parameter, _REPLACED, None)) is not None:
+                name, after = replaced
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} must be made after parallelize: it holds {name} as it was before, "
+                    f"{type(optimizer).__name__} must be made after {after}: it holds {name} as it was before, "
                     "which is trained no longer"
                 )

@@ -93,6 +93,8 @@ def kind_of(field: "dataclasses.Field[Any]") -> str:
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
 def test_a_value_of_another_type_is_named(field: "dataclasses.Field[Any]") -> None:
     for value in WRONG_TYPES[kind_of(field)]:
+        if value is None and field.default is None:
+            continue
         with pytest.raises(ValueError, match=f"^{field.name} must be .*, got {re.escape(repr(value))}$"):
             MoEConfig(**{**SIZES, field.name: value})
 

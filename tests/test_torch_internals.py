@@ -1,5 +1,6 @@
 """Each private name of torch does what `maxmoe/_torch.py` says, in the version of torch that is installed."""
 
+import copy
 import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import maxmoe
 from maxmoe import _torch
 from maxmoe.sharding import Mesh
-from support.run_ranks import run_ranks
+from support.run_ranks import fake_rank, run_ranks
 
 
 class Pair(NamedTuple):
@@ -115,6 +116,18 @@ def test_hooks_are_seen() -> None:
     assert not _torch.has_hooks(module)
 
 
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_tensor_becomes_a_parameter(requires_grad: bool) -> None:
+    with fake_rank(0, 2):
+        tensor = DTensor.from_local(torch.ones(2, 3), Mesh({"fsdp": 2}).device_mesh, [Shard(0)], run_check=False)
+        parameter = _torch.as_parameter(tensor, requires_grad=requires_grad)
+        assert parameter is tensor and parameter.requires_grad == requires_grad and parameter.is_leaf
+        module = nn.Module()
+        module.weight = parameter
+        assert [*module.parameters()] == [parameter]
+        assert isinstance(copy.deepcopy(module).weight, nn.Parameter)
+
+
 def test_names_of_arguments() -> None:
     assert _torch.argument_names(torch.ops.aten.add.Tensor) == ["self", "other", "alpha"]
 
@@ -138,7 +151,7 @@ def test_stores_groups_and_placements_of_ranks() -> None:
         part = whole[2 * (dist.get_rank() % 2) + dist.get_rank() // 2].view(1)
         placements = [_torch.strided_shard(0, 2), Shard(0)]
         tensor = DTensor.from_local(part, mesh, placements, run_check=False)
-        assert _torch.waited(tensor.redistribute(placements=[Replicate()] * 2).to_local()).equal(whole)
+        assert tensor.full_tensor().equal(whole)
 
     run_ranks(check, 4)
 

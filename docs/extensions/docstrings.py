@@ -31,8 +31,10 @@ FULL_NAME = re.compile(r"maxmoe(\.\w+)+(\(\))?")
 PACKAGES = (
     "maxmoe",
     "maxmoe.ops",
+    "maxmoe.quantization",
     "maxmoe.load",
     "maxmoe.nn",
+    "maxmoe.surgery",
     "maxmoe.presets",
     "maxmoe.models",
     "maxmoe.optim",
@@ -42,7 +44,9 @@ PACKAGES = (
     "maxmoe.dispatch",
     "maxmoe.planning",
     "maxmoe.integrations.transformers",
+    "maxmoe.integrations.lightning",
     "maxmoe.integrations.checkpoint",
+    "maxmoe.testing",
     "maxmoe.reference",
 )
 

@@ -26,6 +26,8 @@ from pretraining import InputError
 from pretraining.integrity import SUMS, TRAINING, check_files, check_tensors, checksums, compare, read_training, sizes
 from pretraining.ranks import agreed, is_first, of_all
 
+FILE_BYTES = 2**28  # of the tensors in one file
+
 
 def save(folder: Path, state: dict[str, Any], training: dict[str, Any]) -> None:
     """Replace the checkpoint in `folder`. All ranks call it, after `prepare`, and share the folder.
@@ -41,7 +43,8 @@ def save(folder: Path, state: dict[str, Any], training: dict[str, Any]) -> None:
     new, action = folder.with_suffix(".new"), f"cannot write the checkpoint {folder}"
     try:
         with readable_errors(action):
-            dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(new), save_distributed=True))
+            files = file_numbers(of_all(sizes(state)))
+            dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(new), files, save_distributed=True))
         with readable_errors(action):
             if is_first():
                 (new / TRAINING).write_text(json.dumps(training))
@@ -51,6 +54,19 @@ def save(folder: Path, state: dict[str, Any], training: dict[str, Any]) -> None:
         if is_first():
             recover(folder)
         raise InputError(f"{error}; the old one is intact" if folder.exists() else str(error)) from error
+
+
+def file_numbers(num_bytes: Mapping[str, int]) -> dict[str, int]:
+    """Return the number of the file of each tensor, from 1, given their sizes.
+
+    A rank copies its part of a file twice before it writes it, so that large checkpoints need several files.
+    """
+    numbers, number, size = {}, 1, 0
+    for name, added in num_bytes.items():
+        if size and size + added > FILE_BYTES:
+            number, size = number + 1, 0
+        numbers[name], size = number, size + added
+    return numbers
 
 
 def replace(folder: Path, new: Path) -> None:

@@ -1,4 +1,4 @@
-"""Command line of the examples: types of options, the output folder, one-line error messages."""
+"""Command line of the examples: types of options, the output folder, Ctrl-C, one-line error messages."""
 
 import argparse
 import os
@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 from pretraining import InputError
 
@@ -56,6 +57,26 @@ def prepare_output(folder: Path, *files: str) -> None:
                 raise InputError(f"cannot write {path}: it is not a file")
     except OSError as error:
         raise InputError(f"cannot write to --out {folder}: {error.strerror}") from error
+
+
+class StopRequest:
+    """Context in which the first Ctrl-C or SIGTERM only sets `signal`; the second one acts as usual."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def __enter__(self) -> "StopRequest":
+        self.usual = {number: signal.signal(number, self.receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self.usual.items():
+            signal.signal(number, handler)
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        """Remember the signal."""
+        self.signal = number
+        signal.signal(number, self.usual[number])
 
 
 def exit_status(name: str, run: Callable[[], int]) -> int:

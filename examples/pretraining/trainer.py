@@ -3,7 +3,7 @@
 import math
 import os
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from maxmoe import MoEConfig, StatsAccumulator, StepStats
+from maxmoe import MoE, MoEConfig, MoEStats, StatsAccumulator, StepStats
+from maxmoe.load import LoadHistory
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel import clip_grad_norm_
@@ -24,11 +25,17 @@ from pretraining.ranks import Split
 from pretraining.steps import Stages, WholeModel
 
 DEFAULT_STEPS = 1600
-LOAD_WINDOWS = 100  # maximum number of columns in the picture of the expert load
 
 
-def decoder_config(options: Namespace) -> DecoderConfig:
+BALANCING = {"score_correction_bias": True, "correction_bias_update_rate": 1e-3, "load_balance_loss_weight": 1e-3}
+
+
+def decoder_config(options: Namespace, balancing: Mapping[str, Any] = BALANCING) -> DecoderConfig:
     """Return the config of the model.
+
+    Args:
+        options: options of the command line.
+        balancing: fields of `MoEConfig` that balance the load.
 
     Raises:
         InputError: if the sizes do not fit together.
@@ -40,9 +47,7 @@ def decoder_config(options: Namespace) -> DecoderConfig:
             num_experts=options.num_experts,
             top_k=options.top_k,
             score_function="sigmoid",
-            score_correction_bias=True,
-            correction_bias_update_rate=1e-3,
-            load_balance_loss_weight=1e-3,
+            **balancing,
         )
         return DecoderConfig(
             vocab_size=256,
@@ -56,9 +61,9 @@ def decoder_config(options: Namespace) -> DecoderConfig:
         raise InputError(str(error)) from error
 
 
-def build_model(options: Namespace) -> Decoder:
+def build_model(options: Namespace, balancing: Mapping[str, Any] = BALANCING) -> Decoder:
     """Return a randomly initialized model."""
-    config = decoder_config(options)
+    config = decoder_config(options, balancing)
     torch.manual_seed(options.seed)
     return Decoder(config)
 
@@ -89,36 +94,25 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 class History:
     """Losses and expert load of the run; part of the checkpoint.
 
-    The expert load is summed over windows of steps. If there are more than LOAD_WINDOWS, neighbors are merged in pairs.
-    The size of a window therefore depends only on the steps done, not on the planned number, which may grow.
-
     Args:
-        tokens_per_expert: ``(LOAD_WINDOWS, M, E)`` int64, tokens of each expert; zero in future windows.
+        load: load of each expert.
         training: training loss of each step in bits per byte.
         held_out: pairs of step and bits per byte on the held-out text.
     """
 
-    tokens_per_expert: Tensor
+    load: LoadHistory
     training: list[float] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
 
-    @property
-    def window(self) -> int:
-        """Steps per window: the smallest power of two for which LOAD_WINDOWS windows are enough."""
-        return 1 << (max(0, len(self.training) - 1) // LOAD_WINDOWS).bit_length()
+    @classmethod
+    def resumed(cls, load: Mapping[str, Tensor], training: list[float], held_out: list[tuple[int, float]]) -> "History":
+        """Return the history of a run so far, given the expert load in the windows of its steps."""
+        return cls(LoadHistory(num_steps=len(training), tokens_per_expert=load), training, held_out)
 
-    def record(self, bits_per_byte: float, tokens_per_expert: Tensor) -> None:
-        """Add the loss and the expert load of a step."""
-        before = self.window
+    def record(self, bits_per_byte: float, layers: Mapping[str, MoEStats]) -> None:
+        """Add the loss and the statistics of a step."""
         self.training.append(bits_per_byte)
-        if self.window > before:
-            pairs = self.tokens_per_expert.unflatten(0, (-1, 2)).sum(1)
-            self.tokens_per_expert = torch.cat([pairs, torch.zeros_like(pairs)])
-        self.tokens_per_expert[(len(self.training) - 1) // self.window] += tokens_per_expert
-
-    def windows(self) -> Tensor:
-        """Return the expert load of the windows so far, ``(W, M, E)``."""
-        return self.tokens_per_expert[: -(-len(self.training) // self.window)]
+        self.load.add(layers)
 
 
 class Trainer:
@@ -127,15 +121,19 @@ class Trainer:
     Args:
         options: options of the command line.
         corpus: training and held-out text.
+        balancing: fields of `MoEConfig` that balance the load.
     """
 
-    def __init__(self, options: Namespace, corpus: Corpus) -> None:
+    def __init__(self, options: Namespace, corpus: Corpus, balancing: Mapping[str, Any] = BALANCING) -> None:
         self.options = options
         self.corpus = corpus
         split = Split(options)
-        split.check_memory(decoder_config(options), options.optimizer, options.dispatch, options.num_chunks)
-        model = build_model(options)
+        split.check_memory(decoder_config(options, balancing), options.optimizer, options.dispatch, options.num_chunks)
+        model = build_model(options, balancing)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        layers = [path for path, module in model.named_modules() if isinstance(module, MoE)]  # of all stages
+        no_load = torch.zeros(LoadHistory.NUM_WINDOWS, options.num_experts, dtype=torch.int64)
+        self.history = History.resumed(dict.fromkeys(layers, no_load), [], [])
         self.computation = (Stages if split.has_stages else WholeModel)(model, split, options)
         self.model = self.computation.model  # the part of it that this rank has
         self.optimizer = build_optimizer(self.model, options)
@@ -148,8 +146,6 @@ class Trainer:
         )
         self.steps = options.steps or DEFAULT_STEPS
         self.checkpoint = Path(os.path.realpath(options.out / "checkpoint"))  # a symbolic link is kept
-        shape = (LOAD_WINDOWS, options.num_layers, options.num_experts)
-        self.history = History(torch.zeros(shape, dtype=torch.int64))
 
     @property
     def step(self) -> int:
@@ -169,8 +165,7 @@ class Trainer:
             raise self.diverged(f"the gradient is {norm:.0f}")
         self.optimizer.step()
         stats = self.accumulator.update()  # moves the correction biases as well
-        load = torch.stack([layer.tokens_per_expert for layer in stats.layers.values()])
-        self.history.record(loss.item() / math.log(2), load)
+        self.history.record(loss.item() / math.log(2), stats.layers)
         return stats
 
     @torch.no_grad()
@@ -224,7 +219,7 @@ class Trainer:
         Hyperparameters of the optimizer are not included, because `build_optimizer` sets them.
         """
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        load = self.history.tokens_per_expert
+        load = torch.stack([*self.history.load.tokens_per_expert.values()], 1)  # (windows, M, E)
         return {"model": model, "optimizer": optimizer["state"], "load": load, "random_state": torch.get_rng_state()}
 
     def save(self) -> None:
@@ -249,7 +244,8 @@ class Trainer:
         except RuntimeError as error:
             raise InputError(f"cannot read the checkpoint {self.checkpoint}: its random_state is none") from error
         held_out = [(step, bits) for step, bits in training["held_out"]]
-        self.history = History(state["load"], training["training"], held_out)
+        load = dict(zip(self.history.load.tokens_per_expert, state["load"].unbind(1), strict=True))
+        self.history = History.resumed(load, training["training"], held_out)
         self.steps = self.options.steps or training["steps"]
         if self.steps < self.step:
             raise InputError(f"--steps {self.steps}: the run in {self.options.out} has done {self.step} already")

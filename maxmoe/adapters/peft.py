@@ -13,6 +13,7 @@ from torch import nn
 from maxmoe.adapters.factors import hand_over
 from maxmoe.adapters.inert import watch
 from maxmoe.ops import LowRankFactors
+from maxmoe.quantization import split_stacks
 
 Part = TypeVar("Part", bound=nn.Module)
 
@@ -97,7 +98,7 @@ def _or_hand_over(activate: Callable[..., Any]) -> Callable[..., Any]:
 
 def takes(module: nn.Module, parameter: str) -> bool:
     """Return whether a module takes factors beside a parameter; not beside one of 8 bits or with a parametrization."""
-    matrices = dict(module.named_parameters(recurse=False)).get(parameter)
+    matrices = {**dict(module.named_parameters(recurse=False)), **split_stacks(module)}.get(parameter)
     return (
         matrices is not None
         and matrices.dim() == 3

@@ -5,8 +5,6 @@ expert as the fastest one: a shard of the experts is not a slice of it. On a mes
 ``(L, r, out)``.
 """
 
-import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from maxmoe.adapters.peft import connect
 from maxmoe.declaration import Declaration, SavedTensor, declaration_of
 from maxmoe.early_optimizers import mark_replaced
+from maxmoe.replacement import while_replaced
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -39,30 +38,8 @@ def factor_names(module: nn.Module) -> frozenset[str]:
 
 
 def with_stacked_factors(*, kept: bool) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Decorate a function of a module: while it runs, factors are declared stacks, and afterwards if they are `kept`.
-
-    If the function raises, the factors are packed as before.
-    """
-
-    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-        name = next(iter(inspect.signature(function).parameters))
-
-        @functools.wraps(function)
-        def decorated(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
-            module = arguments[0] if arguments else options.get(name)
-            packed = _stack(module) if isinstance(module, nn.Module) else []
-            is_kept = False
-            try:
-                result = function(*arguments, **options)
-                is_kept = kept
-            finally:
-                for each in packed:
-                    each.replace() if is_kept else each.restore()
-            return result
-
-        return decorated
-
-    return decorate
+    """Decorate a function of a module: factors are declared stacks while it runs, and afterwards if `kept`."""
+    return while_replaced(_stack, kept=kept)
 
 
 class _PackedFactors(NamedTuple):
@@ -76,7 +53,7 @@ class _PackedFactors(NamedTuple):
             owner.weight = weight
         del self.wrapper.declaration
 
-    def replace(self) -> None:
+    def finish(self) -> None:
         for name, (_, weight) in self.weights.items():
             mark_replaced(weight, name)
 

@@ -4,45 +4,62 @@ Weights are copied one expert at a time, so that the additional memory does not 
 """
 
 import json
+import math
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from maxmoe.integrations.layer_reader import InFile, LayerReader, experts_of
+from maxmoe.integrations.quantized_tensors import DTYPES, ConfigFormat, ends_of_codes, published
 from maxmoe.nn import MoE
 from maxmoe.presets.families import FAMILIES, Family
-from maxmoe.presets.layouts import Held, Layout, check_tensors, listed
-
-_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+from maxmoe.presets.layouts import Held, Layout, listed
+from maxmoe.quantization import QuantizedStack
 
 
 @torch.no_grad()
 def read_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str) -> None:
     """Read the weights of layers from a checkpoint, with one tensor per expert or with stacked experts.
 
+    Experts that `maxmoe.quantize_experts` has quantized are read from checkpoints of their format without expansion:
+    "mxfp4" as in gpt-oss, "fp8_block" as in DeepSeek-V3, "int4" as in the format pack-quantized of compressed-tensors.
+    The dtype of the scales, the group size and zero points are those of the checkpoint. Such experts may be on the meta
+    device; they get memory on the CPU.
+
     Args:
-        path: safetensors file, or folder with the files of one model.
+        path: safetensors file, or folder with the files of one model. A config.json in the folder must agree with the
+            format of quantized tensors.
         layers: layers by the name of their block in the decoder, such as ``{"model.layers.3": layer}``. They are
             overwritten, in their dtype.
         family: `model_type` in the config of the model, such as "mixtral".
 
     Raises:
         ValueError: for an unknown family, for a file that is not in safetensors format, and for tensors with other
-            names or shapes than those of the layers.
+            names, shapes or formats than those of the layers, and for scales that are not finite. No layer has been
+            changed then.
     """
     known = _family(family)
     with ExitStack() as stack:
         files = _open(Path(path), stack)
+        config = ConfigFormat(Path(path))
+        readers = []
         for block, layer in layers.items():
             in_block = _below(f"{block}.", files)
             if not in_block:
                 raise ValueError(f"{path} must have keys that begin with {block}., got {listed(sorted(files))}")
-            _read_layer(f"{path} as {family}", block, layer, in_block, known)
+            _check_memory(block, layer, may_be_quantized=True)
+            layout = _layout_of(in_block, known, f"{path} as {family}: {block}")
+            base = f"{block}.{layout.module}"
+            in_layer = _below(f"{layout.module}.", in_block)
+            readers.append(LayerReader(f"{path} as {family}: {base}", base, layer, layout, in_layer, config))
+        for reader in readers:
+            reader.read()
 
 
 @torch.no_grad()
@@ -59,18 +76,56 @@ def write_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str, *
         ValueError: for an unknown family, and for a layer with parameters that the family lacks.
     """
     layout = _family(family).block if stacked else _family(family).checkpoint
-    tensors: dict[str, Held] = {}
+    tensors: dict[str, _Tensor] = {}
     for block, layer in layers.items():
-        of_layer = layout.tensors(_state(block, layer))
-        tensors |= {f"{block}.{layout.module}.{key}": held for key, held in of_layer.items()}
-    # In the order of the safetensors library, in which every tensor is aligned to its dtype.
-    order = sorted(tensors, key=lambda key: (-tensors[key].parameters[0].itemsize, key))
+        _check_memory(block, layer, may_be_quantized=False)
+        for key, held in layout.tensors(layer.state_dict()).items():
+            tensors |= _tensors_of(f"{block}.{layout.module}.{key}", held)
+    order = sorted(tensors, key=lambda key: (-[*DTYPES].index(tensors[key].dtype), key))
     with Path(path).open("wb") as file:
         _write_header(file, {key: tensors[key] for key in order})
         for key in order:
-            for _, parameters in _experts(tensors[key]):
-                tensor = tensors[key].entry.join(parameters)
-                file.write(tensor.cpu().view(torch.uint8).numpy().data)
+            for piece in tensors[key].pieces():
+                file.write(piece.cpu().contiguous().view(torch.uint8).numpy().data)
+
+
+class _Tensor(NamedTuple):
+    """A tensor in a checkpoint.
+
+    Args:
+        held: parameters that it contains.
+        end: end of its name, if it is one of the tensors of a quantized weight, else None.
+        dtype: its dtype.
+        shape: its shape.
+    """
+
+    held: Held
+    end: str | None
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def pieces(self) -> Iterator[Tensor]:
+        """Yield the values, one expert at a time."""
+        for _, parameters in experts_of(self.held):
+            weight = self.held.entry.join(parameters)
+            if isinstance(weight, QuantizedStack):
+                assert self.end is not None
+                weight = published(weight, self.end).tensors(weight)[self.end]
+            yield weight
+
+
+def _tensors_of(key: str, held: Held) -> dict[str, _Tensor]:
+    """Return the tensors of a weight, several for one that is quantized."""
+    if not isinstance(held.parameters[0], QuantizedStack):
+        return {key: _Tensor(held, None, held.parameters[0].dtype, held.shape)}
+    _, parameters = next(experts_of(held))
+    matrix = held.entry.join([parameter.to("meta") for parameter in parameters])
+    assert isinstance(matrix, QuantizedStack)
+    leading = (len(held.parameters[0]),) if held.entry.is_stack else ()
+    tensors = published(matrix, key).tensors(matrix)
+    return {
+        f"{key}{end}": _Tensor(held, end, tensor.dtype, (*leading, *tensor.shape)) for end, tensor in tensors.items()
+    }
 
 
 def _family(name: str) -> Family:
@@ -79,27 +134,26 @@ def _family(name: str) -> Family:
     return FAMILIES[name]
 
 
-def _state(block: str, layer: MoE) -> dict[str, Tensor]:
-    state = layer.state_dict()
-    empty = [name for name, tensor in state.items() if tensor.is_meta]
-    if empty:
-        raise ValueError(f"{block}: {empty[0]} must have memory, got the meta device; call layer.to_empty first")
-    return state
+def _check_memory(block: str, layer: MoE, *, may_be_quantized: bool) -> None:
+    """Raise if a parameter is on the meta device, where quantized ones may be when they are read."""
+    for name, tensor in layer.state_dict().items():
+        if tensor.is_meta and not (may_be_quantized and isinstance(tensor, QuantizedStack)):
+            raise ValueError(f"{block}: {name} must have memory, got the meta device; call layer.to_empty first")
 
 
-def _open(path: Path, stack: ExitStack) -> dict[str, Any]:
+def _open(path: Path, stack: ExitStack) -> dict[str, InFile]:
     """Open all files of a checkpoint, and return the file of every key."""
     paths = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not paths:
         raise ValueError(f"{path} must be a safetensors file or a folder of them, got a folder without any")
-    files: dict[str, Any] = {}
+    files: dict[str, InFile] = {}
     for each in paths:
         file = stack.enter_context(_open_file(each))
         keys = file.keys()
         for key in keys:
             if key in files:
                 raise ValueError(f"{path}: {key} must be in one file, it is in two, the second is {each.name}")
-            files[key] = file
+            files[key] = InFile(file, each)
     return files
 
 
@@ -112,29 +166,16 @@ def _open_file(path: Path) -> safe_open:
         raise ValueError(f"{path} must be a safetensors file: {error}") from error
 
 
-def _below(base: str, files: Mapping[str, Any]) -> dict[str, Any]:
+def _below(base: str, files: Mapping[str, InFile]) -> dict[str, InFile]:
     return {key.removeprefix(base): file for key, file in files.items() if key.startswith(base)}
 
 
-def _read_layer(where: str, block: str, layer: MoE, in_block: Mapping[str, Any], family: Family) -> None:
-    layout = _layout_of(in_block, family, f"{where}: {block}")
-    base = f"{block}.{layout.module}"
-    files = _below(f"{layout.module}.", in_block)
-    slices = {key: file.get_slice(f"{base}.{key}") for key, file in files.items()}
-    tensors = layout.tensors(_state(block, layer))
-    _check(f"{where}: {base}", slices, tensors)
-    for key, held in tensors.items():
-        for index, parameters in _experts(held):
-            for view, parameter in zip(held.entry.views(slices[key][index]), parameters, strict=True):
-                parameter.copy_(view)
-
-
-def _layout_of(in_block: Mapping[str, Any], family: Family, where: str) -> Layout:
+def _layout_of(in_block: Mapping[str, InFile], family: Family, where: str) -> Layout:
     """Return the layout whose expert names are in the checkpoint: the published one, or the stacked one in memory."""
 
     def has(layout: Layout) -> bool:
         ends = [f"{layout.module}.{entry.key}".split("{expert}") for entry in layout.entries if entry.is_of_experts]
-        return any(key.startswith(end[0]) and key.endswith(end[-1]) for end in ends for key in in_block)
+        return any(key.startswith(end[0]) and key.endswith(ends_of_codes(end[-1])) for end in ends for key in in_block)
 
     for layout in (family.checkpoint, family.block):
         if has(layout):
@@ -145,34 +186,16 @@ def _layout_of(in_block: Mapping[str, Any], family: Family, where: str) -> Layou
     raise ValueError(f"{where} must have {family.checkpoint.module}.{wanted}; {found}")
 
 
-def _check(where: str, slices: Mapping[str, Any], tensors: Mapping[str, Held]) -> None:
-    check_tensors(where, {key: part.get_shape() for key, part in slices.items()}, tensors)
-    for key, part in slices.items():
-        if part.get_dtype() not in _DTYPES.values():
-            kinds = ", ".join(_DTYPES.values())
-            raise ValueError(f"{where}: {key} must be of {kinds}, got {part.get_dtype()}; dequantise it first")
-
-
-def _experts(held: Held) -> Iterator[tuple[Any, list[Tensor]]]:
-    """Yield the index and the parameters of each expert in a stack, or of a whole tensor that is none."""
-    if not held.entry.is_stack:
-        yield ..., held.parameters
-        return
-    for expert in range(len(held.parameters[0])):
-        yield expert, [parameter[expert] for parameter in held.parameters]
-
-
-def _write_header(file: BinaryIO, tensors: Mapping[str, Held]) -> None:
+def _write_header(file: BinaryIO, tensors: Mapping[str, _Tensor]) -> None:
     """Write the length of the header in 8 bytes, then the header, padded to 8 bytes.
 
     Source: https://github.com/huggingface/safetensors#format
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
-    for key, held in tensors.items():
-        dtype = held.parameters[0].dtype
-        end = begin + held.shape.numel() * dtype.itemsize
-        header[key] = {"dtype": _DTYPES[dtype], "shape": list(held.shape), "data_offsets": [begin, end]}
+    for key, tensor in tensors.items():
+        end = begin + math.prod(tensor.shape) * tensor.dtype.itemsize
+        header[key] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

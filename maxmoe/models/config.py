@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from maxmoe.config import MoEConfig, check_bool, check_int, check_number, refuse_unknown_fields
+from maxmoe.config import MoEConfig
+from maxmoe.field_checks import check_bool, check_int, check_number, refuse_unknown_fields
 
 
 @refuse_unknown_fields

@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeAlias, get_args
 from torch import nn
 
 from maxmoe.adapters import factor_names
-from maxmoe.config import nearest
 from maxmoe.declaration import FusedGate, declaration_of
+from maxmoe.field_checks import nearest
 from maxmoe.optim.newton_schulz import Matrix
 from maxmoe.parallel.fsdp import blocks
 from maxmoe.parallel.parameter_sharding import Names, logical_names

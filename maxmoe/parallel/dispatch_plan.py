@@ -3,8 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+from maxmoe.config import MoEConfig
 from maxmoe.dispatch import (
     ExpertLayout,
+    LeastLoaded,
     LocalStrategy,
     PartialSums,
     RaggedAllGather,
@@ -18,7 +20,7 @@ from maxmoe.parallel.sharded_tokens import ShardedTokens, activation_spec
 from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.rules import LogicalRules
 
-Dispatch: TypeAlias = Literal["auto", "ring_of_experts", "ragged_all_to_all", "gather_weights"]
+Dispatch: TypeAlias = Literal["auto", "ring_of_experts", "ragged_all_to_all", "least_loaded", "gather_weights"]
 
 # Logical names of the dims of activations inside the experts, in the order in which `Experts` declares them.
 EXPERT_TOKEN_DIMS = ("activation_batch_moe", "activation_length_moe", "activation_exp")
@@ -27,6 +29,7 @@ EXPERT_TOKEN_DIMS = ("activation_batch_moe", "activation_length_moe", "activatio
 STRATEGIES: dict[Dispatch, tuple[type[Strategy], type[Strategy]]] = {
     "ring_of_experts": (RingOfExperts, LocalStrategy),
     "ragged_all_to_all": (RaggedAllToAll, RaggedAllGather),
+    "least_loaded": (LeastLoaded, RaggedAllGather),
     "gather_weights": (LocalStrategy, LocalStrategy),
 }
 
@@ -101,6 +104,7 @@ class DispatchPlan(ExpertLayout):
             dropped_axes=self.replicated_axes if drops and self.strategy_class.has_partial_outputs else (),
             embed_axes=self.embed_axes,
             shared_is_partial=self.shared_is_partial,
+            routed_is_partial=self.config.latent_size is None,
         )
 
 
@@ -157,13 +161,27 @@ def plan_dispatch(
         raise ValueError(
             f"{strategy} sends rows, no sequences: capacity_factor needs dispatch={' or '.join(map(repr, able))}"
         )
+    if plan.strategy_class.moves_experts:
+        _check_movable(config, strategy)
     return plan
+
+
+def _check_movable(config: MoEConfig, strategy: Dispatch) -> None:
+    """Raise for experts whose rows cannot be computed on several ranks, and for a bound that drops rows."""
+    if config.implementation != "sparse":
+        raise ValueError(
+            f"{strategy} computes the rows of an expert on several ranks: implementation must be 'sparse', "
+            f"got {config.implementation!r}"
+        )
+    if config.buffer_factor is not None:
+        raise ValueError(f"{strategy} drops no rows: buffer_factor must be None, got {config.buffer_factor}")
 
 
 def _chosen(plan: DispatchPlan) -> tuple[Dispatch, str]:
     """Choose the strategy that sends fewer elements per rank: 2(P-1)TD in a ring, 2K(P-1)TD/P in a ragged all-to-all.
 
-    If experts are sharded over replicated axes as well, a rank sends only the rows whose experts are in its group.
+    If experts are sharded over replicated axes as well, a rank sends only the rows whose experts are in its group. With
+    zero, copy and constant experts, K counts the experts of a token that compute a row if routing is balanced.
     """
     config, num_ranks = plan.config, plan.mesh.size(*plan.token_axes)
     if config.implementation == "dense":
@@ -175,6 +193,9 @@ def _chosen(plan: DispatchPlan) -> tuple[Dispatch, str]:
                 "all ranks hold the same tokens: gathering one row of each is half an all-reduce",
             )
         return "ring_of_experts", "all ranks hold the same tokens: one all-reduce"
-    if config.top_k < plan.mesh.size(*plan.expert_axes):
-        return "ragged_all_to_all", f"top_k ({config.top_k}) rows of a token are fewer bytes than {num_ranks} copies"
-    return "ring_of_experts", f"{num_ranks} copies of a token are no more bytes than top_k ({config.top_k}) rows"
+    rows, share = f"top_k ({config.top_k}) rows", config.num_experts / config.num_selectable_experts
+    if share < 1:
+        rows = f"{config.top_k * share:.3g} of {rows}"
+    if config.top_k * share < plan.mesh.size(*plan.expert_axes):
+        return "ragged_all_to_all", f"{rows} of a token are fewer bytes than {num_ranks} copies"
+    return "ring_of_experts", f"{num_ranks} copies of a token are no more bytes than {rows}"

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from maxmoe._torch import tree_leaves
-from maxmoe.dispatch.collectives import all_gather_single
+from maxmoe._torch import all_gather_single, tree_leaves
 from maxmoe.recompute.selective import is_recomputation
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.not_compiled import not_compiled

@@ -8,10 +8,7 @@ from torch import nn
 from maxmoe.adapters import takes, with_stacked_factors, wrappers_of
 from maxmoe.declaration import NOTHING, declaration_of
 from maxmoe.nn import (
-    Experts,
     MoE,
-    Router,
-    SharedExperts,
     check_recompute,
     recompute_of,
     set_recompute,
@@ -22,12 +19,14 @@ from maxmoe.parallel.input_gradients import InputGradientCheck
 from maxmoe.parallel.plan import ParameterPlan, Plan
 from maxmoe.parallel.planner import make_plan
 from maxmoe.parallel.shard_parameters import distribute_parameters
+from maxmoe.quantization import with_split_stacks
 from maxmoe.sharding.agreement import check_ranks_agree
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
 
 
 @with_stacked_factors(kept=True)
+@with_split_stacks(kept=True)
 def parallelize(
     module: nn.Module,
     mesh: Mesh,
@@ -69,7 +68,9 @@ def parallelize(
         rules: rules that map logical names to mesh axes, or the name of a preset.
         dispatch: strategy for experts on other ranks. With "ring_of_experts", each rank receives all tokens and
             computes those of its experts. With "ragged_all_to_all", each rank receives the rows of its experts. "auto"
-            takes the one of the two that communicates fewer bytes. With "gather_weights", tokens are not communicated
+            takes the one of the two that communicates fewer bytes. With "least_loaded", a ragged all-to-all in which
+            ranks with few rows also compute rows of other ranks' experts, whose weights they receive for the step.
+            With "gather_weights", tokens are not communicated
             and each rank gathers all experts.
         num_chunks: number of chunks of the tokens of a MoE layer; one chunk is communicated while another is computed.
             Layers that do not communicate tokens have one chunk. The bound of `buffer_factor` is per chunk.
@@ -154,7 +155,7 @@ def _check_adapters(module: nn.Module) -> None:
         for name, part in layer.named_children() if isinstance(layer, MoE) else ():
             while part in beside_experts:
                 part = part.get_submodule("base_layer")
-            if not isinstance(part, Router | Experts | SharedExperts):
+            if hasattr(part, "base_layer"):
                 raise ValueError(
                     f"{path}.{name}".lstrip(".") + f" must have no adapters around it, got {type(part).__name__}: "
                     "merge them before parallelize (PEFT: merge_and_unload); adapters of the experts' matrices may stay"

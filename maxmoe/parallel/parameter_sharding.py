@@ -1,5 +1,6 @@
 """Shardings of the parameters of a module, from their logical names and the rules."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 from maxmoe.declaration import Absent, declaration_of
+from maxmoe.quantization import StackPart, parts_of_stacks, with_split_stacks
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.partition_spec import PartitionSpec
@@ -28,6 +30,7 @@ class ParameterSharding:
         requested: partition spec that the rules give, independent of mesh and shape.
         sharding: sharding on the mesh, with the axes of `requested` that can shard the shape.
         dropped: axes of `requested` that were dropped, with the reason.
+        stack_part: part of a quantized stack that the parameter is; None for an ordinary parameter.
     """
 
     names: Names | None
@@ -36,6 +39,19 @@ class ParameterSharding:
     requested: PartitionSpec
     sharding: NamedSharding
     dropped: tuple[DroppedAxis, ...]
+    stack_part: StackPart | None = None
+
+    @property
+    def num_weights(self) -> int:
+        """Number of weights over all ranks; those of a quantized stack are counted for its codes."""
+        if self.stack_part is None:
+            return math.prod(self.shape)
+        return self.shape[0] * math.prod(self.stack_part.sizes) if self.stack_part.part == "codes" else 0
+
+    @property
+    def used_dtype(self) -> torch.dtype:
+        """Dtype in which modules compute with the parameter."""
+        return self.dtype if self.stack_part is None else self.stack_part.dtype
 
 
 def logical_names(module: nn.Module) -> dict[str, Names]:
@@ -52,6 +68,7 @@ def logical_names(module: nn.Module) -> dict[str, Names]:
             activations.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
+    stacks = dict(parts_of_stacks(module))
     collected: dict[str, Names] = {}
     for path, owner in module.named_modules():
         for name, names in declaration_of(owner).logical_names.items():
@@ -59,6 +76,10 @@ def logical_names(module: nn.Module) -> dict[str, Names]:
             if full_name in parameters:
                 _check(names, parameters[full_name], full_name)
                 collected.setdefault(full_name, tuple(names))
+            elif full_name in stacks:
+                for part_name, part in stacks[full_name].items():
+                    _check(names, parameters[part_name], full_name)
+                    collected.setdefault(part_name, part.names(tuple(names)))
             elif not _is_optional(owner, name):
                 raise ValueError(
                     f"the logical_names of {type(owner).__name__} have {name!r}, which is no parameter of it"
@@ -112,6 +133,7 @@ def tensor_parallel_activation(name: str) -> str:
     return {"q_heads": "activation_heads"}.get(name, f"activation_{name}")
 
 
+@with_split_stacks(kept=False)
 def parameter_shardings(
     module: nn.Module, mesh: Mesh, rules: LogicalRules, *, strict: bool = False, allow_unused: bool = False
 ) -> dict[str, ParameterSharding]:
@@ -127,7 +149,8 @@ def parameter_shardings(
             raise, see `check_used`.
 
     Returns:
-        Sharding by the path of the parameter, in the order of `named_parameters`; shared parameters are listed once.
+        Sharding by the path of the parameter, in the order of `named_parameters`; shared parameters are listed once. A
+        quantized stack is listed as its codes, scales and zero points.
 
     Raises:
         ValueError: as `logical_names`; unless allow_unused, as `check_used`; if strict, as `logical_to_mesh_axes` and
@@ -142,6 +165,7 @@ def _parameter_shardings(
     module: nn.Module, mesh: Mesh, rules: LogicalRules, strict: bool
 ) -> Iterator[tuple[str, ParameterSharding]]:
     names_of = logical_names(module)
+    part_of = {name: part for _, parts in parts_of_stacks(module) for name, part in parts.items()}
     for name, parameter in module.named_parameters():
         shape, names = tuple(parameter.shape), names_of.get(name)
         if names is None and strict:
@@ -151,4 +175,5 @@ def _parameter_shardings(
             spec, dropped = resolve(requested, mesh.sizes, shape, strict=strict)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        yield name, ParameterSharding(names, shape, parameter.dtype, requested, NamedSharding(mesh, spec), dropped)
+        sharding = NamedSharding(mesh, spec)
+        yield name, ParameterSharding(names, shape, parameter.dtype, requested, sharding, dropped, part_of.get(name))

@@ -50,7 +50,10 @@ def tensor_parallel_axes(
         parameter.sharding.spec[parameter.names.index(name)]
         for name in dims
         for parameter in parameters
-        if parameter.names is not None and name in parameter.names
+        if parameter.names is not None
+        and name in parameter.names
+        # Scales follow the codes, or else `check_blocks` raises.
+        and (parameter.stack_part is None or parameter.stack_part.part == "codes")
     ]
     candidates = [activation_parts(name, rules, tokens).computed for name in dims]
     chosen: list[str] = []

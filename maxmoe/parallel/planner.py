@@ -9,6 +9,7 @@ from torch import nn
 from maxmoe.adapters import wrappers_of
 from maxmoe.declaration import Absent, declaration_of
 from maxmoe.nn import MoE
+from maxmoe.parallel.blocks_of_scales import check_blocks
 from maxmoe.parallel.dispatch_plan import Dispatch, DispatchPlan, check_dispatch, plan_dispatch
 from maxmoe.parallel.fsdp import blocks, fsdp_axes
 from maxmoe.parallel.fsdp_units import fsdp_units
@@ -159,7 +160,7 @@ class _Planner:
 
     def _plan_dispatch(self, path: str, layer: MoE, dispatch: Dispatch) -> DispatchPlan:
         experts = layer.routed_experts
-        stacked = self.shardings[self.units[experts]["up_proj"]]
+        stacked = self.shardings[next(iter(self.units[experts].values()))]  # all parameters begin with the expert dim
         local = DispatchPlan(
             config=layer.config,
             mesh=self.mesh,
@@ -197,6 +198,7 @@ class _Planner:
         block = next((outer for outer in enclosing(unit_path) if self.modules[outer] in self.blocks), "")
         for path, name in self.units.get(unit, {}).items():
             used = self._used(unit, self.shardings[name])
+            check_blocks(name, self.shardings[name], used)
             of_fsdp = fsdp_axes(self.shardings[name], used, self.tokens)
             unsharded = self.shardings[name].sharding.without(*of_fsdp)
             sharded = {axis for axes in used.spec for axis in axes}

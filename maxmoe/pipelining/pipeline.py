@@ -25,6 +25,7 @@ from maxmoe.pipelining.stage import Loss, Stage
 from maxmoe.pipelining.stage_modules import copied_modules, keep_stages, stage_module, stage_parts
 from maxmoe.pipelining.step_statistics import PipelineOutput, StepStatistics
 from maxmoe.pipelining.timeline import Timeline
+from maxmoe.quantization import with_split_stacks
 from maxmoe.sharding.agreement import check_ranks_agree
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
@@ -32,6 +33,7 @@ from maxmoe.token_group import FlattenedBatch, TokenGroup
 
 
 @with_stacked_factors(kept=True)
+@with_split_stacks(kept=True)
 def pipeline(
     model: nn.Module,
     mesh: Mesh,
@@ -130,7 +132,9 @@ def pipeline(
     set_recompute(model, recompute)
     # A single stage has no neighbor.
     boundary = Boundary(model, plan) if len(parts) > 1 else None
-    layers = {path: module.config.num_experts for path, module in model.named_modules() if isinstance(module, MoE)}
+    layers = {
+        path: module.config.num_selectable_experts for path, module in model.named_modules() if isinstance(module, MoE)
+    }
     _add_aux_losses(model, aux_loss_scale)
     mine = kind.stages_of(mesh.coordinates().get(STAGE_AXIS, 0), mesh.size(STAGE_AXIS), count)
     modules = {index: stage_module(model, parts[index]) for index in mine}

@@ -9,6 +9,7 @@ from maxmoe._torch import shallow_copy
 from maxmoe.declaration import Absent, PipelineParts, declaration_of
 from maxmoe.nn import MoE
 from maxmoe.pipelining.schedules import Cost, partition_blocks
+from maxmoe.quantization import weights
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def _costs(model: nn.Module, parts: PipelineParts) -> list[Cost]:
         *([block] for block in model.get_submodule(parts.blocks)),  # type: ignore[attr-defined]
         [model.get_submodule(path) for path in parts.last],
     ]
-    sizes = [sum(parameter.numel() for module in group for parameter in module.parameters()) for group in modules]
+    sizes = [sum(weight.numel() for module in group for weight in weights(module)) for group in modules]
     work = [sum(map(work_per_token, group)) for group in modules]
     total_size, total_work = max(sum(sizes), 1), max(sum(work), 1.0)
     return [Cost(size / total_size, part / total_work) for size, part in zip(sizes, work, strict=True)]
@@ -158,11 +159,11 @@ def work_per_token(module: nn.Module) -> float:
     """Count the multiplications of a token with matrices; a token uses top_k of the routed experts."""
     if isinstance(module, nn.Embedding):
         return 0.0
-    own = sum(float(parameter.numel()) for parameter in module.parameters(recurse=False) if parameter.dim() > 1)
+    own = sum(float(weight.numel()) for weight in weights(module, recurse=False) if weight.dim() > 1)
     work = own + sum(work_per_token(child) for child in module.children())
     if isinstance(module, MoE):
-        routed = sum(parameter.numel() for parameter in module.experts.parameters() if parameter.dim() > 1)
-        work -= routed * (1 - module.config.top_k / module.config.num_experts)
+        routed = sum(weight.numel() for weight in weights(module.experts) if weight.dim() > 1)
+        work -= routed * (1 - module.config.top_k / module.config.num_selectable_experts)
     return work
 
 

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from maxmoe.load.layers_of_stages import LayersOfStages
 from maxmoe.load.metrics_accumulator import packed, packed_size, unpacked
 from maxmoe.load.stats import MoEStats
+from maxmoe.load.step_counts import StepCounts
 from maxmoe.nn import MoE
 from maxmoe.nn.losses import RoutingLosses
-from maxmoe.nn.router import Routing
+from maxmoe.nn.routing import Routing
 from maxmoe.recompute.selective import is_recomputation
 from maxmoe.token_group import TokenReductions
 
@@ -42,10 +43,15 @@ class RecordedLosses:
         self._total: Tensor | None = None
 
     def __call__(
-        self, routing: Routing, dropped: Tensor, num_sequences: int, tokens: TokenReductions
+        self,
+        routing: Routing,
+        dropped: Tensor,
+        num_sequences: int,
+        tokens: TokenReductions,
+        step: StepCounts | None = None,
     ) -> tuple[Tensor, MoEStats]:
         """Compute auxiliary loss and statistics of one forward."""
-        aux_loss, stats = self._losses(routing, dropped, num_sequences, tokens)
+        aux_loss, stats = self._losses(routing, dropped, num_sequences, tokens, step)
         if not is_recomputation():
             metrics = packed(aux_loss, stats)
             self._total = metrics if self._total is None else self._total + metrics
@@ -54,7 +60,7 @@ class RecordedLosses:
     def take(self) -> Tensor:
         """Return the sums and reset them."""
         total, self._total = self._total, None
-        return torch.zeros(packed_size(self._losses.config.num_experts)) if total is None else total
+        return torch.zeros(packed_size(self._losses.config.num_selectable_experts)) if total is None else total
 
 
 class StepStatistics:

@@ -53,8 +53,7 @@ def dispatch_communication(
     """List the collectives in every MoE layer, with the path of the layer."""
     for path, tokens in planned_dispatches(plan, batch_size, sequence_length, num_chunks):
         _, dispatch = plan.layers[path]
-        for chunk in tokens.chunks():
-            for collective in dispatch.strategy_class.planned_collectives(chunk):
-                yield path, collective
+        for collective in dispatch.strategy_class.planned_collectives(tokens):
+            yield path, collective
         for collective in dispatch.partial_sums.planned_collectives(tokens):
             yield path, collective

@@ -13,6 +13,7 @@ from maxmoe.optim.newton_schulz import fast_dtype
 from maxmoe.optim.parameter_groups import choose
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.planning.communication import activation_communication, dispatch_communication, parameter_communication
+from maxmoe.planning.imbalance import with_imbalance
 from maxmoe.planning.memory import activation_memory, gathered_memory, parameter_dtype, stored_memory
 from maxmoe.planning.optimizer_communication import muon_communication
 from maxmoe.planning.pipeline_estimate import PipelineEstimate, RankEstimate
@@ -27,6 +28,7 @@ from maxmoe.planning.stage_costs import (
 )
 from maxmoe.planning.traffic import Traffic, traffic_of
 from maxmoe.planning.whole_plan import plan_without_warnings
+from maxmoe.quantization import with_split_stacks
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.planned_collective import PlannedCollective
 from maxmoe.sharding.rules import LogicalRules
@@ -66,6 +68,7 @@ class Estimate:
 
 
 @with_stacked_factors(kept=False)
+@with_split_stacks(kept=False)
 def estimate(
     module: nn.Module,
     mesh: Mesh,
@@ -76,6 +79,7 @@ def estimate(
     optimizer: Optimizer = "adamw",
     dispatch: Dispatch = "auto",
     num_chunks: int = 1,
+    imbalance: float = 1.0,
     allow_unused: bool = False,
     schedule: str = "1f1b",
     num_micro_batches: int | None = None,
@@ -104,6 +108,9 @@ def estimate(
         optimizer: optimizer whose state and collectives are counted.
         dispatch: strategy for experts on other ranks, as for `maxmoe.parallelize`.
         num_chunks: number of chunks of the tokens of a MoE layer.
+        imbalance: with dispatch="least_loaded", number of rows of the rank with the most rows over the mean, before
+            experts are moved; one expert has all rows above an even load. The collectives are then those of the rank
+            that sends most. Memory is that of balanced routing.
         allow_unused: accept rules and mesh axes without effect.
         schedule: schedule of the pipeline stages, as for `maxmoe.pipeline`.
         num_micro_batches: number of micro-batches of a step; None to estimate the whole model, without pipeline stages,
@@ -122,6 +129,7 @@ def estimate(
     plan = plan_without_warnings(
         module, mesh.within_stage() if is_cut else mesh, rules, dispatch, num_chunks, allow_unused
     )
+    plan = with_imbalance(plan, imbalance, has_stages=is_cut)
     dtype = parameter_dtype(plan)
     ns_dtype = fast_dtype(next(module.parameters()).device)
     if num_micro_batches is not None and is_cut:

@@ -1,6 +1,5 @@
 """Sharding of every parameter and dispatch of every Mixture-of-Experts layer, with the reasons."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,11 +9,13 @@ from maxmoe.adapters import with_stacked_factors
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.parameter_sharding import ParameterSharding
 from maxmoe.planning.explained_dispatch import ExplainedDispatch, dispatch_tables, explain_dispatch
+from maxmoe.planning.imbalance import with_imbalance
 from maxmoe.planning.pipeline_estimate import stage_table
 from maxmoe.planning.pipeline_plan import PipelineOptions, PipelinePlan, plan_pipeline
 from maxmoe.planning.repeated_layers import group_repeated
 from maxmoe.planning.saved_tensors import micro_batch_sizes
 from maxmoe.planning.whole_plan import plan_without_warnings
+from maxmoe.quantization import with_split_stacks
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.resolve import DroppedAxis
 from maxmoe.sharding.rules import LogicalRules
@@ -76,8 +77,8 @@ class Explanation:
 
     @property
     def num_parameters(self) -> int:
-        """Number of elements of all parameters, over all ranks."""
-        return sum(math.prod(parameter.parameter.shape) for parameter in self.parameters)
+        """Number of elements of all parameters, over all ranks; weights, not bytes, of quantized experts."""
+        return sum(parameter.parameter.num_weights for parameter in self.parameters)
 
     @property
     def local_bytes(self) -> int:
@@ -153,6 +154,7 @@ class Explanation:
 
 
 @with_stacked_factors(kept=False)
+@with_split_stacks(kept=False)
 def explain(
     module: nn.Module,
     mesh: Mesh,
@@ -160,6 +162,7 @@ def explain(
     *,
     dispatch: Dispatch = "auto",
     num_chunks: int = 1,
+    imbalance: float = 1.0,
     batch_size: int | None = None,
     sequence_length: int | None = None,
     allow_unused: bool = False,
@@ -176,6 +179,9 @@ def explain(
         rules: table of rules, or the name of a preset.
         dispatch: strategy for experts on other ranks, as for `maxmoe.parallelize`.
         num_chunks: number of chunks of the tokens of a MoE layer.
+        imbalance: with dispatch="least_loaded", number of rows of the rank with the most rows over the mean, before
+            experts are moved; one expert has all rows above an even load. The collectives are then those of the rank
+            that sends most. Memory is that of balanced routing.
         allow_unused: accept rules and mesh axes without effect.
         batch_size: number of sequences per step, over all ranks; None to leave out the collectives of the dispatch.
         sequence_length: number of tokens per sequence; None to leave out the collectives of the dispatch.
@@ -193,6 +199,7 @@ def explain(
     is_cut = num_micro_batches is not None and mesh.size(STAGE_AXIS) > 1
     within = mesh.within_stage() if is_cut else mesh
     plan = plan_without_warnings(module, within, rules, dispatch, num_chunks, allow_unused)
+    plan = with_imbalance(plan, imbalance, has_stages=is_cut)
     if num_micro_batches is not None and is_cut:
         options = PipelineOptions(schedule, num_micro_batches, blocks_per_stage, stages_per_rank)
         pipeline = plan_pipeline(module, mesh, rules, options, dispatch=dispatch, num_chunks=num_chunks)

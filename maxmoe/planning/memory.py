@@ -14,10 +14,11 @@ from maxmoe.planning.saved_tensors import saved_tensors
 def parameter_dtype(plan: Plan) -> torch.dtype:
     """Return the dtype of the parameters, which is that of the activations; raises a ValueError if there are several.
 
-    Beside frozen parameters, those that are trained may have another dtype: adapters do.
+    Beside frozen parameters, those that are trained may have another dtype: adapters do. Quantized weights count with
+    the dtype in which modules compute with them.
     """
     frozen = [parameter for parameter in plan.parameters.values() if not parameter.is_trained]
-    dtypes = {parameter.parameter.dtype for parameter in frozen or plan.parameters.values()}
+    dtypes = {parameter.parameter.used_dtype for parameter in frozen or plan.parameters.values()}
     if len(dtypes) != 1:
         raise ValueError(f"the parameters must have one dtype, got {', '.join(map(str, dtypes)) or 'none'}")
     return dtypes.pop()

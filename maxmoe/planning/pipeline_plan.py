@@ -1,6 +1,5 @@
 """Plan of each stage of a pipeline, and the order and the times of its forwards and backwards."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -55,7 +54,7 @@ class StagePlan:
     @property
     def num_parameters(self) -> int:
         """Number of elements of the parameters of the stage, over all ranks."""
-        return sum(math.prod(parameter.parameter.shape) for parameter in self.plan.parameters.values())
+        return sum(parameter.parameter.num_weights for parameter in self.plan.parameters.values())
 
 
 @dataclass(frozen=True, kw_only=True)

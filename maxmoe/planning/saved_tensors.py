@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from maxmoe.declaration import SavedTensor, declaration_of
 from maxmoe.dispatch import PlannedDispatch
-from maxmoe.parallel.dispatch_plan import EXPERT_TOKEN_DIMS
+from maxmoe.parallel.dispatch_plan import EXPERT_TOKEN_DIMS, DispatchPlan
 from maxmoe.parallel.plan import ModulePlan, Plan
 
 
@@ -61,8 +61,18 @@ def planned_dispatches(
             layer.routed_experts.up_proj.dtype,
             is_recomputed=plan.recomputed_by(path) is not None,
             recomputes_input="dispatch" in layer.recompute,
+            expert_bytes=_expert_bytes(plan, f"{path}.experts.".removeprefix("."), dispatch),
         )
         yield path, tokens
+
+
+def _expert_bytes(plan: Plan, prefix: str, dispatch: DispatchPlan) -> tuple[tuple[int, bool], ...]:
+    """Return the bytes of one expert in each stack of weights, factors and parts of quantized weights included."""
+    return tuple(
+        (parameter.bytes(parameter.used) // dispatch.num_local_experts, parameter.is_trained)
+        for name, parameter in plan.parameters.items()
+        if name.startswith(prefix)
+    )
 
 
 def declared_tensors(plan: Plan, batch_size: int, sequence_length: int) -> Iterator[tuple[str, SavedTensor]]:

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from maxmoe.config import MoEConfig, check_bool, check_int, check_number
+from maxmoe.config import MoEConfig
+from maxmoe.field_checks import check_bool, check_int, check_number
 from maxmoe.presets import published
 from maxmoe.presets.layouts import Entry, Layout, per_expert, router, shared, stacked
 
@@ -50,7 +51,20 @@ _DEEPSEEK_V2_FIELDS = {
     "num_groups": "n_group",
     "top_k_groups": "topk_group",
 }
+_LONGCAT_FLASH_FIELDS = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "expert_ffn_hidden_size",
+    "num_experts": "n_routed_experts",
+    "num_copy_experts": "zero_expert_num",
+    "top_k": "moe_topk",
+    "routed_scaling_factor": "routed_scaling_factor",
+}
 _DEEPSEEK_V3_FIELDS = _DEEPSEEK_V2_FIELDS | {"normalization": "norm_topk_prob"}
+_NEMOTRON_H_FIELDS = _DEEPSEEK_V3_FIELDS | {
+    "activation": "mlp_hidden_act",
+    "num_shared_experts": "moe_shared_expert_intermediate_size",
+    "latent_size": "moe_latent_size",
+}
 _GPT_OSS_FIELDS = {ours: theirs for ours, theirs in _MIXTRAL_FIELDS.items() if ours != "activation"} | {
     "activation_limit": "swiglu_limit"
 }
@@ -58,6 +72,7 @@ _GPT_OSS_FIELDS = {ours: theirs for ours, theirs in _MIXTRAL_FIELDS.items() if o
 _GATE = router("gate")
 _GATE_BIASED = router("gate", correction_bias="gate.e_score_correction_bias")
 _GATE_BIASED_OUTSIDE = router("gate", correction_bias="e_score_correction_bias")
+_CLASSIFIER_BIASED = router("router.classifier", correction_bias="router.e_score_correction_bias")
 _SHARED_GATED = (
     *shared("shared_expert"),
     Entry("shared_expert_gate.weight", ("shared_experts.output_gate",), unsqueezed=True),
@@ -114,6 +129,39 @@ _DEEPSEEK_V3 = Family(
     block=Layout("mlp", _GATE_BIASED + stacked() + shared("shared_experts")),
     checkpoint=Layout("mlp", _GATE_BIASED + _PROJ + shared("shared_experts")),
 )
+_LONGCAT_FLASH = Family(
+    preset=published.longcat_flash,
+    fields=_LONGCAT_FLASH_FIELDS,
+    required={
+        "hidden_act": ["silu"],
+        "norm_topk_prob": [False],
+        "router_bias": [False],
+        "zero_expert_type": ["identity"],
+    },
+    # Gate and up of transformers have a matrix for each copy expert as well.
+    block=Layout("mlp", _CLASSIFIER_BIASED + tuple(replace(entry, has_unused_matrices=True) for entry in stacked())),
+    checkpoint=Layout("mlp", _CLASSIFIER_BIASED + _PROJ),
+)
+_NEMOTRON_H_BESIDE = (
+    *_GATE_BIASED,
+    *shared("shared_experts")[1:],
+    Entry("fc1_latent_proj.weight", ("latent_in.weight",), transposed=True, is_optional=True),
+    Entry("fc2_latent_proj.weight", ("latent_out.weight",), transposed=True, is_optional=True),
+)
+_NEMOTRON_H = Family(
+    preset=published.nemotron_h,
+    fields=_NEMOTRON_H_FIELDS,
+    required={"mlp_bias": [False]},
+    block=Layout(
+        "mixer",
+        (
+            Entry("experts.up_proj", ("experts.up_proj",), transposed=True),
+            Entry("experts.down_proj", ("experts.down_proj",), transposed=True),
+            *_NEMOTRON_H_BESIDE,
+        ),
+    ),
+    checkpoint=Layout("mixer", _PROJ[1:] + _NEMOTRON_H_BESIDE),
+)
 _MINIMAX_M2 = replace(
     _MIXTRAL,
     preset=published.minimax_m2,
@@ -132,7 +180,9 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v32": _DEEPSEEK_V3,
     "kimi_k2": replace(_DEEPSEEK_V3, preset=published.kimi_k2),
     "glm4_moe": replace(_DEEPSEEK_V3, preset=published.glm4_moe),
+    "longcat_flash": _LONGCAT_FLASH,
     "minimax_m2": _MINIMAX_M2,
+    "nemotron_h": _NEMOTRON_H,
     "gpt_oss": Family(
         preset=published.gpt_oss,
         fields=_GPT_OSS_FIELDS,
@@ -194,10 +244,12 @@ def _read(config: Any, attribute: str) -> Any:
     """Return an attribute of a transformers config, converted to the value of `MoEConfig`."""
     if attribute in ("n_group", "topk_group") and getattr(config, "topk_method", None) == "greedy":
         return 1
+    if attribute == "moe_latent_size":
+        return getattr(config, attribute, None)
     value = _get(config, attribute)
     where = f"{attribute} of the {config.model_type} config"
     match attribute:
-        case "hidden_act" if isinstance(value, str):
+        case "hidden_act" | "mlp_hidden_act" if isinstance(value, str):
             return {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}.get(value, value)
         case "norm_topk_prob":
             check_bool(where, value)
@@ -205,9 +257,9 @@ def _read(config: Any, attribute: str) -> Any:
         case "router_aux_loss_coef":
             check_number(where, value, at_least=0)
             return value * _get_int(config, "num_experts_per_tok", at_least=1)
-        case "shared_expert_intermediate_size":
+        case "shared_expert_intermediate_size" | "moe_shared_expert_intermediate_size":
             width = _get_int(config, attribute, at_least=0)
-            return _num_shared_experts(width, _get_int(config, "moe_intermediate_size", at_least=1))
+            return _num_shared_experts(attribute, width, _get_int(config, "moe_intermediate_size", at_least=1))
     return value
 
 
@@ -224,10 +276,7 @@ def _get_int(config: Any, attribute: str, *, at_least: int) -> int:
     return value
 
 
-def _num_shared_experts(width: int, intermediate_size: int) -> int:
+def _num_shared_experts(attribute: str, width: int, intermediate_size: int) -> int:
     if width % intermediate_size:
-        raise ValueError(
-            f"shared_expert_intermediate_size ({width}) must be a multiple of "
-            f"moe_intermediate_size ({intermediate_size})"
-        )
+        raise ValueError(f"{attribute} ({width}) must be a multiple of moe_intermediate_size ({intermediate_size})")
     return width // intermediate_size

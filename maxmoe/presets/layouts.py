@@ -22,6 +22,9 @@ class Entry:
         transposed: whether the last two dims are [out, in], as in `torch.nn.Linear`; those of maxmoe are [in, out].
         interleaved: whether gate and up alternate along F; otherwise the whole gate comes first.
         unsqueezed: whether the published tensor has an additional first dim of size one.
+        has_unused_matrices: whether the stack of a block in memory has further matrices at its end, which the block
+            does not use.
+        is_optional: whether layers without the parameters lack the tensor; they have all others.
     """
 
     key: str
@@ -29,6 +32,8 @@ class Entry:
     transposed: bool = False
     interleaved: bool = False
     unsqueezed: bool = False
+    has_unused_matrices: bool = False
+    is_optional: bool = False
 
     @property
     def is_of_experts(self) -> bool:
@@ -61,7 +66,8 @@ class Entry:
 
     def join(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return a new published tensor that contains the maxmoe parameters."""
-        tensor = parameters[0].new_empty(self.shape(parameters[0].shape))
+        like = parameters[0].mT if self.transposed else parameters[0]  # quantized weights keep their memory layout
+        tensor = like.new_empty(self.shape(parameters[0].shape))
         for view, parameter in zip(self.views(tensor), parameters, strict=True):
             view.copy_(parameter)
         return tensor
@@ -96,14 +102,15 @@ class Layout:
 
         Raises if `state`, the parameters and buffers of the maxmoe layer, has other names than the layout.
         """
-        names = {name for entry in self.entries for name in entry.names}
+        entries = [entry for entry in self.entries if not entry.is_optional or state.keys() & entry.names]
+        names = {name for entry in entries for name in entry.names}
         if names != set(state):
             listed = [", ".join(sorted(some)) or "nothing" for some in (names - set(state), set(state) - names)]
             raise ValueError(
                 f"the layer must have the parameters of the family: it lacks {listed[0]}, has no use for {listed[1]}"
             )
         tensors = {}
-        for entry in self.entries:
+        for entry in entries:
             parameters = [state[name] for name in entry.names]
             if "{expert}" not in entry.key:
                 tensors[entry.key] = Held(entry, parameters)
@@ -114,17 +121,19 @@ class Layout:
         return tensors
 
 
-def check_tensors(where: str, found: Mapping[str, Sequence[int]], expected: Mapping[str, Held]) -> None:
-    """Raise unless the shapes `found`, by name, are those of the tensors `expected`; `where` begins the message."""
+def check_tensors(where: str, found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]) -> None:
+    """Raise unless the shapes `found`, by name, are those `expected`; `where` begins the message."""
     missing = [key for key in expected if key not in found]
     extra = [key for key in found if key not in expected]
     if missing or extra:
         # Unknown tensors with a scale in their name are from quantised weights.
-        hint = "; quantised weights must be dequantised first" if any("scale" in key for key in extra) else ""
+        is_quantized = any("scale" in key for key in extra)
+        remedy = "dequantised first, or read into experts that maxmoe.quantize_experts has quantized"
+        hint = f"; quantised weights must be {remedy}" if is_quantized else ""
         raise ValueError(f"{where}: missing {listed(missing)}, not known {listed(extra)}{hint}")
-    for key, held in expected.items():
-        if tuple(found[key]) != tuple(held.shape):
-            raise ValueError(f"{where}: {key} must have shape {tuple(held.shape)}, got {tuple(found[key])}")
+    for key, shape in expected.items():
+        if tuple(found[key]) != tuple(shape):
+            raise ValueError(f"{where}: {key} must have shape {tuple(shape)}, got {tuple(found[key])}")
 
 
 def listed(keys: Sequence[str]) -> str:

@@ -181,6 +181,27 @@ def glm4_moe(**overrides: Any) -> MoEConfig:
     )
 
 
+def longcat_flash(**overrides: Any) -> MoEConfig:
+    """LongCat-Flash: half as many copy experts as others, so that a token uses 8 of its 12 experts on average.
+
+    The bias is moved by other rules than here, which keep this average, and the weight of the balance loss is not
+    published.
+
+    Source: Meituan LongCat Team 2025 (arXiv:2509.01322); config of meituan-longcat/LongCat-Flash-Chat.
+    """
+    return _config(
+        overrides,
+        hidden_size=6144,
+        intermediate_size=2048,
+        num_experts=512,
+        num_copy_experts=256,
+        top_k=12,
+        score_correction_bias=True,
+        normalization="none",
+        routed_scaling_factor=6.0,
+    )
+
+
 def minimax_m2(**overrides: Any) -> MoEConfig:
     """MiniMax-M2: sigmoid scores, a correction bias whose update rate is not published, no shared expert.
 
@@ -196,6 +217,28 @@ def minimax_m2(**overrides: Any) -> MoEConfig:
         score_correction_bias=True,
         load_balance_loss_weight=0.001 * 8,
         load_balance_scope="batch",
+    )
+
+
+def nemotron_h(**overrides: Any) -> MoEConfig:
+    """Nemotron 3 Nano: as `deepseek_v3` without groups, experts without gate, and a shared expert twice as wide.
+
+    Larger models of the family have latent experts: `latent_size`.
+
+    Source: NVIDIA 2025, Nemotron 3 Nano; config of nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16.
+    """
+    return _config(
+        overrides,
+        deepseek_v3,
+        hidden_size=2688,
+        intermediate_size=1856,
+        num_experts=128,
+        top_k=6,
+        num_groups=1,
+        top_k_groups=1,
+        activation="relu2",
+        gated=False,
+        num_shared_experts=2,
     )
 
 

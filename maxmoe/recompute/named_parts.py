@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from maxmoe._torch import SELECTIVE_CHECKPOINT_OPTIONS
-from maxmoe.config import nearest
 from maxmoe.declaration import SavedTensor
+from maxmoe.field_checks import nearest
 
 
 class Checkpointed(nn.Module):

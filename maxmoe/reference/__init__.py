@@ -25,13 +25,16 @@ from maxmoe.reference.operators import (
     ragged_unsort,
     tgmm,
 )
-from maxmoe.reference.routing import route
+from maxmoe.reference.quantization import dequantize
+from maxmoe.reference.routing import balanced_bias, route
 
 __all__ = [
     "LowRankFactors",
     "RaggedPlan",
     "activate",
     "apply_capacity",
+    "balanced_bias",
+    "dequantize",
     "expert_ffn",
     "gmm",
     "linear",

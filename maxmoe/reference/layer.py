@@ -28,9 +28,10 @@ def load_balance_loss(
     """Compute sum_e f_e P_e, 1 if balanced, given logits [S, E] and experts [S, K] of each of B sequences.
 
     f_e = E / (K S) * (slots routed to e), P_e = mean over the tokens of score[e] / sum(score). For "identity", the
-    scores are the softmax of the logits. "sequence" is the mean over sequences, "batch" treats all tokens as one.
+    scores are the softmax of the logits. "sequence" is the mean over sequences, "batch"
+    treats all tokens as one, and so does "step" for a step of one micro-batch.
     """
-    if scope == "batch":
+    if scope != "sequence":
         logits, experts = [torch.cat([*logits])], [torch.cat([*experts])]
     total, num_sequences = wide(logits[0].new_zeros(())), 0
     for sequence_logits, sequence_experts in zip(logits, experts, strict=True):
@@ -89,6 +90,37 @@ def routed_experts(
     in_place = plan._replace(slots=itself, rows=itself, top_k=1)
     rows = experts(rows, None, in_place, gate, up, down)
     return ragged_unsort(rows, plan)
+
+
+def zero_computation_experts(
+    tokens: Tensor, weights: Tensor, experts: Tensor, config: MoEConfig, parameters: dict[str, Tensor]
+) -> Tensor:
+    """Return the weighted sum of the zero, copy and constant experts of each token.
+
+    zero(x) = 0, copy(x) = x, constant_j(x) = a x + b vectors[j] with (a, b) = softmax(mixing[j] @ x).
+    """
+    first_copy = config.num_experts + config.num_zero_experts
+    first_constant = first_copy + config.num_copy_experts
+    rows = []
+    for t, token in enumerate(tokens):
+        row = wide(torch.zeros_like(token))
+        for weight, expert in zip(weights[t], experts[t].tolist(), strict=True):
+            if first_copy <= expert < first_constant:
+                row = row + weight * wide(token)
+            elif expert >= first_constant:
+                j = expert - first_constant
+                vector, mixing = (
+                    wide(parameters[f"zero_computation_experts.{name}"][j]) for name in ("vectors", "mixing")
+                )
+                a, b = torch.softmax(mixing @ wide(token), 0)
+                row = row + weight * (a * wide(token) + b * vector)
+        rows.append(row)
+    return stack(rows, tokens, tokens.shape[1])
+
+
+def project(rows: Tensor, weight: Tensor) -> Tensor:
+    """Return the rows times a weight [in, out]."""
+    return stack([wide(row) @ wide(weight) for row in rows], rows, weight.shape[1])
 
 
 def shared_experts(tokens: Tensor, config: MoEConfig, parameters: dict[str, Tensor]) -> Tensor:
@@ -150,12 +182,19 @@ def moe(
     kept = experts
     if config.capacity_factor is not None:
         factor = config.capacity_factor
-        kept = torch.cat([apply_capacity(part, config.num_experts, factor) for part in sequences(experts, lengths)])
-    num_slots = is_valid.numel() * config.top_k
-    max_rows = None if config.buffer_factor is None else int(num_slots * config.buffer_factor)
-    plan = ragged_plan(kept, config.num_experts, max_rows=max_rows)
+        num_experts = config.num_selectable_experts
+        kept = torch.cat([apply_capacity(part, num_experts, factor) for part in sequences(experts, lengths)])
+        kept = torch.where(experts < config.num_experts, kept, experts)  # other experts have no capacity
+    num_rows = config.num_balanced_rows(is_valid.numel() * config.top_k)
+    max_rows = None if config.buffer_factor is None else int(num_rows * config.buffer_factor)
+    plan = ragged_plan(kept, config.num_selectable_experts, num_local_experts=config.num_experts, max_rows=max_rows)
 
-    outputs = routed_experts(tokens, weights, plan, config, parameters)
+    rows = tokens if config.latent_size is None else project(tokens, parameters["latent_in.weight"])
+    outputs = routed_experts(rows, weights, plan, config, parameters)
+    if config.latent_size is not None:
+        outputs = project(outputs, parameters["latent_out.weight"])
+    if config.has_zero_computation_outputs:
+        outputs = outputs + zero_computation_experts(tokens, weights, experts, config, parameters)
     if config.num_shared_experts:
         outputs = outputs + shared_experts(tokens, config, parameters)
     hidden_states = torch.zeros_like(x)
@@ -163,6 +202,6 @@ def moe(
     return (
         hidden_states,
         auxiliary_loss(sequences(logits, lengths), sequences(experts, lengths), config),
-        torch.tensor([int((experts == e).sum()) for e in range(config.num_experts)]),
+        torch.tensor([int((experts == e).sum()) for e in range(config.num_selectable_experts)]),
         (kept < 0).sum() + plan.dropped,
     )

@@ -1,5 +1,7 @@
 """Specification of the routing, with the names, arguments and results of `maxmoe.ops`."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -55,6 +57,22 @@ def normalize(selected: Tensor, normalization: Normalization) -> Tensor:
             return selected / (selected.sum() + 1e-20)
         case "softmax":
             return torch.softmax(selected, -1)
+
+
+def balanced_bias(score: Tensor, correction_bias: Tensor, top_k: int) -> Tensor:
+    """Return the biases [E] by which every expert is among the K best of K / E of the tokens, minus their mean.
+
+    The bias of an expert is the K / E quantile of cutoff - score over the tokens, given scores [T, E] and the bias [E]
+    by which they are routed. The cutoff of a token is its (K+1)-th best score + correction_bias.
+    """
+    num_tokens, num_experts = score.shape
+    cutoffs = [sorted(row, reverse=True)[top_k] for row in (score + correction_bias).tolist()]
+    rank = math.ceil(num_tokens * top_k / num_experts)  # of the quantile, from 1
+    biases = []
+    for expert in range(num_experts):
+        required = [cutoff - token_score[expert] for cutoff, token_score in zip(cutoffs, score.tolist(), strict=True)]
+        biases.append(sorted(required)[rank - 1])
+    return torch.tensor([bias - sum(biases) / num_experts for bias in biases], dtype=correction_bias.dtype)
 
 
 def route(

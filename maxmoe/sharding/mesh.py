@@ -97,6 +97,11 @@ class Mesh:
         return self._device_mesh
 
     @property
+    def is_planned(self) -> bool:
+        """Whether the mesh has no process groups."""
+        return self._device_mesh is None
+
+    @property
     def device_type(self) -> str:
         """Device type of the process groups; "cpu" for a planned mesh."""
         return "cpu" if self._device_mesh is None else self._device_mesh.device_type
@@ -167,10 +172,10 @@ class Mesh:
         Returns:
             Process group that this rank is a member of.
         """
-        device_mesh = self[axes]  # raises for unknown axes
+        if len(axes) == 1 and axes[0] in self.axes:
+            return self.device_mesh.get_group(axes[0])
+        _ = self[axes]  # raises for unknown axes
         names = tuple(axis for axis in self.axes if axis in axes)
-        if len(names) == 1:
-            return device_mesh.get_group()
         if self._whole is not None:
             return self._whole.process_group(*names)
         return _joint_group(dist.group.WORLD, self._layout, names, self._timeout)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
@@ -53,7 +54,7 @@ class NamedSharding:
         """Return the sharding of a tensor of `num_dims` dims that no axis shards."""
         return cls(mesh, PartitionSpec(*(None,) * num_dims), partial)
 
-    @property
+    @cached_property
     def placements(self) -> tuple[Placement, ...]:
         """DTensor placements of this sharding, one per axis of `mesh.device_mesh`.
 

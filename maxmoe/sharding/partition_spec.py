@@ -13,9 +13,9 @@ def axis_tuple(axes: object, owner: str) -> tuple[str, ...]:
     entries = (axes,) if isinstance(axes, str) else () if axes is None else axes
     if not isinstance(entries, list | tuple) or not all(isinstance(axis, str) and axis for axis in entries):
         raise ValueError(f"{owner} must be None, an axis or a tuple of axes, got {reprlib.repr(axes)}")
-    repeated = [axis for axis, count in Counter(entries).items() if count > 1]
-    if repeated:
-        raise ValueError(f"{owner} has the axis {reprlib.repr(repeated[0])} twice: {reprlib.repr(axes)}")
+    if len(set(entries)) < len(entries):
+        repeated = next(axis for axis, count in Counter(entries).items() if count > 1)
+        raise ValueError(f"{owner} has the axis {reprlib.repr(repeated)} twice: {reprlib.repr(axes)}")
     return tuple(entries)
 
 

@@ -7,14 +7,16 @@ is the identity, and a gradient that stays partial over the axes that FSDP reduc
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
 
-from maxmoe._torch import has_other_owner, waited
+from maxmoe._torch import all_gather_single, has_other_owner, reduce_scatter_single
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.not_compiled import not_compiled
@@ -45,11 +47,17 @@ def redistribute(tensor: Tensor, sharding: NamedSharding) -> DTensor:
     return tensor.redistribute(placements=sharding.placements)
 
 
-def redistribution_steps(source: NamedSharding, target: NamedSharding) -> Iterator[NamedSharding]:
-    """Yield the shardings between `source` and `target`, each reached from the previous one over a single mesh axis.
+@lru_cache(maxsize=1024)
+def redistribution_steps(source: NamedSharding, target: NamedSharding) -> tuple[NamedSharding, ...]:
+    """Return the shardings between `source` and `target`, each reached from the previous one over a single mesh axis.
 
-    The last one is `target` without the axes over which `target` is partial and `source` is not.
+    The last one is `target` without the axes over which `target` is partial and `source` is not. Cached, because every
+    forward and backward asks for the same ones.
     """
+    return tuple(_steps(source, target))
+
+
+def _steps(source: NamedSharding, target: NamedSharding) -> Iterator[NamedSharding]:
     # All-gathers, the minor axis of a dim first: only the last axis of a dim can be gathered without strided shards.
     sharding = source
     for dim, axes in enumerate(target.spec):
@@ -81,6 +89,7 @@ class Redistribution(NamedTuple):
     backward: tuple[NamedSharding, NamedSharding]
 
     @staticmethod
+    @lru_cache(maxsize=256)
     def reduce_outputs(
         mesh: Mesh, num_dims: int, axes: tuple[str, ...], embed_axes: tuple[str, ...] = ()
     ) -> "Redistribution":
@@ -96,6 +105,7 @@ class Redistribution(NamedTuple):
         return Redistribution((replace(whole, partial=axes), target), (target, whole))
 
     @staticmethod
+    @lru_cache(maxsize=256)
     def reduce_gradient(
         mesh: Mesh, num_dims: int, axes: tuple[str, ...], left: tuple[str, ...] = ()
     ) -> "Redistribution":
@@ -172,13 +182,10 @@ def _redistributed(local: Tensor, source: NamedSharding, target: NamedSharding) 
     """Redistribute this rank's shard from `source` to `target`, without autograd."""
     if source == target:
         return local
-    device_mesh = source.mesh.device_mesh
-    tensor = DTensor.from_local(local.contiguous(), device_mesh, source.placements, run_check=False)
-    # One axis at a time, because DTensor chooses the collectives of a redistribution over several axes by itself, and
-    # planning counts the collectives of `redistribution_steps`.
-    for sharding in redistribution_steps(source, target):
-        tensor = tensor.redistribute(placements=sharding.placements)
-    result = waited(tensor.to_local())
+    result, before = local, source
+    for after in redistribution_steps(source, target):
+        result = _over_one_axis(result, before, after)
+        before = after
     summed = [axis for axis in target.partial if axis not in source.partial]
     if not summed:
         return result
@@ -186,6 +193,54 @@ def _redistributed(local: Tensor, source: NamedSharding, target: NamedSharding) 
     # zeros. The values are cloned, because without a collective the result shares memory with the source.
     place = source.mesh.coordinates()
     return result.clone() if all(place[axis] == 0 for axis in summed) else torch.zeros_like(result)
+
+
+def _over_one_axis(local: Tensor, source: NamedSharding, target: NamedSharding) -> Tensor:
+    """Redistribute this rank's shard between two shardings that differ in one axis.
+
+    Called on local tensors, because DTensor takes several times as long to choose the collective.
+    """
+    mesh, sharded_before, sharded_after = source.mesh, _sharded_dims(source), _sharded_dims(target)
+    for axis in sharded_before.keys() - sharded_after.keys():
+        return _all_gather(local, mesh, axis, sharded_before[axis])
+    for axis in sharded_after.keys() - sharded_before.keys():
+        if axis in source.partial:
+            return _reduce_scatter(local, mesh, axis, sharded_after[axis])
+        # Cloned, because the result of a Function must not be a view of its input.
+        return local.chunk(mesh.size(axis), sharded_after[axis])[mesh.coordinates()[axis]].clone()
+    (axis,) = set(source.partial) - set(target.partial)
+    return _all_reduce(local, mesh, axis)
+
+
+def _all_gather(local: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+    size = mesh.size(axis)
+    if size == 1:
+        return local
+    gathered = local.new_empty(size * local.shape[0], *local.shape[1:])
+    all_gather_single(gathered, local.contiguous(), group=mesh.process_group(axis))
+    return gathered if dim == 0 else torch.cat(gathered.chunk(size), dim)
+
+
+def _reduce_scatter(local: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+    size = mesh.size(axis)
+    if size == 1:
+        return local
+    summands = local.contiguous() if dim == 0 else torch.cat(local.chunk(size, dim))
+    reduced = summands.new_empty(summands.shape[0] // size, *summands.shape[1:])
+    reduce_scatter_single(reduced, summands, group=mesh.process_group(axis))
+    return reduced
+
+
+def _all_reduce(local: Tensor, mesh: Mesh, axis: str) -> Tensor:
+    if mesh.size(axis) == 1:
+        return local
+    total = local.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=mesh.process_group(axis))
+    return total
+
+
+def _sharded_dims(sharding: NamedSharding) -> dict[str, int]:
+    return {axis: dim for dim, axes in enumerate(sharding.spec) for axis in axes}
 
 
 def _with_axes(spec: PartitionSpec, dim: int, axes: tuple[str, ...]) -> PartitionSpec:

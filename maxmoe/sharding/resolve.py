@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from maxmoe.config import nearest
+from maxmoe.field_checks import nearest
 from maxmoe.sharding.partition_spec import PartitionSpec
 from maxmoe.sharding.rules import LogicalRules
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from functools import cache
 
-from maxmoe.config import nearest
+from maxmoe.field_checks import nearest
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.rules import PRESETS, LogicalRules
 

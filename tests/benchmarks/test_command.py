@@ -21,6 +21,7 @@ from benchmarks import (
     memory,
     muon,
     peak,
+    quantized,
     ragged,
     route,
     rows_per_expert,
@@ -30,11 +31,13 @@ from benchmarks import (
 from benchmarks.alternatives.maxmoe_experts import MaxmoeExperts
 from benchmarks.results import Case, Result
 from benchmarks.timing import Runner
+from maxmoe.quantization import QuantizedStack
 
 COMMANDS = [experts.BENCHMARK, layer.BENCHMARK, memory.BENCHMARK, muon.BENCHMARK, scaling.BENCHMARK]
 COMMANDS += [
     adapters.BENCHMARK,
     muon.BENCHMARK,
+    quantized.BENCHMARK,
     ragged.BENCHMARK,
     devices.BENCHMARK,
     local.BENCHMARK,
@@ -49,6 +52,8 @@ SHAPES = {"ragged": "40x33,16x8", "route": "16x64x32x16x2", "sizes": "16x64x32"}
 def short_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows_per_expert, "ROWS_PER_EXPERT", (1, 3))
     monkeypatch.setattr(sizes, "SIZES", (8, 24))
+    monkeypatch.setattr(quantized, "FEW", (1, 3))
+    monkeypatch.setattr(quantized, "MANY", (5,))
 
 
 class Doubled(MaxmoeExperts):
@@ -82,6 +87,7 @@ def measure_here(name: str, case: Case, threads: int, experts: Any = None) -> tu
     return peak.answer(json.dumps([name, list(case.shape), case.dtype_name, case.mode, threads, experts])), None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("benchmark", COMMANDS, ids=lambda benchmark: benchmark.name)
 def test_a_run_writes_table_json_and_picture(
     benchmark: command.Benchmark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -119,6 +125,32 @@ def test_medians_of_adapters_are_those_of_the_rounds() -> None:
     results = [Result(case, name, "part", of) for name, of in seconds.items()]
     lines = adapters.summary(results).splitlines()
     assert "".join(lines[-1].split()) == "onefloat322000.03000.01.501.50"
+
+
+def test_formats_are_compared_round_by_round() -> None:
+    """Times over those without quantization, and bytes per second over those of a read."""
+    shape = quantized.BENCHMARK.shapes["gpt-oss"]._replace(num_tokens=3)
+    case = Case("one", shape, torch.bfloat16, "forward")
+    seconds = {quantized.DENSE: [4.0, 40.0, 4.4], quantized.NAMES["mxfp4"]: [2.0, 10.0, 1.1], quantized.READ: [1.0]}
+    num_bytes = {quantized.DENSE: 22.0, quantized.NAMES["mxfp4"]: 2.0, quantized.READ: 10.0}
+    results = [
+        Result(case, name, "part", of, numbers={"batches": 4, "bytes": num_bytes[name]}) for name, of in seconds.items()
+    ]
+    times, shares = quantized.summary(results).split("\n\n")
+    assert times.splitlines()[-1].split() == ["one", "3", "bfloat16", "forward", "1100.0", "0.25"]
+    assert shares.splitlines()[-1].split() == ["one", "3", "bfloat16", "forward", "0.50", "0.10"]
+
+
+def test_a_format_with_other_bits_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = quantized.compute
+
+    def compute(experts: quantized.Experts, *arguments: Any) -> list[Tensor]:
+        is_quantized = isinstance(experts.down, QuantizedStack)
+        return [2 * result if is_quantized else result for result in original(experts, *arguments)]
+
+    monkeypatch.setattr(quantized, "compute", compute)
+    with pytest.raises(RuntimeError, match="maxmoe, mxfp4 and its dequantized weights give different results"):
+        run(quantized.BENCHMARK, tmp_path, "--shapes", "16x64x32x8x2", "--dtype", "float32")
 
 
 def test_ctrl_c_keeps_what_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

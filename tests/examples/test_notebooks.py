@@ -22,7 +22,7 @@ MAX_BYTES = 500_000
 SHORTER = {
     "moe_against_dense": ("steps=500", "steps=30"),
     "muon": ("steps=150", "steps=20"),
-    "parallel_plans": ("range(10)", "range(2)"),
+    "parallel_plans": ("range(10)", "range(1)"),
     "quick_start": ("range(200)", "range(20)"),
     "routing_and_balance": ("steps=150", "steps=30"),
     "transformers_models": ("range(80)", "range(10)"),

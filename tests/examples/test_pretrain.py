@@ -19,7 +19,7 @@ from support.pretrain_run import EXAMPLES, TINY, after_step, assert_same, pretra
 def test_a_run_leaves_checkpoint_pictures_and_a_report(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(text, tmp_path / "out") == 0
+    assert run(text, tmp_path / "out", looks_at_pictures=True) == 0
     printed = capsys.readouterr().out
     for part in ("12 files of", "Sample, after 64 held-out bytes", "with byte bigram", "of 8 experts got no token"):
         assert part in printed
@@ -54,7 +54,8 @@ def test_bfloat16_stays_close_to_float32(text: Path, tmp_path: Path) -> None:
 def test_muon_beside_adamw(text: Path, tmp_path: Path) -> None:
     """Both from the same parameters; the first steps already differ."""
     assert run(text, tmp_path / "adamw") == 0
-    assert run(text, tmp_path / "muon", "--optimizer", "muon", "--beside", str(tmp_path / "adamw")) == 0
+    beside = ("--optimizer", "muon", "--beside", str(tmp_path / "adamw"))
+    assert run(text, tmp_path / "muon", *beside, looks_at_pictures=True) == 0
     adamw, muon = saved(tmp_path / "adamw"), saved(tmp_path / "muon")
     assert adamw["training"][0] == muon["training"][0] and adamw["training"][2:] != muon["training"][2:]
     assert share(tmp_path / "muon/loss.png", figures.OTHER) > 0

@@ -44,6 +44,7 @@ def printed(text: Path, out: Path, *arguments: str) -> str:
 # The same numbers
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "arguments", [STRIDED, TENSOR_PARALLEL, CUT_SEQUENCES, CHUNKED, MUON], ids=lambda words: words[-1]
 )
@@ -192,6 +193,7 @@ sys.exit(pretrain.main())
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize(
     ("mesh", "failure", "other_rank", "cause"),

@@ -26,6 +26,7 @@ FSDP = ["--mesh", "stage=2,fsdp=2", "--schedule", "interleaved_1f1b", "--num-mic
 run_ranks = partial(run_ranks_in_time, timeout=60, deadline=180)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("mesh", "optimizer"), [(EXPERTS, "adamw"), (FSDP, "muon")], ids=["adamw, experts", "muon, FSDP2"]
 )
@@ -46,6 +47,7 @@ def test_stages_compute_what_one_process_computes(text: Path, tmp_path: Path, me
     assert "Sample, after 64 held-out bytes" in printed("together", "--resume")
 
 
+@pytest.mark.sampled(0)
 def test_a_run_whose_ranks_die_or_hang_in_a_stage_goes_on_with_other_numbers_of_stages(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

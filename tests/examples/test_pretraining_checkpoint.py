@@ -35,6 +35,23 @@ def save(folder: Path, value: float) -> None:
     checkpoint.save(folder, state_of(value), training_of(value))
 
 
+def test_a_large_state_is_written_to_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file is larger than the limit, unless it has one tensor."""
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 100)
+    sizes = {"a": 10, "b": 30, "c": 3, "nested.d": 25, "nested.e": 1}  # in numbers of 4 bytes
+    values = {name.split(".")[-1]: torch.randn(size) for name, size in sizes.items()}
+    a, b, c, d, e = values.values()
+    state = {"a": a, "b": b, "c": c, "nested": {"d": d, "e": e}}
+    checkpoint.save(tmp_path / "checkpoint", state, training_of(1.0))
+    found = sorted(path.name for path in (tmp_path / "checkpoint").glob("*.safetensors"))
+    assert found == [f"shard-00001-model-0000{number}-of-00005.safetensors" for number in range(1, 6)]
+    read = {"a": 0 * a, "b": 0 * b, "c": 0 * c, "nested": {"d": 0 * d, "e": 0 * e}}
+    checkpoint.load(tmp_path / "checkpoint", {}, read)
+    assert all(torch.equal(read[name], values[name]) for name in "abc")
+    assert all(torch.equal(read["nested"][name], values[name]) for name in "de")
+    assert checkpoint.file_numbers({"a": 60, "b": 40, "c": 1}) == {"a": 1, "b": 1, "c": 2}
+
+
 def save_and_die(folder: Path, value: float, moment: int) -> int:
     """Save in a process of its own, which ends before or after one of the calls that change the disk."""
     process = os.fork()

@@ -25,20 +25,9 @@ def test_a_step_reads_its_batch_and_records_its_load(text: Path, monkeypatch: py
             bias += layer.config.correction_bias_update_rate * (count.mean() - count).sign()
             torch.testing.assert_close(layer.router.score_correction_bias, bias)
     assert read == list(range(6))
-    assert torch.equal(run.history.tokens_per_expert.sum(0), total)
-    assert run.history.windows().sum((1, 2)).tolist() == [192] * 6
-
-
-@pytest.mark.parametrize(("steps", "window"), [(1, 1), (100, 1), (101, 2), (200, 2), (201, 4), (400, 4), (1600, 16)])
-def test_the_load_is_summed_over_windows_that_depend_on_the_steps_done(steps: int, window: int) -> None:
-    history = trainer.History(torch.zeros(100, 1, 2, dtype=torch.int64))
-    counts = torch.randint(0, 9, (steps, 1, 2))
-    for step in range(steps):
-        history.record(float(step), counts[step])
-    assert history.window == window and history.training == [*range(steps)]
-    expected = [part.sum(0) for part in counts.split(window)]
-    assert torch.equal(history.windows(), torch.stack(expected))
-    assert torch.equal(history.tokens_per_expert.sum(0), counts.sum(0))
+    load = run.state()["load"]
+    assert torch.equal(load.sum(0), total)
+    assert load.sum((1, 2)).tolist() == [192] * 6 + [0] * 94
 
 
 def test_learning_rate_warms_up_and_decays() -> None:

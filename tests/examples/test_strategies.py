@@ -41,6 +41,7 @@ def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
     return [strategy.name for strategy in some]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("options", "chosen"),
     [

@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import maxmoe  # noqa: E402
 from fuzz import fuzz_layers, loop  # noqa: E402
 from maxmoe import MoE, MoEConfig  # noqa: E402
+from maxmoe.dispatch import least_loaded  # noqa: E402
 from maxmoe.parallel import parallelize, parameter_shardings, token_sharding  # noqa: E402
 from maxmoe.sharding import LogicalRules, Mesh  # noqa: E402
 from support.dispatched_layer import Batch, Outcome, check_part, make_layer, take_step  # noqa: E402
@@ -92,6 +93,8 @@ def draw_config(random: Random, num_parts: int, needs_sparse: bool) -> MoEConfig
 def draw_options(random: Random, config: MoEConfig) -> dict[str, Any]:
     has_capacity = config.capacity_factor is not None
     strategies = ["ring_of_experts", "gather_weights", *([] if has_capacity else ["ragged_all_to_all", "auto"])]
+    if config.implementation == "sparse" and config.buffer_factor is None:
+        strategies.append("least_loaded")
     return {"dispatch": random.choice(strategies), "num_chunks": 1 if has_capacity else random.choice([1, 1, 2, 3, 7])}
 
 
@@ -100,7 +103,7 @@ def draw_experts(random: Random, config: MoEConfig, shape: tuple[int, int]) -> T
     kind, top_k, num_experts = (
         random.choice(["router", "router", "any", "few", "none"]),
         config.top_k,
-        config.num_experts,
+        config.num_selectable_experts,
     )
     if kind == "router":
         return None
@@ -141,6 +144,7 @@ def forward_of(layer: MoE, checkpointing: str) -> Callable[..., Any]:
 
 def run_step(step: Step, mesh: Mesh, rules: LogicalRules, repetitions: int) -> None:
     """Compare this rank's part of a step; repeat it, and see what is left."""
+    least_loaded.FLOP_PER_BYTE = dict.fromkeys(least_loaded.FLOP_PER_BYTE, 0)  # sends weights for a few rows
     layer = make_layer(step.config, step.batch.x.dtype)
     shardings = parameter_shardings(layer, mesh, rules, allow_unused=True)
     parallelize(layer, mesh, rules, allow_unused=True, **step.options)

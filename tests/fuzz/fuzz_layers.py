@@ -22,6 +22,7 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+import maxmoe  # noqa: E402
 from fuzz import loop  # noqa: E402
 from maxmoe import MoE, MoEConfig, config, ops, reference  # noqa: E402
 from support.moe_layers import differentiate  # noqa: E402
@@ -42,20 +43,26 @@ def draw_config(random: Random) -> MoEConfig:
     num_groups = random.choice([1, 1, 2, 3, 4, 8])
     num_experts = num_groups * random.choice([1, 2, 3, 5, 8])
     top_k_groups = random.randint(1, num_groups)
-    reachable = num_experts // num_groups * top_k_groups
+    weights_to = random.choice(get_args(config.WeightsTarget))
+    kinds = draw_zero_computation_experts(random, weights_to) if num_groups == 1 else {}
+    reachable = num_experts // num_groups * top_k_groups + sum(kinds.values())
     gated = random.random() < 0.75
     activations = [name for name in get_args(config.Activation) if gated or name != "swigluoai"]
     correction = random.random() < 0.4
     num_shared_experts = sometimes(random.randint(1, 3), 0)
     implementation = random.choice(get_args(config.Implementation))
-    factor = sometimes(random.choice([0.1, 0.5, 0.8, 1.0, 1.25, 2, 4.0]), None)
-    factor = None if factor is None else min(factor, num_experts)
+    factor = sometimes(min(random.choice([0.1, 0.5, 0.8, 1.0, 1.25, 2, 4.0]), num_experts), None)
+    score_function = random.choice(get_args(config.ScoreFunction))
+    top_k = random.randint(1, min(reachable, random.choice([1, 2, 4, 40])))
+    has_quantiles = correction and num_groups == 1 and score_function in ("sigmoid", "softmax") and top_k < reachable
     return MoEConfig(
         hidden_size=random.choice(WIDTHS),
         intermediate_size=random.choice(WIDTHS),
         num_experts=num_experts,
-        top_k=random.randint(1, min(reachable, random.choice([1, 2, 4, 40]))),
-        score_function=random.choice(get_args(config.ScoreFunction)),
+        top_k=top_k,
+        latent_size=sometimes(random.choice(WIDTHS), None, 0.25),
+        **kinds,
+        score_function=score_function,
         router_bias=random.random() < 0.4,
         score_correction_bias=correction,
         num_groups=num_groups,
@@ -63,7 +70,7 @@ def draw_config(random: Random) -> MoEConfig:
         group_score=random.choice(get_args(config.GroupScore)),
         normalization=random.choice(get_args(config.Normalization)),
         routed_scaling_factor=random.choice([1.0, 1, 0.25, 2.5]),
-        apply_weights_to=random.choice(get_args(config.WeightsTarget)),
+        apply_weights_to=weights_to,
         router=sometimes("random", "learned", 0.15),
         activation=random.choice(activations),
         gated=gated,
@@ -74,6 +81,7 @@ def draw_config(random: Random) -> MoEConfig:
         load_balance_loss_weight=sometimes(random.choice([0.01, 0.3, 1]), 0.0, 0.6),
         load_balance_scope=random.choice(get_args(config.LoadBalanceScope)),
         router_z_loss_weight=sometimes(random.choice([0.001, 0.2]), 0.0),
+        correction_bias_rule=random.choice(get_args(config.CorrectionBiasRule)) if has_quantiles else "sign",
         correction_bias_update_rate=sometimes(1e-3, 0.0) if correction else 0.0,
         implementation=implementation,
         capacity_factor=factor if implementation == "dense" else None,
@@ -81,9 +89,17 @@ def draw_config(random: Random) -> MoEConfig:
     )
 
 
+def draw_zero_computation_experts(random: Random, weights_to: str) -> dict[str, int]:
+    """Draw how many experts compute no product: often none."""
+    names = ["num_zero_experts", "num_copy_experts", *(["num_constant_experts"] if weights_to == "output" else [])]
+    return {name: random.choice([0, 1, 3, 8]) if random.random() < 0.5 else 0 for name in names}
+
+
 def draw_layer(random: Random, dtype: torch.dtype) -> MoE:
     """Draw parameters of any strides, of which some are frozen."""
     layer = MoE(draw_config(random), dtype=dtype)
+    if layer.config.load_balance_scope == "step":
+        maxmoe.StatsAccumulator(layer)  # a step of one micro-batch
     scale = random.choice([0.1, 0.5, 0.5])
     for value in layer.state_dict().values():
         value.copy_(scale * torch.randn(value.shape, dtype=torch.float64))

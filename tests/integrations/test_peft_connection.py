@@ -1,9 +1,10 @@
 """The connection to PEFT: what it does when PEFT keeps adapters otherwise, and adapters that train nothing."""
 
+import functools
 import subprocess
-import sys
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from maxmoe.adapters import _peft
 from maxmoe.nn import Experts
 from maxmoe.ops import RaggedPlan, expert_ffn
 from support.moe_layers import make, tokens
+from support.python_with_torch import Python
 
 EXPERTS = ["moe.experts.gate_proj", "moe.experts.up_proj", "moe.experts.down_proj"]
 
@@ -58,11 +60,9 @@ LATE = "import maxmoe; layer = maxmoe.MoE(CONFIG); import peft"
 FIRST_CALLS = ["model(x)", "checkpoint(model, x, use_reentrant=False)", "torch.compile(model, backend='eager')(x)"]
 
 
-@pytest.mark.parametrize(
-    ("imports", "first_call"), [*((order, call) for order in ORDERS for call in FIRST_CALLS[1:]), (LATE, "model(x)")]
-)
-def test_any_order_of_imports(imports: str, first_call: str) -> None:
-    program = f"""
+# A process imports in an order, and forks for each first call: imports take seconds.
+PROGRAM = """
+import os, sys, traceback
 from maxmoe.config import MoEConfig
 CONFIG = MoEConfig(hidden_size=8, intermediate_size=4, num_experts=3, top_k=2)
 {imports}
@@ -77,20 +77,55 @@ class Layer(nn.Module):
         self.moe = globals().get("layer") or maxmoe.MoE(CONFIG)
     def forward(self, x):
         return self.moe(x).hidden_states
-model = peft.get_peft_model(Layer(), config)
-x = torch.randn(5, 8)
-first = {first_call}
-first.sum().backward()
-second = model(x)
-torch.testing.assert_close(first, second)
-from peft.tuners.lora.layer import ParamWrapper
-assert hasattr(ParamWrapper._activate_lora, "__wrapped__")
-assert not torch.equal(model.unload().moe(x).hidden_states, first)
+
+def check(call):
+    model = peft.get_peft_model(Layer(), config)
+    x = torch.randn(5, 8)
+    first = eval(call, globals(), {{"model": model, "x": x}})
+    first.sum().backward()
+    second = model(x)
+    torch.testing.assert_close(first, second)
+    from peft.tuners.lora.layer import ParamWrapper
+    assert hasattr(ParamWrapper._activate_lora, "__wrapped__")
+    assert not torch.equal(model.unload().moe(x).hidden_states, first)
+
+for call in {calls}:
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            check(call)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    # maxmoe.config imports maxmoe, and with it comes the connection if PEFT has been imported.
-    program = program if imports != ORDERS[0] else "import peft\n" + program
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+CALLS = dict.fromkeys(ORDERS, FIRST_CALLS[1:]) | {LATE: FIRST_CALLS[:1]}
+
+
+@pytest.fixture(scope="module")
+def first_calls(python: Python) -> "Callable[[str], subprocess.CompletedProcess[str]]":
+    """Makes all first calls after some imports, and prints the exit status of each."""
+
+    @functools.cache
+    def run(imports: str) -> "subprocess.CompletedProcess[str]":
+        program = PROGRAM.format(imports=imports, calls=CALLS[imports])
+        # maxmoe.config imports maxmoe, and with it comes the connection if PEFT has been imported.
+        return python(program if imports != ORDERS[0] else "import peft\n" + program)
+
+    return run
+
+
+@pytest.mark.parametrize(("imports", "first_call"), [(order, call) for order, calls in CALLS.items() for call in calls])
+def test_any_order_of_imports(
+    imports: str, first_call: str, first_calls: "Callable[[str], subprocess.CompletedProcess[str]]"
+) -> None:
+    done = first_calls(imports)
+    assert done.returncode == 0, done.stderr
+    status = done.stdout.split()[CALLS[imports].index(first_call)]
+    assert status == "0", done.stderr[-2000:]
 
 
 def sgd(*models: nn.Module) -> torch.optim.Optimizer:

@@ -176,6 +176,7 @@ def test_autocast_stays_close_and_trains() -> None:
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recompute", [(), ("blocks",), PARTS], ids=["", "blocks", "parts"])
 def test_compiles_as_one_graph(recompute: tuple[str, ...]) -> None:
     model = make(recompute=recompute)

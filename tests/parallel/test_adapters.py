@@ -20,6 +20,7 @@ from maxmoe.parallel import adapter_state_dict, parallelize
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.planning import estimate, explain
 from maxmoe.sharding import LogicalRules, Mesh
+from support.moved_experts import moving_experts
 from support.parallel_decoder import CONFIG, MOE, VARIANTS, MeshRules, batch, decoder, layouts, loss, token_spec
 from support.parts import assert_same, part_by_definition
 from support.run_ranks import fake_rank, run_ranks
@@ -75,6 +76,7 @@ def check_step(
         assert_same(whole, gradients[name], name, scale=float(gradients[name].abs().max()))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
 @pytest.mark.parametrize("layout", layouts(2, 4, 8), ids=str)
 def test_a_step_equals_that_of_one_process(layout: MeshRules) -> None:
@@ -92,9 +94,10 @@ def test_a_step_equals_that_of_one_process(layout: MeshRules) -> None:
 EXPERT = MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
 @pytest.mark.parametrize("layout", [EXPERT, MeshRules("ep-tp", {"data": 2, "expert": 2})], ids=str)
-@pytest.mark.parametrize("dispatch", ["ring_of_experts", "ragged_all_to_all", "gather_weights"])
+@pytest.mark.parametrize("dispatch", ["ring_of_experts", "ragged_all_to_all", "least_loaded", "gather_weights"])
 def test_strategies(layout: MeshRules, dispatch: Dispatch) -> None:
     both = ("default", "second")
     configs = [
@@ -107,7 +110,8 @@ def test_strategies(layout: MeshRules, dispatch: Dispatch) -> None:
 
     def check() -> None:
         for config in configs:
-            check_step(config, layout, dispatch, both, num_chunks=2)
+            with moving_experts(dispatch == "least_loaded" and layout is EXPERT):
+                check_step(config, layout, dispatch, both, num_chunks=2)
 
     run_ranks(check, layout.world_size)
 

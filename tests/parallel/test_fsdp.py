@@ -68,6 +68,7 @@ def gradients(rules: str, sizes: dict[str, int]) -> dict[str, Tensor]:
     return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.sampled(2)
 @takes_larger_meshes
 @pytest.mark.parametrize(
     ("rules", "sizes", "units"),

@@ -27,6 +27,7 @@ class TwoLayers(nn.Module):
         return self.second(self.first(x).relu()) * scale
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rules", ["ep-tp", "default", "pure-fsdp"])
 @pytest.mark.parametrize("inner", [{}, {"mlp": 8}], ids=["gathered", "tensor parallel"])
 def test_modules_of_others(rules: str, inner: dict[str, int]) -> None:

@@ -31,6 +31,7 @@ def step(layer: MoEConfig, layout: MeshRules, **options: Any) -> list[Tensor]:
     return [output.logits, *(parameter.grad.to_local() for parameter in model.parameters())]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("layout", "cases"),
     [

@@ -26,6 +26,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("sizes", [{"expert": 2}, {"data": 2, "expert": 2}], ids=str)
 def test_a_training_step_equals_that_of_one_process(name: str, sizes: dict[str, int]) -> None:

@@ -55,6 +55,7 @@ def step(model: Any, x: Tensor, mask: Tensor | None, **options: Any) -> tuple[Te
     return loss, output.aux_loss, *output.stats
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("padded", [False, True], ids=["all valid", "padded"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_loss_and_statistic_is_that_of_one_process(layout: MeshRules, padded: bool) -> None:

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from maxmoe import pipeline
+from maxmoe import pipeline, quantize_experts
 from maxmoe.adapters import packed_as_by_peft
 from maxmoe.parallel import token_sharding
 from maxmoe.sharding import Mesh
@@ -19,33 +19,46 @@ from support.staged_decoder import DEEPSEEK, NUM_MICRO_BATCHES, batch, decoder, 
 TARGETS = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
 
 
-def adapted() -> nn.Module:
+def adapted(format: str | None = None) -> nn.Module:
     """A decoder whose experts have adapters around them; PEFT's own module around it has no parts to be cut."""
     model: Any = decoder(DEEPSEEK)
+    if format is not None:
+        quantize_experts(model.requires_grad_(False), format)
     torch.manual_seed(3)
     options: Any = {"target_modules": [], "target_parameters": TARGETS, "init_lora_weights": False}
     wrapped = get_peft_model(model, LoraConfig(r=3, lora_alpha=5, **options)).to(torch.float64)
     return wrapped.base_model.model
 
 
-def gradients_of_one_process() -> dict[str, Tensor]:
-    model = adapted()
+def gradients_of_one_process(format: str | None = None) -> dict[str, Tensor]:
+    model = adapted(format)
     for tokens, targets in micro_batches(*batch()):
         output = model(tokens)
         (loss(output, targets) + output.aux_loss).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
 @pytest.mark.parametrize("sizes", [{"stage": 2}, {"stage": 2, "fsdp": 2}, {"stage": 2, "expert": 2}], ids=str)
 def test_a_step_equals_that_of_one_process(sizes: dict[str, int], schedule: str) -> None:
-    expected = gradients_of_one_process()
+    check_step(sizes, schedule)
+
+
+@pytest.mark.parametrize("sizes", [{"stage": 2}, {"stage": 2, "fsdp": 2}], ids=str)
+def test_quantized_experts(sizes: dict[str, int]) -> None:
+    check_step(sizes, "1f1b", "nf4")
+
+
+def check_step(sizes: dict[str, int], schedule: str, format: str | None = None) -> None:
+    expected = gradients_of_one_process(format)
     assert expected and all("lora_" in name for name in expected)
     size = Mesh.planned(sizes).num_ranks
 
     def check() -> list[str]:
         mesh = Mesh(sizes)
-        run = pipeline(adapted(), mesh, "ep-as-dp", loss=loss, schedule=schedule, num_micro_batches=NUM_MICRO_BATCHES)
+        options: Any = {"loss": loss, "schedule": schedule, "num_micro_batches": NUM_MICRO_BATCHES}
+        run = pipeline(adapted(format), mesh, "ep-as-dp", **options)
         part = token_sharding(mesh.within_stage(), "ep-as-dp").slices(batch()[0].shape)
         run.step(*(whole[part] for whole in batch()))
         found = []

@@ -161,6 +161,7 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
     run_ranks(check, 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_checked_schedules_are_those_that_torch_makes(name: str) -> None:
     """Whatever `check_schedule` accepts, torch accepts; it is made in tests of steps, here the numbers are compared."""
@@ -186,6 +187,7 @@ def test_checked_schedules_are_those_that_torch_makes(name: str) -> None:
     run_ranks(check, 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize(("fail", "delay", "message"), FAILURES, ids=["dies", "hangs", "raises"])
 def test_the_others_name_a_rank_that_fails_in_a_stage(

@@ -112,6 +112,7 @@ def test_axes_of_data_are_summed_with_a_split_backward() -> None:
     run_ranks(check, 4)
 
 
+@pytest.mark.sampled(0)
 def test_eight_ranks_with_fsdp_and_experts() -> None:
     expected = step_of_one_process(DEEPSEEK, 2)
 

@@ -1,12 +1,14 @@
 """Optimizers, clipping, frozen stages and statistics of a pipeline, compared with one process."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from maxmoe import StatsAccumulator
+from maxmoe.models import DecoderConfig
 from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel import clip_grad_norm_
 from maxmoe.sharding import Mesh
@@ -14,9 +16,11 @@ from support.parts import assert_same
 from support.run_ranks import run_ranks
 from support.staged_decoder import (
     DEEPSEEK,
+    MOE,
     SPLIT,
     batch,
     check_gradients,
+    config,
     decoder,
     micro_batches,
     part_of_micro_batches,
@@ -32,10 +36,16 @@ def optimizers() -> dict[str, Callable[[nn.Module], torch.optim.Optimizer]]:
     }
 
 
+LATENT = replace(DEEPSEEK.moe, num_groups=1, top_k_groups=1, latent_size=6, num_copy_experts=3, num_constant_experts=2)
+CONFIGS = {"deepseek_v3": DEEPSEEK, "latent, copy and constant experts": replace(DEEPSEEK, moe=LATENT)}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("name", optimizers())
-def test_training_steps_with_clipping_and_correction_biases(name: str) -> None:
+def test_training_steps_with_clipping_and_correction_biases(name: str, config: DecoderConfig) -> None:
     tokens, targets = batch()
-    norms, model = [], decoder(DEEPSEEK)
+    norms, model = [], decoder(config)
     optimizer = optimizers()[name](model)
     for _ in range(2):
         optimizer.zero_grad()
@@ -48,7 +58,7 @@ def test_training_steps_with_clipping_and_correction_biases(name: str) -> None:
 
     def check() -> None:
         mesh = Mesh({"stage": 2, "expert": 2})
-        run = staged(DEEPSEEK, mesh, "default", "1f1b")
+        run = staged(config, mesh, "default", "1f1b")
         optimizer = optimizers()[name](run.model)
         for norm in norms:
             optimizer.zero_grad()
@@ -107,15 +117,40 @@ def test_frozen_stages() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", SPLIT, "zbv"])
-def test_stats_accumulator_has_the_layers_of_all_stages(schedule: str) -> None:
-    model = decoder(DEEPSEEK)
+def test_balance_over_the_step(schedule: str) -> None:
+    """Each micro-batch is counted once, in the order of the backwards, also where a backward runs in two parts."""
+    sizes = replace(DEEPSEEK, moe=replace(DEEPSEEK.moe, load_balance_loss_weight=0.3, load_balance_scope="step"))
+    model = decoder(sizes)
+    StatsAccumulator(model)
+    gradients = step_of(model, micro_batches(*batch())).gradients
+
+    def check() -> None:
+        run = staged(sizes, Mesh({"stage": 2}), "default", schedule)
+        StatsAccumulator(run.model)
+        run.step(*batch())
+        check_gradients(run, gradients)
+
+    run_ranks(check, 2)
+
+
+QUANTILE = config(
+    "deepseek_v3",
+    moe=replace(MOE["deepseek_v3"], num_groups=1, top_k_groups=1, correction_bias_rule="quantile"),
+)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("sizes", [DEEPSEEK, QUANTILE], ids=["sign", "quantile"])
+@pytest.mark.parametrize("schedule", ["1f1b", SPLIT, "zbv"])
+def test_stats_accumulator_has_the_layers_of_all_stages(schedule: str, sizes: DecoderConfig) -> None:
+    model = decoder(sizes)
     accumulator = StatsAccumulator(model)
     for _ in range(2):
         step_of(model, micro_batches(*batch()))
     expected, biases = accumulator.update(), {k: v for k, v in model.state_dict().items() if "correction" in k}
 
     def check() -> None:
-        run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", schedule)
+        run = staged(sizes, Mesh({"stage": 2}), "default", schedule)
         accumulator = StatsAccumulator(run.model)
         for _ in range(2):
             run.step(*batch())

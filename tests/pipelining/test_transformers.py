@@ -35,6 +35,7 @@ def loss(output: Any, targets: Tensor) -> Tensor:
     return F.cross_entropy(output.logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:the rules shard")
 @pytest.mark.parametrize("preset", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_equals_one_process(preset: str) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maxmoe import MoEConfig
+from maxmoe import MoEConfig, replay_routing
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel.dispatch_plan import STRATEGIES, Dispatch
@@ -17,6 +17,7 @@ from maxmoe.planning import Estimate, estimate
 from maxmoe.sharding import LogicalRules, Mesh
 from support.measured_step import (
     PRESET_LAYOUTS,
+    balanced_routing,
     by_kind_and_axis,
     embedding_gathers,
     kept_tensors,
@@ -37,7 +38,8 @@ def estimated(config: DecoderConfig, layout: MeshRules, dtype: torch.dtype = tor
 
 
 def kept_by_a_step(model: Decoder, tokens: Tensor) -> int:
-    with kept_tensors(model.parameters()) as kept:
+    routing = balanced_routing(model, tokens.numel())
+    with replay_routing(model, routing), kept_tensors(model.parameters()) as kept:
         output = model(tokens)
         token_loss = F.cross_entropy(output.logits.flatten(0, 1), tokens.flatten().clone())
     assert token_loss.requires_grad
@@ -49,6 +51,10 @@ VARIANTS = {
     "balance loss": replace(WIDE, load_balance_loss_weight=0.1),
     "z-loss, shared gate": replace(WIDE, score_function="sigmoid", router_z_loss_weight=0.1, shared_expert_gate=True),
     "weights on the input": replace(WIDE, apply_weights_to="input", num_shared_experts=0),
+    "copy experts": replace(WIDE, num_zero_experts=3, num_copy_experts=5, router_z_loss_weight=0.1),
+    "constant experts": replace(WIDE, num_copy_experts=5, num_constant_experts=3, num_shared_experts=0),
+    "latent experts": replace(WIDE, latent_size=24, router_z_loss_weight=0.1),
+    "latent, weights on the input": replace(WIDE, latent_size=24, apply_weights_to="input", num_shared_experts=0),
     "no gate, biases": replace(WIDE, gated=False, activation="relu2", expert_bias=True, router_bias=True),
 }
 
@@ -193,6 +199,7 @@ REPLICAS = MeshRules("ep-as-dp", {"data": 2, "fsdp": 2})
 CASES = [(layout, dispatch) for layout in [*PRESET_LAYOUTS, REPLICAS] for dispatch in strategies(layout)]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("layout", "dispatch"), CASES, ids=str)
 def test_a_step_is_what_torch_runs_and_autograd_saves(layout: MeshRules, dispatch: Dispatch) -> None:
     assert_as_planned(layout, dispatch)
@@ -202,15 +209,29 @@ def test_a_step_is_what_torch_runs_and_autograd_saves(layout: MeshRules, dispatc
     ("number", "dispatch"), [(2, "ring_of_experts"), (2, "ragged_all_to_all"), (7, "ring_of_experts")]
 )
 def test_weights_on_the_input_counted_drops_and_sixteen_bits(number: int, dispatch: Dispatch) -> None:
-    moe = replace(
-        MOE,
-        num_shared_experts=0,
-        shared_expert_gate=False,
-        apply_weights_to="input",
-        expert_bias=False,
-        buffer_factor=2.0,
-    )
+    changes: dict[str, Any] = {"num_shared_experts": 0, "shared_expert_gate": False, "buffer_factor": 2.0}
+    moe = replace(MOE, apply_weights_to="input", expert_bias=False, **changes)
     assert_as_planned(PRESET_LAYOUTS[number], dispatch, config=replace(CONFIG, moe=moe), dtype=torch.bfloat16)
+
+
+# Half of the slots are of experts that compute no row: nothing of them is sent.
+NOTHING = replace(MOE, num_zero_experts=2, num_copy_experts=4, num_constant_experts=2, shared_expert_gate=False)
+PRESET_CASES = [(layout, dispatch) for layout in PRESET_LAYOUTS for dispatch in strategies(layout)]
+each_strategy = pytest.mark.parametrize(("layout", "dispatch"), PRESET_CASES, ids=str)
+
+
+@pytest.mark.sampled(3)
+@each_strategy
+def test_experts_that_compute_nothing_send_nothing(layout: MeshRules, dispatch: Dispatch) -> None:
+    assert_as_planned(layout, dispatch, config=replace(CONFIG, moe=NOTHING))
+
+
+@pytest.mark.sampled(3)
+@each_strategy
+def test_rows_of_latent_experts_are_narrow(layout: MeshRules, dispatch: Dispatch) -> None:
+    alone = {"num_shared_experts": 0, "shared_expert_gate": False}
+    for changes in ({}, alone):
+        assert_as_planned(layout, dispatch, config=replace(CONFIG, moe=replace(MOE, latent_size=4, **changes)))
 
 
 # Three chunks of 16 tokens are of 6, 5 and 5; in all-to-alls of two chunks routing is balanced in each.
@@ -222,6 +243,7 @@ def test_chunks(dispatch: Dispatch, num_chunks: int) -> None:
 PARTS = ("attention", "dispatch", "experts", "feed_forward", "norms", "shared_experts")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("number", "dispatch", "num_chunks"),
     [(0, "auto", 1), (3, "ragged_all_to_all", 1), (5, "ring_of_experts", 2), (7, "auto", 1)],
@@ -238,6 +260,7 @@ RECOMPUTED_CASES: list[tuple[int, Dispatch]] = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("number", "dispatch"), RECOMPUTED_CASES)
 def test_collectives_of_recomputed_blocks(number: int, dispatch: Dispatch) -> None:
     layout = PRESET_LAYOUTS[number]

@@ -46,6 +46,7 @@ def rows_of(explanation: Explanation) -> dict[str, list[str]]:
     return {first: rest for first, *rest in cells}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", PRESET_LAYOUTS, ids=str)
 def test_parameters_land_where_it_says(layout: MeshRules) -> None:
     explanation = explain(decoder(), Mesh.planned(layout.sizes), layout.rules, dispatch="ring_of_experts")

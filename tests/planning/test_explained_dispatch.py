@@ -11,7 +11,7 @@ from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.planning import estimate, explain
 from maxmoe.planning.explained_dispatch import ExplainedDispatch, dispatch_tables
 from maxmoe.sharding import Mesh
-from support.parallel_decoder import CONFIG
+from support.parallel_decoder import CONFIG, MOE
 
 STEP = {"batch_size": 8, "sequence_length": 8}
 DEEP = replace(CONFIG, num_layers=5)
@@ -53,6 +53,21 @@ def test_strategy_reason_and_axes(
     (row,) = table.splitlines()[2:]
     assert row.startswith("blocks.1-4.feed_forward x4  ")
     assert reason in row and axes in row and f"{num_local_experts} of 8" in row
+
+
+@pytest.mark.parametrize(
+    ("num_copies", "dispatch", "reason"),
+    [
+        (7, "ring_of_experts", "2 copies of a token are no more bytes than 2.13 of top_k (4) rows"),
+        (8, "ragged_all_to_all", "2.4 of top_k (4) rows of a token are fewer bytes than 3 copies"),
+    ],
+)
+def test_rows_of_copy_experts_are_not_counted(num_copies: int, dispatch: str, reason: str) -> None:
+    moe = replace(MOE, top_k=4, num_copy_experts=num_copies)
+    size = 2 if dispatch == "ring_of_experts" else 3
+    model = Decoder(replace(CONFIG, moe=replace(moe, num_experts=size * 4)), device="meta")
+    for layer in explain(model, Mesh.planned({"expert": size}), "ep-as-dp").dispatch:
+        assert (layer.plan.strategy, layer.plan.reason) == (dispatch, reason)
 
 
 def test_the_collectives_are_those_of_estimate() -> None:

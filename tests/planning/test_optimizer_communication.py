@@ -27,6 +27,7 @@ def planned(layout: MeshRules) -> tuple[int, int]:
     return len(communication), sum(item.bytes for item in communication)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("world_size", [4])
 def test_real_ranks_send_what_is_planned(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under every preset, replicas and strided shards among them, in several buckets."""

@@ -27,8 +27,8 @@ from support.saved_by_stages import saved_by_stages
 from support.staged_decoder import BATCH, LENGTH, MOE, batch, config, part_of_micro_batches, staged
 
 NUM_MICRO_BATCHES = 4
-# All experts get all tokens, so that routing is balanced.
-CONFIG = config("mixtral", num_layers=7, moe=replace(MOE["mixtral"], top_k=4, load_balance_loss_weight=0.0))
+# All experts get all tokens, so that routing is balanced. Two and four stages get different numbers of blocks.
+CONFIG = config("mixtral", num_layers=5, moe=replace(MOE["mixtral"], top_k=4, load_balance_loss_weight=0.0))
 STEP: dict[str, Any] = {"batch_size": BATCH, "sequence_length": LENGTH, "num_micro_batches": NUM_MICRO_BATCHES}
 
 
@@ -175,6 +175,7 @@ CASES += [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_memory_and_messages_are_those_of_a_step(case: tuple[Any, ...]) -> None:
     result = planned(*case)
@@ -260,7 +261,7 @@ def test_without_stages_nothing_changes() -> None:
         ({"schedule": "1f2b"}, "schedule must be one of"),
         ({"num_micro_batches": 1}, r"num_micro_batches must be at least the number of stages \(2\)"),
         ({"stages_per_rank": 3}, "stages_per_rank must be 1 for the schedule '1f1b', got 3"),
-        ({"blocks_per_stage": [7]}, "blocks_per_stage must be 2 positive numbers with the sum 7"),
+        ({"blocks_per_stage": [5]}, "blocks_per_stage must be 2 positive numbers with the sum 5"),
         ({"schedule": "gpipe", "stages_per_rank": None, "batch_size": 7}, "batch_size"),
     ],
 )

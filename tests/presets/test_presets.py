@@ -10,149 +10,10 @@ import torch
 
 from maxmoe import MoE, MoEConfig, presets
 from support import golden_fixtures, small_models
+from support.published_configs import PUBLISHED
 from support.python_with_torch import Python
 
 transformers = pytest.importorskip("transformers")
-
-DEEPSEEK: dict[str, Any] = {"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-QWEN: dict[str, Any] = {"hidden_act": "silu", "router_aux_loss_coef": 0.001}
-# Of the config.json of the published models: all that has to do with their Mixture-of-Experts layers.
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "mixtral": {
-        "model_type": "mixtral",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "hidden_act": "silu",
-        "router_aux_loss_coef": 0.02,
-    },
-    "qwen2_moe": QWEN
-    | {
-        "model_type": "qwen2_moe",
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "moe_intermediate_size": 2560,
-        "shared_expert_intermediate_size": 20480,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": False,
-    },
-    "qwen3_moe": QWEN
-    | {
-        "model_type": "qwen3_moe",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 1536,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-    },
-    "qwen3_next": QWEN
-    | {
-        "model_type": "qwen3_next",
-        "hidden_size": 2048,
-        "intermediate_size": 5120,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "norm_topk_prob": True,
-    },
-    "olmoe": {
-        "model_type": "olmoe",
-        "hidden_size": 2048,
-        "intermediate_size": 1024,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "hidden_act": "silu",
-        "norm_topk_prob": False,
-        "router_aux_loss_coef": 0.01,
-    },
-    "deepseek_v2": DEEPSEEK
-    | {
-        "model_type": "deepseek_v2",
-        "hidden_size": 5120,
-        "moe_intermediate_size": 1536,
-        "n_routed_experts": 160,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 6,
-        "n_group": 8,
-        "topk_group": 3,
-        "topk_method": "group_limited_greedy",
-        "scoring_func": "softmax",
-        "norm_topk_prob": False,
-        "routed_scaling_factor": 16.0,
-    },
-    "deepseek_v3": DEEPSEEK
-    | {
-        "model_type": "deepseek_v3",
-        "hidden_size": 7168,
-        "moe_intermediate_size": 2048,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "n_group": 8,
-        "topk_group": 4,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-    },
-    "kimi_k2": DEEPSEEK
-    | {
-        "model_type": "kimi_k2",
-        "hidden_size": 7168,
-        "moe_intermediate_size": 2048,
-        "n_routed_experts": 384,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.827,
-    },
-    "glm4_moe": {
-        "model_type": "glm4_moe",
-        "hidden_size": 5120,
-        "moe_intermediate_size": 1536,
-        "n_routed_experts": 160,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "hidden_act": "silu",
-    },
-    "minimax_m2": {
-        "model_type": "minimax_m2",
-        "hidden_size": 3072,
-        "intermediate_size": 1536,
-        "num_local_experts": 256,
-        "num_experts_per_tok": 8,
-        "hidden_act": "silu",
-        "scoring_func": "sigmoid",
-        "router_aux_loss_coef": 0.001,
-    },
-    "gpt_oss": {
-        "model_type": "gpt_oss",
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 4,
-        "hidden_act": "silu",
-        "swiglu_limit": 7.0,
-        "router_aux_loss_coef": 0.9,
-    },
-    "llama4": {
-        "model_type": "llama4_text",
-        "hidden_size": 5120,
-        "intermediate_size": 8192,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 1,
-        "hidden_act": "silu",
-        "router_aux_loss_coef": 0.001,
-    },
-}
 
 
 def public_config(name: str, **overrides: Any) -> SimpleNamespace:
@@ -187,14 +48,14 @@ def test_every_field_can_be_set(name: str) -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_config_of_transformers_is_the_preset_of_its_size(name: str) -> None:
     config = presets.from_transformers(small_models.config_of(name))
-    sizes = ("hidden_size", "intermediate_size", "num_experts", "top_k", "num_shared_experts")
-    others = ("num_groups", "top_k_groups", "routed_scaling_factor", "load_balance_loss_weight")
+    sizes = ("hidden_size", "intermediate_size", "num_experts", "num_copy_experts", "top_k", "num_shared_experts")
+    others = ("latent_size", "num_groups", "top_k_groups", "routed_scaling_factor", "load_balance_loss_weight")
     values = {field: getattr(config, field) for field in sizes + others}
     assert config == getattr(presets, name)(**values)
     assert (config.hidden_size, config.intermediate_size) == (16, 10)
     attributes = vars(small_models.config_of(name))
     assert config.num_experts in {attributes.get(f"{kind}_experts") for kind in ("num", "num_local", "n_routed")}
-    assert config.top_k == attributes["num_experts_per_tok"]
+    assert config.top_k == attributes.get("num_experts_per_tok", attributes.get("moe_topk"))
 
 
 def test_multimodal_config() -> None:

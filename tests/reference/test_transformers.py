@@ -6,12 +6,23 @@ import pytest
 import torch
 
 from maxmoe import reference
-from support.published_blocks import deepseek_v3, gpt_oss, llama4, mixtral, qwen2_moe, qwen3_moe
+from support.published_blocks import (
+    deepseek_v3,
+    gpt_oss,
+    llama4,
+    longcat_flash,
+    mixtral,
+    nemotron_h,
+    qwen2_moe,
+    qwen3_moe,
+)
 
 pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("family", [mixtral, qwen3_moe, qwen2_moe, deepseek_v3, gpt_oss, llama4])
+@pytest.mark.parametrize(
+    "family", [mixtral, qwen3_moe, qwen2_moe, deepseek_v3, gpt_oss, llama4, longcat_flash, nemotron_h]
+)
 def test_equals_the_block_of_transformers(family: Any) -> None:
     block, config, parameters = family()
     x = torch.randn(2, 8, 12, requires_grad=True)

@@ -45,6 +45,19 @@ def test_every_row_is_computed_once_on_the_rank_of_its_expert(pictures: ModuleTy
         assert all(int(box.label[1:]) // per_rank == rank for rank, boxes in enumerate(computed) for box in boxes)
 
 
+def test_least_loaded_ranks_compute_the_rows_of_others(pictures: ModuleType) -> None:
+    """Every row once, and no rank many more than the mean."""
+    routing = pictures.uneven_routing().tolist()
+    expected = Counter((token, f"e{e}") for token, row in enumerate(routing) for e in row)
+    (computed,) = [ranks for text, ranks in pictures.STRATEGIES["least_loaded"]() if "comput" in text]
+    assert Counter((box.token, box.label) for boxes in computed for box in boxes) == expected
+    assert max(map(len, computed)) <= 1.15 * sum(map(len, computed)) / pictures.NUM_RANKS
+    per_rank, owned = pictures.EXPERTS // pictures.NUM_RANKS, [box for row in computed for box in row]
+    assert any(box.is_foreign for box in owned)
+    for rank, boxes in enumerate(computed):
+        assert all(box.is_foreign == (int(box.label[1:]) // per_rank != rank) for box in boxes)
+
+
 def test_a_picture_shows_every_box_and_stage(pictures: ModuleType) -> None:
     for name, stages in pictures.STRATEGIES.items():
         (axes,) = pictures.picture(name).axes

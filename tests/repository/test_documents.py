@@ -61,7 +61,7 @@ def test_getting_started_shows_the_script() -> None:
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
 def test_python_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for library in ("lightning", "trl"):  # of the extra "trainers"
+    for library in ("lightning", "trl", "torch.utils.tensorboard", "wandb"):  # of the extra "trainers"
         if re.search(rf"^(import|from) {library}\b", code, re.MULTILINE):
             pytest.importorskip(library)
     exec(compile(code, "document", "exec"), {})
@@ -83,6 +83,10 @@ def test_commands_exist(words: list[str]) -> None:
             pass
         case ["python", "-m", benchmark, *_] if benchmark.startswith("benchmarks."):
             assert importlib.util.find_spec(benchmark)
+        case ["python", "-m", "maxmoe", "compare_ranks", *arguments]:  # the reader's module
+            from maxmoe.__main__ import parse_options as parse_command
+
+            assert parse_command(["compare_ranks", *arguments]).module == "my_training"
         case ["python", "-m", "maxmoe", *arguments]:
             from maxmoe.__main__ import parse_options as parse_command
 
@@ -100,20 +104,19 @@ def test_commands_exist(words: list[str]) -> None:
             assert (ROOT / fuzzer).exists() and set(arguments[::2]) <= {"--seconds", "--seed", "--case"}
         case ["python", "examples/notebooks/execute.py", *names]:
             assert all((ROOT / f"examples/notebooks/{name}.ipynb").exists() for name in names)
-        case ["python", "examples/strategies.py", *arguments]:
-            import strategies
-
-            strategies.parse_options(arguments)
-        case ["python", "examples/muon_sharding.py", *arguments]:
-            import muon_sharding
-
-            muon_sharding.parse_options(arguments)
-        case ["python", "examples/finetune_transformers.py", *arguments]:
+        case [
+            "python",
+            ("examples/strategies.py" | "examples/balancing.py" | "examples/muon_sharding.py") as script,
+            *arguments,
+        ]:
+            importlib.import_module(Path(script).stem).parse_options(arguments)
+        case ["python", "examples/upcycle.py", *arguments]:
             pytest.importorskip("transformers")
-
-            import finetune_transformers
-
-            finetune_transformers.parse_options(arguments)
+            importlib.import_module("upcycle").parse_options(arguments)
+        case ["python", ("examples/finetune_transformers.py" | "examples/finetune_quantized.py") as script, *arguments]:
+            pytest.importorskip("transformers")
+            pytest.importorskip("peft")
+            importlib.import_module(Path(script).stem).parse_options(arguments)
         case _:
             pytest.fail(f"nothing here checks {words}")
 
@@ -137,7 +140,7 @@ def test_the_fields_of_the_config_are_described_as_in_its_docstring() -> None:
 
 
 def test_the_state_dict_is_as_written() -> None:
-    sizes = {"E": 4, "D": 6, "F": 3, "n F": 6}
+    sizes = {"E": 4, "N": 15, "D": 6, "F": 3, "n F": 6, "C": 7, "L": 5, "2": 2}
     rows = re.findall(r"^\| (`\w+\.\w+`.*?) \| `\[(.*?)\]` \|", LAYER.read_text(), re.MULTILINE)
     written = {
         name: tuple(sizes[size] for size in shape.split(", "))
@@ -154,6 +157,10 @@ def test_the_state_dict_is_as_written() -> None:
         expert_bias=True,
         num_shared_experts=2,
         shared_expert_gate=True,
+        num_zero_experts=1,
+        num_copy_experts=3,
+        num_constant_experts=7,
+        latent_size=5,
     )
     assert {name: tuple(value.shape) for name, value in maxmoe.MoE(config).state_dict().items()} == written
 

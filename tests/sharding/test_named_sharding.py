@@ -68,6 +68,7 @@ def check_every_spec(sizes: dict[str, int]) -> int:
     return len(specs)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sizes", "count"),
     [

@@ -24,6 +24,28 @@ FAMILIES = {
     "deepseek_v3": presets.deepseek_v3(**SIZES, **LOSSES, top_k=3),
     "gpt_oss": presets.gpt_oss(**SIZES, activation_limit=0.75),
     "llama4": presets.llama4(**SIZES, **LOSSES),
+    "longcat_flash": MoEConfig(
+        **SIZES,
+        **LOSSES,
+        top_k=4,
+        num_zero_experts=2,
+        num_copy_experts=5,
+        num_constant_experts=3,
+        score_correction_bias=True,
+        normalization="none",
+        num_shared_experts=1,
+    ),
+    "nemotron_h": MoEConfig(
+        **SIZES,
+        **LOSSES,
+        top_k=3,
+        latent_size=4,
+        score_function="sigmoid",
+        activation="relu2",
+        gated=False,
+        expert_bias=True,
+        num_shared_experts=1,
+    ),
 }
 LOADS = ("of the router", "even", "half of the experts without tokens", "all to one expert")
 
@@ -61,6 +83,8 @@ def make_layer(config: MoEConfig, dtype: torch.dtype = torch.float64) -> MoE:
     with torch.no_grad():
         for value in layer.state_dict().values():
             value.copy_(0.5 * torch.randn(value.shape, generator=generator, dtype=torch.float64))
+    if config.load_balance_scope == "step":
+        maxmoe.StatsAccumulator(layer)
     return layer
 
 
@@ -75,7 +99,7 @@ def make_batch(
         case "of the router":
             experts = None
         case "even":
-            experts = slots % config.num_experts
+            experts = slots % config.num_selectable_experts
         case "half of the experts without tokens":
             experts = slots % (config.num_experts // 2)
         case "all to one expert":

@@ -86,7 +86,7 @@ def balanced_routing(model: torch.nn.Module, num_tokens: int) -> RoutingRecord:
     for path, layer in model.named_modules():
         if isinstance(layer, MoE):
             slots = torch.arange(num_tokens * layer.config.top_k)
-            calls[path] = [(slots % layer.config.num_experts).view(num_tokens, layer.config.top_k)]
+            calls[path] = [(slots % layer.config.num_selectable_experts).view(num_tokens, layer.config.top_k)]
     return RoutingRecord(calls)
 
 

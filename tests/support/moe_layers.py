@@ -37,6 +37,15 @@ LLAMA4: Options = {
     "apply_weights_to": "input",
     "num_shared_experts": 1,
 }
+LONGCAT_FLASH: Options = {
+    "num_zero_experts": 1,
+    "num_copy_experts": 3,
+    "num_constant_experts": 2,
+    "score_correction_bias": True,
+    "normalization": "none",
+    "routed_scaling_factor": 6.0,
+    "load_balance_loss_weight": 0.3,
+}
 EVERYTHING: Options = {
     "router_bias": True,
     "score_correction_bias": True,
@@ -44,7 +53,7 @@ EVERYTHING: Options = {
     "num_shared_experts": 2,
     "shared_expert_gate": True,
 }
-FAMILIES = {"plain": {}, "deepseek": DEEPSEEK, "gpt_oss": GPT_OSS, "llama4": LLAMA4}
+FAMILIES = {"plain": {}, "deepseek": DEEPSEEK, "gpt_oss": GPT_OSS, "llama4": LLAMA4, "longcat_flash": LONGCAT_FLASH}
 COMPUTE = {
     "sparse": {},
     "buffer": {"buffer_factor": 0.6},

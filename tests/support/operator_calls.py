@@ -1,7 +1,7 @@
 """Calling an operator of ours and of the reference alike, and comparing what comes of it."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +12,15 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from maxmoe import ops, reference
+from maxmoe.quantization import QuantizedStack
 
 
 @dataclass(frozen=True)
 class Call:
     """An operator with its arguments by name, for our operators and for the reference alike.
 
-    The fields of low-rank factors have names such as "up_factors.a", so that tests reach each tensor.
+    The fields of low-rank factors have names such as "up_factors.a", so that tests reach each tensor. Quantized stacks
+    are not among the tensors: they are frozen, and have no other strides or dtypes. The reference gets their values.
     """
 
     operator: str
@@ -32,11 +34,15 @@ class Call:
                 fields.setdefault(argument, {})[field] = value
         factors = {argument: ops.LowRankFactors(**values) for argument, values in fields.items()}
         plain = {name: value for name, value in self.arguments.items() if "." not in name}
+        if module is reference:
+            stacks = {name: value for name, value in plain.items() if isinstance(value, QuantizedStack)}
+            plain |= {name: stack.dequantize(torch.float64) for name, stack in stacks.items()}
         out = getattr(module, self.operator)(**plain, **factors)
         return out if isinstance(out, tuple) else (out,)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
+        return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, QuantizedStack)}
 
     def floats(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.tensors().items() if tensor.is_floating_point()}
@@ -47,9 +53,10 @@ class Call:
     def cast(self, dtype: torch.dtype) -> "Call":
         return self.replace(**{name: value.to(dtype) for name, value in self.floats().items()})
 
-    def trainable(self) -> "Call":
+    def trainable(self, frozen: Collection[str] = ()) -> "Call":
         """With the same memory under new leaves, so that strides stay."""
-        return self.replace(**{name: value.detach().requires_grad_() for name, value in self.floats().items()})
+        trained = {name: value for name, value in self.floats().items() if name not in frozen}
+        return self.replace(**{name: value.detach().requires_grad_() for name, value in trained.items()})
 
 
 @dataclass(frozen=True)
@@ -70,12 +77,15 @@ def cotangents_of(outputs: tuple[Tensor, ...]) -> list[Tensor]:
     return [torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype) for out in floating(outputs)]
 
 
-def result(call: Call, module: Any = ops, cotangents: list[Tensor] | None = None) -> Result:
+def result(
+    call: Call, module: Any = ops, cotangents: list[Tensor] | None = None, frozen: Collection[str] = ()
+) -> Result:
     """Runs forward and backward."""
-    call = call.trainable()
+    call = call.trainable(frozen)
     outputs = call(module)
     cotangents = cotangents_of(outputs) if cotangents is None else cotangents
-    names, leaves = list(call.floats()), list(call.floats().values())
+    names = [name for name in call.floats() if name not in frozen]
+    leaves = [call.arguments[name] for name in names]
     roots = [(out, c) for out, c in zip(floating(outputs), cotangents, strict=True) if out.requires_grad]
     gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
     if roots:

@@ -106,6 +106,13 @@ VARIANTS = {
             load_balance_scope="batch",
         ),
     ),
+    "latent experts, and experts that compute nothing": replace(
+        CONFIG,
+        moe=replace(MOE, latent_size=4, num_zero_experts=1, num_copy_experts=2, num_constant_experts=3, top_k=4),
+    ),
+    "latent experts alone": replace(
+        CONFIG, moe=replace(MOE, latent_size=4, num_shared_experts=0, shared_expert_gate=False)
+    ),
 }
 
 

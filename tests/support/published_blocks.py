@@ -5,6 +5,17 @@ from torch import Tensor
 
 from maxmoe.config import MoEConfig
 
+FAMILIES = (
+    "mixtral",
+    "qwen3_moe",
+    "qwen2_moe",
+    "deepseek_v3",
+    "gpt_oss",
+    "llama4",
+    "longcat_flash",
+    "nemotron_h",
+)
+
 
 def with_random_parameters(block: torch.nn.Module) -> torch.nn.Module:
     for parameter in block.parameters():
@@ -157,3 +168,75 @@ def llama4() -> tuple[torch.nn.Module, MoEConfig, dict[str, Tensor]]:
     )
     parameters = {"router.weight": block.router.weight, **gate_up_down(block.experts, transposed=False)}
     return block, config, parameters | shared(block.shared_expert)
+
+
+def longcat_flash() -> tuple[torch.nn.Module, MoEConfig, dict[str, Tensor]]:
+    """Experts that return their input; the block has unused matrices for them in gate and up."""
+    from transformers.models.longcat_flash import modeling_longcat_flash as source
+
+    sizes = source.LongcatFlashConfig(
+        hidden_size=12,
+        expert_ffn_hidden_size=10,
+        n_routed_experts=6,
+        zero_expert_num=4,
+        moe_topk=5,
+        routed_scaling_factor=2.5,
+    )
+    block = with_random_parameters(source.LongcatFlashMoE(sizes))
+    torch.nn.init.normal_(block.router.e_score_correction_bias, std=0.2)
+    config = MoEConfig(
+        hidden_size=12,
+        intermediate_size=10,
+        num_experts=6,
+        num_copy_experts=4,
+        top_k=5,
+        score_correction_bias=True,
+        normalization="none",
+        routed_scaling_factor=2.5,
+    )
+    parameters = {"router.weight": block.router.classifier.weight, **gate_up_down(block.experts, transposed=True)}
+    parameters["experts.gate_proj"] = parameters["experts.gate_proj"][:6]
+    parameters["experts.up_proj"] = parameters["experts.up_proj"][:6]
+    parameters["router.score_correction_bias"] = block.router.e_score_correction_bias
+    return block, config, parameters
+
+
+def nemotron_h() -> tuple[torch.nn.Module, MoEConfig, dict[str, Tensor]]:
+    """Latent experts without gate, and a shared expert that reads the tokens themselves."""
+    from transformers.models.nemotron_h import modeling_nemotron_h as source
+
+    sizes = source.NemotronHConfig(
+        hidden_size=12,
+        moe_intermediate_size=10,
+        moe_shared_expert_intermediate_size=20,
+        moe_latent_size=7,
+        n_routed_experts=6,
+        num_experts_per_tok=3,
+        routed_scaling_factor=2.5,
+    )
+    block = with_random_parameters(source.NemotronHMoE(sizes))
+    torch.nn.init.normal_(block.gate.e_score_correction_bias, std=0.2)
+    config = MoEConfig(
+        hidden_size=12,
+        intermediate_size=10,
+        latent_size=7,
+        num_experts=6,
+        top_k=3,
+        score_function="sigmoid",
+        score_correction_bias=True,
+        routed_scaling_factor=2.5,
+        activation="relu2",
+        gated=False,
+        num_shared_experts=2,
+    )
+    parameters = {
+        "router.weight": block.gate.weight,
+        "router.score_correction_bias": block.gate.e_score_correction_bias,
+        "latent_in.weight": block.fc1_latent_proj.weight.T,
+        "latent_out.weight": block.fc2_latent_proj.weight.T,
+        "experts.up_proj": block.experts.up_proj.transpose(1, 2),
+        "experts.down_proj": block.experts.down_proj.transpose(1, 2),
+        "shared_experts.up_proj": block.shared_experts.up_proj.weight.T,
+        "shared_experts.down_proj": block.shared_experts.down_proj.weight.T,
+    }
+    return block, config, parameters

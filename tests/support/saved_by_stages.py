@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from maxmoe.pipelining.stage import Stage
@@ -52,10 +52,12 @@ class SavedByStages:
             return tensor.data_ptr(), tensor.nbytes
         return storage.data_ptr(), storage.nbytes()
 
-    def pack(self, stage: Stage, number: int, tensor: Tensor) -> Saved:
+    @torch.no_grad()  # for to_local
+    def pack(self, stage: Stage, number: int, modules: list[nn.Module], tensor: Tensor) -> Saved:
         saved = Saved(tensor.detach())  # a saved output would hold the graph that holds it
-        local = (p.to_local() if isinstance(p, DTensor) else p for p in stage.parameters())
         # With FSDP2, the parameters are the gathered ones here.
+        parameters = (p for module in modules for p in module._parameters.values() if p is not None)
+        local = (p.to_local() if isinstance(p, DTensor) else p for p in parameters)
         if tensor.untyped_storage().data_ptr() not in {p.untyped_storage().data_ptr() for p in local}:
             self._saved[stage.index, number].add(saved)
         return saved
@@ -67,9 +69,9 @@ def saved_by_stages(*batch: Tensor) -> Iterator[SavedByStages]:
     counted, forward = SavedByStages(batch), Stage.forward
 
     def counting(stage: Stage, x: Tensor, micro_batch: Tensor) -> Tensor:
-        number = int(micro_batch)
+        number, modules = int(micro_batch), [*stage.modules()]
         hooks = torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: counted.pack(stage, number, tensor), lambda saved: saved.tensor
+            lambda tensor: counted.pack(stage, number, modules, tensor), lambda saved: saved.tensor
         )
         with hooks:
             output = forward(stage, x, micro_batch)

@@ -44,10 +44,33 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", "DeepseekV3", DEEPSEEK | GROUPS),
     "kimi_k2": ("deepseek_v3", "DeepseekV3", DEEPSEEK | {"n_group": 1, "topk_group": 1}),
     "glm4_moe": ("glm4_moe", "Glm4Moe", DEEPSEEK | {"n_group": 1, "topk_group": 1}),
+    "longcat_flash": (
+        "longcat_flash",
+        "LongcatFlash",
+        {
+            "expert_ffn_hidden_size": 10,
+            "n_routed_experts": 6,
+            "zero_expert_num": 4,
+            "moe_topk": 5,
+            **{name: size for name, size in DEEPSEEK.items() if "_" in name and "experts" not in name},
+        },
+    ),
     "minimax_m2": (
         "minimax_m2",
         "MiniMaxM2",
         {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 10},
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        "NemotronH",
+        {
+            "moe_intermediate_size": 10,
+            "moe_shared_expert_intermediate_size": 20,
+            "moe_latent_size": 6,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 2.5,
+        },
     ),
     "gpt_oss": ("gpt_oss", "GptOss", {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 10}),
     "llama4": (
@@ -57,12 +80,20 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
+# Those whose experts can have another implementation, and whose saved files have no matrix that is not used.
+STANDARD_MODELS = [name for name in MODELS if name != "longcat_flash"]
+
 
 def config_of(preset: str, **overrides: Any) -> Any:
     folder, name, sizes = MODELS[preset]
     module = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
     config_class = getattr(module, f"{name}TextConfig" if preset == "llama4" else f"{name}Config")
-    return config_class(**(SIZES | sizes | overrides))
+    options = SIZES | sizes | overrides
+    if preset == "longcat_flash":  # of two attentions each
+        options["num_layers"] = options.pop("num_hidden_layers")
+    if preset == "nemotron_h":
+        options["layers_block_type"] = ["moe"] * options.pop("num_hidden_layers")
+    return config_class(**options)
 
 
 def model_of(preset: str, **overrides: Any) -> nn.Module:
@@ -85,6 +116,13 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if hasattr(module, "experts") and isinstance(module.experts, nn.Module)
     }
+
+
+def clear_unused_matrices(block: nn.Module) -> None:
+    """Zero the matrices of gate and up that LongCat-Flash has for experts without matrices."""
+    experts: Any = block.experts
+    if hasattr(experts, "identity_expert"):
+        experts.gate_up_proj.detach()[experts.num_routed_experts :] = 0
 
 
 def block_of(preset: str, **overrides: Any) -> nn.Module:

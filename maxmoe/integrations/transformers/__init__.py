@@ -16,8 +16,9 @@ from maxmoe.adapters import connect
 from maxmoe.integrations.transformers import _version as _version  # refuses an old one; first
 from maxmoe.integrations.transformers import experts, llama4
 from maxmoe.integrations.transformers.experts import experts_forward
+from maxmoe.integrations.transformers.load_callback import LoadCallback
 
-__all__ = ["experts_forward"]
+__all__ = ["LoadCallback", "experts_forward"]
 
 experts.register()
 llama4.register()

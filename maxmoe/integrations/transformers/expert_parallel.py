@@ -31,7 +31,7 @@ class _DispatcherEP(EPImplementation):
             raise ValueError(f"{type(self).__name__} needs other tokens on every rank: tp_size=1, got {tp_mesh.size()}")
         self.experts = experts
         count, num_ranks = experts.num_experts, ep_mesh.size()
-        local_experts = LocalExperts(ep_mesh.get_local_rank() * count, count, num_ranks * count)
+        local_experts = LocalExperts(ep_mesh.get_local_rank() * count, count, num_ranks * count, num_ranks * count)
         self.runner = ExpertRunner(self._dispatcher(LocalDispatcher(local_experts), local_experts))
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -45,20 +45,20 @@ class _DispatcherEP(EPImplementation):
         combined, _ = self.runner.run(compute, hidden_states, top_k)
         return combined
 
-    def _dispatcher(self, local: Dispatcher[Any], experts: LocalExperts) -> Dispatcher[Any]:
+    def _dispatcher(self, local: Dispatcher[Any, int], experts: LocalExperts) -> Dispatcher[Any, Any]:
         raise NotImplementedError
 
 
 class RingOfExpertsEP(_DispatcherEP):
     """All-gathers the tokens, computes the local experts, and reduce-scatters the partial sums."""
 
-    def _dispatcher(self, local: Dispatcher[Any], experts: LocalExperts) -> Dispatcher[Any]:
+    def _dispatcher(self, local: Dispatcher[Any, int], experts: LocalExperts) -> Dispatcher[Any, Any]:
         return RingOfExperts(local, self.ep_mesh.get_group())
 
 
 class RaggedAllToAllEP(_DispatcherEP):
     """Sends every routed row to the rank of its expert, and the weighted output back."""
 
-    def _dispatcher(self, local: Dispatcher[Any], experts: LocalExperts) -> Dispatcher[Any]:
+    def _dispatcher(self, local: Dispatcher[Any, int], experts: LocalExperts) -> Dispatcher[Any, Any]:
         first_experts = tuple(range(0, experts.total, experts.count))
         return RaggedAllToAll(local, ExpertRanks(self.ep_mesh.get_group(), experts, first_experts))

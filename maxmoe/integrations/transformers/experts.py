@@ -7,6 +7,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from maxmoe.adapters import connect_if_imported, factors_of, takes_factors
+from maxmoe.expert_quantization import finds_experts
 from maxmoe.integrations.transformers._transformers import experts_implementation, is_expert_parallel, is_experts
 from maxmoe.integrations.transformers.gates import FusedGate, apply_gate, fused_gate
 from maxmoe.ops import LowRankFactors, RaggedPlan, expert_ffn, gmm, ragged_plan, ragged_sort, ragged_unsort
@@ -16,15 +17,22 @@ def register() -> None:
     """Register "maxmoe" as an experts implementation of transformers."""
     ALL_EXPERTS_FUNCTIONS.register("maxmoe", experts_forward)
     takes_factors(_takes_factors)
+    finds_experts(_quantizable)
 
 
 def _takes_factors(module: nn.Module, parameter: str) -> bool:
-    return (
-        is_experts(module)
-        and experts_implementation(module.config) == "maxmoe"
-        and not is_expert_parallel(module)
-        and parameter in (_first_projection(module), "down_proj")
-    )
+    return _is_computed_here(module) and parameter in (_first_projection(module), "down_proj")
+
+
+def _quantizable(module: nn.Module) -> dict[str, bool]:
+    if not _is_computed_here(module):
+        return {}
+    experts: Any = module
+    return dict.fromkeys((_first_projection(experts), "down_proj"), bool(experts.is_transposed))
+
+
+def _is_computed_here(module: Any) -> bool:
+    return is_experts(module) and experts_implementation(module.config) == "maxmoe" and not is_expert_parallel(module)
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

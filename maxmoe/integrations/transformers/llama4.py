@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.models.llama4 import modeling_llama4
 
 from maxmoe.adapters import factors_of, takes_factors, without_adapters
+from maxmoe.expert_quantization import finds_experts
 from maxmoe.integrations.transformers._transformers import allow_experts_implementation, experts_implementation
 from maxmoe.integrations.transformers.gates import FusedGate, recognise_activation
 from maxmoe.ops import RaggedPlan, expert_ffn, ragged_plan
@@ -22,6 +23,10 @@ def register() -> None:
     experts: Any = modeling_llama4.Llama4TextExperts
     experts.forward = _or_rows(experts.forward)
     allow_experts_implementation(modeling_llama4.Llama4PreTrainedModel)
+    # Whatever the implementation, which only the block knows: another one raises an error of the quantized weights.
+    finds_experts(
+        lambda module: dict.fromkeys(("gate_up_proj", "down_proj"), True) if isinstance(module, experts) else {}
+    )
     takes_factors(
         lambda module, name: (
             isinstance(module, experts) and _uses_maxmoe(module) and name in ("gate_up_proj", "down_proj")
