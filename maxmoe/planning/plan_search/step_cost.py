@@ -1,0 +1,151 @@
+"""Time and memory of a whole step, from the costs of its parts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from maxmoe.planning.plan_search.part_cost import PartCost
+from maxmoe.planning.time_model.collective_time import Sent, Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """Costs of a step on the rank that takes most time, or needs most memory; each tensor is ``(N,)``.
+
+    Args:
+        memory: bytes of the rank that needs most.
+        compute: seconds of products, memory traffic and the optimizer.
+        hidden: seconds of collectives that run beside products.
+        exposed: seconds of all other collectives.
+        bubble: seconds in which the rank waits for other stages.
+        flops: floating-point operations.
+        intra_bytes: bytes sent to ranks of the same node.
+        inter_bytes: bytes sent to other nodes.
+        dispatched: seconds of `exposed` that more chunks could hide.
+    """
+
+    memory: Tensor
+    compute: Tensor
+    hidden: Tensor
+    exposed: Tensor
+    bubble: Tensor
+    flops: Tensor
+    intra_bytes: Tensor
+    inter_bytes: Tensor
+    dispatched: Tensor
+
+    @property
+    def seconds(self) -> Tensor:
+        """Time of a step."""
+        return self.compute + self.exposed + self.bubble
+
+    def select(self, mask: Tensor) -> "StepCost":
+        """Return the costs in some of the meshes."""
+        return StepCost(**{field.name: getattr(self, field.name)[mask] for field in fields(self)})
+
+    @staticmethod
+    def joined(parts: "Sequence[tuple[Tensor, StepCost]]", count: int) -> "StepCost":
+        """Join the costs of groups of `count` meshes, each with the mask of its meshes."""
+        values = {field.name: torch.empty(count, dtype=torch.float64) for field in fields(StepCost)}
+        for mask, cost in parts:
+            for name, value in values.items():
+                value[mask] = getattr(cost, name)
+        return StepCost(**values)
+
+
+def stage_of(blocks: Mapping[str, PartCost], counts: Mapping[str, int], rest: Sequence[PartCost]) -> PartCost:
+    """Add up the costs of the blocks of a stage, or of the whole model, and of the parts before and after them."""
+    parts = [(blocks[kind], count) for kind, count in counts.items()] + [(part, 1) for part in rest]
+
+    def total(name: str) -> Tensor:
+        return torch.stack([getattr(part, name) * count for part, count in parts]).sum(0)
+
+    def sent(name: str) -> Sent:
+        first, *others = (getattr(part, name) * float(count) for part, count in parts)
+        return sum(others, start=first)
+
+    names = ("stored", "unsharded", "kept", "compute", "hidden", "exposed", "flops", "dispatched")
+    largest = torch.stack([blocks[kind].unit for kind in counts]).amax(0) if counts else 0.0
+    return PartCost(
+        **{name: total(name) for name in names},
+        unit=largest + sum(part.unit for part in rest),
+        recomputed=torch.stack([part.recomputed for part, _ in parts]).amax(0),
+        reduction=sent("reduction"),
+        sent=sent("sent"),
+    )
+
+
+def whole_step(stage: PartCost, gathered: Tensor, topology: Topology) -> StepCost:
+    """Return the costs of a step without pipeline stages.
+
+    Args:
+        stage: costs of the whole model; its micro-batch is the batch.
+        gathered: bytes of gathered parameters.
+        topology: ranks, device and network.
+    """
+    overlap = topology.device.overlap
+    beside = overlap * torch.minimum(stage.reduction.seconds, (stage.compute - stage.hidden).clamp(min=0))
+    sent = stage.sent + stage.reduction
+    return StepCost(
+        memory=stage.stored + gathered + stage.kept + stage.recomputed,
+        compute=stage.compute + _update(stage, topology),
+        hidden=stage.hidden + beside,
+        exposed=stage.exposed + stage.reduction.seconds - beside,
+        bubble=torch.zeros_like(stage.compute),
+        flops=stage.flops,
+        intra_bytes=sent.intra_bytes,
+        inter_bytes=sent.inter_bytes,
+        dispatched=stage.dispatched,
+    )
+
+
+def pipelined_step(
+    stages: Sequence[PartCost], num_micro_batches: Tensor, messages: Sent, message: Tensor, topology: Topology
+) -> StepCost:
+    """Return the costs of a step of the schedule 1F1B with one stage per rank.
+
+        seconds = sum of the stages' times of a micro-batch + (M - 1) * the longest of them
+                  + reductions and update of the slowest stage
+
+    Args:
+        stages: costs of each stage.
+        num_micro_batches: M, number of micro-batches of each mesh.
+        messages: cost of the hidden states that a stage sends for a micro-batch, and of their gradients.
+        message: bytes of the hidden states of a micro-batch.
+        topology: ranks, device and network.
+    """
+    count, last = len(stages), len(stages) - 1
+    times = torch.stack([stage.seconds + messages.seconds for stage in stages])
+    slowest = times.argmax(0)
+
+    def of_slowest(values: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(values)).gather(0, slowest[None])[0]
+
+    reductions = of_slowest([stage.reduction.seconds for stage in stages])
+    update = of_slowest([_update(stage, topology) for stage in stages])
+    busy = times.amax(0) * num_micro_batches
+    memories = []
+    for rank, stage in enumerate(stages):
+        in_flight = num_micro_batches.clamp(max=count - rank)
+        saved = (stage.kept + (message if rank < last else 0)) * in_flight + stage.recomputed
+        memories.append(stage.stored + 2 * stage.unsharded + stage.unit + saved)
+    many = num_micro_batches
+    sent = [(stage.sent + messages) * many + stage.reduction for stage in stages]
+    return StepCost(
+        memory=torch.stack(memories).amax(0),
+        compute=of_slowest([stage.compute for stage in stages]) * many + update,
+        hidden=of_slowest([stage.hidden for stage in stages]) * many,
+        exposed=(of_slowest([stage.exposed for stage in stages]) + messages.seconds) * many + reductions,
+        bubble=times.sum(0) + (many - 1) * times.amax(0) - busy,
+        flops=of_slowest([stage.flops for stage in stages]) * many,
+        intra_bytes=of_slowest([each.intra_bytes for each in sent]),
+        inter_bytes=of_slowest([each.inter_bytes for each in sent]),
+        dispatched=of_slowest([stage.dispatched for stage in stages]) * many,
+    )
+
+
+def _update(stage: PartCost, topology: Topology) -> Tensor:
+    """Return the seconds in which the optimizer reads and writes what the rank stores."""
+    return 2 * stage.stored / topology.device.memory_bandwidth * topology.slowdown
