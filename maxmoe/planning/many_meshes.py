@@ -43,6 +43,8 @@ def _decision(name: str) -> Callable[["Sizes", Any], bool]:
     def method(self: "Sizes", other: Any) -> bool:
         if not isinstance(other, int | float):
             return bool(NotImplemented) if name not in ("__eq__", "__ne__") else name == "__ne__"
+        if self.is_present and type(other) is int and other == 1:
+            return name in ("__gt__", "__ge__", "__ne__")
         mask = operator(self.values, other.values if isinstance(other, Sizes) else other)
         number = int(mask.sum())
         if 0 < number < len(mask):
@@ -60,18 +62,20 @@ class Sizes(int):
 
     Args:
         values: ``(N,)``, int64, value in each mesh.
+        is_present: whether an axis counts as larger than one in all meshes, also where its size is one. Its collectives
+            then send no bytes there.
     """
 
     values: Tensor
+    is_present: bool
 
-    def __new__(cls, values: Tensor) -> "Sizes":
+    def __new__(cls, values: Tensor, *, is_present: bool = False) -> "Sizes":
         """Make an int whose own value is not used."""
         self = super().__new__(cls)
-        self.values = values
+        self.values, self.is_present = values, is_present
         return self
 
     __add__ = __radd__ = _elementwise("__add__")  # type: ignore[assignment]
-    __mul__ = __rmul__ = _elementwise("__mul__")  # type: ignore[assignment]
     __sub__ = _elementwise("__sub__")  # type: ignore[assignment]
     __floordiv__ = _elementwise("__floordiv__")  # type: ignore[assignment]
     __mod__ = _elementwise("__mod__")  # type: ignore[assignment]
@@ -85,6 +89,14 @@ class Sizes(int):
     __eq__ = _decision("__eq__")  # type: ignore[assignment]
     __ne__ = _decision("__ne__")  # type: ignore[assignment]
     __hash__ = int.__hash__
+
+    def __mul__(self, other: Any) -> "Sizes":
+        """Return the product, which is present if both factors are an axis or one."""
+        if isinstance(other, Sizes):
+            return Sizes(self.values * other.values, is_present=self.is_present and other.is_present)
+        return Sizes(self.values * other, is_present=self.is_present and other == 1)
+
+    __rmul__ = __mul__
 
     def __repr__(self) -> str:
         return str(int(self.values[0]))

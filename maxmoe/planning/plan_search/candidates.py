@@ -54,10 +54,12 @@ class Candidates:
     Args:
         sizes: ``(N,)``, int64, sizes of the axes larger than one, the outermost first.
         num_micro_batches: ``(N,)``, int64; one without pipeline stages.
+        may_be_one: whether sizes may be one; see `Sizes`.
     """
 
     sizes: dict[str, Tensor]
     num_micro_batches: Tensor
+    may_be_one: bool = False
 
     def __len__(self) -> int:
         return len(self.num_micro_batches)
@@ -70,7 +72,8 @@ class Candidates:
     @property
     def mesh(self) -> Mesh:
         """The meshes, planned at once."""
-        return Mesh.planned({axis: Sizes(sizes) for axis, sizes in self.sizes.items()})
+        sizes = {axis: Sizes(sizes, is_present=self.may_be_one) for axis, sizes in self.sizes.items()}
+        return Mesh.planned(sizes)
 
     def select(self, mask: Tensor) -> "Candidates":
         """Return some of the meshes."""
@@ -79,7 +82,8 @@ class Candidates:
 
     def mesh_sizes(self, index: int) -> dict[str, int]:
         """Return the sizes of one mesh by axis."""
-        return {axis: int(sizes[index]) for axis, sizes in self.sizes.items()}
+        sizes = {axis: int(sizes[index]) for axis, sizes in self.sizes.items()}
+        return {axis: size for axis, size in sizes.items() if size > 1}
 
     def product(self, axes: Sequence[str]) -> Tensor:
         """Return the product of the sizes of some axes; an absent axis counts one."""
@@ -89,48 +93,38 @@ class Candidates:
         return result
 
 
-def candidates(world_size: int, axes: Sequence[str], max_stages: int) -> Iterator[tuple[Candidates, int]]:
-    """Yield the meshes of a number of ranks, those with the same axes larger than one together.
+def all_meshes(world_size: int, axes: Sequence[str]) -> Candidates:
+    """Return all meshes of a number of ranks.
 
     Args:
         world_size: number of ranks.
         axes: axes, the outermost first.
-        max_stages: largest size of the axis `stage`.
-
-    Yields:
-        Meshes, and the number of meshes that have too many stages.
     """
-    groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
-    for sizes in factorisations(world_size, len(axes)):
-        present = tuple(axis for axis, size in zip(axes, sizes, strict=True) if size > 1)
-        groups.setdefault(present, []).append(tuple(size for size in sizes if size > 1))
-    for present, rows in groups.items():
-        table = torch.tensor(rows, dtype=torch.int64).view(len(rows), len(present))
-        sizes = {axis: table[:, column] for column, axis in enumerate(present)}
-        excluded = 0
-        if STAGE_AXIS in sizes:
-            fits = sizes[STAGE_AXIS] <= max_stages
-            excluded = int((~fits).sum())
-            sizes = {axis: values[fits] for axis, values in sizes.items()}
-            rows = rows[: int(fits.sum())]
-        yield Candidates(sizes, torch.ones(len(rows), dtype=torch.int64)), excluded
+    table = torch.tensor(list(factorisations(world_size, len(axes))), dtype=torch.int64).view(-1, len(axes))
+    sizes = {axis: table[:, column] for column, axis in enumerate(axes)}
+    return Candidates(sizes, torch.ones(len(table), dtype=torch.int64), may_be_one=True)
+
+
+def with_same_axes(meshes: Candidates, index: Tensor) -> Iterator[Candidates]:
+    """Yield meshes in groups that have the same axes larger than one; `index` selects the meshes."""
+    present = torch.stack([sizes[index] > 1 for sizes in meshes.sizes.values()], dim=1)
+    for row in present.unique(dim=0):
+        group = meshes.select(index[(present == row).all(1)])
+        kept = {axis: group.sizes[axis] for axis, has in zip(meshes.sizes, row.tolist(), strict=True) if has}
+        yield Candidates(kept, group.num_micro_batches)
 
 
 def with_micro_batches(meshes: Candidates, rows: Tensor) -> Candidates:
-    """Repeat each mesh with stages for every number of micro-batches that 1F1B can run: 1, 2, 4, ... per stage.
+    """Repeat each mesh with stages for every number of micro-batches to try: 1, 2, 4, ... times the stages.
 
     Args:
-        meshes: meshes with an axis `stage`.
-        rows: ``(N,)``, number of sequences of a rank.
+        meshes: meshes; those without stages have one micro-batch.
+        rows: ``(N,)``, number of sequences of a rank, at least the number of stages.
     """
-    stages = meshes.sizes[STAGE_AXIS]
-    index, numbers = [], []
-    times = 1
-    while bool(((fits := stages * times <= rows)).any()):
+    stages = meshes.product([STAGE_AXIS])
+    index, numbers, times = [torch.arange(len(meshes))], [stages], 2
+    while bool((fits := (stages > 1) & (stages * times <= rows)).any()):
         index.append(fits.nonzero()[:, 0])
         numbers.append((stages * times)[fits])
         times *= 2
-    if not index:
-        return meshes.select(torch.zeros(len(meshes), dtype=torch.bool))
-    repeated = meshes.select(torch.cat(index))
-    return replace(repeated, num_micro_batches=torch.cat(numbers))
+    return replace(meshes.select(torch.cat(index)), num_micro_batches=torch.cat(numbers))

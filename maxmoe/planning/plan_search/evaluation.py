@@ -11,6 +11,7 @@ from torch import Tensor
 from maxmoe.declaration import declaration_of
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.plan import Plan
+from maxmoe.planning.communication import activation_communication, dispatch_communication
 from maxmoe.planning.many_meshes import MeshesDiffer, Sizes, as_tensor
 from maxmoe.planning.memory import gathered_memory
 from maxmoe.planning.plan_search.candidates import Candidates
@@ -24,7 +25,8 @@ from maxmoe.planning.plan_search.part_cost import (
     part_plan,
     rest_plan,
 )
-from maxmoe.planning.plan_search.step_cost import StepCost, pipelined_step, stage_of, whole_step
+from maxmoe.planning.plan_search.settings import CHUNKS
+from maxmoe.planning.plan_search.step_cost import Stages, StepCost, pipelined_step, stage_of, whole_step
 from maxmoe.planning.saved_tensors import local_tokens
 from maxmoe.planning.time_model.collective_time import Topology
 from maxmoe.planning.time_model.device import Device
@@ -68,10 +70,17 @@ class Evaluation:
     device: Device
     step: Step
 
+    @cached_property
+    def seconds_of_products(self) -> float:
+        """Time of all products on one rank at the share of the peak that products of many rows reach."""
+        whole = self.plan(Candidates({}, torch.ones(1, dtype=torch.int64)), LogicalRules(), "auto")
+        return float(whole.cost(1).flops[0]) / (self.device.peak(self.step.dtype) * self.device.max_share)
+
     def plan(self, meshes: Candidates, rules: LogicalRules, dispatch: Dispatch) -> "Planned":
         """Plan meshes that have the same axes."""
         within = meshes.mesh.within_stage() if meshes.has_stages else meshes.mesh
-        modules = (self.parts.first, self.parts.last) if meshes.has_stages else (self.parts.whole,)
+        is_cut = meshes.has_stages and not meshes.may_be_one
+        modules = (self.parts.first, self.parts.last) if is_cut else (self.parts.whole,)
         plans = [plan_without_warnings(module, within, rules, dispatch, 1, True) for module in modules]
         return Planned(self, meshes, tuple(plans))
 
@@ -113,14 +122,42 @@ class Planned:
         return self._parameters[num_chunks]
 
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """Return lower bounds of the memory and of the exposed collectives of the slowest rank, both ``(N,)``."""
+        """Return lower bounds of the memory and of the time of the slowest rank, both ``(N,)``.
+
+        The time is that with the best number of micro-batches. The model must recompute nothing.
+        """
         blocks, rest = self.parameters(1)
         counts = self.evaluation.parts.counts
         parts = [(blocks[kind], count) for kind, count in counts.items()] + [(part, 1) for part in rest]
-        stored = torch.stack([part.stored * count for part, count in parts]).sum(0)
-        exposed = torch.stack([part.others.seconds * count for part, count in parts]).sum(0)
-        stages = self.meshes.product([STAGE_AXIS])
-        return stored / stages, exposed / stages * self.meshes.num_micro_batches
+        batch_size, length, *_ = self.evaluation.step
+
+        def mean(values: list[Tensor]) -> Tensor:
+            """Return the mean over the stages, which the slowest and the largest rank are not below."""
+            return torch.stack(values).sum(0) / self.meshes.product([STAGE_AXIS])
+
+        dispatched, activations = [], []
+        for kind, plan in self.parts[0].items():
+            items = [item for _, item in dispatch_communication(plan, batch_size, length)]
+            dispatched.append(self.topology.sent(items).seconds * counts[kind])
+            items = list(activation_communication(plan, batch_size, length, self.evaluation.step.dtype))
+            activations.append(self.topology.sent(items).seconds * counts[kind])
+        nothing = [torch.zeros(len(self.meshes), dtype=torch.float64)]
+        others = mean([part.others.seconds * count for part, count in parts])
+        gathered = mean([part.gathered.seconds * count for part, count in parts])
+        ranks = as_tensor(self.topology.mesh.num_ranks, len(self.meshes))
+        products = self.evaluation.seconds_of_products / ranks * self.topology.slowdown
+        # Communication is hidden behind products at most; of the dispatch, what more chunks hide.
+        dispatch = mean(nothing + dispatched)
+        exposed, hideable = mean(nothing + activations) + dispatch / max(CHUNKS), dispatch * (1 - 1 / max(CHUNKS))
+        stages, rows = self.meshes.product([STAGE_AXIS]), local_tokens(self.plans[0], batch_size, length)[0]
+        most, many = as_tensor(rows, len(self.meshes)), stages.double()
+        seconds = torch.full_like(many, torch.inf)
+        while bool((fits := (many <= most) | (many == 1)).any()):
+            time = exposed + others * many + torch.maximum(gathered * many + hideable, products)
+            bound = time * (1 + (stages - 1) / many)
+            seconds = torch.where(fits, torch.minimum(seconds, bound), seconds)
+            many = torch.where(stages > 1, many * 2, torch.inf)
+        return mean([part.stored * count for part, count in parts]), seconds
 
     def micro_batch(self) -> int:
         """Return the number of sequences of the largest micro-batch over all ranks."""
@@ -160,9 +197,15 @@ class Planned:
             group = [each.select(mask) for each in (*rest, *blocks.values())]
             first, last, *chosen = group
             kinds = dict(zip(blocks, chosen, strict=True))
-            counts = self.evaluation.parts.counts_by_stage(number)
-            around = [[first], *([] for _ in range(number - 2)), [last]]
-            costs = [stage_of(kinds, count, others) for count, others in zip(counts, around, strict=True)]
+            costs = [
+                Stages(
+                    stage_of(kinds, stage.blocks, [first] * stage.is_first + [last] * stage.is_last),
+                    stage.rank,
+                    stage.count,
+                    stage.is_last,
+                )
+                for stage in self.evaluation.parts.stages(number)
+            ]
             meshes = self.meshes.select(mask)
             topology = Topology(meshes.mesh, self.evaluation.device, len(meshes))
             sent = message[mask]

@@ -4,19 +4,24 @@ import bisect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from maxmoe.nn import recompute_of, set_recompute
-from maxmoe.planning.plan_search.candidates import Candidates
+from maxmoe.parallel.sharded_tokens import token_sharding
+from maxmoe.planning.plan_search.candidates import Candidates, with_micro_batches, with_same_axes
 from maxmoe.planning.plan_search.evaluation import Evaluation, Planned, for_all
 from maxmoe.planning.plan_search.found_plan import FoundPlan
 from maxmoe.planning.plan_search.groups import Group, groups
 from maxmoe.planning.plan_search.rule_tables import Table
 from maxmoe.planning.plan_search.settings import CHUNKS, recomputations
 from maxmoe.planning.plan_search.step_cost import StepCost
-from maxmoe.sharding.rules import LogicalRules
+
+
+FIRST_BATCH = 64  # meshes that are evaluated before the bound is read again; doubled each time
 
 
 class Best:
@@ -39,7 +44,9 @@ class Best:
     def add(self, plans: Iterable[FoundPlan]) -> None:
         """Keep the best of the plans so far and of some more; of equal ones, the earlier."""
         for plan in plans:
-            if self._cost(plan) < self.bound:
+            # Other rules may give the same plan.
+            is_new = not any(plan.is_same(other) for other in self.plans)
+            if self._cost(plan) < self.bound and is_new:
                 bisect.insort_right(self.plans, plan, key=self._cost)
                 del self.plans[self._size :]
 
@@ -63,42 +70,77 @@ class Exhaustive:
         self.fastest = Best(num_plans, lambda plan: plan.seconds)
         self.smallest = Best(3, lambda plan: plan.memory)
         self._options = recomputations(evaluation.parts.whole)
-        # Few axes first: their plans are often the best ones, and a low bound excludes others early.
-        self._groups = sorted(
-            groups(evaluation, world_size, tables, self.excluded), key=lambda group: len(group.meshes.sizes)
-        )
+        self._groups = list(groups(evaluation, world_size, tables, self.excluded))
         self.num_plans = sum(len(group.meshes) for group in self._groups)
 
     def search(self) -> None:
         """Find the fastest plans that fit in memory."""
-        with_recompute = recompute_of(self.evaluation.parts.whole)
-        try:
-            set_recompute(self.evaluation.parts.whole, ())
-            self._least_seconds = self._seconds_of_products()
-            for group in self._groups:
-                self._try(group, self._fitting, self.fastest)
-        finally:
-            set_recompute(self.evaluation.parts.whole, with_recompute)
+        with self._recomputation():
+            _ = self.evaluation.seconds_of_products
+            bounded = list(self._bounded())
+            for each in bounded:
+                self.excluded["over memory"] += int((each.memory > self.limit).sum())
+            self._in_order(
+                [each.group for each in bounded],
+                [torch.where(each.memory > self.limit, torch.inf, each.seconds) for each in bounded],
+                self._fitting,
+                self.fastest,
+            )
 
     def search_smallest(self) -> None:
         """Find the plans that need least memory."""
-        with_recompute = recompute_of(self.evaluation.parts.whole)
+        with self._recomputation():
+            bounded = list(self._bounded())
+            self._in_order(
+                [each.group for each in bounded], [each.memory for each in bounded], self._least_memory, self.smallest
+            )
+
+    def _bounded(self) -> Iterator["Bounded"]:
+        """Yield all meshes with lower bounds of their memory and time; count those that cannot be planned."""
+        for group in self._groups:
+
+            def bounds(meshes: Candidates, group: Group = group) -> tuple[Tensor, Tensor]:
+                return self.evaluation.plan(meshes, group.table.rules, group.dispatch).bounds()
+
+            for meshes, result in for_all(bounds, group.meshes):
+                if isinstance(result, ValueError):
+                    self.excluded[_reason(result)] += len(meshes)
+                else:
+                    yield Bounded(group._replace(meshes=meshes), *result)
+
+    def _in_order(self, groups: Sequence[Group], bounds: Sequence[Tensor], find: "Find", best: Best) -> None:
+        """Evaluate meshes in the order of their bounds, until no bound is below the costs of the best plans."""
+        flat = torch.cat(list(bounds)) if bounds else torch.empty(0)
+        owner = torch.cat([torch.full((len(each),), number) for number, each in enumerate(bounds)] or [flat])
+        place = torch.cat([torch.arange(len(each)) for each in bounds] or [flat])
+        order, begin, size = flat.argsort(stable=True), 0, FIRST_BATCH
+        while begin < len(order) and float(flat[order[begin]]) < best.bound:
+            batch = order[begin : begin + size]
+            batch = batch[flat[batch] < best.bound]
+            begin, size = begin + size, size * 2
+            for number in owner[batch].unique().tolist():
+                index = place[batch[owner[batch] == number]]
+                for meshes in with_same_axes(groups[number].meshes, index):
+                    self._try(groups[number]._replace(meshes=meshes), find, best)
+
+    @contextmanager
+    def _recomputation(self) -> Iterator[None]:
+        """Restore what the model recomputes, which the search changes."""
+        model = self.evaluation.parts.whole
+        before = recompute_of(model)
         try:
-            for group in self._groups:
-                self._try(group, self._least_memory, self.smallest)
+            set_recompute(model, ())
+            yield
         finally:
-            set_recompute(self.evaluation.parts.whole, with_recompute)
+            set_recompute(model, before)
 
-    def _seconds_of_products(self) -> float:
-        """Return the time of all products if they are divided evenly among all ranks."""
-        one = Candidates({}, torch.ones(1, dtype=torch.int64))
-        cost = self.evaluation.plan(one, LogicalRules(), "auto").cost(1)
-        device = self.evaluation.device
-        peak = device.peak(self.evaluation.step.dtype) * device.max_share
-        return float(cost.flops[0]) / self.world_size / peak * device.slowdown(self.world_size)
-
-    def _try(self, group: Group, find: "Callable[[Candidates, Group], Found]", best: Best) -> None:
-        for meshes, result in for_all(lambda meshes: find(meshes, group), group.meshes):
+    def _try(self, group: Group, find: "Find", best: Best) -> None:
+        meshes = group.meshes
+        if meshes.has_stages:
+            batch_size, *_ = self.evaluation.step
+            batch_axes, _ = token_sharding(meshes.mesh.within_stage(), group.table.rules).spec
+            meshes = with_micro_batches(meshes, batch_size // meshes.product(batch_axes))
+        for meshes, result in for_all(lambda meshes: find(meshes, group), meshes):
             if isinstance(result, ValueError):
                 self.excluded[_reason(result)] += len(meshes)
             else:
@@ -108,26 +150,32 @@ class Exhaustive:
 
     def _fitting(self, meshes: Candidates, group: Group) -> "Found":
         """Find the plans that fit, each with the chunks and the recomputation that take least time."""
+        set_recompute(self.evaluation.parts.whole, ())
         planned = self.evaluation.plan(meshes, group.table.rules, group.dispatch)
-        memory, exposed = planned.bounds()
-        too_large = memory > self.limit
-        rest = ~too_large & (exposed + self._least_seconds < self.fastest.bound)
+        too_large = torch.zeros(len(meshes), dtype=torch.bool)
+        rest = ~too_large
         found: dict[int, FoundPlan] = {}
-        for names in self._options:
+        # Without recomputation for a bound of the time, then with all of it for one of the memory.
+        first, *middle, last = self._options if len(self._options) > 1 else (*self._options, *self._options)
+        for names in (first, last, *middle):
             if not rest.any():
                 break
             set_recompute(self.evaluation.parts.whole, names)
-            fit = rest.clone()
+            fit, fits_any = rest.clone(), torch.zeros_like(rest)
             for num_chunks, cost in self._costs(planned, group, rest):
                 fits = rest & (cost.memory <= self.limit)
-                fit &= fits
+                fit, fits_any = fit & fits, fits_any | fits
+                if names == first and num_chunks == 1:
+                    rest &= cost.seconds - cost.dispatched < self.fastest.bound
                 for index in (fits & (cost.seconds < self.fastest.bound)).nonzero()[:, 0].tolist():
                     plan = FoundPlan.of(cost, index, **_settings(meshes, index, group, num_chunks, names))
                     found[index] = min(found.get(index, plan), plan, key=lambda plan: plan.seconds)
-            rest &= ~fit
-        # What fits with one number of chunks stays in `rest` until all of them fit.
-        number = int((too_large | rest).sum()) - sum(bool(rest[index]) for index in found)
-        return list(found.values()), Counter({"over memory": number})
+            if names == last:
+                too_large |= rest & ~fits_any
+                rest &= fits_any
+            else:
+                rest &= ~fit
+        return list(found.values()), Counter({"over memory": int(too_large.sum())})
 
     def _costs(self, planned: Planned, group: Group, rest: Tensor) -> Iterator[tuple[int, StepCost]]:
         """Yield the costs with one chunk, and with more chunks if these can be among the fastest."""
@@ -141,18 +189,23 @@ class Exhaustive:
     def _least_memory(self, meshes: Candidates, group: Group) -> "Found":
         """Find the plans that need less memory than the smallest ones so far."""
         planned = self.evaluation.plan(meshes, group.table.rules, group.dispatch)
-        memory, _ = planned.bounds()
         names = self._options[-1]
-        plans = []
-        if bool((memory < self.smallest.bound).any()):
-            set_recompute(self.evaluation.parts.whole, names)
-            cost = planned.cost(1)
-            for index in cost.memory.argsort()[:3].tolist():
-                plans.append(FoundPlan.of(cost, index, **_settings(meshes, index, group, 1, names)))
-        return plans, Counter()
+        set_recompute(self.evaluation.parts.whole, names)
+        cost = planned.cost(1)
+        chosen = cost.memory.argsort()[:3].tolist()
+        return [FoundPlan.of(cost, index, **_settings(meshes, index, group, 1, names)) for index in chosen], Counter()
+
+
+class Bounded(NamedTuple):
+    """Meshes with lower bounds of their costs, both ``(N,)``: bytes, and seconds of a step."""
+
+    group: Group
+    memory: Tensor
+    seconds: Tensor
 
 
 Found = tuple[list[FoundPlan], Counter[str]]
+Find = Callable[[Candidates, Group], Found]
 
 
 def _settings(

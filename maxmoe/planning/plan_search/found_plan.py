@@ -1,6 +1,6 @@
 """A plan that a search has found, with its costs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.planning.plan_search.step_cost import StepCost
@@ -59,6 +59,17 @@ class FoundPlan:
     def has_stages(self) -> bool:
         """Whether the plan cuts the model into pipeline stages."""
         return STAGE_AXIS in self.mesh
+
+    def is_same(self, other: "FoundPlan") -> bool:
+        """Return whether another plan differs from this one in the name of its rules only.
+
+        Args:
+            other: another plan.
+
+        Returns:
+            Whether all else is equal, costs included.
+        """
+        return replace(self, rules=other.rules) == other
 
     @property
     def call(self) -> str:

@@ -2,12 +2,31 @@
 
 from collections import Counter
 from collections.abc import Hashable, Mapping
-from functools import cached_property
+from functools import cache, cached_property
+from typing import NamedTuple
 
 from torch import nn
 
 from maxmoe.declaration import declaration_of
 from maxmoe.pipelining.stage_modules import StagePart, pipeline_parts, stage_module, stage_parts
+
+
+class StageKind(NamedTuple):
+    """Stages with the same parts of a model.
+
+    Attributes:
+        blocks: number of blocks of each kind.
+        is_first: whether they have the first part.
+        is_last: whether they have the last part.
+        rank: rank of the first of them along the axis `stage`.
+        count: number of them.
+    """
+
+    blocks: Mapping[str, int]
+    is_first: bool
+    is_last: bool
+    rank: int
+    count: int
 
 
 class ModelParts:
@@ -58,12 +77,16 @@ class ModelParts:
         """The last part, without blocks."""
         return stage_module(self.model, StagePart((), False, True))
 
-    def counts_by_stage(self, num_stages: int) -> list[Mapping[str, int]]:
-        """Return the number of blocks of each kind in each stage, as `maxmoe.pipeline` cuts the model."""
-        return [
-            Counter(self._path(self._kind_of[name]) for name in part.blocks)
-            for part in stage_parts(self.model, num_stages)
-        ]
+    @cache  # noqa: B019, lives as long as a search
+    def stages(self, num_stages: int) -> list[StageKind]:
+        """Return the kinds of stages, as `maxmoe.pipeline` cuts the model."""
+        kinds: dict[Hashable, StageKind] = {}
+        for rank, part in enumerate(stage_parts(self.model, num_stages)):
+            counts = Counter(self._path(self._kind_of[name]) for name in part.blocks)
+            key = frozenset(counts.items()), part.is_first, part.is_last
+            kind = kinds.setdefault(key, StageKind(counts, part.is_first, part.is_last, rank, 0))
+            kinds[key] = kind._replace(count=kind.count + 1)
+        return list(kinds.values())
 
     def _path(self, kind: str) -> str:
         return f"{pipeline_parts(self.model).blocks}.{kind}"

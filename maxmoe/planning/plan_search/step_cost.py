@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,8 +102,24 @@ def whole_step(stage: PartCost, gathered: Tensor, topology: Topology) -> StepCos
     )
 
 
+class Stages(NamedTuple):
+    """Stages of a pipeline with the same costs.
+
+    Attributes:
+        cost: costs of one of them.
+        first: rank of the first of them along the axis `stage`, which has most micro-batches in flight.
+        count: number of them.
+        is_last: whether they are the last stage, which sends no hidden states.
+    """
+
+    cost: PartCost
+    first: int
+    count: int
+    is_last: bool
+
+
 def pipelined_step(
-    stages: Sequence[PartCost], num_micro_batches: Tensor, messages: Sent, message: Tensor, topology: Topology
+    stages: Sequence[Stages], num_micro_batches: Tensor, messages: Sent, message: Tensor, topology: Topology
 ) -> StepCost:
     """Return the costs of a step of the schedule 1F1B with one stage per rank.
 
@@ -110,39 +127,39 @@ def pipelined_step(
                   + reductions and update of the slowest stage
 
     Args:
-        stages: costs of each stage.
+        stages: stages, those with the same costs once.
         num_micro_batches: M, number of micro-batches of each mesh.
         messages: cost of the hidden states that a stage sends for a micro-batch, and of their gradients.
         message: bytes of the hidden states of a micro-batch.
         topology: ranks, device and network.
     """
-    count, last = len(stages), len(stages) - 1
-    times = torch.stack([stage.seconds + messages.seconds for stage in stages])
+    many, num_stages = num_micro_batches, sum(stage.count for stage in stages)
+    costs = [stage.cost for stage in stages]
+    times = torch.stack([cost.seconds + messages.seconds for cost in costs])
     slowest = times.argmax(0)
 
     def of_slowest(values: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(values)).gather(0, slowest[None])[0]
 
-    reductions = of_slowest([stage.reduction.seconds for stage in stages])
-    update = of_slowest([_update(stage, topology) for stage in stages])
-    busy = times.amax(0) * num_micro_batches
     memories = []
-    for rank, stage in enumerate(stages):
-        in_flight = num_micro_batches.clamp(max=count - rank)
-        saved = (stage.kept + (message if rank < last else 0)) * in_flight + stage.recomputed
-        memories.append(stage.stored + 2 * stage.unsharded + stage.unit + saved)
-    many = num_micro_batches
-    sent = [(stage.sent + messages) * many + stage.reduction for stage in stages]
+    for cost, first, _, is_last in stages:
+        saved = (cost.kept + (0 if is_last else message)) * many.clamp(max=num_stages - first) + cost.recomputed
+        # The gradients of whole parameters, and the parameters that torch gathers ahead.
+        memories.append(cost.stored + 2 * cost.unsharded + cost.unit + saved)
+    fill = sum(time * stage.count for time, stage in zip(times, stages, strict=True))
+    sent = [(cost.sent + messages) * many + cost.reduction for cost in costs]
+    update = of_slowest([_update(cost, topology) for cost in costs])
+    reductions = of_slowest([cost.reduction.seconds for cost in costs])
     return StepCost(
         memory=torch.stack(memories).amax(0),
-        compute=of_slowest([stage.compute for stage in stages]) * many + update,
-        hidden=of_slowest([stage.hidden for stage in stages]) * many,
-        exposed=(of_slowest([stage.exposed for stage in stages]) + messages.seconds) * many + reductions,
-        bubble=times.sum(0) + (many - 1) * times.amax(0) - busy,
-        flops=of_slowest([stage.flops for stage in stages]) * many,
+        compute=of_slowest([cost.compute for cost in costs]) * many + update,
+        hidden=of_slowest([cost.hidden for cost in costs]) * many,
+        exposed=(of_slowest([cost.exposed for cost in costs]) + messages.seconds) * many + reductions,
+        bubble=fill - times.amax(0),
+        flops=of_slowest([cost.flops for cost in costs]) * many,
         intra_bytes=of_slowest([each.intra_bytes for each in sent]),
         inter_bytes=of_slowest([each.inter_bytes for each in sent]),
-        dispatched=of_slowest([stage.dispatched for stage in stages]) * many,
+        dispatched=of_slowest([cost.dispatched for cost in costs]) * many,
     )
 
 
