@@ -129,9 +129,22 @@ class Explanation:
         rows.append((total, "", "", "", readable_bytes(self.local_bytes)))
         width = terminal_width()
         remarks = (paragraph(remark, width=width) for remark in self._remarks())
-        parameters = "\n".join([text_table([heading, *rows], right=[4], width=width), *remarks])
+        first = [paragraph(line, width=width) + "\n" for line in self._first_lines()]
+        parameters = "\n".join([*first, text_table([heading, *rows], right=[4], width=width), *remarks])
         stages = () if self.pipeline is None else (stage_table(self.pipeline),)
         return "\n\n".join([parameters, *stages, *dispatch_tables(self.dispatch, width)])
+
+    def _first_lines(self) -> Iterator[str]:
+        """Yield what a plan on many ranks must not hide: the bytes that all ranks hold because dims do not divide."""
+        groups = [(label, group) for label, group in self._groups if group[0].is_replicated and group[0].indivisible]
+        total = sum(parameter.local_bytes for _, group in groups for parameter in group)
+        if total >= LARGE_SHARE * self.local_bytes and total:
+            axes = dict.fromkeys(drop.axis for _, group in groups for drop in group[0].indivisible)
+            sizes = ", ".join(f"{axis}={self.mesh.size(axis)}" for axis in axes)
+            yield (
+                f"Every rank holds {readable_bytes(total)} of {readable_bytes(self.local_bytes)} of its parameters whole, "
+                f"because {sizes} does not divide their dims: {', '.join(label for label, _ in groups)}."
+            )
 
     def _rules_text(self, parameter: ExplainedParameter) -> str:
         texts = []

@@ -1,6 +1,6 @@
 """Plans many meshes at once, and computes the costs of a step in each."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
@@ -15,18 +15,20 @@ from maxmoe.planning.communication import activation_communication, dispatch_com
 from maxmoe.planning.many_meshes import MeshesDiffer, Sizes, as_tensor
 from maxmoe.planning.memory import gathered_memory
 from maxmoe.planning.plan_search.candidates import Candidates
-from maxmoe.planning.plan_search.model_parts import ModelParts
+from maxmoe.planning.plan_search.model_parts import ModelParts, StageKind
 from maxmoe.planning.plan_search.part_cost import (
     ParameterCost,
-    PartCost,
     Step,
+    compute_seconds,
     parameter_cost,
     part_cost,
+    part_memory,
     part_plan,
     rest_plan,
 )
 from maxmoe.planning.plan_search.settings import CHUNKS
 from maxmoe.planning.plan_search.step_cost import Stages, StepCost, pipelined_step, stage_of, whole_step
+from maxmoe.planning.plan_search.step_memory import memory_of, pipelined_memory
 from maxmoe.planning.saved_tensors import local_tokens
 from maxmoe.planning.time_model.collective_time import Topology
 from maxmoe.planning.time_model.device import Device
@@ -69,12 +71,6 @@ class Evaluation:
     parts: ModelParts
     device: Device
     step: Step
-
-    @cached_property
-    def seconds_of_products(self) -> float:
-        """Time of all products on one rank at the share of the peak that products of many rows reach."""
-        whole = self.plan(Candidates({}, torch.ones(1, dtype=torch.int64)), LogicalRules(), "auto")
-        return float(whole.cost(1).flops[0]) / (self.device.peak(self.step.dtype) * self.device.max_share)
 
     def plan(self, meshes: Candidates, rules: LogicalRules, dispatch: Dispatch) -> "Planned":
         """Plan meshes that have the same axes."""
@@ -135,8 +131,10 @@ class Planned:
             """Return the mean over the stages, which the slowest and the largest rank are not below."""
             return torch.stack(values).sum(0) / self.meshes.product([STAGE_AXIS])
 
-        dispatched, activations = [], []
+        dispatched, activations, products = [], [], []
         for kind, plan in self.parts[0].items():
+            own = compute_seconds(plan, self.evaluation.step, self.topology, is_block=True)[0]
+            products.append(own * counts[kind])
             items = [item for _, item in dispatch_communication(plan, batch_size, length)]
             dispatched.append(self.topology.sent(items).seconds * counts[kind])
             items = list(activation_communication(plan, batch_size, length, self.evaluation.step.dtype))
@@ -144,8 +142,7 @@ class Planned:
         nothing = [torch.zeros(len(self.meshes), dtype=torch.float64)]
         others = mean([part.others.seconds * count for part, count in parts])
         gathered = mean([part.gathered.seconds * count for part, count in parts])
-        ranks = as_tensor(self.topology.mesh.num_ranks, len(self.meshes))
-        products = self.evaluation.seconds_of_products / ranks * self.topology.slowdown
+        computing = mean(nothing + products)
         # Communication is hidden behind products at most; of the dispatch, what more chunks hide.
         dispatch = mean(nothing + dispatched)
         exposed, hideable = mean(nothing + activations) + dispatch / max(CHUNKS), dispatch * (1 - 1 / max(CHUNKS))
@@ -153,7 +150,7 @@ class Planned:
         most, many = as_tensor(rows, len(self.meshes)), stages.double()
         seconds = torch.full_like(many, torch.inf)
         while bool((fits := (many <= most) | (many == 1)).any()):
-            time = exposed + others * many + torch.maximum(gathered * many + hideable, products)
+            time = exposed + others * many + torch.maximum(gathered * many + hideable, computing)
             bound = time * (1 + (stages - 1) / many)
             seconds = torch.where(fits, torch.minimum(seconds, bound), seconds)
             many = torch.where(stages > 1, many * 2, torch.inf)
@@ -169,11 +166,27 @@ class Planned:
         largest = rows // many + (rows % many > 0)
         return largest * (batch_size // rows)
 
+    def memory(self) -> Tensor:
+        """Compute the bytes of the rank that needs most, ``(N,)``, with one chunk and the recomputation of the model."""
+        step, count = self._micro_step(1), len(self.meshes)
+        (block_plans, rest_plans), (of_blocks, of_rest) = self.parts, self.parameters(1)
+        blocks = {kind: part_memory(plan, of_blocks[kind], step, count) for kind, plan in block_plans.items()}
+        rest = [part_memory(plan, cost, step, count) for plan, cost in zip(rest_plans, of_rest, strict=True)]
+        if not self.meshes.has_stages:
+            total = memory_of(blocks, self.evaluation.parts.counts, rest)
+            gathered = as_tensor(gathered_memory(self.plans[0]), count)
+            return total.stored + gathered + total.kept + total.recomputed
+        message, result = self._message(step), torch.empty(count, dtype=torch.float64)
+        for mask, kinds in self._by_stages():
+            chosen = {kind: memory.select(mask) for kind, memory in blocks.items()}
+            ends = [memory.select(mask) for memory in rest]
+            stages = [(kind, memory_of(chosen, kind.blocks, _ends(kind, ends))) for kind in kinds]
+            result[mask] = pipelined_memory(stages, self.meshes.num_micro_batches[mask], message[mask])
+        return result
+
     def cost(self, num_chunks: int) -> StepCost:
-        """Compute the costs of a step with the recomputation that the model has."""
-        parts = self.evaluation.parts
-        batch = self.micro_batch()
-        step = self.evaluation.step._replace(batch_size=batch, num_chunks=num_chunks)
+        """Compute the time of a step with the recomputation that the model has."""
+        step, parts = self._micro_step(num_chunks), self.evaluation.parts
         (block_plans, rest_plans), (of_blocks, of_rest) = self.parts, self.parameters(num_chunks)
         blocks = {
             kind: part_cost(plan, of_blocks[kind], step, self.topology, is_block=True)
@@ -183,37 +196,28 @@ class Planned:
             part_cost(plan, cost, step, self.topology, is_block=False)
             for plan, cost in zip(rest_plans, of_rest, strict=True)
         ]
-        if self.meshes.has_stages:
-            return self._pipelined(blocks, rest, step)
-        gathered = as_tensor(gathered_memory(self.plans[0]), len(self.meshes))
-        return whole_step(stage_of(blocks, parts.counts, rest), gathered, self.topology)
-
-    def _pipelined(self, blocks: dict[str, PartCost], rest: list[PartCost], step: Step) -> StepCost:
-        """Compute the costs, for all meshes with the same number of stages together."""
-        stages, result = self.meshes.sizes[STAGE_AXIS], []
-        message = self._message(step)
-        for number in stages.unique().tolist():
-            mask = stages == number
-            group = [each.select(mask) for each in (*rest, *blocks.values())]
-            first, last, *chosen = group
-            kinds = dict(zip(blocks, chosen, strict=True))
-            costs = [
-                Stages(
-                    stage_of(kinds, stage.blocks, [first] * stage.is_first + [last] * stage.is_last),
-                    stage.rank,
-                    stage.count,
-                    stage.is_last,
-                )
-                for stage in self.evaluation.parts.stages(number)
-            ]
+        if not self.meshes.has_stages:
+            return whole_step(stage_of(blocks, parts.counts, rest), self.topology)
+        message, result = self._message(step), []
+        for mask, kinds in self._by_stages():
+            chosen = {kind: cost.select(mask) for kind, cost in blocks.items()}
+            ends = [cost.select(mask) for cost in rest]
+            stages = [Stages(stage_of(chosen, kind.blocks, _ends(kind, ends)), kind.count) for kind in kinds]
             meshes = self.meshes.select(mask)
             topology = Topology(meshes.mesh, self.evaluation.device, len(meshes))
-            sent = message[mask]
-            one = PlannedCollective("hidden states to stages", "send", (STAGE_AXIS,), Sizes(sent.long()))
+            one = PlannedCollective("hidden states to stages", "send", (STAGE_AXIS,), Sizes(message[mask].long()))
             messages = topology.sent([one, one])
-            step_cost = pipelined_step(costs, meshes.num_micro_batches, messages, sent, topology)
-            result.append((mask, step_cost))
+            result.append((mask, pipelined_step(stages, meshes.num_micro_batches, messages, topology)))
         return StepCost.joined(result, len(self.meshes))
+
+    def _micro_step(self, num_chunks: int) -> Step:
+        return self.evaluation.step._replace(batch_size=self.micro_batch(), num_chunks=num_chunks)
+
+    def _by_stages(self) -> Iterator[tuple[Tensor, list[StageKind]]]:
+        """Yield the kinds of stages for each number of stages, with the mask of the meshes that have as many."""
+        numbers = self.meshes.sizes[STAGE_AXIS]
+        for number in numbers.unique().tolist():
+            yield numbers == number, self.evaluation.parts.stages(number)
 
     def _message(self, step: Step) -> Tensor:
         """Return the bytes of the hidden states of a micro-batch on a rank."""
@@ -223,3 +227,12 @@ class Planned:
         rows, length = local_tokens(plan, step.batch_size, step.sequence_length)
         elements = rows * length * stream.hidden_size // plan.mesh.size(*plan.embed_axes)
         return as_tensor(elements * step.dtype.itemsize, len(self.meshes))
+
+
+Part = TypeVar("Part")
+
+
+def _ends(kind: StageKind, ends: Sequence[Part]) -> list[Part]:
+    """Return the first and the last part of the model that a stage has."""
+    first, last = ends
+    return [first] * kind.is_first + [last] * kind.is_last

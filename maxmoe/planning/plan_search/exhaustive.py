@@ -21,7 +21,7 @@ from maxmoe.planning.plan_search.settings import CHUNKS, recomputations
 from maxmoe.planning.plan_search.step_cost import StepCost
 
 
-FIRST_BATCH = 64  # meshes that are evaluated before the bound is read again; doubled each time
+FIRST_BATCH = 64  # meshes that are evaluated before the bound is read again; then 16 times as many
 
 
 class Best:
@@ -76,7 +76,6 @@ class Exhaustive:
     def search(self) -> None:
         """Find the fastest plans that fit in memory."""
         with self._recomputation():
-            _ = self.evaluation.seconds_of_products
             bounded = list(self._bounded())
             for each in bounded:
                 self.excluded["over memory"] += int((each.memory > self.limit).sum())
@@ -117,7 +116,7 @@ class Exhaustive:
         while begin < len(order) and float(flat[order[begin]]) < best.bound:
             batch = order[begin : begin + size]
             batch = batch[flat[batch] < best.bound]
-            begin, size = begin + size, size * 2
+            begin, size = begin + size, size * 16
             for number in owner[batch].unique().tolist():
                 index = place[batch[owner[batch] == number]]
                 for meshes in with_same_axes(groups[number].meshes, index):
@@ -149,51 +148,45 @@ class Exhaustive:
                 self.excluded.update(excluded)
 
     def _fitting(self, meshes: Candidates, group: Group) -> "Found":
-        """Find the plans that fit, each with the chunks and the recomputation that take least time."""
-        set_recompute(self.evaluation.parts.whole, ())
+        """Find the plans that fit, each with the first recomputation that fits and the best number of chunks."""
         planned = self.evaluation.plan(meshes, group.table.rules, group.dispatch)
-        too_large = torch.zeros(len(meshes), dtype=torch.bool)
-        rest = ~too_large
-        found: dict[int, FoundPlan] = {}
-        # Without recomputation for a bound of the time, then with all of it for one of the memory.
-        first, *middle, last = self._options if len(self._options) > 1 else (*self._options, *self._options)
-        for names in (first, last, *middle):
-            if not rest.any():
-                break
+        rest = torch.ones(len(meshes), dtype=torch.bool)
+        found: list[FoundPlan] = []
+        for names in self._options:
             set_recompute(self.evaluation.parts.whole, names)
-            fit, fits_any = rest.clone(), torch.zeros_like(rest)
-            for num_chunks, cost in self._costs(planned, group, rest):
-                fits = rest & (cost.memory <= self.limit)
-                fit, fits_any = fit & fits, fits_any | fits
-                if names == first and num_chunks == 1:
-                    rest &= cost.seconds - cost.dispatched < self.fastest.bound
+            memory = planned.memory()
+            fits = rest & (memory <= self.limit)
+            rest &= ~fits
+            if not fits.any():
+                continue
+            best: dict[int, FoundPlan] = {}
+            for num_chunks, cost in self._costs(planned, group, fits):
                 for index in (fits & (cost.seconds < self.fastest.bound)).nonzero()[:, 0].tolist():
-                    plan = FoundPlan.of(cost, index, **_settings(meshes, index, group, num_chunks, names))
-                    found[index] = min(found.get(index, plan), plan, key=lambda plan: plan.seconds)
-            if names == last:
-                too_large |= rest & ~fits_any
-                rest &= fits_any
-            else:
-                rest &= ~fit
-        return list(found.values()), Counter({"over memory": int(too_large.sum())})
+                    plan = FoundPlan.of(cost, memory, index, **_settings(meshes, index, group, num_chunks, names))
+                    best[index] = min(best.get(index, plan), plan, key=lambda plan: plan.seconds)
+            found += best.values()
+        set_recompute(self.evaluation.parts.whole, ())
+        return found, Counter({"over memory": int(rest.sum())})
 
-    def _costs(self, planned: Planned, group: Group, rest: Tensor) -> Iterator[tuple[int, StepCost]]:
+    def _costs(self, planned: Planned, group: Group, fits: Tensor) -> Iterator[tuple[int, StepCost]]:
         """Yield the costs with one chunk, and with more chunks if these can be among the fastest."""
         cost = planned.cost(1)
         yield 1, cost
-        is_close = rest & (cost.seconds - cost.dispatched < self.fastest.bound)
+        is_close = fits & (cost.seconds - cost.dispatched < self.fastest.bound)
         if group.dispatch in ("ragged_all_to_all", "ring_of_experts") and is_close.any():
             for num_chunks in CHUNKS[1:]:
                 yield num_chunks, planned.cost(num_chunks)
 
     def _least_memory(self, meshes: Candidates, group: Group) -> "Found":
-        """Find the plans that need less memory than the smallest ones so far."""
+        """Find the plans that need least memory."""
         planned = self.evaluation.plan(meshes, group.table.rules, group.dispatch)
         names = self._options[-1]
         set_recompute(self.evaluation.parts.whole, names)
-        cost = planned.cost(1)
-        chosen = cost.memory.argsort()[:3].tolist()
-        return [FoundPlan.of(cost, index, **_settings(meshes, index, group, 1, names)) for index in chosen], Counter()
+        memory, cost = planned.memory(), planned.cost(1)
+        set_recompute(self.evaluation.parts.whole, ())
+        chosen = memory.argsort()[:3].tolist()
+        plans = [FoundPlan.of(cost, memory, index, **_settings(meshes, index, group, 1, names)) for index in chosen]
+        return plans, Counter()
 
 
 class Bounded(NamedTuple):

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.planning.plan_search.step_cost import StepCost
 from maxmoe.sharding.mesh import STAGE_AXIS
@@ -44,11 +46,11 @@ class FoundPlan:
     inter_bytes: int
 
     @classmethod
-    def of(cls, cost: StepCost, index: int, **plan: object) -> "FoundPlan":
+    def of(cls, cost: StepCost, memory: Tensor, index: int, **plan: object) -> "FoundPlan":
         """Make a plan with the costs of one of many meshes."""
-        integers = {name: int(getattr(cost, name)[index]) for name in ("memory", "intra_bytes", "inter_bytes")}
+        integers = {name: int(getattr(cost, name)[index]) for name in ("intra_bytes", "inter_bytes")}
         names = ("compute", "hidden", "exposed", "bubble", "flops")
-        return cls(**plan, **integers, **{name: float(getattr(cost, name)[index]) for name in names})  # type: ignore[arg-type]
+        return cls(**plan, memory=int(memory[index]), **integers, **{name: float(getattr(cost, name)[index]) for name in names})  # type: ignore[arg-type]
 
     @property
     def seconds(self) -> float:

@@ -12,7 +12,7 @@ from maxmoe.planning.many_meshes import as_tensor
 from maxmoe.planning.memory import activation_memory, stored_memory, unit_memory, unsharded_memory
 from maxmoe.planning.state_dtypes import StateDtypes
 from maxmoe.planning.time_model.collective_time import Sent, Topology
-from maxmoe.planning.time_model.compute_time import PASSES_OVER_ACTIVATIONS, computed
+from maxmoe.planning.time_model.compute_time import PASSES_OVER_ACTIVATIONS, Computed, computed
 from maxmoe.sharding.planned_collective import PlannedCollective
 
 
@@ -40,10 +40,6 @@ class PartCost:
 
     Args:
         stored: bytes of parameters, gradients and optimizer state.
-        unsharded: bytes of the parameters that FSDP2 gathers.
-        unit: bytes of the parameters that the largest FSDP unit gathers without FSDP2.
-        kept: bytes of the activations that are kept until the backward.
-        recomputed: bytes of the activations of the largest recomputed module.
         compute: seconds of products and memory traffic.
         flops: floating-point operations.
         hidden: seconds of the collectives of a micro-batch that run beside products.
@@ -54,10 +50,6 @@ class PartCost:
     """
 
     stored: Tensor
-    unsharded: Tensor
-    unit: Tensor
-    kept: Tensor
-    recomputed: Tensor
     compute: Tensor
     flops: Tensor
     hidden: Tensor
@@ -75,6 +67,35 @@ class PartCost:
         """Return the costs in some of the meshes."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return PartCost(**{name: value.select(mask) if isinstance(value, Sent) else value[mask] for name, value in values.items()})
+
+
+class PartMemory(NamedTuple):
+    """Memory of a part and one micro-batch; each tensor is ``(N,)``, one value for each mesh.
+
+    Attributes:
+        stored: bytes of parameters, gradients and optimizer state.
+        unsharded: bytes of the parameters that FSDP2 gathers.
+        unit: bytes of the parameters that the largest FSDP unit gathers without FSDP2.
+        kept: bytes of the activations that are kept until the backward.
+        recomputed: bytes of the activations of the largest recomputed module.
+    """
+
+    stored: Tensor
+    unsharded: Tensor
+    unit: Tensor
+    kept: Tensor
+    recomputed: Tensor
+
+    def select(self, mask: Tensor) -> "PartMemory":
+        """Return the memory in some of the meshes."""
+        return PartMemory(*(each[mask] for each in self))
+
+
+def part_memory(plan: Plan, parameters: "ParameterCost", step: Step, count: int) -> PartMemory:
+    """Compute the memory of a plan of a block, or of the rest of a model, given the costs of its parameters."""
+    kept, recomputed = activation_memory(plan, *step[:3], step.dtype)
+    activations = as_tensor(kept, count), as_tensor(recomputed, count)
+    return PartMemory(parameters.stored, parameters.unsharded, parameters.unit, *activations)
 
 
 def part_plan(plan: Plan, path: str) -> Plan:
@@ -128,17 +149,22 @@ def parameter_cost(plan: Plan, num_chunks: int, state_dtypes: StateDtypes, topol
     )
 
 
+def compute_seconds(plan: Plan, step: Step, topology: Topology, *, is_block: bool) -> tuple[Tensor, Computed]:
+    """Return the time of products and memory traffic of a plan, and its products."""
+    device, count = topology.device, topology.count
+    products = computed(plan, *step[:3], device, step.dtype, count)
+    activations = sum(as_tensor(size, count) for size in activation_memory(plan, *step[:3], step.dtype))
+    traffic = activations * PASSES_OVER_ACTIVATIONS / device.memory_bandwidth
+    overhead = device.block_overhead if is_block else 0.0
+    return (products.seconds + traffic + overhead) * topology.slowdown, products
+
+
 def part_cost(plan: Plan, parameters: ParameterCost, step: Step, topology: Topology, *, is_block: bool) -> PartCost:
     """Compute the costs of a plan of a block, or of the rest of a model, given those of its parameters."""
-    device, count = topology.device, topology.count
-    batch = step.batch_size, step.sequence_length
-    kept, recomputed = activation_memory(plan, *batch, step.num_chunks, step.dtype)
+    device, batch = topology.device, step[:2]
     dispatched = topology.sent(item for _, item in dispatch_communication(plan, *batch, step.num_chunks))
     others = topology.sent(activation_communication(plan, *batch, step.dtype)) + parameters.others
-    products = computed(plan, *batch, step.num_chunks, device, step.dtype, count)
-    traffic = (as_tensor(kept, count) + as_tensor(recomputed, count)) * PASSES_OVER_ACTIVATIONS
-    overhead = device.block_overhead if is_block else 0.0
-    compute = (products.seconds + traffic / device.memory_bandwidth + overhead) * topology.slowdown
+    compute, products = compute_seconds(plan, step, topology, is_block=is_block)
     # The first chunk arrives, and the last one returns, while no expert computes.
     beside = (1 - 1 / step.num_chunks) * torch.minimum(dispatched.seconds, products.routed_seconds * topology.slowdown)
     hidden_dispatch = device.overlap * beside
@@ -146,10 +172,6 @@ def part_cost(plan: Plan, parameters: ParameterCost, step: Step, topology: Topol
     sent = parameters.gathered + dispatched + others
     return PartCost(
         stored=parameters.stored,
-        unsharded=parameters.unsharded,
-        unit=parameters.unit,
-        kept=as_tensor(kept, count),
-        recomputed=as_tensor(recomputed, count),
         compute=compute,
         flops=products.flops,
         hidden=hidden,

@@ -13,10 +13,9 @@ from maxmoe.planning.time_model.collective_time import Sent, Topology
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """Costs of a step on the rank that takes most time, or needs most memory; each tensor is ``(N,)``.
+    """Costs of a step on the rank that takes most time; each tensor is ``(N,)``.
 
     Args:
-        memory: bytes of the rank that needs most.
         compute: seconds of products, memory traffic and the optimizer.
         hidden: seconds of collectives that run beside products.
         exposed: seconds of all other collectives.
@@ -27,7 +26,6 @@ class StepCost:
         dispatched: seconds of `exposed` that more chunks could hide.
     """
 
-    memory: Tensor
     compute: Tensor
     hidden: Tensor
     exposed: Tensor
@@ -67,30 +65,25 @@ def stage_of(blocks: Mapping[str, PartCost], counts: Mapping[str, int], rest: Se
         first, *others = (getattr(part, name) * float(count) for part, count in parts)
         return sum(others, start=first)
 
-    names = ("stored", "unsharded", "kept", "compute", "hidden", "exposed", "flops", "dispatched")
-    largest = torch.stack([blocks[kind].unit for kind in counts]).amax(0) if counts else 0.0
+    names = ("stored", "compute", "hidden", "exposed", "flops", "dispatched")
     return PartCost(
         **{name: total(name) for name in names},
-        unit=largest + sum(part.unit for part in rest),
-        recomputed=torch.stack([part.recomputed for part, _ in parts]).amax(0),
         reduction=sent("reduction"),
         sent=sent("sent"),
     )
 
 
-def whole_step(stage: PartCost, gathered: Tensor, topology: Topology) -> StepCost:
+def whole_step(stage: PartCost, topology: Topology) -> StepCost:
     """Return the costs of a step without pipeline stages.
 
     Args:
         stage: costs of the whole model; its micro-batch is the batch.
-        gathered: bytes of gathered parameters.
         topology: ranks, device and network.
     """
     overlap = topology.device.overlap
     beside = overlap * torch.minimum(stage.reduction.seconds, (stage.compute - stage.hidden).clamp(min=0))
     sent = stage.sent + stage.reduction
     return StepCost(
-        memory=stage.stored + gathered + stage.kept + stage.recomputed,
         compute=stage.compute + _update(stage, topology),
         hidden=stage.hidden + beside,
         exposed=stage.exposed + stage.reduction.seconds - beside,
@@ -107,19 +100,15 @@ class Stages(NamedTuple):
 
     Attributes:
         cost: costs of one of them.
-        first: rank of the first of them along the axis `stage`, which has most micro-batches in flight.
         count: number of them.
-        is_last: whether they are the last stage, which sends no hidden states.
     """
 
     cost: PartCost
-    first: int
     count: int
-    is_last: bool
 
 
 def pipelined_step(
-    stages: Sequence[Stages], num_micro_batches: Tensor, messages: Sent, message: Tensor, topology: Topology
+    stages: Sequence[Stages], num_micro_batches: Tensor, messages: Sent, topology: Topology
 ) -> StepCost:
     """Return the costs of a step of the schedule 1F1B with one stage per rank.
 
@@ -130,10 +119,9 @@ def pipelined_step(
         stages: stages, those with the same costs once.
         num_micro_batches: M, number of micro-batches of each mesh.
         messages: cost of the hidden states that a stage sends for a micro-batch, and of their gradients.
-        message: bytes of the hidden states of a micro-batch.
         topology: ranks, device and network.
     """
-    many, num_stages = num_micro_batches, sum(stage.count for stage in stages)
+    many = num_micro_batches
     costs = [stage.cost for stage in stages]
     times = torch.stack([cost.seconds + messages.seconds for cost in costs])
     slowest = times.argmax(0)
@@ -141,17 +129,11 @@ def pipelined_step(
     def of_slowest(values: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(values)).gather(0, slowest[None])[0]
 
-    memories = []
-    for cost, first, _, is_last in stages:
-        saved = (cost.kept + (0 if is_last else message)) * many.clamp(max=num_stages - first) + cost.recomputed
-        # The gradients of whole parameters, and the parameters that torch gathers ahead.
-        memories.append(cost.stored + 2 * cost.unsharded + cost.unit + saved)
     fill = sum(time * stage.count for time, stage in zip(times, stages, strict=True))
     sent = [(cost.sent + messages) * many + cost.reduction for cost in costs]
     update = of_slowest([_update(cost, topology) for cost in costs])
     reductions = of_slowest([cost.reduction.seconds for cost in costs])
     return StepCost(
-        memory=torch.stack(memories).amax(0),
         compute=of_slowest([cost.compute for cost in costs]) * many + update,
         hidden=of_slowest([cost.hidden for cost in costs]) * many,
         exposed=(of_slowest([cost.exposed for cost in costs]) + messages.seconds) * many + reductions,
