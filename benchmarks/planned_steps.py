@@ -22,6 +22,7 @@ from tqdm import tqdm
 from benchmarks import machine
 from maxmoe import MoEConfig, parallelize
 from maxmoe.models import Decoder, DecoderConfig
+from maxmoe.parallel import token_sharding
 from maxmoe.planning import Device, predict
 from maxmoe.planning.time_model.calibration import calibrate
 from maxmoe.sharding import Mesh
@@ -101,8 +102,6 @@ def measure(requests: Sequence[tuple[Shape, Plan]], num_steps: int) -> list[floa
 
 
 def _seconds(shape: Shape, plan: Plan, num_steps: int) -> float:
-    from maxmoe.sharding import token_sharding
-
     torch.manual_seed(0)
     mesh = Mesh(plan.mesh)
     model = parallelize(
@@ -167,16 +166,17 @@ def report(rows: Sequence[Row]) -> str:
     """The table in Markdown, with the two numbers."""
     lines = ["| shape | ranks | plan | measured | predicted |", "|---|---|---|---|---|"]
     for row in sorted(rows, key=lambda row: (row.shape, row.measured)):
-        lines.append(
-            f"| {row.shape} | {row.num_ranks} | {row.plan} | {row.measured * 1e3:.0f} ms | {row.predicted * 1e3:.0f} ms |"
-        )
+        times = f"{row.measured * 1e3:.0f} ms | {row.predicted * 1e3:.0f} ms"
+        lines.append(f"| {row.shape} | {row.num_ranks} | {row.plan} | {times} |")
     correlation = rank_correlation([row.measured for row in rows], [row.predicted for row in rows])
     lines += ["", f"{len(rows)} plans, rank correlation {correlation:.3f}."]
     for shape in SHAPES:
         mine = [row for row in rows if row.shape == shape]
         if len(mine) > 2:
             own = rank_correlation([row.measured for row in mine], [row.predicted for row in mine])
-            lines.append(f"{shape}: {own:.3f}; the plan found is {distances(mine)[shape]:.1%} from the fastest measured.")
+            lines.append(
+                f"{shape}: {own:.3f}; the plan found is {distances(mine)[shape]:.1%} from the fastest measured."
+            )
     return "\n".join(lines)
 
 

@@ -46,7 +46,8 @@ from maxmoe.text_table import paragraph, terminal_width
 SIZES = ("num_layers", "num_dense_layers", "num_heads", "num_key_value_heads", "vocab_size", "intermediate_size")
 TRAINING = ("build_model", "parallelize", "make_batch", "loss")
 CONVENTIONS = (
-    "Memory is counted at the beginning of the backward. Parameters are {dtype}; so are gradients and optimizer state without dtypes of their own. "
+    "Memory is counted at the beginning of the backward. Parameters are {dtype}; so are gradients and optimizer state "
+    "without dtypes of their own. "
     "Gathered parameters: those of the largest module and of the model itself. Activations: the tensors that autograd "
     "saves on the CPU. Recomputed activations: those of the module with the most. Work space and the all-reduces of "
     "losses, statistics and the gradient norm are not counted.",

@@ -19,10 +19,21 @@ from maxmoe.sharding.rules import PRESETS
 from maxmoe.text_table import paragraph, terminal_width
 
 DTYPES = ("bfloat16", "float16", "float32")
-UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "KB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "TB": 1e12,
+}
 CONVENTION = (
-    "Predicted by the time model of docs/planning.md; memory and bytes are those of `explain`. A step: compute, exposed "
-    "communication and bubble; hidden communication runs beside products. FLOPs and bytes: of one rank in a step."
+    "Predicted by the time model of docs/planning.md; memory and bytes are those of `explain`. A step: compute, exposed"
+    " communication and bubble; hidden communication runs beside products. FLOPs and bytes: of one rank in a step."
 )
 
 

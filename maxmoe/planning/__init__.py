@@ -1,4 +1,4 @@
-"""Costs of a plan, without a cluster: shardings, memory, communication and time of a step; and a search for the best."""
+"""Costs of a plan, without a cluster: shardings, memory, communication and time of a step, and a search."""
 
 from maxmoe.planning.estimate import Estimate, estimate
 from maxmoe.planning.explain import Explanation, explain

@@ -75,19 +75,19 @@ class Sizes(int):
         self.values, self.is_present = values, is_present
         return self
 
-    __add__ = __radd__ = _elementwise("__add__")  # type: ignore[assignment]
-    __sub__ = _elementwise("__sub__")  # type: ignore[assignment]
-    __floordiv__ = _elementwise("__floordiv__")  # type: ignore[assignment]
-    __mod__ = _elementwise("__mod__")  # type: ignore[assignment]
-    __rsub__ = _reflected("__sub__")  # type: ignore[assignment]
-    __rfloordiv__ = _reflected("__floordiv__")  # type: ignore[assignment]
-    __rmod__ = _reflected("__mod__")  # type: ignore[assignment]
+    __add__ = __radd__ = _elementwise("__add__")
+    __sub__ = _elementwise("__sub__")
+    __floordiv__ = _elementwise("__floordiv__")
+    __mod__ = _elementwise("__mod__")
+    __rsub__ = _reflected("__sub__")
+    __rfloordiv__ = _reflected("__floordiv__")
+    __rmod__ = _reflected("__mod__")
     __lt__ = _decision("__lt__")
     __le__ = _decision("__le__")
     __gt__ = _decision("__gt__")
     __ge__ = _decision("__ge__")
-    __eq__ = _decision("__eq__")  # type: ignore[assignment]
-    __ne__ = _decision("__ne__")  # type: ignore[assignment]
+    __eq__ = _decision("__eq__")
+    __ne__ = _decision("__ne__")
     __hash__ = int.__hash__
 
     def __mul__(self, other: Any) -> "Sizes":

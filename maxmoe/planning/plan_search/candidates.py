@@ -11,8 +11,8 @@ from maxmoe.planning.many_meshes import Sizes
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
 
-# From the axis with the fewest bytes to the one with the most, so that the last ones are within a node. Axes of rules of
-# one's own come first.
+# From the axis with the fewest bytes to the one with the most, so that the last ones are within a node. Other axes come
+# first.
 ORDER = (STAGE_AXIS, "data", "fsdp", "fsdp_transpose", "context", "expert", "tensor")
 
 
@@ -108,7 +108,7 @@ def all_meshes(world_size: int, axes: Sequence[str]) -> Candidates:
 def with_same_axes(meshes: Candidates, index: Tensor) -> Iterator[Candidates]:
     """Yield meshes in groups that have the same axes larger than one; `index` selects the meshes."""
     present = torch.stack([sizes[index] > 1 for sizes in meshes.sizes.values()], dim=1)
-    for row in present.unique(dim=0):
+    for row in torch.unique(present, dim=0):
         group = meshes.select(index[(present == row).all(1)])
         kept = {axis: group.sizes[axis] for axis, has in zip(meshes.sizes, row.tolist(), strict=True) if has}
         yield Candidates(kept, group.num_micro_batches)

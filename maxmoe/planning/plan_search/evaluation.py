@@ -167,7 +167,7 @@ class Planned:
         return largest * (batch_size // rows)
 
     def memory(self) -> Tensor:
-        """Compute the bytes of the rank that needs most, ``(N,)``, with one chunk and the recomputation of the model."""
+        """Compute the bytes of the rank that needs most, ``(N,)``, with one chunk and what the model recomputes."""
         step, count = self._micro_step(1), len(self.meshes)
         (block_plans, rest_plans), (of_blocks, of_rest) = self.parts, self.parameters(1)
         blocks = {kind: part_memory(plan, of_blocks[kind], step, count) for kind, plan in block_plans.items()}
@@ -202,7 +202,7 @@ class Planned:
         for mask, kinds in self._by_stages():
             chosen = {kind: cost.select(mask) for kind, cost in blocks.items()}
             ends = [cost.select(mask) for cost in rest]
-            stages = [Stages(stage_of(chosen, kind.blocks, _ends(kind, ends)), kind.count) for kind in kinds]
+            stages = [Stages(stage_of(chosen, kind.blocks, _ends(kind, ends)), kind.number) for kind in kinds]
             meshes = self.meshes.select(mask)
             topology = Topology(meshes.mesh, self.evaluation.device, len(meshes))
             one = PlannedCollective("hidden states to stages", "send", (STAGE_AXIS,), Sizes(message[mask].long()))
@@ -216,7 +216,7 @@ class Planned:
     def _by_stages(self) -> Iterator[tuple[Tensor, list[StageKind]]]:
         """Yield the kinds of stages for each number of stages, with the mask of the meshes that have as many."""
         numbers = self.meshes.sizes[STAGE_AXIS]
-        for number in numbers.unique().tolist():
+        for number in torch.unique(numbers).tolist():
             yield numbers == number, self.evaluation.parts.stages(number)
 
     def _message(self, step: Step) -> Tensor:

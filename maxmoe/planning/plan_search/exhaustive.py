@@ -20,7 +20,6 @@ from maxmoe.planning.plan_search.rule_tables import Table
 from maxmoe.planning.plan_search.settings import CHUNKS, recomputations
 from maxmoe.planning.plan_search.step_cost import StepCost
 
-
 FIRST_BATCH = 64  # meshes that are evaluated before the bound is read again; then 16 times as many
 
 
@@ -117,7 +116,7 @@ class Exhaustive:
             batch = order[begin : begin + size]
             batch = batch[flat[batch] < best.bound]
             begin, size = begin + size, size * 16
-            for number in owner[batch].unique().tolist():
+            for number in torch.unique(owner[batch]).tolist():
                 index = place[batch[owner[batch] == number]]
                 for meshes in with_same_axes(groups[number].meshes, index):
                     self._try(groups[number]._replace(meshes=meshes), find, best)
@@ -139,9 +138,9 @@ class Exhaustive:
             batch_size, *_ = self.evaluation.step
             batch_axes, _ = token_sharding(meshes.mesh.within_stage(), group.table.rules).spec
             meshes = with_micro_batches(meshes, batch_size // meshes.product(batch_axes))
-        for meshes, result in for_all(lambda meshes: find(meshes, group), meshes):
+        for part, result in for_all(lambda part: find(part, group), meshes):
             if isinstance(result, ValueError):
-                self.excluded[_reason(result)] += len(meshes)
+                self.excluded[_reason(result)] += len(part)
             else:
                 plans, excluded = result
                 best.add(plans)

@@ -50,7 +50,9 @@ class FoundPlan:
         """Make a plan with the costs of one of many meshes."""
         integers = {name: int(getattr(cost, name)[index]) for name in ("intra_bytes", "inter_bytes")}
         names = ("compute", "hidden", "exposed", "bubble", "flops")
-        return cls(**plan, memory=int(memory[index]), **integers, **{name: float(getattr(cost, name)[index]) for name in names})  # type: ignore[arg-type]
+        return cls(
+            **plan, memory=int(memory[index]), **integers, **{name: float(getattr(cost, name)[index]) for name in names}
+        )  # type: ignore[arg-type]
 
     @property
     def seconds(self) -> float:

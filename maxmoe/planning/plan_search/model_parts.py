@@ -19,14 +19,14 @@ class StageKind(NamedTuple):
         is_first: whether they have the first part.
         is_last: whether they have the last part.
         rank: rank of the first of them along the axis `stage`.
-        count: number of them.
+        number: number of them.
     """
 
     blocks: Mapping[str, int]
     is_first: bool
     is_last: bool
     rank: int
-    count: int
+    number: int
 
 
 class ModelParts:
@@ -85,7 +85,7 @@ class ModelParts:
             counts = Counter(self._path(self._kind_of[name]) for name in part.blocks)
             key = frozenset(counts.items()), part.is_first, part.is_last
             kind = kinds.setdefault(key, StageKind(counts, part.is_first, part.is_last, rank, 0))
-            kinds[key] = kind._replace(count=kind.count + 1)
+            kinds[key] = kind._replace(number=kind.number + 1)
         return list(kinds.values())
 
     def _path(self, kind: str) -> str:

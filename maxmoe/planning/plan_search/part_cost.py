@@ -1,7 +1,7 @@
 """Costs of a part of a model on a rank: memory, products and collectives of one micro-batch."""
 
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -65,8 +65,10 @@ class PartCost:
 
     def select(self, mask: Tensor) -> "PartCost":
         """Return the costs in some of the meshes."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return PartCost(**{name: value.select(mask) if isinstance(value, Sent) else value[mask] for name, value in values.items()})
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in values.items():
+            values[name] = value.select(mask) if isinstance(value, Sent) else value[mask]
+        return PartCost(**values)
 
 
 class PartMemory(NamedTuple):

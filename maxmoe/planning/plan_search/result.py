@@ -42,7 +42,10 @@ class SearchResult:
         width = terminal_width()
         head = ("plan", "rules", "mesh", "dispatch", "recomputed", "memory", "step", "tokens/s of a rank")
         rows = [head, *(self._cells(number, plan) for number, plan in enumerate(self.plans, start=1))]
-        blocks = [text_table(rows, right=[5, 6, 7], width=width), text_table(self._costs(), right=range(1, 9), width=width)]
+        blocks = [
+            text_table(rows, right=[5, 6, 7], width=width),
+            text_table(self._costs(), right=range(1, 9), width=width),
+        ]
         blocks.append("To run the first one:\n\n    " + self.plans[0].call)
         if len(self.plans) > 1:
             blocks.append(paragraph(difference(*self.plans[:2]), width=width))
@@ -60,7 +63,7 @@ class SearchResult:
 
     def _costs(self) -> list[tuple[str, ...]]:
         heading = ("plan", "compute", "hidden", "exposed", "bubble", "FLOPs", "sent in the node", "to other nodes")
-        rows = [heading]
+        rows: list[tuple[str, ...]] = [heading]
         for number, plan in enumerate(self.plans, start=1):
             times = (plan.compute, plan.hidden, plan.exposed, plan.bubble)
             sent = readable_bytes(plan.intra_bytes), readable_bytes(plan.inter_bytes)

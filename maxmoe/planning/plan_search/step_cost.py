@@ -1,5 +1,6 @@
 """Time and memory of a whole step, from the costs of its parts."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -62,8 +63,8 @@ def stage_of(blocks: Mapping[str, PartCost], counts: Mapping[str, int], rest: Se
         return torch.stack([getattr(part, name) * count for part, count in parts]).sum(0)
 
     def sent(name: str) -> Sent:
-        first, *others = (getattr(part, name) * float(count) for part, count in parts)
-        return sum(others, start=first)
+        costs: list[Sent] = [getattr(part, name) * float(count) for part, count in parts]
+        return functools.reduce(Sent.__add__, costs)
 
     names = ("stored", "compute", "hidden", "exposed", "flops", "dispatched")
     return PartCost(
@@ -100,16 +101,14 @@ class Stages(NamedTuple):
 
     Attributes:
         cost: costs of one of them.
-        count: number of them.
+        number: number of them.
     """
 
     cost: PartCost
-    count: int
+    number: int
 
 
-def pipelined_step(
-    stages: Sequence[Stages], num_micro_batches: Tensor, messages: Sent, topology: Topology
-) -> StepCost:
+def pipelined_step(stages: Sequence[Stages], num_micro_batches: Tensor, messages: Sent, topology: Topology) -> StepCost:
     """Return the costs of a step of the schedule 1F1B with one stage per rank.
 
         seconds = sum of the stages' times of a micro-batch + (M - 1) * the longest of them
@@ -129,7 +128,7 @@ def pipelined_step(
     def of_slowest(values: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(values)).gather(0, slowest[None])[0]
 
-    fill = sum(time * stage.count for time, stage in zip(times, stages, strict=True))
+    fill = sum(time * stage.number for time, stage in zip(times, stages, strict=True))
     sent = [(cost.sent + messages) * many + cost.reduction for cost in costs]
     update = of_slowest([_update(cost, topology) for cost in costs])
     reductions = of_slowest([cost.reduction.seconds for cost in costs])

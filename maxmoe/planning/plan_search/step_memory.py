@@ -9,15 +9,21 @@ from maxmoe.planning.plan_search.model_parts import StageKind
 from maxmoe.planning.plan_search.part_cost import PartMemory
 
 
-def memory_of(
-    blocks: Mapping[str, PartMemory], counts: Mapping[str, int], rest: Sequence[PartMemory]
-) -> PartMemory:
+def memory_of(blocks: Mapping[str, PartMemory], counts: Mapping[str, int], rest: Sequence[PartMemory]) -> PartMemory:
     """Return the memory of the blocks of a stage, or of the whole model, and of the parts before and after them."""
     parts = [(blocks[kind], count) for kind, count in counts.items()] + [(part, 1) for part in rest]
-    total = [torch.stack([part[field] * count for part, count in parts]).sum(0) for field in range(4)]
+
+    def total(name: str) -> Tensor:
+        return torch.stack([getattr(part, name) * count for part, count in parts]).sum(0)
+
     units = [torch.stack([blocks[kind].unit for kind in counts]).amax(0)] if counts else []
-    total[2] = torch.stack(units + [part.unit for part in rest]).sum(0)
-    return PartMemory(*total, torch.stack([part.recomputed for part, _ in parts]).amax(0))
+    return PartMemory(
+        stored=total("stored"),
+        unsharded=total("unsharded"),
+        unit=torch.stack(units + [part.unit for part in rest]).sum(0),
+        kept=total("kept"),
+        recomputed=torch.stack([part.recomputed for part, _ in parts]).amax(0),
+    )
 
 
 def pipelined_memory(
@@ -30,7 +36,7 @@ def pipelined_memory(
         num_micro_batches: number of micro-batches of each mesh.
         message: bytes of the hidden states of a micro-batch, which a stage keeps until its backward.
     """
-    num_stages = sum(kind.count for kind, _ in stages)
+    num_stages = sum(kind.number for kind, _ in stages)
     memories = []
     for kind, memory in stages:
         in_flight = num_micro_batches.clamp(max=num_stages - kind.rank)

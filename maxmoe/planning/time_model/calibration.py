@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from maxmoe._torch import all_gather_single
 from maxmoe.config import MoEConfig
 from maxmoe.nn import MoE
 from maxmoe.planning.time_model.device import Device, Link
@@ -18,7 +20,7 @@ from maxmoe.testing.rank_processes import RankProcesses
 
 ROWS = (4, 16, 64, 256, 1024)
 WIDTH, DEPTH, EXPERTS = 512, 512, 4
-SMALL, LARGE = 2**10, 2**24  # bytes of the messages that show latency and bandwidth
+SMALL, LARGE = 2**10, 2**21  # bytes of the messages that show latency and bandwidth
 REPEATS = 7
 
 
@@ -37,35 +39,37 @@ def calibrate(name: str, *, num_ranks: int = 2) -> Device:
     Raises:
         ImportError: without tqdm, which the extra `examples` installs.
     """
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
-    measurements: dict[str, Callable[[], object]] = {
+    measurements: dict[str, Callable[[], Any]] = {
         "products": _products,
         "memory": _memory_bandwidth,
         "layer": _block_overhead,
         "collectives": partial(_collectives, max(2, num_ranks)),
     }
-    found: dict[str, object] = {}
+    found: dict[str, Any] = {}
     for what, measure in (bar := tqdm(measurements.items(), dynamic_ncols=True)):
         bar.set_description(f"measuring {what}")
         found[what] = measure()
-    peaks, half_rows = found["products"]  # type: ignore[misc]
-    latency, bandwidth = found["collectives"]  # type: ignore[misc]
+    peaks, half_rows = found["products"]
+    latency, bandwidth = found["collectives"]
     link = Link(latency, bandwidth)
     return Device(
         name=name,
-        sources=(f"measured by python -m maxmoe plan --calibrate, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",),
+        sources=(
+            f"measured by python -m maxmoe plan --calibrate, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
+        ),
         peak_flops=peaks,
         max_share=1.0,
         half_rows=half_rows,
         memory=_memory(),
-        memory_bandwidth=found["memory"],  # type: ignore[arg-type]
+        memory_bandwidth=found["memory"],
         ranks_per_node=0,
         intra_node=link,
         inter_node=link,
         overlap=0.0,
         cores=len(os.sched_getaffinity(0)),
-        block_overhead=found["layer"],  # type: ignore[arg-type]
+        block_overhead=found["layer"],
     )
 
 
@@ -115,8 +119,7 @@ def _memory_bandwidth() -> float:
     """Return the bytes per second that one thread reads and writes in an addition of tensors larger than caches."""
     with _one_thread():
         x = torch.randn(2**24)
-        result = 3 * x.nbytes / seconds(partial(torch.add, x, x, out=torch.empty_like(x)))
-    return result
+        return 3 * x.nbytes / seconds(partial(torch.add, x, x, out=torch.empty_like(x)))
 
 
 def _block_overhead() -> float:
@@ -128,10 +131,9 @@ def _block_overhead() -> float:
 
         def step() -> None:
             hidden: Tensor = x + linear(linear(linear(linear(norm(x)))))
-            (hidden + layer(norm(hidden)).hidden_states).sum().backward()  # type: ignore[no-untyped-call]
+            (hidden + layer(norm(hidden)).hidden_states).sum().backward()
 
-        result = seconds(step)
-    return result
+        return seconds(step)
 
 
 def _collectives(num_ranks: int) -> tuple[float, float]:
@@ -148,5 +150,5 @@ def _all_gathers() -> tuple[float, float]:
     for size in (SMALL, LARGE):
         mine = torch.zeros(size // 4)
         gathered = torch.zeros(dist.get_world_size() * size // 4)
-        times.append(seconds(partial(dist.all_gather_into_tensor, gathered, mine)))
+        times.append(seconds(partial(all_gather_single, gathered, mine)))
     return times[0], times[1]

@@ -1,14 +1,18 @@
 """Search for the fastest plans of a model on a number of ranks."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import nn
 
 from maxmoe.adapters import with_stacked_factors
 from maxmoe.field_checks import check_int
+from maxmoe.nn import recompute_of, set_recompute
+from maxmoe.planning.estimate import estimate
 from maxmoe.planning.memory import PARAMETER_DTYPES, parameter_dtype
 from maxmoe.planning.plan_search.evaluation import Evaluation
 from maxmoe.planning.plan_search.exhaustive import Exhaustive
+from maxmoe.planning.plan_search.found_plan import FoundPlan
 from maxmoe.planning.plan_search.model_parts import ModelParts
 from maxmoe.planning.plan_search.part_cost import Step
 from maxmoe.planning.plan_search.result import NoPlanFits, SearchResult
@@ -38,8 +42,8 @@ def search(
     """Search for the plans of a training step that take least time and fit in memory.
 
     All meshes of `world_size` ranks are tried: every factorisation over the axes that the rules know, pipeline stages
-    with the schedule 1F1B included. On each, all rules, numbers of micro-batches, strategies for experts on other ranks,
-    chunks of tokens and parts to recompute. Memory and collectives are those of `estimate`, with AdamW; the time is
+    with the schedule 1F1B included. On each, all rules, numbers of micro-batches, strategies for experts on other
+    ranks, chunks of tokens and parts to recompute. Memory and collectives are those of `estimate`, with AdamW; the time is
     that of the model in docs/planning.md. A plan that cannot be among the fastest is left out early.
 
     Args:
@@ -83,10 +87,35 @@ def search(
         run.search_smallest()
         raise NoPlanFits(tuple(run.smallest.plans), limit)
     return SearchResult(
-        plans=tuple(run.fastest.plans),
+        plans=_confirmed(module, run.fastest.plans, step, limit),
         excluded=dict(run.excluded),
         num_considered=run.num_plans,
         limit=limit,
         num_tokens=batch_size * sequence_length,
         world_size=world_size,
     )
+
+
+def _confirmed(module: nn.Module, plans: Sequence[FoundPlan], step: Step, limit: int) -> tuple[FoundPlan, ...]:
+    """Return the plans from the first one on that `estimate` says to fit, the first one with its memory."""
+    for index, plan in enumerate(plans):
+        before = recompute_of(module)
+        set_recompute(module, plan.recompute)
+        try:
+            costs = estimate(
+                module,
+                Mesh.planned(plan.mesh),
+                plan.rules,
+                batch_size=step.batch_size,
+                sequence_length=step.sequence_length,
+                dispatch=plan.dispatch,
+                num_chunks=plan.num_chunks,
+                num_micro_batches=plan.num_micro_batches if plan.has_stages else None,
+                state_dtypes=step.state_dtypes,
+            )
+        finally:
+            set_recompute(module, before)
+        memory = sum(costs.memory.values())
+        if memory <= limit:
+            return (replace(plan, memory=memory), *plans[index + 1 :])
+    return tuple(plans)
