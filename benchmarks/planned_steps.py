@@ -2,8 +2,8 @@
 
     python -m benchmarks.planned_steps
 
-Three model shapes on 1, 2, 4 and 8 processes of this machine, with several meshes, rules and strategies on each. The machine
-is calibrated first, as by `python -m maxmoe plan --calibrate`. Writes a table, a picture and results.json.
+Three model shapes on 1, 2, 4 and 8 processes of this machine, with several meshes, rules and strategies on each. The
+machine is calibrated first, as by `python -m maxmoe plan --calibrate`. Writes a table, a picture and results.json.
 """
 
 import argparse

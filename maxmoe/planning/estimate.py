@@ -96,9 +96,10 @@ def estimate(
 ) -> Estimate:
     """Estimate the memory per rank and the communication per training step of a module on a mesh.
 
-    Gradients and optimizer state have the dtype of the parameters, as in `torch.optim`, or those of
-    `state_dtypes`. AdamW keeps two elements per parameter element and does not communicate. Muon keeps one for the parameters that `maxmoe.optim.parameter_groups`
-    assigns to it, and communicates sharded matrices in its default dtype on the device of the parameters.
+    Gradients and optimizer state have the dtype of the parameters, as in `torch.optim`, or those of `state_dtypes`.
+    AdamW keeps two elements per parameter element and does not communicate. Muon keeps one for the parameters that
+    `maxmoe.optim.parameter_groups` assigns to it, and communicates sharded matrices in its default dtype on the device
+    of the parameters.
 
     Every weight is counted as gathered in the forward and again in the backward; an untied embedding is gathered in
     the forward only. Only one recomputed module (see `maxmoe.set_recompute`) is in memory at a time. Routing is assumed

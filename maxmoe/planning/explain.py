@@ -142,7 +142,7 @@ class Explanation:
             axes = dict.fromkeys(drop.axis for _, group in groups for drop in group[0].indivisible)
             sizes = ", ".join(f"{axis}={self.mesh.size(axis)}" for axis in axes)
             yield (
-                f"Every rank holds {readable_bytes(total)} of its {readable_bytes(self.local_bytes)} of parameters whole, "
+                f"Every rank holds {readable_bytes(total)} of {readable_bytes(self.local_bytes)} of parameters whole, "
                 f"because {sizes} does not divide their dims: {', '.join(label for label, _ in groups)}."
             )
 

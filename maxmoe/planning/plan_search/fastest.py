@@ -41,10 +41,10 @@ def search(
 ) -> SearchResult:
     """Search for the plans of a training step that take least time and fit in memory.
 
-    All meshes of `world_size` ranks are tried: every factorisation over the axes that the rules know, pipeline stages
-    with the schedule 1F1B included. On each, all rules, numbers of micro-batches, strategies for experts on other
-    ranks, chunks of tokens and parts to recompute. Memory and collectives are those of `estimate`, with AdamW; the time is
-    that of the model in docs/planning.md. A plan that cannot be among the fastest is left out early.
+    All meshes of `world_size` ranks are tried: every factorisation over the axes that the rules know, with pipeline
+    stages of the schedule 1F1B. On each, all rules, numbers of micro-batches, strategies for experts on other ranks,
+    chunks of tokens and parts to recompute. Memory and collectives are those of `estimate`, with AdamW; the time is
+    that of the model in docs/planning.md. A plan that cannot be among the fastest is left out by a lower bound.
 
     Args:
         module: module before `maxmoe.parallelize`, on any device, including meta, with parameters of one dtype. Only a
