@@ -234,12 +234,16 @@ def main() -> None:
                 model, plan.mesh, plan.rules, device, num_chunks=plan.num_chunks, recompute=plan.recompute, **step
             )
             rows.append(Row(shape, num_ranks, plan.label, measured, found.seconds))
-    text = report(rows)
-    (options.out / "table.md").write_text(text + "\n")
-    draw(rows, options.out / "planned_steps.png")
+        write(rows, options.out)
+    print(report(rows))
+
+
+def write(rows: Sequence[Row], folder: Path) -> None:
+    """Write what is measured so far."""
+    (folder / "table.md").write_text(report(rows) + "\n")
+    draw(rows, folder / "planned_steps.png")
     contents = {"machine": machine.describe(), "rows": [row._asdict() for row in rows]}
-    (options.out / "results.json").write_text(json.dumps(contents, indent=1) + "\n")
-    print(text)
+    (folder / "results.json").write_text(json.dumps(contents, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -74,12 +74,19 @@ def activation_memory(
 
     `dtype` is that of the activations; None for `parameter_dtype`, which a part of a model without parameters has not.
     """
-    dtype = dtype or parameter_dtype(plan)
+    activations = activation_sizes(plan, batch_size, sequence_length, num_chunks, dtype or parameter_dtype(plan))
+    return activations.pop(None, 0), max(activations.values(), default=0)
+
+
+def activation_sizes(
+    plan: Plan, batch_size: int, sequence_length: int, num_chunks: int, dtype: torch.dtype
+) -> dict[str | None, int]:
+    """Count the bytes of activations by the module whose backward recomputes them; None for those that are kept."""
     activations: dict[str | None, int] = defaultdict(int)
     for path, tensor in saved_tensors(plan, batch_size, sequence_length, num_chunks):
         count = math.prod(tensor.shape) * (tensor.dtype or dtype).itemsize
         activations[_recomputed_for(plan, path, tensor)] += count
-    return activations.pop(None, 0), max(activations.values(), default=0)
+    return activations
 
 
 def _recomputed_for(plan: Plan, path: str, tensor: SavedTensor) -> str | None:

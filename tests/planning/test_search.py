@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import maxmoe
 from maxmoe import MoEConfig, parallelize
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.nn import set_recompute
@@ -42,7 +43,7 @@ PLANS = [(rules, dict(zip(axes, sizes, strict=True))) for rules, axes in AXES.it
 def all_plans() -> list[FoundPlan]:
     """Plans of four ranks with two presets, each planned alone."""
     found = []
-    for (rules, mesh), dispatch in product(PLANS, ("ragged_all_to_all", "gather_weights")):
+    for (rules, mesh), dispatch in product(PLANS[::2], ("ragged_all_to_all", "gather_weights")):
         for chunks, names in product((1, 2), ((), ("experts",), ("blocks",))):
             many = 2 * mesh["stage"] if mesh.get("stage", 1) > 1 else 1
             options: dict[str, Any] = {"dispatch": dispatch, "num_chunks": chunks, "recompute": names}
@@ -89,7 +90,7 @@ def test_memory_and_bytes_are_those_of_estimate(dtypes: StateDtypes) -> None:
 
 def test_more_memory_never_gives_a_slower_plan() -> None:
     times = []
-    for limit in range(1_000_000, 3_000_001, 500_000):
+    for limit in range(1_200_000, 3_000_001, 600_000):
         try:
             found = search(model(), 4, DEVICE, memory=limit, rules=["default"], num_plans=1, **STEP)
             times.append(found.plans[0].seconds)
@@ -114,12 +115,12 @@ def test_a_step_is_not_slower_with_more_bandwidth() -> None:
 def run(plan: FoundPlan) -> float:
     torch.manual_seed(0)
     whole, mesh = Decoder(CONFIG), Mesh(plan.mesh)
-    names: dict[str, Any] = {"model": whole, "maxmoe": __import__("maxmoe"), "Mesh": lambda _sizes: mesh}
+    names: dict[str, Any] = {"model": whole, "maxmoe": maxmoe, "Mesh": lambda _sizes: mesh}
     exec(plan.call, names)
     tokens = torch.randint(128, (STEP["batch_size"], STEP["sequence_length"]))
     output = names["model"](tokens[token_sharding(mesh, plan.rules).slices(tokens.shape)])
     output.logits.square().mean().backward()
-    return float(output.logits.sum())
+    return float(output.logits.detach().sum())
 
 
 def test_the_plans_run_as_they_are_printed() -> None:

@@ -9,10 +9,15 @@ from torch import Tensor, nn
 from maxmoe.parallel.plan import ModulePlan, Plan, enclosing
 from maxmoe.planning.communication import activation_communication, dispatch_communication, parameter_communication
 from maxmoe.planning.many_meshes import as_tensor
-from maxmoe.planning.memory import activation_memory, stored_memory, unit_memory, unsharded_memory
+from maxmoe.planning.memory import activation_memory, activation_sizes, stored_memory, unit_memory, unsharded_memory
 from maxmoe.planning.state_dtypes import StateDtypes
 from maxmoe.planning.time_model.collective_time import Sent, Topology
-from maxmoe.planning.time_model.compute_time import PASSES_OVER_ACTIVATIONS, Computed, computed
+from maxmoe.planning.time_model.compute_time import (
+    PASSES_OF_RECOMPUTATION,
+    PASSES_OVER_ACTIVATIONS,
+    Computed,
+    computed,
+)
 from maxmoe.sharding.planned_collective import PlannedCollective
 
 
@@ -155,8 +160,10 @@ def compute_seconds(plan: Plan, step: Step, topology: Topology, *, is_block: boo
     """Return the time of products and memory traffic of a plan, and its products."""
     device, count = topology.device, topology.count
     products = computed(plan, *step[:3], device, step.dtype, count)
-    activations = sum(as_tensor(size, count) for size in activation_memory(plan, *step[:3], step.dtype))
-    traffic = activations * PASSES_OVER_ACTIVATIONS / device.memory_bandwidth
+    traffic = torch.zeros(count, dtype=torch.float64)
+    for recomputed_by, size in activation_sizes(plan, *step[:3], step.dtype).items():
+        passes = PASSES_OVER_ACTIVATIONS + (0 if recomputed_by is None else PASSES_OF_RECOMPUTATION)
+        traffic = traffic + as_tensor(size, count) * passes / device.memory_bandwidth
     overhead = device.block_overhead if is_block else 0.0
     return (products.seconds + traffic + overhead) * topology.slowdown, products
 

@@ -14,6 +14,8 @@ from maxmoe.planning.time_model.device import Device
 
 # A saved tensor is written and read in the forward, read in the backward, and its gradient is written and read.
 PASSES_OVER_ACTIVATIONS = 5
+# Its recomputation writes and reads it again.
+PASSES_OF_RECOMPUTATION = 2
 
 
 class Product(NamedTuple):
