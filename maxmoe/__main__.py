@@ -41,7 +41,7 @@ from maxmoe.planning.explain import explain
 from maxmoe.sharding.mesh import Mesh, parse_mesh
 from maxmoe.sharding.rules import LogicalRules
 from maxmoe.testing import RankComparison, compare_ranks
-from maxmoe.text_table import paragraph, terminal_width
+from maxmoe.text_table import paragraph, readable_bytes, terminal_width
 
 SIZES = ("num_layers", "num_dense_layers", "num_heads", "num_key_value_heads", "vocab_size", "intermediate_size")
 TRAINING = ("build_model", "parallelize", "make_batch", "loss")
@@ -160,6 +160,7 @@ def plan(options: argparse.Namespace) -> str:
         f"{difference}{changed}",
         f"{mesh.num_ranks} ranks: {options.mesh}. Rules: {options.rules}. A step: {options.batch_size} sequences of "
         f"{options.sequence_length} tokens.{f' Recomputed: {options.recompute}.' if recompute else ''}",
+        f"The largest rank needs {readable_bytes(sum(costs.memory.values()))} of memory.",
     )
     width = terminal_width()
     opening = "\n".join(paragraph(line, width=width) for line in head)

@@ -23,6 +23,8 @@ from maxmoe.text_table import paragraph, readable_bytes, terminal_width, text_ta
 
 # A replicated parameter is large if it takes at least this share of the bytes of a rank.
 LARGE_SHARE = 0.01
+# Number of parameters that a sentence lists.
+LISTED = 3
 
 
 @dataclass(frozen=True)
@@ -140,10 +142,12 @@ class Explanation:
         total = sum(parameter.local_bytes for _, group in groups for parameter in group)
         if total >= LARGE_SHARE * self.local_bytes and total:
             axes = dict.fromkeys(drop.axis for _, group in groups for drop in group[0].indivisible)
+            labels = [label for label, _ in groups[:LISTED]]
+            labels += [f"and {len(groups) - LISTED} more"] if len(groups) > LISTED else []
             sizes = ", ".join(f"{axis}={self.mesh.size(axis)}" for axis in axes)
             yield (
                 f"Every rank holds {readable_bytes(total)} of {readable_bytes(self.local_bytes)} of parameters whole, "
-                f"because {sizes} does not divide their dims: {', '.join(label for label, _ in groups)}."
+                f"because {sizes} does not divide their dims: {', '.join(labels)}."
             )
 
     def _rules_text(self, parameter: ExplainedParameter) -> str:

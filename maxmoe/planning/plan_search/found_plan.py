@@ -1,6 +1,7 @@
 """A plan that a search has found, with its costs."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -46,13 +47,24 @@ class FoundPlan:
     inter_bytes: int
 
     @classmethod
-    def of(cls, cost: StepCost, memory: Tensor, index: int, **plan: object) -> "FoundPlan":
-        """Make a plan with the costs of one of many meshes."""
-        integers = {name: int(getattr(cost, name)[index]) for name in ("intra_bytes", "inter_bytes")}
-        names = ("compute", "hidden", "exposed", "bubble", "flops")
-        return cls(
-            **plan, memory=int(memory[index]), **integers, **{name: float(getattr(cost, name)[index]) for name in names}
-        )  # type: ignore[arg-type]
+    def of(cls, cost: StepCost, memory: Tensor, index: int, **plan: Any) -> "FoundPlan":
+        """Make a plan with the costs of one of many meshes.
+
+        Args:
+            cost: costs in many meshes.
+            memory: ``(N,)``, bytes in each.
+            index: index of the mesh.
+            **plan: the settings of the plan.
+
+        Returns:
+            The plan.
+        """
+        values: dict[str, Any] = {"memory": int(memory[index])}
+        for name in ("compute", "hidden", "exposed", "bubble", "flops"):
+            values[name] = float(getattr(cost, name)[index])
+        for name in ("intra_bytes", "inter_bytes"):
+            values[name] = int(getattr(cost, name)[index])
+        return cls(**plan, **values)
 
     @property
     def seconds(self) -> float:
