@@ -21,10 +21,10 @@ from tqdm import tqdm
 
 from benchmarks import machine
 from maxmoe import MoEConfig, parallelize
+from maxmoe.calibration import calibrate
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.parallel import token_sharding
 from maxmoe.planning import Device, predict
-from maxmoe.planning.time_model.calibration import calibrate
 from maxmoe.sharding import Mesh
 from maxmoe.testing.rank_processes import RankProcesses
 
