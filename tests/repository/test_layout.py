@@ -60,6 +60,7 @@ LEVELS = [
     {"planning"},
     {"models", "integrations"},
     {"testing"},
+    {"calibration", "plan_command"},
 ]
 
 
