@@ -19,20 +19,22 @@ class MeshesDiffer(Exception):  # noqa: N818, not an error: it splits the meshes
         self.mask = mask
 
 
-def _elementwise(name: str) -> Callable[["Sizes", Any], "Sizes"]:
+def _elementwise(name: str, neutral: int | None = None) -> Callable[["Sizes", Any], "Sizes"]:
     operator: Callable[[Tensor, Any], Tensor] = getattr(Tensor, name)
 
     def method(self: "Sizes", other: Any) -> "Sizes":
+        if type(other) is int and other == neutral:
+            return Sizes(self.values)
         return Sizes(operator(self.values, other.values if isinstance(other, Sizes) else other))
 
     return method
 
 
 def _reflected(name: str) -> Callable[["Sizes", Any], "Sizes"]:
-    operator: Callable[[Tensor, Tensor], Tensor] = getattr(Tensor, name)
+    operator: Callable[[Tensor, Any], Tensor] = getattr(Tensor, name)
 
     def method(self: "Sizes", other: Any) -> "Sizes":
-        return Sizes(operator(torch.tensor(other), self.values))
+        return Sizes(operator(self.values, other))
 
     return method
 
@@ -75,13 +77,13 @@ class Sizes(int):
         self.values, self.is_present = values, is_present
         return self
 
-    __add__ = __radd__ = _elementwise("__add__")
-    __sub__ = _elementwise("__sub__")
-    __floordiv__ = _elementwise("__floordiv__")
+    __add__ = __radd__ = _elementwise("__add__", 0)
+    __sub__ = _elementwise("__sub__", 0)
+    __floordiv__ = _elementwise("__floordiv__", 1)
     __mod__ = _elementwise("__mod__")
-    __rsub__ = _reflected("__sub__")
-    __rfloordiv__ = _reflected("__floordiv__")
-    __rmod__ = _reflected("__mod__")
+    __rsub__ = _reflected("__rsub__")
+    __rfloordiv__ = _reflected("__rfloordiv__")
+    __rmod__ = _reflected("__rmod__")
     __lt__ = _decision("__lt__")
     __le__ = _decision("__le__")
     __gt__ = _decision("__gt__")
@@ -92,9 +94,11 @@ class Sizes(int):
 
     def __mul__(self, other: Any) -> "Sizes":
         """Return the product, which is present if both factors are an axis or one."""
+        if type(other) is int and other == 1:
+            return self
         if isinstance(other, Sizes):
             return Sizes(self.values * other.values, is_present=self.is_present and other.is_present)
-        return Sizes(self.values * other, is_present=self.is_present and other == 1)
+        return Sizes(self.values * other)
 
     __rmul__ = __mul__
 
