@@ -18,14 +18,38 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// Number of rows of B in a block of a row-major B. 2 and 4 rows showed no consistent difference; 16 and 32 rows took up
-// to 1.5 times the time for 1 to 6 rows of A (docs/performance.md).
-constexpr int64_t kFewRowsDepth = 8;
+#ifndef FR_BLOCK
+#define FR_BLOCK 32768
+#endif
+#ifndef FR_LOC
+#define FR_LOC 2
+#endif
+#ifndef FR_MINROWS
+#define FR_MINROWS 8
+#endif
+#ifndef FR_MAXROWS
+#define FR_MAXROWS 64
+#endif
 
-// Prefetch distance of a row-major B in bytes, rounded up to whole blocks. A block of narrow rows is multiplied in less
-// time than a cache miss takes. Without prefetching, 4 rows of A and more took 2 to 4 times the time, and longer
-// distances gave no gain (docs/performance.md).
-constexpr int64_t kFewRowsPrefetchBytes = int64_t{8} * 1024;
+// Bytes of a block of rows of a row-major B. While a block is multiplied, the next one is prefetched.
+constexpr int64_t kFewRowsBlockBytes = FR_BLOCK;
+
+// Addresses that are prefetched while the columns of a block are multiplied: kLines cache lines for each row.
+struct RowPrefetch {
+  const std::byte* address;
+  int64_t row_bytes;  // from one row to the next
+
+  template <int kLines>
+  MAXMOE_INLINE void advance() {
+#pragma GCC unroll 8
+    for (int i = 0; i < kLines; ++i) __builtin_prefetch(address + i * kCacheLineBytes, /*write*/ 0, FR_LOC);
+    address += row_bytes;
+  }
+};
+
+// The number of cache lines of a row that a kernel reads at a time; where it reads half a line, it prefetches it twice.
+template <class T, int kVectorsX2>
+constexpr int kLinesPerRow = kVectorsX2 * kNR<Accumulator<T>> * static_cast<int>(sizeof(T)) / kCacheLineBytes;
 
 // Computes sums[kRows, kVectorsX2 * NR] = a * b, or += if `accumulate`, for one block of rows of B. The columns of the
 // sums are in the order of VectorX2.
@@ -33,9 +57,11 @@ constexpr int64_t kFewRowsPrefetchBytes = int64_t{8} * 1024;
 // The loops over `sum` are unrolled completely: 12 is the largest kRows, 8 the largest number of vectors. The compiler
 // keeps an array in registers only if all of its indices are constants.
 template <class T, class Element, int kRows, int kVectorsX2>
-MAXMOE_INLINE void multiply_few_rows_block(FewRows<Element> a, ConstMatrixView<T> b, Range depth, Accumulator<T>* sums,
-                                           int64_t sums_stride, bool accumulate) {
+MAXMOE_INLINE void multiply_few_rows_block(FewRows<Element, kRows> a, ConstMatrixView<T> b, Range depth, Accumulator<T>* sums,
+                                           int64_t sums_stride, bool accumulate, RowPrefetch next) {
   using S = Accumulator<T>;
+  constexpr int kDepthOfStep = kDepthPerStep<Element>;
+  constexpr int kLines = kLinesPerRow<T, kVectorsX2> == 0 ? 1 : kLinesPerRow<T, kVectorsX2>;
   Vector<S> sum[kRows][2 * kVectorsX2];
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
@@ -44,21 +70,27 @@ MAXMOE_INLINE void multiply_few_rows_block(FewRows<Element> a, ConstMatrixView<T
       sum[r][v] = accumulate ? load_vector(sums + r * sums_stride + v * kLanes<S>) : Vector<S>{};
     }
   }
-  for (int64_t d = depth.begin; d < depth.end; d += kDepthPerStep<Element>) {
-    const T* row = b.row(d);
-    // The second row of a step of pairs. A missing one counts as zeros.
-    const T* next = d + 1 < depth.end ? row + b.row_stride : nullptr;
+  const auto multiply_step = [&](int64_t d, const T* row, const T* second) MAXMOE_INLINE_LAMBDA {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectorsX2; ++v) {
-      const StepX2<Element> step = load_step<Element>(row + v * kNR<S>, next == nullptr ? nullptr : next + v * kNR<S>);
+      const StepX2<Element> step = load_step<Element>(row + v * kNR<S>, second == nullptr ? nullptr : second + v * kNR<S>);
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
-        const Element factor = a(r, d / kDepthPerStep<Element>);
+        const Element factor = a(r, d / kDepthOfStep);
         sum[r][2 * v] = multiply_add(sum[r][2 * v], factor, step.first);
         sum[r][2 * v + 1] = multiply_add(sum[r][2 * v + 1], factor, step.second);
       }
     }
+  };
+  int64_t d = depth.begin;
+  const T* row = b.row(d);
+  for (; d + kDepthOfStep <= depth.end; d += kDepthOfStep, row += kDepthOfStep * b.row_stride) {
+#pragma GCC unroll 2
+    for (int i = 0; i < kDepthOfStep; ++i) next.advance<kLines>();
+    multiply_step(d, row, row + b.row_stride);
   }
+  // A missing second row of a step of pairs counts as zeros.
+  if (d < depth.end) multiply_step(d, row, nullptr);
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
@@ -66,30 +98,29 @@ MAXMOE_INLINE void multiply_few_rows_block(FewRows<Element> a, ConstMatrixView<T
   }
 }
 
-// The product with a row-major b. While a block of rows of b is multiplied, the same columns of a later block are
-// prefetched. At the end of b, the rows of the next product are prefetched.
+// The product with a row-major b. While a block of rows of b is multiplied, the next block is prefetched in the order
+// of memory. At the end of b, the rows of the next product are prefetched.
 template <class T, class Element, int kRows>
-void multiply_few_rows_row_major(FewRows<Element> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sums,
+void multiply_few_rows_row_major(FewRows<Element, kRows> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sums,
                                  bool accumulate, ConstMatrixView<T> next_b) {
   constexpr int kWideX2 = few_rows_vectors_x2(kRows);
   constexpr int64_t kWideColumns = kWideX2 * kNR<Accumulator<T>>;
-  // The prefetch distance in rows.
-  const int64_t rows_ahead =
-      (kFewRowsPrefetchBytes / (b.columns * int64_t{sizeof(T)}) / kFewRowsDepth + 1) * kFewRowsDepth;
-  for (int64_t d = 0; d < b.rows; d += kFewRowsDepth) {
-    const Range depth = range_from(d, kFewRowsDepth, b.rows);
+  int64_t rows_per_block = kFewRowsBlockBytes / (b.columns * int64_t{sizeof(T)}) / 2 * 2;
+  rows_per_block = rows_per_block < FR_MINROWS ? FR_MINROWS : at_most(rows_per_block, FR_MAXROWS);
+  for (int64_t d = 0; d < b.rows; d += rows_per_block) {
+    const Range depth = range_from(d, rows_per_block, b.rows);
     // Past the last row of b, the rows of the next product are prefetched.
-    const int64_t ahead = d + rows_ahead;
-    const ConstMatrixView<T> next = ahead < b.rows
-                                        ? b.row_range(ahead, b.rows)
-                                        : next_b.row_range(at_most(ahead - b.rows, next_b.rows), next_b.rows);
-    const int64_t next_rows = at_most(next.rows, kFewRowsDepth);
+    const ConstMatrixView<T> next = depth.end < b.rows ? b.row_range(depth.end, b.rows) : next_b;
+    const bool is_contiguous = next.row_stride == next.columns;
     int64_t column = 0;
     const auto multiply_columns = [&]<int kVectorsX2> {
       constexpr int64_t kColumns = kVectorsX2 * kNR<Accumulator<T>>;
-      for (int64_t row = 0; row < next_rows; ++row) prefetch_row(next.row(row) + column, kColumns);
+      const RowPrefetch of_columns{
+          reinterpret_cast<const std::byte*>(next.data + (is_contiguous ? column * depth.size() : column)),
+          (is_contiguous ? kColumns : next.row_stride) * int64_t{sizeof(T)}};
       multiply_few_rows_block<T, Element, kRows, kVectorsX2>(a, b.column_range(column, column + kColumns), depth,
-                                                             sums.data + column, sums.row_stride, accumulate || d > 0);
+                                                             sums.data + column, sums.row_stride, accumulate || d > 0,
+                                                             of_columns);
       column += kColumns;
     };
     // The loop over columns is inside, so that b is read row block by row block: see the top of the file.
@@ -98,83 +129,129 @@ void multiply_few_rows_row_major(FewRows<Element> a, ConstMatrixView<T> b, Matri
   }
 }
 
+// What a transposed block holds: pairs, if b is bfloat16, even where they are multiplied as floats. A block then has
+// twice as many elements, for the same shuffles.
+template <class T, class Element>
+using BlockElement = std::conditional_t<std::is_same_v<T, BFloat16>, BFloat16Pair, Element>;
+
 // Loads kLanes steps, from column d on, of the rows of `panel` that one vector of a micro-panel holds, and transposes
 // them: each vector of `block` is then one step. Prefetches the same block of `next`. The loop is unrolled, so that
 // `block` stays in registers; 16 is the largest number of lanes.
-template <class T, class Element>
+template <class T, class Of>
 MAXMOE_INLINE void load_transposed_block(ConstMatrixView<T> panel, ConstMatrixView<T> next, int vector, int64_t d,
-                                         Vector<Element> (&block)[kLanes<Element>]) {
+                                         Vector<Of> (&block)[kLanes<Of>]) {
+  // Once per cache line and row: the rows may be pages apart, where hardware prefetchers stop.
+  if (d * int64_t{sizeof(T)} % kCacheLineBytes == 0) {
 #pragma GCC unroll 16
-  for (int lane = 0; lane < kLanes<Element>; ++lane) {
-    const int64_t row = column_of_lane<T>(vector, lane);
-    // One line per row: the rows may be pages apart, where hardware prefetchers stop.
-    __builtin_prefetch(next.row(row) + d, /*write*/ 0, /*locality: L2*/ 2);
-    block[lane] = load_along_depth<Element>(panel.row(row) + d, panel.columns - d);
-  }
-  transpose_square<Element>(block);
-}
-
-// Computes sums[kRows, kLanes] = a * b, or += if `accumulate`, for one vector of columns of a transposed b.
-template <class T, class Element, int kRows>
-MAXMOE_INLINE void multiply_few_rows_vector(FewRows<Element> a, ConstMatrixView<T> panel, ConstMatrixView<T> next,
-                                            int vector, Accumulator<T>* sums, int64_t sums_stride, bool accumulate) {
-  using S = Accumulator<T>;
-  constexpr int64_t kDepth = kLanes<Element> * kDepthPerStep<Element>;
-  Vector<S> sum[kRows];
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) sum[r] = accumulate ? load_vector(sums + r * sums_stride) : Vector<S>{};
-  for (int64_t d = 0; d < panel.columns; d += kDepth) {
-    Vector<Element> block[kLanes<Element>];
-    load_transposed_block<T, Element>(panel, next, vector, d, block);
-    const auto multiply_step = [&](int64_t step) {
-#pragma GCC unroll 12
-      for (int r = 0; r < kRows; ++r) {
-        sum[r] = multiply_add(sum[r], a(r, d / kDepthPerStep<Element> + step), block[step]);
-      }
-    };
-    // Unrolled for whole blocks, so that the vectors of `block` stay in registers. Only the last block may be shorter.
-    if (d + kDepth <= panel.columns) {
-#pragma GCC unroll 16
-      for (int step = 0; step < kLanes<Element>; ++step) multiply_step(step);
-    } else {
-      for (int64_t step = 0; step < steps_of_depth<Element>(panel.columns - d); ++step) multiply_step(step);
+    for (int lane = 0; lane < kLanes<Of>; ++lane) {
+      __builtin_prefetch(next.row(column_of_lane<T>(vector, lane)) + d, /*write*/ 0, /*locality: L2*/ 2);
     }
   }
+#pragma GCC unroll 16
+  for (int lane = 0; lane < kLanes<Of>; ++lane) {
+    block[lane] = load_along_depth<Of>(panel.row(column_of_lane<T>(vector, lane)) + d, panel.columns - d);
+  }
+  transpose_square<Of>(block);
+}
+
+// Adds the products of one step of a transposed block to the sums.
+template <class Element, int kRows, class Of, class S>
+MAXMOE_INLINE void multiply_few_rows_step(FewRows<Element, kRows> a, int64_t step, Of elements, int64_t count,
+                                          S (&sum)[kRows]) {
+  const auto multiply = [&](int64_t of_a, auto values) MAXMOE_INLINE_LAMBDA {
 #pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) store_vector<S>(sums + r * sums_stride, sum[r]);
+    for (int r = 0; r < kRows; ++r) sum[r] = multiply_add(sum[r], a(r, of_a), values);
+  };
+  if constexpr (std::is_same_v<Vector<Element>, Of>) {
+    multiply(step, elements);
+  } else {
+    multiply(2 * step, std::bit_cast<Vector<float>>(elements << 16));
+    if (count > 1) multiply(2 * step + 1, std::bit_cast<Vector<float>>(elements & 0xffff0000U));
+  }
+}
+
+// Computes sums[kRows, kVectors * kLanes] = a * b, or += if `accumulate`, for vectors of columns of a transposed b, from
+// vector `first_vector` of the panel on.
+template <class T, class Element, int kRows, int kVectors>
+MAXMOE_INLINE void multiply_few_rows_vectors(FewRows<Element, kRows> a, ConstMatrixView<T> panel, ConstMatrixView<T> next,
+                                             int first_vector, Accumulator<T>* sums, int64_t sums_stride,
+                                             bool accumulate) {
+  using S = Accumulator<T>;
+  using Of = BlockElement<T, Element>;
+  constexpr int64_t kDepth = kLanes<Of> * kDepthPerStep<Of>;
+  Vector<S> sum[kVectors][kRows];
+#pragma GCC unroll 2
+  for (int v = 0; v < kVectors; ++v) {
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      sum[v][r] = accumulate ? load_vector(sums + r * sums_stride + v * kLanes<S>) : Vector<S>{};
+    }
+  }
+  for (int64_t d = 0; d < panel.columns; d += kDepth) {
+    const int64_t count = panel.columns - d;
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      Vector<Of> block[kLanes<Of>];
+      load_transposed_block<T, Of>(panel, next, first_vector + v, d, block);
+      // Unrolled for whole blocks, so that the vectors of `block` stay in registers. Only the last block may be shorter.
+      const int64_t first_step = d / kDepthPerStep<Of>;
+      if (count >= kDepth) {
+#pragma GCC unroll 16
+        for (int step = 0; step < kLanes<Of>; ++step) {
+          multiply_few_rows_step<Element, kRows>(a, first_step + step, block[step], kDepthPerStep<Of>, sum[v]);
+        }
+      } else {
+        for (int64_t step = 0; step < steps_of_depth<Of>(count); ++step) {
+          multiply_few_rows_step<Element, kRows>(a, first_step + step, block[step], count - step * kDepthPerStep<Of>, sum[v]);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 2
+  for (int v = 0; v < kVectors; ++v) {
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) store_vector<S>(sums + r * sums_stride + v * kLanes<S>, sum[v][r]);
+  }
 }
 
 // The product with a transposed b, whose columns are the rows of `memory`. While NR columns are multiplied, the next NR
 // are prefetched. At the end of b, the first columns of the next product are prefetched.
 template <class T, class Element, int kRows>
-void multiply_few_rows_transposed(FewRows<Element> a, ConstMatrixView<T> memory, MatrixView<Accumulator<T>> sums,
+void multiply_few_rows_transposed(FewRows<Element, kRows> a, ConstMatrixView<T> memory, MatrixView<Accumulator<T>> sums,
                                   bool accumulate, ConstMatrixView<T> next_memory) {
   using S = Accumulator<T>;
+#ifndef FR_TV
+#define FR_TV 3
+#endif
+  // A vector has one chain of multiply-adds per row. Those of two vectors cover the latency where rows are few.
+  constexpr int kVectors = kRows <= FR_TV ? 2 : 1;
   for (int64_t first = 0; first < memory.rows; first += kNR<S>) {
     const ConstMatrixView<T> panel = memory.row_range(first, memory.rows);
     // Without a next product this is memory past the end of b. A prefetch never faults.
     const bool is_last = first + kNR<S> >= memory.rows && next_memory.rows >= kNR<S>;
     const ConstMatrixView<T> next = is_last ? next_memory : memory.row_range(first + kNR<S>, memory.rows);
 #pragma GCC unroll 2
-    for (int vector = 0; vector < 2; ++vector) {
+    for (int vector = 0; vector < 2; vector += kVectors) {
       S* const of_vector = sums.data + first + vector * kLanes<S>;
-      multiply_few_rows_vector<T, Element, kRows>(a, panel, next, vector, of_vector, sums.row_stride, accumulate);
+      multiply_few_rows_vectors<T, Element, kRows, kVectors>(a, panel, next, vector, of_vector, sums.row_stride,
+                                                             accumulate);
     }
   }
 }
 
 // Calls the kernel whose kRows is the number of rows of `sums`.
 template <class T, class Element, int... kIndex>
-void multiply_few_rows(FewRows<Element> a, const Product<T>& p, MatrixView<Accumulator<T>> sums, bool accumulate,
+void multiply_few_rows(const Element* a, const Product<T>& p, MatrixView<Accumulator<T>> sums, bool accumulate,
                        std::integer_sequence<int, kIndex...> /*indices*/) {
   const ConstMatrixView<T> next = p.next_b.is_quantized() ? ConstMatrixView<T>{} : p.next_b.memory;
   const auto multiply = [&]<int kRows> {
+    const FewRows<Element, kRows> rows{a};
     if (p.b.is_quantized()) {
-      multiply_few_rows_quantized<T, Element, kRows>(a, p.b, sums, accumulate);
+      multiply_few_rows_quantized<T, Element, kRows>(rows, p.b, sums, accumulate);
     } else if (p.b.is_transposed) {
-      multiply_few_rows_transposed<T, Element, kRows>(a, p.b.memory, sums, accumulate, next);
+      multiply_few_rows_transposed<T, Element, kRows>(rows, p.b.memory, sums, accumulate, next);
     } else {
-      multiply_few_rows_row_major<T, Element, kRows>(a, p.b.memory, sums, accumulate, next);
+      multiply_few_rows_row_major<T, Element, kRows>(rows, p.b.memory, sums, accumulate, next);
     }
     return true;
   };
@@ -193,19 +270,35 @@ MAXMOE_INLINE Vector<Element> load_row_of_a(const GemmOperand<T>& a, int64_t row
   return load_along_depth<Element>(elements, depth);
 }
 
+// The stride of rows of `size` elements that are read at the same time: an odd number of cache lines, so that they do
+// not share a few sets of the first-level cache.
+template <class Element>
+constexpr int64_t padded_stride(int64_t size) {
+  const int64_t lines = (size * int64_t{sizeof(Element)} + kCacheLineBytes - 1) / kCacheLineBytes;
+  return (lines | 1) * kCacheLineElements<Element>;
+}
+
 // Computes sums = a * b, or += if `accumulate`, for 1 to kMaxFewRows rows. Of `p`, b and next_b are read.
 template <class Element, class T>
 void add_few_rows(const GemmOperand<T>& a, const Product<T>& p, MatrixView<Accumulator<T>> sums, bool accumulate) {
   constexpr std::make_integer_sequence<int, kMaxFewRows> kIndices;
   const int64_t num_steps = steps_of_depth<Element>(a.columns());
   // A is stored in the slot of packed B, which is free here. One vector is added because whole vectors are stored.
-  Element* const rows = scratch<Element>(kPackedBScratch, sums.rows * num_steps + kLanes<Element>);
-  for (int64_t r = 0; r < sums.rows; ++r) {
-    for (int64_t k = 0; k < num_steps; k += kLanes<Element>) {
-      store_vector(rows + r * num_steps + k, load_row_of_a<Element>(a, r, k * kDepthPerStep<Element>));
+  Element* const rows = scratch<Element>(kPackedBScratch, sums.rows * (num_steps + kLanes<Element>));
+  Element part[kLanes<Element>];
+  for (int64_t k = 0; k < num_steps; k += kLanes<Element>) {
+    Element* const target = rows + k * sums.rows;
+    for (int64_t r = 0; r < sums.rows; ++r) {
+      const Vector<Element> steps = load_row_of_a<Element>(a, r, k * kDepthPerStep<Element>);
+      if (sums.rows == 1) {
+        store_vector(target, steps);
+      } else {
+        store_vector(static_cast<Element*>(part), steps);
+        for (int step = 0; step < kLanes<Element>; ++step) target[step * sums.rows + r] = part[step];
+      }
     }
   }
-  multiply_few_rows<T>(FewRows<Element>{rows, num_steps}, p, sums, accumulate, kIndices);
+  multiply_few_rows<T>(rows, p, sums, accumulate, kIndices);
 }
 
 // A product with 1 to kMaxFewRows rows. b has no index, a multiple of NR columns, and at least one row.
@@ -214,7 +307,8 @@ void multiply_few_rows(const GemmOperand<T>& a, const Product<T>& p) {
   using S = Accumulator<T>;
   const MatrixView<T>& c = p.c;
   // The sums are not kept in c: rounding them to T after each block of rows of B would change the result.
-  const MatrixView<S> sums{scratch<S>(kSumsScratch, c.rows * c.columns), c.rows, c.columns, c.columns};
+  const int64_t stride = padded_stride<S>(c.columns);
+  const MatrixView<S> sums{scratch<S>(kSumsScratch, c.rows * stride), c.rows, c.columns, stride};
   for (int64_t r = 0; r < c.rows && p.accumulate; ++r) {
     for (int64_t column = 0; column < c.columns; column += kNR<S>) {
       store_narrowed_x2<S>(sums.row(r) + column, load_x2(c.row(r) + column));
