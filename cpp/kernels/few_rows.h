@@ -57,8 +57,9 @@ constexpr int kLinesPerRow = kVectorsX2 * kNR<Accumulator<T>> * static_cast<int>
 // The loops over `sum` are unrolled completely: 12 is the largest kRows, 8 the largest number of vectors. The compiler
 // keeps an array in registers only if all of its indices are constants.
 template <class T, class Element, int kRows, int kVectorsX2>
-MAXMOE_INLINE void multiply_few_rows_block(FewRows<Element, kRows> a, ConstMatrixView<T> b, Range depth, Accumulator<T>* sums,
-                                           int64_t sums_stride, bool accumulate, RowPrefetch next) {
+MAXMOE_INLINE void multiply_few_rows_block(FewRows<Element, kRows> a, ConstMatrixView<T> b, Range depth,
+                                           Accumulator<T>* sums, int64_t sums_stride, bool accumulate,
+                                           RowPrefetch next) {
   using S = Accumulator<T>;
   constexpr int kDepthOfStep = kDepthPerStep<Element>;
   constexpr int kLines = kLinesPerRow<T, kVectorsX2> == 0 ? 1 : kLinesPerRow<T, kVectorsX2>;
@@ -73,7 +74,8 @@ MAXMOE_INLINE void multiply_few_rows_block(FewRows<Element, kRows> a, ConstMatri
   const auto multiply_step = [&](int64_t d, const T* row, const T* second) MAXMOE_INLINE_LAMBDA {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectorsX2; ++v) {
-      const StepX2<Element> step = load_step<Element>(row + v * kNR<S>, second == nullptr ? nullptr : second + v * kNR<S>);
+      const StepX2<Element> step =
+          load_step<Element>(row + v * kNR<S>, second == nullptr ? nullptr : second + v * kNR<S>);
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
         const Element factor = a(r, d / kDepthOfStep);
@@ -129,8 +131,8 @@ void multiply_few_rows_row_major(FewRows<Element, kRows> a, ConstMatrixView<T> b
   }
 }
 
-// What a transposed block holds: pairs, if b is bfloat16, even where they are multiplied as floats. A block then has
-// twice as many elements, for the same shuffles.
+// What a block of a transposed b holds: pairs, if b is bfloat16, even where they are multiplied as floats. A block then
+// has twice as many elements, for the same shuffles.
 template <class T, class Element>
 using BlockElement = std::conditional_t<std::is_same_v<T, BFloat16>, BFloat16Pair, Element>;
 
@@ -140,44 +142,48 @@ using BlockElement = std::conditional_t<std::is_same_v<T, BFloat16>, BFloat16Pai
 template <class T, class Of>
 MAXMOE_INLINE void load_transposed_block(ConstMatrixView<T> panel, ConstMatrixView<T> next, int vector, int64_t d,
                                          Vector<Of> (&block)[kLanes<Of>]) {
-  // Once per cache line and row: the rows may be pages apart, where hardware prefetchers stop.
-  if (d * int64_t{sizeof(T)} % kCacheLineBytes == 0) {
-#pragma GCC unroll 16
-    for (int lane = 0; lane < kLanes<Of>; ++lane) {
-      __builtin_prefetch(next.row(column_of_lane<T>(vector, lane)) + d, /*write*/ 0, /*locality: L2*/ 2);
-    }
-  }
 #pragma GCC unroll 16
   for (int lane = 0; lane < kLanes<Of>; ++lane) {
-    block[lane] = load_along_depth<Of>(panel.row(column_of_lane<T>(vector, lane)) + d, panel.columns - d);
+    const int64_t row = column_of_lane<T>(vector, lane);
+    // One line per row: the rows may be pages apart, where hardware prefetchers stop.
+    __builtin_prefetch(next.row(row) + d, /*write*/ 0, /*locality: L2*/ 2);
+    block[lane] = load_along_depth<Of>(panel.row(row) + d, panel.columns - d);
   }
   transpose_square<Of>(block);
 }
 
-// Adds the products of one step of a transposed block to the sums.
-template <class Element, int kRows, class Of, class S>
-MAXMOE_INLINE void multiply_few_rows_step(FewRows<Element, kRows> a, int64_t step, Of elements, int64_t count,
+// Adds the products with one step of a block, whose first element of the inner dimension is d. The second element of a
+// pair counts if `has_second`.
+template <class Element, class Of, int kRows, class S>
+MAXMOE_INLINE void multiply_few_rows_step(FewRows<Element, kRows> a, int64_t d, Vector<Of> step, bool has_second,
                                           S (&sum)[kRows]) {
-  const auto multiply = [&](int64_t of_a, auto values) MAXMOE_INLINE_LAMBDA {
+  const auto multiply = [&](int64_t step_of_a, auto values) MAXMOE_INLINE_LAMBDA {
 #pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) sum[r] = multiply_add(sum[r], a(r, of_a), values);
+    for (int r = 0; r < kRows; ++r) sum[r] = multiply_add(sum[r], a(r, step_of_a), values);
   };
-  if constexpr (std::is_same_v<Vector<Element>, Of>) {
-    multiply(step, elements);
+  if constexpr (std::is_same_v<Element, Of>) {
+    multiply(d / kDepthPerStep<Element>, step);
   } else {
-    multiply(2 * step, std::bit_cast<Vector<float>>(elements << 16));
-    if (count > 1) multiply(2 * step + 1, std::bit_cast<Vector<float>>(elements & 0xffff0000U));
+    multiply(d, std::bit_cast<Vector<Element>>(step << 16));
+    if (has_second) multiply(d + 1, std::bit_cast<Vector<Element>>(step & 0xffff0000U));
   }
 }
 
-// Computes sums[kRows, kVectors * kLanes] = a * b, or += if `accumulate`, for vectors of columns of a transposed b, from
-// vector `first_vector` of the panel on.
-template <class T, class Element, int kRows, int kVectors>
-MAXMOE_INLINE void multiply_few_rows_vectors(FewRows<Element, kRows> a, ConstMatrixView<T> panel, ConstMatrixView<T> next,
-                                             int first_vector, Accumulator<T>* sums, int64_t sums_stride,
-                                             bool accumulate) {
+// Number of vectors of columns of a transposed b that are multiplied at a time. Where a block of bfloat16 is multiplied
+// as floats, the chain of multiply-adds of a row is twice as long as the shuffles: few rows of one vector would wait
+// for it.
+template <class T, class Element, int kRows>
+constexpr int kTransposedVectors = !std::is_same_v<Element, BlockElement<T, Element>> && kRows <= 3 ? 2 : 1;
+
+// Computes sums[kRows, kVectors * kLanes] = a * b, or += if `accumulate`, for the vectors of columns of a transposed b
+// from `first_vector` on.
+template <class T, class Element, int kRows>
+MAXMOE_INLINE void multiply_few_rows_vectors(FewRows<Element, kRows> a, ConstMatrixView<T> panel,
+                                             ConstMatrixView<T> next, int first_vector, Accumulator<T>* sums,
+                                             int64_t sums_stride, bool accumulate) {
   using S = Accumulator<T>;
   using Of = BlockElement<T, Element>;
+  constexpr int kVectors = kTransposedVectors<T, Element, kRows>;
   constexpr int64_t kDepth = kLanes<Of> * kDepthPerStep<Of>;
   Vector<S> sum[kVectors][kRows];
 #pragma GCC unroll 2
@@ -188,21 +194,21 @@ MAXMOE_INLINE void multiply_few_rows_vectors(FewRows<Element, kRows> a, ConstMat
     }
   }
   for (int64_t d = 0; d < panel.columns; d += kDepth) {
-    const int64_t count = panel.columns - d;
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) {
       Vector<Of> block[kLanes<Of>];
       load_transposed_block<T, Of>(panel, next, first_vector + v, d, block);
-      // Unrolled for whole blocks, so that the vectors of `block` stay in registers. Only the last block may be shorter.
-      const int64_t first_step = d / kDepthPerStep<Of>;
-      if (count >= kDepth) {
+      // Unrolled for whole blocks, so that the vectors of `block` stay in registers. Only the last block may be
+      // shorter.
+      if (d + kDepth <= panel.columns) {
 #pragma GCC unroll 16
         for (int step = 0; step < kLanes<Of>; ++step) {
-          multiply_few_rows_step<Element, kRows>(a, first_step + step, block[step], kDepthPerStep<Of>, sum[v]);
+          multiply_few_rows_step<Element, Of>(a, d + step * kDepthPerStep<Of>, block[step], true, sum[v]);
         }
       } else {
-        for (int64_t step = 0; step < steps_of_depth<Of>(count); ++step) {
-          multiply_few_rows_step<Element, kRows>(a, first_step + step, block[step], count - step * kDepthPerStep<Of>, sum[v]);
+        for (int64_t step = 0; step < steps_of_depth<Of>(panel.columns - d); ++step) {
+          const int64_t of_step = d + step * kDepthPerStep<Of>;
+          multiply_few_rows_step<Element, Of>(a, of_step, block[step], of_step + 1 < panel.columns, sum[v]);
         }
       }
     }
@@ -220,21 +226,15 @@ template <class T, class Element, int kRows>
 void multiply_few_rows_transposed(FewRows<Element, kRows> a, ConstMatrixView<T> memory, MatrixView<Accumulator<T>> sums,
                                   bool accumulate, ConstMatrixView<T> next_memory) {
   using S = Accumulator<T>;
-#ifndef FR_TV
-#define FR_TV 3
-#endif
-  // A vector has one chain of multiply-adds per row. Those of two vectors cover the latency where rows are few.
-  constexpr int kVectors = kRows <= FR_TV ? 2 : 1;
   for (int64_t first = 0; first < memory.rows; first += kNR<S>) {
     const ConstMatrixView<T> panel = memory.row_range(first, memory.rows);
     // Without a next product this is memory past the end of b. A prefetch never faults.
     const bool is_last = first + kNR<S> >= memory.rows && next_memory.rows >= kNR<S>;
     const ConstMatrixView<T> next = is_last ? next_memory : memory.row_range(first + kNR<S>, memory.rows);
 #pragma GCC unroll 2
-    for (int vector = 0; vector < 2; vector += kVectors) {
+    for (int vector = 0; vector < 2; vector += kTransposedVectors<T, Element, kRows>) {
       S* const of_vector = sums.data + first + vector * kLanes<S>;
-      multiply_few_rows_vectors<T, Element, kRows, kVectors>(a, panel, next, vector, of_vector, sums.row_stride,
-                                                             accumulate);
+      multiply_few_rows_vectors<T, Element, kRows>(a, panel, next, vector, of_vector, sums.row_stride, accumulate);
     }
   }
 }
@@ -292,6 +292,11 @@ void add_few_rows(const GemmOperand<T>& a, const Product<T>& p, MatrixView<Accum
       const Vector<Element> steps = load_row_of_a<Element>(a, r, k * kDepthPerStep<Element>);
       if (sums.rows == 1) {
         store_vector(target, steps);
+      } else if (sums.rows == 2 && r == 0) {
+        const Vector<Element> second = load_row_of_a<Element>(a, 1, k * kDepthPerStep<Element>);
+        const auto both = interleaved(steps, second, std::make_integer_sequence<int, 2 * kLanes<Element>>());
+        std::memcpy(target, &both, sizeof(both));
+        break;
       } else {
         store_vector(static_cast<Element*>(part), steps);
         for (int step = 0; step < kLanes<Element>; ++step) target[step * sums.rows + r] = part[step];
