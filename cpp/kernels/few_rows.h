@@ -3,9 +3,9 @@
 // of B is read once. Only for the .cpp files that are compiled per instruction set.
 //
 // If B is row-major, the loops over columns and over the inner dimension are exchanged. The outer loop runs over blocks
-// of a few rows of B, the inner one over all columns. B is then read in the order of memory, which hardware prefetchers
-// follow and which has the fewest TLB misses. The partial sums of C are loaded and stored once per block of rows of B.
-// C has few rows, so that its sums stay in the first- or second-level cache.
+// of rows of B, the inner one over all columns. While a block is multiplied, the next one is prefetched in the order of
+// memory, which hardware prefetchers follow and which has the fewest TLB misses. The partial sums of C are loaded and
+// stored once per block. C has few rows, so that its sums stay in the first- or second-level cache.
 //
 // If B is transposed, its columns are rows in memory. As many columns as a vector has lanes are transposed in
 // registers, block by block, and multiplied there.
@@ -275,6 +275,17 @@ constexpr int64_t padded_stride(int64_t size) {
   return (lines | 1) * kCacheLineElements<Element>;
 }
 
+// Lane kFirst of `a`, then of `b`, then the next lane of both, and so on.
+template <int kFirst, class V, int... kLane>
+MAXMOE_INLINE V zipped(V a, V b, std::integer_sequence<int, kLane...> /*lanes*/) {
+  return __builtin_shufflevector(a, b, (kFirst + kLane / 2 + kLane % 2 * static_cast<int>(sizeof...(kLane)))...);
+}
+
+template <int kFirst, class V>
+MAXMOE_INLINE V zipped(V a, V b) {
+  return zipped<kFirst>(a, b, std::make_integer_sequence<int, sizeof(V) / sizeof(a[0])>());
+}
+
 // Computes sums = a * b, or += if `accumulate`, for 1 to kMaxFewRows rows. Of `p`, b and next_b are read.
 template <class Element, class T>
 void add_few_rows(const GemmOperand<T>& a, const Product<T>& p, MatrixView<Accumulator<T>> sums, bool accumulate) {
@@ -291,8 +302,8 @@ void add_few_rows(const GemmOperand<T>& a, const Product<T>& p, MatrixView<Accum
         store_vector(target, steps);
       } else if (sums.rows == 2 && r == 0) {
         const Vector<Element> second = load_row_of_a<Element>(a, 1, k * kDepthPerStep<Element>);
-        const auto both = interleaved(steps, second, std::make_integer_sequence<int, 2 * kLanes<Element>>());
-        std::memcpy(target, &both, sizeof(both));
+        store_vector(target, zipped<0>(steps, second));
+        store_vector(target + kLanes<Element>, zipped<kLanes<Element> / 2>(steps, second));
         break;
       } else {
         store_vector(static_cast<Element*>(part), steps);
