@@ -37,20 +37,24 @@ MAXMOE_INLINE void load_transposed_block(ConstMatrixView<T> panel, ConstMatrixVi
   transpose_square<Of>(block);
 }
 
-// Adds the products with one step of a block, whose first element of the inner dimension is d. The second element of a
-// pair counts if `has_second`.
+// Number of steps of A for one step of a block.
+template <class T, class Element>
+constexpr int64_t kStepsOfA = kDepthPerStep<BlockElement<T, Element>> / kDepthPerStep<Element>;
+
+// Adds the products with one step of a block, whose first step of A is `step_of_a`. The second element of a pair counts
+// if `has_second`.
 template <class Element, class Of, int kRows, class S>
-MAXMOE_INLINE void multiply_few_rows_step(FewRows<Element, kRows> a, int64_t d, Vector<Of> step, bool has_second,
-                                          S (&sum)[kRows]) {
-  const auto multiply = [&](int64_t step_of_a, auto values) MAXMOE_INLINE_LAMBDA {
+MAXMOE_INLINE void multiply_few_rows_step(FewRows<Element, kRows> a, int64_t step_of_a, Vector<Of> step,
+                                          bool has_second, S (&sum)[kRows]) {
+  const auto multiply = [&](int64_t k, auto values) MAXMOE_INLINE_LAMBDA {
 #pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) sum[r] = multiply_add(sum[r], a(r, step_of_a), values);
+    for (int r = 0; r < kRows; ++r) sum[r] = multiply_add(sum[r], a(r, k), values);
   };
   if constexpr (std::is_same_v<Element, Of>) {
-    multiply(d / kDepthPerStep<Element>, step);
+    multiply(step_of_a, step);
   } else {
-    multiply(d, std::bit_cast<Vector<Element>>(step << 16));
-    if (has_second) multiply(d + 1, std::bit_cast<Vector<Element>>(step & 0xffff0000U));
+    multiply(step_of_a, std::bit_cast<Vector<Element>>(step << 16));
+    if (has_second) multiply(step_of_a + 1, std::bit_cast<Vector<Element>>(step & 0xffff0000U));
   }
 }
 
@@ -85,15 +89,16 @@ MAXMOE_INLINE void multiply_few_rows_vectors(FewRows<Element, kRows> a, ConstMat
       load_transposed_block<T, Of>(panel, next, first_vector + v, d, block);
       // Unrolled for whole blocks, so that the vectors of `block` stay in registers. Only the last block may be
       // shorter.
+      const int64_t step_of_a = d / kDepthPerStep<Element>;
       if (d + kDepth <= panel.columns) {
 #pragma GCC unroll 16
         for (int step = 0; step < kLanes<Of>; ++step) {
-          multiply_few_rows_step<Element, Of>(a, d + step * kDepthPerStep<Of>, block[step], true, sum[v]);
+          multiply_few_rows_step<Element, Of>(a, step_of_a + step * kStepsOfA<T, Element>, block[step], true, sum[v]);
         }
       } else {
         for (int64_t step = 0; step < steps_of_depth<Of>(panel.columns - d); ++step) {
-          const int64_t of_step = d + step * kDepthPerStep<Of>;
-          multiply_few_rows_step<Element, Of>(a, of_step, block[step], of_step + 1 < panel.columns, sum[v]);
+          multiply_few_rows_step<Element, Of>(a, step_of_a + step * kStepsOfA<T, Element>, block[step],
+                                              d + 2 * step + 1 < panel.columns, sum[v]);
         }
       }
     }
@@ -174,15 +179,17 @@ MAXMOE_INLINE V zipped(V a, V b) {
   return zipped<kFirst>(a, b, std::make_integer_sequence<int, sizeof(V) / sizeof(a[0])>());
 }
 
-// Computes sums = a * b, or += if `accumulate`, for 1 to kMaxFewRows rows. Of `p`, b and next_b are read.
+// Computes sums = a * b, or += if `accumulate`, for 1 to kMaxFewRows rows. Of `p`, b and next_b are read. If
+// `is_packed`, the call before has packed the same a.
 template <class Element, class T>
-void add_few_rows(const GemmOperand<T>& a, const Product<T>& p, MatrixView<Accumulator<T>> sums, bool accumulate) {
+void add_few_rows(const GemmOperand<T>& a, bool is_packed, const Product<T>& p, MatrixView<Accumulator<T>> sums,
+                  bool accumulate) {
   constexpr std::make_integer_sequence<int, kMaxFewRows> kIndices;
   const int64_t num_steps = steps_of_depth<Element>(a.columns());
   // A is stored in the slot of packed B, which is free here. One vector is added because whole vectors are stored.
   Element* const rows = scratch<Element>(kPackedBScratch, sums.rows * (num_steps + kLanes<Element>));
   Element part[kLanes<Element>];
-  for (int64_t k = 0; k < num_steps; k += kLanes<Element>) {
+  for (int64_t k = is_packed ? num_steps : 0; k < num_steps; k += kLanes<Element>) {
     Element* const target = rows + k * sums.rows;
     for (int64_t r = 0; r < sums.rows; ++r) {
       const Vector<Element> steps = load_row_of_a<Element>(a, r, k * kDepthPerStep<Element>);
@@ -204,7 +211,7 @@ void add_few_rows(const GemmOperand<T>& a, const Product<T>& p, MatrixView<Accum
 
 // A product with 1 to kMaxFewRows rows. b has no index, a multiple of NR columns, and at least one row.
 template <class Element, class T>
-void multiply_few_rows(const GemmOperand<T>& a, const Product<T>& p) {
+void multiply_few_rows(const GemmOperand<T>& a, bool is_packed, const Product<T>& p) {
   using S = Accumulator<T>;
   const MatrixView<T>& c = p.c;
   // The sums are not kept in c: rounding them to T after each block of rows of B would change the result.
@@ -215,8 +222,10 @@ void multiply_few_rows(const GemmOperand<T>& a, const Product<T>& p) {
       store_narrowed_x2<S>(sums.row(r) + column, load_x2(c.row(r) + column));
     }
   }
-  add_few_rows<Element>(a, p, sums, p.accumulate);
-  if (p.has_low_rank_term()) add_few_rows<Element>(GemmOperand<T>(p.reduced), Product<T>{p.expand}, sums, true);
+  add_few_rows<Element>(a, is_packed, p, sums, p.accumulate);
+  if (p.has_low_rank_term()) {
+    add_few_rows<Element>(GemmOperand<T>(p.reduced), false, Product<T>{p.expand}, sums, true);
+  }
   for (int64_t r = 0; r < c.rows; ++r) {
     for (int64_t column = 0; column < c.columns; column += kNR<S>) {
       const S* of_row = sums.row(r) + column;
