@@ -179,6 +179,19 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
+def is_called_plainly(module: nn.Module) -> bool:
+    """Return whether a call of a module runs the forward of its class and nothing else, such as a hook."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or module._compiled_call_impl
+        or "forward" in module.__dict__
+        or nn.modules.module._has_any_global_hook()
+    )
+
+
 def default_store() -> Any:
     """Return the store of `init_process_group`, also if torchrun made it."""
     return dist.distributed_c10d._get_default_store()

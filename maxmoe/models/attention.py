@@ -34,8 +34,9 @@ def causal_attention(
     Queries begin at the position `start`, keys at 0. `documents` has the ids of the documents of the queries ``(B, S)``
     and of the keys ``(B, N)``.
     """
-    if documents is None and queries.shape[2] == keys.shape[2]:
-        return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+    is_last = queries.shape[2] == 1 and start + 1 == keys.shape[2]  # attends to all keys
+    if documents is None and (is_last or queries.shape[2] == keys.shape[2]):
+        return F.scaled_dot_product_attention(queries, keys, values, is_causal=not is_last, enable_gqa=True)
     positions = torch.arange(keys.shape[2], device=keys.device)
     mask = positions <= positions[start : start + queries.shape[2], None]
     if documents is not None:

@@ -7,64 +7,31 @@ Shapes: B batch, S sequence, D hidden_size, V vocab_size, M Mixture-of-Experts l
 """
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from maxmoe._torch import register_namedtuple
 from maxmoe.config import MoEConfig
 from maxmoe.declaration import Absent, PipelineParts
-from maxmoe.load import MoEStats
 from maxmoe.models.attention import Attention
 from maxmoe.models.config import DecoderConfig
 from maxmoe.models.feed_forward import FeedForward
+from maxmoe.models.generation import generate
 from maxmoe.models.norm import Norm
+from maxmoe.models.output import DecoderOutput as DecoderOutput
 from maxmoe.nn import (
     TOKEN_DIMS,
     Checkpointed,
     Declaration,
     MoE,
+    MoEOutput,
     ResidualStream,
     SavedTensor,
     keep_routing,
-    same_tokens_everywhere,
     set_recompute,
 )
-
-
-class DecoderOutput(NamedTuple):
-    """Output of a `Decoder`.
-
-    Args:
-        logits: ``(B, S, V)``, logits of the token after each position.
-        aux_loss: ``()``, sum of the weighted auxiliary losses over the layers.
-        stats: routing statistics of each Mixture-of-Experts layer.
-    """
-
-    logits: Tensor
-    aux_loss: Tensor
-    stats: tuple[MoEStats, ...]
-
-    @property
-    def tokens_per_expert(self) -> Tensor:
-        """Number of routed slots ``(M, E)``, int64; the input of `update_correction_bias`.
-
-        Raises:
-            ValueError: if the layers have different numbers of experts.
-        """
-        counts = [stats.tokens_per_expert for stats in self.stats]
-        if len({*map(len, counts)}) > 1:
-            raise ValueError(
-                f"tokens_per_expert needs layers with one number of experts, got {[*map(len, counts)]}: "
-                "read stats, and give update_correction_bias a list"
-            )
-        return torch.stack(counts)
-
-
-# torch.export.save requires a serialized type name.
-register_namedtuple(DecoderOutput, "maxmoe.models.DecoderOutput")
 
 
 class Block(Checkpointed):
@@ -94,14 +61,14 @@ class Block(Checkpointed):
 
     def forward(
         self, x: Tensor, token_mask: Tensor | None = None, document_ids: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None, MoEStats | None]:
+    ) -> MoEOutput | tuple[Tensor, None, None]:
         """Return x ``(B, S, D)`` after the block, and auxiliary loss and statistics of its MoE layer if it has one."""
         x = x + self.attention(self.attention_norm(x), document_ids)
         normed = self.feed_forward_norm(x)
         if isinstance(self.feed_forward, FeedForward):
             return x + self.feed_forward(normed), None, None
-        update = self.feed_forward(normed, token_mask)
-        return x + update.hidden_states, update.aux_loss, update.stats
+        update: MoEOutput = self.feed_forward(normed, token_mask)
+        return update._replace(hidden_states=x + update.hidden_states)
 
     @property
     def declaration(self) -> Declaration:
@@ -199,16 +166,15 @@ class Decoder(nn.Module):
             # Padding is a document of its own and attends to itself, because a softmax over no keys would be NaN.
             document_ids = document_ids.masked_fill(~token_mask, torch.iinfo(document_ids.dtype).min)
         x = self.embedding(tokens)
-        aux_losses, stats = [], []
+        outputs = []
         for block in self.blocks:
-            x, aux_loss, block_stats = block(x, token_mask, document_ids)
-            if block_stats is not None:
-                aux_losses.append(aux_loss)
-                stats.append(block_stats)
+            output = block(x, token_mask, document_ids)
+            x = output[0]
+            if isinstance(output, MoEOutput):
+                outputs.append(output)
         normed = self.norm(x)
         logits = F.linear(normed, self.embedding.weight) if self.output is None else self.output(normed)
-        total = torch.stack(aux_losses).sum() if aux_losses else logits.new_zeros((), dtype=torch.float32)
-        return DecoderOutput(logits, total, tuple(stats))
+        return DecoderOutput.of_layers(logits, outputs)
 
     @property
     def declaration(self) -> Declaration:
@@ -272,6 +238,9 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Generate tokens by sampling, each from the last `max_sequence_length` tokens.
 
+        Up to this length, keys and values of earlier tokens are kept, so that a call computes new tokens only. Beyond
+        it, and with a `capacity_factor` or `buffer_factor`, each call computes all tokens.
+
         On a mesh, all ranks must call `generate` with the same tokens and seeds.
 
         Args:
@@ -288,13 +257,4 @@ class Decoder(nn.Module):
         """
         if tokens.shape[-1] == 0 or temperature < 0:
             raise ValueError(f"need tokens and temperature >= 0, got {[*tokens.shape]}, {temperature}")
-        for _ in range(num_tokens):
-            with same_tokens_everywhere(self):
-                logits = self(tokens[:, -self.config.max_sequence_length :]).logits[:, -1].float()
-            values, candidates = logits.topk(top_k or logits.shape[-1])
-            if temperature > 0:
-                choice = torch.multinomial((values / temperature).softmax(-1), 1)
-            else:
-                choice = torch.zeros_like(candidates[:, :1])
-            tokens = torch.cat((tokens, candidates.gather(1, choice)), dim=-1)
-        return tokens
+        return generate(self, tokens, num_tokens, temperature=temperature, top_k=top_k)

@@ -12,6 +12,7 @@ from maxmoe.adapters import without_adapters
 from maxmoe.config import MoEConfig
 from maxmoe.conversion import check_block, config_of_block, give_weights, take_weights
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
+from maxmoe.deferred import Deferred, deferred
 from maxmoe.load.metrics_accumulator import MetricsAccumulator
 from maxmoe.nn.aux_loss_watch import AuxLossWatch
 from maxmoe.nn.checks import check_inputs, check_replaced_parts
@@ -19,10 +20,11 @@ from maxmoe.nn.dense_dispatcher import local_dispatcher
 from maxmoe.nn.dispatcher import ExpertRunner
 from maxmoe.nn.experts import Experts
 from maxmoe.nn.latent_projection import LatentProjection
-from maxmoe.nn.losses import BalanceLoss, RoutingLosses, load_balance_loss
+from maxmoe.nn.losses import BalanceLoss, load_balance_loss
 from maxmoe.nn.output import MoEOutput
+from maxmoe.nn.routed_experts import run_routed_experts
 from maxmoe.nn.router import Router
-from maxmoe.nn.routing import Routing, check_routing
+from maxmoe.nn.routing_losses import RoutingLosses
 from maxmoe.nn.shared_experts import SharedExperts
 from maxmoe.nn.zero_computation_experts import ZeroComputationExperts
 from maxmoe.ops import ActivationFunction
@@ -213,22 +215,8 @@ class MoE(nn.Module):
         region = self.runner.region
         # One tensor per part of the layer, because the gradients of the parts are reduced differently.
         inputs = region.enter(tokens)
-        router_input, is_own_router = inputs.router, not isinstance(self.router, Router)
-        if is_own_router:  # only then, because two dims fix the sizes in torch.export
-            router_input = router_input.view(num_sequences, x.shape[-2], x.shape[-1])
-        routing: Routing = self.router(router_input, token_mask)
-        if is_own_router:
-            check_routing(routing, self.config, router_input, token_mask, self.router)
-        rows = inputs.experts if self.latent_in is None else region.copy_to_experts(self.latent_in(inputs.experts))
-        routed, dropped = self.runner.run(
-            self.experts,
-            rows,
-            region.assign(routing.top_k),
-            num_sequences=num_sequences,
-            recompute="dispatch" in self.recompute,
-        )
-        if self.latent_out is not None:
-            routed = self.latent_out(region.reduce_from_experts(routed))
+        shape = (num_sequences, x.shape[-2], x.shape[-1])
+        routing, routed, dropped = run_routed_experts(self, inputs, token_mask, shape)
         shared = None if self.shared_experts is None else self.shared_experts(inputs.shared_experts, token_mask)
         whole = None
         if self.zero_computation_experts is not None:
@@ -239,15 +227,18 @@ class MoE(nn.Module):
         dropped = region.all_reduce_dropped(dropped)
         sums, router = self.metrics_accumulator, self.balanced_router
         step_counts = None if sums is None else sums.step
-        aux_loss, stats = self.losses(routing, dropped, num_sequences, self.token_group, step_counts)
+        metrics = self.losses(routing, dropped, num_sequences, self.token_group, step_counts)
         if sums is not None and hidden_states.requires_grad:
-            hidden_states = sums.add(hidden_states, aux_loss, stats)
+            hidden_states = sums.add(hidden_states, metrics.aux_loss, metrics.stats)
             if sums.histogram is not None and router is not None:
                 hidden_states = sums.histogram.add(hidden_states, router.required_bias_histogram(routing))
-        self.aux_loss_watch.watch(self, hidden_states, aux_loss)
+        if hidden_states.requires_grad:
+            self.aux_loss_watch.watch(self, hidden_states, metrics.aux_loss)
         # A view would lose the backward hook that FSDP registers on this tensor.
         hidden_states = reshaped(hidden_states.contiguous(), (*x.shape[:-1], hidden_states.shape[1]))
-        return MoEOutput(hidden_states, aux_loss, stats)
+        if isinstance(metrics, Deferred):
+            return deferred(MoEOutput, hidden_states, compute=lambda: metrics)
+        return MoEOutput(hidden_states, *metrics)
 
     @property
     def declaration(self) -> Declaration:
