@@ -1,4 +1,4 @@
-"""Named tuples whose last fields are computed when one of them is first read."""
+"""Named tuples whose fields are computed when one of them is first read."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -10,12 +10,12 @@ T = TypeVar("T", bound=tuple[Any, ...])
 class Deferred(tuple[Any, ...]):
     """Base of the types that `deferred` makes.
 
-    What makes another tuple of all fields, such as pickle or a pytree, makes an ordinary one.
+    What makes another tuple of the fields, such as `_replace`, pickle or a pytree, makes an ordinary one. Code in C
+    that reads the fields of a tuple directly finds None.
     """
 
     _kind: type[Any]
-    _known: tuple[Any, ...]
-    _compute: Callable[[], Iterable[Any]] | None
+    _compute: Callable[[], Any]
 
     def __new__(cls, *fields: Any) -> Any:
         """Return an ordinary tuple of the fields."""
@@ -25,72 +25,54 @@ class Deferred(tuple[Any, ...]):
     def _make(cls, fields: Iterable[Any]) -> Any:
         return cls._kind._make(fields)
 
-    def _replace(self, **changes: Any) -> Any:
-        known = dict(zip(self._kind._fields, self._known, strict=False))
-        if changes.keys() <= known.keys():
-            return deferred(self._kind, *(known | changes).values(), compute=lambda: self._all()[len(known) :])
-        return self._all()._replace(**changes)
-
-    def _all(self) -> Any:
-        if self._compute is not None:
-            self._known, self._compute = (*self._known, *self._compute()), None
-        return self._kind._make(self._known)
+    @functools.cached_property
+    def _ordinary(self) -> Any:
+        return self._compute()
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._all())
+        return iter(self._ordinary)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._known[index] if index in range(len(self._known)) else self._all()[index]
+        return self._ordinary[index]
 
     def __contains__(self, value: object) -> bool:
-        return value in self._all()
+        return value in self._ordinary
 
     def __add__(self, other: Any) -> Any:
-        return self._all() + other
+        return self._ordinary + other
 
     def __eq__(self, other: object) -> bool:
-        return bool(self._all() == other)
+        return bool(self._ordinary == other)
 
     def __ne__(self, other: object) -> bool:
-        return bool(self._all() != other)
+        return bool(self._ordinary != other)
 
     def __hash__(self) -> int:
-        return hash(self._all())
+        return hash(self._ordinary)
 
     def __reduce__(self) -> Any:
         return self._kind, tuple(self)
 
     def __repr__(self) -> str:
-        return repr(self._all())
+        return repr(self._ordinary)
 
 
-def deferred(kind: type[T], *known: Any, compute: Callable[[], Iterable[Any]]) -> T:
-    """Return a named tuple whose last fields are computed when one of them is first read, or all are unpacked.
+def deferred(kind: type[T], compute: Callable[[], T]) -> T:
+    """Return a named tuple whose fields are computed when one of them is first read.
 
     Args:
         kind: type of the named tuple, of which the result is an instance.
-        *known: first fields.
-        compute: function that returns the other fields. It is called at most once.
+        compute: function that returns the tuple. It is called at most once.
     """
     result = tuple.__new__(_deferred_type(kind), (None,) * len(kind._fields))  # type: ignore[attr-defined]
-    result._known, result._compute = known, compute
+    result._compute = compute
     return cast(T, result)
 
 
 @functools.cache
 def _deferred_type(kind: type[Any]) -> type[Any]:
-    def field(index: int) -> property:
-        def read(self: Any) -> Any:
-            return self._known[index] if index < len(self._known) else self._all()[index]
+    def field(name: str) -> property:
+        return property(lambda self: getattr(self._ordinary, name))
 
-        return property(read)
-
-    fields = {name: field(index) for index, name in enumerate(kind._fields)}
+    fields = {name: field(name) for name in kind._fields}
     return type(kind.__name__, (Deferred, kind), {"__module__": kind.__module__, "_kind": kind, **fields})
-
-
-def joined(kind: type[T], *first: Any, rest: tuple[Any, ...]) -> T:
-    """Return the named tuple of some fields and those of another tuple, which stay deferred if they are."""
-    if isinstance(rest, Deferred):
-        return deferred(kind, *first, compute=lambda: rest)
-    return kind(*first, *rest)

@@ -132,5 +132,5 @@ def same_tokens_everywhere(module: nn.Module, group: Callable[[], LocalTokens] =
             child.token_group = group()  # type: ignore[assignment]
         yield
     finally:
-        for child, group in groups.items():
-            child.token_group = group
+        for child, before in groups.items():
+            child.token_group = before

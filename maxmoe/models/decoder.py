@@ -7,31 +7,64 @@ Shapes: B batch, S sequence, D hidden_size, V vocab_size, M Mixture-of-Experts l
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from maxmoe._torch import register_namedtuple
 from maxmoe.config import MoEConfig
 from maxmoe.declaration import Absent, PipelineParts
+from maxmoe.load import MoEStats
 from maxmoe.models.attention import Attention
 from maxmoe.models.config import DecoderConfig
 from maxmoe.models.feed_forward import FeedForward
 from maxmoe.models.generation import generate
 from maxmoe.models.norm import Norm
-from maxmoe.models.output import DecoderOutput as DecoderOutput
 from maxmoe.nn import (
     TOKEN_DIMS,
     Checkpointed,
     Declaration,
     MoE,
-    MoEOutput,
     ResidualStream,
     SavedTensor,
     keep_routing,
     set_recompute,
 )
+
+
+class DecoderOutput(NamedTuple):
+    """Output of a `Decoder`.
+
+    Args:
+        logits: ``(B, S, V)``, logits of the token after each position.
+        aux_loss: ``()``, sum of the weighted auxiliary losses over the layers.
+        stats: routing statistics of each Mixture-of-Experts layer.
+    """
+
+    logits: Tensor
+    aux_loss: Tensor
+    stats: tuple[MoEStats, ...]
+
+    @property
+    def tokens_per_expert(self) -> Tensor:
+        """Number of routed slots ``(M, E)``, int64; the input of `update_correction_bias`.
+
+        Raises:
+            ValueError: if the layers have different numbers of experts.
+        """
+        counts = [stats.tokens_per_expert for stats in self.stats]
+        if len({*map(len, counts)}) > 1:
+            raise ValueError(
+                f"tokens_per_expert needs layers with one number of experts, got {[*map(len, counts)]}: "
+                "read stats, and give update_correction_bias a list"
+            )
+        return torch.stack(counts)
+
+
+# torch.export.save requires a serialized type name.
+register_namedtuple(DecoderOutput, "maxmoe.models.DecoderOutput")
 
 
 class Block(Checkpointed):
@@ -61,14 +94,14 @@ class Block(Checkpointed):
 
     def forward(
         self, x: Tensor, token_mask: Tensor | None = None, document_ids: Tensor | None = None
-    ) -> MoEOutput | tuple[Tensor, None, None]:
+    ) -> tuple[Tensor, Tensor | None, MoEStats | None]:
         """Return x ``(B, S, D)`` after the block, and auxiliary loss and statistics of its MoE layer if it has one."""
         x = x + self.attention(self.attention_norm(x), document_ids)
         normed = self.feed_forward_norm(x)
         if isinstance(self.feed_forward, FeedForward):
             return x + self.feed_forward(normed), None, None
-        update: MoEOutput = self.feed_forward(normed, token_mask)
-        return update._replace(hidden_states=x + update.hidden_states)
+        update = self.feed_forward(normed, token_mask)
+        return x + update.hidden_states, update.aux_loss, update.stats
 
     @property
     def declaration(self) -> Declaration:
@@ -166,15 +199,16 @@ class Decoder(nn.Module):
             # Padding is a document of its own and attends to itself, because a softmax over no keys would be NaN.
             document_ids = document_ids.masked_fill(~token_mask, torch.iinfo(document_ids.dtype).min)
         x = self.embedding(tokens)
-        outputs = []
+        aux_losses, stats = [], []
         for block in self.blocks:
-            output = block(x, token_mask, document_ids)
-            x = output[0]
-            if isinstance(output, MoEOutput):
-                outputs.append(output)
+            x, aux_loss, block_stats = block(x, token_mask, document_ids)
+            if block_stats is not None:
+                aux_losses.append(aux_loss)
+                stats.append(block_stats)
         normed = self.norm(x)
         logits = F.linear(normed, self.embedding.weight) if self.output is None else self.output(normed)
-        return DecoderOutput.of_layers(logits, outputs)
+        total = torch.stack(aux_losses).sum() if aux_losses else logits.new_zeros((), dtype=torch.float32)
+        return DecoderOutput(logits, total, tuple(stats))
 
     @property
     def declaration(self) -> Declaration:

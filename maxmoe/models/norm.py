@@ -24,7 +24,7 @@ class _RmsNorm(torch.autograd.Function):
         ctx.eps = inputs[2]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         wide = torch.promote_types(x.dtype, torch.float32)
         g, scale = gradient.to(wide), weight.to(wide)

@@ -36,12 +36,12 @@ class MoEFeedForward(MoE):
         Returns:
             Output with the shape and dtype of `MoEOutput.hidden_states`.
         """
-        output = super().forward(x, token_mask)
-        # In this order, because the auxiliary loss is computed when it is read.
-        if not (torch.is_grad_enabled() and output.aux_loss.requires_grad):
-            return output.hidden_states
-        loss = output.aux_loss * self.aux_loss_scale
-        return with_gradient(output.hidden_states, loss, torch.ones_like(loss))
+        hidden_states, metrics = self._compute(x, token_mask)
+        # In this order, because the auxiliary loss may be computed when it is read.
+        if not (torch.is_grad_enabled() and metrics.aux_loss.requires_grad):
+            return hidden_states
+        loss = metrics.aux_loss * self.aux_loss_scale
+        return with_gradient(hidden_states, loss, torch.ones_like(loss))
 
 
 def set_aux_loss_scale(model: nn.Module, scale: float | Tensor) -> None:

@@ -12,7 +12,6 @@ from maxmoe.adapters import without_adapters
 from maxmoe.config import MoEConfig
 from maxmoe.conversion import check_block, config_of_block, give_weights, take_weights
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
-from maxmoe.deferred import Deferred, deferred
 from maxmoe.load.metrics_accumulator import MetricsAccumulator
 from maxmoe.nn.aux_loss_watch import AuxLossWatch
 from maxmoe.nn.checks import check_inputs, check_replaced_parts
@@ -24,7 +23,7 @@ from maxmoe.nn.losses import BalanceLoss, load_balance_loss
 from maxmoe.nn.output import MoEOutput
 from maxmoe.nn.routed_experts import run_routed_experts
 from maxmoe.nn.router import Router
-from maxmoe.nn.routing_losses import RoutingLosses
+from maxmoe.nn.routing_losses import RoutingLosses, RoutingMetrics
 from maxmoe.nn.shared_experts import SharedExperts
 from maxmoe.nn.zero_computation_experts import ZeroComputationExperts
 from maxmoe.ops import ActivationFunction
@@ -205,6 +204,10 @@ class MoE(nn.Module):
             ValueError: if the last dim of x is not `hidden_size`, x does not have the dtype of the parameters, or the
                 mask is not bool or has another shape.
         """
+        hidden_states, metrics = self._compute(x, token_mask)
+        return MoEOutput(hidden_states, metrics.aux_loss, metrics.stats)
+
+    def _compute(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, RoutingMetrics]:
         check_inputs(x, token_mask, self.config.hidden_size, self._dtype)
         num_sequences = math.prod(x.shape[:-2])
         tokens = x.reshape(-1, x.shape[-1])
@@ -236,9 +239,7 @@ class MoE(nn.Module):
             self.aux_loss_watch.watch(self, hidden_states, metrics.aux_loss)
         # A view would lose the backward hook that FSDP registers on this tensor.
         hidden_states = reshaped(hidden_states.contiguous(), (*x.shape[:-1], hidden_states.shape[1]))
-        if isinstance(metrics, Deferred):
-            return deferred(MoEOutput, hidden_states, compute=lambda: metrics)
-        return MoEOutput(hidden_states, *metrics)
+        return hidden_states, metrics
 
     @property
     def declaration(self) -> Declaration:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxmoe._torch import is_called_plainly
+from maxmoe._torch import is_called_plainly, is_traced
 from maxmoe.nn.dispatcher import ExpertRunner, LocalDispatcher
 from maxmoe.nn.experts import Experts
 from maxmoe.nn.router import Router
@@ -28,7 +28,7 @@ def run_routed_experts(
     Returns:
         Routing, outputs of the experts ``(T, D)`` and the number ``()`` of dropped slots.
     """
-    if token_mask is None and layer.latent_in is None and not torch.compiler.is_compiling():
+    if token_mask is None and layer.latent_in is None and not is_traced():
         results = _in_one_operator(layer.router, layer.experts, layer.runner, inputs.router)
         if results is not None:
             return results

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from maxmoe._torch import is_traced
 from maxmoe.config import MoEConfig
 from maxmoe.declaration import TOKEN_DIMS, SavedTensor
 from maxmoe.deferred import deferred
@@ -73,16 +74,14 @@ class RoutingLosses:
         if routing.token_losses is not None or not self._can_wait(routing, tokens, step):
             return self._compute(routing, dropped, num_sequences, tokens, step)
 
-        def counts() -> Tensor:
-            return self._tokens_per_expert(routing, num_sequences)
-
         def stats() -> MoEStats:
             return self._compute(routing, dropped, num_sequences, tokens, step).stats
 
-        def metrics() -> tuple[Tensor, MoEStats]:
-            return self._aux_loss(routing, counts, tokens, step), deferred(MoEStats, compute=stats)
+        def metrics() -> RoutingMetrics:
+            aux_loss = self._aux_loss(routing, lambda: self._tokens_per_expert(routing, num_sequences), tokens, step)
+            return RoutingMetrics(aux_loss, deferred(MoEStats, stats))
 
-        return deferred(RoutingMetrics, compute=metrics)
+        return deferred(RoutingMetrics, metrics)
 
     def _can_wait(self, routing: Routing, tokens: TokenReductions, step: StepCounts | None) -> bool:
         """Return whether the results are the same whenever they are computed, and whether that is worth it."""
@@ -93,7 +92,7 @@ class RoutingLosses:
             and isinstance(tokens, LocalTokens)
             and self.balance_loss is load_balance_loss
             and (step is None or self.config.load_balance_scope != "step")
-            and not torch.compiler.is_compiling()
+            and not is_traced()
         )
 
     def _compute(

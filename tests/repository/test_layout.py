@@ -42,7 +42,7 @@ PRIVATE_NAMES_OF_TORCH = (
 # A package imports from its own level and the levels above it in this list. Of what may be there some is to come.
 LEVELS = [
     {"_C"},
-    {"_library", "_torch", "early_optimizers", "field_checks", "replacement", "text_table"},
+    {"_library", "_torch", "early_optimizers", "field_checks", "replacement", "text_table", "waiting_threads"},
     {"config"},
     {"reference"},
     {"quantization"},
