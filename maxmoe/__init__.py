@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         planning,
         reference,
         sharding,
+        testing,
     )
     from maxmoe.parallel import parallelize
     from maxmoe.pipelining import pipeline
@@ -82,6 +83,7 @@ _LAZY_MODULES = (
     "planning",
     "reference",
     "sharding",
+    "testing",
 )
 _LAZY_FUNCTIONS = {"parallelize": "maxmoe.parallel", "pipeline": "maxmoe.pipelining"}
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from maxmoe.adapters.peft import connect
 from maxmoe.declaration import Declaration, SavedTensor, declaration_of
 from maxmoe.early_optimizers import mark_replaced
-from maxmoe.replacement import while_replaced
+from maxmoe.replaced_parameters import while_replaced
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from maxmoe._torch import ConvertedModule, parameter_in_place, set_parameters
 from maxmoe.early_optimizers import mark_replaced
 from maxmoe.quantization.stack import QuantizedStack
-from maxmoe.replacement import while_replaced
+from maxmoe.replaced_parameters import while_replaced
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")

@@ -25,7 +25,7 @@ each_class = pytest.mark.parametrize("experts_class", CLASSES.values(), ids=CLAS
 
 
 # Their own code computes partly in float32.
-FLOAT32_INSIDE = {"BeamExperts", "Inkling2Experts", "OpenAIPrivacyFilterExperts"}
+FLOAT32_INSIDE = {"BeamExperts", "Inkling2Experts", "Inkling2LoopExperts", "OpenAIPrivacyFilterExperts"}
 
 
 class Block(nn.Module):

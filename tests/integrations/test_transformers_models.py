@@ -26,7 +26,7 @@ FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_
 NOT_SMALL = {"dots3_note", "dots3_note_text", "gemma4", "gemma4_text", "lfm2_moe", "mimo_v2_flash", "qwen4_exp"}
 NOT_SMALL |= {"qwen4_exp_text"}
 # Their own code mixes float32 and float64.
-FLOAT32_ONLY = {"inkling2_text"}
+FLOAT32_ONLY = {"inkling2_text", "inkling2_loop_text"}
 OPTIONS = {"hidden_size": 64, "intermediate_size": 13, "num_layers": 4, "num_experts": 7, "seed": 0}
 
 

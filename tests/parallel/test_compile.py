@@ -70,14 +70,9 @@ PARTIAL = {
 }
 
 
-<<<<<<< HEAD
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("rules", "dispatch"), STRATEGIES)
-def test_a_layer(rules: str, dispatch: Dispatch) -> None:
-=======
 @pytest.mark.parametrize(("rules", "dispatch"), [*STRATEGIES, ("ep-as-dp", "least_loaded")])
 def test_a_layer(rules: str, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch) -> None:
->>>>>>> h-least
     """After the first step nothing is compiled: other tokens, and other numbers of rows that travel, change nothing."""
     make_moves_free(monkeypatch)
 

@@ -72,7 +72,8 @@ def test_python_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_commands_exist(words: list[str]) -> None:
     match words:
         case ["make", target, *options]:
-            assert target in TARGETS and set(options) <= {f"TORCH={release}" for release in TORCHES}
+            known = {f"TORCH={release}" for release in TORCHES} | ({"ARGS=--exhaustive"} if target == "test" else set())
+            assert target in TARGETS and set(options) <= known
         case ["pip", "install", *arguments]:
             check_pip(arguments)
         case ["source", activate]:

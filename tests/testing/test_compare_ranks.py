@@ -238,7 +238,8 @@ def test_gradients_that_are_not_finite() -> None:
     assert first is not None and (first.name, first.explanation) == ("first.bias", "not finite")
 
 
-def test_the_report_shows_both_sides() -> None:
+def test_the_report_shows_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")  # pytest-xdist sets it to the width of the terminal
     comparison: RankComparison = compare(Case(alone, 2, loss=mean_square, build=Small))
     lines = str(comparison).splitlines()
     assert lines[0] == "compare_ranks: different. 2 ranks beside one process, float64, tolerance 1e-09."

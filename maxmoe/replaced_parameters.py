@@ -11,7 +11,7 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-class Replacement(Protocol):
+class ReplacedParameters(Protocol):
     """Parameters of a module that others have replaced."""
 
     def restore(self) -> None:
@@ -24,7 +24,7 @@ class Replacement(Protocol):
 
 
 def while_replaced(
-    replace: Callable[[nn.Module], Sequence[Replacement]], *, kept: bool
+    replace: Callable[[nn.Module], Sequence[ReplacedParameters]], *, kept: bool
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """Decorate a function of a module: while it runs, parameters are replaced, and afterwards if they are `kept`.
 
