@@ -26,7 +26,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # read when torch is imported: docs/how_to/busy_machine.md
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch is imported: docs/how_to/busy_machine.md
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record

@@ -16,6 +16,7 @@ class Deferred(tuple[Any, ...]):
 
     _kind: type[Any]
     _compute: Callable[[], Any]
+    _result: Any = None
 
     def __new__(cls, *fields: Any) -> Any:
         """Return an ordinary tuple of the fields."""
@@ -25,9 +26,11 @@ class Deferred(tuple[Any, ...]):
     def _make(cls, fields: Iterable[Any]) -> Any:
         return cls._kind._make(fields)
 
-    @functools.cached_property
+    @property
     def _ordinary(self) -> Any:
-        return self._compute()
+        if self._result is None:
+            self._result = self._compute()
+        return self._result
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._ordinary)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SPIN_COUNT = "GOMP_SPINCOUNT"
-RECOMMENDED_SPIN_COUNT = 2000  # some ten microseconds: the time between two operators of a layer
+RECOMMENDED_SPIN_COUNT = 1000  # some ten microseconds: about the time between two operators of a layer
 
 # Longest bounded spin: above it, a thread that waits for one without a processor takes a processor from others.
 _LONGEST_SPIN_COUNT = 10_000

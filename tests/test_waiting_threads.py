@@ -10,9 +10,9 @@ import pytest
 import maxmoe
 from maxmoe.waiting_threads import describe_waiting, waiting_of_this_process
 
-QUIET = "spin for milliseconds: beside other processes, set GOMP_SPINCOUNT=2000 before torch is imported"
+QUIET = "spin for milliseconds: beside other processes, set GOMP_SPINCOUNT=1000 before torch is imported"
 BUSY = (
-    "spin for milliseconds, and 6.5 processes want 2 processors: beside other processes, set GOMP_SPINCOUNT=2000 "
+    "spin for milliseconds, and 6.5 processes want 2 processors: beside other processes, set GOMP_SPINCOUNT=1000 "
     "before torch is imported"
 )
 
@@ -26,7 +26,7 @@ BUSY = (
         ({"GOMP_SPINCOUNT": "infinite"}, 2, 6.5, BUSY),
         ({"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "300000"}, 2, 6.5, BUSY),
         ({"OMP_WAIT_POLICY": "PASSIVE"}, 2, 6.5, "sleep at once"),
-        ({"GOMP_SPINCOUNT": "2000"}, 2, 6.5, "spin 2000 times, then sleep"),
+        ({"GOMP_SPINCOUNT": "1000"}, 2, 6.5, "spin 1000 times, then sleep"),
         ({}, 1, 6.5, "not for each other: there is one thread"),
     ],
 )
@@ -66,7 +66,7 @@ def seconds_spun(**environment: str) -> float:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch uses libgomp on Linux")
 def test_a_bounded_spin_leaves_the_processor_to_others() -> None:
-    bounded = seconds_spun(GOMP_SPINCOUNT="2000")
+    bounded = seconds_spun(GOMP_SPINCOUNT="1000")
     unbounded = seconds_spun(GOMP_SPINCOUNT="infinite")
     assert bounded < 0.7 * unbounded
 
@@ -74,4 +74,4 @@ def test_a_bounded_spin_leaves_the_processor_to_others() -> None:
 @pytest.mark.parametrize("example", ["pretrain.py", "train_minimal.py"])
 def test_examples_bound_the_spin_before_torch_is_imported(example: str) -> None:
     text = (Path(maxmoe.__file__).parents[1] / "examples" / example).read_text()
-    assert text.index('os.environ.setdefault("GOMP_SPINCOUNT", "2000")') < text.index("import torch")
+    assert text.index('os.environ.setdefault("GOMP_SPINCOUNT", "1000")') < text.index("import torch")

@@ -32,12 +32,10 @@ def generate(decoder: Any, tokens: Tensor, num_tokens: int, *, temperature: floa
 
 def sample(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
     """Draw a token ``(B, 1)`` of each sequence, given the logits ``(B, V)``; the most likely one for temperature 0."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
     values, candidates = logits.topk(top_k or logits.shape[-1])
-    if temperature > 0:
-        choice = torch.multinomial((values / temperature).softmax(-1), 1)
-    else:
-        choice = torch.zeros_like(candidates[:, :1])
-    return candidates.gather(1, choice)
+    return candidates.gather(1, torch.multinomial((values / temperature).softmax(-1), 1))
 
 
 def _is_causal(layer: MoE) -> bool:

@@ -44,7 +44,7 @@ class Norm(Checkpointed, nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x ``(..., D)``."""
-        if torch.compiler.is_compiling():  # torch.compile fuses the operators of torch
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # torch.compile fuses the operators of torch
             return super().forward(x)
         out: Tensor = _RmsNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return out

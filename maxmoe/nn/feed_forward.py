@@ -36,7 +36,7 @@ class MoEFeedForward(MoE):
         Returns:
             Output with the shape and dtype of `MoEOutput.hidden_states`.
         """
-        hidden_states, metrics = self._compute(x, token_mask)
+        hidden_states, metrics = self.output_and_metrics(x, token_mask)
         # In this order, because the auxiliary loss may be computed when it is read.
         if not (torch.is_grad_enabled() and metrics.aux_loss.requires_grad):
             return hidden_states

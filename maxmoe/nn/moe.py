@@ -204,10 +204,11 @@ class MoE(nn.Module):
             ValueError: if the last dim of x is not `hidden_size`, x does not have the dtype of the parameters, or the
                 mask is not bool or has another shape.
         """
-        hidden_states, metrics = self._compute(x, token_mask)
+        hidden_states, metrics = self.output_and_metrics(x, token_mask)
         return MoEOutput(hidden_states, metrics.aux_loss, metrics.stats)
 
-    def _compute(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, RoutingMetrics]:
+    def output_and_metrics(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, RoutingMetrics]:
+        """Compute as `forward`; without gradients, the metrics may be computed when they are read."""
         check_inputs(x, token_mask, self.config.hidden_size, self._dtype)
         num_sequences = math.prod(x.shape[:-2])
         tokens = x.reshape(-1, x.shape[-1])
