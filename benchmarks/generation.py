@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
-import maxmoe.integrations.transformers  # registers the experts implementation "maxmoe"
+import maxmoe.integrations.transformers  # noqa: F401, registers the experts implementation "maxmoe"
 from maxmoe import MoEConfig
 from maxmoe.models import Decoder, DecoderConfig
 
