@@ -81,7 +81,8 @@ class RoutingLosses:
             aux_loss = self._aux_loss(routing, lambda: self._tokens_per_expert(routing, num_sequences), tokens, step)
             return RoutingMetrics(aux_loss, deferred(MoEStats, stats))
 
-        return deferred(RoutingMetrics, metrics)
+        is_zero = self.config.load_balance_loss_weight == self.config.router_z_loss_weight == 0
+        return metrics() if is_zero else deferred(RoutingMetrics, metrics)
 
     def _can_wait(self, routing: Routing, tokens: TokenReductions, step: StepCounts | None) -> bool:
         """Return whether the results are the same whenever they are computed, and whether that is worth it."""
