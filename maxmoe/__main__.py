@@ -15,7 +15,7 @@ its parameters are not allocated.
 a module with the functions build_model, parallelize, make_batch and loss, and step if there is one. It exits with 0 if
 loss, outputs and gradients are equal, with 1 if they differ, and with 2 if they cannot be compared.
 
-`info` prints versions, build and processor, for bug reports.
+`info` prints versions, build and processor, for bug reports, and how threads wait for each other.
 """
 
 import argparse
@@ -42,6 +42,7 @@ from maxmoe.sharding.mesh import Mesh, parse_mesh
 from maxmoe.sharding.rules import LogicalRules
 from maxmoe.testing import RankComparison, compare_ranks
 from maxmoe.text_table import paragraph, readable_bytes, terminal_width
+from maxmoe.waiting_threads import waiting_of_this_process
 
 SIZES = ("num_layers", "num_dense_layers", "num_heads", "num_key_value_heads", "vocab_size", "intermediate_size")
 TRAINING = ("build_model", "parallelize", "make_batch", "loss")
@@ -200,6 +201,7 @@ def describe(_options: argparse.Namespace) -> str:
         "platform": platform.platform(),
         "processor": _processor(),
         "threads": torch.get_num_threads(),
+        "threads:wait": waiting_of_this_process(torch.get_num_threads()),
         "cuda": f"{torch.version.cuda}, {torch.cuda.device_count()} devices" if torch.version.cuda else "not in torch",
         **{f"core:{name}": fact for name, fact in build_info().items()},
     }

@@ -10,6 +10,7 @@ import torch
 from maxmoe import build_info
 from maxmoe.__main__ import main
 from maxmoe.models.published_models import PUBLISHED
+from maxmoe.waiting_threads import waiting_of_this_process
 
 
 @pytest.fixture(autouse=True)
@@ -151,6 +152,7 @@ def test_info_describes_this_installation(capsys: pytest.CaptureFixture[str]) ->
     assert said["torch"] == torch.__version__ and said["threads"] == str(torch.get_num_threads())
     assert said["core:isa"] == build_info()["isa"] in said["core:supported_isas"]
     assert said["processor"] != "unknown"
+    assert said["threads:wait"] == waiting_of_this_process(torch.get_num_threads())
 
 
 def test_plan_prints_the_fastest_plans_and_the_call(capsys: pytest.CaptureFixture[str]) -> None:
