@@ -21,20 +21,36 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[:2])
+        ctx.save_for_forward(*inputs[:2])
         ctx.eps = inputs[2]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         wide = torch.promote_types(x.dtype, torch.float32)
-        g, scale = gradient.to(wide), weight.to(wide)
-        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-        factors = (norms.square() / x.shape[-1] + ctx.eps).rsqrt()
+        g, scale, factors = gradient.to(wide), weight.to(wide), _factors(x, ctx.eps)
         normalized = x * factors
         products = (g * normalized).flatten(0, -2)
         means = torch.mv(products, scale).div(x.shape[-1]).view_as(factors)
         grad_x = torch.addcmul(g * scale, normalized, means, value=-1) * factors
         return grad_x.to(x.dtype), products.sum(0).to(weight.dtype), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor | None, weight_tangent: Tensor | None, _eps: None) -> Tensor:
+        x, weight = ctx.saved_tensors
+        factors = _factors(x, ctx.eps)
+        result: Tensor = torch.zeros_like(x) if weight_tangent is None else x * factors * weight_tangent
+        if tangent is not None:
+            mean = (x * tangent).mean(-1, keepdim=True)
+            result = result + (tangent - x * factors.square() * mean) * factors * weight
+        return result.to(x.dtype)
+
+
+def _factors(x: Tensor, eps: float) -> Tensor:
+    """Return 1 / sqrt(mean(x^2) + eps) of each token ``(..., 1)``, in float32 or wider."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    return (norms.square() / x.shape[-1] + eps).rsqrt()
 
 
 class Norm(Checkpointed, nn.RMSNorm):

@@ -96,10 +96,7 @@ def declared_tensors(plan: Plan, batch_size: int, sequence_length: int) -> Itera
 
 def _local_shape(plan: Plan, module: ModulePlan, tensor: SavedTensor, num_parts: Mapping[str, int]) -> tuple[int, ...]:
     """Return the shape on a rank, given the number of parts of each activation dim."""
-    local = [
-        length // num_parts[name] if name in num_parts else length
-        for length, name in zip(tensor.shape, tensor.names, strict=True)
-    ]
+    local = [length // num_parts.get(name or "", 1) for length, name in zip(tensor.shape, tensor.names, strict=True)]
     num_dims = len(EXPERT_TOKEN_DIMS)
     if tensor.names[:num_dims] != EXPERT_TOKEN_DIMS:
         return tuple(local)
