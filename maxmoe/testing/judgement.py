@@ -1,7 +1,8 @@
 """Compares what the ranks have computed with one process, and explains what differs."""
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -11,26 +12,28 @@ from torch import Tensor
 from maxmoe.parallel.failures import RankError
 from maxmoe.testing.assembly import (
     FLOOR,
-    batch_sizes,
     by_name,
     compare_output,
     gradient_parts,
     place,
 )
+from maxmoe.testing.batches import batch_sizes, have_same_tensors, micro_batches
 from maxmoe.testing.comparison import Comparison, RankComparison
 from maxmoe.testing.explanation import Facts, Part, WrongGradient
-from maxmoe.testing.factors import Size, fit, is_close, named_factor
-from maxmoe.testing.layout import distance
+from maxmoe.testing.factors import RIGHT, Size, fit, is_close, named_factor
+from maxmoe.testing.layout import distance, largest_of
 from maxmoe.testing.measurement import (
     WHOLE,
     Measurement,
     ParameterEntries,
     Training,
     gradients_of_parts,
-    tensors_in,
 )
 from maxmoe.testing.rank_processes import RankProcesses
 from maxmoe.testing.shares import Share
+
+LOSS_FLOOR = 1e-3  # a loss is compared on its own scale, at least this part of the largest gradient
+CLEAN = 1e-3  # relative error of a factor that rounding does not give
 
 
 @dataclass
@@ -44,19 +47,22 @@ class Judgement:
     dtype: torch.dtype
     tolerance: float
     notes: list[str]
+    too_small: list[str] = field(default_factory=list)  # names of gradients
 
     def comparison(self) -> RankComparison:
         """Compare loss, outputs and gradients."""
         loss, outputs, gradients = self._loss(), self._outputs(), self._gradients()
         is_equal = all(item.equal for item in (*loss, *outputs, *gradients))
+        not_finite = [item.name for item in (*loss, *gradients) if not math.isfinite(item.one_process)]
         return RankComparison(
-            "equal" if is_equal else "different",
+            "not finite" if not_finite else "equal" if is_equal else "different",
             len(self.ranks),
             self.dtype,
             self.tolerance,
             loss,
             outputs,
             gradients,
+            culprits=(f"Infinite or NaN in one process: {_names(not_finite)}.",) if not_finite else (),
             notes=tuple(self.notes),
         )
 
@@ -71,38 +77,45 @@ class Judgement:
             error, explanation = self._judge_loss(name, expected, values)
             shown = values[:1] if all(is_close(value, values[0], self.tolerance) for value in values) else values
             found.append(Comparison(name, error, expected, tuple(shown), explanation))
+        for name in sorted({name for rank in self.ranks for name in rank.loss} - set(self.one_process.loss)):
+            self.notes.append(f"The term {name!r} of the loss is not compared: one process does not return it.")
         return tuple(found)
 
     def _judge_loss(self, name: str, expected: float, values: list[float]) -> tuple[float, str]:
-        total, scale = sum(values), abs(expected) or 1.0
+        total, mean = sum(values), sum(values) / len(values)
+        if not math.isfinite(expected) or not math.isfinite(mean):
+            if expected == mean or (math.isnan(expected) and math.isnan(mean)):
+                return 0.0, ""
+            return math.inf, "not finite" if math.isfinite(expected) else "finite, but not in one process"
+        # A loss may be zero up to rounding: its terms, and with them its gradients, are not.
+        scale = max(abs(expected), sum(map(abs, values)) / len(values), LOSS_FLOOR * self._largest) or 1.0
         title = name if name == WHOLE else f"term {name!r} of the loss"
         for copies in [count for count in range(1, len(values) + 1) if len(values) % count == 0]:
             error = abs(total / copies - expected) / scale
             if error <= self.tolerance:
                 self.notes.append(f"The {title} of one process is {_reduction(copies, len(values), values)}.")
                 return error, ""
-        mean = named_factor(total / len(values) / expected, self._sizes) if expected else "not zero"
-        return abs(
-            total / len(values) - expected
-        ) / scale, f"neither the sum nor the mean over ranks: the mean is {mean}"
+        is_zero = abs(expected) <= self.tolerance * scale
+        factor = "not zero" if is_zero else named_factor(mean / expected, self._sizes)
+        return abs(mean - expected) / scale, f"neither the sum nor the mean over ranks: the mean is {factor}"
 
     def _outputs(self) -> tuple[Comparison, ...]:
         found = []
-        for name, entries in (self.one_process.outputs[0] if self.one_process.outputs else {}).items():
+        outputs = self.one_process.outputs[0] if self.one_process.outputs else {}
+        floor = FLOOR * max((largest_of(entries.values) for entries in outputs.values()), default=0.0)
+        for name, entries in outputs.items():
             result = compare_output(name, self.one_process.outputs, self.ranks)
             if result is None:
                 self.notes.append(f"The {name} is not compared: on the ranks it is no block of that of one process.")
                 continue
             error, num_missing = result
             whole = entries.values
-            scale = float(whole.abs().max()) if whole.numel() else 0.0
-            explanation = "" if error <= self.tolerance * (scale or 1.0) else "differs"
+            scale = max(largest_of(whole), floor) or 1.0
+            explanation = "" if error <= self.tolerance * scale else "differs"
             if num_missing:
                 self.notes.append(f"No rank has {num_missing} of {whole.numel()} entries of the {name} of one process.")
             norm = float(whole.norm())
-            found.append(
-                Comparison(name, error / (scale or 1.0), norm, (norm,) if not explanation else (), explanation)
-            )
+            found.append(Comparison(name, error / scale, norm, (norm,) if not explanation else (), explanation))
         return tuple(found)
 
     def _gradients(self) -> tuple[Comparison, ...]:
@@ -111,37 +124,48 @@ class Judgement:
         everywhere = by_name(self.ranks, list(parameters))
         largest_first = sorted(parameters, key=lambda name: -self._expected[name].numel())
         found = {name: self._gradient(name, parameters[name], everywhere[name]) for name in largest_first}
+        zero = [name for name, item in parameters.items() if item.requires_grad and not self._expected[name].any()]
+        for names, what in ((zero, "zero in one process"), (self.too_small, "too small to be told from rounding")):
+            if names:
+                self.notes.append(f"Gradients that are {what}, so that nothing is compared: {_names(names)}.")
+        if len(zero) < len(parameters) and not any(found[name].ranks for name in parameters):
+            self.notes.append(
+                "No parameter has a gradient on any rank: step must run the backward, and no zero_grad after it."
+            )
         return tuple(found[name] for name in parameters)
 
     def _gradient(self, name: str, expected: ParameterEntries, entries: dict[int, ParameterEntries]) -> Comparison:
         whole = self._expected[name]
-        scale = max(float(whole.abs().max()) if whole.numel() else 0.0, FLOOR * self._largest, 1e-300)
-        norm = float(whole.norm())
-        placed = place(entries, expected.value.values, self.tolerance)
-        parts = gradient_parts(placed, whole)
-        has_gradient = bool((whole.abs() > self.tolerance * scale).any())
-        without = sorted(set(entries) - {part.rank for part in parts})
-        if has_gradient and without:
-            return Comparison(name, 1.0, norm, (), self._absent(entries, without))
-        errors = [distance(part.values, part.of(whole)) / scale for part in parts]
-        shown = self._norms(parts, norm, max(errors, default=0.0))
-        if max(errors, default=0.0) <= self.tolerance:
-            return Comparison(name, max(errors, default=0.0), norm, shown)
-        explanation = WrongGradient(name, whole, parts, self.tolerance * scale, self._facts).explain()
-        return Comparison(name, max(errors), norm, shown, explanation)
+        own = largest_of(whole)
+        scale = max(own, FLOOR * self._largest, 1e-300)
+        parts = gradient_parts(place(entries, expected.value.values, self.tolerance), whole)
+        errors = {part.rank: distance(part.values, part.of(whole)) / scale for part in parts}
+        error = max(errors.values(), default=0.0)
+        explanation = _other_training(expected, entries)
+        if not explanation and error > self.tolerance:
+            wrong = [rank for rank, item in entries.items() if errors[rank] > self.tolerance and item.gradient is None]
+            if wrong:
+                explanation = f"detached{_on_ranks(wrong, entries)}: no gradient"
+            else:
+                explanation = WrongGradient(name, whole, parts, self.tolerance * scale, self._facts).explain()
+        elif not explanation and error * scale > self.tolerance * own:
+            explanation = self._factor_of_small(name, whole, parts)
+        norms = _norms([part for part in parts if entries[part.rank].gradient is not None], whole, bool(explanation))
+        return Comparison(name, error, float(whole.norm()), norms, explanation)
 
-    def _absent(self, entries: dict[int, ParameterEntries], without: list[int]) -> str:
-        where = "" if len(without) == len(entries) else f" on rank {', '.join(map(str, without))}"
-        if all(not entries[rank].requires_grad for rank in without):
-            return f"frozen{where}: requires_grad is False"
-        return f"detached{where}: no gradient"
+    def _factor_of_small(self, name: str, whole: Tensor, parts: Sequence[Part]) -> str:
+        """Return the factor of a gradient that is too small to tell its error from rounding; "" if it has none.
 
-    def _norms(self, parts: Sequence[Part], norm: float, error: float) -> tuple[float, ...]:
-        """Return the norm over all ranks if their parts make up the whole, otherwise that of each rank."""
-        if error <= self.tolerance:
-            return (norm,)
-        norms = [float(part.values.norm()) for part in parts]
-        return (norms[0],) if all(is_close(value, norms[0], 1e-6) for value in norms) else tuple(norms)
+        Rounding does not multiply several numbers by the same factor.
+        """
+        expected = torch.cat([part.of(whole).flatten() for part in parts])
+        values = torch.cat([part.values.flatten() for part in parts])
+        factors = fit([expected], values, CLEAN * max(largest_of(expected), largest_of(values)))
+        if factors and len(whole[whole != 0].unique()) > 2:
+            text = named_factor(factors[0], self._sizes, CLEAN)
+            return "" if text == RIGHT else text
+        self.too_small.append(name)
+        return ""
 
     @cached_property
     def _expected(self) -> dict[str, Tensor]:
@@ -152,7 +176,7 @@ class Judgement:
 
     @cached_property
     def _largest(self) -> float:
-        return max((float(whole.abs().max()) for whole in self._expected.values() if whole.numel()), default=0.0)
+        return max(map(largest_of, self._expected.values()), default=0.0)
 
     @cached_property
     def _num_calls(self) -> int:
@@ -228,7 +252,7 @@ class Judgement:
         found: list[tuple[list[int], list[Any]]] = []
         for rank, measurement in enumerate(self.ranks):
             for ranks, batches in found:
-                if _same(batches[0], measurement.batch):
+                if have_same_tensors(batches[0], measurement.batch):
                     ranks.append(rank)
                     break
             else:
@@ -236,8 +260,40 @@ class Judgement:
         return [
             (Share(tuple(ranks), number), micro_batch)
             for ranks, (batch,) in found
-            for number, micro_batch in enumerate(_micro_batches(batch, self._num_calls))
+            for number, micro_batch in enumerate(micro_batches(batch, self._num_calls))
         ]
+
+
+def _other_training(expected: ParameterEntries, entries: dict[int, ParameterEntries]) -> str:
+    """Say on which ranks a parameter is trained that one process does not train, or the other way round."""
+    other = [rank for rank, item in entries.items() if item.requires_grad != expected.requires_grad]
+    if not other:
+        return ""
+    where = _on_ranks(other, entries)
+    if expected.requires_grad:
+        return f"frozen{where}: requires_grad is False"
+    return f"trained{where or ' on the ranks'}, but frozen in one process"
+
+
+def _on_ranks(some: Sequence[int], entries: dict[int, ParameterEntries]) -> str:
+    return "" if len(some) == len(entries) else f" on rank {', '.join(map(str, some))}"
+
+
+def _norms(parts: Sequence[Part], whole: Tensor, is_wrong: bool) -> tuple[float, ...]:
+    """Return the norm of the gradient that the ranks make up together, or of each of them if it is wrong."""
+    if not parts:
+        return ()
+    if is_wrong:
+        norms = [float(part.values.norm()) for part in parts]
+        return (norms[0],) if all(is_close(value, norms[0], 1e-6) for value in norms) else tuple(norms)
+    together = torch.zeros_like(whole).flatten()
+    for part in parts:
+        together[slice(None) if part.indices is None else part.indices.flatten()] = part.values.flatten()
+    return (float(together.norm()),)
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _reduction(copies: int, num_ranks: int, values: Sequence[float]) -> str:
@@ -245,28 +301,6 @@ def _reduction(copies: int, num_ranks: int, values: Sequence[float]) -> str:
         same = all(is_close(value, values[0], 1e-9) for value in values)
         return "that of every rank" if same else "the mean over the ranks"
     return "the sum over the ranks" if copies == 1 else f"the sum over the ranks / {copies}"
-
-
-def _same(one: Any, other: Any) -> bool:
-    pairs = zip(tensors_in(one), tensors_in(other), strict=True)
-    return all(torch.equal(first, second) for (_, first), (_, second) in pairs)
-
-
-def _micro_batches(batch: Any, count: int) -> list[Any]:
-    """Cut the tensors of a batch along their first dim; a list that has this length is one of micro-batches."""
-    if count <= 1:
-        return [batch]
-    if isinstance(batch, list) and len(batch) == count:
-        return batch
-    if isinstance(batch, Tensor):
-        return list(batch.tensor_split(count)) if batch.ndim else [batch] * count
-    if isinstance(batch, dict):
-        cut = {key: _micro_batches(value, count) for key, value in batch.items()}
-        return [{key: values[number] for key, values in cut.items()} for number in range(count)]
-    if isinstance(batch, list | tuple):
-        parts = [_micro_batches(value, count) for value in batch]
-        return [type(batch)(values[number] for values in parts) for number in range(count)]
-    return [batch] * count
 
 
 def _sum(gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -1,7 +1,6 @@
 """What one training step computes, measured in one process and on a rank: loss, outputs, parameters, gradients."""
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from maxmoe._torch import process_groups
+from maxmoe.testing.batches import map_tensors, tensors_in
 from maxmoe.testing.layout import indices_of, local_of
 
 WHOLE = "loss"  # name of the loss if it has no terms
@@ -128,7 +128,7 @@ def build(training: Training, seed: int, dtype: torch.dtype) -> nn.Module:
 def make_batch(training: Training, rank: int, num_ranks: int, dtype: torch.dtype) -> Any:
     """Make the batch of a rank, with the same seed on all ranks."""
     torch.manual_seed(0)
-    return _map_tensors(
+    return map_tensors(
         lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, training.make_batch(rank, num_ranks)
     )
 
@@ -141,24 +141,6 @@ def terms_of(loss: Any) -> dict[str, Tensor]:
             got = f"shape {tuple(term.shape)}" if isinstance(term, Tensor) else type(term).__name__
             raise ValueError(f"loss must return a scalar tensor, or a dict of them, got {got} for {name!r}")
     return terms
-
-
-def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in dicts, lists, tuples and dataclasses, with their place as in ``.logits`` or ``[0]``."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from tensors_in(item, f"{path}.{key}")
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        for name in value._fields:
-            yield from tensors_in(getattr(value, name), f"{path}.{name}")
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from tensors_in(item, f"{path}[{index}]")
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for item in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, item.name), f"{path}.{item.name}")
 
 
 class NarrowResults(TorchFunctionMode):
@@ -190,6 +172,7 @@ def _measure(
     values = {name: Entries.of(parameter) for name, parameter in model.named_parameters()}
     outputs: list[dict[str, Entries]] = []
     order: dict[str, None] = {}
+    recorded = map_tensors(lambda tensor: tensor.detach().clone(), batch)  # the step may change the batch
     handles = [] if dist.is_initialized() else _record_order(model, order)
     if isinstance(model, nn.Module):
         handles.append(model.register_forward_hook(lambda *call: outputs.append(_output_of(call[2]))))
@@ -213,7 +196,7 @@ def _measure(
             )
             for name in names
         },
-        batch=_map_tensors(Tensor.detach, batch),
+        batch=recorded,
     )
 
 
@@ -243,7 +226,8 @@ def _gradients_of(model: nn.Module, term: Tensor) -> dict[str, Tensor | None]:
     if term.requires_grad:
         term.backward(retain_graph=True)  # type: ignore[no-untyped-call]
     return {
-        name: None if parameter.grad is None else parameter.grad.clone() for name, parameter in model.named_parameters()
+        name: None if parameter.grad is None else local_of(parameter.grad)
+        for name, parameter in model.named_parameters()
     }
 
 
@@ -253,16 +237,3 @@ def _output_of(output: Any) -> dict[str, Entries]:
         for place, tensor in tensors_in(output)
         if tensor.is_floating_point() and tensor.ndim
     }
-
-
-def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Apply a function to the tensors in dicts, lists and tuples."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: _map_tensors(function, item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map_tensors(function, item) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_map_tensors(function, item) for item in value)
-    return value

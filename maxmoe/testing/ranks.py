@@ -13,7 +13,7 @@ from maxmoe.parallel.failures import RankError
 from maxmoe.testing.assembly import by_name, missing_entries, place
 from maxmoe.testing.comparison import RankComparison
 from maxmoe.testing.judgement import Judgement
-from maxmoe.testing.layout import distance
+from maxmoe.testing.layout import distance, largest_of
 from maxmoe.testing.measurement import Measurement, Training, measure_one_process, measure_rank
 from maxmoe.testing.rank_processes import RankProcesses
 
@@ -173,7 +173,7 @@ def _differences(first: Measurement, second: Measurement, tolerance: float) -> l
                 if one is not other:
                     texts.append(f"{name}: one of the runs has no {what}.")
                 continue
-            scale = float(one.values.abs().max()) if one.values.numel() else 0.0
+            scale = largest_of(one.values)
             error = distance(one.values, other.values)
             if error > tolerance * scale and error > 1e-12:
                 texts.append(f"{name}: the {what} differs by {error / (scale or 1):.0e}.")
