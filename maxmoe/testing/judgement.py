@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from maxmoe.testing.assembly import (
     gradient_parts,
     place,
 )
-from maxmoe.testing.batches import batch_sizes, have_same_tensors, micro_batches
 from maxmoe.testing.comparison import Comparison, RankComparison
 from maxmoe.testing.explanation import Facts, Part, WrongGradient
 from maxmoe.testing.factors import RIGHT, Size, fit, is_close, named_factor
@@ -30,6 +28,7 @@ from maxmoe.testing.measurement import (
     gradients_of_parts,
 )
 from maxmoe.testing.rank_processes import RankProcesses
+from maxmoe.testing.run_facts import batches_of_shares, partitions, sizes
 from maxmoe.testing.shares import Share
 
 LOSS_FLOOR = 1e-3  # a loss is compared on its own scale, at least this part of the largest gradient
@@ -48,6 +47,7 @@ class Judgement:
     tolerance: float
     notes: list[str]
     too_small: list[str] = field(default_factory=list)  # names of gradients
+    ambiguous: list[str] = field(default_factory=list)  # names of parameters
 
     def comparison(self) -> RankComparison:
         """Compare loss, outputs and gradients."""
@@ -125,9 +125,13 @@ class Judgement:
         largest_first = sorted(parameters, key=lambda name: -self._expected[name].numel())
         found = {name: self._gradient(name, parameters[name], everywhere[name]) for name in largest_first}
         zero = [name for name, item in parameters.items() if item.requires_grad and not self._expected[name].any()]
-        for names, what in ((zero, "zero in one process"), (self.too_small, "too small to be told from rounding")):
+        for title, names in (
+            ("Gradients that are zero in one process, so that nothing is compared", zero),
+            ("Gradients that are too small to be told from rounding", self.too_small),
+            ("Parameters in parts of equal values, of which each rank is taken to have the best one", self.ambiguous),
+        ):
             if names:
-                self.notes.append(f"Gradients that are {what}, so that nothing is compared: {_names(names)}.")
+                self.notes.append(f"{title}: {_names(names)}.")
         if len(zero) < len(parameters) and not any(found[name].ranks for name in parameters):
             self.notes.append(
                 "No parameter has a gradient on any rank: step must run the backward, and no zero_grad after it."
@@ -138,7 +142,10 @@ class Judgement:
         whole = self._expected[name]
         own = largest_of(whole)
         scale = max(own, FLOOR * self._largest, 1e-300)
-        parts = gradient_parts(place(entries, expected.value.values, self.tolerance), whole)
+        placed = place(entries, expected.value.values, self.tolerance)
+        if expected.requires_grad and any(len(item.candidates) > 1 for item in placed):
+            self.ambiguous.append(name)
+        parts = gradient_parts(placed, whole)
         errors = {part.rank: distance(part.values, part.of(whole)) / scale for part in parts}
         error = max(errors.values(), default=0.0)
         explanation = _other_training(expected, entries)
@@ -179,45 +186,14 @@ class Judgement:
         return max(map(largest_of, self._expected.values()), default=0.0)
 
     @cached_property
-    def _num_calls(self) -> int:
-        """Number of forward calls on a rank for each in one process."""
-        return max(len(rank.outputs) for rank in self.ranks) // max(len(self.one_process.outputs), 1)
-
-    @cached_property
-    def _partitions(self) -> dict[str, list[list[int]]]:
-        """Groups of ranks by name: those of meshes and other process groups, and all ranks."""
-        found: dict[str, list[list[int]]] = {}
-        for rank in self.ranks:
-            for name, group in rank.groups.items():
-                if len(group) > 1 and name != "default_pg":
-                    label = f"mesh axis {name[5:]!r}" if name.startswith("mesh_") else f"a group of {len(group)} ranks"
-                    groups = found.setdefault(label, [])
-                    if group not in groups:
-                        groups.append(group)
-        everyone = list(range(len(self.ranks)))
-        return {"all ranks": [everyone]} | {name: groups for name, groups in found.items() if groups != [everyone]}
-
-    @cached_property
     def _sizes(self) -> list[Size]:
-        sizes = [Size("number of ranks", len(self.ranks))]
-        sizes += [Size(name, len(groups[0])) for name, groups in self._partitions.items() if name != "all ranks"]
-        sizes += [Size("micro-batches", self._num_calls)]
-        sizes += [Size(name, size) for name, size in batch_sizes(self.one_process.batch)]
-        sizes += [Size(f"{name} of a rank", size) for name, size in batch_sizes(self.ranks[0].batch)]
-        seen: set[tuple[str, int]] = set()
-        return [
-            size
-            for size in sizes
-            if size.value > 1
-            and (key := (size.name.removesuffix(" of a rank"), size.value)) not in seen
-            and not seen.add(key)  # type: ignore[func-returns-value]
-        ]
+        return sizes(self.one_process, self.ranks)
 
     @cached_property
     def _facts(self) -> Facts:
         """Run one process on parts of the batch, and with each term of the loss alone."""
-        facts = Facts(len(self.ranks), self._sizes, self._partitions)
-        shares = self._batches_of_shares()
+        facts = Facts(len(self.ranks), self._sizes, partitions(self.ranks))
+        shares = batches_of_shares(self.one_process, self.ranks)
         batches = [self.one_process.batch, *(batch for _, batch in shares)]
         try:
             whole, *others = self.processes.run_alone(gradients_of_parts, self.training, self.dtype, batches)
@@ -230,7 +206,7 @@ class Judgement:
             for (share, _), found in zip(shares, others, strict=True)
         ]
         weights = self._weights([gradients for _, gradients in parts])
-        return Facts(len(self.ranks), self._sizes, self._partitions, terms, parts, weights or [])
+        return Facts(len(self.ranks), self._sizes, partitions(self.ranks), terms, parts, weights or [])
 
     def _filled(self, gradients: dict[str, Tensor | None]) -> dict[str, Tensor]:
         return {
@@ -246,22 +222,6 @@ class Judgement:
         whole = torch.cat([gradient.flatten() for gradient in self._expected.values()])
         weights = fit(columns, whole, self.tolerance * self._largest)
         return weights if weights and all(abs(weight) > 1e-9 for weight in weights) else None
-
-    def _batches_of_shares(self) -> list[tuple[Share, Any]]:
-        """Return the different micro-batches of all ranks; ranks with the same tokens share them."""
-        found: list[tuple[list[int], list[Any]]] = []
-        for rank, measurement in enumerate(self.ranks):
-            for ranks, batches in found:
-                if have_same_tensors(batches[0], measurement.batch):
-                    ranks.append(rank)
-                    break
-            else:
-                found.append(([rank], [measurement.batch]))
-        return [
-            (Share(tuple(ranks), number), micro_batch)
-            for ranks, (batch,) in found
-            for number, micro_batch in enumerate(micro_batches(batch, self._num_calls))
-        ]
 
 
 def _other_training(expected: ParameterEntries, entries: dict[int, ParameterEntries]) -> str:

@@ -1,5 +1,9 @@
 """What one training step computes, measured in one process and on a rank: loss, outputs, parameters, gradients."""
 
+import pickle
+import random
+import sys
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +30,7 @@ class Training:
     make_batch: Callable[[int, int], Any]
     loss: Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
     step: Callable[[Any, Any], Tensor | Mapping[str, Tensor] | None] | None = None
+    vary_constants: bool = True  # see _vary_constants
 
 
 @dataclass
@@ -93,8 +98,9 @@ def measure_rank(training: Training, dtype: torch.dtype) -> Measurement:
     """Run the step on this rank."""
     rank = dist.get_rank()
     model = training.parallelize(build(training, rank, dtype))
-    if model is None:
-        raise ValueError("parallelize must return the model, got None")
+    if not hasattr(model, "named_parameters"):
+        got = "None" if model is None else type(model).__name__
+        raise ValueError(f"parallelize must return the model, got {got}")
     batch = make_batch(training, rank, dist.get_world_size(), dtype)
     if training.step is None:
         measurement = _measure(model, training.loss, batch, seed=rank)
@@ -110,7 +116,7 @@ def gradients_of_parts(
     """Return the gradients of all parameters in one process, for each batch, by the name of each term of the loss."""
     model, found = build(training, 0, dtype), []
     for batch in batches:
-        torch.manual_seed(0)
+        _seed(0)
         terms = terms_of(training.loss(model, batch))
         found.append({name: _gradients_of(model, term) for name, term in terms.items()})
     return found
@@ -118,28 +124,62 @@ def gradients_of_parts(
 
 def build(training: Training, seed: int, dtype: torch.dtype) -> nn.Module:
     """Build the model on the CPU, with the seed of a rank."""
-    torch.manual_seed(seed)
+    _seed(seed)
     model = training.build_model()
     if not isinstance(model, nn.Module):
         raise TypeError(f"build_model must return a torch.nn.Module, got {type(model).__name__}")
-    return model.to(dtype)
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise TypeError(f"build_model must return a model without complex parameters, got {name}")
+    model.to(dtype)
+    if training.vary_constants:
+        _vary_constants(model)
+    return model
 
 
 def make_batch(training: Training, rank: int, num_ranks: int, dtype: torch.dtype) -> Any:
     """Make the batch of a rank, with the same seed on all ranks."""
-    torch.manual_seed(0)
-    return map_tensors(
+    _seed(0)
+    batch = map_tensors(
         lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, training.make_batch(rank, num_ranks)
     )
+    try:
+        pickle.dumps(batch)
+    except Exception as error:
+        raise TypeError(f"make_batch must return what pickle can send to other processes: {error}") from None
+    return batch
 
 
-def terms_of(loss: Any) -> dict[str, Tensor]:
-    """Return the terms of a loss by name."""
+def _seed(seed: int) -> None:
+    """Seed torch, Python, and NumPy if there is one."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+def _vary_constants(model: nn.Module) -> None:
+    """Add small numbers, the same ones in all processes, to trained parameters that are zero or repeat their values.
+
+    Otherwise nothing tells which part of a bias of zeros a rank has, and the gradients of the factors of LoRA, of which
+    one is zero, are not compared.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (not parameter.any() or 2 * len(parameter.unique()) <= parameter.numel()):
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            noise = 0.02 * torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.data += noise.to(parameter.dtype)
+
+
+def terms_of(loss: Any, function: str = "loss") -> dict[str, Tensor]:
+    """Return the terms of a loss by name; `function` is the one that has returned it."""
     terms = dict(loss) if isinstance(loss, Mapping) else {WHOLE: loss}
+    if not terms:
+        raise ValueError(f"{function} must return a scalar tensor, or a dict of them, got an empty dict")
     for name, term in terms.items():
         if not isinstance(term, Tensor) or term.numel() != 1:
             got = f"shape {tuple(term.shape)}" if isinstance(term, Tensor) else type(term).__name__
-            raise ValueError(f"loss must return a scalar tensor, or a dict of them, got {got} for {name!r}")
+            raise ValueError(f"{function} must return a scalar tensor, or a dict of them, got {got} for {name!r}")
     return terms
 
 
@@ -176,9 +216,9 @@ def _measure(
     handles = [] if dist.is_initialized() else _record_order(model, order)
     if isinstance(model, nn.Module):
         handles.append(model.register_forward_hook(lambda *call: outputs.append(_output_of(call[2]))))
-    torch.manual_seed(seed)
+    _seed(seed)
     loss = step(model, batch)
-    terms = {} if loss is None and has_backward else terms_of(loss)
+    terms = {} if loss is None and has_backward else terms_of(loss, "step" if has_backward else "loss")
     if not has_backward:
         _total(terms).backward()  # type: ignore[no-untyped-call]
     for handle in handles:
