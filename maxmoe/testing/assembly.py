@@ -42,7 +42,7 @@ def matching_names(wrapped: Sequence[str], names: Sequence[str]) -> dict[str, st
     a child that is called `module`, the shortest one on the rank is the shortest one in one process, and so on.
     """
     here, there = _by_name_without_wrappers(names), _by_name_without_wrappers(wrapped)
-    found = {}
+    found: dict[str, str] = {}
     for bare, those in there.items():
         these = here.get(bare, [])
         if len(these) == len(those):

@@ -108,6 +108,11 @@ class Judgement:
             if result is None:
                 self.notes.append(f"The {name} is not compared: on the ranks it is no block of that of one process.")
                 continue
+            narrow = {item[name].values.dtype for rank in self.ranks for item in rank.outputs if name in item}
+            if narrow - {entries.values.dtype}:
+                got = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in narrow))
+                expected = str(entries.values.dtype).removeprefix("torch.")
+                self.notes.append(f"The {name} is {got} on the ranks, {expected} in one process.")
             error, num_missing = result
             whole = entries.values
             scale = max(largest_of(whole), floor) or 1.0
@@ -168,7 +173,7 @@ class Judgement:
         expected = torch.cat([part.of(whole).flatten() for part in parts])
         values = torch.cat([part.values.flatten() for part in parts])
         factors = fit([expected], values, CLEAN * max(largest_of(expected), largest_of(values)))
-        if factors and len(whole[whole != 0].unique()) > 2:
+        if factors and len(torch.unique(whole[whole != 0])) > 2:
             text = named_factor(factors[0], self._sizes, CLEAN)
             return "" if text == RIGHT else text
         self.too_small.append(name)

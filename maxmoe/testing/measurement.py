@@ -70,6 +70,7 @@ class Measurement:
         loss: terms of the loss; empty if the step returns none.
         outputs: floating-point tensors that the model returns, by name, for each call.
         parameters: in the order in which the backward computes their gradients, those without a gradient last.
+        buffers: before the step.
         batch: the batch.
         groups: ranks of each process group of this rank.
         narrow: a dtype narrower than that of the parameters in which the model computes, and the function.
@@ -78,6 +79,7 @@ class Measurement:
     loss: dict[str, float]
     outputs: list[dict[str, Entries]]
     parameters: dict[str, ParameterEntries]
+    buffers: dict[str, Entries]
     batch: Any
     groups: dict[str, list[int]] = field(default_factory=dict)
     narrow: tuple[torch.dtype, str] | None = None
@@ -165,7 +167,7 @@ def _vary_constants(model: nn.Module) -> None:
     one is zero, are not compared.
     """
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and (not parameter.any() or 2 * len(parameter.unique()) <= parameter.numel()):
+        if parameter.requires_grad and (not parameter.any() or 2 * len(torch.unique(parameter)) <= parameter.numel()):
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             noise = 0.02 * torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.data += noise.to(parameter.dtype)
@@ -210,6 +212,8 @@ def _measure(
 ) -> Measurement:
     """Run a step and measure it; without `has_backward`, `step` is the loss."""
     values = {name: Entries.of(parameter) for name, parameter in model.named_parameters()}
+    named_buffers = model.named_buffers() if isinstance(model, nn.Module) else ()
+    buffers = {name: Entries.of(buffer) for name, buffer in named_buffers}
     outputs: list[dict[str, Entries]] = []
     order: dict[str, None] = {}
     recorded = map_tensors(lambda tensor: tensor.detach().clone(), batch)  # the step may change the batch
@@ -236,6 +240,7 @@ def _measure(
             )
             for name in names
         },
+        buffers=buffers,
         batch=recorded,
     )
 

@@ -1,6 +1,8 @@
 """`compare_ranks`: runs a training step in one process and on several ranks, and compares them."""
 
 import pickle
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe.parallel.failures import RankError
-from maxmoe.testing.assembly import by_name, missing_entries, place
+from maxmoe.testing.assembly import by_name, matching_names, missing_entries, place
 from maxmoe.testing.comparison import RankComparison
 from maxmoe.testing.judgement import Judgement
 from maxmoe.testing.layout import distance, largest_of
@@ -19,6 +21,8 @@ from maxmoe.testing.rank_processes import RankProcesses
 
 # Largest difference that is taken for rounding, relative to the largest entry of a tensor.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+ABOUT_DTYPE = re.compile(r"^\S*(Error|Exception): .*(float64|[Dd]ouble|dtype)", re.MULTILINE)  # of a traceback
 
 
 def compare_ranks(
@@ -76,7 +80,8 @@ def compare_ranks(
     """
     __tracebackhide__ = True  # for pytest
     training = Training(build_model, parallelize, make_batch, loss, step)
-    _check(training, num_ranks)
+    _check(num_ranks, dtype, tolerance, timeout)
+    _check_functions(training)
     return Run(training, num_ranks, dtype, tolerance, RankProcesses(timeout=timeout, deadline=timeout)).compare()
 
 
@@ -103,7 +108,13 @@ class Run:
         random = tuple(_differences(first, second, tolerance))
         if random:
             return RankComparison("random", self.num_ranks, dtype, tolerance, culprits=random[:3], notes=tuple(notes))
-        ranks = self.processes.run(measure_rank, self.num_ranks, self.training, dtype)
+        try:
+            ranks = self.processes.run(measure_rank, self.num_ranks, self.training, dtype)
+        except RankError as error:
+            if self.dtype is not None or dtype == torch.float32 or not ABOUT_DTYPE.search(str(error)):
+                raise
+            found = replace(self, dtype=torch.float32).compare()
+            return replace(found, notes=("Compared in float32, because the ranks cannot run in float64.", *found.notes))
         judgement = Judgement(self.training, self.processes, first, ranks, dtype, tolerance, notes)
         culprits = tuple(different_starts(first, ranks, tolerance))
         if culprits and self.training.vary_constants:  # parallelize may initialize constants once more
@@ -112,6 +123,7 @@ class Run:
             return RankComparison(
                 "different start", self.num_ranks, dtype, tolerance, culprits=culprits[:8], notes=tuple(notes)
             )
+        notes.extend(different_buffers(first, ranks, tolerance))
         found = judgement.comparison()
         return (
             found if found.equal or self.dtype is not None else replace(found, notes=found.notes + self._in_float32())
@@ -162,6 +174,21 @@ def different_starts(one_process: Measurement, ranks: Sequence[Measurement], tol
     return texts
 
 
+def different_buffers(one_process: Measurement, ranks: Sequence[Measurement], tolerance: float) -> list[str]:
+    """Describe the buffers that have the shapes, but not the values of one process before the step."""
+    wrong: dict[str, list[int]] = {}
+    for rank, measurement in enumerate(ranks):
+        for other, name in matching_names(list(measurement.buffers), list(one_process.buffers)).items():
+            values = measurement.buffers[other].values
+            whole = one_process.buffers[name].values if name in one_process.buffers else values
+            if values.shape == whole.shape and distance(values, whole) > tolerance * largest_of(whole):
+                wrong.setdefault(name, []).append(rank)
+    return [
+        f"The buffer {name} differs from that of one process before the step on rank {', '.join(map(str, where))}."
+        for name, where in wrong.items()
+    ]
+
+
 def _differences(first: Measurement, second: Measurement, tolerance: float) -> list[str]:
     """Describe what differs between two runs in one process."""
     texts = []
@@ -182,9 +209,18 @@ def _differences(first: Measurement, second: Measurement, tolerance: float) -> l
     return texts
 
 
-def _check(training: Training, num_ranks: int) -> None:
-    if num_ranks < 2:
-        raise ValueError(f"num_ranks must be at least 2, got {num_ranks}")
+def _check(num_ranks: Any, dtype: Any, tolerance: Any, timeout: Any) -> None:
+    if not isinstance(num_ranks, int) or num_ranks < 2:
+        raise ValueError(f"num_ranks must be an integer of at least 2, got {num_ranks!r}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
+    if tolerance is not None and not (isinstance(tolerance, int | float) and 0 < tolerance < 1):
+        raise ValueError(f"tolerance must be a number above 0 and below 1 or None, got {tolerance!r}")
+    if not (isinstance(timeout, int | float) and 0 < timeout < float("inf")):
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
+
+
+def _check_functions(training: Training) -> None:
     for name in ("build_model", "parallelize", "make_batch", "loss", "step"):
         function = getattr(training, name)
         if function is None and name == "step":
@@ -194,6 +230,11 @@ def _check(training: Training, num_ranks: int) -> None:
         try:
             pickle.dumps(function)
         except (pickle.PicklingError, AttributeError, TypeError):
+            is_importable = False
+        else:  # the functions of a notebook are of a module without a file
+            module = getattr(getattr(function, "func", function), "__module__", None)
+            is_importable = module != "__main__" or hasattr(sys.modules[module], "__file__")
+        if not is_importable:
             raise ValueError(
-                f"{name} must be a function of a module, which other processes can import, got {function!r}"
-            ) from None
+                f"{name} must be a function of a module in a file, which other processes can import, got {function!r}"
+            )
