@@ -95,9 +95,10 @@ class Judgement:
             if error <= self.tolerance:
                 self.notes.append(f"The {title} of one process is {_reduction(copies, len(values), values)}.")
                 return error, ""
-        is_zero = abs(expected) <= self.tolerance * scale
-        factor = "not zero" if is_zero else named_factor(mean / expected, self._sizes)
-        return abs(mean - expected) / scale, f"neither the sum nor the mean over ranks: the mean is {factor}"
+        wrong, is_zero = "neither the sum nor the mean over ranks: the mean is", abs(expected) <= self.tolerance * scale
+        if is_zero:
+            return abs(mean - expected) / scale, f"{wrong} not zero"
+        return abs(mean / expected - 1), f"{wrong} {named_factor(mean / expected, self._sizes)}"
 
     def _outputs(self) -> tuple[Comparison, ...]:
         found = []
