@@ -130,7 +130,8 @@ class Judgement:
         everywhere = by_name(self.ranks, list(parameters))
         largest_first = sorted(parameters, key=lambda name: -self._expected[name].numel())
         found = {name: self._gradient(name, parameters[name], everywhere[name]) for name in largest_first}
-        zero = [name for name, item in parameters.items() if item.requires_grad and not self._expected[name].any()]
+        trained = [name for name, item in parameters.items() if item.requires_grad and self._expected[name].numel()]
+        zero = [name for name in trained if not self._expected[name].any()]
         for title, names in (
             ("Gradients that are zero in one process, so that nothing is compared", zero),
             ("Gradients that are too small to be told from rounding", self.too_small),
@@ -138,7 +139,7 @@ class Judgement:
         ):
             if names:
                 self.notes.append(f"{title}: {_names(names)}.")
-        if len(zero) < len(parameters) and not any(found[name].ranks for name in parameters):
+        if len(zero) < len(trained) and not any(found[name].ranks for name in parameters):
             self.notes.append(
                 "No parameter has a gradient on any rank: step must run the backward, and no zero_grad after it."
             )

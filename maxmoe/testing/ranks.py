@@ -53,12 +53,13 @@ def compare_ranks(
     Args:
         build_model: function that returns the model, on the CPU. Rank r is seeded with r before the call, one process
             with 0, as ranks have different seeds in training. A model whose initialization must be the same on all
-            ranks calls `torch.manual_seed` itself.
+            ranks calls `torch.manual_seed` itself. Small random values, the same ones everywhere, are then added to
+            trained parameters that are zero or repeat their values, unless `parallelize` sets them once more.
         parallelize: function of the model that returns the model for training on this rank. `torch.distributed` is
             initialized. An object with `named_parameters`, such as a pipeline, will do if `step` is given.
         make_batch: function of the rank and the number of ranks that returns the batch of the rank, in any form;
             ``make_batch(0, 1)`` is the whole batch. Ranks that hold the same tokens, as in tensor parallelism, get the
-            same batch. All processes have the same seed before the call.
+            same batch. All processes have the same seed before the call, of torch, Python and NumPy.
         loss: function of model and batch that returns the loss, ``()``, or a dict of terms, whose sum is the loss. With
             terms, the explanations name the one that is wrong.
         num_ranks: number of ranks. A factor of 2 may have several causes: 3 or 4 ranks tell more.
