@@ -1,6 +1,7 @@
 """Which entries of a whole tensor a rank holds."""
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -63,12 +64,12 @@ def distance(part: Tensor, whole: Tensor) -> float:
         return 0.0
     one, other = part.double(), whole.double()
     are_equal = (one == other) | (one.isnan() & other.isnan())
-    return float((one - other).abs().masked_fill(are_equal, 0.0).nan_to_num(nan=float("inf")).max())
+    return float((one - other).abs().masked_fill(are_equal, 0.0).nan_to_num(nan=math.inf, posinf=math.inf).max())
 
 
 def largest_of(tensor: Tensor) -> float:
     """Return the largest absolute value of the finite entries of a tensor, 0 if there are none."""
-    finite = tensor[tensor.isfinite()]
+    finite = tensor[tensor.isfinite()].double()
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 

@@ -19,6 +19,13 @@ from maxmoe.testing.batches import map_tensors, tensors_in
 from maxmoe.testing.layout import indices_of, local_of
 
 WHOLE = "loss"  # name of the loss if it has no terms
+# Module.to would make complex buffers real.
+CASTS: dict[torch.dtype, Callable[[nn.Module], nn.Module]] = {
+    torch.float64: nn.Module.double,
+    torch.float32: nn.Module.float,
+    torch.float16: nn.Module.half,
+    torch.bfloat16: nn.Module.bfloat16,
+}
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,7 @@ def build(training: Training, seed: int, dtype: torch.dtype) -> nn.Module:
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise TypeError(f"build_model must return a model without complex parameters, got {name}")
-    model.to(dtype)
+    CASTS[dtype](model)
     if training.vary_constants:
         _vary_constants(model)
     return model

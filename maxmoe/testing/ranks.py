@@ -165,8 +165,8 @@ def different_starts(one_process: Measurement, ranks: Sequence[Measurement], tol
         wrong = [item for item in placed if item.error > 0]
         if wrong:
             where = f"rank{'s' if len(wrong) > 1 else ''} {', '.join(str(item.rank) for item in wrong)}"
-            if wrong[0].error == float("inf"):
-                got = tuple(wrong[0].entries.value.shape)
+            got = wrong[0].entries.value.shape
+            if wrong[0].error == float("inf") and tuple(got) != tuple(shape):
                 texts.append(f"{name}: has shape {got} on {where}, which is no part of {tuple(shape)}.")
             else:
                 texts.append(f"{name}: {where} of {len(ranks)} differ from one process by {wrong[0].error:.0e}.")
@@ -182,7 +182,11 @@ def different_buffers(one_process: Measurement, ranks: Sequence[Measurement], to
         for other, name in matching_names(list(measurement.buffers), list(one_process.buffers)).items():
             values = measurement.buffers[other].values
             whole = one_process.buffers[name].values if name in one_process.buffers else values
-            if values.shape == whole.shape and distance(values, whole) > tolerance * largest_of(whole):
+            if (
+                values.shape == whole.shape
+                and not whole.is_complex()
+                and distance(values, whole) > tolerance * largest_of(whole)
+            ):
                 wrong.setdefault(name, []).append(rank)
     return [
         f"The buffer {name} differs from that of one process before the step on rank {', '.join(map(str, where))}."
@@ -213,8 +217,9 @@ def _differences(first: Measurement, second: Measurement, tolerance: float) -> l
 def _check(num_ranks: Any, dtype: Any, tolerance: Any, timeout: Any) -> None:
     if not isinstance(num_ranks, int) or num_ranks < 2:
         raise ValueError(f"num_ranks must be an integer of at least 2, got {num_ranks!r}")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
+    if dtype is not None and dtype not in TOLERANCES:
+        names = ", ".join(str(known) for known in TOLERANCES)
+        raise ValueError(f"dtype must be {names} or None, got {dtype!r}")
     if tolerance is not None and not (isinstance(tolerance, int | float) and 0 < tolerance < 1):
         raise ValueError(f"tolerance must be a number above 0 and below 1 or None, got {tolerance!r}")
     if not (isinstance(timeout, int | float) and 0 < timeout < float("inf")):

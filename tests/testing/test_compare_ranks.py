@@ -73,7 +73,7 @@ def of_a_notebook(model: nn.Module, batch: Any) -> None: ...
         ("num_ranks", (1, True, 2.5, "2"), "an integer of at least 2"),
         ("timeout", (0, -1.0, math.inf, "3"), "a positive number of seconds"),
         ("tolerance", (0.0, 1.0, math.nan, "0.1"), "a number above 0 and below 1 or None"),
-        ("dtype", (torch.int64, "float64"), "a floating-point torch.dtype or None"),
+        ("dtype", (torch.int64, "float64"), "torch.float64, torch.float32, torch.float16, torch.bfloat16 or None"),
     ],
 )
 def test_arguments(argument: str, values: tuple[Any, ...], message: str) -> None:

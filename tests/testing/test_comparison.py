@@ -182,8 +182,10 @@ def test_gradients_that_are_zero() -> None:
     def build() -> nn.Module:
         torch.manual_seed(1)
         factors = {"a": torch.randn(2, WIDTH), "b": torch.zeros(WIDTH, 2), "unused": torch.ones(2)}
-        model = Odd(lambda model, x: model.layer(x) + x @ model.a.mT @ model.b.mT, **factors)
+        model = Odd(lambda model, x: model.layer(x) + x @ model.a.mT @ model.b.mT * model.waves.imag[0], **factors)
         model.register_buffer("scale", torch.ones(2))
+        model.register_buffer("mask", torch.ones(2, dtype=torch.bool))
+        model.register_buffer("waves", torch.full((2,), 1j))
         return model
 
     def without_a(model: Any) -> nn.Module:
