@@ -22,6 +22,7 @@ import argparse
 import importlib
 import platform
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -229,6 +230,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except (ValueError, RankError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Exception:
+        if options.report is not compare:
+            raise
+        traceback.print_exc()  # 1 says that the ranks differ
         return 2
     return int(isinstance(report, RankComparison) and not report.equal)
 

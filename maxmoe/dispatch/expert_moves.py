@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 # Bound on the rows of a rank: this percentage of the mean. The plan also tries tighter bounds.
 MAX_PERCENT_OF_MEAN = 115
-_TRIED_PERCENT = (100, 105, 110, MAX_PERCENT_OF_MEAN)
+TRIED_PERCENT = (100, 105, 110, MAX_PERCENT_OF_MEAN)
 
 
 class Move(NamedTuple):
@@ -49,7 +49,7 @@ def plan_moves(rows: Sequence[int], num_ranks: int, rows_per_expert: int) -> tup
         Moves in the order of their ranks and experts; none if the moves would take longer than they save.
     """
     mean = -(-sum(rows) // num_ranks)
-    caps = dict.fromkeys(max(mean, sum(rows) * percent // (100 * num_ranks)) for percent in _TRIED_PERCENT)
+    caps = dict.fromkeys(max(mean, sum(rows) * percent // (100 * num_ranks)) for percent in TRIED_PERCENT)
     loads = loads_of(rows, num_ranks)
     if max(loads) <= max(caps):
         return ()

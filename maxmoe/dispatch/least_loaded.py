@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from maxmoe.dispatch.computed_rows import ComputedRows
-from maxmoe.dispatch.expert_moves import MAX_PERCENT_OF_MEAN, plan_moves
+from maxmoe.dispatch.expert_moves import TRIED_PERCENT, plan_moves
 from maxmoe.dispatch.expert_ranks import ExpertLayout, with_rows
 from maxmoe.dispatch.lent_experts import LentExperts
 from maxmoe.dispatch.planned_dispatch import PlannedDispatch
@@ -78,7 +78,7 @@ class LeastLoaded(RaggedAllToAll):
             raise RuntimeError(
                 "least_loaded: all ranks must derive the same plan, got different checksums of what they plan with: "
                 + ", ".join(f"rank {rank} {checksum:08x}" for rank, checksum in enumerate(checksums))
-                + ". Run the same version of maxmoe, on devices of one type, on all ranks"
+                + ". Run the same version of maxmoe, on devices of one type, under the same autocast, on all ranks"
             )
         return counts
 
@@ -126,7 +126,9 @@ class LeastLoaded(RaggedAllToAll):
         return own, foreign
 
     def _facts(self, chunk: TopK) -> list[int]:
-        settings = (MAX_PERCENT_OF_MEAN, flop_per_byte(chunk.experts.device.type), self.ranks.first_experts)
+        device = chunk.experts.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        settings = (TRIED_PERCENT, flop_per_byte(device), self.ranks.first_experts, chunk.weights.dtype, autocast)
         return [*super()._facts(chunk), zlib.crc32(repr(settings).encode())]
 
     @classmethod

@@ -198,7 +198,7 @@ def explain(
         num_chunks: number of chunks of the tokens of a MoE layer.
         imbalance: with dispatch="least_loaded", number of rows of the rank with the most rows over the mean, before
             experts are moved; one expert has all rows above an even load. The collectives are then those of the rank
-            that sends most. Memory is that of balanced routing.
+            that sends most. Memory is that of balanced routing. Needs `batch_size` and `sequence_length`.
         allow_unused: accept rules and mesh axes without effect.
         batch_size: number of sequences per step, over all ranks; None to leave out the collectives of the dispatch.
         sequence_length: number of tokens per sequence; None to leave out the collectives of the dispatch.
@@ -217,6 +217,10 @@ def explain(
     within = mesh.within_stage() if is_cut else mesh
     plan = plan_without_warnings(module, within, rules, dispatch, num_chunks, allow_unused)
     plan = with_imbalance(plan, imbalance, has_stages=is_cut)
+    if imbalance != 1.0 and (batch_size is None or sequence_length is None):
+        raise ValueError(
+            f"imbalance ({imbalance}) needs batch_size and sequence_length, got {batch_size} and {sequence_length}"
+        )
     if num_micro_batches is not None and is_cut:
         options = PipelineOptions(schedule, num_micro_batches, blocks_per_stage, stages_per_rank)
         pipeline = plan_pipeline(module, mesh, rules, options, dispatch=dispatch, num_chunks=num_chunks)

@@ -14,9 +14,11 @@ def with_imbalance(plan: Plan, imbalance: float, *, has_stages: bool) -> Plan:
         has_stages: whether the model is cut into pipeline stages, whose layers have plans of their own.
 
     Raises:
-        ValueError: for an imbalance below 1 or above the number of ranks that share the experts, for layers whose
-            strategy does not depend on it, and with pipeline stages.
+        ValueError: for an imbalance that is no number, below 1, or above the number of ranks that share the experts,
+            for layers whose strategy does not depend on it, and with pipeline stages.
     """
+    if not isinstance(imbalance, int | float):
+        raise ValueError(f"imbalance must be a number, got {imbalance!r}")
     if imbalance == 1.0:
         return plan
     if has_stages:

@@ -1,14 +1,14 @@
 """Puts the parts that ranks hold beside the whole tensors of one process."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from maxmoe.testing.explanation import Part
-from maxmoe.testing.layout import blocks, closest_block, distance, indices_of_block
-from maxmoe.testing.measurement import Entries, Measurement, ParameterEntries, tensors_in
+from maxmoe.testing.layout import blocks, closest_block, distance, indices_of_block, largest_of
+from maxmoe.testing.measurement import Entries, Measurement, ParameterEntries
 
 # Prefixes that wrappers of torch add to the names of parameters.
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -26,18 +26,36 @@ class Placed:
 
 
 def by_name(ranks: Sequence[Measurement], names: Sequence[str]) -> dict[str, dict[int, ParameterEntries]]:
-    """Return the parameters of all ranks by name, as in one process if only a wrapper has changed it, and by rank."""
+    """Return the parameters of all ranks by name, as in one process if only wrappers have changed it, and by rank."""
     found: dict[str, dict[int, ParameterEntries]] = {}
     for rank, measurement in enumerate(ranks):
+        matching = matching_names(list(measurement.parameters), names)
         for name, entries in measurement.parameters.items():
-            found.setdefault(name if name in names else _without_wrappers(name), {})[rank] = entries
+            found.setdefault(matching[name], {})[rank] = entries
+    return found
+
+
+def matching_names(wrapped: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """Return the name in one process of each name on a rank, where wrappers may have added prefixes.
+
+    A name that one process does not have is returned without prefixes. If several names differ in prefixes only, as of
+    a child that is called `module`, the shortest one on the rank is the shortest one in one process, and so on.
+    """
+    here, there = _by_name_without_wrappers(names), _by_name_without_wrappers(wrapped)
+    found: dict[str, str] = {}
+    for bare, those in there.items():
+        these = here.get(bare, [])
+        if len(these) == len(those):
+            found.update(zip(those, these, strict=True))
+        else:
+            found.update({name: name if name in these else bare for name in those})
     return found
 
 
 def place(entries: Mapping[int, ParameterEntries], whole: Tensor, tolerance: float) -> list[Placed]:
     """Find the entries of each rank in a whole parameter, by the layout of a `DTensor` or by their values."""
     parts = {rank: item.value.values for rank, item in entries.items()}
-    scale = float(whole.abs().max()) if whole.numel() else 0.0
+    scale = largest_of(whole)
     placed = []
     for order, (rank, item) in enumerate(entries.items()):
         values = item.value.values
@@ -60,17 +78,16 @@ def place(entries: Mapping[int, ParameterEntries], whole: Tensor, tolerance: flo
 
 
 def gradient_parts(placed: Sequence[Placed], expected: Tensor) -> list[Part]:
-    """Return the gradients of the ranks that have one.
+    """Return the gradients of the ranks, zeros for one that has none.
 
-    Of several blocks with the same values, such as those of a bias of zeros, the one with the closest gradient counts.
+    Of several blocks with the same values, the one with the closest gradient counts.
     """
     parts = []
     for item in placed:
-        gradient = item.entries.gradient
-        if gradient is None:
-            continue
+        gradient = item.entries.gradient or item.entries.value
+        values = torch.zeros_like(gradient.values) if item.entries.gradient is None else gradient.values
         choices = [gradient.indices] if gradient.indices is not None else item.candidates
-        options = [Part(item.rank, indices, gradient.values) for indices in choices]
+        options = [Part(item.rank, indices, values) for indices in choices]
         parts.append(min(options, key=lambda part: distance(part.values, part.of(expected))))
     return parts
 
@@ -115,17 +132,8 @@ def compare_output(
     return (max(errors), missing_entries(indices, expected.numel())) if errors else None
 
 
-def batch_sizes(batch: object) -> Iterator[tuple[str, int]]:
-    """Yield the names of the dims of the largest tensor of a batch and their sizes."""
-    tensors = [tensor for _, tensor in tensors_in(batch) if tensor.ndim]
-    if not tensors:
-        return
-    shape = max(tensors, key=lambda tensor: tensor.ndim).shape
-    yield "batch size", shape[0]
-    if len(shape) > 1:
-        yield "sequence length", shape[1]
-        yield "number of tokens", shape[0] * shape[1]
-
-
-def _without_wrappers(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+def _by_name_without_wrappers(names: Sequence[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in sorted(names, key=len):
+        found.setdefault(".".join(part for part in name.split(".") if part not in WRAPPERS), []).append(name)
+    return found

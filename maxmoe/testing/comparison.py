@@ -7,12 +7,13 @@ import torch
 
 from maxmoe.text_table import paragraph, terminal_width, text_table
 
-Verdict = Literal["equal", "different", "random", "different start"]
+Verdict = Literal["equal", "different", "random", "different start", "not finite"]
 HEADS = {
     "equal": "equal",
     "different": "different",
     "random": "the model is random: two runs in one process differ",
     "different start": "parameters differ before the first step",
+    "not finite": "one process is not finite",
 }
 MAX_ROWS = 40  # of the printed table
 
@@ -47,14 +48,15 @@ class RankComparison:
 
     Attributes:
         verdict: "equal"; "different"; "random", if two runs in one process differ already, for example by dropout;
-            "different start", if the ranks have other parameters than one process before the first step.
+            "different start", if the ranks have other parameters than one process before the first step; "not finite",
+            if the loss or a gradient of one process is infinite or NaN.
         num_ranks: number of ranks.
         dtype: dtype of the parameters and of the batch.
         tolerance: relative error below which a difference is rounding.
         loss: the loss, and the terms of a loss that has several.
         outputs: tensors that the model returns.
         gradients: gradients by parameter, in the order in which the backward computes them.
-        culprits: names of what is random, or differs before the first step.
+        culprits: what is random, not finite, or differs before the first step.
         notes: facts about the comparison, such as why it is not in float64.
     """
 
@@ -98,7 +100,7 @@ class RankComparison:
         lines = [f"{head}, {dtype}, tolerance {self.tolerance:.0e}.", *self.culprits]
         lines += [*self._wrong_outputs(), *self._first_wrong(), *self.notes]
         text = "\n".join(paragraph(line, width=width) for line in lines)
-        return f"{text}\n\n{self._table(width)}" if self.loss else text
+        return f"{text}\n\n{self._table(width)}" if self.loss or self.outputs or self.gradients else text
 
     def _wrong_outputs(self) -> list[str]:
         wrong = [output.name for output in self.outputs if not output.equal]

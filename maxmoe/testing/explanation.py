@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from maxmoe.testing.factors import Size, fit, is_close, named_factor
-from maxmoe.testing.layout import distance
+from maxmoe.testing.layout import distance, largest_of
 from maxmoe.testing.shares import Share, ShareFactors
 
 
@@ -86,10 +86,12 @@ class WrongGradient:
         return next((text for attempt in attempts if (text := attempt())), self._unexplained())
 
     def _not_finite(self) -> str | None:
-        return None if torch.isfinite(self._all_values()).all() else "not finite"
+        if not torch.isfinite(self._all_values()).all():
+            return "not finite"
+        return None if torch.isfinite(self.expected).all() else "finite, but not in one process"
 
     def _zero(self) -> str | None:
-        if any(float(part.values.abs().max()) > self.largest_error for part in self.parts if part.values.numel()):
+        if any(largest_of(part.values) > self.largest_error for part in self.parts):
             return None
         return "detached: the gradient is zero"
 
@@ -100,7 +102,7 @@ class WrongGradient:
     def _terms(self) -> str | None:
         """Terms of the loss with a factor each."""
         gradients = {term: gradient[self.name] for term, gradient in self.facts.terms.items()}
-        present = {term: gradient for term, gradient in gradients.items() if gradient.abs().max() > self.largest_error}
+        present = {term: gradient for term, gradient in gradients.items() if largest_of(gradient) > self.largest_error}
         if len(gradients) < 2 or not present:
             return None
         columns = [self._all_of(gradient) for gradient in present.values()]
@@ -121,15 +123,11 @@ class WrongGradient:
             if found is None:
                 continue
             values, expected = found
-            factors = fit([expected], values, self.largest_error)
-            if factors is None:
-                continue
-            size = max(map(len, groups))
-            if is_close(factors[0], 1, 1e-6):
-                return f"missing reduction (sum) over {name}: each rank has only its own gradient"
-            if is_close(factors[0], size, 1e-6):
-                return f"missing reduction (mean) over {name}: each rank has only its own gradient"
-            return f"missing reduction over {name}: the sum is {self._named(factors[0])}"
+            for word, factor in (("sum", 1), ("mean", max(map(len, groups)))):
+                if distance(values, factor * expected) <= self.largest_error * factor:
+                    return f"missing reduction ({word}) over {name}: each rank has only its own gradient"
+            if factors := fit([expected], values, self.largest_error):
+                return f"missing reduction over {name}: the sum is {self._named(factors[0])}"
         return None
 
     def _summed(self, groups: list[list[int]]) -> tuple[Tensor, Tensor] | None:
@@ -217,7 +215,8 @@ class WrongGradient:
 
     def _permuted(self) -> str | None:
         """Rows of dim 0 in another order, on ranks that hold all of them."""
-        if any(part.indices is not None for part in self.parts) or not 1 < len(self.expected) <= 1024:
+        is_whole = all(part.indices is None for part in self.parts)
+        if not is_whole or not self.expected.ndim or not 1 < len(self.expected) <= 1024:
             return None
         rows = self.expected.flatten(1) if self.expected.ndim > 1 else self.expected[:, None]
         orders = []
@@ -240,7 +239,7 @@ class WrongGradient:
             return None
         factors: dict[str, list[int]] = {}
         for row, (values, expected) in enumerate(zip(whole, self.expected, strict=True)):
-            if expected.abs().max() <= self.largest_error and values.abs().max() <= self.largest_error:
+            if max(largest_of(expected), largest_of(values)) <= self.largest_error:
                 continue
             found = fit([expected], values, self.largest_error)
             if not found:

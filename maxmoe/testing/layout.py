@@ -1,6 +1,7 @@
 """Which entries of a whole tensor a rank holds."""
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -24,7 +25,7 @@ def local_of(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
         tensor = tensor.redistribute(placements=placements).to_local()
-    return tensor.cpu().clone()
+    return (tensor if tensor.layout == torch.strided else tensor.to_dense()).cpu().clone()
 
 
 def indices_of_block(shape: Sequence[int], block: Block) -> Tensor:
@@ -55,11 +56,21 @@ def blocks(shapes: Sequence[Shape], rank: int, whole: Shape) -> Iterator[Block]:
 
 
 def distance(part: Tensor, whole: Tensor) -> float:
-    """Return the largest difference of two tensors of one shape; infinity if one is not finite where the other is."""
+    """Return the largest difference of two tensors of one shape.
+
+    Two NaNs, and infinities of the same sign, are equal. All other differences of what is not finite are infinite.
+    """
     if not part.numel():
         return 0.0
-    largest = float((part.double() - whole.double()).abs().max())
-    return largest if largest == largest else float("inf")
+    one, other = part.double(), whole.double()
+    are_equal = (one == other) | (one.isnan() & other.isnan())
+    return float((one - other).abs().masked_fill(are_equal, 0.0).nan_to_num(nan=math.inf, posinf=math.inf).max())
+
+
+def largest_of(tensor: Tensor) -> float:
+    """Return the largest absolute value of the finite entries of a tensor, 0 if there are none."""
+    finite = tensor[tensor.isfinite()].double()
+    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def closest_block(parts: Sequence[Tensor], rank: int, whole: Tensor) -> tuple[Block | None, float]:

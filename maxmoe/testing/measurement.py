@@ -1,7 +1,10 @@
 """What one training step computes, measured in one process and on a rank: loss, outputs, parameters, gradients."""
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import pickle
+import random
+import sys
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +15,17 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from maxmoe._torch import process_groups
+from maxmoe.testing.batches import map_tensors, tensors_in
 from maxmoe.testing.layout import indices_of, local_of
 
 WHOLE = "loss"  # name of the loss if it has no terms
+# Module.to would make complex buffers real.
+CASTS: dict[torch.dtype, Callable[[nn.Module], nn.Module]] = {
+    torch.float64: nn.Module.double,
+    torch.float32: nn.Module.float,
+    torch.float16: nn.Module.half,
+    torch.bfloat16: nn.Module.bfloat16,
+}
 
 
 @dataclass(frozen=True)
@@ -26,6 +37,7 @@ class Training:
     make_batch: Callable[[int, int], Any]
     loss: Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
     step: Callable[[Any, Any], Tensor | Mapping[str, Tensor] | None] | None = None
+    vary_constants: bool = True  # see _vary_constants
 
 
 @dataclass
@@ -65,6 +77,7 @@ class Measurement:
         loss: terms of the loss; empty if the step returns none.
         outputs: floating-point tensors that the model returns, by name, for each call.
         parameters: in the order in which the backward computes their gradients, those without a gradient last.
+        buffers: before the step.
         batch: the batch.
         groups: ranks of each process group of this rank.
         narrow: a dtype narrower than that of the parameters in which the model computes, and the function.
@@ -73,6 +86,7 @@ class Measurement:
     loss: dict[str, float]
     outputs: list[dict[str, Entries]]
     parameters: dict[str, ParameterEntries]
+    buffers: dict[str, Entries]
     batch: Any
     groups: dict[str, list[int]] = field(default_factory=dict)
     narrow: tuple[torch.dtype, str] | None = None
@@ -93,8 +107,9 @@ def measure_rank(training: Training, dtype: torch.dtype) -> Measurement:
     """Run the step on this rank."""
     rank = dist.get_rank()
     model = training.parallelize(build(training, rank, dtype))
-    if model is None:
-        raise ValueError("parallelize must return the model, got None")
+    if not hasattr(model, "named_parameters"):
+        got = "None" if model is None else type(model).__name__
+        raise ValueError(f"parallelize must return the model, got {got}")
     batch = make_batch(training, rank, dist.get_world_size(), dtype)
     if training.step is None:
         measurement = _measure(model, training.loss, batch, seed=rank)
@@ -110,7 +125,7 @@ def gradients_of_parts(
     """Return the gradients of all parameters in one process, for each batch, by the name of each term of the loss."""
     model, found = build(training, 0, dtype), []
     for batch in batches:
-        torch.manual_seed(0)
+        _seed(0)
         terms = terms_of(training.loss(model, batch))
         found.append({name: _gradients_of(model, term) for name, term in terms.items()})
     return found
@@ -118,47 +133,63 @@ def gradients_of_parts(
 
 def build(training: Training, seed: int, dtype: torch.dtype) -> nn.Module:
     """Build the model on the CPU, with the seed of a rank."""
-    torch.manual_seed(seed)
+    _seed(seed)
     model = training.build_model()
     if not isinstance(model, nn.Module):
         raise TypeError(f"build_model must return a torch.nn.Module, got {type(model).__name__}")
-    return model.to(dtype)
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise TypeError(f"build_model must return a model without complex parameters, got {name}")
+    CASTS[dtype](model)
+    if training.vary_constants:
+        _vary_constants(model)
+    return model
 
 
 def make_batch(training: Training, rank: int, num_ranks: int, dtype: torch.dtype) -> Any:
     """Make the batch of a rank, with the same seed on all ranks."""
-    torch.manual_seed(0)
-    return _map_tensors(
+    _seed(0)
+    batch = map_tensors(
         lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, training.make_batch(rank, num_ranks)
     )
+    try:
+        pickle.dumps(batch)
+    except Exception as error:
+        raise TypeError(f"make_batch must return what pickle can send to other processes: {error}") from None
+    return batch
 
 
-def terms_of(loss: Any) -> dict[str, Tensor]:
-    """Return the terms of a loss by name."""
+def _seed(seed: int) -> None:
+    """Seed torch, Python, and NumPy if there is one."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+def _vary_constants(model: nn.Module) -> None:
+    """Add small numbers, the same ones in all processes, to trained parameters that are zero or repeat their values.
+
+    Otherwise nothing tells which part of a bias of zeros a rank has, and the gradients of the factors of LoRA, of which
+    one is zero, are not compared.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (not parameter.any() or 2 * len(torch.unique(parameter)) <= parameter.numel()):
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            noise = 0.02 * torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.data += noise.to(parameter.dtype)
+
+
+def terms_of(loss: Any, function: str = "loss") -> dict[str, Tensor]:
+    """Return the terms of a loss by name; `function` is the one that has returned it."""
     terms = dict(loss) if isinstance(loss, Mapping) else {WHOLE: loss}
+    if not terms:
+        raise ValueError(f"{function} must return a scalar tensor, or a dict of them, got an empty dict")
     for name, term in terms.items():
         if not isinstance(term, Tensor) or term.numel() != 1:
             got = f"shape {tuple(term.shape)}" if isinstance(term, Tensor) else type(term).__name__
-            raise ValueError(f"loss must return a scalar tensor, or a dict of them, got {got} for {name!r}")
+            raise ValueError(f"{function} must return a scalar tensor, or a dict of them, got {got} for {name!r}")
     return terms
-
-
-def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in dicts, lists, tuples and dataclasses, with their place as in ``.logits`` or ``[0]``."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from tensors_in(item, f"{path}.{key}")
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        for name in value._fields:
-            yield from tensors_in(getattr(value, name), f"{path}.{name}")
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from tensors_in(item, f"{path}[{index}]")
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for item in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, item.name), f"{path}.{item.name}")
 
 
 class NarrowResults(TorchFunctionMode):
@@ -188,14 +219,17 @@ def _measure(
 ) -> Measurement:
     """Run a step and measure it; without `has_backward`, `step` is the loss."""
     values = {name: Entries.of(parameter) for name, parameter in model.named_parameters()}
+    named_buffers = model.named_buffers() if isinstance(model, nn.Module) else ()
+    buffers = {name: Entries.of(buffer) for name, buffer in named_buffers}
     outputs: list[dict[str, Entries]] = []
     order: dict[str, None] = {}
+    recorded = map_tensors(lambda tensor: tensor.detach().clone(), batch)  # the step may change the batch
     handles = [] if dist.is_initialized() else _record_order(model, order)
     if isinstance(model, nn.Module):
         handles.append(model.register_forward_hook(lambda *call: outputs.append(_output_of(call[2]))))
-    torch.manual_seed(seed)
+    _seed(seed)
     loss = step(model, batch)
-    terms = {} if loss is None and has_backward else terms_of(loss)
+    terms = {} if loss is None and has_backward else terms_of(loss, "step" if has_backward else "loss")
     if not has_backward:
         _total(terms).backward()  # type: ignore[no-untyped-call]
     for handle in handles:
@@ -213,7 +247,8 @@ def _measure(
             )
             for name in names
         },
-        batch=_map_tensors(Tensor.detach, batch),
+        buffers=buffers,
+        batch=recorded,
     )
 
 
@@ -243,7 +278,8 @@ def _gradients_of(model: nn.Module, term: Tensor) -> dict[str, Tensor | None]:
     if term.requires_grad:
         term.backward(retain_graph=True)  # type: ignore[no-untyped-call]
     return {
-        name: None if parameter.grad is None else parameter.grad.clone() for name, parameter in model.named_parameters()
+        name: None if parameter.grad is None else local_of(parameter.grad)
+        for name, parameter in model.named_parameters()
     }
 
 
@@ -253,16 +289,3 @@ def _output_of(output: Any) -> dict[str, Entries]:
         for place, tensor in tensors_in(output)
         if tensor.is_floating_point() and tensor.ndim
     }
-
-
-def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Apply a function to the tensors in dicts, lists and tuples."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: _map_tensors(function, item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map_tensors(function, item) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_map_tensors(function, item) for item in value)
-    return value

@@ -178,9 +178,12 @@ def _raise_first_failure(box: Path, names: list[str], exit_codes: list[int | Non
     failures = []
     for number, code in enumerate(exit_codes):
         error = box / f"{number}.error"
-        if number in hung or code == 0:
+        if number in hung or (box / f"{number}.result").exists():
             continue
         when, text = 0.0, f"it died: exit code {code}"
+        if not (box / f"{number}.stack").exists():
+            text += ", before its first line, see its output. A script must start processes under "
+            text += 'if __name__ == "__main__"'
         if error.exists():
             first_line, _, text = error.read_text().partition("\n")
             when = float(first_line)

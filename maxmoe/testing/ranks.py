@@ -1,6 +1,8 @@
 """`compare_ranks`: runs a training step in one process and on several ranks, and compares them."""
 
 import pickle
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -10,15 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe.parallel.failures import RankError
-from maxmoe.testing.assembly import by_name, missing_entries, place
+from maxmoe.testing.assembly import by_name, matching_names, missing_entries, place
 from maxmoe.testing.comparison import RankComparison
 from maxmoe.testing.judgement import Judgement
-from maxmoe.testing.layout import distance
+from maxmoe.testing.layout import distance, largest_of
 from maxmoe.testing.measurement import Measurement, Training, measure_one_process, measure_rank
 from maxmoe.testing.rank_processes import RankProcesses
 
 # Largest difference that is taken for rounding, relative to the largest entry of a tensor.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+ABOUT_DTYPE = re.compile(r"^\S*(Error|Exception): .*(float64|[Dd]ouble|dtype)", re.MULTILINE)  # of a traceback
 
 
 def compare_ranks(
@@ -49,12 +53,13 @@ def compare_ranks(
     Args:
         build_model: function that returns the model, on the CPU. Rank r is seeded with r before the call, one process
             with 0, as ranks have different seeds in training. A model whose initialization must be the same on all
-            ranks calls `torch.manual_seed` itself.
+            ranks calls `torch.manual_seed` itself. Small random values, the same ones everywhere, are then added to
+            trained parameters that are zero or repeat their values, unless `parallelize` sets them once more.
         parallelize: function of the model that returns the model for training on this rank. `torch.distributed` is
             initialized. An object with `named_parameters`, such as a pipeline, will do if `step` is given.
         make_batch: function of the rank and the number of ranks that returns the batch of the rank, in any form;
             ``make_batch(0, 1)`` is the whole batch. Ranks that hold the same tokens, as in tensor parallelism, get the
-            same batch. All processes have the same seed before the call.
+            same batch. All processes have the same seed before the call, of torch, Python and NumPy.
         loss: function of model and batch that returns the loss, ``()``, or a dict of terms, whose sum is the loss. With
             terms, the explanations name the one that is wrong.
         num_ranks: number of ranks. A factor of 2 may have several causes: 3 or 4 ranks tell more.
@@ -76,7 +81,8 @@ def compare_ranks(
     """
     __tracebackhide__ = True  # for pytest
     training = Training(build_model, parallelize, make_batch, loss, step)
-    _check(training, num_ranks)
+    _check(num_ranks, dtype, tolerance, timeout)
+    _check_functions(training)
     return Run(training, num_ranks, dtype, tolerance, RankProcesses(timeout=timeout, deadline=timeout)).compare()
 
 
@@ -103,13 +109,22 @@ class Run:
         random = tuple(_differences(first, second, tolerance))
         if random:
             return RankComparison("random", self.num_ranks, dtype, tolerance, culprits=random[:3], notes=tuple(notes))
-        ranks = self.processes.run(measure_rank, self.num_ranks, self.training, dtype)
+        try:
+            ranks = self.processes.run(measure_rank, self.num_ranks, self.training, dtype)
+        except RankError as error:
+            if self.dtype is not None or dtype == torch.float32 or not ABOUT_DTYPE.search(str(error)):
+                raise
+            found = replace(self, dtype=torch.float32).compare()
+            return replace(found, notes=("Compared in float32, because the ranks cannot run in float64.", *found.notes))
         judgement = Judgement(self.training, self.processes, first, ranks, dtype, tolerance, notes)
         culprits = tuple(different_starts(first, ranks, tolerance))
+        if culprits and self.training.vary_constants:  # parallelize may initialize constants once more
+            return replace(self, training=replace(self.training, vary_constants=False)).compare()
         if culprits:
             return RankComparison(
                 "different start", self.num_ranks, dtype, tolerance, culprits=culprits[:8], notes=tuple(notes)
             )
+        notes.extend(different_buffers(first, ranks, tolerance))
         found = judgement.comparison()
         return (
             found if found.equal or self.dtype is not None else replace(found, notes=found.notes + self._in_float32())
@@ -150,14 +165,33 @@ def different_starts(one_process: Measurement, ranks: Sequence[Measurement], tol
         wrong = [item for item in placed if item.error > 0]
         if wrong:
             where = f"rank{'s' if len(wrong) > 1 else ''} {', '.join(str(item.rank) for item in wrong)}"
-            if wrong[0].error == float("inf"):
-                got = tuple(wrong[0].entries.value.shape)
+            got = wrong[0].entries.value.shape
+            if wrong[0].error == float("inf") and tuple(got) != tuple(shape):
                 texts.append(f"{name}: has shape {got} on {where}, which is no part of {tuple(shape)}.")
             else:
                 texts.append(f"{name}: {where} of {len(ranks)} differ from one process by {wrong[0].error:.0e}.")
         elif count := missing_entries([item for one in placed for item in one.candidates], shape.numel()):
             texts.append(f"{name}: no rank has {count} of {shape.numel()} entries.")
     return texts
+
+
+def different_buffers(one_process: Measurement, ranks: Sequence[Measurement], tolerance: float) -> list[str]:
+    """Describe the buffers that have the shapes, but not the values of one process before the step."""
+    wrong: dict[str, list[int]] = {}
+    for rank, measurement in enumerate(ranks):
+        for other, name in matching_names(list(measurement.buffers), list(one_process.buffers)).items():
+            values = measurement.buffers[other].values
+            whole = one_process.buffers[name].values if name in one_process.buffers else values
+            if (
+                values.shape == whole.shape
+                and not whole.is_complex()
+                and distance(values, whole) > tolerance * largest_of(whole)
+            ):
+                wrong.setdefault(name, []).append(rank)
+    return [
+        f"The buffer {name} differs from that of one process before the step on rank {', '.join(map(str, where))}."
+        for name, where in wrong.items()
+    ]
 
 
 def _differences(first: Measurement, second: Measurement, tolerance: float) -> list[str]:
@@ -173,24 +207,40 @@ def _differences(first: Measurement, second: Measurement, tolerance: float) -> l
                 if one is not other:
                     texts.append(f"{name}: one of the runs has no {what}.")
                 continue
-            scale = float(one.values.abs().max()) if one.values.numel() else 0.0
+            scale = largest_of(one.values)
             error = distance(one.values, other.values)
             if error > tolerance * scale and error > 1e-12:
                 texts.append(f"{name}: the {what} differs by {error / (scale or 1):.0e}.")
     return texts
 
 
-def _check(training: Training, num_ranks: int) -> None:
-    if num_ranks < 2:
-        raise ValueError(f"num_ranks must be at least 2, got {num_ranks}")
-    for name, function in vars(training).items():
-        if function is None:
+def _check(num_ranks: Any, dtype: Any, tolerance: Any, timeout: Any) -> None:
+    if not isinstance(num_ranks, int) or num_ranks < 2:
+        raise ValueError(f"num_ranks must be an integer of at least 2, got {num_ranks!r}")
+    if dtype is not None and dtype not in TOLERANCES:
+        names = ", ".join(str(known) for known in TOLERANCES)
+        raise ValueError(f"dtype must be {names} or None, got {dtype!r}")
+    if tolerance is not None and not (isinstance(tolerance, int | float) and 0 < tolerance < 1):
+        raise ValueError(f"tolerance must be a number above 0 and below 1 or None, got {tolerance!r}")
+    if not (isinstance(timeout, int | float) and 0 < timeout < float("inf")):
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
+
+
+def _check_functions(training: Training) -> None:
+    for name in ("build_model", "parallelize", "make_batch", "loss", "step"):
+        function = getattr(training, name)
+        if function is None and name == "step":
             continue
         if not callable(function):
             raise TypeError(f"{name} must be a function, got {type(function).__name__}")
         try:
             pickle.dumps(function)
         except (pickle.PicklingError, AttributeError, TypeError):
+            is_importable = False
+        else:  # the functions of a notebook are of a module without a file
+            module = getattr(getattr(function, "func", function), "__module__", None)
+            is_importable = module != "__main__" or hasattr(sys.modules[module], "__file__")
+        if not is_importable:
             raise ValueError(
-                f"{name} must be a function of a module, which other processes can import, got {function!r}"
-            ) from None
+                f"{name} must be a function of a module in a file, which other processes can import, got {function!r}"
+            )

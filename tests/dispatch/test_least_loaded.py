@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -243,17 +244,24 @@ def local(tensor: Any) -> torch.Tensor:
 
 
 def test_ranks_with_different_plans_are_an_error_by_name() -> None:
-    def check() -> str:
-        if dist.get_rank() == 1:
-            least_loaded.FLOP_PER_BYTE = {"cpu": 10, "cuda": 10}
+    def check() -> list[str]:
         layer = parallelize(make_layer(FAMILIES["mixtral"]), Mesh({"expert": 4}), EP, dispatch="least_loaded")
-        with pytest.raises(RuntimeError, match="least_loaded: all ranks must derive the same plan") as error:
-            layer(torch.randn(1, 8, 8, dtype=torch.float64))
-        return str(error.value)
+        is_other, messages = dist.get_rank() == 1, []
+        for change in ({"FLOP_PER_BYTE": {"cpu": 10, "cuda": 10}}, {"TRIED_PERCENT": (115,)}, {}):
+            with (
+                patch.dict(vars(least_loaded), change if is_other else {}),
+                torch.autocast("cpu", torch.bfloat16, enabled=is_other and not change),
+                pytest.raises(RuntimeError, match="least_loaded: all ranks must derive the same plan") as error,
+            ):
+                layer(torch.randn(1, 8, 8, dtype=torch.float64))
+            messages.append(str(error.value))
+        return messages
 
-    (message,) = set(run_ranks(check, 4))
-    checksums = re.findall(r"rank \d ([0-9a-f]{8})", message)
-    assert len(checksums) == 4 and len({checksums[rank] for rank in (0, 2, 3)} - {checksums[1]}) == 1
+    first, *others = run_ranks(check, 4)
+    assert all(messages == first for messages in others) and len(first) == 3
+    for message in first:
+        checksums = re.findall(r"rank \d ([0-9a-f]{8})", message)
+        assert len(checksums) == 4 and len({checksums[rank] for rank in (0, 2, 3)} - {checksums[1]}) == 1
 
 
 @pytest.mark.parametrize(

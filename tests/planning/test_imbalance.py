@@ -97,7 +97,7 @@ def test_it_sends_what_explain_says_at_an_imbalance() -> None:
 
 def explained(dispatch: Any, imbalance: float, rules: str = "ep-as-dp", **options: Any) -> str:
     mesh = Mesh.planned({"expert": 4, **options.pop("sizes", {})})
-    options |= {"dispatch": dispatch, "imbalance": imbalance, "batch_size": 8, "sequence_length": 8}
+    options = {"dispatch": dispatch, "imbalance": imbalance, "batch_size": 8, "sequence_length": 8} | options
     return str(explain(make_layer(FAMILIES["mixtral"]), mesh, rules, **options))
 
 
@@ -120,6 +120,7 @@ def test_explain_says_what_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("least_loaded", 4.5, "ep-as-dp", r"ranks that share the experts \(4\), got 4\.5"),
         ("least_loaded", 0.5, "ep-as-dp", r"imbalance must be at least 1 .*, got 0\.5"),
+        ("least_loaded", "2", "ep-as-dp", r"imbalance must be a number, got '2'"),
         ("ring_of_experts", 2.0, "ep-as-dp", r"imbalance \(2\.0\) needs dispatch='least_loaded' .* 'ring_of_experts'"),
         ("least_loaded", 2.0, "ep-tp", r"needs dispatch='least_loaded' and tokens that are sent, got .* over \(\)"),
     ],
@@ -127,3 +128,8 @@ def test_explain_says_what_moves(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_imbalance_that_is_not_possible(dispatch: str, imbalance: float, rules: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         explained(dispatch, imbalance, rules)
+
+
+def test_an_imbalance_of_an_unknown_number_of_tokens() -> None:
+    with pytest.raises(ValueError, match=r"imbalance \(2\.0\) needs batch_size and sequence_length, got None and 8"):
+        explained("least_loaded", 2.0, batch_size=None)

@@ -20,7 +20,7 @@ def moving_experts(expected: bool) -> Iterator[None]:
     """Move experts for every row above the mean; this rank must take part in a move if `expected`, else in none."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         make_moves_free(monkeypatch)
-        monkeypatch.setattr(expert_moves, "_TRIED_PERCENT", (100,))
+        monkeypatch.setattr(expert_moves, "TRIED_PERCENT", (100,))
         with patch.object(LentExperts, "compute", autospec=True, side_effect=LentExperts.compute) as lent:
             yield
         assert lent.called == expected

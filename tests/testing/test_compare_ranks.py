@@ -1,5 +1,9 @@
 """`compare_ranks` with started processes: what it takes, refuses, and says of models that cannot be compared."""
 
+import math
+import os
+import re
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from maxmoe.parallel import RankError
-from maxmoe.testing import RankComparison, compare_ranks
+from maxmoe.testing import compare_ranks
 from support.compared_models import Case, Model, alone, build, ddp, loss, make_batch, same_batch, whole_batch
 from support.forked_comparison import compare
 from support.parallel_by_hand import SumOfParts
@@ -38,8 +42,8 @@ def fail_on_rank_1(model: nn.Module) -> nn.Module:
 
 def test_it_starts_processes() -> None:
     comparison = compare_ranks(build, ddp, make_batch, loss, num_ranks=2)
-    assert comparison.equal and comparison.dtype == torch.float64 and comparison.num_ranks == 2
     comparison.raise_if_different()
+    assert comparison.dtype == torch.float64 and comparison.num_ranks == 2
     wrong = compare_ranks(build, alone, make_batch, loss)
     with pytest.raises(AssertionError, match=r"(?s)^compare_ranks: different\. 2 ranks beside one process, float64"):
         wrong.raise_if_different()
@@ -48,13 +52,34 @@ def test_it_starts_processes() -> None:
         compare_ranks(build, fail_on_rank_1, make_batch, loss)
 
 
-def test_functions_must_be_importable() -> None:
-    with pytest.raises(ValueError, match=r"^parallelize must be a function of a module, .* got <function .*lambda"):
+def test_functions_must_be_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"^parallelize must be a function of a module in a file, .* got <.*lambda"):
         compare_ranks(build, lambda model: model, make_batch, loss)
     with pytest.raises(TypeError, match=r"^loss must be a function, got float$"):
         compare_ranks(build, ddp, make_batch, 1.0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^num_ranks must be at least 2, got 1$"):
-        compare_ranks(build, ddp, make_batch, loss, num_ranks=1)
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)  # as in a notebook
+    monkeypatch.setattr(of_a_notebook, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "of_a_notebook", of_a_notebook, raising=False)
+    with pytest.raises(ValueError, match=r"^step must be a function of a module in a file, .* of_a_notebook"):
+        compare_ranks(build, ddp, make_batch, loss, step=of_a_notebook)
+
+
+def of_a_notebook(model: nn.Module, batch: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("argument", "values", "message"),
+    [
+        ("num_ranks", (1, True, 2.5, "2"), "an integer of at least 2"),
+        ("timeout", (0, -1.0, math.inf, "3"), "a positive number of seconds"),
+        ("tolerance", (0.0, 1.0, math.nan, "0.1"), "a number above 0 and below 1 or None"),
+        ("dtype", (torch.int64, "float64"), "torch.float64, torch.float32, torch.float16, torch.bfloat16 or None"),
+    ],
+)
+def test_arguments(argument: str, values: tuple[Any, ...], message: str) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=f"^{argument} must be {message}, got {re.escape(repr(value))}$"):
+            compare_ranks(build, ddp, make_batch, loss, **{argument: value})
 
 
 @pytest.mark.parametrize(
@@ -69,6 +94,20 @@ def test_functions_must_be_importable() -> None:
         (
             Case(ddp, 2, loss=lambda model, batch: torch.ones(())),
             "ValueError: loss must depend on parameters that require a gradient, got one without a gradient",
+        ),
+        (Case(lambda model: "model", 2), "ValueError: parallelize must return the model, got str"),
+        (Case(ddp, 2, loss=lambda model, batch: {}), "ValueError: loss must return .*, got an empty dict"),
+        (
+            Case(ddp, 2, step=lambda model, batch: 3.0),  # type: ignore[arg-type, return-value]
+            "ValueError: step must return a scalar tensor, or a dict of them, got float for 'loss'",
+        ),
+        (
+            Case(ddp, 2, build=lambda: nn.ParameterDict({"wave": torch.ones(2, dtype=torch.complex64)})),
+            "TypeError: build_model must return a model without complex parameters, got wave",
+        ),
+        (
+            Case(ddp, 2, make_batch=lambda rank, num_ranks: {"collate": lambda x: x}),
+            "TypeError: make_batch must return what pickle can send to other processes: ",
         ),
     ],
 )
@@ -87,6 +126,11 @@ def test_a_rank_that_hangs_is_an_error() -> None:
     with pytest.raises(RankError, match=r"(?s)rank 0 of 2 hung at:.*in hang"):
         compare(Case(hang, 2), timeout=3.0)
     assert time.monotonic() - begin < 20
+
+
+def test_a_rank_that_ends_without_a_result_is_an_error() -> None:
+    with pytest.raises(RankError, match=r"(?s)^rank 0 of 2 failed first:\nit died: exit code 0"):
+        compare(Case(lambda model: os._exit(0), 2))
 
 
 def test_a_random_model_is_told_apart() -> None:
@@ -171,11 +215,18 @@ class NarrowNorm(Small):
         return self.last((hidden / hidden.square().mean(-1, keepdim=True).add(1e-6).sqrt()).to(x.dtype))
 
 
+def without_float64(model: nn.Module) -> nn.Module:
+    if next(model.parameters()).dtype == torch.float64:
+        raise NotImplementedError("no float64 on ranks")
+    return ddp(model)
+
+
 def test_float32_where_float64_is_impossible() -> None:
     comparison = compare(Case(ddp, 2, loss=mean_square, build=NoFloat64))
     assert comparison.equal and comparison.dtype == torch.float32 and comparison.tolerance == 1e-4
     (note,) = (note for note in comparison.notes if "float64" in note)
     assert note.endswith("one process cannot run in float64: NotImplementedError: no float64 here.")
+    assert compare(Case(without_float64, 2, loss=mean_square, build=Small)).notes[0].startswith("Compared in float32")
     wrong = compare(Case(alone, 2, loss=mean_square, build=NoFloat64))
     assert wrong.first_wrong is not None and "missing reduction (mean)" in wrong.first_wrong.explanation
 
@@ -203,7 +254,6 @@ def test_tokens_that_no_rank_has() -> None:
         return x[: len(x) // num_ranks], target[: len(x) // num_ranks]
 
     comparison = compare(Case(ddp, 2, make_batch=first_half))
-    assert not comparison.equal
     assert "No rank has 480 of 960 entries of the output[0] of one process." in comparison.notes
 
 
@@ -240,12 +290,10 @@ def test_gradients_that_are_not_finite() -> None:
 
 def test_the_report_shows_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "1000")  # pytest-xdist sets it to the width of the terminal
-    comparison: RankComparison = compare(Case(alone, 2, loss=mean_square, build=Small))
+    comparison = compare(Case(alone, 2, loss=mean_square, build=Small))
     lines = str(comparison).splitlines()
     assert lines[0] == "compare_ranks: different. 2 ranks beside one process, float64, tolerance 1e-09."
-    assert lines[1].startswith(
-        "First wrong gradient, in the order of the backward: last.bias: missing reduction (mean)"
-    )
+    assert lines[1].startswith("First wrong gradient, in the order of the backward: last.bias: missing reduction")
     assert lines[2] == "4 of 4 gradients are wrong, 4 of them in this way."
     row = next(line.split() for line in lines if line.startswith("last.bias"))
     assert row[3] == "|" and float(row[1]) == pytest.approx(comparison.gradients[0].one_process, rel=1e-5)

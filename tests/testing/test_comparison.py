@@ -1,9 +1,21 @@
 """`compare_ranks` says "equal" of right training on several ranks, and finds mistakes by name and factor."""
 
-import pytest
+import math
+from collections.abc import Callable
+from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from maxmoe.testing import Comparison, RankComparison
+from maxmoe.testing.assembly import matching_names
+from support.compared_models import WIDTH, Case, alone, ddp, expert_parallel, same_batch, share_of_loss, whole_batch
 from support.forked_comparison import compare
-from support.right_training import RIGHT
+from support.parallel_by_hand import reduced
+from support.right_training import REPLICATED, RIGHT, build_equal
 from support.wrong_training import WRONG
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
@@ -24,3 +36,207 @@ def test_mistakes_are_found_by_name_and_factor(name: str) -> None:
     assert comparison.verdict == "different" and first is not None, comparison
     assert first.explanation == WRONG[name].explanation, comparison
     assert first.name == (WRONG[name].first_wrong or comparison.gradients[0].name), comparison
+
+
+class Odd(nn.Module):
+    """A linear layer, parameters of a test, and what the test does with them."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Any], **parameters: Tensor) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.compute = forward
+        for name, value in parameters.items():
+            setattr(self, name, nn.Parameter(value))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.compute(self, x)
+
+
+def mean_square(model: nn.Module, batch: Any) -> Tensor:
+    output = model(batch[0])
+    return (output[0] if isinstance(output, tuple) else output).square().mean()
+
+
+def explanations(comparison: RankComparison) -> dict[str, str]:
+    return {gradient.name: gradient.explanation for gradient in comparison.gradients if not gradient.equal}
+
+
+def test_gradients_that_are_small() -> None:
+    """Errors that are small beside the largest gradient, in a model with an operator in float32."""
+
+    def forward(model: Any, x: Tensor) -> Tensor:
+        small = model.tripled.float().square().sum() + model.frozen.square().sum() + model.right.square().sum()
+        noise = (model.layer(x).float() + model.noise.sum()).log_softmax(-1)  # which does not depend on the sum
+        return noise.square().sum(-1) * 1e4 + 1e-4 * small
+
+    def build() -> nn.Module:
+        return Odd(forward, noise=torch.rand(8), **{name: torch.rand(8) for name in ("tripled", "frozen", "right")})
+
+    def mistakes(model: Any) -> nn.Module:
+        model.tripled.register_hook(lambda gradient: 3 * gradient)
+        model.frozen.requires_grad_(False)
+        return ddp(model)
+
+    comparison = compare(Case(mistakes, 2, build=build, loss=lambda model, batch: model(batch[0]).mean()))
+    assert explanations(comparison) == {"tripled": "3 times", "frozen": "frozen: requires_grad is False"}, comparison
+    assert "Gradients that are too small to be told from rounding: noise." in comparison.notes
+    (tripled,) = (gradient for gradient in comparison.gradients if gradient.name == "tripled")
+    assert tripled.ranks[0] == pytest.approx(3 * tripled.one_process, rel=1e-3)
+
+
+def test_gradients_of_other_experts_with_equal_values() -> None:
+    def exchanged(model: Any) -> nn.Module:
+        def of_other_rank(gradient: Tensor) -> Tensor:
+            gradients = [torch.empty_like(gradient) for _ in range(2)]
+            dist.all_gather(gradients, gradient.contiguous())
+            return gradients[1 - dist.get_rank()]
+
+        model = expert_parallel(model)
+        model.experts.up.register_hook(of_other_rank)
+        return model
+
+    def ones_again(model: Any) -> nn.Module:
+        nn.init.ones_(model.experts.up)
+        return expert_parallel(model)
+
+    case = Case(exchanged, 2, reduced(*REPLICATED), share_of_loss, build=build_equal)
+    assert list(explanations(compare(case))) == ["experts.up"]
+    comparison = compare(case._replace(parallelize=ones_again))
+    assert comparison.equal, comparison
+    (note,) = (note for note in comparison.notes if "equal values" in note)
+    assert note.endswith("each rank is taken to have the best one: experts.up.")
+
+
+def test_numbers_and_sparse_gradients() -> None:
+    def build() -> nn.Module:
+        def forward(model: Any, x: Tensor) -> Tensor:
+            return model.scale * model.layer(model.embedding((x[..., 0] > 0).long()))
+
+        model = Odd(forward, scale=torch.tensor(2.0))
+        model.embedding = nn.Embedding(2, WIDTH, sparse=True)
+        return model
+
+    def without_scale(model: Any) -> nn.Module:
+        model._ddp_params_and_buffers_to_ignore = [".scale"]
+        return ddp(model)
+
+    missing = "missing reduction (mean) over all ranks: each rank has only its own gradient"
+    comparison = compare(Case(without_scale, 2, loss=mean_square, build=build))
+    assert explanations(comparison) == {"scale": missing}, comparison
+
+    def shifted(model: Any) -> nn.Module:
+        model.scale.register_hook(lambda gradient: gradient + dist.get_rank() + 1)
+        return model
+
+    comparison = compare(Case(shifted, 2, loss=mean_square, build=build, make_batch=same_batch))
+    assert explanations(comparison)["scale"].startswith("no single factor (cosine 0.99"), comparison
+
+
+def test_a_loss_and_outputs_that_are_zero_up_to_rounding() -> None:
+    def centered(rank: int, num_ranks: int) -> Any:
+        x, target = whole_batch()
+        advantages = target[:, 0, 0] - target[:, 0, 0].double().mean()
+        return x.chunk(num_ranks)[rank], (advantages.double() - advantages.double().mean()).chunk(num_ranks)[rank]
+
+    def policy_loss(model: nn.Module, batch: Any) -> Tensor:
+        log_probabilities = model(batch[0])[0].log_softmax(-1)[:, 0, 0]
+        return ((log_probabilities - log_probabilities.detach()).exp() * batch[1]).mean()
+
+    def forward(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = model.layer(x)
+        return y, (y * (3 if dist.is_initialized() else 1)).log_softmax(-1).exp().sum(-1) - 1
+
+    compare(Case(ddp, 2, loss=policy_loss, build=lambda: Odd(forward), make_batch=centered)).raise_if_different()
+
+
+def test_what_is_not_finite() -> None:
+    def forward(model: Any, x: Tensor) -> tuple[Tensor, ...]:
+        y = model.layer(x)
+        masked = y.detach().clone()
+        masked[..., 0], masked[..., 1] = -math.inf, math.nan
+        return y, masked, masked * (3 if dist.is_initialized() else 1)
+
+    comparison = compare(Case(ddp, 2, loss=mean_square, build=lambda: Odd(forward)))
+    assert [output.explanation for output in comparison.outputs] == ["", "", "differs"], comparison
+    assert comparison.verdict == "different" and not explanations(comparison)
+
+    def infinite() -> nn.Module:
+        model = Odd(lambda model, x: model.layer(x) + model.more, more=torch.rand(WIDTH))
+        model.more.register_hook(lambda gradient: gradient / 0)  # type: ignore[operator, union-attr]
+        return model
+
+    def seven_times(model: Any) -> nn.Module:
+        model.layer.bias.register_hook(lambda gradient: 7 * gradient)
+        return ddp(model)
+
+    comparison = compare(Case(seven_times, 2, loss=mean_square, build=infinite))
+    assert explanations(comparison) == {"layer.bias": "7 times"}
+    assert comparison.verdict == "not finite" and comparison.culprits == ("Infinite or NaN in one process: more.",)
+    assert not compare(Case(ddp, 2, loss=lambda *of: mean_square(*of) * math.nan, build=lambda: Odd(forward))).equal
+
+
+def test_gradients_that_are_zero() -> None:
+    """The first factor of LoRA has a zero gradient as long as the second one is zero."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        factors = {"a": torch.randn(2, WIDTH), "b": torch.zeros(WIDTH, 2), "unused": torch.ones(2)}
+        model = Odd(lambda model, x: model.layer(x) + x @ model.a.mT @ model.b.mT * model.waves.imag[0], **factors)
+        model.register_buffer("scale", torch.ones(2))
+        model.register_buffer("mask", torch.ones(2, dtype=torch.bool))
+        model.register_buffer("waves", torch.full((2,), 1j))
+        return model
+
+    def without_a(model: Any) -> nn.Module:
+        model._ddp_params_and_buffers_to_ignore = [".a", "scale"]
+        model.layer.weight.requires_grad_(False)
+        model.scale += dist.get_rank()
+        return DistributedDataParallel(model, find_unused_parameters=True)
+
+    def build_frozen() -> nn.Module:
+        model: Any = build()
+        model.layer.bias.requires_grad_(False)
+        return model
+
+    def trained(model: Any) -> nn.Module:
+        return without_a(model.requires_grad_(True))
+
+    comparison = compare(Case(trained, 2, loss=mean_square, build=build_frozen))
+    assert explanations(comparison) == {
+        "a": "missing reduction (mean) over all ranks: each rank has only its own gradient",
+        "layer.weight": "frozen: requires_grad is False",
+        "layer.bias": "trained on the ranks, but frozen in one process",
+    }
+    assert "Gradients that are zero in one process, so that nothing is compared: unused." in comparison.notes
+    assert "The buffer scale differs from that of one process before the step on rank 1." in comparison.notes
+
+
+def test_names_of_wrappers() -> None:
+    assert matching_names(["module.module.w"], ["module.w"]) == {"module.module.w": "module.w"}
+    assert matching_names(["module._orig_mod.w"], ["_orig_mod.w"]) == {"module._orig_mod.w": "_orig_mod.w"}
+    both = ["module.w", "module.module.w"]
+    assert matching_names(both, ["w", "module.w"]) == dict(zip(both, ["w", "module.w"], strict=True))
+    assert matching_names(["module.w"], ["w", "module.w"]) == {"module.w": "module.w"}
+    assert matching_names(["module.more"], ["w"]) == {"module.more": "more"}
+
+
+def test_a_table_without_a_loss() -> None:
+    gradient = Comparison("layer.weight", 0.0, 1.0, (1.0,))
+    assert "layer.weight" in str(RankComparison("equal", 2, torch.float64, 1e-9, gradients=(gradient,)))
+
+
+def test_a_step_without_gradients() -> None:
+    def step(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"loss": mean_square(model, batch).detach(), "more": torch.ones(())}
+
+    def narrow_on_ranks(model: Any, x: Tensor) -> Tensor:
+        y: Tensor = model.layer(x)
+        return y.bfloat16() if dist.is_initialized() else y
+
+    comparison = compare(Case(alone, 2, step, mean_square, build=lambda: Odd(narrow_on_ranks)))
+    assert set(explanations(comparison).values()) == {"detached: no gradient"}
+    notes = "\n".join(comparison.notes)
+    assert "No parameter has a gradient on any rank: step must run the backward, and no zero_grad after it." in notes
+    assert "The term 'more' of the loss is not compared: one process does not return it." in notes
+    assert "The output is bfloat16 on the ranks, float64 in one process." in notes

@@ -56,3 +56,13 @@ def without_errors(report: str) -> list[list[str]]:
 def test_modules_that_cannot_be_compared(module: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare_ranks", module]) == 2
     assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_a_module_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exit code is not that of ranks that differ."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "failing_module.py").write_text("import no_such_library")
+    assert main(["compare_ranks", "failing_module"]) == 2
+    assert "No module named 'no_such_library'" in capsys.readouterr().err

@@ -1,0 +1,59 @@
+"""What is known of a run besides its gradients: groups of ranks, sizes, and the batches of ranks and micro-batches."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from maxmoe.testing.batches import batch_sizes, have_same_tensors, micro_batches
+from maxmoe.testing.factors import Size
+from maxmoe.testing.measurement import Measurement
+from maxmoe.testing.shares import Share
+
+
+def partitions(ranks: Sequence[Measurement]) -> dict[str, list[list[int]]]:
+    """Return groups of ranks by name: those of meshes and other process groups, and all ranks."""
+    found: dict[str, list[list[int]]] = {}
+    for rank in ranks:
+        for name, group in rank.groups.items():
+            if len(group) > 1 and name != "default_pg":
+                label = f"mesh axis {name[5:]!r}" if name.startswith("mesh_") else f"a group of {len(group)} ranks"
+                groups = found.setdefault(label, [])
+                if group not in groups:
+                    groups.append(group)
+    everyone = list(range(len(ranks)))
+    return {"all ranks": [everyone]} | {name: groups for name, groups in found.items() if groups != [everyone]}
+
+
+def sizes(one_process: Measurement, ranks: Sequence[Measurement]) -> list[Size]:
+    """Return the sizes that a factor may come from, each of them once."""
+    found = [Size("number of ranks", len(ranks))]
+    found += [Size(name, len(groups[0])) for name, groups in partitions(ranks).items() if name != "all ranks"]
+    found += [Size("micro-batches", _num_calls(one_process, ranks))]
+    found += [Size(name, size) for name, size in batch_sizes(one_process.batch)]
+    found += [Size(f"{name} of a rank", size) for name, size in batch_sizes(ranks[0].batch)]
+    unique: dict[tuple[str, int], Size] = {}
+    for size in found:
+        unique.setdefault((size.name.removesuffix(" of a rank"), size.value), size)
+    return [size for size in unique.values() if size.value > 1]
+
+
+def batches_of_shares(one_process: Measurement, ranks: Sequence[Measurement]) -> list[tuple[Share, Any]]:
+    """Return the different micro-batches of all ranks; ranks with the same tokens share them."""
+    found: list[tuple[list[int], Any]] = []
+    for rank, measurement in enumerate(ranks):
+        for those, batch in found:
+            if have_same_tensors(batch, measurement.batch):
+                those.append(rank)
+                break
+        else:
+            found.append(([rank], measurement.batch))
+    count = _num_calls(one_process, ranks)
+    return [
+        (Share(tuple(those), number), micro_batch)
+        for those, batch in found
+        for number, micro_batch in enumerate(micro_batches(batch, count))
+    ]
+
+
+def _num_calls(one_process: Measurement, ranks: Sequence[Measurement]) -> int:
+    """Return the number of forward calls on a rank for each in one process."""
+    return max(len(rank.outputs) for rank in ranks) // max(len(one_process.outputs), 1)
