@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe import MoE, presets
+from maxmoe.nn import Router, Routing
 from support import memory, small_models
 from support.small_models import block_of
 
@@ -237,6 +239,45 @@ def test_wrong_layers(changes: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="".join(f"(?=.*{re.escape(word)})" for word in words)):
         layer.to_transformers(block)
     assert not any(tensor.is_meta for tensor in [*layer.state_dict().values(), *block.state_dict().values()])
+
+
+class Reversed(Router):
+    """A router of one's own with the weights of the library's."""
+
+    def forward(self, x: Tensor, token_mask: Tensor | None = None, experts: Tensor | None = None) -> Routing:
+        return super().forward(-x, token_mask, experts)
+
+
+def gated_by_cosine(gate: Tensor | None, up: Tensor) -> Tensor:
+    return up.cos() if gate is None else gate.cos() * up
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda config: MoE(config, router=Reversed(config)),
+            "needs the router of the config, maxmoe.nn.Router, got Reversed: other libraries would compute another function",
+        ),
+        (
+            lambda config: MoE(config, activation=gated_by_cosine),
+            "needs the activation of the config in experts, got <function gated_by_cosine",
+        ),
+    ],
+    ids=["router", "activation"],
+)
+def test_parts_of_ones_own_are_refused(make: Any, message: str, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    from maxmoe.integrations.checkpoint import write_checkpoint
+
+    block = block_of("mixtral")
+    layer = make(presets.from_transformers(block.experts.config))
+    with pytest.raises(ValueError, match=f"to_transformers {re.escape(message)}"):
+        layer.to_transformers(block)
+    with pytest.raises(ValueError, match=f"model.layers.0: write_checkpoint {re.escape(message)}"):
+        write_checkpoint(tmp_path / "file", {"model.layers.0": layer}, "mixtral")
+    assert not any(tensor.is_meta for tensor in [*layer.state_dict().values(), *block.state_dict().values()])
+    assert not (tmp_path / "file").exists()
 
 
 def test_what_is_of_the_training_may_differ() -> None:

@@ -149,6 +149,15 @@ def test_meta_and_state() -> None:
     empty.to_empty(device="cpu").load_state_dict(model.state_dict())
     x = torch.randn(11, 48)
     assert torch.equal(empty(x).hidden_states, model(x).hidden_states)
+    model.experts.up_proj.scales[3, 0, 0] = torch.nan
+    whole = model.state_dict()
+    key, stack = "experts.up_proj", whole["experts.up_proj"]
+    parts = {f"{key}_fp8_block_{part}": tensor for part, tensor in stack.parts().items()}
+    for state in (whole, {name: each for name, each in whole.items() if name != key} | parts):
+        with pytest.raises(
+            (ValueError, RuntimeError), match=r"experts.up_proj: scales must be finite, got nan at \(3, 0"
+        ):
+            empty.load_state_dict(state, assign=True)
 
 
 def test_models_that_cannot_be_quantized() -> None:

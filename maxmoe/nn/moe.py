@@ -14,15 +14,15 @@ from maxmoe.conversion import check_block, config_of_block, give_weights, take_w
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.load.metrics_accumulator import MetricsAccumulator
 from maxmoe.nn.aux_loss_watch import AuxLossWatch
-from maxmoe.nn.checks import check_inputs, check_replaced_parts
+from maxmoe.nn.checks import check_inputs, check_parts_are_known, check_replaced_parts
 from maxmoe.nn.dense_dispatcher import local_dispatcher
 from maxmoe.nn.dispatcher import ExpertRunner
 from maxmoe.nn.experts import Experts
 from maxmoe.nn.latent_projection import LatentProjection
 from maxmoe.nn.losses import BalanceLoss, RoutingLosses, load_balance_loss
 from maxmoe.nn.output import MoEOutput
-from maxmoe.nn.router import Router
-from maxmoe.nn.routing import Routing, check_routing
+from maxmoe.nn.router import Router, is_own_router
+from maxmoe.nn.routing import Routing, checked_routing
 from maxmoe.nn.shared_experts import SharedExperts
 from maxmoe.nn.zero_computation_experts import ZeroComputationExperts
 from maxmoe.ops import ActivationFunction
@@ -170,6 +170,7 @@ class MoE(nn.Module):
         Raises:
             ValueError: if the block computes another function or has other shapes; no tensor is moved then.
         """
+        check_parts_are_known(self, "to_transformers")
         check_block(self.config, block)
         give_weights(self, block)
 
@@ -213,12 +214,12 @@ class MoE(nn.Module):
         region = self.runner.region
         # One tensor per part of the layer, because the gradients of the parts are reduced differently.
         inputs = region.enter(tokens)
-        router_input, is_own_router = inputs.router, not isinstance(self.router, Router)
-        if is_own_router:  # only then, because two dims fix the sizes in torch.export
-            router_input = router_input.view(num_sequences, x.shape[-2], x.shape[-1])
-        routing: Routing = self.router(router_input, token_mask)
-        if is_own_router:
-            check_routing(routing, self.config, router_input, token_mask, self.router)
+        routing: Routing
+        if is_own_router(self.router):  # only then, because two dims fix the sizes in torch.export
+            sequences = inputs.router.view(num_sequences, x.shape[-2], x.shape[-1])
+            routing = checked_routing(self.router, self.config, sequences, token_mask)
+        else:
+            routing = self.router(inputs.router, token_mask)
         rows = inputs.experts if self.latent_in is None else region.copy_to_experts(self.latent_in(inputs.experts))
         routed, dropped = self.runner.run(
             self.experts,
@@ -272,7 +273,9 @@ class MoE(nn.Module):
         Args:
             tokens_per_expert: ``(E,)``, integer, `MoEStats.tokens_per_expert`, summed over an optimizer step.
         """
-        without_adapters(self.router, Router).update_correction_bias(tokens_per_expert)
+        if self.balanced_router is None:
+            raise ValueError("update_correction_bias needs score_correction_bias=True in the config, got False")
+        self.balanced_router.update_correction_bias(tokens_per_expert)
 
     @property
     def balanced_router(self) -> Router | None:

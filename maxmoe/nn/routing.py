@@ -1,12 +1,14 @@
 """Result of a router: the experts of each token, their weights, and what the losses read."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from maxmoe._torch import assert_async
 from maxmoe.config import MoEConfig
+from maxmoe.recompute.selective import choices_are_kept
 
 
 class TopK(NamedTuple):
@@ -159,6 +161,14 @@ def _check_shapes(
         )
 
 
+def checked_routing(router: nn.Module, config: MoEConfig, x: Tensor, token_mask: Tensor | None) -> Routing:
+    """Call a router of one's own, and raise as `check_routing` if its output does not fit the layer."""
+    with choices_are_kept():
+        routing: Routing = router(x, token_mask)
+    check_routing(routing, config, x, token_mask, router)
+    return routing
+
+
 def check_routing(routing: object, config: MoEConfig, x: Tensor, token_mask: Tensor | None, router: nn.Module) -> None:
     """Raise for the output of a router of one's own that does not fit the layer.
 
@@ -223,3 +233,19 @@ def _check_values(routing: Routing, config: MoEConfig, name: str) -> None:
     if not weights.isfinite().all():
         token = int((~weights.isfinite()).any(1).nonzero()[0])
         raise ValueError(f"{finite}, got {weights[token].tolist()} for token {token}")
+
+
+def check_is_replayed(router: nn.Module, _arguments: Any, options: Mapping[str, Any], routing: object) -> None:
+    """Raise for a router of one's own that does not route to the `experts` of a record: a forward hook."""
+    if not isinstance(routing, Routing) or routing.experts.shape != options["experts"].shape:
+        return  # which the layer refuses
+    is_same = (routing.experts.sort(1).values == options["experts"].sort(1).values).all(1)
+    if routing.token_mask is not None:
+        is_same = is_same | ~routing.token_mask
+    message = f"router {type(router).__name__} must route to the experts that it gets in a replay"
+    if is_same.device.type != "cpu" or torch.compiler.is_compiling():
+        assert_async(is_same.all(), message)
+    elif not is_same.all():
+        token = int((~is_same).nonzero()[0])
+        given, got = options["experts"][token].tolist(), routing.experts[token].tolist()
+        raise ValueError(f"{message}, {given} for token {token}, got {got}")

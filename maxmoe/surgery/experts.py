@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from maxmoe.field_checks import check_int, check_number
 from maxmoe.surgery.replacement import Replacement
-from maxmoe.surgery.selection import ExpertIds, Layers, expert_ids, layers_of
+from maxmoe.surgery.selection import ExpertIds, Layers, check_optimizer, expert_ids, layers_of
 
 
 def prune_experts(
@@ -17,7 +17,7 @@ def prune_experts(
 
     The other experts keep their order. If no token selected the removed experts, the outputs are the same; with
     ``score_function="softmax"`` and ``normalization="none"`` the routing weights grow, because the softmax is over
-    fewer experts, and with groups the group scores may change.
+    fewer experts, with both "softmax" they change in another way, and with groups the group scores may change.
 
     Args:
         model: model with `MoE` layers, or a layer, before `maxmoe.parallelize`. The experts may be quantized.
@@ -84,7 +84,8 @@ def duplicate_experts(
     A copy comes right after its original. It has the same logits, so that a token that selects one selects the other
     next, in the place of another expert: outputs change. They are the same if every expert is copied m - 1 times and
     `top_k` becomes m * `top_k`; the weights of the copies then add up to that of the original. For scores that are
-    neither normalized nor a softmax, `routed_scaling_factor` is divided by the growth of `top_k`.
+    neither normalized nor a softmax, `routed_scaling_factor` is divided by the growth of `top_k`. With "softmax" as
+    both `score_function` and `normalization`, outputs change in any case.
 
     Args:
         model: model with `MoE` layers, or a layer, before `maxmoe.parallelize`. Without noise, the experts may be
@@ -117,5 +118,7 @@ def _check_top_k(top_k: int | None) -> None:
 
 
 def _apply(replacements: Sequence[Replacement], optimizer: Optimizer | None) -> None:
+    if optimizer is not None:
+        check_optimizer(optimizer)
     for replacement in replacements:
         replacement.apply(optimizer)

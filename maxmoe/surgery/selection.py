@@ -5,6 +5,7 @@ from typing import TypeAlias, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from maxmoe.field_checks import nearest
 from maxmoe.nn import Experts, MoE, Router, local_dispatcher
@@ -60,17 +61,17 @@ def expert_ids(path: str, layer: MoE, experts: ExpertIds, *, unique: bool = True
 def check_layer(path: str, layer: MoE) -> None:
     """Raise unless router and experts are those of the library, in one process, without adapters."""
     for name, module, kind in (("router", layer.router, Router), ("experts", layer.experts, Experts)):
-        if not isinstance(module, kind):
-            raise ValueError(
-                f"{path}.{name} must be a maxmoe.nn.{kind.__name__}, got {type(module).__name__}: adapters must be "
-                "merged or removed before, and surgery knows no other router"
-            )
         for key, parameter in module.named_parameters():
             if type(parameter) is not nn.Parameter and not isinstance(parameter, QuantizedStack):
                 raise ValueError(
                     f"{path}.{name}.{key} must be an ordinary parameter, got {type(parameter).__name__}: surgery comes "
                     "before parallelize"
                 )
+        if type(module) is not kind:
+            raise ValueError(
+                f"{path}.{name} must be a maxmoe.nn.{kind.__name__}, got {type(module).__name__}: adapters must be "
+                "merged or removed before, and surgery knows no other router"
+            )
     if layer.runner.dispatcher != local_dispatcher(layer.config):
         raise ValueError(
             f"{path} must have the dispatcher of one process, got {type(layer.runner.dispatcher).__name__}: surgery "
@@ -86,3 +87,9 @@ def check_not_frozen(path: str, layer: MoE) -> None:
                 f"{path}.experts.{name} must have no frozen experts, got some of freeze_experts: call remove of its "
                 "result first, and freeze them again afterwards"
             )
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Raise for what is not one optimizer."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")

@@ -198,6 +198,8 @@ def test_a_file_with_scales_that_are_not_finite(tmp_path: Path) -> None:
     torch.save(stack, tmp_path / "stack")
     with pytest.raises(ValueError, match=r"scales must be finite, got nan at \(1, 2, 0\)"):
         torch.load(tmp_path / "stack")
+    with pytest.raises(ValueError, match=r"scales must be finite, got nan at \(1, 2, 0\)"):
+        torch.empty_like(stack).copy_(stack)
 
 
 def test_what_cannot_be_copied() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import maxmoe
 from maxmoe import MoE, MoEFeedForward
-from maxmoe.nn import ExpertRunner, LocalDispatcher, LocalExperts, load_balance_loss
+from maxmoe.nn import ExpertRunner, LocalDispatcher, LocalExperts, Router, load_balance_loss
 from maxmoe.surgery import duplicate_experts, merge_experts, prune_experts
 from support.moe_layers import DEEPSEEK, EVERYTHING, GPT_OSS, LLAMA4, assert_meets_specification, make, tokens
 
@@ -246,7 +246,8 @@ def test_layers_with_weights_on_the_input() -> None:
     assert close(layer(x).hidden_states, before)
 
 
-ERRORS: list[tuple[Callable[[nn.Module], None], str]] = [
+ERRORS: list[tuple[Callable[[Any], None], str]] = [
+    (lambda model: prune_experts(model, [0], optimizer=[]), "optimizer must be a torch.optim.Optimizer, got list"),  # type: ignore[arg-type]
     (lambda model: prune_experts(model, [0, 1, 2, 3]), "0: top_k (3) must not exceed num_experts (2)"),
     (lambda model: prune_experts(model, [*range(6)]), "0: num_experts must be a positive int, got 0"),
     (lambda model: prune_experts(model, [6]), "0: experts must be integers in [0, num_experts (6)), got 6"),
@@ -266,7 +267,7 @@ ERRORS: list[tuple[Callable[[nn.Module], None], str]] = [
 def test_nothing_changes_if_something_does_not_fit(operation: Callable[[nn.Module], None], message: str) -> None:
     model = nn.Sequential(make(), make(num_experts=4))
     parameters, configs = list(model.parameters()), [layer.config for layer in model]
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         operation(model)
     assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
     assert [layer.config for layer in model] == configs
@@ -280,6 +281,9 @@ def test_other_routers_adapters_and_dispatchers_are_refused() -> None:
     layer = make()
     layer.router = nn.Sequential(layer.router)
     with pytest.raises(ValueError, match=r"moe.router must be a maxmoe.nn.Router, got Sequential"):
+        prune_experts(layer, [0])
+    layer.router = type("Other", (Router,), {})(layer.config)
+    with pytest.raises(ValueError, match=r"moe.router must be a maxmoe.nn.Router, got Other"):
         prune_experts(layer, [0])
     layer = make()
     layer.experts = nn.Sequential(layer.experts)
