@@ -257,7 +257,7 @@ def gated_by_cosine(gate: Tensor | None, up: Tensor) -> Tensor:
     [
         (
             lambda config: MoE(config, router=Reversed(config)),
-            "needs the router of the config, maxmoe.nn.Router, got Reversed: other libraries would compute another function",
+            "needs the router of the config, maxmoe.nn.Router, got Reversed: other libraries would",
         ),
         (
             lambda config: MoE(config, activation=gated_by_cosine),
