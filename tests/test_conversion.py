@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from maxmoe import MoE, presets
+from maxmoe import MoE, presets, quantize_experts
+from maxmoe.conversion import config_of_block
 from maxmoe.nn import Router, Routing
 from support import memory, small_models
 from support.small_models import block_of
@@ -280,7 +281,28 @@ def test_parts_of_ones_own_are_refused(make: Any, message: str, tmp_path: Path) 
     assert not (tmp_path / "file").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "format", "message"),
+    [
+        ("mixtral", "fp8_block", "experts.gate_up_proj: a slice of rows of weights quantized as fp8_block"),
+        ("longcat_flash", "int4", "experts.gate_up_proj has 4 matrices of zeros that the block does not use"),
+    ],
+)
+def test_quantized_experts_that_do_not_fit_a_block(name: str, format: str, message: str) -> None:
+    block = block_of(name)
+    layer = MoE(config_of_block(block)).requires_grad_(False)
+    quantize_experts(layer, format)
+    with pytest.raises(ValueError, match=message):
+        layer.to_transformers(block)
+    assert not any(tensor.is_meta for tensor in [*layer.state_dict().values(), *block.state_dict().values()])
+
+
 def test_what_is_of_the_training_may_differ() -> None:
+    block = block_of("kimi_k2")
+    config = presets.from_transformers(block.experts.config)
+    MoE(dataclasses.replace(config, correction_bias_rule="quantile", correction_bias_update_rate=1.0)).to_transformers(
+        block
+    )
     block = block_of("mixtral")
     training = {"implementation": "dense", "load_balance_loss_weight": 3.0, "router_z_loss_weight": 1.0}
     MoE(dataclasses.replace(presets.from_transformers(block.experts.config), **training)).to_transformers(block)

@@ -49,10 +49,22 @@ def check_replaced_parts(
         )
     if balance_loss is None:
         return
+    if not callable(balance_loss):
+        raise TypeError(f"balance_loss must be a function as load_balance_loss, got {balance_loss!r}")
     if config.load_balance_loss_weight == 0:
         raise ValueError("balance_loss needs load_balance_loss_weight > 0, got 0")
     if config.load_balance_scope == "step":
         raise ValueError("balance_loss needs load_balance_scope 'sequence' or 'batch', got 'step'")
+
+
+def check_step_is_counted(layer: Any) -> None:
+    """Raise if a layer is trained with the load of the step, which nobody counts."""
+    config = layer.config
+    is_needed = layer.training and config.load_balance_loss_weight > 0 and config.load_balance_scope == "step"
+    if is_needed and layer.metrics_accumulator is None and torch.is_grad_enabled():
+        raise ValueError(
+            "load_balance_scope 'step' needs maxmoe.StatsAccumulator(model), whose update() ends the step, got none"
+        )
 
 
 def _check_router_config(config: MoEConfig, router: nn.Module) -> None:

@@ -72,6 +72,14 @@ class BalanceLoss(Protocol):
         ...
 
 
+def _checked(loss: Tensor) -> Tensor:
+    """Return the result of a balance loss; raises for one that is no scalar."""
+    if not isinstance(loss, Tensor) or loss.shape != ():
+        got = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"balance_loss must return a tensor of shape (), got {got}")
+    return loss
+
+
 def step_balance_loss(
     probabilities: Tensor,
     tokens_per_expert: Tensor,
@@ -260,10 +268,6 @@ class RoutingLosses:
         return counts.scatter_add(1, slots.clamp_min(0), (slots >= 0).to(slots.dtype))
 
     def _balance(self, routing: Routing, counts: Tensor, tokens: TokenReductions, step: StepCounts | None) -> Tensor:
-        if self.config.load_balance_scope == "step" and step is None and torch.is_grad_enabled():
-            raise ValueError(
-                "load_balance_scope 'step' needs maxmoe.StatsAccumulator(model), whose update() ends the step, got none"
-            )
         if self.config.load_balance_scope == "step" and step is not None:
             num_tokens = torch.as_tensor(_num_tokens(routing.probabilities, routing.token_mask), device=counts.device)
             top_k = self.config.top_k
@@ -274,7 +278,7 @@ class RoutingLosses:
         length = routing.probabilities.shape[0] // max(num_sequences, 1)
         probabilities = routing.probabilities.view(num_sequences, length, self.config.num_selectable_experts)
         lengths = None if routing.token_mask is None else routing.token_mask.view(num_sequences, length).sum(1)
-        return self.balance_loss(probabilities, counts, self.config.top_k, lengths=lengths, tokens=tokens)
+        return _checked(self.balance_loss(probabilities, counts, self.config.top_k, lengths=lengths, tokens=tokens))
 
     def saved_tensors(self, batch: int, length: int, wide: torch.dtype) -> dict[str, SavedTensor]:
         """Describe the tensors that the losses save, given the dtype of the probabilities."""

@@ -14,7 +14,7 @@ from maxmoe.conversion import check_block, config_of_block, give_weights, take_w
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.load.metrics_accumulator import MetricsAccumulator
 from maxmoe.nn.aux_loss_watch import AuxLossWatch
-from maxmoe.nn.checks import check_inputs, check_parts_are_known, check_replaced_parts
+from maxmoe.nn.checks import check_inputs, check_parts_are_known, check_replaced_parts, check_step_is_counted
 from maxmoe.nn.dense_dispatcher import local_dispatcher
 from maxmoe.nn.dispatcher import ExpertRunner
 from maxmoe.nn.experts import Experts
@@ -205,6 +205,7 @@ class MoE(nn.Module):
                 mask is not bool or has another shape.
         """
         check_inputs(x, token_mask, self.config.hidden_size, self._dtype)
+        check_step_is_counted(self)
         num_sequences = math.prod(x.shape[:-2])
         tokens = x.reshape(-1, x.shape[-1])
         if token_mask is not None:

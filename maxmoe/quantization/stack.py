@@ -108,6 +108,40 @@ class QuantizedStack(Tensor):
             )
         return self
 
+    @property
+    def data(self) -> "QuantizedStack":  # type: ignore[override]
+        """The stack without a history; it shares the memory."""
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise AttributeError(
+            f"data of weights quantized as {self.format} cannot be replaced: use stack.copy_(other), or set the "
+            "parameter of the module"
+        )
+
+    def share_memory_(self) -> "QuantizedStack":
+        """Move codes, scales and zero points to shared memory, for other processes."""
+        for part in self.parts().values():
+            part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Return whether codes, scales and zero points are in shared memory."""
+        return all(part.is_shared() for part in self.parts().values())
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Raise, because a stack has several storages; tracing asks for one to compare it with others."""
+        if type(self.codes) is Tensor:
+            raise NotImplementedError(
+                f"weights quantized as {self.format} are several tensors without one storage, as safetensors and "
+                "save_pretrained need it: use torch.save(model.state_dict(), path), or maxmoe.integrations.checkpoint."
+                "write_checkpoint"
+            )
+        return super().untyped_storage()
+
+    storage = untyped_storage  # type: ignore[assignment]  # deprecated; safetensors asks for it next
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the weights as an ordinary tensor.
 

@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from maxmoe.field_checks import nearest
+from maxmoe.load.stats_accumulator import unwrapped_path
 from maxmoe.nn import Experts, MoE, Router, local_dispatcher
 from maxmoe.quantization import QuantizedStack
 
@@ -24,7 +25,7 @@ FROZEN = "has_frozen_experts"
 
 
 def layers_of(model: nn.Module, values: Value | Mapping[str, Value]) -> Layers[Value]:
-    """Return the MoE layers of a model and the value of each, by path; "moe" for a model that is a layer.
+    """Return the MoE layers of a model and the value of each, by their paths in `StepStats.layers`.
 
     Args:
         model: model with `MoE` layers, or a layer.
@@ -34,7 +35,8 @@ def layers_of(model: nn.Module, values: Value | Mapping[str, Value]) -> Layers[V
         raise ValueError(
             "surgery comes before DistributedDataParallel, which reduces gradients of the parameters that are replaced"
         )
-    layers = {path or "moe": module for path, module in model.named_modules() if isinstance(module, MoE)}
+    modules = model.named_modules()
+    layers = {unwrapped_path(model, path) or "moe": module for path, module in modules if isinstance(module, MoE)}
     if not layers:
         raise ValueError(f"{type(model).__name__} must have layers of type MoE, got none")
     if not isinstance(values, Mapping):

@@ -76,6 +76,36 @@ def at(tensor: Tensor, value: float) -> Tensor:
             ValueError,
             r"experts of router Wrong must be int64, got torch.int32",
         ),
+        (
+            lambda r: r._replace(weights=r.weights.bfloat16()),
+            ValueError,
+            "weights of router Wrong must be float32 or float64, got torch.bfloat16: see Routing.of",
+        ),
+        (
+            lambda r: r._replace(probabilities=at(r.probabilities, torch.nan)),
+            ValueError,
+            r"probabilities of router Wrong must be finite, got \[.*nan.*\] for token 3",
+        ),
+        (
+            lambda r: r._replace(token_losses=at(r.weights, torch.inf)[:, 1]),
+            ValueError,
+            "token_losses of router Wrong must be finite, got inf for token 3",
+        ),
+        (
+            lambda r: r._replace(token_losses=r.weights[:5, 1]),
+            ValueError,
+            r"token_losses of router Wrong must have shape \(tokens \(10\)\), got \(5,\)",
+        ),
+        (
+            lambda r: r._replace(logits=r.logits[:5]),
+            ValueError,
+            r"logits of router Wrong must have shape \(tokens \(10\), number of experts \(6\)\), got \(5, 6\)",
+        ),
+        (
+            lambda r: r._replace(experts=at(r.experts, -1), is_unpadded=True),
+            ValueError,
+            r"router Wrong must set is_unpadded=False for ids of -1, as Routing.of does, got True",
+        ),
     ],
 )
 def test_a_wrong_routing_is_refused(change: Any, error: type[Exception], message: str) -> None:

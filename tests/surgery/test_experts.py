@@ -173,6 +173,9 @@ def test_a_model_has_layers_by_path() -> None:
     assert [model["one"].config.num_experts, model["two"][0].config.num_experts] == [7, 5]
     with pytest.raises(ValueError, match=r"ModuleDict has no MoE layer 'two'; .*'two.0'"):
         prune_experts(model, {"two": [1]})
+    compiled = torch.compile(nn.Sequential(MoE(config)), backend="aot_eager")
+    prune_experts(compiled, {"0": [1]})  # as in the statistics
+    assert compiled[0].config.num_experts == 5
     with pytest.raises(ValueError, match="Linear must have layers of type MoE, got none"):
         prune_experts(nn.Linear(2, 2), [1])
 
