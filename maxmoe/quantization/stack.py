@@ -133,14 +133,12 @@ class QuantizedStack(Tensor):
     def untyped_storage(self) -> torch.UntypedStorage:
         """Raise, because a stack has several storages; tracing asks for one to compare it with others."""
         if type(self.codes) is Tensor:
-            raise NotImplementedError(
+            raise RuntimeError(  # no NotImplementedError, which safetensors takes for that of a tensor without memory
                 f"weights quantized as {self.format} are several tensors without one storage, as safetensors and "
                 "save_pretrained need it: use torch.save(model.state_dict(), path), or maxmoe.integrations.checkpoint."
                 "write_checkpoint"
             )
         return super().untyped_storage()
-
-    storage = untyped_storage  # type: ignore[assignment]  # deprecated; safetensors asks for it next
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the weights as an ordinary tensor.
