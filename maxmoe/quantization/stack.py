@@ -140,6 +140,8 @@ class QuantizedStack(Tensor):
             )
         return super().untyped_storage()
 
+    storage = untyped_storage  # type: ignore[assignment]  # deprecated; safetensors asks for it next
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the weights as an ordinary tensor.
 
