@@ -130,17 +130,13 @@ class QuantizedStack(Tensor):
         """Return whether codes, scales and zero points are in shared memory."""
         return all(part.is_shared() for part in self.parts().values())
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """Raise, because a stack has several storages; tracing asks for one to compare it with others."""
-        if type(self.codes) is Tensor:
-            raise RuntimeError(  # no NotImplementedError, which safetensors takes for that of a tensor without memory
-                f"weights quantized as {self.format} are several tensors without one storage, as safetensors and "
-                "save_pretrained need it: use torch.save(model.state_dict(), path), or maxmoe.integrations.checkpoint."
-                "write_checkpoint"
-            )
-        return super().untyped_storage()
-
-    storage = untyped_storage  # type: ignore[assignment]  # deprecated; safetensors asks for it next
+    def storage(self) -> Any:
+        """Raise, because a stack has several storages. safetensors asks for it; tracing asks for `untyped_storage`."""
+        raise RuntimeError(  # safetensors takes a NotImplementedError for that of a tensor without memory
+            f"weights quantized as {self.format} are several tensors without one storage, as safetensors and "
+            "save_pretrained need it: use torch.save(model.state_dict(), path), or maxmoe.integrations.checkpoint."
+            "write_checkpoint"
+        )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the weights as an ordinary tensor.
