@@ -94,10 +94,7 @@ def give_weights(layer: nn.Module, block: nn.Module) -> None:
 
 def _joined(key: str, parameters: list[Tensor], held: Held, count: int) -> Tensor:
     """Return a tensor of a block, with matrices that the block does not use up to their number in the block."""
-    try:
-        weight = held.entry.join(parameters)
-    except (ValueError, NotImplementedError) as error:
-        raise ValueError(f"{key}: {error}") from error
+    weight = held.entry.join(parameters)
     missing = count - len(weight)
     if missing and isinstance(weight, QuantizedStack):
         raise ValueError(

@@ -150,16 +150,19 @@ def ends_of_codes(end: str) -> tuple[str, ...]:
 
 
 def format_in(key: str, dtypes: Mapping[str, str]) -> str | None:
-    """Return the format of the weight `key` in a checkpoint, None if it is not quantized.
+    """Return the format of the weight `key` in a checkpoint, or what it lacks; None if it is not quantized.
 
     Args:
         key: name of the weight.
         dtypes: dtypes of all tensors by their names.
     """
     for each in PUBLISHED.values():
-        names = each.names(key)
-        if all(names[end] in dtypes for end in each.dtypes if end not in each.optional):
+        codes, *others = (name for end, name in each.names(key).items() if end not in each.optional)
+        missing = [name for name in others if name not in dtypes]
+        if codes in dtypes and not missing:
             return each.format
+        if codes in dtypes and codes != key:
+            return f"{each.format} without {' and '.join(missing)}"
     return "of an unknown format" if dtypes.get(key, "F").startswith(("F8", "I", "U")) else None
 
 

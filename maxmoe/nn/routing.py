@@ -136,6 +136,9 @@ def _check_shapes(
     token_mask: Tensor | None,
 ) -> None:
     """Raise for parts of a routing whose shapes or dtypes do not fit those of `experts`."""
+    for name, part in {"experts": experts, "weights": weights, "probabilities": probabilities}.items():
+        if not isinstance(part, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(part).__name__}")
     if experts.dim() < 2 or experts.dtype != torch.int64:
         raise ValueError(
             f"experts must be int64 of shape (..., top_k), got {experts.dtype} of shape {tuple(experts.shape)}"

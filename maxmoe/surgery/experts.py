@@ -7,7 +7,15 @@ from torch.optim import Optimizer
 
 from maxmoe.field_checks import check_int, check_number
 from maxmoe.surgery.replacement import Replacement
-from maxmoe.surgery.selection import ExpertIds, Layers, check_optimizer, expert_ids, layers_of
+from maxmoe.surgery.selection import (
+    ExpertIds,
+    Layers,
+    as_list,
+    check_not_shared,
+    check_optimizer,
+    expert_ids,
+    layers_of,
+)
 
 
 def prune_experts(
@@ -27,7 +35,7 @@ def prune_experts(
 
     Raises:
         ValueError: for ids out of range, fewer experts left than `top_k`, groups that do not keep one size, and layers
-            that are parallelized or have adapters or another router. No layer is changed then.
+            that are parallelized, have adapters or another router, or share their experts. No layer is changed then.
     """
     replacements = []
     selected: Layers[ExpertIds] = layers_of(model, experts)
@@ -35,7 +43,7 @@ def prune_experts(
         removed = {*expert_ids(path, layer, chosen)}
         sources = [(expert,) for expert in range(layer.config.num_experts) if expert not in removed]
         replacements.append(Replacement.plan(path, layer, sources))
-    _apply(replacements, optimizer)
+    _apply(model, replacements, optimizer)
 
 
 def merge_experts(
@@ -63,12 +71,14 @@ def merge_experts(
     replacements = []
     selected: Layers[Sequence[ExpertIds]] = layers_of(model, sets)
     for path, (layer, chosen) in selected.items():
-        merged = [tuple(expert_ids(path, layer, ids)) for ids in chosen]
+        merged = [tuple(expert_ids(path, layer, ids)) for ids in as_list(path, "sets", chosen)]
+        if () in merged:
+            raise ValueError(f"{path}: sets must have experts, got {merged}")
         expert_ids(path, layer, [expert for ids in merged for expert in ids])  # the sets are disjoint
         set_of = {expert: ids for ids in merged for expert in ids}
         sources = {set_of.get(expert, (expert,)): None for expert in range(layer.config.num_experts)}
         replacements.append(Replacement.plan(path, layer, list(sources), top_k=top_k))
-    _apply(replacements, optimizer)
+    _apply(model, replacements, optimizer)
 
 
 def duplicate_experts(
@@ -109,7 +119,7 @@ def duplicate_experts(
         ids = expert_ids(path, layer, chosen, unique=False)
         sources = [(expert,) for expert in sorted([*range(layer.config.num_experts), *ids])]
         replacements.append(Replacement.plan(path, layer, sources, top_k=top_k, noise=noise))
-    _apply(replacements, optimizer)
+    _apply(model, replacements, optimizer)
 
 
 def _check_top_k(top_k: int | None) -> None:
@@ -117,7 +127,8 @@ def _check_top_k(top_k: int | None) -> None:
         check_int("top_k", top_k, at_least=1)
 
 
-def _apply(replacements: Sequence[Replacement], optimizer: Optimizer | None) -> None:
+def _apply(model: nn.Module, replacements: Sequence[Replacement], optimizer: Optimizer | None) -> None:
+    check_not_shared(model, [replacement.path for replacement in replacements])
     if optimizer is not None:
         check_optimizer(optimizer)
     for replacement in replacements:

@@ -1,6 +1,5 @@
 """Checkpoints with quantized experts: read without expansion, written back bit for bit, refused before a copy."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -20,27 +19,9 @@ pytest.importorskip("safetensors")
 from safetensors.torch import load_file, save_file
 
 from maxmoe.integrations.checkpoint import read_checkpoint, write_checkpoint
+from support.quantized_checkpoint_files import read, written
 
 each_kind = pytest.mark.parametrize("kind", FAMILIES)
-
-
-def written(path: Path, kind: str, **changes: Tensor | None) -> Path:
-    """A checkpoint; the tensors whose names end so are replaced, or left out."""
-    tensors = tensors_of(kind)
-    for end, tensor in changes.items():
-        key = next((key for key in tensors if key.endswith(end)), end)
-        tensors.pop(key, None)
-        if tensor is not None:
-            tensors[key] = tensor
-    file = path / "model.safetensors"
-    save_file(tensors, file, {"format": "pt"})
-    return file
-
-
-def read(path: Path, kind: str, layer: MoE | None = None) -> MoE:
-    layer = layer_for(kind) if layer is None else layer
-    read_checkpoint(path, {BLOCK: layer}, FAMILIES[kind])
-    return layer
 
 
 def weights_by_others(kind: str) -> dict[str, Tensor]:
@@ -140,76 +121,6 @@ def test_what_this_library_has_quantized(format: str, sizes: tuple[int, int], tm
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
-CONFIGS: dict[str, dict[str, Any]] = {
-    "mxfp4": {"quant_method": "mxfp4"},
-    "fp8_block": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
-    "int4": {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 32}}},
-    },
-}
-
-
-@each_kind
-def test_config(kind: str, tmp_path: Path) -> None:
-    file = written(tmp_path, kind)
-    for name, quantization in (*CONFIGS.items(), ("none", None)):
-        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
-        if name in (kind.split()[0], "none"):
-            read(tmp_path, kind)
-            continue
-        words = (
-            f"(?=.*experts.*must be quantized as {name},)(?=.*config.json says, got {kind.split()[0]})(?=.*{file.name})"
-        )
-        with pytest.raises(ValueError, match=words):
-            read(tmp_path, kind)
-
-
-def test_group_size_of_config(tmp_path: Path) -> None:
-    written(tmp_path, "int4")
-    text = json.dumps({"quantization_config": CONFIGS["int4"]}).replace('"group_size": 32', '"group_size": 64')
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"int4, with a scale for 1 x 64 weights, .* says, got int4, .* 1 x 32"):
-        read(tmp_path, "int4")
-
-
-GROUP: dict[str, Any] = {"quant_method": "compressed-tensors"}
-WRONG_CONFIGS: list[tuple[str, Any, str]] = [
-    ("int4", "", "config.json must be a JSON file: Expecting value"),
-    ("int4", [], "config.json: the file must be a JSON object, got []"),
-    ("int4", {"text_config": [1]}, "config.json: text_config must be a JSON object, got [1]"),
-    ("int4", [1], "config.json: quantization_config must be a JSON object, got [1]"),
-    ("int4", GROUP, "config.json: config_groups must have weights with type and num_bits, got {}"),
-    ("int4", {**GROUP, "config_groups": [1]}, "config.json: config_groups must be a JSON object, got [1]"),
-    ("int4", {**GROUP, "config_groups": {"a": {}}}, "must have weights with type and num_bits, got {'a': {}}"),
-    ("int4", {**GROUP, "config_groups": {"a": {"weights": None}}}, "must have weights with type and num_bits, got {"),
-    *(
-        (
-            "fp8_block",
-            {"quant_method": "fp8", "weight_block_size": size},
-            f"config.json: weight_block_size must be the size of a block, got {size}",
-        )
-        for size in (128, [64])
-    ),
-    (
-        "fp8_block",
-        {"quant_method": "fp8", "weight_block_size": [64, 128]},
-        "must be quantized as fp8_block, with a scale for 64 x 128 weights, as ",
-    ),
-]
-
-
-@pytest.mark.parametrize(("kind", "config", "message"), WRONG_CONFIGS, ids=[message for _, _, message in WRONG_CONFIGS])
-def test_wrong_configs(kind: str, config: Any, message: str, tmp_path: Path) -> None:
-    written(tmp_path, kind)
-    is_whole = not config or "text_config" in config
-    text = config if config == "" else json.dumps(config if is_whole else {"quantization_config": config})
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        read(tmp_path, kind)
-
-
 NAN_SCALES = torch.full((1, 2), torch.nan)
 WRONG: dict[str, tuple[str, dict[str, Tensor | None], tuple[str, ...]]] = {
     "not finite": (
@@ -257,6 +168,11 @@ WRONG: dict[str, tuple[str, dict[str, Tensor | None], tuple[str, ...]]] = {
         {"2.up_proj.weight_scale_inv": None},
         ("experts.2.up_proj.weight", "fp8_block", "of an unknown format", "model.safetensors"),
     ),
+    "missing scales of a stack": (
+        "mxfp4",
+        {"down_proj_scales": None},
+        ("experts.down_proj", "must be quantized as mxfp4", "got mxfp4 without experts.down_proj_scales"),
+    ),
     "zeros of one expert": (
         "int4 with zeros",
         {"2.up_proj.weight_zero_point": None},
@@ -287,6 +203,14 @@ def test_wrong_tensors(kind: str, changes: dict[str, Any], words: tuple[str, ...
         read_checkpoint(path, {"model.layers.2": right, BLOCK: layer}, FAMILIES[kind])
     assert layer.experts.up_proj.is_meta and torch.equal(layer.router.weight, before)
     assert not right.experts.up_proj.codes.any()
+
+
+def test_blocks_that_a_layout_would_cut_are_named(tmp_path: Path) -> None:
+    layer = MoE(config_of("mxfp4")).requires_grad_(False)
+    quantize_experts(layer, "fp8_block")
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj: a slice of rows with step 2, where a scale is of 128"):
+        write_checkpoint(tmp_path / "ours", {BLOCK: layer}, "gpt_oss")
+    assert not (tmp_path / "ours").exists()
 
 
 def test_experts_of_another_format(tmp_path: Path) -> None:

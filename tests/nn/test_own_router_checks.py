@@ -130,6 +130,8 @@ RIGHT: dict[str, Any] = {
     ("changes", "message"),
     [
         ({"experts": ONES}, r"experts must be int64 of shape \(\.\.\., top_k\), got torch.float32"),
+        ({"weights": None}, "weights must be a tensor, got NoneType"),
+        ({"experts": [[0, 1]]}, "experts must be a tensor, got list"),
         ({"experts": torch.zeros(3, dtype=torch.int64)}, r"experts must be int64 .*, got torch.int64 of shape \(3,\)"),
         (
             {"weights": ONES[:1]},
@@ -145,7 +147,7 @@ RIGHT: dict[str, Any] = {
 )
 def test_parts_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     Routing.of(**RIGHT)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         Routing.of(**{**RIGHT, **changes})
 
 
