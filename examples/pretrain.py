@@ -20,10 +20,13 @@ When a rank dies, hangs or raises an error, all other ranks end with an error th
 """
 
 import argparse
+import os
 import shlex
 import sys
 from pathlib import Path
 from typing import get_args
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch is imported: docs/how_to/busy_machine.md
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record

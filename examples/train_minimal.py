@@ -8,6 +8,8 @@ import os
 import sysconfig
 from pathlib import Path
 
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch is imported: docs/how_to/busy_machine.md
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

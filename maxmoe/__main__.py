@@ -1,8 +1,11 @@
 """Plan a model on a mesh without a cluster, compare ranks with one process, or describe this installation.
 
+    python -m maxmoe plan --preset deepseek_v3 --world-size 2048 --device h100 --batch-size 4096
     python -m maxmoe explain --preset deepseek_v3 --rules shard-exp-on-fsdp --mesh fsdp=16,expert=16
     python -m maxmoe compare_ranks my_training --num-ranks 4
     python -m maxmoe info
+
+`plan` searches for the fastest plans of a model that fit in memory.
 
 `explain` prints the sharding of every parameter and the dispatch of tokens to experts, both with the reasons, the
 memory per rank and the collectives per step. The model is a `maxmoe.models.Decoder` with the sizes of a published one;
@@ -12,7 +15,7 @@ its parameters are not allocated.
 a module with the functions build_model, parallelize, make_batch and loss, and step if there is one. It exits with 0 if
 loss, outputs and gradients are equal, with 1 if they differ, and with 2 if they cannot be compared.
 
-`info` prints versions, build and processor, for bug reports.
+`info` prints versions, build and processor, for bug reports, and how threads wait for each other.
 """
 
 import argparse
@@ -32,17 +35,20 @@ from maxmoe.models.published_models import PUBLISHED
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.failures import RankError
 from maxmoe.pipelining.schedules import SCHEDULES
+from maxmoe.plan_command import add_plan, add_state_dtypes, published, rule_names, state_dtypes
 from maxmoe.planning.estimate import Optimizer, estimate
 from maxmoe.planning.explain import explain
 from maxmoe.sharding.mesh import Mesh, parse_mesh
 from maxmoe.sharding.rules import LogicalRules
 from maxmoe.testing import RankComparison, compare_ranks
-from maxmoe.text_table import paragraph, terminal_width
+from maxmoe.text_table import paragraph, readable_bytes, terminal_width
+from maxmoe.waiting_threads import waiting_of_this_process
 
 SIZES = ("num_layers", "num_dense_layers", "num_heads", "num_key_value_heads", "vocab_size", "intermediate_size")
 TRAINING = ("build_model", "parallelize", "make_batch", "loss")
 CONVENTIONS = (
-    "Memory is counted at the beginning of the backward. Parameters, gradients and optimizer state are {dtype}. "
+    "Memory is counted at the beginning of the backward. Parameters are {dtype}; so are gradients and optimizer state "
+    "without dtypes of their own. "
     "Gathered parameters: those of the largest module and of the model itself. Activations: the tensors that autograd "
     "saves on the CPU. Recomputed activations: those of the module with the most. Work space and the all-reduces of "
     "losses, statistics and the gradient norm are not counted.",
@@ -73,7 +79,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     command.set_defaults(report=plan)
     add = command.add_argument
     add("--preset", required=True, help=f"the model: {', '.join(PUBLISHED)}")
-    add("--rules", default="default", help="a preset of rules, or a YAML file")
+    add("--rules", default="default", help=f"a preset of rules, or a YAML file: {', '.join(rule_names())}")
     add("--allow-unused", action="store_true", help="accept axes and names of rules that have no effect")
     add("--mesh", required=True, help="axes and sizes, as fsdp=16,expert=16; one may be -1 with --world-size")
     add("--world-size", type=positive, help="number of ranks, if not the product of the sizes")
@@ -96,6 +102,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--recompute", default="", help="parts to recompute in the backward, as experts,attention")
     for size in SIZES:
         add(f"--{size.replace('_', '-')}", type=positive, help="replaces the published value")
+    add_state_dtypes(add)
+    add_plan(commands, positive)
     comparison = commands.add_parser(
         "compare_ranks",
         help="compare training on several ranks with one process",
@@ -125,12 +133,10 @@ def plan(options: argparse.Namespace) -> str:
     """Return the report of `explain`."""
     mesh = Mesh.planned(parse_mesh(options.mesh), world_size=options.world_size)
     rules = LogicalRules.load(options.rules)
-    if options.preset not in PUBLISHED:
-        raise ValueError(f"there is no model {options.preset!r}, only {', '.join(PUBLISHED)}")
     changes = {size: getattr(options, size) for size in SIZES if getattr(options, size) is not None}
-    published = replace(PUBLISHED[options.preset], **changes)
+    model_sizes = replace(published(options.preset), **changes)
     recompute = tuple(name.strip() for name in options.recompute.split(",") if name.strip())
-    config = published.config(max_sequence_length=options.sequence_length, recompute=recompute)
+    config = model_sizes.config(max_sequence_length=options.sequence_length, recompute=recompute)
     model = Decoder(config, device="meta", dtype=getattr(torch, options.dtype))
     optimizer: Optimizer = options.optimizer
     step: dict[str, Any] = {
@@ -146,15 +152,16 @@ def plan(options: argparse.Namespace) -> str:
         "stages_per_rank": options.stages_per_rank,
     }
     explanation = explain(model, mesh, rules, **step)
-    costs = estimate(model, mesh, rules, optimizer=optimizer, **step)
+    costs = estimate(model, mesh, rules, optimizer=optimizer, state_dtypes=state_dtypes(options), **step)
     dense = f", {config.num_dense_layers} of them dense" if config.num_dense_layers else ""
     changed = "".join(f" Here {name}={value}." for name, value in changes.items())
-    difference = f" Differs from the published model: {published.differs}." if published.differs else ""
+    difference = f" Differs from the published model: {model_sizes.differs}." if model_sizes.differs else ""
     head = (
-        f"{published.name}: a Decoder of {config.num_layers} layers{dense}, embedding and output projection."
+        f"{model_sizes.name}: a Decoder of {config.num_layers} layers{dense}, embedding and output projection."
         f"{difference}{changed}",
         f"{mesh.num_ranks} ranks: {options.mesh}. Rules: {options.rules}. A step: {options.batch_size} sequences of "
         f"{options.sequence_length} tokens.{f' Recomputed: {options.recompute}.' if recompute else ''}",
+        f"The largest rank needs {readable_bytes(sum(costs.memory.values()))} of memory.",
     )
     width = terminal_width()
     opening = "\n".join(paragraph(line, width=width) for line in head)
@@ -194,6 +201,7 @@ def describe(_options: argparse.Namespace) -> str:
         "platform": platform.platform(),
         "processor": _processor(),
         "threads": torch.get_num_threads(),
+        "threads:wait": waiting_of_this_process(torch.get_num_threads()),
         "cuda": f"{torch.version.cuda}, {torch.cuda.device_count()} devices" if torch.version.cuda else "not in torch",
         **{f"core:{name}": fact for name, fact in build_info().items()},
     }

@@ -77,6 +77,11 @@ def is_packed_by_checkpoint() -> bool:
     return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
 
 
+def is_traced() -> bool:
+    """Return whether a compiler records the operators that run now; `torch.jit.is_tracing` is deprecated."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
 class WeakStorage:
     """Weak reference to the storage of a tensor.
 
@@ -177,6 +182,19 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a module has forward or backward hooks."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
+def is_called_plainly(module: nn.Module) -> bool:
+    """Return whether a call of a module runs the forward of its class and nothing else, such as a hook."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or module._compiled_call_impl
+        or "forward" in module.__dict__
+        or nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
+    )
 
 
 def default_store() -> Any:

@@ -1,6 +1,6 @@
 """Token group: the processes that share the tokens of one forward."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -72,6 +72,37 @@ class LocalTokens:
         return part
 
 
+class ContinuedSequences(LocalTokens):
+    """Token group of a module that is called with one part of its sequences after the other, in a single process.
+
+    `all_gather_sequence` returns a part with those of all earlier calls, so that attention has a cache of keys and
+    values. A module gathers the same tensors, in the same order, after asking for the first position in every call.
+
+    Args:
+        max_length: largest length of the sequences.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        self._max_length, self._length, self._num_gathered = max_length, 0, 0
+        self._gathered: list[Tensor] = []
+
+    def first_position(self, length: int) -> int:
+        """Return the number of tokens of all earlier calls."""
+        start, self._num_gathered = self._length, 0
+        self._length += length
+        return start
+
+    def all_gather_sequence(self, part: Tensor, dim: int) -> Tensor:
+        """Return the sequences so far."""
+        if self._num_gathered == len(self._gathered):
+            shape = (*part.shape[:dim], self._max_length, *part.shape[dim + 1 :])
+            self._gathered.append(part.new_empty(shape))
+        whole = self._gathered[self._num_gathered]
+        self._num_gathered += 1
+        whole.narrow(dim, self._length - part.shape[dim], part.shape[dim]).copy_(part)
+        return whole.narrow(dim, 0, self._length)
+
+
 @dataclass(frozen=True)
 class FlattenedBatch:
     """Token reductions that treat the whole batch as one sequence."""
@@ -88,16 +119,18 @@ class FlattenedBatch:
 
 
 @contextmanager
-def same_tokens_everywhere(module: nn.Module) -> Iterator[None]:
+def same_tokens_everywhere(module: nn.Module, group: Callable[[], LocalTokens] = LocalTokens) -> Iterator[None]:
     """Context in which every process passes the same whole batch to `module`; for generation, not for training.
 
-    The token groups of the module and its descendants are replaced by `LocalTokens`.
+    Args:
+        module: module whose token groups are replaced, with those of its descendants.
+        group: makes the token group of each of them.
     """
     groups = {child: child.token_group for child in module.modules() if declaration_of(child).uses_token_group}
     try:
         for child in groups:
-            child.token_group = LocalTokens()  # type: ignore[assignment]
+            child.token_group = group()  # type: ignore[assignment]
         yield
     finally:
-        for child, group in groups.items():
-            child.token_group = group
+        for child, before in groups.items():
+            child.token_group = before

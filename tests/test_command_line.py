@@ -10,6 +10,7 @@ import torch
 from maxmoe import build_info
 from maxmoe.__main__ import main
 from maxmoe.models.published_models import PUBLISHED
+from maxmoe.waiting_threads import waiting_of_this_process
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +98,7 @@ def test_other_rules_optimizer_and_recomputation(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--preset", "mixtra", "--mesh", "a=2"), "there is no model 'mixtra', only mixtral, "),
+        (("--preset", "mixtra", "--mesh", "a=2"), "there is no model 'mixtra'; the nearest are 'mixtral'"),
         (("--preset", "mixtral", "--mesh", "a:2"), "a mesh must read like fsdp=2,expert=4, got 'a:2'"),
         (("--preset", "mixtral", "--mesh", "fsdp=-1"), "world_size must be given for a mesh with a -1: fsdp=-1"),
         (("--preset", "mixtral", "--mesh", "fsdp=3", "--world-size", "8"), "make 3 ranks, and the world has 8"),
@@ -151,3 +152,15 @@ def test_info_describes_this_installation(capsys: pytest.CaptureFixture[str]) ->
     assert said["torch"] == torch.__version__ and said["threads"] == str(torch.get_num_threads())
     assert said["core:isa"] == build_info()["isa"] in said["core:supported_isas"]
     assert said["processor"] != "unknown"
+    assert said["threads:wait"] == waiting_of_this_process(torch.get_num_threads())
+
+
+def test_plan_prints_the_fastest_plans_and_the_call(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--preset", "olmoe", "--num-layers", "1", "--world-size", "2", "--batch-size", "4")
+    assert main(["plan", *sizes, "--rules", "ep-as-dp", "--memory", "200GiB", "--master-dtype", "float32"]) == 0
+    text = capsys.readouterr().out
+    assert "To run the first one:" in text and "maxmoe.parallelize(model, Mesh({" in text
+    assert main(["plan", *sizes, "--device", "h10"]) == 2
+    assert "there is no device 'h10'; the nearest are 'h100'" in capsys.readouterr().err
+    assert main(["plan", *sizes, "--rules", "ep-as-dp", "--memory", "1MiB"]) == 2
+    assert "are missing for" in capsys.readouterr().err

@@ -116,6 +116,41 @@ def test_hooks_are_seen() -> None:
     assert not _torch.has_hooks(module)
 
 
+def test_a_call_that_is_no_more_than_the_forward() -> None:
+    module = nn.SiLU()
+    assert _torch.is_called_plainly(module)
+    for register in (
+        module.register_forward_hook,
+        module.register_forward_pre_hook,
+        module.register_full_backward_hook,
+        module.register_full_backward_pre_hook,
+        nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_full_backward_hook,
+    ):
+        handle = register(lambda *_: None)
+        assert not _torch.is_called_plainly(module)
+        handle.remove()
+        assert _torch.is_called_plainly(module)
+    module.forward = module.forward  # type: ignore[method-assign]
+    assert not _torch.is_called_plainly(module)
+    compiled = nn.SiLU()
+    compiled.compile(backend="eager")
+    assert not _torch.is_called_plainly(compiled)
+
+
+def test_tracing_is_seen() -> None:
+    seen = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(_torch.is_traced())
+        return x + 1
+
+    function(torch.ones(2))
+    with pytest.warns(DeprecationWarning, match="`torch.jit.trace` is deprecated"):
+        torch.jit.trace(function, torch.ones(2), check_trace=False)
+    assert seen == [False, True]
+
+
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_a_tensor_becomes_a_parameter(requires_grad: bool) -> None:
     with fake_rank(0, 2):

@@ -39,6 +39,16 @@ class ScaleReader {
     return _mm512_srl_epi32(words_.words[byte % 16 / 4], _mm_cvtsi32_si128(static_cast<int>(byte % 4 * 8)));
   }
 
+  // The same for scales of one byte, which becomes both halves of a lane.
+  MAXMOE_INLINE __m512i both_halves(int64_t index) {
+    if (index / 16 != loaded_) load(index / 16);
+    const auto byte = static_cast<int>(index % 4);
+    const __m512i control = _mm512_set1_epi32(static_cast<int>(0x80008000U) | byte | byte << 16);
+    // The control counts bytes from the begin of a block of four lanes.
+    const __m512i lanes = _mm512_set4_epi32(0x000c000c, 0x00080008, 0x00040004, 0);
+    return _mm512_shuffle_epi8(words_.words[index % 16 / 4], _mm512_or_si512(control, lanes));
+  }
+
  private:
   void load(int64_t index) {
     loaded_ = index;

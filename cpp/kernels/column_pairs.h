@@ -22,11 +22,17 @@ class E2M1Pairs {
   // Neither may the exponent be raised, nor 0.5 times the scale be subnormal.
   static bool fits(const CodeColumns& c) {
     if (c.m.codes != Codes::e2m1) return false;
-    ScaleReader reader = scales_of(c);
-    __mmask16 is_outside = 0;
-    for (int64_t i = 0; i < c.num_scales(); ++i) {
-      const __m512i exponents = _mm512_and_si512(reader.bits(i), _mm512_set1_epi32(0xff));
-      is_outside |= _mm512_cmpgt_epu32_mask(_mm512_sub_epi32(exponents, _mm512_set1_epi32(2)), _mm512_set1_epi32(125));
+    const auto* scales = reinterpret_cast<const uint8_t*>(c.m.scales);
+    const int64_t count = c.num_scales();
+    __mmask64 is_outside = 0;
+    for (const int64_t row : c.rows) {
+      const uint8_t* of_row = scales + c.m.scale_index(row, c.depth.begin);
+      for (int64_t i = 0; i < count; i += 64) {
+        const __mmask64 mask = count - i >= 64 ? ~__mmask64{0} : (__mmask64{1} << (count - i)) - 1;
+        const __m512i exponents = _mm512_maskz_loadu_epi8(mask, of_row + i);
+        is_outside |=
+            _mm512_mask_cmpgt_epu8_mask(mask, _mm512_sub_epi8(exponents, _mm512_set1_epi8(2)), _mm512_set1_epi8(125));
+      }
     }
     return is_outside == 0;
   }
@@ -35,9 +41,9 @@ class E2M1Pairs {
 
   // Reads the scales of block `index` of the range.
   MAXMOE_INLINE void begin_block(int64_t index) {
-    const __m512i exponents = _mm512_and_si512(scales_.bits(index), _mm512_set1_epi32(0xff));
-    const __m512i lowered = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(127), exponents), 7);
-    lowered_ = _mm512_or_si512(lowered, _mm512_slli_epi32(lowered, 16));
+    // The byte of the scale as both halves of its lane; then (127 - exponent) << 7.
+    const __m512i exponents = scales_.both_halves(index);
+    lowered_ = _mm512_slli_epi16(_mm512_sub_epi16(_mm512_set1_epi16(127), exponents), 7);
   }
 
   using Chunk = RowWords;
@@ -120,7 +126,8 @@ class TablePairs {
 };
 
 // Integers with scales of 16 bits, without a lookup: a code in the upper bits of a mantissa is the float 1 + code / 16.
-// Times 16 scale, less (16 + zero) scale, in one multiply-add, it is (code - zero) scale: both products are exact.
+// Times 16 scale, less (16 + zero) scale, in one multiply-add, it is (code - zero) scale. Both products are exact, with
+// 4096 in the place of 16, too: the numbers from 4096 to 4111 have 13 bits, and a scale has at most 11.
 class IntegerPairs {
  public:
   static constexpr int kBits = 4;
@@ -137,12 +144,14 @@ class IntegerPairs {
     const __m512 scale = scales_from_bits(type_, scales_.bits(index));
     const __m512 zero = has_zeros_ ? _mm512_cvtepi32_ps(_mm512_and_si512(zeros_.bits(index), _mm512_set1_epi32(0xff)))
                                    : _mm512_set1_ps(8.0F);
-    const __m512 offset = _mm512_mul_ps(_mm512_add_ps(zero, _mm512_set1_ps(16.0F)), scale);
-    const auto factors = doubled_lanes(_mm512_castps_si512(_mm512_mul_ps(scale, _mm512_set1_ps(16.0F))));
-    const auto offsets = doubled_lanes(_mm512_castps_si512(offset));
-    for (int half = 0; half < 2; ++half) {
-      factor_[half] = _mm512_castsi512_ps(factors.half[half]);
-      offset_[half] = _mm512_castsi512_ps(offsets.half[half]);
+    for (int place = 0; place < 2; ++place) {
+      const __m512 one = _mm512_set1_ps(kOne[place]);
+      const auto factors = doubled_lanes(_mm512_castps_si512(_mm512_mul_ps(scale, one)));
+      const auto offsets = doubled_lanes(_mm512_castps_si512(_mm512_mul_ps(_mm512_add_ps(zero, one), scale)));
+      for (int half = 0; half < 2; ++half) {
+        factor_[place][half] = _mm512_castsi512_ps(factors.half[half]);
+        offset_[place][half] = _mm512_castsi512_ps(offsets.half[half]);
+      }
     }
   }
 
@@ -151,17 +160,19 @@ class IntegerPairs {
 
   template <int step>
   MAXMOE_INLINE __m512i decode(const Chunk& codes) const {
-    // Bits 19 to 22 of a lane are the upper ones of the mantissa: bits 3 to 6 of byte 2.
-    constexpr int kBit = step % 8 * 8 - 3;
-    const __m512i control = multishift_control(0, 0, kBit, 0, 0, 0, kBit + 4, 0);
+    // The codes of two steps are brought into place at once: of the first step to bits 11 to 14 of a lane, which are
+    // bits 3 to 6 of byte 1, of the second step to bits 19 to 22, the same bits of byte 2.
+    constexpr int kBit = step / 2 * 2 % 8 * 8 - 3;
+    constexpr int kPlace = step % 2;
+    const __m512i control = multishift_control(0, kBit, kBit + 8, 0, 0, kBit + 4, kBit + 12, 0);
     __m512 values[2];
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       const __m512i shifted = _mm512_multishift_epi64_epi8(control, codes.quads[step / 8][half]);
-      // (shifted & 0x00780000) | 0x3f800000
-      const __m512i value =
-          _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi32(0x00780000), _mm512_set1_epi32(0x3f800000), 0xea);
-      values[half] = _mm512_fmsub_ps(_mm512_castsi512_ps(value), factor_[half], offset_[half]);
+      // (shifted & mask) | 0x3f800000
+      const __m512i value = _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi32(0x7800 << 8 * kPlace),
+                                                      _mm512_set1_epi32(0x3f800000), 0xea);
+      values[half] = _mm512_fmsub_ps(_mm512_castsi512_ps(value), factor_[kPlace][half], offset_[kPlace][half]);
     }
     return std::bit_cast<__m512i>(_mm512_cvtne2ps_pbh(values[1], values[0]));
   }
@@ -169,8 +180,11 @@ class IntegerPairs {
  private:
   ScaleReader scales_;
   ScaleReader zeros_;
-  __m512 factor_[2];
-  __m512 offset_[2];
+  // The reciprocal of what one unit of a code adds to 1 in each place.
+  static constexpr float kOne[2] = {4096.0F, 16.0F};
+
+  __m512 factor_[2][2];
+  __m512 offset_[2][2];
   ScaleType type_;
   bool has_zeros_;
 };

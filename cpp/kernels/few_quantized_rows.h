@@ -13,12 +13,12 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 // Maximum number of rows of A: the accumulators of MR rows leave registers for two vectors of B and one element of A.
 constexpr int kMaxFewRows = kVectorRegisters == 32 ? 12 : 6;
 
-// Few rows of A, converted to the elements that a step multiplies, one row after the other.
-template <class Element>
+// Few rows of A, converted to the elements that a step multiplies. The elements of a step are neighbours, so that one
+// pointer reaches all rows, and no two of them share a set of the first-level cache.
+template <class Element, int kRows>
 struct FewRows {
   const Element* data;
-  int64_t num_steps;
-  MAXMOE_INLINE Element operator()(int r, int64_t step) const { return data[r * num_steps + step]; }
+  MAXMOE_INLINE Element operator()(int r, int64_t step) const { return data[step * kRows + r]; }
 };
 
 // Number of VectorX2 that the kernel for `rows` rows computes at a time: a power of two, at most 4, whose accumulators
@@ -32,7 +32,7 @@ constexpr int few_rows_vectors_x2(int rows) {
 // Computes sums[kRows, kVectorsX2 * NR] = a * b, or += if `accumulate`, for steps [first_step, first_step + num_steps)
 // of a and as many steps of kVectorsX2 micro-panels, one after the other.
 template <class T, class Element, int kRows, int kVectorsX2>
-MAXMOE_INLINE void multiply_few_rows_panels(FewRows<Element> a, int64_t first_step, int64_t num_steps,
+MAXMOE_INLINE void multiply_few_rows_panels(FewRows<Element, kRows> a, int64_t first_step, int64_t num_steps,
                                             const Element* panels, Accumulator<T>* sums, int64_t sums_stride,
                                             bool accumulate) {
   using S = Accumulator<T>;
@@ -78,7 +78,7 @@ constexpr int64_t kFusedDepth = 4096;
 // Computes the sums of one micro-panel, NR columns, for a range of the inner dimension; false if the codes fit no class
 // of decode_pairs.h. Two vectors of columns are two independent chains of multiply-adds per row.
 template <int kRows>
-MAXMOE_INLINE bool multiply_few_rows_codes(FewRows<BFloat16Pair> a, const QuantizedMatrix& m, Range columns,
+MAXMOE_INLINE bool multiply_few_rows_codes(FewRows<BFloat16Pair, kRows> a, const QuantizedMatrix& m, Range columns,
                                            Range depth, float* sums, int64_t sums_stride, bool accumulate) {
   const CodeColumns of_vector[2] = {code_columns(m, columns, depth, 0), code_columns(m, columns, depth, 1)};
   return with_pairs(of_vector[0], of_vector[1], [&]<class Pairs> {
@@ -135,7 +135,7 @@ inline constexpr int kMaxFewQuantizedRows<BFloat16Pair> = kMaxFusedRows;
 // The product with a quantized b. Panels of columns are the outer loop, so that the sums of a panel stay in the
 // first-level cache.
 template <class T, class Element, int kRows>
-void multiply_few_rows_quantized(FewRows<Element> a, const GemmOperand<T>& b, MatrixView<Accumulator<T>> sums,
+void multiply_few_rows_quantized(FewRows<Element, kRows> a, const GemmOperand<T>& b, MatrixView<Accumulator<T>> sums,
                                  bool accumulate) {
   constexpr int kWideX2 = few_rows_vectors_x2(kRows);
   constexpr int64_t kWidth = kNR<Accumulator<T>>;

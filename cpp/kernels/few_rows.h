@@ -2,10 +2,7 @@
 // of A that packing it would cost more than it saves. The product is bound by the bandwidth of memory, and each element
 // of B is read once. Only for the .cpp files that are compiled per instruction set.
 //
-// If B is row-major, the loops over columns and over the inner dimension are exchanged. The outer loop runs over blocks
-// of a few rows of B, the inner one over all columns. B is then read in the order of memory, which hardware prefetchers
-// follow and which has the fewest TLB misses. The partial sums of C are loaded and stored once per block of rows of B.
-// C has few rows, so that its sums stay in the first- or second-level cache.
+// If B is row-major, it is multiplied in blocks of rows (few_row_major_rows.h).
 //
 // If B is transposed, its columns are rows in memory. As many columns as a vector has lanes are transposed in
 // registers, block by block, and multiplied there.
@@ -15,139 +12,108 @@
 #pragma once
 
 #include "few_quantized_rows.h"
+#include "few_row_major_rows.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// Number of rows of B in a block of a row-major B. 2 and 4 rows showed no consistent difference; 16 and 32 rows took up
-// to 1.5 times the time for 1 to 6 rows of A (docs/performance.md).
-constexpr int64_t kFewRowsDepth = 8;
-
-// Prefetch distance of a row-major B in bytes, rounded up to whole blocks. A block of narrow rows is multiplied in less
-// time than a cache miss takes. Without prefetching, 4 rows of A and more took 2 to 4 times the time, and longer
-// distances gave no gain (docs/performance.md).
-constexpr int64_t kFewRowsPrefetchBytes = int64_t{8} * 1024;
-
-// Computes sums[kRows, kVectorsX2 * NR] = a * b, or += if `accumulate`, for one block of rows of B. The columns of the
-// sums are in the order of VectorX2.
-//
-// The loops over `sum` are unrolled completely: 12 is the largest kRows, 8 the largest number of vectors. The compiler
-// keeps an array in registers only if all of its indices are constants.
-template <class T, class Element, int kRows, int kVectorsX2>
-MAXMOE_INLINE void multiply_few_rows_block(FewRows<Element> a, ConstMatrixView<T> b, Range depth, Accumulator<T>* sums,
-                                           int64_t sums_stride, bool accumulate) {
-  using S = Accumulator<T>;
-  Vector<S> sum[kRows][2 * kVectorsX2];
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-    for (int v = 0; v < 2 * kVectorsX2; ++v) {
-      sum[r][v] = accumulate ? load_vector(sums + r * sums_stride + v * kLanes<S>) : Vector<S>{};
-    }
-  }
-  for (int64_t d = depth.begin; d < depth.end; d += kDepthPerStep<Element>) {
-    const T* row = b.row(d);
-    // The second row of a step of pairs. A missing one counts as zeros.
-    const T* next = d + 1 < depth.end ? row + b.row_stride : nullptr;
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectorsX2; ++v) {
-      const StepX2<Element> step = load_step<Element>(row + v * kNR<S>, next == nullptr ? nullptr : next + v * kNR<S>);
-#pragma GCC unroll 12
-      for (int r = 0; r < kRows; ++r) {
-        const Element factor = a(r, d / kDepthPerStep<Element>);
-        sum[r][2 * v] = multiply_add(sum[r][2 * v], factor, step.first);
-        sum[r][2 * v + 1] = multiply_add(sum[r][2 * v + 1], factor, step.second);
-      }
-    }
-  }
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-    for (int v = 0; v < 2 * kVectorsX2; ++v) store_vector<S>(sums + r * sums_stride + v * kLanes<S>, sum[r][v]);
-  }
-}
-
-// The product with a row-major b. While a block of rows of b is multiplied, the same columns of a later block are
-// prefetched. At the end of b, the rows of the next product are prefetched.
-template <class T, class Element, int kRows>
-void multiply_few_rows_row_major(FewRows<Element> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sums,
-                                 bool accumulate, ConstMatrixView<T> next_b) {
-  constexpr int kWideX2 = few_rows_vectors_x2(kRows);
-  constexpr int64_t kWideColumns = kWideX2 * kNR<Accumulator<T>>;
-  // The prefetch distance in rows.
-  const int64_t rows_ahead =
-      (kFewRowsPrefetchBytes / (b.columns * int64_t{sizeof(T)}) / kFewRowsDepth + 1) * kFewRowsDepth;
-  for (int64_t d = 0; d < b.rows; d += kFewRowsDepth) {
-    const Range depth = range_from(d, kFewRowsDepth, b.rows);
-    // Past the last row of b, the rows of the next product are prefetched.
-    const int64_t ahead = d + rows_ahead;
-    const ConstMatrixView<T> next = ahead < b.rows
-                                        ? b.row_range(ahead, b.rows)
-                                        : next_b.row_range(at_most(ahead - b.rows, next_b.rows), next_b.rows);
-    const int64_t next_rows = at_most(next.rows, kFewRowsDepth);
-    int64_t column = 0;
-    const auto multiply_columns = [&]<int kVectorsX2> {
-      constexpr int64_t kColumns = kVectorsX2 * kNR<Accumulator<T>>;
-      for (int64_t row = 0; row < next_rows; ++row) prefetch_row(next.row(row) + column, kColumns);
-      multiply_few_rows_block<T, Element, kRows, kVectorsX2>(a, b.column_range(column, column + kColumns), depth,
-                                                             sums.data + column, sums.row_stride, accumulate || d > 0);
-      column += kColumns;
-    };
-    // The loop over columns is inside, so that b is read row block by row block: see the top of the file.
-    while (column + kWideColumns <= b.columns) multiply_columns.template operator()<kWideX2>();
-    while (column < b.columns) multiply_columns.template operator()<1>();
-  }
-}
+// What a block of a transposed b holds: pairs, if b is bfloat16, even where they are multiplied as floats. A block then
+// has twice as many elements, for the same shuffles.
+template <class T, class Element>
+using BlockElement = std::conditional_t<std::is_same_v<T, BFloat16>, BFloat16Pair, Element>;
 
 // Loads kLanes steps, from column d on, of the rows of `panel` that one vector of a micro-panel holds, and transposes
 // them: each vector of `block` is then one step. Prefetches the same block of `next`. The loop is unrolled, so that
 // `block` stays in registers; 16 is the largest number of lanes.
-template <class T, class Element>
+template <class T, class Of>
 MAXMOE_INLINE void load_transposed_block(ConstMatrixView<T> panel, ConstMatrixView<T> next, int vector, int64_t d,
-                                         Vector<Element> (&block)[kLanes<Element>]) {
+                                         Vector<Of> (&block)[kLanes<Of>]) {
 #pragma GCC unroll 16
-  for (int lane = 0; lane < kLanes<Element>; ++lane) {
+  for (int lane = 0; lane < kLanes<Of>; ++lane) {
     const int64_t row = column_of_lane<T>(vector, lane);
     // One line per row: the rows may be pages apart, where hardware prefetchers stop.
     __builtin_prefetch(next.row(row) + d, /*write*/ 0, /*locality: L2*/ 2);
-    block[lane] = load_along_depth<Element>(panel.row(row) + d, panel.columns - d);
+    block[lane] = load_along_depth<Of>(panel.row(row) + d, panel.columns - d);
   }
-  transpose_square<Element>(block);
+  transpose_square<Of>(block);
 }
 
-// Computes sums[kRows, kLanes] = a * b, or += if `accumulate`, for one vector of columns of a transposed b.
+// Number of steps of A for one step of a block.
+template <class T, class Element>
+constexpr int64_t kStepsOfA = kDepthPerStep<BlockElement<T, Element>> / kDepthPerStep<Element>;
+
+// Adds the products with one step of a block, whose first step of A is `step_of_a`. The second element of a pair counts
+// if `has_second`.
+template <class Element, class Of, int kRows, class S>
+MAXMOE_INLINE void multiply_few_rows_step(FewRows<Element, kRows> a, int64_t step_of_a, Vector<Of> step,
+                                          bool has_second, S (&sum)[kRows]) {
+  const auto multiply = [&](int64_t k, auto values) MAXMOE_INLINE_LAMBDA {
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) sum[r] = multiply_add(sum[r], a(r, k), values);
+  };
+  if constexpr (std::is_same_v<Element, Of>) {
+    multiply(step_of_a, step);
+  } else {
+    multiply(step_of_a, std::bit_cast<Vector<Element>>(step << 16));
+    if (has_second) multiply(step_of_a + 1, std::bit_cast<Vector<Element>>(step & 0xffff0000U));
+  }
+}
+
+// Number of vectors of columns of a transposed b that are multiplied at a time. Where a block of bfloat16 is multiplied
+// as floats, the chain of multiply-adds of a row is twice as long as the shuffles: few rows of one vector would wait
+// for it.
 template <class T, class Element, int kRows>
-MAXMOE_INLINE void multiply_few_rows_vector(FewRows<Element> a, ConstMatrixView<T> panel, ConstMatrixView<T> next,
-                                            int vector, Accumulator<T>* sums, int64_t sums_stride, bool accumulate) {
+constexpr int kTransposedVectors = !std::is_same_v<Element, BlockElement<T, Element>> && kRows <= 3 ? 2 : 1;
+
+// Computes sums[kRows, kVectors * kLanes] = a * b, or += if `accumulate`, for the vectors of columns of a transposed b
+// from `first_vector` on.
+template <class T, class Element, int kRows>
+MAXMOE_INLINE void multiply_few_rows_vectors(FewRows<Element, kRows> a, ConstMatrixView<T> panel,
+                                             ConstMatrixView<T> next, int first_vector, Accumulator<T>* sums,
+                                             int64_t sums_stride, bool accumulate) {
   using S = Accumulator<T>;
-  constexpr int64_t kDepth = kLanes<Element> * kDepthPerStep<Element>;
-  Vector<S> sum[kRows];
+  using Of = BlockElement<T, Element>;
+  constexpr int kVectors = kTransposedVectors<T, Element, kRows>;
+  constexpr int64_t kDepth = kLanes<Of> * kDepthPerStep<Of>;
+  Vector<S> sum[kVectors][kRows];
+#pragma GCC unroll 2
+  for (int v = 0; v < kVectors; ++v) {
 #pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) sum[r] = accumulate ? load_vector(sums + r * sums_stride) : Vector<S>{};
-  for (int64_t d = 0; d < panel.columns; d += kDepth) {
-    Vector<Element> block[kLanes<Element>];
-    load_transposed_block<T, Element>(panel, next, vector, d, block);
-    const auto multiply_step = [&](int64_t step) {
-#pragma GCC unroll 12
-      for (int r = 0; r < kRows; ++r) {
-        sum[r] = multiply_add(sum[r], a(r, d / kDepthPerStep<Element> + step), block[step]);
-      }
-    };
-    // Unrolled for whole blocks, so that the vectors of `block` stay in registers. Only the last block may be shorter.
-    if (d + kDepth <= panel.columns) {
-#pragma GCC unroll 16
-      for (int step = 0; step < kLanes<Element>; ++step) multiply_step(step);
-    } else {
-      for (int64_t step = 0; step < steps_of_depth<Element>(panel.columns - d); ++step) multiply_step(step);
+    for (int r = 0; r < kRows; ++r) {
+      sum[v][r] = accumulate ? load_vector(sums + r * sums_stride + v * kLanes<S>) : Vector<S>{};
     }
   }
+  for (int64_t d = 0; d < panel.columns; d += kDepth) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      Vector<Of> block[kLanes<Of>];
+      load_transposed_block<T, Of>(panel, next, first_vector + v, d, block);
+      // Unrolled for whole blocks, so that the vectors of `block` stay in registers. Only the last block may be
+      // shorter.
+      const int64_t step_of_a = d / kDepthPerStep<Element>;
+      if (d + kDepth <= panel.columns) {
+#pragma GCC unroll 16
+        for (int step = 0; step < kLanes<Of>; ++step) {
+          multiply_few_rows_step<Element, Of>(a, step_of_a + step * kStepsOfA<T, Element>, block[step], true, sum[v]);
+        }
+      } else {
+        for (int64_t step = 0; step < steps_of_depth<Of>(panel.columns - d); ++step) {
+          multiply_few_rows_step<Element, Of>(a, step_of_a + step * kStepsOfA<T, Element>, block[step],
+                                              d + 2 * step + 1 < panel.columns, sum[v]);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 2
+  for (int v = 0; v < kVectors; ++v) {
 #pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) store_vector<S>(sums + r * sums_stride, sum[r]);
+    for (int r = 0; r < kRows; ++r) store_vector<S>(sums + r * sums_stride + v * kLanes<S>, sum[v][r]);
+  }
 }
 
 // The product with a transposed b, whose columns are the rows of `memory`. While NR columns are multiplied, the next NR
 // are prefetched. At the end of b, the first columns of the next product are prefetched.
 template <class T, class Element, int kRows>
-void multiply_few_rows_transposed(FewRows<Element> a, ConstMatrixView<T> memory, MatrixView<Accumulator<T>> sums,
+void multiply_few_rows_transposed(FewRows<Element, kRows> a, ConstMatrixView<T> memory, MatrixView<Accumulator<T>> sums,
                                   bool accumulate, ConstMatrixView<T> next_memory) {
   using S = Accumulator<T>;
   for (int64_t first = 0; first < memory.rows; first += kNR<S>) {
@@ -156,25 +122,26 @@ void multiply_few_rows_transposed(FewRows<Element> a, ConstMatrixView<T> memory,
     const bool is_last = first + kNR<S> >= memory.rows && next_memory.rows >= kNR<S>;
     const ConstMatrixView<T> next = is_last ? next_memory : memory.row_range(first + kNR<S>, memory.rows);
 #pragma GCC unroll 2
-    for (int vector = 0; vector < 2; ++vector) {
+    for (int vector = 0; vector < 2; vector += kTransposedVectors<T, Element, kRows>) {
       S* const of_vector = sums.data + first + vector * kLanes<S>;
-      multiply_few_rows_vector<T, Element, kRows>(a, panel, next, vector, of_vector, sums.row_stride, accumulate);
+      multiply_few_rows_vectors<T, Element, kRows>(a, panel, next, vector, of_vector, sums.row_stride, accumulate);
     }
   }
 }
 
 // Calls the kernel whose kRows is the number of rows of `sums`.
 template <class T, class Element, int... kIndex>
-void multiply_few_rows(FewRows<Element> a, const Product<T>& p, MatrixView<Accumulator<T>> sums, bool accumulate,
+void multiply_few_rows(const Element* a, const Product<T>& p, MatrixView<Accumulator<T>> sums, bool accumulate,
                        std::integer_sequence<int, kIndex...> /*indices*/) {
   const ConstMatrixView<T> next = p.next_b.is_quantized() ? ConstMatrixView<T>{} : p.next_b.memory;
   const auto multiply = [&]<int kRows> {
+    const FewRows<Element, kRows> rows{a};
     if (p.b.is_quantized()) {
-      multiply_few_rows_quantized<T, Element, kRows>(a, p.b, sums, accumulate);
+      multiply_few_rows_quantized<T, Element, kRows>(rows, p.b, sums, accumulate);
     } else if (p.b.is_transposed) {
-      multiply_few_rows_transposed<T, Element, kRows>(a, p.b.memory, sums, accumulate, next);
+      multiply_few_rows_transposed<T, Element, kRows>(rows, p.b.memory, sums, accumulate, next);
     } else {
-      multiply_few_rows_row_major<T, Element, kRows>(a, p.b.memory, sums, accumulate, next);
+      multiply_few_rows_row_major<T, Element, kRows>(rows, p.b.memory, sums, accumulate, next);
     }
     return true;
   };
@@ -193,35 +160,72 @@ MAXMOE_INLINE Vector<Element> load_row_of_a(const GemmOperand<T>& a, int64_t row
   return load_along_depth<Element>(elements, depth);
 }
 
-// Computes sums = a * b, or += if `accumulate`, for 1 to kMaxFewRows rows. Of `p`, b and next_b are read.
+// The stride of rows of `size` elements that are read at the same time: an odd number of cache lines, so that they do
+// not share a few sets of the first-level cache.
+template <class Element>
+constexpr int64_t padded_stride(int64_t size) {
+  const int64_t lines = (size * int64_t{sizeof(Element)} + kCacheLineBytes - 1) / kCacheLineBytes;
+  return (lines | 1) * kCacheLineElements<Element>;
+}
+
+// Lane kFirst of `a`, then of `b`, then the next lane of both, and so on.
+template <int kFirst, class V, int... kLane>
+MAXMOE_INLINE V zipped(V a, V b, std::integer_sequence<int, kLane...> /*lanes*/) {
+  return __builtin_shufflevector(a, b, (kFirst + kLane / 2 + kLane % 2 * static_cast<int>(sizeof...(kLane)))...);
+}
+
+template <int kFirst, class V>
+MAXMOE_INLINE V zipped(V a, V b) {
+  return zipped<kFirst>(a, b, std::make_integer_sequence<int, sizeof(V) / sizeof(a[0])>());
+}
+
+// Computes sums = a * b, or += if `accumulate`, for 1 to kMaxFewRows rows. Of `p`, b and next_b are read. If
+// `is_packed`, the call before has packed the same a.
 template <class Element, class T>
-void add_few_rows(const GemmOperand<T>& a, const Product<T>& p, MatrixView<Accumulator<T>> sums, bool accumulate) {
+void add_few_rows(const GemmOperand<T>& a, bool is_packed, const Product<T>& p, MatrixView<Accumulator<T>> sums,
+                  bool accumulate) {
   constexpr std::make_integer_sequence<int, kMaxFewRows> kIndices;
   const int64_t num_steps = steps_of_depth<Element>(a.columns());
   // A is stored in the slot of packed B, which is free here. One vector is added because whole vectors are stored.
-  Element* const rows = scratch<Element>(kPackedBScratch, sums.rows * num_steps + kLanes<Element>);
-  for (int64_t r = 0; r < sums.rows; ++r) {
-    for (int64_t k = 0; k < num_steps; k += kLanes<Element>) {
-      store_vector(rows + r * num_steps + k, load_row_of_a<Element>(a, r, k * kDepthPerStep<Element>));
+  Element* const rows = scratch<Element>(kPackedBScratch, sums.rows * (num_steps + kLanes<Element>));
+  Element part[kLanes<Element>];
+  for (int64_t k = is_packed ? num_steps : 0; k < num_steps; k += kLanes<Element>) {
+    Element* const target = rows + k * sums.rows;
+    for (int64_t r = 0; r < sums.rows; ++r) {
+      const Vector<Element> steps = load_row_of_a<Element>(a, r, k * kDepthPerStep<Element>);
+      if (sums.rows == 1) {
+        store_vector(target, steps);
+      } else if (sums.rows == 2 && r == 0) {
+        const Vector<Element> second = load_row_of_a<Element>(a, 1, k * kDepthPerStep<Element>);
+        store_vector(target, zipped<0>(steps, second));
+        store_vector(target + kLanes<Element>, zipped<kLanes<Element> / 2>(steps, second));
+        break;
+      } else {
+        store_vector(static_cast<Element*>(part), steps);
+        for (int step = 0; step < kLanes<Element>; ++step) target[step * sums.rows + r] = part[step];
+      }
     }
   }
-  multiply_few_rows<T>(FewRows<Element>{rows, num_steps}, p, sums, accumulate, kIndices);
+  multiply_few_rows<T>(rows, p, sums, accumulate, kIndices);
 }
 
 // A product with 1 to kMaxFewRows rows. b has no index, a multiple of NR columns, and at least one row.
 template <class Element, class T>
-void multiply_few_rows(const GemmOperand<T>& a, const Product<T>& p) {
+void multiply_few_rows(const GemmOperand<T>& a, bool is_packed, const Product<T>& p) {
   using S = Accumulator<T>;
   const MatrixView<T>& c = p.c;
   // The sums are not kept in c: rounding them to T after each block of rows of B would change the result.
-  const MatrixView<S> sums{scratch<S>(kSumsScratch, c.rows * c.columns), c.rows, c.columns, c.columns};
+  const int64_t stride = padded_stride<S>(c.columns);
+  const MatrixView<S> sums{scratch<S>(kSumsScratch, c.rows * stride), c.rows, c.columns, stride};
   for (int64_t r = 0; r < c.rows && p.accumulate; ++r) {
     for (int64_t column = 0; column < c.columns; column += kNR<S>) {
       store_narrowed_x2<S>(sums.row(r) + column, load_x2(c.row(r) + column));
     }
   }
-  add_few_rows<Element>(a, p, sums, p.accumulate);
-  if (p.has_low_rank_term()) add_few_rows<Element>(GemmOperand<T>(p.reduced), Product<T>{p.expand}, sums, true);
+  add_few_rows<Element>(a, is_packed, p, sums, p.accumulate);
+  if (p.has_low_rank_term()) {
+    add_few_rows<Element>(GemmOperand<T>(p.reduced), false, Product<T>{p.expand}, sums, true);
+  }
   for (int64_t r = 0; r < c.rows; ++r) {
     for (int64_t column = 0; column < c.columns; column += kNR<S>) {
       const S* of_row = sums.row(r) + column;

@@ -222,11 +222,15 @@ Product<T> column_range(Product<T> p, int64_t begin, int64_t end) {
 
 // A product with few rows of A. The columns that fill micro-panels are computed with B in place, the last ones with
 // packed B.
+//
+// `is_packed` tells whether the product before has left the rows of a for few_rows.h, and returns whether this one has:
+// the low-rank term and packed B take their place.
 template <class T>
-void multiply_few_rows_of(const GemmOperand<T>& a, PackedA<T>& packed_a, const Product<T>& p) {
+void multiply_few_rows_of(const GemmOperand<T>& a, bool& is_packed, PackedA<T>& packed_a, const Product<T>& p) {
   const int64_t whole = p.c.columns / kNR<Accumulator<T>> * kNR<Accumulator<T>>;
-  if (whole > 0) multiply_few_rows<ElementOf<T>>(a, column_range(p, 0, whole));
+  if (whole > 0) multiply_few_rows<ElementOf<T>>(a, is_packed, column_range(p, 0, whole));
   if (whole < p.c.columns) multiply(packed_a, column_range(p, whole, p.c.columns));
+  is_packed = whole > 0 && whole == p.c.columns && !p.has_low_rank_term();
 }
 
 // Computes all products for rows [begin, end) of A.
@@ -234,6 +238,7 @@ template <class T>
 void multiply_rows(const TileGemm<T>& p, int64_t begin, int64_t end) {
   const GemmOperand<T> a = p.a.row_range(begin, end);
   PackedA<T> packed_a(a, kPackedAScratch);
+  bool is_packed = false;
   for (int64_t i = 0; i < p.count; ++i) {
     Product<T> product = p.products[i];
     product.c = product.c.row_range(begin, end);
@@ -242,8 +247,9 @@ void multiply_rows(const TileGemm<T>& p, int64_t begin, int64_t end) {
     const int64_t few = product.b.is_quantized() ? kMaxFewQuantizedRows<ElementOf<T>> : kMaxFewRows;
     const bool is_few_rows = 0 < rows && rows <= few && a.columns() > 0 && product.b.index == nullptr;
     if (is_few_rows) {
-      multiply_few_rows_of(a, packed_a, product);
+      multiply_few_rows_of(a, is_packed, packed_a, product);
     } else {
+      is_packed = false;
       multiply(packed_a, product);
     }
   }

@@ -29,27 +29,12 @@ const std::string kSchema =
     "Tensor? down_scales=None, Tensor? down_zeros=None, str? gate_format=None, str? up_format=None, "
     "str? down_format=None";
 
-// The arguments of the schema after the arguments `Before` of a single operator.
-template <class Return, class... Before>
-using Signature = Return(Before..., const Tensor& x, const OptionalTensor& weights, const Tensor& slots,
-                         const Tensor& rows, const Tensor& group_sizes, int64_t top_k, const OptionalTensor& gate,
-                         const Tensor& up, const Tensor& down, const OptionalTensor& gate_bias,
-                         const OptionalTensor& up_bias, const OptionalTensor& down_bias, const OptionalTensor& gate_a,
-                         const OptionalTensor& gate_b, const OptionalTensor& up_a, const OptionalTensor& up_b,
-                         const OptionalTensor& down_a, const OptionalTensor& down_b, std::string_view activation,
-                         std::optional<double> limit, std::optional<std::string_view> fused_gate, bool recompute,
-                         const OptionalTensor& gate_scales, const OptionalTensor& gate_zeros,
-                         const OptionalTensor& up_scales, const OptionalTensor& up_zeros,
-                         const OptionalTensor& down_scales, const OptionalTensor& down_zeros,
-                         std::optional<std::string_view> gate_format, std::optional<std::string_view> up_format,
-                         std::optional<std::string_view> down_format);
 using GradientTuple = decltype(std::tuple_cat(std::declval<Gradients>().in_order()));
 
-constexpr Operator<"expert_ffn", Signature<Tensor>> expert_ffn;
-constexpr Operator<"expert_ffn_forward", Signature<Outputs>> expert_ffn_forward;
+constexpr Operator<"expert_ffn_forward", ExpertFfnSignature<Outputs>> expert_ffn_forward;
 using OutputMask = std::array<bool, Wanted::kSize>;
 constexpr Operator<"expert_ffn_backward",
-                   Signature<GradientTuple, const Tensor&, const Tensor&, const Tensor&, OutputMask>>
+                   ExpertFfnSignature<GradientTuple, const Tensor&, const Tensor&, const Tensor&, OutputMask>>
     expert_ffn_backward;
 
 template <class... Arguments>

@@ -114,6 +114,21 @@ auto call(const Op& op, const ExpertFfnArguments& a, const Before&... before) {
             a.down_zeros, a.gate_format, a.up_format, a.down_format);
 }
 
+// The arguments of the schema after the arguments `Before` of a single operator.
+template <class Return, class... Before>
+using ExpertFfnSignature =
+    Return(Before..., const Tensor& x, const OptionalTensor& weights, const Tensor& slots, const Tensor& rows,
+           const Tensor& group_sizes, int64_t top_k, const OptionalTensor& gate, const Tensor& up, const Tensor& down,
+           const OptionalTensor& gate_bias, const OptionalTensor& up_bias, const OptionalTensor& down_bias,
+           const OptionalTensor& gate_a, const OptionalTensor& gate_b, const OptionalTensor& up_a,
+           const OptionalTensor& up_b, const OptionalTensor& down_a, const OptionalTensor& down_b,
+           std::string_view activation, std::optional<double> limit, std::optional<std::string_view> fused_gate,
+           bool recompute, const OptionalTensor& gate_scales, const OptionalTensor& gate_zeros,
+           const OptionalTensor& up_scales, const OptionalTensor& up_zeros, const OptionalTensor& down_scales,
+           const OptionalTensor& down_zeros, std::optional<std::string_view> gate_format,
+           std::optional<std::string_view> up_format, std::optional<std::string_view> down_format);
+inline constexpr Operator<"expert_ffn", ExpertFfnSignature<Tensor>> expert_ffn;
+
 // One value for each argument that may have a gradient.
 template <class T>
 struct PerInput {

@@ -10,6 +10,21 @@ inline constexpr Operator<"linear", Tensor(const Tensor& x, const Tensor& weight
                                            std::optional<at::ScalarType> out_dtype)>
     linear;
 
+// Returns weights, experts and probabilities.
+inline constexpr Operator<"route", std::tuple<Tensor, Tensor, Tensor>(
+                                       const Tensor& logits, int64_t top_k, std::string_view score_function,
+                                       const OptionalTensor& correction_bias, int64_t num_groups, int64_t top_k_groups,
+                                       std::string_view group_score, std::string_view normalization, double scale,
+                                       const OptionalTensor& experts)>
+    route;
+
+// Returns slots, rows, group sizes and the number of dropped slots.
+inline constexpr Operator<"ragged_plan", std::tuple<Tensor, Tensor, Tensor, Tensor>(
+                                             const Tensor& experts, int64_t num_experts, int64_t first_expert,
+                                             std::optional<int64_t> num_local_experts,
+                                             std::optional<c10::SymInt> max_rows, std::optional<c10::SymInt> num_rows)>
+    ragged_plan;
+
 // The arguments from rhs_scales on describe a quantized rhs.
 inline constexpr Operator<
     "gmm", Tensor(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, const OptionalTensor& bias,

@@ -10,7 +10,7 @@
 
 #include "kernels/ragged_plan.h"
 #include "ops/backend.h"
-#include "ops/operator.h"
+#include "ops/operators.h"
 #include "ops/torch_internals.h"
 #include "ops/views.h"
 
@@ -20,11 +20,6 @@ namespace {
 constexpr const char* kOp = "ragged_plan";
 
 using Plan = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-
-constexpr Operator<"ragged_plan", Plan(const Tensor& experts, int64_t num_experts, int64_t first_expert,
-                                       std::optional<int64_t> num_local_experts, std::optional<c10::SymInt> max_rows,
-                                       std::optional<c10::SymInt> num_rows)>
-    ragged_plan;
 
 void check(const Tensor& experts, int64_t num_experts, int64_t first_expert, int64_t num_local_experts,
            std::optional<int64_t> max_rows) {

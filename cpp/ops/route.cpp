@@ -6,7 +6,7 @@
 
 #include "kernels/route.h"
 #include "ops/backend.h"
-#include "ops/operator.h"
+#include "ops/operators.h"
 #include "ops/route_aten.h"
 #include "ops/views.h"
 
@@ -16,11 +16,6 @@ namespace {
 constexpr const char* kOp = "route";
 constexpr const char* kBackward = "route_backward";
 
-constexpr Operator<"route", Routing(const Tensor& logits, int64_t top_k, std::string_view score_function,
-                                    const OptionalTensor& correction_bias, int64_t num_groups, int64_t top_k_groups,
-                                    std::string_view group_score, std::string_view normalization, double scale,
-                                    const OptionalTensor& experts)>
-    route;
 constexpr Operator<"route_backward",
                    Tensor(const Tensor& grad_weights, const OptionalTensor& grad_probabilities, const Tensor& logits,
                           const Tensor& experts, std::string_view score_function, std::string_view normalization,

@@ -3,7 +3,7 @@
 Shapes: B batch, S sequence, N whole sequence, D hidden_size, H heads, G key-value heads, C head_dim.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,15 @@ from maxmoe.models.config import DecoderConfig
 from maxmoe.nn import TOKEN_DIMS, Checkpointed, Declaration, LocalTokens, SavedTensor, TokenGroup
 
 
-def rotate(x: Tensor, theta: float, start: int = 0) -> Tensor:
-    """Apply rotary embedding to x ``(B, H, S, C)``: rotate (x[c], x[c + C/2]) by (start + s) * theta^(-2c / C).
+class Rotation(NamedTuple):
+    """Factors of the rotary embedding of a channel and of the other channel of its pair: each ``(S, C)``."""
+
+    own: Tensor
+    other: Tensor
+
+
+def rotation(x: Tensor, theta: float, start: int = 0) -> Rotation:
+    """Return the rotation of x ``(B, H, S, C)``, of (x[c], x[c + C/2]) by (start + s) * theta^(-2c / C).
 
     Source: Su et al. 2021, RoFormer, in the half-split order of GPT-NeoX and Llama.
     """
@@ -22,8 +29,13 @@ def rotate(x: Tensor, theta: float, start: int = 0) -> Tensor:
     frequencies = theta ** (-torch.arange(0, C, 2, dtype=wide, device=x.device) / C)
     angles = torch.outer(torch.arange(start, start + S, dtype=wide, device=x.device), frequencies)
     cos, sin = angles.cos(), angles.sin()
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(x.dtype)
+    return Rotation(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
+
+
+def rotate(x: Tensor, by: Rotation) -> Tensor:
+    """Apply the rotary embedding to x ``(B, H, S, C)``."""
+    wide = x.to(by.own.dtype)
+    return torch.addcmul(wide * by.own, wide.roll(x.shape[-1] // 2, dims=-1), by.other).to(x.dtype)
 
 
 def causal_attention(
@@ -34,8 +46,9 @@ def causal_attention(
     Queries begin at the position `start`, keys at 0. `documents` has the ids of the documents of the queries ``(B, S)``
     and of the keys ``(B, N)``.
     """
-    if documents is None and queries.shape[2] == keys.shape[2]:
-        return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+    is_last = queries.shape[2] == 1 and start + 1 == keys.shape[2]  # attends to all keys
+    if documents is None and (is_last or queries.shape[2] == keys.shape[2]):
+        return F.scaled_dot_product_attention(queries, keys, values, is_causal=not is_last, enable_gqa=True)
     positions = torch.arange(keys.shape[2], device=keys.device)
     mask = positions <= positions[start : start + queries.shape[2], None]
     if documents is not None:
@@ -68,7 +81,8 @@ class Attention(Checkpointed):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         start = self.token_group.first_position(x.shape[1])
-        queries, keys = rotate(queries, self.rope_theta, start), rotate(keys, self.rope_theta, start)
+        by = rotation(queries, self.rope_theta, start)
+        queries, keys = rotate(queries, by), rotate(keys, by)
         # If sequences are sharded, this rank has a shard of the queries, and gathers all keys and values.
         keys, values = (self.token_group.all_gather_sequence(part, dim=2) for part in (keys, values))
         documents = None
@@ -104,8 +118,7 @@ class Attention(Checkpointed):
             "keys": SavedTensor((batch, G, length, C), key_value_heads),
             "values": SavedTensor((batch, G, length, C), key_value_heads),
             "mixed": SavedTensor((batch, H, length, C), (*heads, None)),
-            "merged": SavedTensor((batch, length, H * C), (*TOKEN_DIMS, "activation_heads")),
             "logsumexp": SavedTensor((batch, H, length), heads, wide),
-            "angles": SavedTensor((4, length, C // 2), (None, "activation_length", None), wide),
+            "rotation": SavedTensor((2, length, C), (None, "activation_length", None), wide),
         }
         return self.mark_saved(saved, "input")

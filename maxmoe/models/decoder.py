@@ -20,6 +20,7 @@ from maxmoe.load import MoEStats
 from maxmoe.models.attention import Attention
 from maxmoe.models.config import DecoderConfig
 from maxmoe.models.feed_forward import FeedForward
+from maxmoe.models.generation import generate
 from maxmoe.models.norm import Norm
 from maxmoe.nn import (
     TOKEN_DIMS,
@@ -29,7 +30,6 @@ from maxmoe.nn import (
     ResidualStream,
     SavedTensor,
     keep_routing,
-    same_tokens_everywhere,
     set_recompute,
 )
 
@@ -272,6 +272,9 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Generate tokens by sampling, each from the last `max_sequence_length` tokens.
 
+        Up to this length, keys and values of earlier tokens are kept, so that a call computes new tokens only. Beyond
+        it, and with a `capacity_factor` or `buffer_factor`, each call computes all tokens.
+
         On a mesh, all ranks must call `generate` with the same tokens and seeds.
 
         Args:
@@ -288,13 +291,4 @@ class Decoder(nn.Module):
         """
         if tokens.shape[-1] == 0 or temperature < 0:
             raise ValueError(f"need tokens and temperature >= 0, got {[*tokens.shape]}, {temperature}")
-        for _ in range(num_tokens):
-            with same_tokens_everywhere(self):
-                logits = self(tokens[:, -self.config.max_sequence_length :]).logits[:, -1].float()
-            values, candidates = logits.topk(top_k or logits.shape[-1])
-            if temperature > 0:
-                choice = torch.multinomial((values / temperature).softmax(-1), 1)
-            else:
-                choice = torch.zeros_like(candidates[:, :1])
-            tokens = torch.cat((tokens, candidates.gather(1, choice)), dim=-1)
-        return tokens
+        return generate(self, tokens, num_tokens, temperature=temperature, top_k=top_k)

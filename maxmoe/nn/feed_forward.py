@@ -36,10 +36,11 @@ class MoEFeedForward(MoE):
         Returns:
             Output with the shape and dtype of `MoEOutput.hidden_states`.
         """
-        hidden_states, aux_loss, _ = super().forward(x, token_mask)
-        if not aux_loss.requires_grad:
+        hidden_states, metrics = self.output_and_metrics(x, token_mask)
+        # In this order, because the auxiliary loss may be computed when it is read.
+        if not (torch.is_grad_enabled() and metrics.aux_loss.requires_grad):
             return hidden_states
-        loss = aux_loss * self.aux_loss_scale
+        loss = metrics.aux_loss * self.aux_loss_scale
         return with_gradient(hidden_states, loss, torch.ones_like(loss))
 
 

@@ -1,16 +1,11 @@
-"""Auxiliary losses and statistics of the routing."""
+"""Auxiliary losses of the routing."""
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from maxmoe.config import MoEConfig
-from maxmoe.declaration import TOKEN_DIMS, SavedTensor
-from maxmoe.load.stats import MoEStats
 from maxmoe.load.step_counts import StepCounts
-from maxmoe.nn.routing import Routing
 from maxmoe.token_group import FlattenedBatch, LocalTokens, TokenReductions
 
 LOCAL = LocalTokens()
@@ -49,7 +44,7 @@ def load_balance_loss(
     divisors = lengths.clamp_min(1).to(mass.dtype).unsqueeze(1)
     frequencies = counts.to(mass.dtype) * (num_experts / top_k) / divisors
     loss, count = tokens.all_reduce_batch((frequencies * mass / divisors).sum(), (lengths > 0).sum())
-    return _mean(loss, count)
+    return mean_of(loss, count)
 
 
 class BalanceLoss(Protocol):
@@ -72,7 +67,7 @@ class BalanceLoss(Protocol):
         ...
 
 
-def _checked(loss: Tensor) -> Tensor:
+def checked_balance_loss(loss: Tensor) -> Tensor:
     """Return the result of a balance loss; raises for one that is no scalar."""
     if not isinstance(loss, Tensor) or loss.shape != ():
         got = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -115,7 +110,7 @@ def step_balance_loss(
     local_tokens = num_tokens
     if isinstance(tokens, LocalTokens):
         counts, num_tokens = step.all_reduce(counts, num_tokens)
-    return _mean(step.dot_frequencies(mass, counts, num_tokens) * (probabilities.shape[1] / top_k), local_tokens)
+    return mean_of(step.dot_frequencies(mass, counts, num_tokens) * (probabilities.shape[1] / top_k), local_tokens)
 
 
 def router_z_loss(logits: Tensor, *, token_mask: Tensor | None = None, tokens: TokenReductions = LOCAL) -> Tensor:
@@ -136,8 +131,8 @@ def router_z_loss(logits: Tensor, *, token_mask: Tensor | None = None, tokens: T
     squares = logits.logsumexp(-1).square()
     if token_mask is not None:
         squares = squares.masked_fill(~token_mask, 0.0)
-    total, num_tokens = FlattenedBatch(tokens).all_reduce_sequence(squares.sum(), _num_tokens(logits, token_mask))
-    return _mean(total, num_tokens)
+    total, num_tokens = FlattenedBatch(tokens).all_reduce_sequence(squares.sum(), num_tokens_of(logits, token_mask))
+    return mean_of(total, num_tokens)
 
 
 def mean_over_tokens(
@@ -183,7 +178,7 @@ def mean_over_tokens(
         total, num_tokens = everywhere.all_reduce_sequence(total, local)
     else:
         (total,) = everywhere.all_reduce_sequence(total)
-    return _mean(total, num_tokens)
+    return mean_of(total, num_tokens)
 
 
 def count_tokens(token_mask: Tensor, *, tokens: TokenReductions = LOCAL) -> Tensor:
@@ -201,97 +196,13 @@ def count_tokens(token_mask: Tensor, *, tokens: TokenReductions = LOCAL) -> Tens
     return count
 
 
-def _num_tokens(rows: Tensor, token_mask: Tensor | None) -> Tensor | int:
+def num_tokens_of(rows: Tensor, token_mask: Tensor | None) -> Tensor | int:
+    """Return the number of rows without padding."""
     return rows.shape[0] if token_mask is None else token_mask.sum()
 
 
-def _entropy(probabilities: Tensor) -> Tensor:
-    """Sum -p log p, with 0 for p = 0. torch.special.entr computes the same, but is not vectorized."""
-    logarithms = probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log_()
-    return logarithms.mul_(probabilities).sum().neg()
-
-
-def _mean(total: Tensor, count: Tensor | int) -> Tensor:
+def mean_of(total: Tensor, count: Tensor | int) -> Tensor:
     """Divide a total by a count of at least one, in the dtype of the total."""
     if isinstance(count, Tensor):
         return total / count.clamp_min(1).to(total.dtype)
     return total / max(count, 1)
-
-
-@dataclass(frozen=True)
-class RoutingLosses:
-    """Computes the auxiliary loss and the statistics of a layer.
-
-    Args:
-        config: config of the layer.
-        balance_loss: balance loss of the scopes "sequence" and "batch".
-    """
-
-    config: MoEConfig
-    balance_loss: BalanceLoss = load_balance_loss
-
-    def __call__(
-        self,
-        routing: Routing,
-        dropped: Tensor,
-        num_sequences: int,
-        tokens: TokenReductions,
-        step: StepCounts | None = None,
-    ) -> tuple[Tensor, MoEStats]:
-        """Compute the sum ``()`` of the weighted losses and the statistics over the tokens of all processes."""
-        counts = self._tokens_per_expert(routing, num_sequences)
-        aux_loss = routing.probabilities.new_zeros(())
-        if self.config.load_balance_loss_weight > 0:
-            aux_loss = aux_loss + self.config.load_balance_loss_weight * self._balance(routing, counts, tokens, step)
-        if self.config.router_z_loss_weight > 0 and routing.logits is not None:
-            z_loss = router_z_loss(routing.logits, token_mask=routing.token_mask, tokens=tokens)
-            aux_loss = aux_loss + self.config.router_z_loss_weight * z_loss
-
-        entropy = _entropy(routing.probabilities.detach())
-        summands = (counts.sum(0), dropped, entropy, _num_tokens(routing.probabilities, routing.token_mask))
-        everywhere = FlattenedBatch(tokens)
-        if routing.token_losses is None:
-            load, dropped, entropy, num_tokens = everywhere.all_reduce_sequence(*summands)
-        else:
-            # In the collective of the statistics, so that such a loss adds none.
-            total = routing.token_losses.sum()
-            load, dropped, entropy, num_tokens, total = everywhere.all_reduce_sequence(*summands, total)
-            aux_loss = aux_loss + _mean(total, num_tokens)
-        return aux_loss, MoEStats(load, dropped, _mean(entropy, num_tokens))
-
-    def _tokens_per_expert(self, routing: Routing, num_sequences: int) -> Tensor:
-        """Count the routed slots ``(B, E)`` per sequence and expert."""
-        slots = routing.experts.reshape(num_sequences, routing.experts.numel() // max(num_sequences, 1))
-        counts = slots.new_zeros(num_sequences, self.config.num_selectable_experts)
-        if routing.is_unpadded:
-            return counts.scatter_add(1, slots, torch.ones_like(slots))
-        return counts.scatter_add(1, slots.clamp_min(0), (slots >= 0).to(slots.dtype))
-
-    def _balance(self, routing: Routing, counts: Tensor, tokens: TokenReductions, step: StepCounts | None) -> Tensor:
-        if self.config.load_balance_scope == "step" and step is not None:
-            num_tokens = torch.as_tensor(_num_tokens(routing.probabilities, routing.token_mask), device=counts.device)
-            top_k = self.config.top_k
-            return step_balance_loss(routing.probabilities, counts.sum(0), top_k, num_tokens, step, tokens=tokens)
-        if self.config.load_balance_scope != "sequence":
-            counts, tokens = counts.sum(0, keepdim=True), FlattenedBatch(tokens)
-        num_sequences = counts.shape[0]
-        length = routing.probabilities.shape[0] // max(num_sequences, 1)
-        probabilities = routing.probabilities.view(num_sequences, length, self.config.num_selectable_experts)
-        lengths = None if routing.token_mask is None else routing.token_mask.view(num_sequences, length).sum(1)
-        return _checked(self.balance_loss(probabilities, counts, self.config.top_k, lengths=lengths, tokens=tokens))
-
-    def saved_tensors(self, batch: int, length: int, wide: torch.dtype) -> dict[str, SavedTensor]:
-        """Describe the tensors that the losses save, given the dtype of the probabilities."""
-        config = self.config
-        saved: dict[str, SavedTensor] = {}
-        if config.router_z_loss_weight > 0:
-            saved["logsumexp"] = SavedTensor((batch, length), TOKEN_DIMS, wide)
-        if config.load_balance_loss_weight > 0 and config.load_balance_scope == "step":
-            saved["step_counts"] = SavedTensor((config.num_selectable_experts + 1,), (None,), torch.float64)
-            saved["num_tokens"] = SavedTensor((), (), wide)
-        elif config.load_balance_loss_weight > 0:
-            rows, name = (batch, TOKEN_DIMS[0]) if config.load_balance_scope == "sequence" else (1, None)
-            saved["frequencies"] = SavedTensor((rows, config.num_selectable_experts), (name, None), wide)
-            saved["lengths"] = SavedTensor((rows,), (name,), wide)
-            saved["num_sequences"] = SavedTensor((), (), wide)
-        return saved

@@ -19,10 +19,11 @@ from maxmoe.nn.dense_dispatcher import local_dispatcher
 from maxmoe.nn.dispatcher import ExpertRunner
 from maxmoe.nn.experts import Experts
 from maxmoe.nn.latent_projection import LatentProjection
-from maxmoe.nn.losses import BalanceLoss, RoutingLosses, load_balance_loss
+from maxmoe.nn.losses import BalanceLoss, load_balance_loss
 from maxmoe.nn.output import MoEOutput
-from maxmoe.nn.router import Router, is_own_router
-from maxmoe.nn.routing import Routing, checked_routing
+from maxmoe.nn.routed_experts import run_routed_experts
+from maxmoe.nn.router import Router
+from maxmoe.nn.routing_losses import RoutingLosses, RoutingMetrics
 from maxmoe.nn.shared_experts import SharedExperts
 from maxmoe.nn.zero_computation_experts import ZeroComputationExperts
 from maxmoe.ops import ActivationFunction
@@ -204,6 +205,11 @@ class MoE(nn.Module):
             ValueError: if the last dim of x is not `hidden_size`, x does not have the dtype of the parameters, or the
                 mask is not bool or has another shape.
         """
+        hidden_states, metrics = self.output_and_metrics(x, token_mask)
+        return MoEOutput(hidden_states, metrics.aux_loss, metrics.stats)
+
+    def output_and_metrics(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, RoutingMetrics]:
+        """Compute as `forward`; without gradients, the metrics may be computed when they are read."""
         check_inputs(x, token_mask, self.config.hidden_size, self._dtype)
         check_step_is_counted(self)
         num_sequences = math.prod(x.shape[:-2])
@@ -215,22 +221,8 @@ class MoE(nn.Module):
         region = self.runner.region
         # One tensor per part of the layer, because the gradients of the parts are reduced differently.
         inputs = region.enter(tokens)
-        routing: Routing
-        if is_own_router(self.router):  # only then, because two dims fix the sizes in torch.export
-            sequences = inputs.router.view(num_sequences, x.shape[-2], x.shape[-1])
-            routing = checked_routing(self.router, self.config, sequences, token_mask)
-        else:
-            routing = self.router(inputs.router, token_mask)
-        rows = inputs.experts if self.latent_in is None else region.copy_to_experts(self.latent_in(inputs.experts))
-        routed, dropped = self.runner.run(
-            self.experts,
-            rows,
-            region.assign(routing.top_k),
-            num_sequences=num_sequences,
-            recompute="dispatch" in self.recompute,
-        )
-        if self.latent_out is not None:
-            routed = self.latent_out(region.reduce_from_experts(routed))
+        shape = (num_sequences, x.shape[-2], x.shape[-1])
+        routing, routed, dropped = run_routed_experts(self, inputs, token_mask, shape)
         shared = None if self.shared_experts is None else self.shared_experts(inputs.shared_experts, token_mask)
         whole = None
         if self.zero_computation_experts is not None:
@@ -241,15 +233,16 @@ class MoE(nn.Module):
         dropped = region.all_reduce_dropped(dropped)
         sums, router = self.metrics_accumulator, self.balanced_router
         step_counts = None if sums is None else sums.step
-        aux_loss, stats = self.losses(routing, dropped, num_sequences, self.token_group, step_counts)
+        metrics = self.losses(routing, dropped, num_sequences, self.token_group, step_counts)
         if sums is not None and hidden_states.requires_grad:
-            hidden_states = sums.add(hidden_states, aux_loss, stats)
+            hidden_states = sums.add(hidden_states, metrics.aux_loss, metrics.stats)
             if sums.histogram is not None and router is not None:
                 hidden_states = sums.histogram.add(hidden_states, router.required_bias_histogram(routing))
-        self.aux_loss_watch.watch(self, hidden_states, aux_loss)
+        if hidden_states.requires_grad:
+            self.aux_loss_watch.watch(self, hidden_states, metrics.aux_loss)
         # A view would lose the backward hook that FSDP registers on this tensor.
         hidden_states = reshaped(hidden_states.contiguous(), (*x.shape[:-1], hidden_states.shape[1]))
-        return MoEOutput(hidden_states, aux_loss, stats)
+        return hidden_states, metrics
 
     @property
     def declaration(self) -> Declaration:

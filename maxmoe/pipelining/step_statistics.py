@@ -11,8 +11,8 @@ from maxmoe.load.metrics_accumulator import packed, packed_size, unpacked
 from maxmoe.load.stats import MoEStats
 from maxmoe.load.step_counts import StepCounts
 from maxmoe.nn import MoE
-from maxmoe.nn.losses import RoutingLosses
 from maxmoe.nn.routing import Routing
+from maxmoe.nn.routing_losses import RoutingLosses, RoutingMetrics
 from maxmoe.recompute.selective import is_recomputation
 from maxmoe.token_group import TokenReductions
 
@@ -49,13 +49,13 @@ class RecordedLosses:
         num_sequences: int,
         tokens: TokenReductions,
         step: StepCounts | None = None,
-    ) -> tuple[Tensor, MoEStats]:
+    ) -> RoutingMetrics:
         """Compute auxiliary loss and statistics of one forward."""
-        aux_loss, stats = self._losses(routing, dropped, num_sequences, tokens, step)
+        metrics = self._losses(routing, dropped, num_sequences, tokens, step)
         if not is_recomputation():
-            metrics = packed(aux_loss, stats)
-            self._total = metrics if self._total is None else self._total + metrics
-        return aux_loss, stats
+            summand = packed(metrics.aux_loss, metrics.stats)
+            self._total = summand if self._total is None else self._total + summand
+        return metrics
 
     def take(self) -> Tensor:
         """Return the sums and reset them."""

@@ -1,10 +1,11 @@
 """Collectives of parameters and activations in a training step: the plan of `parallelize`, with sizes."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
-from maxmoe.parallel.plan import Plan
+from maxmoe.parallel.plan import ParameterPlan, Plan
 from maxmoe.planning.saved_tensors import declared_tensors, local_tokens, planned_dispatches
 from maxmoe.sharding.planned_collective import PlannedCollective, planned_redistribution
 
@@ -16,8 +17,13 @@ def parameter_communication(plan: Plan, num_chunks: int) -> Iterator[PlannedColl
         if module.dispatch is not None and path not in plan.layers:
             # Routed experts run once for each chunk of the tokens, and gather their parameters each time.
             num_calls = module.dispatch.num_chunks(num_chunks)
+        # Parameters of a module with the same shape and shardings have the same collectives.
+        planned: dict[ParameterPlan, list[PlannedCollective]] = {}
         for parameter in module.parameters.values():
-            yield from parameter.planned_collectives(num_calls)
+            alike = replace(parameter, name="", parameter=replace(parameter.parameter, names=None, dropped=()))
+            if alike not in planned:
+                planned[alike] = list(parameter.planned_collectives(num_calls))
+            yield from planned[alike]
 
 
 def activation_communication(

@@ -14,7 +14,13 @@ from maxmoe.optim.parameter_groups import choose
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.planning.communication import activation_communication, dispatch_communication, parameter_communication
 from maxmoe.planning.imbalance import with_imbalance
-from maxmoe.planning.memory import activation_memory, gathered_memory, parameter_dtype, stored_memory
+from maxmoe.planning.memory import (
+    PARAMETER_DTYPES,
+    activation_memory,
+    gathered_memory,
+    parameter_dtype,
+    stored_memory,
+)
 from maxmoe.planning.optimizer_communication import muon_communication
 from maxmoe.planning.pipeline_estimate import PipelineEstimate, RankEstimate
 from maxmoe.planning.pipeline_plan import PipelineOptions, PipelinePlan, plan_pipeline
@@ -26,6 +32,7 @@ from maxmoe.planning.stage_costs import (
     rank_memory,
     rank_parameters,
 )
+from maxmoe.planning.state_dtypes import StateDtypes
 from maxmoe.planning.traffic import Traffic, traffic_of
 from maxmoe.planning.whole_plan import plan_without_warnings
 from maxmoe.quantization import with_split_stacks
@@ -85,12 +92,14 @@ def estimate(
     num_micro_batches: int | None = None,
     blocks_per_stage: Sequence[int] | None = None,
     stages_per_rank: int | None = None,
+    state_dtypes: StateDtypes = PARAMETER_DTYPES,
 ) -> Estimate:
     """Estimate the memory per rank and the communication per training step of a module on a mesh.
 
-    Gradients and optimizer state have the dtype of the parameters, as in `torch.optim`. AdamW keeps two elements per
-    parameter element and does not communicate. Muon keeps one for the parameters that `maxmoe.optim.parameter_groups`
-    assigns to it, and communicates sharded matrices in its default dtype on the device of the parameters.
+    Gradients and optimizer state have the dtype of the parameters, as in `torch.optim`, or those of `state_dtypes`.
+    AdamW keeps two elements per parameter element and does not communicate. Muon keeps one for the parameters that
+    `maxmoe.optim.parameter_groups` assigns to it, and communicates sharded matrices in its default dtype on the device
+    of the parameters.
 
     Every weight is counted as gathered in the forward and again in the backward; an untied embedding is gathered in
     the forward only. Only one recomputed module (see `maxmoe.set_recompute`) is in memory at a time. Routing is assumed
@@ -117,6 +126,7 @@ def estimate(
             also on a mesh with an axis `stage`.
         blocks_per_stage: number of blocks of each stage, as for `maxmoe.pipeline`.
         stages_per_rank: number of stages of each rank, as for `maxmoe.pipeline`.
+        state_dtypes: dtypes of gradients, master weights and moments.
 
     Raises:
         ValueError: as `parameter_shardings` and `maxmoe.pipeline`; for parameters of several dtypes; if axes that
@@ -137,10 +147,10 @@ def estimate(
         pipeline = plan_pipeline(module, mesh, rules, options, dispatch=dispatch, num_chunks=num_chunks)
         tokens = Tokens(batch_size, sequence_length)
         message = message_bytes(module, plan, tokens, num_micro_batches)
-        return _pipeline_estimate(pipeline, tokens, message, num_chunks, optimizer, choices, ns_dtype)
+        return _pipeline_estimate(pipeline, tokens, message, num_chunks, optimizer, choices, ns_dtype, state_dtypes)
     kept, recomputed = activation_memory(plan, batch_size, sequence_length, num_chunks)
     memory = {
-        **stored_memory(plan, optimizer, matrices),
+        **stored_memory(plan, optimizer, matrices, state_dtypes),
         "gathered parameters": gathered_memory(plan),
         "activations": kept,
         "recomputed activations": recomputed,
@@ -161,13 +171,14 @@ def _pipeline_estimate(
     optimizer: Optimizer,
     choices: Sequence[Choice],
     ns_dtype: torch.dtype,
+    state_dtypes: StateDtypes,
 ) -> Estimate:
     """Estimate the costs of every rank along the axis `stage`, with the communication of the one with most memory."""
     matrices = {choice.name for choice in choices if choice.matrix is not None}
     ranks = []
     for rank in range(pipeline.num_ranks):
         most = pipeline.max_in_flight(rank)
-        memory = rank_memory(pipeline, rank, tokens, message, num_chunks, optimizer, matrices)
+        memory = rank_memory(pipeline, rank, tokens, message, num_chunks, optimizer, matrices, state_dtypes)
         sent = sum(item.bytes for item in messages(pipeline, rank, message))
         ranks.append(
             RankEstimate(

@@ -23,6 +23,8 @@ from maxmoe.text_table import paragraph, readable_bytes, terminal_width, text_ta
 
 # A replicated parameter is large if it takes at least this share of the bytes of a rank.
 LARGE_SHARE = 0.01
+# Number of parameters that a sentence lists.
+LISTED = 3
 
 
 @dataclass(frozen=True)
@@ -129,9 +131,24 @@ class Explanation:
         rows.append((total, "", "", "", readable_bytes(self.local_bytes)))
         width = terminal_width()
         remarks = (paragraph(remark, width=width) for remark in self._remarks())
-        parameters = "\n".join([text_table([heading, *rows], right=[4], width=width), *remarks])
+        first = [paragraph(line, width=width) + "\n" for line in self._first_lines()]
+        parameters = "\n".join([*first, text_table([heading, *rows], right=[4], width=width), *remarks])
         stages = () if self.pipeline is None else (stage_table(self.pipeline),)
         return "\n\n".join([parameters, *stages, *dispatch_tables(self.dispatch, width)])
+
+    def _first_lines(self) -> Iterator[str]:
+        """Yield what a plan on many ranks must not hide: the bytes that all ranks hold because dims do not divide."""
+        groups = [(label, group) for label, group in self._groups if group[0].is_replicated and group[0].indivisible]
+        total = sum(parameter.local_bytes for _, group in groups for parameter in group)
+        if total >= LARGE_SHARE * self.local_bytes and total:
+            axes = dict.fromkeys(drop.axis for _, group in groups for drop in group[0].indivisible)
+            labels = [label for label, _ in groups[:LISTED]]
+            labels += [f"and {len(groups) - LISTED} more"] if len(groups) > LISTED else []
+            sizes = ", ".join(f"{axis}={self.mesh.size(axis)}" for axis in axes)
+            yield (
+                f"Every rank holds {readable_bytes(total)} of {readable_bytes(self.local_bytes)} of parameters whole, "
+                f"because {sizes} does not divide their dims: {', '.join(labels)}."
+            )
 
     def _rules_text(self, parameter: ExplainedParameter) -> str:
         texts = []

@@ -9,6 +9,9 @@ import torch
 from maxmoe.nn import SavedTensor
 from maxmoe.parallel.plan import ParameterPlan, Plan, enclosing
 from maxmoe.planning.saved_tensors import saved_tensors
+from maxmoe.planning.state_dtypes import StateDtypes
+
+PARAMETER_DTYPES = StateDtypes()
 
 
 def parameter_dtype(plan: Plan) -> torch.dtype:
@@ -24,15 +27,27 @@ def parameter_dtype(plan: Plan) -> torch.dtype:
     return dtypes.pop()
 
 
-def stored_memory(plan: Plan, optimizer: str, matrices: Collection[str]) -> dict[str, int]:
+def stored_memory(
+    plan: Plan, optimizer: str, matrices: Collection[str], dtypes: StateDtypes = PARAMETER_DTYPES
+) -> dict[str, int]:
     """Count parameters, gradients and optimizer state; `matrices` are the names of those with one state element."""
     stored = {name: parameter.bytes(parameter.stored) for name, parameter in plan.parameters.items()}
-    trained = {name: size for name, size in stored.items() if plan.parameters[name].is_trained}
-    return {
+    trained = {name: parameter for name, parameter in plan.parameters.items() if parameter.is_trained}
+
+    def bytes_in(dtype: torch.dtype | None, elements: int, parameter: ParameterPlan) -> int:
+        own = parameter.parameter.dtype
+        return elements * stored[parameter.name] // own.itemsize * (dtype or own).itemsize
+
+    memory = {
         "parameters": sum(stored.values()),
-        "gradients": sum(trained.values()),
-        f"state of {optimizer}": sum(size * (1 if name in matrices else 2) for name, size in trained.items()),
+        "gradients": sum(bytes_in(dtypes.gradients, 1, parameter) for parameter in trained.values()),
+        f"state of {optimizer}": sum(
+            bytes_in(dtypes.moments, 1 if name in matrices else 2, parameter) for name, parameter in trained.items()
+        ),
     }
+    if dtypes.master is not None:
+        memory["master weights"] = sum(bytes_in(dtypes.master, 1, parameter) for parameter in trained.values())
+    return memory
 
 
 def gathered_memory(plan: Plan) -> int:
@@ -52,14 +67,26 @@ def unit_memory(plan: Plan) -> int:
     return _largest(parts)
 
 
-def activation_memory(plan: Plan, batch_size: int, sequence_length: int, num_chunks: int) -> tuple[int, int]:
-    """Count the activations that are kept until the backward, and those of the largest recomputed module."""
-    dtype = parameter_dtype(plan)
+def activation_memory(
+    plan: Plan, batch_size: int, sequence_length: int, num_chunks: int, dtype: torch.dtype | None = None
+) -> tuple[int, int]:
+    """Count the activations that are kept until the backward, and those of the largest recomputed module.
+
+    `dtype` is that of the activations; None for `parameter_dtype`, which a part of a model without parameters has not.
+    """
+    activations = activation_sizes(plan, batch_size, sequence_length, num_chunks, dtype or parameter_dtype(plan))
+    return activations.pop(None, 0), max(activations.values(), default=0)
+
+
+def activation_sizes(
+    plan: Plan, batch_size: int, sequence_length: int, num_chunks: int, dtype: torch.dtype
+) -> dict[str | None, int]:
+    """Count the bytes of activations by the module whose backward recomputes them; None for those that are kept."""
     activations: dict[str | None, int] = defaultdict(int)
     for path, tensor in saved_tensors(plan, batch_size, sequence_length, num_chunks):
         count = math.prod(tensor.shape) * (tensor.dtype or dtype).itemsize
         activations[_recomputed_for(plan, path, tensor)] += count
-    return activations.pop(None, 0), max(activations.values(), default=0)
+    return activations
 
 
 def _recomputed_for(plan: Plan, path: str, tensor: SavedTensor) -> str | None:

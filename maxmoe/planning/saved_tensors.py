@@ -1,12 +1,14 @@
 """Saved tensors on a rank, as modules declare them and dispatch strategies list them."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from maxmoe.declaration import SavedTensor, declaration_of
 from maxmoe.dispatch import PlannedDispatch
 from maxmoe.parallel.dispatch_plan import EXPERT_TOKEN_DIMS, DispatchPlan
 from maxmoe.parallel.plan import ModulePlan, Plan
+
+TENSOR_PARALLEL_DIMS = ("activation_heads", "activation_kv_heads", "activation_mlp", "activation_mlp_moe")
 
 
 def local_tokens(plan: Plan, batch_size: int, sequence_length: int) -> tuple[int, int]:
@@ -78,24 +80,23 @@ def _expert_bytes(plan: Plan, prefix: str, dispatch: DispatchPlan) -> tuple[tupl
 def declared_tensors(plan: Plan, batch_size: int, sequence_length: int) -> Iterator[tuple[str, SavedTensor]]:
     """List the tensors of `saved_tensors` that modules declare."""
     local_tokens(plan, batch_size, sequence_length)
+    residual = {
+        "activation_batch": plan.mesh.size(*plan.tokens.batch_axes),
+        "activation_length": plan.mesh.size(*plan.tokens.length_axes),
+        "activation_embed": plan.mesh.size(*plan.embed_axes),
+    }
     for path, module in plan.items():
         declared = declaration_of(module.module).saved_tensors
-        for tensor in declared(batch_size, sequence_length).values() if declared else ():
-            yield path, tensor._replace(shape=_local_shape(plan, module, tensor))
+        if declared is None:
+            continue
+        num_parts = residual | dict.fromkeys(TENSOR_PARALLEL_DIMS, plan.mesh.size(*module.tensor_parallel_axes))
+        for tensor in declared(batch_size, sequence_length).values():
+            yield path, tensor._replace(shape=_local_shape(plan, module, tensor, num_parts))
 
 
-def _local_shape(plan: Plan, module: ModulePlan, tensor: SavedTensor) -> tuple[int, ...]:
-    axes_of: dict[str, tuple[str, ...]] = {
-        "activation_batch": plan.tokens.batch_axes,
-        "activation_length": plan.tokens.length_axes,
-        "activation_embed": plan.embed_axes,
-    }
-    for name in ("activation_heads", "activation_kv_heads", "activation_mlp", "activation_mlp_moe"):
-        axes_of[name] = module.tensor_parallel_axes
-    local = [
-        length // plan.mesh.size(*axes_of.get(name or "", ()))
-        for length, name in zip(tensor.shape, tensor.names, strict=True)
-    ]
+def _local_shape(plan: Plan, module: ModulePlan, tensor: SavedTensor, num_parts: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the shape on a rank, given the number of parts of each activation dim."""
+    local = [length // num_parts.get(name or "", 1) for length, name in zip(tensor.shape, tensor.names, strict=True)]
     num_dims = len(EXPERT_TOKEN_DIMS)
     if tensor.names[:num_dims] != EXPERT_TOKEN_DIMS:
         return tuple(local)

@@ -13,9 +13,17 @@ from maxmoe.pipelining.micro_batches import MicroBatch
 from maxmoe.pipelining.schedules import schedule_kind
 from maxmoe.planning.communication import activation_communication, dispatch_communication, parameter_communication
 from maxmoe.planning.fsdp_gathers import NUM_AHEAD, fsdp_gathers
-from maxmoe.planning.memory import activation_memory, parameter_dtype, stored_memory, unit_memory, unsharded_memory
+from maxmoe.planning.memory import (
+    PARAMETER_DTYPES,
+    activation_memory,
+    parameter_dtype,
+    stored_memory,
+    unit_memory,
+    unsharded_memory,
+)
 from maxmoe.planning.pipeline_plan import PipelinePlan
 from maxmoe.planning.saved_tensors import local_tokens, micro_batch_sizes
+from maxmoe.planning.state_dtypes import StateDtypes
 from maxmoe.sharding.mesh import STAGE_AXIS
 from maxmoe.sharding.planned_collective import PlannedCollective
 
@@ -51,6 +59,7 @@ def rank_memory(
     num_chunks: int,
     optimizer: str,
     matrices: Collection[str],
+    dtypes: StateDtypes = PARAMETER_DTYPES,
 ) -> dict[str, int]:
     """Count the bytes of a rank by purpose, when the micro-batches in flight take the most.
 
@@ -58,7 +67,7 @@ def rank_memory(
     parameters until the last backward of a stage, also where FSDP2 would reduce them after each backward.
     """
     stages = pipeline.stages_of(rank)
-    stored = [stored_memory(stage.plan, optimizer, matrices) for stage in stages]
+    stored = [stored_memory(stage.plan, optimizer, matrices, dtypes) for stage in stages]
     memory = {name: sum(part[name] for part in stored) for name in stored[0]}
     unsharded = {stage.index: unsharded_memory(stage.plan) for stage in stages}
     memory["unsharded gradients"] = pipeline.gradient_peak(rank, unsharded)

@@ -126,7 +126,7 @@ class Mesh:
 
     def size(self, *axes: str) -> int:
         """Return the product of the sizes of `axes`; an absent axis counts 1."""
-        return math.prod([self.sizes.get(axis, 1) for axis in axes])
+        return math.prod([self.sizes[axis] for axis in axes if axis in self.sizes])
 
     def coordinates(self, rank: int | None = None) -> dict[str, int]:
         """Return the coordinates of a rank.

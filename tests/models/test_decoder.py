@@ -12,7 +12,7 @@ from torch import Tensor
 
 from maxmoe import reference
 from maxmoe.models import Decoder, DecoderConfig, DecoderOutput
-from maxmoe.models.attention import rotate
+from maxmoe.models.attention import rotate, rotation
 from support.small_decoder import MOE, make, tokens_like
 
 
@@ -86,7 +86,8 @@ def test_equals_the_plain_decoder_with_all_gradients() -> None:
 
 def test_rotation_depends_on_the_distance_only() -> None:
     query, key = torch.randn(1, 1, 1, 8, dtype=torch.float64), torch.randn(1, 1, 1, 8, dtype=torch.float64)
-    queries, keys = rotate(query.expand(1, 1, 9, 8), 100.0)[0, 0], rotate(key.expand(1, 1, 9, 8), 100.0)[0, 0]
+    by = rotation(query.expand(1, 1, 9, 8), 100.0)
+    queries, keys = (rotate(x.expand(1, 1, 9, 8), by)[0, 0] for x in (query, key))
     products = queries @ keys.T
     for distance in range(9):
         diagonal = products.diagonal(-distance)

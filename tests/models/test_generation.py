@@ -1,9 +1,13 @@
 """Tokens that a Decoder generates, and what wrong calls get."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
-from support.small_decoder import make, tokens_like
+from maxmoe.nn import LocalTokens
+from support.small_decoder import MOE, make, tokens_like
 
 
 def test_greedy_generation_takes_the_likeliest_token_of_the_window() -> None:
@@ -15,6 +19,44 @@ def test_greedy_generation_takes_the_likeliest_token_of_the_window() -> None:
         expected = torch.cat((expected, best), dim=1)
     assert torch.equal(model.generate(tokens, 6, temperature=0), expected)
     assert torch.equal(model.generate(tokens, 6, top_k=1), expected)
+
+
+UNCACHED: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "within_the_window": ({}, [3, 1, 1, 1, 1, 1]),
+    "beyond_the_window": ({"max_sequence_length": 5}, [3, 1, 1, 5, 5, 5]),
+    "prompt_longer_than_the_window": ({"max_sequence_length": 2}, [2, 2, 2, 2, 2, 2]),
+    "one_key_value_head": ({"num_key_value_heads": 1}, [3, 1, 1, 1, 1, 1]),
+    "no_dense_block": ({"num_dense_layers": 0}, [3, 1, 1, 1, 1, 1]),
+    "capacity": (
+        {"moe": replace(MOE, implementation="dense", capacity_factor=1.0)},
+        [3, 4, 5, 6, 7, 8],
+    ),
+    "buffer": ({"moe": replace(MOE, buffer_factor=1.0)}, [3, 4, 5, 6, 7, 8]),
+}
+
+
+@pytest.mark.parametrize(("changes", "lengths"), UNCACHED.values(), ids=UNCACHED)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_logits_are_those_of_all_tokens_of_the_window(batch: int, changes: dict[str, Any], lengths: list[int]) -> None:
+    model = make(**changes)
+    window, calls = model.config.max_sequence_length, []
+    hook = model.register_forward_hook(lambda _, arguments, output: calls.append((arguments[0], output.logits[:, -1])))
+    tokens = model.generate(tokens_like(model, batch, 3), 6, temperature=0)
+    hook.remove()
+    assert [arguments.shape[1] for arguments, _ in calls] == lengths
+    for position, (_, logits) in enumerate(calls, start=3):
+        expected = model(tokens[:, :position][:, -window:]).logits[:, -1]
+        torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
+        assert torch.equal(tokens[:, position], expected.argmax(-1))
+
+
+def test_generations_do_not_share_keys_and_values() -> None:
+    model = make()
+    first, second = tokens_like(model, 2, 4), tokens_like(model, 3, 6)
+    expected = model.generate(first, 5, temperature=0)
+    model.generate(second, 5, temperature=0)
+    assert torch.equal(model.generate(first, 5, temperature=0), expected)
+    assert type(model.blocks[0].attention.token_group) is LocalTokens
 
 
 def test_sampled_frequencies_follow_the_logits() -> None:

@@ -149,15 +149,15 @@ def test_forwards_that_wait_together_need_keep_routing() -> None:
 
 
 def test_generation_followed_by_training() -> None:
-    """The experts of every generated token, in one forward over the sequences; `generate` has no cache."""
+    """The experts of every generated token, in one forward over the sequences."""
     model: Decoder = make_decoder()
     with maxmoe.record_routing(model) as record, torch.no_grad():
         sequences = model.generate(tokens_like(model, 2, 3), 4, temperature=0.0)
     assert len(record) == 4
-    with maxmoe.record_routing(model) as again, maxmoe.replay_routing(model, record[-1:]):
+    with maxmoe.record_routing(model) as again, maxmoe.replay_routing(model, record.joined()):
         model(sequences[:, :-1]).logits.sum().backward()
     for path, (ids,) in again.calls.items():
-        assert torch.equal(ids, record.calls[path][-1])
+        assert torch.equal(ids, torch.cat(record.calls[path], dim=1))
         assert ids.shape == (2, 6, 2)
 
 

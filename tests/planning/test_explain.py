@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from maxmoe import MoE, MoEConfig
 from maxmoe.models import Decoder
 from maxmoe.parallel import Declaration
 from maxmoe.planning import explain
@@ -136,3 +137,10 @@ def test_is_as_wide_as_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatc
     )
     # The path of every parameter is whole.
     assert all(any(line.startswith(label) for line in lines) for label, rest in labels.items() if rest)
+
+
+def test_what_an_axis_does_not_divide_is_said_first() -> None:
+    layer = MoE(MoEConfig(hidden_size=64, intermediate_size=32, num_experts=8, top_k=2), device="meta")
+    first = str(explain(layer, Mesh.planned({"fsdp": 128}), "pure-fsdp")).splitlines()[0]
+    assert first.startswith("Every rank holds ") and "fsdp=128 does not divide their dims: " in first
+    assert not str(explain(layer, Mesh.planned({"fsdp": 8}), "pure-fsdp")).startswith("Every rank holds")

@@ -69,7 +69,7 @@ def test_the_stack_of_a_rank_that_hangs() -> None:
 
     begin = time.monotonic()
     message = failure(hang_on_rank_0, 2, deadline=1)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 50  # it would sleep for 60
     assert "rank 0 of 2 hung at:" in message and "in hang_on_rank_0" in message
 
 

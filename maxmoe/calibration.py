@@ -1,0 +1,154 @@
+"""Measures the speeds of the machine at hand."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from maxmoe._torch import all_gather_single
+from maxmoe.config import MoEConfig
+from maxmoe.nn import MoE
+from maxmoe.planning.time_model.device import Device, Link
+from maxmoe.testing.rank_processes import RankProcesses
+
+ROWS = (4, 16, 64, 256, 1024)
+WIDTH, DEPTH, EXPERTS = 512, 512, 4
+SMALL, LARGE = 2**10, 2**21  # bytes of the messages that show latency and bandwidth
+REPEATS = 7
+
+
+def calibrate(name: str, *, num_ranks: int = 2) -> Device:
+    """Measure products, memory, collectives and the overhead of a layer, and return them as a device.
+
+    Each rank is a process with one thread that shares the cores of this machine; collectives are those of gloo.
+
+    Args:
+        name: name of the device.
+        num_ranks: number of processes that measure the collectives; two at least.
+
+    Returns:
+        The device, with all ranks on one node.
+
+    Raises:
+        ImportError: without tqdm, which the extra `examples` installs.
+    """
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    measurements: dict[str, Callable[[], Any]] = {
+        "products": _products,
+        "memory": _memory_bandwidth,
+        "layer": _block_overhead,
+        "collectives": partial(_collectives, max(2, num_ranks)),
+    }
+    found: dict[str, Any] = {}
+    for what, measure in (bar := tqdm(measurements.items(), dynamic_ncols=True)):
+        bar.set_description(f"measuring {what}")
+        found[what] = measure()
+    peaks, half_rows = found["products"]
+    latency, bandwidth = found["collectives"]
+    link = Link(latency, bandwidth)
+    return Device(
+        name=name,
+        sources=(
+            f"measured by python -m maxmoe plan --calibrate, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
+        ),
+        peak_flops=peaks,
+        max_share=1.0,
+        half_rows=half_rows,
+        memory=_memory(),
+        memory_bandwidth=found["memory"],
+        ranks_per_node=0,
+        intra_node=link,
+        inter_node=link,
+        overlap=0.0,
+        cores=len(os.sched_getaffinity(0)),
+        block_overhead=found["layer"],
+    )
+
+
+def _memory() -> int:
+    """Return the bytes of the memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def seconds(function: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Return the median time of a call, after one that is not counted."""
+    function()
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - begin)
+    return median(times)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute with one thread, as ranks that share cores do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _products() -> tuple[dict[str, float], float]:
+    """Return the peak by dtype, and the number of rows with half of it in float32: a fit of time = a + b * rows."""
+    peaks = {}
+    half_rows = 0.0
+    with _one_thread():
+        for dtype in (torch.float32, torch.bfloat16):
+            matrix = torch.randn(WIDTH, DEPTH).to(dtype)
+            times = {rows: seconds(partial(torch.matmul, torch.randn(rows, WIDTH).to(dtype), matrix)) for rows in ROWS}
+            per_row = (times[ROWS[-1]] - times[ROWS[1]]) / (ROWS[-1] - ROWS[1])
+            peaks[str(dtype).removeprefix("torch.")] = 2 * WIDTH * DEPTH / per_row
+            if dtype is torch.float32:
+                half_rows = max(0.0, times[ROWS[1]] / per_row - ROWS[1])
+    return peaks, half_rows
+
+
+def _memory_bandwidth() -> float:
+    """Return the bytes per second that one thread reads and writes in an addition of tensors larger than caches."""
+    with _one_thread():
+        x = torch.randn(2**24)
+        return 3 * x.nbytes / seconds(partial(torch.add, x, x, out=torch.empty_like(x)))
+
+
+def _block_overhead() -> float:
+    """Return the time of a forward and a backward of a small layer and a norm on few tokens."""
+    config = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=EXPERTS, top_k=2, num_shared_experts=1)
+    with _one_thread():
+        layer, norm, linear = MoE(config), nn.RMSNorm(16), nn.Linear(16, 16)
+        x = torch.randn(1, 4, 16, requires_grad=True)
+
+        def step() -> None:
+            hidden: Tensor = x + linear(linear(linear(linear(norm(x)))))
+            (hidden + layer(norm(hidden)).hidden_states).sum().backward()
+
+        return seconds(step)
+
+
+def _collectives(num_ranks: int) -> tuple[float, float]:
+    """Return latency and bandwidth of a step of a ring: the all-gathers of a small and a large tensor."""
+    small, large = RankProcesses(deadline=300.0).run(_all_gathers, num_ranks)[0]
+    steps, slowdown = num_ranks - 1, max(1.0, num_ranks / len(os.sched_getaffinity(0)))
+    bandwidth = steps * (LARGE - SMALL) / max(large - small, 1e-9)
+    return small / steps / slowdown, bandwidth * slowdown
+
+
+def _all_gathers() -> tuple[float, float]:
+    torch.set_num_threads(1)
+    times = []
+    for size in (SMALL, LARGE):
+        mine = torch.zeros(size // 4)
+        gathered = torch.zeros(dist.get_world_size() * size // 4)
+        times.append(seconds(partial(all_gather_single, gathered, mine)))
+    return times[0], times[1]

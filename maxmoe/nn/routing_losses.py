@@ -1,0 +1,165 @@
+"""Auxiliary loss and statistics of a layer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from maxmoe._torch import is_traced
+from maxmoe.config import MoEConfig
+from maxmoe.declaration import TOKEN_DIMS, SavedTensor
+from maxmoe.deferred import deferred
+from maxmoe.load.stats import MoEStats
+from maxmoe.load.step_counts import StepCounts
+from maxmoe.nn.losses import (
+    BalanceLoss,
+    checked_balance_loss,
+    load_balance_loss,
+    mean_of,
+    num_tokens_of,
+    router_z_loss,
+    step_balance_loss,
+)
+from maxmoe.nn.routing import Routing
+from maxmoe.token_group import FlattenedBatch, LocalTokens, TokenReductions
+
+# Largest number of probabilities for which losses and statistics wait until they are read. Those of a few tokens take
+# as long as the routing; while they wait, the routing stays in memory.
+MAX_DEFERRED_SIZE = 1 << 16
+
+
+class RoutingMetrics(NamedTuple):
+    """Results of `RoutingLosses`.
+
+    Attributes:
+        aux_loss: ``()``, sum of the weighted losses.
+        stats: statistics of the call.
+    """
+
+    aux_loss: Tensor
+    stats: MoEStats
+
+
+def _entropy(probabilities: Tensor) -> Tensor:
+    """Sum -p log p, with 0 for p = 0. torch.special.entr computes the same, but is not vectorized."""
+    logarithms = probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log_()
+    return logarithms.mul_(probabilities).sum().neg()
+
+
+@dataclass(frozen=True)
+class RoutingLosses:
+    """Computes the auxiliary loss and the statistics of a layer.
+
+    Args:
+        config: config of the layer.
+        balance_loss: balance loss of the scopes "sequence" and "batch".
+    """
+
+    config: MoEConfig
+    balance_loss: BalanceLoss = load_balance_loss
+
+    def __call__(
+        self,
+        routing: Routing,
+        dropped: Tensor,
+        num_sequences: int,
+        tokens: TokenReductions,
+        step: StepCounts | None = None,
+    ) -> RoutingMetrics:
+        """Compute the sum ``()`` of the weighted losses and the statistics over the tokens of all processes.
+
+        Without gradients, those of a few tokens in a single process are computed when they are first read.
+        """
+        if routing.token_losses is not None or not self._can_wait(routing, tokens, step):
+            return self._compute(routing, dropped, num_sequences, tokens, step)
+
+        def stats() -> MoEStats:
+            return self._compute(routing, dropped, num_sequences, tokens, step).stats
+
+        def metrics() -> RoutingMetrics:
+            aux_loss = self._aux_loss(routing, lambda: self._tokens_per_expert(routing, num_sequences), tokens, step)
+            return RoutingMetrics(aux_loss, deferred(MoEStats, stats))
+
+        is_zero = self.config.load_balance_loss_weight == self.config.router_z_loss_weight == 0
+        return metrics() if is_zero else deferred(RoutingMetrics, metrics)
+
+    def _can_wait(self, routing: Routing, tokens: TokenReductions, step: StepCounts | None) -> bool:
+        """Return whether the results are the same whenever they are computed, and whether that is worth it."""
+        return (
+            not torch.is_grad_enabled()
+            and routing.probabilities.numel() <= MAX_DEFERRED_SIZE
+            and routing.probabilities.is_cpu
+            and isinstance(tokens, LocalTokens)
+            and self.balance_loss is load_balance_loss
+            and (step is None or self.config.load_balance_scope != "step")
+            and not is_traced()
+        )
+
+    def _compute(
+        self, routing: Routing, dropped: Tensor, num_sequences: int, tokens: TokenReductions, step: StepCounts | None
+    ) -> RoutingMetrics:
+        counts = self._tokens_per_expert(routing, num_sequences)
+        aux_loss = self._aux_loss(routing, lambda: counts, tokens, step)
+        entropy = _entropy(routing.probabilities.detach())
+        summands = (counts.sum(0), dropped, entropy, num_tokens_of(routing.probabilities, routing.token_mask))
+        everywhere = FlattenedBatch(tokens)
+        if routing.token_losses is None:
+            load, dropped, entropy, num_tokens = everywhere.all_reduce_sequence(*summands)
+        else:
+            # In the collective of the statistics, so that such a loss adds none.
+            total = routing.token_losses.sum()
+            load, dropped, entropy, num_tokens, total = everywhere.all_reduce_sequence(*summands, total)
+            aux_loss = aux_loss + mean_of(total, num_tokens)
+        return RoutingMetrics(aux_loss, MoEStats(load, dropped, mean_of(entropy, num_tokens)))
+
+    def _aux_loss(
+        self, routing: Routing, counts: Callable[[], Tensor], tokens: TokenReductions, step: StepCounts | None
+    ) -> Tensor:
+        aux_loss = routing.probabilities.new_zeros(())
+        if self.config.load_balance_loss_weight > 0:
+            balance = self._balance(routing, counts(), tokens, step)
+            aux_loss = aux_loss + self.config.load_balance_loss_weight * balance
+        if self.config.router_z_loss_weight > 0 and routing.logits is not None:
+            z_loss = router_z_loss(routing.logits, token_mask=routing.token_mask, tokens=tokens)
+            aux_loss = aux_loss + self.config.router_z_loss_weight * z_loss
+        return aux_loss
+
+    def _tokens_per_expert(self, routing: Routing, num_sequences: int) -> Tensor:
+        """Count the routed slots ``(B, E)`` per sequence and expert."""
+        slots = routing.experts.reshape(num_sequences, routing.experts.numel() // max(num_sequences, 1))
+        counts = slots.new_zeros(num_sequences, self.config.num_selectable_experts)
+        if routing.is_unpadded:
+            return counts.scatter_add(1, slots, torch.ones_like(slots))
+        return counts.scatter_add(1, slots.clamp_min(0), (slots >= 0).to(slots.dtype))
+
+    def _balance(self, routing: Routing, counts: Tensor, tokens: TokenReductions, step: StepCounts | None) -> Tensor:
+        if self.config.load_balance_scope == "step" and step is not None:
+            num_tokens = torch.as_tensor(num_tokens_of(routing.probabilities, routing.token_mask), device=counts.device)
+            top_k = self.config.top_k
+            return step_balance_loss(routing.probabilities, counts.sum(0), top_k, num_tokens, step, tokens=tokens)
+        if self.config.load_balance_scope != "sequence":
+            counts, tokens = counts.sum(0, keepdim=True), FlattenedBatch(tokens)
+        num_sequences = counts.shape[0]
+        length = routing.probabilities.shape[0] // max(num_sequences, 1)
+        probabilities = routing.probabilities.view(num_sequences, length, self.config.num_selectable_experts)
+        lengths = None if routing.token_mask is None else routing.token_mask.view(num_sequences, length).sum(1)
+        loss = self.balance_loss(probabilities, counts, self.config.top_k, lengths=lengths, tokens=tokens)
+        return checked_balance_loss(loss)
+
+    def saved_tensors(self, batch: int, length: int, wide: torch.dtype) -> dict[str, SavedTensor]:
+        """Describe the tensors that the losses save, given the dtype of the probabilities."""
+        config = self.config
+        saved: dict[str, SavedTensor] = {}
+        if config.router_z_loss_weight > 0:
+            saved["logsumexp"] = SavedTensor((batch, length), TOKEN_DIMS, wide)
+        if config.load_balance_loss_weight > 0 and config.load_balance_scope == "step":
+            saved["step_counts"] = SavedTensor((config.num_selectable_experts + 1,), (None,), torch.float64)
+            saved["num_tokens"] = SavedTensor((), (), wide)
+        elif config.load_balance_loss_weight > 0:
+            rows, name = (batch, TOKEN_DIMS[0]) if config.load_balance_scope == "sequence" else (1, None)
+            saved["frequencies"] = SavedTensor((rows, config.num_selectable_experts), (name, None), wide)
+            saved["lengths"] = SavedTensor((rows,), (name,), wide)
+            saved["num_sequences"] = SavedTensor((), (), wide)
+        return saved

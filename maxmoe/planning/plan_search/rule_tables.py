@@ -1,0 +1,20 @@
+"""Tables of rules with their names."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from maxmoe.sharding.rules import PRESETS, LogicalRules
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rules with their name."""
+
+    name: str
+    rules: LogicalRules
+
+
+def tables(rules: Sequence[str] | None) -> list[Table]:
+    """Load presets or files by name; None for all presets."""
+    names = sorted(path.stem for path in PRESETS.glob("*.yaml")) if rules is None else rules
+    return [Table(name, LogicalRules.load(name)) for name in names]

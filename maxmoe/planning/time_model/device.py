@@ -1,0 +1,195 @@
+"""Devices and networks of the time model, read from YAML files."""
+
+import math
+import reprlib
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml  # type: ignore[import-untyped]
+
+from maxmoe.field_checks import check_int, check_number, nearest
+
+DEVICES = Path(__file__).parent / "devices"
+MAX_BYTES = 2**15
+
+
+@dataclass(frozen=True)
+class Link:
+    """Network of one level: within a node, or between nodes.
+
+    Args:
+        latency: seconds of one step of a collective, of a few bytes.
+        bandwidth: bytes per second that a rank sends while it receives as many.
+    """
+
+    latency: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        check_number("latency", self.latency, at_least=0.0)
+        check_number("bandwidth", self.bandwidth, above=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """Speeds of one rank and of the network around it, from which the time of a step is predicted.
+
+    A matrix product runs at the share of the peak
+
+        max_share * rows / (rows + half_rows)
+
+    Args:
+        name: name of the device.
+        sources: where the numbers are from.
+        peak_flops: floating-point operations per second of a rank, by dtype, as "bfloat16".
+        max_share: share of the peak that a product of many rows reaches.
+        half_rows: number of rows at which a product reaches half of `max_share`.
+        memory: bytes of a rank.
+        memory_bandwidth: bytes per second that a rank reads and writes.
+        ranks_per_node: number of ranks of a node; 0 if all ranks are on one node.
+        intra_node: network within a node.
+        inter_node: network between nodes.
+        overlap: share of the communication that runs beside products, where the code starts it early.
+        cores: number of cores that the ranks of a node share, each rank with one thread; 0 if every rank has a device.
+            With more ranks than cores, all speeds of a rank are divided by ranks / cores.
+        block_overhead: seconds that a block takes in a forward and a backward beside products and memory traffic.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    peak_flops: Mapping[str, float]
+    max_share: float
+    half_rows: float
+    memory: int
+    memory_bandwidth: float
+    ranks_per_node: int
+    intra_node: Link
+    inter_node: Link
+    overlap: float
+    cores: int = 0
+    block_overhead: float = 0.0
+
+    def __post_init__(self) -> None:
+        for dtype, peak in self.peak_flops.items():
+            check_number(f"peak_flops of {dtype}", peak, above=0.0)
+        for name in ("max_share", "memory_bandwidth"):
+            check_number(name, getattr(self, name), above=0.0)
+        for name in ("half_rows", "overlap", "block_overhead"):
+            check_number(name, getattr(self, name), at_least=0.0)
+        if self.max_share > 1 or self.overlap > 1:
+            raise ValueError(f"max_share and overlap must be at most 1, got {self.max_share} and {self.overlap}")
+        if not isinstance(self.memory, int) or self.memory < 1:
+            raise ValueError(f"memory must be a positive number of bytes, got {self.memory!r}")
+        for name in ("ranks_per_node", "cores"):
+            check_int(name, getattr(self, name), at_least=0)
+
+    @classmethod
+    def load(cls, source: "str | Path | Device") -> "Device":
+        """Load a device by its name, or from a file.
+
+        Args:
+            source: name of a device of this library; path of a file: a `Path`, or a string that ends in .yaml or .yml.
+                A device is returned unchanged.
+
+        Returns:
+            The device.
+
+        Raises:
+            ValueError: for an unknown name, with the nearest names, and for a file of another form.
+        """
+        if isinstance(source, Device):
+            return source
+        if isinstance(source, Path) or source.endswith((".yaml", ".yml")):
+            return _from_file(Path(source))
+        names = device_names()
+        if source not in names:
+            raise ValueError(f"there is no device {source!r}{nearest(source, names)}; a path ends in .yaml or .yml")
+        return _from_file(DEVICES / f"{source}.yaml")
+
+    def save(self, path: Path) -> None:
+        """Write the device to a file that `load` reads.
+
+        Args:
+            path: path of the file, which is replaced.
+        """
+        contents = asdict(self) | {"sources": list(self.sources), "peak_flops": dict(self.peak_flops)}
+        path.write_text(yaml.safe_dump(contents, sort_keys=False, allow_unicode=True, width=120))
+
+    def peak(self, dtype: torch.dtype) -> float:
+        """Return the peak in a dtype, in floating-point operations per second.
+
+        Args:
+            dtype: dtype of the products.
+
+        Returns:
+            The peak of one rank.
+
+        Raises:
+            ValueError: if the device has no peak in the dtype.
+        """
+        name = str(dtype).removeprefix("torch.")
+        if name not in self.peak_flops:
+            known = ", ".join(self.peak_flops) or "none"
+            raise ValueError(f"the device {self.name!r} has no peak in {name}, only in {known}: add it to peak_flops")
+        return self.peak_flops[name]
+
+    def slowdown(self, num_ranks: int) -> float:
+        """Return by how much the ranks of a node slow each other down, because they share its cores.
+
+        Args:
+            num_ranks: number of ranks.
+
+        Returns:
+            Factor of at least one on every time.
+        """
+        on_node = min(num_ranks, self.ranks_per_node or num_ranks)
+        return max(1.0, on_node / self.cores) if self.cores else 1.0
+
+
+def device_names() -> list[str]:
+    """Return the names of the devices that `Device.load` knows."""
+    return sorted(path.stem for path in DEVICES.glob("*.yaml"))
+
+
+def _from_file(path: Path) -> Device:
+    try:
+        if not stat.S_ISREG(path.stat().st_mode) or path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"a device must be in a regular file of at most {MAX_BYTES} bytes")
+        return _device(yaml.safe_load(path.read_bytes().decode()))
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
+        raise ValueError(f"{path}{line}: this is no YAML: {str(error.problem)[:200]}") from None
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path}: {str(error).splitlines()[0]}") from None
+
+
+def _device(fields: Any) -> Device:
+    """Make a device of the contents of a file."""
+    fields = _fields(fields, Device, "a device")
+    links = {name: Link(**_fields(fields[name], Link, name)) for name in ("intra_node", "inter_node")}
+    if not isinstance(fields["sources"], list) or not all(isinstance(line, str) for line in fields["sources"]):
+        raise ValueError(f"sources must be a list of texts, got {reprlib.repr(fields['sources'])}")
+    if not isinstance(fields["peak_flops"], dict) or not all(isinstance(dtype, str) for dtype in fields["peak_flops"]):
+        raise ValueError(f"peak_flops must be numbers by dtype, got {reprlib.repr(fields['peak_flops'])}")
+    if isinstance(fields["memory"], float) and math.isfinite(fields["memory"]):
+        fields["memory"] = int(fields["memory"])
+    return Device(**{**fields, **links, "sources": tuple(fields["sources"])})
+
+
+def _fields(value: Any, kind: type, name: str) -> dict[str, Any]:
+    """Check that a mapping has the fields of a dataclass, and no others."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must be a mapping, got {reprlib.repr(value)}")
+    known = kind.__dataclass_fields__  # type: ignore[attr-defined]
+    for field in value:
+        if field not in known:
+            raise ValueError(f"{name} has no field {field!r}{nearest(str(field), known)}")
+    required = [field for field in known if field not in ("cores", "block_overhead")]
+    missing = [field for field in required if field not in value]
+    if missing:
+        raise ValueError(f"{name} must have the fields {', '.join(required)}, got no {', '.join(missing)}")
+    return value

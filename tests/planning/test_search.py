@@ -1,0 +1,168 @@
+"""`maxmoe.planning.search` against brute force, `estimate`, and steps that run."""
+
+import math
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+import maxmoe
+from maxmoe import MoEConfig, parallelize
+from maxmoe.models import Decoder, DecoderConfig
+from maxmoe.nn import set_recompute
+from maxmoe.parallel import token_sharding
+from maxmoe.planning import Device, FoundPlan, NoPlanFits, StateDtypes, estimate, predict, search
+from maxmoe.planning.plan_search.candidates import factorisations
+from maxmoe.sharding import Mesh
+from support.run_ranks import run_ranks
+
+MOE = MoEConfig(hidden_size=64, intermediate_size=32, num_experts=8, top_k=2, num_shared_experts=1)
+CONFIG = DecoderConfig(
+    vocab_size=128, hidden_size=64, num_layers=4, num_dense_layers=1, num_heads=4, intermediate_size=64, moe=MOE
+)
+STEP: dict[str, Any] = {"batch_size": 16, "sequence_length": 32}
+DEVICE = replace(Device.load("h100"), ranks_per_node=2)
+
+
+def model() -> Decoder:
+    return Decoder(CONFIG, device="meta")
+
+
+@pytest.mark.parametrize(("number", "count"), [(1, 3), (12, 3), (16, 4), (30, 2), (7, 1)])
+def test_factorisations_are_those_of_brute_force(number: int, count: int) -> None:
+    expected = [sizes for sizes in product(range(1, number + 1), repeat=count) if math.prod(sizes) == number]
+    assert sorted(factorisations(number, count)) == expected
+
+
+AXES = {"ep-as-dp": ("data", "fsdp", "expert"), "pipeline-large-moe": ("stage", "expert", "tensor")}
+PLANS = [(rules, dict(zip(axes, sizes, strict=True))) for rules, axes in AXES.items() for sizes in factorisations(4, 3)]
+
+
+def all_plans() -> list[FoundPlan]:
+    """Plans of four ranks with two presets, each planned alone."""
+    found = []
+    for (rules, mesh), dispatch in product(PLANS[::2], ("ragged_all_to_all", "gather_weights")):
+        for chunks, names in product((1, 2), ((), ("experts",), ("blocks",))):
+            many = 2 * mesh["stage"] if mesh.get("stage", 1) > 1 else 1
+            options: dict[str, Any] = {"dispatch": dispatch, "num_chunks": chunks, "recompute": names}
+            found.append(predict(model(), mesh, rules, DEVICE, num_micro_batches=many, **options, **STEP))
+    return found
+
+
+def test_the_first_plan_is_the_fastest_of_all() -> None:
+    plans = all_plans()
+    middle = sorted(plan.memory for plan in plans)[len(plans) // 4]
+    for limit in (2**40, middle):
+        found = search(model(), 4, DEVICE, memory=limit, rules=["ep-as-dp", "pipeline-large-moe"], **STEP)
+        fitting = [plan.seconds for plan in plans if plan.memory <= limit]
+        assert found.plans[0].seconds <= min(fitting) * (1 + 1e-9)
+        assert found.plans[0].memory <= limit
+        assert [plan.seconds for plan in found.plans] == sorted(plan.seconds for plan in found.plans)
+
+
+@pytest.mark.parametrize("dtypes", [StateDtypes(), StateDtypes(master=torch.float32, moments=torch.float32)])
+def test_memory_and_bytes_are_those_of_estimate(dtypes: StateDtypes) -> None:
+    whole = Decoder(CONFIG, device="meta", dtype=torch.bfloat16)
+    rules = ["default", "ep-tp"]
+    result = search(whole, 4, DEVICE, state_dtypes=dtypes, rules=rules, num_plans=40, **STEP)
+    assert any(plan.has_stages for plan in result.plans) and any(not plan.has_stages for plan in result.plans)
+    for plan in result.plans:
+        set_recompute(whole, plan.recompute)
+        costs = estimate(
+            whole,
+            Mesh.planned(plan.mesh),
+            plan.rules,
+            dispatch=plan.dispatch,
+            num_chunks=plan.num_chunks,
+            num_micro_batches=plan.num_micro_batches if plan.has_stages else None,
+            state_dtypes=dtypes,
+            **STEP,
+        )
+        exact = sum(costs.memory.values())
+        assert plan.memory == pytest.approx(exact, rel=0.002)
+        if not plan.has_stages:
+            sent = sum(row.bytes for row in costs.traffic)
+            assert plan.intra_bytes + plan.inter_bytes == pytest.approx(sent, rel=1e-3, abs=64)
+    assert whole.config.recompute == ()
+
+
+def test_more_memory_never_gives_a_slower_plan() -> None:
+    times = []
+    for limit in range(1_200_000, 3_000_001, 600_000):
+        try:
+            found = search(model(), 4, DEVICE, memory=limit, rules=["default"], num_plans=1, **STEP)
+            times.append(found.plans[0].seconds)
+        except NoPlanFits:
+            times.append(math.inf)
+    assert times == sorted(times, reverse=True)
+    assert times[0] > times[-1]
+
+
+def test_a_step_is_not_slower_with_more_bandwidth() -> None:
+    slow = DEVICE
+    for level in ("intra_node", "inter_node"):
+        link = getattr(DEVICE, level)
+        fast = replace(slow, **{level: replace(link, bandwidth=2 * link.bandwidth)})
+        meshes = {"pure-fsdp": {"fsdp": 4}, "ep-as-dp": {"expert": 4}, "ep-tp": {"data": 2, "expert": 2}}
+        for rules, mesh in meshes.items():
+            before, after = (predict(model(), mesh, rules, device, **STEP).seconds for device in (slow, fast))
+            assert after <= before
+        slow = fast
+
+
+def run(plan: FoundPlan) -> float:
+    torch.manual_seed(0)
+    whole, mesh = Decoder(CONFIG), Mesh(plan.mesh)
+    names: dict[str, Any] = {"model": whole, "maxmoe": maxmoe, "Mesh": lambda _sizes: mesh}
+    exec(plan.call, names)
+    tokens = torch.randint(128, (STEP["batch_size"], STEP["sequence_length"]))
+    output = names["model"](tokens[token_sharding(mesh, plan.rules).slices(tokens.shape)])
+    output.logits.square().mean().backward()
+    return float(output.logits.detach().sum())
+
+
+def test_the_plans_run_as_they_are_printed() -> None:
+    plans = search(model(), 2, DEVICE, rules=["ep-as-dp", "ep-tp"], num_plans=12, **STEP).plans
+    found = [plan for plan in plans if not plan.has_stages]
+    assert len(found) > 2
+    for plan in found[:4]:
+        assert all(map(math.isfinite, run_ranks(run, 2, plan)))
+
+
+def test_no_plan_fits() -> None:
+    with pytest.raises(NoPlanFits) as raised:
+        search(model(), 2, DEVICE, memory=100_000, rules=["default"], **STEP)
+    nearest = raised.value.nearest
+    assert len(nearest) == 3
+    assert [plan.memory for plan in nearest] == sorted(plan.memory for plan in nearest)
+    for plan in nearest:
+        assert f"{plan.memory - 100_000} bytes" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 3}, "no mesh of 4 ranks can run the batch"),
+        ({"device": "h10"}, "there is no device 'h10'; the nearest are 'h100'"),
+        ({"device": replace(DEVICE, peak_flops={"float16": 1.0})}, "has no peak in float32, only in float16"),
+        ({"rules": ["ep-as-pd"]}, "there is no preset 'ep-as-pd'"),
+        ({"memory": 0}, "memory must be a positive number of bytes"),
+        ({"world_size": 0}, "world_size must be a positive int"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
+    options: dict[str, Any] = {"world_size": 4, "device": DEVICE, "rules": ["ep-as-dp"], **STEP, **changes}
+    with pytest.raises(ValueError, match=message):
+        search(model(), options.pop("world_size"), options.pop("device"), **options)
+
+
+def test_the_text_says_what_runs_and_what_is_excluded() -> None:
+    text = str(search(model(), 4, DEVICE, rules=["ep-as-dp"], **STEP))
+    assert "To run the first one:" in text and "maxmoe." in text
+    assert "The first plan is" in text and "plans fit the batch. Excluded:" in text
+
+
+def test_parallelize_is_what_the_call_names() -> None:
+    assert parallelize.__name__ in predict(model(), {"fsdp": 2}, "pure-fsdp", DEVICE, **STEP).call
