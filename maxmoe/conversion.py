@@ -14,6 +14,7 @@ from maxmoe.config import MoEConfig
 from maxmoe.presets import from_transformers
 from maxmoe.presets.families import family_of
 from maxmoe.presets.layouts import Held, check_tensors
+from maxmoe.quantization import QuantizedStack
 
 # Fields of MoEConfig that a transformers block does not have or leaves to the training loop.
 _FIELDS_OF_TRAINING = {
@@ -21,6 +22,7 @@ _FIELDS_OF_TRAINING = {
     "load_balance_loss_weight",
     "load_balance_scope",
     "router_z_loss_weight",
+    "correction_bias_rule",
     "correction_bias_update_rate",
     "implementation",
     "capacity_factor",
@@ -74,18 +76,32 @@ def take_weights(layer: nn.Module, block: nn.Module) -> None:
 def give_weights(layer: nn.Module, block: nn.Module) -> None:
     """Move the weights of a layer into a block; the layer is left on the meta device.
 
-    Raises before the first tensor is moved if the block has other tensors or shapes than its family.
+    Raises before the first tensor is moved if the block has other tensors or shapes than its family, or quantized
+    weights cannot be joined.
     """
     state, theirs = _state(layer), _state(block)
-    for key, held in _checked(state, block, theirs).items():
+    tensors = _checked(state, block, theirs)
+    for key, held in tensors.items():
+        _joined(key, [parameter.detach().to("meta") for parameter in held.parameters], held, len(theirs[key]))
+    for key, held in tensors.items():
         requires_grad = any(parameter.requires_grad for parameter in held.parameters)
-        weight = held.entry.join([parameter.detach() for parameter in held.parameters])
-        if weight.shape != theirs[key].shape:  # matrices that the block does not use
-            weight = torch.cat([weight, weight.new_zeros(len(theirs[key]) - len(weight), *weight.shape[1:])])
+        weight = _joined(key, [parameter.detach() for parameter in held.parameters], held, len(theirs[key]))
         _put(block, key, weight, requires_grad)
         for name in held.entry.names:
             _put(layer, name, torch.empty_like(state.pop(name), device="meta"), requires_grad)
         held.parameters.clear()
+
+
+def _joined(key: str, parameters: list[Tensor], held: Held, count: int) -> Tensor:
+    """Return a tensor of a block, with matrices that the block does not use up to their number in the block."""
+    weight = held.entry.join(parameters)
+    missing = count - len(weight)
+    if missing and isinstance(weight, QuantizedStack):
+        raise ValueError(
+            f"{key} has {missing} matrices of zeros that the block does not use, which cannot be quantized as "
+            f"{weight.format}: convert the layer before its experts are quantized"
+        )
+    return torch.cat([weight, weight.new_zeros(missing, *weight.shape[1:])]) if missing else weight
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:

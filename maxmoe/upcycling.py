@@ -52,7 +52,7 @@ class DenseBlock:
                 f"gate_proj must be {wanted} with gated={config.gated}, got "
                 f"{None if gate_proj is None else type(gate_proj).__name__}"
             )
-        weights = {name: _weight(name, each) for name, each in given.items() if each is not None}
+        weights = {name: _weight(name, each) for name, each in given.items() if each is not None or name != "gate_proj"}
         _check_weights(config, weights)
         linears = {name: each for name, each in given.items() if isinstance(each, nn.Linear)}
         biases = {_BIASES[name]: each.bias.detach() for name, each in linears.items() if each.bias is not None}
@@ -205,7 +205,7 @@ def initialize(layer: Any, block: DenseBlock, options: Upcycling) -> None:
         _draw_channels(tensors, options.reinitialized)
         for name, tensor in tensors.items():
             if options.noise and name in block.matrices:
-                tensor += options.noise * tensor.std() * torch.randn_like(tensor)
+                tensor += options.noise * tensor.std(correction=0) * torch.randn_like(tensor)
             experts[name][expert] = tensor
     if "down_bias" in block.biases:
         experts["down_bias"][:] = block.biases["down_bias"] * (options.output_scale(block) / block.num_slices)
@@ -236,11 +236,11 @@ def _draw_channels(tensors: Mapping[str, Tensor], fraction: float) -> None:
     for name in tensors.keys() & _BIASES.keys():
         dim = 0 if name == "down_proj" else 1
         chosen = tensors[name].index_select(dim, channels)
-        drawn = torch.randn_like(chosen) * chosen.std() + chosen.mean()
+        drawn = torch.randn_like(chosen) * chosen.std(correction=0) + chosen.mean()
         tensors[name].index_copy_(dim, channels, drawn)
 
 
-def _weight(name: str, projection: Projection) -> Tensor:
+def _weight(name: str, projection: Projection | None) -> Tensor:
     weight = projection.weight if isinstance(projection, nn.Linear) else projection
     if not isinstance(weight, Tensor):
         raise TypeError(f"{name} must be a torch.nn.Linear or its weight, got {type(projection).__name__}")
@@ -252,7 +252,7 @@ def _weight(name: str, projection: Projection) -> Tensor:
 def _check_weights(config: MoEConfig, weights: Mapping[str, Tensor]) -> None:
     """Raise unless the weights (out, in) have shapes that fit each other and the config, and one dtype and device."""
     up, size = weights["up_proj"], config.hidden_size
-    for name, weight in weights.items():
+    for name, weight in {"up_proj": up, **weights}.items():  # first what gives the width
         expected = (size, up.shape[0]) if name == "down_proj" else (up.shape[0], size)
         if tuple(weight.shape) != expected:
             raise ValueError(

@@ -240,6 +240,11 @@ def test_wrong_layers(changes: dict[str, Any], words: tuple[str, ...]) -> None:
 
 
 def test_what_is_of_the_training_may_differ() -> None:
+    block = block_of("kimi_k2")
+    config = presets.from_transformers(block.experts.config)
+    MoE(dataclasses.replace(config, correction_bias_rule="quantile", correction_bias_update_rate=1.0)).to_transformers(
+        block
+    )
     block = block_of("mixtral")
     training = {"implementation": "dense", "load_balance_loss_weight": 3.0, "router_z_loss_weight": 1.0}
     MoE(dataclasses.replace(presets.from_transformers(block.experts.config), **training)).to_transformers(block)

@@ -149,6 +149,13 @@ def test_meta_and_state() -> None:
     empty.to_empty(device="cpu").load_state_dict(model.state_dict())
     x = torch.randn(11, 48)
     assert torch.equal(empty(x).hidden_states, model(x).hidden_states)
+    model.experts.up_proj.scales[3, 0, 0] = torch.nan
+    whole = model.state_dict()
+    key, stack = "experts.up_proj", whole["experts.up_proj"]
+    parts = {f"{key}_fp8_block_{part}": tensor for part, tensor in stack.parts().items()}
+    for state in (whole, {name: each for name, each in whole.items() if name != key} | parts):
+        with pytest.raises((ValueError, RuntimeError), match=r"up_proj: scales must be finite, got nan at \(3, 0"):
+            empty.load_state_dict(state, assign=True)
 
 
 def test_models_that_cannot_be_quantized() -> None:
@@ -165,7 +172,7 @@ def test_models_that_cannot_be_quantized() -> None:
     with pytest.raises(ValueError, match=r"0.experts.gate_proj: format must be one of"):
         quantize_experts(model, "mxfp5")
     model[1].experts.up_proj[2, 3, 4] = torch.nan
-    with pytest.raises(ValueError, match=r"1.experts.up_proj: weights must be finite, got nan"):
+    with pytest.raises(ValueError, match=r"1.experts.up_proj: weights must be finite in float32, got nan"):
         quantize_experts(model, "mxfp4")
     with pytest.raises(ValueError, match=r"0.experts.gate_proj must not be quantized yet, got mxfp4"):
         quantize_experts(model, "nf4")

@@ -236,6 +236,8 @@ ERRORS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"gate_proj": linear(24, 32).half()},
         "gate_proj must be torch.float32 on cpu as up_proj is",
     ),
+    ({}, {"up_proj": None}, "up_proj must be a torch.nn.Linear or its weight, got NoneType"),
+    ({}, {"up_proj": linear(32, 24), "down_proj": linear(24, 32)}, "up_proj must have shape (24, 24)"),
     ({}, {"up_proj": torch.zeros(32)}, "up_proj must be a floating matrix (out, in), got torch.float32"),
     ({}, {"up_proj": "up"}, "up_proj must be a torch.nn.Linear or its weight, got str"),
     ({}, {"up_proj": linear(24, 32, bias=True)}, "the dense block has up_bias: expert_bias must be True, got False"),
@@ -248,6 +250,12 @@ ERRORS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"noise": -0.1}, "noise must be a finite float >= 0, got -0.1"),
     ({}, {"reinitialized": 1.5}, "reinitialized must be a fraction of at most 1, got 1.5"),
 ]
+
+
+def test_noise_on_a_single_weight() -> None:
+    config = MoEConfig(hidden_size=1, intermediate_size=1, num_experts=2, top_k=1, normalization="none")
+    layer = MoE.from_dense(config, *(torch.ones(1, 1) for _ in range(3)), noise=0.1, reinitialized=1.0, scaling="none")
+    assert all(parameter.isfinite().all() for parameter in layer.parameters())
 
 
 def test_a_config_of_another_library_is_named() -> None:

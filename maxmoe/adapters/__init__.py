@@ -6,6 +6,7 @@ A wrapper of PEFT hands its factors to the module that it wraps, for the time of
 
 from maxmoe.adapters.factors import factors_of as factors_of
 from maxmoe.adapters.factors import hand_over as hand_over
+from maxmoe.adapters.peft import adapted_module as adapted_module
 from maxmoe.adapters.peft import connect as connect
 from maxmoe.adapters.peft import connect_if_imported as connect_if_imported
 from maxmoe.adapters.peft import takes as takes

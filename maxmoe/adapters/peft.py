@@ -32,20 +32,31 @@ def takes_factors(predicate: Callable[[nn.Module, str], bool]) -> None:
     _takers.append(predicate)
 
 
-def without_adapters(module: nn.Module, kind: type[Part]) -> Part:
-    """Return the `kind` in `module`: adapters of PEFT wrap it and do not forward its attributes.
+def adapted_module(module: nn.Module) -> nn.Module:
+    """Return the module that adapters of PEFT wrap, or the module itself if none do.
 
     With PEFT's `modules_to_save`, it is the copy that is active.
     """
-    while not isinstance(module, kind):
+    while True:
         copies = getattr(module, "modules_to_save", None)
         if copies is not None:
             active = [name for name in module.active_adapters if name in copies]  # type: ignore[union-attr]
             is_copy = active and not module.disable_adapters
             module = copies[active[0]] if is_copy else module.get_submodule("original_module")
-        else:
+        elif hasattr(module, "get_base_layer"):
             module = module.get_submodule("base_layer")
-    return module
+        else:
+            return module
+
+
+def without_adapters(module: nn.Module, kind: type[Part]) -> Part:
+    """Return the `kind` in `module`: adapters of PEFT wrap it and do not forward its attributes."""
+    if isinstance(module, kind):
+        return module
+    adapted = adapted_module(module)
+    if not isinstance(adapted, kind):
+        raise TypeError(f"expected a {kind.__name__}, with or without adapters, got {type(adapted).__name__}")
+    return adapted
 
 
 def connect_if_imported() -> None:

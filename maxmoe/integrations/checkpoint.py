@@ -18,6 +18,7 @@ from torch import Tensor
 from maxmoe.integrations.layer_reader import InFile, LayerReader, experts_of
 from maxmoe.integrations.quantized_tensors import DTYPES, ConfigFormat, ends_of_codes, published
 from maxmoe.nn import MoE
+from maxmoe.nn.checks import check_parts_are_known
 from maxmoe.presets.families import FAMILIES, Family
 from maxmoe.presets.layouts import Held, Layout, listed
 from maxmoe.quantization import QuantizedStack
@@ -73,11 +74,13 @@ def write_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str, *
         stacked: write all experts in one tensor, with the names of the models in transformers.
 
     Raises:
-        ValueError: for an unknown family, and for a layer with parameters that the family lacks.
+        ValueError: for an unknown family, for a layer with parameters that the family lacks, and for a router or an
+            activation of one's own.
     """
     layout = _family(family).block if stacked else _family(family).checkpoint
     tensors: dict[str, _Tensor] = {}
     for block, layer in layers.items():
+        check_parts_are_known(layer, f"{block}: write_checkpoint")
         _check_memory(block, layer, may_be_quantized=False)
         for key, held in layout.tensors(layer.state_dict()).items():
             tensors |= _tensors_of(f"{block}.{layout.module}.{key}", held)

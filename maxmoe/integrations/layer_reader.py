@@ -51,7 +51,7 @@ class LayerReader:
         }
         self._check_shapes(tensors)
         for key, stack in self._templates.items():
-            config.check(self._place(key), stack.format, stack.columns_per_scale)
+            config.check(self._place(key), stack)
             self._check_values(key, tensors[key])
         self._scales = self._scales_of_parameters(tensors)
 

@@ -150,16 +150,19 @@ def ends_of_codes(end: str) -> tuple[str, ...]:
 
 
 def format_in(key: str, dtypes: Mapping[str, str]) -> str | None:
-    """Return the format of the weight `key` in a checkpoint, None if it is not quantized.
+    """Return the format of the weight `key` in a checkpoint, or what it lacks; None if it is not quantized.
 
     Args:
         key: name of the weight.
         dtypes: dtypes of all tensors by their names.
     """
     for each in PUBLISHED.values():
-        names = each.names(key)
-        if all(names[end] in dtypes for end in each.dtypes if end not in each.optional):
+        codes, *others = (name for end, name in each.names(key).items() if end not in each.optional)
+        missing = [name for name in others if name not in dtypes]
+        if codes in dtypes and not missing:
             return each.format
+        if codes in dtypes and codes != key:
+            return f"{each.format} without {' and '.join(missing)}"
     return "of an unknown format" if dtypes.get(key, "F").startswith(("F8", "I", "U")) else None
 
 
@@ -197,38 +200,67 @@ class ConfigFormat:
 
     Args:
         folder: folder of the checkpoint, or one of its files, which has no config.
+
+    Raises:
+        ValueError: if the config is no JSON object.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "config.json"
-        config: dict[str, Any] = {}
+        self._config: dict[str, Any] = {}
         if folder.is_dir() and self.path.is_file():
-            config = json.loads(self.path.read_text())
-        text = config.get("text_config") or {}
-        self._values: dict[str, Any] = config.get("quantization_config") or text.get("quantization_config") or {}
+            try:
+                self._config = self._object("the file", json.loads(self.path.read_text()))
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise ValueError(f"{self.path} must be a JSON file: {error}") from error
 
-    def check(self, name: str, format: str, block: int) -> None:
+    def check(self, name: str, stack: QuantizedStack) -> None:
         """Raise if the config says another format or another number of weights per scale than a tensor has."""
         said = self._format_and_block()
-        if said is not None and said != (format, block):
-            raise ValueError(
-                f"{name} must be quantized as {said[0]}, with {said[1]} weights of a row per scale, as {self.path} "
-                f"says, got {format} with {block}"
-            )
+        found = (stack.format, (stack.rows_per_scale, stack.columns_per_scale))
+        if said is None or said in (found, (stack.format, None)):
+            return
+        wanted, got = (
+            format if block is None else f"{format}, with a scale for {block[0]} x {block[1]} weights"
+            for format, block in (said, found)
+        )
+        raise ValueError(f"{name} must be quantized as {wanted}, as {self.path} says, got {got}")
 
-    def _format_and_block(self) -> tuple[str, int] | None:
-        """Return the format and the columns of a block; None without a config."""
-        values = self._values
+    def _format_and_block(self) -> tuple[str, tuple[int, int] | None] | None:
+        """Return the format, and the rows and columns of a block or None if it is not said; None without a config."""
+        values = self._config.get("quantization_config")
+        if values is None:
+            values = self._object("text_config", self._config.get("text_config")).get("quantization_config")
+        values = self._object("quantization_config", values)
         match values.get("quant_method"):
             case None:
                 return None
             case "mxfp4":
-                return "mxfp4", 32
+                return "mxfp4", (1, 32)
             case "fp8":
-                return "fp8_block", (values.get("weight_block_size") or [0, 0])[1]
+                block = values.get("weight_block_size")
+                return "fp8_block", None if block is None else self._block("weight_block_size", block)
             case "compressed-tensors":
-                groups: dict[str, Any] = values.get("config_groups") or {}
-                group: dict[str, Any] = next(iter(groups.values()), {"weights": {}})["weights"]
-                return f"{group.get('type')}{group.get('num_bits')}", group.get("group_size") or 0
+                groups = self._object("config_groups", values.get("config_groups"))
+                group = self._object("a group of config_groups", next(iter(groups.values()), None))
+                weights = self._object("weights of config_groups", group.get("weights"))
+                if "type" not in weights or "num_bits" not in weights:
+                    raise ValueError(
+                        f"{self.path}: config_groups must have weights with type and num_bits, got {groups}"
+                    )
+                size = weights.get("group_size")
+                block = None if size is None else self._block("group_size", [1, size])
+                return f"{weights['type']}{weights['num_bits']}", block
             case method:
-                return str(method), 0
+                return str(method), None
+
+    def _object(self, name: str, value: object) -> dict[str, Any]:
+        """Return a JSON object, which is empty for null; raises for any other value."""
+        if value is not None and not isinstance(value, dict):
+            raise ValueError(f"{self.path}: {name} must be a JSON object, got {value!r}")
+        return value or {}
+
+    def _block(self, name: str, value: object) -> tuple[int, int]:
+        if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and size > 0 for size in value):
+            raise ValueError(f"{self.path}: {name} must be the size of a block, got {value!r}")
+        return value[0], value[1]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from maxmoe.field_checks import check_int
 from maxmoe.load.stats import MoEStats
 from maxmoe.load.windows import NUM_WINDOWS, LoadWindows
 
@@ -87,19 +88,24 @@ class LoadHistory:
         tokens_per_expert: `tokens_per_expert` of the record of the run that is resumed; None for no counts.
 
     Raises:
-        ValueError: if `tokens_per_expert` has another number of windows.
+        ValueError: for a negative `num_steps`, and if `tokens_per_expert` has another number of windows or is not
+            integer.
     """
 
     NUM_WINDOWS = NUM_WINDOWS
 
     def __init__(self, *, num_steps: int = 0, tokens_per_expert: Mapping[str, Tensor] | None = None) -> None:
-        windows = dict(tokens_per_expert or {})
-        for layer, counts in windows.items():
+        check_int("num_steps", num_steps, at_least=0)
+        windows = {}
+        for layer, counts in (tokens_per_expert or {}).items():
             if counts.dim() != 2 or len(counts) != NUM_WINDOWS:
                 raise ValueError(
                     f"tokens_per_expert must have shape [{NUM_WINDOWS}, E] for each layer, "
                     f"got {tuple(counts.shape)} for {layer!r}"
                 )
+            if counts.is_floating_point():
+                raise ValueError(f"tokens_per_expert must be integer, got {counts.dtype} for {layer!r}")
+            windows[layer] = counts.long()
         self._windows = LoadWindows(num_steps, windows)
         self._num_experts = {layer: counts.shape[1] for layer, counts in windows.items()}
         self._pending: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -120,7 +126,7 @@ class LoadHistory:
     def tokens_per_expert(self) -> dict[str, Tensor]:
         """Tokens of each expert ``(100, E)``, int64, by layer, summed over windows of steps; 0 in future windows."""
         self._summarize()
-        return self._windows.tokens_per_expert
+        return dict(self._windows.tokens_per_expert)
 
     def add(self, layers: Mapping[str, MoEStats]) -> None:
         """Add the statistics of an optimizer step.

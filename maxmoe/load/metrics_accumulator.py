@@ -130,6 +130,12 @@ class MetricsAccumulator:
         """Add a loss and statistics to the sums in the backward through the returned `hidden_states`."""
         return self._metrics.add(hidden_states, packed(aux_loss, stats))
 
+    def reset(self) -> None:
+        """Reset all sums to zero."""
+        self.take()
+        if self.histogram is not None:
+            self.histogram.take()
+
     def take(self) -> Tensor:
         """Return the packed sums and reset them to zero, with the counts of the step."""
         self.step.reset()

@@ -52,7 +52,7 @@ class StatsAccumulator:
 
     def __init__(self, model: nn.Module, *, process_group: dist.ProcessGroup | None = None) -> None:
         self._layers: dict[str, Any] = {
-            _unwrapped_path(model, path) or "moe": module
+            unwrapped_path(model, path) or "moe": module
             for path, module in model.named_modules()
             if hasattr(module, "metrics_accumulator")
         }
@@ -63,6 +63,11 @@ class StatsAccumulator:
         self._sums: dict[str, MetricsAccumulator] = {}
         for name, layer in self._layers.items():
             self._sums[name] = layer.metrics_accumulator = new_accumulator(layer, process_group)
+
+    def reset(self) -> None:
+        """Forget the micro-batches since the last update, for a step that ended early, for example by an error."""
+        for sums in self._sums.values():
+            sums.reset()
 
     @torch.no_grad()
     def update(self) -> StepStats:
@@ -89,7 +94,7 @@ class StatsAccumulator:
             stats[name] = summed.stats._replace(router_entropy=summed.stats.router_entropy / calls)
         for name, layer in self._layers.items():
             router = layer.balanced_router
-            if router is None or not _is_trained(layer):
+            if router is None or not is_trained(layer):
                 continue
             if layer.config.correction_bias_rule == "quantile":
                 router.update_correction_bias_by_quantiles(sums[name].histogram)
@@ -98,7 +103,7 @@ class StatsAccumulator:
         return StepStats(torch.stack(aux_losses).sum(), stats)
 
 
-def _is_trained(layer: Any) -> bool:
+def is_trained(layer: Any) -> bool:
     """Return whether a layer is in train mode and its router is not frozen."""
     requires_grad = [parameter.requires_grad for parameter in layer.router.parameters()]
     # FSDP1 leaves no parameters in a module if it flattens them.
@@ -109,7 +114,7 @@ def _is_trained(layer: Any) -> bool:
 _WRAPPED_NAMES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
-def _unwrapped_path(model: nn.Module, path: str) -> str:
+def unwrapped_path(model: nn.Module, path: str) -> str:
     """Return the path of a submodule without the names that wrappers around it or around its parents add."""
     names = []
     for name in path.split("."):

@@ -5,6 +5,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 
+from maxmoe.load.stats_accumulator import is_trained
 from maxmoe.nn.module_path import module_path
 
 # Number of backward passes without a gradient of the auxiliary loss before the warning.
@@ -12,8 +13,9 @@ PATIENCE = 10
 
 
 class AuxLossWatch:
-    """Warns once if a layer is trained, but its auxiliary loss never gets a gradient.
+    """Warns once if a layer and its router are trained, but its auxiliary loss never gets a gradient.
 
+    A reentrant checkpoint gives all its outputs a gradient, so that a loss that is forgotten there is not noticed.
     Hooks on the two outputs of the layer count the backward passes. They are registered until the first gradient of the
     auxiliary loss. In a graph of `torch.compile` there are none, and no warning.
     """
@@ -27,7 +29,7 @@ class AuxLossWatch:
         # First what is false for a plain layer.
         if not (aux_loss.requires_grad and hidden_states.requires_grad):
             return
-        if torch.compiler.is_compiling() or self._is_over:
+        if torch.compiler.is_compiling() or self._is_over or not is_trained(layer):
             return
         if self._num_backwards >= PATIENCE:
             self._is_over = True

@@ -1,10 +1,15 @@
 """Checks of what a layer is made of and called with."""
 
+import dataclasses
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from maxmoe.adapters import adapted_module
 from maxmoe.config import MoEConfig
 from maxmoe.nn.losses import BalanceLoss
+from maxmoe.nn.router import is_own_router
 from maxmoe.ops import ActivationFunction
 
 
@@ -30,9 +35,12 @@ def check_replaced_parts(
     """Raise if the config contradicts what replaces a part of the layer."""
     if router is not None and not isinstance(router, nn.Module):
         raise TypeError(f"router must be a torch.nn.Module, got {type(router).__name__}")
-    for name in ("router_bias", "score_correction_bias") if router is not None else ():
-        if getattr(config, name):
-            raise ValueError(f"{name} must be False with a router of one's own, got True")
+    if router is not None and not is_own_router(router):
+        _check_router_config(config, router)
+    elif router is not None:
+        for name in ("router_bias", "score_correction_bias"):
+            if getattr(config, name):
+                raise ValueError(f"{name} must be False with a router of one's own, got True")
     if activation is not None and not callable(activation):
         raise TypeError(f"activation must be a function of gate and up, got {activation!r}: set names in the config")
     if activation is not None and config.activation_limit is not None:
@@ -41,7 +49,52 @@ def check_replaced_parts(
         )
     if balance_loss is None:
         return
+    if not callable(balance_loss):
+        raise TypeError(f"balance_loss must be a function as load_balance_loss, got {balance_loss!r}")
     if config.load_balance_loss_weight == 0:
         raise ValueError("balance_loss needs load_balance_loss_weight > 0, got 0")
     if config.load_balance_scope == "step":
         raise ValueError("balance_loss needs load_balance_scope 'sequence' or 'batch', got 'step'")
+
+
+def check_step_is_counted(layer: Any) -> None:
+    """Raise if a layer is trained with the load of the step, which nobody counts."""
+    config = layer.config
+    is_needed = layer.training and config.load_balance_loss_weight > 0 and config.load_balance_scope == "step"
+    if is_needed and layer.metrics_accumulator is None and torch.is_grad_enabled():
+        raise ValueError(
+            "load_balance_scope 'step' needs maxmoe.StatsAccumulator(model), whose update() ends the step, got none"
+        )
+
+
+def _check_router_config(config: MoEConfig, router: nn.Module) -> None:
+    """Raise if a `Router` was made with another config than that of its layer, which says how it routes."""
+    of_router: Any = adapted_module(router).config
+    for name in (field.name for field in dataclasses.fields(config)):
+        if getattr(of_router, name) != getattr(config, name):
+            raise ValueError(
+                f"{name} of the config of the router must be {getattr(config, name)!r} as in the config of the layer, "
+                f"got {getattr(of_router, name)!r}"
+            )
+
+
+def check_parts_are_known(layer: Any, what: str) -> None:
+    """Raise if a layer computes what its config does not say, with a router or an activation of one's own.
+
+    Args:
+        layer: `MoE` layer.
+        what: function that writes the weights for other libraries, which know only the config.
+    """
+    if is_own_router(layer.router):
+        raise ValueError(
+            f"{what} needs the router of the config, maxmoe.nn.Router, got "
+            f"{type(adapted_module(layer.router)).__name__}: other libraries would compute another function of the "
+            "weights"
+        )
+    for name in ("experts", "shared_experts"):
+        activation = getattr(adapted_module(getattr(layer, name) or nn.Identity()), "activation", None)
+        if callable(activation):
+            raise ValueError(
+                f"{what} needs the activation of the config in {name}, got {activation!r}: other libraries would "
+                "compute another function of the weights"
+            )

@@ -67,6 +67,14 @@ class BalanceLoss(Protocol):
         ...
 
 
+def checked_balance_loss(loss: Tensor) -> Tensor:
+    """Return the result of a balance loss; raises for one that is no scalar."""
+    if not isinstance(loss, Tensor) or loss.shape != ():
+        got = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"balance_loss must return a tensor of shape (), got {got}")
+    return loss
+
+
 def step_balance_loss(
     probabilities: Tensor,
     tokens_per_expert: Tensor,

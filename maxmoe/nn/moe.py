@@ -14,7 +14,7 @@ from maxmoe.conversion import check_block, config_of_block, give_weights, take_w
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.load.metrics_accumulator import MetricsAccumulator
 from maxmoe.nn.aux_loss_watch import AuxLossWatch
-from maxmoe.nn.checks import check_inputs, check_replaced_parts
+from maxmoe.nn.checks import check_inputs, check_parts_are_known, check_replaced_parts, check_step_is_counted
 from maxmoe.nn.dense_dispatcher import local_dispatcher
 from maxmoe.nn.dispatcher import ExpertRunner
 from maxmoe.nn.experts import Experts
@@ -171,6 +171,7 @@ class MoE(nn.Module):
         Raises:
             ValueError: if the block computes another function or has other shapes; no tensor is moved then.
         """
+        check_parts_are_known(self, "to_transformers")
         check_block(self.config, block)
         give_weights(self, block)
 
@@ -210,6 +211,7 @@ class MoE(nn.Module):
     def output_and_metrics(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, RoutingMetrics]:
         """Compute as `forward`; without gradients, the metrics may be computed when they are read."""
         check_inputs(x, token_mask, self.config.hidden_size, self._dtype)
+        check_step_is_counted(self)
         num_sequences = math.prod(x.shape[:-2])
         tokens = x.reshape(-1, x.shape[-1])
         if token_mask is not None:
@@ -265,7 +267,9 @@ class MoE(nn.Module):
         Args:
             tokens_per_expert: ``(E,)``, integer, `MoEStats.tokens_per_expert`, summed over an optimizer step.
         """
-        without_adapters(self.router, Router).update_correction_bias(tokens_per_expert)
+        if self.balanced_router is None:
+            raise ValueError("update_correction_bias needs score_correction_bias=True in the config, got False")
+        self.balanced_router.update_correction_bias(tokens_per_expert)
 
     @property
     def balanced_router(self) -> Router | None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe.nn.moe import MoE
-from maxmoe.nn.routing import Routing
+from maxmoe.nn.router import is_own_router
+from maxmoe.nn.routing import Routing, check_is_replayed
 from maxmoe.recompute.selective import checkpointed_call, is_recomputation
 
 
@@ -131,15 +132,18 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
 
     Raises:
         ValueError: for a record of other layers, or with another top_k or unknown experts; in a call, for another
-            number of tokens than in the record, or if the record has no more calls; at the end, if the model was called
-            less often than in the record.
+            number of tokens than in the record, if the record has no more calls, or for a router that selects other
+            experts; at the end, if the model was called less often than in the record.
     """
     layers = _layers(model)
     _check_layers(layers, record)
     replays = {path: _Replay(path, layer, record.calls[path]) for path, layer in layers.items()}
 
     def hooks(path: str, layer: MoE) -> list[Any]:
-        return [layer.router.register_forward_pre_hook(replays[path].force, with_kwargs=True)]
+        handles: list[Any] = [layer.router.register_forward_pre_hook(replays[path].force, with_kwargs=True)]
+        if is_own_router(layer.router):
+            handles.append(layer.router.register_forward_hook(check_is_replayed, with_kwargs=True))
+        return handles
 
     with _hooked(hooks, layers):
         yield

@@ -8,8 +8,8 @@ from torch import Tensor
 from maxmoe._torch import is_called_plainly, is_traced
 from maxmoe.nn.dispatcher import ExpertRunner, LocalDispatcher
 from maxmoe.nn.experts import Experts
-from maxmoe.nn.router import Router
-from maxmoe.nn.routing import Routing, check_routing
+from maxmoe.nn.router import Router, is_own_router
+from maxmoe.nn.routing import Routing, checked_routing
 from maxmoe.nn.tensor_parallel_region import LayerInputs, LocalRegion
 from maxmoe.quantization import QuantizedStack
 
@@ -73,12 +73,12 @@ def _in_one_operator(
 def _in_modules(
     layer: Any, inputs: LayerInputs, token_mask: Tensor | None, shape: tuple[int, int, int]
 ) -> tuple[Routing, Tensor, Tensor]:
-    router_input, is_own_router, region = inputs.router, not isinstance(layer.router, Router), layer.runner.region
-    if is_own_router:  # only then, because two dims fix the sizes in torch.export
-        router_input = router_input.view(shape)
-    routing: Routing = layer.router(router_input, token_mask)
-    if is_own_router:
-        check_routing(routing, layer.config, router_input, token_mask, layer.router)
+    region = layer.runner.region
+    routing: Routing
+    if is_own_router(layer.router):  # only then, because two dims fix the sizes in torch.export
+        routing = checked_routing(layer.router, layer.config, inputs.router.view(shape), token_mask)
+    else:
+        routing = layer.router(inputs.router, token_mask)
     rows = inputs.experts if layer.latent_in is None else region.copy_to_experts(layer.latent_in(inputs.experts))
     routed, dropped = layer.runner.run(
         layer.experts,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe._torch import ConvertedModule
+from maxmoe.adapters import adapted_module
 from maxmoe.config import MoEConfig
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.nn.module_path import module_path
@@ -183,3 +184,8 @@ class Router(ConvertedModule):
             f"score_function={config.score_function!r}, bias={config.router_bias}, "
             f"score_correction_bias={config.score_correction_bias}"
         )
+
+
+def is_own_router(router: nn.Module) -> bool:
+    """Return whether a router, with or without adapters, routes by another forward than that of `Router`."""
+    return type(router) is not Router and type(adapted_module(router)).forward is not Router.forward

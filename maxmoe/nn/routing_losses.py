@@ -15,6 +15,7 @@ from maxmoe.load.stats import MoEStats
 from maxmoe.load.step_counts import StepCounts
 from maxmoe.nn.losses import (
     BalanceLoss,
+    checked_balance_loss,
     load_balance_loss,
     mean_of,
     num_tokens_of,
@@ -134,10 +135,6 @@ class RoutingLosses:
         return counts.scatter_add(1, slots.clamp_min(0), (slots >= 0).to(slots.dtype))
 
     def _balance(self, routing: Routing, counts: Tensor, tokens: TokenReductions, step: StepCounts | None) -> Tensor:
-        if self.config.load_balance_scope == "step" and step is None and torch.is_grad_enabled():
-            raise ValueError(
-                "load_balance_scope 'step' needs maxmoe.StatsAccumulator(model), whose update() ends the step, got none"
-            )
         if self.config.load_balance_scope == "step" and step is not None:
             num_tokens = torch.as_tensor(num_tokens_of(routing.probabilities, routing.token_mask), device=counts.device)
             top_k = self.config.top_k
@@ -148,7 +145,8 @@ class RoutingLosses:
         length = routing.probabilities.shape[0] // max(num_sequences, 1)
         probabilities = routing.probabilities.view(num_sequences, length, self.config.num_selectable_experts)
         lengths = None if routing.token_mask is None else routing.token_mask.view(num_sequences, length).sum(1)
-        return self.balance_loss(probabilities, counts, self.config.top_k, lengths=lengths, tokens=tokens)
+        loss = self.balance_loss(probabilities, counts, self.config.top_k, lengths=lengths, tokens=tokens)
+        return checked_balance_loss(loss)
 
     def saved_tensors(self, batch: int, length: int, wide: torch.dtype) -> dict[str, SavedTensor]:
         """Describe the tensors that the losses save, given the dtype of the probabilities."""

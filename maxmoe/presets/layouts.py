@@ -65,11 +65,17 @@ class Entry:
         return tensor.chunk(count, dim=-1)
 
     def join(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Return a new published tensor that contains the maxmoe parameters."""
+        """Return a new published tensor that contains the maxmoe parameters.
+
+        Raises a ValueError with its name for quantized parameters whose blocks it would cut.
+        """
         like = parameters[0].mT if self.transposed else parameters[0]  # quantized weights keep their memory layout
         tensor = like.new_empty(self.shape(parameters[0].shape))
-        for view, parameter in zip(self.views(tensor), parameters, strict=True):
-            view.copy_(parameter)
+        try:
+            for view, parameter in zip(self.views(tensor), parameters, strict=True):
+                view.copy_(parameter)
+        except (ValueError, NotImplementedError) as error:
+            raise ValueError(f"{self.key}: {error}") from error
         return tensor
 
 

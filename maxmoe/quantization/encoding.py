@@ -21,7 +21,7 @@ def quantize(weights: Tensor, format: str, group_size: int | None = None) -> Qua
     max / 127. "nf4": max. The additional memory beside the result is a part of one expert.
 
     Args:
-        weights: ``(L, in, out)``, floating, finite.
+        weights: ``(L, in, out)``, floating, finite in float32.
         format: "mxfp4", "fp8_block", "fp8_row", "int4", "int8" or "nf4".
         group_size: number of weights of one output that share a scale, for "int4": 32, 64, 128, ...; 128 by default.
 
@@ -33,6 +33,8 @@ def quantize(weights: Tensor, format: str, group_size: int | None = None) -> Qua
         ValueError: for weights that are not finite, an unknown format, and a group size that the format does not have.
     """
     known = format_named(format)
+    if not isinstance(weights, Tensor):
+        raise TypeError(f"weights must be a tensor (L, in, out), got {type(weights).__name__}")
     if weights.dim() != 3 or weights.dtype not in DTYPES or isinstance(weights, QuantizedStack):
         raise ValueError(
             f"weights must be floating (L, in, out), got {type(weights).__name__} of {weights.dtype} "
@@ -83,8 +85,9 @@ def _encode(matrix: Tensor, format: Format, group: int, scale_dtype: torch.dtype
     wide = functional.pad(matrix.double(), (0, -columns % group, 0, -rows % format.rows_per_scale))
     blocks = wide.view(-1, format.rows_per_scale, wide.shape[1] // group, group)
     largest = blocks.abs().amax(dim=(1, 3))
-    if not bool(largest.isfinite().all()):
-        raise ValueError(f"weights must be finite, got {largest[~largest.isfinite()][0].item()}")
+    is_small = largest <= torch.finfo(torch.float32).max  # False for NaN
+    if not bool(is_small.all()):
+        raise ValueError(f"weights must be finite in float32, got {largest[~is_small][0].item()}")
     scales, factors = _scales(largest, format, scale_dtype)
     codes = _codes(blocks / factors[:, None, :, None], format)
     codes = codes.flatten(2, 3).flatten(0, 1)[:rows, :columns]

@@ -112,7 +112,7 @@ FORMATS = {
 
 def format_named(name: str) -> Format:
     """Return the format with a name; raise for an unknown one."""
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {name!r}{nearest(str(name), FORMATS)}")
     return FORMATS[name]
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from maxmoe import _library as _library  # registers the operator dequantize
 from maxmoe._torch import make_wrapper_subclass, no_torch_function, tree_leaves
+from maxmoe.field_checks import check_int
 from maxmoe.quantization.checks import check_dtype, check_parts
 from maxmoe.quantization.formats import format_named
 
@@ -61,6 +62,7 @@ class QuantizedStack(Tensor):
         known = format_named(format)
         if columns is None:
             columns = codes.shape[-1] * 8 // known.bits if codes.dim() else 0
+        check_int("columns", columns, at_least=0)
         check_dtype(dtype)
         check_parts(known, codes, scales, zeros, columns)
         return _wrapped(codes, scales, zeros, (format, columns, is_transposed, dtype))
@@ -107,6 +109,36 @@ class QuantizedStack(Tensor):
                 "nn.Parameter(stack, requires_grad=False), and train adapters beside them"
             )
         return self
+
+    @property
+    def data(self) -> "QuantizedStack":
+        """The stack without a history; it shares the memory."""
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise AttributeError(
+            f"data of weights quantized as {self.format} cannot be replaced: use stack.copy_(other), or set the "
+            "parameter of the module"
+        )
+
+    def share_memory_(self) -> "QuantizedStack":
+        """Move codes, scales and zero points to shared memory, for other processes."""
+        for part in self.parts().values():
+            part.share_memory_()  # type: ignore[no-untyped-call]
+        return self
+
+    def is_shared(self) -> bool:
+        """Return whether codes, scales and zero points are in shared memory."""
+        return all(part.is_shared() for part in self.parts().values())  # type: ignore[no-untyped-call]
+
+    def storage(self) -> Any:
+        """Raise, because a stack has several storages. safetensors asks for it; tracing asks for `untyped_storage`."""
+        raise RuntimeError(  # safetensors takes a NotImplementedError for that of a tensor without memory
+            f"weights quantized as {self.format} are several tensors without one storage, as safetensors and "
+            "save_pretrained need it: use torch.save(model.state_dict(), path), or maxmoe.integrations.checkpoint."
+            "write_checkpoint"
+        )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the weights as an ordinary tensor.

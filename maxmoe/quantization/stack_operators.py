@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxmoe.quantization.checks import check_dtype
+from maxmoe.quantization.checks import check_dtype, check_values
 from maxmoe.quantization.formats import FORMATS
 from maxmoe.quantization.stack import OPERATORS, QuantizedStack
 
@@ -104,6 +104,8 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
             raise ValueError(
                 f"{name} of a quantized stack that is copied must be {described(target)}, got {described(source)}"
             )
+    if not source.is_meta:  # once for all: load_state_dict copies
+        check_values(source.scales, source.zeros)
     for name, part in target.parts().items():
         part.copy_(source.parts()[name], non_blocking=non_blocking)
     return target

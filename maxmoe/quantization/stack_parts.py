@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from maxmoe._torch import ConvertedModule, parameter_in_place, set_parameters
 from maxmoe.early_optimizers import mark_replaced
+from maxmoe.quantization.checks import check_values
 from maxmoe.quantization.stack import QuantizedStack
 from maxmoe.replaced_parameters import while_replaced
 
@@ -115,6 +116,12 @@ def load_stacks(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
         keys = part_names(name, whole)
         if all(key in state_dict for key in keys.values()):
             state_dict[name] = whole.of_parts({part: state_dict.pop(key) for part, key in keys.items()})
+        loaded = state_dict.get(name)
+        if isinstance(loaded, QuantizedStack) and not loaded.is_meta:
+            try:
+                check_values(loaded.scales, loaded.zeros)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
 
 
 def _described(stack: QuantizedStack, part: str) -> StackPart:

@@ -1,11 +1,15 @@
 """Selective activation checkpointing that saves the routing."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
-from maxmoe._torch import is_backward_running, is_packed_by_checkpoint, selective_checkpoint_storage
+from maxmoe._torch import is_backward_running, is_packed_by_checkpoint, selective_checkpoint_storage, tree_leaves
 
 # Operators whose outputs `keep_routing` saves.
 KEPT_OPERATORS = ("maxmoe::route", "maxmoe::ragged_plan", "maxmoe_dispatch::all_gather_counts")
@@ -31,15 +35,40 @@ def checkpointed_call() -> int | None:
     return None if storage is None else id(storage)
 
 
-def _policy(_context: object, operator: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator.name() in KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+_keeps_choices: ContextVar[bool] = ContextVar("keeps_choices", default=False)
+
+
+@contextmanager
+def choices_are_kept() -> Iterator[None]:
+    """Context of a router of one's own: under `keep_routing`, its recomputation makes the same choices.
+
+    All outputs of operators that are integers or booleans are saved, because a choice among experts is a comparison or
+    an order of scores. Compiled code has no such context: its recomputation repeats the bits of its forward.
+    """
+    if torch.compiler.is_compiling():
+        yield
+        return
+    token = _keeps_choices.set(True)
+    try:
+        yield
+    finally:
+        _keeps_choices.reset(token)
+
+
+def _policy(context: SelectiveCheckpointContext, operator: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+    is_choice = _keeps_choices.get() and any(
+        isinstance(output, Tensor) and not output.is_floating_point() for output in tree_leaves(context.op_output)
+    )
+    is_kept = is_choice or operator.name() in KEPT_OPERATORS
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def keep_routing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Context function for `torch.utils.checkpoint` that saves the routing and recomputes everything else.
 
     Expert ids, weights and plan are saved, a few bytes per token. The recomputation then uses the same experts even if
-    other operators are not bitwise reproducible, as some attention kernels on GPUs::
+    other operators are not bitwise reproducible, as some attention kernels on GPUs. Of a router of one's own, all
+    integers and booleans that it computes are saved, which it must not change in place; compiled, it is recomputed::
 
         checkpoint(block, x, use_reentrant=False, context_fn=maxmoe.keep_routing)
 

@@ -7,7 +7,15 @@ from torch.optim import Optimizer
 
 from maxmoe.field_checks import check_int, check_number
 from maxmoe.surgery.replacement import Replacement
-from maxmoe.surgery.selection import ExpertIds, Layers, expert_ids, layers_of
+from maxmoe.surgery.selection import (
+    ExpertIds,
+    Layers,
+    as_list,
+    check_not_shared,
+    check_optimizer,
+    expert_ids,
+    layers_of,
+)
 
 
 def prune_experts(
@@ -17,7 +25,7 @@ def prune_experts(
 
     The other experts keep their order. If no token selected the removed experts, the outputs are the same; with
     ``score_function="softmax"`` and ``normalization="none"`` the routing weights grow, because the softmax is over
-    fewer experts, and with groups the group scores may change.
+    fewer experts, with both "softmax" they change in another way, and with groups the group scores may change.
 
     Args:
         model: model with `MoE` layers, or a layer, before `maxmoe.parallelize`. The experts may be quantized.
@@ -27,7 +35,7 @@ def prune_experts(
 
     Raises:
         ValueError: for ids out of range, fewer experts left than `top_k`, groups that do not keep one size, and layers
-            that are parallelized or have adapters or another router. No layer is changed then.
+            that are parallelized, have adapters or another router, or share their experts. No layer is changed then.
     """
     replacements = []
     selected: Layers[ExpertIds] = layers_of(model, experts)
@@ -35,7 +43,7 @@ def prune_experts(
         removed = {*expert_ids(path, layer, chosen)}
         sources = [(expert,) for expert in range(layer.config.num_experts) if expert not in removed]
         replacements.append(Replacement.plan(path, layer, sources))
-    _apply(replacements, optimizer)
+    _apply(model, replacements, optimizer)
 
 
 def merge_experts(
@@ -63,12 +71,14 @@ def merge_experts(
     replacements = []
     selected: Layers[Sequence[ExpertIds]] = layers_of(model, sets)
     for path, (layer, chosen) in selected.items():
-        merged = [tuple(expert_ids(path, layer, ids)) for ids in chosen]
+        merged = [tuple(expert_ids(path, layer, ids)) for ids in as_list(path, "sets", chosen)]
+        if () in merged:
+            raise ValueError(f"{path}: sets must have experts, got {merged}")
         expert_ids(path, layer, [expert for ids in merged for expert in ids])  # the sets are disjoint
         set_of = {expert: ids for ids in merged for expert in ids}
         sources = {set_of.get(expert, (expert,)): None for expert in range(layer.config.num_experts)}
         replacements.append(Replacement.plan(path, layer, list(sources), top_k=top_k))
-    _apply(replacements, optimizer)
+    _apply(model, replacements, optimizer)
 
 
 def duplicate_experts(
@@ -84,7 +94,8 @@ def duplicate_experts(
     A copy comes right after its original. It has the same logits, so that a token that selects one selects the other
     next, in the place of another expert: outputs change. They are the same if every expert is copied m - 1 times and
     `top_k` becomes m * `top_k`; the weights of the copies then add up to that of the original. For scores that are
-    neither normalized nor a softmax, `routed_scaling_factor` is divided by the growth of `top_k`.
+    neither normalized nor a softmax, `routed_scaling_factor` is divided by the growth of `top_k`. With "softmax" as
+    both `score_function` and `normalization`, outputs change in any case.
 
     Args:
         model: model with `MoE` layers, or a layer, before `maxmoe.parallelize`. Without noise, the experts may be
@@ -108,7 +119,7 @@ def duplicate_experts(
         ids = expert_ids(path, layer, chosen, unique=False)
         sources = [(expert,) for expert in sorted([*range(layer.config.num_experts), *ids])]
         replacements.append(Replacement.plan(path, layer, sources, top_k=top_k, noise=noise))
-    _apply(replacements, optimizer)
+    _apply(model, replacements, optimizer)
 
 
 def _check_top_k(top_k: int | None) -> None:
@@ -116,6 +127,9 @@ def _check_top_k(top_k: int | None) -> None:
         check_int("top_k", top_k, at_least=1)
 
 
-def _apply(replacements: Sequence[Replacement], optimizer: Optimizer | None) -> None:
+def _apply(model: nn.Module, replacements: Sequence[Replacement], optimizer: Optimizer | None) -> None:
+    check_not_shared(model, [replacement.path for replacement in replacements])
+    if optimizer is not None:
+        check_optimizer(optimizer)
     for replacement in replacements:
         replacement.apply(optimizer)

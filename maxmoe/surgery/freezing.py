@@ -6,7 +6,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from maxmoe.surgery.selection import FROZEN, ExpertIds, Layers, check_layer, check_not_frozen, expert_ids, layers_of
+from maxmoe.surgery.selection import (
+    FROZEN,
+    ExpertIds,
+    Layers,
+    check_layer,
+    check_not_frozen,
+    check_optimizer,
+    expert_ids,
+    layers_of,
+)
 
 
 class FrozenExperts:
@@ -20,14 +29,11 @@ class FrozenExperts:
     def __init__(self, experts: Mapping[nn.Parameter, Tensor], optimizer: Optimizer) -> None:
         self._experts = dict(experts)
         self._saved: list[Tensor] = []
-        self._hooks = [
-            *(
-                parameter.register_hook(_without_rows(ids))  # type: ignore[no-untyped-call]
-                for parameter, ids in self._experts.items()
-            ),
-            optimizer.register_step_pre_hook(self._save),
-            optimizer.register_step_post_hook(self._restore),
-        ]
+        self._hooks = [optimizer.register_step_pre_hook(self._save), optimizer.register_step_post_hook(self._restore)]
+        self._hooks += (
+            parameter.register_hook(_without_rows(ids))  # type: ignore[no-untyped-call]
+            for parameter, ids in self._experts.items()
+        )
         for parameter in self._experts:
             setattr(parameter, FROZEN, True)
 
@@ -63,22 +69,34 @@ def freeze_experts(
         model: model with `MoE` layers, or a layer, before `maxmoe.parallelize`.
         experts: ids of the experts to freeze, in every layer, or in some by their path, as in
             the statistics of `maxmoe.StatsAccumulator`.
-        optimizer: optimizer of the model.
+        optimizer: optimizer that trains the experts.
 
     Returns:
         Frozen experts; ``remove()`` trains them again.
 
     Raises:
-        ValueError: for ids out of range, and layers that are parallelized, have adapters or have frozen experts.
+        TypeError: for another type than `torch.optim.Optimizer`.
+        ValueError: for ids out of range, layers that are parallelized, have adapters or have frozen experts, and
+            trained experts that the optimizer does not have.
     """
     chosen: dict[nn.Parameter, Tensor] = {}
+    names: dict[nn.Parameter, str] = {}
     selected: Layers[ExpertIds] = layers_of(model, experts)
     for path, (layer, ids) in selected.items():
         check_layer(path, layer)
         check_not_frozen(path, layer)
         rows = torch.tensor(expert_ids(path, layer, ids), dtype=torch.int64)
-        trained = (parameter for parameter in layer.experts.parameters() if parameter.requires_grad)
-        chosen.update({parameter: rows.to(parameter.device) for parameter in trained})
+        trained = {name: each for name, each in layer.experts.named_parameters() if each.requires_grad}
+        chosen.update({parameter: rows.to(parameter.device) for parameter in trained.values()})
+        names.update({parameter: f"{path}.experts.{name}" for name, parameter in trained.items()})
+    check_optimizer(optimizer)
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter, name in names.items():
+        if parameter not in held:
+            raise ValueError(
+                f"optimizer must train {name}, got {type(optimizer).__name__} without it, so that another one would "
+                "change the frozen experts"
+            )
     return FrozenExperts(chosen, optimizer)
 
 

@@ -67,7 +67,10 @@ class Replacement:
         """Replace the experts, and their state in the optimizer."""
         for name, module in (("router", self.layer.router), ("experts", self.layer.experts)):
             for key, old in list(module.named_parameters(recurse=False)):
-                new = nn.Parameter(self._with_noise(self._rows(old.detach())), requires_grad=old.requires_grad)
+                rows = self._rows(old.detach())
+                new = nn.Parameter(
+                    rows if key.endswith("bias") else self._with_noise(rows), requires_grad=old.requires_grad
+                )
                 setattr(module, key, new)
                 if optimizer is not None:
                     self._replace_in(optimizer, old, new)
@@ -86,11 +89,11 @@ class Replacement:
 
     def _with_noise(self, tensor: Tensor) -> Tensor:
         """Add noise to the copies of experts that came before, in a new tensor of matrices or rows of the router."""
-        if not self.noise or tensor.dim() < 2:
+        if not self.noise:
             return tensor
         for expert, ids in enumerate(self.sources):
             if ids in self.sources[:expert]:
-                tensor[expert] += self.noise * tensor[expert].std() * torch.randn_like(tensor[expert])
+                tensor[expert] += self.noise * tensor[expert].std(correction=0) * torch.randn_like(tensor[expert])
         return tensor
 
     def _replace_in(self, optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter) -> None:

@@ -1,6 +1,5 @@
 """Checkpoints with quantized experts: read without expansion, written back bit for bit, refused before a copy."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -20,27 +19,9 @@ pytest.importorskip("safetensors")
 from safetensors.torch import load_file, save_file
 
 from maxmoe.integrations.checkpoint import read_checkpoint, write_checkpoint
+from support.quantized_checkpoint_files import read, written
 
 each_kind = pytest.mark.parametrize("kind", FAMILIES)
-
-
-def written(path: Path, kind: str, **changes: Tensor | None) -> Path:
-    """A checkpoint; the tensors whose names end so are replaced, or left out."""
-    tensors = tensors_of(kind)
-    for end, tensor in changes.items():
-        key = next((key for key in tensors if key.endswith(end)), end)
-        tensors.pop(key, None)
-        if tensor is not None:
-            tensors[key] = tensor
-    file = path / "model.safetensors"
-    save_file(tensors, file, {"format": "pt"})
-    return file
-
-
-def read(path: Path, kind: str, layer: MoE | None = None) -> MoE:
-    layer = layer_for(kind) if layer is None else layer
-    read_checkpoint(path, {BLOCK: layer}, FAMILIES[kind])
-    return layer
 
 
 def weights_by_others(kind: str) -> dict[str, Tensor]:
@@ -140,40 +121,6 @@ def test_what_this_library_has_quantized(format: str, sizes: tuple[int, int], tm
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
-CONFIGS: dict[str, dict[str, Any]] = {
-    "mxfp4": {"quant_method": "mxfp4"},
-    "fp8_block": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
-    "int4": {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 32}}},
-    },
-}
-
-
-@each_kind
-def test_config(kind: str, tmp_path: Path) -> None:
-    file = written(tmp_path, kind)
-    for name, quantization in (*CONFIGS.items(), ("none", None)):
-        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
-        if name in (kind.split()[0], "none"):
-            read(tmp_path, kind)
-            continue
-        words = (
-            f"(?=.*experts.*must be quantized as {name},)(?=.*config.json says, got {kind.split()[0]})(?=.*{file.name})"
-        )
-        with pytest.raises(ValueError, match=words):
-            read(tmp_path, kind)
-
-
-def test_group_size_of_config(tmp_path: Path) -> None:
-    written(tmp_path, "int4")
-    text = json.dumps({"quantization_config": CONFIGS["int4"]}).replace('"group_size": 32', '"group_size": 64')
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"int4, with 64 weights .* says, got int4 with 32"):
-        read(tmp_path, "int4")
-
-
 NAN_SCALES = torch.full((1, 2), torch.nan)
 WRONG: dict[str, tuple[str, dict[str, Tensor | None], tuple[str, ...]]] = {
     "not finite": (
@@ -221,6 +168,11 @@ WRONG: dict[str, tuple[str, dict[str, Tensor | None], tuple[str, ...]]] = {
         {"2.up_proj.weight_scale_inv": None},
         ("experts.2.up_proj.weight", "fp8_block", "of an unknown format", "model.safetensors"),
     ),
+    "missing scales of a stack": (
+        "mxfp4",
+        {"down_proj_scales": None},
+        ("experts.down_proj", "must be quantized as mxfp4", "got mxfp4 without experts.down_proj_scales"),
+    ),
     "zeros of one expert": (
         "int4 with zeros",
         {"2.up_proj.weight_zero_point": None},
@@ -251,6 +203,14 @@ def test_wrong_tensors(kind: str, changes: dict[str, Any], words: tuple[str, ...
         read_checkpoint(path, {"model.layers.2": right, BLOCK: layer}, FAMILIES[kind])
     assert layer.experts.up_proj.is_meta and torch.equal(layer.router.weight, before)
     assert not right.experts.up_proj.codes.any()
+
+
+def test_blocks_that_a_layout_would_cut_are_named(tmp_path: Path) -> None:
+    layer = MoE(config_of("mxfp4")).requires_grad_(False)
+    quantize_experts(layer, "fp8_block")
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj: a slice of rows with step 2, where a scale is of 128"):
+        write_checkpoint(tmp_path / "ours", {BLOCK: layer}, "gpt_oss")
+    assert not (tmp_path / "ours").exists()
 
 
 def test_experts_of_another_format(tmp_path: Path) -> None:

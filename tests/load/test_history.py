@@ -118,9 +118,23 @@ def test_other_layers_are_refused() -> None:
     assert [row._replace(step=1) for row in history.rows(after=1)] == history.rows()[:2]
 
 
+def test_counts_that_were_read_stay() -> None:
+    history, steps = recorded(3)
+    counts = history.tokens_per_expert
+    before = {layer: tensor.clone() for layer, tensor in counts.items()}
+    history.add(steps[0])
+    assert not history.tokens_per_expert["layers.0.mlp"].equal(before["layers.0.mlp"])
+    assert all(counts[layer].equal(tensor) for layer, tensor in before.items())
+
+
 def test_a_resumed_record_needs_its_windows() -> None:
     with pytest.raises(ValueError, match=r"shape \[100, E\] for each layer, got \(3, 4\) for 'moe'$"):
         LoadHistory(num_steps=3, tokens_per_expert={"moe": torch.zeros(3, 4, dtype=torch.int64)})
+    with pytest.raises(ValueError, match=r"tokens_per_expert must be integer, got torch.float32 for 'moe'$"):
+        LoadHistory(num_steps=3, tokens_per_expert={"moe": torch.zeros(100, 4)})
+    for num_steps in (-5, 1.5):
+        with pytest.raises(ValueError, match=rf"num_steps must be an int >= 0, got {num_steps}$"):
+            LoadHistory(num_steps=num_steps)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^heat_map needs at least one step, got 0: call add first$"):
         LoadHistory().heat_map()
 

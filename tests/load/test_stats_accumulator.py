@@ -174,6 +174,18 @@ def test_it_changes_no_gradient_and_no_frozen_output() -> None:
     assert not layer.requires_grad_(False)(x.detach()).requires_grad
 
 
+@pytest.mark.parametrize("options", [{}, {"num_groups": 1, "top_k_groups": 1, "correction_bias_rule": "quantile"}])
+def test_reset_forgets_a_step_that_ended_early(options: dict[str, Any]) -> None:
+    layer, twin = block(**options), block(**options)
+    x, accumulators = tokens(layer, 2, 5).requires_grad_(), [StatsAccumulator(layer), StatsAccumulator(twin)]
+    layer(x.flip(2)).sum().backward()
+    accumulators[0].reset()
+    for each in (layer, twin):
+        each(x).sum().backward()
+    (got,), (expected,) = (accumulator.update().layers.values() for accumulator in accumulators)
+    assert got.tokens_per_expert.equal(expected.tokens_per_expert) and bias_of(layer).equal(bias_of(twin))
+
+
 def test_a_model_without_layers() -> None:
     with pytest.raises(ValueError, match=r"^Linear must have layers of type MoE, got none$"):
         StatsAccumulator(nn.Linear(2, 2))

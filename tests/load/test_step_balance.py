@@ -154,6 +154,8 @@ def test_evaluation_counts_nothing_and_needs_no_accumulator() -> None:
     layer, x = make(), batch()
     with torch.no_grad():
         assert layer(x).aux_loss.item() == pytest.approx(make("batch")(x).aux_loss.item(), rel=1e-12)
+    assert layer.eval()(x).aux_loss.requires_grad  # with gradients, but not trained
+    layer.train()
     with pytest.raises(ValueError, match=r"'step' needs maxmoe.StatsAccumulator\(model\)"):
         layer(x)
     maxmoe.StatsAccumulator(layer)

@@ -83,6 +83,19 @@ def frozen() -> Callable[[Tensor], Tensor]:
     return lambda x: model(x)[0].sum().requires_grad_()
 
 
+def frozen_router() -> Callable[[Tensor], Tensor]:
+    model = Model(**LOSSES[0])
+    for layer in model.layers:
+        layer.router.requires_grad_(False)
+    return lambda x: model(x.requires_grad_())[0].sum()
+
+
+def evaluated() -> Callable[[Tensor], Tensor]:
+    """An attack or a saliency map: gradients, but no training."""
+    model = Model(**LOSSES[0]).eval()
+    return lambda x: model(x.requires_grad_())[0].sum()
+
+
 def many_forwards_before_a_backward() -> Callable[[Tensor], Tensor]:
     model = Model(**LOSSES[0])
     return lambda x: torch.stack([sum(model(x), torch.zeros(())).sum() for _ in range(STEPS)]).sum()
@@ -94,7 +107,9 @@ def compiled() -> Callable[[Tensor], Tensor]:
     return lambda x: whole(x)[0].sum()
 
 
-@pytest.mark.parametrize("make", [plain, feed_forward, frozen, many_forwards_before_a_backward, compiled])
+@pytest.mark.parametrize(
+    "make", [plain, feed_forward, frozen, frozen_router, evaluated, many_forwards_before_a_backward, compiled]
+)
 def test_no_warning(make: Callable[[], Callable[[Tensor], Tensor]]) -> None:
     step = make()
     assert messages_of(step) == []

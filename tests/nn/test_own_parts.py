@@ -111,6 +111,14 @@ def test_a_balance_loss(scope: str) -> None:
     assert lengths.tolist() == ([7, 4, 2] if rows == 3 else [13]) and int(counts.sum()) == 26
 
 
+@pytest.mark.parametrize(("result", "message"), [(torch.ones(3), r"got one of shape \(3,\)"), (0.5, "got float")])
+def test_a_balance_loss_is_a_scalar(result: Any, message: str) -> None:
+    config = MoEConfig(hidden_size=D, intermediate_size=F, num_experts=E, top_k=2, load_balance_loss_weight=0.3)
+    layer = MoE(config, balance_loss=lambda *_arguments, **_options: result, dtype=torch.float64)
+    with pytest.raises(ValueError, match=f"balance_loss must return a tensor .*{message}"):
+        layer(tokens(2, 3))
+
+
 @pytest.mark.parametrize(
     ("fields", "replaced", "error", "message"),
     [
@@ -120,6 +128,7 @@ def test_a_balance_loss(scope: str) -> None:
         ({}, {"activation": "silu"}, TypeError, "activation must be a function of gate and up, got 'silu'"),
         ({"activation_limit": 7.0}, {"activation": min}, ValueError, "activation_limit must be None .*, got 7.0"),
         ({}, {"balance_loss": load_balance_loss}, ValueError, "needs load_balance_loss_weight > 0, got 0"),
+        ({"load_balance_loss_weight": 0.1}, {"balance_loss": 0.1}, TypeError, "must be a function .*, got 0.1"),
         (
             {"load_balance_loss_weight": 0.1, "load_balance_scope": "step"},
             {"balance_loss": load_balance_loss},

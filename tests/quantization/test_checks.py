@@ -19,6 +19,8 @@ CODES, SCALES = torch.zeros(2, 6, 64, dtype=torch.uint8), torch.ones(2, 6, 4)
         ),
         ({"codes": CODES.int()}, r"codes must be uint8 \(L, rows, bytes\), got torch.int32 \(2, 6, 64\)"),
         ({"codes": CODES[0, 0]}, r"codes must be uint8 \(L, rows, bytes\), got torch.uint8 \(64,\)"),
+        ({"columns": -1}, "columns must be an int >= 0, got -1"),
+        ({"columns": 128.0}, "columns must be an int >= 0, got 128.0"),
         ({"columns": 126}, "codes of int4 must have 63 bytes per row for 126 columns, got 64"),
         ({"scales": SCALES.double()}, "scales of int4 must be float32 or bfloat16 or float16, got torch.float64"),
         (

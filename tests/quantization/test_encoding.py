@@ -145,6 +145,8 @@ def test_weights_that_cannot_be_quantized() -> None:
     weights = torch.randn(2, 64, 8)
     with pytest.raises(ValueError, match=r"format must be one of .*, got 'mxpf4'; the nearest are 'mxfp4'"):
         quantize(weights, "mxpf4")
+    with pytest.raises(ValueError, match=r"format must be one of .*, got \['mxfp4'\]"):
+        quantize(weights, ["mxfp4"])  # type: ignore[arg-type]
     with pytest.raises(
         ValueError, match=r"weights must be floating \(L, in, out\), got Tensor of torch.float32 \(64, 8\)"
     ):
@@ -161,5 +163,9 @@ def test_weights_that_cannot_be_quantized() -> None:
     for value in (torch.nan, torch.inf, -torch.inf):
         weights[1, 3, 4] = value
         for format in FORMATS:
-            with pytest.raises(ValueError, match=r"weights must be finite, got (inf|nan)"):
+            with pytest.raises(ValueError, match=r"weights must be finite in float32, got (inf|nan)"):
                 quantize(weights, format)
+    with pytest.raises(ValueError, match=r"weights must be finite in float32, got 1e\+300"):
+        quantize(torch.full((1, 2, 3), -1e300, dtype=torch.float64), "int8")
+    with pytest.raises(TypeError, match=r"weights must be a tensor \(L, in, out\), got list"):
+        quantize([[1.0]], "mxfp4")  # type: ignore[arg-type]

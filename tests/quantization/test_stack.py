@@ -156,10 +156,9 @@ def test_dtype_is_nominal(format: str) -> None:
         assert weight.codes.data_ptr() == codes.data_ptr() and weight.scales.data_ptr() == scales.data_ptr()
         assert weight.scales.dtype == scales.dtype
     assert module.half().weight.dtype == torch.float16
-    with pytest.raises(ValueError, match=r"dtype must be float64, float32, bfloat16 or float16, got torch.int8"):
-        module.weight.to(torch.int8)
-    with pytest.raises(ValueError, match=r"dtype must be float64, float32, bfloat16 or float16, got torch.int8"):
-        module.weight.dequantize(torch.int8)
+    for convert in (module.weight.to, module.weight.dequantize):
+        with pytest.raises(ValueError, match=r"dtype must be float64, float32, bfloat16 or float16, got torch.int8"):
+            convert(torch.int8)
 
 
 def module_with(stack: QuantizedStack) -> nn.Module:
@@ -198,6 +197,8 @@ def test_a_file_with_scales_that_are_not_finite(tmp_path: Path) -> None:
     torch.save(stack, tmp_path / "stack")
     with pytest.raises(ValueError, match=r"scales must be finite, got nan at \(1, 2, 0\)"):
         torch.load(tmp_path / "stack")
+    with pytest.raises(ValueError, match=r"scales must be finite, got nan at \(1, 2, 0\)"):
+        torch.empty_like(stack).copy_(stack)
 
 
 def test_what_cannot_be_copied() -> None:
@@ -274,6 +275,16 @@ def test_frozen() -> None:
             ask()
     assert not stack.requires_grad and not stack.requires_grad_(False).requires_grad
     assert not module_with(stack).requires_grad_(False).stack.requires_grad
+
+
+def test_memory_is_that_of_several_tensors() -> None:
+    module, stack = module_with(stack_of("int4")), stack_of("mxfp4")
+    assert not module.stack.is_shared() and module.share_memory().stack.is_shared()
+    assert torch.equal(module.stack.dequantize(), stack_of("int4").dequantize())
+    with pytest.raises(RuntimeError, match=r"without one storage.*use torch.save.*write_checkpoint"):
+        pytest.importorskip("safetensors.torch").save({"stack": stack})
+    with pytest.raises(AttributeError, match=r"data of weights quantized as mxfp4 cannot be replaced: use stack.copy_"):
+        stack.data = stack.clone()
 
 
 def test_repr() -> None:

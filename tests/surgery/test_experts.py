@@ -1,18 +1,16 @@
 """prune_experts, merge_experts and duplicate_experts: outputs that stay, and a layer that is one of its config."""
 
 import copy
-import dataclasses
-import re
-from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import maxmoe
 from maxmoe import MoE, MoEFeedForward
-from maxmoe.nn import ExpertRunner, LocalDispatcher, LocalExperts, load_balance_loss
+from maxmoe.nn import load_balance_loss
 from maxmoe.surgery import duplicate_experts, merge_experts, prune_experts
 from support.moe_layers import DEEPSEEK, EVERYTHING, GPT_OSS, LLAMA4, assert_meets_specification, make, tokens
 
@@ -103,14 +101,17 @@ def test_with_one_expert_per_token_a_copy_takes_over_where_noise_says_so() -> No
 
 
 def test_noise_is_on_the_copies() -> None:
-    layer = make(hidden_size=64, intermediate_size=64)
+    layer = make(hidden_size=64, intermediate_size=64, expert_bias=True, router_bias=True)
     before = copy.deepcopy(layer)
-    duplicate_experts(layer, [1, 4], noise=0.1)
+    duplicate_experts(layer, np.array([1, 4]), noise=0.1)
     kept, copies, originals = [0, 1, 3, 4, 5, 7], [2, 6], [1, 4]
     for name, value in layer.named_parameters():
         old = before.get_parameter(name)
         assert torch.equal(value[kept], old), name
         for new, original in zip(copies, originals, strict=True):
+            if name.endswith("bias"):
+                assert torch.equal(value[new], old[original]), name
+                continue
             noise = (value[new] - old[original]).std() / old[original].std()
             assert noise.item() == pytest.approx(0.1, rel=0.3 if value.dim() == 2 else 0.05), name
 
@@ -173,6 +174,10 @@ def test_a_model_has_layers_by_path() -> None:
     assert [model["one"].config.num_experts, model["two"][0].config.num_experts] == [7, 5]
     with pytest.raises(ValueError, match=r"ModuleDict has no MoE layer 'two'; .*'two.0'"):
         prune_experts(model, {"two": [1]})
+    plain = nn.Sequential(MoE(config))
+    compiled: Any = torch.compile(plain, backend="aot_eager")
+    prune_experts(compiled, {"0": [1]})  # as in the statistics
+    assert plain[0].config.num_experts == 5
     with pytest.raises(ValueError, match="Linear must have layers of type MoE, got none"):
         prune_experts(nn.Linear(2, 2), [1])
 
@@ -244,44 +249,3 @@ def test_layers_with_weights_on_the_input() -> None:
     before = layer(x).hidden_states
     prune_experts(layer, without_tokens(layer, x))
     assert close(layer(x).hidden_states, before)
-
-
-ERRORS: list[tuple[Callable[[nn.Module], None], str]] = [
-    (lambda model: prune_experts(model, [0, 1, 2, 3]), "0: top_k (3) must not exceed num_experts (2)"),
-    (lambda model: prune_experts(model, [*range(6)]), "0: num_experts must be a positive int, got 0"),
-    (lambda model: prune_experts(model, [6]), "0: experts must be integers in [0, num_experts (6)), got 6"),
-    (lambda model: prune_experts(model, [-1]), "0: experts must be integers in [0, num_experts (6)), got -1"),
-    (lambda model: prune_experts(model, torch.tensor([0.5])), "0: experts must be integers in [0, num_experts (6))"),
-    (lambda model: prune_experts(model, [2, 1, 2]), "0: experts must be named once, got 2 2 times"),
-    (lambda model: merge_experts(model, [[0, 1], [1, 2]]), "0: experts must be named once, got 1 2 times"),
-    (lambda model: duplicate_experts(model, [0], top_k=8), "0: top_k (8) must not exceed num_experts (7)"),
-    (lambda model: duplicate_experts(model, [0], top_k=0), "top_k must be a positive int, got 0"),
-    (lambda model: duplicate_experts(model, [0], noise=-1), "noise must be a finite float >= 0, got -1"),
-    (lambda model: prune_experts(model, {"1": [0, 1]}), "1: top_k (3) must not exceed num_experts (2)"),
-    (lambda model: merge_experts(model, {"0": [[0, 1]], "1": [[0, 1, 2]]}), "1: top_k (3) must not exceed"),
-]
-
-
-@pytest.mark.parametrize(("operation", "message"), ERRORS, ids=[message for _, message in ERRORS])
-def test_nothing_changes_if_something_does_not_fit(operation: Callable[[nn.Module], None], message: str) -> None:
-    model = nn.Sequential(make(), make(num_experts=4))
-    parameters, configs = list(model.parameters()), [layer.config for layer in model]
-    with pytest.raises(ValueError, match=re.escape(message)):
-        operation(model)
-    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
-    assert [layer.config for layer in model] == configs
-
-
-def test_other_routers_adapters_and_dispatchers_are_refused() -> None:
-    layer = make()
-    layer.set_runner(ExpertRunner(LocalDispatcher(dataclasses.replace(LocalExperts.all_of(layer.config), count=3))))
-    with pytest.raises(ValueError, match="moe must have the dispatcher of one process, got LocalDispatcher"):
-        prune_experts(layer, [0])
-    layer = make()
-    layer.router = nn.Sequential(layer.router)
-    with pytest.raises(ValueError, match=r"moe.router must be a maxmoe.nn.Router, got Sequential"):
-        prune_experts(layer, [0])
-    layer = make()
-    layer.experts = nn.Sequential(layer.experts)
-    with pytest.raises(ValueError, match=r"moe.experts must be a maxmoe.nn.Experts, got Sequential"):
-        prune_experts(layer, [0])

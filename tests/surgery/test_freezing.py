@@ -71,6 +71,13 @@ def test_layers_by_path_and_mistakes() -> None:
     with pytest.raises(ValueError, match=r"1.experts.gate_proj must have no frozen experts, got some"):
         freeze_experts(model, {"1": [0]}, optimizer)
     frozen.remove()
+    others = torch.optim.AdamW([*model[0].parameters(), *model[1].router.parameters()])
+    with pytest.raises(ValueError, match=r"optimizer must train 1.experts.gate_proj, got AdamW without it"):
+        freeze_experts(model, [0], others)
+    for wrong in (None, [optimizer]):
+        with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer, got "):
+            freeze_experts(model, [0], wrong)  # type: ignore[arg-type]
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
     duplicate_experts(model, [0], optimizer=optimizer)
     with pytest.raises(ValueError, match=r"0: experts must be integers in \[0, num_experts \(7\)\), got 7"):
         freeze_experts(model, [7], optimizer)
