@@ -14,7 +14,7 @@ from maxmoe.field_checks import nearest
 from maxmoe.models import Decoder
 from maxmoe.models.published_models import PUBLISHED, PublishedModel
 from maxmoe.planning import StateDtypes, search
-from maxmoe.planning.time_model import device_names
+from maxmoe.planning.time_model.device import device_names
 from maxmoe.sharding.rules import PRESETS
 from maxmoe.text_table import paragraph, terminal_width
 

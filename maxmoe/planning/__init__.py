@@ -2,9 +2,12 @@
 
 from maxmoe.planning.estimate import Estimate, estimate
 from maxmoe.planning.explain import Explanation, explain
-from maxmoe.planning.plan_search import FoundPlan, NoPlanFits, SearchResult, predict, search
+from maxmoe.planning.plan_search.fastest import search
+from maxmoe.planning.plan_search.found_plan import FoundPlan
+from maxmoe.planning.plan_search.prediction import predict
+from maxmoe.planning.plan_search.result import NoPlanFits, SearchResult
 from maxmoe.planning.state_dtypes import StateDtypes
-from maxmoe.planning.time_model import Device, Link
+from maxmoe.planning.time_model.device import Device, Link
 from maxmoe.planning.traffic import Traffic
 
 __all__ = [

@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from maxmoe.planning import Device
-from maxmoe.planning.time_model import device_names
+from maxmoe.planning.time_model.device import device_names
 
 
 @pytest.mark.parametrize("name", device_names())
