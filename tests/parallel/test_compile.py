@@ -59,10 +59,10 @@ STRATEGIES: list[tuple[str, Dispatch]] = [
     ("ep-tp", "auto"),
 ]
 # Of one layer, by Dynamo's count: where a function that is called by compiled ones communicates, it tries each of them.
-TRAVELLING = {"ParameterHooks.gather": 2, "ShardedTokens._all_reduce": 8, "ExpertRunner.run": 1}
+TRAVELLING = {"ParameterHooks.gather": 5, "ShardedTokens._all_reduce": 10, "ExpertRunner.run": 1}
 PARTIAL = {
-    "ParameterHooks.gather": 2,
-    "PartialSums.enter": 1,
+    "ParameterHooks.gather": 4,
+    "PartialSums.enter": 2,
     "PartialSums.leave": 1,
     "PartialSums.assign": 1,
     "PartialSums.all_reduce_dropped": 1,

@@ -24,6 +24,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 # What torch itself says of an argument that the schema does not allow, or of a size that no tensor may have.
 OF_TORCH = "Expected a value of type|fixed-size array|too large|overflow|negative dimension|allocate memory|bad_alloc"
 MEMORY = 2**31  # bytes that the process may ask for
+# What an operator without a kernel calls, and what names itself in its errors.
+COMPOSED_OF = {"routed_experts": "(linear|route|ragged_plan|expert_ffn|routed_experts)"}
 SAMPLE = 24  # calls of each operator in each way
 
 Arguments = dict[str, Any]
@@ -50,6 +52,15 @@ def calls_of_experts(plan: ops.RaggedPlan) -> Iterator[tuple[str, Arguments]]:
     before = {"grad_out": torch.randn(5, 4), "preactivations": torch.randn(10, 12), "reduced": torch.randn(10, 6)}
     before["output_mask"] = [True] * 14
     yield "expert_ffn", ffn
+    yield (
+        "routed_experts",
+        routing_rules()
+        | {"x": ffn["x"], "router": torch.randn(3, 4), "router_bias": None}
+        | {
+            name: ffn[name]
+            for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias", "activation", "limit", "recompute")
+        },
+    )
     yield "expert_ffn_forward", ffn
     yield "expert_ffn_backward", before | ffn
     codes = {name: quantize(ffn[name], "mxfp4") for name in ("gate", "up", "down")}
@@ -82,13 +93,18 @@ def calls_of_products(plan: ops.RaggedPlan) -> Iterator[tuple[str, Arguments]]:
     yield "ragged_dot", {"a": x, "b": rows, "index": plan.rows, "group_size": 2}
 
 
+def routing_rules() -> Arguments:
+    rules: Arguments = {"top_k": 2, "score_function": "softmax", "normalization": "sum", "scale": 1.0}
+    return rules | {"correction_bias": torch.randn(3), "num_groups": 1, "top_k_groups": 1, "group_score": "top2"}
+
+
 def calls_of_routing(experts: Tensor) -> Iterator[tuple[str, Arguments]]:
     logits = torch.randn(5, 3)
-    rules: Arguments = {"score_function": "softmax", "normalization": "sum", "scale": 1.0}
-    groups = {"correction_bias": torch.randn(3), "num_groups": 1, "top_k_groups": 1, "group_score": "top2"}
-    yield "route", {"logits": logits, "top_k": 2, **rules, **groups, "experts": experts}
+    rules = routing_rules()
+    yield "route", {"logits": logits, **rules, "experts": experts}
     gradients = {"grad_weights": torch.rand(5, 2), "grad_probabilities": torch.randn(5, 3)}
-    yield "route_backward", {**gradients, "logits": logits, "experts": experts, **rules}
+    scores = {name: rules[name] for name in ("score_function", "normalization", "scale")}
+    yield "route_backward", {**gradients, "logits": logits, "experts": experts, **scores}
     bounds = {"first_expert": 0, "num_local_experts": 3, "max_rows": None, "num_rows": None}
     yield "ragged_plan", {"experts": experts, "num_experts": 3, **bounds}
 
@@ -172,7 +188,7 @@ def outcome(operator: str, arguments: Arguments, force: bool, wrap: Callable[...
             result = wrap(getattr(torch.ops.maxmoe, operator))(**arguments)
     except (ValueError, RuntimeError, TypeError, MemoryError) as error:
         asked = operator.removesuffix("_forward").removesuffix("_low_rank")
-        named = rf"maxmoe::{asked}"
+        named = f"maxmoe::{COMPOSED_OF.get(asked, asked)}"
         if not re.search(f"{named}|{OF_TORCH}", str(error)):
             raise AssertionError(f"the error does not name the operator: {error}") from error
         return str(error)
