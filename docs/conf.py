@@ -37,7 +37,8 @@ nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"TypeAlias|BuildInfo|(torch|typing|contextlib|collections|datetime|pathlib|numpy)\..*"),
     (r"py:.*", r"Figure|(transformers|matplotlib|lightning)\..*|maxmoe\.load\.history\.(SummaryWriter|Run)"),
-    (r"py:.*", r"maxmoe\.(_torch\..*|nn\.dispatcher\.[CD])"),  # a base class without names of its own, type variables
+    # Base classes without names of their own, type variables.
+    (r"py:.*", r"maxmoe\.(_torch\..*|nn\.dispatcher\.(LocalCounts|[CD]))"),
 ]
 
 # Docstrings
