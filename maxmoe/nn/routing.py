@@ -258,10 +258,12 @@ def check_is_replayed(router: nn.Module, _arguments: Any, options: Mapping[str, 
     is_same = (routing.experts.sort(1).values == options["experts"].sort(1).values).all(1)
     if routing.token_mask is not None:
         is_same = is_same | ~routing.token_mask
-    message = f"router {type(router).__name__} must route to the experts that it gets in a replay"
+    name = type(router).__name__
     if is_same.device.type != "cpu" or torch.compiler.is_compiling():
-        assert_async(is_same.all(), message)
+        assert_async(is_same.all(), f"router {name} must route to the experts that it gets in a replay")
     elif not is_same.all():
         token = int((~is_same).nonzero()[0])
         given, got = options["experts"][token].tolist(), routing.experts[token].tolist()
-        raise ValueError(f"{message}, {given} for token {token}, got {got}")
+        raise ValueError(
+            f"router {name} must route to the experts that it gets in a replay, {given} for token {token}, got {got}"
+        )
