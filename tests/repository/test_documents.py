@@ -68,6 +68,17 @@ def test_python_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("\n") >= code.count("print(")
 
 
+def check_command(arguments: list[str]) -> None:
+    from maxmoe.__main__ import parse_options
+
+    cheaper = {"explain": ["--num-layers", "4"], "plan": ["--rules", "ep-as-dp"]}
+    options = parse_options([*arguments, *cheaper.get(arguments[0], [])])
+    if arguments[0] == "compare_ranks":  # the reader's module
+        assert options.module == "my_training"
+    else:
+        assert options.report(options)
+
+
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_commands_exist(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     match words:
@@ -84,17 +95,9 @@ def test_commands_exist(words: list[str], tmp_path: Path, monkeypatch: pytest.Mo
             pass
         case ["python", "-m", benchmark, *_] if benchmark.startswith("benchmarks."):
             assert importlib.util.find_spec(benchmark)
-        case ["python", "-m", "maxmoe", "compare_ranks", *arguments]:  # the reader's module
-            from maxmoe.__main__ import parse_options as parse_command
-
-            assert parse_command(["compare_ranks", *arguments]).module == "my_training"
         case ["python", "-m", "maxmoe", *arguments]:
-            from maxmoe.__main__ import parse_options as parse_command
-
-            cheaper = {"explain": ["--num-layers", "4"], "plan": ["--rules", "ep-as-dp"]}
-            options = parse_command([*arguments, *cheaper.get(arguments[0], [])])
             monkeypatch.chdir(tmp_path)  # some write a file
-            assert options.report(options)
+            check_command(arguments)
         case [*_, "examples/train_minimal.py"]:  # which takes no options
             assert words[:-1] in (["python"], ["torchrun", "--nproc-per-node", "2"])
         case ["python", "examples/pretrain.py", *arguments] | [
