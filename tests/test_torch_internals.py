@@ -146,7 +146,8 @@ def test_tracing_is_seen() -> None:
         return x + 1
 
     function(torch.ones(2))
-    with pytest.warns(DeprecationWarning, match="`torch.jit.trace` is deprecated"):
+    deprecation = (DeprecationWarning, FutureWarning)  # from torch 2.15 on the second
+    with pytest.warns(deprecation, match="`torch.jit.trace` is deprecated"):
         torch.jit.trace(function, torch.ones(2), check_trace=False)
     assert seen == [False, True]
 
