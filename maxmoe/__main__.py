@@ -36,11 +36,11 @@ from maxmoe.models.published_models import PUBLISHED
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.failures import RankError
 from maxmoe.pipelining.schedules import SCHEDULES
-from maxmoe.plan_command import add_plan, add_state_dtypes, published, rule_names, state_dtypes
+from maxmoe.plan_command import add_plan, add_state_dtypes, published, state_dtypes
 from maxmoe.planning.estimate import Optimizer, estimate
 from maxmoe.planning.explain import explain
 from maxmoe.sharding.mesh import Mesh, parse_mesh
-from maxmoe.sharding.rules import LogicalRules
+from maxmoe.sharding.rules import LogicalRules, preset_names
 from maxmoe.testing import RankComparison, compare_ranks
 from maxmoe.text_table import paragraph, readable_bytes, terminal_width
 from maxmoe.waiting_threads import waiting_of_this_process
@@ -80,7 +80,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     command.set_defaults(report=plan)
     add = command.add_argument
     add("--preset", required=True, help=f"the model: {', '.join(PUBLISHED)}")
-    add("--rules", default="default", help=f"a preset of rules, or a YAML file: {', '.join(rule_names())}")
+    add("--rules", default="default", help=f"a preset of rules, or a YAML file: {', '.join(preset_names())}")
     add("--allow-unused", action="store_true", help="accept axes and names of rules that have no effect")
     add("--mesh", required=True, help="axes and sizes, as fsdp=16,expert=16; one may be -1 with --world-size")
     add("--world-size", type=positive, help="number of ranks, if not the product of the sizes")

@@ -15,7 +15,7 @@ from maxmoe.models import Decoder
 from maxmoe.models.published_models import PUBLISHED, PublishedModel
 from maxmoe.planning import StateDtypes, search
 from maxmoe.planning.time_model.device import device_names
-from maxmoe.sharding.rules import PRESETS
+from maxmoe.sharding.rules import preset_names
 from maxmoe.text_table import paragraph, terminal_width
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -35,11 +35,6 @@ CONVENTION = (
     "Predicted by the time model of docs/planning.md; memory and bytes are those of `explain`. A step: compute, exposed"
     " communication and bubble; hidden communication runs beside products. FLOPs and bytes: of one rank in a step."
 )
-
-
-def rule_names() -> list[str]:
-    """Return the names of the presets of rules."""
-    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
 def published(name: str) -> PublishedModel:
@@ -89,7 +84,7 @@ def add_plan(commands: Any, positive: Callable[[str], int]) -> None:
     add("--memory", type=parse_bytes, help="bytes of a rank, as 80GiB; those of the device by default")
     add("--batch-size", type=positive, default=256, help="number of sequences per step, over all ranks")
     add("--sequence-length", type=positive, default=4096, help="number of tokens per sequence")
-    add("--rules", nargs="+", help=f"presets or YAML files to try, all by default: {', '.join(rule_names())}")
+    add("--rules", nargs="+", help=f"presets or YAML files to try, all by default: {', '.join(preset_names())}")
     add("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the parameters")
     add_state_dtypes(add)
     add("--num-layers", type=positive, help="replaces the published value")

@@ -67,9 +67,9 @@ class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
             raise ValueError(f"rules must be LogicalRules, a preset or a path, got {reprlib.repr(source)}")
         if isinstance(source, Path) or source.endswith((".yaml", ".yml")):
             return cls._from_file(Path(source))
-        names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
-        if source not in names:
-            raise ValueError(f"there is no preset {source!r}, only {', '.join(names)}; a path ends in .yaml or .yml")
+        if source not in preset_names():
+            known = ", ".join(preset_names())
+            raise ValueError(f"there is no preset {source!r}, only {known}; a path ends in .yaml or .yml")
         return _preset(source)
 
     @classmethod
@@ -91,6 +91,12 @@ class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
         """Return a table in which `rules` replace all rules of the same names; they come last, in their own order."""
         new = LogicalRules(rules)
         return LogicalRules([*(rule for rule in self if rule[0] not in new.names), *new])
+
+
+@cache
+def preset_names() -> tuple[str, ...]:
+    """Return the names of all presets, in alphabetical order."""
+    return tuple(sorted(path.stem for path in PRESETS.glob("*.yaml")))
 
 
 @cache

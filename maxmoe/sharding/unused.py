@@ -5,7 +5,7 @@ from functools import cache
 
 from maxmoe.field_checks import nearest
 from maxmoe.sharding.mesh import Mesh
-from maxmoe.sharding.rules import PRESETS, LogicalRules
+from maxmoe.sharding.rules import LogicalRules, preset_names
 
 
 def check_used(mesh: Mesh, rules: LogicalRules, declared: Iterable[str] = ()) -> None:
@@ -46,5 +46,5 @@ def check_used(mesh: Mesh, rules: LogicalRules, declared: Iterable[str] = ()) ->
 @cache
 def _preset_names_and_axes() -> tuple[dict[str, None], dict[str, None]]:
     """Return the logical names and the mesh axes of all presets, each in the order of the presets."""
-    rules = [rule for path in sorted(PRESETS.glob("*.yaml")) for rule in LogicalRules.load(path.stem)]
+    rules = [rule for preset in preset_names() for rule in LogicalRules.load(preset)]
     return {name: None for name, _ in rules}, {axis: None for _, axes in rules for axis in axes}

@@ -216,4 +216,5 @@ def _settings(
 def _reason(error: ValueError) -> str:
     """Return the message of an error of the planner without what differs from mesh to mesh."""
     text = re.sub(r"\([^()]*\)|\d+", "", str(error).splitlines()[0].partition(":")[2] or str(error))
-    return " ".join(text.partition(";")[0].split())[:100]
+    rule = re.split("[:;]", text.strip())[0]  # then come the sizes of one mesh
+    return " ".join(rule.split())[:100]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from maxmoe.sharding.rules import PRESETS, LogicalRules
+from maxmoe.sharding.rules import LogicalRules, preset_names
 
 
 @dataclass(frozen=True)
@@ -16,5 +16,4 @@ class Table:
 
 def tables(rules: Sequence[str] | None) -> list[Table]:
     """Load presets or files by name; None for all presets."""
-    names = sorted(path.stem for path in PRESETS.glob("*.yaml")) if rules is None else rules
-    return [Table(name, LogicalRules.load(name)) for name in names]
+    return [Table(name, LogicalRules.load(name)) for name in (preset_names() if rules is None else rules)]
