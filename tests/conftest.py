@@ -12,13 +12,17 @@ if TYPE_CHECKING:
 
 pytest.register_assert_rewrite("support")
 
+FOLDERS_OF_RANKS = ("dispatch", "optim", "parallel", "pipelining", "planning", "sharding", "testing")
+
 
 @pytest.hookimpl(trylast=True)  # after the terminal reporter has been made
 def pytest_configure(config: pytest.Config) -> None:
     from support.time_left import TimeLeft
+    from support.waiting import Waiting
 
     if config.pluginmanager.has_plugin("terminalreporter") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(TimeLeft(config))
+    config.pluginmanager.register(Waiting())
     # The autograd engine creates one thread per device in the first backward of a process. With a CUDA build of torch
     # and no GPU, a fake tensor registers one device. A first backward after that, such as the one of a compiled
     # function, would start a thread, and the ranks that a later test forks could not run a backward.
@@ -35,10 +39,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the file that takes longest: nothing else could run beside its end. Take a sample of costly cases."""
+    """Put the order of files, and take a sample of costly cases.
+
+    The file that takes longest is first, since nothing else could run beside its end. Those that fork ranks are next: a
+    fork copies page tables, which grow with what other tests import.
+    """
     from support.sampling import left_out
 
-    items.sort(key=lambda item: item.path.name != "test_cpp.py")
+    items.sort(key=lambda item: (item.path.name != "test_cpp.py", item.path.parent.name not in FOLDERS_OF_RANKS))
     if config.getoption("exhaustive") or any("::" in argument for argument in config.args):  # asked for by name
         return
     others = left_out(items)

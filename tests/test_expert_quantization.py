@@ -189,7 +189,7 @@ PEAK = """
 import resource, torch, maxmoe
 torch.set_num_threads(1)
 config = maxmoe.MoEConfig(hidden_size=1024, intermediate_size=1024, num_experts=24, top_k=2)
-model = torch.nn.Sequential(*(maxmoe.MoE(config, dtype=torch.bfloat16) for _ in range(3))).requires_grad_(False)
+model = maxmoe.MoE(config, dtype=torch.bfloat16).requires_grad_(False)  # three stacks
 small = maxmoe.MoE(maxmoe.MoEConfig(hidden_size=64, intermediate_size=64, num_experts=2, top_k=1))
 maxmoe.quantize_experts(small.requires_grad_(False), "mxfp4")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

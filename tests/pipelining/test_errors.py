@@ -187,6 +187,7 @@ def test_checked_schedules_are_those_that_torch_makes(name: str) -> None:
     run_ranks(check, 2)
 
 
+@pytest.mark.waits
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize(("fail", "delay", "message"), FAILURES, ids=["dies", "hangs", "raises"])

@@ -116,6 +116,7 @@ def test_functions_that_return_something_else(case: Case, message: str) -> None:
         compare(case)
 
 
+@pytest.mark.waits
 def test_a_rank_that_hangs_is_an_error() -> None:
     def hang(model: nn.Module) -> nn.Module:
         if dist.get_rank() == 0:
