@@ -4,6 +4,9 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+# Threads of OpenMP that wait for each other would keep the processor from the other process of tests. Read with torch.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 import pytest
 import torch
 

@@ -80,6 +80,7 @@ def test_ranks_run_what_is_planned(schedule: str, num_ranks: int) -> None:
     assert all(step[:2] == steps[0][:2] for step in steps), "all ranks have the timeline of all"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("schedule", "num_ranks"), CASES)
 def test_micro_batches_in_flight_are_those_of_autograd(schedule: str, num_ranks: int) -> None:
     for actions, (_, _, found) in zip(

@@ -62,6 +62,7 @@ def test_the_first_plan_is_the_fastest_of_all() -> None:
         assert [plan.seconds for plan in found.plans] == sorted(plan.seconds for plan in found.plans)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtypes", [StateDtypes(), StateDtypes(master=torch.float32, moments=torch.float32)])
 def test_memory_and_bytes_are_those_of_estimate(dtypes: StateDtypes) -> None:
     whole = Decoder(CONFIG, device="meta", dtype=torch.bfloat16)

@@ -198,6 +198,7 @@ def test_memory_and_messages_are_those_of_a_step(case: tuple[Any, ...]) -> None:
     assert sum(ranks[result.pipeline.largest].memory.values()) == max(rank.total for rank in ranks)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_collectives_of_fsdp(schedule: str) -> None:
     case = (FSDP, "default", schedule, "auto")
