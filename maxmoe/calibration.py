@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maxmoe._torch import all_gather_single
@@ -19,7 +20,9 @@ from maxmoe.planning.time_model.device import Device, Link
 from maxmoe.testing.rank_processes import RankProcesses
 
 ROWS = (4, 16, 64, 256, 1024)
+CHANNELS = (8, 16, 32, 64)
 WIDTH, DEPTH, EXPERTS = 512, 512, 4
+BATCH, HEADS, LENGTH = 16, 8, 128  # of attention
 SMALL, LARGE = 2**10, 2**21  # bytes of the messages that show latency and bandwidth
 REPEATS = 7
 
@@ -43,6 +46,7 @@ def calibrate(name: str, *, num_ranks: int = 2) -> Device:
 
     measurements: dict[str, Callable[[], Any]] = {
         "products": _products,
+        "attention": _attention,
         "memory": _memory_bandwidth,
         "layer": _block_overhead,
         "collectives": partial(_collectives, max(2, num_ranks)),
@@ -52,6 +56,7 @@ def calibrate(name: str, *, num_ranks: int = 2) -> Device:
         bar.set_description(f"measuring {what}")
         found[what] = measure()
     peaks, half_rows = found["products"]
+    attention_share, half_channels = _shares_of_attention(found["attention"], peaks["float32"])
     latency, bandwidth = found["collectives"]
     link = Link(latency, bandwidth)
     return Device(
@@ -62,6 +67,8 @@ def calibrate(name: str, *, num_ranks: int = 2) -> Device:
         peak_flops=peaks,
         max_share=1.0,
         half_rows=half_rows,
+        attention_share=attention_share,
+        half_channels=half_channels,
         memory=_memory(),
         memory_bandwidth=found["memory"],
         ranks_per_node=0,
@@ -115,6 +122,30 @@ def _products() -> tuple[dict[str, float], float]:
     return peaks, half_rows
 
 
+def _attention() -> dict[int, float]:
+    """Return the time of a forward and a backward of causal attention in float32, by the channels of a head."""
+    times = {}
+    with _one_thread():
+        for channels in CHANNELS:
+            query, key, value = torch.randn(3, BATCH, HEADS, LENGTH, channels, requires_grad=True)
+
+            def step(query: Tensor = query, key: Tensor = key, value: Tensor = value) -> None:
+                torch.autograd.backward(F.scaled_dot_product_attention(query, key, value, is_causal=True).sum())
+
+            times[channels] = seconds(step)
+    return times
+
+
+def _shares_of_attention(times: dict[int, float], peak: float) -> tuple[float, float]:
+    """Return `attention_share` and `half_channels`: a fit of time = a + b * channels with least relative errors."""
+    inverse = 1 / torch.tensor(list(times.values()), dtype=torch.float64)
+    channels = torch.tensor(list(times), dtype=torch.float64)
+    table = torch.stack([inverse, channels * inverse], 1)
+    start, slope = torch.linalg.lstsq(table, torch.ones_like(inverse)[:, None]).solution[:, 0].tolist()
+    flops_per_channel = 3 * 2 * BATCH * HEADS * LENGTH**2
+    return min(1.0, flops_per_channel / (slope * peak)), max(0.0, start / slope)
+
+
 def _memory_bandwidth() -> float:
     """Return the bytes per second that one thread reads and writes in an addition of tensors larger than caches."""
     with _one_thread():
@@ -141,14 +172,25 @@ def _collectives(num_ranks: int) -> tuple[float, float]:
     small, large = RankProcesses(deadline=300.0).run(_all_gathers, num_ranks)[0]
     steps, slowdown = num_ranks - 1, max(1.0, num_ranks / len(os.sched_getaffinity(0)))
     bandwidth = steps * (LARGE - SMALL) / max(large - small, 1e-9)
-    return small / steps / slowdown, bandwidth * slowdown
+    return max(0.0, small / steps), bandwidth * slowdown
 
 
 def _all_gathers() -> tuple[float, float]:
+    """Return the times by which all-gathers of a small and a large tensor make products longer.
+
+    In a step a collective follows computation: its ranks come one after another, and threads have to wake up.
+    """
     torch.set_num_threads(1)
+    rows, matrix = torch.randn(ROWS[-2], WIDTH), torch.randn(WIDTH, DEPTH)
+    alone = seconds(lambda: torch.matmul(rows, matrix), 7 * REPEATS)
     times = []
     for size in (SMALL, LARGE):
         mine = torch.zeros(size // 4)
         gathered = torch.zeros(dist.get_world_size() * size // 4)
-        times.append(seconds(partial(all_gather_single, gathered, mine)))
+
+        def step(mine: Tensor = mine, gathered: Tensor = gathered) -> None:
+            all_gather_single(gathered, mine)
+            torch.matmul(rows, matrix)
+
+        times.append(seconds(step, 7 * REPEATS) - alone)
     return times[0], times[1]

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import maxmoe
 from maxmoe import MoEConfig, parallelize
-from maxmoe.models import Decoder, DecoderConfig
+from maxmoe.models import Decoder, DecoderConfig, DecoderOutput
 from maxmoe.nn import set_recompute
 from maxmoe.parallel import token_sharding
 from maxmoe.planning import Device, FoundPlan, NoPlanFits, StateDtypes, estimate, predict, search
@@ -116,20 +117,42 @@ def test_a_step_is_not_slower_with_more_bandwidth() -> None:
 def run(plan: FoundPlan) -> float:
     torch.manual_seed(0)
     whole, mesh = Decoder(CONFIG), Mesh(plan.mesh)
-    names: dict[str, Any] = {"model": whole, "maxmoe": maxmoe, "Mesh": lambda _sizes: mesh}
+    names: dict[str, Any] = {"model": whole, "maxmoe": maxmoe, "Mesh": lambda _sizes: mesh, "loss": mean_square}
     exec(plan.call, names)
     tokens = torch.randint(128, (STEP["batch_size"], STEP["sequence_length"]))
+    if plan.has_stages:
+        mine = tokens[token_sharding(mesh.within_stage(), plan.rules).slices(tokens.shape)]
+        return float(names["pipeline"].step(mine, mine).loss)
     output = names["model"](tokens[token_sharding(mesh, plan.rules).slices(tokens.shape)])
     output.logits.square().mean().backward()
     return float(output.logits.detach().sum())
 
 
+def mean_square(output: DecoderOutput, _targets: Tensor) -> Tensor:
+    return output.logits.square().mean()
+
+
 def test_the_plans_run_as_they_are_printed() -> None:
     plans = search(model(), 2, DEVICE, rules=["ep-as-dp", "ep-tp"], num_plans=12, **STEP).plans
-    found = [plan for plan in plans if not plan.has_stages]
-    assert len(found) > 2
-    for plan in found[:4]:
+    found = [plan for plan in plans if not plan.has_stages][:3]
+    staged = search(model(), 2, DEVICE, rules=["pipeline-large-moe"], num_plans=40, **STEP).plans
+    found += [plan for plan in staged if plan.has_stages][:1]
+    assert len(found) == 4
+    for plan in found:
         assert all(map(math.isfinite, run_ranks(run, 2, plan)))
+
+
+def test_a_plan_that_estimate_does_not_confirm_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = estimate
+
+    def much_larger(*arguments: Any, **options: Any) -> Any:
+        costs = real(*arguments, **options)
+        return replace(costs, memory={name: 10**9 * size for name, size in costs.memory.items()})
+
+    monkeypatch.setattr("maxmoe.planning.plan_search.fastest.estimate", much_larger)
+    with pytest.raises(NoPlanFits) as raised:
+        search(model(), 2, DEVICE, rules=["default"], num_plans=4, **STEP)
+    assert 1 <= len(raised.value.nearest) <= 3 and all(plan.memory > 10**9 for plan in raised.value.nearest)
 
 
 def test_no_plan_fits() -> None:

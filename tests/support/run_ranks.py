@@ -4,6 +4,7 @@ Forking takes a hundredth of the time of starting: the children have torch and e
 """
 
 import logging
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,10 +54,12 @@ def prepare(debug: bool) -> None:
 @contextmanager
 def fake_rank(rank: int, world_size: int) -> Iterator[None]:
     """Make this process one rank of a large world whose collectives return at once, without values."""
+    hook = sys.excepthook  # torch puts the number of the rank before every line of a traceback
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
+        sys.excepthook = hook
         dist.destroy_process_group()
         # It holds meshes of the fake group, and would hand them to equal ones of ranks that are forked later.
         _clear_sharding_prop_cache()

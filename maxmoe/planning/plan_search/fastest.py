@@ -98,6 +98,7 @@ def search(
 
 def _confirmed(module: nn.Module, plans: Sequence[FoundPlan], step: Step, limit: int) -> tuple[FoundPlan, ...]:
     """Return the plans from the first one on that `estimate` says to fit, the first one with its memory."""
+    too_large = []
     for index, plan in enumerate(plans):
         before = recompute_of(module)
         set_recompute(module, plan.recompute)
@@ -118,4 +119,5 @@ def _confirmed(module: nn.Module, plans: Sequence[FoundPlan], step: Step, limit:
         memory = sum(costs.memory.values())
         if memory <= limit:
             return (replace(plan, memory=memory), *plans[index + 1 :])
-    return tuple(plans)
+        too_large.append(replace(plan, memory=memory))
+    raise NoPlanFits(tuple(sorted(too_large, key=lambda plan: plan.memory)[:3]), limit)

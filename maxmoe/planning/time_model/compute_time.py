@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from maxmoe.declaration import declaration_of
 from maxmoe.parallel.plan import ModulePlan, Plan
 from maxmoe.planning.many_meshes import as_tensor
 from maxmoe.planning.saved_tensors import local_tokens, planned_dispatches
@@ -27,18 +28,20 @@ class Product(NamedTuple):
         passes: number of times that a step computes as many: the forward, its repetition if it is recomputed, and the
             gradients of the input and of the parameter.
         is_routed: whether it is a product of routed experts.
+        channels: channels of a head, for products of attention scores.
     """
 
     flops: int
     rows: int
     passes: int
     is_routed: bool
+    channels: int | None = None
 
 
 def products(plan: Plan, batch_size: int, sequence_length: int, num_chunks: int) -> Iterator[Product]:
     """List the products of a rank for a batch, if routing is balanced.
 
-    Attention is causal: half of the scores are computed. Every parameter whose first dim is `q_heads` makes queries.
+    Attention is causal: half of the scores count. Every parameter whose first dim is `q_heads` makes queries.
 
     Args:
         plan: plan of a model, or of a part of it.
@@ -63,7 +66,9 @@ def products(plan: Plan, batch_size: int, sequence_length: int, num_chunks: int)
                 continue
             yield Product(2 * num_tokens * math.prod(shape), num_tokens, passes, False)
             if (parameter.parameter.names or ())[:1] == ("q_heads",):
-                yield Product(2 * num_tokens * sequence_length * shape[0], num_tokens, 3 + repeats, False)
+                channels = parameter.parameter.shape[0] // declaration_of(module.module).tensor_parallel_dims["q_heads"]
+                flops = 2 * num_tokens * sequence_length * shape[0]
+                yield Product(flops, num_tokens, 3 + repeats, False, channels)
 
 
 def _owner(module: ModulePlan, name: str) -> nn.Module:
@@ -108,8 +113,12 @@ def computed(
     total, routed, flops = (torch.zeros(count, dtype=torch.float64) for _ in range(3))
     for product in products(plan, batch_size, sequence_length, num_chunks):
         operations = as_tensor(product.flops, count) * product.passes
-        rows = as_tensor(product.rows, count).clamp(min=1)
-        seconds = operations / (peak * device.max_share) * (1 + device.half_rows / rows)
+        if product.channels is None:
+            rows = as_tensor(product.rows, count).clamp(min=1)
+            seconds = operations / (peak * device.max_share) * (1 + device.half_rows / rows)
+        else:
+            share = device.attention_share / (1 + device.half_channels / product.channels)
+            seconds = operations / (peak * share)
         total, flops = total + seconds, flops + operations
         if product.is_routed:
             routed = routed + seconds

@@ -38,9 +38,10 @@ class Link:
 class Device:
     """Speeds of one rank and of the network around it, from which the time of a step is predicted.
 
-    A matrix product runs at the share of the peak
+    A matrix product runs at the first share of the peak, the products of attention at the second:
 
         max_share * rows / (rows + half_rows)
+        attention_share * channels / (channels + half_channels)
 
     Args:
         name: name of the device.
@@ -48,6 +49,9 @@ class Device:
         peak_flops: floating-point operations per second of a rank, by dtype, as "bfloat16".
         max_share: share of the peak that a product of many rows reaches.
         half_rows: number of rows at which a product reaches half of `max_share`.
+        attention_share: share of the peak that causal attention of heads with many channels reaches, if half of the
+            scores count.
+        half_channels: number of channels of a head at which attention reaches half of `attention_share`.
         memory: bytes of a rank.
         memory_bandwidth: bytes per second that a rank reads and writes.
         ranks_per_node: number of ranks of a node; 0 if all ranks are on one node.
@@ -55,7 +59,7 @@ class Device:
         inter_node: network between nodes.
         overlap: share of the communication that runs beside products, where the code starts it early.
         cores: number of cores that the ranks of a node share, each rank with one thread; 0 if every rank has a device.
-            With more ranks than cores, all speeds of a rank are divided by ranks / cores.
+            With more ranks than cores, all speeds of a rank are divided by ranks / cores, and latencies stay.
         block_overhead: seconds that a block takes in a forward and a backward beside products and memory traffic.
     """
 
@@ -64,6 +68,8 @@ class Device:
     peak_flops: Mapping[str, float]
     max_share: float
     half_rows: float
+    attention_share: float
+    half_channels: float
     memory: int
     memory_bandwidth: float
     ranks_per_node: int
@@ -76,12 +82,13 @@ class Device:
     def __post_init__(self) -> None:
         for dtype, peak in self.peak_flops.items():
             check_number(f"peak_flops of {dtype}", peak, above=0.0)
-        for name in ("max_share", "memory_bandwidth"):
+        for name in ("max_share", "attention_share", "memory_bandwidth"):
             check_number(name, getattr(self, name), above=0.0)
-        for name in ("half_rows", "overlap", "block_overhead"):
+        for name in ("half_rows", "half_channels", "overlap", "block_overhead"):
             check_number(name, getattr(self, name), at_least=0.0)
-        if self.max_share > 1 or self.overlap > 1:
-            raise ValueError(f"max_share and overlap must be at most 1, got {self.max_share} and {self.overlap}")
+        for name in ("max_share", "attention_share", "overlap"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name} must be at most 1, got {getattr(self, name)}")
         if not isinstance(self.memory, int) or self.memory < 1:
             raise ValueError(f"memory must be a positive number of bytes, got {self.memory!r}")
         for name in ("ranks_per_node", "cores"):

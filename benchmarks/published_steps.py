@@ -1,0 +1,140 @@
+"""Published training speeds beside predicted ones, as the table of docs/planning.md.
+
+    python -m benchmarks.published_steps
+
+What a source does not state is assumed: 4096 tokens per sequence, bfloat16, blocks recomputed where nothing else fits,
+and 1F1B with one stage per rank.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from maxmoe import MoEConfig
+from maxmoe.models import Decoder
+from maxmoe.models.published_models import PUBLISHED, PublishedModel
+from maxmoe.planning import Device, FoundPlan, StateDtypes, predict
+
+LENGTH = 4096
+STATE_DTYPES = StateDtypes(master=torch.float32, moments=torch.float32)
+DEEPSEEK_V3 = (
+    "DeepSeek-V3, [arXiv:2412.19437](https://arxiv.org/abs/2412.19437) (180K H800 hours per 10^12 tokens, FP8)"
+)
+MEGATRON = (
+    "[Megatron Bridge](https://docs.nvidia.com/nemo/megatron-bridge/latest/performance-summary.html) 25.11, {}".format
+)
+MAXTEXT = "[MaxText](https://maxtext.readthedocs.io/en/latest/reference/models/tiering.html), BF16"
+TORCHTITAN = "[torchtitan #1789](https://github.com/pytorch/torchtitan/issues/1789), BF16"
+DEEPSEEK_V3_16B = PublishedModel(
+    name="DeepSeek-V3 16B",
+    layer=lambda: MoEConfig(
+        hidden_size=2048,
+        intermediate_size=1408,
+        num_experts=64,
+        top_k=6,
+        num_shared_experts=2,
+        score_function="sigmoid",
+    ),
+    num_layers=27,
+    num_heads=16,
+    num_key_value_heads=16,
+    vocab_size=102400,
+    num_dense_layers=1,
+    intermediate_size=10944,
+)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published training speed, and the plan that is compared with it.
+
+    Attributes:
+        source: who has published it.
+        model: sizes of the model.
+        device: name of the device file.
+        mesh: size of each axis.
+        batch_size: number of sequences of a step.
+        tokens: published tokens per second of a device.
+        num_micro_batches: number of micro-batches, with stages.
+        device_name: device of the source, if another file is used for it.
+    """
+
+    source: str
+    model: PublishedModel
+    device: str
+    mesh: dict[str, int]
+    batch_size: int
+    tokens: float
+    num_micro_batches: int = 1
+    device_name: str = ""
+
+    def predict(self) -> FoundPlan:
+        """Predict the step with the rules `ep-as-dp`; blocks are recomputed if the activations do not fit."""
+        model = Decoder(self.model.config(max_sequence_length=LENGTH), device="meta", dtype=torch.bfloat16)
+        step = {"batch_size": self.batch_size, "sequence_length": LENGTH, "num_micro_batches": self.num_micro_batches}
+        for recompute in ((), ("blocks",)):
+            plan = predict(
+                model, self.mesh, "ep-as-dp", self.device, recompute=recompute, state_dtypes=STATE_DTYPES, **step
+            )
+            if plan.memory <= Device.load(self.device).memory:
+                break
+        return plan
+
+    def row(self) -> str:
+        """A row of the table."""
+        plan, num_ranks = self.predict(), torch.tensor([*self.mesh.values()]).prod().item()
+        found = self.batch_size * LENGTH / plan.seconds / num_ranks
+        layout = [f"{size} stages" if axis == "stage" else f"{axis}={size}" for axis, size in self.mesh.items()]
+        layout += [f"{self.num_micro_batches} micro-batches"] if self.num_micro_batches > 1 else []
+        layout += ["blocks recomputed"] if plan.recompute else []
+        if plan.memory > (memory := Device.load(self.device).memory):
+            layout.append(f"needs {plan.memory / memory:.1f} times the memory")
+        where = f"{self.model.name}, {num_ranks} {self.device_name or self.device.upper()}"
+        cells = (
+            self.source,
+            where,
+            f"{', '.join(layout)}, batch {self.batch_size}",
+            f"{self.tokens:.0f}",
+            f"{found:.0f}",
+            f"{found / self.tokens - 1:+.0%}".replace("%", " %"),
+        )
+        return f"| {' | '.join(cells)} |"
+
+
+ROWS = (
+    Published(
+        DEEPSEEK_V3,
+        PUBLISHED["deepseek_v3"],
+        "h100",
+        {"stage": 16, "fsdp": 2, "expert": 64},
+        15360,
+        1543,
+        120,
+        device_name="H800 (here h100)",
+    ),
+    Published(
+        MEGATRON("FP8"),
+        PUBLISHED["deepseek_v3"],
+        "b200",
+        {"stage": 16, "fsdp": 2, "expert": 8},
+        2048,
+        2139,
+        num_micro_batches=64,
+    ),
+    Published(MEGATRON("BF16"), PUBLISHED["gpt_oss"], "h100", {"stage": 4, "fsdp": 2, "expert": 8}, 512, 5630, 16),
+    Published(MEGATRON("BF16"), PUBLISHED["gpt_oss"], "b200", {"fsdp": 8, "expert": 8}, 512, 8213),
+    Published(MEGATRON("FP8"), PUBLISHED["qwen3_moe"], "b200", {"stage": 8, "expert": 8}, 1024, 3269, 64),
+    Published(MAXTEXT, PUBLISHED["mixtral"], "v5p", {"fsdp": 256}, 2048, 2909, device_name="v5p"),
+    Published(TORCHTITAN, DEEPSEEK_V3_16B, "h100", {"expert": 8}, 32, 11758),
+)
+
+
+def main() -> None:
+    """Print the table."""
+    print("| source | model, device | layout | published | predicted | error |\n|---|---|---|---|---|---|")
+    for row in ROWS:
+        print(row.row(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
