@@ -1,25 +1,19 @@
 // The product of few rows of A with a quantized B: few_rows.h. Only for the .cpp files that are compiled per
 // instruction set.
 //
-// With AVX512-BF16 pairs are multiplied as they are decoded, and never stored. Otherwise B is decoded into micro-panels
-// so short that they stay in the first-level cache.
+// With AVX512-BF16 pairs are multiplied as they are decoded, and never stored: 4-bit codes in few_rows_of_codes.h,
+// others and what does not fit there in parts of cache lines, here. Otherwise B is decoded into micro-panels so short
+// that they stay in the first-level cache.
 #pragma once
 
 #include "executor.h"
+#include "few_rows_of_codes.h"
 #include "pack_quantized.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
 // Maximum number of rows of A: the accumulators of MR rows leave registers for two vectors of B and one element of A.
 constexpr int kMaxFewRows = kVectorRegisters == 32 ? 12 : 6;
-
-// Few rows of A, converted to the elements that a step multiplies. The elements of a step are neighbours, so that one
-// pointer reaches all rows, and no two of them share a set of the first-level cache.
-template <class Element, int kRows>
-struct FewRows {
-  const Element* data;
-  MAXMOE_INLINE Element operator()(int r, int64_t step) const { return data[step * kRows + r]; }
-};
 
 // Number of VectorX2 that the kernel for `rows` rows computes at a time: a power of two, at most 4, whose accumulators
 // fit into the registers. One row then has 8 independent accumulators, which cover the latency of multiply-adds.
@@ -135,7 +129,8 @@ inline constexpr int kMaxFewQuantizedRows<BFloat16Pair> = kMaxFusedRows;
 // The product with a quantized b. Panels of columns are the outer loop, so that the sums of a panel stay in the
 // first-level cache.
 template <class T, class Element, int kRows>
-void multiply_few_rows_quantized(FewRows<Element, kRows> a, const GemmOperand<T>& b, MatrixView<Accumulator<T>> sums,
+void multiply_few_rows_quantized(FewRows<Element, kRows> a, const GemmOperand<T>& b,
+                                 [[maybe_unused]] const GemmOperand<T>& next_b, MatrixView<Accumulator<T>> sums,
                                  bool accumulate) {
   constexpr int kWideX2 = few_rows_vectors_x2(kRows);
   constexpr int64_t kWidth = kNR<Accumulator<T>>;
@@ -153,7 +148,15 @@ void multiply_few_rows_quantized(FewRows<Element, kRows> a, const GemmOperand<T>
   int64_t column = 0;
 #if defined(MAXMOE_DECODES_PAIRS)
   if constexpr (std::is_same_v<Element, BFloat16Pair> && kRows <= kMaxFusedRows) {
+    const int64_t count = b.quantized.codes == Codes::e2m1 ? steps_of_depth<Element>(b.rows()) * kRows : 0;
+    const FewRowsOfCodes<kRows> p{a,         exponents_of_pairs(a.data, count), b.quantized, next_b.quantized, sums,
+                                  accumulate};
     for (; b.is_transposed && column < sums.columns; column += kWidth) {
+      if (kRows <= 2 && column + 2 * kWidth <= sums.columns && multiply_few_rows_of_codes<4>(p, column)) {
+        column += kWidth;
+        continue;
+      }
+      if (multiply_few_rows_of_codes<2>(p, column)) continue;
       for (int64_t d = 0; d < b.rows(); d += kFusedDepth) {
         const Range depth = range_from(d, kFusedDepth, b.rows());
         const bool is_done = multiply_few_rows_codes<kRows>(a, b.quantized, {column, b.columns()}, depth,

@@ -137,7 +137,7 @@ void multiply_few_rows(const Element* a, const Product<T>& p, MatrixView<Accumul
   const auto multiply = [&]<int kRows> {
     const FewRows<Element, kRows> rows{a};
     if (p.b.is_quantized()) {
-      multiply_few_rows_quantized<T, Element, kRows>(rows, p.b, sums, accumulate);
+      multiply_few_rows_quantized<T, Element, kRows>(rows, p.b, p.next_b, sums, accumulate);
     } else if (p.b.is_transposed) {
       multiply_few_rows_transposed<T, Element, kRows>(rows, p.b.memory, sums, accumulate, next);
     } else {

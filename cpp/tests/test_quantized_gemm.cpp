@@ -46,6 +46,40 @@ void check_product(const QuantizedFormat& format, Sizes s, bool is_transposed, S
   }
 }
 
+// Compares products whose elements of a, and of c before, have magnitudes of powers of two.
+void check_magnitudes(const QuantizedFormat& format, int64_t rows, int exponent_of_a, int exponent_of_c) {
+  SCOPED_TRACE(testing::Message() << rows << " rows, a 2^" << exponent_of_a << ", c 2^" << exponent_of_c);
+  constexpr int64_t kDepth = 300;
+  constexpr int64_t kColumns = 96;
+  const auto scaled = [](Matrix<BFloat16> matrix, int exponent) {
+    for (int64_t r = 0; r < matrix.rows(); ++r) {
+      for (int64_t c = 0; c < matrix.columns(); ++c) {
+        matrix.element(r, c) = narrow<BFloat16>(std::ldexp(widen(matrix.element(r, c)), exponent));
+      }
+    }
+    return matrix;
+  };
+  auto a = Matrix<BFloat16>::random(rows, kDepth, 1);
+  // Zeros, and one number that is far from the others.
+  for (int64_t i = 0; i < kDepth; i += 5) a.element(0, i) = narrow<BFloat16>(0.0F);
+  a = scaled(a, exponent_of_a);
+  a.element(rows - 1, 77) = narrow<BFloat16>(1.5F);
+  const Matrix<BFloat16>& of_a = a;
+  const auto before = scaled(Matrix<BFloat16>::random(rows, kColumns, 3), exponent_of_c);
+  for (const Scales scales : {Scales::moderate, Scales::any}) {
+    const QuantizedTestMatrix b(format, kColumns, kDepth, scales, 2);
+    const Matrix<BFloat16> dense = b.dequantized<BFloat16>();
+    const ConstMatrixView<BFloat16> view = dense.view();
+    for (const bool accumulate : {false, true}) {
+      Matrix<BFloat16> got = before;
+      Matrix<BFloat16> want = before;
+      multiply<BFloat16>(of_a.view(), {GemmOperand<BFloat16>(b.view(), true), got.view(), accumulate});
+      multiply<BFloat16>(of_a.view(), {view.transposed(), want.view(), accumulate});
+      expect_same_numbers(got, want);
+    }
+  }
+}
+
 template <class T>
 class QuantizedGemmTest : public testing::Test {
  protected:
@@ -91,6 +125,19 @@ TYPED_TEST(QuantizedGemmTest, MoreThanOneOuterBlock) {
     for (const int64_t rows : {1, 13}) {
       this->check(format, {rows, 4131, 33});
       this->check(format, {rows, 33, 2081});
+    }
+  }
+}
+
+// Scales of E2M1 that are far apart, with rows of A and sums that are so small or large that one of both products, with
+// scaled weights or with scaled sums, would leave the normal numbers.
+TEST(QuantizedGemm, NumbersOfAllMagnitudes) {
+  const QuantizedFormat format{Codes::e2m1, ScaleType::e8m0, 0, 5, false};
+  for (const int exponent_of_a : {-133, -126, -118, -100, -60, -20, 0, 20, 60, 100, 118, 127}) {
+    for (const int exponent_of_c : {-133, -120, -100, -60, 0, 60, 100, 127}) {
+      for (const int64_t rows : {1, 3}) {
+        check_magnitudes(format, rows, exponent_of_a, exponent_of_c);
+      }
     }
   }
 }

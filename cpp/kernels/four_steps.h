@@ -1,0 +1,59 @@
+// Cache lines of 4-bit codes of 16 columns, transposed. Only for the .cpp files that are compiled per instruction set.
+#pragma once
+
+#include "code_columns.h"
+
+#if defined(MAXMOE_DECODES_PAIRS)
+
+namespace maxmoe::MAXMOE_ISA_NAMESPACE {
+
+// Pairs of bfloat16 of 16 columns for four steps, which four bytes of codes hold.
+struct FourSteps {
+  __m512i step[4];
+};
+
+// Number of 4-bit codes in a cache line, and in four bytes.
+constexpr int64_t kCodesPerLine = 2 * kCacheLineBytes;
+constexpr int64_t kCodesPerWord = 8;
+
+// A cache line of codes of each column at a time. The columns of a matrix with a power of two of rows share a few sets
+// of the first-level cache: lines that are read in parts would be gone before the next part.
+class LineReader {
+ public:
+  // At a distance of `ahead` bytes codes are prefetched.
+  LineReader(const CodeColumns& c, int64_t ahead) : ahead_(ahead) {
+    bytes_.end = c.m.bytes_of(c.depth.size());
+    for (int i = 0; i < CodeColumns::kColumns; ++i) bytes_.rows[i] = c.m.code(c.rows[i], c.depth.begin);
+  }
+
+  // words[w] are the bytes 4 w to 4 w + 3 of the next line, lane i those of column i. Bytes past the end are zeros.
+  MAXMOE_INLINE void next(__m512i* words) {
+    Vector<uint32_t> lines[16];
+    const int64_t count = bytes_.end - offset_;
+    const __mmask64 mask = count >= kCacheLineBytes ? ~__mmask64{0} : (__mmask64{1} << count) - 1;
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      lines[i] = std::bit_cast<Vector<uint32_t>>(_mm512_maskz_loadu_epi8(mask, bytes_.rows[i] + offset_));
+    }
+    transpose_square<uint32_t>(lines);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) _mm512_store_si512(words + i, std::bit_cast<__m512i>(lines[i]));
+    offset_ += kCacheLineBytes;
+  }
+
+  // Prefetches the next line of column i, and the one that is `ahead` of this one.
+  MAXMOE_INLINE void prefetch(int64_t i) const {
+    __builtin_prefetch(bytes_.rows[i] + offset_, /*write*/ 0, /*locality: L1*/ 3);
+    // The rows may be pages apart, where hardware prefetchers stop.
+    __builtin_prefetch(bytes_.rows[i] + offset_ - kCacheLineBytes + ahead_, /*write*/ 0, /*locality: L2*/ 2);
+  }
+
+ private:
+  ByteRows bytes_;
+  int64_t ahead_;
+  int64_t offset_ = 0;
+};
+
+}  // namespace maxmoe::MAXMOE_ISA_NAMESPACE
+
+#endif

@@ -1,0 +1,161 @@
+// E2M1 for few rows of A: weights are multiplied without their scales, and the sums are scaled instead. Only for the
+// .cpp files that are compiled per instruction set.
+//
+// A scale of E8M0 is a power of two. While a block of the inner dimension is multiplied, the sums of its columns are
+// divided by its scale. Powers of two change no bit but the exponent, and every rounding is the same, as long as no
+// number is too large or too small for float, with its scale or without: the exponents tell (UnscaledE2M1::fits).
+#pragma once
+
+#include "four_steps.h"
+
+#if defined(MAXMOE_DECODES_PAIRS)
+
+namespace maxmoe::MAXMOE_ISA_NAMESPACE {
+
+MAXMOE_INLINE int64_t at_least(int64_t value, int64_t limit) {
+  return value < limit ? limit : value;
+}
+
+// The smallest and the largest exponent of some numbers, biased as in memory. Zeros have none. Without numbers min is
+// larger than max.
+struct Exponents {
+  int64_t min = 255;
+  int64_t max = 0;
+
+  MAXMOE_INLINE void add(int64_t smallest, int64_t largest) {
+    min = at_most(min, smallest);
+    max = at_least(max, largest);
+  }
+};
+
+// The smallest and the largest unsigned number of 16 bits.
+MAXMOE_INLINE int64_t smallest_half(__m512i halves) {
+  const __m512i low = _mm512_and_si512(halves, _mm512_set1_epi32(0xffff));
+  return _mm512_reduce_min_epu32(_mm512_min_epu32(low, _mm512_srli_epi32(halves, 16)));
+}
+MAXMOE_INLINE int64_t largest_half(__m512i halves) {
+  const __m512i low = _mm512_and_si512(halves, _mm512_set1_epi32(0xffff));
+  return _mm512_reduce_max_epu32(_mm512_max_epu32(low, _mm512_srli_epi32(halves, 16)));
+}
+
+// The exponents of the elements of pairs. Subnormal ones count as zeros, as for vdpbf16ps.
+MAXMOE_INLINE Exponents exponents_of_pairs(const BFloat16Pair* pairs, int64_t count) {
+  __m512i min = _mm512_set1_epi16(255 << 7);
+  __m512i max = _mm512_setzero_si512();
+  for (int64_t i = 0; i < count; i += 16) {
+    const auto mask = static_cast<__mmask16>(count - i >= 16 ? 0xffff : (1U << (count - i)) - 1U);
+    const __m512i bits = _mm512_and_si512(_mm512_maskz_loadu_epi32(mask, pairs + i), _mm512_set1_epi16(0x7f80));
+    max = _mm512_max_epu16(max, bits);
+    min = _mm512_mask_min_epu16(min, _mm512_test_epi16_mask(bits, bits), min, bits);
+  }
+  return {smallest_half(min) >> 7, largest_half(max) >> 7};
+}
+
+// The exponents of `count` floats, a multiple of the lanes of a vector.
+MAXMOE_INLINE Exponents exponents_of_floats(const float* numbers, int64_t count) {
+  Exponents result;
+  for (int64_t i = 0; i < count; i += 16) {
+    const __m512i bits = _mm512_and_si512(_mm512_loadu_si512(numbers + i), _mm512_set1_epi32(0x7fffffff));
+    const __mmask16 is_number = _mm512_test_epi32_mask(bits, bits);
+    if (is_number == 0) continue;
+    result.add(_mm512_mask_reduce_min_epu32(is_number, bits) >> 23, _mm512_reduce_max_epu32(bits) >> 23);
+  }
+  return result;
+}
+
+// The exponents of the scales of some columns.
+MAXMOE_INLINE Exponents exponents_of_scales(const CodeColumns& c) {
+  const auto* scales = reinterpret_cast<const uint8_t*>(c.m.scales);
+  const int64_t count = c.num_scales();
+  __m512i min = _mm512_set1_epi8(-1);
+  __m512i max = _mm512_setzero_si512();
+  for (const int64_t row : c.rows) {
+    const uint8_t* of_row = scales + c.m.scale_index(row, c.depth.begin);
+    for (int64_t i = 0; i < count; i += 64) {
+      const __mmask64 mask = count - i >= 64 ? ~__mmask64{0} : (__mmask64{1} << (count - i)) - 1;
+      const __m512i exponents = _mm512_maskz_loadu_epi8(mask, of_row + i);
+      min = _mm512_mask_min_epu8(min, mask, min, exponents);
+      max = _mm512_max_epu8(max, exponents);
+    }
+  }
+  const __m512i low = _mm512_set1_epi16(0xff);
+  return {smallest_half(_mm512_min_epu16(_mm512_and_si512(min, low), _mm512_srli_epi16(min, 8))),
+          largest_half(_mm512_max_epu16(_mm512_and_si512(max, low), _mm512_srli_epi16(max, 8)))};
+}
+
+class UnscaledE2M1 {
+ public:
+  // Sums are scaled, not weights.
+  static constexpr bool kScalesSums = true;
+
+  // Whether the bits are those of scaled weights, for a depth of at most 2^20. `of_a` are the exponents of the rows of
+  // A, `of_sums` those of the sums that products are added to.
+  static bool fits(const CodeColumns& c, Exponents of_a, Exponents of_sums) {
+    if (c.m.codes != Codes::e2m1 || c.depth.size() > (int64_t{1} << 20)) return false;
+    const Exponents of_b = exponents_of_scales(c);
+    // What scales raise numbers by, and what dividing by them does.
+    const int64_t raised = at_least(of_b.max - 127, 0);
+    const int64_t divided = at_least(127 - of_b.min, 0);
+    // All numbers are multiples of the last bit of the smallest product, 2^(a - 134) * 2^(b - 128), and of the smallest
+    // sum, 2^(sum - 150). If these are not below 2^-126, what is smaller is zero. 0.5 times a scale is no less, either.
+    const bool none_is_small =
+        of_b.min >= 2 && of_a.min + of_b.min - 262 >= raised - 126 && of_sums.min - 150 >= raised - 126;
+    // Products are below 2^(a - 126) * 2^(b - 124); 2^20 of them, and the rest of the sum, below 2^126 each.
+    const bool none_is_large = of_a.max + of_b.max - 250 + 20 + divided <= 126 && of_sums.max - 126 + divided <= 126;
+    // A factor is the ratio of two scales, or of a scale and 1.
+    return none_is_small && none_is_large && raised + divided <= 126;
+  }
+
+  explicit UnscaledE2M1(const CodeColumns& c) {
+    scales_.end = c.num_scales();
+    for (int i = 0; i < CodeColumns::kColumns; ++i) {
+      scales_.rows[i] = reinterpret_cast<const uint8_t*>(c.m.scales) + c.m.scale_index(c.rows[i], c.depth.begin);
+    }
+  }
+
+  // Reads the scales of block `index` of the range; blocks are read in order. Returns by what the sums must be
+  // multiplied.
+  MAXMOE_INLINE __m512 begin_block(int64_t index) {
+    if (index % 16 == 0) words_ = load_row_words(scales_, index);
+    four_blocks_ = index % 4 == 0 ? words_.words[index / 4 % 4] : _mm512_srli_epi32(four_blocks_, 8);
+    return factor_to(_mm512_and_si512(four_blocks_, _mm512_set1_epi32(0xff)));
+  }
+
+  // The factor after the last block.
+  MAXMOE_INLINE __m512 end() { return factor_to(_mm512_set1_epi32(127)); }
+
+  // The pairs of four steps, from four bytes of each column. The lookup reads the lower 5 bits of 16, and the table is
+  // there twice. The codes of two steps are brought into place at once; vpsrlw leaves the units of vdpbf16ps free,
+  // which vpmultishiftqb would share.
+  MAXMOE_INLINE FourSteps decode(__m512i words) const {
+    const __m512i first = _mm512_multishift_epi64_epi8(multishift_control(0, 8, 4, 12, 32, 40, 36, 44), words);
+    const __m512i second = _mm512_multishift_epi64_epi8(multishift_control(16, 24, 20, 28, 48, 56, 52, 60), words);
+    const auto look_up = [](__m512i index) { return _mm512_permutexvar_epi16(index, table()); };
+    return {
+        {look_up(first), look_up(_mm512_srli_epi16(first, 8)), look_up(second), look_up(_mm512_srli_epi16(second, 8))}};
+  }
+
+ private:
+  MAXMOE_INLINE __m512 factor_to(__m512i exponents) {
+    const __m512i raised = _mm512_sub_epi32(_mm512_add_epi32(exponents_, _mm512_set1_epi32(127)), exponents);
+    exponents_ = exponents;
+    return _mm512_castsi512_ps(_mm512_slli_epi32(raised, 23));
+  }
+
+  static MAXMOE_INLINE __m512i table() {
+    alignas(64) static constexpr uint16_t kValues[32] = {
+        0,      0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80,
+        0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0, 0,      0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040,
+        0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+    return _mm512_load_si512(kValues);
+  }
+
+  ByteRows scales_;
+  RowWords words_;
+  __m512i four_blocks_{};
+  __m512i exponents_ = _mm512_set1_epi32(127);
+};
+
+}  // namespace maxmoe::MAXMOE_ISA_NAMESPACE
+
+#endif
