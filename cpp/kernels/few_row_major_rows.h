@@ -7,7 +7,7 @@
 // block. C has few rows, so that its sums stay in the first- or second-level cache.
 #pragma once
 
-#include "few_quantized_rows.h"
+#include "row_groups.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
@@ -90,35 +90,82 @@ MAXMOE_INLINE void multiply_few_rows_block(FewRows<Element, kRows> a, ConstMatri
   }
 }
 
-// The product with a row-major b. While a block of rows of b is multiplied, the next block is prefetched in the order
-// of memory. At the end of b, the rows of the next product are prefetched.
+// Multiplies a group of rows with all columns of one block of rows of B, and prefetches the group's share of `next`,
+// the next block.
 template <class T, class Element, int kRows>
-void multiply_few_rows_row_major(FewRows<Element, kRows> a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sums,
-                                 bool accumulate, ConstMatrixView<T> next_b) {
-  constexpr int kWideX2 = few_rows_vectors_x2(kRows);
+MAXMOE_INLINE void multiply_few_rows_columns(const RowGroup<Element>& group, ConstMatrixView<T> b, Range depth,
+                                             MatrixView<Accumulator<T>> sums, bool accumulate,
+                                             ConstMatrixView<T> next) {
+  // 3 rows of bfloat16 that become floats have a register too few for two VectorX2.
+  constexpr bool kWidens = std::is_same_v<T, BFloat16> && kDepthPerStep<Element> == 1 && kVectorRegisters == 16;
+  constexpr int kWideX2 = kWidens && kRows == 3 ? 1 : few_rows_vectors_x2(kRows);
   constexpr int64_t kWideColumns = kWideX2 * kNR<Accumulator<T>>;
+  // Groups prefetch in turn: as many columns as a kernel reads at a time, if there is more than one group.
+  constexpr int64_t kColumnsOfTurn = 2 * kNR<Accumulator<T>>;
+  const bool is_contiguous = next.row_stride == next.columns;
+  int64_t column = 0;
+  const auto multiply_columns = [&]<int kVectorsX2> {
+    constexpr int64_t kColumns = kVectorsX2 * kNR<Accumulator<T>>;
+    const T* first = next.data + (is_contiguous ? column * depth.size() : column);
+    RowPrefetch of_columns{reinterpret_cast<const std::byte*>(first),
+                           (is_contiguous ? kColumns : next.row_stride) * int64_t{sizeof(T)}};
+    // Where it is not the group's turn, a line that is in the cache is prefetched: that costs less than a branch.
+    if (kMaxRowsInPlace > kMaxFewRows && group.count > 1 && column / kColumnsOfTurn % group.count != group.index) {
+      of_columns = {reinterpret_cast<const std::byte*>(group.steps), 0};
+    }
+    multiply_few_rows_block<T, Element, kRows, kVectorsX2>(FewRows<Element, kRows>{group.steps},
+                                                           b.column_range(column, column + kColumns), depth,
+                                                           sums.data + column, sums.row_stride, accumulate, of_columns);
+    column += kColumns;
+  };
+  while (column + kWideColumns <= b.columns) multiply_columns.template operator()<kWideX2>();
+  while (column < b.columns) multiply_columns.template operator()<1>();
+}
+
+// Calls body(depth, next) for the blocks of rows of b. `next` is the block that is prefetched: the next one of b, and
+// past its last row the first one of the next product; without one, the block at hand once more.
+template <class T, class Body>
+MAXMOE_INLINE void for_blocks_of_rows(ConstMatrixView<T> b, ConstMatrixView<T> next_b, const Body& body) {
   const int64_t rows_per_block = rows_of_few_rows_block(b.columns * int64_t{sizeof(T)});
   for (int64_t d = 0; d < b.rows; d += rows_per_block) {
     const Range depth = range_from(d, rows_per_block, b.rows);
-    // Past the last row of b, the rows of the next product are prefetched; without one, those at hand once more.
     const ConstMatrixView<T> after_b = next_b.rows > 0 ? next_b : b.row_range(d, b.rows);
-    const ConstMatrixView<T> next = depth.end < b.rows ? b.row_range(depth.end, b.rows) : after_b;
-    const bool is_contiguous = next.row_stride == next.columns;
-    int64_t column = 0;
-    const auto multiply_columns = [&]<int kVectorsX2> {
-      constexpr int64_t kColumns = kVectorsX2 * kNR<Accumulator<T>>;
-      const RowPrefetch of_columns{
-          reinterpret_cast<const std::byte*>(next.data + (is_contiguous ? column * depth.size() : column)),
-          (is_contiguous ? kColumns : next.row_stride) * int64_t{sizeof(T)}};
-      multiply_few_rows_block<T, Element, kRows, kVectorsX2>(a, b.column_range(column, column + kColumns), depth,
-                                                             sums.data + column, sums.row_stride, accumulate || d > 0,
-                                                             of_columns);
-      column += kColumns;
-    };
-    // The loop over columns is inside, so that b is read row block by row block: see the top of the file.
-    while (column + kWideColumns <= b.columns) multiply_columns.template operator()<kWideX2>();
-    while (column < b.columns) multiply_columns.template operator()<1>();
+    body(depth, depth.end < b.rows ? b.row_range(depth.end, b.rows) : after_b);
   }
+}
+
+// Multiplies a group of rows with `block` of the rows of b, or with all blocks if it is null, one after the other. A
+// function of its own for each number of rows: in a common one the compiler keeps fewer accumulators in registers.
+template <class T, class Element, int kRows>
+__attribute__((noinline)) void multiply_few_rows_group(const RowGroup<Element>& group, ConstMatrixView<T> b,
+                                                       MatrixView<Accumulator<T>> sums, bool accumulate,
+                                                       ConstMatrixView<T> next_b, const Range* block) {
+  const MatrixView<Accumulator<T>> rows = sums.row_range(group.rows.begin, group.rows.end);
+  const auto multiply = [&](Range depth, ConstMatrixView<T> next) MAXMOE_INLINE_LAMBDA {
+    multiply_few_rows_columns<T, Element, kRows>(group, b, depth, rows, accumulate || depth.begin > 0, next);
+  };
+  if (block != nullptr) {
+    multiply(*block, next_b);
+  } else {
+    for_blocks_of_rows<T>(b, next_b, multiply);
+  }
+}
+
+// The product with a row-major b. While a block of rows of b is multiplied, the next block is prefetched in the order
+// of memory. One group runs through all blocks by itself, so that its kernel is chosen once.
+template <class T, class Element>
+void multiply_few_rows_row_major(const RowGroups<Element>& a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sums,
+                                 bool accumulate, ConstMatrixView<T> next_b) {
+  const auto multiply_group = [&](int64_t index, ConstMatrixView<T> next, const Range* block) {
+    const RowGroup<Element> group = a[index];
+    with_number_of_rows(group.rows.size(), [&]<int kRows> {
+      multiply_few_rows_group<T, Element, kRows>(group, b, sums, accumulate, next, block);
+    });
+  };
+  if (a.count() == 1) return multiply_group(0, next_b, nullptr);
+  for_blocks_of_rows<T>(b, next_b, [&](Range depth, ConstMatrixView<T> next) {
+    for (int64_t i = 0; i < a.count(); ++i) multiply_group(i, next, &depth);
+  });
 }
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

@@ -7,29 +7,19 @@
 // long (docs/performance.md).
 //
 // If the rows of an operand in memory are contiguous across the inner dimension, they are copied row by row. If they
-// are contiguous along it, they are transposed in square blocks in registers.
+// are contiguous along it, they are transposed in square blocks in registers (pack_along_depth.h).
 #pragma once
 
 #include "executor.h"
 #include "gemm.h"
 #include "micro_kernel.h"
+#include "pack_along_depth.h"
 #include "row.h"
-#include "transpose.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
 // Prefetch distance in steps. The rows of B may be pages apart, where hardware prefetchers stop.
 constexpr int64_t kPackPrefetchSteps = 8;
-
-// Number of elements of the inner dimension in a step. A step multiplies an Element: an Accumulator<T>, or a
-// BFloat16Pair, which holds two elements of the inner dimension.
-template <class Element>
-constexpr int64_t kDepthPerStep = std::is_same_v<Element, BFloat16Pair> ? 2 : 1;
-// The last step of pairs has one element if the depth is odd. The other one is zero in A and in B.
-template <class Element>
-constexpr int64_t steps_of_depth(int64_t depth) {
-  return (depth + kDepthPerStep<Element> - 1) / kDepthPerStep<Element>;
-}
 
 // Tests define MAXMOE_COUNT_PACKED to count the elements that are packed.
 #ifdef MAXMOE_COUNT_PACKED
@@ -48,26 +38,6 @@ constexpr int64_t column_of_lane(int vector, int lane) {
   return vector * kLanes<Accumulator<T>> + lane;
 }
 
-// Loads kLanes steps that are contiguous along the inner dimension. Elements past `depth` are zeros.
-template <class Element, class T>
-MAXMOE_INLINE Vector<Element> load_along_depth(const T* source, int64_t depth) {
-  constexpr int64_t kDepth = kLanes<Element> * kDepthPerStep<Element>;
-  T part[kDepth];
-  // Reading a whole vector past the end of a row could read past the end of the allocation.
-  if (depth < kDepth) {
-    std::memset(static_cast<void*>(part), 0, sizeof(part));
-    copy_row(source, part, depth);
-    source = part;
-  }
-  if constexpr (std::is_same_v<Element, BFloat16Pair>) {
-    Vector<Element> pairs;
-    std::memcpy(&pairs, source, sizeof(pairs));
-    return pairs;
-  } else {
-    return load_vector(source);
-  }
-}
-
 // Loads one step of a row-major B: NR elements of `row`. For pairs, each with the element below it in `next`, the next
 // row; a null `next` counts as zeros.
 template <class Element, class T>
@@ -82,50 +52,6 @@ MAXMOE_INLINE StepX2<Element> load_step(const T* row, const T* next) {
   } else {
     const VectorX2<Element> x2 = load_x2(row);
     return {x2.first, x2.second};
-  }
-}
-
-// Packs rows of `memory` that are contiguous along the inner dimension into a micro-panel with `kWidth` elements per
-// step: element i of a step is from row `row_of(i)` of the range. Rows past its end are zeros.
-template <class Element, int kWidth, class T, class RowOf>
-MAXMOE_INLINE void pack_along_depth(const GemmOperand<T>& memory, Range rows, Range depth, const RowOf& row_of,
-                                    Element* target) {
-  constexpr int kChunks = (kWidth + kLanes<Element> - 1) / kLanes<Element>;
-  // A null pointer stands for a row of zeros.
-  const T* source[kWidth];
-  for (int i = 0; i < kWidth; ++i) {
-    const int64_t row = rows.begin + row_of(i);
-    source[i] = row < rows.end ? memory.memory_row(row) + depth.begin : nullptr;
-  }
-  const int64_t num_steps = steps_of_depth<Element>(depth.size());
-  for (int64_t k = 0; k < num_steps; k += kLanes<Element>) {
-    // The number of elements before this block of steps.
-    const int64_t done = k * kDepthPerStep<Element>;
-    Vector<Element> block[kChunks][kLanes<Element>] = {};
-    // Unrolled completely, as 32 is the largest kWidth: `block` stays in registers only if all of its indices are
-    // constants.
-#pragma GCC unroll 32
-    for (int i = 0; i < kWidth; ++i) {
-      if (source[i] != nullptr) {
-        block[i / kLanes<Element>][i % kLanes<Element>] =
-            load_along_depth<Element>(source[i] + done, depth.size() - done);
-      }
-    }
-#pragma GCC unroll 3
-    for (int chunk = 0; chunk < kChunks; ++chunk) transpose_square<Element>(block[chunk]);
-    // Whole vectors are stored. The elements past kWidth are overwritten by the next step.
-    const auto store_step = [&](int64_t step) {
-#pragma GCC unroll 3
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        store_vector(target + (k + step) * kWidth + chunk * kLanes<Element>, block[chunk][step]);
-      }
-    };
-    if (k + kLanes<Element> <= num_steps) {
-#pragma GCC unroll 16
-      for (int step = 0; step < kLanes<Element>; ++step) store_step(step);
-    } else {
-      for (int64_t step = 0; k + step < num_steps; ++step) store_step(step);
-    }
   }
 }
 

@@ -223,14 +223,16 @@ Product<T> column_range(Product<T> p, int64_t begin, int64_t end) {
 // A product with few rows of A. The columns that fill micro-panels are computed with B in place, the last ones with
 // packed B.
 //
-// `is_packed` tells whether the product before has left the rows of a for few_rows.h, and returns whether this one has:
-// the low-rank term and packed B take their place.
+// `stored_group` tells in which groups the product before has left the rows of a for few_rows.h, and returns in which
+// this one has, 0 for none: the low-rank term and packed B take their place.
 template <class T>
-void multiply_few_rows_of(const GemmOperand<T>& a, bool& is_packed, PackedA<T>& packed_a, const Product<T>& p) {
+void multiply_few_rows_of(const GemmOperand<T>& a, int64_t& stored_group, PackedA<T>& packed_a, const Product<T>& p) {
+  using Element = ElementOf<T>;
   const int64_t whole = p.c.columns / kNR<Accumulator<T>> * kNR<Accumulator<T>>;
-  if (whole > 0) multiply_few_rows<ElementOf<T>>(a, is_packed, column_range(p, 0, whole));
+  if (whole > 0) multiply_few_rows<Element>(a, stored_group, column_range(p, 0, whole));
   if (whole < p.c.columns) multiply(packed_a, column_range(p, whole, p.c.columns));
-  is_packed = whole > 0 && whole == p.c.columns && !p.has_low_rank_term();
+  const bool keeps_rows = whole > 0 && whole == p.c.columns && !p.has_low_rank_term();
+  stored_group = keeps_rows ? max_group_of<Element>(p.b, p.c.rows) : 0;
 }
 
 // Computes all products for rows [begin, end) of A.
@@ -238,18 +240,18 @@ template <class T>
 void multiply_rows(const TileGemm<T>& p, int64_t begin, int64_t end) {
   const GemmOperand<T> a = p.a.row_range(begin, end);
   PackedA<T> packed_a(a, kPackedAScratch);
-  bool is_packed = false;
+  int64_t stored_group = 0;
   for (int64_t i = 0; i < p.count; ++i) {
     Product<T> product = p.products[i];
     product.c = product.c.row_range(begin, end);
     product.reduced = product.reduced.row_range(begin, end);
     const int64_t rows = product.c.rows;
-    const int64_t few = product.b.is_quantized() ? kMaxFewQuantizedRows<ElementOf<T>> : kMaxFewRows;
+    const int64_t few = product.b.is_quantized() ? kMaxFewQuantizedRows<ElementOf<T>> : kMaxRowsInPlace;
     const bool is_few_rows = 0 < rows && rows <= few && a.columns() > 0 && product.b.index == nullptr;
     if (is_few_rows) {
-      multiply_few_rows_of(a, is_packed, packed_a, product);
+      multiply_few_rows_of(a, stored_group, packed_a, product);
     } else {
-      is_packed = false;
+      stored_group = 0;
       multiply(packed_a, product);
     }
   }

@@ -1,0 +1,57 @@
+// The rows of A of few_rows.h, in groups that one kernel multiplies at a time. Only for the .cpp files that are
+// compiled per instruction set.
+#pragma once
+
+#include "few_quantized_rows.h"
+
+namespace maxmoe::MAXMOE_ISA_NAMESPACE {
+
+// Largest number of rows that are multiplied with B in place. More than kMaxFewRows are several groups: each multiplies
+// a block of B, which the first one has brought into a cache. With AVX-512 13 rows or more are faster with packed B
+// (docs/performance.md).
+constexpr int64_t kMaxRowsInPlace = 12;
+
+// A group of rows: the `index`th of `count`.
+template <class Element>
+struct RowGroup {
+  const Element* steps;  // the elements of a step are neighbours, as in FewRows
+  Range rows;
+  int64_t index;
+  int64_t count;
+};
+
+// Rows of A, converted to the elements that a step multiplies, group by group.
+template <class Element>
+struct RowGroups {
+  Element* data;
+  int64_t num_rows;
+  int64_t row_size;   // elements of each row in `data`
+  int64_t max_group;  // rows
+
+  MAXMOE_INLINE int64_t count() const { return (num_rows + max_group - 1) / max_group; }
+  // Groups have about the same size.
+  MAXMOE_INLINE Range rows(int64_t index) const {
+    return {num_rows * index / count(), num_rows * (index + 1) / count()};
+  }
+  MAXMOE_INLINE Element* steps(Range group) const { return data + group.begin * row_size; }
+  MAXMOE_INLINE RowGroup<Element> operator[](int64_t index) const {
+    return {steps(rows(index)), rows(index), index, count()};
+  }
+};
+
+// Calls body<kRows>() for the number of rows of a group.
+template <class Body, int... kIndex>
+MAXMOE_INLINE void with_number_of_rows(int64_t rows, const Body& body, std::integer_sequence<int, kIndex...> /*all*/) {
+  const auto call = [&]<int kRows> {
+    body.template operator()<kRows>();
+    return true;
+  };
+  static_cast<void>(((rows == kIndex + 1 && call.template operator()<kIndex + 1>()) || ...));
+}
+
+template <class Body>
+MAXMOE_INLINE void with_number_of_rows(int64_t rows, const Body& body) {
+  with_number_of_rows(rows, body, std::make_integer_sequence<int, kMaxFewRows>());
+}
+
+}  // namespace maxmoe::MAXMOE_ISA_NAMESPACE
