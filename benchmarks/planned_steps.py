@@ -112,7 +112,7 @@ def _seconds(shape: Shape, plan: Plan, num_steps: int) -> float:
         num_chunks=plan.num_chunks,
         recompute=plan.recompute,
     )
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.randint(512, (BATCH, LENGTH + 1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     mine = token_sharding(mesh, plan.rules).slices(inputs.shape)

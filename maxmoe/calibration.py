@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -15,8 +16,12 @@ from torch import Tensor, nn
 
 from maxmoe._torch import all_gather_single
 from maxmoe.config import MoEConfig
+from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.nn import MoE
+from maxmoe.parallel import parallelize
+from maxmoe.planning import predict
 from maxmoe.planning.time_model.device import Device, Link
+from maxmoe.sharding import Mesh
 from maxmoe.testing.rank_processes import RankProcesses
 
 ROWS = (4, 16, 64, 256, 1024)
@@ -28,7 +33,7 @@ REPEATS = 7
 
 
 def calibrate(name: str, *, num_ranks: int = 2) -> Device:
-    """Measure products, memory, collectives and the overhead of a layer, and return them as a device.
+    """Measure products, attention, memory, collectives and the overhead of blocks, and return them as a device.
 
     Each rank is a process with one thread that shares the cores of this machine; collectives are those of gloo.
 
@@ -50,6 +55,7 @@ def calibrate(name: str, *, num_ranks: int = 2) -> Device:
         "memory": _memory_bandwidth,
         "layer": _block_overhead,
         "collectives": partial(_collectives, max(2, num_ranks)),
+        "sharded blocks": partial(_seconds_per_block, _measured_seconds),
     }
     found: dict[str, Any] = {}
     for what, measure in (bar := tqdm(measurements.items(), dynamic_ncols=True)):
@@ -59,7 +65,7 @@ def calibrate(name: str, *, num_ranks: int = 2) -> Device:
     attention_share, half_channels = _shares_of_attention(found["attention"], peaks["float32"])
     latency, bandwidth = found["collectives"]
     link = Link(latency, bandwidth)
-    return Device(
+    device = Device(
         name=name,
         sources=(
             f"measured by python -m maxmoe plan --calibrate, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
@@ -78,6 +84,9 @@ def calibrate(name: str, *, num_ranks: int = 2) -> Device:
         cores=len(os.sched_getaffinity(0)),
         block_overhead=found["layer"],
     )
+    # Beside the collectives of a block, whose number the planner knows.
+    waiting = _seconds_per_block(partial(_predicted_seconds, replace(device, block_overhead=0.0)))
+    return replace(device, sharded_block_overhead=max(0.0, found["sharded blocks"] - waiting))
 
 
 def _memory() -> int:
@@ -167,12 +176,51 @@ def _block_overhead() -> float:
         return seconds(step)
 
 
+def _small_decoder(num_layers: int, device: str = "cpu") -> Decoder:
+    moe = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=EXPERTS, top_k=2)
+    config = DecoderConfig(vocab_size=16, hidden_size=16, num_layers=num_layers, num_heads=2, moe=moe)
+    return Decoder(config, device=device)
+
+
+def _seconds_per_block(seconds_of_layers: Callable[[int], float]) -> float:
+    few, many = 2, 6
+    return (seconds_of_layers(many) - seconds_of_layers(few)) / (many - few)
+
+
+def _predicted_seconds(device: Device, num_layers: int) -> float:
+    """Return the predicted time of a step of a small decoder on two ranks."""
+    model = _small_decoder(num_layers, "meta")
+    return predict(model, {"fsdp": 2}, "pure-fsdp", device, batch_size=2, sequence_length=4).seconds
+
+
+def _measured_seconds(num_layers: int) -> float:
+    slowdown = max(1.0, 2 / len(os.sched_getaffinity(0)))
+    slowest: float = max(RankProcesses(deadline=300.0).run(_step_of_two_ranks, 2, num_layers))
+    return slowest / slowdown
+
+
+def _step_of_two_ranks(num_layers: int) -> float:
+    """Return the time of a step of a small decoder, whose parameters are sharded over the ranks."""
+    torch.set_num_threads(1)
+    model = parallelize(_small_decoder(num_layers), Mesh({"fsdp": 2}), "pure-fsdp")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+
+    def step() -> None:
+        output = model(tokens)
+        torch.autograd.backward(output.logits.sum() + output.aux_loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return seconds(step, 2 * REPEATS)
+
+
 def _collectives(num_ranks: int) -> tuple[float, float]:
     """Return latency and bandwidth of a step of a ring: the all-gathers of a small and a large tensor."""
     small, large = RankProcesses(deadline=300.0).run(_all_gathers, num_ranks)[0]
     steps, slowdown = num_ranks - 1, max(1.0, num_ranks / len(os.sched_getaffinity(0)))
     bandwidth = steps * (LARGE - SMALL) / max(large - small, 1e-9)
-    return max(0.0, small / steps), bandwidth * slowdown
+    return max(0.0, small / steps / slowdown), bandwidth * slowdown
 
 
 def _all_gathers() -> tuple[float, float]:

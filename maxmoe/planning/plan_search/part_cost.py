@@ -164,7 +164,8 @@ def compute_seconds(plan: Plan, step: Step, topology: Topology, *, is_block: boo
     for recomputed_by, size in activation_sizes(plan, *step[:3], step.dtype).items():
         passes = PASSES_OVER_ACTIVATIONS + (0 if recomputed_by is None else PASSES_OF_RECOMPUTATION)
         traffic = traffic + as_tensor(size, count) * passes / device.memory_bandwidth
-    overhead = device.block_overhead if is_block else 0.0
+    is_sharded = as_tensor(topology.mesh.num_ranks, count) > 1
+    overhead = torch.where(is_sharded, device.sharded_block_overhead, device.block_overhead) * is_block
     return (products.seconds + traffic + overhead) * topology.slowdown, products
 
 

@@ -81,7 +81,7 @@ class Topology:
 
         On a ring of n ranks on m nodes, with n / m ranks on each,
 
-            seconds = steps_intra * latency_intra + steps_inter * latency_inter + max(intra, inter) * slowdown
+            seconds = steps_intra * latency_intra + steps_inter * latency_inter + max(intra, inter)
 
         with n - m steps within a node and m - 1 between nodes, twice that for an all-reduce, and each rank of a node
         with a network card of its own.
@@ -117,5 +117,5 @@ class Topology:
         if kind == "send":
             latency = torch.where(nodes > 1, inter.latency, intra.latency)
         transfer = torch.maximum(within / intra.bandwidth, num_bytes * crossing / inter.bandwidth)
-        seconds = steps * latency + transfer * self.slowdown  # a rank that waits for a message needs no core
+        seconds = (steps * latency + transfer) * self.slowdown
         return Sent(seconds, num_bytes * (1 - crossing), num_bytes * crossing)

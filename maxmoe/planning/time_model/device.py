@@ -59,8 +59,9 @@ class Device:
         inter_node: network between nodes.
         overlap: share of the communication that runs beside products, where the code starts it early.
         cores: number of cores that the ranks of a node share, each rank with one thread; 0 if every rank has a device.
-            With more ranks than cores, all speeds of a rank are divided by ranks / cores, and latencies stay.
+            With more ranks than cores, all speeds of a rank are divided by ranks / cores.
         block_overhead: seconds that a block takes in a forward and a backward beside products and memory traffic.
+        sharded_block_overhead: the same on more than one rank, beside collectives too, with the optimizer.
     """
 
     name: str
@@ -78,13 +79,14 @@ class Device:
     overlap: float
     cores: int = 0
     block_overhead: float = 0.0
+    sharded_block_overhead: float = 0.0
 
     def __post_init__(self) -> None:
         for dtype, peak in self.peak_flops.items():
             check_number(f"peak_flops of {dtype}", peak, above=0.0)
         for name in ("max_share", "attention_share", "memory_bandwidth"):
             check_number(name, getattr(self, name), above=0.0)
-        for name in ("half_rows", "half_channels", "overlap", "block_overhead"):
+        for name in ("half_rows", "half_channels", "overlap", "block_overhead", "sharded_block_overhead"):
             check_number(name, getattr(self, name), at_least=0.0)
         for name in ("max_share", "attention_share", "overlap"):
             if getattr(self, name) > 1:
@@ -195,7 +197,7 @@ def _fields(value: Any, kind: type, name: str) -> dict[str, Any]:
     for field in value:
         if field not in known:
             raise ValueError(f"{name} has no field {field!r}{nearest(str(field), known)}")
-    required = [field for field in known if field not in ("cores", "block_overhead")]
+    required = [field for field in known if field not in ("cores", "block_overhead", "sharded_block_overhead")]
     missing = [field for field in required if field not in value]
     if missing:
         raise ValueError(f"{name} must have the fields {', '.join(required)}, got no {', '.join(missing)}")
