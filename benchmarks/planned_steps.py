@@ -186,6 +186,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     figure, axes = plt.subplots(figsize=(6, 5), layout="constrained")
     markers = {1: "o", 2: "s", 4: "^", 8: "D"}
@@ -204,6 +205,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     high = max(max(row.measured, row.predicted) for row in rows) * 1e3
     axes.plot([low, high], [low, high], color="gray", linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel="predicted ms", ylabel="measured ms")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(ScalarFormatter())
+        axis.set_minor_formatter(NullFormatter())
     axes.set_title("Steps on 1 (circle), 2 (square), 4 (triangle) and 8 (diamond) ranks", fontsize=9)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=110)

@@ -50,8 +50,9 @@ class Waiting:
             active = [process for process in self.running.values() if process.exitcode is None]
             for other in self.to_come[: AT_ONCE - len(active)]:
                 self.to_come.remove(other)
-                self.running[other.nodeid] = self._start(other)
-            wait([process.sentinel for process in self.running.values() if process.exitcode is None])
+                active.append(self._start(other))
+                self.running[other.nodeid] = active[-1]
+            wait([process.sentinel for process in active])  # those that have ended since are ready
         process, path = self.running.pop(item.nodeid), self._path(item)
         if not path.exists():
             raise RuntimeError(f"the fork of {item.nodeid} ended with status {process.exitcode}, without a report")
