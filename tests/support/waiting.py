@@ -52,7 +52,8 @@ class Waiting:
                 self.to_come.remove(other)
                 active.append(self._start(other))
                 self.running[other.nodeid] = active[-1]
-            wait([process.sentinel for process in active])  # those that have ended since are ready
+            if active:  # without one, all have ended since the loop asked, and waiting for nothing never ends
+                wait([process.sentinel for process in active])
         process, path = self.running.pop(item.nodeid), self._path(item)
         if not path.exists():
             raise RuntimeError(f"the fork of {item.nodeid} ended with status {process.exitcode}, without a report")
