@@ -6,6 +6,7 @@ What a source does not state is assumed: 4096 tokens per sequence, bfloat16, blo
 and 1F1B with one stage per rank.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +21,7 @@ STATE_DTYPES = StateDtypes(master=torch.float32, moments=torch.float32)
 DEEPSEEK_V3 = (
     "DeepSeek-V3, [arXiv:2412.19437](https://arxiv.org/abs/2412.19437) (180K H800 hours per 10^12 tokens, FP8)"
 )
-MEGATRON = (
-    "[Megatron Bridge](https://docs.nvidia.com/nemo/megatron-bridge/latest/performance-summary.html) 25.11, {}".format
-)
+MEGATRON = "[Megatron Bridge](https://docs.nvidia.com/nemo/megatron-bridge/latest/performance-summary.html) 25.11"
 MAXTEXT = "[MaxText](https://maxtext.readthedocs.io/en/latest/reference/models/tiering.html), BF16"
 TORCHTITAN = "[torchtitan #1789](https://github.com/pytorch/torchtitan/issues/1789), BF16"
 DEEPSEEK_V3_16B = PublishedModel(
@@ -82,7 +81,7 @@ class Published:
 
     def row(self) -> str:
         """A row of the table."""
-        plan, num_ranks = self.predict(), torch.tensor([*self.mesh.values()]).prod().item()
+        plan, num_ranks = self.predict(), math.prod(self.mesh.values())
         found = self.batch_size * LENGTH / plan.seconds / num_ranks
         layout = [f"{size} stages" if axis == "stage" else f"{axis}={size}" for axis, size in self.mesh.items()]
         layout += [f"{self.num_micro_batches} micro-batches"] if self.num_micro_batches > 1 else []
@@ -113,7 +112,7 @@ ROWS = (
         device_name="H800 (here h100)",
     ),
     Published(
-        MEGATRON("FP8"),
+        f"{MEGATRON}, FP8",
         PUBLISHED["deepseek_v3"],
         "b200",
         {"stage": 16, "fsdp": 2, "expert": 8},
@@ -121,9 +120,9 @@ ROWS = (
         2139,
         num_micro_batches=64,
     ),
-    Published(MEGATRON("BF16"), PUBLISHED["gpt_oss"], "h100", {"stage": 4, "fsdp": 2, "expert": 8}, 512, 5630, 16),
-    Published(MEGATRON("BF16"), PUBLISHED["gpt_oss"], "b200", {"fsdp": 8, "expert": 8}, 512, 8213),
-    Published(MEGATRON("FP8"), PUBLISHED["qwen3_moe"], "b200", {"stage": 8, "expert": 8}, 1024, 3269, 64),
+    Published(f"{MEGATRON}, BF16", PUBLISHED["gpt_oss"], "h100", {"stage": 4, "fsdp": 2, "expert": 8}, 512, 5630, 16),
+    Published(f"{MEGATRON}, BF16", PUBLISHED["gpt_oss"], "b200", {"fsdp": 8, "expert": 8}, 512, 8213),
+    Published(f"{MEGATRON}, FP8", PUBLISHED["qwen3_moe"], "b200", {"stage": 8, "expert": 8}, 1024, 3269, 64),
     Published(MAXTEXT, PUBLISHED["mixtral"], "v5p", {"fsdp": 256}, 2048, 2909, device_name="v5p"),
     Published(TORCHTITAN, DEEPSEEK_V3_16B, "h100", {"expert": 8}, 32, 11758),
 )

@@ -176,6 +176,11 @@ def _block_overhead() -> float:
         return seconds(step)
 
 
+def _slowdown(num_ranks: int) -> float:
+    """Return by how much ranks with one thread each slow each other down, because they share the cores."""
+    return max(1.0, num_ranks / len(os.sched_getaffinity(0)))
+
+
 def _small_decoder(num_layers: int, device: str = "cpu") -> Decoder:
     moe = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=EXPERTS, top_k=2)
     config = DecoderConfig(vocab_size=16, hidden_size=16, num_layers=num_layers, num_heads=2, moe=moe)
@@ -183,6 +188,7 @@ def _small_decoder(num_layers: int, device: str = "cpu") -> Decoder:
 
 
 def _seconds_per_block(seconds_of_layers: Callable[[int], float]) -> float:
+    """Return the time per block, from the times of a step with few and with many blocks."""
     few, many = 2, 6
     return (seconds_of_layers(many) - seconds_of_layers(few)) / (many - few)
 
@@ -194,9 +200,9 @@ def _predicted_seconds(device: Device, num_layers: int) -> float:
 
 
 def _measured_seconds(num_layers: int) -> float:
-    slowdown = max(1.0, 2 / len(os.sched_getaffinity(0)))
+    """Return the time of a step of a small decoder on two ranks, if each had a core."""
     slowest: float = max(RankProcesses(deadline=300.0).run(_step_of_two_ranks, 2, num_layers))
-    return slowest / slowdown
+    return slowest / _slowdown(2)
 
 
 def _step_of_two_ranks(num_layers: int) -> float:
@@ -218,7 +224,7 @@ def _step_of_two_ranks(num_layers: int) -> float:
 def _collectives(num_ranks: int) -> tuple[float, float]:
     """Return latency and bandwidth of a step of a ring: the all-gathers of a small and a large tensor."""
     small, large = RankProcesses(deadline=300.0).run(_all_gathers, num_ranks)[0]
-    steps, slowdown = num_ranks - 1, max(1.0, num_ranks / len(os.sched_getaffinity(0)))
+    steps, slowdown = num_ranks - 1, _slowdown(num_ranks)
     bandwidth = steps * (LARGE - SMALL) / max(large - small, 1e-9)
     return max(0.0, small / steps / slowdown), bandwidth * slowdown
 

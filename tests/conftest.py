@@ -4,7 +4,8 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-# Threads of OpenMP that wait for each other would keep the processor from the other process of tests. Read with torch.
+# OpenMP threads that wait for each other would spin on the processor that the other test process needs. libgomp reads
+# the variable when torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import pytest
@@ -42,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the order of files, and take a sample of costly cases.
+    """Order the files, and take a sample of costly cases.
 
     The file that takes longest is first, since nothing else could run beside its end. Those that fork ranks are next: a
     fork copies page tables, which grow with what other tests import.

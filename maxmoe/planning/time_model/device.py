@@ -4,7 +4,7 @@ import math
 import reprlib
 import stat
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,8 @@ class Device:
         cores: number of cores that the ranks of a node share, each rank with one thread; 0 if every rank has a device.
             With more ranks than cores, all speeds of a rank are divided by ranks / cores.
         block_overhead: seconds that a block takes in a forward and a backward beside products and memory traffic.
-        sharded_block_overhead: the same on more than one rank, beside collectives too, with the optimizer.
+        sharded_block_overhead: seconds that a block takes on more than one rank in a forward, a backward and a step of
+            the optimizer, beside products, memory traffic and collectives.
     """
 
     name: str
@@ -197,7 +198,7 @@ def _fields(value: Any, kind: type, name: str) -> dict[str, Any]:
     for field in value:
         if field not in known:
             raise ValueError(f"{name} has no field {field!r}{nearest(str(field), known)}")
-    required = [field for field in known if field not in ("cores", "block_overhead", "sharded_block_overhead")]
+    required = [name for name, field in known.items() if field.default is MISSING]
     missing = [field for field in required if field not in value]
     if missing:
         raise ValueError(f"{name} must have the fields {', '.join(required)}, got no {', '.join(missing)}")
