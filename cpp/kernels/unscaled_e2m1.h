@@ -6,6 +6,7 @@
 // number is too large or too small for float, with its scale or without: the exponents tell (UnscaledE2M1::fits).
 #pragma once
 
+#include "decode_tables.h"
 #include "four_steps.h"
 
 #if defined(MAXMOE_DECODES_PAIRS)
@@ -142,12 +143,21 @@ class UnscaledE2M1 {
     return _mm512_castsi512_ps(_mm512_slli_epi32(raised, 23));
   }
 
+  // The values of E2M1 as bfloat16, which holds them exactly, twice.
+  struct alignas(64) Values {
+    uint16_t halves[32];
+  };
+  static constexpr Values values() {
+    Values result{};
+    for (size_t i = 0; i < 32; ++i) {
+      result.halves[i] = static_cast<uint16_t>(std::bit_cast<uint32_t>(kE2M1.values[i % 16]) >> 16);
+    }
+    return result;
+  }
+
   static MAXMOE_INLINE __m512i table() {
-    alignas(64) static constexpr uint16_t kValues[32] = {
-        0,      0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80,
-        0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0, 0,      0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040,
-        0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
-    return _mm512_load_si512(kValues);
+    static constexpr Values kValues = values();
+    return _mm512_load_si512(kValues.halves);
   }
 
   ByteRows scales_;
