@@ -15,7 +15,9 @@ ARGS ?=
 # The releases of torch of pyproject.toml. The first one has the environment .venv, every other one its own.
 TORCHES := $(shell sed -n 's/^torch = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d '",')
 TORCH ?= $(firstword $(TORCHES))
-VENV := .venv$(if $(filter-out $(firstword $(TORCHES)),$(TORCH)),-torch$(TORCH))
+# The environment with a release of torch.
+environment = .venv$(if $(filter-out $(firstword $(TORCHES)),$(1)),-torch$(1))
+VENV := $(call environment,$(TORCH))
 BIN := $(VENV)/bin
 
 # The list of pyproject.toml.
@@ -38,7 +40,8 @@ train: $(VENV)/examples
 # A file stays in one process, for its fixtures. In the order given: otherwise files with few, long tests would come last.
 IN_TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/test
-	@$(BIN)/python -m pytest $(IN_TWO_PROCESSES) $(ARGS)
+	@# With the variable set, as in many containers, every process would compile package and tests again.
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest $(IN_TWO_PROCESSES) $(ARGS)
 
 lint: $(VENV)/dev
 	@$(BIN)/ruff check .
@@ -92,11 +95,14 @@ benchmark: $(VENV)/test
 # left of an earlier build would get in.
 CIBUILDWHEEL = $(shell sed -n 's/^$(1) = "\(.*\)"$$/\1/p' pyproject.toml)
 WHEEL_TORCHES := $(TORCHES:%=build/torch%)
+# The headers of an environment of `make test`, if there is one: for those the operators are compiled already.
+WHEEL_HEADERS = $(foreach torch,$(TORCHES),$(firstword $(patsubst %/requirements,%,\
+  $(wildcard $(call environment,$(torch))/requirements)) build/torch$(torch)))
 wheel: $(VENV)/dev $(WHEEL_TORCHES:%=%/requirements)
 	@rm -rf dist build/lib.* build/bdist.* build/wheel
 	mkdir -p build
 	echo "== sdist and wheel"
-	export MAXMOE_TORCH="$$(ls -d $(addsuffix /lib/python*/site-packages,$(abspath $(WHEEL_TORCHES))) | paste -sd:)"
+	export MAXMOE_TORCH="$$(ls -d $(addsuffix /lib/python*/site-packages,$(abspath $(WHEEL_HEADERS))) | paste -sd:)"
 	$(BIN)/python -m build --no-isolation --sdist --outdir dist . >build/sdist.log
 	$(BIN)/python -m build --no-isolation --wheel --outdir build/wheel . >build/wheel.log
 	export PATH="$(abspath $(BIN)):$$PATH"
@@ -122,9 +128,10 @@ build/torch%/requirements: pyproject.toml
 clean:
 	rm -rf .venv .venv-torch* build dist *.egg-info maxmoe/_C_torch*.so
 
-# The package, built in place, and what one use of it needs: examples, test, docs or dev. The kernels are built for this
-# machine alone, until tests need all that it can run; with them come the programs that tests/repository/test_cpp.py runs.
-ISAS = $(if $(filter test dev,$(@F) $(notdir $(wildcard $(VENV)/test $(VENV)/dev))),all,native)
+# The package, built in place, and what one use of it needs: examples, test, docs or dev. The environments share the build
+# of the kernels (setup.py); no two are built at the same time. The kernels are built for this machine alone, until tests
+# need all that it can run; with them come the programs that tests/repository/test_cpp.py runs.
+ISAS = $(if $(filter test dev,$(@F) $(notdir $(wildcard .venv*/test .venv*/dev))),all,native)
 CPP_TESTS = $(if $(filter test,$(@F)),-DMAXMOE_BUILD_TESTS=ON -DMAXMOE_BUILD_BENCHMARKS=ON)
 $(VENV)/examples $(VENV)/test $(VENV)/docs $(VENV)/dev: $(VENV)/requirements $(CORE)
 	@echo "== the C++ core"

@@ -89,13 +89,13 @@ class CMakeBuild(build_ext):
             earlier.unlink()
         # The cmake and ninja that pip installed beside this Python come before those of the system.
         path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+        # CMake keeps what an earlier build was told, maybe that of another environment: `make test` turns the tests and
+        # benchmarks on, `make train` builds for one machine alone.
         options = [f"-DPython_EXECUTABLE={sys.executable}", f"-DMAXMOE_TORCH={';'.join(map(str, TORCHES.values()))}"]
-        # CMake keeps what an earlier build was told: `make test` turns the first two on, `make train`
-        # builds for one machine alone.
         options += ["-DMAXMOE_BUILD_TESTS=OFF", "-DMAXMOE_BUILD_BENCHMARKS=OFF", "-DMAXMOE_ISAS=all"]
         options += shlex.split(os.environ.get("CMAKE_ARGS", ""))
-        if shutil.which("ninja", path=path):
-            options.insert(0, "-GNinja")
+        if ninja := shutil.which("ninja", path=path):
+            options += ["-GNinja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
         jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(os.cpu_count() or 1)
         for command in (
             ["cmake", "-S", str(ROOT), "-B", str(folder), *options],
@@ -111,12 +111,16 @@ class CMakeBuild(build_ext):
 
 
 def build_folder() -> Path:
-    """One per checkout and environment, kept between builds: setuptools' is new every time."""
-    key = hashlib.sha256(f"{ROOT} {sys.prefix}".encode()).hexdigest()[:8]
+    """One per checkout and Python, kept between builds: setuptools' is new every time.
+
+    Environments with different releases of torch share it, since the kernels and GoogleTest's suite do not know torch.
+    """
+    key = hashlib.sha256(f"{ROOT} {sys.base_prefix}".encode()).hexdigest()[:8]
     folder = ROOT / "build" / f"{sys.implementation.cache_tag}-{key}"
     tools = find_spec("pybind11")
     if tools is None or not Path(tools.origin or "").is_relative_to(sys.prefix):
         # An isolated build: the cache of an earlier one names headers in a temporary folder that is gone.
+        folder = folder.with_name(f"{folder.name}-isolated")
         shutil.rmtree(folder, ignore_errors=True)
     return folder
 

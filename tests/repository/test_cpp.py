@@ -5,24 +5,27 @@ The benchmarks of the kernels (cpp/benchmarks) are built with it, and run on sma
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 
 import maxmoe
 
 ROOT = Path(__file__).parents[2]
 ISAS = maxmoe.build_info()["supported_isas"]
+# The cmake and ninja that pip installed beside this Python come before those of the system.
+PATH = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
     return subprocess.run(
         command,
-        env=os.environ | {"PATH": path} | environment,
+        env=os.environ | {"PATH": PATH} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -41,23 +44,18 @@ def build_step(*command: str) -> None:
 @pytest.fixture(scope="module")
 def build_folder() -> Path:
     """Where the core was built for this Python, if it was built here: its kernels are not compiled again."""
-    options = ["-DMAXMOE_BUILD_TESTS=ON", "-DMAXMOE_BUILD_BENCHMARKS=ON"]
-    folder = core_build_folder()
-    if folder is None:
-        folder = ROOT / "build" / f"tests-{sys.implementation.cache_tag}"
-        options += ["-GNinja", f"-DPython_EXECUTABLE={sys.executable}", "-DMAXMOE_BUILD_PYTHON=OFF"]
+    options = [f"-DPython_EXECUTABLE={sys.executable}", "-DMAXMOE_BUILD_TESTS=ON", "-DMAXMOE_BUILD_BENCHMARKS=ON"]
+    tag = sys.implementation.cache_tag
+    folder = next((ROOT / "build").glob(f"{tag}-????????/"), None)
+    if folder is not None:  # maybe last configured for the torch of another environment, which need not be there now
+        options += [f"-DMAXMOE_TORCH={Path(torch.__file__).parent}"]
+    else:
+        folder = ROOT / "build" / f"tests-{tag}"
+        options += ["-GNinja", "-DMAXMOE_BUILD_PYTHON=OFF"]
+    options += [f"-DCMAKE_MAKE_PROGRAM={ninja}"] if (ninja := shutil.which("ninja", path=PATH)) else []
     build_step("cmake", "-S", str(ROOT), "-B", str(folder), *options)
-    build_step("cmake", "--build", str(folder))
+    build_step("cmake", "--build", str(folder), "--target", "maxmoe_kernels_tests", "maxmoe_kernels_benchmarks")
     return folder
-
-
-def core_build_folder() -> Path | None:
-    for cache in sorted((ROOT / "build").glob("*/CMakeCache.txt")):
-        variables = dict(re.findall(r"^(\w+):\w+=(.*)$", cache.read_text(), re.MULTILINE))
-        interpreter = Path(variables.get("Python_EXECUTABLE", ""))  # python or python3 of an environment
-        if interpreter.parent.parent == Path(sys.prefix) and variables.get("MAXMOE_BUILD_PYTHON") == "ON":
-            return cache.parent
-    return None
 
 
 @pytest.mark.parametrize("isa", ISAS)

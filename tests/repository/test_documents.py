@@ -19,7 +19,7 @@ LAYER = ROOT / "docs" / "layer.md"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GETTING_STARTED, MINIMAL = ROOT / "docs" / "getting_started.md", ROOT / "examples" / "train_minimal.py"
 TARGETS = set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-(VENV,) = re.findall(r"^VENV := (\.\w+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+(VENV,) = re.findall(r"^environment = (\.\w+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
 def blocks(language: str, documents: Iterable[Path] = DOCUMENTS) -> list[str]:
