@@ -20,12 +20,21 @@ auto weight_of_slot(const Arguments& a, int64_t slot) {
   return a.weights == nullptr ? std::remove_cvref_t<decltype(*a.weights)>(1) : a.weights[slot];
 }
 
+// The product that computes `out`, one of the gradients of a stack or a part of it.
+template <class T>
+Product<T> product_of_gradient(GemmOperand<T> rhs, MatrixView<T> out, const MatrixStack<T>& gradients) {
+  Product<T> product{rhs, out, false};
+  product.is_nontemporal = is_nontemporal_gradient(gradients);
+  return product;
+}
+
 // out = lhs^T * rhs, the gradient of a weight; a product over no rows is zero. A product is written row by row. If
 // `out` is transposed, like the weights of linear layers, the transposed product is computed.
 template <class T>
-void multiply_transposed(const Gemm<T>& gemm, GemmOperand<T> lhs, GemmOperand<T> rhs, MatrixView<T> out) {
-  if (out.column_stride == 1) return gemm.multiply(lhs.transposed(), {rhs, out, false});
-  gemm.multiply(rhs.transposed(), {lhs, out.transposed(), false});
+void multiply_transposed(const Gemm<T>& gemm, GemmOperand<T> lhs, GemmOperand<T> rhs, MatrixView<T> out,
+                         const MatrixStack<T>& gradients) {
+  if (out.column_stride == 1) return gemm.multiply(lhs.transposed(), product_of_gradient(rhs, out, gradients));
+  gemm.multiply(rhs.transposed(), product_of_gradient(lhs, out.transposed(), gradients));
 }
 
 // Backward of the activation for one row: Z becomes dZ, A becomes weight * A. Returns <dA, A>. Z stays if dA is null.
@@ -85,7 +94,7 @@ void grad_reduce_down_rows(const ExpertFfnBackwardDownFactors<T>& a, const Group
       store_block<T>(weight_of_slot(a, a.routed.slots[rows.begin + r]) * block.activated, activated.row(r), 1);
     }
     multiply_transposed<T>(*a.gemm, activated.as_const(), grad_reduced,
-                           a.grad_reduce[rows.group].row_range(first, first + columns));
+                           a.grad_reduce[rows.group].row_range(first, first + columns), a.grad_reduce);
   }
 }
 
@@ -156,12 +165,12 @@ void grad_down_columns(const ExpertFfnBackwardDown<T>& a, const GroupTile& rows,
   if (!a.grad_down.empty()) {
     multiply_transposed<T>(*a.gemm, a.activated.row_range(rows.begin, rows.end).as_const(),
                            tokens_of(columns, a.routed, rows.begin, rows.end),
-                           a.grad_down[rows.group].column_range(begin, end));
+                           a.grad_down[rows.group].column_range(begin, end), a.grad_down);
   }
   if (!a.grad_expand.empty()) {
     multiply_transposed<T>(*a.gemm, a.weighted_reduced.row_range(rows.begin, rows.end),
                            tokens_of(columns, a.routed, rows.begin, rows.end),
-                           a.grad_expand[rows.group].column_range(begin, end));
+                           a.grad_expand[rows.group].column_range(begin, end), a.grad_expand);
   }
   if (a.grad_down_bias.data != nullptr) {
     const int64_t* slots = a.routed.slots + rows.begin;
@@ -183,8 +192,8 @@ void grad_up_rows(const ExpertFfnBackwardUp<T>& a, const GroupTile& rows, int64_
     const MatrixView<T> out = gradient[rows.group].row_range(begin, end);
     // Row-major gradients share the packed tokens. A transposed gradient has another left-hand side, so
     // it is computed separately.
-    if (out.column_stride != 1) return multiply_transposed<T>(*a.gemm, tokens, rhs, out);
-    products[count++] = {rhs, out, false};
+    if (out.column_stride != 1) return multiply_transposed<T>(*a.gemm, tokens, rhs, out, gradient);
+    products[count++] = product_of_gradient<T>(rhs, out, gradient);
   };
   add(a.grad_gate, gate_columns(grad, a.gate_width));
   add(a.grad_up, up_columns(grad, a.gate_width));

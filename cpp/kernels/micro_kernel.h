@@ -33,7 +33,20 @@ struct MicroTile {
   int64_t c_stride;
   BlockPrefetch& next;  // the block of B that is prefetched
   int64_t num_lines;    // of `next` to prefetch, at most one per step
+  bool is_nontemporal;  // whether c is written with non-temporal stores; it begins on a cache line then
 };
+
+// Whether a row of a micro-tile of T is whole cache lines, which non-temporal stores must write. A line in two parts
+// would be written to memory twice.
+template <class T>
+constexpr bool kRowIsWholeLines = kNR<Accumulator<T>> * sizeof(T) % kCacheLineBytes == 0;
+
+// Stores the sums of a micro-tile to c, rounded to its type.
+template <bool kNonTemporal, int kRows, class T, class S>
+MAXMOE_INLINE void store_micro_tile(const Vector<S> (&sum)[kRows][2], T* c, int64_t c_stride) {
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) store_narrowed_x2<T, kNonTemporal>(c + r * c_stride, {sum[r][0], sum[r][1]});
+}
 
 // The NR elements of one step of B, in the order of VectorX2. For pairs, each with the element below it in B.
 template <class Element>
@@ -82,8 +95,10 @@ MAXMOE_INLINE void multiply_micro_tile(const MicroTile<T, Element>& tile, const 
   }
   tile.next = lines;
   for (int64_t k = prefetching_steps; k < tile.num_steps; ++k) multiply_step(k);
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) store_narrowed_x2<T>(tile.c + r * tile.c_stride, {sum[r][0], sum[r][1]});
+  if constexpr (kRowIsWholeLines<T>) {
+    if (tile.is_nontemporal) return store_micro_tile<true, kRows, T, S>(sum, tile.c, tile.c_stride);
+  }
+  store_micro_tile<false, kRows, T, S>(sum, tile.c, tile.c_stride);
 }
 
 // The micro-kernel for packed B: `b` is a micro-panel with NR elements per step.
@@ -92,8 +107,8 @@ MAXMOE_INLINE void multiply_micro_tile(const MicroTile<T, Element>& tile, const 
 // of them are then passed in registers; a struct would be written to memory by the caller and read back here.
 template <class T, class Element, int kRows>
 void micro_kernel(const Element* a, const Element* b, int64_t num_steps, const Accumulator<T>* sums, T* c,
-                  int64_t c_stride, BlockPrefetch& next, int64_t num_lines) {
-  const MicroTile<T, Element> tile{a, num_steps, sums, c, c_stride, next, num_lines};
+                  int64_t c_stride, BlockPrefetch& next, int64_t num_lines, bool is_nontemporal) {
+  const MicroTile<T, Element> tile{a, num_steps, sums, c, c_stride, next, num_lines, is_nontemporal};
   multiply_micro_tile<kRows>(tile, [b](int64_t k) -> StepX2<Element> {
     const Element* of_step = b + k * kNR<Accumulator<T>>;
     return {load_vector(of_step), load_vector(of_step + kLanes<Element>)};
@@ -102,7 +117,7 @@ void micro_kernel(const Element* a, const Element* b, int64_t num_steps, const A
 
 template <class T, class Element>
 using MicroKernel = void (*)(const Element*, const Element*, int64_t, const Accumulator<T>*, T*, int64_t,
-                             BlockPrefetch&, int64_t);
+                             BlockPrefetch&, int64_t, bool);
 
 // The table of the micro-kernels, indexed by the number of rows less 1.
 template <class T, class Element, size_t... kIndex>

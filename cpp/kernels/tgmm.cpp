@@ -30,8 +30,9 @@ void tgmm(const Tgmm<T>& a, const Executor& executor) {
     const int64_t end = at_most(begin + rows_per_task, a.out.first.rows);
     const MatrixView<T> out = a.out[local].row_range(begin, end);
     if (rows.begin == rows.end) return zero_rows(out);
-    a.gemm->multiply(a.lhs.row_range(rows.begin, rows.end).column_range(begin, end).transposed(),
-                     {a.rhs.row_range(rows.begin, rows.end), out, false});
+    Product<T> product{a.rhs.row_range(rows.begin, rows.end), out, false};
+    product.is_nontemporal = is_nontemporal_gradient(a.out);
+    a.gemm->multiply(a.lhs.row_range(rows.begin, rows.end).column_range(begin, end).transposed(), product);
   };
   // Writing the result of a group, zeros if it has no rows, counts as one row.
   const int64_t multiply_adds = (a.lhs.rows + a.out.count) * a.lhs.columns * a.rhs.columns;

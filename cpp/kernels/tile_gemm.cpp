@@ -59,7 +59,8 @@ struct Block {
   bool packs_b;  // whether the first row of micro-tiles packs b
   Accumulator<T>* sums;
   int64_t sums_rows;
-  bool has_sums;  // whether the block before has left sums
+  bool has_sums;        // whether the block before has left sums
+  bool is_nontemporal;  // whether the result is written with non-temporal stores
 
   int64_t num_steps() const { return steps_of_depth<Element>(depth.size()); }
 };
@@ -67,7 +68,7 @@ struct Block {
 // Computes the micro-tile at row ir and column jr of the block.
 template <class Out, class T, class Element>
 MAXMOE_INLINE void multiply_micro_tile_at(const Block<T, Element>& block, int64_t ir, int64_t jr, MatrixView<Out> c,
-                                          BlockPrefetch& next, int64_t num_lines) {
+                                          BlockPrefetch& next, int64_t num_lines, bool is_nontemporal) {
   using S = Accumulator<T>;
   const int64_t num_steps = block.num_steps();
   const S* const sums = block.has_sums ? block.sums + jr * block.sums_rows + ir * kNR<S> : nullptr;
@@ -75,10 +76,11 @@ MAXMOE_INLINE void multiply_micro_tile_at(const Block<T, Element>& block, int64_
   Element* const panel_of_b = block.panels_of_b + jr * num_steps;
   // pack_b has padded a panel with fewer than NR columns.
   if (block.packs_b && ir == 0 && c.columns == kNR<S>) {
-    const MicroTile<Out, Element> tile{a, num_steps, sums, c.data, c.row_stride, next, num_lines};
+    const MicroTile<Out, Element> tile{a, num_steps, sums, c.data, c.row_stride, next, num_lines, is_nontemporal};
     return micro_kernel_packing(tile, block.b, block.depth, block.columns.begin + jr, panel_of_b);
   }
-  micro_kernel_of_rows<Out, Element>(c.rows)(a, panel_of_b, num_steps, sums, c.data, c.row_stride, next, num_lines);
+  micro_kernel_of_rows<Out, Element>(c.rows)(a, panel_of_b, num_steps, sums, c.data, c.row_stride, next, num_lines,
+                                             is_nontemporal);
 }
 
 // Computes c = a * b for one block: the loops ir and jr. The last block of the inner dimension rounds the sums to the
@@ -94,14 +96,15 @@ void multiply_block(const Block<T, Element>& block, MatrixView<T> c, bool is_las
     const int64_t rows = at_most(kMR, c.rows - ir);
     for (int64_t jr = 0; jr < c.columns; jr += kWidth) {
       const int64_t columns = at_most(kWidth, c.columns - jr);
-      const auto multiply = [&]<class Out>(Out* out, int64_t stride) {
-        multiply_micro_tile_at(block, ir, jr, MatrixView<Out>{out, rows, columns, stride}, next, num_lines);
+      const auto multiply = [&]<class Out>(Out* out, int64_t stride, bool is_nontemporal = false) {
+        multiply_micro_tile_at(block, ir, jr, MatrixView<Out>{out, rows, columns, stride}, next, num_lines,
+                               is_nontemporal);
       };
       T* const c_tile = c.row(ir) + jr;
       if (!is_last) {
         multiply(block.sums + jr * block.sums_rows + ir * kWidth, kWidth);
       } else if (columns == kWidth) {
-        multiply(c_tile, c.row_stride);
+        multiply(c_tile, c.row_stride, block.is_nontemporal);
       } else {
         T tile[kMR * kWidth];
         multiply(static_cast<T*>(tile), kWidth);
@@ -133,6 +136,7 @@ struct ColumnBlock {
   MatrixView<T> c;
   Accumulator<T>* sums;
   int64_t sums_rows;
+  bool is_nontemporal;
 };
 
 // The loop pc over `depth`, a range of the inner dimension of a * b. It runs once even if the inner dimension is 0,
@@ -157,7 +161,8 @@ void multiply_column_block(PackedA<T>& a, const GemmOperand<T>& b, Range depth, 
                                     packs_b,
                                     block.sums,
                                     block.sums_rows,
-                                    has_sums || pc > depth.begin};
+                                    has_sums || pc > depth.begin,
+                                    block.is_nontemporal};
     // The columns that micro-kernels pack. All others are packed here: the columns of a transposed B, and a panel with
     // fewer than NR.
     const int64_t packed = packs_b ? block.columns.size() / kNR<S> * kNR<S> : 0;
@@ -181,7 +186,7 @@ void multiply_outer_block(PackedA<T>& a, PackedA<T>& reduced, const Product<T>& 
   for (int64_t jc = outer.columns.begin; jc < outer.columns.end;) {
     const Range columns = block_at<T>(outer, 0, jc).columns;
     const ColumnBlock<T> block{columns, p.c.column_range(columns.begin, columns.end),
-                               sums + (jc - outer.columns.begin) * sums_per_column, padded_rows};
+                               sums + (jc - outer.columns.begin) * sums_per_column, padded_rows, p.is_nontemporal};
     if (p.accumulate && is_first) load_sums(block.c.as_const(), padded_rows, block.sums);
     multiply_column_block(a, p.b, outer.depth, block, p.accumulate || !is_first, has_term,
                           [&](Range depth) { return next_block(p, outer, {depth, columns}); });
@@ -235,6 +240,13 @@ void multiply_few_rows_of(const GemmOperand<T>& a, int64_t& stored_group, Packed
   stored_group = keeps_rows ? max_group_of<Element>(p.b, p.c.rows) : 0;
 }
 
+// Whether micro-tiles write whole cache lines of c: rows begin on one, and so does every NR-th column.
+template <class T>
+bool begins_on_cache_lines(MatrixView<T> c) {
+  const auto address = reinterpret_cast<uintptr_t>(c.data);
+  return address % kCacheLineBytes == 0 && c.row_stride * int64_t{sizeof(T)} % kCacheLineBytes == 0;
+}
+
 // Computes all products for rows [begin, end) of A.
 template <class T>
 void multiply_rows(const TileGemm<T>& p, int64_t begin, int64_t end) {
@@ -245,6 +257,7 @@ void multiply_rows(const TileGemm<T>& p, int64_t begin, int64_t end) {
     Product<T> product = p.products[i];
     product.c = product.c.row_range(begin, end);
     product.reduced = product.reduced.row_range(begin, end);
+    product.is_nontemporal = product.is_nontemporal && begins_on_cache_lines(product.c);
     const int64_t rows = product.c.rows;
     const int64_t few = product.b.is_quantized() ? kMaxFewQuantizedRows<ElementOf<T>> : kMaxRowsInPlace;
     const bool is_few_rows = 0 < rows && rows <= few && a.columns() > 0 && product.b.index == nullptr;
@@ -254,6 +267,8 @@ void multiply_rows(const TileGemm<T>& p, int64_t begin, int64_t end) {
       stored_group = 0;
       multiply(packed_a, product);
     }
+    // Another thread may read c as soon as this call has returned.
+    if (product.is_nontemporal) fence_nontemporal_stores();
   }
 }
 

@@ -67,6 +67,20 @@ TYPED_TEST(TileGemmTest, FewRowsOfManyColumns) {
   }
 }
 
+// Non-temporal stores write whole cache lines. The gap of 3 after a row makes rows of 61, 157 and 253 columns begin on
+// one; others do not. The last columns fill no micro-tile.
+TYPED_TEST(TileGemmTest, NonTemporalStores) {
+  const auto multiply = [](const GemmOperand<TypeParam>& a, Product<TypeParam> product) {
+    product.is_nontemporal = true;
+    KernelGemm<TypeParam>().multiply(a, product);
+  };
+  for (const int64_t rows : {1, 13, 25}) {
+    for (const int64_t depth : {0, 16, 1025}) {
+      for (const int64_t columns : {61, 64, 157, 160, 253}) check_product<TypeParam>(multiply, rows, depth, columns);
+    }
+  }
+}
+
 TYPED_TEST(TileGemmTest, MoreThanOneBlock) {
   for (const int64_t rows : {7, 25}) {
     for (const int64_t depth : {511, 513, 1023, 1025}) this->check(rows, depth, 129);
