@@ -46,7 +46,8 @@ def build_folder() -> Path:
     """Where the core was built for this Python, if it was built here: its kernels are not compiled again."""
     options = [f"-DPython_EXECUTABLE={sys.executable}", "-DMAXMOE_BUILD_TESTS=ON", "-DMAXMOE_BUILD_BENCHMARKS=ON"]
     tag = sys.implementation.cache_tag
-    folder = next((ROOT / "build").glob(f"{tag}-????????/"), None)
+    caches = sorted((ROOT / "build").glob(f"{tag}-????????/CMakeCache.txt"), key=lambda path: path.stat().st_mtime)
+    folder = caches[-1].parent if caches else None
     if folder is not None:  # maybe last configured for the torch of another environment, which need not be there now
         options += [f"-DMAXMOE_TORCH={Path(torch.__file__).parent}"]
     else:
