@@ -9,6 +9,7 @@
 // the two computes it.
 #pragma once
 
+#include "executor.h"
 #include "few_quantized_rows.h"
 #include "few_row_major_rows.h"
 #include "few_transposed_rows.h"
@@ -21,13 +22,7 @@ void multiply_few_rows(const RowGroups<Element>& a, const Product<T>& p, MatrixV
                        bool accumulate) {
   const ConstMatrixView<T> next = p.next_b.is_quantized() ? ConstMatrixView<T>{} : p.next_b.memory;
   if (p.b.is_quantized()) {
-    with_number_of_rows(
-        a.num_rows,
-        [&]<int kRows> {
-          multiply_few_rows_quantized<T, Element, kRows>(FewRows<Element, kRows>{a.data}, p.b, p.next_b, sums,
-                                                         accumulate);
-        },
-        std::make_integer_sequence<int, kMaxFewQuantizedRows<Element>>());
+    multiply_few_rows_quantized<T, Element>(a, p.b, p.next_b, sums, accumulate);
   } else if (p.b.is_transposed) {
     multiply_few_rows_transposed<T, Element>(a, p.b.memory, sums, accumulate, next);
   } else {

@@ -47,7 +47,12 @@ int64_t multiply_few_rows_of_4_bits(const FewRowsOfCodes& p, int64_t column) {
   if (all_fit(columns, ScaledIntegers::fits)) {
     return multiply_columns<ScaledIntegers, kMaxRowsOfCodes>(p, columns, column);
   }
-  if (all_fit(columns, ScaledTable::fits)) return multiply_columns<ScaledTable, kMaxRowsOfCodes>(p, columns, column);
+  if (all_fit(columns, ScaledTable<false>::fits)) {
+    return multiply_columns<ScaledTable<false>, kMaxRowsOfCodes>(p, columns, column);
+  }
+  if (all_fit(columns, ScaledTable<true>::fits)) {
+    return multiply_columns<ScaledTable<true>, kMaxRowsOfCodes>(p, columns, column);
+  }
   return 0;
 }
 #endif

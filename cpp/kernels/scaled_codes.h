@@ -21,27 +21,29 @@ MAXMOE_INLINE void store_doubled_lanes(__m512 vector, __m512 (&target)[2]) {
   for (int half = 0; half < 2; ++half) target[half] = _mm512_castsi512_ps(doubled.half[half]);
 }
 
-// Codes of any table. Without zero points zeros are subtracted, so that there is no branch.
+// Codes of any table.
+template <bool kHasZeros>
 class ScaledTable {
  public:
   static constexpr int kBits = 4;
   static constexpr bool kIsCommon = false;
   static constexpr bool kScalesSums = false;
 
-  static bool fits(const CodeColumns& c) { return bits_per_code(c.m.codes) == kBits && have_ordinary_scales(c); }
+  static bool fits(const CodeColumns& c) {
+    return bits_per_code(c.m.codes) == kBits && (c.m.zeros != nullptr) == kHasZeros && have_ordinary_scales(c);
+  }
   static bool swaps_halves(const CodeColumns& c) { return is_high_first(c.m.codes); }
 
   explicit ScaledTable(const CodeColumns& c)
       : scales_(scales_of(c)),
         zeros_(c, c.m.zeros, 1),
-        table_(_mm512_load_ps(table_of(c.m.codes, c.m.zeros != nullptr).values.data())),
-        type_(c.m.scale_type),
-        has_zeros_(c.m.zeros != nullptr) {}
+        table_(_mm512_load_ps(table_of(c.m.codes, kHasZeros).values.data())),
+        type_(c.m.scale_type) {}
 
   // Reads the scales of block `index` of the range.
   MAXMOE_INLINE void begin_block(int64_t index) {
     store_doubled_lanes(scales_from_bits(type_, scales_.bits(index)), scale_);
-    if (!has_zeros_) return;
+    if constexpr (!kHasZeros) return;
     const __m512i zeros = _mm512_and_si512(zeros_.bits(index), _mm512_set1_epi32(0xff));
     store_doubled_lanes(_mm512_cvtepi32_ps(zeros), zero_);
   }
@@ -58,7 +60,8 @@ class ScaledTable {
         const int bit = 8 * step + 32 * half;
         // The lookup reads the lower 4 bits of a lane.
         const __m512i index = _mm512_multishift_epi64_epi8(multishift_control(bit, 0, 0, 0, bit + 4, 0, 0, 0), columns);
-        values[half] = _mm512_sub_ps(_mm512_permutexvar_ps(index, table_), zero_[half]);
+        values[half] = _mm512_permutexvar_ps(index, table_);
+        if constexpr (kHasZeros) values[half] = _mm512_sub_ps(values[half], zero_[half]);
         values[half] = _mm512_mul_ps(values[half], scale_[half]);
       }
       result.step[step] = std::bit_cast<__m512i>(_mm512_cvtne2ps_pbh(values[1], values[0]));
@@ -71,9 +74,8 @@ class ScaledTable {
   ScaleReader zeros_;
   __m512 table_;
   __m512 scale_[2];
-  __m512 zero_[2] = {};
+  __m512 zero_[2];
   ScaleType type_;
-  bool has_zeros_;
 };
 
 // Integers with scales of 16 bits, without a lookup: a code in the upper bits of a mantissa is the float 1 + code / 16.

@@ -39,6 +39,7 @@
 #include "few_rows.h"
 #include "micro_kernel.h"
 #include "pack.h"
+#include "pack_quantized.h"
 #include "row.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
