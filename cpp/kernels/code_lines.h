@@ -11,6 +11,7 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 template <int kBits>
 struct WordPairs {
   __m512i step[16 / kBits];
+  MAXMOE_INLINE __m512i operator()(int i) const { return step[i]; }
 };
 
 // Number of codes in a cache line, and in a word.
@@ -23,8 +24,8 @@ constexpr int64_t kCodesPerWord = 32 / kBits;
 // of the first-level cache: lines that are read in parts would be gone before the next part.
 class LineReader {
  public:
-  // At a distance of `ahead` bytes codes are prefetched. `swaps_halves` exchanges the halves of all bytes.
-  LineReader(const CodeColumns& c, int64_t ahead, bool swaps_halves) : ahead_(ahead), swaps_halves_(swaps_halves) {
+  // At a distance of `ahead` bytes codes are prefetched.
+  LineReader(const CodeColumns& c, int64_t ahead) : ahead_(ahead) {
     bytes_.end = c.m.bytes_of(c.depth.size());
     for (int i = 0; i < CodeColumns::kColumns; ++i) bytes_.rows[i] = c.m.code(c.rows[i], c.depth.begin);
   }
@@ -43,12 +44,6 @@ class LineReader {
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) _mm512_store_si512(words + i, std::bit_cast<__m512i>(lines[i]));
     offset_ += kCacheLineBytes;
-    if (!swaps_halves_) return;
-    for (int i = 0; i < 16; ++i) {
-      // (word << 4) & 0xf0f0f0f0 | (word >> 4) & 0x0f0f0f0f
-      words[i] = _mm512_ternarylogic_epi32(_mm512_slli_epi32(words[i], 4), _mm512_srli_epi32(words[i], 4),
-                                           _mm512_set1_epi8(0x0f), 0xd8);
-    }
   }
 
   // Prefetches the next line of column i, and the one that is `ahead` of this one.
@@ -62,7 +57,6 @@ class LineReader {
   ByteRows bytes_;
   int64_t ahead_;
   int64_t offset_ = 0;
-  bool swaps_halves_;
 };
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

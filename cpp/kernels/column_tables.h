@@ -22,8 +22,6 @@ class ColumnTables {
     return bits_per_code(c.m.codes) == 4 && c.m.log2_columns_per_scale >= 6 && have_ordinary_scales(c);
   }
 
-  static bool swaps_halves(const CodeColumns& /*c*/) { return false; }
-
   explicit ColumnTables(const CodeColumns& c)
       : scales_(scales_of(c)), zeros_(c, c.m.zeros, 1), type_(c.m.scale_type), has_zeros_(c.m.zeros != nullptr) {
     const auto& values = table_of(c.m.codes, has_zeros_).values;

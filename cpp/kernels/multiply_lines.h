@@ -11,7 +11,6 @@
 //   kBits               of a code
 //   kIsCommon           whether one object decodes all vectors of columns
 //   kScalesSums         whether sums are scaled, not weights: begin_block then returns the factor
-//   swaps_halves        whether it expects the halves of bytes exchanged
 //   begin_block         reads the scales of the next block of the inner dimension
 //   decode              the pairs of a word
 #pragma once
@@ -55,11 +54,9 @@ __attribute__((noinline)) void multiply_lines(const FewRowsOfCodes& p, const For
   constexpr int64_t kPerLine = kCodesPerLine<Decoder::kBits>;
   constexpr int64_t kPerWord = kCodesPerWord<Decoder::kBits>;
   const int64_t ahead = prefetch_distance(p, column, kVectors * kLanes<float>);
-  const bool swaps_halves = Decoder::swaps_halves(columns.of[0]);
   auto decoders =
       for_vectors<Decoder>(std::make_integer_sequence<int, kDecoders>(), [&](int v) { return Decoder(columns.of[v]); });
-  auto readers =
-      for_vectors<LineReader>(kIndices, [&](int v) { return LineReader(columns.of[v], ahead, swaps_halves); });
+  auto readers = for_vectors<LineReader>(kIndices, [&](int v) { return LineReader(columns.of[v], ahead); });
   const FewRows<BFloat16Pair, kRows> a{p.a};
   alignas(64) __m512i words[kVectors][16];
   Vector<float> sum[kRows][kVectors];
@@ -97,7 +94,7 @@ __attribute__((noinline)) void multiply_lines(const FewRowsOfCodes& p, const For
 #pragma GCC unroll 4
         for (int step = 0; step < kSteps; ++step) {
           if (step >= num_steps) break;
-          const auto of_step = std::bit_cast<Vector<BFloat16Pair>>(values.step[step]);
+          const auto of_step = std::bit_cast<Vector<BFloat16Pair>>(values(step));
 #pragma GCC unroll 8
           for (int r = 0; r < kRows; ++r) sum[r][v] = multiply_add(sum[r][v], a(r, first / 2 + step), of_step);
         }

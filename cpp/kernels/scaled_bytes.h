@@ -28,7 +28,6 @@ class ScaledE4M3Table {
     }
     return have_ordinary_scales(c);
   }
-  static bool swaps_halves(const CodeColumns& /*c*/) { return false; }
 
   explicit ScaledE4M3Table(const CodeColumns& c)
       : m_(c.m), first_(c.m.scale_index(c.rows[0], c.depth.begin)), table_(0.0F) {}
@@ -80,7 +79,6 @@ class ScaledE4M3 : public DoubledScales {
   static constexpr bool kScalesSums = false;
 
   static bool fits(const CodeColumns& c) { return c.m.codes == Codes::e4m3 && have_ordinary_scales(c); }
-  static bool swaps_halves(const CodeColumns& /*c*/) { return false; }
 
   explicit ScaledE4M3(const CodeColumns& c) : DoubledScales(c) {}
 
@@ -119,7 +117,6 @@ class ScaledInt8 : public DoubledScales {
   static constexpr bool kScalesSums = false;
 
   static bool fits(const CodeColumns& c) { return c.m.codes == Codes::int8 && have_ordinary_scales(c); }
-  static bool swaps_halves(const CodeColumns& /*c*/) { return false; }
 
   explicit ScaledInt8(const CodeColumns& c) : DoubledScales(c) {}
 

@@ -21,8 +21,9 @@ MAXMOE_INLINE void store_doubled_lanes(__m512 vector, __m512 (&target)[2]) {
   for (int half = 0; half < 2; ++half) target[half] = _mm512_castsi512_ps(doubled.half[half]);
 }
 
-// Codes of any table.
-template <bool kHasZeros>
+// Codes of any table. NF4, whose first codes are in the high halves of bytes, has no zero points; otherwise zeros are
+// subtracted where there are none, so that there is no branch.
+template <bool kIsHighFirst>
 class ScaledTable {
  public:
   static constexpr int kBits = 4;
@@ -30,52 +31,52 @@ class ScaledTable {
   static constexpr bool kScalesSums = false;
 
   static bool fits(const CodeColumns& c) {
-    return bits_per_code(c.m.codes) == kBits && (c.m.zeros != nullptr) == kHasZeros && have_ordinary_scales(c);
+    const bool has_order = bits_per_code(c.m.codes) == kBits && is_high_first(c.m.codes) == kIsHighFirst;
+    return has_order && !(kIsHighFirst && c.m.zeros != nullptr) && have_ordinary_scales(c);
   }
-  static bool swaps_halves(const CodeColumns& c) { return is_high_first(c.m.codes); }
 
   explicit ScaledTable(const CodeColumns& c)
       : scales_(scales_of(c)),
         zeros_(c, c.m.zeros, 1),
-        table_(_mm512_load_ps(table_of(c.m.codes, kHasZeros).values.data())),
-        type_(c.m.scale_type) {}
+        table_(_mm512_load_ps(table_of(c.m.codes, c.m.zeros != nullptr).values.data())),
+        type_(c.m.scale_type),
+        has_zeros_(c.m.zeros != nullptr) {}
 
   // Reads the scales of block `index` of the range.
   MAXMOE_INLINE void begin_block(int64_t index) {
     store_doubled_lanes(scales_from_bits(type_, scales_.bits(index)), scale_);
-    if constexpr (!kHasZeros) return;
+    if (kIsHighFirst || !has_zeros_) return;
     const __m512i zeros = _mm512_and_si512(zeros_.bits(index), _mm512_set1_epi32(0xff));
     store_doubled_lanes(_mm512_cvtepi32_ps(zeros), zero_);
   }
 
-  // The pairs of a word.
-  MAXMOE_INLINE WordPairs<kBits> decode(__m512i words) const {
-    const __m512i columns = paired_columns(words);
-    WordPairs<kBits> result;
-#pragma GCC unroll 4
-    for (int step = 0; step < 4; ++step) {
-      __m512 values[2];
-#pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half) {
-        const int bit = 8 * step + 32 * half;
-        // The lookup reads the lower 4 bits of a lane.
-        const __m512i index = _mm512_multishift_epi64_epi8(multishift_control(bit, 0, 0, 0, bit + 4, 0, 0, 0), columns);
-        values[half] = _mm512_permutexvar_ps(index, table_);
-        if constexpr (kHasZeros) values[half] = _mm512_sub_ps(values[half], zero_[half]);
-        values[half] = _mm512_mul_ps(values[half], scale_[half]);
-      }
-      result.step[step] = std::bit_cast<__m512i>(_mm512_cvtne2ps_pbh(values[1], values[0]));
-    }
-    return result;
+  // The pairs of a word. Each step is decoded when it is asked for: the accumulators of many rows leave few registers.
+  MAXMOE_INLINE auto decode(__m512i words) const {
+    return [this, columns = paired_columns(words)](int step) MAXMOE_INLINE_LAMBDA {
+      const int bit = 8 * step;
+      return std::bit_cast<__m512i>(_mm512_cvtne2ps_pbh(scaled(columns, bit + 32, 1), scaled(columns, bit, 0)));
+    };
   }
 
  private:
+  // The elements of a step of half of the columns, from the byte that begins at `bit` of a lane of 64 bits.
+  MAXMOE_INLINE __m512 scaled(__m512i columns, int bit, int half) const {
+    const int first = kIsHighFirst ? bit + 4 : bit;
+    const int second = kIsHighFirst ? bit : bit + 4;
+    // The lookup reads the lower 4 bits of a lane.
+    const __m512i index = _mm512_multishift_epi64_epi8(multishift_control(first, 0, 0, 0, second, 0, 0, 0), columns);
+    __m512 values = _mm512_permutexvar_ps(index, table_);
+    if constexpr (!kIsHighFirst) values = _mm512_sub_ps(values, zero_[half]);
+    return _mm512_mul_ps(values, scale_[half]);
+  }
+
   ScaleReader scales_;
   ScaleReader zeros_;
   __m512 table_;
   __m512 scale_[2];
-  __m512 zero_[2];
+  __m512 zero_[2] = {};
   ScaleType type_;
+  bool has_zeros_;
 };
 
 // Integers with scales of 16 bits, without a lookup: a code in the upper bits of a mantissa is the float 1 + code / 16.
@@ -91,7 +92,6 @@ class ScaledIntegers {
     const bool has_short_scales = c.m.scale_type == ScaleType::bfloat16 || c.m.scale_type == ScaleType::float16;
     return c.m.codes == Codes::int4 && has_short_scales && have_ordinary_scales(c);
   }
-  static bool swaps_halves(const CodeColumns& /*c*/) { return false; }
 
   explicit ScaledIntegers(const CodeColumns& c)
       : scales_(scales_of(c)), zeros_(c, c.m.zeros, 1), type_(c.m.scale_type), has_zeros_(c.m.zeros != nullptr) {}

@@ -58,8 +58,6 @@ class UnscaledE2M1 {
     return none_is_small && none_is_large && raised + divided <= 126;
   }
 
-  static bool swaps_halves(const CodeColumns& /*c*/) { return false; }
-
   explicit UnscaledE2M1(const CodeColumns& c) {
     scales_.end = c.num_scales();
     for (int i = 0; i < CodeColumns::kColumns; ++i) {
