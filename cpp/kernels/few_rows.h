@@ -2,8 +2,9 @@
 // of A that packing it would cost more than it saves. The product is bound by the bandwidth of memory, and each element
 // of B is read once. Only for the .cpp files that are compiled per instruction set.
 //
-// If B is row-major, it is multiplied in blocks of rows (few_row_major_rows.h). If it is transposed, its columns are
-// rows in memory, which are transposed in registers (few_transposed_rows.h).
+// If B is row-major, it is multiplied in blocks of rows (few_row_major_rows.cpp). If it is transposed, its columns
+// are rows in memory, which are transposed in registers (few_transposed_rows.cpp). If it is quantized, it is decoded on
+// the way (few_quantized_rows.cpp).
 //
 // An element of C is the same chain of multiply-adds as in a micro-kernel, so that its bits do not depend on which of
 // the two computes it.
