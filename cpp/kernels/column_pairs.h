@@ -3,7 +3,7 @@
 //
 // There is a class for each way to decode. `fits` tells whether it gives the bits of the definition for some columns
 // and depth: instructions of AVX512-BF16 treat subnormals as zero. What fits none is decoded to floats
-// (pack_quantized.h).
+// (pack_quantized.cpp).
 #pragma once
 
 #include "byte_tables.h"

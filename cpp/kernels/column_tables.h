@@ -5,7 +5,7 @@
 #pragma once
 
 #include "byte_tables.h"
-#include "four_steps.h"
+#include "code_lines.h"
 
 #if defined(MAXMOE_DECODES_PAIRS)
 
@@ -13,7 +13,8 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
 class ColumnTables {
  public:
-  // Weights are scaled, not sums.
+  static constexpr int kBits = 4;
+  static constexpr bool kIsCommon = false;
   static constexpr bool kScalesSums = false;
 
   // Tables of shorter blocks cost more than they save.
@@ -46,8 +47,8 @@ class ColumnTables {
     tables_[1] = table(_mm512_shuffle_f32x4(scale, scale, 0xee), _mm512_shuffle_f32x4(zero, zero, 0xee));
   }
 
-  // The pairs of four steps, from four bytes of each column.
-  MAXMOE_INLINE FourSteps decode(__m512i words) const {
+  // The pairs of a word.
+  MAXMOE_INLINE WordPairs<kBits> decode(__m512i words) const {
     // The bytes of a step become neighbours: those of two steps are 64 bits.
     const __m512i bytes = _mm512_shuffle_epi8(words, _mm512_set4_epi32(0x0f0b0703, 0x0e0a0602, 0x0d090501, 0x0c080400));
     const ValueBytes even = look_up(_mm512_multishift_epi64_epi8(controls_[0], bytes));

@@ -2,13 +2,16 @@
 // of A that packing it would cost more than it saves. The product is bound by the bandwidth of memory, and each element
 // of B is read once. Only for the .cpp files that are compiled per instruction set.
 //
-// If B is row-major, it is multiplied in blocks of rows (few_row_major_rows.h). If it is transposed, its columns are
-// rows in memory, which are transposed in registers (few_transposed_rows.h).
+// If B is row-major, it is multiplied in blocks of rows (few_row_major_rows.cpp). If it is transposed, its columns
+// are rows in memory, which are transposed in registers (few_transposed_rows.cpp). If it is quantized, it is decoded on
+// the way (few_quantized_rows.cpp).
 //
 // An element of C is the same chain of multiply-adds as in a micro-kernel, so that its bits do not depend on which of
 // the two computes it.
 #pragma once
 
+#include "executor.h"
+#include "few_quantized_rows.h"
 #include "few_row_major_rows.h"
 #include "few_transposed_rows.h"
 
@@ -20,9 +23,7 @@ void multiply_few_rows(const RowGroups<Element>& a, const Product<T>& p, MatrixV
                        bool accumulate) {
   const ConstMatrixView<T> next = p.next_b.is_quantized() ? ConstMatrixView<T>{} : p.next_b.memory;
   if (p.b.is_quantized()) {
-    with_number_of_rows(a.num_rows, [&]<int kRows> {
-      multiply_few_rows_quantized<T, Element, kRows>(FewRows<Element, kRows>{a.data}, p.b, p.next_b, sums, accumulate);
-    });
+    multiply_few_rows_quantized<T, Element>(a, p.b, p.next_b, sums, accumulate);
   } else if (p.b.is_transposed) {
     multiply_few_rows_transposed<T, Element>(a, p.b.memory, sums, accumulate, next);
   } else {

@@ -63,7 +63,7 @@ MAXMOE_INLINE void for_each_chunk(const CodeColumns& c, const Body& body) {
 // Prefetch distance of codes that are packed.
 constexpr int64_t kPackPrefetchBytes = 4 * kCacheLineBytes;
 
-// pack_panel_along_depth with AVX512-BF16; false if the codes fit no class of decode_pairs.h.
+// pack_panel_along_depth with AVX512-BF16; false if the codes fit no class of column_pairs.h.
 MAXMOE_INLINE bool pack_pairs_along_depth(const QuantizedMatrix& m, Range columns, Range depth, BFloat16Pair* panel) {
   const CodeColumns of_vector[2] = {code_columns(m, columns, depth, 0), code_columns(m, columns, depth, 1)};
   return with_pairs(of_vector[0], of_vector[1], [&]<class Pairs> {
@@ -94,7 +94,7 @@ MAXMOE_INLINE bool pack_pairs_along_depth(const QuantizedMatrix& m, Range column
 }
 
 // Whether micro-kernels can pack a block of B: its codes run across the inner dimension and fit a class of
-// decode_pairs.h.
+// row_pairs.h.
 MAXMOE_INLINE bool packs_pairs(const GemmOperand<BFloat16>& b, Range depth, Range columns) {
   const QuantizedMatrix& m = b.quantized;
   return !b.is_transposed && with_row_pairs(m, depth, [](const auto& /*pairs*/) {}) &&

@@ -2,9 +2,31 @@
 // compiled per instruction set.
 #pragma once
 
-#include "few_quantized_rows.h"
+#include <utility>
+
+#include "matrix_view.h"
+#include "vector.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
+
+// Maximum number of rows of A: the accumulators of MR rows leave registers for two vectors of B and one element of A.
+constexpr int kMaxFewRows = kVectorRegisters == 32 ? 12 : 6;
+
+// Number of VectorX2 that the kernel for `rows` rows computes at a time: a power of two, at most 4, whose accumulators
+// fit into the registers. One row then has 8 independent accumulators, which cover the latency of multiply-adds.
+constexpr int few_rows_vectors_x2(int rows) {
+  int vectors_x2 = 4;
+  while (vectors_x2 > 1 && rows * vectors_x2 > kMaxFewRows) vectors_x2 /= 2;
+  return vectors_x2;
+}
+
+// Few rows of A, converted to the elements that a step multiplies. The elements of a step are neighbours, so that one
+// pointer reaches all rows, and no two of them share a set of the first-level cache.
+template <class Element, int kRows>
+struct FewRows {
+  const Element* data;
+  MAXMOE_INLINE Element operator()(int r, int64_t step) const { return data[step * kRows + r]; }
+};
 
 // Largest number of rows that are multiplied with B in place. More than kMaxFewRows are several groups: each multiplies
 // a block of B, which the first one has brought into a cache. With AVX-512 13 rows or more are faster with packed B

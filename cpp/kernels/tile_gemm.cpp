@@ -24,7 +24,8 @@
 // kept for the others. While a block of B is multiplied, the next one is prefetched.
 //
 // With few rows of A each element of packed B would be used so rarely that packing costs more than it saves. Then B is
-// read in place (few_rows.h).
+// read in place (few_rows.h). Its kernels, and packing of a quantized B, are in files of their own, so that they are
+// compiled in parallel.
 //
 // With AVX512-BF16 packed blocks of bfloat16 matrices hold BFloat16Pairs, and a step is two elements of the inner
 // dimension.
@@ -39,6 +40,7 @@
 #include "few_rows.h"
 #include "micro_kernel.h"
 #include "pack.h"
+#include "pack_quantized.h"
 #include "row.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {

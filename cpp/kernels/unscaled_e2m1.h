@@ -6,63 +6,13 @@
 // number is too large or too small for float, with its scale or without: the exponents tell (UnscaledE2M1::fits).
 #pragma once
 
+#include "code_lines.h"
 #include "decode_tables.h"
-#include "four_steps.h"
+#include "exponents.h"
 
 #if defined(MAXMOE_DECODES_PAIRS)
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
-
-MAXMOE_INLINE int64_t at_least(int64_t value, int64_t limit) {
-  return value < limit ? limit : value;
-}
-
-// The smallest and the largest exponent of some numbers, biased as in memory. Zeros have none. Without numbers min is
-// larger than max.
-struct Exponents {
-  int64_t min = 255;
-  int64_t max = 0;
-
-  MAXMOE_INLINE void add(int64_t smallest, int64_t largest) {
-    min = at_most(min, smallest);
-    max = at_least(max, largest);
-  }
-};
-
-// The smallest and the largest unsigned number of 16 bits.
-MAXMOE_INLINE int64_t smallest_half(__m512i halves) {
-  const __m512i low = _mm512_and_si512(halves, _mm512_set1_epi32(0xffff));
-  return _mm512_reduce_min_epu32(_mm512_min_epu32(low, _mm512_srli_epi32(halves, 16)));
-}
-MAXMOE_INLINE int64_t largest_half(__m512i halves) {
-  const __m512i low = _mm512_and_si512(halves, _mm512_set1_epi32(0xffff));
-  return _mm512_reduce_max_epu32(_mm512_max_epu32(low, _mm512_srli_epi32(halves, 16)));
-}
-
-// The exponents of the elements of pairs. Subnormal ones count as zeros, as for vdpbf16ps.
-MAXMOE_INLINE Exponents exponents_of_pairs(const BFloat16Pair* pairs, int64_t count) {
-  __m512i min = _mm512_set1_epi16(255 << 7);
-  __m512i max = _mm512_setzero_si512();
-  for (int64_t i = 0; i < count; i += 16) {
-    const auto mask = static_cast<__mmask16>(count - i >= 16 ? 0xffff : (1U << (count - i)) - 1U);
-    const __m512i bits = _mm512_and_si512(_mm512_maskz_loadu_epi32(mask, pairs + i), _mm512_set1_epi16(0x7f80));
-    max = _mm512_max_epu16(max, bits);
-    min = _mm512_mask_min_epu16(min, _mm512_test_epi16_mask(bits, bits), min, bits);
-  }
-  return {smallest_half(min) >> 7, largest_half(max) >> 7};
-}
-
-// The exponents of `count` floats, a multiple of the lanes of a vector.
-MAXMOE_INLINE Exponents exponents_of_floats(const float* numbers, int64_t count) {
-  Exponents result;
-  for (int64_t i = 0; i < count; i += 16) {
-    const __m512i bits = _mm512_and_si512(_mm512_loadu_si512(numbers + i), _mm512_set1_epi32(0x7fffffff));
-    const __mmask16 is_number = _mm512_test_epi32_mask(bits, bits);
-    if (is_number == 0) continue;
-    result.add(_mm512_mask_reduce_min_epu32(is_number, bits) >> 23, _mm512_reduce_max_epu32(bits) >> 23);
-  }
-  return result;
-}
 
 // The exponents of the scales of some columns.
 MAXMOE_INLINE Exponents exponents_of_scales(const CodeColumns& c) {
@@ -86,7 +36,8 @@ MAXMOE_INLINE Exponents exponents_of_scales(const CodeColumns& c) {
 
 class UnscaledE2M1 {
  public:
-  // Sums are scaled, not weights.
+  static constexpr int kBits = 4;
+  static constexpr bool kIsCommon = false;
   static constexpr bool kScalesSums = true;
 
   // Whether the bits are those of scaled weights, for a depth of at most 2^20. `of_a` are the exponents of the rows of
@@ -125,10 +76,10 @@ class UnscaledE2M1 {
   // The factor after the last block.
   MAXMOE_INLINE __m512 end() { return factor_to(_mm512_set1_epi32(127)); }
 
-  // The pairs of four steps, from four bytes of each column. The lookup reads the lower 5 bits of 16, and the table is
+  // The pairs of a word. The lookup reads the lower 5 bits of 16, and the table is
   // there twice. The codes of two steps are brought into place at once; vpsrlw leaves the units of vdpbf16ps free,
   // which vpmultishiftqb would share.
-  MAXMOE_INLINE FourSteps decode(__m512i words) const {
+  MAXMOE_INLINE WordPairs<kBits> decode(__m512i words) const {
     const __m512i first = _mm512_multishift_epi64_epi8(multishift_control(0, 8, 4, 12, 32, 40, 36, 44), words);
     const __m512i second = _mm512_multishift_epi64_epi8(multishift_control(16, 24, 20, 28, 48, 56, 52, 60), words);
     const auto look_up = [](__m512i index) { return _mm512_permutexvar_epi16(index, table()); };

@@ -1,4 +1,4 @@
-// Cache lines of 4-bit codes of 16 columns, transposed. Only for the .cpp files that are compiled per instruction set.
+// Cache lines of codes of 16 columns, transposed. Only for the .cpp files that are compiled per instruction set.
 #pragma once
 
 #include "code_columns.h"
@@ -7,14 +7,18 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// Pairs of bfloat16 of 16 columns for four steps, which four bytes of codes hold.
-struct FourSteps {
-  __m512i step[4];
+// A word is four bytes of codes of each of 16 columns. These are the pairs of bfloat16 that it holds, step by step.
+template <int kBits>
+struct WordPairs {
+  __m512i step[16 / kBits];
+  MAXMOE_INLINE __m512i operator()(int i) const { return step[i]; }
 };
 
-// Number of 4-bit codes in a cache line, and in four bytes.
-constexpr int64_t kCodesPerLine = 2 * kCacheLineBytes;
-constexpr int64_t kCodesPerWord = 8;
+// Number of codes in a cache line, and in a word.
+template <int kBits>
+constexpr int64_t kCodesPerLine = 8 * kCacheLineBytes / kBits;
+template <int kBits>
+constexpr int64_t kCodesPerWord = 32 / kBits;
 
 // A cache line of codes of each column at a time. The columns of a matrix with a power of two of rows share a few sets
 // of the first-level cache: lines that are read in parts would be gone before the next part.
@@ -26,8 +30,9 @@ class LineReader {
     for (int i = 0; i < CodeColumns::kColumns; ++i) bytes_.rows[i] = c.m.code(c.rows[i], c.depth.begin);
   }
 
-  // words[w] are the bytes 4 w to 4 w + 3 of the next line, lane i those of column i. Bytes past the end are zeros.
-  MAXMOE_INLINE void next(__m512i* words) {
+  // words[w] are the bytes 4 w to 4 w + 3 of the next line, lane i those of column i. Bytes past the end are zeros. Not
+  // inlined: its code is long, and each kernel would have a copy for each vector of columns.
+  __attribute__((noinline)) void next(__m512i* words) {
     Vector<uint32_t> lines[16];
     const int64_t count = bytes_.end - offset_;
     const __mmask64 mask = count >= kCacheLineBytes ? ~__mmask64{0} : (__mmask64{1} << count) - 1;

@@ -1,0 +1,180 @@
+// The product of few rows of A with a row-major B: few_rows.h.
+//
+// The loops over columns and over the inner dimension are exchanged. The outer loop runs over blocks of rows of B, the
+// inner one over all columns. While a block is multiplied, the next one is prefetched in the order of memory, which
+// hardware prefetchers follow and which has the fewest TLB misses. The partial sums of C are loaded and stored once per
+// block. C has few rows, so that its sums stay in the first- or second-level cache.
+#include "few_row_major_rows.h"
+
+#include "blocking.h"
+#include "micro_kernel.h"
+
+namespace maxmoe::MAXMOE_ISA_NAMESPACE {
+
+// Size of a block of rows of a row-major B, in bytes and in rows. While a block is multiplied, the next one is
+// prefetched into the second-level cache, in the order of memory: into the first-level cache it took up to 1.6 times
+// the time, and larger blocks took up to 1.1 times (docs/performance.md).
+constexpr int64_t kFewRowsBlockBytes = int64_t{32} * 1024;
+constexpr int64_t kFewRowsMinDepth = 8;
+constexpr int64_t kFewRowsMaxDepth = 64;
+
+// Number of rows of a block: an even one, so that only the last block of B can end within a pair.
+MAXMOE_INLINE int64_t rows_of_few_rows_block(int64_t row_bytes) {
+  const int64_t rows = kFewRowsBlockBytes / row_bytes / 2 * 2;
+  return rows < kFewRowsMinDepth ? kFewRowsMinDepth : at_most(rows, kFewRowsMaxDepth);
+}
+
+// Addresses that are prefetched while the columns of a block are multiplied: kLines cache lines for each row.
+struct RowPrefetch {
+  const std::byte* address;
+  int64_t row_bytes;  // from one row to the next
+
+  template <int kLines>
+  MAXMOE_INLINE void advance() {
+#pragma GCC unroll 8
+    for (int i = 0; i < kLines; ++i) __builtin_prefetch(address + i * kCacheLineBytes, /*write*/ 0, /*locality: L2*/ 2);
+    address += row_bytes;
+  }
+};
+
+// The number of cache lines of a row that a kernel reads at a time; where it reads half a line, it prefetches it twice.
+template <class T, int kVectorsX2>
+constexpr int kLinesPerRow = kVectorsX2 * kNR<Accumulator<T>> * static_cast<int>(sizeof(T)) / kCacheLineBytes;
+
+// Computes sums[kRows, kVectorsX2 * NR] = a * b, or += if `accumulate`, for one block of rows of B. The columns of the
+// sums are in the order of VectorX2.
+//
+// The loops over `sum` are unrolled completely: 12 is the largest kRows, 8 the largest number of vectors. The compiler
+// keeps an array in registers only if all of its indices are constants.
+template <class T, class Element, int kRows, int kVectorsX2>
+MAXMOE_INLINE void multiply_few_rows_block(FewRows<Element, kRows> a, ConstMatrixView<T> b, Range depth,
+                                           Accumulator<T>* sums, int64_t sums_stride, bool accumulate,
+                                           RowPrefetch next) {
+  using S = Accumulator<T>;
+  constexpr int kDepthOfStep = kDepthPerStep<Element>;
+  constexpr int kLines = kLinesPerRow<T, kVectorsX2> == 0 ? 1 : kLinesPerRow<T, kVectorsX2>;
+  Vector<S> sum[kRows][2 * kVectorsX2];
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < 2 * kVectorsX2; ++v) {
+      sum[r][v] = accumulate ? load_vector(sums + r * sums_stride + v * kLanes<S>) : Vector<S>{};
+    }
+  }
+  const auto multiply_step = [&](int64_t d, const T* row, const T* second) MAXMOE_INLINE_LAMBDA {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectorsX2; ++v) {
+      const StepX2<Element> step =
+          load_step<Element>(row + v * kNR<S>, second == nullptr ? nullptr : second + v * kNR<S>);
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) {
+        const Element factor = a(r, d / kDepthOfStep);
+        sum[r][2 * v] = multiply_add(sum[r][2 * v], factor, step.first);
+        sum[r][2 * v + 1] = multiply_add(sum[r][2 * v + 1], factor, step.second);
+      }
+    }
+  };
+  int64_t d = depth.begin;
+  const T* row = b.row(d);
+  for (; d + kDepthOfStep <= depth.end; d += kDepthOfStep, row += kDepthOfStep * b.row_stride) {
+#pragma GCC unroll 2
+    for (int i = 0; i < kDepthOfStep; ++i) next.advance<kLines>();
+    multiply_step(d, row, row + b.row_stride);
+  }
+  // A missing second row of a step of pairs counts as zeros.
+  if (d < depth.end) multiply_step(d, row, nullptr);
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < 2 * kVectorsX2; ++v) store_vector<S>(sums + r * sums_stride + v * kLanes<S>, sum[r][v]);
+  }
+}
+
+// Multiplies a group of rows with all columns of one block of rows of B, and prefetches the group's share of `next`,
+// the next block.
+template <class T, class Element, int kRows>
+MAXMOE_INLINE void multiply_few_rows_columns(const RowGroup<Element>& group, ConstMatrixView<T> b, Range depth,
+                                             MatrixView<Accumulator<T>> sums, bool accumulate,
+                                             ConstMatrixView<T> next) {
+  // 3 rows of bfloat16 that become floats have a register too few for two VectorX2.
+  constexpr bool kWidens = std::is_same_v<T, BFloat16> && kDepthPerStep<Element> == 1 && kVectorRegisters == 16;
+  constexpr int kWideX2 = kWidens && kRows == 3 ? 1 : few_rows_vectors_x2(kRows);
+  constexpr int64_t kWideColumns = kWideX2 * kNR<Accumulator<T>>;
+  // Groups prefetch in turn: as many columns as a kernel reads at a time, if there is more than one group.
+  constexpr int64_t kColumnsOfTurn = 2 * kNR<Accumulator<T>>;
+  const bool is_contiguous = next.row_stride == next.columns;
+  int64_t column = 0;
+  const auto multiply_columns = [&]<int kVectorsX2> {
+    constexpr int64_t kColumns = kVectorsX2 * kNR<Accumulator<T>>;
+    const T* first = next.data + (is_contiguous ? column * depth.size() : column);
+    RowPrefetch of_columns{reinterpret_cast<const std::byte*>(first),
+                           (is_contiguous ? kColumns : next.row_stride) * int64_t{sizeof(T)}};
+    // Where it is not the group's turn, a line that is in the cache is prefetched: that costs less than a branch.
+    if (kMaxRowsInPlace > kMaxFewRows && group.count > 1 && column / kColumnsOfTurn % group.count != group.index) {
+      of_columns = {reinterpret_cast<const std::byte*>(group.steps), 0};
+    }
+    multiply_few_rows_block<T, Element, kRows, kVectorsX2>(FewRows<Element, kRows>{group.steps},
+                                                           b.column_range(column, column + kColumns), depth,
+                                                           sums.data + column, sums.row_stride, accumulate, of_columns);
+    column += kColumns;
+  };
+  while (column + kWideColumns <= b.columns) multiply_columns.template operator()<kWideX2>();
+  while (column < b.columns) multiply_columns.template operator()<1>();
+}
+
+// Calls body(depth, next) for the blocks of rows of b. `next` is the block that is prefetched: the next one of b, and
+// past its last row the first one of the next product; without one, the block at hand once more.
+template <class T, class Body>
+MAXMOE_INLINE void for_blocks_of_rows(ConstMatrixView<T> b, ConstMatrixView<T> next_b, const Body& body) {
+  const int64_t rows_per_block = rows_of_few_rows_block(b.columns * int64_t{sizeof(T)});
+  for (int64_t d = 0; d < b.rows; d += rows_per_block) {
+    const Range depth = range_from(d, rows_per_block, b.rows);
+    const ConstMatrixView<T> after_b = next_b.rows > 0 ? next_b : b.row_range(d, b.rows);
+    body(depth, depth.end < b.rows ? b.row_range(depth.end, b.rows) : after_b);
+  }
+}
+
+// Multiplies a group of rows with `block` of the rows of b, or with all blocks if it is null, one after the other. A
+// function of its own for each number of rows: in a common one the compiler keeps fewer accumulators in registers.
+template <class T, class Element, int kRows>
+__attribute__((noinline)) void multiply_few_rows_group(const RowGroup<Element>& group, ConstMatrixView<T> b,
+                                                       MatrixView<Accumulator<T>> sums, bool accumulate,
+                                                       ConstMatrixView<T> next_b, const Range* block) {
+  const MatrixView<Accumulator<T>> rows = sums.row_range(group.rows.begin, group.rows.end);
+  const auto multiply = [&](Range depth, ConstMatrixView<T> next) MAXMOE_INLINE_LAMBDA {
+    multiply_few_rows_columns<T, Element, kRows>(group, b, depth, rows, accumulate || depth.begin > 0, next);
+  };
+  if (block != nullptr) {
+    multiply(*block, next_b);
+  } else {
+    for_blocks_of_rows<T>(b, next_b, multiply);
+  }
+}
+
+// The product with a row-major b. While a block of rows of b is multiplied, the next block is prefetched in the order
+// of memory. One group runs through all blocks by itself, so that its kernel is chosen once.
+template <class T, class Element>
+void multiply_few_rows_row_major(const RowGroups<Element>& a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sums,
+                                 bool accumulate, ConstMatrixView<T> next_b) {
+  const auto multiply_group = [&](int64_t index, ConstMatrixView<T> next, const Range* block) {
+    const RowGroup<Element> group = a[index];
+    with_number_of_rows(group.rows.size(), [&]<int kRows> {
+      multiply_few_rows_group<T, Element, kRows>(group, b, sums, accumulate, next, block);
+    });
+  };
+  if (a.count() == 1) return multiply_group(0, next_b, nullptr);
+  for_blocks_of_rows<T>(b, next_b, [&](Range depth, ConstMatrixView<T> next) {
+    for (int64_t i = 0; i < a.count(); ++i) multiply_group(i, next, &depth);
+  });
+}
+
+#define MAXMOE_INSTANTIATE_FOR(T)                                                               \
+  template void multiply_few_rows_row_major(const RowGroups<ElementOf<T>>&, ConstMatrixView<T>, \
+                                            MatrixView<Accumulator<T>>, bool, ConstMatrixView<T>);
+
+MAXMOE_INSTANTIATE_FOR(double)
+MAXMOE_INSTANTIATE_FOR(float)
+MAXMOE_INSTANTIATE_FOR(BFloat16)
+MAXMOE_INSTANTIATE_FOR(Float16)
+
+}  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

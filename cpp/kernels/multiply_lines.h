@@ -1,0 +1,142 @@
+// The product of few rows of A with codes that run along the inner dimension, for any decoder. Only for the .cpp files
+// that are compiled per instruction set.
+//
+// Pairs are multiplied as they are decoded, and never stored. Each vector of columns is one chain of multiply-adds per
+// row, and vdpbf16ps has a latency of 6 cycles: one row needs more vectors at a time than several rows.
+//
+// There is a class for each way to decode:
+//
+//   fits                whether it gives the bits of the definition for some columns: instructions of AVX512-BF16 treat
+//                       subnormals as zero
+//   kBits               of a code
+//   kIsCommon           whether one object decodes all vectors of columns
+//   kScalesSums         whether sums are scaled, not weights: begin_block then returns the factor
+//   begin_block         reads the scales of the next block of the inner dimension
+//   decode              the pairs of a word
+#pragma once
+
+#include "code_lines.h"
+#include "few_rows_of_codes.h"
+#include "pack_pairs.h"
+
+#if defined(MAXMOE_DECODES_PAIRS)
+
+namespace maxmoe::MAXMOE_ISA_NAMESPACE {
+
+// Objects of class Object for kVectors vectors of columns.
+template <class Object, int kVectors>
+struct ForVectors {
+  Object of[kVectors];
+};
+
+template <class Object, int... kVector, class Make>
+MAXMOE_INLINE ForVectors<Object, sizeof...(kVector)> for_vectors(std::integer_sequence<int, kVector...> /*vectors*/,
+                                                                 const Make& make) {
+  return {{make(kVector)...}};
+}
+
+// The distance in bytes from codes to those that are prefetched meanwhile: of the next columns, or the first bytes of
+// the next product.
+MAXMOE_INLINE int64_t prefetch_distance(const FewRowsOfCodes& p, int64_t column, int64_t width) {
+  const bool is_last = column + width >= p.codes.rows && p.next_codes.data != nullptr;
+  return is_last
+             ? reinterpret_cast<intptr_t>(p.next_codes.code(0, 0)) - reinterpret_cast<intptr_t>(p.codes.code(column, 0))
+             : width * p.codes.row_bytes;
+}
+
+// Computes the sums of kVectors vectors of columns from `column` on.
+template <class Decoder, int kVectors, int kRows>
+__attribute__((noinline)) void multiply_lines(const FewRowsOfCodes& p, const ForVectors<CodeColumns, kVectors>& columns,
+                                              int64_t column) {
+  constexpr std::make_integer_sequence<int, kVectors> kIndices;
+  constexpr int kDecoders = Decoder::kIsCommon ? 1 : kVectors;
+  constexpr int kSteps = 16 / Decoder::kBits;  // in a word
+  constexpr int64_t kPerLine = kCodesPerLine<Decoder::kBits>;
+  constexpr int64_t kPerWord = kCodesPerWord<Decoder::kBits>;
+  const int64_t ahead = prefetch_distance(p, column, kVectors * kLanes<float>);
+  auto decoders =
+      for_vectors<Decoder>(std::make_integer_sequence<int, kDecoders>(), [&](int v) { return Decoder(columns.of[v]); });
+  auto readers = for_vectors<LineReader>(kIndices, [&](int v) { return LineReader(columns.of[v], ahead); });
+  const FewRows<BFloat16Pair, kRows> a{p.a};
+  alignas(64) __m512i words[kVectors][16];
+  Vector<float> sum[kRows][kVectors];
+  const auto for_each_sum = [&](const auto& body) MAXMOE_INLINE_LAMBDA {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) body(sum[r][v], p.sums.row(r) + column + v * kLanes<float>);
+    }
+  };
+  for_each_sum([&](Vector<float>& s, const float* source)
+                   MAXMOE_INLINE_LAMBDA { s = p.accumulate ? load_vector(source) : Vector<float>{}; });
+  const auto scale_sums = [&](int v, __m512 factor) MAXMOE_INLINE_LAMBDA {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) sum[r][v] *= std::bit_cast<Vector<float>>(factor);
+  };
+  for_each_chunk<kMinColumnsPerScale>(columns.of[0], [&](int64_t d, int64_t block) MAXMOE_INLINE_LAMBDA {
+    if (d % kPerLine == 0) {
+      for (int v = 0; v < kVectors; ++v) readers.of[v].next(words[v]);
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < kDecoders && block >= 0; ++v) {
+      if constexpr (Decoder::kScalesSums) {
+        scale_sums(v, decoders.of[v].begin_block(block));
+      } else {
+        decoders.of[v].begin_block(block);
+      }
+    }
+    const auto multiply = [&](int64_t first, int64_t num_steps) MAXMOE_INLINE_LAMBDA {
+      const int64_t word = first % kPerLine / kPerWord;
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        readers.of[v].prefetch(word);
+        const auto values = decoders.of[Decoder::kIsCommon ? 0 : v].decode(words[v][word]);
+#pragma GCC unroll 4
+        for (int step = 0; step < kSteps; ++step) {
+          if (step >= num_steps) break;
+          const auto of_step = std::bit_cast<Vector<BFloat16Pair>>(values(step));
+#pragma GCC unroll 8
+          for (int r = 0; r < kRows; ++r) sum[r][v] = multiply_add(sum[r][v], a(r, first / 2 + step), of_step);
+        }
+      }
+    };
+    const int64_t end = at_most(p.codes.columns, d + kMinColumnsPerScale);
+    for (; d + kPerWord <= end; d += kPerWord) multiply(d, kSteps);
+    if (d < end) multiply(d, steps_of_depth<BFloat16Pair>(end - d));
+  });
+  if constexpr (Decoder::kScalesSums) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) scale_sums(v, decoders.of[v].end());
+  }
+  for_each_sum([&](Vector<float> s, float* target) MAXMOE_INLINE_LAMBDA { store_vector<float>(target, s); });
+}
+
+// The vectors of kVectors / 2 micro-panels from `column` on, if there are so many columns.
+template <int kVectors>
+MAXMOE_INLINE ForVectors<CodeColumns, kVectors> vectors_at(const FewRowsOfCodes& p, int64_t column) {
+  return for_vectors<CodeColumns>(std::make_integer_sequence<int, kVectors>(), [&](int v) {
+    return code_columns(p.codes, {column + v / 2 * kNR<float>, p.codes.rows}, {0, p.codes.columns}, v % 2);
+  });
+}
+
+// Whether fits(columns) for all vectors.
+template <int kVectors, class Fits>
+MAXMOE_INLINE bool all_fit(const ForVectors<CodeColumns, kVectors>& columns, const Fits& fits) {
+  for (const CodeColumns& of_vector : columns.of) {
+    if (!fits(of_vector)) return false;
+  }
+  return true;
+}
+
+// multiply_lines for at most kMaxRows rows. Returns the number of columns.
+template <class Decoder, int kMaxRows, int kVectors>
+int64_t multiply_columns(const FewRowsOfCodes& p, const ForVectors<CodeColumns, kVectors>& columns, int64_t column) {
+  with_number_of_rows(
+      p.num_rows, [&]<int kRows> { multiply_lines<Decoder, kVectors, kRows>(p, columns, column); },
+      std::make_integer_sequence<int, kMaxRows>());
+  return kVectors * kLanes<float>;
+}
+
+}  // namespace maxmoe::MAXMOE_ISA_NAMESPACE
+
+#endif
