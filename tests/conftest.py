@@ -1,5 +1,6 @@
 """What every test starts from: the same random numbers and the same number of threads."""
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -56,6 +57,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others = left_out(items)
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in others]
+
+
+def pytest_collection_finish() -> None:
+    """Leave all objects that are there now to no garbage collection.
+
+    It would visit the objects of all modules and tests again and again, and in a fork copy their pages.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
