@@ -129,8 +129,8 @@ clean:
 	rm -rf .venv .venv-torch* build dist *.egg-info maxmoe/_C_torch*.so
 
 # The package, built in place, and what one use of it needs: examples, test, docs or dev. The environments share the build
-# of the kernels (setup.py); no two are built at the same time. The kernels are built for this machine alone, until tests
-# need all that it can run; with them come the programs that tests/repository/test_cpp.py runs.
+# of the kernels (setup.py). They are built for this machine alone, until tests need all that it can run; with them come the
+# programs that tests/repository/test_cpp.py runs.
 ISAS = $(if $(filter test dev,$(@F) $(notdir $(wildcard .venv*/test .venv*/dev))),all,native)
 CPP_TESTS = $(if $(filter test,$(@F)),-DMAXMOE_BUILD_TESTS=ON -DMAXMOE_BUILD_BENCHMARKS=ON)
 $(VENV)/examples $(VENV)/test $(VENV)/docs $(VENV)/dev: $(VENV)/requirements $(CORE)

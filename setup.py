@@ -4,6 +4,7 @@ The core is built for the torch of the environment, also under pip's build isola
 separated by colons, builds one wheel for several releases: `make wheel` sets it.
 """
 
+import fcntl
 import hashlib
 import os
 import re
@@ -97,17 +98,20 @@ class CMakeBuild(build_ext):
         if ninja := shutil.which("ninja", path=path):
             options += ["-GNinja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
         jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(os.cpu_count() or 1)
-        for command in (
-            ["cmake", "-S", str(ROOT), "-B", str(folder), *options],
-            ["cmake", "--build", str(folder), "--parallel", jobs],
-            ["cmake", "--install", str(folder), "--component", "maxmoe_python", "--prefix", str(package)],
-        ):
-            try:
-                subprocess.run(command, check=True, env=os.environ | {"PATH": path})
-            except FileNotFoundError:
-                raise ExecError("cmake is missing: pip install cmake ninja pybind11 cmeel-eigen") from None
-            except subprocess.CalledProcessError as error:
-                raise ExecError(f"building the C++ core failed, see above: {shlex.join(command)}") from error
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("w") as lock:  # environments share the folder, one at a time
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for command in (
+                ["cmake", "-S", str(ROOT), "-B", str(folder), *options],
+                ["cmake", "--build", str(folder), "--parallel", jobs],
+                ["cmake", "--install", str(folder), "--component", "maxmoe_python", "--prefix", str(package)],
+            ):
+                try:
+                    subprocess.run(command, check=True, env=os.environ | {"PATH": path})
+                except FileNotFoundError:
+                    raise ExecError("cmake is missing: pip install cmake ninja pybind11 cmeel-eigen") from None
+                except subprocess.CalledProcessError as error:
+                    raise ExecError(f"building the C++ core failed, see above: {shlex.join(command)}") from error
 
 
 def build_folder() -> Path:

@@ -30,7 +30,7 @@ int64_t preactivation_width(const ExpertWeights<T>& experts) {
 template <class T>
 Product<T> product_with_bias(const GemmOperand<T>& b, const T* bias, MatrixView<T> out, const GemmOperand<T>& next_b) {
   for (int64_t r = 0; r < out.rows && bias != nullptr; ++r) copy_row(bias, out.row(r), out.columns);
-  return {b, out, bias != nullptr, next_b};
+  return {b, out, bias != nullptr, /*is_nontemporal=*/false, next_b};
 }
 
 // The bias of one expert; null without biases.

@@ -107,7 +107,8 @@ void grad_preactivations_tile(const ExpertFfnBackwardDown<T>& a, const GroupTile
   MatrixView<T> grad_activated;
   if (!a.keeps_preactivations) {
     grad_activated = {scratch<T>(kGradActivatedScratch, height * width), height, width, width};
-    Product<T> product{a.down[tile.group].transposed(), grad_activated, false, a.down[next_group].transposed()};
+    Product<T> product{a.down[tile.group].transposed(), grad_activated};
+    product.next_b = a.down[next_group].transposed();
     if (!a.factors.empty()) {
       product.reduced = a.grad_reduced.row_range(tile.begin, tile.end);
       product.expand = a.factors.reduce[tile.group].transposed();
@@ -151,11 +152,13 @@ void grad_rows_tile(const ExpertFfnBackwardInput<T>& a, const GroupTile& tile, i
   const int64_t gate_width = a.gate.columns();
   const GemmOperand<T> next_up = a.up[next_group].transposed();
   const GemmOperand<T> gate = a.gate.empty() ? next_up : a.gate[tile.group].transposed();
-  add_grad_rows<T>(*a.gemm, up_columns(grad, gate_width), {a.up[tile.group].transposed(), rows, false, gate},
-                   a.up_factors, tile.group, reduced.up);
+  Product<T> of_up{a.up[tile.group].transposed(), rows};
+  of_up.next_b = gate;
+  add_grad_rows<T>(*a.gemm, up_columns(grad, gate_width), of_up, a.up_factors, tile.group, reduced.up);
   if (a.gate.empty()) return;
-  add_grad_rows<T>(*a.gemm, gate_columns(grad, gate_width), {gate, rows, true, next_up}, a.gate_factors, tile.group,
-                   reduced.gate);
+  Product<T> of_gate{gate, rows, true};
+  of_gate.next_b = next_up;
+  add_grad_rows<T>(*a.gemm, gate_columns(grad, gate_width), of_gate, a.gate_factors, tile.group, reduced.gate);
 }
 
 // Gradients of down, of its factor `expand` and of its bias for one expert, in columns [begin, end) of the hidden size.

@@ -61,11 +61,12 @@ MAXMOE_INLINE void multiply_few_rows_block(FewRows<Element, kRows> a, ConstMatri
       sum[r][v] = accumulate ? load_vector(sums + r * sums_stride + v * kLanes<S>) : Vector<S>{};
     }
   }
-  const auto multiply_step = [&](int64_t d, const T* row, const T* second) MAXMOE_INLINE_LAMBDA {
+  // A missing second row of a step of pairs counts as zeros.
+  const auto multiply_step = [&]<bool kHasSecond>(int64_t d, const T* row) MAXMOE_INLINE_LAMBDA {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectorsX2; ++v) {
-      const StepX2<Element> step =
-          load_step<Element>(row + v * kNR<S>, second == nullptr ? nullptr : second + v * kNR<S>);
+      const T* const first = row + v * kNR<S>;
+      const StepX2<Element> step = load_step<Element>(first, kHasSecond ? first + b.row_stride : nullptr);
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
         const Element factor = a(r, d / kDepthOfStep);
@@ -79,10 +80,9 @@ MAXMOE_INLINE void multiply_few_rows_block(FewRows<Element, kRows> a, ConstMatri
   for (; d + kDepthOfStep <= depth.end; d += kDepthOfStep, row += kDepthOfStep * b.row_stride) {
 #pragma GCC unroll 2
     for (int i = 0; i < kDepthOfStep; ++i) next.advance<kLines>();
-    multiply_step(d, row, row + b.row_stride);
+    multiply_step.template operator()<true>(d, row);
   }
-  // A missing second row of a step of pairs counts as zeros.
-  if (d < depth.end) multiply_step(d, row, nullptr);
+  if (d < depth.end) multiply_step.template operator()<false>(d, row);
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8

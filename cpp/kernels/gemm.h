@@ -105,10 +105,10 @@ struct Product {
   GemmOperand<T> b = {};
   MatrixView<T> c = {};
   bool accumulate = false;
+  bool is_nontemporal = false;      // c is written past the caches where its cache lines are written whole
   GemmOperand<T> next_b = {};       // b of the next product, whose first block is prefetched; may be empty
   ConstMatrixView<T> reduced = {};  // [rows, r]; r is 0 without factors
   ConstMatrixView<T> expand = {};   // [r, columns]
-  bool is_nontemporal = false;      // c is written past the caches where its cache lines are written whole
 
   MAXMOE_INLINE bool has_low_rank_term() const { return reduced.columns > 0; }
 };
