@@ -99,19 +99,21 @@ class CMakeBuild(build_ext):
             options += ["-GNinja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
         jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(os.cpu_count() or 1)
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("w") as lock:  # environments share the folder, one at a time
+        with (folder / "lock").open("w") as lock:  # environments that build at the same time wait for each other
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for command in (
-                ["cmake", "-S", str(ROOT), "-B", str(folder), *options],
-                ["cmake", "--build", str(folder), "--parallel", jobs],
-                ["cmake", "--install", str(folder), "--component", "maxmoe_python", "--prefix", str(package)],
-            ):
-                try:
-                    subprocess.run(command, check=True, env=os.environ | {"PATH": path})
-                except FileNotFoundError:
-                    raise ExecError("cmake is missing: pip install cmake ninja pybind11 cmeel-eigen") from None
-                except subprocess.CalledProcessError as error:
-                    raise ExecError(f"building the C++ core failed, see above: {shlex.join(command)}") from error
+            run(["cmake", "-S", str(ROOT), "-B", str(folder), *options], path)
+            run(["cmake", "--build", str(folder), "--parallel", jobs], path)
+            run(["cmake", "--install", str(folder), "--component", "maxmoe_python", "--prefix", str(package)], path)
+
+
+def run(command: list[str], path: str) -> None:
+    """Run a command of CMake, or end the build with its error."""
+    try:
+        subprocess.run(command, check=True, env=os.environ | {"PATH": path})
+    except FileNotFoundError:
+        raise ExecError("cmake is missing: pip install cmake ninja pybind11 cmeel-eigen") from None
+    except subprocess.CalledProcessError as error:
+        raise ExecError(f"building the C++ core failed, see above: {shlex.join(command)}") from error
 
 
 def build_folder() -> Path:

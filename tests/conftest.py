@@ -60,9 +60,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave all objects that are there now to no garbage collection.
+    """Exclude all objects that exist now from garbage collection.
 
-    It would visit the objects of all modules and tests again and again, and in a fork copy their pages.
+    Every full collection would visit the objects of all modules and tests, and in a fork copy the pages they are on.
     """
     gc.collect()
     gc.freeze()

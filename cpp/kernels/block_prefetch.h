@@ -15,7 +15,7 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 // of a page.
 //
 // The caller prefetches one line at a time, between multiply-adds. Bursts of prefetches after each micro-tile took 1.02
-// to 1.06 of the time of a product (docs/performance.md).
+// to 1.06 of the time of a product (docs/concepts/kernels.md).
 class BlockPrefetch {
  public:
   MAXMOE_INLINE BlockPrefetch() {}  // of no lines

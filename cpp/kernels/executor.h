@@ -71,7 +71,7 @@ MAXMOE_INLINE void run_ranges(const Executor& executor, int64_t count, int64_t g
 }
 
 // Number of rows of `columns` elements per task. A task moves 32 to 128 KiB, depending on the type, which takes
-// microseconds; starting it takes a fraction of one. Tasks four times as large gave no gain (docs/performance.md).
+// microseconds; starting it takes a fraction of one. Tasks four times as large gave no gain (docs/concepts/kernels.md).
 MAXMOE_INLINE int64_t rows_per_task(int64_t columns) {
   constexpr int64_t kElementsPerTask = 16384;
   return kElementsPerTask / (columns < 1 ? 1 : columns) + 1;

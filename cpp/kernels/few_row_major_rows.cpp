@@ -13,7 +13,7 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
 // Size of a block of rows of a row-major B, in bytes and in rows. While a block is multiplied, the next one is
 // prefetched into the second-level cache, in the order of memory: into the first-level cache it took up to 1.6 times
-// the time, and larger blocks took up to 1.1 times (docs/performance.md).
+// the time, and larger blocks took up to 1.1 times (docs/concepts/kernels.md).
 constexpr int64_t kFewRowsBlockBytes = int64_t{32} * 1024;
 constexpr int64_t kFewRowsMinDepth = 8;
 constexpr int64_t kFewRowsMaxDepth = 64;

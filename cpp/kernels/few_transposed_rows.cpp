@@ -8,7 +8,7 @@
 //   twice as long as the shuffles, and one vector of columns would wait for it; two need more registers.
 //
 // While some columns are multiplied, the next ones are prefetched, a cache line in each step. All lines of a block at
-// once left the multiply-adds waiting, and took up to 1.25 times the time (docs/performance.md).
+// once left the multiply-adds waiting, and took up to 1.25 times the time (docs/concepts/kernels.md).
 #include "few_transposed_rows.h"
 
 #include "blocking.h"
@@ -98,7 +98,7 @@ struct TransposedPart {
 };
 
 // Prefetches line `line` of the next columns, of which `next` has as many as a part: first a line of each column, then
-// the next one of each. Neighbours at once took longer (docs/performance.md).
+// the next one of each. Neighbours at once took longer (docs/concepts/kernels.md).
 template <int kColumns, class T>
 MAXMOE_INLINE void prefetch_line(ConstMatrixView<T> next, int64_t first, int64_t line) {
   const T* const column = next.row(line % kColumns) + first;

@@ -55,7 +55,7 @@ int64_t rows_per_gradient_task(const GroupTiles& groups, int64_t size, int64_t n
 // Whether the gradients of a stack are written with non-temporal stores. The products of few rows are bound by writing
 // them, and micro-tiles write short pieces of many rows, whose cache lines no hardware prefetcher requests in time:
 // with 16 rows per expert, non-temporal stores took 0.55 to 0.6 of the time. They still won at 3 MiB with a read of the
-// gradients right after. A smaller result may be in a cache when it is read (docs/performance.md).
+// gradients right after. A smaller result may be in a cache when it is read (docs/concepts/kernels.md).
 template <class T>
 MAXMOE_INLINE bool is_nontemporal_gradient(const MatrixStack<T>& gradients) {
   constexpr int64_t kMinBytes = int64_t{4} << 20;

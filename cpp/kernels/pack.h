@@ -4,7 +4,7 @@
 // A micro-panel holds the MR rows of A, or the NR columns of B, of a micro-tile, one step of the inner dimension after
 // the other. A micro-kernel reads it with unit stride, for all strides of the operands. When operands were read in
 // place, rows a power of two apart shared one set of the first-level cache, and the micro-kernel took 1.45 times as
-// long (docs/performance.md).
+// long (docs/concepts/kernels.md).
 //
 // If the rows of an operand in memory are contiguous across the inner dimension, they are copied row by row. If they
 // are contiguous along it, they are transposed in square blocks in registers (pack_along_depth.h).
@@ -108,7 +108,7 @@ MAXMOE_INLINE void pack_step_of_a(const T* row, const T* next, int64_t count, El
 // Number of elements of a micro-panel of A, one vector more than its steps have: whole vectors are stored, and the last
 // one ends past the last step. The panels of a transposed A are packed at the same time. At a distance of a multiple of
 // 4 KiB they would share one set of the first-level cache, which reduced packing to 0.45 of its speed
-// (docs/performance.md).
+// (docs/concepts/kernels.md).
 template <class Element>
 MAXMOE_INLINE int64_t panel_size_of_a(int64_t num_steps) {
   const int64_t size = num_steps * kMR + kLanes<Element>;

@@ -30,7 +30,7 @@ struct FewRows {
 
 // Largest number of rows that are multiplied with B in place. More than kMaxFewRows are several groups: each multiplies
 // a block of B, which the first one has brought into a cache. With AVX-512 13 rows or more are faster with packed B
-// (docs/performance.md).
+// (docs/concepts/kernels.md).
 constexpr int64_t kMaxRowsInPlace = 12;
 
 // A group of rows: the `index`th of `count`.

@@ -59,7 +59,6 @@ def build_folder() -> Path:
     return folder
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("isa", ISAS)
 def test_kernels(build_folder: Path, isa: str) -> None:
     """In one process: ctest would start one for each test. Those of Pairs call no kernel of an instruction set."""
