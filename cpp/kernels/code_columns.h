@@ -115,6 +115,12 @@ MAXMOE_INLINE DoubledLanes doubled_lanes(__m512i vector) {
   return {_mm512_permutexvar_epi32(low, vector), _mm512_permutexvar_epi32(high, vector)};
 }
 
+// The same for floats, stored to `target`.
+MAXMOE_INLINE void store_doubled_lanes(__m512 vector, __m512 (&target)[2]) {
+  const DoubledLanes doubled = doubled_lanes(_mm512_castps_si512(vector));
+  for (int half = 0; half < 2; ++half) target[half] = _mm512_castsi512_ps(doubled.half[half]);
+}
+
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE
 
 #endif

@@ -8,6 +8,7 @@
 
 #include "byte_tables.h"
 #include "code_columns.h"
+#include "integer_factors.h"
 
 #if defined(MAXMOE_DECODES_PAIRS)
 
@@ -89,11 +90,10 @@ class TablePairs {
         has_zeros_(c.m.zeros != nullptr) {}
 
   MAXMOE_INLINE void begin_block(int64_t index) {
-    const auto doubled = doubled_lanes(_mm512_castps_si512(scales_from_bits(type_, scales_.bits(index))));
-    for (int half = 0; half < 2; ++half) scale_[half] = _mm512_castsi512_ps(doubled.half[half]);
+    store_doubled_lanes(scales_from_bits(type_, scales_.bits(index)), scale_);
     if (!has_zeros_) return;
-    const auto zeros = doubled_lanes(_mm512_and_si512(zeros_.bits(index), _mm512_set1_epi32(0xff)));
-    for (int half = 0; half < 2; ++half) zero_[half] = _mm512_cvtepi32_ps(zeros.half[half]);
+    const __m512i zeros = _mm512_and_si512(zeros_.bits(index), _mm512_set1_epi32(0xff));
+    store_doubled_lanes(_mm512_cvtepi32_ps(zeros), zero_);
   }
 
   using Chunk = RowQuads;
@@ -125,68 +125,23 @@ class TablePairs {
   bool has_zeros_;
 };
 
-// Integers with scales of 16 bits, without a lookup: a code in the upper bits of a mantissa is the float 1 + code / 16.
-// Times 16 scale, less (16 + zero) scale, in one multiply-add, it is (code - zero) scale. Both products are exact, with
-// 4096 in the place of 16, too: the numbers from 4096 to 4111 have 13 bits, and a scale has at most 11.
-class IntegerPairs {
+// Integers with scales of 16 bits.
+class IntegerPairs : public IntegerFactors {
  public:
   static constexpr int kBits = 4;
 
-  static bool fits(const CodeColumns& c) {
-    const bool has_short_scales = c.m.scale_type == ScaleType::bfloat16 || c.m.scale_type == ScaleType::float16;
-    return c.m.codes == Codes::int4 && has_short_scales && have_ordinary_scales(c);
-  }
-
-  explicit IntegerPairs(const CodeColumns& c)
-      : scales_(scales_of(c)), zeros_(c, c.m.zeros, 1), type_(c.m.scale_type), has_zeros_(c.m.zeros != nullptr) {}
-
-  MAXMOE_INLINE void begin_block(int64_t index) {
-    const __m512 scale = scales_from_bits(type_, scales_.bits(index));
-    const __m512 zero = has_zeros_ ? _mm512_cvtepi32_ps(_mm512_and_si512(zeros_.bits(index), _mm512_set1_epi32(0xff)))
-                                   : _mm512_set1_ps(8.0F);
-    for (int place = 0; place < 2; ++place) {
-      const __m512 one = _mm512_set1_ps(kOne[place]);
-      const auto factors = doubled_lanes(_mm512_castps_si512(_mm512_mul_ps(scale, one)));
-      const auto offsets = doubled_lanes(_mm512_castps_si512(_mm512_mul_ps(_mm512_add_ps(zero, one), scale)));
-      for (int half = 0; half < 2; ++half) {
-        factor_[place][half] = _mm512_castsi512_ps(factors.half[half]);
-        offset_[place][half] = _mm512_castsi512_ps(offsets.half[half]);
-      }
-    }
-  }
+  using IntegerFactors::IntegerFactors;
 
   using Chunk = RowQuads;
   static MAXMOE_INLINE Chunk load(const ByteRows& source, int64_t offset) { return load_row_quads(source, offset); }
 
   template <int step>
   MAXMOE_INLINE __m512i decode(const Chunk& codes) const {
-    // The codes of two steps are brought into place at once: of the first step to bits 11 to 14 of a lane, which are
-    // bits 3 to 6 of byte 1, of the second step to bits 19 to 22, the same bits of byte 2.
-    constexpr int kBit = step / 2 * 2 % 8 * 8 - 3;
-    constexpr int kPlace = step % 2;
-    const __m512i control = multishift_control(0, kBit, kBit + 8, 0, 0, kBit + 4, kBit + 12, 0);
-    __m512 values[2];
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      const __m512i shifted = _mm512_multishift_epi64_epi8(control, codes.quads[step / 8][half]);
-      // (shifted & mask) | 0x3f800000
-      const __m512i value = _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi32(0x7800 << 8 * kPlace),
-                                                      _mm512_set1_epi32(0x3f800000), 0xea);
-      values[half] = _mm512_fmsub_ps(_mm512_castsi512_ps(value), factor_[kPlace][half], offset_[kPlace][half]);
-    }
-    return std::bit_cast<__m512i>(_mm512_cvtne2ps_pbh(values[1], values[0]));
+    constexpr int kBit = step / 2 * 2 % 8 * 8;
+    const auto& [first, second] = codes.quads[step / 8];
+    return std::bit_cast<__m512i>(
+        _mm512_cvtne2ps_pbh(scaled(in_place(second, kBit), step % 2, 1), scaled(in_place(first, kBit), step % 2, 0)));
   }
-
- private:
-  ScaleReader scales_;
-  ScaleReader zeros_;
-  // The reciprocal of what one unit of a code adds to 1 in each place.
-  static constexpr float kOne[2] = {4096.0F, 16.0F};
-
-  __m512 factor_[2][2];
-  __m512 offset_[2][2];
-  ScaleType type_;
-  bool has_zeros_;
 };
 
 // E4M3 where all columns have the same scales, as in blocks of 128 x 128.

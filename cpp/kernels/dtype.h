@@ -84,8 +84,12 @@ MAXMOE_INLINE T narrow(Accumulator<T> value) {
 
 }  // namespace maxmoe
 
-// Explicit instantiations of a kernel for the four types. The templates are defined in .cpp files, one object per
-// instruction set, and callers see declarations only.
+// Explicit instantiations for the four types. The templates are defined in .cpp files, one object per instruction set,
+// and callers see declarations only.
+#define MAXMOE_FOR_EACH_TYPE(instantiate) \
+  instantiate(double) instantiate(float) instantiate(BFloat16) instantiate(Float16)
+
+// The same for a kernel.
 #define MAXMOE_INSTANTIATE(name, Arguments)                                  \
   template void name<double>(const Arguments<double>&, const Executor&);     \
   template void name<float>(const Arguments<float>&, const Executor&);       \

@@ -101,9 +101,6 @@ void multiply_few_rows_quantized(const RowGroups<Element>& a, const GemmOperand<
   template void multiply_few_rows_quantized(const RowGroups<ElementOf<T>>&, const GemmOperand<T>&, \
                                             const GemmOperand<T>&, MatrixView<Accumulator<T>>, bool);
 
-MAXMOE_INSTANTIATE_FOR(double)
-MAXMOE_INSTANTIATE_FOR(float)
-MAXMOE_INSTANTIATE_FOR(BFloat16)
-MAXMOE_INSTANTIATE_FOR(Float16)
+MAXMOE_FOR_EACH_TYPE(MAXMOE_INSTANTIATE_FOR)
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

@@ -172,9 +172,6 @@ void multiply_few_rows_row_major(const RowGroups<Element>& a, ConstMatrixView<T>
   template void multiply_few_rows_row_major(const RowGroups<ElementOf<T>>&, ConstMatrixView<T>, \
                                             MatrixView<Accumulator<T>>, bool, ConstMatrixView<T>);
 
-MAXMOE_INSTANTIATE_FOR(double)
-MAXMOE_INSTANTIATE_FOR(float)
-MAXMOE_INSTANTIATE_FOR(BFloat16)
-MAXMOE_INSTANTIATE_FOR(Float16)
+MAXMOE_FOR_EACH_TYPE(MAXMOE_INSTANTIATE_FOR)
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

@@ -254,9 +254,6 @@ void multiply_few_rows_transposed(const RowGroups<Element>& a, ConstMatrixView<T
   template void multiply_few_rows_transposed(const RowGroups<ElementOf<T>>&, ConstMatrixView<T>, \
                                              MatrixView<Accumulator<T>>, bool, ConstMatrixView<T>);
 
-MAXMOE_INSTANTIATE_FOR(double)
-MAXMOE_INSTANTIATE_FOR(float)
-MAXMOE_INSTANTIATE_FOR(BFloat16)
-MAXMOE_INSTANTIATE_FOR(Float16)
+MAXMOE_FOR_EACH_TYPE(MAXMOE_INSTANTIATE_FOR)
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

@@ -228,9 +228,6 @@ void pack_quantized_b(const GemmOperand<T>& b, Range depth, Range columns, Eleme
 
 #define MAXMOE_INSTANTIATE_FOR(T) template void pack_quantized_b(const GemmOperand<T>&, Range, Range, ElementOf<T>*);
 
-MAXMOE_INSTANTIATE_FOR(double)
-MAXMOE_INSTANTIATE_FOR(float)
-MAXMOE_INSTANTIATE_FOR(BFloat16)
-MAXMOE_INSTANTIATE_FOR(Float16)
+MAXMOE_FOR_EACH_TYPE(MAXMOE_INSTANTIATE_FOR)
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

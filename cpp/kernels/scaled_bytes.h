@@ -13,6 +13,14 @@ struct alignas(64) ByteOrder {
   std::array<uint8_t, 64> bytes;
 };
 
+// The order in which byte i is that of element(i) of column(i) in a word.
+template <class Column, class Element>
+constexpr ByteOrder byte_order(const Column& column, const Element& element) {
+  ByteOrder order{};
+  for (size_t i = 0; i < 64; ++i) order.bytes[i] = static_cast<uint8_t>(4 * column(i) + element(i));
+  return order;
+}
+
 // E4M3 where all columns have the same scales, as in blocks of 128 x 128: a lookup in a table of scaled values.
 class ScaledE4M3Table {
  public:
@@ -54,9 +62,7 @@ class DoubledScales {
   explicit DoubledScales(const CodeColumns& c) : scales_(scales_of(c)), type_(c.m.scale_type) {}
 
   MAXMOE_INLINE void begin_block(int64_t index) {
-    const __m512 scale = scales_from_bits(type_, scales_.bits(index));
-    const DoubledLanes doubled = doubled_lanes(_mm512_castps_si512(scale));
-    for (int half = 0; half < 2; ++half) scale_[half] = _mm512_castsi512_ps(doubled.half[half]);
+    store_doubled_lanes(scales_from_bits(type_, scales_.bits(index)), scale_);
   }
 
   // The pairs of a step from the elements of columns 0 to 7, neighbours, and those of the others.
@@ -85,15 +91,8 @@ class ScaledE4M3 : public DoubledScales {
   MAXMOE_INLINE WordPairs<kBits> decode(__m512i words) const {
     // vpunpck*bw makes the lower 8 bytes of each block of 16 the first step, and the others the second one. Even values
     // are then those of columns 0 to 7, odd ones those of columns 8 to 15.
-    alignas(64) static constexpr ByteOrder kOrder = [] {
-      ByteOrder order{};
-      for (size_t i = 0; i < 64; ++i) {
-        const size_t column = i / 16 * 2 + i / 4 % 2 + i % 2 * 8;
-        const size_t element = i / 8 % 2 * 2 + i / 2 % 2;
-        order.bytes[i] = static_cast<uint8_t>(4 * column + element);
-      }
-      return order;
-    }();
+    static constexpr ByteOrder kOrder = byte_order([](size_t i) { return i / 16 * 2 + i / 4 % 2 + i % 2 * 8; },
+                                                   [](size_t i) { return i / 8 % 2 * 2 + i / 2 % 2; });
     const ValueBytes values = table_(_mm512_permutexvar_epi8(_mm512_load_si512(kOrder.bytes.data()), words));
     return {
         {scaled(_mm512_unpacklo_epi8(values.low, values.high)), scaled(_mm512_unpackhi_epi8(values.low, values.high))}};
@@ -123,15 +122,8 @@ class ScaledInt8 : public DoubledScales {
   MAXMOE_INLINE WordPairs<kBits> decode(__m512i words) const {
     // In each lane: the elements of a column below 8 and of the column 8 above it, of the first step and of the second
     // one. The next lane has the second elements of their pairs.
-    alignas(64) static constexpr ByteOrder kOrder = [] {
-      ByteOrder order{};
-      for (size_t i = 0; i < 64; ++i) {
-        const size_t column = i / 8 + i % 2 * 8;
-        const size_t element = i / 2 % 2 * 2 + i / 4 % 2;
-        order.bytes[i] = static_cast<uint8_t>(4 * column + element);
-      }
-      return order;
-    }();
+    static constexpr ByteOrder kOrder =
+        byte_order([](size_t i) { return i / 8 + i % 2 * 8; }, [](size_t i) { return i / 2 % 2 * 2 + i / 4 % 2; });
     const __m512i ordered = _mm512_permutexvar_epi8(_mm512_load_si512(kOrder.bytes.data()), words);
     return {{scaled(ordered), scaled(_mm512_srli_epi32(ordered, 16))}};
   }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "code_lines.h"
+#include "integer_factors.h"
 
 #if defined(MAXMOE_DECODES_PAIRS)
 
@@ -14,11 +15,6 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 // Columns i and 8 + i become neighbours, the halves of a lane of 64 bits.
 MAXMOE_INLINE __m512i paired_columns(__m512i words) {
   return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15), words);
-}
-
-MAXMOE_INLINE void store_doubled_lanes(__m512 vector, __m512 (&target)[2]) {
-  const DoubledLanes doubled = doubled_lanes(_mm512_castps_si512(vector));
-  for (int half = 0; half < 2; ++half) target[half] = _mm512_castsi512_ps(doubled.half[half]);
 }
 
 // Codes of any table. NF4, whose first codes are in the high halves of bytes, has no zero points; otherwise zeros are
@@ -79,75 +75,31 @@ class ScaledTable {
   bool has_zeros_;
 };
 
-// Integers with scales of 16 bits, without a lookup: a code in the upper bits of a mantissa is the float 1 + code / 16.
-// Times 16 scale, less (16 + zero) scale, in one multiply-add, it is (code - zero) scale. Both products are exact, with
-// 4096 in the place of 16, too: the numbers from 4096 to 4111 have 13 bits, and a scale has at most 11.
-class ScaledIntegers {
+// Integers with scales of 16 bits.
+class ScaledIntegers : public IntegerFactors {
  public:
   static constexpr int kBits = 4;
   static constexpr bool kIsCommon = false;
   static constexpr bool kScalesSums = false;
 
-  static bool fits(const CodeColumns& c) {
-    const bool has_short_scales = c.m.scale_type == ScaleType::bfloat16 || c.m.scale_type == ScaleType::float16;
-    return c.m.codes == Codes::int4 && has_short_scales && have_ordinary_scales(c);
-  }
+  using IntegerFactors::IntegerFactors;
 
-  explicit ScaledIntegers(const CodeColumns& c)
-      : scales_(scales_of(c)), zeros_(c, c.m.zeros, 1), type_(c.m.scale_type), has_zeros_(c.m.zeros != nullptr) {}
-
-  MAXMOE_INLINE void begin_block(int64_t index) {
-    const __m512 scale = scales_from_bits(type_, scales_.bits(index));
-    const __m512 zero = has_zeros_ ? _mm512_cvtepi32_ps(_mm512_and_si512(zeros_.bits(index), _mm512_set1_epi32(0xff)))
-                                   : _mm512_set1_ps(8.0F);
-    for (int place = 0; place < 2; ++place) {
-      const __m512 one = _mm512_set1_ps(kOne[place]);
-      store_doubled_lanes(_mm512_mul_ps(scale, one), factor_[place]);
-      store_doubled_lanes(_mm512_mul_ps(_mm512_add_ps(zero, one), scale), offset_[place]);
-    }
-  }
-
+  // The pairs of a word.
   MAXMOE_INLINE WordPairs<kBits> decode(__m512i words) const {
     const __m512i columns = paired_columns(words);
     WordPairs<kBits> result;
 #pragma GCC unroll 2
-    for (int two_steps = 0; two_steps < 2; ++two_steps) {
-      // The codes of two steps are brought into place at once: of the first step to bits 11 to 14 of a lane, which are
-      // bits 3 to 6 of byte 1, of the second step to bits 19 to 22, the same bits of byte 2.
-      __m512i shifted[2];
-#pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half) {
-        const int bit = 16 * two_steps + 32 * half - 3;
-        const __m512i control = multishift_control(0, bit, bit + 8, 0, 0, bit + 4, bit + 12, 0);
-        shifted[half] = _mm512_multishift_epi64_epi8(control, columns);
-      }
+    for (int i = 0; i < 2; ++i) {
+      const __m512i first = in_place(columns, 16 * i);
+      const __m512i second = in_place(columns, 16 * i + 32);
 #pragma GCC unroll 2
       for (int place = 0; place < 2; ++place) {
-        const __m512 first = scaled(shifted[0], place, 0);
-        result.step[2 * two_steps + place] =
-            std::bit_cast<__m512i>(_mm512_cvtne2ps_pbh(scaled(shifted[1], place, 1), first));
+        result.step[2 * i + place] =
+            std::bit_cast<__m512i>(_mm512_cvtne2ps_pbh(scaled(second, place, 1), scaled(first, place, 0)));
       }
     }
     return result;
   }
-
- private:
-  // The reciprocal of what one unit of a code adds to 1 in each place.
-  static constexpr float kOne[2] = {4096.0F, 16.0F};
-
-  MAXMOE_INLINE __m512 scaled(__m512i shifted, int place, int half) const {
-    // (shifted & mask) | 0x3f800000
-    const __m512i value =
-        _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi32(0x7800 << 8 * place), _mm512_set1_epi32(0x3f800000), 0xea);
-    return _mm512_fmsub_ps(_mm512_castsi512_ps(value), factor_[place][half], offset_[place][half]);
-  }
-
-  ScaleReader scales_;
-  ScaleReader zeros_;
-  __m512 factor_[2][2];
-  __m512 offset_[2][2];
-  ScaleType type_;
-  bool has_zeros_;
 };
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE
