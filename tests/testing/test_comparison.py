@@ -67,14 +67,15 @@ def test_gradients_that_are_small() -> None:
 
     def forward(model: Any, x: Tensor) -> Tensor:
         small = model.tripled.float().square().sum() + model.frozen.square().sum() + model.right.square().sum()
-        noise = (model.layer(x).float() + model.noise.sum()).log_softmax(-1)  # which does not depend on the sum
-        return noise.square().sum(-1) * 1e4 + 1e-4 * small
+        noise = 1e-12 * model.noise.square().sum()
+        return model.layer(x).float().log_softmax(-1).square().sum(-1) * 1e4 + 1e-4 * small + noise
 
     def build() -> nn.Module:
         return Odd(forward, noise=torch.rand(8), **{name: torch.rand(8) for name in ("tripled", "frozen", "right")})
 
     def mistakes(model: Any) -> nn.Module:
         model.tripled.register_hook(lambda gradient: 3 * gradient)
+        model.noise.register_hook(lambda gradient: gradient * torch.rand_like(gradient))
         model.frozen.requires_grad_(False)
         return ddp(model)
 
