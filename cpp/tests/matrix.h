@@ -7,7 +7,6 @@
 #include <cmath>
 #include <cstring>
 #include <new>
-#include <random>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -15,6 +14,7 @@
 #include "executors.h"
 #include "kernels/dtype.h"
 #include "kernels/matrix_view.h"
+#include "random.h"
 
 namespace maxmoe {
 
@@ -57,10 +57,11 @@ class Matrix {
 
   // Fills the matrix with uniform random numbers in [-bound, bound).
   void randomize(unsigned seed, double bound = 1.0) {
-    std::mt19937 generator(seed);
-    std::uniform_real_distribution<double> uniform(-bound, bound);
+    Random random(seed);
     for (int64_t r = 0; r < rows_; ++r) {
-      for (int64_t c = 0; c < columns_; ++c) element(r, c) = narrow<T>(static_cast<Accumulator<T>>(uniform(generator)));
+      for (int64_t c = 0; c < columns_; ++c) {
+        element(r, c) = narrow<T>(static_cast<Accumulator<T>>(random.uniform(-bound, bound)));
+      }
     }
   }
 

@@ -1,14 +1,15 @@
 // Random quantized matrices that own their memory, and what their elements are by definition, for tests.
 #pragma once
 
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <limits>
-#include <random>
 #include <vector>
 
 #include "kernels/quantized_matrix.h"
 #include "matrix.h"
+#include "random.h"
 
 namespace maxmoe {
 
@@ -42,14 +43,15 @@ class QuantizedTestMatrix {
   // NaN codes if `has_nan`.
   QuantizedTestMatrix(const QuantizedFormat& format, int64_t rows, int64_t columns, Scales scales, unsigned seed,
                       bool has_nan = false)
-      : format_(format), rows_(rows), columns_(columns), generator_(seed) {
+      : format_(format), rows_(rows), columns_(columns), random_(seed) {
+    for (int code = 0; code < 256; ++code) values_[static_cast<size_t>(code)] = value_of(static_cast<uint8_t>(code));
     row_bytes_ = (columns * bits_per_code(format.codes) + 7) / 8 + kGap;
     for (int64_t i = 0; i < rows * row_bytes_; ++i) codes_.push_back(random_code(has_nan));
     scales_per_row_ = columns == 0 ? 0 : ((columns - 1) >> format.log2_columns) + 1;
     const int64_t rows_of_scales = rows == 0 ? 0 : ((rows - 1) >> format.log2_rows) + 1;
     for (int64_t i = 0; i < rows_of_scales * scales_per_row_; ++i) {
       push_scale(scales);
-      zeros_.push_back(static_cast<uint8_t>(generator_() % 16));
+      zeros_.push_back(static_cast<uint8_t>(random_.below(16)));
     }
     scales_.resize(scales_.size() + 1);  // memory of no scales must not be null
   }
@@ -73,7 +75,7 @@ class QuantizedTestMatrix {
   // An element by definition: one product in float.
   float element(int64_t row, int64_t column) const {
     const int64_t block = (row >> format_.log2_rows) * scales_per_row_ + (column >> format_.log2_columns);
-    float value = value_of(code(row, column));
+    float value = values_[code(row, column)];
     if (format_.codes == Codes::int4) value -= format_.has_zeros ? zeros_[static_cast<size_t>(block)] : 8.0F;
     return value * scale(block);
   }
@@ -101,20 +103,20 @@ class QuantizedTestMatrix {
   static constexpr int64_t kGap = 5;
 
   uint8_t random_code(bool has_nan) {
-    const auto byte = static_cast<uint8_t>(generator_());
+    const auto byte = static_cast<uint8_t>(random_.bits());
     return format_.codes == Codes::e4m3 && byte % 128 == 127 && !has_nan ? byte - 1 : byte;
   }
 
   void push_scale(Scales scales) {
     if (format_.scale_type == ScaleType::e8m0) {
       constexpr uint8_t kEdges[] = {0, 1, 2, 3, 26, 27, 127, 128, 253, 254};
-      push(scales == Scales::any ? kEdges[generator_() % 10] : static_cast<uint8_t>(119 + generator_() % 9));
+      push(scales == Scales::any ? kEdges[random_.below(10)] : static_cast<uint8_t>(119 + random_.below(9)));
       return;
     }
     constexpr float kEdges[] = {0.0F,      0x1p-149F, 0x1p-133F, 0x1p-127F, 0x1p-126F,
                                 0x1p-101F, 0x1p-100F, -0.5F,     1.0F,      3e38F};
-    float scale = std::uniform_real_distribution<float>(1.0F / 256, 1.0F)(generator_);
-    if (scales == Scales::any) scale = kEdges[generator_() % (format_.scale_type == ScaleType::float16 ? 9 : 10)];
+    float scale = static_cast<float>(random_.uniform(1.0 / 256, 1.0));
+    if (scales == Scales::any) scale = kEdges[random_.below(format_.scale_type == ScaleType::float16 ? 9 : 10)];
     if (format_.scale_type == ScaleType::float32) {
       push(scale);
     } else if (format_.scale_type == ScaleType::bfloat16) {
@@ -181,7 +183,7 @@ class QuantizedTestMatrix {
       case Codes::e2m1:
         return small_float(code, 2, 1);
       case Codes::nf4:
-        return kQuantiles[code];
+        return kQuantiles[code % 16];
       case Codes::int4:
         return code;
       case Codes::int8:
@@ -196,7 +198,8 @@ class QuantizedTestMatrix {
   int64_t columns_;
   int64_t row_bytes_;
   int64_t scales_per_row_;
-  std::mt19937 generator_;
+  std::array<float, 256> values_;  // of the codes
+  Random random_;
   std::vector<uint8_t> codes_;
   std::vector<std::byte> scales_;
   std::vector<uint8_t> zeros_;

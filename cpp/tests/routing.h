@@ -4,8 +4,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
-#include <random>
 #include <vector>
+
+#include "random.h"
 
 namespace maxmoe {
 
@@ -38,16 +39,16 @@ inline Routing plan_routing(int64_t num_tokens, int64_t top_k, int64_t num_exper
 
 // Routes every token to `top_k` different experts, more often to low ids. One slot in eight is not routed.
 inline Routing random_routing(int64_t num_tokens, int64_t top_k, int64_t num_experts, unsigned seed) {
-  std::mt19937 generator(seed);
+  Random random(seed);
   std::vector<int64_t> experts;
   std::vector<int64_t> all(static_cast<size_t>(num_experts));
   for (int64_t token = 0; token < num_tokens; ++token) {
     std::iota(all.begin(), all.end(), 0);
     for (int64_t k = 0; k < top_k; ++k) {
-      const auto left = static_cast<uint32_t>(all.size() - static_cast<size_t>(k));
-      const auto pick = k + static_cast<int64_t>(std::min(generator() % left, generator() % left));
+      const auto left = all.size() - static_cast<size_t>(k);
+      const auto pick = k + static_cast<int64_t>(std::min(random.below(left), random.below(left)));
       std::swap(all[static_cast<size_t>(k)], all[static_cast<size_t>(pick)]);
-      experts.push_back(generator() % 8 == 0 ? -1 : all[static_cast<size_t>(k)]);
+      experts.push_back(random.below(8) == 0 ? -1 : all[static_cast<size_t>(k)]);
     }
   }
   return plan_routing(num_tokens, top_k, num_experts, std::move(experts));

@@ -2,8 +2,9 @@
 #pragma once
 
 #include <cstdint>
-#include <random>
 #include <vector>
+
+#include "random.h"
 
 namespace maxmoe {
 
@@ -12,11 +13,11 @@ inline const std::vector<int64_t> kColumns = {1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 
 
 // `count` random indices in [0, size), with repetitions; one in eight is -1.
 inline std::vector<int64_t> random_index(int64_t count, int64_t size, unsigned seed) {
-  std::mt19937 generator(seed);
+  Random random(seed);
   std::vector<int64_t> index;
   for (int64_t i = 0; i < count; ++i) {
-    const bool is_valid = size > 0 && generator() % 8 != 0;
-    index.push_back(is_valid ? static_cast<int64_t>(generator() % static_cast<uint32_t>(size)) : -1);
+    const bool is_valid = size > 0 && random.below(8) != 0;
+    index.push_back(is_valid ? static_cast<int64_t>(random.below(static_cast<uint64_t>(size))) : -1);
   }
   return index;
 }
