@@ -27,8 +27,8 @@ std::vector<double> exact_product(const Matrix<T>& a, const Matrix<T>& b) {
   return eigen_product(exact(a), exact(b), a.rows(), a.columns(), b.columns());
 }
 
-// Slack of `expect_near` for a sum of `depth` terms. Partial sums grow with the square root of the number of terms, and so
-// does the sum of their rounding errors in units of a partial sum; a type that is summed in a wider one is rounded once.
+// Slack of `expect_near` for a sum of `depth` terms. Partial sums grow with it, and so does the number of their
+// rounding errors; the sum of a type that is summed in a wider one is rounded once.
 template <class T>
 double slack_of_sum(int64_t depth) {
   return std::is_same_v<Accumulator<T>, T> ? std::max(2.0, static_cast<double>(depth) / 512) : 2.0;
