@@ -1,10 +1,8 @@
 """The connection to PEFT: what it does when PEFT keeps adapters otherwise, and adapters that train nothing."""
 
-import functools
 import subprocess
 import threading
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,34 +52,47 @@ def test_connecting_draws_no_random_numbers() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-ORDERS = ["import peft; import maxmoe", "import maxmoe; import peft"]
-# PEFT that is imported after the layer has been made is connected in the first forward, which it computes by itself.
-LATE = "import maxmoe; layer = maxmoe.MoE(CONFIG); import peft"
-FIRST_CALLS = ["model(x)", "checkpoint(model, x, use_reentrant=False)", "torch.compile(model, backend='eager')(x)"]
+CONFIG = "maxmoe.MoEConfig(hidden_size=8, intermediate_size=4, num_experts=3, top_k=2)"
+FIRST_CALLS = ["checkpoint(model, x, use_reentrant=False)", "torch.compile(model, backend='eager')(x)"]
+CALLS = {
+    "import peft; import maxmoe": FIRST_CALLS,
+    "import maxmoe; import peft": FIRST_CALLS,
+    # PEFT that is imported after the layer has been made is connected in the first forward, which PEFT computes itself.
+    f"import maxmoe; layer = maxmoe.MoE({CONFIG}); import peft": ["model(x)"],
+}
+# Imports take seconds: a process imports what PEFT imports, forks for each order, and there again for each first call.
+PROGRAM = f"""
+import os, traceback
+import transformers
+transformers.PreTrainedModel
 
+def status_of_fork(function, *arguments):
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    status = 1
+    try:
+        function(*arguments)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
 
-# A process imports in an order, and forks for each first call: imports take seconds.
-PROGRAM = """
-import os, sys, traceback
-from maxmoe.config import MoEConfig
-CONFIG = MoEConfig(hidden_size=8, intermediate_size=4, num_experts=3, top_k=2)
-{imports}
-import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-names = ["moe.experts.up_proj"]
-config = peft.LoraConfig(r=2, target_parameters=names, target_modules=[], init_lora_weights=False)
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.moe = globals().get("layer") or maxmoe.MoE(CONFIG)
-    def forward(self, x):
-        return self.moe(x).hidden_states
-
-def check(call):
+def check(peft, maxmoe, call, layer=None, **_):
+    import torch
+    from torch.utils.checkpoint import checkpoint
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.moe = layer or maxmoe.MoE({CONFIG})
+        def forward(self, x):
+            return self.moe(x).hidden_states
+    names = ["moe.experts.up_proj"]
+    config = peft.LoraConfig(r=2, target_parameters=names, target_modules=[], init_lora_weights=False)
     model = peft.get_peft_model(Layer(), config)
     x = torch.randn(5, 8)
-    first = eval(call, globals(), {{"model": model, "x": x}})
+    first = eval(call)
     first.sum().backward()
     second = model(x)
     torch.testing.assert_close(first, second)
@@ -89,43 +100,26 @@ def check(call):
     assert hasattr(ParamWrapper._activate_lora, "__wrapped__")
     assert not torch.equal(model.unload().moe(x).hidden_states, first)
 
-for call in {calls}:
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            check(call)
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(status)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+def check_order(imports, calls):
+    names = {{}}
+    exec(imports, names)
+    for call in calls:
+        print(imports, call, status_of_fork(lambda: check(call=call, **names)), sep=" | ", flush=True)
+
+for imports, calls in {CALLS}.items():
+    assert status_of_fork(check_order, imports, calls) == 0
 """
-CALLS = dict.fromkeys(ORDERS, FIRST_CALLS[1:]) | {LATE: FIRST_CALLS[:1]}
 
 
 @pytest.fixture(scope="module")
-def first_calls(python: Python) -> "Callable[[str], subprocess.CompletedProcess[str]]":
-    """Makes all first calls after some imports, and prints the exit status of each."""
-
-    @functools.cache
-    def run(imports: str) -> "subprocess.CompletedProcess[str]":
-        program = PROGRAM.format(imports=imports, calls=CALLS[imports])
-        # maxmoe.config imports maxmoe, and with it comes the connection if PEFT has been imported.
-        return python(program if imports != ORDERS[0] else "import peft\n" + program)
-
-    return run
+def first_calls(python: Python) -> "subprocess.CompletedProcess[str]":
+    """Makes all first calls after all imports, and prints the exit status of each."""
+    return python(PROGRAM)
 
 
 @pytest.mark.parametrize(("imports", "first_call"), [(order, call) for order, calls in CALLS.items() for call in calls])
-def test_any_order_of_imports(
-    imports: str, first_call: str, first_calls: "Callable[[str], subprocess.CompletedProcess[str]]"
-) -> None:
-    done = first_calls(imports)
-    assert done.returncode == 0, done.stderr
-    status = done.stdout.split()[CALLS[imports].index(first_call)]
-    assert status == "0", done.stderr[-2000:]
+def test_any_order_of_imports(imports: str, first_call: str, first_calls: "subprocess.CompletedProcess[str]") -> None:
+    assert f"{imports} | {first_call} | 0\n" in first_calls.stdout, first_calls.stderr[-4000:]
 
 
 def sgd(*models: nn.Module) -> torch.optim.Optimizer:
