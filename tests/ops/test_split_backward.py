@@ -53,7 +53,9 @@ def products(function: Callable[[], Any]) -> int:
     """The number of multiply-adds of the matrix products that torch executes."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         function()
-    shapes = [event.input_shapes for event in profiler.events() if event.name == "aten::mm"]
+    # Not `profiler.events()`, which builds a tree of all events in Python.
+    events = profiler.profiler.kineto_results.events()
+    shapes = [event.shapes() for event in events if event.name() == "aten::mm"]
     return sum(left[0] * left[1] * right[1] for left, right, *_ in shapes)
 
 
