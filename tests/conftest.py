@@ -60,12 +60,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Exclude all objects that exist now from garbage collection.
+    """Exclude all objects that exist now from garbage collection, and collect others more rarely.
 
     Every full collection would visit the objects of all modules and tests, and in a fork copy the pages they are on.
+    Collections of young objects after 700 allocations each take a tenth of the time of compiled functions.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 10, 10)
 
 
 @pytest.fixture(scope="session")
