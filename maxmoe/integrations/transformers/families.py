@@ -3,6 +3,7 @@
 python -m maxmoe.integrations.transformers.families > docs/families.md
 """
 
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from maxmoe.integrations.transformers.gates import fused_gate
 _SIZES = {"experts": 5, "hidden_size": 7, "intermediate": 3}
 
 
-def models() -> list[str]:
+@cache
+def models() -> tuple[str, ...]:
     """List the folders of the models that support experts implementations, without importing the models."""
     # transformers itself looks for the decorator in the source.
     files = (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")
-    return sorted(path.parent.name for path in files if "@use_experts_implementation" in path.read_text())
+    return tuple(sorted(path.parent.name for path in files if "@use_experts_implementation" in path.read_text()))
 
 
 def experts_classes(model: str) -> list[type[nn.Module]]:
