@@ -59,13 +59,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in others]
 
 
-def pytest_collection_finish() -> None:
-    """Exclude all objects that exist now from garbage collection.
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Exclude all objects that exist now from garbage collection, and prepare for forks.
 
     Every full collection would visit the objects of all modules and tests, and in a fork copy the pages they are on.
     """
     gc.collect()
     gc.freeze()
+    if sum(item.path.parent.name in FOLDERS_OF_RANKS for item in session.items) > 20:  # it takes half a second
+        from support.huge_pages import use_huge_pages
+
+        use_huge_pages()
 
 
 @pytest.fixture(scope="session")
