@@ -72,9 +72,7 @@ class Candidates:
     @property
     def mesh(self) -> Mesh:
         """The meshes, planned at once."""
-        return Mesh.planned(
-            {axis: in_meshes(sizes, is_present=self.may_be_one) for axis, sizes in self.sizes.items()}
-        )
+        return Mesh.planned({axis: in_meshes(sizes, is_present=self.may_be_one) for axis, sizes in self.sizes.items()})
 
     def select(self, mask: Tensor) -> "Candidates":
         """Return some of the meshes."""
