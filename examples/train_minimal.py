@@ -19,7 +19,7 @@ import maxmoe
 from maxmoe.parallel import token_group, token_sharding
 from maxmoe.sharding import Mesh
 
-STEPS, BATCH, LENGTH, WIDTH = 400, 16, 128, 128
+STEPS, STEPS_PER_LINE, BATCH, LENGTH, WIDTH = 400, 50, 16, 128, 128
 
 
 class Block(nn.Module):
@@ -71,7 +71,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         load = max(layer.load_max_over_mean.item() for layer in accumulator.update().layers.values())
-        if step % 50 == 0 and int(os.environ.get("RANK", 0)) == 0:
+        if step % STEPS_PER_LINE == 0 and int(os.environ.get("RANK", 0)) == 0:
             print(f"step {step}: loss {loss.item():.3f}, busiest expert {load:.2f} x the mean")
 
 

@@ -59,8 +59,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in others]
 
 
-def pytest_collection_finish() -> None:
-    """Exclude all objects that exist now from garbage collection, and collect others more rarely.
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Exclude all objects that exist now from garbage collection, collect others more rarely, and prepare for forks.
 
     Every full collection would visit the objects of all modules and tests, and in a fork copy the pages they are on.
     Collections of young objects after 700 allocations each take a tenth of the time of compiled functions.
@@ -68,6 +68,10 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 10, 10)
+    if sum(item.path.parent.name in FOLDERS_OF_RANKS for item in session.items) > 20:  # it takes half a second
+        from support.huge_pages import use_huge_pages
+
+        use_huge_pages()
 
 
 @pytest.fixture(scope="session")

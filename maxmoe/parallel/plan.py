@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 
@@ -146,13 +147,13 @@ class Plan(Mapping[str, ModulePlan]):
     def __len__(self) -> int:
         return len(self.modules)
 
-    @property
-    def parameters(self) -> dict[str, ParameterPlan]:
+    @cached_property
+    def parameters(self) -> Mapping[str, ParameterPlan]:
         """Plans of all parameters, by their path."""
         return {plan.name: plan for module in self.values() for plan in module.parameters.values()}
 
-    @property
-    def layers(self) -> dict[str, tuple[MoE, DispatchPlan]]:
+    @cached_property
+    def layers(self) -> Mapping[str, tuple[MoE, DispatchPlan]]:
         """MoE layers with the plan of their dispatch, by their path."""
         return {
             path: (plan.module, plan.dispatch)

@@ -49,7 +49,7 @@ def _decision(name: str) -> Callable[["Sizes", Any], bool]:
             return name in ("__gt__", "__ge__", "__ne__")
         mask = operator(self.values, other.values if isinstance(other, Sizes) else other)
         number = int(mask.sum())
-        if 0 < number < len(mask):
+        if 0 < number < mask.numel():
             raise MeshesDiffer(mask)
         return number > 0
 
@@ -114,6 +114,13 @@ class Sizes(int):
     def __bool__(self) -> bool:
         """Return whether the values are not zero."""
         return self != 0
+
+
+def in_meshes(values: Tensor, *, is_present: bool = False) -> int:
+    """Return the integer of a plan that has these values in the meshes: an ordinary int if it is the same in all."""
+    first = int(values[0])
+    is_same = len(values) == 1 or bool((values == first).all())
+    return first if is_same and (first > 1 or not is_present) else Sizes(values, is_present=is_present)
 
 
 def as_tensor(value: int, count: int) -> Tensor:

@@ -23,9 +23,9 @@ SHORTER = {
     "moe_against_dense": ("steps=500", "steps=30"),
     "muon": ("steps=150", "steps=20"),
     "parallel_plans": ("range(10)", "range(1)"),
-    "quick_start": ("range(200)", "range(20)"),
+    "quick_start": ("range(200)", "range(5)"),
     "routing_and_balance": ("steps=150", "steps=30"),
-    "transformers_models": ("range(80)", "range(10)"),
+    "transformers_models": ("range(80)", "range(5)"),
 }
 
 

@@ -160,10 +160,9 @@ def torchrun(
     out: Path,
     *arguments: str,
     script: Path = EXAMPLES / "pretrain.py",
-    python: type[subprocess.Popen[Any]] = ForkedPython,
 ) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return python(
+    return ForkedPython(
         [*command, str(script), *TINY, "--data", str(text), "--out", str(out), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -243,9 +242,8 @@ def test_one_rank_says_what_is_wrong(text: Path, tmp_path: Path) -> None:
 
 
 def test_an_interrupt_saves(text: Path, tmp_path: Path) -> None:
-    process = torchrun(
-        text, tmp_path / "out", "--steps", "5000", "--eval-every", "5000", "--save-every", "2", python=subprocess.Popen
-    )
+    """Its workers are new processes."""
+    process = torchrun(text, tmp_path / "out", "--steps", "5000", "--eval-every", "5000", "--save-every", "2")
     while not (tmp_path / "out/checkpoint").exists() and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)

@@ -10,13 +10,13 @@ import train_minimal
 from support.pretrain_run import EXAMPLES
 from support.run_ranks import run_ranks
 
-SIZES = {"STEPS": 50, "BATCH": 4, "LENGTH": 16, "WIDTH": 16}
+SIZES = {"STEPS_PER_LINE": 10, "BATCH": 4, "LENGTH": 16, "WIDTH": 16}
 
 
-def printed(is_launched: bool = False) -> str:
+def printed(steps: int, is_launched: bool = False) -> str:
     """What a short run of a narrow model prints on this rank, whose process group is there already."""
     with (
-        patch.multiple(train_minimal, **SIZES),
+        patch.multiple(train_minimal, STEPS=steps, **SIZES),
         patch.object(train_minimal.dist, "is_torchelastic_launched", lambda: is_launched),
         patch.object(train_minimal.dist, "init_process_group"),
         redirect_stdout(io.StringIO()) as stream,
@@ -25,15 +25,17 @@ def printed(is_launched: bool = False) -> str:
     return stream.getvalue()
 
 
-def printed_under_torchrun() -> str:
+def printed_under_torchrun(steps: int) -> str:
     os.environ["RANK"] = str(train_minimal.dist.get_rank())
-    return printed(is_launched=True)
+    return printed(steps, is_launched=True)
 
 
 def test_two_ranks_print_the_losses_of_one_process() -> None:
-    alone = printed()
-    assert float(re.findall(r"loss ([\d.]+)", alone)[0]) < 4.5  # of ln(256) = 5.5 at the start
-    assert run_ranks(printed_under_torchrun, 2) == [alone, ""]
+    alone = printed(50)
+    assert float(re.findall(r"loss ([\d.]+)", alone)[-1]) < 4.5  # of ln(256) = 5.5 at the start
+    lines = alone.splitlines(keepends=True)
+    assert len(lines) == 5
+    assert run_ranks(printed_under_torchrun, 2, 20) == ["".join(lines[:2]), ""]
 
 
 def test_it_is_short_enough_to_copy() -> None:

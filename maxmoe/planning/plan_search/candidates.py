@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from maxmoe.planning.many_meshes import Sizes
+from maxmoe.planning.many_meshes import in_meshes
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
 
@@ -72,8 +72,7 @@ class Candidates:
     @property
     def mesh(self) -> Mesh:
         """The meshes, planned at once."""
-        sizes = {axis: Sizes(sizes, is_present=self.may_be_one) for axis, sizes in self.sizes.items()}
-        return Mesh.planned(sizes)
+        return Mesh.planned({axis: in_meshes(sizes, is_present=self.may_be_one) for axis, sizes in self.sizes.items()})
 
     def select(self, mask: Tensor) -> "Candidates":
         """Return some of the meshes."""

@@ -12,7 +12,7 @@ from maxmoe.declaration import declaration_of
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.plan import Plan
 from maxmoe.planning.communication import activation_communication, dispatch_communication
-from maxmoe.planning.many_meshes import MeshesDiffer, Sizes, as_tensor
+from maxmoe.planning.many_meshes import MeshesDiffer, as_tensor, in_meshes
 from maxmoe.planning.memory import gathered_memory
 from maxmoe.planning.plan_search.candidates import Candidates
 from maxmoe.planning.plan_search.model_parts import ModelParts, StageKind
@@ -162,7 +162,7 @@ class Planned:
         if not self.meshes.has_stages:
             return batch_size
         rows, _ = local_tokens(self.plans[0], batch_size, length)
-        many = Sizes(self.meshes.num_micro_batches)
+        many = in_meshes(self.meshes.num_micro_batches)
         largest = rows // many + (rows % many > 0)
         return largest * (batch_size // rows)
 
@@ -205,7 +205,7 @@ class Planned:
             stages = [Stages(stage_of(chosen, kind.blocks, _ends(kind, ends)), kind.number) for kind in kinds]
             meshes = self.meshes.select(mask)
             topology = Topology(meshes.mesh, self.evaluation.device, len(meshes))
-            one = PlannedCollective("hidden states to stages", "send", (STAGE_AXIS,), Sizes(message[mask].long()))
+            one = PlannedCollective("hidden states to stages", "send", (STAGE_AXIS,), in_meshes(message[mask].long()))
             messages = topology.sent([one, one])
             result.append((mask, pipelined_step(stages, meshes.num_micro_batches, messages, topology)))
         return StepCost.joined(result, len(self.meshes))

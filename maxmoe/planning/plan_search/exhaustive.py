@@ -152,6 +152,8 @@ class Exhaustive:
         rest = torch.ones(len(meshes), dtype=torch.bool)
         found: list[FoundPlan] = []
         for names in self._options:
+            if not rest.any():
+                break
             set_recompute(self.evaluation.parts.whole, names)
             memory = planned.memory()
             fits = rest & (memory <= self.limit)

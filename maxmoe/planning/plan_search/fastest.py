@@ -73,11 +73,10 @@ def search(
     limit = device.memory if memory is None else memory
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
         raise ValueError(f"memory must be a positive number of bytes, got {limit!r}")
-    one = plan_without_warnings(module, Mesh.planned({}), LogicalRules(), "auto", 1, True)
-    dtype = parameter_dtype(one)
+    parts = ModelParts(module)
+    dtype = parameter_dtype(plan_without_warnings(parts.whole, Mesh.planned({}), LogicalRules(), "auto", 1, True))
     device.peak(dtype)
-    step = Step(batch_size, sequence_length, 1, dtype, state_dtypes)
-    evaluation = Evaluation(ModelParts(module), device, step)
+    evaluation = Evaluation(parts, device, step := Step(batch_size, sequence_length, 1, dtype, state_dtypes))
     run = Exhaustive(evaluation, world_size, limit, tables(rules), num_plans)
     if not run.num_plans:
         reasons = ", ".join(f"{number} meshes: {reason}" for reason, number in run.excluded.items())
