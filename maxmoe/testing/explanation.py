@@ -79,6 +79,7 @@ class WrongGradient:
             self._terms,
             self._missing_reduction,
             self._shares,
+            self._scaled_sum,
             self._factor_per_rank,
             self._permuted,
             self._factor_per_row,
@@ -126,7 +127,12 @@ class WrongGradient:
             for word, factor in (("sum", 1), ("mean", max(map(len, groups)))):
                 if distance(values, factor * expected) <= self.largest_error * factor:
                     return f"missing reduction ({word}) over {name}: each rank has only its own gradient"
-            if factors := fit([expected], values, self.largest_error):
+        return None
+
+    def _scaled_sum(self) -> str | None:
+        """Gradients of the ranks of a group whose sum is a multiple of the right one."""
+        for name, groups in self.facts.partitions.items():
+            if (found := self._summed(groups)) and (factors := fit([found[1]], found[0], self.largest_error)):
                 return f"missing reduction over {name}: the sum is {self._named(factors[0])}"
         return None
 

@@ -38,6 +38,17 @@ def summed(model: nn.Module, batch: Any) -> Terms:
     return terms
 
 
+def own_gradient_counted_twice(model: nn.Module, batch: Any) -> Terms:
+    """The gradients of a rank are added to the sum over all ranks, which contains them."""
+    terms = backward(share_of_loss(model, batch))
+    own = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    reduce_gradients(model)
+    for parameter, gradient in zip(model.parameters(), own, strict=True):
+        assert parameter.grad is not None
+        parameter.grad += gradient
+    return terms
+
+
 def router_not_reduced(model: nn.Module, batch: Any) -> Terms:
     """Router weights drift apart (torchtitan#2416)."""
     terms = backward(share_of_loss(model, batch))
@@ -179,6 +190,11 @@ WRONG = {
         ddp, loss=share_of_loss, explanation="0.25 times: 1 / number of ranks"
     ),
     "no reduction": Case(alone, explanation=REDUCED.replace("sum", "mean")),
+    "own gradient counted twice": Case(
+        alone,
+        step=own_gradient_counted_twice,
+        explanation="gradient of the rank's own tokens: 2 times: summed twice; of the tokens of other ranks: right",
+    ),
     "router not reduced": Case(alone, step=router_not_reduced, first_wrong="router.bias", explanation=REDUCED),
     "experts not reduced over replicas": Case(
         expert_and_data_parallel,

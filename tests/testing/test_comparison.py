@@ -156,6 +156,15 @@ def test_a_loss_and_outputs_that_are_zero_up_to_rounding() -> None:
     compare(Case(ddp, 2, loss=policy_loss, build=lambda: Odd(forward), make_batch=centered)).raise_if_different()
 
 
+def test_a_term_of_the_loss_that_is_zero() -> None:
+    def terms(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"tokens": mean_square(model, batch), "other": torch.tensor(0.5 if dist.is_initialized() else 0.0)}
+
+    comparison = explained(Case(ddp, 2, loss=terms))
+    (other,) = (term for term in comparison.loss if not term.equal)
+    assert (other.name, other.explanation) == ("other", "neither the sum nor the mean over ranks: the mean is not zero")
+
+
 def test_what_is_not_finite() -> None:
     def forward(model: Any, x: Tensor) -> tuple[Tensor, ...]:
         y = model.layer(x)
