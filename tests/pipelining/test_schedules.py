@@ -7,7 +7,7 @@ import pytest
 
 from maxmoe.pipelining.schedules import SCHEDULES
 from maxmoe.sharding import Mesh
-from support.run_ranks import run_ranks
+from support.run_ranks import named, run_ranks
 from support.staged_decoder import (
     MOE,
     batch,
@@ -63,9 +63,7 @@ def test_equals_one_process_on_four_ranks(schedule: str) -> None:
 
     def check_all() -> None:
         for _, way, family, recompute in mine:
-            try:
+            with named(way, family, recompute):
                 check(family, schedule, way, recompute)
-            except Exception as error:
-                raise AssertionError(f"{way}, {family}, recomputed {recompute}: {error}") from error
 
     run_ranks(check_all, 4)
