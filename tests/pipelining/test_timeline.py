@@ -63,9 +63,10 @@ def real_steps(
     return run_ranks(run, num_ranks)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("schedule", "num_ranks"), CASES)
-def test_ranks_run_what_is_planned(schedule: str, num_ranks: int) -> None:
+def test_the_plan_is_what_ranks_run_and_keep(schedule: str, num_ranks: int) -> None:
+    """The actions on the timelines that all ranks have of all, and the micro-batches that autograd keeps tensors of."""
     expected = [list(actions) for actions in schedule_order(schedule, num_ranks, None, NUM_MICRO_BATCHES)]
     steps = real_steps(schedule, num_ranks)
     for timeline in steps[0][:2]:
