@@ -2,8 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,7 +33,7 @@ from support.dispatched_layer import (
 from support.measured_step import kept_tensors, num_bytes
 from support.moved_experts import make_moves_free
 from support.parallel_decoder import MeshRules
-from support.run_ranks import fake_rank, run_ranks
+from support.run_ranks import fake_rank, named, run_ranks
 
 EP = LogicalRules.load("ep-as-dp")
 HOT = ("a quarter to one expert", "three quarters to one expert")
@@ -78,15 +77,6 @@ def hot_batch(config: MoEConfig, load: str) -> Batch:
     places = torch.arange(batch.experts.numel()).view(batch.experts.shape) % 4
     is_hot = places < (1 if load == HOT[0] else 3)
     return replace(batch, experts=batch.experts.masked_fill(is_hot, 0))
-
-
-@contextmanager
-def named(*names: object) -> Iterator[None]:
-    """Say which case failed."""
-    try:
-        yield
-    except Exception as error:
-        raise AssertionError(f"{', '.join(map(str, names))}: {error}") from error
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dispatch.test_strategies import STRATEGIES, named
+from dispatch.test_strategies import STRATEGIES
 from maxmoe import MoE, MoEConfig
 from maxmoe.parallel import parallelize, parameter_shardings, token_sharding
 from maxmoe.sharding import LogicalRules, Mesh
@@ -14,7 +14,7 @@ from maxmoe.token_group import TokenReductions
 from support.dispatched_layer import NUM_EXPERTS, SIZES, check_part, make_batch, take_step
 from support.documented_routers import ROUTERS
 from support.parallel_decoder import MeshRules
-from support.run_ranks import run_ranks
+from support.run_ranks import named, run_ranks
 
 LAYOUTS = [
     MeshRules("ep-as-dp", {"expert": 4}),

@@ -1,8 +1,7 @@
 """Every strategy on every kind of mesh against one process: families, loads, dtypes, ranks with few tokens and none."""
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -25,7 +24,7 @@ from support.dispatched_layer import (
     take_step,
 )
 from support.parallel_decoder import MeshRules
-from support.run_ranks import run_ranks
+from support.run_ranks import named, run_ranks
 
 STRATEGIES = tuple(dispatch_plan.STRATEGIES)
 # With the number of ranks that share the experts.
@@ -51,15 +50,6 @@ LAYOUTS = [
     (MeshRules("shard-exp-on-fsdp", {"fsdp": 2, "expert": 4}), 4),
     (MeshRules("default", {"fsdp": 2, "expert": 2, "tensor": 2}), 2),
 ]
-
-
-@contextmanager
-def named(*names: object) -> Iterator[None]:
-    """Say which case failed."""
-    try:
-        yield
-    except Exception as error:
-        raise AssertionError(f"{', '.join(map(str, names))}: {error}") from error
 
 
 def spy(layer: MoE) -> list[int]:

@@ -14,7 +14,8 @@ import maxmoe
 from maxmoe import MoE, MoEConfig
 from maxmoe.parallel import parallelize, token_sharding
 from maxmoe.sharding import Mesh
-from support.run_ranks import run_ranks
+from support.parallel_decoder import MeshRules
+from support.run_ranks import named, run_ranks
 
 E, K, D, WEIGHT = 8, 2, 6, 0.5
 BATCH, LENGTH = 8, 5
@@ -178,20 +179,23 @@ def test_compiles_as_one_graph() -> None:
 
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
 @pytest.mark.parametrize(
-    ("sizes", "rules"),
+    "layouts",
     [
-        ({"expert": 2}, "ep-as-dp"),
-        ({"expert": 4}, "ep-as-dp"),
-        ({"expert": 2, "context": 2}, "cp-as-ep"),
-        ({"expert": 2, "tensor": 2}, "default"),
+        [MeshRules("ep-as-dp", {"expert": 2})],
+        [
+            MeshRules("ep-as-dp", {"expert": 4}),
+            MeshRules("cp-as-ep", {"expert": 2, "context": 2}),
+            MeshRules("default", {"expert": 2, "tensor": 2}),
+        ],
     ],
+    ids=["2", "4"],
 )
-def test_ranks_of_a_mesh(sizes: dict[str, int], rules: str) -> None:
+def test_ranks_of_a_mesh(layouts: list[MeshRules]) -> None:
     """Each micro-batch is spread over the ranks; LENGTH is cut to an even one."""
     x = batch()[:, :4]
     losses, expected = accumulated(make(), x, None, 2)
 
-    def check() -> None:
+    def check(sizes: dict[str, int], rules: str) -> None:
         mesh, layer = Mesh(sizes), make()
         parallelize(layer, mesh, rules)
         micro_batches = [part[token_sharding(mesh, rules).slices(part.shape[:2])] for part in x.chunk(2)]
@@ -200,7 +204,12 @@ def test_ranks_of_a_mesh(sizes: dict[str, int], rules: str) -> None:
         whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
         torch.testing.assert_close(whole, expected, rtol=1e-11, atol=1e-13)
 
-    run_ranks(check, 2 if sizes == {"expert": 2} else 4)
+    def check_all() -> None:
+        for layout in layouts:
+            with named(layout):
+                check(layout.sizes, layout.rules)
+
+    run_ranks(check_all, layouts[0].world_size)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -1,5 +1,6 @@
 """An input that requires a gradient on some ranks only is an error on all, where they would wait for each other."""
 
+import itertools
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +14,7 @@ from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.sharding import Mesh
 from support.dispatched_layer import FAMILIES, make_batch, make_layer
 from support.parallel_decoder import batch, decoder
-from support.run_ranks import run_ranks
+from support.run_ranks import named, run_ranks
 
 FAMILY = "deepseek_v3"
 CASES: list[tuple[str, dict[str, int], Dispatch]] = [
@@ -28,12 +29,10 @@ CASES: list[tuple[str, dict[str, int], Dispatch]] = [
 ]
 
 
-@pytest.mark.parametrize(("rules", "sizes", "dispatch"), CASES, ids=str)
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_every_rank_names_the_input(rules: str, sizes: dict[str, int], dispatch: Dispatch, is_frozen: bool) -> None:
+def test_every_rank_names_the_input() -> None:
     message = "^x of MoE must require a gradient on all ranks or on none, got requires_grad=True on 1 of 2: 1$"
 
-    def check() -> None:
+    def check(rules: str, sizes: dict[str, int], dispatch: Dispatch, is_frozen: bool) -> None:
         layer, mesh = make_layer(FAMILIES[FAMILY]).requires_grad_(not is_frozen), Mesh(sizes)
         whole = make_batch(FAMILIES[FAMILY], "of the router")
         parallelize(layer, mesh, rules, dispatch=dispatch)
@@ -44,7 +43,12 @@ def test_every_rank_names_the_input(rules: str, sizes: dict[str, int], dispatch:
         with torch.set_grad_enabled(dist.get_rank() == 1), pytest.raises(ValueError, match=message):
             layer(x)
 
-    run_ranks(check, 2)
+    def check_all() -> None:
+        for case, is_frozen in itertools.product(CASES, (False, True)):
+            with named(*case, is_frozen):
+                check(*case, is_frozen)
+
+    run_ranks(check_all, 2)
 
 
 def test_inputs_that_need_no_gradient_on_any_rank() -> None:

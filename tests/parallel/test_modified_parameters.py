@@ -1,6 +1,5 @@
 """An optimizer that steps between a forward and its backward: an error on every mesh, as in one process."""
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +11,7 @@ from maxmoe.parallel import parallelize, token_sharding
 from maxmoe.sharding import Mesh
 from support.parallel_decoder import MeshRules, batch, decoder, loss
 from support.parts import assert_same
-from support.run_ranks import run_ranks
+from support.run_ranks import named, run_ranks
 
 MESHES = [
     MeshRules("pure-fsdp", {"fsdp": 2}),
@@ -56,7 +55,7 @@ def test_a_step_before_the_backward_is_an_error_on_every_rank(layout: MeshRules)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 step_between(model, optimizer(model), tokens, targets)
 
-    run_ranks(check, math.prod(layout.sizes.values()))
+    run_ranks(check, layout.world_size)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -66,8 +65,8 @@ def test_one_process_says_the_same(name: str) -> None:
         step_between(model, OPTIMIZERS[name](model), *batch())
 
 
-@pytest.mark.parametrize("layout", MESHES, ids=str)
-def test_parameters_that_the_backward_does_not_need_may_be_modified(layout: MeshRules) -> None:
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_parameters_that_the_backward_does_not_need_may_be_modified(num_ranks: int) -> None:
     """The gradient of an embedding needs none of its values: one process computes it."""
 
     def train_embedding(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -83,7 +82,10 @@ def test_parameters_that_the_backward_does_not_need_may_be_modified(layout: Mesh
     expected = train_embedding(embedding_model(), *batch())
 
     def check() -> None:
-        model = embedding_model()
-        assert_same(train_embedding(model, *on_mesh(model, layout)).full_tensor(), expected)
+        for layout in MESHES:
+            if layout.world_size == num_ranks:
+                with named(layout):
+                    model = embedding_model()
+                    assert_same(train_embedding(model, *on_mesh(model, layout)).full_tensor(), expected)
 
-    run_ranks(check, math.prod(layout.sizes.values()))
+    run_ranks(check, num_ranks)

@@ -1,5 +1,8 @@
 """Modules that are not of this library, named from outside, parallelized."""
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +12,7 @@ from maxmoe.parallel import Declaration, parallelize
 from maxmoe.sharding import LogicalRules, Mesh, P
 from support.parallel_decoder import token_spec
 from support.parts import assert_same, part_by_definition
-from support.run_ranks import fake_rank, run_ranks
+from support.run_ranks import fake_rank, named, run_ranks
 
 NAMES = {"first.weight": ("mlp", "embed"), "second.weight": ("embed", "mlp")}
 
@@ -27,16 +30,13 @@ class TwoLayers(nn.Module):
         return self.second(self.first(x).relu()) * scale
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("rules", ["ep-tp", "default", "pure-fsdp"])
-@pytest.mark.parametrize("inner", [{}, {"mlp": 8}], ids=["gathered", "tensor parallel"])
-def test_modules_of_others(rules: str, inner: dict[str, int]) -> None:
+def test_modules_of_others() -> None:
     torch.manual_seed(0)
     model, x = TwoLayers().double(), torch.randn(8, 4, dtype=torch.float64)
     model.second.bias = None
     model(x, scale=3.0).square().sum().backward()
 
-    def check() -> None:
+    def check(rules: str, inner: dict[str, int]) -> None:
         mesh, table = Mesh({"fsdp": 2, "tensor": 2, "expert": 2}), LogicalRules.load(rules)
         ours = TwoLayers().double()
         ours.second.bias = None
@@ -50,27 +50,30 @@ def test_modules_of_others(rules: str, inner: dict[str, int]) -> None:
         for name, parameter in ours.named_parameters():
             assert_same(parameter.grad.full_tensor(), model.get_parameter(name).grad, name)
 
-    run_ranks(check, 8)
+    def check_all() -> None:
+        for rules, inner in itertools.product(("ep-tp", "default", "pure-fsdp"), ({}, {"mlp": 8})):
+            with named(rules, inner):
+                check(rules, inner)
+
+    run_ranks(check_all, 8)
 
 
-@pytest.mark.parametrize(
-    "table",
-    [
-        [("mlp", "expert"), ("activation_mlp", "expert")],
-        [("mlp", None), ("activation_mlp", "expert")],
-        [("mlp", "fsdp"), ("activation_mlp", None)],
-        [("mlp", ("expert", "fsdp")), ("activation_mlp", ("expert",))],
-    ],
-    ids=["both", "activations only", "weights only, on the axis of the tokens", "weights on more axes"],
-)
-def test_parts_are_computed_where_weights_and_activations_lie_on_an_axis(table) -> None:
+TABLES: dict[str, list[Any]] = {
+    "both": [("mlp", "expert"), ("activation_mlp", "expert")],
+    "activations only": [("mlp", None), ("activation_mlp", "expert")],
+    "weights only, on the axis of the tokens": [("mlp", "fsdp"), ("activation_mlp", None)],
+    "weights on more axes": [("mlp", ("expert", "fsdp")), ("activation_mlp", ("expert",))],
+}
+
+
+def test_parts_are_computed_where_weights_and_activations_lie_on_an_axis() -> None:
     """Elsewhere weights are gathered: the result is that of one process in any case."""
     torch.manual_seed(0)
     model, x = nn.Sequential(FeedForward(4, 8)).double(), torch.randn(4, 3, 4, dtype=torch.float64)
     model(x).square().sum().backward()
-    rules = LogicalRules([("activation_batch", "fsdp"), ("activation_length", None), ("embed", None), *table])
 
-    def check() -> None:
+    def check(table: list[Any]) -> None:
+        rules = LogicalRules([("activation_batch", "fsdp"), ("activation_length", None), ("embed", None), *table])
         mesh, ours = Mesh({"fsdp": 2, "expert": 2}), nn.Sequential(FeedForward(4, 8)).double()
         ours.load_state_dict(model.state_dict())
         parallelize(ours, mesh, rules, allow_unused=True)
@@ -78,7 +81,12 @@ def test_parts_are_computed_where_weights_and_activations_lie_on_an_axis(table) 
         for name, parameter in ours.named_parameters():
             assert_same(parameter.grad.full_tensor(), model.get_parameter(name).grad, name)
 
-    run_ranks(check, 4)
+    def check_all() -> None:
+        for name, table in TABLES.items():
+            with named(name):
+                check(table)
+
+    run_ranks(check_all, 4)
 
 
 def test_parts_of_a_module_must_add_up_to_a_tensor() -> None:

@@ -34,10 +34,11 @@ def loss_of(model: Decoder, group: TokenGroup, tokens: Tensor, targets: Tensor, 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", [layout for layout in layouts(4) if "fsdp_transpose" not in layout.sizes], ids=str)
 def test_loss_and_gradients_are_those_of_one_process(layout: MeshRules) -> None:
+    whole, data = decoder(CONFIG), (*batch(), *padding())
+    expected = loss_of(whole, LocalTokens(), *data)
+    expected.backward()
+
     def check() -> None:
-        whole, data = decoder(CONFIG), (*batch(), *padding())
-        expected = loss_of(whole, LocalTokens(), *data)
-        expected.backward()
         mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
         ours = parallelize(decoder(CONFIG), mesh, rules)
         spec = token_spec(mesh, rules)

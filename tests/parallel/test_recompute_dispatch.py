@@ -18,7 +18,7 @@ from maxmoe.sharding import Mesh
 from support.counted_collectives import CountedCollectives
 from support.dispatched_layer import make_layer
 from support.moved_experts import make_moves_free
-from support.run_ranks import run_ranks
+from support.run_ranks import named, run_ranks
 
 SIZES: dict[str, Any] = {"hidden_size": 4, "intermediate_size": 3, "num_experts": 6, "top_k": 2}
 CONFIGS = {
@@ -143,25 +143,19 @@ def test_the_same_bits(name: str, sizes: tuple[int, ...], monkeypatch: pytest.Mo
                 case = case._replace(dispatch="ragged_all_to_all")
             usual, recomputed = (layer(config, num_chunks, case, recompute) for recompute in ((), case.names))
             expected = gradients(usual, x, case.frozen, in_a_block, BACKWARDS[case.run])
-            try:
+            with named(case):
                 got = gradients(recomputed, x, case.frozen, FORWARDS[case.forward], BACKWARDS[case.run])
-            except Exception as error:
-                raise AssertionError(case) from error
             for one, other in zip(got, expected, strict=True):
                 assert one is other is None or torch.equal(one, other), case
 
     run_ranks(check, len(sizes))
 
 
-@pytest.mark.parametrize("frozen", [(), ("experts",)], ids=str)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_what_it_communicates(name: str, frozen: tuple[str, ...]) -> None:
+def test_what_it_communicates() -> None:
     """Once more for each chunk, on ranks without tokens too; nothing in a checkpoint, which dispatches again itself."""
-    config = CONFIGS[name]
-    num_chunks = 1 if config.capacity_factor else 2
 
-    def check() -> None:
-        x = tokens((2, 0)[dist.get_rank()])
+    def check(config: MoEConfig, frozen: tuple[str, ...]) -> None:
+        x, num_chunks = tokens((2, 0)[dist.get_rank()]), 1 if config.capacity_factor else 2
         case = Case("ring_of_experts", ("dispatch",), frozen, "", "")
         for forward in ("no checkpoint", "non-reentrant", "nested"):
             counts = []
@@ -172,4 +166,9 @@ def test_what_it_communicates(name: str, frozen: tuple[str, ...]) -> None:
                 counts.append(sum(times for times, _ in counted.counts.values()))
             assert counts[1] - counts[0] == (num_chunks if forward == "no checkpoint" else 0), (forward, counts)
 
-    run_ranks(check, 2)
+    def check_all() -> None:
+        for (name, config), frozen in itertools.product(CONFIGS.items(), ((), ("experts",))):
+            with named(name, frozen):
+                check(config, frozen)
+
+    run_ranks(check_all, 2)

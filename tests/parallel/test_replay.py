@@ -1,6 +1,7 @@
 """Routing recorded and replayed on a mesh: each rank's record is that of its tokens."""
 
-import pytest
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -11,14 +12,15 @@ from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.sharding import Mesh
 from support.parallel_decoder import MeshRules
 from support.parts import assert_same
-from support.run_ranks import run_ranks
+from support.run_ranks import named, run_ranks
 
 CONFIG = MoEConfig(hidden_size=8, intermediate_size=4, num_experts=4, top_k=2, load_balance_loss_weight=0.1)
-LAYOUTS = [
+LAYOUTS: list[tuple[MeshRules, Dispatch]] = [
     (MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2}), "ring_of_experts"),
     (MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2}), "ragged_all_to_all"),
     (MeshRules("ep-tp", {"data": 2, "expert": 2}), "auto"),
 ]
+STRATEGIES: tuple[Dispatch, ...] = ("ring_of_experts", "ragged_all_to_all")
 SHAPE = (4, 6)
 
 
@@ -32,9 +34,8 @@ def loss_of(model: torch.nn.Module, x: Tensor, **options) -> Tensor:
     return maxmoe.mean_over_tokens(output.hidden_states.square().sum(-1), **options) + output.aux_loss
 
 
-@pytest.mark.parametrize(("layout", "dispatch"), LAYOUTS, ids=str)
-def test_gradients_are_those_of_one_process_with_the_same_record(layout: MeshRules, dispatch: Dispatch) -> None:
-    def check() -> None:
+def test_gradients_are_those_of_one_process_with_the_same_record() -> None:
+    def check(layout: MeshRules, dispatch: Dispatch) -> None:
         mesh = Mesh(layout.sizes)
         part = token_sharding(mesh, layout.rules).slices(SHAPE)
         x = torch.randn(*SHAPE, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -57,17 +58,20 @@ def test_gradients_are_those_of_one_process_with_the_same_record(layout: MeshRul
         for name, parameter in whole.named_parameters():
             assert_same(ours.get_parameter(name).grad.full_tensor(), parameter.grad, name)
 
-    run_ranks(check, 4)
+    def check_all() -> None:
+        for layout, dispatch in LAYOUTS:
+            with named(layout, dispatch):
+                check(layout, dispatch)
+
+    run_ranks(check_all, 4)
 
 
-@pytest.mark.parametrize("shape", [(0, 6), (2, 0)], ids=str)
-@pytest.mark.parametrize("dispatch", ["ring_of_experts", "ragged_all_to_all"])
-def test_a_rank_without_tokens(dispatch: Dispatch, shape: tuple[int, int]) -> None:
+def test_a_rank_without_tokens() -> None:
     x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     with maxmoe.record_routing(whole := layer(0)) as expected:
         whole(x)
 
-    def check() -> None:
+    def check(dispatch: Dispatch, shape: tuple[int, int]) -> None:
         mesh = Mesh({"expert": 2})
         own_x = x.new_zeros(*shape, 8) if torch.distributed.get_rank() else x
         with maxmoe.record_routing(before := parallelize(layer(0), mesh, "ep-as-dp", dispatch=dispatch)) as record:
@@ -80,4 +84,9 @@ def test_a_rank_without_tokens(dispatch: Dispatch, shape: tuple[int, int]) -> No
             loss_of(after, own_x, tokens=token_group(mesh, "ep-as-dp")).backward()
         assert again.calls[""][0].equal(ids)
 
-    run_ranks(check, 2)
+    def check_all() -> None:
+        for dispatch, shape in itertools.product(STRATEGIES, ((0, 6), (2, 0))):
+            with named(dispatch, shape):
+                check(dispatch, shape)
+
+    run_ranks(check_all, 2)

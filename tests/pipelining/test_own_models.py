@@ -11,7 +11,7 @@ from maxmoe import MoEConfig, StatsAccumulator, parallelize, record_routing
 from maxmoe.parallel import Declaration, PipelineParts
 from maxmoe.pipelining import Pipeline, pipeline
 from maxmoe.sharding import Mesh
-from support.run_ranks import run_ranks
+from support.run_ranks import named, run_ranks
 from support.staged_decoder import batch, check_gradients, config, decoder, staged
 
 X = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -106,29 +106,32 @@ MODELS: dict[str, Callable[[], Model]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_equals_one_process(name: str) -> None:
-    torch.manual_seed(1)
-    model = MODELS[name]()
-    for part in X.tensor_split(4):
-        loss(model(part), part).backward()
-    gradients = {key: parameter.grad for key, parameter in model.named_parameters() if parameter.grad is not None}
-    values = model.state_dict()
-
-    def check() -> None:
+def test_equals_one_process() -> None:
+    def check(name: str, whole: Model) -> None:
         # The norm is of the last two blocks, which are on one stage with these schedules.
         schedules = {"1f1b": [1, 3], "zbv": None, "interleaved_1f1b": None}
         if name == "a norm of two blocks":
             schedules = {"1f1b": [1, 3], "gpipe": [2, 2]}
         for schedule, blocks in schedules.items():
             model = MODELS[name]()
-            model.load_state_dict(values)
+            model.load_state_dict(whole.state_dict())
             options: Any = {"loss": loss, "schedule": schedule, "num_micro_batches": 4, "blocks_per_stage": blocks}
             run = pipeline(model, Mesh({"stage": 2}), **options)
             run.step(X, X)
-            check_gradients(run, gradients)
+            check_gradients(run, {key: value.grad for key, value in whole.named_parameters() if value.grad is not None})
 
-    run_ranks(check, 2)
+    def check_all() -> None:
+        for name, whole in wholes.items():
+            with named(name):
+                check(name, whole)
+
+    wholes = {}
+    for name, make in MODELS.items():
+        torch.manual_seed(1)
+        wholes[name] = make()
+        for part in X.tensor_split(4):
+            loss(wholes[name](part), part).backward()
+    run_ranks(check_all, 2)
 
 
 def test_a_parameter_of_two_blocks_with_a_split_backward() -> None:

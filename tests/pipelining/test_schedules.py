@@ -7,7 +7,7 @@ import pytest
 
 from maxmoe.pipelining.schedules import SCHEDULES
 from maxmoe.sharding import Mesh
-from support.run_ranks import run_ranks
+from support.run_ranks import named, run_ranks
 from support.staged_decoder import (
     MOE,
     batch,
@@ -29,25 +29,26 @@ WAYS: dict[str, tuple[dict[str, int], str, Any]] = {
 RECOMPUTED: list[tuple[str, ...]] = [(), ("blocks",), ("experts", "dispatch")]
 
 
-def check(family: str, schedule: str, way: str, recompute: tuple[str, ...]) -> None:
-    """Two steps without zero_grad in between."""
+def check(family: str, schedule: str, way: str, recompute: tuple[str, ...], num_steps: int) -> None:
+    """Steps without zero_grad in between."""
     axes, rules, dispatch = WAYS[way]
     mesh = Mesh({"stage": 2, **axes})
     run = staged(config(family), mesh, rules, schedule, dispatch=dispatch, recompute=recompute)
     tokens, targets = (part_of_micro_batches(whole, mesh, rules) for whole in batch())
-    run.step(tokens, targets)
-    check_step(run.step(tokens, targets), run, step_of_one_process(config(family)), times=2)
+    for _ in range(num_steps):
+        found = run.step(tokens, targets)
+    check_step(found, run, step_of_one_process(config(family)), times=num_steps)
 
 
-def cases() -> list[tuple[str, str, str, tuple[str, ...]]]:
-    """Each schedule with each way; families and recomputed parts in turn."""
+def cases() -> list[tuple[str, str, str, tuple[str, ...], int]]:
+    """Each schedule with each way; families, recomputed parts, and one step or two in turn."""
     return [
-        (schedule, way, list(MOE)[(row + column) % 3], RECOMPUTED[(row // 3 + column) % 3])
+        (schedule, way, list(MOE)[(row + column) % 3], RECOMPUTED[(row // 3 + column) % 3], 1 + (row + column) % 2)
         for (row, schedule), (column, way) in itertools.product(enumerate(SCHEDULES), enumerate(WAYS))
     ]
 
 
-@pytest.mark.parametrize(("first", "second"), list(itertools.combinations(range(4), 2)))
+@pytest.mark.parametrize(("first", "second"), list(itertools.combinations(range(5), 2)))
 def test_every_pair_occurs(first: int, second: int) -> None:
     values = [{case[place] for case in cases()} for place in (first, second)]
     assert {(case[first], case[second]) for case in cases()} == set(itertools.product(*values))
@@ -58,14 +59,12 @@ def test_every_pair_occurs(first: int, second: int) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_equals_one_process_on_four_ranks(schedule: str) -> None:
     mine = [case for case in cases() if case[0] == schedule]
-    for _, _, family, _ in mine:
+    for _, _, family, *_ in mine:
         step_of_one_process(config(family))
 
     def check_all() -> None:
-        for _, way, family, recompute in mine:
-            try:
-                check(family, schedule, way, recompute)
-            except Exception as error:
-                raise AssertionError(f"{way}, {family}, recomputed {recompute}: {error}") from error
+        for _, way, family, recompute, num_steps in mine:
+            with named(way, family, recompute, num_steps):
+                check(family, schedule, way, recompute, num_steps)
 
     run_ranks(check_all, 4)

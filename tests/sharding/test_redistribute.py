@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from maxmoe.sharding import Mesh, NamedSharding, P, PartitionSpec, redistribute
 from maxmoe.sharding.redistribute import Redistribution, redistribute_local, redistribution_steps
 from support.parts import assert_same, laid, part_by_definition, whole_tensor
-from support.run_ranks import fake_rank, run_ranks
+from support.run_ranks import fake_rank, named, run_ranks
 
 SIZES = {"data": 2, "fsdp": 2, "expert": 2}
 
@@ -63,11 +63,10 @@ def test_from_plain_tensors_and_back() -> None:
     run_ranks(check, 4)
 
 
-@pytest.mark.parametrize("spec", [P(None, None), P("expert", None), P(("expert", "fsdp"), None)], ids=repr)
-def test_sums_that_nobody_has_taken(spec: PartitionSpec) -> None:
+def test_sums_that_nobody_has_taken() -> None:
     value, gradient = whole_tensor(0), whole_tensor(1)
 
-    def check() -> None:
+    def check(spec: PartitionSpec) -> None:
         mesh = Mesh({"fsdp": 2, "expert": 2})
         summand = (value * (0.25, 0.75)[mesh.coordinates()["expert"]]).requires_grad_()
         sums = DTensor.from_local(summand, mesh.device_mesh, (Replicate(), Partial()), run_check=False)
@@ -76,7 +75,12 @@ def test_sums_that_nobody_has_taken(spec: PartitionSpec) -> None:
         after.backward(laid(gradient, mesh, spec).detach())
         assert summand.grad is not None and summand.grad.equal(gradient)
 
-    run_ranks(check, 4)
+    def check_all() -> None:
+        for spec in (P(None, None), P("expert", None), P(("expert", "fsdp"), None)):
+            with named(spec):
+                check(spec)
+
+    run_ranks(check_all, 4)
 
 
 def test_what_cannot_be_resharded() -> None:

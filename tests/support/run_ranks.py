@@ -3,7 +3,9 @@
 Forking takes a hundredth of the time of starting: the children have torch and everything else already.
 """
 
+import gc
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -11,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -49,6 +52,21 @@ def prepare(debug: bool) -> None:
     traceback.extract_stack = lambda *_arguments, **_options: traceback.StackSummary()
     dist.set_debug_level(dist.DebugLevel.DETAIL if debug else dist.DebugLevel.OFF)
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    gc.set_threshold(10_000)  # a rank lives for a second: collections of few objects find little
+    # All ranks of a process of pytest-xdist on one processor: to wake a rank on another takes longer than what most of
+    # them do with the message.
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        processors = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {processors[int(worker.removeprefix("gw")) % len(processors)]})
+
+
+@contextmanager
+def named(*names: object) -> Iterator[None]:
+    """Say which of several cases failed that run on the same ranks."""
+    try:
+        yield
+    except (Exception, pytest.fail.Exception) as error:
+        raise AssertionError(f"{', '.join(map(str, names))}: {error}") from error
 
 
 @contextmanager
