@@ -3,7 +3,6 @@
 Forking takes a hundredth of the time of starting: the children have torch and everything else already.
 """
 
-import gc
 import logging
 import os
 import sys
@@ -52,7 +51,6 @@ def prepare(debug: bool) -> None:
     traceback.extract_stack = lambda *_arguments, **_options: traceback.StackSummary()
     dist.set_debug_level(dist.DebugLevel.DETAIL if debug else dist.DebugLevel.OFF)
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    gc.set_threshold(10_000)  # a rank lives for a second: collections of few objects find little
     # All ranks of a process of pytest-xdist on one processor: to wake a rank on another takes longer than what most of
     # them do with the message.
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
