@@ -92,6 +92,14 @@ def test_memory_and_bytes_are_those_of_estimate(dtypes: StateDtypes) -> None:
     assert whole.config.recompute == ()
 
 
+@pytest.mark.parametrize("mesh", [{"expert": 8}, {"fsdp": 4, "expert": 2}], ids=str)
+def test_a_plan_without_a_strategy_takes_the_one_of_estimate(mesh: dict[str, int]) -> None:
+    found = predict(model(), mesh, "ep-as-dp", DEVICE, **STEP)
+    costs = estimate(model(), Mesh.planned(mesh), "ep-as-dp", **STEP)
+    assert found.memory == sum(costs.memory.values())
+    assert found.intra_bytes + found.inter_bytes == sum(row.bytes for row in costs.traffic)
+
+
 def test_more_memory_never_gives_a_slower_plan() -> None:
     times = []
     for limit in range(1_200_000, 3_000_001, 600_000):
