@@ -31,7 +31,7 @@ std::vector<double> exact_product(const Matrix<T>& a, const Matrix<T>& b) {
 // rounding errors; the sum of a type that is summed in a wider one is rounded once.
 template <class T>
 double slack_of_sum(int64_t depth) {
-  return std::is_same_v<Accumulator<T>, T> ? std::max(2.0, static_cast<double>(depth) / 512) : 2.0;
+  return std::is_same_v<Accumulator<T>, T> ? std::max(2.0, static_cast<double>(depth) / 640) : 2.0;
 }
 
 // A matrix that is stored row-major and column-major, so that products can be given a view of either layout. The memory

@@ -60,7 +60,8 @@ class Sizes(int):
     """One integer of a plan in many meshes, such as the sizes of an axis.
 
     Arithmetic is elementwise. A comparison must have the same result in all meshes; otherwise it raises `MeshesDiffer`,
-    and the caller plans the two groups apart. As text, it is the value in the first mesh.
+    and the caller plans the two groups apart. As text, it is the value in the first mesh. A float on the left of
+    a comparison or a product takes its own value as an int, which is zero: write the `Sizes` on the left.
 
     Args:
         values: ``(N,)``, int64, value in each mesh.
@@ -119,7 +120,7 @@ class Sizes(int):
 def in_meshes(values: Tensor, *, is_present: bool = False) -> int:
     """Return the integer of a plan that has these values in the meshes: an ordinary int if it is the same in all."""
     first = int(values[0])
-    is_same = len(values) == 1 or bool((values == first).all())
+    is_same = bool((values == first).all())
     return first if is_same and (first > 1 or not is_present) else Sizes(values, is_present=is_present)
 
 

@@ -60,7 +60,7 @@ def prepare(debug: bool) -> None:
 
 @contextmanager
 def named(*names: object) -> Iterator[None]:
-    """Say which of several cases failed that run on the same ranks."""
+    """Add the name of the case to its error, where several cases run on the same ranks."""
     try:
         yield
     except (Exception, pytest.fail.Exception) as error:

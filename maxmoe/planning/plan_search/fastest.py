@@ -76,7 +76,8 @@ def search(
     parts = ModelParts(module)
     dtype = parameter_dtype(plan_without_warnings(parts.whole, Mesh.planned({}), LogicalRules(), "auto", 1, True))
     device.peak(dtype)
-    evaluation = Evaluation(parts, device, step := Step(batch_size, sequence_length, 1, dtype, state_dtypes))
+    step = Step(batch_size, sequence_length, 1, dtype, state_dtypes)
+    evaluation = Evaluation(parts, device, step)
     run = Exhaustive(evaluation, world_size, limit, tables(rules), num_plans)
     if not run.num_plans:
         reasons = ", ".join(f"{number} meshes: {reason}" for reason, number in run.excluded.items())
