@@ -15,7 +15,7 @@ from maxmoe import MoE, MoEConfig
 from maxmoe.parallel import parallelize, token_sharding
 from maxmoe.sharding import Mesh
 from support.parallel_decoder import MeshRules
-from support.run_ranks import named, run_ranks
+from support.run_ranks import run_cases, run_ranks
 
 E, K, D, WEIGHT = 8, 2, 6, 0.5
 BATCH, LENGTH = 8, 5
@@ -195,8 +195,8 @@ def test_ranks_of_a_mesh(layouts: list[MeshRules]) -> None:
     x = batch()[:, :4]
     losses, expected = accumulated(make(), x, None, 2)
 
-    def check(sizes: dict[str, int], rules: str) -> None:
-        mesh, layer = Mesh(sizes), make()
+    def check(layout: MeshRules) -> None:
+        mesh, rules, layer = Mesh(layout.sizes), layout.rules, make()
         parallelize(layer, mesh, rules)
         micro_batches = [part[token_sharding(mesh, rules).slices(part.shape[:2])] for part in x.chunk(2)]
         got, gradient = accumulated(layer, torch.cat(micro_batches), None, 2)
@@ -204,12 +204,7 @@ def test_ranks_of_a_mesh(layouts: list[MeshRules]) -> None:
         whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
         torch.testing.assert_close(whole, expected, rtol=1e-11, atol=1e-13)
 
-    def check_all() -> None:
-        for layout in layouts:
-            with named(layout):
-                check(layout.sizes, layout.rules)
-
-    run_ranks(check_all, layouts[0].world_size)
+    run_cases(check, layouts[0].world_size, [(layout,) for layout in layouts])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

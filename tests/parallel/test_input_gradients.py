@@ -1,6 +1,5 @@
 """An input that requires a gradient on some ranks only is an error on all, where they would wait for each other."""
 
-import itertools
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +13,7 @@ from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.sharding import Mesh
 from support.dispatched_layer import FAMILIES, make_batch, make_layer
 from support.parallel_decoder import batch, decoder
-from support.run_ranks import named, run_ranks
+from support.run_ranks import run_cases, run_ranks
 
 FAMILY = "deepseek_v3"
 CASES: list[tuple[str, dict[str, int], Dispatch]] = [
@@ -43,12 +42,7 @@ def test_every_rank_names_the_input() -> None:
         with torch.set_grad_enabled(dist.get_rank() == 1), pytest.raises(ValueError, match=message):
             layer(x)
 
-    def check_all() -> None:
-        for case, is_frozen in itertools.product(CASES, (False, True)):
-            with named(*case, is_frozen):
-                check(*case, is_frozen)
-
-    run_ranks(check_all, 2)
+    run_cases(check, 2, [(*case, is_frozen) for case in CASES for is_frozen in (False, True)])
 
 
 def test_inputs_that_need_no_gradient_on_any_rank() -> None:

@@ -12,7 +12,7 @@ from maxmoe.parallel import Declaration, parallelize
 from maxmoe.sharding import LogicalRules, Mesh, P
 from support.parallel_decoder import token_spec
 from support.parts import assert_same, part_by_definition
-from support.run_ranks import fake_rank, named, run_ranks
+from support.run_ranks import fake_rank, run_cases
 
 NAMES = {"first.weight": ("mlp", "embed"), "second.weight": ("embed", "mlp")}
 
@@ -50,12 +50,7 @@ def test_modules_of_others() -> None:
         for name, parameter in ours.named_parameters():
             assert_same(parameter.grad.full_tensor(), model.get_parameter(name).grad, name)
 
-    def check_all() -> None:
-        for rules, inner in itertools.product(("ep-tp", "default", "pure-fsdp"), ({}, {"mlp": 8})):
-            with named(rules, inner):
-                check(rules, inner)
-
-    run_ranks(check_all, 8)
+    run_cases(check, 8, itertools.product(("ep-tp", "default", "pure-fsdp"), ({}, {"mlp": 8})))
 
 
 TABLES: dict[str, list[Any]] = {
@@ -72,7 +67,7 @@ def test_parts_are_computed_where_weights_and_activations_lie_on_an_axis() -> No
     model, x = nn.Sequential(FeedForward(4, 8)).double(), torch.randn(4, 3, 4, dtype=torch.float64)
     model(x).square().sum().backward()
 
-    def check(table: list[Any]) -> None:
+    def check(_name: str, table: list[Any]) -> None:
         rules = LogicalRules([("activation_batch", "fsdp"), ("activation_length", None), ("embed", None), *table])
         mesh, ours = Mesh({"fsdp": 2, "expert": 2}), nn.Sequential(FeedForward(4, 8)).double()
         ours.load_state_dict(model.state_dict())
@@ -81,12 +76,7 @@ def test_parts_are_computed_where_weights_and_activations_lie_on_an_axis() -> No
         for name, parameter in ours.named_parameters():
             assert_same(parameter.grad.full_tensor(), model.get_parameter(name).grad, name)
 
-    def check_all() -> None:
-        for name, table in TABLES.items():
-            with named(name):
-                check(table)
-
-    run_ranks(check_all, 4)
+    run_cases(check, 4, TABLES.items())
 
 
 def test_parts_of_a_module_must_add_up_to_a_tensor() -> None:

@@ -18,7 +18,7 @@ from maxmoe.sharding import Mesh
 from support.counted_collectives import CountedCollectives
 from support.dispatched_layer import make_layer
 from support.moved_experts import make_moves_free
-from support.run_ranks import named, run_ranks
+from support.run_ranks import named, run_cases, run_ranks
 
 SIZES: dict[str, Any] = {"hidden_size": 4, "intermediate_size": 3, "num_experts": 6, "top_k": 2}
 CONFIGS = {
@@ -154,7 +154,8 @@ def test_the_same_bits(name: str, sizes: tuple[int, ...], monkeypatch: pytest.Mo
 def test_what_it_communicates() -> None:
     """Once more for each chunk, on ranks without tokens too; nothing in a checkpoint, which dispatches again itself."""
 
-    def check(config: MoEConfig, frozen: tuple[str, ...]) -> None:
+    def check(name: str, frozen: tuple[str, ...]) -> None:
+        config = CONFIGS[name]
         x, num_chunks = tokens((2, 0)[dist.get_rank()]), 1 if config.capacity_factor else 2
         case = Case("ring_of_experts", ("dispatch",), frozen, "", "")
         for forward in ("no checkpoint", "non-reentrant", "nested"):
@@ -166,9 +167,4 @@ def test_what_it_communicates() -> None:
                 counts.append(sum(times for times, _ in counted.counts.values()))
             assert counts[1] - counts[0] == (num_chunks if forward == "no checkpoint" else 0), (forward, counts)
 
-    def check_all() -> None:
-        for (name, config), frozen in itertools.product(CONFIGS.items(), ((), ("experts",))):
-            with named(name, frozen):
-                check(config, frozen)
-
-    run_ranks(check_all, 2)
+    run_cases(check, 2, itertools.product(CONFIGS, ((), ("experts",))))

@@ -12,7 +12,7 @@ from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.sharding import Mesh
 from support.parallel_decoder import MeshRules
 from support.parts import assert_same
-from support.run_ranks import named, run_ranks
+from support.run_ranks import run_cases
 
 CONFIG = MoEConfig(hidden_size=8, intermediate_size=4, num_experts=4, top_k=2, load_balance_loss_weight=0.1)
 LAYOUTS: list[tuple[MeshRules, Dispatch]] = [
@@ -58,12 +58,7 @@ def test_gradients_are_those_of_one_process_with_the_same_record() -> None:
         for name, parameter in whole.named_parameters():
             assert_same(ours.get_parameter(name).grad.full_tensor(), parameter.grad, name)
 
-    def check_all() -> None:
-        for layout, dispatch in LAYOUTS:
-            with named(layout, dispatch):
-                check(layout, dispatch)
-
-    run_ranks(check_all, 4)
+    run_cases(check, 4, LAYOUTS)
 
 
 def test_a_rank_without_tokens() -> None:
@@ -84,9 +79,4 @@ def test_a_rank_without_tokens() -> None:
             loss_of(after, own_x, tokens=token_group(mesh, "ep-as-dp")).backward()
         assert again.calls[""][0].equal(ids)
 
-    def check_all() -> None:
-        for dispatch, shape in itertools.product(STRATEGIES, ((0, 6), (2, 0))):
-            with named(dispatch, shape):
-                check(dispatch, shape)
-
-    run_ranks(check_all, 2)
+    run_cases(check, 2, itertools.product(STRATEGIES, ((0, 6), (2, 0))))

@@ -11,7 +11,7 @@ from maxmoe import MoEConfig, StatsAccumulator, parallelize, record_routing
 from maxmoe.parallel import Declaration, PipelineParts
 from maxmoe.pipelining import Pipeline, pipeline
 from maxmoe.sharding import Mesh
-from support.run_ranks import named, run_ranks
+from support.run_ranks import run_cases, run_ranks
 from support.staged_decoder import batch, check_gradients, config, decoder, staged
 
 X = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -107,7 +107,8 @@ MODELS: dict[str, Callable[[], Model]] = {
 
 
 def test_equals_one_process() -> None:
-    def check(name: str, whole: Model) -> None:
+    def check(name: str) -> None:
+        whole = wholes[name]
         # The norm is of the last two blocks, which are on one stage with these schedules.
         schedules = {"1f1b": [1, 3], "zbv": None, "interleaved_1f1b": None}
         if name == "a norm of two blocks":
@@ -120,18 +121,13 @@ def test_equals_one_process() -> None:
             run.step(X, X)
             check_gradients(run, {key: value.grad for key, value in whole.named_parameters() if value.grad is not None})
 
-    def check_all() -> None:
-        for name, whole in wholes.items():
-            with named(name):
-                check(name, whole)
-
     wholes = {}
     for name, make in MODELS.items():
         torch.manual_seed(1)
         wholes[name] = make()
         for part in X.tensor_split(4):
             loss(wholes[name](part), part).backward()
-    run_ranks(check_all, 2)
+    run_cases(check, 2, [(name,) for name in MODELS])
 
 
 def test_a_parameter_of_two_blocks_with_a_split_backward() -> None:

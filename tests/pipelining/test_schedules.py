@@ -7,7 +7,7 @@ import pytest
 
 from maxmoe.pipelining.schedules import SCHEDULES
 from maxmoe.sharding import Mesh
-from support.run_ranks import named, run_ranks
+from support.run_ranks import run_cases
 from support.staged_decoder import (
     MOE,
     batch,
@@ -29,7 +29,7 @@ WAYS: dict[str, tuple[dict[str, int], str, Any]] = {
 RECOMPUTED: list[tuple[str, ...]] = [(), ("blocks",), ("experts", "dispatch")]
 
 
-def check(family: str, schedule: str, way: str, recompute: tuple[str, ...], num_steps: int) -> None:
+def check(schedule: str, way: str, family: str, recompute: tuple[str, ...], num_steps: int) -> None:
     """Steps without zero_grad in between."""
     axes, rules, dispatch = WAYS[way]
     mesh = Mesh({"stage": 2, **axes})
@@ -62,9 +62,4 @@ def test_equals_one_process_on_four_ranks(schedule: str) -> None:
     for _, _, family, *_ in mine:
         step_of_one_process(config(family))
 
-    def check_all() -> None:
-        for _, way, family, recompute, num_steps in mine:
-            with named(way, family, recompute, num_steps):
-                check(family, schedule, way, recompute, num_steps)
-
-    run_ranks(check_all, 4)
+    run_cases(check, 4, mine)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from maxmoe.sharding import Mesh, NamedSharding, P, PartitionSpec, redistribute
 from maxmoe.sharding.redistribute import Redistribution, redistribute_local, redistribution_steps
 from support.parts import assert_same, laid, part_by_definition, whole_tensor
-from support.run_ranks import fake_rank, named, run_ranks
+from support.run_ranks import fake_rank, run_cases, run_ranks
 
 SIZES = {"data": 2, "fsdp": 2, "expert": 2}
 
@@ -75,12 +75,7 @@ def test_sums_that_nobody_has_taken() -> None:
         after.backward(laid(gradient, mesh, spec).detach())
         assert summand.grad is not None and summand.grad.equal(gradient)
 
-    def check_all() -> None:
-        for spec in (P(None, None), P("expert", None), P(("expert", "fsdp"), None)):
-            with named(spec):
-                check(spec)
-
-    run_ranks(check_all, 4)
+    run_cases(check, 4, [(P(None, None),), (P("expert", None),), (P(("expert", "fsdp"), None),)])
 
 
 def test_what_cannot_be_resharded() -> None:

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -42,6 +42,17 @@ def run_ranks(
     __tracebackhide__ = True  # by pytest
     processes = RankProcesses("fork", timeout, deadline, partial(prepare, debug))
     return processes.run(function, world_size, *arguments)
+
+
+def run_cases(check: Callable[..., object], world_size: int, cases: Iterable[tuple[Any, ...]]) -> None:
+    """Call a function with the arguments of each case on the same ranks; an error begins with its case."""
+
+    def check_all() -> None:
+        for case in cases:
+            with named(*case):
+                check(*case)
+
+    run_ranks(check_all, world_size)
 
 
 def prepare(debug: bool) -> None:
