@@ -30,7 +30,6 @@ def test_equals_torch(dtype: torch.dtype) -> None:
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 def test_gradients_of_every_kind() -> None:
     norm, _, x = norms(torch.float64)
