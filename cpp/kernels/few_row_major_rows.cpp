@@ -11,17 +11,19 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// Size of a block of rows of a row-major B, in bytes and in rows. While a block is multiplied, the next one is
-// prefetched into the second-level cache, in the order of memory: into the first-level cache it took up to 1.6 times
-// the time, and larger blocks took up to 1.1 times (docs/concepts/kernels.md).
-constexpr int64_t kFewRowsBlockBytes = int64_t{32} * 1024;
-constexpr int64_t kFewRowsMinDepth = 8;
-constexpr int64_t kFewRowsMaxDepth = 64;
-
-// Number of rows of a block: an even one, so that only the last block of B can end within a pair.
-MAXMOE_INLINE int64_t rows_of_few_rows_block(int64_t row_bytes) {
-  const int64_t rows = kFewRowsBlockBytes / row_bytes / 2 * 2;
-  return rows < kFewRowsMinDepth ? kFewRowsMinDepth : at_most(rows, kFewRowsMaxDepth);
+// Number of rows of a block of a row-major B. It is even, so that only the last block of B can end within a pair.
+//
+// While a block is multiplied, the next one is prefetched into the second-level cache, in the order of memory: into the
+// first-level cache it took up to 1.6 times the time. Blocks of 32 KiB are best for up to 4 rows of A. With more rows
+// the partial sums, which are loaded and stored once per block, are a larger share of the time, and 96 KiB took 0.7 to
+// 0.9 of it (docs/concepts/kernels.md).
+MAXMOE_INLINE int64_t rows_of_few_rows_block(int64_t num_rows, int64_t row_bytes) {
+  constexpr int64_t kMinDepth = 8;
+  const bool is_small = num_rows <= 4;
+  const int64_t block_bytes = int64_t{is_small ? 32 : 96} * 1024;
+  const int64_t max_depth = is_small ? 64 : 256;
+  const int64_t depth = block_bytes / row_bytes / 2 * 2;
+  return depth < kMinDepth ? kMinDepth : at_most(depth, max_depth);
 }
 
 // Addresses that are prefetched while the columns of a block are multiplied: kLines cache lines for each row.
@@ -122,11 +124,13 @@ MAXMOE_INLINE void multiply_few_rows_columns(const RowGroup<Element>& group, Con
   while (column < b.columns) multiply_columns.template operator()<1>();
 }
 
-// Calls body(depth, next) for the blocks of rows of b. `next` is the block that is prefetched: the next one of b, and
-// past its last row the first one of the next product; without one, the block at hand once more.
+// Calls body(depth, next) for the blocks of rows of b that `num_rows` rows multiply. `next` is the block that is
+// prefetched: the next one of b, and past its last row the first one of the next product; without one, the block at
+// hand once more.
 template <class T, class Body>
-MAXMOE_INLINE void for_blocks_of_rows(ConstMatrixView<T> b, ConstMatrixView<T> next_b, const Body& body) {
-  const int64_t rows_per_block = rows_of_few_rows_block(b.columns * int64_t{sizeof(T)});
+MAXMOE_INLINE void for_blocks_of_rows(int64_t num_rows, ConstMatrixView<T> b, ConstMatrixView<T> next_b,
+                                      const Body& body) {
+  const int64_t rows_per_block = rows_of_few_rows_block(num_rows, b.columns * int64_t{sizeof(T)});
   for (int64_t d = 0; d < b.rows; d += rows_per_block) {
     const Range depth = range_from(d, rows_per_block, b.rows);
     const ConstMatrixView<T> after_b = next_b.rows > 0 ? next_b : b.row_range(d, b.rows);
@@ -147,7 +151,7 @@ __attribute__((noinline)) void multiply_few_rows_group(const RowGroup<Element>& 
   if (block != nullptr) {
     multiply(*block, next_b);
   } else {
-    for_blocks_of_rows<T>(b, next_b, multiply);
+    for_blocks_of_rows<T>(kRows, b, next_b, multiply);
   }
 }
 
@@ -163,7 +167,7 @@ void multiply_few_rows_row_major(const RowGroups<Element>& a, ConstMatrixView<T>
     });
   };
   if (a.count() == 1) return multiply_group(0, next_b, nullptr);
-  for_blocks_of_rows<T>(b, next_b, [&](Range depth, ConstMatrixView<T> next) {
+  for_blocks_of_rows<T>(a.num_rows, b, next_b, [&](Range depth, ConstMatrixView<T> next) {
     for (int64_t i = 0; i < a.count(); ++i) multiply_group(i, next, &depth);
   });
 }

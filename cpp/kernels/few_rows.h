@@ -68,6 +68,11 @@ template <class Element, class T>
 void store_few_rows(const GemmOperand<T>& a, Range rows, Element* steps) {
   const int64_t num_steps = steps_of_depth<Element>(a.columns());
   const int64_t count = rows.size();
+  if (!a.is_transposed && count > 2) {
+    return with_number_of_rows(count, [&]<int kRows> {
+      pack_along_depth<Element, kRows>(a, rows, {0, a.columns()}, [](int i) { return i; }, steps);
+    });
+  }
   Element part[kLanes<Element>];
   for (int64_t k = 0; k < num_steps; k += kLanes<Element>) {
     Element* const target = steps + k * count;

@@ -12,63 +12,39 @@
 #include "few_transposed_rows.h"
 
 #include "blocking.h"
+#include "transposed_steps.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
+namespace {
 
-// Calls multiply(step of A, values) for each step of A in one vector of a step of a block, the second element of a pair
-// only if `has_second`.
-template <class Element, class V, class Multiply>
-MAXMOE_INLINE void for_steps_of_a(int64_t first, bool has_second, const V& vector, const Multiply& multiply) {
-  if constexpr (std::is_same_v<V, Vector<Element>>) {
-    multiply(first, vector);
-  } else {
-    multiply(first, std::bit_cast<Vector<Element>>(vector << 16));
-    if (has_second) multiply(first + 1, std::bit_cast<Vector<Element>>(vector & 0xffff0000U));
-  }
-}
-
-// Computes sums[kRows, kLanes] = a * b, or += if `accumulate`, for one of the two vectors of columns in the first NR
-// rows of `memory`.
+// Computes sums[kRows, kLanes] = a * b, or += if `accumulate`, for one vector of columns, whose first block is `block`.
+// A cache line of the column in the same lane of `next` is prefetched in each step.
 template <class T, class Element, int kRows>
-MAXMOE_INLINE void multiply_few_rows_in_registers(FewRows<Element, kRows> a, ConstMatrixView<T> memory,
-                                                  ConstMatrixView<T> next, int vector, MatrixView<Accumulator<T>> sums,
+MAXMOE_INLINE void multiply_few_rows_in_registers(FewRows<Element, kRows> a,
+                                                  TransposedBlock<BlockElement<T, Element>>& block,
+                                                  const ColumnVector<T>& columns, const ColumnVector<T>& following,
+                                                  const ColumnVector<T>& next, MatrixView<Accumulator<T>> sums,
                                                   bool accumulate) {
   using S = Accumulator<T>;
   using Of = BlockElement<T, Element>;
-  constexpr int64_t kDepth = kLanes<Of> * kDepthPerStep<Of>;
   Vector<S> sum[kRows];
 #pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) sum[r] = accumulate ? load_vector(sums.row(r) + vector * kLanes<S>) : Vector<S>{};
-  for (int64_t d = 0; d < memory.columns; d += kDepth) {
-    Vector<Of> block[kLanes<Of>];
-#pragma GCC unroll 16
-    for (int lane = 0; lane < kLanes<Of>; ++lane) {
-      block[lane] = load_along_depth<Of>(memory.row(column_of_lane<T>(vector, lane)) + d, memory.columns - d);
-    }
-    transpose_square<Of>(block);
-    const auto multiply = [&](int64_t step, bool has_second) MAXMOE_INLINE_LAMBDA {
-      const int64_t first = d / kDepthPerStep<Element> + step * kStepsPerBlockStep<T, Element>;
-      for_steps_of_a<Element>(first, has_second, block[step], [&](int64_t k, auto values) MAXMOE_INLINE_LAMBDA {
+  for (int r = 0; r < kRows; ++r) sum[r] = accumulate ? load_vector(sums.row(r)) : Vector<S>{};
+  const T* const prefetched = next.column(0);
+  const int64_t to_next_lane = next.column(1) - prefetched;
+  const auto multiply = [&](int64_t step, bool has_second, Vector<Of> values) MAXMOE_INLINE_LAMBDA {
+    const int64_t lane = step % kLanes<Of>;
+    __builtin_prefetch(prefetched + lane * to_next_lane + (step - lane) * kDepthPerStep<Of>, /*write*/ 0,
+                       /*locality: L2*/ 2);
+    const int64_t first = step * kStepsPerBlockStep<T, Element>;
+    for_steps_of_elements<Element>(first, has_second, values, [&](int64_t k, auto elements) MAXMOE_INLINE_LAMBDA {
 #pragma GCC unroll 12
-        for (int r = 0; r < kRows; ++r) sum[r] = multiply_add(sum[r], a(r, k), values);
-      });
-    };
-    // Unrolled for whole blocks, so that `block` stays in registers: 16 is the largest number of lanes. Only the last
-    // block may be shorter.
-    if (d + kDepth <= memory.columns) {
-#pragma GCC unroll 16
-      for (int step = 0; step < kLanes<Of>; ++step) {
-        __builtin_prefetch(next.row(column_of_lane<T>(vector, step)) + d, /*write*/ 0, /*locality: L2*/ 2);
-        multiply(step, true);
-      }
-    } else {
-      for (int64_t step = 0; step < steps_of_depth<Of>(memory.columns - d); ++step) {
-        multiply(step, d + 2 * step + 1 < memory.columns);
-      }
-    }
-  }
+      for (int r = 0; r < kRows; ++r) sum[r] = multiply_add(sum[r], a(r, k), elements);
+    });
+  };
+  for_transposed_steps(block, columns, following, multiply);
 #pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) store_vector<S>(sums.row(r) + vector * kLanes<S>, sum[r]);
+  for (int r = 0; r < kRows; ++r) store_vector<S>(sums.row(r), sum[r]);
 }
 
 // Part of the inner dimension of kPanels * NR columns of b, transposed and stored: two cache lines of each column.
@@ -203,50 +179,75 @@ MAXMOE_INLINE void multiply_groups_in_parts(const RowGroups<Element>& a, ConstMa
   }
 }
 
-// Whether a single group of rows is multiplied with blocks in registers.
+// Calls body(columns, next, sums) for kPanels * NR columns at a time, from `first` on, while there are as many. The
+// columns are rows of `memory`; `next` begins with those that are multiplied after them, past the end of b with those
+// of the next product.
+template <int kPanels, class T, class Body>
+MAXMOE_INLINE void for_panels(int64_t& first, ConstMatrixView<T> memory, ConstMatrixView<T> next_memory,
+                              MatrixView<Accumulator<T>> sums, const Body& body) {
+  constexpr int64_t kColumns = kPanels * kNR<Accumulator<T>>;
+  for (; first + kColumns <= memory.rows; first += kColumns) {
+    // Without a next product this is memory past the end of b. A prefetch never faults.
+    const bool is_last = first + kColumns >= memory.rows && next_memory.rows >= kColumns;
+    body(memory.row_range(first, memory.rows), is_last ? next_memory : memory.row_range(first + kColumns, memory.rows),
+         sums.column_range(first, first + kColumns));
+  }
+}
+
+// Whether a single group of rows is multiplied with steps in registers.
 template <class T, class Element, int kRows>
 constexpr bool kIsInRegisters =
     kVectorRegisters == 32 || std::is_same_v<Element, BlockElement<T, Element>> || (kRows > kMaxRowsOfPairs);
+
+// The product of a single group of rows. A function of its own for each number of rows: in a common one the compiler
+// keeps fewer steps in registers.
+template <class T, class Element, int kRows>
+__attribute__((noinline)) void multiply_few_rows_group(FewRows<Element, kRows> a, ConstMatrixView<T> memory,
+                                                       MatrixView<Accumulator<T>> sums, bool accumulate,
+                                                       ConstMatrixView<T> next_memory) {
+  constexpr int64_t kWidth = kNR<Accumulator<T>>;
+  constexpr int64_t kHalfWidth = kLanes<Accumulator<T>>;
+  int64_t first = 0;
+  if constexpr (kIsInRegisters<T, Element, kRows>) {
+    auto block = first_block<BlockElement<T, Element>>(ColumnVector<T>{memory, 0});
+    const auto multiply = [&](const auto& columns, const auto& next, const auto& out) MAXMOE_INLINE_LAMBDA {
+      // At the end of b the first block of `columns` is read once more.
+      const auto& following = columns.rows >= 2 * kWidth ? columns.row_range(kWidth, columns.rows) : columns;
+      for (int vector = 0; vector < 2; ++vector) {
+        multiply_few_rows_in_registers<T, Element, kRows>(
+            a, block, {columns, vector}, {vector == 0 ? columns : following, 1 - vector}, {next, vector},
+            out.column_range(vector * kHalfWidth, (vector + 1) * kHalfWidth), accumulate);
+      }
+    };
+    for_panels<1>(first, memory, next_memory, sums, multiply);
+  } else {
+    // One panel has two chains of multiply-adds per row: for one or two rows too few to cover their latency.
+    if constexpr (kRows <= 2) {
+      for_panels<2>(first, memory, next_memory, sums, [&](const auto& columns, const auto& next, const auto& out) {
+        multiply_few_rows_in_parts<T, Element, kRows, 2>(a, columns, next, out, accumulate);
+      });
+    }
+    for_panels<1>(first, memory, next_memory, sums, [&](const auto& columns, const auto& next, const auto& out) {
+      multiply_few_rows_in_parts<T, Element, kRows, 1>(a, columns, next, out, accumulate);
+    });
+  }
+}
+
+}  // namespace
 
 // The product with a transposed b, whose columns are the rows of `memory`. At the end of b, the first columns of the
 // next product are prefetched.
 template <class T, class Element>
 void multiply_few_rows_transposed(const RowGroups<Element>& a, ConstMatrixView<T> memory,
                                   MatrixView<Accumulator<T>> sums, bool accumulate, ConstMatrixView<T> next_memory) {
-  using S = Accumulator<T>;
-  // Calls body<kPanels>(columns, next, sums) for kPanels * NR columns at a time, from `first` on.
-  int64_t first = 0;
-  const auto for_panels = [&]<int kPanels>(const auto& body) {
-    constexpr int64_t kColumns = kPanels * kNR<S>;
-    for (; first + kColumns <= memory.rows; first += kColumns) {
-      // Without a next product this is memory past the end of b. A prefetch never faults.
-      const bool is_last = first + kColumns >= memory.rows && next_memory.rows >= kColumns;
-      body.template operator()<kPanels>(memory.row_range(first, memory.rows),
-                                        is_last ? next_memory : memory.row_range(first + kColumns, memory.rows),
-                                        sums.column_range(first, first + kColumns));
-    }
-  };
-  if (a.count() > 1) {
-    return for_panels.template operator()<1>([&]<int kPanels>(const auto& columns, const auto& next, const auto& out) {
-      multiply_groups_in_parts<T, Element>(a, columns, next, out, accumulate);
+  if (a.count() == 1) {
+    return with_number_of_rows(a.num_rows, [&]<int kRows> {
+      multiply_few_rows_group(FewRows<Element, kRows>{a.data}, memory, sums, accumulate, next_memory);
     });
   }
-  with_number_of_rows(a.num_rows, [&]<int kRows> {
-    const FewRows<Element, kRows> rows{a.data};
-    if constexpr (kIsInRegisters<T, Element, kRows>) {
-      for_panels.template operator()<1>([&]<int kPanels>(const auto& columns, const auto& next, const auto& out) {
-        for (int vector = 0; vector < 2; ++vector) {
-          multiply_few_rows_in_registers<T, Element, kRows>(rows, columns, next, vector, out, accumulate);
-        }
-      });
-    } else {
-      const auto multiply = [&]<int kPanels>(const auto& columns, const auto& next, const auto& out) {
-        multiply_few_rows_in_parts<T, Element, kRows, kPanels>(rows, columns, next, out, accumulate);
-      };
-      // One panel has two chains of multiply-adds per row: for one or two rows too few to cover their latency.
-      if constexpr (kRows <= 2) for_panels.template operator()<2>(multiply);
-      for_panels.template operator()<1>(multiply);
-    }
+  int64_t first = 0;
+  for_panels<1>(first, memory, next_memory, sums, [&](const auto& columns, const auto& next, const auto& out) {
+    multiply_groups_in_parts<T, Element>(a, columns, next, out, accumulate);
   });
 }
 

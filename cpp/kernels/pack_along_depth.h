@@ -51,14 +51,15 @@ using BlockElement = std::conditional_t<std::is_same_v<T, BFloat16>, BFloat16Pai
 template <class T, class Element>
 constexpr int64_t kStepsPerBlockStep = kDepthPerStep<BlockElement<T, Element>> / kDepthPerStep<Element>;
 
-// Stores a step of a block: a step of Elements, or the two floats of pairs, `width` elements apart.
-template <class Element, class V>
-MAXMOE_INLINE void store_block_step(Element* target, int64_t width, V step) {
+// Calls body(index, values) for each step of Elements in a step of a block: one, or the two floats of pairs, the second
+// one only if `has_second`. `first` is the index of the first one.
+template <class Element, class V, class Body>
+MAXMOE_INLINE void for_steps_of_elements(int64_t first, bool has_second, const V& step, const Body& body) {
   if constexpr (std::is_same_v<V, Vector<Element>>) {
-    store_vector(target, step);
+    body(first, step);
   } else {
-    store_vector<Element>(target, std::bit_cast<Vector<Element>>(step << 16));
-    store_vector<Element>(target + width, std::bit_cast<Vector<Element>>(step & 0xffff0000U));
+    body(first, std::bit_cast<Vector<Element>>(step << 16));
+    if (has_second) body(first + 1, std::bit_cast<Vector<Element>>(step & 0xffff0000U));
   }
 }
 
@@ -74,7 +75,9 @@ MAXMOE_INLINE void pack_block_along_depth(const T* const* rows, int64_t done, El
   transpose_square<Of>(block);
 #pragma GCC unroll 16
   for (int step = 0; step < kLanes<Of>; ++step) {
-    store_block_step(target + step * kStepsPerBlockStep<T, Element> * width, width, block[step]);
+    for_steps_of_elements<Element>(step * kStepsPerBlockStep<T, Element>, true, block[step],
+                                   [&](int64_t k, auto values)
+                                       MAXMOE_INLINE_LAMBDA { store_vector<Element>(target + k * width, values); });
   }
 }
 

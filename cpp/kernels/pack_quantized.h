@@ -3,6 +3,7 @@
 
 #include "pack.h"
 #include "pack_pairs.h"
+#include "pack_transposed.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
@@ -13,7 +14,7 @@ void pack_quantized_b(const GemmOperand<T>& b, Range depth, Range columns, Eleme
 // Whether the first row of micro-tiles packs a block of B.
 template <class Element, class T>
 bool micro_kernel_packs(const GemmOperand<T>& b, [[maybe_unused]] Range depth, [[maybe_unused]] Range columns) {
-  if (!b.is_quantized()) return !b.is_transposed;
+  if (!b.is_quantized()) return !b.is_transposed || (kTransposesMeanwhile && b.index == nullptr);
 #if defined(MAXMOE_DECODES_PAIRS)
   if constexpr (std::is_same_v<Element, BFloat16Pair>) return packs_pairs(b, depth, columns);
 #endif
@@ -29,6 +30,9 @@ MAXMOE_INLINE void micro_kernel_packing(const MicroTile<Out, Element>& tile, con
     if (b.is_quantized()) return micro_kernel_packing_codes(tile, b.quantized, depth, column, panel);
   }
 #endif
+  if constexpr (kTransposesMeanwhile) {
+    if (b.is_transposed) return micro_kernel_packing_transposed_b(tile, b, depth, column, panel);
+  }
   micro_kernel_packing_b(tile, b, depth, column, panel);
 }
 

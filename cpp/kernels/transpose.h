@@ -44,24 +44,36 @@ struct Shuffle {
   static constexpr int odd_blocks(int lane) { return even_blocks(lane) + kBlock; }
 };
 
-// First stage, for one block of each of kBlock rows: element [r][c] of a block becomes [c][r].
+// Number kIndex of the operations that transpose one block of each of kBlock rows: element [r][c] of a block becomes
+// [c][r]. They are the first stage of a transpose.
+template <class S, int kIndex>
+MAXMOE_INLINE void interleave_within_blocks(Vector<S>* rows) {
+  using Of = Shuffle<S>;
+  // For rows a, b, c, d: first a0 c0 a1 c1 and b0 d0 b1 d1, and so on, then a0 b0 c0 d0, and so on.
+  constexpr int kPairsOfFour[4][2] = {{0, 2}, {1, 3}, {0, 1}, {2, 3}};
+  Vector<S>& a = rows[Of::kBlock == 2 ? 0 : kPairsOfFour[kIndex][0]];
+  Vector<S>& b = rows[Of::kBlock == 2 ? 1 : kPairsOfFour[kIndex][1]];
+  const Vector<S> low = shuffled<Of::low>(a, b);
+  b = shuffled<Of::high>(a, b);
+  a = low;
+}
+
 template <class S>
 MAXMOE_INLINE void transpose_within_blocks(Vector<S>* rows) {
-  using Of = Shuffle<S>;
-  const auto interleave = [](Vector<S>& a, Vector<S>& b) {
-    const Vector<S> low = shuffled<Of::low>(a, b);
-    b = shuffled<Of::high>(a, b);
-    a = low;
-  };
-  if constexpr (Of::kBlock == 2) {
-    interleave(rows[0], rows[1]);
-  } else {
-    // For rows a, b, c, d: first a0 c0 a1 c1 and b0 d0 b1 d1, and so on, then a0 b0 c0 d0, and so on.
-    interleave(rows[0], rows[2]);
-    interleave(rows[1], rows[3]);
-    interleave(rows[0], rows[1]);
-    interleave(rows[2], rows[3]);
+  interleave_within_blocks<S, 0>(rows);
+  if constexpr (Shuffle<S>::kBlock == 4) {
+    interleave_within_blocks<S, 1>(rows);
+    interleave_within_blocks<S, 2>(rows);
+    interleave_within_blocks<S, 3>(rows);
   }
+}
+
+// An operation of the second stage: `left` becomes the even blocks of both, `right` the odd ones.
+template <class S>
+MAXMOE_INLINE void split_blocks(Vector<S>& left, Vector<S>& right) {
+  const Vector<S> even = shuffled<Shuffle<S>::even_blocks>(left, right);
+  right = shuffled<Shuffle<S>::odd_blocks>(left, right);
+  left = even;
 }
 
 // Transposes the block: rows[r][c] becomes rows[c][r]. The second stage transposes the blocks as if each were one
@@ -74,13 +86,7 @@ MAXMOE_INLINE void transpose_square(Vector<S> (&rows)[kLanes<S>]) {
   for (int block = 0; block < Of::kBlocks; ++block) transpose_within_blocks<S>(rows + block * Of::kBlock);
 #pragma GCC unroll 4
   for (int i = 0; i < Of::kBlock; ++i) {
-    const auto split = [&](int a, int b) {
-      Vector<S>& left = rows[a * Of::kBlock + i];
-      Vector<S>& right = rows[b * Of::kBlock + i];
-      const Vector<S> even = shuffled<Of::even_blocks>(left, right);
-      right = shuffled<Of::odd_blocks>(left, right);
-      left = even;
-    };
+    const auto split = [&](int a, int b) { split_blocks<S>(rows[a * Of::kBlock + i], rows[b * Of::kBlock + i]); };
     if constexpr (Of::kBlocks >= 2) split(0, 1);
     if constexpr (Of::kBlocks == 4) {
       split(2, 3);

@@ -1,0 +1,56 @@
+// The micro-kernel that packs a transposed B. Only for the .cpp files that are compiled per instruction set.
+#pragma once
+
+#include "transposed_steps.h"
+
+namespace maxmoe::MAXMOE_ISA_NAMESPACE {
+
+// micro_kernel_packing_b for a transposed B. Its two vectors of columns are multiplied one after the other, because
+// registers hold the blocks of one; the sums of the first one wait in memory.
+template <class Out, class Element, class T>
+void micro_kernel_packing_transposed_b(const MicroTile<Out, Element>& tile, const GemmOperand<T>& b, Range depth,
+                                       int64_t column, Element* panel) {
+  using S = Accumulator<Out>;
+  using Of = BlockElement<T, Element>;
+  constexpr int kWidth = kNR<S>;
+  count_packed(depth.size() * kWidth);
+  const ConstMatrixView<T> memory = b.memory.row_range(column, column + kWidth).column_range(depth.begin, depth.end);
+  auto block = first_block<Of>(ColumnVector<T>{memory, 0});
+  BlockPrefetch lines = tile.next;
+  int64_t num_lines = at_most(tile.num_lines, lines.num_lines());
+  Vector<S> sum[2][kMR];
+#pragma GCC unroll 2
+  for (int vector = 0; vector < 2; ++vector) {
+#pragma GCC unroll 12
+    for (int r = 0; r < kMR; ++r) {
+      sum[vector][r] = tile.sums != nullptr ? load_vector(tile.sums + r * kWidth + vector * kLanes<S>) : Vector<S>{};
+    }
+    Element* const packed = panel + vector * kLanes<S>;
+    const auto multiply = [&](int64_t step, bool has_second, Vector<Of> values) MAXMOE_INLINE_LAMBDA {
+      if (num_lines > 0) {
+        lines.advance();
+        --num_lines;
+      }
+      const int64_t first = step * kStepsPerBlockStep<T, Element>;
+      for_steps_of_elements<Element>(first, has_second, values, [&](int64_t k, auto elements) MAXMOE_INLINE_LAMBDA {
+        store_vector<Element>(packed + k * kWidth, elements);
+#pragma GCC unroll 12
+        for (int r = 0; r < kMR; ++r) sum[vector][r] = multiply_add(sum[vector][r], tile.a[k * kMR + r], elements);
+      });
+    };
+    for_transposed_steps<Of, T>(block, {memory, vector}, {memory, 1 - vector}, multiply);
+  }
+  tile.next = lines;
+  const auto store = [&]<bool kNonTemporal> {
+#pragma GCC unroll 12
+    for (int r = 0; r < kMR; ++r) {
+      store_narrowed_x2<Out, kNonTemporal>(tile.c + r * tile.c_stride, {sum[0][r], sum[1][r]});
+    }
+  };
+  if constexpr (kRowIsWholeLines<Out>) {
+    if (tile.is_nontemporal) return store.template operator()<true>();
+  }
+  store.template operator()<false>();
+}
+
+}  // namespace maxmoe::MAXMOE_ISA_NAMESPACE
