@@ -41,11 +41,26 @@ struct MicroTile {
 template <class T>
 constexpr bool kRowIsWholeLines = kNR<Accumulator<T>> * sizeof(T) % kCacheLineBytes == 0;
 
+// The initial sums of one row and vector of a micro-tile.
+template <class T, class Element>
+MAXMOE_INLINE Vector<Accumulator<T>> initial_sums(const MicroTile<T, Element>& tile, int row, int vector) {
+  using S = Accumulator<T>;
+  return tile.sums != nullptr ? load_vector(tile.sums + row * kNR<S> + vector * kLanes<S>) : Vector<S>{};
+}
+
 // Stores the sums of a micro-tile to c, rounded to its type.
-template <bool kNonTemporal, int kRows, class T, class S>
-MAXMOE_INLINE void store_micro_tile(const Vector<S> (&sum)[kRows][2], T* c, int64_t c_stride) {
+template <int kRows, class T, class Element>
+MAXMOE_INLINE void store_micro_tile(const MicroTile<T, Element>& tile, const Vector<Accumulator<T>> (&sum)[kRows][2]) {
+  const auto store = [&]<bool kNonTemporal> MAXMOE_INLINE_LAMBDA {
 #pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) store_narrowed_x2<T, kNonTemporal>(c + r * c_stride, {sum[r][0], sum[r][1]});
+    for (int r = 0; r < kRows; ++r) {
+      store_narrowed_x2<T, kNonTemporal>(tile.c + r * tile.c_stride, {sum[r][0], sum[r][1]});
+    }
+  };
+  if constexpr (kRowIsWholeLines<T>) {
+    if (tile.is_nontemporal) return store.template operator()<true>();
+  }
+  store.template operator()<false>();
 }
 
 // The NR elements of one step of B, in the order of VectorX2. For pairs, each with the element below it in B.
@@ -71,10 +86,8 @@ MAXMOE_INLINE void multiply_micro_tile(const MicroTile<T, Element>& tile, const 
   Vector<S> sum[kRows][2];
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-    for (int v = 0; v < 2; ++v) {
-      sum[r][v] = tile.sums != nullptr ? load_vector(tile.sums + r * kNR<S> + v * kLanes<S>) : Vector<S>{};
-    }
+    sum[r][0] = initial_sums(tile, r, 0);
+    sum[r][1] = initial_sums(tile, r, 1);
   }
   const auto multiply_step = [&](int64_t k) {
     const StepX2<Element> step = load_step_of_b(k);
@@ -95,10 +108,7 @@ MAXMOE_INLINE void multiply_micro_tile(const MicroTile<T, Element>& tile, const 
   }
   tile.next = lines;
   for (int64_t k = prefetching_steps; k < tile.num_steps; ++k) multiply_step(k);
-  if constexpr (kRowIsWholeLines<T>) {
-    if (tile.is_nontemporal) return store_micro_tile<true, kRows, T, S>(sum, tile.c, tile.c_stride);
-  }
-  store_micro_tile<false, kRows, T, S>(sum, tile.c, tile.c_stride);
+  store_micro_tile<kRows>(tile, sum);
 }
 
 // The micro-kernel for packed B: `b` is a micro-panel with NR elements per step.

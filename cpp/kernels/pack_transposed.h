@@ -18,13 +18,11 @@ void micro_kernel_packing_transposed_b(const MicroTile<Out, Element>& tile, cons
   auto block = first_block<Of>(ColumnVector<T>{memory, 0});
   BlockPrefetch lines = tile.next;
   int64_t num_lines = at_most(tile.num_lines, lines.num_lines());
-  Vector<S> sum[2][kMR];
+  Vector<S> sum[kMR][2];
 #pragma GCC unroll 2
   for (int vector = 0; vector < 2; ++vector) {
 #pragma GCC unroll 12
-    for (int r = 0; r < kMR; ++r) {
-      sum[vector][r] = tile.sums != nullptr ? load_vector(tile.sums + r * kWidth + vector * kLanes<S>) : Vector<S>{};
-    }
+    for (int r = 0; r < kMR; ++r) sum[r][vector] = initial_sums(tile, r, vector);
     Element* const packed = panel + vector * kLanes<S>;
     const auto multiply = [&](int64_t step, bool has_second, Vector<Of> values) MAXMOE_INLINE_LAMBDA {
       if (num_lines > 0) {
@@ -35,22 +33,15 @@ void micro_kernel_packing_transposed_b(const MicroTile<Out, Element>& tile, cons
       for_steps_of_elements<Element>(first, has_second, values, [&](int64_t k, auto elements) MAXMOE_INLINE_LAMBDA {
         store_vector<Element>(packed + k * kWidth, elements);
 #pragma GCC unroll 12
-        for (int r = 0; r < kMR; ++r) sum[vector][r] = multiply_add(sum[vector][r], tile.a[k * kMR + r], elements);
+        for (int r = 0; r < kMR; ++r) {
+          sum[r][vector] = multiply_add(sum[r][vector], tile.a[k * kMR + r], elements);
+        }
       });
     };
     for_transposed_steps<Of, T>(block, {memory, vector}, {memory, 1 - vector}, multiply);
   }
   tile.next = lines;
-  const auto store = [&]<bool kNonTemporal> {
-#pragma GCC unroll 12
-    for (int r = 0; r < kMR; ++r) {
-      store_narrowed_x2<Out, kNonTemporal>(tile.c + r * tile.c_stride, {sum[0][r], sum[1][r]});
-    }
-  };
-  if constexpr (kRowIsWholeLines<Out>) {
-    if (tile.is_nontemporal) return store.template operator()<true>();
-  }
-  store.template operator()<false>();
+  store_micro_tile<kMR>(tile, sum);
 }
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE
