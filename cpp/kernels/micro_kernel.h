@@ -51,7 +51,7 @@ MAXMOE_INLINE Vector<Accumulator<T>> initial_sums(const MicroTile<T, Element>& t
 // Stores the sums of a micro-tile to c, rounded to its type.
 template <int kRows, class T, class Element>
 MAXMOE_INLINE void store_micro_tile(const MicroTile<T, Element>& tile, const Vector<Accumulator<T>> (&sum)[kRows][2]) {
-  const auto store = [&]<bool kNonTemporal> MAXMOE_INLINE_LAMBDA {
+  const auto store = [&]<bool kNonTemporal>() MAXMOE_INLINE_LAMBDA {
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
       store_narrowed_x2<T, kNonTemporal>(tile.c + r * tile.c_stride, {sum[r][0], sum[r][1]});

@@ -83,14 +83,14 @@ class TransposedBlock {
   // Part `kPart` of kSteps of the operations that transpose the second half.
   template <int kPart>
   MAXMOE_INLINE void transpose_second() {
-    for_part<kPart, kSteps, Half::kOperations>(
-        [&]<int kIndex> MAXMOE_INLINE_LAMBDA { second.template operation<kIndex>(); });
+    for_part<kPart, kSteps, Half::kOperations>([&]<int kIndex>()
+                                                   MAXMOE_INLINE_LAMBDA { second.template operation<kIndex>(); });
   }
 
   // Part `kPart` of kSteps of the operations that load a block, from depth d on, and transpose its first half.
   template <int kPart, class T>
   MAXMOE_INLINE void load_and_transpose_first(const ColumnVector<T>& columns, int64_t d) {
-    for_part<kPart, kSteps, kSteps + Half::kOperations>([&]<int kIndex> MAXMOE_INLINE_LAMBDA {
+    for_part<kPart, kSteps, kSteps + Half::kOperations>([&]<int kIndex>() MAXMOE_INLINE_LAMBDA {
       if constexpr (kIndex < kSteps) {
         constexpr int kLane = Half::lane_of(kIndex);
         const Vector<S> lower = load_along_depth<S>(columns.column(kLane) + d);
@@ -162,7 +162,7 @@ MAXMOE_INLINE void for_transposed_steps(TransposedBlock<S>& block, const ColumnV
 #pragma GCC unroll 16
   for (int lane = 0; lane < kLanes<S>; ++lane) steps[lane] = load_along_depth<S>(columns.column(lane) + d, depth - d);
   transpose_square<S>(steps);
-  for (int step = 0; step < steps_of_depth<S>(depth - d); ++step) {
+  for (int64_t step = 0; step < steps_of_depth<S>(depth - d); ++step) {
     body(d / kDepthPerStep<S> + step, d + 2 * step + 1 < depth, steps[step]);
   }
 }
