@@ -111,7 +111,7 @@ class TransposedBlock {
 // nothing is read.
 template <class S, class T>
 MAXMOE_INLINE TransposedBlock<S> first_block(const ColumnVector<T>& columns) {
-  TransposedBlock<S> block;
+  TransposedBlock<S> block{};
   if constexpr (kTransposesMeanwhile) {
     if (columns.memory.columns < TransposedBlock<S>::kDepth) return block;
     [&]<int... kPart>(std::integer_sequence<int, kPart...> /*parts*/) MAXMOE_INLINE_LAMBDA {
