@@ -11,7 +11,8 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 template <class Element, class T>
 void pack_quantized_b(const GemmOperand<T>& b, Range depth, Range columns, Element* panels);
 
-// Whether the first row of micro-tiles packs a block of B.
+// Whether the first row of micro-tiles packs a block of B: a row-major one, a transposed one without an index with
+// AVX-512, and of the quantized ones those of packs_pairs.
 template <class Element, class T>
 bool micro_kernel_packs(const GemmOperand<T>& b, [[maybe_unused]] Range depth, [[maybe_unused]] Range columns) {
   if (!b.is_quantized()) return !b.is_transposed || (kTransposesMeanwhile && b.index == nullptr);

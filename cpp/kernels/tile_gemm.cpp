@@ -5,10 +5,10 @@
 //   jo  outer blocks of the columns of B and C              multiply
 //   po  outer blocks of the inner dimension                 multiply
 //   jc  blocks of NC columns of B and C                     multiply_outer_block
-//   pc  blocks of KC of the inner dimension: packs A and,   multiply_column_block
-//       where it is transposed, B
+//   pc  blocks of KC of the inner dimension: packs A, and   multiply_column_block
+//       B where micro-kernels do not
 //   ir  micro-tiles of C, of MR rows: the first ones pack   multiply_block
-//       a row-major B
+//       B (micro_kernel_packs)
 //   jr  micro-panels of B, of NR columns                    multiply_block
 //   k   steps of the inner dimension                        micro_kernel
 //
@@ -18,7 +18,7 @@
 // the TLB. ic runs once, unless packed A would be too much scratch memory.
 //
 // ir is outside of jr, unlike in BLIS: a micro-panel of A is reused for all columns of the block, and the first row of
-// micro-tiles reads each panel of a row-major B once, so that it can pack it.
+// micro-tiles reads each panel of B once, so that it can pack it.
 //
 // Every element of A and B is packed once per product. A is packed while the first block of columns is computed, and
 // kept for the others. While a block of B is multiplied, the next one is prefetched.
@@ -152,8 +152,7 @@ void multiply_column_block(PackedA<T>& a, const GemmOperand<T>& b, Range depth, 
   Element* const panels_of_b = scratch<Element>(kPackedBScratch, block_columns<S>() * kKCSteps);
   for (int64_t pc = depth.begin; pc < depth.end || pc == 0; pc += PackedA<T>::kKC) {
     const Range part = range_from(pc, PackedA<T>::kKC, depth.end);
-    // Only the micro-kernel of MR rows packs B. A transposed B is not packed by it, because a step of it is not
-    // contiguous.
+    // Only the micro-kernel of MR rows packs B.
     const bool packs_b = block.c.rows >= kMR && micro_kernel_packs<Element>(b, part, block.columns);
     const Block<T, Element> of_part{a.block(part),
                                     b,
@@ -165,8 +164,8 @@ void multiply_column_block(PackedA<T>& a, const GemmOperand<T>& b, Range depth, 
                                     block.sums_rows,
                                     has_sums || pc > depth.begin,
                                     block.is_nontemporal};
-    // The columns that micro-kernels pack. All others are packed here: the columns of a transposed B, and a panel with
-    // fewer than NR.
+    // The columns that micro-kernels pack. All others are packed here: those of a B that they do not pack, and a panel
+    // with fewer than NR.
     const int64_t packed = packs_b ? block.columns.size() / kNR<S> * kNR<S> : 0;
     if (packed < block.columns.size()) {
       const Range rest{block.columns.begin + packed, block.columns.end};

@@ -24,7 +24,7 @@ struct ColumnVector {
   MAXMOE_INLINE const T* column(int lane) const { return memory.row(column_of_lane<T>(vector, lane)); }
 };
 
-// A half of each of two vectors: the lower ones, or the upper ones.
+// Concatenates the lower halves of two vectors, or the upper ones.
 template <bool kUpper, class V, int... kLane>
 MAXMOE_INLINE V halves(V a, V b, std::integer_sequence<int, kLane...> /*lanes*/) {
   constexpr int kCount = static_cast<int>(sizeof...(kLane));
@@ -35,7 +35,7 @@ MAXMOE_INLINE V halves(V a, V b) {
   return halves<kUpper>(a, b, std::make_integer_sequence<int, sizeof(V) / sizeof(a[0])>());
 }
 
-// Calls body<kIndex>() for part `kPart` of kParts of `kCount` indices.
+// Divides kCount indices into kParts parts of about the same size, and calls body<kIndex>() for those of part kPart.
 template <int kPart, int kParts, int kCount, class Body>
 MAXMOE_INLINE void for_part(const Body& body) {
   constexpr int kBegin = kCount * kPart / kParts;
@@ -80,17 +80,17 @@ class TransposedBlock {
   static constexpr int kSteps = Half::kSteps;
   static constexpr int64_t kDepth = kLanes<S> * kDepthPerStep<S>;
 
-  // Part `kPart` of kSteps of the operations that transpose the second half.
+  // Runs part kPart of kSteps of the operations that transpose the second half.
   template <int kPart>
   MAXMOE_INLINE void transpose_second() {
     for_part<kPart, kSteps, Half::kOperations>([&]<int kIndex>()
                                                    MAXMOE_INLINE_LAMBDA { second.template operation<kIndex>(); });
   }
 
-  // Part `kPart` of kSteps of the operations that load a block, from depth d on, and transpose its first half.
-  template <int kPart, class T>
+  // Runs part kPart of kParts of the operations that load a block, from depth d on, and transpose its first half.
+  template <int kPart, int kParts, class T>
   MAXMOE_INLINE void load_and_transpose_first(const ColumnVector<T>& columns, int64_t d) {
-    for_part<kPart, kSteps, kSteps + Half::kOperations>([&]<int kIndex>() MAXMOE_INLINE_LAMBDA {
+    for_part<kPart, kParts, kSteps + Half::kOperations>([&]<int kIndex>() MAXMOE_INLINE_LAMBDA {
       if constexpr (kIndex < kSteps) {
         constexpr int kLane = Half::lane_of(kIndex);
         const Vector<S> lower = load_along_depth<S>(columns.column(kLane) + d);
@@ -107,16 +107,13 @@ class TransposedBlock {
   Half second;
 };
 
-// The first block of a vector of columns. Without kTransposesMeanwhile, and of columns that are shorter than a block,
-// nothing is read.
+// The first block of a vector of columns. Nothing is read without kTransposesMeanwhile, or if the columns are shorter
+// than a block.
 template <class S, class T>
 MAXMOE_INLINE TransposedBlock<S> first_block(const ColumnVector<T>& columns) {
   TransposedBlock<S> block{};
   if constexpr (kTransposesMeanwhile) {
-    if (columns.memory.columns < TransposedBlock<S>::kDepth) return block;
-    [&]<int... kPart>(std::integer_sequence<int, kPart...> /*parts*/) MAXMOE_INLINE_LAMBDA {
-      (block.template load_and_transpose_first<kPart>(columns, 0), ...);
-    }(std::make_integer_sequence<int, TransposedBlock<S>::kSteps>());
+    if (columns.memory.columns >= TransposedBlock<S>::kDepth) block.template load_and_transpose_first<0, 1>(columns, 0);
   }
   return block;
 }
@@ -125,13 +122,14 @@ MAXMOE_INLINE TransposedBlock<S> first_block(const ColumnVector<T>& columns) {
 template <class S, class T, class Body>
 MAXMOE_INLINE void for_steps_of_block(TransposedBlock<S>& block, int64_t step, const ColumnVector<T>& columns,
                                       int64_t d, const Body& body) {
+  constexpr int kSteps = TransposedBlock<S>::kSteps;
   [&]<int... kStep>(std::integer_sequence<int, kStep...> /*steps*/) MAXMOE_INLINE_LAMBDA {
     ((body(step + kStep, block.first.steps[kStep]), block.template transpose_second<kStep>()), ...);
     const HalfBlock<S> second = block.second;
-    ((body(step + block.kSteps + kStep, second.steps[kStep]),
-      block.template load_and_transpose_first<kStep>(columns, d)),
+    ((body(step + kSteps + kStep, second.steps[kStep]),
+      block.template load_and_transpose_first<kStep, kSteps>(columns, d)),
      ...);
-  }(std::make_integer_sequence<int, TransposedBlock<S>::kSteps>());
+  }(std::make_integer_sequence<int, kSteps>());
 }
 
 // Calls body(step, has_second, values) for the steps of a vector of columns in order; the last step of an odd depth has
