@@ -1,14 +1,31 @@
-// Lookups of 8-bit codes as bfloat16 with AVX512-VBMI. Only for the .cpp files that are compiled per instruction set.
+// Lookups of codes as bfloat16 with AVX512-VBMI. Only for the .cpp files that are compiled per instruction set.
 #pragma once
 
 #include <array>
 
-#include "quantized_matrix.h"
+#include "decode_tables.h"
 #include "row_words.h"
 
 #if defined(MAXMOE_DECODES_PAIRS)
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
+
+// An index of vpermb and vpermi2b.
+struct alignas(64) ByteOrder {
+  std::array<uint8_t, 64> bytes;
+};
+
+// The order in which byte i is byte place(i) of the source.
+template <class Place>
+constexpr ByteOrder byte_order(const Place& place) {
+  ByteOrder order{};
+  for (size_t i = 0; i < 64; ++i) order.bytes[i] = static_cast<uint8_t>(place(i));
+  return order;
+}
+
+MAXMOE_INLINE __m512i load_order(const ByteOrder& order) {
+  return _mm512_load_si512(order.bytes.data());
+}
 
 MAXMOE_INLINE __m512i bytes_0_to_63() {
   alignas(64) static constexpr auto kBytes = [] {
@@ -23,15 +40,6 @@ MAXMOE_INLINE __m512i bytes_0_to_63() {
 struct ValueBytes {
   __m512i low;
   __m512i high;
-
-  // Pairs of bytes `first` and `second` of each word of four codes.
-  template <int first, int second>
-  MAXMOE_INLINE __m512i pairs() const {
-    // In each lane: low of first, high of first, low of second, high of second.
-    const __m512i words = _mm512_and_si512(bytes_0_to_63(), _mm512_set1_epi32(static_cast<int>(0xfcfcfcfc)));
-    const __m512i bytes = _mm512_set1_epi32(first | (64 + first) << 8 | second << 16 | (64 + second) << 24);
-    return _mm512_permutex2var_epi8(low, _mm512_or_si512(words, bytes), high);
-  }
 };
 
 // A table of 128 values, two registers with their lower bytes and two with their upper bytes.
@@ -68,12 +76,15 @@ constexpr E4M3Magnitudes e4m3_magnitudes() {
   return result;
 }
 
+// first * of_first, then second * of_second, rounded to bfloat16.
+MAXMOE_INLINE __m512i rounded_products(__m512 first, __m512 of_first, __m512 second, __m512 of_second) {
+  return std::bit_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_mul_ps(second, of_second), _mm512_mul_ps(first, of_first)));
+}
+
 // 32 products of consecutive floats and a scale, rounded to bfloat16.
 MAXMOE_INLINE __m512i rounded_products(const float* values, float scale) {
-  const auto product = [&](const float* source) MAXMOE_INLINE_LAMBDA {
-    return _mm512_mul_ps(_mm512_load_ps(source), _mm512_set1_ps(scale));
-  };
-  return std::bit_cast<__m512i>(_mm512_cvtne2ps_pbh(product(values + 16), product(values)));
+  const __m512 factor = _mm512_set1_ps(scale);
+  return rounded_products(_mm512_load_ps(values), factor, _mm512_load_ps(values + 16), factor);
 }
 
 // E4M3 times one scale, rounded to bfloat16.
@@ -96,53 +107,78 @@ class E4M3Table {
   ValueTable table_;
 };
 
-// The integers from -128 to 127, which bfloat16 holds exactly.
-class Int8Table {
- public:
-  Int8Table() {
-    for (int half = 0; half < 2; ++half) {
-      __m512i values[4];
-      for (int i = 0; i < 4; ++i) {
-        alignas(64) float integers[32];
-        for (int lane = 0; lane < 32; ++lane) integers[lane] = static_cast<float>(32 * i + lane - 128 * half);
-        values[i] = rounded_products(static_cast<const float*>(integers), 1.0F);
-      }
-      tables_[half] = ValueTable::of(values);
-    }
-  }
+// 64 codes of 8 bits, of which 16 at a time become floats: their values times kUnit.
+template <Codes codes>
+class CodeFloats;
 
-  MAXMOE_INLINE ValueBytes operator()(__m512i codes) const {
-    const __mmask64 is_negative = _mm512_movepi8_mask(codes);
-    return {_mm512_mask_mov_epi8(tables_[0].low_of(codes), is_negative, tables_[1].low_of(codes)),
-            _mm512_mask_mov_epi8(tables_[0].high_of(codes), is_negative, tables_[1].high_of(codes))};
+// E4M3: bfloat16 holds the values exactly. Their bytes, which are looked up, are the upper halves of floats.
+template <>
+class CodeFloats<Codes::e4m3> {
+ public:
+  static constexpr float kUnit = 1.0F;
+  using Table = E4M3Table;
+  static Table table() { return Table(1.0F); }
+
+  CodeFloats(const Table& table, __m512i codes) : values_(table(codes)) {}
+
+  // Lane i is the float of code Place()(i).
+  template <class Place>
+  MAXMOE_INLINE __m512 lanes() const {
+    static constexpr ByteOrder kOrder = byte_order([](size_t i) { return Place()(i / 4) + i % 2 * 64; });
+    return _mm512_castsi512_ps(
+        _mm512_maskz_permutex2var_epi8(0xcccccccccccccccc, values_.low, load_order(kOrder), values_.high));
   }
 
  private:
-  ValueTable tables_[2];
+  ValueBytes values_;
 };
 
-// The table of the values of 8-bit codes.
-template <Codes codes>
-struct ByteTable : Int8Table {};
+// Integers: the highest byte of 32 bits counts 2^24 times.
 template <>
-struct ByteTable<Codes::e4m3> : E4M3Table {
-  ByteTable() : E4M3Table(1.0F) {}
+class CodeFloats<Codes::int8> {
+ public:
+  static constexpr float kUnit = 0x1p24F;
+  struct Table {};
+  static Table table() { return {}; }
+
+  CodeFloats(Table /*table*/, __m512i codes) : codes_(codes) {}
+
+  // Lane i is the float of code Place()(i).
+  template <class Place>
+  MAXMOE_INLINE __m512 lanes() const {
+    static constexpr ByteOrder kOrder = byte_order([](size_t i) { return Place()(i / 4); });
+    return _mm512_cvtepi32_ps(_mm512_maskz_permutexvar_epi8(0x8888888888888888, load_order(kOrder), codes_));
+  }
+
+ private:
+  __m512i codes_;
 };
 
-// Multiplies the first elements of pairs by `first` and the second ones by `second`, rounded.
-MAXMOE_INLINE __m512i scaled_pairs(__m512i pairs, __m512 first, __m512 second) {
-  const __m512 low = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)), first);
-  const __m512 high = _mm512_mul_ps(
-      _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000)))), second);
-  // All first elements, then all second ones.
-  const auto rounded = std::bit_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
-  alignas(64) static constexpr auto kInterleaved = [] {
-    std::array<uint16_t, 32> words{};
-    for (size_t i = 0; i < 32; ++i) words[i] = static_cast<uint16_t>(i / 2 + i % 2 * 16);
-    return words;
-  }();
-  return _mm512_permutexvar_epi16(_mm512_load_si512(kInterleaved.data()), rounded);
-}
+// Lookups of E2M1, times 2^kExponent, as bfloat16. They read the lower 4 bits of 16: the table is there twice.
+template <int kExponent>
+class E2M1Table {
+ public:
+  static MAXMOE_INLINE __m512i look_up(__m512i codes) {
+    static constexpr Values kValues = values();
+    return _mm512_permutexvar_epi16(codes, _mm512_load_si512(kValues.halves));
+  }
+
+ private:
+  struct alignas(64) Values {
+    uint16_t halves[32];
+  };
+  static constexpr Values values() {
+    Values result{};
+    for (size_t i = 0; i < 32; ++i) {
+      const uint32_t bits = std::bit_cast<uint32_t>(kE2M1.values[i % 16]);
+      const uint32_t exponent = uint32_t{kExponent} << 23;
+      // Where exponents are lowered again, there is no -0: it would become another number.
+      const uint32_t raised = kExponent != 0 && kE2M1.values[i % 16] == 0.0F ? 0 : bits + exponent;
+      result.halves[i] = static_cast<uint16_t>(raised >> 16);
+    }
+    return result;
+  }
+};
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE
 

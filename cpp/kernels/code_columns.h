@@ -3,6 +3,7 @@
 #pragma once
 
 #include "decode.h"
+#include "pack.h"
 #include "row_words.h"
 
 #if defined(MAXMOE_DECODES_PAIRS)
@@ -21,6 +22,27 @@ struct CodeColumns {
   int64_t block(int64_t d) const { return (m.first_column + d) >> m.log2_columns_per_scale; }
   int64_t num_scales() const { return block(depth.end - 1) - block(depth.begin) + 1; }
 };
+
+// The two vectors of a panel as columns of codes. Columns past the end are those of the last one.
+MAXMOE_INLINE CodeColumns code_columns(const QuantizedMatrix& m, Range columns, Range depth, int vector) {
+  CodeColumns result{m, {}, depth};
+  for (int i = 0; i < CodeColumns::kColumns; ++i) {
+    result.rows[i] = at_most(columns.begin + column_of_lane<BFloat16>(vector, i), columns.end - 1);
+  }
+  return result;
+}
+
+// Calls body(d, index) for every kMinColumnsPerScale-th element of the inner dimension, with the number of a block of
+// columns when one begins, otherwise -1.
+template <class Body>
+MAXMOE_INLINE void for_each_chunk(const CodeColumns& c, const Body& body) {
+  int64_t last = -1;
+  for (int64_t d = c.depth.begin; d < c.depth.end; d += kMinColumnsPerScale) {
+    const int64_t index = c.block(d) - c.block(c.depth.begin);
+    body(d, index == last ? -1 : index);
+    last = index;
+  }
+}
 
 // The scales or zero points of 16 columns, 16 bytes of each at a time.
 class ScaleReader {
@@ -87,18 +109,44 @@ MAXMOE_INLINE __m512 scales_from_bits(ScaleType type, __m512i bits) {
 constexpr float kSmallestScale = 0x1p-100F;
 constexpr float kLargestScale = 0x1p100F;
 
-MAXMOE_INLINE bool is_ordinary(float scale) {
-  return scale == 0.0F || (__builtin_fabsf(scale) >= kSmallestScale && __builtin_fabsf(scale) <= kLargestScale);
+MAXMOE_INLINE __mmask16 are_not_ordinary(__m512 scales) {
+  const __m512 magnitudes = _mm512_abs_ps(scales);
+  const __mmask16 is_small = _mm512_cmp_ps_mask(magnitudes, _mm512_set1_ps(kSmallestScale), _CMP_LT_OQ);
+  return _mm512_mask_cmp_ps_mask(is_small, magnitudes, _mm512_setzero_ps(), _CMP_NEQ_OQ) |
+         _mm512_cmp_ps_mask(magnitudes, _mm512_set1_ps(kLargestScale), _CMP_NLE_UQ);
 }
 
 MAXMOE_INLINE bool have_ordinary_scales(const CodeColumns& c) {
   ScaleReader reader = scales_of(c);
   __mmask16 is_other = 0;
   for (int64_t i = 0; i < c.num_scales(); ++i) {
-    const __m512 scale = _mm512_abs_ps(scales_from_bits(c.m.scale_type, reader.bits(i)));
-    const __mmask16 is_small = _mm512_cmp_ps_mask(scale, _mm512_set1_ps(kSmallestScale), _CMP_LT_OQ);
-    is_other |= _mm512_mask_cmp_ps_mask(is_small, scale, _mm512_setzero_ps(), _CMP_NEQ_OQ);
-    is_other |= _mm512_cmp_ps_mask(scale, _mm512_set1_ps(kLargestScale), _CMP_NLE_UQ);
+    is_other |= are_not_ordinary(scales_from_bits(c.m.scale_type, reader.bits(i)));
+  }
+  return is_other == 0;
+}
+
+// The bits of `count` scales, at most 16, in the low bits of the lanes. The others are zeros.
+MAXMOE_INLINE __m512i load_scale_bits(ScaleType type, const std::byte* scales, int64_t count) {
+  const auto mask = static_cast<__mmask16>((1U << at_most(count, 16)) - 1U);
+  switch (bytes_per_scale(type)) {
+    case 1:
+      return _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, scales));
+    case 2:
+      return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, scales));
+    default:
+      return _mm512_maskz_loadu_epi32(mask, scales);
+  }
+}
+
+// The same for all of `m`, in the order of memory: scales of columns that are not in `m` count, too.
+MAXMOE_INLINE bool have_ordinary_scales(const QuantizedMatrix& m) {
+  if (m.rows <= 0 || m.columns <= 0) return true;
+  const int64_t bytes = bytes_per_scale(m.scale_type);
+  const int64_t end = m.scale_index(m.rows - 1, m.columns - 1) + 1;
+  __mmask16 is_other = 0;
+  for (int64_t i = m.scale_index(0, 0); i < end; i += 16) {
+    const __m512i bits = load_scale_bits(m.scale_type, m.scales + i * bytes, end - i);
+    is_other |= are_not_ordinary(scales_from_bits(m.scale_type, bits));
   }
   return is_other == 0;
 }

@@ -1,5 +1,5 @@
-// 4-bit codes of any table, with scales and zero points of any type, for few rows of A: a table of the 16 values of
-// each column. Only for the .cpp files that are compiled per instruction set.
+// 4-bit codes along the inner dimension, with scales and zero points of any type: a table of the 16 values of each
+// column. Only for the .cpp files that are compiled per instruction set.
 //
 // A weight takes no arithmetic then, only lookups. The tables are computed once per block of columns.
 #pragma once

@@ -3,9 +3,9 @@
 
 #if defined(MAXMOE_DECODES_PAIRS)
 #include "column_tables.h"
+#include "e2m1_codes.h"
 #include "multiply_lines.h"
 #include "scaled_codes.h"
-#include "unscaled_e2m1.h"
 #endif
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {

@@ -17,7 +17,6 @@
 
 #include "code_lines.h"
 #include "few_rows_of_codes.h"
-#include "pack_pairs.h"
 
 #if defined(MAXMOE_DECODES_PAIRS)
 
@@ -73,7 +72,7 @@ __attribute__((noinline)) void multiply_lines(const FewRowsOfCodes& p, const For
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) sum[r][v] *= std::bit_cast<Vector<float>>(factor);
   };
-  for_each_chunk<kMinColumnsPerScale>(columns.of[0], [&](int64_t d, int64_t block) MAXMOE_INLINE_LAMBDA {
+  for_each_chunk(columns.of[0], [&](int64_t d, int64_t block) MAXMOE_INLINE_LAMBDA {
     if (d % kPerLine == 0) {
       for (int v = 0; v < kVectors; ++v) readers.of[v].next(words[v]);
     }

@@ -1,112 +1,90 @@
 // Packing of codes as pairs of bfloat16. Only for the .cpp files that are compiled per instruction set.
 #pragma once
 
-#include "column_pairs.h"
-#include "pack.h"
+#include "column_tables.h"
+#include "e2m1_codes.h"
 #include "row_pairs.h"
+#include "scaled_bytes.h"
+#include "scaled_codes.h"
 
 #if defined(MAXMOE_DECODES_PAIRS)
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// The two vectors of a panel as columns of codes. Columns past the end are those of the last one.
-MAXMOE_INLINE CodeColumns code_columns(const QuantizedMatrix& m, Range columns, Range depth, int vector) {
-  CodeColumns result{m, {}, depth};
-  for (int i = 0; i < CodeColumns::kColumns; ++i) {
-    result.rows[i] = at_most(columns.begin + column_of_lane<BFloat16>(vector, i), columns.end - 1);
-  }
-  return result;
-}
-
-// The codes of the columns of a vector, 16 bytes of each at a time.
-class CodeReader {
- public:
-  static constexpr int64_t kBytes = 16;
-
-  // At a distance of `ahead` bytes codes are prefetched.
-  CodeReader(const CodeColumns& c, int64_t ahead) : ahead_(ahead) {
-    bytes_.end = c.m.bytes_of(c.depth.size());
-    for (int i = 0; i < CodeColumns::kColumns; ++i) bytes_.rows[i] = c.m.code(c.rows[i], c.depth.begin);
-  }
-
-  template <class Pairs>
-  MAXMOE_INLINE Pairs::Chunk next() {
-    // Once per cache line. The rows may be pages apart, where hardware prefetchers stop.
-    if (offset_ % kCacheLineBytes == 0) {
-      for (const uint8_t* row : bytes_.rows) {
-        __builtin_prefetch(row + offset_ + ahead_, /*write*/ 0, /*locality: L2*/ 2);
-      }
-    }
-    const auto codes = Pairs::load(bytes_, offset_);
-    offset_ += kBytes;
-    return codes;
-  }
-
- private:
-  ByteRows bytes_;
-  int64_t ahead_;
-  int64_t offset_ = 0;
-};
-
-// Calls body(d, index) for the chunks of a range of the inner dimension that 16 bytes of codes hold, with the number of
-// a block of columns when one begins, otherwise -1.
-template <int64_t kChunk, class Body>
-MAXMOE_INLINE void for_each_chunk(const CodeColumns& c, const Body& body) {
-  int64_t last = -1;
-  for (int64_t d = c.depth.begin; d < c.depth.end; d += kChunk) {
-    const int64_t index = c.block(d) - c.block(c.depth.begin);
-    body(d, index == last ? -1 : index);
-    last = index;
-  }
-}
-
 // Prefetch distance of codes that are packed.
 constexpr int64_t kPackPrefetchBytes = 4 * kCacheLineBytes;
 
-// pack_panel_along_depth with AVX512-BF16; false if the codes fit no class of column_pairs.h.
-MAXMOE_INLINE bool pack_pairs_along_depth(const QuantizedMatrix& m, Range columns, Range depth, BFloat16Pair* panel) {
-  const CodeColumns of_vector[2] = {code_columns(m, columns, depth, 0), code_columns(m, columns, depth, 1)};
-  return with_pairs(of_vector[0], of_vector[1], [&]<class Pairs> {
-    constexpr int64_t kChunk = 8 * CodeReader::kBytes / Pairs::kBits;
-    for (int vector = 0; vector < 2; ++vector) {
-      Pairs pairs(of_vector[vector]);
-      CodeReader reader(of_vector[vector], kPackPrefetchBytes);
-      BFloat16Pair* target = panel + vector * kLanes<float>;
-      for_each_chunk<kChunk>(of_vector[vector], [&](int64_t d, int64_t block) MAXMOE_INLINE_LAMBDA {
-        if (block >= 0) pairs.begin_block(block);
-        const auto codes = reader.next<Pairs>();
-        const auto store = [&]<int step>(__m512i values)
-                               MAXMOE_INLINE_LAMBDA { _mm512_storeu_si512(target + step * kNR<float>, values); };
-        if (depth.end - d >= kChunk) {
-          for_each_step(pairs, codes, store);
-        } else {
-          for_each_step(pairs, codes, [&]<int step>(__m512i values) {
-            if (2 * step >= depth.end - d) return;
-            // The last step of an odd depth has one element.
-            if (2 * step + 1 == depth.end - d) values = _mm512_and_si512(values, _mm512_set1_epi32(0xffff));
-            store.template operator()<step>(values);
-          });
+// Packs a vector of columns, with the decoders of multiply_lines.h.
+template <class Decoder>
+void pack_column_pairs(const CodeColumns& columns, BFloat16Pair* target) {
+  constexpr int kSteps = 16 / Decoder::kBits;  // in a word
+  constexpr int64_t kPerWord = kCodesPerWord<Decoder::kBits>;
+  const Range depth = columns.depth;
+  Decoder decoder(columns);
+  LineReader reader(columns, kPackPrefetchBytes);
+  alignas(64) __m512i words[16];
+  for_each_chunk(columns, [&](int64_t d, int64_t block) MAXMOE_INLINE_LAMBDA {
+    const int64_t word = (d - depth.begin) % kCodesPerLine<Decoder::kBits> / kPerWord;
+    if (word == 0) reader.next(words);
+    if (block >= 0) decoder.begin_block(block);
+    const auto store = [&](int64_t i, auto is_whole) MAXMOE_INLINE_LAMBDA {
+      reader.prefetch(word + i);
+      const auto values = decoder.decode(words[word + i]);
+#pragma GCC unroll 4
+      for (int step = 0; step < kSteps; ++step) {
+        __m512i pairs = values(step);
+        const int64_t left = depth.end - d - i * kPerWord - 2 * step;
+        if constexpr (!is_whole) {
+          if (left <= 0) break;
+          // The last step of an odd depth has one element.
+          if (left == 1) pairs = _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff));
         }
-        target += kChunk / 2 * kNR<float>;
-      });
+        _mm512_storeu_si512(target, pairs);
+        target += kNR<float>;
+      }
+    };
+    constexpr int64_t kWords = kMinColumnsPerScale / kPerWord;
+    if (depth.end - d >= kMinColumnsPerScale) {
+#pragma GCC unroll 8
+      for (int64_t i = 0; i < kWords; ++i) store(i, std::true_type());
+    } else {
+      for (int64_t i = 0; i * kPerWord < depth.end - d; ++i) store(i, std::false_type());
     }
   });
 }
 
-// Whether micro-kernels can pack a block of B: its codes run across the inner dimension and fit a class of
-// row_pairs.h.
-MAXMOE_INLINE bool packs_pairs(const GemmOperand<BFloat16>& b, Range depth, Range columns) {
-  const QuantizedMatrix& m = b.quantized;
-  return !b.is_transposed && with_row_pairs(m, depth, [](const auto& /*pairs*/) {}) &&
-         have_ordinary_scales(m, depth, columns);
+// pack_panel_along_depth with AVX512-BF16; false if the codes fit no decoder.
+MAXMOE_INLINE bool pack_pairs_along_depth(const QuantizedMatrix& m, Range columns, Range depth, BFloat16Pair* panel) {
+  const CodeColumns first = code_columns(m, columns, depth, 0);
+  const CodeColumns second = code_columns(m, columns, depth, 1);
+  const auto try_decoder = [&]<class Decoder>(const auto& fits) {
+    if (!fits(first) || !fits(second)) return false;
+    pack_column_pairs<Decoder>(first, panel);
+    pack_column_pairs<Decoder>(second, panel + kLanes<float>);
+    return true;
+  };
+  const auto try_each = [&]<class... Decoder> {
+    return (try_decoder.template operator()<Decoder>(Decoder::fits) || ...);
+  };
+  const auto has_common_scales = [&](const CodeColumns& c) { return ScaledE4M3Table::fits(c, first); };
+  return try_each
+             .template operator()<ScaledE2M1, ColumnTables, ScaledIntegers, ScaledTable<false>, ScaledTable<true>>() ||
+         try_decoder.template operator()<ScaledE4M3Table>(has_common_scales) ||
+         try_each.template operator()<ScaledE4M3, ScaledInt8>();
 }
 
-// Packs whole panels of a block for which packs_pairs is true.
+// Whether codes of B run across the inner dimension and fit a class of row_pairs.h: micro-kernels can pack it then.
+MAXMOE_INLINE bool packs_pairs(const GemmOperand<BFloat16>& b) {
+  return !b.is_transposed && b.quantized.has_ordinary_scales && with_row_pairs(b.quantized, []<class Pairs> {});
+}
+
+// Packs whole panels of a B for which packs_pairs is true.
 MAXMOE_INLINE void pack_pairs_row_major(const QuantizedMatrix& m, Range depth, Range columns, BFloat16Pair* panels) {
-  with_row_pairs(m, depth, [&](auto& pairs) {
+  with_row_pairs(m, [&]<class Pairs> {
     for (int64_t column = columns.begin; column < columns.end; column += kNR<float>) {
+      Pairs pairs(m, depth, column);
       for (int64_t d = depth.begin; d < depth.end; d += 2, panels += kNR<float>) {
-        const PairsX2 step = pairs.decode(d, depth.end, column);
+        const PairsX2 step = pairs.decode();
         _mm512_storeu_si512(panels, step.first);
         _mm512_storeu_si512(panels + kLanes<float>, step.second);
       }
@@ -119,9 +97,10 @@ template <class Out>
 void micro_kernel_packing_codes(const MicroTile<Out, BFloat16Pair>& tile, const QuantizedMatrix& m, Range depth,
                                 int64_t column, BFloat16Pair* panel) {
   count_packed(depth.size() * kNR<float>);
-  with_row_pairs(m, depth, [&](auto& pairs) {
-    multiply_micro_tile<kMR>(tile, [&](int64_t k) -> StepX2<BFloat16Pair> {
-      const PairsX2 step = pairs.decode(depth.begin + 2 * k, depth.end, column);
+  with_row_pairs(m, [&]<class Pairs> {
+    Pairs pairs(m, depth, column);
+    multiply_micro_tile<kMR>(tile, [&](int64_t k) MAXMOE_INLINE_LAMBDA -> StepX2<BFloat16Pair> {
+      const PairsX2 step = pairs.decode();
       _mm512_storeu_si512(panel + k * kNR<float>, step.first);
       _mm512_storeu_si512(panel + k * kNR<float> + kLanes<float>, step.second);
       return {std::bit_cast<Vector<BFloat16Pair>>(step.first), std::bit_cast<Vector<BFloat16Pair>>(step.second)};

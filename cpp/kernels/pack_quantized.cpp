@@ -208,7 +208,7 @@ void pack_quantized_b(const GemmOperand<T>& b, Range depth, Range columns, Eleme
     } else {
 #if defined(MAXMOE_DECODES_PAIRS)
       if constexpr (std::is_same_v<Element, BFloat16Pair>) {
-        if (columns.size() % kWidth == 0 && packs_pairs(b, depth, columns)) {
+        if (columns.size() % kWidth == 0 && packs_pairs(b)) {
           return pack_pairs_row_major(m, depth, columns, panels);
         }
       }

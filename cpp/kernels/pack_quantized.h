@@ -11,13 +11,24 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 template <class Element, class T>
 void pack_quantized_b(const GemmOperand<T>& b, Range depth, Range columns, Element* panels);
 
+// `b`, whose scales are read if that decides how its codes are packed.
+template <class Element, class T>
+GemmOperand<T> with_scales_read(GemmOperand<T> b) {
+#if defined(MAXMOE_DECODES_PAIRS)
+  if constexpr (std::is_same_v<Element, BFloat16Pair>) {
+    if (b.is_quantized() && !b.is_transposed) b.quantized.has_ordinary_scales = have_ordinary_scales(b.quantized);
+  }
+#endif
+  return b;
+}
+
 // Whether the first row of micro-tiles packs a block of B: a row-major one, a transposed one without an index with
 // AVX-512, and of the quantized ones those of packs_pairs.
 template <class Element, class T>
-bool micro_kernel_packs(const GemmOperand<T>& b, [[maybe_unused]] Range depth, [[maybe_unused]] Range columns) {
+bool micro_kernel_packs(const GemmOperand<T>& b) {
   if (!b.is_quantized()) return !b.is_transposed || (kTransposesMeanwhile && b.index == nullptr);
 #if defined(MAXMOE_DECODES_PAIRS)
-  if constexpr (std::is_same_v<Element, BFloat16Pair>) return packs_pairs(b, depth, columns);
+  if constexpr (std::is_same_v<Element, BFloat16Pair>) return packs_pairs(b);
 #endif
   return false;
 }

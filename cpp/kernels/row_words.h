@@ -4,8 +4,8 @@
 
 #include "transpose.h"
 
-// Whether codes are decoded to pairs of bfloat16 with AVX512-BF16 and AVX512-VBMI: column_pairs.h and row_pairs.h. They
-// are several times as fast as vectors of float.
+// Whether codes are decoded to pairs of bfloat16 with AVX512-BF16 and AVX512-VBMI (pack_pairs.h, multiply_lines.h),
+// which is several times as fast as vectors of float.
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 #define MAXMOE_DECODES_PAIRS 1
 
@@ -14,11 +14,6 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 // 16 bytes of each of 16 rows, transposed: lane i of words[w] is word w of row i.
 struct RowWords {
   __m512i words[4];
-};
-
-// The same in words of 64 bits: quads[q][h] has word q of rows 8 h to 8 h + 7.
-struct RowQuads {
-  __m512i quads[2][2];
 };
 
 // 16 rows of bytes, which are read from `offset` on up to `end`. Bytes past the end are zeros.
@@ -54,18 +49,6 @@ MAXMOE_INLINE RowWords load_row_words(const ByteRows& source, int64_t offset) {
   transpose_within_blocks<uint32_t>(words);
   RowWords result;
   std::memcpy(&result, words, sizeof(words));
-  return result;
-}
-
-MAXMOE_INLINE RowQuads load_row_quads(const ByteRows& source, int64_t offset) {
-  RowQuads result;
-#pragma GCC unroll 2
-  for (int h = 0; h < 2; ++h) {
-    const __m512i even = load_four_rows(source, offset, 8 * h, 8 * h + 2, 8 * h + 4, 8 * h + 6);
-    const __m512i odd = load_four_rows(source, offset, 8 * h + 1, 8 * h + 3, 8 * h + 5, 8 * h + 7);
-    result.quads[0][h] = _mm512_unpacklo_epi64(even, odd);
-    result.quads[1][h] = _mm512_unpackhi_epi64(even, odd);
-  }
   return result;
 }
 

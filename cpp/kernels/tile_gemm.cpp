@@ -153,7 +153,7 @@ void multiply_column_block(PackedA<T>& a, const GemmOperand<T>& b, Range depth, 
   for (int64_t pc = depth.begin; pc < depth.end || pc == 0; pc += PackedA<T>::kKC) {
     const Range part = range_from(pc, PackedA<T>::kKC, depth.end);
     // Only the micro-kernel of MR rows packs B.
-    const bool packs_b = block.c.rows >= kMR && micro_kernel_packs<Element>(b, part, block.columns);
+    const bool packs_b = block.c.rows >= kMR && micro_kernel_packs<Element>(b);
     const Block<T, Element> of_part{a.block(part),
                                     b,
                                     part,
@@ -256,6 +256,7 @@ void multiply_rows(const TileGemm<T>& p, int64_t begin, int64_t end) {
   int64_t stored_group = 0;
   for (int64_t i = 0; i < p.count; ++i) {
     Product<T> product = p.products[i];
+    product.b = with_scales_read<ElementOf<T>>(product.b);
     product.c = product.c.row_range(begin, end);
     product.reduced = product.reduced.row_range(begin, end);
     product.is_nontemporal = product.is_nontemporal && begins_on_cache_lines(product.c);

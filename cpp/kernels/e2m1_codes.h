@@ -1,13 +1,14 @@
-// E2M1 for few rows of A: weights are multiplied without their scales, and the sums are scaled instead. Only for the
-// .cpp files that are compiled per instruction set.
+// E2M1 along the inner dimension. Only for the .cpp files that are compiled per instruction set.
 //
-// A scale of E8M0 is a power of two. While a block of the inner dimension is multiplied, the sums of its columns are
-// divided by its scale. Powers of two change no bit but the exponent, and every rounding is the same, as long as no
-// number is too large or too small for float, with its scale or without: the exponents tell (UnscaledE2M1::fits).
+// A scale of E8M0 is a power of two, so that scaling changes no bit but the exponent.
+//
+// For few rows of A weights are multiplied without their scales, and the sums are scaled instead: while a block of the
+// inner dimension is multiplied, the sums of its columns are divided by its scale. Every rounding is the same, as long
+// as no number is too large or too small for float, with its scale or without: the exponents tell (UnscaledE2M1::fits).
 #pragma once
 
+#include "byte_tables.h"
 #include "code_lines.h"
-#include "decode_tables.h"
 #include "exponents.h"
 
 #if defined(MAXMOE_DECODES_PAIRS)
@@ -34,6 +35,52 @@ MAXMOE_INLINE Exponents exponents_of_scales(const CodeColumns& c) {
           largest_half(_mm512_max_epu16(_mm512_and_si512(max, low), _mm512_srli_epi16(max, 8)))};
 }
 
+// The codes of a word, step by step, in the lower bits of 16. Codes of two steps are brought into place at once: vpsrlw
+// leaves the units of vdpbf16ps free, which vpmultishiftqb would share.
+MAXMOE_INLINE WordPairs<4> e2m1_codes(__m512i words) {
+  const __m512i first = _mm512_multishift_epi64_epi8(multishift_control(0, 8, 4, 12, 32, 40, 36, 44), words);
+  const __m512i second = _mm512_multishift_epi64_epi8(multishift_control(16, 24, 20, 28, 48, 56, 52, 60), words);
+  return {{first, _mm512_srli_epi16(first, 8), second, _mm512_srli_epi16(second, 8)}};
+}
+
+// Weights with their scales: exponents are lowered. A -0 counts as +0, which changes no sum but one that is itself -0.
+class ScaledE2M1 {
+ public:
+  static constexpr int kBits = 4;
+
+  // 0.5 times a scale must not be subnormal, and no exponent is raised above kLargest.
+  static bool fits(const CodeColumns& c) {
+    if (c.m.codes != Codes::e2m1) return false;
+    const Exponents of_scales = exponents_of_scales(c);
+    return of_scales.min >= 2 && of_scales.max <= kLargest;
+  }
+
+  explicit ScaledE2M1(const CodeColumns& c) : scales_(scales_of(c)) {}
+
+  // Reads the scales of block `index` of the range.
+  MAXMOE_INLINE void begin_block(int64_t index) {
+    // The byte of the scale as both halves of its lane.
+    const __m512i exponents = scales_.both_halves(index);
+    lowered_ = _mm512_slli_epi16(_mm512_sub_epi16(_mm512_set1_epi16(kLargest), exponents), 7);
+  }
+
+  // The pairs of a word.
+  MAXMOE_INLINE WordPairs<kBits> decode(__m512i words) const {
+    WordPairs<kBits> pairs = e2m1_codes(words);
+    for (__m512i& step : pairs.step) step = _mm512_subs_epu16(Table::look_up(step), lowered_);  // zeros stay zeros
+    return pairs;
+  }
+
+  // The largest exponent of a scale, as E8M0 has it.
+  static constexpr int16_t kLargest = 227;
+  using Table = E2M1Table<kLargest - 127>;
+
+ private:
+  ScaleReader scales_;
+  __m512i lowered_{};
+};
+
+// Weights without their scales.
 class UnscaledE2M1 {
  public:
   static constexpr int kBits = 4;
@@ -76,15 +123,11 @@ class UnscaledE2M1 {
   // The factor after the last block.
   MAXMOE_INLINE __m512 end() { return factor_to(_mm512_set1_epi32(127)); }
 
-  // The pairs of a word. The lookup reads the lower 5 bits of 16, and the table is
-  // there twice. The codes of two steps are brought into place at once; vpsrlw leaves the units of vdpbf16ps free,
-  // which vpmultishiftqb would share.
+  // The pairs of a word.
   MAXMOE_INLINE WordPairs<kBits> decode(__m512i words) const {
-    const __m512i first = _mm512_multishift_epi64_epi8(multishift_control(0, 8, 4, 12, 32, 40, 36, 44), words);
-    const __m512i second = _mm512_multishift_epi64_epi8(multishift_control(16, 24, 20, 28, 48, 56, 52, 60), words);
-    const auto look_up = [](__m512i index) { return _mm512_permutexvar_epi16(index, table()); };
-    return {
-        {look_up(first), look_up(_mm512_srli_epi16(first, 8)), look_up(second), look_up(_mm512_srli_epi16(second, 8))}};
+    WordPairs<kBits> pairs = e2m1_codes(words);
+    for (__m512i& step : pairs.step) step = E2M1Table<0>::look_up(step);
+    return pairs;
   }
 
  private:
@@ -92,23 +135,6 @@ class UnscaledE2M1 {
     const __m512i raised = _mm512_sub_epi32(_mm512_add_epi32(exponents_, _mm512_set1_epi32(127)), exponents);
     exponents_ = exponents;
     return _mm512_castsi512_ps(_mm512_slli_epi32(raised, 23));
-  }
-
-  // The values of E2M1 as bfloat16, which holds them exactly, twice.
-  struct alignas(64) Values {
-    uint16_t halves[32];
-  };
-  static constexpr Values values() {
-    Values result{};
-    for (size_t i = 0; i < 32; ++i) {
-      result.halves[i] = static_cast<uint16_t>(std::bit_cast<uint32_t>(kE2M1.values[i % 16]) >> 16);
-    }
-    return result;
-  }
-
-  static MAXMOE_INLINE __m512i table() {
-    static constexpr Values kValues = values();
-    return _mm512_load_si512(kValues.halves);
   }
 
   ByteRows scales_;
