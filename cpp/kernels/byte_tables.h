@@ -60,22 +60,6 @@ struct ValueTable {
   MAXMOE_INLINE __m512i high_of(__m512i codes) const { return _mm512_permutex2var_epi8(high[0], codes, high[1]); }
 };
 
-// The magnitudes of E4M3.
-struct E4M3Magnitudes {
-  alignas(64) float values[128];
-};
-
-constexpr E4M3Magnitudes e4m3_magnitudes() {
-  E4M3Magnitudes result{};
-  for (int code = 0; code < 127; ++code) {
-    float value = static_cast<float>(code < 8 ? code : 8 + code % 8) * 0x1p-9F;
-    for (int exponent = 1; exponent < code / 8; ++exponent) value *= 2.0F;
-    result.values[code] = value;
-  }
-  result.values[127] = __builtin_nanf("");
-  return result;
-}
-
 // first * of_first, then second * of_second, rounded to bfloat16.
 MAXMOE_INLINE __m512i rounded_products(__m512 first, __m512 of_first, __m512 second, __m512 of_second) {
   return std::bit_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_mul_ps(second, of_second), _mm512_mul_ps(first, of_first)));
@@ -91,8 +75,7 @@ MAXMOE_INLINE __m512i rounded_products(const float* values, float scale) {
 class E4M3Table {
  public:
   explicit E4M3Table(float scale) {
-    static constexpr E4M3Magnitudes kMagnitudes = e4m3_magnitudes();
-    const float* values = kMagnitudes.values;
+    const float* values = kE4M3.values;
     table_ = ValueTable::of({rounded_products(values, scale), rounded_products(values + 32, scale),
                              rounded_products(values + 64, scale), rounded_products(values + 96, scale)});
   }

@@ -2,7 +2,7 @@
 // are compiled per instruction set.
 #pragma once
 
-#include "decode.h"
+#include "decode_tables.h"
 #include "pack.h"
 #include "row_words.h"
 

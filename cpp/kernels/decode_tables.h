@@ -1,4 +1,4 @@
-// The values of 4-bit codes.
+// The values of codes.
 #pragma once
 
 #include <array>
@@ -29,5 +29,23 @@ MAXMOE_INLINE const CodeTable& table_of(Codes codes, bool has_zeros) {
   if (codes == Codes::nf4) return kNF4;
   return has_zeros ? kUnsigned4 : kSigned4;
 }
+
+// The magnitudes of E4M3.
+struct E4M3Magnitudes {
+  alignas(64) float values[128];
+};
+
+constexpr E4M3Magnitudes e4m3_magnitudes() {
+  E4M3Magnitudes result{};
+  for (int code = 0; code < 127; ++code) {
+    float value = static_cast<float>(code < 8 ? code : 8 + code % 8) * 0x1p-9F;
+    for (int exponent = 1; exponent < code / 8; ++exponent) value *= 2.0F;
+    result.values[code] = value;
+  }
+  result.values[127] = __builtin_nanf("");
+  return result;
+}
+
+constexpr E4M3Magnitudes kE4M3 = e4m3_magnitudes();
 
 }  // namespace maxmoe

@@ -85,7 +85,8 @@ constexpr int kPackedAScratch = 6;
 constexpr int kPackedBScratch = 7;
 constexpr int kSumsScratch = 8;           // partial sums of C in the accumulator's type
 constexpr int kPackedReducedScratch = 9;  // of the low-rank term
-constexpr int kScratchSlots = 10;
+constexpr int kDecodedScratch = 10;       // a block of a quantized B
+constexpr int kScratchSlots = 11;
 
 // Uninitialized memory of the calling thread, 64-byte aligned. The memory is kept for later calls, which avoids the
 // page faults of newly mapped memory. A later call with the same slot invalidates the pointer.

@@ -1,100 +1,82 @@
 // The product of few rows of A with a quantized B: few_rows.h.
 //
 // With AVX512-BF16 codes that run along the inner dimension are multiplied as they are decoded (few_rows_of_codes.h).
-// Otherwise B is decoded into micro-panels so short that they stay in the first-level cache.
+// Otherwise blocks of B are decoded, which stay in the first-level cache, and multiplied there like any B.
 #include "few_quantized_rows.h"
 
 #include "blocking.h"
-#include "few_rows_of_codes.h"
+#include "decode_rows.h"
+#include "few_row_major_rows.h"
+#include "few_transposed_rows.h"
 #include "pack_quantized.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
+namespace {
 
-// Computes sums[kRows, kVectorsX2 * NR] = a * b, or += if `accumulate`, for steps [first_step, first_step + num_steps)
-// of a and as many steps of kVectorsX2 micro-panels, one after the other.
-template <class T, class Element, int kRows, int kVectorsX2>
-MAXMOE_INLINE void multiply_few_rows_panels(FewRows<Element, kRows> a, int64_t first_step, int64_t num_steps,
-                                            const Element* panels, Accumulator<T>* sums, int64_t sums_stride,
-                                            bool accumulate) {
-  using S = Accumulator<T>;
-  constexpr int kVectors = 2 * kVectorsX2;
-  Vector<S> sum[kRows][kVectors];
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) {
-      sum[r][v] = accumulate ? load_vector(sums + r * sums_stride + v * kLanes<S>) : Vector<S>{};
+// Bytes of a decoded block.
+constexpr int64_t kDecodedBytes = 16 * 1024;
+
+// Rows of codes in a block. If they are columns of B, as many as the kernel multiplies at a time.
+template <class T>
+int64_t rows_of_block(const GemmOperand<T>& b) {
+  constexpr int64_t kColumns = 256;
+  return b.is_transposed ? 2 * kNR<Accumulator<T>> : kDecodedBytes / int64_t{sizeof(T)} / kColumns;
+}
+
+// Computes sums = a * b, or += if `accumulate`, for columns of b, block by block.
+template <class T, class Element>
+void multiply_decoded(const RowGroups<Element>& a, const GemmOperand<T>& b, Range columns,
+                      MatrixView<Accumulator<T>> sums, bool accumulate) {
+  const int64_t rows = rows_of_block(b);
+  const int64_t in_row = kDecodedBytes / int64_t{sizeof(T)} / rows;
+  const int64_t block_depth = b.is_transposed ? in_row : rows;
+  const int64_t block_columns = b.is_transposed ? rows : in_row;
+  for (int64_t column = columns.begin; column < columns.end; column += block_columns) {
+    const Range of_block = range_from(column, block_columns, columns.end);
+    const MatrixView<Accumulator<T>> of_columns = sums.column_range(of_block.begin, of_block.end);
+    for (int64_t d = 0; d < b.rows(); d += block_depth) {
+      const Range depth = range_from(d, block_depth, b.rows());
+      const int64_t ahead = depth.end < b.rows() ? b.quantized.bytes_of(block_depth)
+                                                 : b.quantized.row_bytes * rows - b.quantized.bytes_of(d);
+      const GemmOperand<T> decoded =
+          decoded_block(b, depth, of_block, b.is_transposed ? ahead : b.quantized.row_bytes * rows);
+      RowGroups<Element> steps = a;
+      steps.first_step = d / kDepthPerStep<Element>;
+      const bool continues = accumulate || d > 0;
+      if (b.is_transposed) {
+        multiply_few_rows_transposed<T, Element>(steps, decoded.memory, of_columns, continues, {});
+      } else {
+        multiply_few_rows_row_major<T, Element>(steps, decoded.memory, of_columns, continues, {});
+      }
     }
-  }
-  for (int64_t k = 0; k < num_steps; ++k) {
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) {
-      const Element* panel = panels + v / 2 * num_steps * kNR<S>;
-      const Vector<Element> step = load_vector(panel + k * kNR<S> + v % 2 * kLanes<Element>);
-#pragma GCC unroll 12
-      for (int r = 0; r < kRows; ++r) sum[r][v] = multiply_add(sum[r][v], a(r, first_step + k), step);
-    }
-  }
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) store_vector<S>(sums + r * sums_stride + v * kLanes<S>, sum[r][v]);
   }
 }
 
-// Number of steps of the inner dimension that are decoded at a time: with 4 panels of 32 columns, 16 KiB.
-constexpr int64_t kFewRowsSteps = 32;
+}  // namespace
 
-// The product with a quantized b. Panels of columns are the outer loop, so that the sums of a panel stay in the
-// first-level cache.
-template <class T, class Element, int kRows>
-void multiply_rows_quantized(FewRows<Element, kRows> a, const GemmOperand<T>& b,
-                             [[maybe_unused]] const GemmOperand<T>& next_b, MatrixView<Accumulator<T>> sums,
-                             bool accumulate) {
-  constexpr int kWideX2 = few_rows_vectors_x2(kRows);
-  constexpr int64_t kWidth = kNR<Accumulator<T>>;
-  constexpr int64_t kDepth = kFewRowsSteps * kDepthPerStep<Element>;
-  alignas(64) Element panels[kWideX2 * kWidth * kFewRowsSteps];
-  const auto multiply_columns = [&]<int kVectorsX2>(int64_t column, Range of_b) {
-    for (int64_t d = of_b.begin; d < of_b.end; d += kDepth) {
-      const Range depth = range_from(d, kDepth, of_b.end);
-      pack_quantized_b<Element>(b, depth, {column, column + kVectorsX2 * kWidth}, static_cast<Element*>(panels));
-      multiply_few_rows_panels<T, Element, kRows, kVectorsX2>(a, d / kDepthPerStep<Element>,
-                                                              steps_of_depth<Element>(depth.size()), panels,
-                                                              sums.data + column, sums.row_stride, accumulate || d > 0);
-    }
-  };
-  int64_t column = 0;
+template <class T, class Element>
+void multiply_few_rows_quantized(const RowGroups<Element>& a, const GemmOperand<T>& b,
+                                 [[maybe_unused]] const GemmOperand<T>& next_b, MatrixView<Accumulator<T>> sums,
+                                 bool accumulate) {
 #if defined(MAXMOE_DECODES_PAIRS)
   if constexpr (std::is_same_v<Element, BFloat16Pair>) {
-    const int64_t count = b.quantized.codes == Codes::e2m1 ? steps_of_depth<Element>(b.rows()) * kRows : 0;
-    const FewRowsOfCodes p{a.data, kRows,     exponents_of_pairs(a.data, count), b.quantized, next_b.quantized,
-                           sums,   accumulate};
-    const auto multiply =
-        bits_per_code(b.quantized.codes) == 4 ? multiply_few_rows_of_4_bits : multiply_few_rows_of_8_bits;
-    while (b.is_transposed && column < sums.columns) {
-      const int64_t num_columns = multiply(p, column);
-      if (num_columns == 0) multiply_columns.template operator()<1>(column, {0, b.rows()});
-      column += num_columns == 0 ? kWidth : num_columns;
+    if (b.is_transposed) {
+      const int64_t count = b.quantized.codes == Codes::e2m1 ? steps_of_depth<Element>(b.rows()) * a.num_rows : 0;
+      const FewRowsOfCodes p{a.data, a.num_rows, exponents_of_pairs(a.data, count), b.quantized, next_b.quantized,
+                             sums,   accumulate};
+      const auto multiply =
+          bits_per_code(b.quantized.codes) == 4 ? multiply_few_rows_of_4_bits : multiply_few_rows_of_8_bits;
+      for (int64_t column = 0; column < sums.columns;) {
+        const int64_t num_columns = multiply(p, column);
+        const Range panel = range_from(column, kNR<float>, sums.columns);
+        if (num_columns == 0) multiply_decoded(a, b, panel, sums, accumulate);
+        column = num_columns == 0 ? panel.end : column + num_columns;
+      }
+      return;
     }
   }
 #endif
-  const Range all{0, b.rows()};
-  for (; column + kWideX2 * kWidth <= sums.columns; column += kWideX2 * kWidth) {
-    multiply_columns.template operator()<kWideX2>(column, all);
-  }
-  for (; column < sums.columns; column += kWidth) multiply_columns.template operator()<1>(column, all);
-}
-
-template <class T, class Element>
-void multiply_few_rows_quantized(const RowGroups<Element>& a, const GemmOperand<T>& b, const GemmOperand<T>& next_b,
-                                 MatrixView<Accumulator<T>> sums, bool accumulate) {
-  with_number_of_rows(
-      a.num_rows,
-      [&]<int kRows> {
-        multiply_rows_quantized<T, Element, kRows>(FewRows<Element, kRows>{a.data}, b, next_b, sums, accumulate);
-      },
-      std::make_integer_sequence<int, kMaxFewQuantizedRows<Element>>());
+  multiply_decoded(a, b, {0, sums.columns}, sums, accumulate);
 }
 
 #define MAXMOE_INSTANTIATE_FOR(T)                                                                  \

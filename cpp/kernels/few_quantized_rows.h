@@ -10,7 +10,7 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
 // Maximum number of rows of A for a quantized B: pairs of more rows are multiplied faster with packed blocks of B.
 template <class Element>
-constexpr int kMaxFewQuantizedRows = kMaxFewRows;
+constexpr int kMaxFewQuantizedRows = kMaxRowsInPlace;
 #if defined(MAXMOE_DECODES_PAIRS)
 template <>
 inline constexpr int kMaxFewQuantizedRows<BFloat16Pair> = kMaxRowsOfCodes;

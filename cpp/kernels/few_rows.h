@@ -96,7 +96,7 @@ void store_few_rows(const GemmOperand<T>& a, Range rows, Element* steps) {
 // The largest number of rows of a group, if `num_rows` rows multiply b.
 template <class Element, class T>
 int64_t max_group_of(const GemmOperand<T>& b, int64_t num_rows) {
-  return b.is_transposed && !b.is_quantized() ? max_transposed_group<T, Element>(num_rows) : kMaxFewRows;
+  return b.is_transposed ? max_transposed_group<T, Element>(num_rows) : kMaxFewRows;
 }
 
 // Computes sums = a * b, or += if `accumulate`, for 1 to kMaxRowsInPlace rows. Of `p`, b and next_b are read. The call

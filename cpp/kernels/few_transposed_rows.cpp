@@ -242,7 +242,7 @@ void multiply_few_rows_transposed(const RowGroups<Element>& a, ConstMatrixView<T
                                   MatrixView<Accumulator<T>> sums, bool accumulate, ConstMatrixView<T> next_memory) {
   if (a.count() == 1) {
     return with_number_of_rows(a.num_rows, [&]<int kRows> {
-      multiply_few_rows_group(FewRows<Element, kRows>{a.data}, memory, sums, accumulate, next_memory);
+      multiply_few_rows_group(FewRows<Element, kRows>{a[0].steps}, memory, sums, accumulate, next_memory);
     });
   }
   int64_t first = 0;

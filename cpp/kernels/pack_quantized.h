@@ -7,9 +7,18 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// pack_b for a quantized b. `columns` begins at a multiple of kDecodedColumns or of the width of a panel.
+// pack_b for a quantized b. `columns` begins at a multiple of kMinColumnsPerScale or of the width of a panel.
 template <class Element, class T>
 void pack_quantized_b(const GemmOperand<T>& b, Range depth, Range columns, Element* panels);
+
+// Whether codes are decoded while they are packed. Where they are not, tile_gemm decodes blocks before.
+#if defined(MAXMOE_DECODES_PAIRS)
+template <class Element>
+constexpr bool kDecodesPairs = std::is_same_v<Element, BFloat16Pair>;
+#else
+template <class Element>
+constexpr bool kDecodesPairs = false;
+#endif
 
 // `b`, whose scales are read if that decides how its codes are packed.
 template <class Element, class T>

@@ -26,6 +26,11 @@ constexpr int bits_per_code(Codes codes) {
   return codes == Codes::int8 || codes == Codes::e4m3 ? 8 : 4;
 }
 
+// Whether the first of two 4-bit codes is in the high half of their byte.
+constexpr bool is_high_first(Codes codes) {
+  return codes == Codes::nf4;
+}
+
 // The types of scales. E8M0 is the exponent of a power of two, 2^(byte - 127).
 enum class ScaleType { e8m0, float32, bfloat16, float16 };
 

@@ -47,15 +47,16 @@ template <class Element>
 struct RowGroups {
   Element* data;
   int64_t num_rows;
-  int64_t row_size;   // elements of each row in `data`
-  int64_t max_group;  // rows
+  int64_t row_size;        // elements of each row in `data`
+  int64_t max_group;       // rows
+  int64_t first_step = 0;  // of those that are multiplied
 
   MAXMOE_INLINE int64_t count() const { return (num_rows + max_group - 1) / max_group; }
   // Groups have about the same size.
   MAXMOE_INLINE Range rows(int64_t index) const {
     return {num_rows * index / count(), num_rows * (index + 1) / count()};
   }
-  MAXMOE_INLINE Element* steps(Range group) const { return data + group.begin * row_size; }
+  MAXMOE_INLINE Element* steps(Range group) const { return data + group.begin * row_size + first_step * group.size(); }
   MAXMOE_INLINE RowGroup<Element> operator[](int64_t index) const {
     return {steps(rows(index)), rows(index), index, count()};
   }

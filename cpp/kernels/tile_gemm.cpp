@@ -36,7 +36,10 @@
 // terms are added in the order of the inner dimension.
 #include "tile_gemm.h"
 
+#include <utility>
+
 #include "blocking.h"
+#include "decode_rows.h"
 #include "few_rows.h"
 #include "micro_kernel.h"
 #include "pack.h"
@@ -131,6 +134,15 @@ void load_sums(ConstMatrixView<T> c, int64_t sums_rows, Accumulator<T>* sums) {
   }
 }
 
+// What a block of B is packed from: b, or the numbers of its codes where packing does not decode them. Those are an
+// operand of their own, in which the block begins at 0.
+template <class Element, class T>
+GemmOperand<T> operand_of_block(const GemmOperand<T>& b, BlockOfB& block) {
+  if (!b.is_quantized() || kDecodesPairs<Element>) return b;
+  const BlockOfB of_b = std::exchange(block, {{0, block.depth.size()}, {0, block.columns.size()}});
+  return decoded_block(b, of_b.depth, of_b.columns);
+}
+
 // A block of columns of C and its partial sums.
 template <class T>
 struct ColumnBlock {
@@ -152,25 +164,22 @@ void multiply_column_block(PackedA<T>& a, const GemmOperand<T>& b, Range depth, 
   Element* const panels_of_b = scratch<Element>(kPackedBScratch, block_columns<S>() * kKCSteps);
   for (int64_t pc = depth.begin; pc < depth.end || pc == 0; pc += PackedA<T>::kKC) {
     const Range part = range_from(pc, PackedA<T>::kKC, depth.end);
+    BlockOfB of_b{part, block.columns};
+    const GemmOperand<T> source = operand_of_block<Element>(b, of_b);
     // Only the micro-kernel of MR rows packs B.
-    const bool packs_b = block.c.rows >= kMR && micro_kernel_packs<Element>(b);
-    const Block<T, Element> of_part{a.block(part),
-                                    b,
-                                    part,
-                                    block.columns,
-                                    panels_of_b,
-                                    packs_b,
-                                    block.sums,
-                                    block.sums_rows,
-                                    has_sums || pc > depth.begin,
+    const bool packs_b = block.c.rows >= kMR && micro_kernel_packs<Element>(source);
+    const Block<T, Element> of_part{a.block(part),       source,          of_b.depth,
+                                    of_b.columns,        panels_of_b,     packs_b,
+                                    block.sums,          block.sums_rows, has_sums || pc > depth.begin,
                                     block.is_nontemporal};
     // The columns that micro-kernels pack. All others are packed here: those of a B that they do not pack, and a panel
     // with fewer than NR.
-    const int64_t packed = packs_b ? block.columns.size() / kNR<S> * kNR<S> : 0;
-    if (packed < block.columns.size()) {
-      const Range rest{block.columns.begin + packed, block.columns.end};
+    const int64_t packed = packs_b ? of_b.columns.size() / kNR<S> * kNR<S> : 0;
+    if (packed < of_b.columns.size()) {
+      const Range rest{of_b.columns.begin + packed, of_b.columns.end};
       Element* const panels = panels_of_b + packed * of_part.num_steps();
-      b.is_quantized() ? pack_quantized_b(b, part, rest, panels) : pack_b(b, part, rest, panels);
+      source.is_quantized() ? pack_quantized_b(source, of_b.depth, rest, panels)
+                            : pack_b(source, of_b.depth, rest, panels);
     }
     multiply_block(of_part, block.c, part.end == b.rows() && !is_continued, next_block(part));
   }

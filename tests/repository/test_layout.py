@@ -122,6 +122,7 @@ TESTED_BY = {
     "few_rows_of_4_bits": "quantized_gemm",
     "few_rows_of_8_bits": "quantized_gemm",
     "pack_quantized": "quantized_gemm",
+    "decode_rows": "dequantize",
 }
 
 

@@ -1,0 +1,31 @@
+// Rows of codes, decoded to the type that a kernel computes in. Only for the .cpp files that are compiled per
+// instruction set.
+#pragma once
+
+#include "executor.h"
+#include "gemm.h"
+#include "row.h"
+
+namespace maxmoe::MAXMOE_ISA_NAMESPACE {
+
+// out = the elements of some rows and columns of m. columns.begin is a multiple of kMinColumnsPerScale. At a distance
+// of `ahead` bytes codes are prefetched.
+template <class T>
+void decode_rows(const QuantizedMatrix& m, Range rows, Range columns, MatrixView<T> out, int64_t ahead);
+
+// A block of a quantized B as an operand of its own, in scratch memory: [depth, columns], in the orientation of b.
+template <class T>
+GemmOperand<T> decoded_block(const GemmOperand<T>& b, Range depth, Range columns, int64_t ahead = 0) {
+  const Range rows = b.is_transposed ? columns : depth;
+  const Range in_row = b.is_transposed ? depth : columns;
+  // Rows are an odd number of cache lines apart, so that they do not share a few sets of the first-level cache.
+  constexpr int64_t kLine = kCacheLineElements<T>;
+  const int64_t stride = ((in_row.size() + kLine - 1) / kLine | 1) * kLine;
+  const MatrixView<T> block{scratch<T>(kDecodedScratch, rows.size() * stride), rows.size(), in_row.size(), stride};
+  decode_rows(b.quantized, rows, in_row, block, ahead);
+  GemmOperand<T> operand(block.as_const());
+  operand.is_transposed = b.is_transposed;
+  return operand;
+}
+
+}  // namespace maxmoe::MAXMOE_ISA_NAMESPACE
