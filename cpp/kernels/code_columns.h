@@ -105,10 +105,7 @@ MAXMOE_INLINE __m512 scales_from_bits(ScaleType type, __m512i bits) {
   }
 }
 
-// Whether lookup(code) * scale is neither subnormal nor infinite: values of a format are between 2^-9 and 2^9.
-constexpr float kSmallestScale = 0x1p-100F;
-constexpr float kLargestScale = 0x1p100F;
-
+// Which scales are below kSmallestScale, but not zero, or above kLargestScale.
 MAXMOE_INLINE __mmask16 are_not_ordinary(__m512 scales) {
   const __m512 magnitudes = _mm512_abs_ps(scales);
   const __mmask16 is_small = _mm512_cmp_ps_mask(magnitudes, _mm512_set1_ps(kSmallestScale), _CMP_LT_OQ);

@@ -30,6 +30,10 @@ MAXMOE_INLINE const CodeTable& table_of(Codes codes, bool has_zeros) {
   return has_zeros ? kUnsigned4 : kSigned4;
 }
 
+// With scales between these no value of a code becomes subnormal or infinite: values are between 2^-9 and 2^9.
+constexpr float kSmallestScale = 0x1p-100F;
+constexpr float kLargestScale = 0x1p100F;
+
 // The magnitudes of E4M3.
 struct E4M3Magnitudes {
   alignas(64) float values[128];
