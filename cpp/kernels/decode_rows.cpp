@@ -62,43 +62,57 @@ MAXMOE_INLINE void for_each_run(const QuantizedMatrix& m, Range rows, Range colu
 
 #if defined(__AVX2__)
 
+// Calls for_each_run with a function that decodes as many codes of a run as fill vectors, and returns their number. The
+// others are decoded one by one.
+template <int kBits, class T, class Decode>
+MAXMOE_INLINE void decode_runs(const QuantizedMatrix& m, Range rows, Range columns, MatrixView<T> out, int64_t ahead,
+                               const Decode& decode) {
+  for_each_run<kBits>(m, rows, columns, out, ahead, [&](const Run& run, T* target) MAXMOE_INLINE_LAMBDA {
+    const int64_t decoded = decode(run, target);
+    if (decoded < run.count) decode_each(m, run, decoded, target);
+  });
+}
+
 template <bool kIsHighFirst, class T>
 void decode_rows_of_4_bits(const QuantizedMatrix& m, Range rows, Range columns, MatrixView<T> out, int64_t ahead) {
   const CodeTable& values = table_of(m.codes, m.zeros != nullptr);
+  if constexpr (std::is_same_v<T, BFloat16> && !kIsHighFirst) {
+    if (m.codes == Codes::e2m1 && m.scale_type == ScaleType::e8m0 && m.zeros == nullptr) {
+      const E2M1Halves halves;
+      return decode_runs<4>(m, rows, columns, out, ahead,
+                            [&](const Run& run, T* target) MAXMOE_INLINE_LAMBDA { return halves.decode(run, target); });
+    }
+  }
   if constexpr (sizeof(T) == 2) {
-    const RunTable<T> table(values.values.data());
-    return for_each_run<4>(m, rows, columns, out, ahead, [&](const Run& run, T* target) MAXMOE_INLINE_LAMBDA {
-      const int64_t decoded = decode_halves<kIsHighFirst>(run, table.halves(run.scale, run.zero), target);
-      if (decoded < run.count) decode_each(m, run, decoded, target);
+    const RunTable<T> of_run(values.values.data());
+    decode_runs<4>(m, rows, columns, out, ahead, [&](const Run& run, T* target) MAXMOE_INLINE_LAMBDA {
+      return decode_halves<kIsHighFirst>(run, HalfTable(of_run.halves(run.scale, run.zero)), target);
     });
   } else {
     const FloatTable<kIsHighFirst> table(values);
-    for_each_run<4>(m, rows, columns, out, ahead, [&](const Run& run, T* target) MAXMOE_INLINE_LAMBDA {
-      const int64_t decoded = decode_floats(run, target, [&](const uint8_t* codes, int64_t i) MAXMOE_INLINE_LAMBDA {
+    decode_runs<4>(m, rows, columns, out, ahead, [&](const Run& run, T* target) MAXMOE_INLINE_LAMBDA {
+      return decode_floats(run, target, [&](const uint8_t* codes, int64_t i) MAXMOE_INLINE_LAMBDA {
         return table.floats(codes + i / 2);
       });
-      if (decoded < run.count) decode_each(m, run, decoded, target);
     });
   }
 }
 
 template <class T>
 void decode_rows_of_8_bits(const QuantizedMatrix& m, Range rows, Range columns, MatrixView<T> out, int64_t ahead) {
-  [[maybe_unused]] const E4M3Halves halves;
-  for_each_run<8>(m, rows, columns, out, ahead, [&](const Run& run, T* target) MAXMOE_INLINE_LAMBDA {
-    int64_t decoded = 0;
-    if (m.codes == Codes::int8) {
-      decoded = decode_floats(
+  if (m.codes == Codes::int8) {
+    return decode_runs<8>(m, rows, columns, out, ahead, [](const Run& run, T* target) MAXMOE_INLINE_LAMBDA {
+      return decode_floats(
           run, target, [](const uint8_t* codes, int64_t i) MAXMOE_INLINE_LAMBDA { return floats_of_int8(codes + i); });
-    } else {
-      if constexpr (std::is_same_v<T, BFloat16>) decoded = halves.decode(run, target);
-      if (decoded == 0) {
-        decoded = decode_floats(run, target, [](const uint8_t* codes, int64_t i) MAXMOE_INLINE_LAMBDA {
-          return floats_of_e4m3(codes + i);
-        });
-      }
-    }
-    if (decoded < run.count) decode_each(m, run, decoded, target);
+    });
+  }
+  [[maybe_unused]] const E4M3Halves halves;
+  decode_runs<8>(m, rows, columns, out, ahead, [&](const Run& run, T* target) MAXMOE_INLINE_LAMBDA {
+    int64_t decoded = 0;
+    if constexpr (std::is_same_v<T, BFloat16>) decoded = halves.decode(run, target);
+    if (decoded > 0) return decoded;
+    return decode_floats(
+        run, target, [](const uint8_t* codes, int64_t i) MAXMOE_INLINE_LAMBDA { return floats_of_e4m3(codes + i); });
   });
 }
 

@@ -71,18 +71,47 @@ class RunTable {
   Vector<float> values_[16 / kLanes<float>];
 };
 
+// The codes of 16 bytes as bytes. Unpacking the lower 8 bytes of both halves gives the first 16 codes.
+template <bool kIsHighFirst>
+MAXMOE_INLINE __m256i bytes_for_unpacking(const uint8_t* source) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
+  return bytes_of_codes<kIsHighFirst>(_mm_shuffle_epi32(bytes, 0xd8));  // bytes 4 to 7 and 8 to 11 change places
+}
+
 // Decodes 4-bit codes of a run to 16-bit numbers.
 template <bool kIsHighFirst, class T>
-MAXMOE_INLINE int64_t decode_halves(const Run& run, __m256i halves, T* out) {
-  const HalfTable table(halves);
+MAXMOE_INLINE int64_t decode_halves(const Run& run, const HalfTable& table, T* out) {
   int64_t i = 0;
   for (; i + kCodesAtATime <= run.count; i += kCodesAtATime) {
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(run.codes + i / 2));
-    // Bytes 4 to 7 and 8 to 11 change places, since unpacking takes 8 codes of each half.
-    store_halves(table.look_up(bytes_of_codes<kIsHighFirst>(_mm_shuffle_epi32(bytes, 0xd8))), out + i);
+    store_halves(table.look_up(bytes_for_unpacking<kIsHighFirst>(run.codes + i / 2)), out + i);
   }
   return i;
 }
+
+// E2M1 with scales that are powers of two, to bfloat16: the values are looked up, and their exponents are raised.
+class E2M1Halves {
+ public:
+  E2M1Halves() : table_(RunTable<BFloat16>(kE2M1.values.data()).halves(1.0F, 0.0F)) {}
+
+  MAXMOE_INLINE int64_t decode(const Run& run, BFloat16* out) const {
+    if (!(run.scale >= kSmallestScale && run.scale <= kLargestScale)) return 0;
+    const uint32_t exponent = (std::bit_cast<uint32_t>(run.scale) >> 23) - 127;
+    const __m256i raised_by = _mm256_set1_epi16(static_cast<int16_t>(exponent << 7));
+    const auto raised = [&](__m256i numbers) MAXMOE_INLINE_LAMBDA {
+      const __m256i is_zero = _mm256_cmpeq_epi16(_mm256_slli_epi16(numbers, 1), _mm256_setzero_si256());
+      return _mm256_add_epi16(numbers, _mm256_andnot_si256(is_zero, raised_by));
+    };
+    int64_t i = 0;
+    for (; i + kCodesAtATime <= run.count; i += kCodesAtATime) {
+      const auto numbers = table_.look_up(bytes_for_unpacking<false>(run.codes + i / 2));
+      store_halves({raised(numbers.first), raised(numbers.second)}, out + i);
+    }
+    return i;
+  }
+
+ private:
+  HalfTable table_;
+};
 
 // E4M3 to bfloat16. A code is m / 8 + 1 times a power of two; the numbers of m are rounded alike for each power, unless
 // one is subnormal or infinite. Entries 0 to 7 of the table are the numbers of codes 0 to 7, the subnormal ones,
