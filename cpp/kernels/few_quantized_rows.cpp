@@ -8,7 +8,6 @@
 #include "decode_rows.h"
 #include "few_row_major_rows.h"
 #include "few_transposed_rows.h"
-#include "pack_quantized.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {

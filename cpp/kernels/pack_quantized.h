@@ -7,24 +7,34 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// pack_b for a quantized b. `columns` begins at a multiple of kMinColumnsPerScale or of the width of a panel.
-template <class Element, class T>
-void pack_quantized_b(const GemmOperand<T>& b, Range depth, Range columns, Element* panels);
-
 // Whether codes are decoded while they are packed. Where they are not, tile_gemm decodes blocks before.
 #if defined(MAXMOE_DECODES_PAIRS)
 template <class Element>
 constexpr bool kDecodesPairs = std::is_same_v<Element, BFloat16Pair>;
+
+// pack_b for codes. `columns` begins at a multiple of kMinColumnsPerScale.
+void pack_codes(const GemmOperand<BFloat16>& b, Range depth, Range columns, BFloat16Pair* panels);
 #else
 template <class Element>
 constexpr bool kDecodesPairs = false;
 #endif
 
+// pack_b for any B that is not quantized, or whose codes are decoded while they are packed.
+template <class Element, class T>
+void pack_columns_of_b(const GemmOperand<T>& b, Range depth, Range columns, Element* panels) {
+#if defined(MAXMOE_DECODES_PAIRS)
+  if constexpr (kDecodesPairs<Element>) {
+    if (b.is_quantized()) return pack_codes(b, depth, columns, panels);
+  }
+#endif
+  pack_b(b, depth, columns, panels);
+}
+
 // `b`, whose scales are read if that decides how its codes are packed.
 template <class Element, class T>
 GemmOperand<T> with_scales_read(GemmOperand<T> b) {
 #if defined(MAXMOE_DECODES_PAIRS)
-  if constexpr (std::is_same_v<Element, BFloat16Pair>) {
+  if constexpr (kDecodesPairs<Element>) {
     if (b.is_quantized() && !b.is_transposed) b.quantized.has_ordinary_scales = have_ordinary_scales(b.quantized);
   }
 #endif
@@ -37,7 +47,7 @@ template <class Element, class T>
 bool micro_kernel_packs(const GemmOperand<T>& b) {
   if (!b.is_quantized()) return !b.is_transposed || (kTransposesMeanwhile && b.index == nullptr);
 #if defined(MAXMOE_DECODES_PAIRS)
-  if constexpr (std::is_same_v<Element, BFloat16Pair>) return packs_pairs(b);
+  if constexpr (kDecodesPairs<Element>) return packs_pairs(b);
 #endif
   return false;
 }
@@ -47,7 +57,7 @@ template <class Out, class Element, class T>
 MAXMOE_INLINE void micro_kernel_packing(const MicroTile<Out, Element>& tile, const GemmOperand<T>& b, Range depth,
                                         int64_t column, Element* panel) {
 #if defined(MAXMOE_DECODES_PAIRS)
-  if constexpr (std::is_same_v<Element, BFloat16Pair>) {
+  if constexpr (kDecodesPairs<Element>) {
     if (b.is_quantized()) return micro_kernel_packing_codes(tile, b.quantized, depth, column, panel);
   }
 #endif

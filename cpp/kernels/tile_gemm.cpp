@@ -25,7 +25,7 @@
 //
 // With few rows of A each element of packed B would be used so rarely that packing costs more than it saves. Then B is
 // read in place (few_rows.h). Its kernels, and packing of a quantized B, are in files of their own, so that they are
-// compiled in parallel.
+// compiled in parallel. Blocks of a quantized B are decoded first, unless its codes are decoded while they are packed.
 //
 // With AVX512-BF16 packed blocks of bfloat16 matrices hold BFloat16Pairs, and a step is two elements of the inner
 // dimension.
@@ -177,9 +177,7 @@ void multiply_column_block(PackedA<T>& a, const GemmOperand<T>& b, Range depth, 
     const int64_t packed = packs_b ? of_b.columns.size() / kNR<S> * kNR<S> : 0;
     if (packed < of_b.columns.size()) {
       const Range rest{of_b.columns.begin + packed, of_b.columns.end};
-      Element* const panels = panels_of_b + packed * of_part.num_steps();
-      source.is_quantized() ? pack_quantized_b(source, of_b.depth, rest, panels)
-                            : pack_b(source, of_b.depth, rest, panels);
+      pack_columns_of_b(source, of_b.depth, rest, panels_of_b + packed * of_part.num_steps());
     }
     multiply_block(of_part, block.c, part.end == b.rows() && !is_continued, next_block(part));
   }
