@@ -13,7 +13,7 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 namespace {
 
 // Bytes of a decoded block. With 16 KiB 12 rows took up to 1.1 times the time, with 8 KiB all numbers of rows did.
-constexpr int64_t kDecodedBytes = 32 * 1024;
+constexpr int64_t kDecodedBytes = int64_t{32} * 1024;
 
 // The size of a block of b: as many columns as a kernel multiplies at a time if they are rows of codes, otherwise short
 // parts of rows.
