@@ -32,15 +32,20 @@ MAXMOE_INLINE CodeColumns code_columns(const QuantizedMatrix& m, Range columns, 
   return result;
 }
 
-// Calls body(d, index) for every kMinColumnsPerScale-th element of the inner dimension, with the number of a block of
-// columns when one begins, otherwise -1.
-template <class Body>
-MAXMOE_INLINE void for_each_chunk(const CodeColumns& c, const Body& body) {
+// Calls body(part, index) for the parts of the inner dimension that have one scale and are in one of the lines of
+// kPerLine codes, with the number of a block of columns when one begins, otherwise -1. Parts begin at multiples of 32.
+template <int64_t kPerLine, class Body>
+MAXMOE_INLINE void for_each_part(const CodeColumns& c, const Body& body) {
+  const int log2 = c.m.log2_columns_per_scale;
   int64_t last = -1;
-  for (int64_t d = c.depth.begin; d < c.depth.end; d += kMinColumnsPerScale) {
-    const int64_t index = c.block(d) - c.block(c.depth.begin);
-    body(d, index == last ? -1 : index);
-    last = index;
+  for (int64_t d = c.depth.begin; d < c.depth.end;) {
+    const int64_t block = c.block(d);
+    const int64_t end_of_block = ((block + 1) << log2) - c.m.first_column;
+    const int64_t end_of_line = d + kPerLine - (d - c.depth.begin) % kPerLine;
+    const int64_t end = at_most(at_most(end_of_block, end_of_line), c.depth.end);
+    body(Range{d, end}, block == last ? -1 : block - c.block(c.depth.begin));
+    last = block;
+    d = end;
   }
 }
 

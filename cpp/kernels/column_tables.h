@@ -17,10 +17,7 @@ class ColumnTables {
   static constexpr bool kIsCommon = false;
   static constexpr bool kScalesSums = false;
 
-  // Tables of shorter blocks cost more than they save.
-  static bool fits(const CodeColumns& c) {
-    return bits_per_code(c.m.codes) == 4 && c.m.log2_columns_per_scale >= 6 && have_ordinary_scales(c);
-  }
+  static bool fits(const CodeColumns& c) { return bits_per_code(c.m.codes) == 4 && have_ordinary_scales(c); }
 
   explicit ColumnTables(const CodeColumns& c)
       : scales_(scales_of(c)), zeros_(c, c.m.zeros, 1), type_(c.m.scale_type), has_zeros_(c.m.zeros != nullptr) {

@@ -5,7 +5,6 @@
 #include "column_tables.h"
 #include "e2m1_codes.h"
 #include "multiply_lines.h"
-#include "scaled_codes.h"
 #endif
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
@@ -13,10 +12,8 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 #if defined(MAXMOE_DECODES_PAIRS)
 namespace {
 
-// Largest numbers of rows with four vectors of columns, and with tables: the accumulators of more rows take the
-// registers.
+// Largest number of rows with four vectors of columns: the accumulators of more rows take the registers.
 constexpr int kMaxRowsOfFourVectors = 2;
-constexpr int kMaxRowsOfTables = 2;
 
 // Whether sums of the vectors can be scaled.
 template <int kVectors>
@@ -41,18 +38,7 @@ int64_t multiply_few_rows_of_4_bits(const FewRowsOfCodes& p, int64_t column) {
   }
   const auto columns = vectors_at<2>(p, column);
   if (fit_unscaled(p, columns, column)) return multiply_columns<UnscaledE2M1, kMaxRowsOfCodes>(p, columns, column);
-  if (p.num_rows <= kMaxRowsOfTables && all_fit(columns, ColumnTables::fits)) {
-    return multiply_columns<ColumnTables, kMaxRowsOfTables>(p, columns, column);
-  }
-  if (all_fit(columns, ScaledIntegers::fits)) {
-    return multiply_columns<ScaledIntegers, kMaxRowsOfCodes>(p, columns, column);
-  }
-  if (all_fit(columns, ScaledTable<false>::fits)) {
-    return multiply_columns<ScaledTable<false>, kMaxRowsOfCodes>(p, columns, column);
-  }
-  if (all_fit(columns, ScaledTable<true>::fits)) {
-    return multiply_columns<ScaledTable<true>, kMaxRowsOfCodes>(p, columns, column);
-  }
+  if (all_fit(columns, ColumnTables::fits)) return multiply_columns<ColumnTables, kMaxRowsOfCodes>(p, columns, column);
   return 0;
 }
 #endif

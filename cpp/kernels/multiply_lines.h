@@ -72,8 +72,8 @@ __attribute__((noinline)) void multiply_lines(const FewRowsOfCodes& p, const For
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) sum[r][v] *= std::bit_cast<Vector<float>>(factor);
   };
-  for_each_chunk(columns.of[0], [&](int64_t d, int64_t block) MAXMOE_INLINE_LAMBDA {
-    if (d % kPerLine == 0) {
+  for_each_part<kPerLine>(columns.of[0], [&](Range part, int64_t block) MAXMOE_INLINE_LAMBDA {
+    if (part.begin % kPerLine == 0) {
       for (int v = 0; v < kVectors; ++v) readers.of[v].next(words[v]);
     }
 #pragma GCC unroll 4
@@ -99,9 +99,9 @@ __attribute__((noinline)) void multiply_lines(const FewRowsOfCodes& p, const For
         }
       }
     };
-    const int64_t end = at_most(p.codes.columns, d + kMinColumnsPerScale);
-    for (; d + kPerWord <= end; d += kPerWord) multiply(d, kSteps);
-    if (d < end) multiply(d, steps_of_depth<BFloat16Pair>(end - d));
+    int64_t d = part.begin;
+    for (; d + kPerWord <= part.end; d += kPerWord) multiply(d, kSteps);
+    if (d < part.end) multiply(d, steps_of_depth<BFloat16Pair>(part.end - d));
   });
   if constexpr (Decoder::kScalesSums) {
 #pragma GCC unroll 4

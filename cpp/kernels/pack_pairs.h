@@ -5,7 +5,6 @@
 #include "e2m1_codes.h"
 #include "row_pairs.h"
 #include "scaled_bytes.h"
-#include "scaled_codes.h"
 
 #if defined(MAXMOE_DECODES_PAIRS)
 
@@ -18,38 +17,33 @@ constexpr int64_t kPackPrefetchBytes = 4 * kCacheLineBytes;
 template <class Decoder>
 void pack_column_pairs(const CodeColumns& columns, BFloat16Pair* target) {
   constexpr int kSteps = 16 / Decoder::kBits;  // in a word
+  constexpr int64_t kPerLine = kCodesPerLine<Decoder::kBits>;
   constexpr int64_t kPerWord = kCodesPerWord<Decoder::kBits>;
-  const Range depth = columns.depth;
   Decoder decoder(columns);
   LineReader reader(columns, kPackPrefetchBytes);
   alignas(64) __m512i words[16];
-  for_each_chunk(columns, [&](int64_t d, int64_t block) MAXMOE_INLINE_LAMBDA {
-    const int64_t word = (d - depth.begin) % kCodesPerLine<Decoder::kBits> / kPerWord;
+  for_each_part<kPerLine>(columns, [&](Range part, int64_t block) MAXMOE_INLINE_LAMBDA {
+    int64_t word = (part.begin - columns.depth.begin) % kPerLine / kPerWord;
     if (word == 0) reader.next(words);
     if (block >= 0) decoder.begin_block(block);
-    const auto store = [&](int64_t i, auto is_whole) MAXMOE_INLINE_LAMBDA {
-      reader.prefetch(word + i);
-      const auto values = decoder.decode(words[word + i]);
+    const auto store = [&](int64_t left, auto is_whole) MAXMOE_INLINE_LAMBDA {
+      reader.prefetch(word);
+      const auto values = decoder.decode(words[word++]);
 #pragma GCC unroll 4
       for (int step = 0; step < kSteps; ++step) {
         __m512i pairs = values(step);
-        const int64_t left = depth.end - d - i * kPerWord - 2 * step;
         if constexpr (!is_whole) {
-          if (left <= 0) break;
+          if (left <= 2 * step) break;
           // The last step of an odd depth has one element.
-          if (left == 1) pairs = _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff));
+          if (left == 2 * step + 1) pairs = _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff));
         }
         _mm512_storeu_si512(target, pairs);
         target += kNR<float>;
       }
     };
-    constexpr int64_t kWords = kMinColumnsPerScale / kPerWord;
-    if (depth.end - d >= kMinColumnsPerScale) {
-#pragma GCC unroll 8
-      for (int64_t i = 0; i < kWords; ++i) store(i, std::true_type());
-    } else {
-      for (int64_t i = 0; i * kPerWord < depth.end - d; ++i) store(i, std::false_type());
-    }
+    int64_t left = part.size();
+    for (; left >= kPerWord; left -= kPerWord) store(left, std::true_type());
+    if (left > 0) store(left, std::false_type());
   });
 }
 
@@ -67,8 +61,7 @@ MAXMOE_INLINE bool pack_pairs_along_depth(const QuantizedMatrix& m, Range column
     return (try_decoder.template operator()<Decoder>(Decoder::fits) || ...);
   };
   const auto has_common_scales = [&](const CodeColumns& c) { return ScaledE4M3Table::fits(c, first); };
-  return try_each
-             .template operator()<ScaledE2M1, ColumnTables, ScaledIntegers, ScaledTable<false>, ScaledTable<true>>() ||
+  return try_each.template operator()<ScaledE2M1, ColumnTables>() ||
          try_decoder.template operator()<ScaledE4M3Table>(has_common_scales) ||
          try_each.template operator()<ScaledE4M3, ScaledInt8>();
 }
