@@ -32,8 +32,8 @@ void decode_each(const QuantizedMatrix& m, Run run, int64_t begin, T* out) {
   }
 }
 
-// Calls decode(run, out) for all runs of some rows. What does not change is read before: runs may be as short as 32
-// codes.
+// Calls decode(run, out) for all runs of the given rows and columns. Runs may be as short as 32 codes, so that pointers
+// and types are read before the loops.
 template <int kBits, class T, class Decode>
 MAXMOE_INLINE void for_each_run(const QuantizedMatrix& m, Range rows, Range columns, MatrixView<T> out, int64_t ahead,
                                 const Decode& decode) {

@@ -8,8 +8,8 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// out = the elements of some rows and columns of m. columns.begin is a multiple of kMinColumnsPerScale. At a distance
-// of `ahead` bytes codes are prefetched.
+// Writes the elements of the given rows and columns of m to `out`. columns.begin is even if codes have 4 bits. The
+// codes `ahead` bytes after each row are prefetched, none if `ahead` is 0.
 template <class T>
 void decode_rows(const QuantizedMatrix& m, Range rows, Range columns, MatrixView<T> out, int64_t ahead);
 
@@ -18,9 +18,7 @@ template <class T>
 GemmOperand<T> decoded_block(const GemmOperand<T>& b, Range depth, Range columns, int64_t ahead = 0) {
   const Range rows = b.is_transposed ? columns : depth;
   const Range in_row = b.is_transposed ? depth : columns;
-  // Rows are an odd number of cache lines apart, so that they do not share a few sets of the first-level cache.
-  constexpr int64_t kLine = kCacheLineElements<T>;
-  const int64_t stride = ((in_row.size() + kLine - 1) / kLine | 1) * kLine;
+  const int64_t stride = padded_stride<T>(in_row.size());
   const MatrixView<T> block{scratch<T>(kDecodedScratch, rows.size() * stride), rows.size(), in_row.size(), stride};
   decode_rows(b.quantized, rows, in_row, block, ahead);
   GemmOperand<T> operand(block.as_const());

@@ -97,7 +97,7 @@ class FloatTable {
   __m256i tables_[4];
 };
 
-// 16 floats that are no NaN, but for the one of E4M3, as bfloat16: to nearest, ties to even.
+// 16 floats as bfloat16, rounded to nearest, ties to even. The NaN of E4M3 stays a NaN; other NaNs may not.
 MAXMOE_INLINE __m256i to_bfloat16(__m256 first, __m256 second) {
   const auto rounded = [](__m256 x) MAXMOE_INLINE_LAMBDA {
     const __m256i bits = _mm256_castps_si256(x);

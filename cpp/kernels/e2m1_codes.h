@@ -48,7 +48,8 @@ class ScaledE2M1 {
  public:
   static constexpr int kBits = 4;
 
-  // 0.5 times a scale must not be subnormal, and no exponent is raised above kLargest.
+  // With a scale of at least 2^-125, 0.5 times the scale is not subnormal. Larger scales than kLargest would have to
+  // raise the exponents of the table.
   static bool fits(const CodeColumns& c) {
     if (c.m.codes != Codes::e2m1) return false;
     const Exponents of_scales = exponents_of_scales(c);
@@ -71,7 +72,7 @@ class ScaledE2M1 {
     return pairs;
   }
 
-  // The largest exponent of a scale, as E8M0 has it.
+  // The largest exponent of a scale, biased as in E8M0.
   static constexpr int16_t kLargest = 227;
   using Table = E2M1Table<kLargest - 127>;
 

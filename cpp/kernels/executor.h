@@ -79,7 +79,7 @@ MAXMOE_INLINE int64_t rows_per_task(int64_t columns) {
 
 // The slots of scratch memory. Buffers that are in use at the same time have different slots. Slots 0 to 4 are for a
 // kernel's own tasks, and each kernel names the ones that it uses. Its work list lives around the tasks and has slot 5.
-// The tasks call a Gemm, which has the last four.
+// The tasks call a Gemm, which has the last five.
 constexpr int kWorkListScratch = 5;
 constexpr int kPackedAScratch = 6;
 constexpr int kPackedBScratch = 7;

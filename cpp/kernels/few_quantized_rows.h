@@ -16,8 +16,8 @@ template <>
 inline constexpr int kMaxFewQuantizedRows<BFloat16Pair> = kMaxRowsOfCodes;
 #endif
 
-// Computes sums = a * b, or += if `accumulate`, for rows in one group. At the end of b the first codes of next_b, which
-// may be empty, are prefetched.
+// Computes sums = a * b, or += if `accumulate`. Where codes are multiplied as they are decoded, the first codes of
+// next_b, which may be empty, are prefetched at the end of b.
 template <class T, class Element>
 void multiply_few_rows_quantized(const RowGroups<Element>& a, const GemmOperand<T>& b, const GemmOperand<T>& next_b,
                                  MatrixView<Accumulator<T>> sums, bool accumulate);

@@ -43,14 +43,6 @@ MAXMOE_INLINE Vector<Element> load_row_of_a(const GemmOperand<T>& a, int64_t row
   return load_along_depth<Element>(elements, depth);
 }
 
-// The stride of rows of `size` elements that are read at the same time: an odd number of cache lines, so that they do
-// not share a few sets of the first-level cache.
-template <class Element>
-constexpr int64_t padded_stride(int64_t size) {
-  const int64_t lines = (size * int64_t{sizeof(Element)} + kCacheLineBytes - 1) / kCacheLineBytes;
-  return (lines | 1) * kCacheLineElements<Element>;
-}
-
 // Lane kFirst of `a`, then of `b`, then the next lane of both, and so on.
 template <int kFirst, class V, int... kLane>
 MAXMOE_INLINE V zipped(V a, V b, std::integer_sequence<int, kLane...> /*lanes*/) {

@@ -47,7 +47,7 @@ void pack_column_pairs(const CodeColumns& columns, BFloat16Pair* target) {
   });
 }
 
-// pack_panel_along_depth with AVX512-BF16; false if the codes fit no decoder.
+// Packs a panel of a B whose codes run along the inner dimension. Returns false if the codes fit no decoder.
 MAXMOE_INLINE bool pack_pairs_along_depth(const QuantizedMatrix& m, Range columns, Range depth, BFloat16Pair* panel) {
   const CodeColumns first = code_columns(m, columns, depth, 0);
   const CodeColumns second = code_columns(m, columns, depth, 1);

@@ -77,7 +77,8 @@ struct QuantizedMatrix {
   int64_t first_row = 0;
   int64_t first_column = 0;
 
-  // Whether all scales can be multiplied with AVX512-BF16, as far as a product has read them (with_scales_read).
+  // Set by with_scales_read at the begin of a product: whether no scaled value is subnormal or infinite, so that codes
+  // can be decoded with AVX512-BF16.
   bool has_ordinary_scales = false;
 
   MAXMOE_INLINE QuantizedMatrix row_range(int64_t begin, int64_t end) const {

@@ -31,6 +31,14 @@ MAXMOE_INLINE void zero_row(T* target, int64_t count) {
 template <class T>
 constexpr auto kCacheLineElements = static_cast<int64_t>(kCacheLineBytes / sizeof(T));
 
+// The stride of rows of `size` elements that are read at the same time: an odd number of cache lines, so that they do
+// not share a few sets of the first-level cache.
+template <class Element>
+constexpr int64_t padded_stride(int64_t size) {
+  const int64_t lines = (size * int64_t{sizeof(Element)} + kCacheLineBytes - 1) / kCacheLineBytes;
+  return (lines | 1) * kCacheLineElements<Element>;
+}
+
 // Number of elements of a row before the first cache line that begins in it.
 template <class T>
 MAXMOE_INLINE int64_t elements_to_cache_line(const T* row) {

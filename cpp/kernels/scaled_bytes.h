@@ -9,12 +9,6 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// The order in which byte i is that of element(i) of column(i) in a word.
-template <class Column, class Element>
-constexpr ByteOrder word_order(const Column& column, const Element& element) {
-  return byte_order([&](size_t i) { return 4 * column(i) + element(i); });
-}
-
 // E4M3 where all columns have the same scales, as in blocks of 128 x 128: a lookup in a table of scaled values.
 class ScaledE4M3Table {
  public:
@@ -87,8 +81,11 @@ class ScaledE4M3 : public DoubledScales {
   MAXMOE_INLINE WordPairs<kBits> decode(__m512i words) const {
     // vpunpck*bw makes the lower 8 bytes of each block of 16 the first step, and the others the second one. Even values
     // are then those of columns 0 to 7, odd ones those of columns 8 to 15.
-    static constexpr ByteOrder kOrder = word_order([](size_t i) { return i / 16 * 2 + i / 4 % 2 + i % 2 * 8; },
-                                                   [](size_t i) { return i / 8 % 2 * 2 + i / 2 % 2; });
+    static constexpr ByteOrder kOrder = byte_order([](size_t i) {
+      const size_t column = i / 16 * 2 + i / 4 % 2 + i % 2 * 8;
+      const size_t element = i / 8 % 2 * 2 + i / 2 % 2;
+      return 4 * column + element;
+    });
     const ValueBytes values = table_(_mm512_permutexvar_epi8(load_order(kOrder), words));
     return {
         {scaled(_mm512_unpacklo_epi8(values.low, values.high)), scaled(_mm512_unpackhi_epi8(values.low, values.high))}};
