@@ -7,6 +7,7 @@
 #include "blocking.h"
 #include "decode_rows.h"
 #include "few_row_major_rows.h"
+#include "few_rows_of_words.h"
 #include "few_transposed_rows.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
@@ -78,6 +79,16 @@ void multiply_few_rows_quantized(const RowGroups<Element>& a, const GemmOperand<
     }
   }
 #endif
+  if constexpr (kMultipliesWords && std::is_same_v<Element, float>) {
+    if (b.is_transposed && a.count() == 1) {
+      const FewRowsOfWords p{a[0].steps, a.num_rows, b.quantized, next_b.quantized, sums, accumulate};
+      for (int64_t column = 0; column < sums.columns; column += kNR<float>) {
+        if (multiply_few_rows_of_words<T>(p, column)) continue;
+        multiply_decoded(a, b, range_from(column, kNR<float>, sums.columns), sums, accumulate);
+      }
+      return;
+    }
+  }
   multiply_decoded(a, b, {0, sums.columns}, sums, accumulate);
 }
 

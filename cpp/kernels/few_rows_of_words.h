@@ -1,0 +1,35 @@
+// The product of few rows of A with codes that run along the inner dimension, decoded to floats in registers:
+// few_rows.h. Only for the .cpp files that are compiled per instruction set.
+//
+// A cache line of codes of each of the NR columns of a panel is transposed in words of 32 bits: a lane then has
+// neighbouring codes of its column. They are decoded one after the other, scaled, rounded to the type of the product
+// and multiplied, so that nothing decoded is stored.
+#pragma once
+
+#include "quantized_matrix.h"
+#include "row_groups.h"
+
+namespace maxmoe::MAXMOE_ISA_NAMESPACE {
+
+#if defined(__AVX2__)
+constexpr bool kMultipliesWords = true;
+#else
+constexpr bool kMultipliesWords = false;
+#endif
+
+// The arguments: a single group of rows of A, and sums for all columns, whose number is a multiple of NR.
+struct FewRowsOfWords {
+  const float* a;
+  int64_t num_rows;
+  const QuantizedMatrix& codes;
+  const QuantizedMatrix& next_codes;  // of the next product, without data if it has none
+  MatrixView<float> sums;
+  bool accumulate;
+};
+
+// Computes the sums of NR columns from `column` on for b in type T. Returns false, and computes nothing, if the result
+// would not have the bits of the definition.
+template <class T>
+bool multiply_few_rows_of_words(const FewRowsOfWords& p, int64_t column);
+
+}  // namespace maxmoe::MAXMOE_ISA_NAMESPACE
