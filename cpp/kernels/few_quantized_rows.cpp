@@ -80,7 +80,7 @@ void multiply_few_rows_quantized(const RowGroups<Element>& a, const GemmOperand<
   }
 #endif
   if constexpr (kMultipliesWords && std::is_same_v<Element, float>) {
-    if (b.is_transposed && a.count() == 1) {
+    if (b.is_transposed && a.num_rows <= kMaxRowsOfWords) {
       const FewRowsOfWords p{a[0].steps, a.num_rows, b.quantized, next_b.quantized, sums, accumulate};
       for (int64_t column = 0; column < sums.columns; column += kNR<float>) {
         if (multiply_few_rows_of_words<T>(p, column)) continue;

@@ -140,7 +140,9 @@ __attribute__((noinline)) bool multiply_words(const FewRowsOfWords& p, int64_t c
 template <class T, Codes kCodes>
 bool multiply_codes(const FewRowsOfWords& p, int64_t column) {
   bool is_done = false;
-  with_number_of_rows(p.num_rows, [&]<int kRows> { is_done = multiply_words<T, kCodes, kRows>(p, column); });
+  with_number_of_rows(
+      p.num_rows, [&]<int kRows> { is_done = multiply_words<T, kCodes, kRows>(p, column); },
+      std::make_integer_sequence<int, kMaxRowsOfWords>());
   return is_done;
 }
 

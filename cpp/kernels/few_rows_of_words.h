@@ -17,6 +17,9 @@ constexpr bool kMultipliesWords = true;
 constexpr bool kMultipliesWords = false;
 #endif
 
+// Largest number of rows. Decoding is a small part of the time of more.
+constexpr int64_t kMaxRowsOfWords = 6;
+
 // The arguments: a single group of rows of A, and sums for all columns, whose number is a multiple of NR.
 struct FewRowsOfWords {
   const float* a;

@@ -1,6 +1,10 @@
 // Tests of tile_gemm with a quantized b: the same bits as with the dequantized matrix in the same layout.
 #include <gtest/gtest.h>
 
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
 #include "kernels/tile_gemm.h"
 #include "quantized.h"
 
@@ -141,6 +145,19 @@ TEST(QuantizedGemm, NumbersOfAllMagnitudes) {
     }
   }
 }
+
+#if defined(__SSE2__)
+// A thread may take subnormal operands as zeros (torch.set_flush_denormal). The subnormal codes of E4M3 are no zeros.
+TYPED_TEST(QuantizedGemmTest, SubnormalOperandsAreZeros) {
+  constexpr unsigned int kDenormalsAreZeros = 0x40;
+  const unsigned int before = _mm_getcsr();
+  _mm_setcsr(before | kDenormalsAreZeros);
+  for (const QuantizedFormat& format : kQuantizedFormats) {
+    for (const int64_t rows : {1, 5, 14}) this->check(format, {rows, 70, 33});
+  }
+  _mm_setcsr(before);
+}
+#endif
 
 // Ranges of columns of b, as kernels give them to threads. Rows of codes may begin anywhere, and columns of codes at
 // multiples of the width of a panel.
