@@ -1,7 +1,8 @@
 // The product of few rows of A with a quantized B: few_rows.h.
 //
-// With AVX512-BF16 codes that run along the inner dimension are multiplied as they are decoded (few_rows_of_codes.h).
-// Otherwise blocks of B are decoded, which stay in the first-level cache, and multiplied there like any B.
+// Codes that run along the inner dimension are multiplied as they are decoded: to pairs with AVX512-BF16
+// (few_rows_of_codes.h), some of them to floats with AVX2 and AVX-512 (few_rows_of_words.h). Otherwise blocks of B are
+// decoded, which stay in the first-level cache, and multiplied there like any B.
 #include "few_quantized_rows.h"
 
 #include "blocking.h"
@@ -80,7 +81,7 @@ void multiply_few_rows_quantized(const RowGroups<Element>& a, const GemmOperand<
   }
 #endif
   if constexpr (kMultipliesWords && std::is_same_v<Element, float>) {
-    if (b.is_transposed && a.num_rows <= kMaxRowsOfWords) {
+    if (b.is_transposed && a.num_rows <= kMaxRowsOfWords && multiplies_words<T>(b.quantized)) {
       const FewRowsOfWords p{a[0].steps, a.num_rows, b.quantized, next_b.quantized, sums, accumulate};
       for (int64_t column = 0; column < sums.columns; column += kNR<float>) {
         if (multiply_few_rows_of_words<T>(p, column)) continue;

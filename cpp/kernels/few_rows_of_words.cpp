@@ -157,25 +157,36 @@ MAXMOE_INLINE bool takes_subnormals_as_zeros() {
 }  // namespace
 
 template <class T>
+bool multiplies_words([[maybe_unused]] const QuantizedMatrix& m) {
+#if defined(__AVX2__)
+  // Words are read from the first code on. Parts with one scale begin with a word then.
+  if (m.first_column % kMinColumnsPerScale != 0) return false;
+  if (m.codes == Codes::int8) return true;
+  if (m.codes == Codes::e2m1) return m.scale_type == ScaleType::e8m0;
+  // The others are rounded to 16 bits in tables faster than one by one: decode_rows.h.
+  return std::is_same_v<T, float> && (m.codes != Codes::e4m3 || !takes_subnormals_as_zeros());
+#else
+  return false;
+#endif
+}
+
+template <class T>
 bool multiply_few_rows_of_words([[maybe_unused]] const FewRowsOfWords& p, [[maybe_unused]] int64_t column) {
 #if defined(__AVX2__)
-  // Words are read from the first code on, whose blocks begin at multiples of 32.
-  if (p.codes.first_column % kMinColumnsPerScale != 0) return false;
-  if (p.codes.codes == Codes::e2m1) {
-    return p.codes.scale_type == ScaleType::e8m0 && multiply_codes<T, Codes::e2m1>(p, column);
-  }
+  if (p.codes.codes == Codes::e2m1) return multiply_codes<T, Codes::e2m1>(p, column);
   if (p.codes.codes == Codes::int8) return multiply_codes<T, Codes::int8>(p, column);
-  // The others are rounded to 16 bits in tables faster than one by one: decode_rows.h.
   if constexpr (std::is_same_v<T, float>) {
     if (p.codes.codes == Codes::int4) return multiply_codes<T, Codes::int4>(p, column);
     if (p.codes.codes == Codes::nf4) return multiply_codes<T, Codes::nf4>(p, column);
-    return !takes_subnormals_as_zeros() && multiply_codes<T, Codes::e4m3>(p, column);
+    return multiply_codes<T, Codes::e4m3>(p, column);
   }
 #endif
   return false;
 }
 
-#define MAXMOE_INSTANTIATE_FOR(T) template bool multiply_few_rows_of_words<T>(const FewRowsOfWords&, int64_t);
+#define MAXMOE_INSTANTIATE_FOR(T)                            \
+  template bool multiplies_words<T>(const QuantizedMatrix&); \
+  template bool multiply_few_rows_of_words<T>(const FewRowsOfWords&, int64_t);
 
 MAXMOE_INSTANTIATE_FOR(float)
 MAXMOE_INSTANTIATE_FOR(BFloat16)

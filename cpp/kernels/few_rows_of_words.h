@@ -30,8 +30,12 @@ struct FewRowsOfWords {
   bool accumulate;
 };
 
-// Computes the sums of NR columns from `column` on for b in type T. Returns false, and computes nothing, if the result
-// would not have the bits of the definition.
+// Whether the columns of `m`, whose type is T once they are decoded, are multiplied so.
+template <class T>
+bool multiplies_words(const QuantizedMatrix& m);
+
+// Computes the sums of NR columns from `column` on. Returns false, and computes nothing, if the result would not have
+// the bits of the definition: E4M3 has a NaN, or a scale is too large.
 template <class T>
 bool multiply_few_rows_of_words(const FewRowsOfWords& p, int64_t column);
 
