@@ -31,6 +31,7 @@ from support.failing_ranks import (
     complain,
     hang,
     outcomes,
+    patience_with,
 )
 from support.run_ranks import run_ranks
 
@@ -79,7 +80,7 @@ def test_the_others_name_the_rank(
             output = layer(torch.randn(1, 6, 8, requires_grad=True))
             (output.hidden_states.sum() + output.aux_loss).backward()
 
-    check_rank_2_is_named(outcomes(tmp_path, train), fail, delay, message)
+    check_rank_2_is_named(outcomes(tmp_path, train, patience=patience_with(fail)), fail, delay, message)
 
 
 def test_a_rank_that_stops_too_early(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from maxmoe.parallel import Declaration, PipelineParts, parallelize
 from maxmoe.pipelining import Pipeline, pipeline
 from maxmoe.pipelining.schedules import SCHEDULES, check_schedule
 from maxmoe.sharding import Mesh
-from support.failing_ranks import FAILURES, TIMEOUT, check_rank_2_is_named, complain, outcomes
+from support.failing_ranks import FAILURES, TIMEOUT, check_rank_2_is_named, complain, outcomes, patience_with
 from support.run_ranks import run_ranks
 from support.staged_decoder import batch, config, decoder, loss, staged
 
@@ -207,7 +207,7 @@ def test_the_others_name_a_rank_that_fails_in_a_stage(
             add(lambda *_: fail())
         run.step(*batch())
 
-    check_rank_2_is_named(outcomes(tmp_path, train), fail, delay, message)
+    check_rank_2_is_named(outcomes(tmp_path, train, patience=patience_with(fail)), fail, delay, message)
 
 
 def when_backward_reaches(run: Pipeline) -> Callable[[Callable[..., None]], Any]:
