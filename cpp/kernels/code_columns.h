@@ -19,8 +19,7 @@ struct CodeColumns {
   int64_t rows[kColumns];
   Range depth;
 
-  int64_t block(int64_t d) const { return (m.first_column + d) >> m.log2_columns_per_scale; }
-  int64_t num_scales() const { return block(depth.end - 1) - block(depth.begin) + 1; }
+  int64_t num_scales() const { return m.block(depth.end - 1) - m.block(depth.begin) + 1; }
 };
 
 // The two vectors of a panel as columns of codes. Columns past the end are those of the last one.
@@ -30,23 +29,6 @@ MAXMOE_INLINE CodeColumns code_columns(const QuantizedMatrix& m, Range columns, 
     result.rows[i] = at_most(columns.begin + column_of_lane<BFloat16>(vector, i), columns.end - 1);
   }
   return result;
-}
-
-// Calls body(part, index) for the parts of the inner dimension that have one scale and are in one of the lines of
-// kPerLine codes, with the number of a block of columns when one begins, otherwise -1. Parts begin at multiples of 32.
-template <int64_t kPerLine, class Body>
-MAXMOE_INLINE void for_each_part(const CodeColumns& c, const Body& body) {
-  const int log2 = c.m.log2_columns_per_scale;
-  int64_t last = -1;
-  for (int64_t d = c.depth.begin; d < c.depth.end;) {
-    const int64_t block = c.block(d);
-    const int64_t end_of_block = ((block + 1) << log2) - c.m.first_column;
-    const int64_t end_of_line = d + kPerLine - (d - c.depth.begin) % kPerLine;
-    const int64_t end = at_most(at_most(end_of_block, end_of_line), c.depth.end);
-    body(Range{d, end}, block == last ? -1 : block - c.block(c.depth.begin));
-    last = block;
-    d = end;
-  }
 }
 
 // The scales or zero points of 16 columns, 16 bytes of each at a time.

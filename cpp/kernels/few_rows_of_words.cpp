@@ -1,7 +1,7 @@
 // The product of few rows of A with words of codes: few_rows_of_words.h.
 //
-// Both vectors of columns of a panel are decoded and multiplied in turn. Their chains of multiply-adds are then as long
-// as the instructions that decode, and the elements of A are loaded for both.
+// Both vectors of columns of a panel are decoded and multiplied in turn, because the sums of one vector are a chain of
+// multiply-adds whose latency is longer than decoding takes. Both use the same loads of A.
 #include "few_rows_of_words.h"
 
 #include "code_words.h"
@@ -35,13 +35,13 @@ MAXMOE_INLINE ConstMatrixView<uint8_t> bytes_of_columns(const QuantizedMatrix& m
   return {m.code(first, 0), m.rows - first, m.bytes_of(m.columns), m.row_bytes};
 }
 
-// The scales of a block of the inner dimension, and what was seen in codes and scales that has to be decoded in another
-// way: a lane is not zero then.
+// The scales and zero points of a block of the inner dimension. It also records whether the decoder is exact for all
+// codes and scales so far: for E4M3 it is not if a code is a NaN, or if a scale times kScale could be infinite.
 template <Codes kCodes>
 struct BlockScales {
   Floats scale[kVectors] = {};
   Floats zero[kVectors] = {};
-  Words is_other = {};
+  Words inexact = {};  // a lane is not zero if its column is not decoded exactly
 
   template <class T>
   MAXMOE_INLINE void read(const PanelOfWords<T>& panel, int64_t block) {
@@ -51,23 +51,23 @@ struct BlockScales {
       if constexpr (kCodes == Codes::int4) zero[v] = panel.scales[v].zeros(block);
       if constexpr (kCodes == Codes::e4m3) {
         const Floats magnitude = std::bit_cast<Floats>(std::bit_cast<Words>(scale[v]) & 0x7fffffffU);
-        is_other |= std::bit_cast<Words>(!(magnitude <= Floats{} + 0x1p7F));
+        inexact |= std::bit_cast<Words>(!(magnitude <= Floats{} + 0x1p7F));
         scale[v] *= WordDecoder<kCodes>::kScale;
       }
     }
   }
 
-  MAXMOE_INLINE void check(const Words (&words)[WordReader::kWords]) {
+  MAXMOE_INLINE void check_codes(const Words (&words)[WordReader::kWords]) {
     if constexpr (kCodes == Codes::e4m3) {
       // 0x7f is a NaN: adding 1 carries into the highest bit of the byte.
-      for (const Words& of_columns : words) is_other |= ((of_columns & 0x7f7f7f7fU) + 0x01010101U) & 0x80808080U;
+      for (const Words& of_columns : words) inexact |= ((of_columns & 0x7f7f7f7fU) + 0x01010101U) & 0x80808080U;
     }
   }
 
-  MAXMOE_INLINE bool is_complete() const {
-    bool is_zero = true;
-    for (int lane = 0; lane < kLanes<float>; ++lane) is_zero = is_zero && is_other[lane] == 0;
-    return is_zero;
+  MAXMOE_INLINE bool is_exact() const {
+    uint32_t any = 0;
+    for (int lane = 0; lane < kLanes<float>; ++lane) any |= inexact[lane];
+    return any == 0;
   }
 };
 
@@ -83,8 +83,8 @@ __attribute__((noinline)) bool multiply_words(const FewRowsOfWords& p, int64_t c
   const MatrixView<float> out = p.sums.column_range(column, column + kNR<float>);
   const PanelOfWords<T> panel(m, column);
   const Decoder decoder;
-  const bool is_last = column + kNR<float> >= m.rows && p.next_codes.data != nullptr;
-  ColumnPrefetch prefetch(is_last ? bytes_of_columns(p.next_codes, 0) : bytes_of_columns(m, column + kNR<float>));
+  ColumnPrefetch prefetch(
+      columns_to_prefetch(bytes_of_columns(m, column + kNR<float>), bytes_of_columns(p.next_codes, 0)));
   BlockScales<kCodes> scales;
   PartSums<float, kRows, 1> sums(out, p.accumulate);
   Words words[kVectors][WordReader::kWords];
@@ -109,30 +109,22 @@ __attribute__((noinline)) bool multiply_words(const FewRowsOfWords& p, int64_t c
     }
   };
 
-  int64_t end_of_block = 0;
-  for (int64_t line = 0; line < m.columns; line += kPerLine) {
-    for (int v = 0; v < kVectors; ++v) {
-      panel.readers[v].read(m.bytes_of(line), words[v]);
-      scales.check(words[v]);
+  for_each_part<kPerLine>(m, {0, m.columns}, [&](Range part, int64_t block) MAXMOE_INLINE_LAMBDA {
+    const int64_t of_line = part.begin % kPerLine;
+    for (int v = 0; v < kVectors && of_line == 0; ++v) {
+      panel.readers[v].read(m.bytes_of(part.begin), words[v]);
+      scales.check_codes(words[v]);
     }
-    const int64_t end_of_line = at_most(line + kPerLine, m.columns);
-    for (int64_t d = line; d < end_of_line;) {
-      if (d == end_of_block) {
-        const int64_t block = (m.first_column + d) >> m.log2_columns_per_scale;
-        scales.read(panel, block - (m.first_column >> m.log2_columns_per_scale));
-        end_of_block = at_most((block + 1) << m.log2_columns_per_scale, m.first_column + m.columns) - m.first_column;
-      }
-      const int64_t end = at_most(end_of_block, end_of_line);
-      int64_t word = (d - line) / kPerWord;
-      for (; d + kPerWord <= end; d += kPerWord, ++word) {
-        prefetch.advance<1>();
-        multiply(word, d, kPerWord);
-      }
-      if (d < end) multiply(word, d, end - d);
-      d = end;
+    if (block >= 0) scales.read(panel, block);
+    int64_t word = of_line / kPerWord;
+    int64_t d = part.begin;
+    for (; d + kPerWord <= part.end; d += kPerWord, ++word) {
+      prefetch.advance<1>();
+      multiply(word, d, kPerWord);
     }
-  }
-  if (!scales.is_complete()) return false;
+    if (d < part.end) multiply(word, d, part.end - d);
+  });
+  if (!scales.is_exact()) return false;
   sums.store(out);
   return true;
 }
@@ -148,8 +140,7 @@ bool multiply_codes(const FewRowsOfWords& p, int64_t column) {
 
 // Whether the thread takes subnormal operands as zeros, as after torch.set_flush_denormal(True).
 MAXMOE_INLINE bool takes_subnormals_as_zeros() {
-  constexpr unsigned int kDenormalsAreZeros = 0x40;
-  return (_mm_getcsr() & kDenormalsAreZeros) != 0;
+  return _MM_GET_DENORMALS_ZERO_MODE() == _MM_DENORMALS_ZERO_ON;
 }
 
 #endif

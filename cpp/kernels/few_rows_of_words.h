@@ -1,9 +1,9 @@
 // The product of few rows of A with codes that run along the inner dimension, decoded to floats in registers:
 // few_rows.h. Only for the .cpp files that are compiled per instruction set.
 //
-// A cache line of codes of each of the NR columns of a panel is transposed in words of 32 bits: a lane then has
-// neighbouring codes of its column. They are decoded one after the other, scaled, rounded to the type of the product
-// and multiplied, so that nothing decoded is stored.
+// A cache line of codes of each of the NR columns of a panel is transposed in words of 32 bits, so that a lane holds
+// neighbouring codes of its column. The codes of a word are decoded one after the other, scaled, rounded to the type of
+// the product and multiplied. Decoded numbers are not stored.
 #pragma once
 
 #include "quantized_matrix.h"
@@ -17,7 +17,7 @@ constexpr bool kMultipliesWords = true;
 constexpr bool kMultipliesWords = false;
 #endif
 
-// Largest number of rows. Decoding is a small part of the time of more.
+// Maximum number of rows. With more, decoding is a small part of the time.
 constexpr int64_t kMaxRowsOfWords = 6;
 
 // The arguments: a single group of rows of A, and sums for all columns, whose number is a multiple of NR.
@@ -30,7 +30,7 @@ struct FewRowsOfWords {
   bool accumulate;
 };
 
-// Whether the columns of `m`, whose type is T once they are decoded, are multiplied so.
+// Whether the codes of `m` are multiplied in this way if the type of the product is T.
 template <class T>
 bool multiplies_words(const QuantizedMatrix& m);
 

@@ -72,7 +72,7 @@ __attribute__((noinline)) void multiply_lines(const FewRowsOfCodes& p, const For
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) sum[r][v] *= std::bit_cast<Vector<float>>(factor);
   };
-  for_each_part<kPerLine>(columns.of[0], [&](Range part, int64_t block) MAXMOE_INLINE_LAMBDA {
+  for_each_part<kPerLine>(columns.of[0].m, columns.of[0].depth, [&](Range part, int64_t block) MAXMOE_INLINE_LAMBDA {
     if (part.begin % kPerLine == 0) {
       for (int v = 0; v < kVectors; ++v) readers.of[v].next(words[v]);
     }

@@ -22,7 +22,7 @@ void pack_column_pairs(const CodeColumns& columns, BFloat16Pair* target) {
   Decoder decoder(columns);
   LineReader reader(columns, kPackPrefetchBytes);
   alignas(64) __m512i words[16];
-  for_each_part<kPerLine>(columns, [&](Range part, int64_t block) MAXMOE_INLINE_LAMBDA {
+  for_each_part<kPerLine>(columns.m, columns.depth, [&](Range part, int64_t block) MAXMOE_INLINE_LAMBDA {
     int64_t word = (part.begin - columns.depth.begin) % kPerLine / kPerWord;
     if (word == 0) reader.next(words);
     if (block >= 0) decoder.begin_block(block);

@@ -98,14 +98,32 @@ struct QuantizedMatrix {
   MAXMOE_INLINE const uint8_t* code(int64_t row, int64_t column) const {
     return data + (first_row + row) * row_bytes + (first_column + column) * bits_per_code(codes) / 8;
   }
+  // The number of the block of columns with one scale per row that holds a column.
+  MAXMOE_INLINE int64_t block(int64_t column) const { return (first_column + column) >> log2_columns_per_scale; }
   // The place of the scale of an element, and of its zero point.
   MAXMOE_INLINE int64_t scale_index(int64_t row, int64_t column) const {
-    return ((first_row + row) >> log2_rows_per_scale) * scales_per_row +
-           ((first_column + column) >> log2_columns_per_scale);
+    return ((first_row + row) >> log2_rows_per_scale) * scales_per_row + block(column);
   }
   MAXMOE_INLINE float scale(int64_t index) const { return read_scale(scale_type, scales, index); }
   MAXMOE_INLINE float zero(int64_t index) const { return static_cast<float>(zeros[index]); }
 };
+
+// Calls body(part, index) for the parts of the given columns that have one scale per row and are in one of the lines of
+// kPerLine codes. `index` is the number of a block, counted from the first column, in the first part of a block,
+// otherwise -1. If the columns begin at a multiple of 32, so do the parts.
+template <int64_t kPerLine, class Body>
+MAXMOE_INLINE void for_each_part(const QuantizedMatrix& m, Range columns, const Body& body) {
+  int64_t last = -1;
+  for (int64_t d = columns.begin; d < columns.end;) {
+    const int64_t block = m.block(d);
+    const int64_t end_of_block = ((block + 1) << m.log2_columns_per_scale) - m.first_column;
+    const int64_t end_of_line = d + kPerLine - (d - columns.begin) % kPerLine;
+    const int64_t end = at_most(at_most(end_of_block, end_of_line), columns.end);
+    body(Range{d, end}, block == last ? -1 : block - m.block(columns.begin));
+    last = block;
+    d = end;
+  }
+}
 
 // Quantized matrices of one shape, one per group. A matrix may be read as its transpose.
 struct QuantizedStack {

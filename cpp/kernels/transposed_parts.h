@@ -137,8 +137,8 @@ MAXMOE_INLINE ConstMatrixView<T> columns_to_prefetch(ConstMatrixView<T> after, C
   return after.rows > 0 || next_memory.rows == 0 ? after : next_memory;
 }
 
-// Prefetches the cache lines of columns, the rows of a matrix, into the second-level cache in the order of memory. It
-// goes on past the last one.
+// Prefetches the cache lines of columns, the rows of a matrix, into the second-level cache in the order of memory.
+// Unlike BlockPrefetch it does not count them, and goes on past the last one.
 class ColumnPrefetch {
  public:
   template <class T>

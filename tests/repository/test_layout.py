@@ -120,8 +120,8 @@ TESTED_BY = {
     "few_transposed_rows": "tile_gemm",
     "few_quantized_rows": "quantized_gemm",
     "few_rows_of_4_bits": "quantized_gemm",
-    "few_rows_of_words": "quantized_gemm",
     "few_rows_of_8_bits": "quantized_gemm",
+    "few_rows_of_words": "quantized_gemm",
     "pack_quantized": "quantized_gemm",
     "decode_rows": "dequantize",
 }

@@ -62,7 +62,7 @@ def outcomes(
 
 
 def patience_with(fail: Callable[[], None]) -> float:
-    """A rank that raises closes its connections when its process ends, which a busy machine may take seconds to do."""
+    """Patience of `watch_ranks` in seconds: long if a rank raises, because its connections close when its process ends."""
     return SLACK if fail is complain else PATIENCE
 
 
