@@ -62,7 +62,7 @@ def outcomes(
 
 
 def patience_with(fail: Callable[[], None]) -> float:
-    """Patience of `watch_ranks` in seconds: long if a rank raises, because its connections close when its process ends."""
+    """Patience of `watch_ranks` in seconds. A rank that raises closes its connections only when its process ends."""
     return SLACK if fail is complain else PATIENCE
 
 
