@@ -3,7 +3,8 @@
 // The loops over columns and over the inner dimension are exchanged. The outer loop runs over blocks of rows of B, the
 // inner one over all columns. While a block is multiplied, the next one is prefetched in the order of memory, which
 // hardware prefetchers follow and which has the fewest TLB misses. The partial sums of C are loaded and stored once per
-// block. C has few rows, so that its sums stay in the first- or second-level cache.
+// block. C has few rows, so that its sums stay in the first- or second-level cache; with more than 12 rows they do
+// because a wide B is multiplied in ranges of columns.
 #include "few_row_major_rows.h"
 
 #include "blocking.h"
@@ -158,8 +159,8 @@ __attribute__((noinline)) void multiply_few_rows_group(const RowGroup<Element>& 
 // The product with a row-major b. While a block of rows of b is multiplied, the next block is prefetched in the order
 // of memory. One group runs through all blocks by itself, so that its kernel is chosen once.
 template <class T, class Element>
-void multiply_few_rows_row_major(const RowGroups<Element>& a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sums,
-                                 bool accumulate, ConstMatrixView<T> next_b) {
+void multiply_few_rows_columns(const RowGroups<Element>& a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sums,
+                               bool accumulate, ConstMatrixView<T> next_b) {
   const auto multiply_group = [&](int64_t index, ConstMatrixView<T> next, const Range* block) {
     const RowGroup<Element> group = a[index];
     with_number_of_rows(group.rows.size(), [&]<int kRows> {
@@ -170,6 +171,31 @@ void multiply_few_rows_row_major(const RowGroups<Element>& a, ConstMatrixView<T>
   for_blocks_of_rows<T>(a.num_rows, b, next_b, [&](Range depth, ConstMatrixView<T> next) {
     for (int64_t i = 0; i < a.count(); ++i) multiply_group(i, next, &depth);
   });
+}
+
+// Number of columns that are multiplied before the next ones. With more than 12 rows, rows of b of at most 2 KiB have
+// blocks of 48 rows and more: in shorter ones sums are loaded and stored so often that 20 and 24 rows took up to 1.4
+// times the time.
+template <class T>
+int64_t columns_of_range(int64_t num_rows, int64_t num_columns) {
+  constexpr int64_t kMaxColumns = int64_t{2048} / int64_t{sizeof(T)};
+  constexpr int64_t kTurn = 2 * kNR<Accumulator<T>>;  // that one group prefetches
+  if (num_rows <= kMaxRowsInPlace || num_columns <= kMaxColumns) return num_columns;
+  const int64_t num_ranges = (num_columns + kMaxColumns - 1) / kMaxColumns;
+  return (num_columns / num_ranges + kTurn - 1) / kTurn * kTurn;
+}
+
+template <class T, class Element>
+void multiply_few_rows_row_major(const RowGroups<Element>& a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sums,
+                                 bool accumulate, ConstMatrixView<T> next_b) {
+  const int64_t width = columns_of_range<T>(a.num_rows, b.columns);
+  for (int64_t column = 0; column < b.columns; column += width) {
+    const Range columns = range_from(column, width, b.columns);
+    const ConstMatrixView<T> after = b.column_range(columns.end, b.columns);
+    multiply_few_rows_columns<T, Element>(
+        a, b.column_range(columns.begin, columns.end), sums.column_range(columns.begin, columns.end), accumulate,
+        after.columns > 0 ? after : next_b.column_range(0, at_most(width, next_b.columns)));
+  }
 }
 
 #define MAXMOE_INSTANTIATE_FOR(T)                                                               \

@@ -91,8 +91,15 @@ int64_t max_group_of(const GemmOperand<T>& b, int64_t num_rows) {
   return b.is_transposed ? max_transposed_group<T, Element>(num_rows) : kMaxFewRows;
 }
 
-// Computes sums = a * b, or += if `accumulate`, for 1 to kMaxRowsInPlace rows. Of `p`, b and next_b are read. The call
-// before has stored the same a in groups of at most `stored_group` rows, or none if it is 0.
+// The largest number of rows that are multiplied with b in place.
+template <class Element, class T>
+int64_t max_rows_in_place(const GemmOperand<T>& b) {
+  if (b.is_quantized()) return kMaxFewQuantizedRows<Element>;
+  return b.is_transposed ? kMaxRowsInPlace : max_row_major_rows(b.memory);
+}
+
+// Computes sums = a * b, or += if `accumulate`, for 1 to max_rows_in_place(b) rows. Of `p`, b and next_b are read. The
+// call before has stored the same a in groups of at most `stored_group` rows, or none if it is 0.
 template <class Element, class T>
 void add_few_rows(const GemmOperand<T>& a, int64_t stored_group, const Product<T>& p, MatrixView<Accumulator<T>> sums,
                   bool accumulate) {
@@ -107,7 +114,7 @@ void add_few_rows(const GemmOperand<T>& a, int64_t stored_group, const Product<T
   multiply_few_rows<T, Element>(rows, p, sums, accumulate);
 }
 
-// A product with 1 to kMaxRowsInPlace rows. b has no index, a multiple of NR columns, and at least one row.
+// A product with 1 to max_rows_in_place(b) rows. b has no index, a multiple of NR columns, and at least one row.
 template <class Element, class T>
 void multiply_few_rows(const GemmOperand<T>& a, int64_t stored_group, const Product<T>& p) {
   using S = Accumulator<T>;

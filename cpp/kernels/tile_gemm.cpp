@@ -268,8 +268,8 @@ void multiply_rows(const TileGemm<T>& p, int64_t begin, int64_t end) {
     product.reduced = product.reduced.row_range(begin, end);
     product.is_nontemporal = product.is_nontemporal && begins_on_cache_lines(product.c);
     const int64_t rows = product.c.rows;
-    const int64_t few = product.b.is_quantized() ? kMaxFewQuantizedRows<ElementOf<T>> : kMaxRowsInPlace;
-    const bool is_few_rows = 0 < rows && rows <= few && a.columns() > 0 && product.b.index == nullptr;
+    const bool is_few_rows =
+        0 < rows && rows <= max_rows_in_place<ElementOf<T>>(product.b) && a.columns() > 0 && product.b.index == nullptr;
     if (is_few_rows) {
       multiply_few_rows_of(a, stored_group, packed_a, product);
     } else {

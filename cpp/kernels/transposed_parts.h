@@ -166,16 +166,22 @@ class ColumnPrefetch {
 };
 
 // Adds the products of a and the first `depth` elements of a part to the sums. `a` begins with the first step of the
-// part. A cache line of each panel is prefetched in a step, if `prefetch` is not null.
+// part. A cache line of each panel is prefetched in a step, if it is one of share `index` of `count`: groups of rows
+// prefetch in turn.
 template <class T, class Element, int kRows, int kPanels>
 MAXMOE_INLINE void multiply_part(FewRows<Element, kRows> a, const TransposedPart<T, Element, kPanels>& b, int64_t depth,
-                                 PartSums<Accumulator<T>, kRows, kPanels>& sums, ColumnPrefetch* prefetch) {
+                                 PartSums<Accumulator<T>, kRows, kPanels>& sums, ColumnPrefetch& prefetch,
+                                 int64_t index, int64_t count) {
   using Of = BlockElement<T, Element>;
+  const int64_t whole_steps = depth / kDepthPerStep<Of>;
+  const Range share{whole_steps * index / count, whole_steps * (index + 1) / count};
   int64_t step = 0;
-  for (; step < depth / kDepthPerStep<Of>; ++step) {
-    if (prefetch != nullptr) prefetch->advance<kPanels>();
+  for (; step < share.begin; ++step) multiply_step<true>(a, b, step, sums);
+  for (; step < share.end; ++step) {
+    prefetch.advance<kPanels>();
     multiply_step<true>(a, b, step, sums);
   }
+  for (; step < whole_steps; ++step) multiply_step<true>(a, b, step, sums);
   if (step < steps_of_depth<Of>(depth)) multiply_step<false>(a, b, step, sums);
 }
 
@@ -240,7 +246,7 @@ MAXMOE_INLINE void multiply_group_in_parts(FewRows<Element, kRows> a, ConstMatri
       if (both_are_whole && of_next.rows > 0) {
         multiply_and_transpose(of_part, parts[current], of_group, parts[1 - current], of_next, next_d, prefetch);
       } else {
-        multiply_part(of_part, parts[current], at_most(Part::kDepth, memory.columns - d), of_group, &prefetch);
+        multiply_part(of_part, parts[current], at_most(Part::kDepth, memory.columns - d), of_group, prefetch, 0, 1);
         if (of_next.rows > 0) parts[1 - current].transpose(of_next, next_d);
       }
     }
@@ -248,7 +254,7 @@ MAXMOE_INLINE void multiply_group_in_parts(FewRows<Element, kRows> a, ConstMatri
   }
 }
 
-// The same for several groups, NR columns at a time. The first group prefetches.
+// The same for several groups, NR columns at a time.
 template <class T, class Element>
 void multiply_groups_in_parts(const RowGroups<Element>& a, ConstMatrixView<T> memory, ConstMatrixView<T> next_memory,
                               MatrixView<Accumulator<T>> sums, bool accumulate) {
@@ -267,8 +273,7 @@ void multiply_groups_in_parts(const RowGroups<Element>& a, ConstMatrixView<T> me
         with_number_of_rows(group.rows.size(), [&]<int kRows> {
           const FewRows<Element, kRows> of_part{group.steps + d / kDepthPerStep<Element> * kRows};
           PartSums<Accumulator<T>, kRows, 1> of_group(of_columns, accumulate || d > 0);
-          multiply_part(of_part, part, at_most(Part::kDepth, memory.columns - d), of_group,
-                        i == 0 ? &prefetch : nullptr);
+          multiply_part(of_part, part, at_most(Part::kDepth, memory.columns - d), of_group, prefetch, i, a.count());
           of_group.store(of_columns);
         });
       }

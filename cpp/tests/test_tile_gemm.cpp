@@ -62,8 +62,15 @@ TYPED_TEST(TileGemmTest, Empty) {
 }
 
 TYPED_TEST(TileGemmTest, FewRowsOfManyColumns) {
-  for (int64_t rows = 1; rows <= 13; ++rows) {
+  for (int64_t rows = 1; rows <= 25; ++rows) {
     for (const int64_t columns : {127, 128, 129, 255, 256, 257, 289}) this->check(rows, 5, columns);
+  }
+}
+
+// A wide row-major b is multiplied in ranges of columns, block by block of its rows.
+TYPED_TEST(TileGemmTest, RangesOfColumns) {
+  for (const int64_t rows : {12, 13, 24}) {
+    for (const int64_t columns : {513, 1057, 2048}) this->check(rows, 131, columns);
   }
 }
 
@@ -88,7 +95,7 @@ TYPED_TEST(TileGemmTest, MoreThanOneBlock) {
 }
 
 TYPED_TEST(TileGemmTest, MoreThanOneOuterBlock) {
-  this->check(13, 4099, 2081);
+  this->check(25, 4099, 2081);
   this->check(7, 8195, 33);
 }
 
@@ -114,7 +121,7 @@ TYPED_TEST(TileGemmTest, BitsOfARowDependOnNothingElse) {
   Matrix<TypeParam> together(kRows, 45);
   KernelGemm<TypeParam>().multiply(a.view(false), {b.view(false), together.view(), false});
   for (const bool is_transposed : {false, true}) {
-    for (int64_t height = 1; height <= 13; ++height) {
+    for (int64_t height = 1; height <= 25; ++height) {
       Matrix<TypeParam> apart(kRows, 45);
       for (int64_t begin = 0; begin < kRows; begin += height) {
         const int64_t end = std::min(begin + height, kRows);
