@@ -3,8 +3,10 @@
 // The loops over columns and over the inner dimension are exchanged. The outer loop runs over blocks of rows of B, the
 // inner one over all columns. While a block is multiplied, the next one is prefetched in the order of memory, which
 // hardware prefetchers follow and which has the fewest TLB misses. The partial sums of C are loaded and stored once per
-// block. C has few rows, so that its sums stay in the first- or second-level cache; with more than 12 rows they do
-// because a wide B is multiplied in ranges of columns.
+// block. C has few rows, so that its sums stay in the first- or second-level cache.
+//
+// With more than 12 rows the loads and stores of sums take a large part of the time. A wide B is then multiplied in
+// ranges of columns, whose blocks have more rows.
 #include "few_row_major_rows.h"
 
 #include "blocking.h"
@@ -40,9 +42,9 @@ struct RowPrefetch {
   }
 };
 
-// The number of cache lines of a row that a kernel reads at a time; where it reads half a line, it prefetches it twice.
-template <class T, int kVectorsX2>
-constexpr int kLinesPerRow = kVectorsX2 * kNR<Accumulator<T>> * static_cast<int>(sizeof(T)) / kCacheLineBytes;
+// Number of columns that one of several groups prefetches before it is the next one's turn.
+template <class T>
+constexpr int64_t kColumnsOfTurn = 2 * kNR<Accumulator<T>>;
 
 // Computes sums[kRows, kVectorsX2 * NR] = a * b, or += if `accumulate`, for one block of rows of B. The columns of the
 // sums are in the order of VectorX2.
@@ -55,6 +57,7 @@ MAXMOE_INLINE void multiply_few_rows_block(FewRows<Element, kRows> a, ConstMatri
                                            RowPrefetch next) {
   using S = Accumulator<T>;
   constexpr int kDepthOfStep = kDepthPerStep<Element>;
+  // Where a kernel reads half a line, it is prefetched twice.
   constexpr int kLines = kLinesPerRow<T, kVectorsX2> == 0 ? 1 : kLinesPerRow<T, kVectorsX2>;
   Vector<S> sum[kRows][2 * kVectorsX2];
 #pragma GCC unroll 12
@@ -103,8 +106,6 @@ MAXMOE_INLINE void multiply_few_rows_columns(const RowGroup<Element>& group, Con
   constexpr bool kWidens = std::is_same_v<T, BFloat16> && kDepthPerStep<Element> == 1 && kVectorRegisters == 16;
   constexpr int kWideX2 = kWidens && kRows == 3 ? 1 : few_rows_vectors_x2(kRows);
   constexpr int64_t kWideColumns = kWideX2 * kNR<Accumulator<T>>;
-  // Groups prefetch in turn: as many columns as a kernel reads at a time, if there is more than one group.
-  constexpr int64_t kColumnsOfTurn = 2 * kNR<Accumulator<T>>;
   const bool is_contiguous = next.row_stride == next.columns;
   int64_t column = 0;
   const auto multiply_columns = [&]<int kVectorsX2> {
@@ -113,7 +114,7 @@ MAXMOE_INLINE void multiply_few_rows_columns(const RowGroup<Element>& group, Con
     RowPrefetch of_columns{reinterpret_cast<const std::byte*>(first),
                            (is_contiguous ? kColumns : next.row_stride) * int64_t{sizeof(T)}};
     // Where it is not the group's turn, a line that is in the cache is prefetched: that costs less than a branch.
-    if (kMaxRowsInPlace > kMaxFewRows && group.count > 1 && column / kColumnsOfTurn % group.count != group.index) {
+    if (kMaxRowsInPlace > kMaxFewRows && group.count > 1 && column / kColumnsOfTurn<T> % group.count != group.index) {
       of_columns = {reinterpret_cast<const std::byte*>(group.steps), 0};
     }
     multiply_few_rows_block<T, Element, kRows, kVectorsX2>(FewRows<Element, kRows>{group.steps},
@@ -156,10 +157,10 @@ __attribute__((noinline)) void multiply_few_rows_group(const RowGroup<Element>& 
   }
 }
 
-// The product with a row-major b. While a block of rows of b is multiplied, the next block is prefetched in the order
-// of memory. One group runs through all blocks by itself, so that its kernel is chosen once.
+// The product with a range of columns of a row-major b. One group runs through all blocks of rows of b by itself, so
+// that its kernel is chosen once.
 template <class T, class Element>
-void multiply_few_rows_columns(const RowGroups<Element>& a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sums,
+void multiply_range_of_columns(const RowGroups<Element>& a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sums,
                                bool accumulate, ConstMatrixView<T> next_b) {
   const auto multiply_group = [&](int64_t index, ConstMatrixView<T> next, const Range* block) {
     const RowGroup<Element> group = a[index];
@@ -173,18 +174,18 @@ void multiply_few_rows_columns(const RowGroups<Element>& a, ConstMatrixView<T> b
   });
 }
 
-// Number of columns that are multiplied before the next ones. With more than 12 rows, rows of b of at most 2 KiB have
-// blocks of 48 rows and more: in shorter ones sums are loaded and stored so often that 20 and 24 rows took up to 1.4
-// times the time.
+// Number of columns of a range. With more than 12 rows of A a row of it takes at most 2 KiB, so that a block has 48
+// rows or more: with all of 2880 columns of float32 in a range 24 rows took 1.4 times the time.
 template <class T>
 int64_t columns_of_range(int64_t num_rows, int64_t num_columns) {
   constexpr int64_t kMaxColumns = int64_t{2048} / int64_t{sizeof(T)};
-  constexpr int64_t kTurn = 2 * kNR<Accumulator<T>>;  // that one group prefetches
   if (num_rows <= kMaxRowsInPlace || num_columns <= kMaxColumns) return num_columns;
   const int64_t num_ranges = (num_columns + kMaxColumns - 1) / kMaxColumns;
-  return (num_columns / num_ranges + kTurn - 1) / kTurn * kTurn;
+  const int64_t width = (num_columns + num_ranges - 1) / num_ranges;
+  return (width + kColumnsOfTurn<T> - 1) / kColumnsOfTurn<T> * kColumnsOfTurn<T>;
 }
 
+// The product with a row-major b, range by range of its columns.
 template <class T, class Element>
 void multiply_few_rows_row_major(const RowGroups<Element>& a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sums,
                                  bool accumulate, ConstMatrixView<T> next_b) {
@@ -192,7 +193,7 @@ void multiply_few_rows_row_major(const RowGroups<Element>& a, ConstMatrixView<T>
   for (int64_t column = 0; column < b.columns; column += width) {
     const Range columns = range_from(column, width, b.columns);
     const ConstMatrixView<T> after = b.column_range(columns.end, b.columns);
-    multiply_few_rows_columns<T, Element>(
+    multiply_range_of_columns<T, Element>(
         a, b.column_range(columns.begin, columns.end), sums.column_range(columns.begin, columns.end), accumulate,
         after.columns > 0 ? after : next_b.column_range(0, at_most(width, next_b.columns)));
   }

@@ -28,9 +28,9 @@ struct FewRows {
   MAXMOE_INLINE Element operator()(int r, int64_t step) const { return data[step * kRows + r]; }
 };
 
-// Largest number of rows that are multiplied with B in place. More than kMaxFewRows are several groups: each multiplies
-// a block of B, which the first one has brought into a cache. With AVX-512 13 rows or more are faster with packed B
-// (docs/concepts/kernels.md).
+// Largest number of rows that are multiplied with any B in place; few_row_major_rows.h has exceptions for more. More
+// than kMaxFewRows are several groups: each multiplies a block of B, which the first one has brought into a cache. With
+// AVX-512 13 rows or more are faster with packed B (docs/concepts/kernels.md).
 constexpr int64_t kMaxRowsInPlace = 12;
 
 // A group of rows: the `index`th of `count`.

@@ -166,8 +166,8 @@ class ColumnPrefetch {
 };
 
 // Adds the products of a and the first `depth` elements of a part to the sums. `a` begins with the first step of the
-// part. A cache line of each panel is prefetched in a step, if it is one of share `index` of `count`: groups of rows
-// prefetch in turn.
+// part. Groups of rows prefetch in turn: the steps are divided into `count` shares, and in those of share `index` a
+// cache line of each panel is prefetched.
 template <class T, class Element, int kRows, int kPanels>
 MAXMOE_INLINE void multiply_part(FewRows<Element, kRows> a, const TransposedPart<T, Element, kPanels>& b, int64_t depth,
                                  PartSums<Accumulator<T>, kRows, kPanels>& sums, ColumnPrefetch& prefetch,
