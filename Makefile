@@ -49,7 +49,8 @@ lint: $(VENV)/dev
 	$(BIN)/mypy
 	$(BIN)/python tests/repository/check_sizes.py
 	$(BIN)/clang-format --dry-run --Werror $(wildcard cpp/*.cpp cpp/*/*.cpp cpp/*/*.h)
-	$(BIN)/clang-tidy --quiet $(wildcard cpp/kernels/*.cpp) -- -std=c++20 -Icpp -DMAXMOE_ISA_NAMESPACE=baseline \
+	printf '%s\n' $(wildcard cpp/kernels/*.cpp) | xargs -P "$$(getconf _NPROCESSORS_ONLN)" -I {} \
+	  $(BIN)/clang-tidy --quiet {} -- -std=c++20 -Icpp -DMAXMOE_ISA_NAMESPACE=baseline \
 	  -isystem "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/cmeel.prefix/include/eigen3"
 
 format: $(VENV)/dev
@@ -62,11 +63,11 @@ docs: $(VENV)/docs
 	@$(BIN)/python -m sphinx --nitpicky --fail-on-warning --keep-going --fresh-env --quiet docs build/docs
 	echo "build/docs/index.html"
 
-# The kernels' GoogleTest suite under the address and undefined-behaviour sanitizers.
+# The kernels' GoogleTest suite under the address and undefined-behaviour sanitizers, for what this machine can run.
 sanitize: $(VENV)/test
 	@export PATH="$(abspath $(BIN)):$$PATH"
 	cmake -S . -B build/sanitize -GNinja -DMAXMOE_BUILD_PYTHON=OFF -DMAXMOE_BUILD_TESTS=ON -DMAXMOE_DEVELOPER=ON \
-	  -DMAXMOE_SANITIZE=address,undefined -DPython_EXECUTABLE="$(abspath $(BIN))/python"
+	  -DMAXMOE_SANITIZE=address,undefined -DMAXMOE_ISAS=runnable -DPython_EXECUTABLE="$(abspath $(BIN))/python"
 	cmake --build build/sanitize
 	ctest --test-dir build/sanitize --no-tests=error --output-on-failure
 
@@ -129,7 +130,7 @@ clean:
 	rm -rf .venv .venv-torch* build dist *.egg-info maxmoe/_C_torch*.so
 
 # The package, built in place, and what one use of it needs: examples, test, docs or dev. The environments share the build
-# of the kernels (setup.py). They are built for this machine alone, until tests need all that it can run; with them come the
+# of the kernels (setup.py). They are built for this machine alone, until tests need all instruction sets; with them come the
 # programs that tests/repository/test_cpp.py runs.
 ISAS = $(if $(filter test dev,$(@F) $(notdir $(wildcard .venv*/test .venv*/dev))),all,native)
 CPP_TESTS = $(if $(filter test,$(@F)),-DMAXMOE_BUILD_TESTS=ON -DMAXMOE_BUILD_BENCHMARKS=ON)

@@ -19,10 +19,8 @@ foreach(minor IN LISTS MAXMOE_TORCH_MINORS)
   # GCC 12 warns that the destructor of an empty std::optional<at::Tensor> reads uninitialised memory.
   target_compile_options(${ops} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
 
-  # Torch's headers take most of the time of every file. A compiler cache cannot keep what is precompiled.
-  if(NOT CMAKE_CXX_COMPILER_LAUNCHER)
-    target_precompile_headers(${ops} PRIVATE cpp/ops/operator.h)
-  endif()
+  # Two translation units of several files each: torch's headers take most of the time of every one.
+  set_target_properties(${ops} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 15)
 
   # NO_EXTRAS: no link-time optimisation, which makes the build half as long again.
   set(module _C_torch${minor})

@@ -16,7 +16,7 @@
 namespace maxmoe::ops {
 namespace {
 
-constexpr const char* kOp = "dequantize";
+constexpr const char* kDequantize = "dequantize";
 
 // The numbers that codes stand for, in float32 [L, rows, columns], without zero points.
 Tensor looked_up(const QuantizedMatrix& m, const Tensor& codes) {
@@ -53,8 +53,8 @@ Tensor dequantize_aten(const Weights& w, at::ScalarType dtype) {
 Tensor dequantize_backend(const Tensor& codes, const Tensor& scales, const OptionalTensor& zeros,
                           std::string_view format, int64_t columns, at::ScalarType dtype) {
   const Weights given{codes, scales, zeros, format, columns};
-  check_weights(kOp, "codes", "", given);
-  check_floating(kOp, "dtype", dtype);
+  check_weights(kDequantize, "codes", "", given);
+  check_floating(kDequantize, "dtype", dtype);
   if (!uses_kernels(codes)) return dequantize_aten(given, dtype);
   const Weights w = given.in_kernel_layout();
   const Tensor out = empty({codes.size(0), codes.size(1), columns}, codes.options().dtype(dtype));

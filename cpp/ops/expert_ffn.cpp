@@ -18,7 +18,7 @@ namespace maxmoe::ops {
 namespace {
 
 // The name in the messages of expert_ffn_forward as well, because users call only expert_ffn.
-constexpr const char* kOp = "expert_ffn";
+constexpr const char* kExpertFfn = "expert_ffn";
 
 const std::string kSchema =
     "Tensor x, Tensor? weights, Tensor slots, Tensor rows, Tensor group_sizes, int top_k, Tensor? gate, Tensor up, "
@@ -40,14 +40,14 @@ constexpr Operator<"expert_ffn_backward",
 template <class... Arguments>
 Tensor expert_ffn_backend(Arguments... arguments) {
   const ExpertFfnArguments a{arguments...};
-  check_expert_ffn(kOp, a);
+  check_expert_ffn(kExpertFfn, a);
   return std::get<0>(uses_kernels(a.x) ? expert_ffn_kernel(a, false) : expert_ffn_aten(a, Differentiable::no));
 }
 
 template <class... Arguments>
 Outputs expert_ffn_forward_backend(Arguments... arguments) {
   const ExpertFfnArguments a{arguments...};
-  check_expert_ffn(kOp, a);
+  check_expert_ffn(kExpertFfn, a);
   if (uses_kernels(a.x)) return expert_ffn_kernel(a, !a.recompute);
   const auto [out, preactivations, reduced] = expert_ffn_aten(a, Differentiable::no);
   if (!a.recompute) return {out, preactivations, reduced};
@@ -71,7 +71,7 @@ GradientTuple expert_ffn_backward_backend(const Tensor& grad_out, const Tensor& 
 
 // `inputs` are the arguments that may have a gradient, in the order of PerInput: torch::autograd::Function finds only
 // the tensors that are its own parameters, not those of a struct.
-class Node : public torch::autograd::Function<Node> {
+class ExpertFfnNode : public torch::autograd::Function<ExpertFfnNode> {
  public:
   static Tensor forward(AutogradContext* ctx, const ExpertFfnArguments& a, const auto&... /*inputs*/) {
     const auto [out, preactivations, reduced] = call(expert_ffn_forward, a);
@@ -167,32 +167,32 @@ class Node : public torch::autograd::Function<Node> {
   }
 };
 
-struct Gradient {
+struct ExpertFfnGradient {
   static Tensor apply(const auto&... arguments) {
     const ExpertFfnArguments a{arguments...};
     check_is_frozen(a);
-    return Node::apply(a, a.x, a.weights, a.gate, a.up, a.down, a.gate_bias, a.up_bias, a.down_bias, a.gate_a, a.gate_b,
-                       a.up_a, a.up_b, a.down_a, a.down_b);
+    return ExpertFfnNode::apply(a, a.x, a.weights, a.gate, a.up, a.down, a.gate_bias, a.up_bias, a.down_bias, a.gate_a,
+                                a.gate_b, a.up_a, a.up_b, a.down_a, a.down_b);
   }
 
   static Tensor with_tangents(const auto&... arguments) {
     const ExpertFfnArguments a{arguments...};
     check_is_frozen(a);
-    check_expert_ffn_shapes(kOp, a);
+    check_expert_ffn_shapes(kExpertFfn, a);
     return std::get<0>(expert_ffn_aten(a, Differentiable::yes));
   }
 
  private:
   static void check_is_frozen(const ExpertFfnArguments& a) {
-    ops::check_is_frozen(kOp, "gate", a.gate_scales);
-    ops::check_is_frozen(kOp, "up", a.up_scales);
-    ops::check_is_frozen(kOp, "down", a.down_scales);
+    ops::check_is_frozen(kExpertFfn, "gate", a.gate_scales);
+    ops::check_is_frozen(kExpertFfn, "up", a.up_scales);
+    ops::check_is_frozen(kExpertFfn, "down", a.down_scales);
   }
 };
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  expert_ffn.define<expert_ffn_backend, Gradient, Autocast::lower_precision>(library,
-                                                                             "expert_ffn(" + kSchema + ") -> Tensor");
+  expert_ffn.define<expert_ffn_backend, ExpertFfnGradient, Autocast::lower_precision>(
+      library, "expert_ffn(" + kSchema + ") -> Tensor");
   expert_ffn_forward.define<expert_ffn_forward_backend>(
       library, "expert_ffn_forward(" + kSchema + ") -> (Tensor out, Tensor preactivations, Tensor reduced)");
   expert_ffn_backward.define<expert_ffn_backward_backend>(
@@ -216,7 +216,7 @@ ActivationKind ExpertFfnArguments::kind() const {
   const bool is_double = x.scalar_type() == at::kDouble;
   const double largest = is_double ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
   const double bound = limit.value_or(infinity);
-  return {parse_activation(kOp, activation), gate_layout(), bound > largest ? infinity : bound};
+  return {parse_activation(kExpertFfn, activation), gate_layout(), bound > largest ? infinity : bound};
 }
 
 }  // namespace maxmoe::ops

@@ -6,7 +6,7 @@
 namespace maxmoe::ops {
 namespace {
 
-constexpr const char* kBackward = "expert_ffn_backward";
+constexpr const char* kExpertFfnBackward = "expert_ffn_backward";
 
 struct Size {
   int64_t size;
@@ -70,9 +70,9 @@ void check_factors(const char* op, const std::array<const char*, 3>& names, cons
 
 void check_intermediate(const char* name, const Tensor& rows, const char* shape, int64_t width, const char* meaning,
                         const ExpertFfnArguments& a) {
-  Argument(kBackward, name, rows).has_dims(2, shape).has_dtype_of("x", a.x);
-  Argument(kBackward, name, rows).has_size(0, a.num_kept_rows(), a.recompute ? "recompute" : "R of slots");
-  Argument(kBackward, name, rows).has_size(1, width, meaning);
+  Argument(kExpertFfnBackward, name, rows).has_dims(2, shape).has_dtype_of("x", a.x);
+  Argument(kExpertFfnBackward, name, rows).has_size(0, a.num_kept_rows(), a.recompute ? "recompute" : "R of slots");
+  Argument(kExpertFfnBackward, name, rows).has_size(1, width, meaning);
 }
 
 }  // namespace
@@ -109,18 +109,20 @@ void check_expert_ffn(const char* op, const ExpertFfnArguments& a) {
 
 void check_expert_ffn_backward(const Tensor& grad_out, const Intermediates& kept, const Wanted& wanted,
                                const ExpertFfnArguments& a) {
-  check_expert_ffn(kBackward, a);
-  Argument(kBackward, "grad_out", grad_out).has_dims(2, "[T, D]").has_dtype_of("x", a.x);
-  Argument(kBackward, "grad_out", grad_out).has_size(0, a.x.size(0), "T of x").has_size(1, a.x.size(1), "D of x");
+  check_expert_ffn(kExpertFfnBackward, a);
+  Argument(kExpertFfnBackward, "grad_out", grad_out).has_dims(2, "[T, D]").has_dtype_of("x", a.x);
+  Argument(kExpertFfnBackward, "grad_out", grad_out)
+      .has_size(0, a.x.size(0), "T of x")
+      .has_size(1, a.x.size(1), "D of x");
   check_intermediate("preactivations", kept.preactivations, "[R, 2F] or [R, F]", a.preactivation_width(),
                      "width of gate and up", a);
   check_intermediate("reduced", kept.reduced, "[R, r]", a.reduced_width(), "r of gate, up and down", a);
   const auto is_given = [](const char* name, bool is_wanted, const OptionalTensor& argument) {
-    MAXMOE_CHECK(!is_wanted || argument.has_value(), kBackward, "output_mask must be False for ", name,
+    MAXMOE_CHECK(!is_wanted || argument.has_value(), kExpertFfnBackward, "output_mask must be False for ", name,
                  ", which is None, got True");
   };
   const auto is_differentiable = [](const char* name, bool is_wanted, const std::optional<std::string_view>& format) {
-    MAXMOE_CHECK(!is_wanted || !format.has_value(), kBackward, "output_mask must be False for ", name,
+    MAXMOE_CHECK(!is_wanted || !format.has_value(), kExpertFfnBackward, "output_mask must be False for ", name,
                  ", which is quantized (", format.value_or(""), "), got True");
   };
   is_differentiable("gate", wanted.gate, a.gate_format);

@@ -14,7 +14,7 @@ Tensor gmm_backend(const Tensor& lhs, const Tensor& rhs_tensor, const Tensor& gr
   return multiply_grouped(lhs, rhs, group_sizes, bias, group_offset);
 }
 
-class Node : public torch::autograd::Function<Node> {
+class GmmNode : public torch::autograd::Function<GmmNode> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& lhs, const Tensor& rhs_tensor, const Tensor& group_sizes,
                         const OptionalTensor& bias, const Weights& rhs, int64_t group_offset) {
@@ -49,14 +49,14 @@ class Node : public torch::autograd::Function<Node> {
   }
 };
 
-struct Gradient {
+struct GmmGradient {
   static Tensor apply(const Tensor& lhs, const Tensor& rhs_tensor, const Tensor& group_sizes,
                       const OptionalTensor& bias, int64_t group_offset, const OptionalTensor& rhs_scales,
                       const OptionalTensor& rhs_zeros, std::optional<std::string_view> rhs_format, int64_t rhs_columns,
                       bool rhs_is_transposed) {
     const Weights rhs{rhs_tensor, rhs_scales, rhs_zeros, rhs_format, rhs_columns, rhs_is_transposed};
     check_is_frozen(kGmm, "rhs", rhs_scales);
-    return Node::apply(lhs, rhs_tensor, group_sizes, bias, rhs, group_offset);
+    return GmmNode::apply(lhs, rhs_tensor, group_sizes, bias, rhs, group_offset);
   }
 
   // With a bias the operator is not linear in lhs and rhs. So the bias is written as a product with a column of ones.
@@ -77,7 +77,7 @@ struct Gradient {
 };
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  gmm_operator.define<gmm_backend, Gradient, Autocast::lower_precision>(
+  gmm_operator.define<gmm_backend, GmmGradient, Autocast::lower_precision>(
       library, "gmm(Tensor lhs, Tensor rhs, " + kGmmOptions + ") -> Tensor");
 }
 

@@ -27,7 +27,7 @@ Outputs gmm_low_rank_backend(const Tensor& lhs, const Tensor& rhs_tensor, const 
   return {multiply_grouped(lhs, rhs, group_sizes, bias, group_offset, LowRankTerm{reduced, b}), reduced};
 }
 
-class Node : public torch::autograd::Function<Node> {
+class GmmLowRankNode : public torch::autograd::Function<GmmLowRankNode> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& lhs, const Tensor& rhs_tensor, const Tensor& a,
                                const Tensor& b, const Tensor& group_sizes, const OptionalTensor& bias,
@@ -95,14 +95,14 @@ class Node : public torch::autograd::Function<Node> {
   };
 };
 
-struct Gradient {
+struct GmmLowRankGradient {
   static Outputs apply(const Tensor& lhs, const Tensor& rhs_tensor, const Tensor& a, const Tensor& b,
                        const Tensor& group_sizes, const OptionalTensor& bias, int64_t group_offset,
                        const OptionalTensor& rhs_scales, const OptionalTensor& rhs_zeros,
                        std::optional<std::string_view> rhs_format, int64_t rhs_columns, bool rhs_is_transposed) {
     const Weights rhs{rhs_tensor, rhs_scales, rhs_zeros, rhs_format, rhs_columns, rhs_is_transposed};
     check_is_frozen(kGmm, "rhs", rhs_scales);
-    const variable_list results = Node::apply(lhs, rhs_tensor, a, b, group_sizes, bias, rhs, group_offset);
+    const variable_list results = GmmLowRankNode::apply(lhs, rhs_tensor, a, b, group_sizes, bias, rhs, group_offset);
     return {results[0], results[1]};
   }
 
@@ -119,7 +119,7 @@ struct Gradient {
 };
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  gmm_low_rank_operator.define<gmm_low_rank_backend, Gradient, Autocast::lower_precision>(
+  gmm_low_rank_operator.define<gmm_low_rank_backend, GmmLowRankGradient, Autocast::lower_precision>(
       library,
       "gmm_low_rank(Tensor lhs, Tensor rhs, Tensor a, Tensor b, " + kGmmOptions + ") -> (Tensor out, Tensor reduced)");
 }

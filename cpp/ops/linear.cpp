@@ -11,17 +11,17 @@
 namespace maxmoe::ops {
 namespace {
 
-constexpr const char* kOp = "linear";
+constexpr const char* kLinear = "linear";
 
 using OptionalType = std::optional<at::ScalarType>;
 
-void check(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, OptionalType out_dtype) {
-  Argument(kOp, "x", x).has_dims(2, "[T, D]").is_floating();
-  Argument(kOp, "weight", weight).has_dims(2, "[E, D]").is_floating().has_size(1, x.size(1), "D of x");
+void check_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, OptionalType out_dtype) {
+  Argument(kLinear, "x", x).has_dims(2, "[T, D]").is_floating();
+  Argument(kLinear, "weight", weight).has_dims(2, "[E, D]").is_floating().has_size(1, x.size(1), "D of x");
   if (bias.has_value()) {
-    Argument(kOp, "bias", *bias).has_dims(1, "[E]").is_floating().has_size(0, weight.size(0), "E of weight");
+    Argument(kLinear, "bias", *bias).has_dims(1, "[E]").is_floating().has_size(0, weight.size(0), "E of weight");
   }
-  if (out_dtype.has_value()) check_floating(kOp, "out_dtype", *out_dtype);
+  if (out_dtype.has_value()) check_floating(kLinear, "out_dtype", *out_dtype);
 }
 
 // The dtype of the sums: at least float32, which the router needs for 16-bit inputs.
@@ -53,7 +53,7 @@ AnyMatrix<Data> any_matrix(Data* data, const Tensor& m) {
 }
 
 Tensor linear_backend(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, OptionalType out_dtype) {
-  check(x, weight, bias, out_dtype);
+  check_linear(x, weight, bias, out_dtype);
   const at::ScalarType type = sum_type(x, weight);
   if (!uses_kernels(x)) return linear_aten(x, weight, bias, type).to(out_dtype.value_or(type));
   const Tensor out = empty({x.size(0), weight.size(0)}, x.options().dtype(out_dtype.value_or(type)));
@@ -71,7 +71,7 @@ Tensor linear_backend(const Tensor& x, const Tensor& weight, const OptionalTenso
   return out;
 }
 
-class Gradient : public torch::autograd::Function<Gradient> {
+class LinearGradient : public torch::autograd::Function<LinearGradient> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                         OptionalType out_dtype) {
@@ -111,7 +111,7 @@ class Gradient : public torch::autograd::Function<Gradient> {
 };
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  linear.define<linear_backend, Gradient>(
+  linear.define<linear_backend, LinearGradient>(
       library, "linear(Tensor x, Tensor weight, Tensor? bias=None, *, ScalarType? out_dtype=None) -> Tensor");
 }
 

@@ -9,18 +9,18 @@
 namespace maxmoe::ops {
 namespace {
 
-constexpr const char* kOp = "ragged_dot";
+constexpr const char* kRaggedDot = "ragged_dot";
 
-void check(const Tensor& a, const Tensor& b, const Tensor& index, int64_t group_size) {
-  Argument(kOp, "a", a).has_dims(2, "[M / group_size, D]").is_floating();
-  Argument(kOp, "b", b).has_dims(2, "[N, D]").has_dtype_of("a", a);
-  Argument(kOp, "b", b).has_size(1, a.size(1), "D of a");
-  Argument(kOp, "index", index).has_dims(1, "[M]").is_int64();
-  MAXMOE_CHECK(group_size >= 1, kOp, "group_size must be at least 1, got ", group_size);
-  Argument(kOp, "index", index)
-      .has_size(0, checked_product(kOp, "group_size", a.size(0), group_size), "rows of a times group_size");
+void check_ragged_dot(const Tensor& a, const Tensor& b, const Tensor& index, int64_t group_size) {
+  Argument(kRaggedDot, "a", a).has_dims(2, "[M / group_size, D]").is_floating();
+  Argument(kRaggedDot, "b", b).has_dims(2, "[N, D]").has_dtype_of("a", a);
+  Argument(kRaggedDot, "b", b).has_size(1, a.size(1), "D of a");
+  Argument(kRaggedDot, "index", index).has_dims(1, "[M]").is_int64();
+  MAXMOE_CHECK(group_size >= 1, kRaggedDot, "group_size must be at least 1, got ", group_size);
+  Argument(kRaggedDot, "index", index)
+      .has_size(0, checked_product(kRaggedDot, "group_size", a.size(0), group_size), "rows of a times group_size");
   // The values are checked last, because that reads the whole index.
-  Argument(kOp, "index", index).has_values_in(-1, b.size(0), "-1 or a row of b");
+  Argument(kRaggedDot, "index", index).has_values_in(-1, b.size(0), "-1 or a row of b");
 }
 
 // A loop over the slots of a group, so that no tensor of [M, D] is allocated.
@@ -38,7 +38,7 @@ Tensor ragged_dot_aten(const Tensor& a, const Tensor& b, const Tensor& index, in
 }
 
 Tensor ragged_dot_backend(const Tensor& a, const Tensor& b, const Tensor& index, int64_t group_size) {
-  check(a, b, index, group_size);
+  check_ragged_dot(a, b, index, group_size);
   if (!uses_kernels(a)) return ragged_dot_aten(a, b, index, group_size);
   const Tensor out = at::empty({index.size(0)}, a.options().dtype(accumulator_type(a.scalar_type())));
   const Tensor left = contiguous_rows(a);
@@ -52,7 +52,7 @@ Tensor ragged_dot_backend(const Tensor& a, const Tensor& b, const Tensor& index,
   return out;
 }
 
-class Gradient : public torch::autograd::Function<Gradient> {
+class RaggedDotGradient : public torch::autograd::Function<RaggedDotGradient> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, const Tensor& index,
                         int64_t group_size) {
@@ -73,7 +73,7 @@ class Gradient : public torch::autograd::Function<Gradient> {
 };
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  ragged_dot.define<ragged_dot_backend, Gradient>(
+  ragged_dot.define<ragged_dot_backend, RaggedDotGradient>(
       library, "ragged_dot(Tensor a, Tensor b, Tensor index, int group_size=1) -> Tensor");
 }
 

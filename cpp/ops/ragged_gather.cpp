@@ -10,17 +10,19 @@
 namespace maxmoe::ops {
 namespace {
 
-constexpr const char* kOp = "ragged_gather";
+constexpr const char* kRaggedGather = "ragged_gather";
 
-void check(const Tensor& x, const Tensor& index, const OptionalTensor& weights, int64_t start, int64_t end) {
-  Argument(kOp, "x", x).has_dims(2, "[N, D]").is_floating();
-  Argument(kOp, "index", index).has_dims(1, "[M]").is_int64();
-  check_weights(kOp, weights, index.size(0));
-  MAXMOE_CHECK(0 <= start && start <= index.size(0), kOp, "start must be in [0, ", index.size(0), "], got ", start);
-  MAXMOE_CHECK(start <= end && end <= index.size(0), kOp, "end must be in [start (", start, "), ", index.size(0),
-               "], got ", end);
+void check_ragged_gather(const Tensor& x, const Tensor& index, const OptionalTensor& weights, int64_t start,
+                         int64_t end) {
+  Argument(kRaggedGather, "x", x).has_dims(2, "[N, D]").is_floating();
+  Argument(kRaggedGather, "index", index).has_dims(1, "[M]").is_int64();
+  check_weights(kRaggedGather, weights, index.size(0));
+  MAXMOE_CHECK(0 <= start && start <= index.size(0), kRaggedGather, "start must be in [0, ", index.size(0), "], got ",
+               start);
+  MAXMOE_CHECK(start <= end && end <= index.size(0), kRaggedGather, "end must be in [start (", start, "), ",
+               index.size(0), "], got ", end);
   // The values are checked last, because that reads the whole index.
-  Argument(kOp, "index", index).has_values_in(-1, x.size(0), "-1 or a row of x");
+  Argument(kRaggedGather, "index", index).has_values_in(-1, x.size(0), "-1 or a row of x");
 }
 
 // A copy of the index with -1 outside of [start, end).
@@ -44,7 +46,7 @@ Tensor ragged_gather_aten(const Tensor& x, const Tensor& index, const OptionalTe
 Tensor ragged_gather_backend(const Tensor& x, const Tensor& index, const OptionalTensor& weights, int64_t start,
                              std::optional<int64_t> end_or_all) {
   const int64_t end = end_or_all.value_or(index.dim() == 1 ? index.size(0) : start);
-  check(x, index, weights, start, end);
+  check_ragged_gather(x, index, weights, start, end);
   if (!uses_kernels(x)) return ragged_gather_aten(x, index, weights, start, end);
   const Tensor out = empty({index.size(0), x.size(1)}, x.options());
   const Tensor source = contiguous_rows(x);
@@ -58,7 +60,7 @@ Tensor ragged_gather_backend(const Tensor& x, const Tensor& index, const Optiona
   return out;
 }
 
-class Gradient : public torch::autograd::Function<Gradient> {
+class RaggedGatherGradient : public torch::autograd::Function<RaggedGatherGradient> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& index, const OptionalTensor& weights,
                         const c10::SymInt& start, const std::optional<c10::SymInt>& end) {
@@ -86,7 +88,7 @@ class Gradient : public torch::autograd::Function<Gradient> {
 };
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  ragged_gather.define<ragged_gather_backend, Gradient>(
+  ragged_gather.define<ragged_gather_backend, RaggedGatherGradient>(
       library,
       "ragged_gather(Tensor x, Tensor index, Tensor? weights=None, *, SymInt start=0, SymInt? end=None) -> Tensor");
 }

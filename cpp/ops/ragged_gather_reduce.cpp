@@ -9,22 +9,22 @@
 namespace maxmoe::ops {
 namespace {
 
-constexpr const char* kOp = "ragged_gather_reduce";
+constexpr const char* kRaggedGatherReduce = "ragged_gather_reduce";
 
-void check(const Tensor& rows, const Tensor& index, int64_t group_size, const OptionalTensor& weights,
-           const OptionalTensor& valid) {
-  Argument(kOp, "rows", rows).has_dims(2, "[R, D]").is_floating();
-  Argument(kOp, "index", index).has_dims(1, "[M]").is_int64();
-  MAXMOE_CHECK(group_size >= 1, kOp, "group_size must be at least 1, got ", group_size);
-  MAXMOE_CHECK(index.size(0) % group_size == 0, kOp, "group_size must divide the size of index (", index.size(0),
-               "), got ", group_size);
-  check_weights(kOp, weights, index.size(0));
+void check_ragged_gather_reduce(const Tensor& rows, const Tensor& index, int64_t group_size,
+                                const OptionalTensor& weights, const OptionalTensor& valid) {
+  Argument(kRaggedGatherReduce, "rows", rows).has_dims(2, "[R, D]").is_floating();
+  Argument(kRaggedGatherReduce, "index", index).has_dims(1, "[M]").is_int64();
+  MAXMOE_CHECK(group_size >= 1, kRaggedGatherReduce, "group_size must be at least 1, got ", group_size);
+  MAXMOE_CHECK(index.size(0) % group_size == 0, kRaggedGatherReduce, "group_size must divide the size of index (",
+               index.size(0), "), got ", group_size);
+  check_weights(kRaggedGatherReduce, weights, index.size(0));
   if (valid.has_value()) {
-    Argument(kOp, "valid", *valid).has_dims(1, "[M]").is_bool();
-    Argument(kOp, "valid", *valid).has_size(0, index.size(0), "size of index");
+    Argument(kRaggedGatherReduce, "valid", *valid).has_dims(1, "[M]").is_bool();
+    Argument(kRaggedGatherReduce, "valid", *valid).has_size(0, index.size(0), "size of index");
   }
   // The values are checked last, because that reads the whole index.
-  Argument(kOp, "index", index).has_values_in(-1, rows.size(0), "-1 or a row of rows");
+  Argument(kRaggedGatherReduce, "index", index).has_values_in(-1, rows.size(0), "-1 or a row of rows");
 }
 
 // A copy of the index with -1 for slots that are not valid.
@@ -54,7 +54,7 @@ Tensor ragged_gather_reduce_aten(const Tensor& rows, const Tensor& index, int64_
 
 Tensor ragged_gather_reduce_backend(const Tensor& rows, const Tensor& index, int64_t group_size,
                                     const OptionalTensor& weights, const OptionalTensor& valid) {
-  check(rows, index, group_size, weights, valid);
+  check_ragged_gather_reduce(rows, index, group_size, weights, valid);
   if (!uses_kernels(rows)) return ragged_gather_reduce_aten(rows, index, group_size, weights, valid);
   const Tensor out = empty({index.size(0) / group_size, rows.size(1)}, rows.options());
   const Tensor source = contiguous_rows(rows);
@@ -70,7 +70,7 @@ Tensor ragged_gather_reduce_backend(const Tensor& rows, const Tensor& index, int
   return out;
 }
 
-class Gradient : public torch::autograd::Function<Gradient> {
+class RaggedGatherReduceGradient : public torch::autograd::Function<RaggedGatherReduceGradient> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& rows, const Tensor& index, int64_t group_size,
                         const OptionalTensor& weights, const OptionalTensor& valid) {
@@ -100,7 +100,7 @@ class Gradient : public torch::autograd::Function<Gradient> {
 };
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  ragged_gather_reduce.define<ragged_gather_reduce_backend, Gradient>(
+  ragged_gather_reduce.define<ragged_gather_reduce_backend, RaggedGatherReduceGradient>(
       library,
       "ragged_gather_reduce(Tensor rows, Tensor index, int group_size, Tensor? weights=None, *, Tensor? valid=None) "
       "-> Tensor");

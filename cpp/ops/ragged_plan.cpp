@@ -17,28 +17,28 @@
 namespace maxmoe::ops {
 namespace {
 
-constexpr const char* kOp = "ragged_plan";
+constexpr const char* kRaggedPlan = "ragged_plan";
 
 using Plan = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-void check(const Tensor& experts, int64_t num_experts, int64_t first_expert, int64_t num_local_experts,
-           std::optional<int64_t> max_rows) {
-  Argument(kOp, "experts", experts).has_dims(2, "[T, K]").is_int64();
-  MAXMOE_CHECK(1 <= num_experts && num_experts < kLongestList, kOp, "num_experts must be at least 1 and less than ",
-               kLongestList, ", got ", num_experts);
-  MAXMOE_CHECK(0 <= first_expert && first_expert <= num_experts, kOp, "first_expert must be in [0, num_experts (",
-               num_experts, ")], got ", first_expert);
-  MAXMOE_CHECK(0 <= num_local_experts && num_local_experts <= num_experts - first_expert, kOp,
+void check_ragged_plan(const Tensor& experts, int64_t num_experts, int64_t first_expert, int64_t num_local_experts,
+                       std::optional<int64_t> max_rows) {
+  Argument(kRaggedPlan, "experts", experts).has_dims(2, "[T, K]").is_int64();
+  MAXMOE_CHECK(1 <= num_experts && num_experts < kLongestList, kRaggedPlan,
+               "num_experts must be at least 1 and less than ", kLongestList, ", got ", num_experts);
+  MAXMOE_CHECK(0 <= first_expert && first_expert <= num_experts, kRaggedPlan,
+               "first_expert must be in [0, num_experts (", num_experts, ")], got ", first_expert);
+  MAXMOE_CHECK(0 <= num_local_experts && num_local_experts <= num_experts - first_expert, kRaggedPlan,
                "num_local_experts must be in [0, num_experts - first_expert (", num_experts - first_expert, ")], got ",
                num_local_experts);
-  MAXMOE_CHECK(max_rows.value_or(0) >= 0, kOp, "max_rows must not be negative, got ", max_rows.value_or(0));
-  Argument(kOp, "experts", experts).has_values_in(-1, num_experts, "-1 or one of num_experts");
+  MAXMOE_CHECK(max_rows.value_or(0) >= 0, kRaggedPlan, "max_rows must not be negative, got ", max_rows.value_or(0));
+  Argument(kRaggedPlan, "experts", experts).has_values_in(-1, num_experts, "-1 or one of num_experts");
 }
 
 // Checks the num_rows argument against the actual number of rows.
 void check_num_rows(std::optional<int64_t> num_rows, int64_t actual) {
-  MAXMOE_CHECK(num_rows.value_or(actual) == actual, kOp, "num_rows must be the number of rows (", actual, "), got ",
-               num_rows.value_or(0));
+  MAXMOE_CHECK(num_rows.value_or(actual) == actual, kRaggedPlan, "num_rows must be the number of rows (", actual,
+               "), got ", num_rows.value_or(0));
 }
 
 // The number of rows R. Reading it from `kept` waits for the device, so the caller's num_rows has precedence.
@@ -46,7 +46,7 @@ int64_t count_rows(const Tensor& kept, std::optional<int64_t> num_rows) {
   if (!num_rows.has_value()) return kept.item<int64_t>();
   if (kept.is_cpu()) {
     const int64_t least = kept.item<int64_t>();
-    MAXMOE_CHECK(*num_rows >= least, kOp, "num_rows must be at least the number of rows (", least, "), got ",
+    MAXMOE_CHECK(*num_rows >= least, kRaggedPlan, "num_rows must be at least the number of rows (", least, "), got ",
                  *num_rows);
   } else {
     torch_internals::assert_async(kept.le(*num_rows),
@@ -83,7 +83,7 @@ Plan ragged_plan_backend(const Tensor& experts, int64_t num_experts, int64_t fir
                          std::optional<int64_t> local_or_all, std::optional<int64_t> max_rows,
                          std::optional<int64_t> known_rows) {
   const int64_t num_local_experts = local_or_all.value_or(num_experts - first_expert);
-  check(experts, num_experts, first_expert, num_local_experts, max_rows);
+  check_ragged_plan(experts, num_experts, first_expert, num_local_experts, max_rows);
   if (!uses_kernels(experts)) return ragged_plan_aten(experts, first_expert, num_local_experts, max_rows, known_rows);
   const Tensor ids = experts.contiguous();
   const Tensor rows = at::empty({ids.numel()}, ids.options());

@@ -10,20 +10,20 @@
 namespace maxmoe::ops {
 namespace {
 
-constexpr const char* kOp = "ragged_scatter_add";
+constexpr const char* kRaggedScatterAdd = "ragged_scatter_add";
 
-void check(const Tensor& rows, const Tensor& index, int64_t num_rows, int64_t group_size,
-           const OptionalTensor& weights) {
-  Argument(kOp, "rows", rows).has_dims(2, "[M / group_size, D]").is_floating();
-  Argument(kOp, "index", index).has_dims(1, "[M]").is_int64();
-  MAXMOE_CHECK(0 <= num_rows && num_rows < kLongestList, kOp, "num_rows must not be negative and less than ",
-               kLongestList, ", got ", num_rows);
-  MAXMOE_CHECK(group_size >= 1, kOp, "group_size must be at least 1, got ", group_size);
-  Argument(kOp, "index", index)
-      .has_size(0, checked_product(kOp, "group_size", rows.size(0), group_size), "rows times group_size");
-  check_weights(kOp, weights, index.size(0));
+void check_ragged_scatter_add(const Tensor& rows, const Tensor& index, int64_t num_rows, int64_t group_size,
+                              const OptionalTensor& weights) {
+  Argument(kRaggedScatterAdd, "rows", rows).has_dims(2, "[M / group_size, D]").is_floating();
+  Argument(kRaggedScatterAdd, "index", index).has_dims(1, "[M]").is_int64();
+  MAXMOE_CHECK(0 <= num_rows && num_rows < kLongestList, kRaggedScatterAdd,
+               "num_rows must not be negative and less than ", kLongestList, ", got ", num_rows);
+  MAXMOE_CHECK(group_size >= 1, kRaggedScatterAdd, "group_size must be at least 1, got ", group_size);
+  Argument(kRaggedScatterAdd, "index", index)
+      .has_size(0, checked_product(kRaggedScatterAdd, "group_size", rows.size(0), group_size), "rows times group_size");
+  check_weights(kRaggedScatterAdd, weights, index.size(0));
   // The values are checked last, because that reads the whole index.
-  Argument(kOp, "index", index).has_values_in(-1, num_rows, "-1 or a row of the result");
+  Argument(kRaggedScatterAdd, "index", index).has_values_in(-1, num_rows, "-1 or a row of the result");
 }
 
 // Slots without a row are added to one row past the result, which is sliced off. A loop over the slots of a group, so
@@ -46,7 +46,7 @@ Tensor ragged_scatter_add_aten(const Tensor& rows, const Tensor& index, int64_t 
 
 Tensor ragged_scatter_add_backend(const Tensor& rows, const Tensor& index, int64_t num_rows, int64_t group_size,
                                   const OptionalTensor& weights) {
-  check(rows, index, num_rows, group_size, weights);
+  check_ragged_scatter_add(rows, index, num_rows, group_size, weights);
   if (!uses_kernels(rows)) return ragged_scatter_add_aten(rows, index, num_rows, group_size, weights);
   const Tensor out = empty({num_rows, rows.size(1)}, rows.options());
   if (out.numel() == 0) return out;
@@ -66,7 +66,7 @@ Tensor ragged_scatter_add_backend(const Tensor& rows, const Tensor& index, int64
   return out;
 }
 
-class Gradient : public torch::autograd::Function<Gradient> {
+class RaggedScatterAddGradient : public torch::autograd::Function<RaggedScatterAddGradient> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& rows, const Tensor& index, c10::SymInt num_rows,
                         int64_t group_size, const OptionalTensor& weights) {
@@ -92,7 +92,7 @@ class Gradient : public torch::autograd::Function<Gradient> {
 };
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  ragged_scatter_add.define<ragged_scatter_add_backend, Gradient>(
+  ragged_scatter_add.define<ragged_scatter_add_backend, RaggedScatterAddGradient>(
       library,
       "ragged_scatter_add(Tensor rows, Tensor index, SymInt num_rows, int group_size=1, Tensor? weights=None) "
       "-> Tensor");

@@ -7,12 +7,13 @@
 namespace maxmoe::ops {
 namespace {
 
-constexpr const char* kOp = "ragged_sort";
+constexpr const char* kRaggedSort = "ragged_sort";
 
-void check(const Tensor& x, const Tensor& slots, const Tensor& rows, int64_t top_k, const OptionalTensor& weights) {
-  Argument(kOp, "x", x).has_dims(2, "[T, D]").is_floating();
-  check_weights(kOp, weights, rows.numel());
-  check_routed_rows(kOp, slots, rows, x.size(0), slots.numel(), top_k);
+void check_ragged_sort(const Tensor& x, const Tensor& slots, const Tensor& rows, int64_t top_k,
+                       const OptionalTensor& weights) {
+  Argument(kRaggedSort, "x", x).has_dims(2, "[T, D]").is_floating();
+  check_weights(kRaggedSort, weights, rows.numel());
+  check_routed_rows(kRaggedSort, slots, rows, x.size(0), slots.numel(), top_k);
 }
 
 // Rows of no slot (-1) are zero.
@@ -28,7 +29,7 @@ Tensor ragged_sort_aten(const Tensor& x, const Tensor& slots, int64_t top_k, con
 
 Tensor ragged_sort_backend(const Tensor& x, const Tensor& slots, const Tensor& rows, int64_t top_k,
                            const OptionalTensor& weights) {
-  check(x, slots, rows, top_k, weights);
+  check_ragged_sort(x, slots, rows, top_k, weights);
   if (!uses_kernels(x)) return ragged_sort_aten(x, slots, top_k, weights);
   const Tensor out = empty({slots.size(0), x.size(1)}, x.options());
   const Tensor source = contiguous_rows(x);
@@ -42,7 +43,7 @@ Tensor ragged_sort_backend(const Tensor& x, const Tensor& slots, const Tensor& r
   return out;
 }
 
-class Gradient : public torch::autograd::Function<Gradient> {
+class RaggedSortGradient : public torch::autograd::Function<RaggedSortGradient> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& slots, const Tensor& rows, int64_t top_k,
                         const OptionalTensor& weights) {
@@ -66,7 +67,7 @@ class Gradient : public torch::autograd::Function<Gradient> {
 };
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  ragged_sort.define<ragged_sort_backend, Gradient>(
+  ragged_sort.define<ragged_sort_backend, RaggedSortGradient>(
       library, "ragged_sort(Tensor x, Tensor slots, Tensor rows, int top_k, Tensor? weights=None) -> Tensor");
 }
 

@@ -7,23 +7,23 @@
 namespace maxmoe::ops {
 namespace {
 
-constexpr const char* kOp = "ragged_unsort";
+constexpr const char* kRaggedUnsort = "ragged_unsort";
 
-void check(const Tensor& rows, const Tensor& slots, const Tensor& row_of_slot, int64_t top_k,
-           const OptionalTensor& weights) {
-  Argument(kOp, "rows", rows).has_dims(2, "[R, D]").is_floating();
-  MAXMOE_CHECK(top_k >= 1, kOp, "top_k must be at least 1, got ", top_k);
-  MAXMOE_CHECK(row_of_slot.numel() % top_k == 0, kOp, "top_k must divide the slots of the plan (", row_of_slot.numel(),
-               "), got ", top_k);
-  MAXMOE_CHECK(rows.size(0) >= slots.numel(), kOp, "rows must have a row for each of the plan's ", slots.numel(),
-               ", got shape ", rows.sizes());
-  check_weights(kOp, weights, row_of_slot.numel());
-  check_routed_rows(kOp, slots, row_of_slot, row_of_slot.numel() / top_k, slots.numel(), top_k);
+void check_ragged_unsort(const Tensor& rows, const Tensor& slots, const Tensor& row_of_slot, int64_t top_k,
+                         const OptionalTensor& weights) {
+  Argument(kRaggedUnsort, "rows", rows).has_dims(2, "[R, D]").is_floating();
+  MAXMOE_CHECK(top_k >= 1, kRaggedUnsort, "top_k must be at least 1, got ", top_k);
+  MAXMOE_CHECK(row_of_slot.numel() % top_k == 0, kRaggedUnsort, "top_k must divide the slots of the plan (",
+               row_of_slot.numel(), "), got ", top_k);
+  MAXMOE_CHECK(rows.size(0) >= slots.numel(), kRaggedUnsort, "rows must have a row for each of the plan's ",
+               slots.numel(), ", got shape ", rows.sizes());
+  check_weights(kRaggedUnsort, weights, row_of_slot.numel());
+  check_routed_rows(kRaggedUnsort, slots, row_of_slot, row_of_slot.numel() / top_k, slots.numel(), top_k);
 }
 
 Tensor ragged_unsort_backend(const Tensor& rows, const Tensor& slots, const Tensor& row_of_slot, int64_t top_k,
                              const OptionalTensor& weights) {
-  check(rows, slots, row_of_slot, top_k, weights);
+  check_ragged_unsort(rows, slots, row_of_slot, top_k, weights);
   if (!uses_kernels(rows)) return ragged_gather_reduce(rows, row_of_slot, top_k, weights, std::nullopt);
   const Tensor out = empty({row_of_slot.size(0) / top_k, rows.size(1)}, rows.options());
   const Tensor source = contiguous_rows(rows);
@@ -37,7 +37,7 @@ Tensor ragged_unsort_backend(const Tensor& rows, const Tensor& slots, const Tens
   return out;
 }
 
-class Gradient : public torch::autograd::Function<Gradient> {
+class RaggedUnsortGradient : public torch::autograd::Function<RaggedUnsortGradient> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& rows, const Tensor& slots, const Tensor& row_of_slot,
                         int64_t top_k, const OptionalTensor& weights) {
@@ -69,7 +69,7 @@ class Gradient : public torch::autograd::Function<Gradient> {
 };
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  ragged_unsort.define<ragged_unsort_backend, Gradient>(
+  ragged_unsort.define<ragged_unsort_backend, RaggedUnsortGradient>(
       library,
       "ragged_unsort(Tensor rows, Tensor slots, Tensor row_of_slot, int top_k, Tensor? weights=None) -> Tensor");
 }

@@ -13,8 +13,8 @@
 namespace maxmoe::ops {
 namespace {
 
-constexpr const char* kOp = "route";
-constexpr const char* kBackward = "route_backward";
+constexpr const char* kRoute = "route";
+constexpr const char* kRouteBackward = "route_backward";
 
 constexpr Operator<"route_backward",
                    Tensor(const Tensor& grad_weights, const OptionalTensor& grad_probabilities, const Tensor& logits,
@@ -46,7 +46,7 @@ ScoreFunction parse_score_function(const char* op, std::string_view name) {
 GroupScore parse_group_score(std::string_view name) {
   if (name == "top2") return GroupScore::top2;
   if (name == "max") return GroupScore::max;
-  MAXMOE_CHECK(false, kOp, "group_score must be top2 or max, got ", name);
+  MAXMOE_CHECK(false, kRoute, "group_score must be top2 or max, got ", name);
 }
 
 Normalization parse_normalization(const char* op, std::string_view name) {
@@ -57,35 +57,35 @@ Normalization parse_normalization(const char* op, std::string_view name) {
 }
 
 RoutingRule rule_of(const Options& o) {
-  return {parse_score_function(kOp, o.score_function),
-          parse_normalization(kOp, o.normalization),
+  return {parse_score_function(kRoute, o.score_function),
+          parse_normalization(kRoute, o.normalization),
           o.scale,
           o.num_groups,
           o.top_k_groups,
           parse_group_score(o.group_score)};
 }
 
-void check(const Tensor& logits, const Options& options) {
+void check_route(const Tensor& logits, const Options& options) {
   const auto& [top_k, score_function, correction_bias, num_groups, top_k_groups, group_score, normalization, scale,
                experts] = options;
-  Argument(kOp, "logits", logits).has_dims(2, "[T, E]").is_floating();
+  Argument(kRoute, "logits", logits).has_dims(2, "[T, E]").is_floating();
   const int64_t num_experts = logits.size(1);
-  MAXMOE_CHECK(1 <= top_k && top_k <= num_experts, kOp, "top_k must be in [1, num_experts (", num_experts, ")], got ",
-               top_k);
-  MAXMOE_CHECK(num_groups >= 1 && num_experts % num_groups == 0, kOp, "num_groups must divide num_experts (",
+  MAXMOE_CHECK(1 <= top_k && top_k <= num_experts, kRoute, "top_k must be in [1, num_experts (", num_experts,
+               ")], got ", top_k);
+  MAXMOE_CHECK(num_groups >= 1 && num_experts % num_groups == 0, kRoute, "num_groups must divide num_experts (",
                num_experts, "), got ", num_groups);
-  MAXMOE_CHECK(1 <= top_k_groups && top_k_groups <= num_groups, kOp, "top_k_groups must be in [1, num_groups (",
+  MAXMOE_CHECK(1 <= top_k_groups && top_k_groups <= num_groups, kRoute, "top_k_groups must be in [1, num_groups (",
                num_groups, ")], got ", top_k_groups);
-  MAXMOE_CHECK(top_k <= num_experts / num_groups * top_k_groups, kOp, "top_k must not exceed the ",
+  MAXMOE_CHECK(top_k <= num_experts / num_groups * top_k_groups, kRoute, "top_k must not exceed the ",
                num_experts / num_groups * top_k_groups, " experts of top_k_groups (", top_k_groups, ") groups, got ",
                top_k);
   if (correction_bias.has_value()) {
-    Argument(kOp, "correction_bias", *correction_bias).has_dims(1, "[E]").is_floating();
-    Argument(kOp, "correction_bias", *correction_bias).has_size(0, num_experts, "E of logits");
+    Argument(kRoute, "correction_bias", *correction_bias).has_dims(1, "[E]").is_floating();
+    Argument(kRoute, "correction_bias", *correction_bias).has_size(0, num_experts, "E of logits");
   }
   if (experts.has_value()) {
-    Argument(kOp, "experts", *experts).has_dims(2, "[T, K]").is_int64().has_size(0, logits.size(0), "T of logits");
-    Argument(kOp, "experts", *experts).has_size(1, top_k, "top_k").has_values_in(-1, num_experts, "-1 or one of E");
+    Argument(kRoute, "experts", *experts).has_dims(2, "[T, K]").is_int64().has_size(0, logits.size(0), "T of logits");
+    Argument(kRoute, "experts", *experts).has_size(1, top_k, "top_k").has_values_in(-1, num_experts, "-1 or one of E");
   }
 }
 
@@ -110,7 +110,7 @@ template <class... OptionTypes>
 Routing route_backend(const Tensor& logits, OptionTypes... options) {
   const Options o{options...};
   const RoutingRule rule = rule_of(o);
-  check(logits, o);
+  check_route(logits, o);
   const auto type = accumulator_type(logits.scalar_type());
   const Tensor wide = logits.to(type);
   const auto bias =
@@ -123,38 +123,41 @@ Routing route_backend(const Tensor& logits, OptionTypes... options) {
     const auto ids = experts.accessor<int64_t, 2>();
     for (int64_t token = 0; token < ids.size(0); ++token) {
       if (ids[token][0] != kNotANumber) continue;
-      MAXMOE_CHECK(!bias.has_value() || !bias->isnan().any().item<bool>(), kOp,
+      MAXMOE_CHECK(!bias.has_value() || !bias->isnan().any().item<bool>(), kRoute,
                    "correction_bias must be numbers, got NaN");
-      MAXMOE_CHECK(false, kOp,
+      MAXMOE_CHECK(false, kRoute,
                    "logits must give scores that are numbers (no NaN, softmax also no +inf and not only "
                    "-inf), got NaN for token ",
                    token, " of ", logits.size(0));
     }
   } else {
-    Argument(kOp, "logits", experts.select(1, 0)).has_values_in(-1, logits.size(1), "NaN scores");
+    Argument(kRoute, "logits", experts.select(1, 0)).has_values_in(-1, logits.size(1), "NaN scores");
   }
   return routing;
 }
 
 void check_backward(const Tensor& grad_weights, const OptionalTensor& grad_probabilities, const Tensor& logits,
                     const Tensor& experts) {
-  Argument(kBackward, "logits", logits).has_dims(2, "[T, E]").is_floating();
-  Argument(kBackward, "experts", experts).has_dims(2, "[T, K]").is_int64().has_size(0, logits.size(0), "T of logits");
-  Argument(kBackward, "grad_weights", grad_weights).has_dims(2, "[T, K]").is_floating();
-  Argument(kBackward, "grad_weights", grad_weights).has_size(0, logits.size(0), "T of logits");
-  Argument(kBackward, "grad_weights", grad_weights).has_size(1, experts.size(1), "K of experts");
-  Argument(kBackward, "experts", experts).has_values_in(-1, logits.size(1), "-1 or one of E experts");
+  Argument(kRouteBackward, "logits", logits).has_dims(2, "[T, E]").is_floating();
+  Argument(kRouteBackward, "experts", experts)
+      .has_dims(2, "[T, K]")
+      .is_int64()
+      .has_size(0, logits.size(0), "T of logits");
+  Argument(kRouteBackward, "grad_weights", grad_weights).has_dims(2, "[T, K]").is_floating();
+  Argument(kRouteBackward, "grad_weights", grad_weights).has_size(0, logits.size(0), "T of logits");
+  Argument(kRouteBackward, "grad_weights", grad_weights).has_size(1, experts.size(1), "K of experts");
+  Argument(kRouteBackward, "experts", experts).has_values_in(-1, logits.size(1), "-1 or one of E experts");
   if (!grad_probabilities.has_value()) return;
-  Argument(kBackward, "grad_probabilities", *grad_probabilities).has_dims(2, "[T, E]").is_floating();
-  Argument(kBackward, "grad_probabilities", *grad_probabilities).has_size(0, logits.size(0), "T of logits");
-  Argument(kBackward, "grad_probabilities", *grad_probabilities).has_size(1, logits.size(1), "E of logits");
+  Argument(kRouteBackward, "grad_probabilities", *grad_probabilities).has_dims(2, "[T, E]").is_floating();
+  Argument(kRouteBackward, "grad_probabilities", *grad_probabilities).has_size(0, logits.size(0), "T of logits");
+  Argument(kRouteBackward, "grad_probabilities", *grad_probabilities).has_size(1, logits.size(1), "E of logits");
 }
 
 Tensor route_backward_backend(const Tensor& grad_weights, const OptionalTensor& grad_probabilities,
                               const Tensor& logits, const Tensor& experts, std::string_view score_function,
                               std::string_view normalization, double scale) {
-  const RoutingRule rule{parse_score_function(kBackward, score_function), parse_normalization(kBackward, normalization),
-                         scale, 1, 1};
+  const RoutingRule rule{parse_score_function(kRouteBackward, score_function),
+                         parse_normalization(kRouteBackward, normalization), scale, 1, 1};
   check_backward(grad_weights, grad_probabilities, logits, experts);
   const auto type = accumulator_type(logits.scalar_type());
   const Tensor wide = logits.to(type).contiguous();
@@ -174,7 +177,7 @@ Tensor route_backward_backend(const Tensor& grad_weights, const OptionalTensor& 
   return out.to(logits.scalar_type());
 }
 
-class Node : public torch::autograd::Function<Node> {
+class RouteNode : public torch::autograd::Function<RouteNode> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& logits, const Options& o) {
     const auto [weights, experts, probabilities] =
@@ -203,17 +206,17 @@ class Node : public torch::autograd::Function<Node> {
       return {route_backward(grad_weights, grad_probabilities, logits, experts, score_function, normalization, scale),
               no_gradient};
     }
-    const RoutingRule rule{parse_score_function(kBackward, score_function),
-                           parse_normalization(kBackward, normalization), scale, 1, 1};
+    const RoutingRule rule{parse_score_function(kRouteBackward, score_function),
+                           parse_normalization(kRouteBackward, normalization), scale, 1, 1};
     const Tensor wide = logits.to(accumulator_type(logits.scalar_type()));
     return {route_backward_aten(grad_weights, grad_probabilities, wide, experts, rule).to(logits.scalar_type()),
             no_gradient};
   }
 };
 
-struct Gradient {
+struct RouteGradient {
   static Routing apply(const Tensor& logits, const auto&... options) {
-    const variable_list outputs = Node::apply(logits, Options{options...});
+    const variable_list outputs = RouteNode::apply(logits, Options{options...});
     return {outputs[0], outputs[1], outputs[2]};
   }
 
@@ -230,7 +233,7 @@ struct Gradient {
 };
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  route.define<route_backend, Gradient>(
+  route.define<route_backend, RouteGradient>(
       library,
       "route(Tensor logits, int top_k, *, str score_function=\"softmax\", Tensor? correction_bias=None, "
       "int num_groups=1, int top_k_groups=1, str group_score=\"top2\", str normalization=\"sum\", float scale=1.0, "

@@ -11,19 +11,19 @@
 namespace maxmoe::ops {
 namespace {
 
-constexpr const char* kOp = "tgmm";
+constexpr const char* kTgmm = "tgmm";
 
-void check(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, int64_t num_local_groups) {
-  Argument(kOp, "lhs", lhs).has_dims(2, "[R, D]").is_floating();
-  Argument(kOp, "rhs", rhs).has_dims(2, "[R, F]").has_dtype_of("lhs", lhs);
-  Argument(kOp, "rhs", rhs).has_size(0, lhs.size(0), "R of lhs");
-  MAXMOE_CHECK(num_local_groups >= 0, kOp, "num_local_groups must not be negative, got ", num_local_groups);
-  check_group_sizes(kOp, group_sizes, lhs.size(0), Sum::at_most);
+void check_tgmm(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, int64_t num_local_groups) {
+  Argument(kTgmm, "lhs", lhs).has_dims(2, "[R, D]").is_floating();
+  Argument(kTgmm, "rhs", rhs).has_dims(2, "[R, F]").has_dtype_of("lhs", lhs);
+  Argument(kTgmm, "rhs", rhs).has_size(0, lhs.size(0), "R of lhs");
+  MAXMOE_CHECK(num_local_groups >= 0, kTgmm, "num_local_groups must not be negative, got ", num_local_groups);
+  check_group_sizes(kTgmm, group_sizes, lhs.size(0), Sum::at_most);
 }
 
 Tensor tgmm_backend(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, int64_t num_local_groups,
                     int64_t group_offset) {
-  check(lhs, rhs, group_sizes, num_local_groups);
+  check_tgmm(lhs, rhs, group_sizes, num_local_groups);
   // Beyond these bounds no group is local. Clamping keeps sums with group_offset from overflowing.
   group_offset = std::clamp(group_offset, -num_local_groups, group_sizes.size(0));
   const std::array<int64_t, 3> shape{num_local_groups, lhs.size(1), rhs.size(1)};
@@ -42,7 +42,7 @@ Tensor tgmm_backend(const Tensor& lhs, const Tensor& rhs, const Tensor& group_si
   return out;
 }
 
-class Gradient : public torch::autograd::Function<Gradient> {
+class TgmmGradient : public torch::autograd::Function<TgmmGradient> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes,
                         int64_t num_local_groups, int64_t group_offset) {
@@ -65,7 +65,7 @@ class Gradient : public torch::autograd::Function<Gradient> {
 };
 
 TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
-  tgmm.define<tgmm_backend, Gradient, Autocast::lower_precision>(
+  tgmm.define<tgmm_backend, TgmmGradient, Autocast::lower_precision>(
       library,
       "tgmm(Tensor lhs, Tensor rhs, Tensor group_sizes, int num_local_groups, *, int group_offset=0) -> Tensor");
 }
