@@ -19,7 +19,7 @@ foreach(minor IN LISTS MAXMOE_TORCH_MINORS)
   # GCC 12 warns that the destructor of an empty std::optional<at::Tensor> reads uninitialised memory.
   target_compile_options(${ops} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
 
-  # Two translation units of several files each: torch's headers take most of the time of every one.
+  # Two translation units: torch's headers take most of the time of each. Files must not have private names in common.
   set_target_properties(${ops} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 15)
 
   # NO_EXTRAS: no link-time optimisation, which makes the build half as long again.
