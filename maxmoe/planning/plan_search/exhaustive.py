@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -75,12 +76,11 @@ class Exhaustive:
     def search(self) -> None:
         """Find the fastest plans that fit in memory."""
         with self._recomputation():
-            bounded = list(self._bounded())
-            for each in bounded:
+            for each in self._bounded:
                 self.excluded["over memory"] += int((each.memory > self.limit).sum())
             self._in_order(
-                [each.group for each in bounded],
-                [torch.where(each.memory > self.limit, torch.inf, each.seconds) for each in bounded],
+                [each.group for each in self._bounded],
+                [torch.where(each.memory > self.limit, torch.inf, each.seconds) for each in self._bounded],
                 self._fitting,
                 self.fastest,
             )
@@ -88,13 +88,17 @@ class Exhaustive:
     def search_smallest(self) -> None:
         """Find the plans that need least memory."""
         with self._recomputation():
-            bounded = list(self._bounded())
             self._in_order(
-                [each.group for each in bounded], [each.memory for each in bounded], self._least_memory, self.smallest
+                [each.group for each in self._bounded],
+                [each.memory for each in self._bounded],
+                self._least_memory,
+                self.smallest,
             )
 
-    def _bounded(self) -> Iterator["Bounded"]:
-        """Yield all meshes with lower bounds of their memory and time; count those that cannot be planned."""
+    @cached_property
+    def _bounded(self) -> list["Bounded"]:
+        """All meshes with lower bounds of their memory and time; those that cannot be planned are counted."""
+        bounded = []
         for group in self._groups:
 
             def bounds(meshes: Candidates, group: Group = group) -> tuple[Tensor, Tensor]:
@@ -104,7 +108,8 @@ class Exhaustive:
                 if isinstance(result, ValueError):
                     self.excluded[_reason(result)] += len(meshes)
                 else:
-                    yield Bounded(group._replace(meshes=meshes), *result)
+                    bounded.append(Bounded(group._replace(meshes=meshes), *result))
+        return bounded
 
     def _in_order(self, groups: Sequence[Group], bounds: Sequence[Tensor], find: "Find", best: Best) -> None:
         """Evaluate meshes in the order of their bounds, until no bound is below the costs of the best plans."""
