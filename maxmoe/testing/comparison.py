@@ -57,7 +57,8 @@ class RankComparison:
         outputs: tensors that the model returns.
         gradients: gradients by parameter, in the order in which the backward computes them.
         culprits: what is random, not finite, or differs before the first step.
-        notes: facts about the comparison, such as why it is not in float64.
+        notes: facts about the comparison, such as why it is not in float64, and buffers that differ before or after the
+            step.
     """
 
     verdict: Verdict

@@ -78,6 +78,7 @@ class Measurement:
         outputs: floating-point tensors that the model returns, by name, for each call.
         parameters: in the order in which the backward computes their gradients, those without a gradient last.
         buffers: before the step.
+        buffers_after: after the step.
         batch: the batch.
         groups: ranks of each process group of this rank.
         narrow: a dtype narrower than that of the parameters in which the model computes, and the function.
@@ -87,6 +88,7 @@ class Measurement:
     outputs: list[dict[str, Entries]]
     parameters: dict[str, ParameterEntries]
     buffers: dict[str, Entries]
+    buffers_after: dict[str, Entries]
     batch: Any
     groups: dict[str, list[int]] = field(default_factory=dict)
     narrow: tuple[torch.dtype, str] | None = None
@@ -219,8 +221,7 @@ def _measure(
 ) -> Measurement:
     """Run a step and measure it; without `has_backward`, `step` is the loss."""
     values = {name: Entries.of(parameter) for name, parameter in model.named_parameters()}
-    named_buffers = model.named_buffers() if isinstance(model, nn.Module) else ()
-    buffers = {name: Entries.of(buffer) for name, buffer in named_buffers}
+    buffers = _buffers_of(model)
     outputs: list[dict[str, Entries]] = []
     order: dict[str, None] = {}
     recorded = map_tensors(lambda tensor: tensor.detach().clone(), batch)  # the step may change the batch
@@ -248,8 +249,14 @@ def _measure(
             for name in names
         },
         buffers=buffers,
+        buffers_after=_buffers_of(model),
         batch=recorded,
     )
+
+
+def _buffers_of(model: Any) -> dict[str, Entries]:
+    named = model.named_buffers() if isinstance(model, nn.Module) else ()
+    return {name: Entries.of(buffer) for name, buffer in named}
 
 
 def _record_order(model: nn.Module, order: dict[str, None]) -> list[Any]:

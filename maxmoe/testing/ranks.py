@@ -16,7 +16,7 @@ from maxmoe.testing.assembly import by_name, matching_names, missing_entries, pl
 from maxmoe.testing.comparison import RankComparison
 from maxmoe.testing.judgement import Judgement
 from maxmoe.testing.layout import distance, largest_of
-from maxmoe.testing.measurement import Measurement, Training, measure_one_process, measure_rank
+from maxmoe.testing.measurement import Entries, Measurement, Training, measure_one_process, measure_rank
 from maxmoe.testing.rank_processes import RankProcesses
 
 # Largest difference that is taken for rounding, relative to the largest entry of a tensor.
@@ -176,22 +176,33 @@ def different_starts(one_process: Measurement, ranks: Sequence[Measurement], tol
 
 
 def different_buffers(one_process: Measurement, ranks: Sequence[Measurement], tolerance: float) -> list[str]:
-    """Describe the buffers that have the shapes, but not the values of one process before the step."""
-    wrong: dict[str, list[int]] = {}
-    for rank, measurement in enumerate(ranks):
-        for other, name in matching_names(list(measurement.buffers), list(one_process.buffers)).items():
-            values = measurement.buffers[other].values
-            whole = one_process.buffers[name].values if name in one_process.buffers else values
+    """Describe the buffers that have the shapes, but not the values of one process, before or after the step."""
+    found: dict[str, str] = {}
+    before = one_process.buffers, [rank.buffers for rank in ranks]
+    after = one_process.buffers_after, [rank.buffers_after for rank in ranks]
+    for when, (expected, everywhere) in (("before", before), ("after", after)):
+        for name, where in _ranks_with_others(expected, everywhere, tolerance).items():
+            text = f"The buffer {name} differs from that of one process {when} the step on rank {where}."
+            found.setdefault(name, text)
+    return list(found.values())
+
+
+def _ranks_with_others(
+    expected: Mapping[str, Entries], everywhere: Sequence[Mapping[str, Entries]], tolerance: float
+) -> dict[str, str]:
+    """Return on which ranks a tensor has the shape, but not the values that are expected, by name."""
+    wrong: dict[str, list[str]] = {}
+    for rank, tensors in enumerate(everywhere):
+        for other, name in matching_names(list(tensors), list(expected)).items():
+            values = tensors[other].values
+            whole = expected[name].values if name in expected else values
             if (
                 values.shape == whole.shape
                 and not whole.is_complex()
                 and distance(values, whole) > tolerance * largest_of(whole)
             ):
-                wrong.setdefault(name, []).append(rank)
-    return [
-        f"The buffer {name} differs from that of one process before the step on rank {', '.join(map(str, where))}."
-        for name, where in wrong.items()
-    ]
+                wrong.setdefault(name, []).append(str(rank))
+    return {name: ", ".join(numbers) for name, numbers in wrong.items()}
 
 
 def _differences(first: Measurement, second: Measurement, tolerance: float) -> list[str]:

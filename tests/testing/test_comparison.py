@@ -191,14 +191,21 @@ def test_what_is_not_finite() -> None:
     assert not explained(Case(ddp, 2, loss=lambda *of: mean_square(*of) * math.nan, build=lambda: Odd(forward))).equal
 
 
+def forward_that_counts(model: Any, x: Tensor) -> Tensor:
+    model.num_samples += len(x)
+    y: Tensor = model.layer(x) + x @ model.a.mT @ model.b.mT * model.waves.imag[0]
+    return y
+
+
 def test_gradients_that_are_zero() -> None:
     """The first factor of LoRA has a zero gradient as long as the second one is zero."""
 
     def build() -> nn.Module:
         torch.manual_seed(1)
         factors = {"a": torch.randn(2, WIDTH), "b": torch.zeros(WIDTH, 2), "unused": torch.ones(2)}
-        model = Odd(lambda model, x: model.layer(x) + x @ model.a.mT @ model.b.mT * model.waves.imag[0], **factors)
+        model = Odd(forward_that_counts, **factors)
         model.register_buffer("scale", torch.ones(2))
+        model.register_buffer("num_samples", torch.zeros((), dtype=torch.int64))
         model.register_buffer("mask", torch.ones(2, dtype=torch.bool))
         model.register_buffer("waves", torch.full((2,), 1j))
         return model
@@ -225,6 +232,7 @@ def test_gradients_that_are_zero() -> None:
     }
     assert "Gradients that are zero in one process, so that nothing is compared: unused." in comparison.notes
     assert "The buffer scale differs from that of one process before the step on rank 1." in comparison.notes
+    assert "The buffer num_samples differs from that of one process after the step on rank 0, 1." in comparison.notes
 
 
 def test_names_of_wrappers() -> None:
