@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -54,18 +55,37 @@ def test_a_running_backward_is_seen() -> None:
 
 @pytest.mark.parametrize("context_fn", [None, maxmoe.keep_routing])
 def test_checkpoints_are_recognized(context_fn: Callable[[], Any] | None) -> None:
-    seen: list[tuple[bool, int | None]] = []
+    seen: list[tuple[bool, bool, object, int]] = []
 
     def block(x: Tensor) -> Tensor:
-        storage = _torch.selective_checkpoint_storage()
-        seen.append((_torch.is_packed_by_checkpoint(), None if storage is None else id(storage)))
+        state = _torch.is_packed_by_checkpoint(), _torch.is_checkpointed_forward()
+        seen.append((*state, _torch.checkpoint_frame(), _torch.backward_id()))
         return x.sin()
 
     options = {} if context_fn is None else {"context_fn": context_fn}
-    checkpoint(block, torch.ones(1, requires_grad=True), use_reentrant=False, **options).backward()
-    (packed, storage), (_, storage_again) = seen
-    assert packed and storage == storage_again and (storage is None) == (context_fn is None)
-    assert not _torch.is_packed_by_checkpoint() and _torch.selective_checkpoint_storage() is None
+    x = torch.ones(1, requires_grad=True)
+    checkpoint(block, x, use_reentrant=False, **options).backward()
+    (packed, is_forward, frame, number), (_, is_forward_again, frame_again, number_again) = seen
+    assert packed and is_forward and not is_forward_again
+    assert frame is not None and frame is frame_again and number == -1 != number_again
+    assert not _torch.is_packed_by_checkpoint() and _torch.checkpoint_frame() is None
+    weak = weakref.ref(frame)
+    del frame, frame_again
+    seen.clear()
+    gc.collect()
+    assert weak() is None
+
+
+def test_reentrant_checkpoints_are_recognized() -> None:
+    seen = []
+
+    def block(x: Tensor) -> Tensor:
+        seen.append(_torch.is_reentrant_checkpoint())
+        return x.sin()
+
+    checkpoint(block, torch.ones(1, requires_grad=True), use_reentrant=True).backward()
+    checkpoint(block, torch.ones(1, requires_grad=True), use_reentrant=False)
+    assert seen == [True, False, False] and not _torch.is_reentrant_checkpoint()
 
 
 def test_a_weak_storage_ends_with_the_last_tensor_that_shares_it() -> None:

@@ -14,8 +14,9 @@ class MoEFeedForward(MoE):
 
         training loss + aux_loss_scale * aux_loss
 
-    no matter what the model does with the output. `StatsAccumulator` gives the value of the auxiliary loss and the
-    routing statistics. Parameters, their names in the state dict and all other methods are the same as in `MoE`::
+    no matter what the model does with the output. Each backward through a forward adds it: add the losses of one
+    forward up, and call `backward` once. `StatsAccumulator` gives the value of the auxiliary loss and the routing
+    statistics. Parameters, their names in the state dict and all other methods are the same as in `MoE`::
 
         block.mlp = maxmoe.MoEFeedForward(config)
         block.mlp = maxmoe.MoEFeedForward.from_transformers(block.mlp)

@@ -1,19 +1,22 @@
 """Recording and replay of the expert ids of MoE layers."""
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from maxmoe._torch import backward_id, checkpoint_frame, is_checkpointed_forward, is_reentrant_checkpoint
+from maxmoe.load.stats_accumulator import unwrapped_path
 from maxmoe.nn.moe import MoE
 from maxmoe.nn.router import is_own_router
 from maxmoe.nn.routing import Routing, check_is_replayed
-from maxmoe.recompute.selective import checkpointed_call, is_recomputation
+from maxmoe.recompute.selective import is_recomputation
 
 
 @dataclass(frozen=True)
@@ -119,9 +122,8 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
     """Route tokens to the recorded experts, with routing weights from the current parameters.
 
     The router gets its gradient through the weights of the recorded experts. Each forward uses the next call of the
-    record; a recomputation by activation checkpointing uses the call of its forward. If several forwards of a layer run
-    before their recomputations, the layer must be checkpointed with ``context_fn=maxmoe.keep_routing``, which tells
-    them apart.
+    record. A recomputation by `torch.utils.checkpoint` with ``use_reentrant=False`` uses the call of its forward, also
+    after the end of the replay.
 
     Args:
         model: model with MoE layers at the same paths as in the record.
@@ -132,8 +134,9 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
 
     Raises:
         ValueError: for a record of other layers, or with another top_k or unknown experts; in a call, for another
-            number of tokens than in the record, if the record has no more calls, or for a router that selects other
-            experts; at the end, if the model was called less often than in the record.
+            number of tokens than in the record, if the record has no more calls, for a router that selects other
+            experts, or in a checkpoint with ``use_reentrant=True``; at the end, if the model was called less often than
+            in the record.
     """
     layers = _layers(model)
     _check_layers(layers, record)
@@ -147,17 +150,25 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
 
     with _hooked(hooks, layers):
         yield
+    for replay in replays.values():
+        replay.end()
     for path, replay in replays.items():
         if replay.num_calls != len(record.calls[path]):
             raise ValueError(f"the record has {len(record.calls[path])} calls of {replay.path}, got {replay.num_calls}")
 
 
 class _Replay:
-    """Recorded calls of one layer, and the calls whose recomputation is pending."""
+    """Recorded calls of one layer, and those that a recomputation may need again.
+
+    Attributes:
+        checkpointed: calls by the frame of their checkpoint, which lives as long as the graph of the forward.
+        waiting: calls with gradients that have not been recomputed.
+    """
 
     def __init__(self, path: str, layer: MoE, calls: list[Tensor]) -> None:
         self.path, self.layer, self.calls, self.num_calls = path or "the layer", layer, calls, 0
-        self.awaiting_backward: dict[int | None, list[Tensor]] = defaultdict(list)
+        self.checkpointed: WeakKeyDictionary[object, _CheckpointedCalls] = WeakKeyDictionary()
+        self.waiting: list[Tensor] = []
         for ids in calls:
             self._check(ids)
 
@@ -174,6 +185,7 @@ class _Replay:
                 f"got from {int(ids.min())} to {int(ids.max())}"
             )
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def force(self, _router: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Pass the recorded ids to the router: a forward pre-hook."""
         x: Tensor = arguments[0] if arguments else options["x"]
@@ -185,27 +197,71 @@ class _Replay:
             )
         return arguments, {**options, "experts": ids.reshape(-1, ids.shape[-1]).to(x.device, torch.int64)}
 
+    def end(self) -> None:
+        """Force the router in recomputations alone, as long as there is a graph that may need one."""
+        if not self.checkpointed:
+            return
+
+        def force(router: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+            if not self.checkpointed:
+                handle.remove()
+            elif is_recomputation():
+                if checkpoint_frame() in self.checkpointed:
+                    return self.force(router, arguments, options)
+                if is_checkpointed_forward():
+                    raise ValueError(f"{self.path} is in nested checkpoints: run the backward before the replay ends")
+            return None
+
+        handle = self.layer.router.register_forward_pre_hook(force, with_kwargs=True)
+
     def _next(self) -> Tensor:
         if self.num_calls == len(self.calls):
             raise ValueError(f"the record has {len(self.calls)} calls of {self.path}, got another one")
+        if not torch.is_grad_enabled() and is_reentrant_checkpoint():
+            raise ValueError(f"{self.path} cannot be replayed in a checkpoint with use_reentrant=True: set it to False")
         ids = self.calls[self.num_calls]
         self.num_calls += 1
-        if torch.is_grad_enabled() or checkpointed_call() is not None:
-            self.awaiting_backward[checkpointed_call()].append(ids)
+        frame = checkpoint_frame()
+        if frame is not None:
+            self.checkpointed.setdefault(frame, _CheckpointedCalls()).ids.append(ids)
+        if torch.is_grad_enabled():
+            self.waiting.append(ids)
         return ids
 
     def _recomputed(self) -> Tensor:
-        waiting = self.awaiting_backward[checkpointed_call()]
-        if len(waiting) != 1:
+        frame = checkpoint_frame()
+        if frame in self.checkpointed:
+            ids = self.checkpointed[frame].next()
+            self.waiting = [others for others in self.waiting if others is not ids]
+            return ids
+        if len(self.waiting) != 1:
             raise ValueError(
-                f"{len(waiting)} calls of {self.path} wait for a backward, and it is not known which of them is "
-                "recomputed: checkpoint with use_reentrant=False and context_fn=maxmoe.keep_routing"
+                f"{len(self.waiting)} calls of {self.path} wait for a backward, and it is not known which of them is "
+                "recomputed: recompute with torch.utils.checkpoint, use_reentrant=False, and no checkpoint around it"
             )
-        return waiting.pop()
+        ids = self.waiting.pop()
+        if frame is not None:  # a checkpoint in another one, whose recomputation is a forward of the inner one
+            self.checkpointed[frame] = _CheckpointedCalls([ids])
+        return ids
+
+
+@dataclass
+class _CheckpointedCalls:
+    """Calls of a layer in one checkpoint. Each backward recomputes them in their order, but maybe not to the last."""
+
+    ids: list[Tensor] = field(default_factory=list)
+    num_recomputed: Counter[int] = field(default_factory=Counter)  # by backward
+
+    def next(self) -> Tensor:
+        """Return the next call that the running backward recomputes."""
+        number = backward_id()
+        self.num_recomputed[number] += 1
+        return self.ids[self.num_recomputed[number] - 1]
 
 
 def _layers(model: nn.Module) -> dict[str, MoE]:
-    layers = {path: module for path, module in model.named_modules() if isinstance(module, MoE)}
+    modules = model.named_modules()
+    layers = {unwrapped_path(model, path): module for path, module in modules if isinstance(module, MoE)}
     # A rank of a pipeline may have dense blocks only.
     if not layers and not hasattr(model, "layers_of_stages"):
         raise ValueError(f"{type(model).__name__} has no maxmoe.MoE layers")
@@ -222,6 +278,8 @@ def _check_layers(layers: Mapping[str, MoE], record: RoutingRecord) -> None:
 def _hooked(hooks: Any, layers: Mapping[str, MoE]) -> Iterator[None]:
     with ExitStack() as stack:
         for path, layer in layers.items():
+            stack.callback(setattr, layer, "has_replay_hooks", layer.has_replay_hooks)
+            layer.has_replay_hooks = True
             for handle in hooks(path, layer):
                 stack.callback(handle.remove)
         yield

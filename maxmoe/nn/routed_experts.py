@@ -28,7 +28,8 @@ def run_routed_experts(
     Returns:
         Routing, outputs of the experts ``(T, D)`` and the number ``()`` of dropped slots.
     """
-    if token_mask is None and layer.latent_in is None and not is_traced():
+    # The flag comes first: compiled code depends on attributes that it has read, but not on hooks.
+    if not layer.has_replay_hooks and token_mask is None and layer.latent_in is None and not is_traced():
         results = _in_one_operator(layer.router, layer.experts, layer.runner, inputs.router)
         if results is not None:
             return results

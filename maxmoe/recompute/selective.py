@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
-from maxmoe._torch import is_backward_running, is_packed_by_checkpoint, selective_checkpoint_storage, tree_leaves
+from maxmoe._torch import is_backward_running, is_packed_by_checkpoint, tree_leaves
 
 # Operators whose outputs `keep_routing` saves.
 KEPT_OPERATORS = ("maxmoe::route", "maxmoe::ragged_plan", "maxmoe_dispatch::all_gather_counts")
@@ -27,12 +27,6 @@ def is_checkpointed() -> bool:
     checkpoint is not recognized, because it runs without gradients.
     """
     return is_packed_by_checkpoint() or is_recomputation()
-
-
-def checkpointed_call() -> int | None:
-    """Return an id that a forward under `keep_routing` shares with its recomputation only; None outside of it."""
-    storage = selective_checkpoint_storage()
-    return None if storage is None else id(storage)
 
 
 _keeps_choices: ContextVar[bool] = ContextVar("keeps_choices", default=False)
