@@ -18,15 +18,26 @@ ENOUGH = 60.0  # for every collective on a busy machine
 SLACK = 20.0  # on a busy machine; less than ENOUGH
 
 
+_folders: list[Path] = []  # of a forked rank, see `outcomes`
+
+
+def note_time() -> None:
+    for folder in _folders:
+        (folder / "failed").write_text(str(time.monotonic()))
+
+
 def die() -> None:
+    note_time()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def hang() -> None:
+    note_time()
     time.sleep(1000)
 
 
 def complain() -> None:
+    note_time()
     raise ValueError("no such token")
 
 
@@ -44,21 +55,23 @@ def outcomes(
     timeout: float = ENOUGH,
     patience: float = PATIENCE,
 ) -> dict[int, tuple[float, str]]:
-    """Run a training loop on all ranks; return after how many seconds which of them raised what."""
+    """Run a training loop on all ranks; return how many seconds after `die` and so on which of them raised what."""
 
     def watched() -> None:
-        begin = time.monotonic()
+        _folders.append(folder)
         try:
             with watch_ranks(patience):
                 train()
         except Exception as error:
-            (folder / str(dist.get_rank())).write_text(f"{time.monotonic() - begin} {type(error).__name__}: {error}")
+            note = f"{time.monotonic()} {type(error).__name__}: {error}"  # the clock is that of all processes
+            (folder / str(dist.get_rank())).write_text(note)
             raise
 
     with pytest.raises(RuntimeError, match="failed first"):
         run_ranks(watched, world_size, timeout=timeout)
-    lines = {int(path.name): path.read_text().partition(" ") for path in folder.iterdir()}
-    return {rank: (float(seconds), message) for rank, (seconds, _, message) in lines.items()}
+    begin = float((folder / "failed").read_text()) if (folder / "failed").exists() else float("nan")
+    lines = {int(path.name): path.read_text().partition(" ") for path in folder.glob("[0-9]*")}
+    return {rank: (float(seconds) - begin, message) for rank, (seconds, _, message) in lines.items()}
 
 
 def patience_with(fail: Callable[[], None]) -> float:
