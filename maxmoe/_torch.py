@@ -8,11 +8,12 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import _register_namedtuple, tree_leaves, tree_map
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 # Documented in the notes of torch on extending it, but not in a public module.
 __all__ = ["TorchDispatchMode", "tree_leaves", "tree_map"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 
@@ -103,6 +106,11 @@ def is_reentrant_checkpoint() -> bool:
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return frame is not None
+
+
+def never_compiled(function: Function) -> Function:
+    """Let compiled code call a function as it is. `torch.compiler.disable` imports the compiler at once."""
+    return cast(Function, _disable_dynamo(function))
 
 
 def is_traced() -> bool:

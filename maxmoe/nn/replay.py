@@ -11,7 +11,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from maxmoe._torch import backward_id, checkpoint_frame, is_checkpointed_forward, is_reentrant_checkpoint
+from maxmoe._torch import (
+    backward_id,
+    checkpoint_frame,
+    is_checkpointed_forward,
+    is_reentrant_checkpoint,
+    never_compiled,
+)
 from maxmoe.load.stats_accumulator import unwrapped_path
 from maxmoe.nn.moe import MoE
 from maxmoe.nn.router import is_own_router
@@ -185,7 +191,7 @@ class _Replay:
                 f"got from {int(ids.min())} to {int(ids.max())}"
             )
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @never_compiled
     def force(self, _router: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Pass the recorded ids to the router: a forward pre-hook."""
         x: Tensor = arguments[0] if arguments else options["x"]
