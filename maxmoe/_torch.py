@@ -5,7 +5,6 @@ not used. The tests run it with torch 2.13, 2.14 and 2.15.
 """
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -17,7 +16,6 @@ from torch._compile import _disable_dynamo
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import _register_namedtuple, tree_leaves, tree_map
-from torch.utils.checkpoint import CheckpointFunction
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -66,46 +64,6 @@ def backward_id() -> int:
 def is_backward_running() -> bool:
     """Return whether this thread executes a backward pass."""
     return backward_id() != -1
-
-
-def is_packed_by_checkpoint() -> bool:
-    """Return whether a non-reentrant `torch.utils.checkpoint` currently packs the tensors that autograd saves."""
-    return _pack_of_checkpoint() is not None
-
-
-def checkpoint_frame() -> object | None:
-    """Return what a non-reentrant checkpointed forward shares with its recomputation only; None outside of both.
-
-    It lives as long as the graph of the forward.
-    """
-    variables = _variables_of_checkpoint()
-    if "target_frame_ref" in variables:  # in the recomputation
-        frame: object = variables["target_frame_ref"]()
-        return frame
-    return variables.get("frame")
-
-
-def is_checkpointed_forward() -> bool:
-    """Return whether a non-reentrant checkpointed forward runs; of nested checkpoints, the inner one counts."""
-    return "frame" in _variables_of_checkpoint()
-
-
-def _variables_of_checkpoint() -> Mapping[str, Any]:
-    pack = _pack_of_checkpoint()
-    return {} if pack is None else inspect.getclosurevars(inspect.unwrap(pack)).nonlocals
-
-
-def _pack_of_checkpoint() -> Callable[[Tensor], object] | None:
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks[0] if hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__ else None
-
-
-def is_reentrant_checkpoint() -> bool:
-    """Return whether the current forward is one of a reentrant `torch.utils.checkpoint`."""
-    code, frame = CheckpointFunction.forward.__code__, inspect.currentframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None
 
 
 def never_compiled(function: Function) -> Function:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import maxmoe
-from maxmoe import _torch
+from maxmoe import _torch, _torch_checkpoint
 from maxmoe.sharding import Mesh
 from support.run_ranks import fake_rank, run_ranks
 
@@ -58,8 +58,8 @@ def test_checkpoints_are_recognized(context_fn: Callable[[], Any] | None) -> Non
     seen: list[tuple[bool, bool, object, int]] = []
 
     def block(x: Tensor) -> Tensor:
-        state = _torch.is_packed_by_checkpoint(), _torch.is_checkpointed_forward()
-        seen.append((*state, _torch.checkpoint_frame(), _torch.backward_id()))
+        state = _torch_checkpoint.is_packed_by_checkpoint(), _torch_checkpoint.is_checkpointed_forward()
+        seen.append((*state, _torch_checkpoint.checkpoint_frame(), _torch.backward_id()))
         return x.sin()
 
     options = {} if context_fn is None else {"context_fn": context_fn}
@@ -68,7 +68,7 @@ def test_checkpoints_are_recognized(context_fn: Callable[[], Any] | None) -> Non
     (packed, is_forward, frame, number), (_, is_forward_again, frame_again, number_again) = seen
     assert packed and is_forward and not is_forward_again
     assert frame is not None and frame is frame_again and number == -1 != number_again
-    assert not _torch.is_packed_by_checkpoint() and _torch.checkpoint_frame() is None
+    assert not _torch_checkpoint.is_packed_by_checkpoint() and _torch_checkpoint.checkpoint_frame() is None
     weak = weakref.ref(frame)
     del frame, frame_again
     seen.clear()
@@ -80,12 +80,12 @@ def test_reentrant_checkpoints_are_recognized() -> None:
     seen = []
 
     def block(x: Tensor) -> Tensor:
-        seen.append(_torch.is_reentrant_checkpoint())
+        seen.append(_torch_checkpoint.is_reentrant_checkpoint())
         return x.sin()
 
     checkpoint(block, torch.ones(1, requires_grad=True), use_reentrant=True).backward()
     checkpoint(block, torch.ones(1, requires_grad=True), use_reentrant=False)
-    assert seen == [True, False, False] and not _torch.is_reentrant_checkpoint()
+    assert seen == [True, False, False] and not _torch_checkpoint.is_reentrant_checkpoint()
 
 
 def test_a_weak_storage_ends_with_the_last_tensor_that_shares_it() -> None:

@@ -11,13 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from maxmoe._torch import (
-    backward_id,
-    checkpoint_frame,
-    is_checkpointed_forward,
-    is_reentrant_checkpoint,
-    never_compiled,
-)
+from maxmoe._torch import backward_id, never_compiled
+from maxmoe._torch_checkpoint import checkpoint_frame, is_checkpointed_forward, is_reentrant_checkpoint
 from maxmoe.load.stats_accumulator import unwrapped_path
 from maxmoe.nn.moe import MoE
 from maxmoe.nn.router import is_own_router

@@ -42,7 +42,16 @@ PRIVATE_NAMES_OF_TORCH = (
 # A package imports from its own level and the levels above it in this list. Of what may be there some is to come.
 LEVELS = [
     {"_C"},
-    {"_library", "_torch", "early_optimizers", "field_checks", "replaced_parameters", "text_table", "waiting_threads"},
+    {
+        "_library",
+        "_torch",
+        "_torch_checkpoint",
+        "early_optimizers",
+        "field_checks",
+        "replaced_parameters",
+        "text_table",
+        "waiting_threads",
+    },
     {"config"},
     {"reference"},
     {"quantization"},
