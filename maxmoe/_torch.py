@@ -1,5 +1,6 @@
 """Every private name of torch that this package uses, and everything that depends on the release of torch.
 
+The private names of `torch.utils.checkpoint` are in `_torch_checkpoint.py`.
 A lint rule refuses private names in any other file. Where torch has a public alternative, the docstring says why it is
 not used. The tests run it with torch 2.13, 2.14 and 2.15.
 """
@@ -67,7 +68,7 @@ def is_backward_running() -> bool:
 
 
 def never_compiled(function: Function) -> Function:
-    """Let compiled code call a function as it is. `torch.compiler.disable` imports the compiler at once."""
+    """Keep `torch.compile` from tracing a function. `torch.compiler.disable` imports the compiler at once."""
     return cast(Function, _disable_dynamo(function))
 
 

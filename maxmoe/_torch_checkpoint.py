@@ -1,6 +1,6 @@
-"""Private names of `torch.utils.checkpoint`, as `maxmoe/_torch.py` has those of the rest of torch.
+"""Private names of `torch.utils.checkpoint`, see `maxmoe/_torch.py`.
 
-No public name tells which forward a recomputation repeats.
+They tell which forward a recomputation repeats. No public function does.
 """
 
 import inspect
@@ -18,7 +18,7 @@ def is_packed_by_checkpoint() -> bool:
 
 
 def checkpoint_frame() -> object | None:
-    """Return what a non-reentrant checkpointed forward shares with its recomputation only; None outside of both.
+    """Return the object that a non-reentrant checkpoint shares between forward and recomputation; None outside of both.
 
     It lives as long as the graph of the forward.
     """
@@ -30,7 +30,7 @@ def checkpoint_frame() -> object | None:
 
 
 def is_checkpointed_forward() -> bool:
-    """Return whether a non-reentrant checkpointed forward runs; of nested checkpoints, the inner one counts."""
+    """Return whether the forward of a non-reentrant checkpoint runs, of the innermost one if they are nested."""
     return "frame" in _variables_of_checkpoint()
 
 
@@ -45,7 +45,7 @@ def _pack_of_checkpoint() -> Callable[[Tensor], object] | None:
 
 
 def is_reentrant_checkpoint() -> bool:
-    """Return whether the current forward is one of a reentrant `torch.utils.checkpoint`."""
+    """Return whether the forward of a reentrant `torch.utils.checkpoint` runs."""
     code, frame = CheckpointFunction.forward.__code__, inspect.currentframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back

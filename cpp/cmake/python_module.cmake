@@ -19,7 +19,8 @@ foreach(minor IN LISTS MAXMOE_TORCH_MINORS)
   # GCC 12 warns that the destructor of an empty std::optional<at::Tensor> reads uninitialised memory.
   target_compile_options(${ops} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
 
-  # Two translation units: torch's headers take most of the time of each. Files must not have private names in common.
+  # Two translation units, because torch's headers take most of the time of each one. So names in the anonymous
+  # namespaces of two files must differ.
   set_target_properties(${ops} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 15)
 
   # NO_EXTRAS: no link-time optimisation, which makes the build half as long again.

@@ -59,7 +59,7 @@ class MoE(nn.Module):
 
     recompute_names = ("dispatch",)
     recompute: frozenset[str] = frozenset()  # see `maxmoe.set_recompute`
-    has_replay_hooks = False  # set by record_routing and replay_routing, see run_routed_experts
+    has_replay_hooks = False  # set by record_routing and replay_routing
 
     def __init__(
         self,

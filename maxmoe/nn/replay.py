@@ -100,9 +100,11 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
     def hooks(path: str, layer: MoE) -> list[Any]:
         shape: list[torch.Size] = []
 
+        @never_compiled
         def enter(_layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
             shape[:] = [(arguments[0] if arguments else options["x"]).shape[:-1]]
 
+        @never_compiled
         def observe(_router: nn.Module, _arguments: Any, routing: Routing) -> None:
             if not is_recomputation():
                 is_narrow = layer.config.num_selectable_experts <= torch.iinfo(torch.int16).max
@@ -159,11 +161,11 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
 
 
 class _Replay:
-    """Recorded calls of one layer, and those that a recomputation may need again.
+    """Recorded expert ids of one layer, and those that a recomputation in the backward pass may need again.
 
     Attributes:
-        checkpointed: calls by the frame of their checkpoint, which lives as long as the graph of the forward.
-        waiting: calls with gradients that have not been recomputed.
+        checkpointed: expert ids of the calls in each checkpoint, by the frame of the checkpoint.
+        waiting: expert ids of the calls with gradients that have not been recomputed.
     """
 
     def __init__(self, path: str, layer: MoE, calls: list[Tensor]) -> None:
@@ -199,10 +201,11 @@ class _Replay:
         return arguments, {**options, "experts": ids.reshape(-1, ids.shape[-1]).to(x.device, torch.int64)}
 
     def end(self) -> None:
-        """Force the router in recomputations alone, as long as there is a graph that may need one."""
+        """Keep a hook for recomputations after the replay. It removes itself when no checkpointed graph is left."""
         if not self.checkpointed:
             return
 
+        @never_compiled
         def force(router: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
             if not self.checkpointed:
                 handle.remove()
@@ -248,13 +251,13 @@ class _Replay:
 
 @dataclass
 class _CheckpointedCalls:
-    """Calls of a layer in one checkpoint. Each backward recomputes them in their order, but maybe not to the last."""
+    """Expert ids of the calls of a layer in one checkpoint. A recomputation repeats all or the first of them."""
 
     ids: list[Tensor] = field(default_factory=list)
     num_recomputed: Counter[int] = field(default_factory=Counter)  # by backward
 
     def next(self) -> Tensor:
-        """Return the next call that the running backward recomputes."""
+        """Return the expert ids of the next call that the running backward recomputes."""
         number = backward_id()
         self.num_recomputed[number] += 1
         return self.ids[self.num_recomputed[number] - 1]

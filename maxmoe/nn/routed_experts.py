@@ -28,7 +28,7 @@ def run_routed_experts(
     Returns:
         Routing, outputs of the experts ``(T, D)`` and the number ``()`` of dropped slots.
     """
-    # The flag comes first: compiled code depends on attributes that it has read, but not on hooks.
+    # The flag comes first, so that torch.compile always reads it: it guards attributes, but not hooks.
     if not layer.has_replay_hooks and token_mask is None and layer.latent_in is None and not is_traced():
         results = _in_one_operator(layer.router, layer.experts, layer.runner, inputs.router)
         if results is not None:

@@ -77,8 +77,8 @@ class Measurement:
         loss: terms of the loss; empty if the step returns none.
         outputs: floating-point tensors that the model returns, by name, for each call.
         parameters: in the order in which the backward computes their gradients, those without a gradient last.
-        buffers: before the step.
-        buffers_after: after the step.
+        buffers: buffers before the step, by name.
+        buffers_after: buffers after the step, by name.
         batch: the batch.
         groups: ranks of each process group of this rank.
         narrow: a dtype narrower than that of the parameters in which the model computes, and the function.

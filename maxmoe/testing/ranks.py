@@ -190,7 +190,7 @@ def different_buffers(one_process: Measurement, ranks: Sequence[Measurement], to
 def _ranks_with_others(
     expected: Mapping[str, Entries], everywhere: Sequence[Mapping[str, Entries]], tolerance: float
 ) -> dict[str, str]:
-    """Return on which ranks a tensor has the shape, but not the values that are expected, by name."""
+    """Return, by name, the ranks whose tensor has the expected shape, but not the expected values."""
     wrong: dict[str, list[str]] = {}
     for rank, tensors in enumerate(everywhere):
         for other, name in matching_names(list(tensors), list(expected)).items():

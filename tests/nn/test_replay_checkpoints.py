@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import maxmoe
 from maxmoe import MoE
+from maxmoe.nn import RoutingRecord
 from support.moe_layers import FAMILIES, make, tokens
 from support.replayed_layers import moved, recorded
 
@@ -97,27 +98,32 @@ def test_backwards_after_the_replay() -> None:
     assert not layer.router._forward_pre_hooks
 
 
-def test_nested_checkpoints() -> None:
-    layer = moved(before := make())
-    x = tokens(layer)
-    record = recorded(before, x)
-
+def nested(layer: MoE, x: Tensor) -> Tensor:
     def inner(x: Tensor) -> Tensor:
         return checkpoint(layer, x, use_reentrant=False).hidden_states.sin()
 
-    def loss(run: Callable[[Tensor], Tensor]) -> Tensor:
-        with maxmoe.replay_routing(layer, record):
-            return run(x).square().sum()
+    return checkpoint(inner, x, use_reentrant=False).square().sum()
 
+
+def test_nested_checkpoints() -> None:
+    """One forward is replayed; several cannot be told apart, nor can one after the replay."""
+    layer = moved(before := make())
+    x = tokens(layer)
+    record = recorded(before, x)
     with maxmoe.replay_routing(layer, record):
         expected = gradients(layer, lambda: layer(x).hidden_states.sin().square().sum())
     with maxmoe.replay_routing(layer, record):
-        got = gradients(layer, lambda: checkpoint(inner, x, use_reentrant=False).square().sum())
+        got = gradients(layer, lambda: nested(layer, x))
     assert all(torch.equal(got[name], expected[name]) for name in expected)
-    with pytest.raises(
-        ValueError, match=r"^the layer is in nested checkpoints: run the backward before the replay ends$"
-    ):
-        loss(lambda x: checkpoint(inner, x, use_reentrant=False)).backward()
+    twice = RoutingRecord({"": record.calls[""] * 2})
+    message = "^2 calls of the layer wait for a backward, and it is not known which of them is recomputed"
+    with pytest.raises(ValueError, match=message), maxmoe.replay_routing(layer, twice):
+        (nested(layer, x) + nested(layer, x)).backward()
+    with maxmoe.replay_routing(layer, record):
+        later = nested(layer, x)
+    message = "^the layer is in nested checkpoints: run the backward before the replay ends$"
+    with pytest.raises(ValueError, match=message):
+        later.backward()
 
 
 def test_a_reentrant_checkpoint_is_refused() -> None:
@@ -127,3 +133,28 @@ def test_a_reentrant_checkpoint_is_refused() -> None:
         checkpoint(layer, x, use_reentrant=True)
     with maxmoe.replay_routing(layer, record), torch.no_grad():
         layer(x)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # see test_replay.py
+def test_a_compiled_layer_in_a_checkpoint() -> None:
+    """Compiled before the replay; the backward runs during the replay, and after it."""
+    layer = moved(before := make())
+    x = tokens(layer)
+    record = recorded(before, x)
+    compiled = torch.compile(layer, backend="aot_eager", dynamic=False)
+    compiled(x).hidden_states.sum().backward()
+
+    def loss() -> Tensor:
+        return checkpoint(compiled, x, use_reentrant=False).hidden_states.square().sum()
+
+    with maxmoe.replay_routing(layer, record):
+        expected = gradients(layer, lambda: layer(x).hidden_states.square().sum())
+    with maxmoe.record_routing(layer) as again, maxmoe.replay_routing(layer, record):
+        got = gradients(layer, loss)
+    assert len(again) == 1
+    with maxmoe.replay_routing(layer, record):
+        later = loss()
+    afterwards = gradients(layer, lambda: later)
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(afterwards[name], expected[name], rtol=1e-12, atol=1e-13)

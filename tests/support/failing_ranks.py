@@ -18,10 +18,11 @@ ENOUGH = 60.0  # for every collective on a busy machine
 SLACK = 20.0  # on a busy machine; less than ENOUGH
 
 
-_folders: list[Path] = []  # of a forked rank, see `outcomes`
+_folders: list[Path] = []  # set by `outcomes` in the process of a rank
 
 
 def note_time() -> None:
+    """Write the time of a failure for `outcomes`."""
     for folder in _folders:
         (folder / "failed").write_text(str(time.monotonic()))
 
@@ -55,7 +56,10 @@ def outcomes(
     timeout: float = ENOUGH,
     patience: float = PATIENCE,
 ) -> dict[int, tuple[float, str]]:
-    """Run a training loop on all ranks; return how many seconds after `die` and so on which of them raised what."""
+    """Run a training loop on all ranks; return, by rank, its error and the seconds from the failure to the error.
+
+    The failure is a call of `die`, `hang` or `complain`; without one the seconds are NaN.
+    """
 
     def watched() -> None:
         _folders.append(folder)
