@@ -43,8 +43,31 @@ class LineReader {
     transpose_square<uint32_t>(lines);
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) _mm512_store_si512(words + i, std::bit_cast<__m512i>(lines[i]));
-    offset_ += kCacheLineBytes;
+    advance();
   }
+
+  // The same in 8 parts, in order: with `group` 0 to 3 first_stage, then second_stage, then advance().
+  MAXMOE_INLINE void first_stage(int64_t group, __m512i* words) const {
+    const int64_t count = bytes_.end - offset_;
+    const __mmask64 mask = count >= kCacheLineBytes ? ~__mmask64{0} : count <= 0 ? 0 : (__mmask64{1} << count) - 1;
+    Vector<uint32_t> rows[4];
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) {
+      rows[r] = std::bit_cast<Vector<uint32_t>>(_mm512_maskz_loadu_epi8(mask, bytes_.rows[4 * group + r] + offset_));
+    }
+    transpose_within_blocks<uint32_t>(rows);
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) _mm512_store_si512(words + 4 * group + r, std::bit_cast<__m512i>(rows[r]));
+  }
+  static MAXMOE_INLINE void second_stage(int64_t group, __m512i* words) {
+    Vector<uint32_t> rows[4];
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) rows[r] = std::bit_cast<Vector<uint32_t>>(_mm512_load_si512(words + 4 * r + group));
+    transpose_blocks<uint32_t>(rows[0], rows[1], rows[2], rows[3]);
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; ++r) _mm512_store_si512(words + 4 * r + group, std::bit_cast<__m512i>(rows[r]));
+  }
+  MAXMOE_INLINE void advance() { offset_ += kCacheLineBytes; }
 
   // Prefetches the next line of column i, and the one that is `ahead` of this one.
   MAXMOE_INLINE void prefetch(int64_t i) const {

@@ -70,59 +70,73 @@ struct StepX2 {
   Vector<Element> second;
 };
 
-// Computes c[kRows, NR] = a * b, or `sums` + a * b, over `num_steps` steps of the inner dimension. A step is one
-// element of it, or a pair. The NR elements of a step of B are loaded once and multiplied with one element of each row
-// of A.
+// Step k of a micro-panel of B.
+template <class Element>
+MAXMOE_INLINE StepX2<Element> load_packed_step(const Element* panel, int64_t k) {
+  const Element* of_step = panel + k * 2 * kLanes<Element>;
+  return {load_vector(of_step), load_vector(of_step + kLanes<Element>)};
+}
+
+// Computes c[kRows, NR] = a * b, or `sums` + a * b. body(multiply_step) calls multiply_step(k, step_of_b) for each step
+// of the inner dimension, which is one element of it, or a pair: the NR elements of a step of B are multiplied with one
+// element of each row of A.
 //
 // An element of c is one chain of multiply-adds in the order of the steps, for every kRows. Its bits therefore do not
 // depend on how C is divided into micro-tiles, tasks and threads.
 //
 // The loops over rows are unrolled completely; 12 is the largest kRows. The compiler keeps `sum` in registers only if
 // all of its indices are constants.
-template <int kRows, class T, class Element, class LoadStep>
-MAXMOE_INLINE void multiply_micro_tile(const MicroTile<T, Element>& tile, const LoadStep& load_step_of_b) {
-  using S = Accumulator<T>;
+template <int kRows, class T, class Element, class Body>
+MAXMOE_INLINE void with_sums_of_micro_tile(const MicroTile<T, Element>& tile, const Body& body) {
   const Element* const a = tile.a;
-  Vector<S> sum[kRows][2];
+  Vector<Accumulator<T>> sum[kRows][2];
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
     sum[r][0] = initial_sums(tile, r, 0);
     sum[r][1] = initial_sums(tile, r, 1);
   }
-  const auto multiply_step = [&](int64_t k) {
-    const StepX2<Element> step = load_step_of_b(k);
+  body([&](int64_t k, const StepX2<Element>& step) MAXMOE_INLINE_LAMBDA {
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
       const Element factor = a[k * kMR + r];
       sum[r][0] = multiply_add(sum[r][0], factor, step.first);
       sum[r][1] = multiply_add(sum[r][1], factor, step.second);
     }
-  };
-  // The steps that prefetch have a loop of their own, so that neither loop has a branch. BlockPrefetch is copied to
-  // registers: a store to packed B could alias tile.next, which would then be loaded and stored in every step.
-  const int64_t prefetching_steps = at_most(at_most(tile.num_lines, tile.next.num_lines()), tile.num_steps);
-  BlockPrefetch lines = tile.next;
-  for (int64_t k = 0; k < prefetching_steps; ++k) {
-    lines.advance();
-    multiply_step(k);
-  }
-  tile.next = lines;
-  for (int64_t k = prefetching_steps; k < tile.num_steps; ++k) multiply_step(k);
+  });
   store_micro_tile<kRows>(tile, sum);
 }
 
-// The micro-kernel for packed B: `b` is a micro-panel with NR elements per step.
+// The same, step by step. load_step_of_b(k) is called once per step.
+template <int kRows, class T, class Element, class LoadStep>
+MAXMOE_INLINE void multiply_micro_tile(const MicroTile<T, Element>& tile, const LoadStep& load_step_of_b) {
+  with_sums_of_micro_tile<kRows>(tile, [&](const auto& multiply_step) MAXMOE_INLINE_LAMBDA {
+    // The steps that prefetch have a loop of their own, so that neither loop has a branch. BlockPrefetch is copied to
+    // registers: a store to packed B could alias tile.next, which would then be loaded and stored in every step.
+    const int64_t prefetching_steps = at_most(at_most(tile.num_lines, tile.next.num_lines()), tile.num_steps);
+    BlockPrefetch lines = tile.next;
+    for (int64_t k = 0; k < prefetching_steps; ++k) {
+      lines.advance();
+      multiply_step(k, load_step_of_b(k));
+    }
+    tile.next = lines;
+    for (int64_t k = prefetching_steps; k < tile.num_steps; ++k) multiply_step(k, load_step_of_b(k));
+  });
+}
+
+// The micro-tile of packed B: `b` is a micro-panel with NR elements per step.
+template <int kRows, class T, class Element>
+MAXMOE_INLINE void multiply_packed(const MicroTile<T, Element>& tile, const Element* b) {
+  multiply_micro_tile<kRows>(tile, [b](int64_t k) { return load_packed_step(b, k); });
+}
+
+// The micro-kernel for packed B.
 //
 // It is called through a pointer, once per micro-tile. Its parameters are those of MicroTile one by one, because most
 // of them are then passed in registers; a struct would be written to memory by the caller and read back here.
 template <class T, class Element, int kRows>
 void micro_kernel(const Element* a, const Element* b, int64_t num_steps, const Accumulator<T>* sums, T* c,
                   int64_t c_stride, BlockPrefetch& next, int64_t num_lines, bool is_nontemporal) {
-  const MicroTile<T, Element> tile{a, num_steps, sums, c, c_stride, next, num_lines, is_nontemporal};
-  multiply_micro_tile<kRows>(tile, [b](int64_t k) -> StepX2<Element> {
-    const Element* of_step = b + k * kNR<Accumulator<T>>;
-    return {load_vector(of_step), load_vector(of_step + kLanes<Element>)};
-  });
+  multiply_packed<kRows>(MicroTile<T, Element>{a, num_steps, sums, c, c_stride, next, num_lines, is_nontemporal}, b);
 }
 
 template <class T, class Element>

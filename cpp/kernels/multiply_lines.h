@@ -11,6 +11,8 @@
 //   kBits               of a code
 //   kIsCommon           whether one object decodes all vectors of columns
 //   kScalesSums         whether sums are scaled, not weights: begin_block then returns the factor
+//   kMinRowsBehind      from how many rows on a word is decoded before the one before it is multiplied. With fewer rows
+//                       it makes no difference, or is slower
 //   begin_block         reads the scales of the next block of the inner dimension
 //   decode              the pairs of a word
 #pragma once
@@ -52,6 +54,7 @@ __attribute__((noinline)) void multiply_lines(const FewRowsOfCodes& p, const For
   constexpr int kSteps = 16 / Decoder::kBits;  // in a word
   constexpr int64_t kPerLine = kCodesPerLine<Decoder::kBits>;
   constexpr int64_t kPerWord = kCodesPerWord<Decoder::kBits>;
+  constexpr bool kIsBehind = kRows >= Decoder::kMinRowsBehind;
   const int64_t ahead = prefetch_distance(p, column, kVectors * kLanes<float>);
   auto decoders =
       for_vectors<Decoder>(std::make_integer_sequence<int, kDecoders>(), [&](int v) { return Decoder(columns.of[v]); });
@@ -84,24 +87,43 @@ __attribute__((noinline)) void multiply_lines(const FewRowsOfCodes& p, const For
         decoders.of[v].begin_block(block);
       }
     }
-    const auto multiply = [&](int64_t first, int64_t num_steps) MAXMOE_INLINE_LAMBDA {
-      const int64_t word = first % kPerLine / kPerWord;
+    const auto decode = [&](int v, int64_t d) MAXMOE_INLINE_LAMBDA {
+      const int64_t word = d % kPerLine / kPerWord;
+      readers.of[v].prefetch(word);
+      return decoders.of[Decoder::kIsCommon ? 0 : v].decode(words[v][word]);
+    };
+    const auto multiply = [&](int v, int64_t d, int64_t num_steps, const auto& pairs) MAXMOE_INLINE_LAMBDA {
+      FewRows<BFloat16Pair, kRows> of_vector = a;
+      // The compiler would keep the elements of A of all rows for the next vector, and spill sums instead.
+      if constexpr (kIsBehind) asm volatile("" : "+r"(of_vector.data));
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) {
-        readers.of[v].prefetch(word);
-        const auto values = decoders.of[Decoder::kIsCommon ? 0 : v].decode(words[v][word]);
-#pragma GCC unroll 4
-        for (int step = 0; step < kSteps; ++step) {
-          if (step >= num_steps) break;
-          const auto of_step = std::bit_cast<Vector<BFloat16Pair>>(values(step));
+      for (int step = 0; step < kSteps; ++step) {
+        if (step >= num_steps) break;
+        const auto of_step = std::bit_cast<Vector<BFloat16Pair>>(pairs(step));
 #pragma GCC unroll 8
-          for (int r = 0; r < kRows; ++r) sum[r][v] = multiply_add(sum[r][v], a(r, first / 2 + step), of_step);
-        }
+        for (int r = 0; r < kRows; ++r) sum[r][v] = multiply_add(sum[r][v], of_vector(r, d / 2 + step), of_step);
       }
     };
     int64_t d = part.begin;
-    for (; d + kPerWord <= part.end; d += kPerWord) multiply(d, kSteps);
-    if (d < part.end) multiply(d, steps_of_depth<BFloat16Pair>(part.end - d));
+    WordPairs<Decoder::kBits> before;
+    for (; d + kPerWord <= part.end; d += kPerWord) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        const auto pairs = decode(v, d);
+        if constexpr (!kIsBehind) {
+          multiply(v, d, kSteps, pairs);
+        } else if (v > 0) {
+          multiply(v - 1, d, kSteps, before);
+        } else if (d > part.begin) {
+          multiply(kVectors - 1, d - kPerWord, kSteps, before);
+        }
+        before = pairs;
+      }
+    }
+    if (kIsBehind && d > part.begin) multiply(kVectors - 1, d - kPerWord, kSteps, before);
+    if (d == part.end) return;
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) multiply(v, d, steps_of_depth<BFloat16Pair>(part.end - d), decode(v, d));
   });
   if constexpr (Decoder::kScalesSums) {
 #pragma GCC unroll 4

@@ -13,10 +13,21 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 // Prefetch distance of codes that are packed.
 constexpr int64_t kPackPrefetchBytes = 4 * kCacheLineBytes;
 
+// Stores the pairs of a word, of which the first `count` codes exist: steps are kNR pairs apart.
+template <int kBits>
+MAXMOE_INLINE void store_pairs(const WordPairs<kBits>& pairs, int64_t count, BFloat16Pair* target) {
+#pragma GCC unroll 4
+  for (int step = 0; step < 16 / kBits; ++step) {
+    if (2 * step >= count) break;
+    // The last step of an odd depth has one element.
+    const __m512i exists = _mm512_set1_epi32(2 * step + 1 < count ? -1 : 0xffff);
+    _mm512_storeu_si512(target + step * kNR<float>, _mm512_and_si512(pairs(step), exists));
+  }
+}
+
 // Packs a vector of columns, with the decoders of multiply_lines.h.
 template <class Decoder>
 void pack_column_pairs(const CodeColumns& columns, BFloat16Pair* target) {
-  constexpr int kSteps = 16 / Decoder::kBits;  // in a word
   constexpr int64_t kPerLine = kCodesPerLine<Decoder::kBits>;
   constexpr int64_t kPerWord = kCodesPerWord<Decoder::kBits>;
   Decoder decoder(columns);
@@ -26,35 +37,101 @@ void pack_column_pairs(const CodeColumns& columns, BFloat16Pair* target) {
     int64_t word = (part.begin - columns.depth.begin) % kPerLine / kPerWord;
     if (word == 0) reader.next(words);
     if (block >= 0) decoder.begin_block(block);
-    const auto store = [&](int64_t left, auto is_whole) MAXMOE_INLINE_LAMBDA {
+    const auto pack_word = [&](int64_t count) MAXMOE_INLINE_LAMBDA {
       reader.prefetch(word);
-      const auto values = decoder.decode(words[word++]);
-#pragma GCC unroll 4
-      for (int step = 0; step < kSteps; ++step) {
-        __m512i pairs = values(step);
-        if constexpr (!is_whole) {
-          if (left <= 2 * step) break;
-          // The last step of an odd depth has one element.
-          if (left == 2 * step + 1) pairs = _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff));
-        }
-        _mm512_storeu_si512(target, pairs);
-        target += kNR<float>;
-      }
+      store_pairs(decoder.decode(words[word++]), count, target);
+      target += kPerWord / 2 * kNR<float>;
     };
     int64_t left = part.size();
-    for (; left >= kPerWord; left -= kPerWord) store(left, std::true_type());
-    if (left > 0) store(left, std::false_type());
+    for (; left >= kPerWord; left -= kPerWord) pack_word(kPerWord);
+    if (left > 0) pack_word(left);
   });
 }
 
-// Packs a panel of a B whose codes run along the inner dimension. Returns false if the codes fit no decoder.
-MAXMOE_INLINE bool pack_pairs_along_depth(const QuantizedMatrix& m, Range columns, Range depth, BFloat16Pair* panel) {
+// Packs both vectors of a panel.
+template <class Decoder>
+MAXMOE_INLINE void pack_columns(const CodeColumns& first, const CodeColumns& second, BFloat16Pair* panel) {
+  pack_column_pairs<Decoder>(first, panel);
+  pack_column_pairs<Decoder>(second, panel + kLanes<float>);
+}
+
+// A vector of columns that are packed word by word. The next line is transposed meanwhile.
+template <class Decoder>
+class ColumnsPackedByWord {
+ public:
+  explicit ColumnsPackedByWord(const CodeColumns& columns) : decoder_(columns), reader_(columns, kPackPrefetchBytes) {
+    for (int64_t part = 0; part < kNumParts; ++part) transpose_part(part);
+  }
+
+  // Parts of the transpose of the next line, in order.
+  static constexpr int64_t kNumParts = 8;
+  MAXMOE_INLINE void transpose_part(int64_t part) {
+    __m512i* const next = words_[1 - current_];
+    if (part < 4) {
+      reader_.first_stage(part, next);
+    } else {
+      reader_.second_stage(part - 4, next);
+    }
+  }
+  // Proceeds to the next line, which is transposed.
+  MAXMOE_INLINE void begin_line() {
+    current_ = 1 - current_;
+    reader_.advance();
+  }
+  MAXMOE_INLINE void begin_block(int64_t index) { decoder_.begin_block(index); }
+  MAXMOE_INLINE void pack_word(int64_t word, int64_t count, BFloat16Pair* target) const {
+    reader_.prefetch(word);
+    store_pairs(decoder_.decode(words_[current_][word]), count, target);
+  }
+
+ private:
+  Decoder decoder_;
+  LineReader reader_;
+  int64_t current_ = 1;
+  alignas(64) __m512i words_[2][16];
+};
+
+// Packs both vectors of a panel word by word. body(begin, end) is called for the steps of each word, after the next
+// word is packed.
+template <class Decoder, class Body>
+MAXMOE_INLINE void pack_columns_by_word(const CodeColumns& first, const CodeColumns& second, BFloat16Pair* panel,
+                                        const Body& body) {
+  constexpr int64_t kPerLine = kCodesPerLine<Decoder::kBits>;
+  constexpr int64_t kPerWord = kCodesPerWord<Decoder::kBits>;
+  constexpr int64_t kSteps = kPerWord / 2;
+  ColumnsPackedByWord<Decoder> vectors[] = {ColumnsPackedByWord<Decoder>(first), ColumnsPackedByWord<Decoder>(second)};
+  const auto pack_word = [&](int64_t d, int64_t count) MAXMOE_INLINE_LAMBDA {
+    const int64_t step = d / 2;
+    const int64_t word = d % kPerLine / kPerWord;
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) vectors[v].pack_word(word, count, panel + step * kNR<float> + v * kLanes<float>);
+    // A line has 16 words, and two vectors 8 parts each.
+    vectors[word % 2].transpose_part(word / 2);
+    if (step > 0) body(step - kSteps, step);
+  };
+  for_each_part<kPerLine>(first.m, first.depth, [&](Range part, int64_t block) MAXMOE_INLINE_LAMBDA {
+    int64_t d = part.begin - first.depth.begin;
+    const int64_t end = part.end - first.depth.begin;
+    for (ColumnsPackedByWord<Decoder>& vector : vectors) {
+      if (d % kPerLine == 0) vector.begin_line();
+      if (block >= 0) vector.begin_block(block);
+    }
+    for (; d + kPerWord <= end; d += kPerWord) pack_word(d, kPerWord);
+    if (d < end) pack_word(d, end - d);
+  });
+  const int64_t num_steps = steps_of_depth<BFloat16Pair>(first.depth.size());
+  if (num_steps > 0) body((num_steps - 1) / kSteps * kSteps, num_steps);
+}
+
+// Calls body.operator()<Decoder>(first, second) with the columns of both vectors of a panel whose codes run along the
+// inner dimension. Returns false if the codes fit no decoder.
+template <class Body>
+MAXMOE_INLINE bool with_column_pairs(const QuantizedMatrix& m, Range columns, Range depth, const Body& body) {
   const CodeColumns first = code_columns(m, columns, depth, 0);
   const CodeColumns second = code_columns(m, columns, depth, 1);
   const auto try_decoder = [&]<class Decoder>(const auto& fits) {
     if (!fits(first) || !fits(second)) return false;
-    pack_column_pairs<Decoder>(first, panel);
-    pack_column_pairs<Decoder>(second, panel + kLanes<float>);
+    body.template operator()<Decoder>(first, second);
     return true;
   };
   const auto try_each = [&]<class... Decoder> {
@@ -64,6 +141,45 @@ MAXMOE_INLINE bool pack_pairs_along_depth(const QuantizedMatrix& m, Range column
   return try_each.template operator()<ScaledE2M1, ColumnTables>() ||
          try_decoder.template operator()<ScaledE4M3Table>(has_common_scales) ||
          try_each.template operator()<ScaledE4M3, ScaledInt8>();
+}
+
+// Packs a panel of a B whose codes run along the inner dimension. Returns false if the codes fit no decoder.
+MAXMOE_INLINE bool pack_pairs_along_depth(const QuantizedMatrix& m, Range columns, Range depth, BFloat16Pair* panel) {
+  return with_column_pairs(m, columns, depth, [&]<class Decoder>(const CodeColumns& first, const CodeColumns& second) {
+    pack_columns<Decoder>(first, second, panel);
+  });
+}
+
+// micro_kernel_packing_b for codes along the inner dimension: a word is decoded while the one before is multiplied.
+// Codes with tables of columns are packed before: they do not fit into the registers beside the sums. Returns false,
+// and does nothing, if the codes fit no decoder.
+template <class Out>
+bool micro_kernel_packing_columns(const MicroTile<Out, BFloat16Pair>& tile, const QuantizedMatrix& m, Range depth,
+                                  int64_t column, BFloat16Pair* panel) {
+  const Range columns{column, column + kNR<float>};
+  return with_column_pairs(m, columns, depth, [&]<class Decoder>(const CodeColumns& first, const CodeColumns& second) {
+    if constexpr (std::is_same_v<Decoder, ColumnTables>) {
+      pack_columns<Decoder>(first, second, panel);
+      multiply_packed<kMR>(tile, panel);
+    } else {
+      BlockPrefetch lines = tile.next;
+      int64_t num_lines = at_most(tile.num_lines, lines.num_lines());
+      with_sums_of_micro_tile<kMR>(tile, [&](const auto& multiply_step) MAXMOE_INLINE_LAMBDA {
+        pack_columns_by_word<Decoder>(first, second, panel, [&](int64_t begin, int64_t end) MAXMOE_INLINE_LAMBDA {
+#pragma GCC unroll 4
+          for (int64_t i = 0; i < 16 / Decoder::kBits; ++i) {
+            if (begin + i >= end) break;
+            if (num_lines > 0) {
+              lines.advance();
+              --num_lines;
+            }
+            multiply_step(begin + i, load_packed_step(panel, begin + i));
+          }
+        });
+      });
+      tile.next = lines;
+    }
+  });
 }
 
 // Whether codes of B run across the inner dimension and fit a class of row_pairs.h: micro-kernels can pack it then.
@@ -85,12 +201,11 @@ MAXMOE_INLINE void pack_pairs_row_major(const QuantizedMatrix& m, Range depth, R
   });
 }
 
-// micro_kernel_packing_b for codes: decoding them runs in parallel with the multiply-adds.
+// micro_kernel_packing_b for codes across the inner dimension: decoding them runs in parallel with the multiply-adds.
 template <class Out>
-void micro_kernel_packing_codes(const MicroTile<Out, BFloat16Pair>& tile, const QuantizedMatrix& m, Range depth,
-                                int64_t column, BFloat16Pair* panel) {
-  count_packed(depth.size() * kNR<float>);
-  with_row_pairs(m, [&]<class Pairs> {
+bool micro_kernel_packing_rows(const MicroTile<Out, BFloat16Pair>& tile, const QuantizedMatrix& m, Range depth,
+                               int64_t column, BFloat16Pair* panel) {
+  return with_row_pairs(m, [&]<class Pairs> {
     Pairs pairs(m, depth, column);
     multiply_micro_tile<kMR>(tile, [&](int64_t k) MAXMOE_INLINE_LAMBDA -> StepX2<BFloat16Pair> {
       const PairsX2 step = pairs.decode();

@@ -3,6 +3,7 @@
 
 #include "blocking.h"
 #include "decode_rows.h"
+#include "pack_pairs.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
@@ -44,6 +45,26 @@ void pack_codes(const GemmOperand<BFloat16>& b, Range depth, Range columns, BFlo
     }
   }
 }
+
+bool micro_kernel_packs_codes(const GemmOperand<BFloat16>& b) {
+  return b.is_transposed || packs_pairs(b);
+}
+
+template <class Out>
+void micro_kernel_packing_codes(const MicroTile<Out, BFloat16Pair>& tile, const GemmOperand<BFloat16>& b, Range depth,
+                                int64_t column, BFloat16Pair* panel) {
+  const QuantizedMatrix& m = b.quantized;
+  const bool is_done = b.is_transposed ? micro_kernel_packing_columns(tile, m, depth, column, panel)
+                                       : micro_kernel_packing_rows(tile, m, depth, column, panel);
+  if (is_done) return count_packed(depth.size() * kWidth);
+  pack_decoded_b(b, depth, {column, column + kWidth}, panel);
+  multiply_packed<kMR>(tile, panel);
+}
+
+template void micro_kernel_packing_codes(const MicroTile<float, BFloat16Pair>&, const GemmOperand<BFloat16>&, Range,
+                                         int64_t, BFloat16Pair*);
+template void micro_kernel_packing_codes(const MicroTile<BFloat16, BFloat16Pair>&, const GemmOperand<BFloat16>&, Range,
+                                         int64_t, BFloat16Pair*);
 #endif
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

@@ -1,8 +1,8 @@
 // Packing of a quantized B. Only for the .cpp files that are compiled per instruction set.
 #pragma once
 
+#include "code_columns.h"
 #include "pack.h"
-#include "pack_pairs.h"
 #include "pack_transposed.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
@@ -14,6 +14,14 @@ constexpr bool kDecodesPairs = std::is_same_v<Element, BFloat16Pair>;
 
 // pack_b for codes. `columns` begins at a multiple of kMinColumnsPerScale.
 void pack_codes(const GemmOperand<BFloat16>& b, Range depth, Range columns, BFloat16Pair* panels);
+
+// Whether micro-kernels pack codes: of those across the inner dimension they pack what a decoder fits.
+bool micro_kernel_packs_codes(const GemmOperand<BFloat16>& b);
+
+// micro_kernel_packing_b for codes. Out is float or BFloat16.
+template <class Out>
+void micro_kernel_packing_codes(const MicroTile<Out, BFloat16Pair>& tile, const GemmOperand<BFloat16>& b, Range depth,
+                                int64_t column, BFloat16Pair* panel);
 #else
 template <class Element>
 constexpr bool kDecodesPairs = false;
@@ -42,12 +50,12 @@ GemmOperand<T> with_scales_read(GemmOperand<T> b) {
 }
 
 // Whether the first row of micro-tiles packs a block of B: a row-major one, a transposed one without an index with
-// AVX-512, and of the quantized ones those of packs_pairs.
+// AVX-512, and of the quantized ones those of micro_kernel_packs_codes.
 template <class Element, class T>
 bool micro_kernel_packs(const GemmOperand<T>& b) {
   if (!b.is_quantized()) return !b.is_transposed || (kTransposesMeanwhile && b.index == nullptr);
 #if defined(MAXMOE_DECODES_PAIRS)
-  if constexpr (kDecodesPairs<Element>) return packs_pairs(b);
+  if constexpr (kDecodesPairs<Element>) return micro_kernel_packs_codes(b);
 #endif
   return false;
 }
@@ -58,7 +66,7 @@ MAXMOE_INLINE void micro_kernel_packing(const MicroTile<Out, Element>& tile, con
                                         int64_t column, Element* panel) {
 #if defined(MAXMOE_DECODES_PAIRS)
   if constexpr (kDecodesPairs<Element>) {
-    if (b.is_quantized()) return micro_kernel_packing_codes(tile, b.quantized, depth, column, panel);
+    if (b.is_quantized()) return micro_kernel_packing_codes(tile, b, depth, column, panel);
   }
 #endif
   if constexpr (kTransposesMeanwhile) {

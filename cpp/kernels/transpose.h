@@ -76,6 +76,15 @@ MAXMOE_INLINE void split_blocks(Vector<S>& left, Vector<S>& right) {
   left = even;
 }
 
+// The second stage for four rows with four blocks each: the blocks are transposed as if each were one number.
+template <class S>
+MAXMOE_INLINE void transpose_blocks(Vector<S>& a, Vector<S>& b, Vector<S>& c, Vector<S>& d) {
+  split_blocks<S>(a, b);
+  split_blocks<S>(c, d);
+  split_blocks<S>(a, c);
+  split_blocks<S>(b, d);
+}
+
 // Transposes the block: rows[r][c] becomes rows[c][r]. The second stage transposes the blocks as if each were one
 // number. All loops are unrolled, so that the rows stay in registers; a register has at most 4 blocks, and a block at
 // most 4 lanes.
@@ -86,12 +95,10 @@ MAXMOE_INLINE void transpose_square(Vector<S> (&rows)[kLanes<S>]) {
   for (int block = 0; block < Of::kBlocks; ++block) transpose_within_blocks<S>(rows + block * Of::kBlock);
 #pragma GCC unroll 4
   for (int i = 0; i < Of::kBlock; ++i) {
-    const auto split = [&](int a, int b) { split_blocks<S>(rows[a * Of::kBlock + i], rows[b * Of::kBlock + i]); };
-    if constexpr (Of::kBlocks >= 2) split(0, 1);
+    Vector<S>* const of_block = rows + i;
+    if constexpr (Of::kBlocks == 2) split_blocks<S>(of_block[0], of_block[Of::kBlock]);
     if constexpr (Of::kBlocks == 4) {
-      split(2, 3);
-      split(0, 2);
-      split(1, 3);
+      transpose_blocks<S>(of_block[0], of_block[Of::kBlock], of_block[2 * Of::kBlock], of_block[3 * Of::kBlock]);
     }
   }
 }
