@@ -45,6 +45,36 @@ MAXMOE_INLINE int64_t prefetch_distance(const FewRowsOfCodes& p, int64_t column,
              : width * p.codes.row_bytes;
 }
 
+// The sums of kRows rows and kVectors vectors of columns, in registers: all loops over them are unrolled.
+template <int kVectors, int kRows>
+struct SumsOfVectors {
+  Vector<float> of[kRows][kVectors];
+
+  MAXMOE_INLINE void load(const FewRowsOfCodes& p, int64_t column) {
+    for_each(p, column, [&](Vector<float>& sum, const float* source) MAXMOE_INLINE_LAMBDA {
+      sum = p.accumulate ? load_vector(source) : Vector<float>{};
+    });
+  }
+  MAXMOE_INLINE void store(const FewRowsOfCodes& p, int64_t column) {
+    for_each(p, column,
+             [](Vector<float> sum, float* target) MAXMOE_INLINE_LAMBDA { store_vector<float>(target, sum); });
+  }
+  MAXMOE_INLINE void scale(int v, __m512 factor) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) of[r][v] *= std::bit_cast<Vector<float>>(factor);
+  }
+
+ private:
+  template <class Body>
+  MAXMOE_INLINE void for_each(const FewRowsOfCodes& p, int64_t column, const Body& body) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) body(of[r][v], p.sums.row(r) + column + v * kLanes<float>);
+    }
+  }
+};
+
 // Computes the sums of kVectors vectors of columns from `column` on.
 template <class Decoder, int kVectors, int kRows>
 __attribute__((noinline)) void multiply_lines(const FewRowsOfCodes& p, const ForVectors<CodeColumns, kVectors>& columns,
@@ -61,20 +91,8 @@ __attribute__((noinline)) void multiply_lines(const FewRowsOfCodes& p, const For
   auto readers = for_vectors<LineReader>(kIndices, [&](int v) { return LineReader(columns.of[v], ahead); });
   const FewRows<BFloat16Pair, kRows> a{p.a};
   alignas(64) __m512i words[kVectors][16];
-  Vector<float> sum[kRows][kVectors];
-  const auto for_each_sum = [&](const auto& body) MAXMOE_INLINE_LAMBDA {
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) body(sum[r][v], p.sums.row(r) + column + v * kLanes<float>);
-    }
-  };
-  for_each_sum([&](Vector<float>& s, const float* source)
-                   MAXMOE_INLINE_LAMBDA { s = p.accumulate ? load_vector(source) : Vector<float>{}; });
-  const auto scale_sums = [&](int v, __m512 factor) MAXMOE_INLINE_LAMBDA {
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) sum[r][v] *= std::bit_cast<Vector<float>>(factor);
-  };
+  SumsOfVectors<kVectors, kRows> sums;
+  sums.load(p, column);
   for_each_part<kPerLine>(columns.of[0].m, columns.of[0].depth, [&](Range part, int64_t block) MAXMOE_INLINE_LAMBDA {
     if (part.begin % kPerLine == 0) {
       for (int v = 0; v < kVectors; ++v) readers.of[v].next(words[v]);
@@ -82,7 +100,7 @@ __attribute__((noinline)) void multiply_lines(const FewRowsOfCodes& p, const For
 #pragma GCC unroll 4
     for (int v = 0; v < kDecoders && block >= 0; ++v) {
       if constexpr (Decoder::kScalesSums) {
-        scale_sums(v, decoders.of[v].begin_block(block));
+        sums.scale(v, decoders.of[v].begin_block(block));
       } else {
         decoders.of[v].begin_block(block);
       }
@@ -101,7 +119,9 @@ __attribute__((noinline)) void multiply_lines(const FewRowsOfCodes& p, const For
         if (step >= num_steps) break;
         const auto of_step = std::bit_cast<Vector<BFloat16Pair>>(pairs(step));
 #pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) sum[r][v] = multiply_add(sum[r][v], of_vector(r, d / 2 + step), of_step);
+        for (int r = 0; r < kRows; ++r) {
+          sums.of[r][v] = multiply_add(sums.of[r][v], of_vector(r, d / 2 + step), of_step);
+        }
       }
     };
     int64_t d = part.begin;
@@ -127,9 +147,9 @@ __attribute__((noinline)) void multiply_lines(const FewRowsOfCodes& p, const For
   });
   if constexpr (Decoder::kScalesSums) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) scale_sums(v, decoders.of[v].end());
+    for (int v = 0; v < kVectors; ++v) sums.scale(v, decoders.of[v].end());
   }
-  for_each_sum([&](Vector<float> s, float* target) MAXMOE_INLINE_LAMBDA { store_vector<float>(target, s); });
+  sums.store(p, column);
 }
 
 // The vectors of kVectors / 2 micro-panels from `column` on, if there are so many columns.
