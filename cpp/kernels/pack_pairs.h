@@ -48,7 +48,7 @@ void pack_column_pairs(const CodeColumns& columns, BFloat16Pair* target) {
   });
 }
 
-// Packs both vectors of a panel.
+// Packs both vectors of a panel, one after the other: the tables of INT4 for both do not fit into the registers.
 template <class Decoder>
 MAXMOE_INLINE void pack_columns(const CodeColumns& first, const CodeColumns& second, BFloat16Pair* panel) {
   pack_column_pairs<Decoder>(first, panel);
@@ -91,7 +91,7 @@ class ColumnsPackedByWord {
   alignas(64) __m512i words_[2][16];
 };
 
-// Packs both vectors of a panel word by word. body(begin, end) is called for the steps of each word, after the next
+// Packs both vectors of a panel, word by word. body(begin, end) is called for the steps of each word, after the next
 // word is packed.
 template <class Decoder, class Body>
 MAXMOE_INLINE void pack_columns_by_word(const CodeColumns& first, const CodeColumns& second, BFloat16Pair* panel,
