@@ -34,8 +34,7 @@ class LineReader {
   // inlined: its code is long, and each kernel would have a copy for each vector of columns.
   __attribute__((noinline)) void next(__m512i* words) {
     Vector<uint32_t> lines[16];
-    const int64_t count = bytes_.end - offset_;
-    const __mmask64 mask = count >= kCacheLineBytes ? ~__mmask64{0} : (__mmask64{1} << count) - 1;
+    const __mmask64 mask = existing_bytes();
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) {
       lines[i] = std::bit_cast<Vector<uint32_t>>(_mm512_maskz_loadu_epi8(mask, bytes_.rows[i] + offset_));
@@ -46,10 +45,10 @@ class LineReader {
     advance();
   }
 
-  // The same in 8 parts, in order: with `group` 0 to 3 first_stage, then second_stage, then advance().
+  // The stages of `next`, for a quarter of the line at a time: first_stage for groups 0 to 3, then second_stage for
+  // groups 0 to 3, then advance().
   MAXMOE_INLINE void first_stage(int64_t group, __m512i* words) const {
-    const int64_t count = bytes_.end - offset_;
-    const __mmask64 mask = count >= kCacheLineBytes ? ~__mmask64{0} : count <= 0 ? 0 : (__mmask64{1} << count) - 1;
+    const __mmask64 mask = existing_bytes();
     Vector<uint32_t> rows[4];
 #pragma GCC unroll 4
     for (int r = 0; r < 4; ++r) {
@@ -77,6 +76,13 @@ class LineReader {
   }
 
  private:
+  // The bytes of the next line that exist: none after the last line.
+  MAXMOE_INLINE __mmask64 existing_bytes() const {
+    const int64_t count = bytes_.end - offset_;
+    if (count >= kCacheLineBytes) return ~__mmask64{0};
+    return count > 0 ? (__mmask64{1} << count) - 1 : 0;
+  }
+
   ByteRows bytes_;
   int64_t ahead_;
   int64_t offset_ = 0;

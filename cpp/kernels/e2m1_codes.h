@@ -87,7 +87,7 @@ class UnscaledE2M1 {
   static constexpr int kBits = 4;
   static constexpr bool kIsCommon = false;
   static constexpr bool kScalesSums = true;
-  static constexpr int kMinRowsBehind = 6;
+  static constexpr int kMinRowsAhead = 6;
 
   // Whether the bits are those of scaled weights, for a depth of at most 2^20. `of_a` are the exponents of the rows of
   // A, `of_sums` those of the sums that products are added to.

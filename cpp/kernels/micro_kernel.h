@@ -36,6 +36,27 @@ struct MicroTile {
   bool is_nontemporal;  // whether c is written with non-temporal stores; it begins on a cache line then
 };
 
+// The prefetches of a micro-tile for loops that do not know the number of steps: at most one line per step. tile.next
+// is copied to registers, because a store to packed B could alias it.
+class TilePrefetch {
+ public:
+  template <class T, class Element>
+  explicit MAXMOE_INLINE TilePrefetch(const MicroTile<T, Element>& tile)
+      : lines_(tile.next), num_lines_(at_most(tile.num_lines, tile.next.num_lines())) {}
+
+  MAXMOE_INLINE void advance() {
+    if (num_lines_ <= 0) return;
+    lines_.advance();
+    --num_lines_;
+  }
+  // The lines that are left: they must be stored to tile.next.
+  MAXMOE_INLINE const BlockPrefetch& rest() const { return lines_; }
+
+ private:
+  BlockPrefetch lines_;
+  int64_t num_lines_;
+};
+
 // Whether a row of a micro-tile of T is whole cache lines, which non-temporal stores must write. A line in two parts
 // would be written to memory twice.
 template <class T>

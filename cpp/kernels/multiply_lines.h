@@ -11,8 +11,8 @@
 //   kBits               of a code
 //   kIsCommon           whether one object decodes all vectors of columns
 //   kScalesSums         whether sums are scaled, not weights: begin_block then returns the factor
-//   kMinRowsBehind      from how many rows on a word is decoded before the one before it is multiplied. With fewer rows
-//                       it makes no difference, or is slower
+//   kMinRowsAhead       number of rows from which on words are decoded ahead: the next word is decoded before a word is
+//                       multiplied. With fewer rows this makes no difference, or is slower
 //   begin_block         reads the scales of the next block of the inner dimension
 //   decode              the pairs of a word
 #pragma once
@@ -84,7 +84,7 @@ __attribute__((noinline)) void multiply_lines(const FewRowsOfCodes& p, const For
   constexpr int kSteps = 16 / Decoder::kBits;  // in a word
   constexpr int64_t kPerLine = kCodesPerLine<Decoder::kBits>;
   constexpr int64_t kPerWord = kCodesPerWord<Decoder::kBits>;
-  constexpr bool kIsBehind = kRows >= Decoder::kMinRowsBehind;
+  constexpr bool kDecodesAhead = kRows >= Decoder::kMinRowsAhead;
   const int64_t ahead = prefetch_distance(p, column, kVectors * kLanes<float>);
   auto decoders =
       for_vectors<Decoder>(std::make_integer_sequence<int, kDecoders>(), [&](int v) { return Decoder(columns.of[v]); });
@@ -112,8 +112,8 @@ __attribute__((noinline)) void multiply_lines(const FewRowsOfCodes& p, const For
     };
     const auto multiply = [&](int v, int64_t d, int64_t num_steps, const auto& pairs) MAXMOE_INLINE_LAMBDA {
       FewRows<BFloat16Pair, kRows> of_vector = a;
-      // The compiler would keep the elements of A of all rows for the next vector, and spill sums instead.
-      if constexpr (kIsBehind) asm volatile("" : "+r"(of_vector.data));
+      // Otherwise the compiler keeps the elements of A in registers for the next vector of columns, and spills sums.
+      if constexpr (kDecodesAhead) asm volatile("" : "+r"(of_vector.data));
 #pragma GCC unroll 4
       for (int step = 0; step < kSteps; ++step) {
         if (step >= num_steps) break;
@@ -125,22 +125,22 @@ __attribute__((noinline)) void multiply_lines(const FewRowsOfCodes& p, const For
       }
     };
     int64_t d = part.begin;
-    WordPairs<Decoder::kBits> before;
+    WordPairs<Decoder::kBits> previous;
     for (; d + kPerWord <= part.end; d += kPerWord) {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
         const auto pairs = decode(v, d);
-        if constexpr (!kIsBehind) {
+        if constexpr (!kDecodesAhead) {
           multiply(v, d, kSteps, pairs);
         } else if (v > 0) {
-          multiply(v - 1, d, kSteps, before);
+          multiply(v - 1, d, kSteps, previous);
         } else if (d > part.begin) {
-          multiply(kVectors - 1, d - kPerWord, kSteps, before);
+          multiply(kVectors - 1, d - kPerWord, kSteps, previous);
         }
-        before = pairs;
+        previous = pairs;
       }
     }
-    if (kIsBehind && d > part.begin) multiply(kVectors - 1, d - kPerWord, kSteps, before);
+    if (kDecodesAhead && d > part.begin) multiply(kVectors - 1, d - kPerWord, kSteps, previous);
     if (d == part.end) return;
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) multiply(v, d, steps_of_depth<BFloat16Pair>(part.end - d), decode(v, d));

@@ -55,7 +55,7 @@ MAXMOE_INLINE void pack_columns(const CodeColumns& first, const CodeColumns& sec
   pack_column_pairs<Decoder>(second, panel + kLanes<float>);
 }
 
-// A vector of columns that are packed word by word. The next line is transposed meanwhile.
+// Packs a vector of columns word by word. Between words the caller runs parts of the transpose of the next line.
 template <class Decoder>
 class ColumnsPackedByWord {
  public:
@@ -73,7 +73,7 @@ class ColumnsPackedByWord {
       reader_.second_stage(part - 4, next);
     }
   }
-  // Proceeds to the next line, which is transposed.
+  // Makes the transposed line the current one.
   MAXMOE_INLINE void begin_line() {
     current_ = 1 - current_;
     reader_.advance();
@@ -150,9 +150,9 @@ MAXMOE_INLINE bool pack_pairs_along_depth(const QuantizedMatrix& m, Range column
   });
 }
 
-// micro_kernel_packing_b for codes along the inner dimension: a word is decoded while the one before is multiplied.
-// Codes with tables of columns are packed before: they do not fit into the registers beside the sums. Returns false,
-// and does nothing, if the codes fit no decoder.
+// micro_kernel_packing_b for codes along the inner dimension: the next word is packed before a word is multiplied, so
+// that both run in parallel. A panel of ColumnTables is packed first, because the registers do not hold its tables and
+// the sums. Returns false, and does nothing, if the codes fit no decoder.
 template <class Out>
 bool micro_kernel_packing_columns(const MicroTile<Out, BFloat16Pair>& tile, const QuantizedMatrix& m, Range depth,
                                   int64_t column, BFloat16Pair* panel) {
@@ -162,22 +162,18 @@ bool micro_kernel_packing_columns(const MicroTile<Out, BFloat16Pair>& tile, cons
       pack_columns<Decoder>(first, second, panel);
       multiply_packed<kMR>(tile, panel);
     } else {
-      BlockPrefetch lines = tile.next;
-      int64_t num_lines = at_most(tile.num_lines, lines.num_lines());
+      TilePrefetch prefetch(tile);
       with_sums_of_micro_tile<kMR>(tile, [&](const auto& multiply_step) MAXMOE_INLINE_LAMBDA {
         pack_columns_by_word<Decoder>(first, second, panel, [&](int64_t begin, int64_t end) MAXMOE_INLINE_LAMBDA {
 #pragma GCC unroll 4
           for (int64_t i = 0; i < 16 / Decoder::kBits; ++i) {
             if (begin + i >= end) break;
-            if (num_lines > 0) {
-              lines.advance();
-              --num_lines;
-            }
+            prefetch.advance();
             multiply_step(begin + i, load_packed_step(panel, begin + i));
           }
         });
       });
-      tile.next = lines;
+      tile.next = prefetch.rest();
     }
   });
 }

@@ -15,7 +15,7 @@ constexpr bool kDecodesPairs = std::is_same_v<Element, BFloat16Pair>;
 // pack_b for codes. `columns` begins at a multiple of kMinColumnsPerScale.
 void pack_codes(const GemmOperand<BFloat16>& b, Range depth, Range columns, BFloat16Pair* panels);
 
-// Whether micro-kernels pack codes: of those across the inner dimension they pack what a decoder fits.
+// Whether micro-kernels pack codes: always along the inner dimension, across it if a class of row_pairs.h fits.
 bool micro_kernel_packs_codes(const GemmOperand<BFloat16>& b);
 
 // micro_kernel_packing_b for codes. Out is float or BFloat16.

@@ -16,8 +16,7 @@ void micro_kernel_packing_transposed_b(const MicroTile<Out, Element>& tile, cons
   count_packed(depth.size() * kWidth);
   const ConstMatrixView<T> memory = b.memory.row_range(column, column + kWidth).column_range(depth.begin, depth.end);
   auto block = first_block<Of>(ColumnVector<T>{memory, 0});
-  BlockPrefetch lines = tile.next;
-  int64_t num_lines = at_most(tile.num_lines, lines.num_lines());
+  TilePrefetch prefetch(tile);
   Vector<S> sum[kMR][2];
 #pragma GCC unroll 2
   for (int vector = 0; vector < 2; ++vector) {
@@ -25,10 +24,7 @@ void micro_kernel_packing_transposed_b(const MicroTile<Out, Element>& tile, cons
     for (int r = 0; r < kMR; ++r) sum[r][vector] = initial_sums(tile, r, vector);
     Element* const packed = panel + vector * kLanes<S>;
     const auto multiply = [&](int64_t step, bool has_second, Vector<Of> values) MAXMOE_INLINE_LAMBDA {
-      if (num_lines > 0) {
-        lines.advance();
-        --num_lines;
-      }
+      prefetch.advance();
       const int64_t first = step * kStepsPerBlockStep<T, Element>;
       for_steps_of_elements<Element>(first, has_second, values, [&](int64_t k, auto elements) MAXMOE_INLINE_LAMBDA {
         store_vector<Element>(packed + k * kWidth, elements);
@@ -40,7 +36,7 @@ void micro_kernel_packing_transposed_b(const MicroTile<Out, Element>& tile, cons
     };
     for_transposed_steps<Of, T>(block, {memory, vector}, {memory, 1 - vector}, multiply);
   }
-  tile.next = lines;
+  tile.next = prefetch.rest();
   store_micro_tile<kMR>(tile, sum);
 }
 

@@ -100,10 +100,6 @@ struct QuantizedMatrix {
   }
   // The number of the block of columns with one scale per row that holds a column.
   MAXMOE_INLINE int64_t block(int64_t column) const { return (first_column + column) >> log2_columns_per_scale; }
-  // The first column past a block.
-  MAXMOE_INLINE int64_t end_of_block(int64_t index) const {
-    return ((index + 1) << log2_columns_per_scale) - first_column;
-  }
   // The place of the scale of an element, and of its zero point.
   MAXMOE_INLINE int64_t scale_index(int64_t row, int64_t column) const {
     return ((first_row + row) >> log2_rows_per_scale) * scales_per_row + block(column);
@@ -120,8 +116,9 @@ MAXMOE_INLINE void for_each_part(const QuantizedMatrix& m, Range columns, const 
   int64_t last = -1;
   for (int64_t d = columns.begin; d < columns.end;) {
     const int64_t block = m.block(d);
+    const int64_t end_of_block = ((block + 1) << m.log2_columns_per_scale) - m.first_column;
     const int64_t end_of_line = d + kPerLine - (d - columns.begin) % kPerLine;
-    const int64_t end = at_most(at_most(m.end_of_block(block), end_of_line), columns.end);
+    const int64_t end = at_most(at_most(end_of_block, end_of_line), columns.end);
     body(Range{d, end}, block == last ? -1 : block - m.block(columns.begin));
     last = block;
     d = end;

@@ -15,7 +15,7 @@ class ScaledE4M3Table {
   static constexpr int kBits = 8;
   static constexpr bool kIsCommon = true;  // one object decodes all vectors of columns
   static constexpr bool kScalesSums = false;
-  static constexpr int kMinRowsBehind = 6;
+  static constexpr int kMinRowsAhead = 6;
 
   // `first` is the first one of all columns.
   static bool fits(const CodeColumns& c, const CodeColumns& first) {
@@ -74,7 +74,7 @@ class ScaledE4M3 : public DoubledScales {
   static constexpr int kBits = 8;
   static constexpr bool kIsCommon = false;
   static constexpr bool kScalesSums = false;
-  static constexpr int kMinRowsBehind = 6;
+  static constexpr int kMinRowsAhead = 6;
 
   static bool fits(const CodeColumns& c) { return c.m.codes == Codes::e4m3 && have_ordinary_scales(c); }
 
@@ -108,7 +108,7 @@ class ScaledInt8 : public DoubledScales {
   static constexpr int kBits = 8;
   static constexpr bool kIsCommon = false;
   static constexpr bool kScalesSums = false;
-  static constexpr int kMinRowsBehind = 6;
+  static constexpr int kMinRowsAhead = 6;
 
   static bool fits(const CodeColumns& c) { return c.m.codes == Codes::int8 && have_ordinary_scales(c); }
 
