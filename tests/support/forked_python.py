@@ -5,6 +5,7 @@ modules of tests and examples, environment, folder, `sys.path`, signals, warning
 """
 
 import asyncio
+import faulthandler
 import gc
 import inspect
 import os
@@ -25,6 +26,10 @@ ROOT = Path(__file__).parents[2]
 SUBPROCESSES_OF_TORCHRUN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 # Modules of tests and examples, and one that reads the environment when it is imported.
 FRESH = (str(ROOT / "tests") + os.sep, str(ROOT / "examples") + os.sep, f"{os.sep}matplotlib{os.sep}")
+# A program that hangs ends with the stacks of its threads, earlier than the program that
+# has started it, which reports what it wrote.
+MAX_SECONDS = 600.0
+EARLIER_SECONDS = 30.0
 
 
 class ForkedPython(subprocess.Popen[Any]):
@@ -41,12 +46,13 @@ class ForkedPython(subprocess.Popen[Any]):
         ends = [given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
         sys.stdout.flush()
         sys.stderr.flush()
+        max_seconds = (signal.getitimer(signal.ITIMER_REAL)[0] or MAX_SECONDS + EARLIER_SECONDS) - EARLIER_SECONDS
         ready, is_new = os.pipe()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
             self.pid = os.fork()
         if self.pid == 0:
-            _main(given, [ends[0], ends[3], ends[5]], [ends[1], ends[2], ends[4], ready], is_new)
+            _main(given, [ends[0], ends[3], ends[5]], [ends[1], ends[2], ends[4], ready], is_new, max_seconds)
         os.close(is_new)
         os.read(ready, 1)  # of nothing, when the fork has its session
         os.close(ready)
@@ -62,7 +68,7 @@ def run(command: list[str], *, cwd: Path | None = None, env: dict[str, str] | No
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
-def _main(given: dict[str, Any], files: list[int], others: list[int], is_new: int) -> NoReturn:
+def _main(given: dict[str, Any], files: list[int], others: list[int], is_new: int, max_seconds: float) -> NoReturn:
     """What a fork does; `os._exit` skips what pytest does at its end."""
     code = 1
     try:
@@ -70,6 +76,8 @@ def _main(given: dict[str, Any], files: list[int], others: list[int], is_new: in
         gc.freeze()
         _become_new(given, files, others)
         os.close(is_new)
+        faulthandler.register(signal.SIGALRM, file=2, chain=True)
+        signal.setitimer(signal.ITIMER_REAL, max_seconds)
         code = _exit_code(given["args"][1:])
     except BaseException:
         traceback.print_exc()
@@ -87,7 +95,7 @@ def _become_new(given: dict[str, Any], files: list[int], others: list[int]) -> N
     Files stay open: some are those of libuv, on which the store of torchrun depends.
     """
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     asyncio.events._set_running_loop(None)
