@@ -235,9 +235,8 @@ def main() -> None:
         for (shape, plan), measured in zip(requests, map(max, zip(*times, strict=True)), strict=True):
             model = Decoder(SHAPES[shape].config(), device="meta")
             step = {"batch_size": BATCH, "sequence_length": LENGTH, "dispatch": plan.dispatch}
-            found = predict(
-                model, plan.mesh, plan.rules, device, num_chunks=plan.num_chunks, recompute=plan.recompute, **step
-            )
+            step |= {"num_chunks": plan.num_chunks, "recompute": plan.recompute}
+            found = predict(model, Mesh.planned(plan.mesh), plan.rules, device, **step)
             rows.append(Row(shape, num_ranks, plan.label, measured, found.seconds))
         write(rows, options.out)
     print(report(rows))

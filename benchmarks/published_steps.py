@@ -15,6 +15,7 @@ from maxmoe import MoEConfig
 from maxmoe.models import Decoder
 from maxmoe.models.published_models import PUBLISHED, PublishedModel
 from maxmoe.planning import Device, FoundPlan, StateDtypes, predict
+from maxmoe.sharding import Mesh
 
 LENGTH = 4096
 STATE_DTYPES = StateDtypes(master=torch.float32, moments=torch.float32)
@@ -73,7 +74,13 @@ class Published:
         step = {"batch_size": self.batch_size, "sequence_length": LENGTH, "num_micro_batches": self.num_micro_batches}
         for recompute in ((), ("blocks",)):
             plan = predict(
-                model, self.mesh, "ep-as-dp", self.device, recompute=recompute, state_dtypes=STATE_DTYPES, **step
+                model,
+                Mesh.planned(self.mesh),
+                "ep-as-dp",
+                self.device,
+                recompute=recompute,
+                state_dtypes=STATE_DTYPES,
+                **step,
             )
             if plan.memory <= Device.load(self.device).memory:
                 break

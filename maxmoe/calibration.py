@@ -196,7 +196,7 @@ def _seconds_per_block(seconds_of_layers: Callable[[int], float]) -> float:
 def _predicted_seconds(device: Device, num_layers: int) -> float:
     """Return the predicted time of a step of a small decoder on two ranks."""
     model = _small_decoder(num_layers, "meta")
-    return predict(model, {"fsdp": 2}, "pure-fsdp", device, batch_size=2, sequence_length=4).seconds
+    return predict(model, Mesh.planned({"fsdp": 2}), "pure-fsdp", device, batch_size=2, sequence_length=4).seconds
 
 
 def _measured_seconds(num_layers: int) -> float:

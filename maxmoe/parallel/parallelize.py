@@ -86,9 +86,10 @@ def parallelize(
     Raises:
         TypeError: if `mesh` is not a `maxmoe.sharding.Mesh`.
         ValueError: as `shard_parameters` and `set_recompute`; for an unknown dispatch or an invalid num_chunks; for a
-            MoE layer with adapters around its parts; if the axes of the experts do not divide their number; if the
-            rules shard sequences that a layer needs whole; on every rank, if meshes, modules, parameters, rules,
-            dispatch, num_chunks or recompute differ between ranks.
+            mesh with an axis `stage`; for adapters in a MoE layer other than those of the expert matrices; for trained
+            parameters of several dtypes that FSDP2 shards together; if the axes of the experts do not divide their
+            number; if the rules shard sequences that a layer needs whole; on every rank, if meshes, modules,
+            parameters, rules, dispatch, num_chunks or recompute differ between ranks.
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a maxmoe.sharding.Mesh, got {type(mesh).__name__}")
@@ -132,13 +133,13 @@ def check_settings(module: nn.Module, mesh: Mesh, rules: LogicalRules, settings:
         rules: rules of the module.
         settings: texts of further settings, by name.
     """
-    _check_adapters(module)
     facts = {"the mesh": repr(mesh), **settings, "the rules": repr(rules)}
     for path, child in module.named_modules():
         facts[f"the module {path or '(root)'}"] = f"{type(child).__name__}({child.extra_repr()})"
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
         facts[path] = f"shape {tuple(tensor.shape)}, {tensor.dtype}, requires_grad={tensor.requires_grad}"
     check_ranks_agree(facts, mesh.device_mesh.device_type)
+    _check_adapters(module)
 
 
 def _check_adapters(module: nn.Module) -> None:
@@ -163,7 +164,10 @@ def _check_adapters(module: nn.Module) -> None:
 
 
 def check_plan(plan: Plan, num_chunks: int) -> None:
-    """Raise for layers that need whole sequences if these are sharded or chunked, and for an invalid `num_chunks`."""
+    """Raise for sequences that are sharded or chunked although a layer needs them whole, and for invalid `num_chunks`.
+
+    Also for trained parameters of several dtypes in one group of FSDP2.
+    """
     _check_whole_sequences(plan)
     _check_dtypes(plan)
     if not isinstance(num_chunks, int) or num_chunks < 1:
@@ -192,22 +196,28 @@ def _check_dtypes(plan: Plan) -> None:
 
 
 def _check_whole_sequences(plan: Plan) -> None:
-    axes, children = plan.tokens.length_axes, {path: planned.module for path, planned in plan.items()}
-    for path, child in children.items():
-        if axes and declaration_of(child).needs_whole_sequences:
+    axes = plan.tokens.length_axes
+    for path, planned in plan.items():
+        if axes and declaration_of(planned.module).needs_whole_sequences:
             raise ValueError(
-                f"{path or type(child).__name__} needs whole sequences, sharded here over {axes}: "
+                f"{path or type(planned.module).__name__} needs whole sequences, sharded here over {axes}: "
                 "choose rules that do not shard activation_length over them, such as 'ep-as-dp'"
             )
-    silent = {type(child).__name__: None for child in children.values() if _may_mix_tokens(child)}
-    if axes and silent:
-        warnings.warn(
-            f"the rules shard sequences over {axes}, and {', '.join(silent)} declare nothing: a "
-            "module that mixes the tokens of a sequence sees only this rank's part, and computes something else. See "
-            "needs_whole_sequences and uses_token_group in maxmoe.parallel.Declaration; an empty declaration says that "
-            "a module mixes none",
-            stacklevel=4,
-        )
+    if (warning := undeclared_modules(plan)) is not None:
+        warnings.warn(warning, stacklevel=4)
+
+
+def undeclared_modules(plan: Plan) -> str | None:
+    """Return the warning for modules without declaration that may mix the tokens of sharded sequences, or None."""
+    axes = plan.tokens.length_axes
+    names = {type(planned.module).__name__: None for planned in plan.values() if _may_mix_tokens(planned.module)}
+    if not axes or not names:
+        return None
+    return (
+        f"the rules shard sequences over {axes}, and {', '.join(names)} declare nothing: a module that mixes the "
+        "tokens of a sequence sees only this rank's part, and computes something else. See needs_whole_sequences and "
+        "uses_token_group in maxmoe.parallel.Declaration; an empty declaration says that a module mixes none"
+    )
 
 
 def _may_mix_tokens(module: nn.Module) -> bool:

@@ -112,8 +112,14 @@ class ModulePlan:
         """Hidden size of input and output of a tensor-parallel module: the dim "embed" of its weights."""
         if self.stream_size is not None:
             return self.stream_size
-        weight = next(iter(self.parameters.values())).parameter
-        return weight.shape[(weight.names or ()).index("embed")]
+        for plan in self.parameters.values():
+            if plan.parameter.names is not None and "embed" in plan.parameter.names:
+                return plan.parameter.shape[plan.parameter.names.index("embed")]
+        names = {path: plan.parameter.names for path, plan in self.parameters.items()}
+        raise ValueError(
+            f"{type(self.module).__name__} declares tensor_parallel_dims, so one of its parameters must have the "
+            f"logical name 'embed', got {names}"
+        )
 
     @property
     def is_recomputed(self) -> bool:

@@ -184,10 +184,11 @@ class _Planner:
         rule may shard another dim over the tensor-parallel axes, but every rank needs this dim whole.
         """
         dims, dispatch = declaration_of(unit).tensor_parallel_dims, self.dispatch_plans.get(unit)
-        experts = () if dispatch is None else dispatch.expert_axes
+        # Experts stay on their ranks, to which the dispatch sends the tokens.
+        expert_axes = () if dispatch is None else dispatch.expert_axes
         names = parameter.names or (None,) * len(parameter.shape)
         spec = (
-            self.parallel_axes[unit] if name in dims else experts if dim == 0 else None
+            self.parallel_axes[unit] if name in dims else expert_axes if (dim, name) == (0, "exp") else None
             for dim, name in enumerate(names)
         )
         return NamedSharding(self.mesh, PartitionSpec(*spec))

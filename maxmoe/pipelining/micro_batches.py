@@ -38,9 +38,10 @@ def split(inputs: Tensor, targets: Any, options: dict[str, Any], count: int) -> 
     if not isinstance(inputs, Tensor) or inputs.dim() == 0:
         raise TypeError(f"inputs must be a tensor with a batch dim, got {type(inputs).__name__}")
     num_rows = len(inputs)
-    for leaf in tree_leaves((inputs, targets, options)):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            raise ValueError(f"inputs must not require a gradient, got one of shape {tuple(leaf.shape)} that does")
+    for name, value in {"inputs": inputs, "targets": targets, **options}.items():
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                raise ValueError(f"{name} must not require a gradient, got one of shape {tuple(leaf.shape)} that does")
     for leaf in tree_leaves(targets):
         if isinstance(leaf, Tensor) and (leaf.dim() == 0 or len(leaf) != num_rows):
             raise ValueError(f"targets must have {num_rows} rows, as the inputs, got the shape {tuple(leaf.shape)}")
@@ -55,16 +56,16 @@ def split(inputs: Tensor, targets: Any, options: dict[str, Any], count: int) -> 
     return [micro_batch(index) for index in range(count)]
 
 
-def facts_of(inputs: Tensor, targets: Any, options: dict[str, Any]) -> dict[str, str]:
+def facts_of(inputs: Tensor, targets: Any, options: dict[str, Any], device_type: str) -> dict[str, str]:
     """Describe what all stages must agree on: shapes and dtypes of inputs and targets, and autocast."""
-    named = {"the inputs": inputs, "the targets": targets, **{f"the option {name}": options[name] for name in options}}
-    device = inputs.device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    named = {"the inputs": inputs, "the targets": targets}
+    named |= {f"the option {name}": value for name, value in sorted(options.items())}
+    autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     return {"autocast": str(autocast), **{name: str(tree_map(_described, value)) for name, value in named.items()}}
 
 
 def _described(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"shape {tuple(value.shape)}, {value.dtype}"
+        return f"shape {tuple(value.shape)}, {value.dtype}" + ", requires_grad" * value.requires_grad
     # The text of another object may have its address.
     return repr(value) if isinstance(value, bool | int | float | str | None) else type(value).__name__

@@ -276,9 +276,9 @@ class Pipeline:
 
     def _execute(self, inputs: Tensor, targets: Any, options: dict[str, Any], *, with_backward: bool) -> PipelineOutput:
         self._statistics.reset()
-        micro_batches = split(inputs, targets, options, self._run.num_micro_batches)
-        facts = facts_of(inputs, targets, options)
+        facts = facts_of(inputs, targets, options, self._run.device)
         check_ranks_agree(facts, self._run.device, self._run.group)
+        micro_batches = split(inputs, targets, options, self._run.num_micro_batches)
         if self._boundary is not None and facts != self._checked:
             hidden_states = self._boundary.hidden_states(micro_batches[0])
             self._boundary.check_loss(self._loss, hidden_states, micro_batches[0])

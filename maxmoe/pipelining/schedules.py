@@ -22,7 +22,8 @@ class ScheduleKind:
             rank s % num_ranks.
         splits_backward: whether the gradients of the inputs and those of the weights are computed at different times.
         needs_one_per_stage: whether there must be a micro-batch for each stage.
-        has_rounds: whether the number of micro-batches must be a multiple of the number of rounds, see `check`.
+        has_rounds: whether the number of micro-batches must be a multiple of the number of rounds; see
+            `check_schedule`.
     """
 
     make: Callable[..., Any]

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from maxmoe.declaration import SavedTensor
 from maxmoe.load.layers_of_stages import LayersOfStages
 from maxmoe.load.metrics_accumulator import packed, packed_size, unpacked
 from maxmoe.load.stats import MoEStats
@@ -56,6 +57,10 @@ class RecordedLosses:
             summand = packed(metrics.aux_loss, metrics.stats)
             self._total = summand if self._total is None else self._total + summand
         return metrics
+
+    def saved_tensors(self, batch: int, length: int, wide: torch.dtype) -> dict[str, SavedTensor]:
+        """Describe the tensors that the losses save."""
+        return self._losses.saved_tensors(batch, length, wide)
 
     def take(self) -> Tensor:
         """Return the sums and reset them."""

@@ -101,8 +101,8 @@ def estimate(
     `maxmoe.optim.parameter_groups` assigns to it, and communicates sharded matrices in its default dtype on the device
     of the parameters.
 
-    Every weight is counted as gathered in the forward and again in the backward; an untied embedding is gathered in
-    the forward only. Only one recomputed module (see `maxmoe.set_recompute`) is in memory at a time. Routing is assumed
+    Every weight is counted as gathered in the forward and again in the backward, also an untied embedding, which is
+    gathered once. Only one recomputed module (see `maxmoe.set_recompute`) is in memory at a time. Routing is assumed
     to be balanced: every expert gets equally many tokens from every rank.
 
     On a mesh with an axis `stage`, the result has the costs of every rank along it. Receive buffers, and the gradients

@@ -7,6 +7,7 @@ from torch import nn
 
 from maxmoe.adapters import with_stacked_factors
 from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.parallelize import undeclared_modules
 from maxmoe.parallel.parameter_sharding import ParameterSharding
 from maxmoe.planning.explained_dispatch import ExplainedDispatch, dispatch_tables, explain_dispatch
 from maxmoe.planning.imbalance import with_imbalance
@@ -67,6 +68,7 @@ class Explanation:
         dispatch: dispatch of each Mixture-of-Experts layer.
         unknown_names: logical names without a rule.
         axes_of_tokens: for each activation name, the axes of its rule without effect, because they shard the tokens.
+        undeclared_modules: warning for modules that may mix the tokens of sharded sequences, or None.
         pipeline: plan of the pipeline stages; None if the model is not cut into stages.
     """
 
@@ -75,6 +77,7 @@ class Explanation:
     dispatch: tuple[ExplainedDispatch, ...]
     unknown_names: tuple[str, ...]
     axes_of_tokens: Mapping[str, tuple[str, ...]]
+    undeclared_modules: str | None = None
     pipeline: PipelinePlan | None = None
 
     @property
@@ -113,7 +116,8 @@ class Explanation:
             "the whole dim for its own"
             for name, axes in self.axes_of_tokens.items()
         ]
-        return (*large, *unnamed, *unknown, *of_tokens)
+        mixing = [] if self.undeclared_modules is None else [self.undeclared_modules]
+        return (*large, *unnamed, *unknown, *of_tokens, *mixing)
 
     def __str__(self) -> str:
         heading = ("parameter", "logical names and their rules", "on the mesh", "local shape", "bytes per rank")
@@ -198,7 +202,7 @@ def explain(
         num_chunks: number of chunks of the tokens of a MoE layer.
         imbalance: with dispatch="least_loaded", number of rows of the rank with the most rows over the mean, before
             experts are moved; one expert has all rows above an even load. The collectives are then those of the rank
-            that sends most. Memory is that of balanced routing. Needs `batch_size` and `sequence_length`.
+            that sends most. Needs `batch_size` and `sequence_length`.
         allow_unused: accept rules and mesh axes without effect.
         batch_size: number of sequences per step, over all ranks; None to leave out the collectives of the dispatch.
         sequence_length: number of tokens per sequence; None to leave out the collectives of the dispatch.
@@ -245,6 +249,7 @@ def explain(
         tuple(explain_dispatch(plan, micro_batches, sequence_length or 0, num_chunks)),
         tuple(name for name in names if name is not None and name not in rules.names),
         plan.axes_of_tokens,
+        undeclared_modules(plan),
         pipeline,
     )
 

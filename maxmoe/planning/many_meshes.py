@@ -1,4 +1,4 @@
-"""Plans many meshes at once: the sizes of their axes are vectors, and the planner runs once for all of them."""
+"""`Sizes`: an integer with one value per mesh, so that one run of the planner plans many meshes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -39,12 +39,12 @@ def _reflected(name: str) -> Callable[["Sizes", Any], "Sizes"]:
     return method
 
 
-def _decision(name: str) -> Callable[["Sizes", Any], bool]:
+def _decision(name: str) -> Callable[["Sizes", Any], Any]:
     operator: Callable[[Tensor, Any], Tensor] = getattr(Tensor, name)
 
-    def method(self: "Sizes", other: Any) -> bool:
+    def method(self: "Sizes", other: Any) -> Any:
         if not isinstance(other, int | float):
-            return bool(NotImplemented) if name not in ("__eq__", "__ne__") else name == "__ne__"
+            return NotImplemented
         if self.is_present and type(other) is int and other == 1:
             return name in ("__gt__", "__ge__", "__ne__")
         mask = operator(self.values, other.values if isinstance(other, Sizes) else other)
@@ -114,7 +114,7 @@ class Sizes(int):
 
     def __bool__(self) -> bool:
         """Return whether the values are not zero."""
-        return self != 0
+        return bool(self != 0)
 
 
 def in_meshes(values: Tensor, *, is_present: bool = False) -> int:

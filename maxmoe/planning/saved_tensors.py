@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from maxmoe.declaration import SavedTensor, declaration_of
 from maxmoe.dispatch import PlannedDispatch
 from maxmoe.parallel.dispatch_plan import EXPERT_TOKEN_DIMS, DispatchPlan
+from maxmoe.parallel.parameter_sharding import tensor_parallel_activation
 from maxmoe.parallel.plan import ModulePlan, Plan
-
-TENSOR_PARALLEL_DIMS = ("activation_heads", "activation_kv_heads", "activation_mlp", "activation_mlp_moe")
 
 
 def local_tokens(plan: Plan, batch_size: int, sequence_length: int) -> tuple[int, int]:
@@ -86,11 +85,12 @@ def declared_tensors(plan: Plan, batch_size: int, sequence_length: int) -> Itera
         "activation_embed": plan.mesh.size(*plan.embed_axes),
     }
     for path, module in plan.items():
-        declared = declaration_of(module.module).saved_tensors
-        if declared is None:
+        declaration = declaration_of(module.module)
+        if declaration.saved_tensors is None:
             continue
-        num_parts = residual | dict.fromkeys(TENSOR_PARALLEL_DIMS, plan.mesh.size(*module.tensor_parallel_axes))
-        for tensor in declared(batch_size, sequence_length).values():
+        computed_in_parts = map(tensor_parallel_activation, declaration.tensor_parallel_dims)
+        num_parts = residual | dict.fromkeys(computed_in_parts, plan.mesh.size(*module.tensor_parallel_axes))
+        for tensor in declaration.saved_tensors(batch_size, sequence_length).values():
             yield path, tensor._replace(shape=_local_shape(plan, module, tensor, num_parts))
 
 

@@ -15,7 +15,7 @@ from maxmoe.sharding.rules import LogicalRules
 def plan_without_warnings(
     module: nn.Module, mesh: Mesh, rules: LogicalRules, dispatch: Dispatch, num_chunks: int, allow_unused: bool
 ) -> Plan:
-    """Make a plan without the warnings on names without a rule, which `Explanation.warnings` lists."""
+    """Make a plan without warnings, which `Explanation.warnings` lists."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = make_plan(module, mesh, rules, allow_unused=allow_unused, dispatch=dispatch)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 def check_ranks_agree(
     facts: Mapping[str, str], device_type: str = "cpu", group: dist.ProcessGroup | None = None
 ) -> None:
-    """Raise a ValueError on every rank of a group if `facts`, texts by name, differ; it names both texts.
+    """Raise a ValueError on every rank of a group if `facts`, texts by name, or their order differ; it names both.
 
     Ranks with different settings run different collectives, or collectives of different shapes. torch then hangs until
     the timeout or aborts, and names neither setting.
@@ -32,3 +32,10 @@ def check_ranks_agree(
             ours, other = (found.get(name, "nothing") for found in (all_facts[0], theirs))
             if ours != other:
                 raise ValueError(f"the ranks must agree on {name}: rank {ranks[0]} has {ours}, rank {rank} has {other}")
+    for rank, theirs in zip(ranks, all_facts, strict=True):
+        for ours, other in zip(all_facts[0], theirs, strict=True):
+            if ours != other:
+                raise ValueError(
+                    f"the ranks must have one order: rank {ranks[0]} has {ours} where rank {rank} has {other}"
+                )
+    raise AssertionError("the hashes of the ranks differ, and their facts do not")

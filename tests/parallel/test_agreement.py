@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from maxmoe import MoE, MoEConfig, parallelize
 from maxmoe.models import Decoder, DecoderConfig
@@ -74,6 +75,43 @@ def test_a_buffer_that_one_rank_lacks() -> None:
 
     first, _ = run_ranks(check, 2)
     assert first.startswith("the ranks must agree on extra: rank 0 has nothing, rank 1 has shape ()")
+
+
+class Branches(nn.Module):
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.branches = nn.ModuleDict({name: nn.Linear(4, 4) for name in names})
+
+
+def test_another_order_of_modules() -> None:
+    """Broadcasts and all-gathers run in the order of the modules."""
+
+    def check() -> str:
+        mesh = Mesh({"fsdp": 2})
+        names = ("one", "two") if mesh.rank == 0 else ("two", "one")
+        return message_of(parallelize, Branches(*names), mesh, "pure-fsdp")
+
+    for message in run_ranks(check, 2):
+        assert message.startswith("the ranks must have one order: rank 0 has ")
+        assert "the module branches.one where rank 1 has the module branches.two" in message
+
+
+class Adapted(nn.Module):
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+
+def test_an_adapter_that_one_rank_lacks() -> None:
+    def check() -> str:
+        mesh = Mesh({"fsdp": 2})
+        layer = MoE(MoEConfig(**SIZES))
+        if mesh.rank == 1:
+            layer.router = Adapted(layer.router)
+        return message_of(parallelize, layer, mesh, "pure-fsdp")
+
+    first, second = run_ranks(check, 2)
+    assert first == second and first.startswith("the ranks must agree on ")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from maxmoe import MoE, MoEConfig
 from maxmoe.models.decoder import FeedForward
+from maxmoe.nn import MoEOutput
 from maxmoe.parallel import Declaration, parallelize
 from maxmoe.sharding import LogicalRules, Mesh, P
 from support.parallel_decoder import token_spec
@@ -51,6 +53,37 @@ def test_modules_of_others() -> None:
             assert_same(parameter.grad.full_tensor(), model.get_parameter(name).grad, name)
 
     run_cases(check, 8, itertools.product(("ep-tp", "default", "pure-fsdp"), ({}, {"mlp": 8})))
+
+
+class ScaledMoE(MoE):
+    """A layer with a parameter of its own beside the experts."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__(config, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, config.hidden_size, dtype=torch.float64))
+
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> MoEOutput:
+        output = super().forward(x * self.scale, token_mask)
+        return output._replace(hidden_states=output.hidden_states * self.scale)
+
+
+def test_a_parameter_of_a_layer_is_not_one_of_its_experts() -> None:
+    torch.manual_seed(0)
+    config = MoEConfig(hidden_size=4, intermediate_size=4, num_experts=4, top_k=2)
+    model, x = ScaledMoE(config), torch.randn(8, 3, 4, dtype=torch.float64)
+    model(x).hidden_states.square().sum().backward()
+
+    def check(rules: str) -> None:
+        mesh, table = Mesh({"fsdp": 2, "expert": 2}), LogicalRules.load(rules)
+        ours = ScaledMoE(config)
+        ours.load_state_dict(model.state_dict())
+        parallelize(ours, mesh, table, allow_unused=True)
+        part = part_by_definition(x, token_spec(mesh, table), mesh)
+        ours(part).hidden_states.square().sum().backward()
+        for name, parameter in ours.named_parameters():
+            assert_same(parameter.grad.full_tensor(), model.get_parameter(name).grad, name)
+
+    run_cases(check, 4, [("ep-as-dp",), ("ep-tp",)])
 
 
 TABLES: dict[str, list[Any]] = {

@@ -122,6 +122,14 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: make().step(*(part[: 4 + dist.get_rank()] for part in batch())),
         r"the ranks must agree on the inputs: rank 0 has shape \(4, 6\).*, rank 1 has shape \(5, 6\)",
     ),
+    "targets of another size on one stage": (
+        lambda: make().step(batch()[0], batch()[1][: 8 - dist.get_rank()]),
+        r"the ranks must agree on the targets: rank 0 has shape \(8, 6\).*, rank 1 has shape \(7, 6\)",
+    ),
+    "targets with a gradient": (
+        lambda: make().step(batch()[0], torch.ones(8, 6, requires_grad=True)),
+        "targets must not require a gradient, got one of shape",
+    ),
     "inputs with a gradient": (
         lambda: make().step(torch.ones(8, 6, 16, requires_grad=True), batch()[1]),
         "inputs must not require a gradient",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from maxmoe import MoEConfig, StatsAccumulator, parallelize, record_routing
 from maxmoe.parallel import Declaration, PipelineParts
 from maxmoe.pipelining import Pipeline, pipeline
+from maxmoe.planning import estimate
 from maxmoe.sharding import Mesh
 from support.run_ranks import run_cases, run_ranks
 from support.staged_decoder import batch, check_gradients, config, decoder, staged
@@ -164,6 +165,16 @@ def test_gradients_of_a_sum_with_parallelize() -> None:
 class Scaled(Model):
     def forward(self, x: Tensor) -> Tensor:
         return 0.5 * super().forward(2 * x)
+
+
+def test_a_stage_can_be_estimated() -> None:
+    def check() -> None:
+        mesh = Mesh({"stage": 2})
+        run = staged(config("mixtral"), mesh, "default", "gpipe")
+        costs = estimate(run.model, Mesh.planned({}), "default", batch_size=8, sequence_length=6, allow_unused=True)
+        assert costs.memory["activations"] > 0
+
+    run_ranks(check, 2)
 
 
 def test_what_every_stage_would_do_is_refused() -> None:

@@ -115,6 +115,13 @@ def test_what_has_no_name_or_no_rule_is_a_warning() -> None:
     assert rows["1.weight"][0] == "rows: a | columns: no rule"
 
 
+def test_modules_that_may_mix_tokens_are_a_warning() -> None:
+    model = nn.Sequential(nn.Embedding(8, 6), Stack(nn.Linear(6, 6)))
+    (warning,) = (text for text in explain(model, Mesh.planned({"context": 2}), "cp-as-ep").warnings if "mixes" in text)
+    assert warning.startswith("the rules shard sequences over ('context',), and Stack declare nothing")
+    assert not any("mixes" in text for text in explain(model, Mesh.planned({"fsdp": 2}), "pure-fsdp").warnings)
+
+
 def test_nothing_is_allocated() -> None:
     model = Decoder(CONFIG, device="meta", dtype=torch.bfloat16)
     explanation = explain(model, Mesh.planned({"fsdp": 2, "expert": 2}), "shard-exp-on-fsdp")

@@ -1,6 +1,7 @@
 """`maxmoe.planning.search` against brute force, `estimate`, and steps that run."""
 
 import math
+import re
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import maxmoe
 from maxmoe import MoEConfig, parallelize
@@ -16,8 +17,9 @@ from maxmoe.models import Decoder, DecoderConfig, DecoderOutput
 from maxmoe.nn import set_recompute
 from maxmoe.parallel import token_sharding
 from maxmoe.planning import Device, FoundPlan, NoPlanFits, StateDtypes, estimate, predict, search
+from maxmoe.planning.many_meshes import Sizes
 from maxmoe.planning.plan_search.candidates import factorisations
-from maxmoe.sharding import Mesh
+from maxmoe.sharding import LogicalRules, Mesh
 from support.run_ranks import run_ranks
 
 MOE = MoEConfig(hidden_size=64, intermediate_size=32, num_experts=8, top_k=2, num_shared_experts=1)
@@ -50,7 +52,7 @@ def all_plans() -> list[FoundPlan]:
         for chunks, names in product((1, 2), ((), ("experts",), ("blocks",))):
             many = 2 * mesh["stage"] if mesh.get("stage", 1) > 1 else 1
             options: dict[str, Any] = {"dispatch": dispatch, "num_chunks": chunks, "recompute": names}
-            found.append(predict(model(), mesh, rules, DEVICE, num_micro_batches=many, **options, **STEP))
+            found.append(predict(model(), Mesh.planned(mesh), rules, DEVICE, num_micro_batches=many, **options, **STEP))
     return found
 
 
@@ -94,7 +96,7 @@ def test_memory_and_bytes_are_those_of_estimate(dtypes: StateDtypes) -> None:
 
 @pytest.mark.parametrize("mesh", [{"expert": 8}, {"fsdp": 4, "expert": 2}], ids=str)
 def test_a_plan_without_a_strategy_takes_the_one_of_estimate(mesh: dict[str, int]) -> None:
-    found = predict(model(), mesh, "ep-as-dp", DEVICE, **STEP)
+    found = predict(model(), Mesh.planned(mesh), "ep-as-dp", DEVICE, **STEP)
     costs = estimate(model(), Mesh.planned(mesh), "ep-as-dp", **STEP)
     assert found.memory == sum(costs.memory.values())
     assert found.intra_bytes + found.inter_bytes == sum(row.bytes for row in costs.traffic)
@@ -119,7 +121,9 @@ def test_a_step_is_not_slower_with_more_bandwidth() -> None:
         fast = replace(slow, **{level: replace(link, bandwidth=2 * link.bandwidth)})
         meshes = {"pure-fsdp": {"fsdp": 4}, "ep-as-dp": {"expert": 4}, "ep-tp": {"data": 2, "expert": 2}}
         for rules, mesh in meshes.items():
-            before, after = (predict(model(), mesh, rules, device, **STEP).seconds for device in (slow, fast))
+            before, after = (
+                predict(model(), Mesh.planned(mesh), rules, device, **STEP).seconds for device in (slow, fast)
+            )
             assert after <= before
         slow = fast
 
@@ -195,8 +199,36 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
 def test_the_text_says_what_runs_and_what_is_excluded() -> None:
     text = str(search(model(), 4, DEVICE, rules=["ep-as-dp"], **STEP))
     assert "To run the first one:" in text and "maxmoe." in text
-    assert "The first plan is" in text and "plans fit the batch. Excluded:" in text
+    assert "The first plan is" in text and "plans can run the batch. Not in the table:" in text
+
+
+@pytest.mark.parametrize("preset", ["ep-as-dp", "pipeline-large-moe"])
+def test_every_plan_is_counted_once(preset: str) -> None:
+    options: dict[str, Any] = {"rules": [preset], "memory": 3 << 20, **STEP, "batch_size": 12}
+    found = search(model(), 6, DEVICE, num_plans=10_000, **options)  # so that none is left out for being slower
+    assert found.num_over_memory and found.refused
+    assert found.num_considered == len(found.plans) + found.num_over_memory + sum(found.refused.values())
+    text = str(search(model(), 6, DEVICE, num_plans=1, **options))
+    assert f"{found.num_considered} plans can run" in text and not re.search(r"^ +-\d+  ", text, re.MULTILINE)
 
 
 def test_parallelize_is_what_the_call_names() -> None:
-    assert parallelize.__name__ in predict(model(), {"fsdp": 2}, "pure-fsdp", DEVICE, **STEP).call
+    assert parallelize.__name__ in predict(model(), Mesh.planned({"fsdp": 2}), "pure-fsdp", DEVICE, **STEP).call
+
+
+def test_what_cannot_be_predicted() -> None:
+    rules = LogicalRules.load("pipeline-large-moe")
+    undeclared = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    staged = Mesh.planned({"stage": 4})
+    with pytest.raises(ValueError, match=r"^Sequential must declare pipeline_parts and a residual_stream .*stage=4"):
+        predict(undeclared, staged, rules, DEVICE, num_micro_batches=4, **STEP)
+    with pytest.raises(ValueError, match=r"num_micro_batches must be at least the number of stages \(4\)"):
+        predict(model(), staged, rules, DEVICE, num_micro_batches=2, **STEP)
+    assert ", rules, " in predict(model(), Mesh.planned({"fsdp": 2}), rules, DEVICE, **STEP).call
+
+
+def test_sizes_are_compared_with_numbers_only() -> None:
+    sizes: Any = Sizes(torch.tensor([2, 3]))
+    assert sizes > 1 and sizes != "2"
+    with pytest.raises(TypeError, match="'<' not supported"):
+        sizes < "2"  # noqa: B015

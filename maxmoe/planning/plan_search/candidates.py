@@ -113,6 +113,12 @@ def with_same_axes(meshes: Candidates, index: Tensor) -> Iterator[Candidates]:
         yield Candidates(kept, group.num_micro_batches)
 
 
+def num_choices(meshes: Candidates, rows: Tensor) -> Tensor:
+    """Return, ``(N,)``, how many times `with_micro_batches` repeats each mesh."""
+    stages = meshes.product([STAGE_AXIS])
+    return torch.where(stages > 1, 1 + (rows // stages).clamp_min(1).double().log2().long(), 1)
+
+
 def with_micro_batches(meshes: Candidates, rows: Tensor) -> Candidates:
     """Repeat each mesh with stages for every number of micro-batches to try: 1, 2, 4, ... times the stages.
 

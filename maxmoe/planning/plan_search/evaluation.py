@@ -222,7 +222,7 @@ class Planned:
     def _message(self, step: Step) -> Tensor:
         """Return the bytes of the hidden states of a micro-batch on a rank."""
         stream = declaration_of(self.evaluation.parts.model).residual_stream
-        assert stream is not None, "groups() cuts no other model into stages"
+        assert stream is not None, "only a model that can_be_cut has stages"
         plan = self.plans[0]
         rows, length = local_tokens(plan, step.batch_size, step.sequence_length)
         elements = rows * length * stream.hidden_size // plan.mesh.size(*plan.embed_axes)

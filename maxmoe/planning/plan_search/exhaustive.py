@@ -13,7 +13,7 @@ from torch import Tensor
 
 from maxmoe.nn import recompute_of, set_recompute
 from maxmoe.parallel.sharded_tokens import token_sharding
-from maxmoe.planning.plan_search.candidates import Candidates, with_micro_batches, with_same_axes
+from maxmoe.planning.plan_search.candidates import Candidates, num_choices, with_micro_batches, with_same_axes
 from maxmoe.planning.plan_search.evaluation import Evaluation, Planned, for_all
 from maxmoe.planning.plan_search.found_plan import FoundPlan
 from maxmoe.planning.plan_search.groups import Group, groups
@@ -66,18 +66,20 @@ class Exhaustive:
         self, evaluation: Evaluation, world_size: int, limit: int, tables: Sequence[Table], num_plans: int
     ) -> None:
         self.evaluation, self.limit, self.world_size = evaluation, limit, world_size
-        self.excluded: Counter[str] = Counter()
+        self.cannot_run: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.num_over_memory = 0
         self.fastest = Best(num_plans, lambda plan: plan.seconds)
         self.smallest = Best(3, lambda plan: plan.memory)
         self._options = recomputations(evaluation.parts.whole)
-        self._groups = list(groups(evaluation, world_size, tables, self.excluded))
-        self.num_plans = sum(len(group.meshes) for group in self._groups)
+        self._groups = list(groups(evaluation, world_size, tables, self.cannot_run))
+        self.num_plans = sum(int(self._num_choices(group).sum()) for group in self._groups)
 
     def search(self) -> None:
         """Find the fastest plans that fit in memory."""
         with self._recomputation():
             for each in self._bounded:
-                self.excluded["over memory"] += int((each.memory > self.limit).sum())
+                self.num_over_memory += int(self._num_choices(each.group)[each.memory > self.limit].sum())
             self._in_order(
                 [each.group for each in self._bounded],
                 [torch.where(each.memory > self.limit, torch.inf, each.seconds) for each in self._bounded],
@@ -106,7 +108,7 @@ class Exhaustive:
 
             for meshes, result in for_all(bounds, group.meshes):
                 if isinstance(result, ValueError):
-                    self.excluded[_reason(result)] += len(meshes)
+                    self.refused[_reason(result)] += int(self._num_choices(group._replace(meshes=meshes)).sum())
                 else:
                     bounded.append(Bounded(group._replace(meshes=meshes), *result))
         return bounded
@@ -138,20 +140,24 @@ class Exhaustive:
             set_recompute(model, before)
 
     def _try(self, group: Group, find: "Find", best: Best) -> None:
-        meshes = group.meshes
-        if meshes.has_stages:
-            batch_size, *_ = self.evaluation.step
-            batch_axes, _ = token_sharding(meshes.mesh.within_stage(), group.table.rules).spec
-            meshes = with_micro_batches(meshes, batch_size // meshes.product(batch_axes))
+        meshes = with_micro_batches(group.meshes, self._rows(group)) if group.meshes.has_stages else group.meshes
         for part, result in for_all(lambda part: find(part, group), meshes):
             if isinstance(result, ValueError):
-                self.excluded[_reason(result)] += len(part)
+                self.refused[_reason(result)] += len(part)
             else:
-                plans, excluded = result
-                best.add(plans)
-                self.excluded.update(excluded)
+                best.add(result)
 
-    def _fitting(self, meshes: Candidates, group: Group) -> "Found":
+    def _rows(self, group: Group) -> Tensor:
+        """Return the number of sequences of a rank in each mesh."""
+        batch_size, *_ = self.evaluation.step
+        batch_axes, _ = token_sharding(group.meshes.mesh.within_stage(), group.table.rules).spec
+        return batch_size // group.meshes.product(batch_axes)
+
+    def _num_choices(self, group: Group) -> Tensor:
+        """Return the number of plans of each mesh: one for each number of micro-batches."""
+        return num_choices(group.meshes, self._rows(group))
+
+    def _fitting(self, meshes: Candidates, group: Group) -> list[FoundPlan]:
         """Find the plans that fit, each with the first recomputation that fits and the best number of chunks."""
         planned = self.evaluation.plan(meshes, group.table.rules, group.dispatch)
         rest = torch.ones(len(meshes), dtype=torch.bool)
@@ -172,7 +178,8 @@ class Exhaustive:
                     best[index] = min(best.get(index, plan), plan, key=lambda plan: plan.seconds)
             found += best.values()
         set_recompute(self.evaluation.parts.whole, ())
-        return found, Counter({"over memory": int(rest.sum())})
+        self.num_over_memory += int(rest.sum())
+        return found
 
     def _costs(self, planned: Planned, group: Group, fits: Tensor) -> Iterator[tuple[int, StepCost]]:
         """Yield the costs with one chunk, and with more chunks if these can be among the fastest."""
@@ -183,7 +190,7 @@ class Exhaustive:
             for num_chunks in CHUNKS[1:]:
                 yield num_chunks, planned.cost(num_chunks)
 
-    def _least_memory(self, meshes: Candidates, group: Group) -> "Found":
+    def _least_memory(self, meshes: Candidates, group: Group) -> list[FoundPlan]:
         """Find the plans that need least memory."""
         planned = self.evaluation.plan(meshes, group.table.rules, group.dispatch)
         names = self._options[-1]
@@ -191,8 +198,7 @@ class Exhaustive:
         memory, cost = planned.memory(), planned.cost(1)
         set_recompute(self.evaluation.parts.whole, ())
         chosen = memory.argsort()[:3].tolist()
-        plans = [FoundPlan.of(cost, memory, index, **_settings(meshes, index, group, 1, names)) for index in chosen]
-        return plans, Counter()
+        return [FoundPlan.of(cost, memory, index, **_settings(meshes, index, group, 1, names)) for index in chosen]
 
 
 class Bounded(NamedTuple):
@@ -203,8 +209,7 @@ class Bounded(NamedTuple):
     seconds: Tensor
 
 
-Found = tuple[list[FoundPlan], Counter[str]]
-Find = Callable[[Candidates, Group], Found]
+Find = Callable[[Candidates, Group], list[FoundPlan]]
 
 
 def _settings(

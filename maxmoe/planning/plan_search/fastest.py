@@ -80,16 +80,19 @@ def search(
     evaluation = Evaluation(parts, device, step)
     run = Exhaustive(evaluation, world_size, limit, tables(rules), num_plans)
     if not run.num_plans:
-        reasons = ", ".join(f"{number} meshes: {reason}" for reason, number in run.excluded.items())
+        reasons = ", ".join(f"{number} meshes: {reason}" for reason, number in run.cannot_run.items())
         raise ValueError(f"no mesh of {world_size} ranks can run the batch: {reasons or 'the rules have no axes'}")
     run.search()
     if not run.fastest.plans:
         run.search_smallest()
         raise NoPlanFits(tuple(run.smallest.plans), limit)
+    plans = _confirmed(module, run.fastest.plans, step, limit)
     return SearchResult(
-        plans=_confirmed(module, run.fastest.plans, step, limit),
-        excluded=dict(run.excluded),
+        plans=plans,
         num_considered=run.num_plans,
+        num_over_memory=run.num_over_memory + len(run.fastest.plans) - len(plans),
+        refused=dict(run.refused),
+        cannot_run=dict(run.cannot_run),
         limit=limit,
         num_tokens=batch_size * sequence_length,
         world_size=world_size,

@@ -8,6 +8,7 @@ from torch import Tensor
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.planning.plan_search.step_cost import StepCost
 from maxmoe.sharding.mesh import STAGE_AXIS
+from maxmoe.sharding.rules import LogicalRules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +16,7 @@ class FoundPlan:
     """A plan and its predicted costs, on the rank that takes most time or needs most memory.
 
     Args:
-        rules: name of the rules.
+        rules: the rules, or the name of their preset or file.
         mesh: size of each axis larger than one, the outermost first.
         dispatch: strategy for experts on other ranks.
         num_chunks: number of chunks of the tokens of a MoE layer.
@@ -31,7 +32,7 @@ class FoundPlan:
         inter_bytes: bytes that it sends to other nodes in a step.
     """
 
-    rules: str
+    rules: LogicalRules | str
     mesh: dict[str, int]
     dispatch: Dispatch
     num_chunks: int
@@ -90,7 +91,8 @@ class FoundPlan:
     @property
     def call(self) -> str:
         """Python code that runs a `model` with the plan."""
-        options = [f"Mesh({self.mesh or {'data': 1}})", repr(self.rules), f"dispatch={self.dispatch!r}"]
+        rules = repr(self.rules) if isinstance(self.rules, str) else "rules"
+        options = [f"Mesh({self.mesh or {'data': 1}})", rules, f"dispatch={self.dispatch!r}"]
         if self.num_chunks > 1:
             options.append(f"num_chunks={self.num_chunks}")
         options.append(f"recompute={self.recompute!r}")

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from maxmoe.declaration import declaration_of
 from maxmoe.parallel.dispatch_plan import EXPERT_TOKEN_DIMS, Dispatch
 from maxmoe.parallel.sharded_tokens import activation_spec, token_sharding
 from maxmoe.planning.plan_search.candidates import Candidates, all_meshes, ordered_axes
@@ -26,10 +25,8 @@ class Group(NamedTuple):
 
 def groups(evaluation: Evaluation, world_size: int, tables: Sequence[Table], excluded: Counter[str]) -> Iterator[Group]:
     """Yield all meshes of `world_size` ranks; count those that cannot run the batch, by the reason."""
-    parts = evaluation.parts
-    can_be_cut = parts.has_blocks and declaration_of(parts.model).residual_stream is not None
     for table in tables:
-        axes = [axis for axis in ordered_axes(table.rules) if can_be_cut or axis != STAGE_AXIS]
+        axes = [axis for axis in ordered_axes(table.rules) if evaluation.parts.can_be_cut or axis != STAGE_AXIS]
         meshes = _that_can_run(all_meshes(world_size, axes), evaluation, table, excluded)
         mesh = Mesh.planned(dict.fromkeys(axes, 2))
         *_, of_experts = activation_spec(EXPERT_TOKEN_DIMS, mesh, table.rules)

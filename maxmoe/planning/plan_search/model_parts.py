@@ -53,6 +53,11 @@ class ModelParts:
         return tuple(self._path(kind) for kind in self._kinds)
 
     @property
+    def can_be_cut(self) -> bool:
+        """Whether the model declares what pipeline stages need: its parts, and what one stage sends to the next."""
+        return self.has_blocks and declaration_of(self.model).residual_stream is not None
+
+    @property
     def num_blocks(self) -> int:
         """Number of blocks."""
         return len(self._kind_of)

@@ -1,6 +1,6 @@
 """Predicted time of one plan."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -8,6 +8,7 @@ from torch import nn
 from maxmoe.adapters import with_stacked_factors
 from maxmoe.nn import recompute_of, set_recompute
 from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.pipelining.schedules import check_schedule
 from maxmoe.planning.memory import PARAMETER_DTYPES, parameter_dtype
 from maxmoe.planning.plan_search.candidates import Candidates
 from maxmoe.planning.plan_search.evaluation import Evaluation
@@ -18,7 +19,7 @@ from maxmoe.planning.state_dtypes import StateDtypes
 from maxmoe.planning.time_model.device import Device
 from maxmoe.planning.whole_plan import plan_without_warnings
 from maxmoe.quantization import with_split_stacks
-from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
 
 
@@ -26,7 +27,7 @@ from maxmoe.sharding.rules import LogicalRules
 @with_split_stacks(kept=False)
 def predict(
     module: nn.Module,
-    mesh: Mapping[str, int],
+    mesh: Mesh,
     rules: LogicalRules | str,
     device: Device | str,
     *,
@@ -42,7 +43,7 @@ def predict(
 
     Args:
         module: module before `maxmoe.parallelize`, on any device, including meta, with parameters of one dtype.
-        mesh: size of each axis, the outermost first; ranks of a node are neighbours along the last axes.
+        mesh: mesh of real or planned ranks; ranks of a node are neighbours along the last axes.
         rules: table of rules, or the name of a preset.
         device: device and network: a `Device`, the name of one, or a YAML file.
         batch_size: number of sequences per step, over all ranks.
@@ -57,14 +58,21 @@ def predict(
         The plan with its costs.
 
     Raises:
-        ValueError: as `estimate`; for an unknown device, and one without a peak in the dtype of the parameters.
+        ValueError: as `estimate`; for an unknown device, and one without a peak in the dtype of the parameters; for
+            pipeline stages of a module that does not declare `pipeline_parts` and a `residual_stream`.
     """
     loaded, table = Device.load(device), LogicalRules.load(rules)
     one = plan_without_warnings(module, Mesh.planned({}), LogicalRules(), "auto", 1, True)
     step = Step(batch_size, sequence_length, 1, parameter_dtype(one), state_dtypes)
-    sizes = {axis: torch.tensor([size]) for axis, size in mesh.items() if size > 1}
-    meshes = Candidates(sizes, torch.tensor([num_micro_batches]))
+    sizes = {axis: size for axis, size in mesh.sizes.items() if size > 1}
+    meshes = Candidates({axis: torch.tensor([size]) for axis, size in sizes.items()}, torch.tensor([num_micro_batches]))
     parts = ModelParts(module)
+    check_schedule("1f1b", mesh.size(STAGE_AXIS), None, num_micro_batches)
+    if meshes.has_stages and not parts.can_be_cut:
+        raise ValueError(
+            f"{type(module).__name__} must declare pipeline_parts and a residual_stream to be planned with pipeline "
+            f"stages, got {mesh}"
+        )
     before = recompute_of(module)
     names = tuple(before if recompute is None else recompute)
     set_recompute(module, names)
@@ -77,8 +85,8 @@ def predict(
         cost,
         memory,
         0,
-        rules=rules if isinstance(rules, str) else "rules",
-        mesh={axis: size for axis, size in mesh.items() if size > 1},
+        rules=rules,
+        mesh=sizes,
         dispatch=dispatch,
         num_chunks=num_chunks,
         recompute=names,

@@ -1,6 +1,6 @@
 """Result of a search, as tables."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from maxmoe.planning.plan_search.found_plan import FoundPlan
@@ -13,16 +13,20 @@ class SearchResult:
 
     Args:
         plans: the fastest plans, in order.
-        excluded: number of plans by what excludes them.
-        num_considered: number of plans: meshes with rules, micro-batches and strategies.
+        num_considered: number of plans that can run the batch: meshes with rules, micro-batches and strategies.
+        num_over_memory: number of these plans that need more than `limit`.
+        refused: number of these plans that `parallelize` refuses, by the reason.
+        cannot_run: number of meshes with rules that cannot run the batch, by the reason.
         limit: bytes of a rank.
         num_tokens: number of tokens of a step over all ranks.
         world_size: number of ranks.
     """
 
     plans: tuple[FoundPlan, ...]
-    excluded: Mapping[str, int]
     num_considered: int
+    num_over_memory: int
+    refused: Mapping[str, int]
+    cannot_run: Mapping[str, int]
     limit: int
     num_tokens: int
     world_size: int
@@ -59,7 +63,7 @@ class SearchResult:
         recomputed = ", ".join(plan.recompute) or "-"
         speed = f"{self.tokens_per_second(plan):,.0f}"
         memory = readable_bytes(plan.memory)
-        return str(number), plan.rules, mesh, dispatch, recomputed, memory, f"{plan.seconds:.4g} s", speed
+        return str(number), str(plan.rules), mesh, dispatch, recomputed, memory, f"{plan.seconds:.4g} s", speed
 
     def _costs(self) -> list[tuple[str, ...]]:
         heading = ("plan", "compute", "hidden", "exposed", "bubble", "FLOPs", "sent in the node", "to other nodes")
@@ -70,12 +74,18 @@ class SearchResult:
             rows.append((str(number), *(f"{seconds:.3g} s" for seconds in times), f"{plan.flops:.3g}", *sent))
         return rows
 
-    def _exclusions(self) -> list[str]:
-        rest = self.num_considered - len(self.plans) - self.excluded.get("over memory", 0)
-        lines = [f"{self.num_considered:,} plans fit the batch. Excluded:"]
-        reasons = {"slower": rest, f"need more than {readable_bytes(self.limit)}": self.excluded.get("over memory", 0)}
-        reasons |= {reason: number for reason, number in self.excluded.items() if reason != "over memory"}
-        return lines + [f"  {number:>9,}  {reason}" for reason, number in reasons.items() if number]
+    def _exclusions(self) -> Iterator[str]:
+        num_slower = self.num_considered - len(self.plans) - self.num_over_memory - sum(self.refused.values())
+        reasons = {"not faster": num_slower, f"need more than {readable_bytes(self.limit)}": self.num_over_memory}
+        yield f"{self.num_considered:,} plans can run the batch. Not in the table:"
+        yield from _counts({**reasons, **self.refused})
+        if self.cannot_run:
+            yield "Meshes that cannot run it:"
+            yield from _counts(self.cannot_run)
+
+
+def _counts(numbers: Mapping[str, int]) -> Iterator[str]:
+    return (f"  {number:>9,}  {reason}" for reason, number in numbers.items() if number)
 
 
 def difference(first: FoundPlan, second: FoundPlan) -> str:
