@@ -15,6 +15,7 @@ from maxmoe.presets import from_transformers
 from maxmoe.presets.families import family_of
 from maxmoe.presets.layouts import Held, check_tensors
 from maxmoe.quantization import QuantizedStack
+from maxmoe.whole_tensors import check_whole
 
 # Fields of MoEConfig that a transformers block does not have or leaves to the training loop.
 _FIELDS_OF_TRAINING = {
@@ -60,9 +61,10 @@ def check_block(config: MoEConfig, block: nn.Module) -> None:
 def take_weights(layer: nn.Module, block: nn.Module) -> None:
     """Move the weights of a block into a layer; the block is left on the meta device.
 
-    Raises before the first tensor is moved if the block has other tensors or shapes than its family.
+    Raises before the first tensor is moved if the block is sharded, or has other tensors or shapes than its family.
     """
     state, theirs = _state(layer), _state(block)
+    check_whole("from_transformers", theirs)
     for key, held in _checked(state, block, theirs).items():
         source = theirs.pop(key)
         used = source.detach()[: len(held.parameters[0])] if held.entry.has_unused_matrices else source.detach()
@@ -76,14 +78,16 @@ def take_weights(layer: nn.Module, block: nn.Module) -> None:
 def give_weights(layer: nn.Module, block: nn.Module) -> None:
     """Move the weights of a layer into a block; the layer is left on the meta device.
 
-    Raises before the first tensor is moved if the block has other tensors or shapes than its family, or quantized
-    weights cannot be joined.
+    Raises before the first tensor is moved if layer or block are sharded, the block has other tensors or shapes than
+    its family, or quantized weights cannot be joined.
     """
     state, theirs = _state(layer), _state(block)
-    tensors = _checked(state, block, theirs)
-    for key, held in tensors.items():
+    for tensors in (state, theirs):
+        check_whole("to_transformers", tensors)
+    held_by_key = _checked(state, block, theirs)
+    for key, held in held_by_key.items():
         _joined(key, [parameter.detach().to("meta") for parameter in held.parameters], held, len(theirs[key]))
-    for key, held in tensors.items():
+    for key, held in held_by_key.items():
         requires_grad = any(parameter.requires_grad for parameter in held.parameters)
         weight = _joined(key, [parameter.detach() for parameter in held.parameters], held, len(theirs[key]))
         _put(block, key, weight, requires_grad)

@@ -1,7 +1,6 @@
 """Warning for adapters that train nothing: their factors have no gradient at the first step of their optimizer."""
 
 import functools
-import sys
 import warnings
 import weakref
 from collections import Counter
@@ -11,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from maxmoe.whole_tensors import is_dtensor
 
 Parameters = Callable[[Any], Sequence[Tensor]]
 
@@ -64,6 +65,4 @@ def _name_those_without_gradient(optimizer: Optimizer, arguments: tuple[Any, ...
 
 def _has_gradient(factor: Tensor) -> bool:
     """Return whether a factor has a gradient that is not zero; the shard of a rank without tokens may be zero."""
-    dtensor = sys.modules.get("torch.distributed.tensor")  # importing it takes as long as the rest of torch
-    is_sharded = dtensor is not None and isinstance(factor, dtensor.DTensor)
-    return factor.grad is not None and (is_sharded or bool(factor.grad.any()))
+    return factor.grad is not None and (is_dtensor(factor) or bool(factor.grad.any()))

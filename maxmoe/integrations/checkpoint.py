@@ -22,6 +22,8 @@ from maxmoe.nn.checks import check_parts_are_known
 from maxmoe.presets.families import FAMILIES, Family
 from maxmoe.presets.layouts import Held, Layout, listed
 from maxmoe.quantization import QuantizedStack
+from maxmoe.whole_tensors import check_whole
+from maxmoe.written_files import replacing
 
 
 @torch.no_grad()
@@ -41,11 +43,14 @@ def read_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str) ->
         family: `model_type` in the config of the model, such as "mixtral".
 
     Raises:
-        ValueError: for an unknown family, for a file that is not in safetensors format, and for tensors with other
-            names, shapes or formats than those of the layers, and for scales that are not finite. No layer has been
-            changed then.
+        ValueError: for an unknown family, for a file that is not in safetensors format, for tensors with other names,
+            shapes or formats than those of the layers, for scales that are not finite, and for layers that are
+            sharded. No layer has been changed then.
     """
     known = _family(family)
+    for block, layer in layers.items():
+        check_whole("read_checkpoint", layer.state_dict(), prefix=f"{block}.")
+        _check_memory(block, layer, may_be_quantized=True)
     with ExitStack() as stack:
         files = _open(Path(path), stack)
         config = ConfigFormat(Path(path))
@@ -54,7 +59,6 @@ def read_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str) ->
             in_block = _below(f"{block}.", files)
             if not in_block:
                 raise ValueError(f"{path} must have keys that begin with {block}., got {listed(sorted(files))}")
-            _check_memory(block, layer, may_be_quantized=True)
             layout = _layout_of(in_block, known, f"{path} as {family}: {block}")
             base = f"{block}.{layout.module}"
             in_layer = _below(f"{layout.module}.", in_block)
@@ -68,24 +72,26 @@ def write_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str, *
     """Write the weights of layers with the names and layout of published checkpoints.
 
     Args:
-        path: safetensors file, which is overwritten.
+        path: safetensors file, which is replaced when all weights have been written.
         layers: layers by the name of their block in the decoder, such as ``{"model.layers.3": layer}``.
         family: `model_type` in the config of the model, such as "mixtral".
         stacked: write all experts in one tensor, with the names of the models in transformers.
 
     Raises:
-        ValueError: for an unknown family, for a layer with parameters that the family lacks, and for a router or an
-            activation of one's own.
+        ValueError: for an unknown family, for a layer with parameters that the family lacks, for a router or an
+            activation of one's own, and for a layer that is sharded. Nothing is written then.
     """
     layout = _family(family).block if stacked else _family(family).checkpoint
     tensors: dict[str, _Tensor] = {}
     for block, layer in layers.items():
         check_parts_are_known(layer, f"{block}: write_checkpoint")
+        state = layer.state_dict()
+        check_whole("write_checkpoint", state, prefix=f"{block}.")
         _check_memory(block, layer, may_be_quantized=False)
-        for key, held in layout.tensors(layer.state_dict()).items():
+        for key, held in layout.tensors(state).items():
             tensors |= _tensors_of(f"{block}.{layout.module}.{key}", held)
     order = sorted(tensors, key=lambda key: (-[*DTYPES].index(tensors[key].dtype), key))
-    with Path(path).open("wb") as file:
+    with replacing(path) as new, new.open("wb") as file:
         _write_header(file, {key: tensors[key] for key in order})
         for key in order:
             for piece in tensors[key].pieces():

@@ -11,6 +11,7 @@ from torch import Tensor
 from maxmoe.field_checks import check_int
 from maxmoe.load.stats import MoEStats
 from maxmoe.load.windows import NUM_WINDOWS, LoadWindows
+from maxmoe.written_files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -187,7 +188,7 @@ class LoadHistory:
         Args:
             path: file to write; an existing file is replaced.
         """
-        with Path(path).open("w", newline="", encoding="utf-8") as file:
+        with replacing(path) as new, new.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(LayerLoad._fields)
             writer.writerows(self.rows())

@@ -18,6 +18,7 @@ from maxmoe.nn.moe import MoE
 from maxmoe.nn.router import is_own_router
 from maxmoe.nn.routing import Routing, check_is_replayed
 from maxmoe.recompute.selective import is_recomputation
+from maxmoe.written_files import replacing
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,10 @@ class RoutingRecord:
         """Write the record to a file.
 
         Args:
-            path: path of the file.
+            path: path of the file, which is replaced.
         """
-        torch.save({layer: list(ids) for layer, ids in self.calls.items()}, path)
+        with replacing(path) as new:
+            torch.save({layer: list(ids) for layer, ids in self.calls.items()}, new)
 
     @classmethod
     def load(cls, path: str | Path) -> "RoutingRecord":

@@ -211,13 +211,14 @@ def undeclared_modules(plan: Plan) -> str | None:
     """Return the warning for modules without declaration that may mix the tokens of sharded sequences, or None."""
     axes = plan.tokens.length_axes
     names = {type(planned.module).__name__: None for planned in plan.values() if _may_mix_tokens(planned.module)}
-    if not axes or not names:
-        return None
-    return (
-        f"the rules shard sequences over {axes}, and {', '.join(names)} declare nothing: a module that mixes the "
-        "tokens of a sequence sees only this rank's part, and computes something else. See needs_whole_sequences and "
-        "uses_token_group in maxmoe.parallel.Declaration; an empty declaration says that a module mixes none"
-    )
+    warning = None
+    if axes and names:
+        warning = (
+            f"the rules shard sequences over {axes}, and {', '.join(names)} declare nothing: a module that mixes the "
+            "tokens of a sequence sees only this rank's part, and computes something else. See needs_whole_sequences "
+            "and uses_token_group in maxmoe.parallel.Declaration; an empty declaration says that a module mixes none"
+        )
+    return warning
 
 
 def _may_mix_tokens(module: nn.Module) -> bool:

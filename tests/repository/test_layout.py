@@ -51,6 +51,8 @@ LEVELS = [
         "replaced_parameters",
         "text_table",
         "waiting_threads",
+        "whole_tensors",
+        "written_files",
     },
     {"config"},
     {"reference"},

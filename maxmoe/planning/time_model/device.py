@@ -12,6 +12,7 @@ import torch
 import yaml  # type: ignore[import-untyped]
 
 from maxmoe.field_checks import check_int, check_number, nearest
+from maxmoe.written_files import replacing
 
 DEVICES = Path(__file__).parent / "devices"
 MAX_BYTES = 2**15
@@ -127,7 +128,8 @@ class Device:
             path: path of the file, which is replaced.
         """
         contents = asdict(self) | {"sources": list(self.sources), "peak_flops": dict(self.peak_flops)}
-        path.write_text(yaml.safe_dump(contents, sort_keys=False, allow_unicode=True, width=120))
+        with replacing(path) as new:
+            new.write_text(yaml.safe_dump(contents, sort_keys=False, allow_unicode=True, width=120))
 
     def peak(self, dtype: torch.dtype) -> float:
         """Return the peak in a dtype, in floating-point operations per second.
