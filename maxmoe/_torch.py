@@ -92,6 +92,15 @@ class WeakStorage:
         return storage
 
 
+def base_of_view(tensor: Tensor) -> Tensor | None:
+    """Return the tensor of which another one is a view for autograd; None if it is no view.
+
+    Autograd derives the history of a view that is modified in place from that of its base. No public function returns it.
+    """
+    base: Tensor | None = tensor._base
+    return base
+
+
 def parameter_in_place(module: nn.Module, name: str) -> Tensor | None:
     """Return the parameter of a module, or the tensor with which `put_in_place` has replaced it."""
     return module._parameters[name]

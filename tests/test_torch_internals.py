@@ -45,6 +45,20 @@ def test_a_reshaped_tensor_is_no_view_and_keeps_its_hooks() -> None:
     assert len(calls) == 1 and x.grad is not None and x.grad.equal(torch.full((2, 3), 2.0))
 
 
+def test_the_history_of_a_modified_view_is_that_of_its_base() -> None:
+    calls: dict[str, int] = {}
+    x = torch.ones(2, 3, requires_grad=True)
+    base = 2 * x
+    view = base.view(6)
+    found = _torch.base_of_view(view)
+    assert found is base and _torch.base_of_view(base) is None
+    for name, tensor in (("view", view), ("base", found)):
+        tensor.register_hook(lambda _, name=name: calls.update({name: calls.get(name, 0) + 1}))
+    view += 1
+    view.sum().backward()
+    assert calls == {"base": 1}
+
+
 def test_a_running_backward_is_seen() -> None:
     seen, x = [], torch.ones(1, requires_grad=True)
     x.register_hook(lambda _: seen.append(_torch.is_backward_running()))

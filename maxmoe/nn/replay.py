@@ -15,7 +15,7 @@ from maxmoe._torch import backward_id, never_compiled
 from maxmoe._torch_checkpoint import checkpoint_frames, is_reentrant_checkpoint
 from maxmoe.load.stats_accumulator import unwrapped_path
 from maxmoe.nn.moe import MoE
-from maxmoe.nn.router import is_own_router
+from maxmoe.nn.router import is_custom_router
 from maxmoe.nn.routing import Routing, check_is_replayed
 from maxmoe.recompute.selective import is_recomputation
 from maxmoe.written_files import replacing
@@ -149,7 +149,7 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
 
     def hooks(path: str, layer: MoE) -> list[Any]:
         handles: list[Any] = [layer.router.register_forward_pre_hook(replays[path].force, with_kwargs=True)]
-        if is_own_router(layer.router):
+        if is_custom_router(layer.router):
             handles.append(layer.router.register_forward_hook(check_is_replayed, with_kwargs=True))
         return handles
 

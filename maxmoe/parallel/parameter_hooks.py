@@ -27,7 +27,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from maxmoe._torch import parameter_in_place, put_in_place, tree_leaves, version_of
+from maxmoe._torch import base_of_view, parameter_in_place, put_in_place, tree_leaves, version_of
 from maxmoe.parallel.plan import ParameterPlan
 from maxmoe.recompute.freed_storage import FreedStorage
 from maxmoe.recompute.selective import is_recomputation
@@ -119,7 +119,7 @@ class ParameterHooks:
         for tensor in tensors:
             # An in-place operation on a view replaces the history of the view, and with it the hook, by one that ends
             # in that of the base.
-            for hooked in (tensor, tensor._base) if tensor._is_view() else (tensor,):
+            for hooked in (tensor, base_of_view(tensor)):
                 if hooked is not None and hooked.requires_grad:
                     hooked.register_hook(refill)  # type: ignore[no-untyped-call]
 
