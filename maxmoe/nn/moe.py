@@ -235,7 +235,7 @@ class MoE(nn.Module):
         dropped = region.all_reduce_dropped(dropped)
         sums, router = self.metrics_accumulator, self.balanced_router
         step_counts = None if sums is None else sums.step
-        metrics = self.losses(routing, dropped, num_sequences, self.token_group, step_counts)
+        metrics = self.losses(routing, dropped, num_sequences, self.token_group, step_counts, router=self.router)
         if sums is not None and hidden_states.requires_grad:
             hidden_states = sums.add(hidden_states, metrics.aux_loss, metrics.stats)
             if sums.histogram is not None and router is not None:
