@@ -93,10 +93,7 @@ class WeakStorage:
 
 
 def base_of_view(tensor: Tensor) -> Tensor | None:
-    """Return the tensor of which another one is a view for autograd; None if it is no view.
-
-    Autograd derives the history of a view that is modified in place from that of its base. No public function returns it.
-    """
+    """Return the tensor of which another one is a view, and whose history becomes that of a view modified in place."""
     base: Tensor | None = tensor._base
     return base
 

@@ -14,7 +14,7 @@ from maxmoe.conversion import check_block, config_of_block, give_weights, take_w
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.load.metrics_accumulator import MetricsAccumulator
 from maxmoe.nn.aux_loss_watch import AuxLossWatch
-from maxmoe.nn.checks import check_inputs, check_parts_are_known, check_replaced_parts, check_step_is_counted
+from maxmoe.nn.checks import check_inputs, check_parts_are_known, check_replaced_parts, check_training
 from maxmoe.nn.dense_dispatcher import local_dispatcher
 from maxmoe.nn.dispatcher import ExpertRunner
 from maxmoe.nn.experts import Experts
@@ -60,6 +60,7 @@ class MoE(nn.Module):
     recompute_names = ("dispatch",)
     recompute: frozenset[str] = frozenset()  # see `maxmoe.set_recompute`
     has_replay_hooks = False  # set by record_routing and replay_routing
+    frozen_experts: object | None = None  # set by freeze_experts
 
     def __init__(
         self,
@@ -212,7 +213,7 @@ class MoE(nn.Module):
     def output_and_metrics(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, RoutingMetrics]:
         """Compute as `forward`; without gradients, the metrics may be computed when they are read."""
         check_inputs(x, token_mask, self.config.hidden_size, self._dtype)
-        check_step_is_counted(self)
+        check_training(self)
         num_sequences = math.prod(x.shape[:-2])
         tokens = x.reshape(-1, x.shape[-1])
         if token_mask is not None:
@@ -234,7 +235,7 @@ class MoE(nn.Module):
         dropped = region.all_reduce_dropped(dropped)
         sums, router = self.metrics_accumulator, self.balanced_router
         step_counts = None if sums is None else sums.step
-        metrics = self.losses(routing, dropped, num_sequences, self.token_group, step_counts)
+        metrics = self.losses(routing, dropped, num_sequences, self.token_group, step_counts, router=self.router)
         if sums is not None and hidden_states.requires_grad:
             hidden_states = sums.add(hidden_states, metrics.aux_loss, metrics.stats)
             if sums.histogram is not None and router is not None:

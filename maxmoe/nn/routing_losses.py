@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from maxmoe._torch import is_traced
+from maxmoe._torch import is_called_plainly, is_traced
 from maxmoe.config import MoEConfig
 from maxmoe.declaration import TOKEN_DIMS, SavedTensor
 from maxmoe.deferred import deferred
@@ -22,6 +22,7 @@ from maxmoe.nn.losses import (
     router_z_loss,
     step_balance_loss,
 )
+from maxmoe.nn.router import Router
 from maxmoe.nn.routing import Routing
 from maxmoe.token_group import FlattenedBatch, LocalTokens, TokenReductions
 
@@ -48,6 +49,22 @@ def _entropy(probabilities: Tensor) -> Tensor:
     return logarithms.mul_(probabilities).sum().neg()
 
 
+def _without_tensors_of_others(routing: Routing, router: nn.Module) -> Routing:
+    """Return a routing with copies of the tensors that code outside of the layer may modify before they are read.
+
+    These are the mask, and all tensors that a router of one's own or a hook has seen.
+    """
+    token_mask = None if routing.token_mask is None else routing.token_mask.clone()
+    if type(router) is Router and is_called_plainly(router):
+        return routing if token_mask is None else routing._replace(token_mask=token_mask)
+    return routing._replace(
+        logits=None if routing.logits is None else routing.logits.clone(),
+        probabilities=routing.probabilities.clone(),
+        experts=routing.experts.clone(),
+        token_mask=token_mask,
+    )
+
+
 @dataclass(frozen=True)
 class RoutingLosses:
     """Computes the auxiliary loss and the statistics of a layer.
@@ -67,13 +84,17 @@ class RoutingLosses:
         num_sequences: int,
         tokens: TokenReductions,
         step: StepCounts | None = None,
+        *,
+        router: nn.Module,
     ) -> RoutingMetrics:
         """Compute the sum ``()`` of the weighted losses and the statistics over the tokens of all processes.
 
-        Without gradients, those of a few tokens in a single process are computed when they are first read.
+        Without gradients, those of a few tokens in a single process are computed when they are first read, from the
+        values of now.
         """
         if routing.token_losses is not None or not self._can_wait(routing, tokens, step):
             return self._compute(routing, dropped, num_sequences, tokens, step)
+        routing = _without_tensors_of_others(routing, router)
 
         def stats() -> MoEStats:
             return self._compute(routing, dropped, num_sequences, tokens, step).stats

@@ -50,9 +50,11 @@ class RecordedLosses:
         num_sequences: int,
         tokens: TokenReductions,
         step: StepCounts | None = None,
+        *,
+        router: nn.Module,
     ) -> RoutingMetrics:
         """Compute auxiliary loss and statistics of one forward."""
-        metrics = self._losses(routing, dropped, num_sequences, tokens, step)
+        metrics = self._losses(routing, dropped, num_sequences, tokens, step, router=router)
         if not is_recomputation():
             summand = packed(metrics.aux_loss, metrics.stats)
             self._total = summand if self._total is None else self._total + summand

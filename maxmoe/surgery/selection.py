@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from maxmoe.field_checks import nearest
 from maxmoe.load.stats_accumulator import unwrapped_path
 from maxmoe.nn import Experts, MoE, Router, local_dispatcher
+from maxmoe.nn.checks import FROZEN
 from maxmoe.quantization import QuantizedStack
 
 # Ids of experts, integers or an integer tensor (N,).
@@ -20,9 +21,6 @@ Value = TypeVar("Value")
 
 # MoE layers by path, each with a value.
 Layers: TypeAlias = dict[str, tuple[MoE, Value]]
-
-# Name of the attribute of a parameter some of whose experts are frozen.
-FROZEN = "has_frozen_experts"
 
 
 def layers_of(model: nn.Module, values: Value | Mapping[str, Value]) -> Layers[Value]:
@@ -107,7 +105,7 @@ def check_not_shared(model: nn.Module, layers: Iterable[str]) -> None:
 def check_not_frozen(path: str, layer: MoE) -> None:
     """Raise if single experts of a layer are frozen, because their ids would change."""
     for name, parameter in layer.experts.named_parameters():
-        if getattr(parameter, FROZEN, False):
+        if getattr(parameter, FROZEN, None) is not None:
             raise ValueError(
                 f"{path}.experts.{name} must have no frozen experts, got some of freeze_experts: call remove of its "
                 "result first, and freeze them again afterwards"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import maxmoe
 from maxmoe import MoE, MoEFeedForward
 from maxmoe.models import Decoder
-from maxmoe.nn import routing_losses
+from maxmoe.nn import Routing, routing_losses
 from support.moe_layers import DEEPSEEK, Options, each_family, make, tokens
 from support.shapes import each_dtype
 from support.small_decoder import make as make_decoder
@@ -100,6 +100,53 @@ def test_deferred_values_have_the_bits_of_those_computed_at_once(scope: str, mon
         hidden_states, aux_loss, stats = later
         assert torch.equal(hidden_states, now.hidden_states) and torch.equal(aux_loss, now.aux_loss)
         assert torch.equal(stats.router_entropy, now.stats.router_entropy)
+
+
+class TableRouter(nn.Module):
+    """A router of one's own that returns tensors which it holds."""
+
+    def __init__(self, config: maxmoe.MoEConfig) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        shape = (2, 3, config.num_experts)
+        self.logits = torch.randn(shape, generator=generator, dtype=torch.float64)
+        self.probabilities = self.logits.softmax(-1)
+        weights, self.ids = self.probabilities.topk(config.top_k)
+        self.weights = weights
+
+    def forward(self, _x: Tensor, token_mask: Tensor | None = None) -> Routing:
+        return Routing.of(
+            experts=self.ids,
+            weights=self.weights,
+            probabilities=self.probabilities,
+            logits=self.logits,
+            token_mask=token_mask,
+        )
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "hooked", "own router"])
+def test_deferred_values_are_those_of_the_call(kind: str, with_mask: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever happens in between to tensors that others hold: the mask, and what a hook or a router has seen."""
+    layer = MoEFeedForward(make(**LOSSES).config, dtype=torch.float64)
+    held: list[Tensor] = []
+    x, mask = tokens(layer, 2, 3), torch.tensor([[1, 1, 0], [0, 1, 1]]).bool() if with_mask else None
+    if kind == "own router":
+        layer = MoEFeedForward(layer.config, router=(router := TableRouter(layer.config)), dtype=torch.float64)
+        held += (router.logits, router.probabilities, router.ids)
+    elif kind == "hooked":
+        layer.router.register_forward_hook(lambda _module, _arguments, routing: held.extend(routing[:4]))
+    with torch.no_grad():
+        with monkeypatch.context() as patch:
+            patch.setattr(routing_losses, "MAX_DEFERRED_SIZE", 0)
+            now = layer.output_and_metrics(x, mask)[1]
+        metrics = [layer.output_and_metrics(x, mask)[1] for _ in range(2)]
+        assert type(metrics[0]) is not routing_losses.RoutingMetrics
+        for tensor in held if mask is None else [*held, mask]:
+            tensor.fill_(1)
+        for later in metrics:
+            for one, other in zip((later.aux_loss, *later.stats), (now.aux_loss, *now.stats), strict=True):
+                assert torch.equal(one, other)
 
 
 def test_nothing_is_computed_that_nobody_reads() -> None:

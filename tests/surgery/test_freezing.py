@@ -81,3 +81,65 @@ def test_layers_by_path_and_mistakes() -> None:
     duplicate_experts(model, [0], optimizer=optimizer)
     with pytest.raises(ValueError, match=r"0: experts must be integers in \[0, num_experts \(7\)\), got 7"):
         freeze_experts(model, [7], optimizer)
+
+
+def assigned(layer: MoE) -> MoE:
+    layer.load_state_dict(layer.state_dict(), assign=True)
+    return layer
+
+
+def with_new_parameter(layer: MoE) -> MoE:
+    layer.experts.up_proj = nn.Parameter(layer.experts.up_proj)
+    return layer
+
+
+# torch.compile looks for the gradient of tensors that have none where a graph breaks.
+compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@compiles
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("replaced", [copy.deepcopy, assigned, with_new_parameter])
+def test_replaced_parameters_are_not_trained(replaced: Callable[[MoE], MoE], compiled: bool) -> None:
+    layer = make()
+    x = tokens(layer)
+    frozen = freeze_experts(layer, [1], torch.optim.AdamW(layer.parameters()))
+    model = replaced(layer)
+    run: Any = torch.compile(model, backend="aot_eager") if compiled else model
+    with pytest.raises(RuntimeError, match=r"^\w+ has experts frozen.* experts\.\w+ is another parameter.*fully_shard"):
+        run(x)
+    with torch.no_grad():
+        run(x)
+    frozen.remove()
+    if model is layer:
+        run(x)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    freeze_experts(model, [1], optimizer)
+    before = [parameter[1].clone() for parameter in model.experts.parameters()]
+    step(model, optimizer, x)
+    assert all(map(torch.equal, before, (parameter[1] for parameter in model.experts.parameters())))
+
+
+@compiles
+def test_a_layer_with_frozen_experts_is_compiled_whole() -> None:
+    layer = make()
+    x, kept = tokens(layer), layer.experts.up_proj[1].clone()
+    optimizer = torch.optim.AdamW(layer.parameters())
+    freeze_experts(layer, [1], optimizer)
+    torch.compile(layer, backend="aot_eager", fullgraph=True)(x).hidden_states.square().mean().backward()
+    optimizer.step()
+    assert torch.equal(layer.experts.up_proj[1], kept)
+
+
+@each_optimizer
+def test_another_optimizer_does_not_train_frozen_experts(make_optimizer: Callable[[nn.Module], Optimizer]) -> None:
+    layer = make()
+    before = {name: parameter.clone() for name, parameter in layer.named_parameters()}
+    frozen = freeze_experts(layer, [1], torch.optim.AdamW(layer.parameters()))
+    other = make_optimizer(layer)
+    with pytest.raises(RuntimeError, match=r"^\w+ must not train parameters with frozen experts, .* got one of shape"):
+        step(layer, other, tokens(layer))
+    assert all(torch.equal(parameter, before[name]) for name, parameter in layer.named_parameters())
+    frozen.remove()
+    step(layer, other, tokens(layer))
+    assert not any(torch.equal(parameter, before[name]) for name, parameter in layer.named_parameters())
