@@ -24,7 +24,7 @@ from maxmoe.planning.memory import (
 from maxmoe.planning.optimizer_communication import muon_communication
 from maxmoe.planning.pipeline_estimate import PipelineEstimate, RankEstimate
 from maxmoe.planning.pipeline_plan import PipelineOptions, PipelinePlan, plan_pipeline
-from maxmoe.planning.stage_costs import (
+from maxmoe.planning.rank_costs import (
     Tokens,
     message_bytes,
     messages,

@@ -19,7 +19,7 @@ from maxmoe.pipelining.recorded_stage import RecordedStage
 from maxmoe.pipelining.schedules import SCHEDULES
 from maxmoe.planning import Estimate, Explanation, Traffic, estimate, explain
 from maxmoe.planning.pipeline_estimate import PipelineEstimate
-from maxmoe.planning.stage_costs import Tokens, rank_communication
+from maxmoe.planning.rank_costs import Tokens, rank_communication
 from maxmoe.planning.traffic import traffic_of
 from maxmoe.sharding import Mesh
 from support.counted_collectives import CountedCollectives

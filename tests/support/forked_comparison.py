@@ -7,7 +7,7 @@ import torch
 from maxmoe.testing import RankComparison
 from maxmoe.testing.measurement import Training
 from maxmoe.testing.rank_processes import RankProcesses
-from maxmoe.testing.ranks import Run
+from maxmoe.testing.training_runs import Run
 from support.compared_models import Case
 from support.run_ranks import prepare
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from maxmoe.parallel.failures import RankError
 from maxmoe.testing.assembly import by_name, matching_names, missing_entries, place
-from maxmoe.testing.comparison import RankComparison
-from maxmoe.testing.judgement import Judgement
+from maxmoe.testing.comparison import RankComparer
 from maxmoe.testing.layout import distance, largest_of
 from maxmoe.testing.measurement import Entries, Measurement, Training, measure_one_process, measure_rank
 from maxmoe.testing.rank_processes import RankProcesses
+from maxmoe.testing.report import RankComparison
 
 # Largest difference that is taken for rounding, relative to the largest entry of a tensor.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -116,7 +116,7 @@ class Run:
                 raise
             found = replace(self, dtype=torch.float32).compare()
             return replace(found, notes=("Compared in float32, because the ranks cannot run in float64.", *found.notes))
-        judgement = Judgement(self.training, self.processes, first, ranks, dtype, tolerance, notes)
+        comparer = RankComparer(self.training, self.processes, first, ranks, dtype, tolerance, notes)
         culprits = tuple(different_starts(first, ranks, tolerance))
         if culprits and self.training.vary_constants:  # parallelize may initialize constants once more
             return replace(self, training=replace(self.training, vary_constants=False)).compare()
@@ -125,7 +125,7 @@ class Run:
                 "different start", self.num_ranks, dtype, tolerance, culprits=culprits[:8], notes=tuple(notes)
             )
         notes.extend(different_buffers(first, ranks, tolerance))
-        found = judgement.comparison()
+        found = comparer.comparison()
         return (
             found if found.equal or self.dtype is not None else replace(found, notes=found.notes + self._in_float32())
         )
