@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import maxmoe
-from maxmoe import _torch, _torch_checkpoint
+from maxmoe import _torch, _torch_checkpoint, _torch_transforms
 from maxmoe.sharding import Mesh
 from support.run_ranks import fake_rank, run_ranks
 
@@ -251,3 +251,20 @@ def test_the_actions_of_a_schedule_need_no_process_groups() -> None:
     (actions,) = _torch.schedule_actions(ScheduleDualPipeV, [0, 1], 1, 2)
     assert {letter for letter, _, _ in actions} <= set("FBIW")
     assert sum(letter == "F" for letter, _, _ in actions) == 4
+
+
+def test_transforms_hide_that_a_gradient_is_required() -> None:
+    seen = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append((_torch_transforms.hides_gradient(x), _torch_transforms.hides_gradient(torch.ones(()))))
+        return x
+
+    x = torch.ones(1, 1, 2)
+    for requires_grad in (True, False):
+        y = x.clone().requires_grad_(requires_grad)
+        torch.func.vmap(look)(y)
+        torch.func.vmap(torch.func.vmap(look))(y)
+        torch.func.jvp(look, (y,), (x,))
+        look(y)
+    assert seen == [(True, False)] * 3 + [(False, False)] * 5

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from maxmoe._torch_transforms import hides_gradient
 from maxmoe.adapters import adapted_module
 from maxmoe.config import MoEConfig
 from maxmoe.nn.losses import BalanceLoss
@@ -64,6 +65,22 @@ def check_training(layer: Any) -> None:
     if torch.is_grad_enabled():
         _check_step_is_counted(layer)
         _check_frozen_experts(layer)
+
+
+def needs_gradient(layer: Any, output: Tensor, lost: str) -> bool:
+    """Return whether an output of a layer requires a gradient; raises if a function transform hides that it does.
+
+    Args:
+        layer: `MoE` layer.
+        output: output of the layer, to whose backward something is added.
+        lost: what would be lost, and what to do, for the message.
+    """
+    if hides_gradient(output):
+        raise NotImplementedError(
+            f"{module_path(layer)}: torch.func.vmap and jvp hide that a gradient is required, so that {lost}, freeze "
+            "the parameters, or call the layer under torch.no_grad"
+        )
+    return output.requires_grad
 
 
 def _check_step_is_counted(layer: Any) -> None:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe.load.metrics_accumulator import with_gradient
+from maxmoe.nn.checks import needs_gradient
 from maxmoe.nn.moe import MoE
 
 
@@ -38,8 +39,9 @@ class MoEFeedForward(MoE):
             Output with the shape and dtype of `MoEOutput.hidden_states`.
         """
         hidden_states, metrics = self.output_and_metrics(x, token_mask)
+        lost = "the gradient of the auxiliary loss would be lost: use maxmoe.MoE, and add its aux_loss"
         # In this order, because the auxiliary loss may be computed when it is read.
-        if not (torch.is_grad_enabled() and metrics.aux_loss.requires_grad):
+        if not (torch.is_grad_enabled() and needs_gradient(self, metrics.aux_loss, lost)):
             return hidden_states
         loss = metrics.aux_loss * self.aux_loss_scale
         return with_gradient(hidden_states, loss, torch.ones_like(loss))

@@ -14,7 +14,7 @@ from maxmoe.conversion import check_block, config_of_block, give_weights, take_w
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.load.metrics_accumulator import MetricsAccumulator
 from maxmoe.nn.aux_loss_watch import AuxLossWatch
-from maxmoe.nn.checks import check_inputs, check_parts_are_known, check_replaced_parts, check_training
+from maxmoe.nn.checks import check_inputs, check_parts_are_known, check_replaced_parts, check_training, needs_gradient
 from maxmoe.nn.dense_dispatcher import local_dispatcher
 from maxmoe.nn.dispatcher import ExpertRunner
 from maxmoe.nn.experts import Experts
@@ -236,7 +236,8 @@ class MoE(nn.Module):
         sums, router = self.metrics_accumulator, self.balanced_router
         step_counts = None if sums is None else sums.step
         metrics = self.losses(routing, dropped, num_sequences, self.token_group, step_counts, router=self.router)
-        if sums is not None and hidden_states.requires_grad:
+        not_counted = "its StatsAccumulator would not count the call: make none"
+        if sums is not None and needs_gradient(self, hidden_states, not_counted):
             hidden_states = sums.add(hidden_states, metrics.aux_loss, metrics.stats)
             if sums.histogram is not None and router is not None:
                 hidden_states = sums.histogram.add(hidden_states, router.required_bias_histogram(routing))

@@ -1,0 +1,113 @@
+"""Layers under torch.func.vmap and jvp: the gradients of a loop, or an error where something would be lost."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import maxmoe
+from maxmoe import MoE, MoEFeedForward, StatsAccumulator
+from support.operator_checks import ignore_warnings_of_transforms
+
+BATCHES = torch.randn(2, 3, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+pytestmark = ignore_warnings_of_transforms
+
+
+def make(kind: type[MoE], **options: Any) -> Any:
+    config = maxmoe.MoEConfig(hidden_size=6, intermediate_size=5, num_experts=4, top_k=2, **options)
+    torch.manual_seed(0)
+    return kind(config, dtype=torch.float64)
+
+
+def outputs(layer: nn.Module) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """Hidden states, and the auxiliary loss of a layer that returns it."""
+    return lambda x: (out,) if isinstance(out := layer(x), Tensor) else out[:2]
+
+
+def vmapped(layer: nn.Module) -> tuple[Tensor, ...]:
+    results: tuple[Tensor, ...] = torch.func.vmap(outputs(layer))(BATCHES)
+    return results
+
+
+def pushed_forward(layer: nn.Module) -> tuple[Tensor, ...]:
+    results: tuple[Tensor, ...] = torch.func.jvp(outputs(layer), (BATCHES,), (BATCHES,))[0]
+    return results
+
+
+def in_a_loop(layer: nn.Module) -> tuple[Tensor, ...]:
+    return tuple(torch.stack(each) for each in zip(*map(outputs(layer), BATCHES), strict=True))
+
+
+def at_once(layer: nn.Module) -> tuple[Tensor, ...]:
+    return outputs(layer)(BATCHES)
+
+
+each_transform = pytest.mark.parametrize(
+    ("transformed", "plain"), [(vmapped, in_a_loop), (pushed_forward, at_once)], ids=["vmap", "jvp"]
+)
+
+
+def gradients(layer: nn.Module, run: Callable[[nn.Module], tuple[Tensor, ...]]) -> list[Tensor]:
+    layer.zero_grad()
+    torch.stack([result.sin().sum() for result in run(layer)]).sum().backward()
+    return [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
+
+
+@each_transform
+@pytest.mark.parametrize(("kind", "weight"), [(MoE, 0.1), (MoE, 0.0), (MoEFeedForward, 0.0)])
+def test_gradients_are_those_of_plain_calls(kind: type[MoE], weight: float, transformed: Any, plain: Any) -> None:
+    layer = make(kind, load_balance_loss_weight=weight)
+    for one, other in zip(gradients(layer, transformed), gradients(layer, plain), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@each_transform
+@pytest.mark.parametrize("loss", ["load_balance_loss_weight", "router_z_loss_weight"])
+def test_a_loss_whose_gradient_would_be_lost(loss: str, transformed: Any, plain: Any) -> None:
+    layer = make(MoEFeedForward, **{loss: 0.1})
+    message = r"^MoEFeedForward: torch.func.vmap and jvp hide .*auxiliary loss would be lost: use maxmoe.MoE"
+    with pytest.raises(NotImplementedError, match=message):
+        transformed(layer)
+    assert_runs_without_gradients(layer, transformed, plain)
+
+
+@each_transform
+@pytest.mark.parametrize("kind", [MoE, MoEFeedForward])
+def test_a_call_that_would_not_be_counted(kind: type[MoE], transformed: Any, plain: Any) -> None:
+    model = nn.Sequential(make(kind))
+    accumulator = StatsAccumulator(model)
+    with pytest.raises(NotImplementedError, match=r"^0: torch.func.vmap and jvp hide .*Accumulator would not count"):
+        transformed(model)
+    assert_runs_without_gradients(model, transformed, plain)
+    assert not accumulator.update().layers["0"].tokens_per_expert.any()
+    gradients(model, plain)
+    assert accumulator.update().layers["0"].tokens_per_expert.sum() == 2 * BATCHES.shape[:-1].numel()
+
+
+def assert_runs_without_gradients(layer: nn.Module, transformed: Any, plain: Any) -> None:
+    with torch.no_grad():
+        for one, other in zip(transformed(layer), plain(layer), strict=True):
+            torch.testing.assert_close(one, other)
+    layer.requires_grad_(False)
+    for one, other in zip(transformed(layer), plain(layer), strict=True):
+        torch.testing.assert_close(one, other)
+    layer.requires_grad_()
+
+
+def test_nested_transforms() -> None:
+    layer = make(MoEFeedForward, load_balance_loss_weight=0.1)
+    with pytest.raises(NotImplementedError, match=r"torch.func.vmap and jvp hide"):
+        torch.func.vmap(torch.func.vmap(layer))(BATCHES[None])
+    with pytest.raises(NotImplementedError, match=r"torch.func.vmap and jvp hide"):
+        torch.func.vmap(lambda x: torch.func.jvp(layer, (x,), (x,))[1])(BATCHES)
+
+
+def test_parameters_of_several_layers() -> None:
+    """An ensemble, whose batched parameters require a gradient outside of the transform."""
+    layers = [make(MoEFeedForward, load_balance_loss_weight=0.1) for _ in range(2)]
+    parameters, buffers = torch.func.stack_module_state(layers)  # type: ignore[arg-type]
+    with pytest.raises(NotImplementedError, match=r"torch.func.vmap and jvp hide"):
+        torch.func.vmap(lambda *state: torch.func.functional_call(layers[0], state, BATCHES[0]))(parameters, buffers)
