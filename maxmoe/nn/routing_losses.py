@@ -52,7 +52,7 @@ def _entropy(probabilities: Tensor) -> Tensor:
 def _without_tensors_of_others(routing: Routing, router: nn.Module) -> Routing:
     """Return a routing with copies of the tensors that code outside of the layer may modify before they are read.
 
-    These are the mask, and all tensors that a router of one's own or a hook has seen.
+    These are the mask, and all tensors that a custom router or a hook has seen.
     """
     token_mask = None if routing.token_mask is None else routing.token_mask.clone()
     if type(router) is Router and is_called_plainly(router):

@@ -13,7 +13,6 @@ from maxmoe.optim.newton_schulz import fast_dtype
 from maxmoe.optim.parameter_groups import choose
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.planning.communication import activation_communication, dispatch_communication, parameter_communication
-from maxmoe.planning.imbalance import with_imbalance
 from maxmoe.planning.memory import (
     PARAMETER_DTYPES,
     activation_memory,
@@ -23,7 +22,7 @@ from maxmoe.planning.memory import (
 )
 from maxmoe.planning.optimizer_communication import muon_communication
 from maxmoe.planning.pipeline_estimate import PipelineEstimate, RankEstimate
-from maxmoe.planning.pipeline_plan import PipelineOptions, PipelinePlan, plan_pipeline
+from maxmoe.planning.pipeline_plan import PipelineOptions, PipelinePlan, plan_model
 from maxmoe.planning.rank_costs import (
     Tokens,
     message_bytes,
@@ -34,9 +33,8 @@ from maxmoe.planning.rank_costs import (
 )
 from maxmoe.planning.state_dtypes import StateDtypes
 from maxmoe.planning.traffic import Traffic, traffic_of
-from maxmoe.planning.whole_plan import plan_without_warnings
 from maxmoe.quantization import with_split_stacks
-from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
+from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.planned_collective import PlannedCollective
 from maxmoe.sharding.rules import LogicalRules
 from maxmoe.text_table import readable_bytes, terminal_width, text_table
@@ -134,23 +132,28 @@ def estimate(
     """
     rules = LogicalRules.load(rules)
     choices = choose(module, {}) if optimizer == "muon" else ()
-    matrices = {choice.name for choice in choices if choice.matrix is not None}
-    is_cut = num_micro_batches is not None and mesh.size(STAGE_AXIS) > 1
-    plan = plan_without_warnings(
-        module, mesh.within_stage() if is_cut else mesh, rules, dispatch, num_chunks, allow_unused
+    options = None
+    if num_micro_batches is not None:
+        options = PipelineOptions(schedule, num_micro_batches, blocks_per_stage, stages_per_rank)
+    plan, pipeline = plan_model(
+        module,
+        mesh,
+        rules,
+        options,
+        dispatch=dispatch,
+        num_chunks=num_chunks,
+        imbalance=imbalance,
+        allow_unused=allow_unused,
     )
-    plan = with_imbalance(plan, imbalance, has_stages=is_cut)
     dtype = parameter_dtype(plan)
     ns_dtype = fast_dtype(next(module.parameters()).device)
-    if num_micro_batches is not None and is_cut:
-        options = PipelineOptions(schedule, num_micro_batches, blocks_per_stage, stages_per_rank)
-        pipeline = plan_pipeline(module, mesh, rules, options, dispatch=dispatch, num_chunks=num_chunks)
+    if pipeline is not None:
         tokens = Tokens(batch_size, sequence_length)
-        message = message_bytes(module, plan, tokens, num_micro_batches)
+        message = message_bytes(module, plan, tokens, pipeline.options.num_micro_batches)
         return _pipeline_estimate(pipeline, tokens, message, num_chunks, optimizer, choices, ns_dtype, state_dtypes)
     kept, recomputed = activation_memory(plan, batch_size, sequence_length, num_chunks)
     memory = {
-        **stored_memory(plan, optimizer, matrices, state_dtypes),
+        **stored_memory(plan, optimizer, _matrices(choices), state_dtypes),
         "gathered parameters": gathered_memory(plan),
         "activations": kept,
         "recomputed activations": recomputed,
@@ -174,8 +177,7 @@ def _pipeline_estimate(
     state_dtypes: StateDtypes,
 ) -> Estimate:
     """Estimate the costs of every rank along the axis `stage`, with the communication of the one with most memory."""
-    matrices = {choice.name for choice in choices if choice.matrix is not None}
-    ranks = []
+    matrices, ranks = _matrices(choices), []
     for rank in range(pipeline.num_ranks):
         most = pipeline.max_in_flight(rank)
         memory = rank_memory(pipeline, rank, tokens, message, num_chunks, optimizer, matrices, state_dtypes)
@@ -193,3 +195,8 @@ def _pipeline_estimate(
         *muon_communication(parameters, mine, ns_dtype),
     ]
     return Estimate(ranks[costs.largest].memory, traffic_of(communication), costs)
+
+
+def _matrices(choices: Sequence[Choice]) -> set[str]:
+    """Return the names of the parameters that Muon orthogonalizes."""
+    return {choice.name for choice in choices if choice.matrix is not None}

@@ -10,14 +10,12 @@ from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.parallelize import undeclared_modules
 from maxmoe.parallel.parameter_sharding import ParameterSharding
 from maxmoe.planning.explained_dispatch import ExplainedDispatch, dispatch_tables, explain_dispatch
-from maxmoe.planning.imbalance import with_imbalance
 from maxmoe.planning.pipeline_estimate import stage_table
-from maxmoe.planning.pipeline_plan import PipelineOptions, PipelinePlan, plan_pipeline
+from maxmoe.planning.pipeline_plan import PipelineOptions, PipelinePlan, plan_model
 from maxmoe.planning.repeated_layers import group_repeated
 from maxmoe.planning.saved_tensors import micro_batch_sizes
-from maxmoe.planning.whole_plan import plan_without_warnings
 from maxmoe.quantization import with_split_stacks
-from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
+from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.resolve import DroppedAxis
 from maxmoe.sharding.rules import LogicalRules
 from maxmoe.text_table import paragraph, readable_bytes, terminal_width, text_table
@@ -216,18 +214,23 @@ def explain(
         ValueError: as `parameter_shardings`, `plan_dispatch` and `maxmoe.pipeline`; if axes that shard the tokens do
             not divide them.
     """
-    rules, pipeline = LogicalRules.load(rules), None
-    is_cut = num_micro_batches is not None and mesh.size(STAGE_AXIS) > 1
-    within = mesh.within_stage() if is_cut else mesh
-    plan = plan_without_warnings(module, within, rules, dispatch, num_chunks, allow_unused)
-    plan = with_imbalance(plan, imbalance, has_stages=is_cut)
+    rules, options = LogicalRules.load(rules), None
+    if num_micro_batches is not None:
+        options = PipelineOptions(schedule, num_micro_batches, blocks_per_stage, stages_per_rank)
+    plan, pipeline = plan_model(
+        module,
+        mesh,
+        rules,
+        options,
+        dispatch=dispatch,
+        num_chunks=num_chunks,
+        imbalance=imbalance,
+        allow_unused=allow_unused,
+    )
     if imbalance != 1.0 and (batch_size is None or sequence_length is None):
         raise ValueError(
             f"imbalance ({imbalance}) needs batch_size and sequence_length, got {batch_size} and {sequence_length}"
         )
-    if num_micro_batches is not None and is_cut:
-        options = PipelineOptions(schedule, num_micro_batches, blocks_per_stage, stages_per_rank)
-        pipeline = plan_pipeline(module, mesh, rules, options, dispatch=dispatch, num_chunks=num_chunks)
     parameters = plan.parameters
     micro_batches: list[int] = []
     if batch_size is not None and sequence_length is not None:
