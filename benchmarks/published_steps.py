@@ -14,7 +14,7 @@ import torch
 from maxmoe import MoEConfig
 from maxmoe.models import Decoder
 from maxmoe.models.published_models import PUBLISHED, PublishedModel
-from maxmoe.planning import Device, FoundPlan, StateDtypes, predict
+from maxmoe.planning import Device, PredictedPlan, StateDtypes, predict
 from maxmoe.sharding import Mesh
 
 LENGTH = 4096
@@ -68,7 +68,7 @@ class Published:
     num_micro_batches: int = 1
     device_name: str = ""
 
-    def predict(self) -> FoundPlan:
+    def predict(self) -> PredictedPlan:
         """Predict the step with the rules `ep-as-dp`; blocks are recomputed if the activations do not fit."""
         model = Decoder(self.model.config(max_sequence_length=LENGTH), device="meta", dtype=torch.bfloat16)
         step = {"batch_size": self.batch_size, "sequence_length": LENGTH, "num_micro_batches": self.num_micro_batches}

@@ -1,7 +1,6 @@
 """Every private name of torch that this package uses, and everything that depends on the release of torch.
 
-The private names of `torch.utils.checkpoint` are in `_torch_checkpoint.py`, those of `torch.func` in
-`_torch_transforms.py`.
+Those of `torch.utils.checkpoint` and `torch.func` are in `_torch_checkpoint.py` and `_torch_transforms.py`.
 A lint rule refuses private names in any other file. Where torch has a public alternative, the docstring says why it is
 not used. The tests run it with torch 2.13, 2.14 and 2.15.
 """
@@ -91,6 +90,12 @@ class WeakStorage:
         """Return the storage; None if it has been freed."""
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
         return storage
+
+
+def base_of_view(tensor: Tensor) -> Tensor | None:
+    """Return the tensor of which another one is a view, and whose history becomes that of a view modified in place."""
+    base: Tensor | None = tensor._base
+    return base
 
 
 def parameter_in_place(module: nn.Module, name: str) -> Tensor | None:

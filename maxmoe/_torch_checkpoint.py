@@ -4,49 +4,60 @@ They tell which forward a recomputation repeats. No public function does.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
+Hooks = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
+
 
 def is_packed_by_checkpoint() -> bool:
     """Return whether a non-reentrant `torch.utils.checkpoint` currently packs the tensors that autograd saves."""
-    return _pack_of_checkpoint() is not None
+    hooks = _top_hooks()
+    return hooks is not None and _is_of_checkpoint(hooks)
 
 
-def checkpoint_frame() -> object | None:
-    """Return the object that a non-reentrant checkpoint shares between forward and recomputation; None outside of both.
+def checkpoint_frames() -> list[object]:
+    """Return the objects that non-reentrant checkpoints share between forward and recomputation, the innermost first.
 
-    It lives as long as the graph of the forward.
+    A frame lives as long as the graph of the forward.
     """
-    variables = _variables_of_checkpoint()
-    if "target_frame_ref" in variables:  # in the recomputation
-        frame: object = variables["target_frame_ref"]()
-        return frame
-    return variables.get("frame")
+    frames = []
+    for pack, _ in filter(_is_of_checkpoint, _all_hooks()):
+        variables = inspect.getclosurevars(inspect.unwrap(pack)).nonlocals
+        is_recomputed = "target_frame_ref" in variables
+        frames.append(variables["target_frame_ref"]() if is_recomputed else variables["frame"])
+    return frames
 
 
-def is_checkpointed_forward() -> bool:
-    """Return whether the forward of a non-reentrant checkpoint runs, of the innermost one if they are nested."""
-    return "frame" in _variables_of_checkpoint()
+def _is_of_checkpoint(hooks: Hooks) -> bool:
+    return hooks[0].__module__ == torch.utils.checkpoint.__name__
 
 
-def _variables_of_checkpoint() -> Mapping[str, Any]:
-    pack = _pack_of_checkpoint()
-    return {} if pack is None else inspect.getclosurevars(inspect.unwrap(pack)).nonlocals
+def _top_hooks() -> Hooks | None:
+    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks
 
 
-def _pack_of_checkpoint() -> Callable[[Tensor], object] | None:
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks[0] if hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__ else None
+def _all_hooks() -> list[Hooks]:
+    """Return the hooks on saved tensors that are in force, the innermost first."""
+    found = []
+    try:
+        while (hooks := _top_hooks()) is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            found.append(hooks)
+    finally:
+        for hooks in reversed(found):
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+    return found
 
 
 def is_reentrant_checkpoint() -> bool:
-    """Return whether the forward of a reentrant `torch.utils.checkpoint` runs."""
-    code, frame = CheckpointFunction.forward.__code__, inspect.currentframe()
-    while frame is not None and frame.f_code is not code:
+    """Return whether the forward or the recomputation of a reentrant `torch.utils.checkpoint` runs."""
+    codes = (CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__)
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
     return frame is not None

@@ -15,6 +15,8 @@ FusedGate: TypeAlias = Literal["concatenated", "interleaved"]
 
 # Logical names of the batch dim and of the sequence dim of activations.
 TOKEN_DIMS = ("activation_batch", "activation_length")
+# Logical names of the dims before the channels of activations inside the experts.
+EXPERT_TOKEN_DIMS = ("activation_batch_moe", "activation_length_moe", "activation_exp")
 
 
 def gate_up_slices(size: int, layout: FusedGate) -> tuple[slice, slice]:

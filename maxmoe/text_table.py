@@ -94,3 +94,12 @@ def _wrap(cell: str, width: int) -> list[str]:
                 lines.append(" " * INDENT)
             lines[-1] += word
     return [line.rstrip() for line in lines]
+
+
+def ranges(numbers: Sequence[int], separator: str) -> str:
+    """Write increasing numbers as ranges, such as "0-2,5"."""
+    starts = [number for number in numbers if number - 1 not in numbers]
+    ends = [number for number in numbers if number + 1 not in numbers]
+    return separator.join(
+        str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True)
+    )

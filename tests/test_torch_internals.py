@@ -45,6 +45,20 @@ def test_a_reshaped_tensor_is_no_view_and_keeps_its_hooks() -> None:
     assert len(calls) == 1 and x.grad is not None and x.grad.equal(torch.full((2, 3), 2.0))
 
 
+def test_the_history_of_a_modified_view_is_that_of_its_base() -> None:
+    calls: dict[str, int] = {}
+    x = torch.ones(2, 3, requires_grad=True)
+    base = 2 * x
+    view = base.view(6)
+    found = _torch.base_of_view(view)
+    assert found is base and _torch.base_of_view(base) is None
+    for name, tensor in (("view", view), ("base", found)):
+        tensor.register_hook(lambda _, name=name: calls.update({name: calls.get(name, 0) + 1}))
+    view += 1
+    view.sum().backward()
+    assert calls == {"base": 1}
+
+
 def test_a_running_backward_is_seen() -> None:
     seen, x = [], torch.ones(1, requires_grad=True)
     x.register_hook(lambda _: seen.append(_torch.is_backward_running()))
@@ -55,25 +69,40 @@ def test_a_running_backward_is_seen() -> None:
 
 @pytest.mark.parametrize("context_fn", [None, maxmoe.keep_routing])
 def test_checkpoints_are_recognized(context_fn: Callable[[], Any] | None) -> None:
-    seen: list[tuple[bool, bool, object, int]] = []
+    seen: list[tuple[bool, list[object], int]] = []
 
     def block(x: Tensor) -> Tensor:
-        state = _torch_checkpoint.is_packed_by_checkpoint(), _torch_checkpoint.is_checkpointed_forward()
-        seen.append((*state, _torch_checkpoint.checkpoint_frame(), _torch.backward_id()))
+        is_packed = _torch_checkpoint.is_packed_by_checkpoint()
+        with torch.autograd.graph.save_on_cpu():
+            seen.append((is_packed, _torch_checkpoint.checkpoint_frames(), _torch.backward_id()))
         return x.sin()
 
     options = {} if context_fn is None else {"context_fn": context_fn}
     x = torch.ones(1, requires_grad=True)
     checkpoint(block, x, use_reentrant=False, **options).backward()
-    (packed, is_forward, frame, number), (_, is_forward_again, frame_again, number_again) = seen
-    assert packed and is_forward and not is_forward_again
-    assert frame is not None and frame is frame_again and number == -1 != number_again
-    assert not _torch_checkpoint.is_packed_by_checkpoint() and _torch_checkpoint.checkpoint_frame() is None
+    (packed, (frame,), number), (_, (frame_again,), number_again) = seen
+    assert packed and frame is frame_again and number == -1 != number_again
+    assert not _torch_checkpoint.is_packed_by_checkpoint() and not _torch_checkpoint.checkpoint_frames()
     weak = weakref.ref(frame)
     del frame, frame_again
     seen.clear()
     gc.collect()
     assert weak() is None
+
+
+def test_frames_of_nested_checkpoints() -> None:
+    seen: list[list[object]] = []
+
+    def inner(x: Tensor) -> Tensor:
+        seen.append(_torch_checkpoint.checkpoint_frames())
+        return x.sin()
+
+    def outer(x: Tensor) -> Tensor:
+        return checkpoint(inner, x, use_reentrant=False).sin()
+
+    checkpoint(outer, torch.ones(1, requires_grad=True), use_reentrant=False).backward()
+    (innermost, outermost), (new, outermost_again), (innermost_again,) = seen
+    assert outermost is outermost_again and innermost is innermost_again and new is not innermost
 
 
 def test_reentrant_checkpoints_are_recognized() -> None:
@@ -85,7 +114,7 @@ def test_reentrant_checkpoints_are_recognized() -> None:
 
     checkpoint(block, torch.ones(1, requires_grad=True), use_reentrant=True).backward()
     checkpoint(block, torch.ones(1, requires_grad=True), use_reentrant=False)
-    assert seen == [True, False, False] and not _torch_checkpoint.is_reentrant_checkpoint()
+    assert seen == [True, True, False] and not _torch_checkpoint.is_reentrant_checkpoint()
 
 
 def test_a_weak_storage_ends_with_the_last_tensor_that_shares_it() -> None:

@@ -38,7 +38,7 @@ class ExpertLayout:
 
     @property
     def group_axes(self) -> tuple[str, ...]:
-        """The axes of the group in which a strategy communicates."""
+        """Axes over which the strategy communicates: those that shard the tokens, or all expert axes without such."""
         return self.token_axes or self.expert_axes
 
     @property
@@ -105,6 +105,7 @@ class ExpertRanks:
         are_all = self.size * count == total
         num_rows = experts.numel() if top_k.is_unpadded and are_all and self.experts.are_selectable else None
         num_ids = self.experts.num_selectable
+        # If only some expert axes shard the tokens, the group lacks experts or has them in another order.
         if self.first_experts != tuple(range(0, total, count)):
             experts, num_ids = self._position_of_expert(experts.device)[experts], self.size * count
         return ragged_plan(experts, num_ids, num_local_experts=self.size * count, num_rows=num_rows)

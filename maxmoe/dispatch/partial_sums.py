@@ -57,12 +57,12 @@ class PartialSums:
     @not_compiled
     def assign(self, top_k: TopK) -> TopK:
         """Return ids and weights; the gradient of the weights is all-reduced over `axes`."""
-        return top_k._replace(weights=redistribute_local(top_k.weights, self._weights))
+        return top_k._replace(weights=redistribute_local(top_k.weights, self._copied_to_experts))
 
     @not_compiled
     def copy_to_experts(self, latent: Tensor) -> Tensor:
         """Return latent rows; their gradient is all-reduced over `axes`."""
-        return redistribute_local(latent, self._latent_inputs)
+        return redistribute_local(latent, self._copied_to_experts)
 
     @not_compiled
     def reduce_from_experts(self, latent: Tensor) -> Tensor:
@@ -86,11 +86,7 @@ class PartialSums:
         return redistribute_local(dropped, self._dropped)
 
     @property
-    def _weights(self) -> Redistribution:
-        return Redistribution.reduce_gradient(self.mesh, 2, self.axes)
-
-    @property
-    def _latent_inputs(self) -> Redistribution:
+    def _copied_to_experts(self) -> Redistribution:
         return Redistribution.reduce_gradient(self.mesh, 2, self.axes)
 
     @property
@@ -128,9 +124,9 @@ class PartialSums:
         if not self.routed_is_partial:
             rows = (tokens.num_tokens, config.row_size)
             yield from planned_redistribution("latent outputs", self._latent_outputs, rows, tokens.dtype, **again)
-            yield from planned_redistribution("latent outputs", self._latent_inputs, rows, tokens.dtype)
+            yield from planned_redistribution("latent outputs", self._copied_to_experts, rows, tokens.dtype)
         yield from planned_redistribution("dropped slots", self._dropped, (), torch.int64, **again)
-        yield from planned_redistribution("routing weights", self._weights, slots, tokens.weights_dtype)
+        yield from planned_redistribution("routing weights", self._copied_to_experts, slots, tokens.weights_dtype)
 
 
 class _Enter(torch.autograd.Function):

@@ -167,8 +167,8 @@ class Strategy(Protocol):
         keeps_sequences: whether the rank of an expert gets whole sequences, which `capacity_factor` needs.
         has_partial_outputs: whether the outputs of ranks with the same tokens are partial sums, which the
             tensor-parallel region of the layer reduces.
-        moves_experts: whether other ranks may compute rows of an expert: not with the dense implementation, and no rows
-            are dropped.
+        moves_experts: whether a rank may compute rows of experts that another rank owns, which requires
+            implementation="sparse" and no buffer_factor.
     """
 
     keeps_sequences: ClassVar[bool]

@@ -77,10 +77,11 @@ class RaggedAllGather:
         plans = [self.ranks.plan(chunk) for chunk in chunks]
         counts = torch.cat([torch.cat([plan.group_sizes, _checksum(plan)]) for plan in plans])
         _, host = all_gather_counts(counts, self.ranks.group.group_name)
-        if not host.eq(host[0]).all():
+        others = host.ne(host[0]).any(1).nonzero()[:, 0].tolist()
+        if others:
             raise RuntimeError(
-                "ragged_all_to_all: ranks that hold the same tokens must route them alike, got other experts on some: "
-                "give them the same tokens and seeds"
+                "ranks that hold the same tokens must route them alike, got other experts on the ranks "
+                f"{others} of the group than on its rank 0: give them the same tokens and seeds"
             )
         routed = host[0].view(len(plans), -1)[:, :-1].view(len(plans), self.ranks.size, -1).sum(2)
         return [ReplicatedCounts(plan, rows) for plan, rows in zip(plans, routed, strict=True)]

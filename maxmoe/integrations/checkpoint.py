@@ -78,8 +78,8 @@ def write_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str, *
         stacked: write all experts in one tensor, with the names of the models in transformers.
 
     Raises:
-        ValueError: for an unknown family, for a layer with parameters that the family lacks, for a router or an
-            activation of one's own, and for a layer that is sharded. Nothing is written then.
+        ValueError: for an unknown family, for a layer with parameters that the family lacks, for a custom router or
+            activation, and for a layer that is sharded. Nothing is written then.
     """
     layout = _family(family).block if stacked else _family(family).checkpoint
     tensors: dict[str, _Tensor] = {}

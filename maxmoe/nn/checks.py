@@ -11,7 +11,7 @@ from maxmoe.adapters import adapted_module
 from maxmoe.config import MoEConfig
 from maxmoe.nn.losses import BalanceLoss
 from maxmoe.nn.module_path import module_path
-from maxmoe.nn.router import is_own_router
+from maxmoe.nn.router import is_custom_router
 from maxmoe.ops import ActivationFunction
 
 # Name of the attribute of a parameter some of whose experts are frozen: the `frozen_experts` of its layer.
@@ -40,18 +40,16 @@ def check_replaced_parts(
     """Raise if the config contradicts what replaces a part of the layer."""
     if router is not None and not isinstance(router, nn.Module):
         raise TypeError(f"router must be a torch.nn.Module, got {type(router).__name__}")
-    if router is not None and not is_own_router(router):
+    if router is not None and not is_custom_router(router):
         _check_router_config(config, router)
     elif router is not None:
         for name in ("router_bias", "score_correction_bias"):
             if getattr(config, name):
-                raise ValueError(f"{name} must be False with a router of one's own, got True")
+                raise ValueError(f"{name} must be False with a custom router, got True")
     if activation is not None and not callable(activation):
         raise TypeError(f"activation must be a function of gate and up, got {activation!r}: set names in the config")
     if activation is not None and config.activation_limit is not None:
-        raise ValueError(
-            f"activation_limit must be None with an activation of one's own, got {config.activation_limit}"
-        )
+        raise ValueError(f"activation_limit must be None with a custom activation, got {config.activation_limit}")
     if balance_loss is None:
         return
     if not callable(balance_loss):
@@ -121,13 +119,13 @@ def _check_router_config(config: MoEConfig, router: nn.Module) -> None:
 
 
 def check_parts_are_known(layer: Any, what: str) -> None:
-    """Raise if a layer computes what its config does not say, with a router or an activation of one's own.
+    """Raise if a layer computes what its config does not say, with a custom router or activation.
 
     Args:
         layer: `MoE` layer.
         what: function that writes the weights for other libraries, which know only the config.
     """
-    if is_own_router(layer.router):
+    if is_custom_router(layer.router):
         raise ValueError(
             f"{what} needs the router of the config, maxmoe.nn.Router, got "
             f"{type(adapted_module(layer.router)).__name__}: other libraries would compute another function of the "

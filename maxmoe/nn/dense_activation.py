@@ -43,6 +43,4 @@ def activate(
 def check_activation_is_known(activation: Activation | ActivationFunction) -> None:
     """Raise for a function, of which only autograd knows what it saves."""
     if callable(activation):
-        raise ValueError(
-            "the tensors that an activation of one's own saves are not known: plan with a named activation"
-        )
+        raise ValueError("the tensors that a custom activation saves are not known: plan with a named activation")

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from maxmoe.adapters import connect_if_imported, factors_of, takes_factors
 from maxmoe.config import Activation, MoEConfig
-from maxmoe.declaration import Declaration, SavedTensor
+from maxmoe.declaration import EXPERT_TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.expert_quantization import finds_experts
 from maxmoe.nn.dense_activation import activate, check_activation_is_known
 from maxmoe.nn.expert_weights import ExpertWeights, ForeignExperts
@@ -185,18 +185,19 @@ class Experts(nn.Module):
         check_activation_is_known(self.activation)
         D, F = self.config.row_size, self.config.intermediate_size
         shape = (1, 1, self.config.num_balanced_rows(batch * length * self.config.top_k))
-        rows = ("activation_batch_moe", "activation_length_moe", "activation_exp")
         width = 2 * F if self.config.gated else F
         saved = {
             "preactivations": SavedTensor(
-                (*shape, width), (*rows, "activation_mlp_moe"), is_kept="experts" not in self.recompute
+                (*shape, width), (*EXPERT_TOKEN_DIMS, "activation_mlp_moe"), is_kept="experts" not in self.recompute
             ),
-            "slots": SavedTensor(shape, rows, torch.int64),
+            "slots": SavedTensor(shape, EXPERT_TOKEN_DIMS, torch.int64),
         }
         if self.config.apply_weights_to == "input":
             is_kept = "dispatch" not in self.recompute
-            saved["weighted_input"] = SavedTensor((*shape, D), (*rows, "activation_embed_moe"), is_kept=is_kept)
-            saved["order"] = SavedTensor(shape, rows, torch.int64)
+            saved["weighted_input"] = SavedTensor(
+                (*shape, D), (*EXPERT_TOKEN_DIMS, "activation_embed_moe"), is_kept=is_kept
+            )
+            saved["order"] = SavedTensor(shape, EXPERT_TOKEN_DIMS, torch.int64)
         return saved
 
     def extra_repr(self) -> str:

@@ -50,7 +50,7 @@ def load_balance_loss(
 class BalanceLoss(Protocol):
     """Signature of balance losses, such as `load_balance_loss`.
 
-    A balance loss of one's own has the same arguments and returns a tensor ``()``. On a mesh it must be the loss over
+    A custom balance loss has the same arguments and returns a tensor ``()``. On a mesh it must be the loss over
     the tokens of all processes, from sums that `tokens` reduces. The layer multiplies it by `load_balance_loss_weight`.
     """
 

@@ -186,7 +186,7 @@ class MoE(nn.Module):
         self.runner = runner
 
     def reset_parameters(self) -> None:
-        """Initialize all parameters; those of a router of one's own by its method `reset_parameters`, if it has one."""
+        """Initialize all parameters; those of a custom router by its method `reset_parameters`, if it has one."""
         for part in self.children():
             getattr(part, "reset_parameters", lambda: None)()
 

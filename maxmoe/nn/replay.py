@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe._torch import backward_id, never_compiled
-from maxmoe._torch_checkpoint import checkpoint_frame, is_checkpointed_forward, is_reentrant_checkpoint
+from maxmoe._torch_checkpoint import checkpoint_frames, is_reentrant_checkpoint
 from maxmoe.load.stats_accumulator import unwrapped_path
 from maxmoe.nn.moe import MoE
-from maxmoe.nn.router import is_own_router
+from maxmoe.nn.router import is_custom_router
 from maxmoe.nn.routing import Routing, check_is_replayed
 from maxmoe.recompute.selective import is_recomputation
 from maxmoe.written_files import replacing
@@ -149,7 +149,7 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
 
     def hooks(path: str, layer: MoE) -> list[Any]:
         handles: list[Any] = [layer.router.register_forward_pre_hook(replays[path].force, with_kwargs=True)]
-        if is_own_router(layer.router):
+        if is_custom_router(layer.router):
             handles.append(layer.router.register_forward_hook(check_is_replayed, with_kwargs=True))
         return handles
 
@@ -167,13 +167,11 @@ class _Replay:
 
     Attributes:
         checkpointed: expert ids of the calls in each checkpoint, by the frame of the checkpoint.
-        waiting: expert ids of the calls with gradients that have not been recomputed.
     """
 
     def __init__(self, path: str, layer: MoE, calls: list[Tensor]) -> None:
         self.path, self.layer, self.calls, self.num_calls = path or "the layer", layer, calls, 0
         self.checkpointed: WeakKeyDictionary[object, _CheckpointedCalls] = WeakKeyDictionary()
-        self.waiting: list[Tensor] = []
         for ids in calls:
             self._check(ids)
 
@@ -195,6 +193,8 @@ class _Replay:
         """Pass the recorded ids to the router: a forward pre-hook."""
         x: Tensor = arguments[0] if arguments else options["x"]
         ids = self._recomputed() if is_recomputation() else self._next()
+        if ids is None:
+            return None
         num_tokens = x.shape[:-1].numel()
         if ids.numel() != num_tokens * ids.shape[-1]:
             raise ValueError(
@@ -211,12 +211,7 @@ class _Replay:
         def force(router: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
             if not self.checkpointed:
                 handle.remove()
-            elif is_recomputation():
-                if checkpoint_frame() in self.checkpointed:
-                    return self.force(router, arguments, options)
-                if is_checkpointed_forward():
-                    raise ValueError(f"{self.path} is in nested checkpoints: run the backward before the replay ends")
-            return None
+            return self.force(router, arguments, options) if is_recomputation() else None
 
         handle = self.layer.router.register_forward_pre_hook(force, with_kwargs=True)
 
@@ -227,28 +222,22 @@ class _Replay:
             raise ValueError(f"{self.path} cannot be replayed in a checkpoint with use_reentrant=True: set it to False")
         ids = self.calls[self.num_calls]
         self.num_calls += 1
-        frame = checkpoint_frame()
-        if frame is not None:
+        for frame in checkpoint_frames():
             self.checkpointed.setdefault(frame, _CheckpointedCalls()).ids.append(ids)
-        if torch.is_grad_enabled():
-            self.waiting.append(ids)
         return ids
 
-    def _recomputed(self) -> Tensor:
-        frame = checkpoint_frame()
-        if frame in self.checkpointed:
-            ids = self.checkpointed[frame].next()
-            self.waiting = [others for others in self.waiting if others is not ids]
-            return ids
-        if len(self.waiting) != 1:
-            raise ValueError(
-                f"{len(self.waiting)} calls of {self.path} wait for a backward, and it is not known which of them is "
-                "recomputed: recompute with torch.utils.checkpoint, use_reentrant=False, and no checkpoint around it"
-            )
-        ids = self.waiting.pop()
-        if frame is not None:  # a checkpoint in another one, whose recomputation is a forward of the inner one
-            self.checkpointed[frame] = _CheckpointedCalls([ids])
-        return ids
+    def _recomputed(self) -> Tensor | None:
+        """Return the expert ids of the forward that is recomputed; None if this replay has not run it."""
+        frames = checkpoint_frames()
+        for frame in frames:  # the innermost may be new: the forward of a checkpoint in one that is recomputed
+            if frame in self.checkpointed:
+                return self.checkpointed[frame].next()
+        if frames or is_reentrant_checkpoint():
+            return None
+        raise ValueError(
+            f"{self.path} is recomputed, and it is not known which of its calls: recompute with torch.utils.checkpoint "
+            "and use_reentrant=False"
+        )
 
 
 @dataclass

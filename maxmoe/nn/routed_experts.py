@@ -8,7 +8,7 @@ from torch import Tensor
 from maxmoe._torch import is_called_plainly, is_traced
 from maxmoe.nn.dispatcher import ExpertRunner, LocalDispatcher
 from maxmoe.nn.experts import Experts
-from maxmoe.nn.router import Router, is_own_router
+from maxmoe.nn.router import Router, is_custom_router
 from maxmoe.nn.routing import Routing, checked_routing
 from maxmoe.nn.tensor_parallel_region import LayerInputs, LocalRegion
 from maxmoe.quantization import QuantizedStack
@@ -76,7 +76,7 @@ def _in_modules(
 ) -> tuple[Routing, Tensor, Tensor]:
     region = layer.runner.region
     routing: Routing
-    if is_own_router(layer.router):  # only then, because two dims fix the sizes in torch.export
+    if is_custom_router(layer.router):  # only then, because two dims fix the sizes in torch.export
         routing = checked_routing(layer.router, layer.config, inputs.router.view(shape), token_mask)
     else:
         routing = layer.router(inputs.router, token_mask)

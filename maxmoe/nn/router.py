@@ -186,6 +186,6 @@ class Router(ConvertedModule):
         )
 
 
-def is_own_router(router: nn.Module) -> bool:
+def is_custom_router(router: nn.Module) -> bool:
     """Return whether a router, with or without adapters, routes by another forward than that of `Router`."""
     return type(router) is not Router and type(adapted_module(router)).forward is not Router.forward

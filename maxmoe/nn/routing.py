@@ -64,7 +64,7 @@ class Routing(NamedTuple):
         token_losses: Tensor | None = None,
         token_mask: Tensor | None = None,
     ) -> "Routing":
-        """Make the result of a router of one's own.
+        """Make the result of a custom router.
 
         The leading dims ``(...)`` are those of the input of the router, usually ``(B, S)``. Padding is removed: its
         slots become -1, its weights, probabilities and losses 0.
@@ -165,7 +165,7 @@ def _check_shapes(
 
 
 def checked_routing(router: nn.Module, config: MoEConfig, x: Tensor, token_mask: Tensor | None) -> Routing:
-    """Call a router of one's own, and raise as `check_routing` if its output does not fit the layer."""
+    """Call a custom router, and raise as `check_routing` if its output does not fit the layer."""
     with choices_are_kept():
         routing: Routing = router(x, token_mask)
     check_routing(routing, config, x, token_mask, router)
@@ -173,7 +173,7 @@ def checked_routing(router: nn.Module, config: MoEConfig, x: Tensor, token_mask:
 
 
 def check_routing(routing: object, config: MoEConfig, x: Tensor, token_mask: Tensor | None, router: nn.Module) -> None:
-    """Raise for the output of a router of one's own that does not fit the layer.
+    """Raise for the output of a custom router that does not fit the layer.
 
     Args:
         routing: output of the router.
@@ -252,7 +252,9 @@ def _check_values(routing: Routing, config: MoEConfig, name: str) -> None:
 
 
 def check_is_replayed(router: nn.Module, _arguments: Any, options: Mapping[str, Any], routing: object) -> None:
-    """Raise for a router of one's own that does not route to the `experts` of a record: a forward hook."""
+    """Raise for a custom router that does not route to the `experts` of a record: a forward hook."""
+    if "experts" not in options:
+        return  # a recomputation of a forward that was not replayed
     if not isinstance(routing, Routing) or routing.experts.shape != options["experts"].shape:
         return  # which the layer refuses
     is_same = (routing.experts.sort(1).values == options["experts"].sort(1).values).all(1)

@@ -1,4 +1,4 @@
-"""Routed experts with an activation of one's own, composed of other operators."""
+"""Routed experts with a custom activation, composed of other operators."""
 
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from maxmoe.ops.ragged_unsort import ragged_unsort
 
 
 class ActivationFunction(Protocol):
-    """Signature of an activation of one's own: an elementwise function of the projections of rows.
+    """Signature of a custom activation: an elementwise function of the projections of rows.
 
     Called with gate ``(R, F)``, None for experts without a gate, and up ``(R, F)``. Returns a tensor ``(R, F)``.
     """

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from maxmoe.config import MoEConfig
+from maxmoe.declaration import EXPERT_TOKEN_DIMS
 from maxmoe.dispatch import (
     ExpertLayout,
     LeastLoaded,
@@ -22,9 +23,6 @@ from maxmoe.sharding.rules import LogicalRules
 
 Dispatch: TypeAlias = Literal["auto", "ring_of_experts", "ragged_all_to_all", "least_loaded", "gather_weights"]
 
-# Logical names of the dims of activations inside the experts, in the order in which `Experts` declares them.
-EXPERT_TOKEN_DIMS = ("activation_batch_moe", "activation_length_moe", "activation_exp")
-
 # The class of each strategy if tokens are communicated, and if all ranks of the experts hold the same tokens.
 STRATEGIES: dict[Dispatch, tuple[type[Strategy], type[Strategy]]] = {
     "ring_of_experts": (RingOfExperts, LocalStrategy),
@@ -35,7 +33,7 @@ STRATEGIES: dict[Dispatch, tuple[type[Strategy], type[Strategy]]] = {
 
 
 class MeshExpertRunner(ExpertRunner):
-    """An `ExpertRunner` that is not compiled, because its shapes depend on the rows that other ranks send."""
+    """An `ExpertRunner` that is not compiled: with most strategies, shapes depend on the rows that other ranks send."""
 
     run = not_compiled(ExpertRunner.run)
 
@@ -53,7 +51,7 @@ class DispatchPlan(ExpertLayout):
     """
 
     strategy: Dispatch = "gather_weights"
-    reason: str = "asked for"
+    reason: str = "given"
     tensor_parallel_axes: tuple[str, ...] = ()
     embed_axes: tuple[str, ...] = ()
     shared_is_partial: bool = False
@@ -153,13 +151,14 @@ def plan_dispatch(
     token_axes = tuple(axis for axis in axes if axis in tokens.axes)
     strategy, reason = _chosen(replace(local, expert_axes=axes, token_axes=token_axes))
     if dispatch != "auto":
-        reason = "asked for" if dispatch == strategy else f"asked for; auto takes {strategy}: {reason}"
+        reason = "given" if dispatch == strategy else f"given; auto takes {strategy}: {reason}"
         strategy = dispatch
     plan = replace(local, strategy=strategy, reason=reason, expert_axes=axes, token_axes=token_axes)
     if config.capacity_factor is not None and not plan.strategy_class.keeps_sequences:
         able = [name for name, (communicating, _) in STRATEGIES.items() if communicating.keeps_sequences]
         raise ValueError(
-            f"{strategy} sends rows, no sequences: capacity_factor needs dispatch={' or '.join(map(repr, able))}"
+            f"dispatch must be {' or '.join(map(repr, able))} with capacity_factor ({config.capacity_factor}), got "
+            f"{strategy!r}, which sends rows without their sequences"
         )
     if plan.strategy_class.moves_experts:
         _check_movable(config, strategy)
@@ -196,6 +195,6 @@ def _chosen(plan: DispatchPlan) -> tuple[Dispatch, str]:
     rows, share = f"top_k ({config.top_k}) rows", config.num_experts / config.num_selectable_experts
     if share < 1:
         rows = f"{config.top_k * share:.3g} of {rows}"
-    if plan.mesh.size(*plan.expert_axes) > config.top_k * share:  # the size on the left: see `Sizes`
+    if plan.mesh.size(*plan.expert_axes) > config.top_k * share:  # on the left: see `Sizes`
         return "ragged_all_to_all", f"{rows} of a token are fewer bytes than {num_ranks} copies"
     return "ring_of_experts", f"{num_ranks} copies of a token are no more bytes than {rows}"

@@ -189,7 +189,7 @@ class Records:
 
     def silent_store(self) -> Failure:
         """Return the failure of a store that has not answered within the patience."""
-        message = f"the process with the store of torch.distributed gives no sign of life for {self.patience:g} s"
+        message = f"the process with the store of torch.distributed sends no heartbeat for {self.patience:g} s"
         store = self.store
         while isinstance(store, PrefixStore):
             store = store.underlying_store
@@ -204,7 +204,7 @@ class Records:
         dead = [rank for rank in at_work if now[rank] == before[rank]]
         if dead:
             last = ", ".join(places[rank] or "the start" for rank in dead)
-            return dead, f"died or hangs: no sign of life for {self.patience:g} s, last seen at {last}"
+            return dead, f"died or hangs: no heartbeat for {self.patience:g} s, last seen at {last}"
         if at_work:
             return at_work, f"hangs at {', '.join(places.values())}"
         gone = [rank for rank in range(self.num_ranks) if now[rank] == LEFT]

@@ -1,5 +1,6 @@
 """FSDP2 for the `fsdp` axis: prefetches the parameters of the next block and frees those of the previous block."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from torch import nn
@@ -88,6 +89,28 @@ def fully_shard_stage(stage: nn.Module, model: nn.Module, plan: Plan, *, reshard
 def _mesh_dims(plan: Plan) -> fsdp.DataParallelMeshDims:
     replicate_axes = tuple(axis for axis in plan.tokens.axes if axis == REPLICATE_AXIS)
     return fsdp.DataParallelMeshDims(shard=SHARD_AXIS, replicate=replicate_axes or None)
+
+
+def shared_by_blocks(module: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that several blocks of a model have, or a block and the rest of the model.
+
+    FSDP2 would replace such a parameter by its shard in one of them only.
+    """
+    owners: dict[nn.Parameter, set[nn.Module]] = defaultdict(set)
+    for block in blocks(module):
+        for parameter in block.parameters():
+            owners[parameter].add(block)
+    for other in _outside_of_blocks(module):
+        for parameter in other.parameters(recurse=False):
+            owners[parameter].add(module)
+    return {parameter for parameter, modules in owners.items() if len(modules) > 1}
+
+
+def _outside_of_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    yield module
+    for child in module.children():
+        if not isinstance(child, nn.ModuleList):
+            yield from _outside_of_blocks(child)
 
 
 def blocks(module: nn.Module) -> Iterator[nn.Module]:

@@ -2,14 +2,13 @@
 
 from torch import nn
 
-from maxmoe.parallel.fsdp import fully_shard_blocks
 from maxmoe.parallel.input_gradients import InputGradientCheck
 from maxmoe.parallel.parameter_hooks import ParameterHooks
 from maxmoe.parallel.plan import Plan
 
 
-def register_hooks(module: nn.Module, plan: Plan, input_check: InputGradientCheck | None) -> None:
-    """Register the hooks of all modules. PyTorch calls them in this order.
+def register_hooks(module: nn.Module, plan: Plan, input_check: InputGradientCheck | None) -> list[ParameterHooks]:
+    """Register the hooks of all modules, and return those of the FSDP units. PyTorch calls them in this order.
 
     Before the forward of a module:
 
@@ -31,7 +30,7 @@ def register_hooks(module: nn.Module, plan: Plan, input_check: InputGradientChec
     Args:
         module: module with DTensor parameters.
         plan: plan of the module.
-        input_check: check of the inputs; None for a pipeline stage, whose inputs are those of all ranks alike.
+        input_check: check of the inputs; None for a pipeline stage, whose inputs `Pipeline.step` checks.
     """
     if input_check is not None:
         module.register_forward_pre_hook(input_check.enter, with_kwargs=True)
@@ -49,6 +48,4 @@ def register_hooks(module: nn.Module, plan: Plan, input_check: InputGradientChec
             child.register_forward_hook(module_plan.tensor_parallel_hooks.leave)
         if module_plan.residual_reader is not None:
             child.register_forward_pre_hook(module_plan.residual_reader.enter)
-    fully_shard_blocks(module, plan)
-    for parameter_hooks in all_parameter_hooks:
-        parameter_hooks.find_stored(module)
+    return all_parameter_hooks

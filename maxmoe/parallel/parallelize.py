@@ -14,6 +14,7 @@ from maxmoe.nn import (
     set_recompute,
 )
 from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.fsdp import fully_shard_blocks
 from maxmoe.parallel.hooks import register_hooks
 from maxmoe.parallel.input_gradients import InputGradientCheck
 from maxmoe.parallel.plan import ParameterPlan, Plan
@@ -121,7 +122,10 @@ def apply_plan(module: nn.Module, plan: Plan, num_chunks: int, input_check: Inpu
             planned.module.token_group = plan.tokens  # type: ignore[assignment]
     for layer, dispatch_plan in plan.layers.values():
         layer.set_runner(dispatch_plan.runner(num_chunks))
-    register_hooks(module, plan, input_check)
+    parameter_hooks = register_hooks(module, plan, input_check)
+    fully_shard_blocks(module, plan)
+    for hooks in parameter_hooks:
+        hooks.find_stored(module)
 
 
 def check_settings(module: nn.Module, mesh: Mesh, rules: LogicalRules, settings: Mapping[str, str]) -> None:

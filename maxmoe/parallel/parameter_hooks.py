@@ -11,10 +11,13 @@ The order of events for one unit is
 4. tensor hook, when the backward reaches an output: all-gather again into the storages;
 5. backward of the unit and, for each parameter, of its all-gather in step 1, which reduces the gradient.
 
+If tensors of the output cannot be found, because they are in objects that are no pytree, nothing is freed in step 3.
+
 Do not backpropagate from tensors captured by forward hooks inside the unit: such a backward reaches the freed
 parameters without passing an output of the unit, so that step 4 is skipped.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +27,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from maxmoe._torch import parameter_in_place, put_in_place, tree_leaves, version_of
+from maxmoe._torch import base_of_view, parameter_in_place, put_in_place, tree_leaves, version_of
 from maxmoe.parallel.plan import ParameterPlan
 from maxmoe.recompute.freed_storage import FreedStorage
 from maxmoe.recompute.selective import is_recomputation
@@ -39,9 +42,7 @@ class ParameterHooks:
         self._plans = parameters
         self._stored: Mapping[str, Tensor] = {}
         self._fsdp_modules: Sequence[FSDPModule] = ()
-        self._replaced: list[tuple[nn.Module, str, Tensor]] = []
-        self._gathered: list[GatheredParameter] = []
-        self._ungathered: list[tuple[Tensor, ParameterVersion]] = []
+        self._calls: list[UnitCall] = []  # several if the unit calls itself
 
     def find_stored(self, model: nn.Module) -> None:
         """Find the parameters that the optimizer holds, and the FSDP2 modules that shard them.
@@ -59,34 +60,39 @@ class ParameterHooks:
         # Keyed by the id of the parameter, so that a parameter that several children share is gathered once. All ranks
         # gather in the order of the plans.
         tensors: dict[int, Tensor] = {}
+        call = UnitCall()
+        self._calls.append(call)
         for path, plan in self._plans.items():
             prefix, _, name = path.rpartition(".")
             owner = unit.get_submodule(prefix)
-            parameter = _parameter(owner, name)
+            parameter = parameter_in_place(owner, name)
+            if not isinstance(parameter, DTensor):  # gathered by a unit whose forward calls this one
+                continue
             if id(parameter) not in tensors:
                 tensors[id(parameter)] = redistribute_parameter(parameter, plan.gathering)
                 if _has_later_backward():
-                    self._remember(tensors[id(parameter)], owner, name, plan)
-            self._replaced.append((owner, name, parameter))
+                    self._remember(call, tensors[id(parameter)], owner, name, plan)
+            call.replaced.append((owner, name, parameter))
             put_in_place(owner, name, tensors[id(parameter)])
 
-    def _remember(self, tensor: Tensor, owner: nn.Module, name: str, plan: ParameterPlan) -> None:
+    def _remember(self, call: "UnitCall", tensor: Tensor, owner: nn.Module, name: str, plan: ParameterPlan) -> None:
         """Keep the version of a parameter for the backward, and the function that gathers it again, if any."""
         version = ParameterVersion(plan.name, self._stored[plan.name])
         if plan.is_gathered:
-            self._gathered.append(GatheredParameter(tensor, _gather_again(owner, name, plan), version))
+            call.gathered.append(GatheredParameter(tensor, _gather_again(owner, name, plan), version))
         else:
-            self._ungathered.append((tensor, version))
+            call.ungathered.append((tensor, version))
 
     @not_compiled
     def free(self, _unit: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
         """Forward hook: put the DTensors back, free the gathered tensors, and refill them in the backward."""
-        while self._replaced:
-            owner, name, parameter = self._replaced.pop()
+        if not self._calls:  # another hook has raised before `gather`
+            return
+        call = self._calls.pop()
+        for owner, name, parameter in call.replaced:
             put_in_place(owner, name, parameter)
-        gathered, self._gathered = self._gathered, []
-        ungathered, self._ungathered = self._ungathered, []
-        if not _has_later_backward():
+        gathered, ungathered, tensors = call.gathered, call.ungathered, _tensors_of(output)
+        if not (_has_later_backward() and (gathered or ungathered) and tensors):
             return
 
         def refill(_gradient: Tensor) -> None:
@@ -110,9 +116,42 @@ class ParameterHooks:
 
         for gathered_parameter in gathered:
             gathered_parameter.free()
-        for tensor in tree_leaves(output):
-            if (gathered or ungathered) and isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(refill)  # type: ignore[no-untyped-call]
+        for tensor in tensors:
+            # An in-place operation on a view replaces the history of the view, and with it the hook, by one that ends
+            # in that of the base.
+            for hooked in (tensor, base_of_view(tensor)):
+                if hooked is not None and hooked.requires_grad:
+                    hooked.register_hook(refill)  # type: ignore[no-untyped-call]
+
+
+@dataclasses.dataclass
+class UnitCall:
+    """Parameters of one forward of a unit.
+
+    Attributes:
+        replaced: parameters that are put back after the forward, with their modules and names.
+        gathered: gathered tensors for the backward.
+        ungathered: tensors that share memory with their parameters, and the versions of these.
+    """
+
+    replaced: list[tuple[nn.Module, str, Tensor]] = dataclasses.field(default_factory=list)
+    gathered: list["GatheredParameter"] = dataclasses.field(default_factory=list)
+    ungathered: list[tuple[Tensor, "ParameterVersion"]] = dataclasses.field(default_factory=list)
+
+
+def _tensors_of(output: Any) -> list[Tensor]:
+    """Return the tensors of an output; none if it has an object in which there may be others."""
+    tensors, values = [], list(tree_leaves(output))
+    while values:
+        value = values.pop()
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif dataclasses.is_dataclass(value):
+            for field in dataclasses.fields(value):
+                values += tree_leaves(getattr(value, field.name, None))
+        elif not isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device | None):
+            return []
+    return tensors
 
 
 class ParameterVersion:
@@ -182,10 +221,9 @@ def _has_later_backward() -> bool:
 
 def _gather_again(owner: nn.Module, name: str, plan: ParameterPlan) -> Callable[[], Tensor]:
     # The parameter is looked up again, because FSDP has replaced it by its sharded or unsharded state in between.
-    return lambda: redistribute_parameter(_parameter(owner, name), plan.gathering)
+    def gather() -> Tensor:
+        parameter = parameter_in_place(owner, name)
+        assert isinstance(parameter, DTensor)
+        return redistribute_parameter(parameter, plan.gathering)
 
-
-def _parameter(owner: nn.Module, name: str) -> DTensor:
-    parameter = parameter_in_place(owner, name)
-    assert isinstance(parameter, DTensor)
-    return parameter
+    return gather

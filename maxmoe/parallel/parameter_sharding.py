@@ -99,7 +99,9 @@ def _adapters_around(name: str, parameters: Mapping[str, object]) -> str:
 
 def _check(names: Names, parameter: nn.Parameter, name: str) -> None:
     if isinstance(names, str) or len(names) != parameter.dim():
-        raise ValueError(f"{name} has the shape {tuple(parameter.shape)} and the logical names {names!r}")
+        raise ValueError(
+            f"{name} must have one logical name per dim of its shape {tuple(parameter.shape)}, got {names!r}"
+        )
     of_activations = [part for part in names if part is not None and part.startswith("activation_")]
     if of_activations:
         raise ValueError(f"{name} is a parameter, {of_activations[0]!r} is a name for activations: {names!r}")

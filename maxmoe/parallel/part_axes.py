@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from maxmoe.declaration import TOKEN_DIMS, declaration_of
-from maxmoe.parallel.dispatch_plan import EXPERT_TOKEN_DIMS
+from maxmoe.declaration import EXPERT_TOKEN_DIMS, TOKEN_DIMS, declaration_of
 from maxmoe.parallel.parameter_sharding import ParameterSharding, tensor_parallel_activation
 from maxmoe.parallel.sharded_tokens import ShardedTokens, activation_spec
 from maxmoe.sharding.mesh import Mesh

@@ -11,7 +11,7 @@ from maxmoe.declaration import Absent, declaration_of
 from maxmoe.nn import MoE
 from maxmoe.parallel.blocks_of_scales import check_blocks
 from maxmoe.parallel.dispatch_plan import Dispatch, DispatchPlan, check_dispatch, plan_dispatch
-from maxmoe.parallel.fsdp import blocks, fsdp_axes
+from maxmoe.parallel.fsdp import blocks, fsdp_axes, shared_by_blocks
 from maxmoe.parallel.fsdp_units import fsdp_units
 from maxmoe.parallel.parameter_sharding import ParameterSharding, parameter_shardings, tensor_parallel_activation
 from maxmoe.parallel.part_axes import activation_parts, embed_parts, tensor_parallel_axes
@@ -111,7 +111,7 @@ class _Planner:
         self.reduced_by_layer = {module for modules in experts.values() for module in modules} | {
             layer.shared_experts for layer in layers.values() if self.dispatch_plans[layer].shared_is_partial
         }
-        self.blocks = set(blocks(model))
+        self.blocks, self.shared_by_blocks = set(blocks(model)), shared_by_blocks(model)
 
     def module_plans(self) -> dict[str, ModulePlan]:
         """Plan every module, by its path."""
@@ -200,7 +200,9 @@ class _Planner:
         for path, name in self.units.get(unit, {}).items():
             used = self._used(unit, self.shardings[name])
             check_blocks(name, self.shardings[name], used)
+            parameter = unit.get_parameter(path)
             of_fsdp = fsdp_axes(self.shardings[name], used, self.tokens)
+            of_fsdp = () if parameter in self.shared_by_blocks else of_fsdp
             unsharded = self.shardings[name].sharding.without(*of_fsdp)
             sharded = {axis for axes in used.spec for axis in axes}
             # A parameter that is added to the output is partial: zero on all ranks but one. Every rank along a
@@ -223,7 +225,7 @@ class _Planner:
                     used=replace(used, partial=added),
                     grad_used=NamedSharding(self.mesh, used.spec, partial),
                     grad_unsharded=NamedSharding(self.mesh, unsharded.spec, of_fsdp),
-                    is_trained=unit.get_parameter(path).requires_grad,
+                    is_trained=parameter.requires_grad,
                     fsdp_unit=unit_path,
                     fsdp_block=block if of_fsdp else None,
                 ),

@@ -17,7 +17,7 @@ from maxmoe.sharding.redistribute import embed_sharding
 class Boundary:
     """Finds the shape and dtype of the hidden states between stages for a micro-batch, and checks the loss.
 
-    The first and the last part of the model run on tensors without memory, on every rank. An error in the inputs or in
+    The first and the last part of the model run on fake tensors, on every rank. An error in the inputs or in
     the loss is therefore raised on every rank, before anything is sent. The blocks need not run, because they keep the
     shape and dtype of the hidden states.
 
@@ -28,14 +28,13 @@ class Boundary:
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self._mode, self._device = fake_tensor_mode(), plan.mesh.device_type
-        readers = [planned.residual_reader for planned in plan.values() if planned.residual_reader is not None]
-        self._mesh, self._embed_axes = plan.mesh, readers[0].embed_axes if readers else ()
-        self._first = self._without_memory(stage_module(model, StagePart((), is_first=True, is_last=False)))
-        self._last = self._without_memory(stage_module(model, StagePart((), is_first=False, is_last=True)))
-        self._between = self._without_memory(stage_module(model, StagePart((), is_first=False, is_last=False)))
+        self._mesh, self._embed_axes = plan.mesh, plan.embed_axes
+        self._first = self._as_fake(stage_module(model, StagePart((), is_first=True, is_last=False)))
+        self._last = self._as_fake(stage_module(model, StagePart((), is_first=False, is_last=True)))
+        self._between = self._as_fake(stage_module(model, StagePart((), is_first=False, is_last=False)))
 
-    def _without_memory(self, module: nn.Module) -> nn.Module:
-        """Copy a module; its parameters and buffers get no memory."""
+    def _as_fake(self, module: nn.Module) -> nn.Module:
+        """Copy a module; the parameters and buffers of the copy are fake tensors."""
         with self._mode:
             copies: dict[int, Any] = {}
             for tensor in (*module.parameters(), *module.buffers()):
@@ -44,7 +43,7 @@ class Boundary:
             return copy.deepcopy(module, copies)
 
     def hidden_states(self, micro_batch: MicroBatch) -> Tensor:
-        """Return a tensor without memory of the shape and dtype of the hidden states, before they are sharded.
+        """Return a fake tensor of the shape and dtype of the hidden states, before they are sharded.
 
         Raises:
             ValueError: if the model computes with the hidden states outside of its parts, which every stage would do.
@@ -69,7 +68,7 @@ class Boundary:
     def check_loss(self, loss: Loss, hidden_states: Tensor, micro_batch: MicroBatch) -> None:
         """Raise a ValueError if the loss is no scalar.
 
-        A loss that cannot be computed with tensors without memory is checked when it is computed.
+        A loss that cannot be computed with fake tensors is checked when it is computed.
         """
         with self._mode:
             _, targets, options = tree_map(self._fake, micro_batch)

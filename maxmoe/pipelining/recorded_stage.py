@@ -42,11 +42,11 @@ class Recording:
         if self._spans is None:
             yield
             return
-        begin = time.perf_counter() - self._start
+        start = time.perf_counter() - self._start
         yield
         if self._device != "cpu":
             torch.accelerator.synchronize()
-        self._spans.append(Span(action, begin, time.perf_counter() - self._start))
+        self._spans.append(Span(action, start, time.perf_counter() - self._start))
 
 
 class RecordedStage(PipelineStage):
@@ -90,7 +90,7 @@ def gather_timeline(spans: list[Span], group: dist.ProcessGroup | None) -> Timel
     if group is not None:
         ranks = [[] for _ in range(group.size())]
         dist.all_gather_object(ranks, spans, group=group)
-    start = min(rank[0].begin for rank in ranks)
+    first = min(rank[0].start for rank in ranks)
     return Timeline(
-        tuple(tuple(Span(action, begin - start, end - start) for action, begin, end in rank) for rank in ranks)
+        tuple(tuple(Span(action, start - first, end - first) for action, start, end in rank) for rank in ranks)
     )

@@ -29,10 +29,10 @@ class Action(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Action with its begin and end, in the unit of the timeline."""
+    """Action with its start and end, in the unit of the timeline."""
 
     action: Action
-    begin: float
+    start: float
     end: float
 
 
@@ -41,19 +41,19 @@ class Timeline:
     """Actions of each rank along the axis `stage` in one step, in the order in which the rank runs them.
 
     Args:
-        ranks: for each rank, its actions with begin and end; the first action of all ranks begins at zero.
+        ranks: for each rank, its actions with start and end; the first action of all ranks begins at zero.
     """
 
     ranks: tuple[tuple[Span, ...], ...]
 
     @property
     def duration(self) -> float:
-        """Time from the begin of the first action to the end of the last one."""
+        """Time from the start of the first action to the end of the last one."""
         return max(span.end for spans in self.ranks for span in spans)
 
     def idle(self, rank: int) -> float:
         """Return the share of the step in which a rank computes nothing."""
-        return 1 - sum(span.end - span.begin for span in self.ranks[rank]) / self.duration
+        return 1 - sum(span.end - span.start for span in self.ranks[rank]) / self.duration
 
     @property
     def bubble(self) -> float:

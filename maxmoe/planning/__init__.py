@@ -3,7 +3,7 @@
 from maxmoe.planning.estimate import Estimate, estimate
 from maxmoe.planning.explain import Explanation, explain
 from maxmoe.planning.plan_search.fastest import search
-from maxmoe.planning.plan_search.found_plan import FoundPlan
+from maxmoe.planning.plan_search.predicted_plan import PredictedPlan
 from maxmoe.planning.plan_search.prediction import predict
 from maxmoe.planning.plan_search.result import NoPlanFits, SearchResult
 from maxmoe.planning.state_dtypes import StateDtypes
@@ -14,9 +14,9 @@ __all__ = [
     "Device",
     "Estimate",
     "Explanation",
-    "FoundPlan",
     "Link",
     "NoPlanFits",
+    "PredictedPlan",
     "SearchResult",
     "StateDtypes",
     "Traffic",

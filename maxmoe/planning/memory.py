@@ -72,7 +72,7 @@ def activation_memory(
 ) -> tuple[int, int]:
     """Count the activations that are kept until the backward, and those of the largest recomputed module.
 
-    `dtype` is that of the activations; None for `parameter_dtype`, which a part of a model without parameters has not.
+    `dtype` is that of the activations; None for `parameter_dtype`, which raises for a part without parameters.
     """
     activations = activation_sizes(plan, batch_size, sequence_length, num_chunks, dtype or parameter_dtype(plan))
     return activations.pop(None, 0), max(activations.values(), default=0)

@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
+from maxmoe.text_table import ranges
+
 Item = TypeVar("Item")
 
 
@@ -19,12 +21,5 @@ def group_repeated(
     for (prefix, suffix, _), members in groups.items():  # type: ignore[misc]
         numbers = [int(number) for number, _ in members if number]
         count = f" x{len(members)}" if len(members) > 1 else ""
-        result.append((f"{prefix}{_ranges(numbers)}{suffix}{count}", [item for _, item in members]))
+        result.append((f"{prefix}{ranges(numbers, ',')}{suffix}{count}", [item for _, item in members]))
     return result
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Write increasing numbers as "0-2,5"."""
-    starts = [number for number in numbers if number - 1 not in numbers]
-    ends = [number for number in numbers if number + 1 not in numbers]
-    return ",".join(str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))

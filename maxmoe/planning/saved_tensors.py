@@ -3,9 +3,9 @@
 import math
 from collections.abc import Iterator, Mapping
 
-from maxmoe.declaration import SavedTensor, declaration_of
+from maxmoe.declaration import EXPERT_TOKEN_DIMS, SavedTensor, declaration_of
 from maxmoe.dispatch import PlannedDispatch
-from maxmoe.parallel.dispatch_plan import EXPERT_TOKEN_DIMS, DispatchPlan
+from maxmoe.parallel.dispatch_plan import DispatchPlan
 from maxmoe.parallel.parameter_sharding import tensor_parallel_activation
 from maxmoe.parallel.plan import ModulePlan, Plan
 

@@ -35,7 +35,7 @@ _keeps_choices: ContextVar[bool] = ContextVar("keeps_choices", default=False)
 
 @contextmanager
 def choices_are_kept() -> Iterator[None]:
-    """Context of a router of one's own: under `keep_routing`, its recomputation makes the same choices.
+    """Context of a custom router: under `keep_routing`, its recomputation makes the same choices.
 
     All outputs of operators that are integers or booleans are saved, because a choice among experts is a comparison or
     an order of scores. Compiled code has no such context: its recomputation repeats the bits of its forward.
@@ -62,7 +62,7 @@ def keep_routing() -> tuple[AbstractContextManager[None], AbstractContextManager
     """Context function for `torch.utils.checkpoint` that saves the routing and recomputes everything else.
 
     Expert ids, weights and plan are saved, a few bytes per token. The recomputation then uses the same experts even if
-    other operators are not bitwise reproducible, as some attention kernels on GPUs. Of a router of one's own, all
+    other operators are not bitwise reproducible, as some attention kernels on GPUs. Of a custom router, all
     integers and booleans that it computes are saved, which it must not change in place; compiled, it is recomputed::
 
         checkpoint(block, x, use_reentrant=False, context_fn=maxmoe.keep_routing)

@@ -141,7 +141,9 @@ class Mesh:
             ValueError: for a rank that the mesh does not have, and for None on a planned mesh.
         """
         rank = self.rank if rank is None else rank
-        if rank is None or not 0 <= rank < self.num_ranks:
+        if rank is None:
+            raise ValueError(f"rank must be given on the planned {self}, got None")
+        if not 0 <= rank < self.num_ranks:
             raise ValueError(f"rank must be from 0 to {self.num_ranks - 1} on {self}, got {rank}")
         place = {}
         for axis, size in reversed(self.sizes.items()):

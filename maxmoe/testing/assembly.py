@@ -16,7 +16,7 @@ FLOOR = 1e-2  # a tensor is compared on the scale of its largest entry, at least
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedEntries:
     """Where the entries of a parameter of one rank lie in the whole parameter, and how far their values are off."""
 
     rank: int
@@ -52,7 +52,7 @@ def matching_names(wrapped: Sequence[str], names: Sequence[str]) -> dict[str, st
     return found
 
 
-def place(entries: Mapping[int, ParameterEntries], whole: Tensor, tolerance: float) -> list[Placed]:
+def place(entries: Mapping[int, ParameterEntries], whole: Tensor, tolerance: float) -> list[PlacedEntries]:
     """Find the entries of each rank in a whole parameter, by the layout of a `DTensor` or by their values."""
     parts = {rank: item.value.values for rank, item in entries.items()}
     scale = largest_of(whole)
@@ -73,11 +73,13 @@ def place(entries: Mapping[int, ParameterEntries], whole: Tensor, tolerance: flo
                 for other in blocks(shapes, order, tuple(whole.shape))
                 if block is not None and distance(values, whole[other]) <= error
             ]
-        placed.append(Placed(rank, item, candidates, 0.0 if error <= tolerance * scale else error / (scale or 1.0)))
+        placed.append(
+            PlacedEntries(rank, item, candidates, 0.0 if error <= tolerance * scale else error / (scale or 1.0))
+        )
     return placed
 
 
-def gradient_parts(placed: Sequence[Placed], expected: Tensor) -> list[Part]:
+def gradient_parts(placed: Sequence[PlacedEntries], expected: Tensor) -> list[Part]:
     """Return the gradients of the ranks, zeros for one that has none.
 
     Of several blocks with the same values, the one with the closest gradient counts.

@@ -9,6 +9,7 @@ from torch import Tensor
 from maxmoe.testing.factors import Size, fit, is_close, named_factor
 from maxmoe.testing.layout import distance, largest_of
 from maxmoe.testing.shares import Share, ShareFactors
+from maxmoe.text_table import ranges
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,6 @@ class Facts:
         share_factors: factors of the shares that explain other gradients.
     """
 
-    num_ranks: int
     sizes: list[Size]
     partitions: dict[str, list[list[int]]]
     terms: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
@@ -253,7 +253,7 @@ class WrongGradient:
             factors.setdefault(self._named(found[0]), []).append(row)
         if len(factors) > 4:
             return None
-        return "; ".join(f"rows {_ranges(rows)} of dim 0: {text}" for text, rows in factors.items())
+        return "; ".join(f"rows {ranges(rows, ', ')} of dim 0: {text}" for text, rows in factors.items())
 
     def _unexplained(self) -> str:
         values, expected = self._all_values().double(), self._all_of(self.expected).double()
@@ -274,14 +274,3 @@ def _same_entries(one: Part, other: Part) -> bool:
     if one.indices is None or other.indices is None:
         return one.indices is other.indices
     return one.indices.shape == other.indices.shape and bool((one.indices == other.indices).all())
-
-
-def _ranges(rows: Sequence[int]) -> str:
-    """Write sorted numbers as ranges: 0-3, 6."""
-    ranges: list[list[int]] = []
-    for row in rows:
-        if ranges and ranges[-1][1] == row - 1:
-            ranges[-1][1] = row
-        else:
-            ranges.append([row, row])
-    return ", ".join(str(begin) if begin == end else f"{begin}-{end}" for begin, end in ranges)

@@ -199,7 +199,7 @@ class Judgement:
     @cached_property
     def _facts(self) -> Facts:
         """Run one process on parts of the batch, and with each term of the loss alone."""
-        facts = Facts(len(self.ranks), self._sizes, partitions(self.ranks))
+        facts = Facts(self._sizes, partitions(self.ranks))
         shares = batches_of_shares(self.one_process, self.ranks)
         batches = [self.one_process.batch, *(batch for _, batch in shares)]
         try:
@@ -213,7 +213,7 @@ class Judgement:
             for (share, _), found in zip(shares, others, strict=True)
         ]
         weights = self._weights([gradients for _, gradients in parts])
-        return Facts(len(self.ranks), self._sizes, partitions(self.ranks), terms, parts, weights or [])
+        return Facts(self._sizes, partitions(self.ranks), terms, parts, weights or [])
 
     def _filled(self, gradients: dict[str, Tensor | None]) -> dict[str, Tensor]:
         return {

@@ -134,7 +134,9 @@ class Run:
         """Return a note if the ranks are right in float32: some operators of torch do otherwise in float64."""
         with suppress(RankError):
             if replace(self, dtype=torch.float32).compare().equal:
-                return ("In float32 all are right, to 1e-04: the difference is that of float64, or below 1e-04.",)
+                return (
+                    "All are equal in float32: the difference is specific to float64, or smaller than the tolerance.",
+                )
         return ()
 
     def _one_process(self) -> tuple[Measurement, Measurement, torch.dtype, list[str]]:

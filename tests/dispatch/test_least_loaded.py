@@ -259,7 +259,10 @@ def test_ranks_with_different_plans_are_an_error_by_name() -> None:
     [
         ({"implementation": "dense"}, "least_loaded .* implementation must be 'sparse', got 'dense'"),
         ({"buffer_factor": 1.5}, r"least_loaded drops no rows: buffer_factor must be None, got 1\.5"),
-        ({"implementation": "dense", "capacity_factor": 1.0}, "least_loaded sends rows, no sequences"),
+        (
+            {"implementation": "dense", "capacity_factor": 1.0},
+            "got 'least_loaded', which sends rows without their sequences",
+        ),
     ],
 )
 def test_what_it_cannot_run(changes: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Routers of one's own on four ranks, with every strategy: the routers of docs/how_to/router.md."""
+"""Custom routers on four ranks, with every strategy: the routers of docs/how_to/router.md."""
 
 from typing import Any
 

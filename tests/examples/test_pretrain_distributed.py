@@ -200,7 +200,7 @@ sys.exit(pretrain.main())
         (
             CUT_SEQUENCES,
             "os.kill(os.getpid(), signal.SIGKILL)",
-            "died or hangs: no sign of life for 5 s, last seen at",
+            "died or hangs: no heartbeat for 5 s, last seen at",
             "Signal 9",
         ),
         (

@@ -83,7 +83,7 @@ def test_a_run_whose_ranks_die_or_hang_in_a_stage_goes_on_with_other_numbers_of_
         for path in paths:
             path.unlink()
         assert errors.keys() == {*range(4)} - {rank}
-        assert all(error.startswith(f"rank {rank} of 4 died or hangs: no sign of life") for error in errors.values())
+        assert all(error.startswith(f"rank {rank} of 4 died or hangs: no heartbeat") for error in errors.values())
 
     def stopping(step: int, *arguments: str) -> int:
         after_step(monkeypatch, step, lambda: signal.raise_signal(signal.SIGTERM))

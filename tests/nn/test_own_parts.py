@@ -1,4 +1,4 @@
-"""Activations and balance losses of one's own, and what contradicts the config."""
+"""Custom activations and balance losses, and what contradicts the config."""
 
 from typing import Any
 

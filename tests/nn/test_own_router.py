@@ -1,4 +1,4 @@
-"""Routers of one's own, above all those of docs/how_to/router.md."""
+"""Custom routers, above all those of docs/how_to/router.md."""
 
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Routers of one's own that a layer refuses, and which routers are such."""
+"""Custom routers that a layer refuses, and which routers are such."""
 
 import dataclasses
 from collections.abc import Callable
@@ -172,7 +172,7 @@ def test_a_subclass_of_the_router_is_one_of_ones_own() -> None:
         ValueError, match=r"expert ids of router OfSequences must be in \[-1, number of experts \(6\)\)"
     ):
         layer(tokens(2, 5) + 200)
-    with pytest.raises(ValueError, match="router_bias must be False with a router of one's own, got True"):
+    with pytest.raises(ValueError, match="router_bias must be False with a custom router, got True"):
         MoE(dataclasses.replace(config, router_bias=True), router=OfSequences(config))
 
 

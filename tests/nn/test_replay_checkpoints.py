@@ -1,6 +1,7 @@
 """Replayed routing under `torch.utils.checkpoint`: a recomputation takes the experts of its forward."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 import maxmoe
 from maxmoe import MoE
-from maxmoe.nn import RoutingRecord
 from support.moe_layers import FAMILIES, make, tokens
 from support.replayed_layers import moved, recorded
+
+Forward = Callable[[MoE, Tensor], Tensor]
 
 
 def gradients(model: torch.nn.Module, run: Callable[[], Tensor]) -> dict[str, Tensor]:
@@ -102,28 +104,68 @@ def nested(layer: MoE, x: Tensor) -> Tensor:
     def inner(x: Tensor) -> Tensor:
         return checkpoint(layer, x, use_reentrant=False).hidden_states.sin()
 
-    return checkpoint(inner, x, use_reentrant=False).square().sum()
+    return checkpoint(inner, x, use_reentrant=False)
 
 
-def test_nested_checkpoints() -> None:
-    """One forward is replayed; several cannot be told apart, nor can one after the replay."""
+def on_cpu(layer: MoE, x: Tensor) -> Tensor:
+    """Hooks on saved tensors between checkpoint and layer."""
+
+    def inner(x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            hidden_states = layer(x).hidden_states
+        return hidden_states.sin()
+
+    return checkpoint(inner, x, use_reentrant=False)
+
+
+def checkpointed(layer: MoE, x: Tensor) -> Tensor:
+    return checkpoint(lambda x: layer(x).hidden_states.sin(), x, use_reentrant=False)
+
+
+def uncheckpointed(layer: MoE, x: Tensor) -> Tensor:
+    return layer(x).hidden_states.sin()
+
+
+FORWARDS = [uncheckpointed, checkpointed, nested, on_cpu]
+
+
+@pytest.mark.parametrize("second", FORWARDS)
+@pytest.mark.parametrize("first", FORWARDS)
+@pytest.mark.parametrize("is_replayed", [True, False])
+def test_a_backward_in_another_replay(is_replayed: bool, first: Forward, second: Forward) -> None:
+    """Each forward is recomputed with its own experts, wherever its backward runs."""
     layer = moved(before := make())
-    x = tokens(layer)
-    record = recorded(before, x)
+    one, other = tokens(layer), tokens(layer)
+    records = recorded(before, one), recorded(before, other)
+
+    def losses(first: Forward, second: Forward, *, inside: bool) -> dict[str, Tensor]:
+        layer.zero_grad()
+        with maxmoe.replay_routing(layer, records[0]) if is_replayed else nullcontext():
+            loss = first(layer, one).square().sum()
+        with maxmoe.replay_routing(layer, records[1]):
+            loss = loss + second(layer, other).sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        return {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
+
+    expected = losses(uncheckpointed, uncheckpointed, inside=False)
+    for inside in (True, False):
+        got = losses(first, second, inside=inside)
+        for name in expected:
+            torch.testing.assert_close(got[name], expected[name], rtol=1e-12, atol=1e-13)
+
+
+def test_other_recomputations_are_refused() -> None:
+    layer, x = make(), tokens(make())
+    record = recorded(layer, x)
+    leaf = torch.ones(1, requires_grad=True)
     with maxmoe.replay_routing(layer, record):
-        expected = gradients(layer, lambda: layer(x).hidden_states.sin().square().sum())
-    with maxmoe.replay_routing(layer, record):
-        got = gradients(layer, lambda: nested(layer, x))
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
-    twice = RoutingRecord({"": record.calls[""] * 2})
-    message = "^2 calls of the layer wait for a backward, and it is not known which of them is recomputed"
-    with pytest.raises(ValueError, match=message), maxmoe.replay_routing(layer, twice):
-        (nested(layer, x) + nested(layer, x)).backward()
-    with maxmoe.replay_routing(layer, record):
-        later = nested(layer, x)
-    message = "^the layer is in nested checkpoints: run the backward before the replay ends$"
-    with pytest.raises(ValueError, match=message):
-        later.backward()
+        layer(x)
+        leaf.register_hook(lambda _: layer(x))
+        with pytest.raises(ValueError, match=r"^the layer is recomputed, and it is not known which of its calls"):
+            leaf.sum().backward()
 
 
 def test_a_reentrant_checkpoint_is_refused() -> None:

@@ -131,7 +131,7 @@ def group_with_store_on_rank_0() -> int:
     return host
 
 
-NO_ANSWER = r"RankError: the process with the store of torch\.distributed gives no sign of life for 1\.5 s: rank 0 "
+NO_ANSWER = r"RankError: the process with the store of torch\.distributed sends no heartbeat for 1\.5 s: rank 0 "
 
 
 @pytest.mark.parametrize("is_stopped_early", [False, True], ids=["inside", "before"])

@@ -42,7 +42,7 @@ def test_names_of_nothing_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("names", [("mlp",), ("mlp", "embed", None), "me"])
 def test_names_are_one_per_dim(names: Any) -> None:
-    message = f"first.weight has the shape (8, 6) and the logical names {names!r}"
+    message = f"first.weight must have one logical name per dim of its shape (8, 6), got {names!r}"
     assert error_of(logical_names, Outer(**{"first.weight": names})) == message
 
 

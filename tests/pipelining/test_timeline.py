@@ -72,10 +72,10 @@ def test_the_plan_is_what_ranks_run_and_keep(schedule: str, num_ranks: int) -> N
     for timeline in steps[0][:2]:
         assert actions_of(timeline) == expected == actions_of(planned(schedule, num_ranks))
         assert 0 < timeline.bubble < 1
-        assert min(spans[0].begin for spans in timeline.ranks) == 0
+        assert min(spans[0].start for spans in timeline.ranks) == 0
         for spans in timeline.ranks:
             ends = [0.0, *(span.end for span in spans)]
-            assert all(end <= span.begin < span.end for end, span in zip(ends, spans, strict=False))
+            assert all(end <= span.start < span.end for end, span in zip(ends, spans, strict=False))
     assert all(step[:2] == steps[0][:2] for step in steps), "all ranks have the timeline of all"
     for actions, (_, _, found) in zip(expected, steps, strict=True):
         counts = in_flight(actions)

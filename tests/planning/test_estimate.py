@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from maxmoe import MoEConfig, replay_routing
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.optim import Muon, parameter_groups
-from maxmoe.parallel import Declaration, SavedTensor
 from maxmoe.parallel.dispatch_plan import STRATEGIES, Dispatch
 from maxmoe.parallel.planner import make_plan
 from maxmoe.planning import Estimate, estimate
@@ -108,37 +107,6 @@ def test_recomputed_blocks_keep_their_input_and_one_block_its_activations() -> N
     kept, again = activations(model, 2, 40)
     assert kept == pytest.approx(kept_by_a_step(model, tokens), rel=0.01)
     assert kept + again == pytest.approx(kept_by_a_step(model, tokens) + max(inside), rel=0.003)
-
-
-class BiasedFeedForward(nn.Module):
-    """A tensor-parallel module whose first parameter has no dim "embed", and whose dims have names of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up_bias, self.up = nn.Parameter(torch.zeros(16)), nn.Parameter(torch.zeros(16, 8))
-        self.declaration = Declaration(
-            logical_names={"up_bias": ("ffn",), "up": ("ffn", "embed")},
-            tensor_parallel_dims={"ffn": 16},
-            saved_tensors=self.saved_tensors,
-        )
-
-    def saved_tensors(self, batch: int, length: int) -> dict[str, SavedTensor]:
-        return {"inner": SavedTensor((batch, length, 16), ("activation_batch", "activation_length", "activation_ffn"))}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.up.T + self.up_bias) @ self.up
-
-
-def test_tensor_parallel_dims_of_any_name() -> None:
-    rules = LogicalRules([("ffn", "tensor"), ("activation_ffn", "tensor")])
-    step = {"batch_size": 2, "sequence_length": 4}
-    for size in (1, 4):
-        costs = estimate(BiasedFeedForward(), Mesh.planned({"tensor": size}), rules, allow_unused=True, **step)
-        assert costs.memory["activations"] == 2 * 4 * 16 * 4 // size
-    unnamed = BiasedFeedForward()
-    unnamed.declaration = replace(unnamed.declaration, logical_names={"up_bias": ("ffn",), "up": ("ffn", None)})
-    with pytest.raises(ValueError, match=r"one of its parameters must have the logical name 'embed', got {'up_bias'"):
-        estimate(unnamed, Mesh.planned({"tensor": 2}), rules, allow_unused=True, **step)
 
 
 def test_what_it_cannot_know_is_an_error() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from maxmoe import MoEConfig
+from maxmoe.declaration import EXPERT_TOKEN_DIMS
 from maxmoe.models import Decoder, DecoderConfig
-from maxmoe.parallel.dispatch_plan import EXPERT_TOKEN_DIMS
 from maxmoe.parallel.sharded_tokens import activation_spec
 from maxmoe.planning import estimate, explain
 from maxmoe.sharding import LogicalRules, Mesh

@@ -16,7 +16,7 @@ from maxmoe import MoEConfig, parallelize
 from maxmoe.models import Decoder, DecoderConfig, DecoderOutput
 from maxmoe.nn import set_recompute
 from maxmoe.parallel import token_sharding
-from maxmoe.planning import Device, FoundPlan, NoPlanFits, StateDtypes, estimate, predict, search
+from maxmoe.planning import Device, NoPlanFits, PredictedPlan, StateDtypes, estimate, predict, search
 from maxmoe.planning.many_meshes import Sizes
 from maxmoe.planning.plan_search.candidates import factorisations
 from maxmoe.sharding import LogicalRules, Mesh
@@ -45,7 +45,7 @@ AXES = {"ep-as-dp": ("data", "fsdp", "expert"), "pipeline-large-moe": ("stage", 
 PLANS = [(rules, dict(zip(axes, sizes, strict=True))) for rules, axes in AXES.items() for sizes in factorisations(4, 3)]
 
 
-def all_plans() -> list[FoundPlan]:
+def all_plans() -> list[PredictedPlan]:
     """Plans of four ranks with two presets, each planned alone."""
     found = []
     for (rules, mesh), dispatch in product(PLANS[::2], ("ragged_all_to_all", "gather_weights")):
@@ -128,7 +128,7 @@ def test_a_step_is_not_slower_with_more_bandwidth() -> None:
         slow = fast
 
 
-def run(plan: FoundPlan) -> float:
+def run(plan: PredictedPlan) -> float:
     torch.manual_seed(0)
     whole, mesh = Decoder(CONFIG), Mesh(plan.mesh)
     names: dict[str, Any] = {"model": whole, "maxmoe": maxmoe, "Mesh": lambda _sizes: mesh, "loss": mean_square}

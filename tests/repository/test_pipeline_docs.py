@@ -28,8 +28,8 @@ def test_a_picture_shows_every_action(pictures: ModuleType) -> None:
     for axes, schedule in zip(figure.axes, SCHEDULES, strict=True):
         spans = [span for spans in pictures.planned(schedule).ranks for span in spans]
         boxes = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
-        assert sorted(box.get_x() for box in boxes) == sorted(span.begin for span in spans)
-        assert sum(box.get_width() for box in boxes) == pytest.approx(sum(span.end - span.begin for span in spans))
+        assert sorted(box.get_x() for box in boxes) == sorted(span.start for span in spans)
+        assert sum(box.get_width() for box in boxes) == pytest.approx(sum(span.end - span.start for span in spans))
         assert sorted(text.get_text() for text in axes.texts) == sorted(str(span.action.micro_batch) for span in spans)
 
 

@@ -160,7 +160,7 @@ def test_what_a_planned_mesh_cannot_do() -> None:
     planned_only = "Mesh(fsdp=2, expert=4) is planned only: it has no process groups"
     assert error_of(lambda: mesh.device_mesh) == planned_only
     assert error_of(lambda: mesh["fsdp"]) == planned_only
-    assert error_of(mesh.coordinates) == "rank must be from 0 to 7 on Mesh(fsdp=2, expert=4), got None"
+    assert error_of(mesh.coordinates) == "rank must be given on the planned Mesh(fsdp=2, expert=4), got None"
 
 
 @pytest.mark.parametrize("rank", [-1, 8])

@@ -151,5 +151,5 @@ def test_shapes_that_do_not_fit(shape: tuple[int, ...], message: str) -> None:
 
 
 def test_slices_of_a_planned_mesh_are_those_of_a_rank() -> None:
-    with pytest.raises(ValueError, match=r"^rank must be from 0 to 15 on Mesh\(.*\), got None$"):
+    with pytest.raises(ValueError, match=r"^rank must be given on the planned Mesh\(.*\), got None$"):
         NamedSharding(Mesh.planned(SIZES), P("fsdp")).slices((4,))

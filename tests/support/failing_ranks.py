@@ -43,7 +43,7 @@ def complain() -> None:
 
 
 FAILURES = [
-    (die, 0.0, "rank 2 of 4 died or hangs: no sign of life for 1.5 s, last seen at /.* in .*"),
+    (die, 0.0, "rank 2 of 4 died or hangs: no heartbeat for 1.5 s, last seen at /.* in .*"),
     (hang, TIMEOUT, r"rank 2 of 4 hangs at /.*/failing_ranks.py:\d+ in hang"),
     (complain, 0.0, "rank 2 of 4 failed first: ValueError: no such token"),
 ]

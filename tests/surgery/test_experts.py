@@ -212,7 +212,7 @@ def test_quantized_experts(format: str) -> None:
 
 
 def test_what_replaces_parts_of_a_layer_stays() -> None:
-    """Activation and balance loss of one's own, and the counts of the step."""
+    """Custom activation and balance loss, and the counts of the step."""
 
     def cosine(gate: Tensor | None, up: Tensor) -> Tensor:
         return up.cos() if gate is None else gate.cos() * up

@@ -91,7 +91,7 @@ def test_gradients_of_experts_are_divided_twice_in_float64() -> None:
     comparison = compare(case("mixtral", **EXPERTS_OF_TWO_RANKS))
     wrong = {gradient.name: gradient.explanation for gradient in comparison.gradients if not gradient.equal}
     assert set(wrong.values()) == {HALVED} and all(".experts." in name for name in wrong)
-    assert comparison.notes[-1].startswith("In float32 all are right")
+    assert comparison.notes[-1].startswith("All are equal in float32")
 
 
 def divided(model: nn.Module) -> nn.Module:

@@ -65,24 +65,24 @@ class Evaluation:
     Args:
         parts: parts of the model.
         device: device and network.
-        step: the step, with the batch of all micro-batches.
+        step: the optimizer step.
     """
 
     parts: ModelParts
     device: Device
     step: Step
 
-    def plan(self, meshes: Candidates, rules: LogicalRules, dispatch: Dispatch) -> "Planned":
+    def plan(self, meshes: Candidates, rules: LogicalRules, dispatch: Dispatch) -> "PlannedMeshes":
         """Plan meshes that have the same axes."""
         within = meshes.mesh.within_stage() if meshes.has_stages else meshes.mesh
         is_cut = meshes.has_stages and not meshes.may_be_one
         modules = (self.parts.first, self.parts.last) if is_cut else (self.parts.whole,)
         plans = [plan_without_warnings(module, within, rules, dispatch, 1, True) for module in modules]
-        return Planned(self, meshes, tuple(plans))
+        return PlannedMeshes(self, meshes, tuple(plans))
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedMeshes:
     """Plans of a model on many meshes.
 
     Args:
@@ -143,7 +143,7 @@ class Planned:
         others = mean([part.others.seconds * count for part, count in parts])
         gathered = mean([part.gathered.seconds * count for part, count in parts])
         computing = mean(nothing + products)
-        # Communication is hidden behind products at most; of the dispatch, what more chunks hide.
+        # Gathers of FSDP2 overlap with products; of the dispatch, only the share that max(CHUNKS) chunks hide.
         dispatch = mean(nothing + dispatched)
         exposed, hideable = mean(nothing + activations) + dispatch / max(CHUNKS), dispatch * (1 - 1 / max(CHUNKS))
         stages, rows = self.meshes.product([STAGE_AXIS]), local_tokens(self.plans[0], batch_size, length)[0]

@@ -14,17 +14,17 @@ from torch import Tensor
 from maxmoe.nn import recompute_of, set_recompute
 from maxmoe.parallel.sharded_tokens import token_sharding
 from maxmoe.planning.plan_search.candidates import Candidates, num_choices, with_micro_batches, with_same_axes
-from maxmoe.planning.plan_search.evaluation import Evaluation, Planned, for_all
-from maxmoe.planning.plan_search.found_plan import FoundPlan
+from maxmoe.planning.plan_search.evaluation import Evaluation, PlannedMeshes, for_all
 from maxmoe.planning.plan_search.groups import Group, groups
-from maxmoe.planning.plan_search.rule_tables import Table
+from maxmoe.planning.plan_search.predicted_plan import PredictedPlan
+from maxmoe.planning.plan_search.rule_tables import NamedRules
 from maxmoe.planning.plan_search.settings import CHUNKS, recomputations
 from maxmoe.planning.plan_search.step_cost import StepCost
 
 FIRST_BATCH = 64  # meshes that are evaluated before the bound is read again; then 16 times as many
 
 
-class Best:
+class BestPlans:
     """The plans with the smallest costs so far.
 
     Args:
@@ -32,8 +32,8 @@ class Best:
         cost: cost of a plan.
     """
 
-    def __init__(self, size: int, cost: Callable[[FoundPlan], float]) -> None:
-        self.plans: list[FoundPlan] = []
+    def __init__(self, size: int, cost: Callable[[PredictedPlan], float]) -> None:
+        self.plans: list[PredictedPlan] = []
         self._size, self._cost = size, cost
 
     @property
@@ -41,7 +41,7 @@ class Best:
         """Cost that a plan must be below to be kept."""
         return self._cost(self.plans[-1]) if len(self.plans) == self._size else torch.inf
 
-    def add(self, plans: Iterable[FoundPlan]) -> None:
+    def add(self, plans: Iterable[PredictedPlan]) -> None:
         """Keep the best of the plans so far and of some more; of equal ones, the earlier."""
         for plan in plans:
             # Other rules may give the same plan.
@@ -51,7 +51,7 @@ class Best:
                 del self.plans[self._size :]
 
 
-class Exhaustive:
+class ExhaustiveSearch:
     """A search, and what it has found so far.
 
     Args:
@@ -63,14 +63,14 @@ class Exhaustive:
     """
 
     def __init__(
-        self, evaluation: Evaluation, world_size: int, limit: int, tables: Sequence[Table], num_plans: int
+        self, evaluation: Evaluation, world_size: int, limit: int, tables: Sequence[NamedRules], num_plans: int
     ) -> None:
         self.evaluation, self.limit, self.world_size = evaluation, limit, world_size
         self.cannot_run: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self.num_over_memory = 0
-        self.fastest = Best(num_plans, lambda plan: plan.seconds)
-        self.smallest = Best(3, lambda plan: plan.memory)
+        self.fastest = BestPlans(num_plans, lambda plan: plan.seconds)
+        self.smallest = BestPlans(3, lambda plan: plan.memory)
         self._options = recomputations(evaluation.parts.whole)
         self._groups = list(groups(evaluation, world_size, tables, self.cannot_run))
         self.num_plans = sum(int(self._num_choices(group).sum()) for group in self._groups)
@@ -98,7 +98,7 @@ class Exhaustive:
             )
 
     @cached_property
-    def _bounded(self) -> list["Bounded"]:
+    def _bounded(self) -> list["BoundedGroup"]:
         """All meshes with lower bounds of their memory and time; those that cannot be planned are counted."""
         bounded = []
         for group in self._groups:
@@ -110,10 +110,10 @@ class Exhaustive:
                 if isinstance(result, ValueError):
                     self.refused[_reason(result)] += int(self._num_choices(group._replace(meshes=meshes)).sum())
                 else:
-                    bounded.append(Bounded(group._replace(meshes=meshes), *result))
+                    bounded.append(BoundedGroup(group._replace(meshes=meshes), *result))
         return bounded
 
-    def _in_order(self, groups: Sequence[Group], bounds: Sequence[Tensor], find: "Find", best: Best) -> None:
+    def _in_order(self, groups: Sequence[Group], bounds: Sequence[Tensor], find: "Find", best: BestPlans) -> None:
         """Evaluate meshes in the order of their bounds, until no bound is below the costs of the best plans."""
         flat = torch.cat(list(bounds)) if bounds else torch.empty(0)
         owner = torch.cat([torch.full((len(each),), number) for number, each in enumerate(bounds)] or [flat])
@@ -139,7 +139,7 @@ class Exhaustive:
         finally:
             set_recompute(model, before)
 
-    def _try(self, group: Group, find: "Find", best: Best) -> None:
+    def _try(self, group: Group, find: "Find", best: BestPlans) -> None:
         meshes = with_micro_batches(group.meshes, self._rows(group)) if group.meshes.has_stages else group.meshes
         for part, result in for_all(lambda part: find(part, group), meshes):
             if isinstance(result, ValueError):
@@ -157,11 +157,11 @@ class Exhaustive:
         """Return the number of plans of each mesh: one for each number of micro-batches."""
         return num_choices(group.meshes, self._rows(group))
 
-    def _fitting(self, meshes: Candidates, group: Group) -> list[FoundPlan]:
+    def _fitting(self, meshes: Candidates, group: Group) -> list[PredictedPlan]:
         """Find the plans that fit, each with the first recomputation that fits and the best number of chunks."""
         planned = self.evaluation.plan(meshes, group.table.rules, group.dispatch)
         rest = torch.ones(len(meshes), dtype=torch.bool)
-        found: list[FoundPlan] = []
+        found: list[PredictedPlan] = []
         for names in self._options:
             if not rest.any():
                 break
@@ -171,17 +171,17 @@ class Exhaustive:
             rest &= ~fits
             if not fits.any():
                 continue
-            best: dict[int, FoundPlan] = {}
+            best: dict[int, PredictedPlan] = {}
             for num_chunks, cost in self._costs(planned, group, fits):
                 for index in (fits & (cost.seconds < self.fastest.bound)).nonzero()[:, 0].tolist():
-                    plan = FoundPlan.of(cost, memory, index, **_settings(meshes, index, group, num_chunks, names))
+                    plan = PredictedPlan.of(cost, memory, index, **_settings(meshes, index, group, num_chunks, names))
                     best[index] = min(best.get(index, plan), plan, key=lambda plan: plan.seconds)
             found += best.values()
         set_recompute(self.evaluation.parts.whole, ())
         self.num_over_memory += int(rest.sum())
         return found
 
-    def _costs(self, planned: Planned, group: Group, fits: Tensor) -> Iterator[tuple[int, StepCost]]:
+    def _costs(self, planned: PlannedMeshes, group: Group, fits: Tensor) -> Iterator[tuple[int, StepCost]]:
         """Yield the costs with one chunk, and with more chunks if these can be among the fastest."""
         cost = planned.cost(1)
         yield 1, cost
@@ -190,7 +190,7 @@ class Exhaustive:
             for num_chunks in CHUNKS[1:]:
                 yield num_chunks, planned.cost(num_chunks)
 
-    def _least_memory(self, meshes: Candidates, group: Group) -> list[FoundPlan]:
+    def _least_memory(self, meshes: Candidates, group: Group) -> list[PredictedPlan]:
         """Find the plans that need least memory."""
         planned = self.evaluation.plan(meshes, group.table.rules, group.dispatch)
         names = self._options[-1]
@@ -198,10 +198,10 @@ class Exhaustive:
         memory, cost = planned.memory(), planned.cost(1)
         set_recompute(self.evaluation.parts.whole, ())
         chosen = memory.argsort()[:3].tolist()
-        return [FoundPlan.of(cost, memory, index, **_settings(meshes, index, group, 1, names)) for index in chosen]
+        return [PredictedPlan.of(cost, memory, index, **_settings(meshes, index, group, 1, names)) for index in chosen]
 
 
-class Bounded(NamedTuple):
+class BoundedGroup(NamedTuple):
     """Meshes with lower bounds of their costs, both ``(N,)``: bytes, and seconds of a step."""
 
     group: Group
@@ -209,7 +209,7 @@ class Bounded(NamedTuple):
     seconds: Tensor
 
 
-Find = Callable[[Candidates, Group], list[FoundPlan]]
+Find = Callable[[Candidates, Group], list[PredictedPlan]]
 
 
 def _settings(

@@ -11,10 +11,10 @@ from maxmoe.nn import recompute_of, set_recompute
 from maxmoe.planning.estimate import estimate
 from maxmoe.planning.memory import PARAMETER_DTYPES, parameter_dtype
 from maxmoe.planning.plan_search.evaluation import Evaluation
-from maxmoe.planning.plan_search.exhaustive import Exhaustive
-from maxmoe.planning.plan_search.found_plan import FoundPlan
+from maxmoe.planning.plan_search.exhaustive import ExhaustiveSearch
 from maxmoe.planning.plan_search.model_parts import ModelParts
 from maxmoe.planning.plan_search.part_cost import Step
+from maxmoe.planning.plan_search.predicted_plan import PredictedPlan
 from maxmoe.planning.plan_search.result import NoPlanFits, SearchResult
 from maxmoe.planning.plan_search.rule_tables import tables
 from maxmoe.planning.state_dtypes import StateDtypes
@@ -78,7 +78,7 @@ def search(
     device.peak(dtype)
     step = Step(batch_size, sequence_length, 1, dtype, state_dtypes)
     evaluation = Evaluation(parts, device, step)
-    run = Exhaustive(evaluation, world_size, limit, tables(rules), num_plans)
+    run = ExhaustiveSearch(evaluation, world_size, limit, tables(rules), num_plans)
     if not run.num_plans:
         reasons = ", ".join(f"{number} meshes: {reason}" for reason, number in run.cannot_run.items())
         raise ValueError(f"no mesh of {world_size} ranks can run the batch: {reasons or 'the rules have no axes'}")
@@ -99,7 +99,7 @@ def search(
     )
 
 
-def _confirmed(module: nn.Module, plans: Sequence[FoundPlan], step: Step, limit: int) -> tuple[FoundPlan, ...]:
+def _confirmed(module: nn.Module, plans: Sequence[PredictedPlan], step: Step, limit: int) -> tuple[PredictedPlan, ...]:
     """Return the plans from the first one on that `estimate` says to fit, the first one with its memory."""
     too_large = []
     for index, plan in enumerate(plans):

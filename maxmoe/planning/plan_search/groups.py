@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-from maxmoe.parallel.dispatch_plan import EXPERT_TOKEN_DIMS, Dispatch
+from maxmoe.declaration import EXPERT_TOKEN_DIMS
+from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.sharded_tokens import activation_spec, token_sharding
 from maxmoe.planning.plan_search.candidates import Candidates, all_meshes, ordered_axes
 from maxmoe.planning.plan_search.evaluation import Evaluation
-from maxmoe.planning.plan_search.rule_tables import Table
+from maxmoe.planning.plan_search.rule_tables import NamedRules
 from maxmoe.planning.plan_search.settings import STRATEGIES
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 
@@ -19,11 +20,13 @@ class Group(NamedTuple):
     """Meshes with rules, and a strategy for experts on other ranks."""
 
     meshes: Candidates
-    table: Table
+    table: NamedRules
     dispatch: Dispatch
 
 
-def groups(evaluation: Evaluation, world_size: int, tables: Sequence[Table], excluded: Counter[str]) -> Iterator[Group]:
+def groups(
+    evaluation: Evaluation, world_size: int, tables: Sequence[NamedRules], excluded: Counter[str]
+) -> Iterator[Group]:
     """Yield all meshes of `world_size` ranks; count those that cannot run the batch, by the reason."""
     for table in tables:
         axes = [axis for axis in ordered_axes(table.rules) if evaluation.parts.can_be_cut or axis != STAGE_AXIS]
@@ -38,7 +41,7 @@ def groups(evaluation: Evaluation, world_size: int, tables: Sequence[Table], exc
                 yield Group(meshes.select(has_experts), table, dispatch)
 
 
-def _that_can_run(meshes: Candidates, evaluation: Evaluation, table: Table, excluded: Counter[str]) -> Candidates:
+def _that_can_run(meshes: Candidates, evaluation: Evaluation, table: NamedRules, excluded: Counter[str]) -> Candidates:
     """Return the meshes that can be cut into stages and divide the tokens."""
     within = Mesh.planned({axis: 2 for axis in meshes.sizes if axis != STAGE_AXIS})
     batch_axes, length_axes = token_sharding(within, table.rules).spec

@@ -11,11 +11,11 @@ from maxmoe.planning.communication import activation_communication, dispatch_com
 from maxmoe.planning.many_meshes import as_tensor
 from maxmoe.planning.memory import activation_memory, activation_sizes, stored_memory, unit_memory, unsharded_memory
 from maxmoe.planning.state_dtypes import StateDtypes
-from maxmoe.planning.time_model.collective_time import Sent, Topology
+from maxmoe.planning.time_model.collective_time import CollectiveCost, Topology
 from maxmoe.planning.time_model.compute_time import (
     PASSES_OF_RECOMPUTATION,
     PASSES_OVER_ACTIVATIONS,
-    Computed,
+    ComputeCost,
     computed,
 )
 from maxmoe.sharding.planned_collective import PlannedCollective
@@ -25,7 +25,8 @@ class Step(NamedTuple):
     """What a step computes.
 
     Attributes:
-        batch_size: number of sequences of a micro-batch over all ranks.
+        batch_size: number of sequences over all ranks: of the optimizer step in `Evaluation.step`, elsewhere of the
+            largest micro-batch.
         sequence_length: number of tokens of each sequence.
         num_chunks: number of chunks of the tokens of a MoE layer.
         dtype: dtype of the activations.
@@ -59,8 +60,8 @@ class PartCost:
     flops: Tensor
     hidden: Tensor
     exposed: Tensor
-    reduction: Sent
-    sent: Sent
+    reduction: CollectiveCost
+    sent: CollectiveCost
     dispatched: Tensor
 
     @property
@@ -72,7 +73,7 @@ class PartCost:
         """Return the costs in some of the meshes."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in values.items():
-            values[name] = value.select(mask) if isinstance(value, Sent) else value[mask]
+            values[name] = value.select(mask) if isinstance(value, CollectiveCost) else value[mask]
         return PartCost(**values)
 
 
@@ -138,9 +139,9 @@ class ParameterCost:
     stored: Tensor
     unsharded: Tensor
     unit: Tensor
-    gathered: Sent
-    reduction: Sent
-    others: Sent
+    gathered: CollectiveCost
+    reduction: CollectiveCost
+    others: CollectiveCost
 
 
 def parameter_cost(plan: Plan, num_chunks: int, state_dtypes: StateDtypes, topology: Topology) -> ParameterCost:
@@ -156,7 +157,7 @@ def parameter_cost(plan: Plan, num_chunks: int, state_dtypes: StateDtypes, topol
     )
 
 
-def compute_seconds(plan: Plan, step: Step, topology: Topology, *, is_block: bool) -> tuple[Tensor, Computed]:
+def compute_seconds(plan: Plan, step: Step, topology: Topology, *, is_block: bool) -> tuple[Tensor, ComputeCost]:
     """Return the time of products and memory traffic of a plan, and its products."""
     device, count = topology.device, topology.count
     products = computed(plan, *step[:3], device, step.dtype, count)

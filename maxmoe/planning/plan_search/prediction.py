@@ -12,9 +12,9 @@ from maxmoe.pipelining.schedules import check_schedule
 from maxmoe.planning.memory import PARAMETER_DTYPES, parameter_dtype
 from maxmoe.planning.plan_search.candidates import Candidates
 from maxmoe.planning.plan_search.evaluation import Evaluation
-from maxmoe.planning.plan_search.found_plan import FoundPlan
 from maxmoe.planning.plan_search.model_parts import ModelParts
 from maxmoe.planning.plan_search.part_cost import Step
+from maxmoe.planning.plan_search.predicted_plan import PredictedPlan
 from maxmoe.planning.state_dtypes import StateDtypes
 from maxmoe.planning.time_model.device import Device
 from maxmoe.planning.whole_plan import plan_without_warnings
@@ -38,7 +38,7 @@ def predict(
     recompute: Collection[str] | None = None,
     num_micro_batches: int = 1,
     state_dtypes: StateDtypes = PARAMETER_DTYPES,
-) -> FoundPlan:
+) -> PredictedPlan:
     """Predict the time and the memory of a training step with one plan, by the model in docs/planning.md.
 
     Args:
@@ -81,7 +81,7 @@ def predict(
         memory, cost = planned.memory(), planned.cost(num_chunks)
     finally:
         set_recompute(module, before)
-    return FoundPlan.of(
+    return PredictedPlan.of(
         cost,
         memory,
         0,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from maxmoe.planning.plan_search.found_plan import FoundPlan
+from maxmoe.planning.plan_search.predicted_plan import PredictedPlan
 from maxmoe.text_table import paragraph, readable_bytes, terminal_width, text_table
 
 
@@ -22,7 +22,7 @@ class SearchResult:
         world_size: number of ranks.
     """
 
-    plans: tuple[FoundPlan, ...]
+    plans: tuple[PredictedPlan, ...]
     num_considered: int
     num_over_memory: int
     refused: Mapping[str, int]
@@ -31,7 +31,7 @@ class SearchResult:
     num_tokens: int
     world_size: int
 
-    def tokens_per_second(self, plan: FoundPlan) -> float:
+    def tokens_per_second(self, plan: PredictedPlan) -> float:
         """Return the predicted number of tokens per second of each rank.
 
         Args:
@@ -56,7 +56,7 @@ class SearchResult:
         blocks.append("\n".join(self._exclusions()))
         return "\n\n".join(blocks)
 
-    def _cells(self, number: int, plan: FoundPlan) -> tuple[str, ...]:
+    def _cells(self, number: int, plan: PredictedPlan) -> tuple[str, ...]:
         mesh = ",".join(f"{axis}={size}" for axis, size in plan.mesh.items()) or "one rank"
         mesh += f", {plan.num_micro_batches} micro-batches" if plan.has_stages else ""
         dispatch = plan.dispatch + (f", {plan.num_chunks} chunks" if plan.num_chunks > 1 else "")
@@ -88,7 +88,7 @@ def _counts(numbers: Mapping[str, int]) -> Iterator[str]:
     return (f"  {number:>9,}  {reason}" for reason, number in numbers.items() if number)
 
 
-def difference(first: FoundPlan, second: FoundPlan) -> str:
+def difference(first: PredictedPlan, second: PredictedPlan) -> str:
     """Say which parts of a step make a plan faster than another one."""
     parts = {
         "compute": second.compute - first.compute,
@@ -113,7 +113,7 @@ class NoPlanFits(ValueError):  # noqa: N818, the sentence that it says
         nearest: the plans that need least memory, in order.
     """
 
-    def __init__(self, nearest: tuple[FoundPlan, ...], limit: int) -> None:
+    def __init__(self, nearest: tuple[PredictedPlan, ...], limit: int) -> None:
         self.nearest = nearest
         lines = [f"no plan fits in {readable_bytes(limit)}; the nearest:"]
         for plan in nearest:

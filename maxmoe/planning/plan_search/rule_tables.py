@@ -7,13 +7,13 @@ from maxmoe.sharding.rules import LogicalRules, preset_names
 
 
 @dataclass(frozen=True)
-class Table:
+class NamedRules:
     """Rules with their name."""
 
     name: str
     rules: LogicalRules
 
 
-def tables(rules: Sequence[str] | None) -> list[Table]:
+def tables(rules: Sequence[str] | None) -> list[NamedRules]:
     """Load presets or files by name; None for all presets."""
-    return [Table(name, LogicalRules.load(name)) for name in (preset_names() if rules is None else rules)]
+    return [NamedRules(name, LogicalRules.load(name)) for name in (preset_names() if rules is None else rules)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from maxmoe.planning.plan_search.part_cost import PartCost
-from maxmoe.planning.time_model.collective_time import Sent, Topology
+from maxmoe.planning.time_model.collective_time import CollectiveCost, Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +41,6 @@ class StepCost:
         """Time of a step."""
         return self.compute + self.exposed + self.bubble
 
-    def select(self, mask: Tensor) -> "StepCost":
-        """Return the costs in some of the meshes."""
-        return StepCost(**{field.name: getattr(self, field.name)[mask] for field in fields(self)})
-
     @staticmethod
     def joined(parts: "Sequence[tuple[Tensor, StepCost]]", count: int) -> "StepCost":
         """Join the costs of groups of `count` meshes, each with the mask of its meshes."""
@@ -62,9 +58,9 @@ def stage_of(blocks: Mapping[str, PartCost], counts: Mapping[str, int], rest: Se
     def total(name: str) -> Tensor:
         return torch.stack([getattr(part, name) * count for part, count in parts]).sum(0)
 
-    def sent(name: str) -> Sent:
-        costs: list[Sent] = [getattr(part, name) * float(count) for part, count in parts]
-        return functools.reduce(Sent.__add__, costs)
+    def sent(name: str) -> CollectiveCost:
+        costs: list[CollectiveCost] = [getattr(part, name) * float(count) for part, count in parts]
+        return functools.reduce(CollectiveCost.__add__, costs)
 
     names = ("stored", "compute", "hidden", "exposed", "flops", "dispatched")
     return PartCost(
@@ -108,7 +104,9 @@ class Stages(NamedTuple):
     number: int
 
 
-def pipelined_step(stages: Sequence[Stages], num_micro_batches: Tensor, messages: Sent, topology: Topology) -> StepCost:
+def pipelined_step(
+    stages: Sequence[Stages], num_micro_batches: Tensor, messages: CollectiveCost, topology: Topology
+) -> StepCost:
     """Return the costs of a step of the schedule 1F1B with one stage per rank.
 
         seconds = sum of the stages' times of a micro-batch + (M - 1) * the longest of them

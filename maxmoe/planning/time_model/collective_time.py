@@ -17,7 +17,7 @@ from maxmoe.sharding.planned_collective import PlannedCollective
 PASSES = {"all-reduce": 2}
 
 
-class Sent(NamedTuple):
+class CollectiveCost(NamedTuple):
     """Cost of collectives on a rank; each tensor is ``(N,)``, one value for each mesh.
 
     Attributes:
@@ -30,17 +30,17 @@ class Sent(NamedTuple):
     intra_bytes: Tensor
     inter_bytes: Tensor
 
-    def __add__(self, other: "Sent") -> "Sent":  # type: ignore[override]
+    def __add__(self, other: "CollectiveCost") -> "CollectiveCost":  # type: ignore[override]
         """Return the sum of two costs."""
-        return Sent(*(mine + its for mine, its in zip(self, other, strict=True)))
+        return CollectiveCost(*(mine + its for mine, its in zip(self, other, strict=True)))
 
-    def __mul__(self, times: "Tensor | float") -> "Sent":  # type: ignore[override]
+    def __mul__(self, times: "Tensor | float") -> "CollectiveCost":  # type: ignore[override]
         """Return the cost of several times as many collectives."""
-        return Sent(*(each * times for each in self))
+        return CollectiveCost(*(each * times for each in self))
 
-    def select(self, mask: Tensor) -> "Sent":
+    def select(self, mask: Tensor) -> "CollectiveCost":
         """Return the costs in some of the meshes."""
-        return Sent(*(each[mask] for each in self))
+        return CollectiveCost(*(each[mask] for each in self))
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Topology:
             stride = stride * length
         return ranks, on_node
 
-    def sent(self, collectives: Iterable[PlannedCollective]) -> Sent:
+    def sent(self, collectives: Iterable[PlannedCollective]) -> CollectiveCost:
         """Add up the cost of collectives. Those with the same bucket run as one.
 
         On a ring of n ranks on m nodes, with n / m ranks on each,
@@ -96,12 +96,12 @@ class Topology:
                 buckets.add(bucket)
             times_and_bytes[1] += item.bytes
         nothing = torch.zeros(self.count, dtype=torch.float64)
-        result = Sent(nothing, nothing, nothing)
+        result = CollectiveCost(nothing, nothing, nothing)
         for (kind, axes), (times, num_bytes) in total.items():
             result += self._sent(kind, axes, times, as_tensor(num_bytes, self.count))
         return result
 
-    def _sent(self, kind: str, axes: tuple[str, ...], times: int, num_bytes: Tensor) -> Sent:
+    def _sent(self, kind: str, axes: tuple[str, ...], times: int, num_bytes: Tensor) -> CollectiveCost:
         ranks, on_node = self.group(axes)
         nodes = (ranks / on_node).ceil()
         if kind == "send":
@@ -118,4 +118,4 @@ class Topology:
             latency = torch.where(nodes > 1, inter.latency, intra.latency)
         transfer = torch.maximum(within / intra.bandwidth, num_bytes * crossing / inter.bandwidth)
         seconds = (steps * latency + transfer) * self.slowdown
-        return Sent(seconds, num_bytes * (1 - crossing), num_bytes * crossing)
+        return CollectiveCost(seconds, num_bytes * (1 - crossing), num_bytes * crossing)

@@ -91,7 +91,7 @@ def _routed_slots(
         yield layer.routed_experts, (slots, layer.config.num_selectable_experts, tokens.num_chunks)
 
 
-class Computed(NamedTuple):
+class ComputeCost(NamedTuple):
     """Computation of a rank; each tensor is ``(N,)``, one value for each mesh.
 
     Attributes:
@@ -107,7 +107,7 @@ class Computed(NamedTuple):
 
 def computed(
     plan: Plan, batch_size: int, sequence_length: int, num_chunks: int, device: Device, dtype: torch.dtype, count: int
-) -> Computed:
+) -> ComputeCost:
     """Add up the time of the products of a plan in `count` meshes: each runs at a share of the peak; see `Device`."""
     peak = device.peak(dtype)
     total, routed, flops = (torch.zeros(count, dtype=torch.float64) for _ in range(3))
@@ -122,4 +122,4 @@ def computed(
         total, flops = total + seconds, flops + operations
         if product.is_routed:
             routed = routed + seconds
-    return Computed(total, routed, flops)
+    return ComputeCost(total, routed, flops)

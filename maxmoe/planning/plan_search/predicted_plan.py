@@ -12,7 +12,7 @@ from maxmoe.sharding.rules import LogicalRules
 
 
 @dataclass(frozen=True, kw_only=True)
-class FoundPlan:
+class PredictedPlan:
     """A plan and its predicted costs, on the rank that takes most time or needs most memory.
 
     Args:
@@ -48,7 +48,7 @@ class FoundPlan:
     inter_bytes: int
 
     @classmethod
-    def of(cls, cost: StepCost, memory: Tensor, index: int, **plan: Any) -> "FoundPlan":
+    def of(cls, cost: StepCost, memory: Tensor, index: int, **plan: Any) -> "PredictedPlan":
         """Make a plan with the costs of one of many meshes.
 
         Args:
@@ -77,7 +77,7 @@ class FoundPlan:
         """Whether the plan cuts the model into pipeline stages."""
         return STAGE_AXIS in self.mesh
 
-    def is_same(self, other: "FoundPlan") -> bool:
+    def is_same(self, other: "PredictedPlan") -> bool:
         """Return whether another plan differs from this one in the name of its rules only.
 
         Args:
