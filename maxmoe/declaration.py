@@ -133,8 +133,9 @@ class Declaration:
         fused_gates: layout of gate and up in parameters of `input_dims` that fuse them, by path.
         fsdp_unit: whether the parameters of the module and its descendants, except other FSDP units, are gathered
             before the forward of the module and freed after it. If False, each module gathers its own parameters when
-            it runs. A module that reads parameters of its children outside of their forward must be a FSDP unit. A
-            `maxmoe.nn.Checkpointed` module always is one.
+            it runs, and those of children without a forward, such as a `nn.ParameterList`. A module that reads
+            parameters of its other children outside of their forward must be a FSDP unit, as `nn.MultiheadAttention`
+            is without a declaration. A `maxmoe.nn.Checkpointed` module always is one.
         tensor_parallel_dims: logical names of dims that may be computed in parts by the ranks along an axis, with the
             number of parts that cannot be split further, such as heads. The tensor-parallel axes are those to which
             the rules map both weights and activations of all these dims. The output of the module must be one tensor,

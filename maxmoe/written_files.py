@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from secrets import token_hex
 
 
 @contextmanager
@@ -24,7 +23,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     if target.exists() and not target.is_file():  # a pipe or a device, which is written to
         yield target
         return
-    new = target.with_name(f"{target.name}.{token_hex(4)}.tmp")
+    new = target.with_name(f"{target.name}.{os.urandom(4).hex()}.tmp")
     try:
         yield new
         if target.exists():

@@ -135,7 +135,7 @@ def test_dispatch_is_as_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ragged_all_to_all  top_k (2) rows of a token are fewer bytes" in capsys.readouterr().out
     assert run(*mesh, "--dispatch", "ring_of_experts", "--num-chunks", "4") == (0, "")
     said = capsys.readouterr().out
-    assert re.search("ring_of_experts +asked for; auto takes ragged_all_to_all: .* over expert +1 of 8", said)
+    assert re.search("ring_of_experts +given; auto takes ragged_all_to_all: .* over expert +1 of 8", said)
     assert re.search("expert ids, forward +all-gather +expert +4 ", said)
     assert run(*mesh, "--dispatch", "ring") == (2, "usage")
 

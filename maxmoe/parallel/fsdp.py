@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import Shard
 
+from maxmoe.parallel.fsdp_units import has_forward
 from maxmoe.parallel.parameter_sharding import ParameterSharding
 from maxmoe.parallel.plan import Plan
 from maxmoe.parallel.sharded_tokens import ShardedTokens
@@ -106,14 +107,22 @@ def shared_by_blocks(module: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter, modules in owners.items() if len(modules) > 1}
 
 
-def _outside_of_blocks(module: nn.Module) -> Iterator[nn.Module]:
+def _outside_of_blocks(module: nn.Module, *, in_list: bool = False) -> Iterator[nn.Module]:
     yield module
     for child in module.children():
-        if not isinstance(child, nn.ModuleList):
-            yield from _outside_of_blocks(child)
+        if not (in_list and has_forward(child)):
+            yield from _outside_of_blocks(child, in_list=in_list or isinstance(child, nn.ModuleList))
 
 
-def blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children of the outermost `nn.ModuleList`s."""
+def blocks(module: nn.Module, *, in_list: bool = False) -> Iterator[nn.Module]:
+    """Yield the modules in the outermost `nn.ModuleList`s; of lists and dicts among them, the modules that these hold.
+
+    Args:
+        module: module to search.
+        in_list: whether it is in a list.
+    """
     for child in module.children():
-        yield from child if isinstance(child, nn.ModuleList) else blocks(child)
+        if in_list and has_forward(child):
+            yield child
+        else:
+            yield from blocks(child, in_list=in_list or isinstance(child, nn.ModuleList))

@@ -5,6 +5,9 @@ from torch import nn
 from maxmoe.declaration import declaration_of
 from maxmoe.recompute.named_parts import Checkpointed
 
+# Modules of torch whose forward reads parameters of their children without calling these.
+_READS_CHILDREN = (nn.MultiheadAttention,)
+
 
 def fsdp_units(module: nn.Module) -> dict[nn.Module, dict[str, str]]:
     """Assign every parameter to the module that gathers it, see `Declaration`.
@@ -15,16 +18,29 @@ def fsdp_units(module: nn.Module) -> dict[nn.Module, dict[str, str]]:
     first_path = {parameter: name for name, parameter in module.named_parameters()}
     units: dict[nn.Module, dict[str, str]] = {}
 
-    def visit(owner: nn.Module, unit: nn.Module | None, path: str) -> None:
-        declaration = declaration_of(owner)
-        # A recomputed module runs alone in the backward, so it must gather its parameters itself.
-        if declaration.fsdp_unit or declaration.tensor_parallel_dims or isinstance(owner, Checkpointed):
-            unit, path = owner, ""
+    def visit(owner: nn.Module, gathered_by: nn.Module, path: str, *, in_unit: bool) -> None:
+        if _is_fsdp_unit(owner) or (isinstance(owner, _READS_CHILDREN) and not in_unit):
+            gathered_by, path, in_unit = owner, "", True
+        elif has_forward(owner) and not in_unit:
+            gathered_by, path = owner, ""
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            gathered_by, path_in_unit = (owner, name) if unit is None else (unit, path + name)
-            units.setdefault(gathered_by, {})[path_in_unit] = first_path[parameter]
+            units.setdefault(gathered_by, {})[path + name] = first_path[parameter]
         for name, child in owner.named_children():
-            visit(child, unit, f"{path}{name}.")
+            visit(child, gathered_by, f"{path}{name}.", in_unit=in_unit)
 
-    visit(module, None, "")
+    visit(module, module, "", in_unit=False)
     return units
+
+
+def _is_fsdp_unit(module: nn.Module) -> bool:
+    declaration = declaration_of(module)
+    # A recomputed module runs alone in the backward, so it must gather its parameters itself.
+    return declaration.fsdp_unit or bool(declaration.tensor_parallel_dims) or isinstance(module, Checkpointed)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module has a forward, unlike a `nn.ParameterList`, which the module around it reads.
+
+    Hooks around the forward of other modules never run.
+    """
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
