@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -46,6 +46,7 @@ def calibrate(name: str, *, num_ranks: int = 2) -> Device:
 
     Raises:
         ImportError: without tqdm, which the extra `examples` installs.
+        RuntimeError: if other load makes the measurements useless.
     """
     from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -105,6 +106,24 @@ def seconds(function: Callable[[], object], repeats: int = REPEATS) -> float:
     return median(times)
 
 
+def seconds_in_turn(functions: Mapping[int, Callable[[], object]]) -> dict[int, float]:
+    """Return the shortest time of a call of each function, called in turn, so that other load meets all of them."""
+    times: dict[int, list[float]] = {key: [] for key in functions}
+    for _ in range(REPEATS + 1):
+        for key, function in functions.items():
+            begin = time.perf_counter()
+            function()
+            times[key].append(time.perf_counter() - begin)
+    return {key: min(of_function[1:]) for key, of_function in times.items()}  # the first call is not counted
+
+
+def _slope(what: str, slope: float) -> float:
+    """Return the time that one more element takes; raises if the measurements say that it takes none."""
+    if slope <= 0:
+        raise RuntimeError(f"larger {what} took no longer than smaller ones: calibrate when this machine is less busy")
+    return slope
+
+
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Compute with one thread, as ranks that share cores do."""
@@ -124,7 +143,7 @@ def _products() -> tuple[dict[str, float], float]:
         for dtype in (torch.float32, torch.bfloat16):
             matrix = torch.randn(WIDTH, DEPTH).to(dtype)
             times = {rows: seconds(partial(torch.matmul, torch.randn(rows, WIDTH).to(dtype), matrix)) for rows in ROWS}
-            per_row = (times[ROWS[-1]] - times[ROWS[1]]) / (ROWS[-1] - ROWS[1])
+            per_row = _slope("products", (times[ROWS[-1]] - times[ROWS[1]]) / (ROWS[-1] - ROWS[1]))
             peaks[str(dtype).removeprefix("torch.")] = 2 * WIDTH * DEPTH / per_row
             if dtype is torch.float32:
                 half_rows = max(0.0, times[ROWS[1]] / per_row - ROWS[1])
@@ -133,16 +152,13 @@ def _products() -> tuple[dict[str, float], float]:
 
 def _attention() -> dict[int, float]:
     """Return the time of a forward and a backward of causal attention in float32, by the channels of a head."""
-    times = {}
+
+    def step(query: Tensor, key: Tensor, value: Tensor) -> None:
+        torch.autograd.backward(F.scaled_dot_product_attention(query, key, value, is_causal=True).sum())
+
     with _one_thread():
-        for channels in CHANNELS:
-            query, key, value = torch.randn(3, BATCH, HEADS, LENGTH, channels, requires_grad=True)
-
-            def step(query: Tensor = query, key: Tensor = key, value: Tensor = value) -> None:
-                torch.autograd.backward(F.scaled_dot_product_attention(query, key, value, is_causal=True).sum())
-
-            times[channels] = seconds(step)
-    return times
+        inputs = {channels: torch.randn(3, BATCH, HEADS, LENGTH, channels, requires_grad=True) for channels in CHANNELS}
+        return seconds_in_turn({channels: partial(step, *tensors) for channels, tensors in inputs.items()})
 
 
 def _shares_of_attention(times: dict[int, float], peak: float) -> tuple[float, float]:
@@ -151,6 +167,7 @@ def _shares_of_attention(times: dict[int, float], peak: float) -> tuple[float, f
     channels = torch.tensor(list(times), dtype=torch.float64)
     table = torch.stack([inverse, channels * inverse], 1)
     start, slope = torch.linalg.lstsq(table, torch.ones_like(inverse)[:, None]).solution[:, 0].tolist()
+    slope = _slope("heads of attention", slope)
     flops_per_channel = 3 * 2 * BATCH * HEADS * LENGTH**2
     return min(1.0, flops_per_channel / (slope * peak)), max(0.0, start / slope)
 

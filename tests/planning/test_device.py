@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 
+from maxmoe import calibration
 from maxmoe.planning import Device
 from maxmoe.planning.time_model.device import device_names
 
@@ -55,3 +56,9 @@ def test_the_peak_is_that_of_the_dtype() -> None:
 def test_ranks_share_the_cores_of_a_node() -> None:
     assert [Device.load("cpu").slowdown(number) for number in (1, 2, 4, 8)] == [1.0, 1.0, 2.0, 4.0]
     assert Device.load("h100").slowdown(2048) == 1.0
+
+
+def test_a_measurement_beside_other_load_is_refused() -> None:
+    """Attention of more channels that takes less time has no share of the peak."""
+    with pytest.raises(RuntimeError, match="^larger heads of attention took no longer than smaller ones"):
+        calibration._shares_of_attention({8: 2.0, 16: 1.5, 32: 1.0, 64: 0.5}, 1e9)
