@@ -30,10 +30,10 @@ class StepStats(NamedTuple):
 class StatsAccumulator:
     """Sums the auxiliary losses and statistics of all MoE layers of a model over the micro-batches of a step.
 
-    A forward is counted when its backward runs, so that evaluation is not counted, and a forward under activation
-    checkpointing is counted once. Two calls of `backward` through one forward count it twice; `torch.autograd.grad` and
-    ``backward(inputs=...)``, which leave the gradients of other tensors alone, do not count it. A model has one
-    accumulator; a new one replaces the previous one::
+    A forward is counted when its backward runs, so that evaluation is not counted, nor are layers before the first
+    trained parameter, and a forward under activation checkpointing is counted once. Two calls of `backward` through one
+    forward count it twice; `torch.autograd.grad` and ``backward(inputs=...)``, which leave the gradients of other
+    tensors alone, do not count it. A model has one accumulator; a new one replaces the previous one::
 
         accumulator = maxmoe.StatsAccumulator(model)
         for batch in micro_batches:
