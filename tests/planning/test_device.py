@@ -60,5 +60,5 @@ def test_ranks_share_the_cores_of_a_node() -> None:
 
 def test_a_measurement_beside_other_load_is_refused() -> None:
     """Attention of more channels that takes less time has no share of the peak."""
-    with pytest.raises(RuntimeError, match="^larger heads of attention took no longer than smaller ones"):
+    with pytest.raises(RuntimeError, match=r"^larger heads of attention took no longer than smaller ones"):
         calibration._shares_of_attention({8: 2.0, 16: 1.5, 32: 1.0, 64: 0.5}, 1e9)
