@@ -128,6 +128,7 @@ def test_adapters_beside_a_layer() -> None:
         model.merge_and_unload()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler
 def test_compile() -> None:
     """One graph: the stacks are traced as their codes and scales."""
     model = layer()

@@ -7,13 +7,14 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import Shard
 
-from maxmoe.parallel.fsdp_units import has_forward
 from maxmoe.parallel.parameter_sharding import ParameterSharding
 from maxmoe.parallel.plan import Plan
 from maxmoe.parallel.sharded_tokens import ShardedTokens
 from maxmoe.sharding.named_sharding import NamedSharding
 
 SHARD_AXIS, REPLICATE_AXIS = "fsdp", "data"
+# Modules that are never called, so that hooks around their forward never run.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def fsdp_axes(parameter: ParameterSharding, used: NamedSharding, tokens: ShardedTokens) -> tuple[str, ...]:
@@ -110,7 +111,7 @@ def shared_by_blocks(module: nn.Module) -> set[nn.Parameter]:
 def _outside_of_blocks(module: nn.Module, *, in_list: bool = False) -> Iterator[nn.Module]:
     yield module
     for child in module.children():
-        if not (in_list and has_forward(child)):
+        if not in_list or isinstance(child, _CONTAINERS):
             yield from _outside_of_blocks(child, in_list=in_list or isinstance(child, nn.ModuleList))
 
 
@@ -122,7 +123,7 @@ def blocks(module: nn.Module, *, in_list: bool = False) -> Iterator[nn.Module]:
         in_list: whether it is in a list.
     """
     for child in module.children():
-        if in_list and has_forward(child):
+        if in_list and not isinstance(child, _CONTAINERS):
             yield child
         else:
             yield from blocks(child, in_list=in_list or isinstance(child, nn.ModuleList))
