@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from maxmoe.files import replacing
 from maxmoe.integrations.layer_reader import InFile, LayerReader, experts_of
 from maxmoe.integrations.quantized_tensors import DTYPES, ConfigFormat, ends_of_codes, published
 from maxmoe.nn import MoE
@@ -23,7 +24,6 @@ from maxmoe.presets.families import FAMILIES, Family
 from maxmoe.presets.layouts import Held, Layout, listed
 from maxmoe.quantization import QuantizedStack
 from maxmoe.whole_tensors import check_whole
-from maxmoe.written_files import replacing
 
 
 @torch.no_grad()

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from maxmoe.field_checks import check_int
+from maxmoe.files import replacing
 from maxmoe.load.stats import MoEStats
 from maxmoe.load.windows import NUM_WINDOWS, LoadWindows
-from maxmoe.written_files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

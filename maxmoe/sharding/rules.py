@@ -1,17 +1,16 @@
 """Table of rules that map logical names of dims to mesh axes."""
 
 import reprlib
-import stat
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
 
+from maxmoe.files import small_text
 from maxmoe.sharding.partition_spec import Axes, axis_tuple
 
 PRESETS = Path(__file__).parent / "presets"
-MAX_BYTES = 2**15
 # YAML tags that are allowed at each depth: the list, a rule, its name and axes, an axis.
 TAGS = [["seq"], ["map"], ["str", "seq", "null"], ["str"]]
 
@@ -76,7 +75,7 @@ class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
     def _from_file(cls, path: Path) -> "LogicalRules":
         """Load a file; every error message begins with the path, and with the line number if PyYAML gives it."""
         try:
-            rules = yaml.load(_content(path).decode(), Loader=_Loader)
+            rules = yaml.load(small_text(path, "rules"), Loader=_Loader)
             if rules is None:
                 raise ValueError("rules must be a list with entries like '- exp: [expert]', got nothing")
             return cls(pair for rule in rules for pair in rule.items())
@@ -132,14 +131,3 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 def _require(condition: bool, place: yaml.Event | yaml.Node, problem: str) -> None:
     if not condition:
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
-
-
-def _content(path: Path) -> bytes:
-    """Read a regular file; opening a FIFO would block until there is a writer, and reading a device may not end."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError("rules must be in a regular file")
-    with path.open("rb") as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"a file of rules has at most {MAX_BYTES} bytes, got {path.stat().st_size}")
-    return content

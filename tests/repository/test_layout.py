@@ -53,7 +53,7 @@ LEVELS = [
         "text_table",
         "waiting_threads",
         "whole_tensors",
-        "written_files",
+        "files",
     },
     {"config"},
     {"reference"},

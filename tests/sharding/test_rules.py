@@ -129,7 +129,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "UTF-16": ("- a: x\n".encode("utf-16"), ": 'utf-8' codec can't decode byte 0xff in position 0"),
     "Latin-1": ("- a: x\n- ä: x\n".encode("latin-1"), ": 'utf-8' codec can't decode byte 0xe4 in position 9"),
     "a program": (Path("/bin/sh").read_bytes()[:5000], ": 'utf-8' codec can't decode byte 0x"),
-    "a large file": (b"- a: x\n" * 10**5, ": a file of rules has at most 32768 bytes, got 700000"),
+    "a large file": (b"- a: x\n" * 10**5, ": rules must be in a file of at most 32768 bytes, got 700000"),
     "zeros": (bytes(5000), ": unacceptable character #x0000: special characters are not allowed"),
     "a long name": (b"- a: x\n- " + b"n" * 30000, f":2: {ENTRIES} 'str'"),
     "a long list": (b"- a: [" + b"x, " * 10000 + b"]", ": rule 0, 'a', has the axis 'x' twice: ['x', "),

@@ -2,7 +2,6 @@
 
 import math
 import reprlib
-import stat
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
@@ -12,10 +11,9 @@ import torch
 import yaml  # type: ignore[import-untyped]
 
 from maxmoe.field_checks import check_int, check_number, nearest
-from maxmoe.written_files import replacing
+from maxmoe.files import replacing, small_text
 
 DEVICES = Path(__file__).parent / "devices"
-MAX_BYTES = 2**15
 
 
 @dataclass(frozen=True)
@@ -169,9 +167,7 @@ def device_names() -> list[str]:
 
 def _from_file(path: Path) -> Device:
     try:
-        if not stat.S_ISREG(path.stat().st_mode) or path.stat().st_size > MAX_BYTES:
-            raise ValueError(f"a device must be in a regular file of at most {MAX_BYTES} bytes")
-        return _device(yaml.safe_load(path.read_bytes().decode()))
+        return _device(yaml.safe_load(small_text(path, "a device")))
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
         raise ValueError(f"{path}{line}: this is no YAML: {str(error.problem)[:200]}") from None

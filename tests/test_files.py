@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from maxmoe import MoE, presets
+from maxmoe.files import replacing
 from maxmoe.load import LoadHistory
 from maxmoe.nn import RoutingRecord
 from maxmoe.planning import Device
-from maxmoe.written_files import replacing
 
 
 def test_the_file_stays_if_writing_it_is_interrupted(tmp_path: Path) -> None:
