@@ -15,9 +15,10 @@ from maxmoe._torch import backward_id, never_compiled
 from maxmoe._torch_checkpoint import checkpoint_frames, is_reentrant_checkpoint
 from maxmoe.files import replacing
 from maxmoe.load.stats_accumulator import unwrapped_path
+from maxmoe.nn.custom_router import check_is_replayed
 from maxmoe.nn.moe import MoE
 from maxmoe.nn.router import is_custom_router
-from maxmoe.nn.routing import Routing, check_is_replayed
+from maxmoe.nn.routing import Routing
 from maxmoe.recompute.selective import is_recomputation
 
 

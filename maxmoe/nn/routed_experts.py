@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from maxmoe._torch import is_called_plainly, is_traced
+from maxmoe.nn.custom_router import checked_routing
 from maxmoe.nn.dispatcher import ExpertRunner, LocalDispatcher
 from maxmoe.nn.experts import Experts
 from maxmoe.nn.router import Router, is_custom_router
-from maxmoe.nn.routing import Routing, checked_routing
+from maxmoe.nn.routing import Routing
 from maxmoe.nn.tensor_parallel_region import LayerInputs, LocalRegion
 from maxmoe.quantization import QuantizedStack
 
