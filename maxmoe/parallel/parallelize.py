@@ -137,7 +137,8 @@ def check_settings(module: nn.Module, mesh: Mesh, rules: LogicalRules, settings:
         rules: rules of the module.
         settings: texts of further settings, by name.
     """
-    facts = {"the mesh": repr(mesh), **settings, "the rules": repr(rules)}
+    facts = {"the mesh": repr(mesh), **settings}
+    facts |= {f"rule {number}": f"{name}: {' '.join(axes) or '-'}" for number, (name, axes) in enumerate(rules)}
     for path, child in module.named_modules():
         is_frozen = getattr(child, "frozen_experts", None) is not None
         facts[f"the module {path or '(root)'}"] = (

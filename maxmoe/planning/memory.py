@@ -21,10 +21,13 @@ def parameter_dtype(plan: Plan) -> torch.dtype:
     the dtype in which modules compute with them.
     """
     frozen = [parameter for parameter in plan.parameters.values() if not parameter.is_trained]
-    dtypes = {parameter.parameter.used_dtype for parameter in frozen or plan.parameters.values()}
-    if len(dtypes) != 1:
-        raise ValueError(f"the parameters must have one dtype, got {', '.join(map(str, dtypes)) or 'none'}")
-    return dtypes.pop()
+    first = {
+        parameter.parameter.used_dtype: parameter.name for parameter in reversed(frozen or [*plan.parameters.values()])
+    }
+    if len(first) != 1:
+        found = " and ".join(f"{dtype} of {name}" for dtype, name in first.items())
+        raise ValueError(f"the parameters must have one dtype, got {found or 'no parameters'}")
+    return next(iter(first))
 
 
 def stored_memory(
