@@ -115,7 +115,8 @@ def test_what_it_cannot_know_is_an_error() -> None:
         activations(wide_decoder(dense, torch.float32), 2, 40)
     mixed = wide_decoder(WIDE, torch.float32)
     mixed.norm.bfloat16()
-    with pytest.raises(ValueError, match=r"one dtype, got torch.bfloat16 of norm.weight and torch.float32 of embedding.weight"):
+    message = r"one dtype, got torch\.bfloat16 of norm\.weight and torch\.float32 of embedding\.weight"
+    with pytest.raises(ValueError, match=message):
         activations(mixed, 2, 40)
 
 
