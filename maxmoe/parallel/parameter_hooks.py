@@ -11,7 +11,8 @@ The order of events for one unit is
 4. tensor hook, when the backward reaches an output: all-gather again into the storages;
 5. backward of the unit and, for each parameter, of its all-gather in step 1, which reduces the gradient.
 
-If tensors of the output cannot be found, because they are in objects that are no pytree, nothing is freed in step 3.
+If tensors of the output cannot be found, because they are in objects that are no pytree, nothing is freed in step 3,
+and parameters that an optimizer modifies before the backward are not noticed.
 
 Do not backpropagate from tensors captured by forward hooks inside the unit: such a backward reaches the freed
 parameters without passing an output of the unit, so that step 4 is skipped.
@@ -91,8 +92,9 @@ class ParameterHooks:
         call = self._calls.pop()
         for owner, name, parameter in call.replaced:
             put_in_place(owner, name, parameter)
-        gathered, ungathered, tensors = call.gathered, call.ungathered, _tensors_of(output)
-        if not (_has_later_backward() and (gathered or ungathered) and tensors):
+        gathered, ungathered = call.gathered, call.ungathered  # both empty without a later backward
+        tensors = _tensors_of(output) if gathered or ungathered else []
+        if not tensors:
             return
 
         def refill(_gradient: Tensor) -> None:
