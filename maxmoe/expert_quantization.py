@@ -1,9 +1,11 @@
 """Quantization of the experts of a model in place."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor, nn
 
+from maxmoe.adapters import wrappers_of
 from maxmoe.quantization import QuantizedStack, load_stacks, quantize
 
 # Functions that return the expert weights of a module that its forward hands to operators, by the names of the
@@ -37,8 +39,9 @@ def quantize_experts(model: nn.Module, format: str, *, group_size: int | None = 
         group_size: number of weights that share a scale, for "int4"; None for 128.
 
     Raises:
-        ValueError: for a model without experts, for experts that are trainable, sharded or quantized already, and for
-            weights that are not finite. For the last alone, experts before them have been quantized.
+        ValueError: for a model without experts, for experts that are trainable, sharded, quantized already or have
+            merged adapters, and for weights that are not finite. For the last alone, experts before them have been
+            quantized.
     """
     found = [(name, module, is_first_in) for name, module in model.named_modules() for is_first_in in _find(module)]
     if not found:
@@ -48,13 +51,21 @@ def quantize_experts(model: nn.Module, format: str, *, group_size: int | None = 
         )
     for path, module, (name, _) in found:
         _check(f"{path}.{name}".removeprefix("."), getattr(module, name))
+    _check_unmerged(model)
+    num_users = Counter(id(module.get_parameter(name)) for _, module, (name, _) in found)
+    shared: dict[tuple[nn.Parameter, bool], nn.Parameter] = {}
     for path, module, (name, is_first_in) in found:
         parameter = module.get_parameter(name)
-        try:
-            stack = quantize(parameter if is_first_in else parameter.mT, format, group_size)
-        except ValueError as error:
-            raise ValueError(f"{path}.{name}".removeprefix(".") + f": {error}") from error
-        setattr(module, name, nn.Parameter(stack if is_first_in else stack.mT, requires_grad=False))
+        quantized = shared.get((parameter, is_first_in))
+        if quantized is None:
+            try:
+                stack = quantize(parameter if is_first_in else parameter.mT, format, group_size)
+            except ValueError as error:
+                raise ValueError(f"{path}.{name}".removeprefix(".") + f": {error}") from error
+            quantized = nn.Parameter(stack if is_first_in else stack.mT, requires_grad=False)
+        if num_users[id(parameter)] > 1:
+            shared[parameter, is_first_in] = quantized
+        setattr(module, name, quantized)
         del parameter  # otherwise it would be held while the next one is quantized
     for module in dict.fromkeys(module for _, module, _ in found):
         module.register_load_state_dict_pre_hook(load_stacks)
@@ -63,6 +74,16 @@ def quantize_experts(model: nn.Module, format: str, *, group_size: int | None = 
 def _find(module: nn.Module) -> Iterator[tuple[str, bool]]:
     for finder in _finders:
         yield from finder(module).items()
+
+
+def _check_unmerged(model: nn.Module) -> None:
+    """Raise for adapters that are merged into the weights, because PEFT could not subtract them again."""
+    for path, wrapper in wrappers_of(model):
+        if wrapper.merged_adapters:
+            raise ValueError(
+                f"{path} must have no merged adapters, got {list(wrapper.merged_adapters)}: call merge_and_unload or "
+                "unmerge_adapter before quantize_experts"
+            )
 
 
 def _check(name: str, parameter: Tensor) -> None:

@@ -205,3 +205,23 @@ def test_peak_memory_is_the_model_and_one_quantized_stack() -> None:
     more = int(done.stdout) * 1024
     stack = 24 * 1024 * 1024 * 2
     assert more < 0.27 * stack + 2 * stack / 24 + 48 * 2**20, f"{more / 2**20:.0f} MiB"
+
+
+def test_merged_adapters_are_refused() -> None:
+    """PEFT could not subtract them again, and would add them twice."""
+    model = adapted(nn.Sequential(layer()))
+    model.merge_adapter()
+    with pytest.raises(ValueError, match=r"experts must have no merged adapters, got \['default'\]: call"):
+        quantize_experts(model, "int8")
+    model.unmerge_adapter()
+    quantize_experts(model, "int8")
+
+
+def test_tied_experts_stay_tied() -> None:
+    model = nn.Sequential(layer(), layer())
+    for name, parameter in list(model[0].experts.named_parameters()):
+        setattr(model[1].experts, name, parameter)
+    quantize_experts(model, "int8")
+    names = [name for name, _ in model[0].experts.named_parameters()]
+    assert all(model[0].experts.get_parameter(name) is model[1].experts.get_parameter(name) for name in names)
+    assert len(expert_weights(model)) == 3

@@ -55,7 +55,10 @@ def without_adapters(module: nn.Module, kind: type[Part]) -> Part:
         return module
     adapted = adapted_module(module)
     if not isinstance(adapted, kind):
-        raise TypeError(f"expected a {kind.__name__}, with or without adapters, got {type(adapted).__name__}")
+        raise TypeError(
+            f"the module must be {kind.__name__}, with or without adapters, got {type(adapted).__name__}: compile it "
+            "in place with module.compile(), and recompute it with maxmoe.set_recompute"
+        )
     return adapted
 
 

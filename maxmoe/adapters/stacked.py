@@ -71,7 +71,7 @@ def _stack(module: nn.Module) -> list[_PackedFactors]:
 
 def packed_as_by_peft(name: str, stack: Tensor) -> Tensor:
     """Return a stack of factors, ``(L, r, in)`` or ``(L, r, out)``, as PEFT packs it."""
-    if "lora_A" in name:
+    if name.split(".")[-3] == "lora_A":  # not the name of the adapter, which follows, or of a module before
         return stack.flatten(0, 1)
     return stack.permute(2, 1, 0).flatten(1)
 

@@ -249,7 +249,7 @@ class ConfigFormat:
                         f"{self.path}: config_groups must have weights with type and num_bits, got {groups}"
                     )
                 size = weights.get("group_size")
-                block = None if size is None else self._block("group_size", [1, size])
+                block = None if size in (None, -1) else self._block("group_size", [1, size])
                 return f"{weights['type']}{weights['num_bits']}", block
             case method:
                 return str(method), None

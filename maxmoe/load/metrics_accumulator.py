@@ -1,5 +1,6 @@
 """Losses and statistics that a layer accumulates in the backward pass."""
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -113,6 +114,13 @@ class MetricsAccumulator:
     ) -> None:
         self._num_bins, self._device, self._process_group = num_bins, device, process_group
         self.resize(num_experts)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MetricsAccumulator":
+        """Copy the sums; the copy shares the process group, which cannot be copied."""
+        memo[id(self._process_group)] = self._process_group
+        copied = memo[id(self)] = object.__new__(type(self))
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     def resize(self, num_experts: int) -> None:
         """Start new sums, for another number of experts."""

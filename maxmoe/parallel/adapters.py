@@ -12,6 +12,8 @@ _PARTS_OF_ADAPTERS = (".lora_", ".modules_to_save.")
 def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Collect the trained parameters and all adapters of a model on every rank, as PEFT saves them in one process.
 
+    Buffers of the modules in PEFT's `modules_to_save`, such as the correction bias of a router, are among them.
+
     All ranks must call it. Load saved adapters with ``PeftModel.from_pretrained`` before `parallelize`, on any mesh::
 
         state_dict = maxmoe.parallel.adapter_state_dict(model)
@@ -22,7 +24,7 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
         model: model of PEFT after `maxmoe.parallelize`.
 
     Returns:
-        Whole tensors on the CPU, by the path of the parameter.
+        Whole tensors on the CPU, by the path of the parameter or buffer.
     """
     factors = factor_names(model)
     state_dict = {}
@@ -33,4 +35,8 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
         whole = parameter.detach()
         whole = (whole.full_tensor() if isinstance(whole, DTensor) else whole).cpu()
         state_dict[name] = packed_as_by_peft(name, whole) if name in factors and whole.dim() == 3 else whole
+    persistent = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if ".modules_to_save." in name and name in persistent:
+            state_dict[name] = buffer.detach().cpu()
     return state_dict

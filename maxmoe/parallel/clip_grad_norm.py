@@ -57,8 +57,17 @@ def _stages_of(parameters: Iterable[Tensor]) -> dist.ProcessGroup | None:
 
 
 def _norm(gradients: Sequence[Tensor]) -> Tensor:
-    # float64 for any dtypes of the gradients, so that the norms of all ranks and meshes have one dtype.
-    return torch.nn.utils.get_total_norm(gradients).double()
+    # float64 for any dtypes of the gradients, so that the norms of all ranks and meshes have one dtype. torch would
+    # round the norm of each gradient to its dtype, in which a float16 norm overflows.
+    wide = [gradient for gradient in gradients if gradient.dtype.itemsize >= 4]
+    norms = [torch.nn.utils.get_total_norm(wide).double()] if wide else []
+    norms += [
+        torch.linalg.vector_norm(gradient, dtype=torch.float32).double()
+        for gradient in gradients
+        if gradient.dtype.itemsize < 4
+    ]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
 
 
 def _norm_on_mesh(gradients: Sequence[Tensor], mesh: DeviceMesh) -> Tensor:

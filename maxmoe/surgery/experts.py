@@ -131,5 +131,7 @@ def _apply(model: nn.Module, replacements: Sequence[Replacement], optimizer: Opt
     check_not_shared(model, [replacement.path for replacement in replacements])
     if optimizer is not None:
         check_optimizer(optimizer)
+        for replacement in replacements:
+            replacement.check_gradients()
     for replacement in replacements:
         replacement.apply(optimizer)

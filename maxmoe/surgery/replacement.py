@@ -62,6 +62,18 @@ class Replacement:
             raise ValueError(f"{path}: {error}") from error
         return cls(path, layer, config, sources, noise)
 
+    def check_gradients(self) -> None:
+        """Raise for gradients if experts are merged or duplicated, because those of the new experts are not known."""
+        if len(set(self.sources)) == len(self.sources) and all(len(ids) == 1 for ids in self.sources):
+            return
+        for name in ("router", "experts"):
+            for key, parameter in self.layer.get_submodule(name).named_parameters(recurse=False):
+                if parameter.grad is not None:
+                    raise ValueError(
+                        f"{self.path}.{name}.{key} must have no gradient, because that of merged or duplicated experts "
+                        "is not known: call optimizer.step() before, and optimizer.zero_grad()"
+                    )
+
     @torch.no_grad()
     def apply(self, optimizer: Optimizer | None) -> None:
         """Replace the experts, and their state in the optimizer."""
@@ -71,6 +83,7 @@ class Replacement:
                 new = nn.Parameter(
                     rows if key.endswith("bias") else self._with_noise(rows), requires_grad=old.requires_grad
                 )
+                new.grad = None if old.grad is None else self._rows(old.grad)
                 setattr(module, key, new)
                 if optimizer is not None:
                     self._replace_in(optimizer, old, new)

@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from maxmoe.integrations.quantized_tensors import ConfigFormat
+from maxmoe.quantization import quantize
 from support.quantized_checkpoints import FAMILIES
 
 pytest.importorskip("transformers")
@@ -48,6 +51,14 @@ def test_group_size_of_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=r"int4, with a scale for 1 x 64 weights, .* says, got int4, .* 1 x 32"):
         read(tmp_path, "int4")
+
+
+def test_group_size_of_whole_rows(tmp_path: Path) -> None:
+    """compressed-tensors writes -1 for one scale per row."""
+    config = {"weights": {"num_bits": 4, "type": "int", "group_size": -1}}
+    text = {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"group_0": config}}}
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    ConfigFormat(tmp_path).check("weight", quantize(torch.randn(1, 64, 32), "int4", group_size=64))
 
 
 GROUP: dict[str, Any] = {"quant_method": "compressed-tensors"}

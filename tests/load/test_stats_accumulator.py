@@ -1,11 +1,13 @@
 """StatsAccumulator: each forward of a step counts once, those of an evaluation do not, and all ranks agree."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -232,3 +234,15 @@ def test_ranks_add_up_to_one_process() -> None:
             assert counts.equal(expected.layers["moe"].tokens_per_expert) and bias.equal(bias_of(whole))
             for gradient, other in zip(gradients, expected_gradients, strict=True):
                 torch.testing.assert_close(gradient, other, rtol=1e-11, atol=1e-13)
+
+
+def test_models_with_a_process_group_are_copied() -> None:
+    def check() -> None:
+        group = dist.new_group([0])
+        model = make()
+        StatsAccumulator(model, process_group=group)
+        copied = copy.deepcopy(model)
+        assert copied.metrics_accumulator is not model.metrics_accumulator
+        assert copied.metrics_accumulator.step._process_group is group
+
+    run_ranks(check, 1)

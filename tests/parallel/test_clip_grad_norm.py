@@ -77,3 +77,14 @@ def test_a_model_whose_tokens_travel(dispatch: Dispatch) -> None:
             assert_same(model.get_parameter(name).grad.full_tensor(), parameter.grad, name)
 
     run_ranks(check, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_of_gradients_of_sixteen_bits(dtype: torch.dtype) -> None:
+    """A norm in float16 would be infinite, and one in bfloat16 is rounded to 8 bits."""
+    parameter, other = (nn.Parameter(torch.zeros(size, dtype=dtype)) for size in (5000, 7))
+    parameter.grad, other.grad = torch.full((5000,), 3000.0, dtype=dtype), torch.full((7,), 0.3, dtype=dtype)
+    exact = torch.cat([parameter.grad.double(), other.grad.double()]).norm()
+    found = clip_grad_norm_([parameter, other], 1.0)
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=0.0)
+    assert 0.99 < float(parameter.grad.double().norm()) < 1.01

@@ -157,3 +157,20 @@ def refusals() -> list[str]:
 def test_sharded_layers_are_refused() -> None:
     (said,) = run_ranks(refusals, 1)
     assert len(said) == 6 and all("must be an ordinary parameter, got " in message for message in said)
+
+
+def test_gradients_follow_the_experts() -> None:
+    """Between backward and step: as if the others had never been there."""
+    layer = make()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer(tokens(layer)).hidden_states.square().mean().backward()
+    before = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
+    kept = [expert for expert in range(layer.config.num_experts) if expert != 1]
+    prune_experts(layer, [1], optimizer=optimizer)
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None and parameter.grad.equal(before[name][kept]), name
+    with pytest.raises(ValueError, match=r"^moe.router.weight must have no gradient, because that of merged or"):
+        duplicate_experts(layer, [0], optimizer=optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    duplicate_experts(layer, [0], optimizer=optimizer)
