@@ -113,6 +113,7 @@ def test_replaced_parameters_are_not_trained(replaced: Callable[[MoE], MoE], com
     frozen.remove()
     if model is layer:
         run(x)
+    torch._dynamo.reset()  # where a graph has broken, later graphs add gradients in another order
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     freeze_experts(model, [1], optimizer)
     before = [parameter[1].clone() for parameter in model.experts.parameters()]
