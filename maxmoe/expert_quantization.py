@@ -63,6 +63,7 @@ def quantize_experts(model: nn.Module, format: str, *, group_size: int | None = 
             except ValueError as error:
                 raise ValueError(f"{path}.{name}".removeprefix(".") + f": {error}") from error
             quantized = nn.Parameter(stack if is_first_in else stack.mT, requires_grad=False)
+        # Only a tied parameter is kept, because keeping one keeps its memory.
         if num_users[id(parameter)] > 1:
             shared[parameter, is_first_in] = quantized
         setattr(module, name, quantized)

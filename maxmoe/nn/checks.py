@@ -61,7 +61,7 @@ def check_replaced_parts(
 
 
 def check_training(layer: Any) -> None:
-    """Raise if the backward of a layer would compute something else than what was asked for."""
+    """Raise if the backward of a layer would not count the step, or would train frozen experts."""
     if torch.is_grad_enabled():
         _check_step_is_counted(layer)
         _check_frozen_experts(layer)
@@ -102,7 +102,7 @@ def _check_frozen_experts(layer: Any) -> None:
         if parameter.requires_grad and parameter.is_leaf and not is_known:
             raise RuntimeError(
                 f"{module_path(layer)} has experts frozen by freeze_experts, but experts.{name} is another parameter "
-                "than then, all of which would be trained: freeze_experts does not work with fully_shard; call it "
+                "now, in which all experts would be trained: freeze_experts does not work with fully_shard; call it "
                 "again for a copy and after load_state_dict(assign=True)"
             )
 

@@ -212,7 +212,8 @@ class _Replay:
         def force(router: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
             if not self.checkpointed:
                 handle.remove()
-            return self.force(router, arguments, options) if is_recomputation() else None
+            is_known = is_recomputation() and any(frame in self.checkpointed for frame in checkpoint_frames())
+            return self.force(router, arguments, options) if is_known else None
 
         handle = self.layer.router.register_forward_pre_hook(force, with_kwargs=True)
 

@@ -90,7 +90,7 @@ class RoutingLosses:
         """Compute the sum ``()`` of the weighted losses and the statistics over the tokens of all processes.
 
         Without gradients, those of a few tokens in a single process are computed when they are first read, from the
-        values of now.
+        values that the tensors have in this call.
         """
         if routing.token_losses is not None or not self._can_wait(routing, tokens, step):
             return self._compute(routing, dropped, num_sequences, tokens, step)

@@ -99,31 +99,27 @@ def shared_by_blocks(module: nn.Module) -> set[nn.Parameter]:
     FSDP2 would replace such a parameter by its shard in one of them only.
     """
     owners: dict[nn.Parameter, set[nn.Module]] = defaultdict(set)
-    for block in blocks(module):
-        for parameter in block.parameters():
-            owners[parameter].add(block)
-    for other in _outside_of_blocks(module):
-        for parameter in other.parameters(recurse=False):
-            owners[parameter].add(module)
+    for part, is_block in _parts(module):
+        for parameter in part.parameters(recurse=is_block):
+            owners[parameter].add(part if is_block else module)
     return {parameter for parameter, modules in owners.items() if len(modules) > 1}
 
 
-def _outside_of_blocks(module: nn.Module, *, in_list: bool = False) -> Iterator[nn.Module]:
-    yield module
-    for child in module.children():
-        if not in_list or isinstance(child, _CONTAINERS):
-            yield from _outside_of_blocks(child, in_list=in_list or isinstance(child, nn.ModuleList))
+def blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules in the outermost `nn.ModuleList`s, also those in lists and dicts inside of them."""
+    return (part for part, is_block in _parts(module) if is_block)
 
 
-def blocks(module: nn.Module, *, in_list: bool = False) -> Iterator[nn.Module]:
-    """Yield the modules in the outermost `nn.ModuleList`s; of lists and dicts among them, the modules that these hold.
+def _parts(module: nn.Module, *, in_list: bool = False) -> Iterator[tuple[nn.Module, bool]]:
+    """Yield the blocks of a model and all modules outside of them, each with whether it is a block.
 
     Args:
         module: module to search.
         in_list: whether it is in a list.
     """
+    yield module, False
     for child in module.children():
         if in_list and not isinstance(child, _CONTAINERS):
-            yield child
+            yield child, True
         else:
-            yield from blocks(child, in_list=in_list or isinstance(child, nn.ModuleList))
+            yield from _parts(child, in_list=in_list or isinstance(child, nn.ModuleList))

@@ -201,8 +201,8 @@ class _Planner:
             used = self._used(unit, self.shardings[name])
             check_blocks(name, self.shardings[name], used)
             parameter = unit.get_parameter(path)
-            of_fsdp = fsdp_axes(self.shardings[name], used, self.tokens)
-            of_fsdp = () if parameter in self.shared_by_blocks else of_fsdp
+            is_shared = parameter in self.shared_by_blocks
+            of_fsdp = () if is_shared else fsdp_axes(self.shardings[name], used, self.tokens)
             unsharded = self.shardings[name].sharding.without(*of_fsdp)
             sharded = {axis for axes in used.spec for axis in axes}
             # A parameter that is added to the output is partial: zero on all ranks but one. Every rank along a

@@ -17,9 +17,9 @@ from maxmoe.sharding.redistribute import embed_sharding
 class Boundary:
     """Finds the shape and dtype of the hidden states between stages for a micro-batch, and checks the loss.
 
-    The first and the last part of the model run on fake tensors, on every rank. An error in the inputs or in
-    the loss is therefore raised on every rank, before anything is sent. The blocks need not run, because they keep the
-    shape and dtype of the hidden states.
+    The first and the last part of the model run on fake tensors, on every rank. An error in the inputs or in the loss
+    is therefore raised on every rank, before anything is sent. The blocks need not run, because they keep the shape
+    and dtype of the hidden states.
 
     Args:
         model: whole model, before its parameters are sharded.

@@ -22,7 +22,7 @@ from maxmoe.planning.memory import (
 )
 from maxmoe.planning.optimizer_communication import muon_communication
 from maxmoe.planning.pipeline_estimate import PipelineEstimate, RankEstimate
-from maxmoe.planning.pipeline_plan import PipelineOptions, PipelinePlan, plan_model
+from maxmoe.planning.pipeline_plan import PipelinePlan, pipeline_options, plan_model
 from maxmoe.planning.rank_costs import (
     Tokens,
     message_bytes,
@@ -132,14 +132,11 @@ def estimate(
     """
     rules = LogicalRules.load(rules)
     choices = choose(module, {}) if optimizer == "muon" else ()
-    options = None
-    if num_micro_batches is not None:
-        options = PipelineOptions(schedule, num_micro_batches, blocks_per_stage, stages_per_rank)
     plan, pipeline = plan_model(
         module,
         mesh,
         rules,
-        options,
+        pipeline_options(schedule, num_micro_batches, blocks_per_stage, stages_per_rank),
         dispatch=dispatch,
         num_chunks=num_chunks,
         imbalance=imbalance,

@@ -11,7 +11,7 @@ from maxmoe.parallel.parallelize import undeclared_modules
 from maxmoe.parallel.parameter_sharding import ParameterSharding
 from maxmoe.planning.explained_dispatch import ExplainedDispatch, dispatch_tables, explain_dispatch
 from maxmoe.planning.pipeline_estimate import stage_table
-from maxmoe.planning.pipeline_plan import PipelineOptions, PipelinePlan, plan_model
+from maxmoe.planning.pipeline_plan import PipelinePlan, pipeline_options, plan_model
 from maxmoe.planning.repeated_layers import group_repeated
 from maxmoe.planning.saved_tensors import micro_batch_sizes
 from maxmoe.quantization import with_split_stacks
@@ -214,14 +214,12 @@ def explain(
         ValueError: as `parameter_shardings`, `plan_dispatch` and `maxmoe.pipeline`; if axes that shard the tokens do
             not divide them.
     """
-    rules, options = LogicalRules.load(rules), None
-    if num_micro_batches is not None:
-        options = PipelineOptions(schedule, num_micro_batches, blocks_per_stage, stages_per_rank)
+    rules = LogicalRules.load(rules)
     plan, pipeline = plan_model(
         module,
         mesh,
         rules,
-        options,
+        pipeline_options(schedule, num_micro_batches, blocks_per_stage, stages_per_rank),
         dispatch=dispatch,
         num_chunks=num_chunks,
         imbalance=imbalance,

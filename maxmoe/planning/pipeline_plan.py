@@ -118,6 +118,18 @@ class PipelinePlan:
         return max(range(self.num_ranks), key=self.work)
 
 
+def pipeline_options(
+    schedule: str,
+    num_micro_batches: int | None,
+    blocks_per_stage: Sequence[int] | None,
+    stages_per_rank: int | None,
+) -> PipelineOptions | None:
+    """Return the options of a pipeline; None without a number of micro-batches, to plan a model without stages."""
+    if num_micro_batches is None:
+        return None
+    return PipelineOptions(schedule, num_micro_batches, blocks_per_stage, stages_per_rank)
+
+
 def plan_model(
     module: nn.Module,
     mesh: Mesh,

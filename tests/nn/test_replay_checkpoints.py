@@ -157,6 +157,18 @@ def test_a_backward_in_another_replay(is_replayed: bool, first: Forward, second:
             torch.testing.assert_close(got[name], expected[name], rtol=1e-12, atol=1e-13)
 
 
+def test_other_recomputations_after_the_replay() -> None:
+    """While the graph of a replayed checkpoint is left, its hook lets other forwards in a backward pass."""
+    layer = make()
+    x = tokens(layer)
+    with maxmoe.replay_routing(layer, recorded(layer, x)):
+        graph = checkpointed(layer, x)
+    leaf, outputs = torch.ones(1, requires_grad=True), []
+    leaf.register_hook(lambda _: outputs.append(layer(x).hidden_states))
+    leaf.sum().backward()
+    assert graph.requires_grad and outputs[0].equal(layer(x).hidden_states)
+
+
 def test_other_recomputations_are_refused() -> None:
     layer, x = make(), tokens(make())
     record = recorded(layer, x)

@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[2]
 SUBPROCESSES_OF_TORCHRUN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 # Modules of tests and examples, and one that reads the environment when it is imported.
 FRESH = (str(ROOT / "tests") + os.sep, str(ROOT / "examples") + os.sep, f"{os.sep}matplotlib{os.sep}")
-# A program that hangs ends with the stacks of its threads, earlier than the program that
-# has started it, which reports what it wrote.
+# A program that hangs ends with the stacks of its threads, earlier than the program that has started it, which reports
+# what it wrote.
 MAX_SECONDS = 600.0
 EARLIER_SECONDS = 30.0
 

@@ -1,4 +1,4 @@
-"""A plan that a search has found, with its costs."""
+"""A plan with its predicted costs."""
 
 from dataclasses import dataclass, replace
 from typing import Any

@@ -76,7 +76,10 @@ class SearchResult:
 
     def _exclusions(self) -> Iterator[str]:
         num_slower = self.num_considered - len(self.plans) - self.num_over_memory - sum(self.refused.values())
-        reasons = {"not faster": num_slower, f"need more than {readable_bytes(self.limit)}": self.num_over_memory}
+        reasons = {
+            "not among the fastest": num_slower,
+            f"need more than {readable_bytes(self.limit)}": self.num_over_memory,
+        }
         yield f"{self.num_considered:,} plans can run the batch. Not in the table:"
         yield from _counts({**reasons, **self.refused})
         if self.cannot_run:

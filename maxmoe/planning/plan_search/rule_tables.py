@@ -1,4 +1,4 @@
-"""Tables of rules with their names."""
+"""Rules that a search tries, with their names."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
