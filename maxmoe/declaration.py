@@ -142,6 +142,9 @@ class Declaration:
             linear in the last of these dims, so that partial outputs can be summed. Makes the module a FSDP unit.
         added_to_output: paths of parameters of a tensor-parallel module that are added to its output, such as the bias
             of the last projection. Only one rank adds them to its partial output.
+        unsaved_parameters: paths of parameters that the backward does not read, such as a table that is indexed or a
+            bias that is added. A FSDP unit gathers them for the forward alone. Not needed for `nn.Embedding` and the
+            bias of `nn.Linear` that gather their own parameters.
         uses_token_group: whether `parallelize` sets the attribute `token_group` of the module; see `TokenGroup`.
         needs_whole_sequences: whether the output of a token depends on other tokens of its sequence that the module
             does not gather with its token group. Rules that shard sequences then raise an error.
@@ -157,6 +160,7 @@ class Declaration:
     fsdp_unit: bool = False
     tensor_parallel_dims: Mapping[str, int] = field(default_factory=dict)
     added_to_output: tuple[str, ...] = ()
+    unsaved_parameters: tuple[str, ...] = ()
     uses_token_group: bool = False
     needs_whole_sequences: bool = False
     residual_stream: ResidualStream | None = None

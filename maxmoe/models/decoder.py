@@ -219,6 +219,7 @@ class Decoder(nn.Module):
                 "output.weight": ("vocab", "embed_vocab"),
             },
             fsdp_unit=True,  # the forward reads the weight of the embedding outside of the embedding's forward
+            unsaved_parameters=() if self.output is None else ("embedding.weight",),
             residual_stream=ResidualStream(self.config.hidden_size, ((None, "embedding"), ("norm", None))),
             # With tied embeddings, the last part has the embedding as well.
             pipeline_parts=PipelineParts(

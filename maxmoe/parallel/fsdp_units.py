@@ -44,3 +44,16 @@ def has_forward(module: nn.Module) -> bool:
     Hooks around the forward of other modules never run.
     """
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def is_saved(unit: nn.Module, path: str) -> bool:
+    """Return whether the backward reads a parameter of a FSDP unit, given its path in the unit.
+
+    True for what is not known: the parameter is then gathered once more than necessary. If it is read after all, its
+    memory is kept from the forward to the backward.
+    """
+    if path in declaration_of(unit).unsaved_parameters:
+        return False
+    is_table = type(unit).forward is nn.Embedding.forward and path == "weight"
+    is_added = type(unit).forward is nn.Linear.forward and path == "bias"
+    return not (is_table or is_added) or "forward" in vars(unit)

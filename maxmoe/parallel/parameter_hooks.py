@@ -8,8 +8,12 @@ The order of events for one unit is
 1. forward pre-hook: all-gather, and the gathered tensors replace the DTensors as attributes;
 2. forward of the unit;
 3. forward hook: the DTensors are put back, the gathered storages freed, tensor hooks registered on the outputs;
-4. tensor hook, when the backward reaches an output: all-gather again into the storages;
+4. tensor hook, when the backward reaches the first output: all-gather again, into the storages that autograd has kept;
 5. backward of the unit and, for each parameter, of its all-gather in step 1, which reduces the gradient.
+
+Which parameters are gathered again is in the plan, and equal on all ranks. Whether autograd has kept a storage is not:
+the thread of a collective may hold its output for some time after the collective has ended, on one rank and not on
+another. It decides only what is done with the gathered values.
 
 If tensors of the output cannot be found, because they are in objects that are no pytree, nothing is freed in step 3,
 and parameters that an optimizer modifies before the backward are not noticed.
@@ -31,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from maxmoe._torch import base_of_view, parameter_in_place, put_in_place, tree_leaves, version_of
 from maxmoe.parallel.plan import ParameterPlan
 from maxmoe.recompute.freed_storage import FreedStorage
-from maxmoe.recompute.selective import is_recomputation
+from maxmoe.recompute.selective import is_checkpointed
 from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.redistribute import redistribute_parameter
 
@@ -79,10 +83,10 @@ class ParameterHooks:
     def _remember(self, call: "UnitCall", tensor: Tensor, owner: nn.Module, name: str, plan: ParameterPlan) -> None:
         """Keep the version of a parameter for the backward, and the function that gathers it again, if any."""
         version = ParameterVersion(plan.name, self._stored[plan.name])
-        if plan.is_gathered:
-            call.gathered.append(GatheredParameter(tensor, _gather_again(owner, name, plan), version))
-        else:
+        if not plan.is_gathered:
             call.ungathered.append((tensor, version))
+        elif plan.is_saved:
+            call.gathered.append(GatheredParameter(tensor, _gather_again(owner, name, plan), version))
 
     @not_compiled
     def free(self, _unit: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
@@ -90,8 +94,7 @@ class ParameterHooks:
         if not self._calls:  # another hook has raised before `gather`
             return
         call = self._calls.pop()
-        for owner, name, parameter in call.replaced:
-            put_in_place(owner, name, parameter)
+        call.put_back()
         gathered, ungathered = call.gathered, call.ungathered  # both empty without a later backward
         tensors = _tensors_of(output) if gathered or ungathered else []
         if not tensors:
@@ -104,11 +107,11 @@ class ParameterHooks:
                     # parameter, and does not see that the optimizer modified them through the DTensor. With the version
                     # incremented, autograd raises if the backward reads such a tensor.
                     increment_version(tensor)
-            # Each output calls this. The first call fills the storages, later ones find them filled.
-            if not any(parameter.is_needed for parameter in gathered):
+            if call.is_refilled:  # by another output
                 return
             for parameter in gathered:
                 parameter.check_version()
+            call.is_refilled = True
             # FSDP gathers its parameters in a hook on the output of its module. If that is an output of this unit too,
             # FSDP's hook comes later. For parameters that are unsharded already, this does nothing.
             for fsdp_module in self._fsdp_modules:
@@ -125,6 +128,16 @@ class ParameterHooks:
                 if hooked is not None and hooked.requires_grad:
                     hooked.register_hook(refill)  # type: ignore[no-untyped-call]
 
+    @property
+    def num_calls(self) -> int:
+        """Number of forwards of the unit that run now, one inside of the other."""
+        return len(self._calls)
+
+    def abandon(self, num_calls: int) -> None:
+        """Put the DTensors back that an interrupted forward has replaced, and leave the outer `num_calls` forwards."""
+        while len(self._calls) > num_calls:
+            self._calls.pop().put_back()
+
 
 @dataclasses.dataclass
 class UnitCall:
@@ -134,11 +147,18 @@ class UnitCall:
         replaced: parameters that are put back after the forward, with their modules and names.
         gathered: gathered tensors for the backward.
         ungathered: tensors that share memory with their parameters, and the versions of these.
+        is_refilled: whether the backward has gathered the parameters again.
     """
 
     replaced: list[tuple[nn.Module, str, Tensor]] = dataclasses.field(default_factory=list)
     gathered: list["GatheredParameter"] = dataclasses.field(default_factory=list)
     ungathered: list[tuple[Tensor, "ParameterVersion"]] = dataclasses.field(default_factory=list)
+    is_refilled: bool = False
+
+    def put_back(self) -> None:
+        """Put the DTensors in the place of the gathered tensors."""
+        for owner, name, parameter in self.replaced:
+            put_in_place(owner, name, parameter)
 
 
 def _tensors_of(output: Any) -> list[Tensor]:
@@ -189,17 +209,9 @@ class GatheredParameter:
         """Free the storage."""
         self._storage.free()
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether the storage is freed and autograd has saved tensors that share it; equal on all ranks.
-
-        Equal, because the collective of the forward, which keeps its output alive, has completed on every rank.
-        """
-        return self._storage.is_needed
-
     def check_version(self) -> None:
-        """Raise, on every rank and before any collective, if the parameter is needed and has been modified."""
-        if self.is_needed and self._version.is_outdated:
+        """Raise, on every rank and before any collective, if the parameter has been modified since the forward."""
+        if self._version.is_outdated:
             raise RuntimeError(
                 f"{self._version.name} is needed for gradient computation, but has been modified by an inplace "
                 "operation since the forward: call backward before optimizer.step()"
@@ -207,18 +219,19 @@ class GatheredParameter:
 
     @torch.no_grad()
     def refill(self) -> None:
-        """Gather the parameter again if it is needed."""
-        if self.is_needed:
-            self._storage.fill(self._gather())
+        """Gather the parameter again, and fill the storage if tensors still share it on this rank."""
+        values = self._gather()
+        if self._storage.is_needed:
+            self._storage.fill(values)
 
 
 def _has_later_backward() -> bool:
-    """Return whether a backward may follow this forward after other modules have run.
+    """Return whether a backward of this forward may follow after other modules have run.
 
-    A forward inside a backward is a recomputation of activation checkpointing. Its saved tensors are used at once, so
-    freeing them would gather every parameter a third time.
+    Not under activation checkpointing: the forward saves nothing, and the saved tensors of the recomputation are used
+    at once, so that freeing them would gather every parameter a third time.
     """
-    return torch.is_grad_enabled() and not is_recomputation()
+    return torch.is_grad_enabled() and not is_checkpointed()
 
 
 def _gather_again(owner: nn.Module, name: str, plan: ParameterPlan) -> Callable[[], Tensor]:

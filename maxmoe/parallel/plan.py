@@ -38,6 +38,8 @@ class ParameterPlan:
         fsdp_block: path of the block with which FSDP gathers the parameter, "" for the rest of the model; None without
             FSDP.
         is_trained: whether the parameter requires a gradient; a frozen one has no gradient and no optimizer state.
+        is_saved: whether the backward of the modules reads the parameter, so that the FSDP unit gathers it again. What
+            autograd has really saved does not count: it would be asked on each rank alone.
     """
 
     name: str
@@ -49,6 +51,7 @@ class ParameterPlan:
     fsdp_unit: str
     fsdp_block: str | None
     is_trained: bool = True
+    is_saved: bool = True
 
     @property
     def stored(self) -> NamedSharding:
@@ -77,8 +80,10 @@ class ParameterPlan:
     def planned_collectives(self, num_calls: int = 1) -> Iterator[PlannedCollective]:
         """List the collectives of the parameter in a training step, in which its FSDP unit runs `num_calls` times."""
         fsdp = Redistribution((self.stored, self.unsharded), (self.grad_unsharded, self.stored))
-        for redistribution, bucket in ((self.gathering, None),) * num_calls + ((fsdp, self.fsdp_block),):
-            steps = [("weights, forward", redistribution.forward), ("weights, backward", redistribution.forward)]
+        by_unit, by_fsdp = (self.gathering, None, self.is_saved), (fsdp, self.fsdp_block, True)
+        for redistribution, bucket, is_gathered_again in (*(by_unit,) * num_calls, by_fsdp):
+            steps = [("weights, forward", redistribution.forward)]
+            steps += [("weights, backward", redistribution.forward)] if is_gathered_again else []
             steps += [("gradients of weights", redistribution.backward)] if self.is_trained else []
             for purpose, shardings in steps:
                 for item in planned_steps(purpose, *shardings, self.parameter.shape, self.parameter.dtype):

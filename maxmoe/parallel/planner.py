@@ -12,7 +12,7 @@ from maxmoe.nn import MoE
 from maxmoe.parallel.blocks_of_scales import check_blocks
 from maxmoe.parallel.dispatch_plan import Dispatch, DispatchPlan, check_dispatch, plan_dispatch
 from maxmoe.parallel.fsdp import blocks, fsdp_axes, shared_by_blocks
-from maxmoe.parallel.fsdp_units import fsdp_units
+from maxmoe.parallel.fsdp_units import fsdp_units, is_saved
 from maxmoe.parallel.parameter_sharding import ParameterSharding, parameter_shardings, tensor_parallel_activation
 from maxmoe.parallel.part_axes import activation_parts, embed_parts, tensor_parallel_axes
 from maxmoe.parallel.plan import ModulePlan, ParameterPlan, Plan, enclosing
@@ -226,6 +226,7 @@ class _Planner:
                     grad_used=NamedSharding(self.mesh, used.spec, partial),
                     grad_unsharded=NamedSharding(self.mesh, unsharded.spec, of_fsdp),
                     is_trained=parameter.requires_grad,
+                    is_saved=is_saved(unit, path),
                     fsdp_unit=unit_path,
                     fsdp_block=block if of_fsdp else None,
                 ),
