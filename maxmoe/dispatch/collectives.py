@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from maxmoe._torch import all_gather_single, reduce_scatter_single
+from maxmoe.named_collectives import all_gather, all_to_all, reduce_scatter
 from maxmoe.nn.dispatcher import Future
 from maxmoe.sharding.not_compiled import not_compiled
 
@@ -100,7 +100,7 @@ class AllGather:
         """Start an all-gather: ``(N, ...)`` to ``(sum(counts), ...)``."""
         result = rows.new_empty(sum(self.counts), *rows.shape[1:])
         if len(set(self.counts)) == 1:
-            work = all_gather_single(result, rows, group=self.group, async_op=True) if result.numel() else None
+            work = all_gather(result, rows, "rows", group=self.group, is_async=True) if result.numel() else None
             return CollectiveHandle(result, work)
         # All-gathers need tensors of equal size. An all-to-all of copies sends the same number of bytes.
         num_ranks = len(self.counts)
@@ -127,7 +127,7 @@ class ReduceScatter:
         result = rows.new_empty(count, *rows.shape[1:])
         # The reduce-scatter of gloo is an all-reduce: it takes two to four times as long as an all-to-all and a sum.
         if len(set(self.counts)) == 1 and dist.get_backend(self.group) != "gloo":
-            work = reduce_scatter_single(result, rows, group=self.group, async_op=True) if rows.numel() else None
+            work = reduce_scatter(result, rows, "rows", group=self.group, is_async=True) if rows.numel() else None
             return CollectiveHandle(result, work)
         received = rows.new_empty(num_ranks, count, *rows.shape[1:])
         work = _all_to_all(received.flatten(0, 1), rows, (count,) * num_ranks, self.counts, self.group)
@@ -160,8 +160,7 @@ class LocalChunk:
 def _all_to_all(
     output: Tensor, rows: Tensor, receive: Sequence[int], send: Sequence[int], group: dist.ProcessGroup
 ) -> dist.Work | None:
-    work: dist.Work | None = dist.all_to_all_single(output, rows, list(receive), list(send), group, async_op=True)
-    return work
+    return all_to_all(output, rows, list(receive), list(send), "rows", group=group)
 
 
 def start_collective(rows: Tensor, collective: RowCollective) -> Future[Tensor]:

@@ -47,7 +47,7 @@ class PartialSums:
     def enter(self, x: Tensor) -> LayerInputs:
         """Return x as input of each part of the layer; the backward sums the gradients of the parts."""
         if not self._has_partial_outputs:
-            whole = redistribute_local(x, self.grad_input(()))
+            whole = redistribute_local(x, self.grad_input(()), "the tokens of a layer")
             return LayerInputs(whole, whole, whole)
         whole, parts = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
         return LayerInputs(
@@ -57,17 +57,17 @@ class PartialSums:
     @not_compiled
     def assign(self, top_k: TopK) -> TopK:
         """Return ids and weights; the gradient of the weights is all-reduced over `axes`."""
-        return top_k._replace(weights=redistribute_local(top_k.weights, self._copied_to_experts))
+        return top_k._replace(weights=redistribute_local(top_k.weights, self._copied_to_experts, "routing weights"))
 
     @not_compiled
     def copy_to_experts(self, latent: Tensor) -> Tensor:
         """Return latent rows; their gradient is all-reduced over `axes`."""
-        return redistribute_local(latent, self._copied_to_experts)
+        return redistribute_local(latent, self._copied_to_experts, "latent inputs")
 
     @not_compiled
     def reduce_from_experts(self, latent: Tensor) -> Tensor:
         """All-reduce the outputs of latent experts over `sum_axes`."""
-        return redistribute_local(latent, self._latent_outputs)
+        return redistribute_local(latent, self._latent_outputs, "latent outputs")
 
     @not_compiled
     def leave(self, routed: Tensor, shared: Tensor | None, whole: Tensor | None = None) -> Tensor:
@@ -77,13 +77,13 @@ class PartialSums:
         for is_partial, axes in ((True, self.sum_axes), (False, ())):
             summands = [part for part, of_ranks in parts if part is not None and of_ranks is is_partial]
             if summands:
-                outputs.append(redistribute_local(sum_of(*summands), self._outputs(axes)))
+                outputs.append(redistribute_local(sum_of(*summands), self._outputs(axes), "outputs of a layer"))
         return sum_of(*outputs)
 
     @not_compiled
     def all_reduce_dropped(self, dropped: Tensor) -> Tensor:
         """All-reduce the number of dropped slots."""
-        return redistribute_local(dropped, self._dropped)
+        return redistribute_local(dropped, self._dropped, "dropped slots")
 
     @property
     def _copied_to_experts(self) -> Redistribution:
@@ -143,4 +143,5 @@ class _Enter(torch.autograd.Function):
         region: PartialSums = context.region
         summands = Redistribution(*reversed(region.grad_input(region.axes)))
         whole = Redistribution(*reversed(region.grad_input(())))
-        return redistribute_local(of_experts, summands) + redistribute_local(of_router, whole), None
+        what = "the gradient of the tokens of a layer"
+        return redistribute_local(of_experts, summands, what) + redistribute_local(of_router, whole, what), None

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from maxmoe._torch import all_gather_single, process_group_named
+from maxmoe._torch import process_group_named
+from maxmoe.named_collectives import all_gather
 
 
 @torch.library.custom_op("maxmoe_dispatch::all_gather_counts", mutates_args=())
@@ -15,7 +16,7 @@ def all_gather_counts(counts: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
     """
     group = process_group_named(group_name)
     gathered = counts.new_empty(group.size() * len(counts))
-    all_gather_single(gathered, counts.contiguous(), group=group)
+    all_gather(gathered, counts.contiguous(), "row counts", group=group)
     gathered = gathered.view(group.size(), len(counts))
     return gathered, gathered.to("cpu", copy=True)
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from maxmoe.load.metrics_accumulator import packed_size
+from maxmoe.named_collectives import all_reduce
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class LayersOfStages:
         for path, packed in metrics.items():
             of_layers[path].copy_(packed)
         if self.group is not None:
-            dist.all_reduce(sums, group=self.group)
+            all_reduce(sums, "metrics of the layers of stages", group=self.group)
         return of_layers
 
     def __deepcopy__(self, _memo: object) -> "LayersOfStages":

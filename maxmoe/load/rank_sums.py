@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from maxmoe import named_collectives
 from maxmoe.load.bias_checksum import are_equal, checksum
 from maxmoe.load.metrics_accumulator import MetricsAccumulator
 from maxmoe.token_group import FlattenedBatch, LocalTokens
@@ -64,7 +65,7 @@ def all_reduce(
             _copy(rest, FlattenedBatch(layer.token_group).all_reduce_sequence(*rest))
     if local:
         packed = torch.cat([tensor.flatten() for tensor in local])
-        dist.all_reduce(packed, group=process_group)
+        named_collectives.all_reduce(packed, "sums of layers", group=process_group)
         _copy(local, torch.split(packed, [tensor.numel() for tensor in local]))
     _check_biases(layers, sums)
     return sums

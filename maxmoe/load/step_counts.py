@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from maxmoe.named_collectives import all_reduce
+
 
 class StepCounts:
     """Routed slots of each expert, and tokens, of the micro-batches of a step whose backward has run.
@@ -26,7 +28,7 @@ class StepCounts:
         if not dist.is_initialized():
             return counts, num_tokens
         packed = torch.cat([counts, num_tokens.reshape(1)])
-        dist.all_reduce(packed, group=self._process_group)
+        all_reduce(packed, "counts of a step", group=self._process_group)
         return packed[:-1], packed[-1]
 
     def dot_frequencies(self, mass: Tensor, counts: Tensor, num_tokens: Tensor) -> Tensor:

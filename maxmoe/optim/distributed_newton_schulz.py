@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from maxmoe.named_collectives import all_to_all
 from maxmoe.optim.newton_schulz import Matrix
 from maxmoe.optim.owner_assignment import MatrixStack, OwnerAssignment, assign_owners, matrix_stacks
 
@@ -212,7 +213,7 @@ class DistributedNewtonSchulz:
             packed[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
             start += tensor.numel()
         received = packed.new_empty(sum(receive_counts))
-        work = dist.all_to_all_single(received, packed, receive_counts, send_counts, group=self._group, async_op=True)
+        work = all_to_all(received, packed, receive_counts, send_counts, "matrices of Muon", group=self._group)
         return _AllToAll(work, received)
 
     def _numel(self, assignment: OwnerAssignment, holder: int) -> int:

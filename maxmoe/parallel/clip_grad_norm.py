@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from maxmoe._torch import root_mesh
+from maxmoe.named_collectives import all_reduce
 from maxmoe.sharding.mesh import STAGE_AXIS
 
 
@@ -42,7 +43,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     # Also if this stage has no gradients, because the other stages wait for it.
     if (stages := _stages_of(parameters)) is not None:
         squares = total.square()
-        dist.all_reduce(squares, group=stages)
+        all_reduce(squares, "squares of gradients over stages", group=stages)
         total = squares.sqrt()
     for group in by_mesh.values():
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
@@ -78,7 +79,7 @@ def _norm_on_mesh(gradients: Sequence[Tensor], mesh: DeviceMesh) -> Tensor:
     # (https://github.com/pytorch/pytorch/issues/194457). All groups of an axis sum equal numbers in the same order, so
     # that the norm is bitwise equal on all ranks.
     for group in mesh.get_all_groups():
-        dist.all_reduce(squares, group=group)
+        all_reduce(squares, "squares of gradients", group=group)
     return squares.sqrt()
 
 

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from maxmoe._torch import all_gather_single, tree_leaves
+from maxmoe._torch import tree_leaves
+from maxmoe.named_collectives import all_gather
 from maxmoe.recompute.selective import is_recomputation
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.not_compiled import not_compiled
@@ -37,7 +38,7 @@ class InputGradientCheck:
         names = list(self._signature.parameters)
         bits = torch.tensor([sum(2 ** names.index(name) for name in wanted)], device=self._device)
         of_ranks = bits.new_empty(dist.get_world_size())
-        all_gather_single(of_ranks, bits)
+        all_gather(of_ranks, bits, "which inputs require a gradient")
         for index, name in enumerate(names):
             ranks = [rank for rank, bits_of_rank in enumerate(of_ranks.tolist()) if bits_of_rank >> index & 1]
             if 0 < len(ranks) < len(of_ranks):

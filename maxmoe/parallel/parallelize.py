@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from torch import nn
 
 from maxmoe.adapters import takes, with_stacked_factors, wrappers_of
+from maxmoe.agreement import check_ranks_agree
 from maxmoe.declaration import NOTHING, declaration_of
 from maxmoe.nn import (
     MoE,
@@ -21,7 +22,6 @@ from maxmoe.parallel.plan import ParameterPlan, Plan
 from maxmoe.parallel.planner import make_plan
 from maxmoe.parallel.shard_parameters import check_no_frozen_experts, distribute_parameters
 from maxmoe.quantization import with_split_stacks
-from maxmoe.sharding.agreement import check_ranks_agree
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
 

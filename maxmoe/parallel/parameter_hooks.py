@@ -74,7 +74,7 @@ class ParameterHooks:
             if not isinstance(parameter, DTensor):  # gathered by a unit whose forward calls this one
                 continue
             if id(parameter) not in tensors:
-                tensors[id(parameter)] = redistribute_parameter(parameter, plan.gathering)
+                tensors[id(parameter)] = redistribute_parameter(parameter, plan.gathering, plan.name)
                 if _has_later_backward():
                     self._remember(call, tensors[id(parameter)], owner, name, plan)
             call.replaced.append((owner, name, parameter))
@@ -239,6 +239,6 @@ def _gather_again(owner: nn.Module, name: str, plan: ParameterPlan) -> Callable[
     def gather() -> Tensor:
         parameter = parameter_in_place(owner, name)
         assert isinstance(parameter, DTensor)
-        return redistribute_parameter(parameter, plan.gathering)
+        return redistribute_parameter(parameter, plan.gathering, f"{plan.name}, again")
 
     return gather

@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from maxmoe._torch import as_parameter
 from maxmoe.early_optimizers import mark_replaced
+from maxmoe.named_collectives import broadcast
 from maxmoe.parallel.parameter_sharding import ParameterSharding, parameter_shardings
 from maxmoe.quantization import with_split_stacks
 from maxmoe.sharding.mesh import Mesh
@@ -100,7 +100,7 @@ def _broadcast(parameters: Sequence[Tensor], mesh: Mesh) -> Sequence[Tensor]:
     flat = [parameter.detach().flatten() for parameter in parameters]
     bucket = flat[0] if len(flat) == 1 else torch.cat(flat)
     for group in mesh.device_mesh.get_all_groups():
-        dist.broadcast(bucket, group=group, group_src=0)
+        broadcast(bucket, "parameters", group=group)
     parts = torch.split(bucket, [part.numel() for part in flat])
     return [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
 

@@ -96,7 +96,7 @@ class ShardedTokens:
     @not_compiled
     def all_gather_sequence(self, part: Tensor, dim: int) -> Tensor:
         """All-gather over the axes that shard the sequences; reduce-scatter the gradient in the backward."""
-        return redistribute_local(part, self.sequence_redistribution(part.dim(), dim))
+        return redistribute_local(part, self.sequence_redistribution(part.dim(), dim), "a sharded sequence")
 
     def sequence_redistribution(self, num_dims: int, dim: int) -> Redistribution:
         """Return the redistribution of `all_gather_sequence`."""
@@ -114,6 +114,6 @@ class ShardedTokens:
         packed = torch.cat([tensor.flatten().double() for tensor in tensors])
         # Every rank computes the same loss from the sums, so that its gradient is whole on every rank, and the backward
         # of the all-reduce is the identity.
-        total = redistribute_local(packed, Redistribution.reduce_outputs(self.mesh, 1, axes))
+        total = redistribute_local(packed, Redistribution.reduce_outputs(self.mesh, 1, axes), "sums over tokens")
         sums = torch.split(total, [tensor.numel() for tensor in tensors])
         return tuple(part.view_as(tensor).to(tensor.dtype) for part, tensor in zip(sums, tensors, strict=True))

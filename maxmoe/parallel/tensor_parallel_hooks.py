@@ -46,7 +46,7 @@ class TensorParallelHooks:
     def _mark_input(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
-        return redistribute_local(value, self._inputs(value.dim()))
+        return redistribute_local(value, self._inputs(value.dim()), "the input of a tensor-parallel module")
 
     @not_compiled
     def leave(self, module: nn.Module, _arguments: tuple[Any, ...], output: Any) -> Tensor:
@@ -55,7 +55,7 @@ class TensorParallelHooks:
             raise TypeError(
                 f"{type(module).__name__} declares tensor_parallel_dims and must return a tensor, got {type(output)}"
             )
-        return redistribute_local(output, self._outputs(output.dim()))
+        return redistribute_local(output, self._outputs(output.dim()), f"the output of {type(module).__name__}")
 
     def _inputs(self, num_dims: int) -> Redistribution:
         return Redistribution.reduce_gradient(self.mesh, num_dims, self.axes, left=self.embed_axes)
@@ -91,7 +91,8 @@ class ResidualReaderHook:
     @not_compiled
     def enter(self, _module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Forward pre-hook: all-gather the first argument."""
-        return redistribute_local(arguments[0], self._stream(arguments[0].dim())), *arguments[1:]
+        stream = redistribute_local(arguments[0], self._stream(arguments[0].dim()), "the residual stream")
+        return stream, *arguments[1:]
 
     def _stream(self, num_dims: int) -> Redistribution:
         # All-gather in the forward. In the backward, a reduce-scatter over `partial_axes`, a slice over other axes.

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from maxmoe.adapters import with_stacked_factors
+from maxmoe.agreement import check_ranks_agree
 from maxmoe.load.layers_of_stages import LayersOfStages
 from maxmoe.load.metrics_accumulator import with_gradient
 from maxmoe.load.stats import MoEStats
@@ -26,7 +27,6 @@ from maxmoe.pipelining.stage_modules import copied_modules, keep_stages, stage_m
 from maxmoe.pipelining.step_statistics import PipelineOutput, StepStatistics
 from maxmoe.pipelining.timeline import Timeline
 from maxmoe.quantization import with_split_stacks
-from maxmoe.sharding.agreement import check_ranks_agree
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
 from maxmoe.token_group import FlattenedBatch, TokenGroup

@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from maxmoe.declaration import SavedTensor
@@ -11,6 +10,7 @@ from maxmoe.load.layers_of_stages import LayersOfStages
 from maxmoe.load.metrics_accumulator import packed, packed_size, unpacked
 from maxmoe.load.stats import MoEStats
 from maxmoe.load.step_counts import StepCounts
+from maxmoe.named_collectives import all_reduce
 from maxmoe.nn import MoE
 from maxmoe.nn.routing import Routing
 from maxmoe.nn.routing_losses import RoutingLosses, RoutingMetrics
@@ -98,7 +98,7 @@ class StepStatistics:
             aux_loss_scale: factor of the auxiliary losses.
         """
         if self._layers.group is not None:
-            dist.all_reduce(loss, group=self._layers.group)
+            all_reduce(loss, "the loss over stages", group=self._layers.group)
         aux_loss, stats = torch.zeros_like(loss), {}
         sums = self._layers.all_reduce({path: recorded.take() for path, recorded in self._recorded.items()})
         for path, total in sums.items():

@@ -11,12 +11,12 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
 
-from maxmoe._torch import all_gather_single, has_other_owner, reduce_scatter_single
+from maxmoe._torch import has_other_owner
+from maxmoe.named_collectives import all_gather, all_reduce, reduce_scatter
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.not_compiled import not_compiled
@@ -124,45 +124,47 @@ def embed_sharding(mesh: Mesh, num_dims: int, axes: tuple[str, ...]) -> NamedSha
 
 
 @not_compiled
-def redistribute_local(local: Tensor, redistribution: Redistribution) -> Tensor:
-    """Redistribute a tensor, given this rank's shard; return this rank's shard of the result."""
-    result: Tensor = _RedistributeLocal.apply(local, redistribution)  # type: ignore[no-untyped-call]
+def redistribute_local(local: Tensor, redistribution: Redistribution, what: str) -> Tensor:
+    """Redistribute a tensor, given this rank's shard and a name; return this rank's shard of the result."""
+    result: Tensor = _RedistributeLocal.apply(local, redistribution, what)  # type: ignore[no-untyped-call]
     return result
 
 
-def redistribute_parameter(parameter: DTensor, redistribution: Redistribution) -> Tensor:
+def redistribute_parameter(parameter: DTensor, redistribution: Redistribution, name: str) -> Tensor:
     """Redistribute a DTensor parameter, and return this rank's shard as a plain tensor; its gradient is a DTensor."""
-    result: Tensor = _RedistributeParameter.apply(parameter, redistribution)  # type: ignore[no-untyped-call]
+    result: Tensor = _RedistributeParameter.apply(parameter, redistribution, name)  # type: ignore[no-untyped-call]
     return result
 
 
 class _RedistributeLocal(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, local: Tensor, redistribution: Redistribution) -> Tensor:
-        context.redistribution = redistribution
-        return _redistributed(local, *redistribution.forward)
+    def forward(context: Any, local: Tensor, redistribution: Redistribution, what: str) -> Tensor:
+        context.redistribution, context.what = redistribution, what
+        source, target = redistribution.forward
+        return _redistributed(local, source, target, what)
 
     @staticmethod
     @once_differentiable
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _redistributed(gradient, *context.redistribution.backward), None
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        source, target = context.redistribution.backward
+        return _redistributed(gradient, source, target, f"gradient of {context.what}"), None, None
 
 
 class _RedistributeParameter(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, parameter: DTensor, redistribution: Redistribution) -> Tensor:
-        context.redistribution = redistribution
+    def forward(context: Any, parameter: DTensor, redistribution: Redistribution, name: str) -> Tensor:
+        context.redistribution, context.name = redistribution, name
         context.shape, context.stride = parameter.shape, parameter.stride()
         # detach, because without a collective the result is the local tensor itself, and autograd would attach this
         # Function to it.
-        return _redistributed(parameter.to_local().detach(), *redistribution.forward)
+        return _redistributed(parameter.to_local().detach(), *redistribution.forward, name)
 
     @staticmethod
     @once_differentiable
-    def backward(context: Any, gradient: Tensor) -> tuple[DTensor, None]:
+    def backward(context: Any, gradient: Tensor) -> tuple[DTensor, None, None]:
         source, target = context.redistribution.backward
         is_shared = has_other_owner(gradient)
-        grad_local = _redistributed(gradient, source, target).contiguous()
+        grad_local = _redistributed(gradient, source, target, f"gradient of {context.name}").contiguous()
         # Without a collective, the gradient of a sum of parameters is one tensor for all of them. Autograd copies such
         # a tensor before it accumulates into it, but does not see it inside of a DTensor.
         if grad_local is gradient and is_shared:
@@ -175,16 +177,16 @@ class _RedistributeParameter(torch.autograd.Function):
             shape=context.shape,
             stride=context.stride,
         )
-        return grad_parameter, None
+        return grad_parameter, None, None
 
 
-def _redistributed(local: Tensor, source: NamedSharding, target: NamedSharding) -> Tensor:
+def _redistributed(local: Tensor, source: NamedSharding, target: NamedSharding, what: str) -> Tensor:
     """Redistribute this rank's shard from `source` to `target`, without autograd."""
     if source == target:
         return local
     result, before = local, source
     for after in redistribution_steps(source, target):
-        result = _over_one_axis(result, before, after)
+        result = _over_one_axis(result, before, after, what)
         before = after
     summed = [axis for axis in target.partial if axis not in source.partial]
     if not summed:
@@ -195,47 +197,47 @@ def _redistributed(local: Tensor, source: NamedSharding, target: NamedSharding) 
     return result.clone() if all(place[axis] == 0 for axis in summed) else torch.zeros_like(result)
 
 
-def _over_one_axis(local: Tensor, source: NamedSharding, target: NamedSharding) -> Tensor:
+def _over_one_axis(local: Tensor, source: NamedSharding, target: NamedSharding, what: str) -> Tensor:
     """Redistribute this rank's shard between two shardings that differ in one axis.
 
     Called on local tensors, because DTensor takes several times as long to choose the collective.
     """
     mesh, sharded_before, sharded_after = source.mesh, _sharded_dims(source), _sharded_dims(target)
     for axis in sharded_before.keys() - sharded_after.keys():
-        return _all_gather(local, mesh, axis, sharded_before[axis])
+        return _all_gather(local, mesh, axis, sharded_before[axis], what)
     for axis in sharded_after.keys() - sharded_before.keys():
         if axis in source.partial:
-            return _reduce_scatter(local, mesh, axis, sharded_after[axis])
+            return _reduce_scatter(local, mesh, axis, sharded_after[axis], what)
         # Cloned, because the result of a Function must not be a view of its input.
         return local.chunk(mesh.size(axis), sharded_after[axis])[mesh.coordinates()[axis]].clone()
     (axis,) = set(source.partial) - set(target.partial)
-    return _all_reduce(local, mesh, axis)
+    return _all_reduce(local, mesh, axis, what)
 
 
-def _all_gather(local: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+def _all_gather(local: Tensor, mesh: Mesh, axis: str, dim: int, what: str) -> Tensor:
     size = mesh.size(axis)
     if size == 1:
         return local
     gathered = local.new_empty(size * local.shape[0], *local.shape[1:])
-    all_gather_single(gathered, local.contiguous(), group=mesh.process_group(axis))
+    all_gather(gathered, local.contiguous(), what, group=mesh.process_group(axis))
     return gathered if dim == 0 else torch.cat(gathered.chunk(size), dim)
 
 
-def _reduce_scatter(local: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+def _reduce_scatter(local: Tensor, mesh: Mesh, axis: str, dim: int, what: str) -> Tensor:
     size = mesh.size(axis)
     if size == 1:
         return local
     summands = local.contiguous() if dim == 0 else torch.cat(local.chunk(size, dim))
     reduced = summands.new_empty(summands.shape[0] // size, *summands.shape[1:])
-    reduce_scatter_single(reduced, summands, group=mesh.process_group(axis))
+    reduce_scatter(reduced, summands, what, group=mesh.process_group(axis))
     return reduced
 
 
-def _all_reduce(local: Tensor, mesh: Mesh, axis: str) -> Tensor:
+def _all_reduce(local: Tensor, mesh: Mesh, axis: str, what: str) -> Tensor:
     if mesh.size(axis) == 1:
         return local
     total = local.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=mesh.process_group(axis))
+    all_reduce(total, what, group=mesh.process_group(axis))
     return total
 
 

@@ -67,12 +67,17 @@ def train(layout: MeshRules | None, num_ranks: int, num_steps: int, progress: st
     torch.manual_seed(SEED)
     model, inputs, targets = lines(num_ranks) if layout is None else preset(layout)
     slow_down_other_threads()
-    for step in range(num_steps):
-        output = model(inputs)
-        (output.square().mean() if layout is None else loss(output, targets)).backward()
+    for number in range(num_steps):
+        step(model, inputs, targets).backward()
         model.zero_grad()
-        if dist.get_rank() == 0 and step % 50 == 0:
-            Path(progress).write_text(str(step))
+        if dist.get_rank() == 0 and number % 50 == 0:
+            Path(progress).write_text(str(number))
+
+
+def step(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss of a batch."""
+    output = model(inputs)
+    return output.square().mean() if isinstance(output, Tensor) else loss(output, targets)
 
 
 def slow_down_other_threads() -> None:

@@ -1,13 +1,21 @@
 """Memory that is given back between forward and backward."""
 
+from typing import Any
+
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from fuzz import steps_under_load
+from maxmoe import named_collectives
+from maxmoe._torch import all_gather_single
 from maxmoe.parallel import parallelize
 from maxmoe.parallel.parameter_hooks import GatheredParameter, ParameterVersion
 from maxmoe.sharding import Mesh
 from support import parallel_decoder
-from support.run_ranks import run_ranks
+from support.parallel_decoder import MeshRules
+from support.run_ranks import run_cases, run_ranks
 
 
 def test_what_autograd_saved_is_there_again_for_the_backward() -> None:
@@ -22,19 +30,38 @@ def test_what_autograd_saved_is_there_again_for_the_backward() -> None:
     assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected[0])
 
 
-def test_what_nobody_saved_is_not_gathered_again() -> None:
-    calls = []
-    version = ParameterVersion("weight", torch.ones(3))
-    parameter = GatheredParameter(torch.ones(3), lambda: calls.append(1) or torch.ones(3), version)
+def test_values_for_memory_that_nobody_has_kept_are_dropped() -> None:
+    """Every rank gathers what the plan says, also if autograd has kept nothing on this one."""
+    gathered: list[Tensor] = []
+
+    def gather() -> Tensor:
+        gathered.append(torch.ones(3))
+        return gathered[-1]
+
+    parameter = GatheredParameter(torch.ones(3), gather, ParameterVersion("weight", torch.ones(3)))
     parameter.free()
     parameter.refill()
-    assert not calls
+    kept = torch.zeros(3)  # that nobody has freed
+    GatheredParameter(kept, gather, ParameterVersion("weight", kept)).refill()
+    assert len(gathered) == 2 and torch.equal(kept, torch.zeros(3))
 
 
-def test_memory_that_was_not_given_back_is_left_alone() -> None:
-    calls, tensor = [], torch.ones(3)
-    GatheredParameter(tensor, lambda: calls.append(1) or torch.ones(3), ParameterVersion("weight", tensor)).refill()
-    assert not calls
+def test_memory_that_one_rank_holds_for_longer_decides_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the thread of a collective does with its output, for a time that differs between ranks."""
+    held: list[Tensor] = []
+
+    def all_gather_and_hold(output: Tensor, shard: Tensor, **options: Any) -> Any:
+        if dist.get_rank() == 0:
+            held.append(output)
+        return all_gather_single(output, shard, **options)
+
+    def check(name: str, layout: MeshRules | None) -> None:
+        model, inputs, targets = steps_under_load.lines(2) if layout is None else steps_under_load.preset(layout)
+        for _ in range(2):
+            steps_under_load.step(model, inputs, targets).backward()
+
+    monkeypatch.setattr(named_collectives, "all_gather_single", all_gather_and_hold)
+    run_cases(check, 2, steps_under_load.cases(2).items(), timeout=20.0)
 
 
 def test_a_model_keeps_no_gathered_parameter() -> None:

@@ -19,7 +19,6 @@ from support.measured_step import (
     PRESET_LAYOUTS,
     balanced_routing,
     by_kind_and_axis,
-    embedding_gathers,
     kept_tensors,
     measured_steps,
     num_bytes,
@@ -185,9 +184,6 @@ def assert_as_planned(
 ) -> None:
     planned = estimated(config, layout, dtype, dispatch=dispatch, num_chunks=num_chunks)
     expected = by_kind_and_axis(*planned.traffic)
-    # The embedding is not needed in the backward.
-    for key, (times, count) in embedding_gathers(config, layout, dtype).items():
-        expected[key] = [expected[key][0] - times, expected[key][1] - count]
     for step in measured_steps(layout, config, dispatch=dispatch, num_chunks=num_chunks, dtype=dtype):
         assert step.collectives == expected
         assert sum(part for _, part in step.parameters.values()) == planned.memory["parameters"]

@@ -142,7 +142,7 @@ def test_redistributions_keep_values() -> None:
         mesh = Mesh(SIZES)
         for source, target in random_redistributions(40, mesh):
             part = summand(value, source)
-            result = redistribute_local(part, Redistribution((source, target), (target, target))).clone()
+            result = redistribute_local(part, Redistribution((source, target), (target, target)), "x").clone()
             for axis in target.partial:
                 dist.all_reduce(result, group=mesh[axis].get_group())
             assert_same(result, part_by_definition(value, target.spec, mesh), f"{source} to {target}")
@@ -151,7 +151,7 @@ def test_redistributions_keep_values() -> None:
             spec = NamedSharding(mesh, target.spec)
             leaf = part_by_definition(value, spec.spec, mesh).clone().requires_grad_()
             there = NamedSharding(mesh, source.spec)
-            result = redistribute_local(leaf, Redistribution((spec, there), (source, target)))
+            result = redistribute_local(leaf, Redistribution((spec, there), (source, target)), "x")
             result.backward(summand(gradient, source))
             assert leaf.grad is not None
             received = leaf.grad.clone()

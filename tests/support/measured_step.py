@@ -15,7 +15,6 @@ from maxmoe.models import DecoderConfig
 from maxmoe.nn.replay import RoutingRecord
 from maxmoe.parallel import parallelize
 from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.planner import make_plan
 from maxmoe.parallel.sharded_tokens import ShardedTokens
 from maxmoe.planning import Traffic
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding
@@ -117,13 +116,3 @@ def by_kind_and_axis(*flows: Traffic) -> dict[tuple[str, ...], list[int]]:
         total[kind, flow.axis][0] += flow.times
         total[kind, flow.axis][1] += flow.bytes
     return dict(total)
-
-
-def embedding_gathers(config: DecoderConfig, layout: MeshRules, dtype: torch.dtype) -> dict[tuple[str, ...], list[int]]:
-    """Of the embedding in the backward, where FSDP does not do it with others."""
-    mesh, rules = Mesh.planned(layout.sizes), LogicalRules.load(layout.rules)
-    parameter = make_plan(decoder(config).to(dtype), mesh, rules).parameters["embedding.weight"]
-    again = [
-        item for item in parameter.planned_collectives() if item.purpose == "weights, backward" and item.bucket is None
-    ]
-    return {(item.kind, *item.axes): [1, item.bytes] for item in again}

@@ -44,7 +44,9 @@ def run_ranks(
     return processes.run(function, world_size, *arguments)
 
 
-def run_cases(check: Callable[..., object], world_size: int, cases: Iterable[tuple[Any, ...]]) -> None:
+def run_cases(
+    check: Callable[..., object], world_size: int, cases: Iterable[tuple[Any, ...]], timeout: float = 60.0
+) -> None:
     """Call a function with the arguments of each case on the same ranks; an error begins with its case."""
 
     def check_all() -> None:
@@ -52,7 +54,7 @@ def run_cases(check: Callable[..., object], world_size: int, cases: Iterable[tup
             with named(*case):
                 check(*case)
 
-    run_ranks(check_all, world_size)
+    run_ranks(check_all, world_size, timeout=timeout)
 
 
 def prepare(debug: bool) -> None:
