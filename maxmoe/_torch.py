@@ -1,8 +1,9 @@
 """Every private name of torch that this package uses, and everything that depends on the release of torch.
 
-Those of `torch.utils.checkpoint` are in `_torch_checkpoint.py`, those of `torch.func` in `_torch_transforms.py`. A lint
-rule refuses private names in any other file. Where torch has a public alternative, the docstring says why it is not
-used. The tests run it with torch 2.13, 2.14 and 2.15.
+Those of `torch.utils.checkpoint` are in `_torch_checkpoint.py`, those of `torch.func` in `_torch_transforms.py`, those
+of the autograd engine in `_torch_backward.py`, those of FSDP2 in `_torch_fsdp.py`. A lint rule refuses private names in
+any other file. Where torch has a public alternative, the docstring says why it is not used. The tests run it with torch
+2.13, 2.14 and 2.15.
 """
 
 import copy
@@ -57,19 +58,14 @@ def reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return result
 
 
-def backward_id() -> int:
-    """Return the number of the backward pass that this thread executes; -1 outside of one."""
-    return torch._C._current_graph_task_id()
-
-
-def is_backward_running() -> bool:
-    """Return whether this thread executes a backward pass."""
-    return backward_id() != -1
-
-
 def never_compiled(function: Function) -> Function:
     """Keep `torch.compile` from tracing a function. `torch.compiler.disable` imports the compiler at once."""
     return cast(Function, _disable_dynamo(function))
+
+
+def called_uncompiled(function: Function) -> Function:
+    """Keep `torch.compile` from tracing a function itself; it compiles what the function calls."""
+    return cast(Function, _disable_dynamo(function, recursive=False))
 
 
 def is_traced() -> bool:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import maxmoe
-from maxmoe import _torch, _torch_checkpoint, _torch_transforms
+from maxmoe import _torch, _torch_backward, _torch_checkpoint, _torch_transforms
 from maxmoe.sharding import Mesh
 from support.run_ranks import fake_rank, run_ranks
 
@@ -61,10 +61,10 @@ def test_the_history_of_a_modified_view_is_that_of_its_base() -> None:
 
 def test_a_running_backward_is_seen() -> None:
     seen, x = [], torch.ones(1, requires_grad=True)
-    x.register_hook(lambda _: seen.append(_torch.is_backward_running()))
-    assert not _torch.is_backward_running()
+    x.register_hook(lambda _: seen.append(_torch_backward.is_backward_running()))
+    assert not _torch_backward.is_backward_running()
     x.sum().backward()
-    assert seen == [True] and not _torch.is_backward_running()
+    assert seen == [True] and not _torch_backward.is_backward_running()
 
 
 @pytest.mark.parametrize("context_fn", [None, maxmoe.keep_routing])
@@ -74,7 +74,7 @@ def test_checkpoints_are_recognized(context_fn: Callable[[], Any] | None) -> Non
     def block(x: Tensor) -> Tensor:
         is_packed = _torch_checkpoint.is_packed_by_checkpoint()
         with torch.autograd.graph.save_on_cpu():
-            seen.append((is_packed, _torch_checkpoint.checkpoint_frames(), _torch.backward_id()))
+            seen.append((is_packed, _torch_checkpoint.checkpoint_frames(), _torch_backward.backward_id()))
         return x.sin()
 
     options = {} if context_fn is None else {"context_fn": context_fn}

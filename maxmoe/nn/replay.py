@@ -11,7 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from maxmoe._torch import backward_id, never_compiled
+from maxmoe._torch import never_compiled
+from maxmoe._torch_backward import backward_id
 from maxmoe._torch_checkpoint import checkpoint_frames, is_reentrant_checkpoint
 from maxmoe.files import replacing
 from maxmoe.load.stats_accumulator import unwrapped_path

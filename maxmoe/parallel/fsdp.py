@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import Shard
 
+from maxmoe._torch_fsdp import drop_unsharded_gradients, is_running_root
 from maxmoe.parallel.parameter_sharding import ParameterSharding
 from maxmoe.parallel.plan import Plan
 from maxmoe.parallel.sharded_tokens import ShardedTokens
@@ -86,6 +87,23 @@ def fully_shard_stage(stage: nn.Module, model: nn.Module, plan: Plan, *, reshard
             stage, mesh=plan.mesh.device_mesh, dp_mesh_dims=_mesh_dims(plan), ignored_params=set(model.parameters())
         )
         root.set_reshard_after_forward(reshards)
+
+
+def reset_fsdp(module: nn.Module) -> None:
+    """Bring FSDP2 into its state before a forward after an exception.
+
+    Parameters are sharded, and gradients that have not been reduced are dropped: a later backward would add them to its
+    own.
+    """
+    for child in fsdp_modules(module):
+        if is_running_root(child):  # a block outside of which nothing is sharded is a root of its own
+            child.reset_iter_state()
+            drop_unsharded_gradients(child)
+
+
+def fsdp_modules(module: nn.Module) -> Iterator[fsdp.FSDPModule]:
+    """Yield the FSDP2 modules among a module and its children."""
+    return (child for child in module.modules() if isinstance(child, fsdp.FSDPModule))
 
 
 def _mesh_dims(plan: Plan) -> fsdp.DataParallelMeshDims:

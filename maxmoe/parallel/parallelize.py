@@ -18,6 +18,8 @@ from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.fsdp import fully_shard_blocks
 from maxmoe.parallel.hooks import register_hooks
 from maxmoe.parallel.input_gradients import InputGradientCheck
+from maxmoe.parallel.interruptions import guard_calls
+from maxmoe.parallel.parameter_hooks import ParameterHooks
 from maxmoe.parallel.plan import ParameterPlan, Plan
 from maxmoe.parallel.planner import make_plan
 from maxmoe.parallel.shard_parameters import check_no_frozen_experts, distribute_parameters
@@ -109,12 +111,16 @@ def parallelize(
     plan = make_plan(module, mesh, rules, strict=strict, allow_unused=allow_unused, dispatch=dispatch)
     check_plan(plan, num_chunks)
     set_recompute(module, recompute)
-    apply_plan(module, plan, num_chunks, InputGradientCheck(module, mesh))
+    name = type(module).__name__  # FSDP2 replaces the class
+    hooks = apply_plan(module, plan, num_chunks, InputGradientCheck(module, mesh))
+    guard_calls(module, hooks, mesh, name)
     return module
 
 
-def apply_plan(module: nn.Module, plan: Plan, num_chunks: int, input_check: InputGradientCheck | None) -> None:
-    """Shard the parameters of a module by its plan and register its hooks."""
+def apply_plan(
+    module: nn.Module, plan: Plan, num_chunks: int, input_check: InputGradientCheck | None
+) -> list[ParameterHooks]:
+    """Shard the parameters of a module by its plan and register its hooks; return those of the FSDP units."""
     # Without the axes of FSDP2, which shards the parameters over them in `fully_shard_blocks`.
     distribute_parameters(module, {name: parameter.unsharded for name, parameter in plan.parameters.items()})
     for planned in plan.values():
@@ -126,6 +132,7 @@ def apply_plan(module: nn.Module, plan: Plan, num_chunks: int, input_check: Inpu
     fully_shard_blocks(module, plan)
     for hooks in parameter_hooks:
         hooks.find_stored(module)
+    return parameter_hooks
 
 
 def check_settings(module: nn.Module, mesh: Mesh, rules: LogicalRules, settings: Mapping[str, str]) -> None:

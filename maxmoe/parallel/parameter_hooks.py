@@ -48,6 +48,7 @@ class ParameterHooks:
         self._stored: Mapping[str, Tensor] = {}
         self._fsdp_modules: Sequence[FSDPModule] = ()
         self._calls: list[UnitCall] = []  # several if the unit calls itself
+        self.num_gathers = 0
 
     def find_stored(self, model: nn.Module) -> None:
         """Find the parameters that the optimizer holds, and the FSDP2 modules that shard them.
@@ -65,6 +66,7 @@ class ParameterHooks:
         # Keyed by the id of the parameter, so that a parameter that several children share is gathered once. All ranks
         # gather in the order of the plans.
         tensors: dict[int, Tensor] = {}
+        self.num_gathers += 1
         call = UnitCall()
         self._calls.append(call)
         for path, plan in self._plans.items():
@@ -96,7 +98,7 @@ class ParameterHooks:
         call = self._calls.pop()
         call.put_back()
         gathered, ungathered = call.gathered, call.ungathered  # both empty without a later backward
-        tensors = _tensors_of(output) if gathered or ungathered else []
+        tensors = tensors_of(output) if gathered or ungathered else []
         if not tensors:
             return
 
@@ -161,7 +163,7 @@ class UnitCall:
             put_in_place(owner, name, parameter)
 
 
-def _tensors_of(output: Any) -> list[Tensor]:
+def tensors_of(output: Any) -> list[Tensor]:
     """Return the tensors of an output; none if it has an object in which there may be others."""
     tensors, values = [], list(tree_leaves(output))
     while values:

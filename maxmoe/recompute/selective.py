@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
-from maxmoe._torch import is_backward_running, tree_leaves
+from maxmoe._torch import tree_leaves
+from maxmoe._torch_backward import is_backward_running
 from maxmoe._torch_checkpoint import is_packed_by_checkpoint
 
 # Operators whose outputs `keep_routing` saves.

@@ -107,6 +107,11 @@ class Mesh:
         return "cpu" if self._device_mesh is None else self._device_mesh.device_type
 
     @property
+    def timeout(self) -> timedelta:
+        """Timeout of every collective on the mesh."""
+        return self._timeout
+
+    @property
     def axes(self) -> tuple[str, ...]:
         """Names of the axes larger than one, in order."""
         return tuple(axis for axis, size in self.sizes.items() if size > 1)

@@ -29,6 +29,7 @@ def hidden_states() -> Tensor:
     return torch.randn(2, 8, CONFIG.hidden_size, dtype=torch.float64, requires_grad=True)
 
 
+@pytest.mark.usefixtures("collectives_are_not_compared")
 @pytest.mark.parametrize("part", ["attention", "feed_forward"])
 def test_tensor_parallel_parts_take_one_sum_and_gather_no_weight(part: str) -> None:
     def count() -> tuple[dict[str, int], dict[str, int]]:
@@ -39,6 +40,7 @@ def test_tensor_parallel_parts_take_one_sum_and_gather_no_weight(part: str) -> N
     assert run_ranks(count, 4) == [(once, once)] * 4
 
 
+@pytest.mark.usefixtures("collectives_are_not_compared")
 def test_routed_and_shared_experts_take_one_sum() -> None:
     """In the backward one for the tokens and one for the routing weights."""
     config = replace(MOE, shared_expert_gate=False, load_balance_loss_weight=0.0, router_z_loss_weight=0.0)
@@ -52,6 +54,7 @@ def test_routed_and_shared_experts_take_one_sum() -> None:
     assert run_ranks(count, 4) == [(once, twice)] * 4
 
 
+@pytest.mark.usefixtures("collectives_are_not_compared")
 @pytest.mark.parametrize("scope", ["batch", "sequence"])
 def test_losses_and_statistics_of_a_layer_take_three_sums_over_each_axis(scope: LoadBalanceScope) -> None:
     """Balance loss, z-loss, statistics: what is added up for one of them travels together."""
@@ -67,6 +70,7 @@ def test_losses_and_statistics_of_a_layer_take_three_sums_over_each_axis(scope: 
     assert run_ranks(count, 4) == [(3 * 2, [torch.int64, torch.int64, torch.float64])] * 4
 
 
+@pytest.mark.usefixtures("collectives_are_not_compared")
 def test_heads_that_cannot_be_told_apart_are_gathered() -> None:
     """4 key-value heads for 8 ranks: two ranks would have half a head each."""
 

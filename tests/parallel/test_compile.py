@@ -1,4 +1,7 @@
-"""torch.compile of parallelized models: the numbers of eager; graphs break where ranks communicate, nowhere else."""
+"""torch.compile of parallelized models: the numbers of eager.
+
+Graphs break where ranks communicate, and before the call of the model, which recovers from exceptions; nowhere else.
+"""
 
 import re
 from collections import Counter
@@ -44,8 +47,8 @@ def graph_breaks_and_graphs() -> tuple[Counter[str], int]:
     """What broke graphs since the last call, functions or other reasons, how often; and how many were compiled."""
     breaks: Counter[str] = Counter()
     for reason, count in counters["graph_break"].items():
-        function = re.search(r"<function (\S+)", reason)
-        breaks[function[1] if function else reason] += count
+        function = re.search(r"<function (\S+)|that the function `(\S+)`", reason)
+        breaks[(function[1] or function[2]) if function else reason] += count
     num_graphs = counters["stats"]["unique_graphs"]
     counters.clear()
     return breaks, num_graphs
@@ -60,8 +63,14 @@ STRATEGIES: list[tuple[str, Dispatch]] = [
     ("ep-tp", "auto"),
 ]
 # Of one layer, by Dynamo's count: where a function that is called by compiled ones communicates, it tries each of them.
-TRAVELLING = {"ParameterHooks.gather": 5, "ShardedTokens._all_reduce": 10, "ExpertRunner.run": 1}
+TRAVELLING = {
+    "GuardedModule.__call__": 1,
+    "ParameterHooks.gather": 5,
+    "ShardedTokens._all_reduce": 10,
+    "ExpertRunner.run": 1,
+}
 PARTIAL = {
+    "GuardedModule.__call__": 1,
     "ParameterHooks.gather": 4,
     "PartialSums.enter": 2,
     "PartialSums.leave": 1,

@@ -151,6 +151,7 @@ def test_the_same_bits(name: str, sizes: tuple[int, ...], monkeypatch: pytest.Mo
     run_ranks(check, len(sizes))
 
 
+@pytest.mark.usefixtures("collectives_are_not_compared")
 def test_what_it_communicates() -> None:
     """Once more for each chunk, on ranks without tokens too; nothing in a checkpoint, which dispatches again itself."""
 

@@ -45,7 +45,9 @@ LEVELS = [
     {
         "_library",
         "_torch",
+        "_torch_backward",
         "_torch_checkpoint",
+        "_torch_fsdp",
         "_torch_transforms",
         "early_optimizers",
         "field_checks",

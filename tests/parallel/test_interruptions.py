@@ -1,0 +1,141 @@
+"""An exception in a forward or a backward leaves the model as it was, or its next call says what to do."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from maxmoe.parallel import RankError, clip_grad_norm_, parallelize, token_sharding
+from maxmoe.sharding import Mesh
+from support.parallel_decoder import CONFIG, LocalSGD, MeshRules, batch, decoder, layouts, loss
+from support.parts import assert_same
+from support.run_ranks import run_cases, run_ranks
+
+REPLICAS = MeshRules("ep-as-dp", {"data": 2, "fsdp": 2})
+LAYOUTS = [*layouts(2), *layouts(4), REPLICAS]
+# Where a call is interrupted: the first and the last unit, and between them in attention, router and experts.
+PLACES = ("embedding", "blocks.0.attention.o_proj", "blocks.1.feed_forward.router", "blocks.1.feed_forward", "output")
+LARGE = 1e9  # a norm that clips nothing
+
+
+class StopError(Exception):
+    """The exception of a script, such as for a batch that it cannot read."""
+
+
+@functools.cache
+def without_interruption() -> tuple[float, dict[str, Tensor]]:
+    """One process: the norm of the first gradients, and the gradients after a step."""
+    model, (tokens, targets) = decoder(), batch()
+    loss(model(tokens), targets).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), LARGE)
+    LocalSGD(model).step()
+    model.zero_grad()
+    loss(model(tokens), targets).backward()
+    return float(norm), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def parallel(
+    layout: MeshRules, timeout: timedelta = timedelta(minutes=1), **options: Any
+) -> tuple[nn.Module, Tensor, Tensor]:
+    mesh = Mesh(layout.sizes, timeout=timeout)
+    model = parallelize(decoder(CONFIG), mesh, layout.rules, **options)
+    part = token_sharding(mesh, layout.rules).slices(batch()[0].shape)
+    return model, *(whole[part] for whole in batch())
+
+
+Interrupt = Callable[[nn.Module, str, type[BaseException], Callable[[], Tensor]], None]
+
+
+def interrupt_forward(model: nn.Module, place: str, error: type[BaseException], compute: Callable[[], Tensor]) -> None:
+    def stop(*_arguments: Any) -> None:
+        raise error(place)
+
+    handle = model.get_submodule(place).register_forward_hook(stop)
+    with pytest.raises(error, match=place):
+        compute()
+    handle.remove()
+
+
+def interrupt_backward(model: nn.Module, place: str, error: type[BaseException], compute: Callable[[], Tensor]) -> None:
+    def stop(_gradient: Tensor) -> None:
+        raise error(place)
+
+    def add_hook(_module: nn.Module, _arguments: Any, output: Any) -> None:
+        (output if isinstance(output, Tensor) else output[0]).register_hook(stop)
+
+    handle = model.get_submodule(place).register_forward_hook(add_hook)
+    value = compute()
+    handle.remove()
+    with pytest.raises(error, match=place):
+        value.backward()
+
+
+def check_interruption(
+    layout: MeshRules, interrupt: Interrupt, place: str, error: type[BaseException], **options: Any
+) -> None:
+    """Gradients of an earlier micro-batch stay; their norm, the optimizer and the next step are right."""
+    norm, gradients = without_interruption()
+    model, tokens, targets = parallel(layout, **options)
+    before = dict(model.named_parameters())
+    loss(model(tokens), targets).backward()
+    if interrupt is interrupt_backward:  # it has added to the gradients, as in one process
+        LocalSGD(model).step()
+    interrupt(model, place, error, lambda: loss(model(tokens), targets))
+    now = dict(model.named_parameters())
+    assert now.keys() == before.keys()
+    changed = [
+        name for name, parameter in now.items() if parameter is not before[name] or not isinstance(parameter, DTensor)
+    ]
+    assert not changed
+    if interrupt is interrupt_forward:
+        assert float(clip_grad_norm_(model.parameters(), LARGE)) == pytest.approx(norm, rel=1e-12)
+        LocalSGD(model).step()
+    model.zero_grad()
+    loss(model(tokens), targets).backward()
+    for name, parameter in model.named_parameters():
+        assert_same(parameter.grad.full_tensor(), gradients[name], name)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("interrupt", [interrupt_forward, interrupt_backward])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_an_interruption_leaves_nothing_behind(layout: MeshRules, interrupt: Interrupt) -> None:
+    without_interruption()
+    places = PLACES if interrupt is interrupt_forward else PLACES[:-1]
+    cases = itertools.product([layout], [interrupt], places, [StopError, KeyboardInterrupt])
+    run_cases(check_interruption, layout.world_size, cases)
+
+
+@pytest.mark.parametrize("options", [{"recompute": ("blocks",)}, {"dispatch": "gather_weights"}], ids=str)
+def test_recomputed_blocks_and_gathered_experts(options: dict[str, Any]) -> None:
+    without_interruption()
+    layouts = [MeshRules("ep-as-dp", {"expert": 2}), MeshRules("pure-fsdp", {"fsdp": 2})]
+    interrupts, errors = [interrupt_forward, interrupt_backward], [StopError, KeyboardInterrupt]
+    cases = itertools.product(layouts, interrupts, PLACES[2:3], errors)
+    run_cases(functools.partial(check_interruption, **options), 2, cases)
+
+
+@pytest.mark.parametrize("layout", [MeshRules("ep-as-dp", {"expert": 2}), MeshRules("pure-fsdp", {"fsdp": 2})], ids=str)
+def test_one_rank_that_goes_on_alone_is_an_error(layout: MeshRules) -> None:
+    """Its next call would answer the collectives of the others with its own."""
+
+    def check() -> None:
+        model, tokens, targets = parallel(layout, timeout=timedelta(seconds=4))
+        loss(model(tokens), targets).backward()
+        if dist.get_rank() == 1:
+            interrupt_forward(model, "blocks.1.feed_forward", StopError, lambda: model(tokens))
+        loss(model(tokens), targets).backward()
+
+    expected = (
+        r"rank 1 was interrupted by an exception in the forward of call 2, after \d+ modules and \d+ collectives of "
+        r"Decoder, and rank 0 .*End all ranks, and resume from a checkpoint"
+    )
+    with pytest.raises(RankError, match=expected):
+        run_ranks(check, 2)
