@@ -87,24 +87,38 @@ class CallGuard:
     @called_uncompiled
     def run(self, call: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Call the module."""
-        if self._depth == 0 and backward_id() == -1:
-            self._after.check()
-            self._after.begin_call(self._recovery.num_gathers)
-        running = self._recovery.running_calls()
-        self._depth += 1
+        running_calls = self._begin()
         try:
             output = call(*arguments, **options)
         except BaseException:
-            self._recovery.leave_units(running)
-            if self._depth == 1:
-                self._recover("forward")
+            self._recover_forward(running_calls)
             raise
         finally:
             self._depth -= 1
+        self._watch(output)
+        return output
+
+    @never_compiled
+    def _begin(self) -> list[int]:
+        """Compare with other ranks after an interruption; return how many forwards of each FSDP unit run now."""
+        if self._depth == 0 and backward_id() == -1:
+            self._after.check()
+            self._after.begin_call(self._recovery.num_gathers)
+        self._depth += 1
+        return self._recovery.running_calls()
+
+    @never_compiled
+    def _recover_forward(self, running_calls: list[int]) -> None:
+        self._recovery.leave_units(running_calls)
+        if self._depth == 1:
+            self._recover("forward")
+
+    @never_compiled
+    def _watch(self, output: Any) -> None:
+        """Be told when the backward of an output begins."""
         for tensor in tensors_of(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._watch_backward)  # type: ignore[no-untyped-call]
-        return output
 
     @never_compiled
     def _watch_backward(self, _gradient: Tensor) -> None:
