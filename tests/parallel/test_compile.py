@@ -129,7 +129,9 @@ def test_a_decoder(rules: str, dispatch: Dispatch) -> None:
                 assert_same(actual, expected)
             breaks, num_graphs = graph_breaks_and_graphs()
             known = (TRAVELLING if rules == "ep-as-dp" else PARTIAL).keys() | {"ShardedTokens.first_position"}
-            assert breaks.keys() == (set() if number else known)
+            known -= {"GuardedModule.__call__"}
+            # The frame around the call has no graph; strides that differ compile it again.
+            assert breaks.keys() - {"GuardedModule.__call__"} == (set() if number else known)
             assert (num_graphs > 0) == (number == 0)
 
     run_ranks(check, 2)
