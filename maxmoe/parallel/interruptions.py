@@ -8,6 +8,7 @@ would meet.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,6 +31,20 @@ class GuardedModule(nn.Module):
         """Call the module; an exception leaves it as it was."""
         return self._call_guard.run(super().__call__, arguments, options)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Name the class that has been extended: the class of a copy is made again, pickle does not find this one."""
+        return _new_guarded, type(self).__bases__[1:], *super().__reduce_ex__(protocol)[2:]
+
+
+@cache
+def _guarded(cls: Any) -> type[nn.Module]:
+    return type(cls.__name__, (GuardedModule, cls), {"__module__": cls.__module__})
+
+
+def _new_guarded(cls: Any) -> nn.Module:
+    guarded = _guarded(cls)
+    return guarded.__new__(guarded)
+
 
 def guard_calls(module: nn.Module, hooks: Sequence[ParameterHooks], mesh: Mesh, name: str) -> None:
     """Let every call of a module leave it as it was if an exception ends the call or its backward.
@@ -40,8 +55,7 @@ def guard_calls(module: nn.Module, hooks: Sequence[ParameterHooks], mesh: Mesh, 
     """
     after = AfterInterruption(name, mesh, has_fsdp=any(fsdp_modules(module)))
     module._call_guard = CallGuard(Recovery(module, hooks), after)  # type: ignore[assignment]
-    cls = type(module)
-    module.__class__ = type(cls.__name__, (GuardedModule, cls), {"__module__": cls.__module__})
+    module.__class__ = _guarded(type(module))
 
 
 class Recovery:

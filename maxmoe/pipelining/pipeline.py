@@ -14,7 +14,8 @@ from maxmoe.load.metrics_accumulator import with_gradient
 from maxmoe.load.stats import MoEStats
 from maxmoe.nn import MoE, MoEFeedForward, MoEOutput, check_recompute, recompute_of, set_recompute
 from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.fsdp import fully_shard_stage
+from maxmoe.parallel.fsdp import fsdp_modules, fully_shard_stage
+from maxmoe.parallel.interruptions import AfterInterruption, Recovery
 from maxmoe.parallel.parallelize import apply_plan, check_plan, check_settings
 from maxmoe.parallel.planner import make_plan
 from maxmoe.pipelining.boundary import Boundary
@@ -142,14 +143,17 @@ def pipeline(
     stages = []
     for index, module in modules.items():
         stage_plan = make_plan(module, within, rules, allow_unused=True, dispatch=dispatch)
-        apply_plan(module, stage_plan, num_chunks, input_check=None)
+        hooks = apply_plan(module, stage_plan, num_chunks, input_check=None)
         of_stage = loss if parts[index].is_last else None
         stage = Stage(index, module, copied_modules(model, module), of_stage, is_first=parts[index].is_first)
         fully_shard_stage(stage, module, stage_plan, reshards=not kind.splits_backward)
+        stage.recovery = Recovery(stage, hooks)
         stages.append(stage)
     group = mesh.process_group(STAGE_AXIS) if mesh.size(STAGE_AXIS) > 1 else None
     model.layers_of_stages = LayersOfStages(layers, group, within.device_type)  # type: ignore[assignment]
-    run = ScheduledRun(kind, stages, len(parts), num_micro_batches, group, within.device_type)
+    has_fsdp = any(module for stage in stages for module in fsdp_modules(stage))
+    after = AfterInterruption("the pipeline", within, has_fsdp=has_fsdp)
+    run = ScheduledRun(kind, stages, len(parts), num_micro_batches, group, within.device_type, after)
     return Pipeline(model, run, boundary, loss, plan.tokens, aux_loss_scale)
 
 

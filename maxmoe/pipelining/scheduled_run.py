@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from maxmoe.parallel.interruptions import AfterInterruption
 from maxmoe.pipelining.micro_batches import MicroBatch
 from maxmoe.pipelining.recorded_stage import RecordedStage, Recording
 from maxmoe.pipelining.schedules import ScheduleKind
@@ -27,6 +28,7 @@ class ScheduledRun:
         num_micro_batches: number of micro-batches of a step.
         group: process group over the stages; None if one rank has all stages.
         device: device type of the messages.
+        after: compares the ranks after an interruption if one rank has all stages.
     """
 
     def __init__(
@@ -37,12 +39,14 @@ class ScheduledRun:
         num_micro_batches: int,
         group: dist.ProcessGroup | None,
         device: str,
+        after: AfterInterruption,
     ) -> None:
         self.num_micro_batches, self.group, self.device = num_micro_batches, group, device
         self._kind, self._stages, self._num_stages = kind, stages, num_stages
         self.recording = Recording(device)
         self._boundary: Tensor | None = None
         self._schedule: Any = None
+        self._after, self._is_interrupted = after, False
         # torch takes no group for the default group, which is larger if other axes have ranks.
         self._group_of_messages = group or dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
@@ -62,8 +66,7 @@ class ScheduledRun:
 
     def train(self, micro_batches: list[MicroBatch]) -> list[Tensor]:
         """Run forward and backward of all micro-batches, and return their losses if this rank has the last stage."""
-        for stage in self._stages:
-            stage.begin(micro_batches)
+        self._begin(micro_batches)
         numbers = torch.arange(self.num_micro_batches)
         inputs = (numbers,) if any(stage.is_first for stage in self._stages) else ()
         try:
@@ -72,6 +75,7 @@ class ScheduledRun:
                 self._schedule.step(*inputs, target=numbers, return_outputs=False, micro_batch=numbers)
         except BaseException as error:
             self._schedule = None  # the state of a schedule that was interrupted cannot be used again
+            self._recover()
             failure = _error_of_stage(error)
         else:
             return [loss for stage in self._stages for loss in stage.end()]
@@ -84,10 +88,44 @@ class ScheduledRun:
         Each rank runs all micro-batches through its first stage, then through its next one. torch's schedules evaluate
         with the order of the training, and those with a V shape not at all.
         """
+        self._begin(micro_batches)
+        try:
+            self._run_forwards()
+        except BaseException:
+            self._recover()
+            raise
+        for stage in self._stages:
+            stage.free_gathered()
+        return [loss for stage in self._stages for loss in stage.end()]
+
+    def _begin(self, micro_batches: list[MicroBatch]) -> None:
+        """Give the stages the micro-batches of a step; raise if the step before was interrupted."""
+        if self._is_interrupted:
+            raise RuntimeError(
+                f"an exception has interrupted the step before on rank {dist.get_rank()}, and messages of that step "
+                "may be on their way between the stages: end all ranks, and resume from a checkpoint"
+            )
+        self._after.check()
+        self._after.begin_call(self._num_gathers)
+        for stage in self._stages:
+            stage.begin(micro_batches)
+
+    @property
+    def _num_gathers(self) -> int:
+        return sum(stage.recovery.num_gathers for stage in self._stages)
+
+    def _recover(self) -> None:
+        """Bring the stages into the state before the step. What they have sent cannot be taken back."""
+        for stage in self._stages:
+            stage.recover()
+        self._is_interrupted = self.group is not None
+        self._after.note("step", self._num_gathers)
+
+    def _run_forwards(self) -> None:
+        """Run all micro-batches through the first stage of this rank, then through the next one."""
         messages: list[tuple[dist.Work | None, Tensor]] = []
         local: dict[int, list[Tensor]] = {}
         for stage in self._stages:
-            stage.begin(micro_batches)
             outputs = []
             for number in range(self.num_micro_batches):
                 x = local[stage.index - 1][number] if stage.index - 1 in local else self._receive(stage)
@@ -99,9 +137,6 @@ class ScheduledRun:
         for work, _ in messages:
             if work is not None:
                 work.wait()
-        for stage in self._stages:
-            stage.free_gathered()
-        return [loss for stage in self._stages for loss in stage.end()]
 
     def _receive(self, stage: Stage) -> Tensor:
         """Receive the hidden states of the previous stage from another rank; nothing in the first stage."""

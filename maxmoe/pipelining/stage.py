@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from maxmoe._torch import reshaped, tree_leaves
 from maxmoe.nn import Checkpointed, MoE
+from maxmoe.parallel.interruptions import Recovery
 from maxmoe.pipelining.micro_batches import MicroBatch
 
 # Function of the output of a model and its targets.
@@ -47,6 +48,7 @@ class Stage(nn.Module):
         self._loss = loss
         self._micro_batches: list[MicroBatch] = []
         self._losses: list[Tensor] = []
+        self.recovery: Recovery
         self.boundary: Tensor | None = None  # hidden states of the largest micro-batch, without memory
 
     @property
@@ -65,6 +67,12 @@ class Stage(nn.Module):
         parameters = [parameter for _, parameter in self.model.named_parameters(remove_duplicate=False)]
         is_recomputed = any(isinstance(part, Checkpointed) and part.is_recomputed for part in self.model.modules())
         return is_recomputed or len(set(parameters)) < len(parameters)
+
+    def recover(self) -> None:
+        """Bring the stage into the state before a step that an exception has ended."""
+        self.recovery.leave_units([0] * len(self.recovery.running_calls()))
+        self.recovery.reset_fsdp()
+        self.end()
 
     def begin(self, micro_batches: list[MicroBatch]) -> None:
         """Set the micro-batches of a step, and the mode of the model in the copies of its modules."""

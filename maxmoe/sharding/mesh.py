@@ -84,7 +84,7 @@ class Mesh:
             mesh.rank = 0
             for axis, size in mesh.sizes.items():
                 mesh.rank = mesh.rank * size + place[axis]
-            mesh._whole = self
+            mesh._whole, mesh._timeout = self, self._timeout
             names = tuple(axis for axis, _ in self._layout if axis != STAGE_AXIS)
             mesh._device_mesh = _sub_mesh(dist.group.WORLD, self._device_mesh, names)
         return mesh
