@@ -37,7 +37,7 @@ class GuardedModule(nn.Module):
 
 
 @cache
-def _guarded(cls: Any) -> type[nn.Module]:
+def _guarded(cls: Any) -> Any:
     return type(cls.__name__, (GuardedModule, cls), {"__module__": cls.__module__})
 
 
@@ -55,7 +55,8 @@ def guard_calls(module: nn.Module, hooks: Sequence[ParameterHooks], mesh: Mesh, 
     """
     after = AfterInterruption(name, mesh, has_fsdp=any(fsdp_modules(module)))
     module._call_guard = CallGuard(Recovery(module, hooks), after)  # type: ignore[assignment]
-    module.__class__ = _guarded(type(module))
+    cls: Any = type(module)
+    module.__class__ = _guarded(cls)
 
 
 class Recovery:

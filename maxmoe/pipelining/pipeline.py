@@ -14,8 +14,8 @@ from maxmoe.load.metrics_accumulator import with_gradient
 from maxmoe.load.stats import MoEStats
 from maxmoe.nn import MoE, MoEFeedForward, MoEOutput, check_recompute, recompute_of, set_recompute
 from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.fsdp import fsdp_modules, fully_shard_stage
-from maxmoe.parallel.interruptions import AfterInterruption, Recovery
+from maxmoe.parallel.fsdp import fully_shard_stage
+from maxmoe.parallel.interruptions import Recovery
 from maxmoe.parallel.parallelize import apply_plan, check_plan, check_settings
 from maxmoe.parallel.planner import make_plan
 from maxmoe.pipelining.boundary import Boundary
@@ -151,9 +151,7 @@ def pipeline(
         stages.append(stage)
     group = mesh.process_group(STAGE_AXIS) if mesh.size(STAGE_AXIS) > 1 else None
     model.layers_of_stages = LayersOfStages(layers, group, within.device_type)  # type: ignore[assignment]
-    has_fsdp = any(module for stage in stages for module in fsdp_modules(stage))
-    after = AfterInterruption("the pipeline", within, has_fsdp=has_fsdp)
-    run = ScheduledRun(kind, stages, len(parts), num_micro_batches, group, within.device_type, after)
+    run = ScheduledRun(kind, stages, len(parts), num_micro_batches, group, within)
     return Pipeline(model, run, boundary, loss, plan.tokens, aux_loss_scale)
 
 

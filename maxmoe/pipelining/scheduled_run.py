@@ -8,11 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from maxmoe.parallel.fsdp import fsdp_modules
 from maxmoe.parallel.interruptions import AfterInterruption
 from maxmoe.pipelining.micro_batches import MicroBatch
 from maxmoe.pipelining.recorded_stage import RecordedStage, Recording
 from maxmoe.pipelining.schedules import ScheduleKind
 from maxmoe.pipelining.stage import Stage
+from maxmoe.sharding.mesh import Mesh
 
 
 class ScheduledRun:
@@ -27,8 +29,7 @@ class ScheduledRun:
         num_stages: number of stages of all ranks.
         num_micro_batches: number of micro-batches of a step.
         group: process group over the stages; None if one rank has all stages.
-        device: device type of the messages.
-        after: compares the ranks after an interruption if one rank has all stages.
+        mesh: mesh of the ranks of this rank's stage.
     """
 
     def __init__(
@@ -38,15 +39,15 @@ class ScheduledRun:
         num_stages: int,
         num_micro_batches: int,
         group: dist.ProcessGroup | None,
-        device: str,
-        after: AfterInterruption,
+        mesh: Mesh,
     ) -> None:
-        self.num_micro_batches, self.group, self.device = num_micro_batches, group, device
+        self.num_micro_batches, self.group, self.device = num_micro_batches, group, mesh.device_type
         self._kind, self._stages, self._num_stages = kind, stages, num_stages
-        self.recording = Recording(device)
+        self.recording = Recording(self.device)
         self._boundary: Tensor | None = None
         self._schedule: Any = None
-        self._after, self._is_interrupted = after, False
+        has_fsdp = any(module for stage in stages for module in fsdp_modules(stage))
+        self._after, self._is_interrupted = AfterInterruption("the pipeline", mesh, has_fsdp=has_fsdp), False
         # torch takes no group for the default group, which is larger if other axes have ranks.
         self._group_of_messages = group or dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
