@@ -41,7 +41,7 @@ def _guarded(cls: Any) -> Any:
     return type(cls.__name__, (GuardedModule, cls), {"__module__": cls.__module__})
 
 
-def _new_guarded(cls: Any) -> nn.Module:
+def _new_guarded(cls: Any) -> Any:
     guarded = _guarded(cls)
     return guarded.__new__(guarded)
 
