@@ -88,7 +88,8 @@ def fully_shard_stage(stage: nn.Module, model: nn.Module, plan: Plan, *, reshard
         root.set_reshard_after_forward(reshards)
 
 
-def _mesh_dims(plan: Plan) -> fsdp.DataParallelMeshDims:
+# Quoted, so that device checks can import this module with a torch that lacks the class.
+def _mesh_dims(plan: Plan) -> "fsdp.DataParallelMeshDims":
     replicate_axes = tuple(axis for axis in plan.tokens.axes if axis == REPLICATE_AXIS)
     return fsdp.DataParallelMeshDims(shard=SHARD_AXIS, replicate=replicate_axes or None)
 
