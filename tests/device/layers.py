@@ -221,8 +221,8 @@ def check_use(cases: Cases) -> None:
     cases.run(group, "balancing by sign", balancing, "sign", 1e-2)
     cases.run(group, "balancing by quantile", balancing, "quantile", 0.5)
     if cases.is_cuda:
-        cases.run(group, "no wait in forward and backward", no_wait)
-        cases.run(group, "CUDA graph of forward and backward", cuda_graph)
+        cases.run(group, "layer, no wait in forward and backward", no_wait)
+        cases.run(group, "layer, forward and backward in a CUDA graph", cuda_graph)
     backend = "aot_eager" if cases.is_tiny else "inductor"
     wrap = functools.partial(torch.compile, fullgraph=True, backend=backend)
     cases.run(group, "torch.compile(fullgraph=True)", compare, wrap=wrap)

@@ -185,11 +185,13 @@ def check(cases: Cases) -> None:
             for skew in (0.0, 0.5):
                 name = f"{name_of(dtype)}, {tuple(sizes)}, skew {skew}"
                 cases.run("experts", name, experts_errors, sizes, dtype, skew)
-    for case in (no_wait, cuda_graph, side_stream) if cases.is_cuda else ():
-        cases.run("device", case.__name__.replace("_", " "), case)
-    cases.run("device", "two devices", two_devices)
+    if cases.is_cuda:
+        cases.run("device", "experts, no wait", no_wait)
+        cases.run("device", "experts, forward in a CUDA graph", cuda_graph)
+        cases.run("device", "experts, on another stream", side_stream)
+    cases.run("device", "tensors on two devices are refused", two_devices)
     if not cases.is_tiny:
-        cases.run("device", "wrong value", wrong_value)
+        cases.run("device", "an expert id out of range is an error", wrong_value)
 
 
 if __name__ == "__main__":
