@@ -24,7 +24,7 @@ SHAPES = {
 }
 TINY = {"tiny": Shape(64, 64, 64, 8, 2)}
 MODES = {"forward": False, "forward + backward": True}
-WARM_UP_CALLS, MIN_CALLS, MAX_CALLS, SECONDS = 3, 5, 20, 1.0
+WARM_UP_CALLS, MIN_CALLS, MAX_CALLS, SECONDS = 3, 6, 20, 0.5
 
 
 def milliseconds(cases: Cases, body: Callable[[], object]) -> float:

@@ -2,8 +2,9 @@
 
     python -m device.threads --out results.json
 
-The instruction set is that of the process: MAXMOE_ISA chooses our kernels', ONEDNN_MAX_CPU_ISA the products' of torch,
-which are ours too in bfloat16 where the processor has matrix units (AMX). Each choice adds a group to the file.
+MAXMOE_ISA chooses the instruction set of our kernels, ONEDNN_MAX_CPU_ISA that of torch's products, which we call in
+bfloat16 if the processor has matrix units (AMX). Each choice is a group of the file. The large shape is timed without
+one.
 """
 
 import os
@@ -18,7 +19,9 @@ from device.cases import Cases, Values, main
 from device.speed import TINY
 from maxmoe import build_info
 
-SHAPES = {"A": A, "B": B, "Qwen3-30B-A3B, 64 experts": Shape(2048, 2048, 768, 64, 8)}
+SHAPES = {"A": A, "B": B}
+LARGE = {"Qwen3-30B-A3B, 64 experts": Shape(2048, 2048, 768, 64, 8)}
+CHOICES = ("MAXMOE_ISA", "ONEDNN_MAX_CPU_ISA")
 NUM_CALLS = 3
 
 
@@ -66,7 +69,9 @@ def best_times(_cases: Cases, problem: experts.Problem, num_threads: int) -> Val
 def check(cases: Cases) -> None:
     """Time the experts on the CPU, forward and backward."""
     counts = [2**power for power in range(8) if 2**power <= (os.cpu_count() or 1)][: 1 if cases.is_tiny else None]
-    for name, shape in (TINY if cases.is_tiny else SHAPES).items():
+    is_chosen = any(name in os.environ for name in CHOICES)
+    shapes = TINY if cases.is_tiny else SHAPES if is_chosen else SHAPES | LARGE
+    for name, shape in shapes.items():
         for dtype in (torch.bfloat16, torch.float32):
             problem = experts.draw(shape, dtype, torch.device("cpu"))
             for count in counts:
