@@ -13,6 +13,8 @@ r"""Speed and memory of maxmoe against what one would use instead, and against t
     python -m benchmarks.route            routing and plan, as a share of the layer
     python -m benchmarks.devices          the path of devices, run on the CPU, against grouped_mm by hand
 
+`python -m benchmarks.device_report` makes tables of what `tests/device/run.sh` has measured on a GPU.
+
 `benchmarks/shapes.py` names the shapes, published ones among them: --shapes qwen3,mixtral,deepseek.
 
 Each one times its contenders in turn, so that whatever else the machine does falls on all of them; what it reports

@@ -3,10 +3,10 @@
 import math
 import os
 import platform
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-import transformers
 
 import maxmoe
 
@@ -47,7 +47,7 @@ def describe() -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": _version("transformers"),
         "maxmoe": maxmoe.build_info(),
     }
 
@@ -57,6 +57,13 @@ def available_memory() -> float:
     path = Path("/proc/meminfo")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), math.inf)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _cpuinfo(key: str) -> str:

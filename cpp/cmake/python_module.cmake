@@ -11,6 +11,10 @@ find_package(pybind11 3.0 CONFIG REQUIRED)
 
 file(GLOB MAXMOE_OP_SOURCES CONFIGURE_DEPENDS cpp/ops/*.cpp)
 
+# By default two translation units, because torch's headers take most of the time of each one. Smaller ones are faster
+# with many cores.
+set(MAXMOE_UNITY_BATCH_SIZE 15 CACHE STRING "Files of the operators in one translation unit")
+
 foreach(minor IN LISTS MAXMOE_TORCH_MINORS)
   # Objects, not an archive: from an archive the linker would drop the files that only register operators.
   set(ops maxmoe_ops_${minor})
@@ -19,9 +23,8 @@ foreach(minor IN LISTS MAXMOE_TORCH_MINORS)
   # GCC 12 warns that the destructor of an empty std::optional<at::Tensor> reads uninitialised memory.
   target_compile_options(${ops} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
 
-  # Two translation units, because torch's headers take most of the time of each one. So names in the anonymous
-  # namespaces of two files must differ.
-  set_target_properties(${ops} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 15)
+  # Names in the anonymous namespaces of two files must differ.
+  set_target_properties(${ops} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE ${MAXMOE_UNITY_BATCH_SIZE})
 
   # NO_EXTRAS: no link-time optimisation, which makes the build half as long again.
   set(module _C_torch${minor})

@@ -106,7 +106,8 @@ def fsdp_modules(module: nn.Module) -> Iterator[fsdp.FSDPModule]:
     return (child for child in module.modules() if isinstance(child, fsdp.FSDPModule))
 
 
-def _mesh_dims(plan: Plan) -> fsdp.DataParallelMeshDims:
+# Quoted, so that device checks can import this module with a torch that lacks the class.
+def _mesh_dims(plan: Plan) -> "fsdp.DataParallelMeshDims":
     replicate_axes = tuple(axis for axis in plan.tokens.axes if axis == REPLICATE_AXIS)
     return fsdp.DataParallelMeshDims(shard=SHARD_AXIS, replicate=replicate_axes or None)
 

@@ -106,6 +106,8 @@ def test_commands_exist(words: list[str], tmp_path: Path, monkeypatch: pytest.Mo
             from support.pretrain_run import pretrain
 
             pretrain.parse_options(arguments)
+        case ["bash", "tests/device/run.sh", *options]:
+            assert options in ([], ["--device", "cpu", "--tiny"])
         case ["python", fuzzer, *arguments] if fuzzer.startswith("tests/fuzz/"):
             assert (ROOT / fuzzer).exists() and set(arguments[::2]) <= {"--seconds", "--seed", "--case"}
         case ["python", "examples/notebooks/execute.py", *names]:

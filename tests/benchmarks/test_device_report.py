@@ -1,0 +1,61 @@
+"""The tables of a device check: those of the pages are what `benchmarks.device_report` prints."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import device_report
+
+ROOT = Path(__file__).parents[2]
+PAGES = [(ROOT / "docs" / name).read_text() for name in ("devices.md", "performance.md")]
+RUNS = sorted((ROOT / "benchmarks/device_results").iterdir())
+
+
+@pytest.mark.parametrize("folder", RUNS, ids=lambda folder: folder.name)
+def test_the_tables_of_the_pages_are_up_to_date(folder: Path) -> None:
+    sections = device_report.read(folder)
+    tables = device_report.tables(sections)
+    assert len(tables) > 5
+    assert not [table for table in tables if not any(table in page for page in PAGES)]
+    assert sections["machine"]["device"] in PAGES[0] and sections["machine"]["driver"] in PAGES[0]
+
+
+@pytest.mark.parametrize("folder", RUNS, ids=lambda folder: folder.name)
+def test_kernels_are_counted_once(folder: Path) -> None:
+    """The kinds add up to the time of all kernels."""
+    lines = device_report.kernels_table(device_report.read(folder)).splitlines()[2:]
+    assert lines
+    for line in lines:
+        total, *kinds = map(float, line.strip("| ").split(" | ")[2:])
+        assert abs(sum(kinds) - total) < 0.03
+
+
+def test_what_failed_or_was_not_run_is_said() -> None:
+    """And what was not measured has no row."""
+    passed = {"dtype": "float32", "error": 1e-6, "limit": 1e-5, "same_bits": True, "ok": True}
+    failed = {"ok": False, "error_message": "RuntimeError: no memory", "traceback": ""}
+    missing = {"not_run": "no time was left"}
+    measured = {"ms": 2.0, "tflops": 10.0, "peak_mb": 4}
+    sections = {
+        "operators": {
+            "operators": {"gmm": passed, "tgmm": passed | {"error": 9e-6, "ok": False, "same_bits": False}},
+            "experts": {"float32": failed},
+            "device": {"no wait": failed, "cuda graph": missing, "side stream": {"ok": True}},
+        },
+        "models": {"training": {"AdamW": failed}},
+        "speed": {
+            "ceilings": {"product": {"tflops": 20.0}},
+            "small: forward": {"ours": measured, "grouped_mm by hand": measured | {"ms": 1.0}},
+            "large: forward": {"ours": failed, "grouped_mm by hand": measured},
+        },
+        "kernels": {"large: forward": {"ours": failed}},
+        "threads": {"avx2": {"A, float32, 1 threads": missing}},
+    }
+    errors, cases, training, speed, memory, kernels, threads = device_report.tables(sections)
+    assert "| operators, float32 | 1 of 2 | 9.0e-06 | 1.0e-05 | no |" in errors
+    assert "| experts | 0 of 1 | | | |" in errors
+    for line in ("| no wait | failed |", "| cuda graph | not run: no time was left |", "| side stream | passed |"):
+        assert line in cases
+    assert "| small, forward | 0.50 | 2.00 | 1.00 | 10 (0.50) | 10 (0.50) |" in speed and "large" not in speed
+    assert "| small, forward | 1.00 | 4 | 4 |" in memory
+    assert all(table.count("\n") == 1 for table in (training, kernels, threads))

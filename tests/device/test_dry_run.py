@@ -1,0 +1,61 @@
+"""The device check runs, on the CPU and with few small cases, so that it works on the day when a GPU is there."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.shapes import Shape
+from device import experts
+from support import forked_python
+from support.python_with_torch import Python
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).parent / "run.sh"
+STEPS = ["operators", "layers", "models", "speed", "kernels", "threads"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_every_case_passes_on_the_cpu(tmp_path: Path, step: str) -> None:
+    out = tmp_path / "results.json"
+    paths = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    options = ["--device", "cpu", "--tiny", "--out", str(out)]
+    done = forked_python.run([sys.executable, "-m", f"device.{step}", *options], cwd=ROOT, env=paths)
+    assert done.returncode == 0, done.stdout + done.stderr
+    sections = json.loads(out.read_text())
+    assert sections["machine"]["torch"] == torch.__version__
+    cases = [values for group in sections[step].values() for values in group.values()]
+    assert cases and not [values for values in cases if values.get("ok") is False or "not_run" in values]
+
+
+def test_contenders_compute_the_same() -> None:
+    problem = experts.draw(Shape(20, 16, 8, 6, 3), torch.float32, torch.device("cpu"))
+    expected = experts.ours(problem, backward=True)
+    for contender in experts.CONTENDERS.values():
+        got = contender(problem, backward=True)
+        for name in ("out", "x", "weights", "down"):
+            torch.testing.assert_close(got[name], expected[name])
+        gate_up = got.get("gate_up", torch.cat([expected["gate"], expected["up"]], 2))
+        torch.testing.assert_close(gate_up, torch.cat([expected["gate"], expected["up"]], 2))
+
+
+def test_the_script_runs_the_steps(tmp_path: Path) -> None:
+    """One of them here; it names the others as files."""
+    assert f"STEPS:={' '.join(STEPS)}" in SCRIPT.read_text()
+    assert {path.stem for path in SCRIPT.parent.glob("*.py")} >= set(STEPS)
+    settings = {"OUT": str(tmp_path), "PYTHON": sys.executable, "STEPS": "threads", "OMP_NUM_THREADS": "1"}
+    command = ["bash", str(SCRIPT), "--device", "cpu", "--tiny"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.endswith("failed: nothing\n"), done.stdout + done.stderr
+    assert len(json.loads((tmp_path / "results.json").read_text())["threads"]) > 1  # one group for each instruction set
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "log.txt"}
+
+
+def test_the_package_is_imported_without_what_torch_2_11_lacks(python: Python) -> None:
+    """Machines with a GPU may have no other torch."""
+    done = python("from torch.distributed import fsdp; del fsdp.DataParallelMeshDims; import maxmoe.parallel")
+    assert done.returncode == 0, done.stderr
