@@ -1,0 +1,134 @@
+"""What decides each collective of the package: equal on all ranks by construction.
+
+Nothing that one rank's memory, time, garbage collector, hash seed or errors decide may stand here. A new collective is
+entered with its reason; one that cannot give any does not belong into the package.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# Functions that communicate, or that call one that does on the ranks of a group.
+COMMUNICATE = {
+    *("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"),
+    *("all_gather_single", "reduce_scatter_single", "all_to_all_single", "all_gather_object", "barrier"),
+    *("isend", "recv", "redistribute", "full_tensor", "distribute_tensor", "unshard"),
+    *("new_group", "new_subgroups_by_enumeration"),
+    *("check_ranks_agree", "redistribute_local", "redistribute_parameter", "start_collective", "all_gather_counts"),
+    *("all_reduce_sequence", "all_reduce_batch"),
+}
+CALLER = "every call: the caller runs on all ranks of the group"
+PLAN = "the plan of the module"
+CONFIG = "the config of the layer"
+COUNTS = "the counts of all ranks, which have been all-gathered"
+DECIDED_BY = {
+    "agreement.py check_ranks_agree": "every call; the texts are gathered if the reduced hashes differ",
+    "calibration.py _all_gathers.step": "a fixed number of repetitions",
+    "dispatch/collectives.py AllGather.start": COUNTS,
+    "dispatch/collectives.py ReduceScatter.start": COUNTS,
+    "dispatch/collectives.py _all_to_all": CALLER,
+    "dispatch/collectives.py all_gather_rows": CALLER,
+    "dispatch/collectives.py all_gather_replicated_rows": CALLER,
+    "dispatch/collectives.py reduce_scatter_rows": CALLER,
+    "dispatch/collectives.py ragged_all_to_all": CALLER,
+    "dispatch/partial_sums.py PartialSums.enter": PLAN,
+    "dispatch/partial_sums.py PartialSums.assign": PLAN,
+    "dispatch/partial_sums.py PartialSums.copy_to_experts": PLAN,
+    "dispatch/partial_sums.py PartialSums.reduce_from_experts": PLAN,
+    "dispatch/partial_sums.py PartialSums.leave": PLAN,
+    "dispatch/partial_sums.py PartialSums.all_reduce_dropped": PLAN,
+    "dispatch/partial_sums.py _Enter.backward": PLAN,
+    "dispatch/ragged_all_gather.py RaggedAllGather.exchange_counts": PLAN,
+    "dispatch/ragged_dispatcher.py RaggedAllToAll.exchange_counts": PLAN,
+    "dispatch/ring_of_experts.py RingOfExperts.exchange_counts": PLAN,
+    "dispatch/row_counts.py all_gather_counts": CALLER,
+    "load/layers_of_stages.py LayersOfStages.all_reduce": "the number of stages",
+    "load/rank_sums.py all_reduce": "the layers of the model, their configs and whether they are on a mesh",
+    "load/stats_accumulator.py StatsAccumulator.update": CALLER,
+    "load/step_counts.py StepCounts.all_reduce": "whether torch.distributed is initialized",
+    "named_collectives.py all_gather": CALLER,
+    "named_collectives.py all_reduce": CALLER,
+    "named_collectives.py all_to_all": CALLER,
+    "named_collectives.py broadcast": CALLER,
+    "named_collectives.py reduce_scatter": CALLER,
+    "named_collectives.py _announce": "an environment variable, which all ranks have or none",
+    "nn/losses.py load_balance_loss": CONFIG,
+    "nn/losses.py step_balance_loss": CONFIG,
+    "nn/losses.py router_z_loss": CONFIG,
+    "nn/losses.py mean_over_tokens": "whether the caller gives num_tokens",
+    "nn/losses.py count_tokens": CALLER,
+    "nn/routing_losses.py RoutingLosses._compute": CONFIG,
+    "optim/distributed_newton_schulz.py DistributedNewtonSchulz._all_to_all": "shapes and placements of all parameters",
+    "optim/distributed_newton_schulz.py _new_group": "shapes and placements of all parameters",
+    "optim/muon.py _local_gradient": "placements of parameter and gradient, which are in the plan",
+    "parallel/adapters.py adapter_state_dict": "the parameters of the model",
+    "parallel/clip_grad_norm.py clip_grad_norm_": "the mesh of the parameters",
+    "parallel/clip_grad_norm.py _norm_on_mesh": "the meshes of the gradients",
+    "parallel/clip_grad_norm.py _parts_to_count": "placements of the gradients, which are in the plan",
+    "parallel/initialization.py _DrawnWhole.__torch_dispatch__": "the parameters that a module initializes",
+    "parallel/input_gradients.py InputGradientCheck.enter": "whether the model has floating-point inputs",
+    "parallel/parallelize.py check_settings": CALLER,
+    "parallel/parameter_hooks.py ParameterHooks.gather": PLAN,
+    "parallel/parameter_hooks.py ParameterHooks.free.refill": PLAN,
+    "parallel/parameter_hooks.py _gather_again.gather": PLAN,
+    "parallel/shard_parameters.py _broadcast": "the parameters of the model",
+    "parallel/sharded_tokens.py ShardedTokens.all_gather_sequence": PLAN,
+    "parallel/sharded_tokens.py ShardedTokens._all_reduce": PLAN,
+    "parallel/tensor_parallel_hooks.py TensorParallelHooks._mark_input": PLAN,
+    "parallel/tensor_parallel_hooks.py TensorParallelHooks.leave": PLAN,
+    "parallel/tensor_parallel_hooks.py ResidualReaderHook.enter": PLAN,
+    "pipelining/pipeline.py Pipeline.record_step": CALLER,
+    "pipelining/pipeline.py Pipeline._execute": CALLER,
+    "pipelining/recorded_stage.py gather_timeline": CALLER,
+    "pipelining/scheduled_run.py ScheduledRun.__init__": CALLER,
+    "pipelining/scheduled_run.py ScheduledRun._run_forwards": "the schedule and the number of micro-batches",
+    "pipelining/scheduled_run.py ScheduledRun._receive": "the schedule and the number of micro-batches",
+    "pipelining/step_statistics.py StepStatistics.all_reduce": "the number of stages",
+    "sharding/mesh.py Mesh.__init__": CALLER,
+    "sharding/mesh.py _device_mesh": "the sizes of the mesh, which have been compared",
+    "sharding/mesh.py _joint_group": "axes of the plan",
+    "sharding/redistribute.py redistribute": "both shardings",
+    "sharding/redistribute.py _all_gather": "both shardings",
+    "sharding/redistribute.py _reduce_scatter": "both shardings",
+    "sharding/redistribute.py _all_reduce": "both shardings",
+    "testing/layout.py indices_of": "placements of the tensor",
+    "testing/layout.py local_of": "placements of the tensor",
+    "testing/measurement.py _local": "placements of the tensor",
+    "testing/rank_processes.py _main": "every process that has not failed; a failure ends all of them",
+    "token_group.py FlattenedBatch.all_reduce_sequence": CALLER,
+}
+
+
+def communicating(path: Path) -> Iterator[str]:
+    """Functions of a file that call one of `COMMUNICATE`, by their qualified names."""
+
+    def visit(node: ast.AST, inside: tuple[str, ...]) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            is_scope = isinstance(child, ast.FunctionDef | ast.ClassDef)
+            if isinstance(child, ast.Call) and _name(child.func) in COMMUNICATE:
+                yield ".".join(inside)
+            yield from visit(child, (*inside, child.name) if is_scope else inside)
+
+    return visit(ast.parse(path.read_text()), ())
+
+
+def _name(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def test_what_decides_every_collective_is_known() -> None:
+    package = ROOT / "maxmoe"
+    found = {
+        f"{path.relative_to(package).as_posix()} {function}"
+        for path in package.rglob("*.py")
+        for function in communicating(path)
+    }
+    assert found - DECIDED_BY.keys() == set(), "say in DECIDED_BY what decides these, equally on all ranks"
+    assert DECIDED_BY.keys() - found == set(), "these do not communicate any more"
+
+
+def test_a_collective_of_torch_is_found(tmp_path: Path) -> None:
+    source = "class A:\n    def f(self, x):\n        if x:\n            return [dist.all_reduce(x)]\n"
+    (tmp_path / "a.py").write_text(source)
+    assert [*communicating(tmp_path / "a.py")] == ["A.f"]
