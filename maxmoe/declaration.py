@@ -142,9 +142,9 @@ class Declaration:
             linear in the last of these dims, so that partial outputs can be summed. Makes the module a FSDP unit.
         added_to_output: paths of parameters of a tensor-parallel module that are added to its output, such as the bias
             of the last projection. Only one rank adds them to its partial output.
-        uses_token_group: whether `parallelize` sets the attribute `token_group` of the module; see `TokenGroup`.
         needs_whole_sequences: whether the output of a token depends on other tokens of its sequence that the module
-            does not gather with its token group. Rules that shard sequences then raise an error.
+            does not gather with its token group; see `TokenGroupAttribute`. Rules that shard sequences then raise an
+            error.
         residual_stream: children that read and write the residual stream.
         pipeline_parts: parts of the module by which `maxmoe.pipeline` cuts it; None for a module that cannot be cut.
         saved_tensors: function of the global batch size and sequence length that returns the tensors that the module
@@ -157,7 +157,6 @@ class Declaration:
     fsdp_unit: bool = False
     tensor_parallel_dims: Mapping[str, int] = field(default_factory=dict)
     added_to_output: tuple[str, ...] = ()
-    uses_token_group: bool = False
     needs_whole_sequences: bool = False
     residual_stream: ResidualStream | None = None
     pipeline_parts: PipelineParts | None = None

@@ -51,6 +51,7 @@ LEVELS = [
         "field_checks",
         "replaced_parameters",
         "text_table",
+        "this_thread",
         "waiting_threads",
         "whole_tensors",
         "files",
