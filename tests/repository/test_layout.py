@@ -46,6 +46,7 @@ LEVELS = [
         "_library",
         "_torch",
         "_torch_checkpoint",
+        "_torch_compile",
         "_torch_transforms",
         "early_optimizers",
         "field_checks",

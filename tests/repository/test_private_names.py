@@ -46,6 +46,7 @@ def private_names(path: Path) -> Iterator[str]:
 HOMES = {
     ROOT / "maxmoe/_torch.py",
     ROOT / "maxmoe/_torch_checkpoint.py",
+    ROOT / "maxmoe/_torch_compile.py",
     ROOT / "maxmoe/_torch_transforms.py",
     ROOT / "maxmoe/adapters/_peft.py",
     ROOT / "maxmoe/integrations/transformers/_transformers.py",
