@@ -145,9 +145,9 @@ class Declaration:
         unsaved_parameters: paths of parameters that the backward does not read, such as a table that is indexed or a
             bias that is added. A FSDP unit gathers them for the forward alone. Not needed for `nn.Embedding` and the
             bias of `nn.Linear` that gather their own parameters.
-        uses_token_group: whether `parallelize` sets the attribute `token_group` of the module; see `TokenGroup`.
         needs_whole_sequences: whether the output of a token depends on other tokens of its sequence that the module
-            does not gather with its token group. Rules that shard sequences then raise an error.
+            does not gather with its token group; see `TokenGroupAttribute`. Rules that shard sequences then raise an
+            error.
         residual_stream: children that read and write the residual stream.
         pipeline_parts: parts of the module by which `maxmoe.pipeline` cuts it; None for a module that cannot be cut.
         saved_tensors: function of the global batch size and sequence length that returns the tensors that the module
@@ -161,7 +161,6 @@ class Declaration:
     tensor_parallel_dims: Mapping[str, int] = field(default_factory=dict)
     added_to_output: tuple[str, ...] = ()
     unsaved_parameters: tuple[str, ...] = ()
-    uses_token_group: bool = False
     needs_whole_sequences: bool = False
     residual_stream: ResidualStream | None = None
     pipeline_parts: PipelineParts | None = None

@@ -1,13 +1,13 @@
 """Token group: the processes that share the tokens of one forward."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 from torch import Tensor, nn
 
-from maxmoe.declaration import declaration_of
+from maxmoe.this_thread import OfThisThread
 
 
 class TokenReductions(Protocol):
@@ -30,8 +30,7 @@ class TokenReductions(Protocol):
 class TokenGroup(TokenReductions, Protocol):
     """Interface to the processes that share the tokens of a forward.
 
-    A module that declares `uses_token_group` has an attribute `token_group`, initially a `LocalTokens`, which
-    `parallelize` replaces.
+    A module that needs it has the attribute `TokenGroupAttribute`.
     """
 
     def first_position(self, length: int) -> int:
@@ -118,19 +117,55 @@ class FlattenedBatch:
         return summands
 
 
+class TokenGroupAttribute:
+    """Attribute of a module that mixes tokens, or sums over them: the token group of its calls.
+
+    `parallelize` sets it to the token group of the mesh. In `same_tokens_everywhere`, it has another value in one
+    thread alone::
+
+        class Attention(nn.Module):
+            token_group = maxmoe.nn.TokenGroupAttribute()
+
+            def __init__(self):
+                super().__init__()
+                self.token_group = maxmoe.nn.LocalTokens()
+    """
+
+    @overload
+    def __get__(self, module: None, kind: type) -> "TokenGroupAttribute": ...
+
+    @overload
+    def __get__(self, module: nn.Module, kind: type | None = None) -> TokenGroup: ...
+
+    def __get__(self, module: Any, kind: type | None = None) -> "TokenGroup | TokenGroupAttribute":
+        """Return the token group of a module in this thread, or for a class this attribute itself."""
+        if module is None:
+            return self
+        of_this_thread: TokenGroup | None = module.token_group_of_this_thread.value
+        of_all_threads: TokenGroup = module.token_group_of_all_threads
+        return of_all_threads if of_this_thread is None else of_this_thread
+
+    def __set__(self, module: Any, group: TokenGroup) -> None:
+        """Set the token group of all threads."""
+        module.token_group_of_all_threads, module.token_group_of_this_thread = group, OfThisThread()
+
+
+def uses_token_group(module: nn.Module) -> bool:
+    """Return whether a module has a token group."""
+    return isinstance(getattr(type(module), "token_group", None), TokenGroupAttribute)
+
+
 @contextmanager
 def same_tokens_everywhere(module: nn.Module, group: Callable[[], LocalTokens] = LocalTokens) -> Iterator[None]:
     """Context in which every process passes the same whole batch to `module`; for generation, not for training.
+
+    It applies to the calls of this thread.
 
     Args:
         module: module whose token groups are replaced, with those of its descendants.
         group: makes the token group of each of them.
     """
-    groups = {child: child.token_group for child in module.modules() if declaration_of(child).uses_token_group}
-    try:
-        for child in groups:
-            child.token_group = group()  # type: ignore[assignment]
+    with ExitStack() as stack:
+        for child in filter(uses_token_group, module.modules()):
+            stack.enter_context(child.token_group_of_this_thread.set(group()))  # type: ignore[union-attr,operator]
         yield
-    finally:
-        for child, before in groups.items():
-            child.token_group = before

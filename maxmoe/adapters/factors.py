@@ -6,34 +6,32 @@ from contextlib import contextmanager
 from torch import nn
 
 from maxmoe.ops import LowRankFactors
-
-_ATTRIBUTE = "low_rank_factors"
+from maxmoe.this_thread import OfThisThread
 
 
 class _HandedOver:
-    """Factors, and whether the forward of the module has asked for them."""
+    """Factors of a module, and whether its forward has asked for them."""
 
-    def __init__(self, factors: LowRankFactors) -> None:
+    def __init__(self, module: nn.Module, factors: LowRankFactors) -> None:
+        self.module = module
         self.factors = factors
         self.is_taken = False
 
 
+# By the name of the parameter; those of the innermost module, if an adapted module calls another one.
+_handed_over: OfThisThread[dict[str, _HandedOver]] = OfThisThread()
+
+
 @contextmanager
 def hand_over(module: nn.Module, parameter: str, factors: LowRankFactors) -> Iterator[None]:
-    """Give a module the factors beside one of its parameters while the block runs.
+    """Give a module the factors beside one of its parameters, in the calls of this thread while the block runs.
 
     Raises:
         RuntimeError: if the module has not asked for them, so that its output lacks the adapter.
     """
-    handed_over = _HandedOver(factors)
-    given: dict[str, _HandedOver] = module.__dict__.setdefault(_ATTRIBUTE, {})
-    given[parameter] = handed_over
-    try:
+    handed_over = _HandedOver(module, factors)
+    with _handed_over.set({**(_handed_over.value or {}), parameter: handed_over}):
         yield
-    finally:
-        # Only one's own: another thread that runs the module may have handed over others.
-        if given.get(parameter) is handed_over:
-            del given[parameter]
     if not handed_over.is_taken:
         raise RuntimeError(
             f"the forward of {type(module).__name__} has computed without the adapter beside {parameter}: it must read "
@@ -49,8 +47,8 @@ def factors_of(module: nn.Module, parameter: str, *, transposed: bool = False) -
         parameter: name of a parameter ``(L, in, out)``, or ``(L, out, in)`` if it is transposed.
         transposed: whether the module computes with the transposed matrices.
     """
-    handed_over: _HandedOver | None = module.__dict__.get(_ATTRIBUTE, {}).get(parameter)
-    if handed_over is None:
+    handed_over = None if _handed_over.value is None else _handed_over.value.get(parameter)
+    if handed_over is None or handed_over.module is not module:
         return None
     handed_over.is_taken = True
     return handed_over.factors.transposed() if transposed else handed_over.factors

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maxmoe.models.config import DecoderConfig
-from maxmoe.nn import TOKEN_DIMS, Checkpointed, Declaration, LocalTokens, SavedTensor, TokenGroup
+from maxmoe.nn import TOKEN_DIMS, Checkpointed, Declaration, LocalTokens, SavedTensor, TokenGroupAttribute
 
 
 class Rotation(NamedTuple):
@@ -61,13 +61,14 @@ class Attention(Checkpointed):
     """Causal self-attention with grouped query heads; `options` are device and dtype of the parameters."""
 
     recompute_names = ("attention",)
+    token_group = TokenGroupAttribute()
 
     def __init__(self, config: DecoderConfig, **options: Any) -> None:
         super().__init__()
         D, H = config.hidden_size, config.num_heads
         G, C = config.num_key_value_heads or H, config.head_dim or D // H
         self.num_heads, self.num_key_value_heads, self.head_dim = H, G, C
-        self.token_group: TokenGroup = LocalTokens()
+        self.token_group = LocalTokens()
         self.rope_theta = config.rope_theta
         self.q_proj = nn.Linear(D, H * C, bias=False, **options)
         self.k_proj = nn.Linear(D, G * C, bias=False, **options)
@@ -80,21 +81,22 @@ class Attention(Checkpointed):
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        start = self.token_group.first_position(x.shape[1])
+        tokens = self.token_group
+        start = tokens.first_position(x.shape[1])
         by = rotation(queries, self.rope_theta, start)
         queries, keys = rotate(queries, by), rotate(keys, by)
         # If sequences are sharded, this rank has a shard of the queries, and gathers all keys and values.
-        keys, values = (self.token_group.all_gather_sequence(part, dim=2) for part in (keys, values))
+        keys, values = (tokens.all_gather_sequence(part, dim=2) for part in (keys, values))
         documents = None
         if document_ids is not None:
-            documents = (document_ids, self.token_group.all_gather_sequence(document_ids, dim=1))
+            documents = (document_ids, tokens.all_gather_sequence(document_ids, dim=1))
         mixed = causal_attention(queries, keys, values, start, documents)
         output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(-2))
         return output
 
     @property
     def declaration(self) -> Declaration:
-        """Declare logical names, tensor-parallel heads, the token group and saved tensors."""
+        """Declare logical names, tensor-parallel heads and saved tensors."""
         return Declaration(
             logical_names={
                 "q_proj.weight": ("q_heads", "embed"),
@@ -103,7 +105,6 @@ class Attention(Checkpointed):
                 "o_proj.weight": ("embed", "q_heads"),
             },
             tensor_parallel_dims={"q_heads": self.num_heads, "kv_heads": self.num_key_value_heads},
-            uses_token_group=True,
             saved_tensors=self._saved_tensors,
         )
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maxmoe._torch_compile import call_uncompiled, runs_uncompiled
 from maxmoe.nn import MoE
 from maxmoe.token_group import ContinuedSequences, same_tokens_everywhere
 
@@ -13,7 +14,10 @@ def generate(decoder: Any, tokens: Tensor, num_tokens: int, *, temperature: floa
     """Append tokens to a prompt; see `Decoder.generate`."""
     window, length = decoder.config.max_sequence_length, tokens.shape[1] + num_tokens
 
-    def extended(logits: Tensor) -> Tensor:
+    def extended(inputs: Tensor) -> Tensor:
+        # Compiled code is made for each number of earlier tokens, up to a limit, after which training has none.
+        with runs_uncompiled.set(True):
+            logits = call_uncompiled(decoder, inputs).logits
         return torch.cat((tokens, sample(logits[:, -1].float(), temperature, top_k)), dim=-1)
 
     # Until the window moves, keys and values of the earlier tokens are kept. When it moves, the first token is no
@@ -22,11 +26,10 @@ def generate(decoder: Any, tokens: Tensor, num_tokens: int, *, temperature: floa
         with same_tokens_everywhere(decoder, lambda: ContinuedSequences(min(window, length))):
             num_computed = 0
             while tokens.shape[1] < length and tokens.shape[1] <= window:
-                logits = decoder(tokens[:, num_computed:]).logits
-                num_computed, tokens = tokens.shape[1], extended(logits)
+                num_computed, tokens = tokens.shape[1], extended(tokens[:, num_computed:])
     with same_tokens_everywhere(decoder):
         while tokens.shape[1] < length:
-            tokens = extended(decoder(tokens[:, -window:]).logits)
+            tokens = extended(tokens[:, -window:])
     return tokens
 
 

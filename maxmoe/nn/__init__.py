@@ -19,7 +19,7 @@ from maxmoe.nn.tensor_parallel_region import LayerInputs, LocalRegion, TensorPar
 from maxmoe.nn.zero_computation_experts import ZeroComputationExperts
 from maxmoe.recompute.named_parts import Checkpointed, check_recompute, recompute_of, set_recompute
 from maxmoe.recompute.selective import keep_routing
-from maxmoe.token_group import LocalTokens, TokenGroup, same_tokens_everywhere
+from maxmoe.token_group import LocalTokens, TokenGroup, TokenGroupAttribute, same_tokens_everywhere
 
 __all__ = [
     "TOKEN_DIMS",
@@ -51,6 +51,7 @@ __all__ = [
     "SharedExperts",
     "TensorParallelRegion",
     "TokenGroup",
+    "TokenGroupAttribute",
     "TopK",
     "ZeroComputationExperts",
     "balanced_bias",

@@ -27,7 +27,7 @@ from maxmoe.nn.routing_losses import RoutingLosses, RoutingMetrics
 from maxmoe.nn.shared_experts import SharedExperts
 from maxmoe.nn.zero_computation_experts import ZeroComputationExperts
 from maxmoe.ops import ActivationFunction
-from maxmoe.token_group import LocalTokens, TokenGroup
+from maxmoe.token_group import LocalTokens, TokenGroupAttribute
 from maxmoe.upcycling import DenseBlock, Projection, Scaling, Upcycling, initialize
 
 
@@ -59,8 +59,11 @@ class MoE(nn.Module):
 
     recompute_names = ("dispatch",)
     recompute: frozenset[str] = frozenset()  # see `maxmoe.set_recompute`
-    has_replay_hooks = False  # set by record_routing and replay_routing
+    has_replay_hooks = False  # set by record_routing and replay_routing, with the ids of the hooks
+    replay_hooks: frozenset[int] = frozenset()
     frozen_experts: object | None = None  # set by freeze_experts
+
+    token_group = TokenGroupAttribute()
 
     def __init__(
         self,
@@ -90,7 +93,7 @@ class MoE(nn.Module):
             self.zero_computation_experts = ZeroComputationExperts(config, device=device, dtype=dtype)
         self.runner = ExpertRunner(local_dispatcher(config))
         self.losses = RoutingLosses(config, load_balance_loss if balance_loss is None else balance_loss)
-        self.token_group: TokenGroup = LocalTokens()
+        self.token_group = LocalTokens()
         self.metrics_accumulator: MetricsAccumulator | None = None  # set by StatsAccumulator
         self.aux_loss_watch = AuxLossWatch()
 
@@ -249,9 +252,8 @@ class MoE(nn.Module):
 
     @property
     def declaration(self) -> Declaration:
-        """Declare the token group and saved tensors; router and experts declare their parameters."""
+        """Declare saved tensors; router and experts declare their parameters."""
         return Declaration(
-            uses_token_group=True,
             # The capacity of an expert is per sequence, and filled in the order of the tokens.
             needs_whole_sequences=self.config.capacity_factor is not None,
             saved_tensors=self._saved_tensors,

@@ -1,8 +1,9 @@
 """Recording and replay of the expert ids of MoE layers."""
 
+import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from maxmoe.files import replacing
 from maxmoe.load.stats_accumulator import unwrapped_path
 from maxmoe.nn.custom_router import check_is_replayed
 from maxmoe.nn.moe import MoE
+from maxmoe.nn.replay_hooks import hooked, in_this_thread, known_to
 from maxmoe.nn.router import is_custom_router
 from maxmoe.nn.routing import Routing
 from maxmoe.recompute.selective import is_recomputation
@@ -89,6 +91,8 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
         with maxmoe.record_routing(model) as record:
             model(tokens)
 
+    As `torch.no_grad`, it applies to the calls of the thread that enters it, and so does `replay_routing`.
+
     Args:
         model: model with MoE layers, or a MoE layer.
 
@@ -104,11 +108,11 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
     def hooks(path: str, layer: MoE) -> list[Any]:
         shape: list[torch.Size] = []
 
-        @never_compiled
+        @in_this_thread
         def enter(_layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
             shape[:] = [(arguments[0] if arguments else options["x"]).shape[:-1]]
 
-        @never_compiled
+        @in_this_thread
         def observe(_router: nn.Module, _arguments: Any, routing: Routing) -> None:
             if not is_recomputation():
                 is_narrow = layer.config.num_selectable_experts <= torch.iinfo(torch.int16).max
@@ -120,7 +124,7 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
             layer.router.register_forward_hook(observe),
         ]
 
-    with _hooked(hooks, layers):
+    with hooked(hooks, layers):
         yield record
 
 
@@ -152,10 +156,10 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
     def hooks(path: str, layer: MoE) -> list[Any]:
         handles: list[Any] = [layer.router.register_forward_pre_hook(replays[path].force, with_kwargs=True)]
         if is_custom_router(layer.router):
-            handles.append(layer.router.register_forward_hook(check_is_replayed, with_kwargs=True))
+            handles.append(layer.router.register_forward_hook(in_this_thread(check_is_replayed), with_kwargs=True))
         return handles
 
-    with _hooked(hooks, layers):
+    with hooked(hooks, layers):
         yield
     for replay in replays.values():
         replay.end()
@@ -173,6 +177,7 @@ class _Replay:
 
     def __init__(self, path: str, layer: MoE, calls: list[Tensor]) -> None:
         self.path, self.layer, self.calls, self.num_calls = path or "the layer", layer, calls, 0
+        self.thread = threading.get_ident()
         self.checkpointed: WeakKeyDictionary[object, _CheckpointedCalls] = WeakKeyDictionary()
         for ids in calls:
             self._check(ids)
@@ -191,8 +196,14 @@ class _Replay:
             )
 
     @never_compiled
-    def force(self, _router: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Pass the recorded ids to the router: a forward pre-hook."""
+    def force(self, _router: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any] | None = None) -> Any:
+        """Pass the recorded ids to the router: a forward pre-hook.
+
+        While it is added or removed, torch may call it in another thread without the options.
+        """
+        # Autograd may recompute in another thread.
+        if options is None or not (is_recomputation() or threading.get_ident() == self.thread):
+            return None
         x: Tensor = arguments[0] if arguments else options["x"]
         ids = self._recomputed() if is_recomputation() else self._next()
         if ids is None:
@@ -209,14 +220,17 @@ class _Replay:
         if not self.checkpointed:
             return
 
+        removals: list[Callable[[], None]] = []
+
         @never_compiled
-        def force(router: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-            if not self.checkpointed:
-                handle.remove()
+        def force(router: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any] | None = None) -> Any:
+            for remove in removals if not self.checkpointed else ():
+                remove()
             is_known = is_recomputation() and any(frame in self.checkpointed for frame in checkpoint_frames())
             return self.force(router, arguments, options) if is_known else None
 
         handle = self.layer.router.register_forward_pre_hook(force, with_kwargs=True)
+        removals.append(known_to(self.layer, handle))
 
     def _next(self) -> Tensor:
         if self.num_calls == len(self.calls):
@@ -270,14 +284,3 @@ def _check_layers(layers: Mapping[str, MoE], record: RoutingRecord) -> None:
     missing, unknown = sorted(layers.keys() - record.calls.keys()), sorted(record.calls.keys() - layers.keys())
     if missing or unknown:
         raise ValueError(f"the record must be one of the same layers: it lacks {missing} and has {unknown} besides")
-
-
-@contextmanager
-def _hooked(hooks: Any, layers: Mapping[str, MoE]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for path, layer in layers.items():
-            stack.callback(setattr, layer, "has_replay_hooks", layer.has_replay_hooks)
-            layer.has_replay_hooks = True
-            for handle in hooks(path, layer):
-                stack.callback(handle.remove)
-        yield

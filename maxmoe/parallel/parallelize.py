@@ -26,6 +26,7 @@ from maxmoe.parallel.shard_parameters import check_no_frozen_experts, distribute
 from maxmoe.quantization import with_split_stacks
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
+from maxmoe.token_group import uses_token_group
 
 
 @with_stacked_factors(kept=True)
@@ -124,7 +125,7 @@ def apply_plan(
     # Without the axes of FSDP2, which shards the parameters over them in `fully_shard_blocks`.
     distribute_parameters(module, {name: parameter.unsharded for name, parameter in plan.parameters.items()})
     for planned in plan.values():
-        if declaration_of(planned.module).uses_token_group:
+        if uses_token_group(planned.module):
             planned.module.token_group = plan.tokens  # type: ignore[assignment]
     for layer, dispatch_plan in plan.layers.values():
         layer.set_runner(dispatch_plan.runner(num_chunks))
@@ -232,7 +233,8 @@ def undeclared_modules(plan: Plan) -> str | None:
         warning = (
             f"the rules shard sequences over {axes}, and {', '.join(names)} declare nothing: a module that mixes the "
             "tokens of a sequence sees only this rank's part, and computes something else. See needs_whole_sequences "
-            "and uses_token_group in maxmoe.parallel.Declaration; an empty declaration says that a module mixes none"
+            "in maxmoe.parallel.Declaration and maxmoe.nn.TokenGroupAttribute; an empty declaration says that a module "
+            "mixes none"
         )
     return warning
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from maxmoe._torch import SELECTIVE_CHECKPOINT_OPTIONS
+from maxmoe._torch_compile import call_uncompiled, runs_uncompiled
 from maxmoe.declaration import SavedTensor
 from maxmoe.field_checks import nearest
 
@@ -46,6 +47,8 @@ class Checkpointed(nn.Module):
         Returns:
             Output of the forward.
         """
+        if runs_uncompiled.value:
+            return call_uncompiled(self, *arguments, **options)
         if not (self.is_recomputed and torch.is_grad_enabled()):
             return super().__call__(*arguments, **options)
         context_fn = type(self).context_fn

@@ -18,6 +18,7 @@ from maxmoe.adapters import peft as connection
 from maxmoe.integrations.transformers import families
 from support.moe_layers import EVERYTHING, make, tokens
 from support.operator_calls import assert_near
+from support.threads import in_threads
 from support.transformers_experts import routed, small
 
 CLASSES = {c.__name__: c for model in families.models() for c in families.experts_classes(model)}
@@ -236,6 +237,22 @@ def test_compiled(model_and_inputs: tuple[PeftModel, tuple[Any, ...]]) -> None:
     assert_near(compiled(*inputs), model(*inputs), 1e-12, "output")
     compiled(*inputs).sum().backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_two_threads(model_and_inputs: tuple[PeftModel, tuple[Any, ...]]) -> None:
+    model, inputs = model_and_inputs
+    trained = [p for p in model.parameters() if p.requires_grad]
+
+    def calls(scale: float) -> list[Tensor]:
+        results = []
+        for number in range(100):
+            output = model(inputs[0] * (scale + number), *inputs[1:])
+            results += [output.detach(), *torch.autograd.grad(output.square().mean(), trained)]
+        return results
+
+    expected = calls(0.5), calls(2.0)
+    for got, alone in zip(in_threads(lambda: calls(0.5), lambda: calls(2.0)), expected, strict=True):
+        assert all(map(torch.equal, got, alone))
 
 
 def test_autocast(model_and_inputs: tuple[PeftModel, tuple[Any, ...]]) -> None:

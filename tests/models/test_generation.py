@@ -59,6 +59,40 @@ def test_generations_do_not_share_keys_and_values() -> None:
     assert type(model.blocks[0].attention.token_group) is LocalTokens
 
 
+def graphs_since(counted: list[int]) -> int:
+    """The number of graphs that have run since the last call."""
+    number, counted[:] = len(counted), []
+    return number
+
+
+# Torch hides this warning of its own, unless warnings are errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("is_whole", [True, False], ids=["model", "blocks"])
+def test_a_compiled_model_trains_with_compiled_code_afterwards(is_whole: bool) -> None:
+    """torch.compile compiles a module eight times, for other arguments each time, and then no more."""
+    torch._dynamo.reset()
+    model, counted = make(), list[int]()
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        def run(*inputs: Any) -> Any:
+            counted.append(0)
+            return graph(*inputs)
+
+        return run
+
+    prompt, tokens = tokens_like(model, 2, 3), tokens_like(model)
+    expected = model.generate(prompt, 12, temperature=0)
+    modules = [model] if is_whole else list(model.blocks)
+    for module in modules:
+        module.compile(backend=backend)
+    for length in (7, 5):  # compiled before and after a generation
+        assert torch.equal(model.generate(prompt, 12, temperature=0), expected)
+        assert graphs_since(counted) == 0
+        output = model(tokens[:, :length])
+        (output.logits.sum() + output.aux_loss).backward()
+        assert graphs_since(counted) == len(modules)
+
+
 def test_sampled_frequencies_follow_the_logits() -> None:
     model = make()
     tokens = torch.tensor([[3, 1, 4]])

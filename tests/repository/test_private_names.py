@@ -48,6 +48,7 @@ HOMES = {
     ROOT / "maxmoe/_torch_backward.py",
     ROOT / "maxmoe/_torch_checkpoint.py",
     ROOT / "maxmoe/_torch_fsdp.py",
+    ROOT / "maxmoe/_torch_compile.py",
     ROOT / "maxmoe/_torch_transforms.py",
     ROOT / "maxmoe/adapters/_peft.py",
     ROOT / "maxmoe/integrations/transformers/_transformers.py",
