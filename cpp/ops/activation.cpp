@@ -3,6 +3,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/relu.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/silu_backward.h>
@@ -19,8 +20,9 @@ namespace maxmoe::ops {
 namespace {
 
 struct Formulas {
-  Tensor (*value)(const Tensor& x);                         // f(x)
-  Tensor (*gradient)(const Tensor& grad, const Tensor& x);  // grad * f'(x)
+  Tensor (*value)(const Tensor& x);                                          // f(x)
+  Tensor (*gradient)(const Tensor& grad, const Tensor& x);                   // grad * f'(x)
+  void (*store_gradient)(Tensor& out, const Tensor& grad, const Tensor& x);  // the same; `out` may be x
 };
 
 // at::silu_backward is one kernel but has no derivative, unlike gelu_backward and threshold_backward.
@@ -36,28 +38,35 @@ Tensor times(const Tensor& a, const Tensor& b) {
   return is_recorded(a) || is_recorded(b) ? a * b : a.mul_(b);
 }
 
-// value returns new memory. Both can be differentiated any number of times.
+// value returns new memory. value and gradient can be differentiated any number of times.
 Formulas formulas_of(Activation activation) {
   static constexpr double kSteepness = 1.702;  // of swigluoai: x * sigmoid(1.702 * x)
   switch (activation) {
     case Activation::silu:
-      return {[](const Tensor& x) { return at::silu(x); }, &silu_gradient};
+      return {[](const Tensor& x) { return at::silu(x); }, &silu_gradient,
+              [](Tensor& out, const Tensor& grad, const Tensor& x) { at::silu_backward_out(out, grad, x); }};
     case Activation::swigluoai:
       // Its derivative at x equals the derivative of silu at 1.702 * x.
-      return {[](const Tensor& x) { return times((x * kSteepness).sigmoid(), x); },
-              [](const Tensor& grad, const Tensor& x) { return silu_gradient(grad, x * kSteepness); }};
+      return {
+          [](const Tensor& x) { return times((x * kSteepness).sigmoid(), x); },
+          [](const Tensor& grad, const Tensor& x) { return silu_gradient(grad, x * kSteepness); },
+          [](Tensor& out, const Tensor& grad, const Tensor& x) { at::silu_backward_out(out, grad, x * kSteepness); }};
     case Activation::gelu:
       return {[](const Tensor& x) { return at::gelu(x, "none"); },
-              [](const Tensor& grad, const Tensor& x) { return at::gelu_backward(grad, x, "none"); }};
+              [](const Tensor& grad, const Tensor& x) { return at::gelu_backward(grad, x, "none"); },
+              [](Tensor& out, const Tensor& grad, const Tensor& x) { at::gelu_backward_out(out, grad, x, "none"); }};
     case Activation::gelu_tanh:
       return {[](const Tensor& x) { return at::gelu(x, "tanh"); },
-              [](const Tensor& grad, const Tensor& x) { return at::gelu_backward(grad, x, "tanh"); }};
+              [](const Tensor& grad, const Tensor& x) { return at::gelu_backward(grad, x, "tanh"); },
+              [](Tensor& out, const Tensor& grad, const Tensor& x) { at::gelu_backward_out(out, grad, x, "tanh"); }};
     case Activation::relu:
       return {[](const Tensor& x) { return at::relu(x); },
-              [](const Tensor& grad, const Tensor& x) { return at::threshold_backward(grad, x, 0); }};
+              [](const Tensor& grad, const Tensor& x) { return at::threshold_backward(grad, x, 0); },
+              [](Tensor& out, const Tensor& grad, const Tensor& x) { at::threshold_backward_out(out, grad, x, 0); }};
     case Activation::relu2:
       return {[](const Tensor& x) { return at::relu(x).square(); },
-              [](const Tensor& grad, const Tensor& x) { return (at::relu(x) * grad).mul_(2); }};
+              [](const Tensor& grad, const Tensor& x) { return (at::relu(x) * grad).mul_(2); },
+              [](Tensor& out, const Tensor& grad, const Tensor& x) { at::mul_out(out, at::relu(x).mul_(2), grad); }};
   }
   return {};
 }
@@ -114,16 +123,41 @@ Tensor activated_rows(const ActivationKind& kind, const Tensor& gate, const Tens
   return times(f.value(clipped_gate(gate, limit)), factor_of(kind, up, limit));
 }
 
-std::pair<Tensor, Tensor> activation_gradient(const ActivationKind& kind, Tensor grad, const Tensor& gate,
+std::pair<Tensor, Tensor> activation_gradient(const ActivationKind& kind, const Tensor& grad, const Tensor& gate,
                                               const Tensor& up) {
   const Formulas f = formulas_of(kind.activation);
   if (kind.gate == GateLayout::none) return {Tensor(), f.gradient(grad, up)};
   const double limit = limit_of(kind, up);
-  Tensor grad_up = grad * f.value(clipped_gate(gate, limit));
-  grad = grad * factor_of(kind, up, limit);
-  if (std::isinf(limit)) return {f.gradient(grad, gate), grad_up};
-  grad_up = grad_up.masked_fill(up.abs().gt(limit), 0);
-  return {f.gradient(grad, clipped_gate(gate, limit)).masked_fill(gate.gt(limit), 0), grad_up};
+  const Tensor clipped = clipped_gate(gate, limit);
+  const Tensor grad_gate = f.gradient(grad * factor_of(kind, up, limit), clipped);
+  const Tensor grad_up = grad * f.value(clipped);
+  if (std::isinf(limit)) return {grad_gate, grad_up};
+  return {grad_gate.masked_fill(gate.gt(limit), 0), grad_up.masked_fill(up.abs().gt(limit), 0)};
+}
+
+// Every step frees or overwrites what no later step reads: beside gate, up and grad there are two tensors at a time.
+Tensor activation_gradient_in_place(const ActivationKind& kind, const Tensor& grad, Tensor gate, Tensor up,
+                                    bool wants_activated) {
+  const Formulas f = formulas_of(kind.activation);
+  Tensor activated;
+  if (kind.gate == GateLayout::none) {
+    if (wants_activated) activated = f.value(up);
+    f.store_gradient(up, grad, up);
+    return activated;
+  }
+  const double limit = limit_of(kind, up);
+  const Tensor value = f.value(clipped_gate(gate, limit));
+  const Tensor factor = factor_of(kind, up, limit);
+  {
+    const Tensor is_clipped = std::isinf(limit) ? Tensor() : gate.gt(limit);
+    f.store_gradient(gate, grad * factor, clipped_gate(gate, limit));
+    if (is_clipped.defined()) gate.masked_fill_(is_clipped, 0);
+  }
+  if (wants_activated) activated = value * factor;
+  const Tensor is_clipped = std::isinf(limit) ? Tensor() : up.abs().gt(limit);
+  at::mul_out(up, grad, value);
+  if (is_clipped.defined()) up.masked_fill_(is_clipped, 0);
+  return activated;
 }
 
 }  // namespace maxmoe::ops

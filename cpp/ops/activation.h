@@ -1,4 +1,4 @@
-// The activations of the experts through ATen. All functions are differentiable, any number of times.
+// The activations of the experts through ATen. All functions but the last one are differentiable, any number of times.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,9 +21,12 @@ at::Tensor preactivations_of(GateLayout layout, const at::Tensor& gate, const at
 // f(gate) * up, or f(up) if gate is undefined.
 at::Tensor activated_rows(const ActivationKind& kind, const at::Tensor& gate, const at::Tensor& up);
 
-// The gradients of gate and up from `grad`, the gradient of activated_rows. `grad` is taken by value, so that its
-// memory is freed before the last result is computed if the caller moves it.
-std::pair<at::Tensor, at::Tensor> activation_gradient(const ActivationKind& kind, at::Tensor grad,
+// The gradients of gate and up from `grad`, the gradient of activated_rows.
+std::pair<at::Tensor, at::Tensor> activation_gradient(const ActivationKind& kind, const at::Tensor& grad,
                                                       const at::Tensor& gate, const at::Tensor& up);
+
+// The same, in the memory of gate and up. Returns the activated rows if they are wanted.
+at::Tensor activation_gradient_in_place(const ActivationKind& kind, const at::Tensor& grad, at::Tensor gate,
+                                        at::Tensor up, bool wants_activated);
 
 }  // namespace maxmoe::ops

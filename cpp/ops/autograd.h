@@ -73,7 +73,7 @@ inline std::optional<at::Tensor> optional_tensor(const at::Tensor& tensor) {
 }
 
 // The tensors that forward saved, in the same order. Hooks (torch.autograd.graph.saved_tensors_hooks) may have replaced
-// them, so that the operators of backward passes check their arguments again.
+// them, so that the operators of backward passes check their arguments again; values on the CPU alone (OperatorCall).
 template <size_t count>
 std::array<at::Tensor, count> saved_tensors(const AutogradContext* ctx) {
   const variable_list saved = ctx->get_saved_variables();

@@ -15,8 +15,8 @@ namespace maxmoe::ops {
 using at::Tensor;
 using OptionalTensor = std::optional<at::Tensor>;
 
-// RAII guard for a running operator. On other devices than the CPU, an operator that another one calls does not check
-// values again, because each check is a kernel launch.
+// RAII guard for a running operator, or a backward pass of one. On other devices than the CPU, the operators that these
+// call do not check values again, because a check takes four kernel launches.
 class OperatorCall {
  public:
   OperatorCall() { ++depth_; }

@@ -2,8 +2,8 @@
 #include "ops/dequantize.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
-#include <ATen/ops/tensor.h>
 
 #include <algorithm>
 
@@ -11,24 +11,27 @@
 #include "kernels/dequantize.h"
 #include "ops/backend.h"
 #include "ops/memory.h"
-#include "ops/weights.h"
 
 namespace maxmoe::ops {
 namespace {
 
 constexpr const char* kDequantize = "dequantize";
 
+bool has_table(Codes codes) {
+  return codes != Codes::int8 && codes != Codes::e4m3;
+}
+
 // The numbers that codes stand for, in float32 [L, rows, columns], without zero points.
-Tensor looked_up(const QuantizedMatrix& m, const Tensor& codes) {
-  if (m.codes == Codes::int8) return codes.contiguous().view(at::kChar).to(at::kFloat);
-  if (m.codes == Codes::e4m3) return codes.contiguous().view(at::kFloat8_e4m3fn).to(at::kFloat);
+Tensor looked_up(const QuantizedMatrix& m, const Tensor& codes, const Tensor& table) {
+  if (!has_table(m.codes)) {
+    return codes.contiguous().view(m.codes == Codes::int8 ? at::kChar : at::kFloat8_e4m3fn).to(at::kFloat);
+  }
   const Tensor low = codes.bitwise_and(0x0f);
   const Tensor high = codes.bitwise_right_shift(4);
   const bool is_high_first = m.codes == Codes::nf4;
   const Tensor all = at::stack({is_high_first ? high : low, is_high_first ? low : high}, -1).flatten(2);
-  const CodeTable& table = table_of(m.codes, m.zeros != nullptr);
-  const Tensor values = at::tensor(at::ArrayRef<float>(table.values.data(), 16), codes.options().dtype(at::kFloat));
-  return values.index({all.narrow(2, 0, m.columns).to(at::kLong)});
+  const Tensor index = all.narrow(2, 0, m.columns).to(at::kInt);
+  return table.index_select(0, index.view(-1)).view(index.sizes());
 }
 
 // Scales or zero points, one for each element: [L, rows, columns].
@@ -41,21 +44,35 @@ Tensor of_elements(const Tensor& blocks, const QuantizedMatrix& m) {
   return rows_repeated.repeat_interleave(columns, 2).narrow(2, 0, m.columns);
 }
 
-Tensor dequantize_aten(const Weights& w, at::ScalarType dtype) {
+}  // namespace
+
+Tensor values_of_codes(const Weights& w) {
+  if (!w.is_quantized()) return {};
   const QuantizedMatrix m = quantized_view(w).first;
-  Tensor values = looked_up(m, w.tensor);
-  if (w.zeros.has_value()) values = values - of_elements(w.zeros->to(at::kFloat), m);
+  if (!has_table(m.codes)) return {};
+  const CodeTable& table = table_of(m.codes, m.zeros != nullptr);
+  const Tensor values = at::empty({16}, w.tensor.options().dtype(at::kFloat));
+  for (int64_t code = 0; code < 16; ++code) values.select(0, code).fill_(table.values[static_cast<size_t>(code)]);
+  return values;
+}
+
+Tensor dequantize_aten(const Weights& w, at::ScalarType dtype, const Tensor& values) {
+  const QuantizedMatrix m = quantized_view(w).first;
+  Tensor numbers = looked_up(m, w.tensor, values);
+  if (w.zeros.has_value()) numbers = numbers - of_elements(w.zeros->to(at::kFloat), m);
   Tensor scales = w.scales->to(at::kFloat);
   if (m.scale_type == ScaleType::e8m0) scales = (scales - 127).exp2();
-  return (values * of_elements(scales, m)).to(dtype);
+  return (numbers * of_elements(scales, m)).to(dtype);
 }
+
+namespace {
 
 Tensor dequantize_backend(const Tensor& codes, const Tensor& scales, const OptionalTensor& zeros,
                           std::string_view format, int64_t columns, at::ScalarType dtype) {
   const Weights given{codes, scales, zeros, format, columns};
   check_weights(kDequantize, "codes", "", given);
   check_floating(kDequantize, "dtype", dtype);
-  if (!uses_kernels(codes)) return dequantize_aten(given, dtype);
+  if (!uses_kernels(codes)) return dequantize_aten(given, dtype, values_of_codes(given));
   const Weights w = given.in_kernel_layout();
   const Tensor out = empty({codes.size(0), codes.size(1), columns}, codes.options().dtype(dtype));
   if (out.numel() == 0) return out;

@@ -41,18 +41,14 @@ template <class... Arguments>
 Tensor expert_ffn_backend(Arguments... arguments) {
   const ExpertFfnArguments a{arguments...};
   check_expert_ffn(kExpertFfn, a);
-  return std::get<0>(uses_kernels(a.x) ? expert_ffn_kernel(a, false) : expert_ffn_aten(a, Differentiable::no));
+  return std::get<0>(uses_kernels(a.x) ? expert_ffn_kernel(a, false) : expert_ffn_aten(a, Differentiable::no, false));
 }
 
 template <class... Arguments>
 Outputs expert_ffn_forward_backend(Arguments... arguments) {
   const ExpertFfnArguments a{arguments...};
   check_expert_ffn(kExpertFfn, a);
-  if (uses_kernels(a.x)) return expert_ffn_kernel(a, !a.recompute);
-  const auto [out, preactivations, reduced] = expert_ffn_aten(a, Differentiable::no);
-  if (!a.recompute) return {out, preactivations, reduced};
-  const auto without_rows = [](const Tensor& rows) { return at::empty({0, rows.size(1)}, rows.options()); };
-  return {out, without_rows(preactivations), without_rows(reduced)};
+  return uses_kernels(a.x) ? expert_ffn_kernel(a, !a.recompute) : expert_ffn_aten(a, Differentiable::no, !a.recompute);
 }
 
 template <class... Arguments>
@@ -69,6 +65,17 @@ GradientTuple expert_ffn_backward_backend(const Tensor& grad_out, const Tensor& 
   return std::tuple_cat(gradients.in_order());
 }
 
+// The preactivations of a gate in matrices of its own, for the path that backward takes. Kernels store gate and up side
+// by side, ATen one after the other; force_aten may have been called since the forward pass.
+Tensor for_path(const Tensor& preactivations, bool from_kernels, bool to_kernels) {
+  if (from_kernels == to_kernels) return preactivations;
+  const int64_t num_rows = preactivations.size(0);
+  const int64_t width = preactivations.size(1) / 2;
+  const Tensor parts =
+      from_kernels ? preactivations.view({num_rows, 2, width}) : preactivations.view({2, num_rows, width});
+  return parts.transpose(0, 1).contiguous().view_as(preactivations);
+}
+
 // `inputs` are the arguments that may have a gradient, in the order of PerInput: torch::autograd::Function finds only
 // the tensors that are its own parameters, not those of a struct.
 class ExpertFfnNode : public torch::autograd::Function<ExpertFfnNode> {
@@ -80,6 +87,7 @@ class ExpertFfnNode : public torch::autograd::Function<ExpertFfnNode> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const OperatorCall running;
     const auto [a, kept] = load(ctx);
     const Wanted wanted = wanted_gradients(ctx, a);
     const OutputMask output_mask = wanted.in_order();
@@ -89,7 +97,10 @@ class ExpertFfnNode : public torch::autograd::Function<ExpertFfnNode> {
     } else {
       // expert_ffn_backward overwrites the preactivations, which another backward pass of this graph would read.
       const bool is_copied = torch_internals::keeps_graph() && needs_grad_activated(wanted);
-      const Tensor overwritten = is_copied ? kept.preactivations.clone() : kept.preactivations;
+      Tensor overwritten = is_copied ? kept.preactivations.clone() : kept.preactivations;
+      if (a.gate.has_value()) {
+        overwritten = for_path(overwritten, ctx->saved_data["uses_kernels"].toBool(), uses_kernels(a.x));
+      }
       gradients =
           Gradients::from(std::apply([](const auto&... gradient) { return std::array{gradient...}; },
                                      call(expert_ffn_backward, a, grads[0], overwritten, kept.reduced, output_mask)));
@@ -125,6 +136,7 @@ class ExpertFfnNode : public torch::autograd::Function<ExpertFfnNode> {
     };
     ExpertFfnArguments::for_each_tensor(a, push);
     ctx->save_for_backward(std::move(tensors));
+    ctx->saved_data["uses_kernels"] = uses_kernels(a.x);
     ctx->saved_data["top_k"] = a.top_k;
     ctx->saved_data["activation"] = std::string(a.activation);
     ctx->saved_data["limit"] = a.limit;
@@ -179,7 +191,7 @@ struct ExpertFfnGradient {
     const ExpertFfnArguments a{arguments...};
     check_is_frozen(a);
     check_expert_ffn_shapes(kExpertFfn, a);
-    return std::get<0>(expert_ffn_aten(a, Differentiable::yes));
+    return std::get<0>(expert_ffn_aten(a, Differentiable::yes, false));
   }
 
  private:

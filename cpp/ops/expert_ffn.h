@@ -171,8 +171,7 @@ Gradients expert_ffn_backward_kernel(const Tensor& grad_out, const std::optional
 
 // Through ATen, for devices without kernels, and on all devices when the result must be differentiable.
 enum class Differentiable { no, yes };
-Outputs expert_ffn_aten(const ExpertFfnArguments& a, Differentiable differentiable);
-
+Outputs expert_ffn_aten(const ExpertFfnArguments& a, Differentiable differentiable, bool keeps_intermediates);
 Gradients expert_ffn_backward_aten(const Tensor& grad_out, const std::optional<Intermediates>& kept,
                                    const Wanted& wanted, const ExpertFfnArguments& a, Differentiable differentiable);
 

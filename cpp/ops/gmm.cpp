@@ -32,6 +32,7 @@ class GmmNode : public torch::autograd::Function<GmmNode> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const OperatorCall running;
     const auto [lhs, rhs, scales, zeros, group_sizes] = saved_tensors<5>(ctx);
     const Tensor& grad = grads[0];
     const int64_t num_local_groups = ctx->saved_data["num_local_groups"].toInt();

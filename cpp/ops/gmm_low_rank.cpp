@@ -43,6 +43,7 @@ class GmmLowRankNode : public torch::autograd::Function<GmmLowRankNode> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const OperatorCall running;
     const auto [lhs, rhs, scales, zeros, a, b, group_sizes, reduced] = saved_tensors<8>(ctx);
     const Tensor& grad = grads[0];
     const Operands operands{load_weights(ctx, rhs, scales, zeros), a, b, group_sizes,

@@ -7,12 +7,15 @@
 #include <ATen/ops/cumsum.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/searchsorted.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <limits>
 
+#include "ops/dequantize.h"
 #include "ops/torch_internals.h"
 
 namespace maxmoe::ops {
@@ -38,11 +41,24 @@ bool is_aligned(const Tensor& t, int64_t elements) {
   return elements * t.element_size() % kAlignment == 0;
 }
 
+// The memory of another library, or a part of a tensor, may begin anywhere. Meta tensors have no address.
+bool begins_at_multiple_of(int64_t bytes, const Tensor& t) {
+  if (t.is_meta()) return t.storage_offset() * t.element_size() % bytes == 0;
+  return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % static_cast<uintptr_t>(bytes) == 0;
+}
+
+// An operand of products that run group by group. Their bits may depend on its address, which is therefore one that
+// allocated memory has.
+Tensor at_allocated_address(const Tensor& t) {
+  constexpr int64_t kAlignmentOfAllocations = 64;
+  return begins_at_multiple_of(kAlignmentOfAllocations, t) ? t : t.clone();
+}
+
 // Whether the matrices are row-major and each row begins at a multiple of 16 bytes.
 bool has_aligned_rows(const Tensor& t) {
   const bool is_row_major = t.stride(-1) == 1 && t.stride(-2) >= std::max<int64_t>(1, t.size(-1));
   const bool is_stack_aligned = t.dim() == 2 || is_aligned(t, t.stride(0));
-  return is_row_major && is_aligned(t, t.stride(-2)) && is_stack_aligned && is_aligned(t, t.storage_offset());
+  return is_row_major && is_aligned(t, t.stride(-2)) && is_stack_aligned && begins_at_multiple_of(kAlignment, t);
 }
 
 // The rows, or the stack of matrices, if grouped_mm can read them, otherwise a copy. The matrices of a stack may be
@@ -57,11 +73,19 @@ Tensor aligned(const Tensor& t) {
   return copy.copy_(t);
 }
 
+// One of the matrices [in, out]. values: values_of_codes(matrices)
+Tensor matrix_of(const Weights& matrices, int64_t group, at::ScalarType dtype, const Tensor& values) {
+  const Weights one = matrices.matrix(group);
+  if (!one.is_quantized()) return one.tensor.squeeze(0);
+  const Tensor matrix = dequantize_aten(one, dtype, values).squeeze(0);
+  return one.is_transposed ? matrix.t() : matrix;
+}
+
 // Calls visit(group, first row, number of rows) for each group with rows. Copying the bounds to the host waits for all
 // work in the stream of the device.
 template <class Visit>
 void for_each_group(const RowGroups& groups, const Visit& visit) {
-  const Tensor on_host = groups.bounds.cpu();
+  const Tensor on_host = groups.bounds().cpu();
   const auto* const row = on_host.const_data_ptr<int32_t>();
   for (int64_t group = 0; group < groups.size(); ++group) {
     if (row[group + 1] > row[group]) visit(group, row[group], row[group + 1] - row[group]);
@@ -70,30 +94,36 @@ void for_each_group(const RowGroups& groups, const Visit& visit) {
 
 }  // namespace
 
+Tensor RowGroups::bounds() const {
+  return begin.defined() ? at::cat({begin, ends}) : at::constant_pad_nd(ends, {1, 0});
+}
+
 Tensor RowGroups::of_rows(int64_t num_rows) const {
-  const Tensor position = at::arange(num_rows, bounds.options());
-  return at::searchsorted(ends(), position, /*out_int32=*/false, /*right=*/true).clamp_max_(size() - 1);
+  const Tensor position = at::arange(num_rows, ends.options());
+  return at::searchsorted(ends, position, /*out_int32=*/false, /*right=*/true).clamp_max_(size() - 1);
 }
 
 Tensor RowGroups::rows_of_no_group(int64_t num_rows) const {
-  const Tensor position = at::arange(num_rows, bounds.options()).unsqueeze(1);
-  return position.lt(bounds.select(0, 0)).logical_or_(position.ge(bounds.select(0, size())));
+  if (size() == 0) return at::ones({num_rows, 1}, ends.options().dtype(at::kBool));
+  const Tensor position = at::arange(num_rows, ends.options()).unsqueeze(1);
+  const Tensor is_after = position.ge(ends.select(0, size() - 1));
+  return begin.defined() ? position.lt(begin).logical_or_(is_after) : is_after;
 }
 
 RowGroups row_groups(const Tensor& group_sizes, int64_t group_offset, int64_t num_local_groups) {
   const int64_t num_groups = group_sizes.size(0);
   // Stays on the device; int32 is what grouped_mm reads.
-  const Tensor bounds = at::constant_pad_nd(group_sizes.cumsum(0, at::kInt), {1, 0});
+  const Tensor ends = group_sizes.cumsum(0, at::kInt);
+  if (group_offset == 0 && num_local_groups <= num_groups) return {ends.narrow(0, 0, num_local_groups), {}};
+  const Tensor bounds = at::constant_pad_nd(ends, {1, 0});
   const int64_t first = std::clamp<int64_t>(group_offset, 0, num_groups);
   const int64_t last = std::clamp<int64_t>(group_offset + num_local_groups, 0, num_groups);
-  const Tensor present = bounds.narrow(0, first, last - first + 1);
-  if (last - first == num_local_groups) return {present, first == 0};
   // An empty group begins and ends where its neighbour begins or ends.
   const int64_t num_before = std::clamp<int64_t>(-group_offset, 0, num_local_groups);
   const int64_t num_after = num_local_groups - (last - first) - num_before;
-  return {at::cat({present.narrow(0, 0, 1).expand({num_before}), present,
-                   present.narrow(0, last - first, 1).expand({num_after})}),
-          first == 0};
+  return {at::cat({bounds.narrow(0, first, 1).expand({num_before}), bounds.narrow(0, first + 1, last - first),
+                   bounds.narrow(0, last, 1).expand({num_after})}),
+          first == 0 ? Tensor() : bounds.narrow(0, first, 1)};
 }
 
 Tensor multiply_rows(const Tensor& rows, const Weights& matrices, const RowGroups& groups,
@@ -104,12 +134,14 @@ Tensor multiply_rows(const Tensor& rows, const Weights& matrices, const RowGroup
   } else if (!matrices.is_quantized() && is_legal(rows, groups)) {
     // grouped_mm takes only the ends of groups, so that rows before the first group count as its rows. Their results
     // may be undefined.
-    out = grouped_mm(aligned(rows), aligned(matrices.tensor), groups.ends()).contiguous();
+    out = grouped_mm(aligned(rows), aligned(matrices.tensor), groups.ends).contiguous();
   } else {
     out = at::empty({rows.size(0), matrices.out_size()}, rows.options());
+    const Tensor values = values_of_codes(matrices);
+    const Tensor left = at_allocated_address(rows);
     for_each_group(groups, [&](int64_t group, int64_t row, int64_t count) {
-      const Tensor matrix = matrices.dequantized_matrix(group, rows.scalar_type());
-      out.narrow(0, row, count).copy_(at::mm(rows.narrow(0, row, count), matrix));
+      const Tensor matrix = matrix_of(matrices, group, rows.scalar_type(), values);
+      out.narrow(0, row, count).copy_(at::mm(left.narrow(0, row, count), matrix));
     });
   }
   if (biases.has_value() && groups.size() > 0) out.add_(biases->index_select(0, groups.of_rows(rows.size(0))));
@@ -123,13 +155,15 @@ Tensor multiply_groups(const Tensor& lhs, const Tensor& rhs, const RowGroups& gr
   if (is_legal(lhs, groups)) {
     const Tensor left = aligned(lhs).t();
     const Tensor right = aligned(rhs);
-    if (groups.begin_at_zero) return grouped_mm(left, right, groups.ends()).contiguous();
+    if (!groups.begin.defined()) return grouped_mm(left, right, groups.ends).contiguous();
     // The rows before the first group form an additional group, whose product is dropped.
-    return grouped_mm(left, right, groups.bounds).narrow(0, 1, groups.size()).contiguous();
+    return grouped_mm(left, right, groups.bounds()).narrow(0, 1, groups.size()).contiguous();
   }
   const Tensor out = at::zeros({groups.size(), lhs.size(1), rhs.size(1)}, lhs.options());
+  const Tensor left = at_allocated_address(lhs);
+  const Tensor right = at_allocated_address(rhs);
   for_each_group(groups, [&](int64_t group, int64_t row, int64_t count) {
-    out.select(0, group).copy_(at::mm(lhs.narrow(0, row, count).t(), rhs.narrow(0, row, count)));
+    out.select(0, group).copy_(at::mm(left.narrow(0, row, count).t(), right.narrow(0, row, count)));
   });
   return out;
 }

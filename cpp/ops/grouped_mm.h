@@ -10,14 +10,14 @@
 
 namespace maxmoe::ops {
 
-// The rows of L contiguous groups: group g has the rows [bounds[g], bounds[g + 1]). Rows before bounds[0] and from
-// bounds[L] on belong to no group.
+// The rows of L contiguous groups: group g begins where group g - 1 ends. Rows before the first group and after the
+// last one belong to no group.
 struct RowGroups {
-  at::Tensor bounds;   // int32 [L + 1], on the device
-  bool begin_at_zero;  // true if bounds[0] is known to be 0 without reading it from the device
+  at::Tensor ends;   // int32 [L], on the device
+  at::Tensor begin;  // int32 [1], on the device: the first row of the first group; undefined if it is row 0
 
-  int64_t size() const { return bounds.size(0) - 1; }
-  at::Tensor ends() const { return bounds.narrow(0, 1, size()); }
+  int64_t size() const { return ends.size(0); }
+  at::Tensor bounds() const;  // int32 [L + 1]: begin and ends
   // int64 [num_rows]: the group of each row; an arbitrary group for a row of no group.
   at::Tensor of_rows(int64_t num_rows) const;
   // bool [num_rows, 1]: true for the rows of no group.

@@ -30,6 +30,11 @@ at::ScalarType sum_type(const Tensor& x, const Tensor& weight) {
 }
 
 Tensor linear_aten(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, at::ScalarType type) {
+  // CUDA alone sums products of 16-bit numbers in float32 without copies of the operands.
+  if (x.is_cuda() && x.scalar_type() == weight.scalar_type() && x.scalar_type() != type) {
+    const Tensor product = at::mm(x, weight.t(), type);
+    return bias.has_value() ? product.add(bias->to(type)) : product;
+  }
   const Tensor matrix = weight.to(type).t();
   return bias.has_value() ? at::addmm(bias->to(type), x.to(type), matrix) : at::mm(x.to(type), matrix);
 }

@@ -10,6 +10,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
@@ -99,6 +100,13 @@ class Operator<name, Return(Args...)> {
   static Return backend(Args... args) {
     check(args...);
     const OperatorCall call;
+    // The device of all tensors, which need not be the current one.
+    c10::OptionalDeviceGuard device;
+    for (const Tensor* tensor : {tensor_or_null(args)...}) {
+      if (tensor == nullptr) continue;
+      device.reset_device(tensor->device());
+      break;
+    }
     // On other devices a kernel calls operators of ATen that have autocast rules of their own: they would change the
     // dtype of intermediate results.
     const torch_internals::NoAutocast no_autocast;

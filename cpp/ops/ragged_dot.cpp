@@ -1,5 +1,8 @@
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+
+#include <algorithm>
 
 #include "kernels/ragged_dot.h"
 #include "ops/backend.h"
@@ -23,18 +26,22 @@ void check_ragged_dot(const Tensor& a, const Tensor& b, const Tensor& index, int
   Argument(kRaggedDot, "index", index).has_values_in(-1, b.size(0), "-1 or a row of b");
 }
 
-// A loop over the slots of a group, so that no tensor of [M, D] is allocated.
+// Some groups after the other, so that no tensor of [M, D] is allocated.
 Tensor ragged_dot_aten(const Tensor& a, const Tensor& b, const Tensor& index, int64_t group_size) {
+  constexpr int64_t kMostProducts = int64_t{1} << 23;  // 32 MiB in float32
   const auto type = accumulator_type(a.scalar_type());
   if (b.size(0) == 0 || a.size(0) == 0) return at::zeros({index.size(0)}, a.options().dtype(type));
-  const Tensor row = index.reshape({a.size(0), group_size});
-  const Tensor left = a.to(type);
-  const Tensor out = at::empty({a.size(0), group_size}, left.options());
-  for (int64_t slot = 0; slot < group_size; ++slot) {
-    const Tensor right = b.index_select(0, row.select(1, slot).clamp_min(0)).to(type);
-    out.select(1, slot).copy_((left * right).sum(1));
+  const int64_t width = a.size(1);
+  const int64_t groups_at_once = std::max<int64_t>(1, kMostProducts / std::max<int64_t>(1, group_size * width));
+  const Tensor row = index.clamp_min(0);
+  const Tensor out = at::empty({a.size(0), group_size}, a.options().dtype(type));
+  for (int64_t first = 0; first < a.size(0); first += groups_at_once) {
+    const int64_t count = std::min(groups_at_once, a.size(0) - first);
+    const Tensor left = a.narrow(0, first, count).to(type).unsqueeze(1);
+    const Tensor right = b.index_select(0, row.narrow(0, first * group_size, count * group_size));
+    out.narrow(0, first, count).copy_((left * right.view({count, group_size, width})).sum(2));
   }
-  return out.masked_fill_(row.lt(0), 0).view(-1);
+  return out.view(-1).masked_fill_(index.lt(0), 0);
 }
 
 Tensor ragged_dot_backend(const Tensor& a, const Tensor& b, const Tensor& index, int64_t group_size) {
@@ -62,6 +69,7 @@ class RaggedDotGradient : public torch::autograd::Function<RaggedDotGradient> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const OperatorCall running;
     const auto [a, b, index] = saved_tensors<3>(ctx);
     const int64_t group_size = ctx->saved_data["group_size"].toInt();
     Tensor grad_a;

@@ -5,6 +5,7 @@
 #include "ops/backend.h"
 #include "ops/memory.h"
 #include "ops/operators.h"
+#include "ops/row_sums.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
@@ -35,11 +36,9 @@ Tensor ragged_gather_aten(const Tensor& x, const Tensor& index, const OptionalTe
                           int64_t end) {
   if (x.size(0) == 0) return at::zeros({index.size(0), x.size(1)}, x.options());
   const Tensor masked = masked_index(index, start, end);
-  Tensor out = x.index_select(0, masked.clamp_min(0));
-  if (weights.has_value()) {
-    const auto type = accumulator_type(x.scalar_type());
-    out = (out.to(type) * weights->reshape({-1, 1}).to(type)).to(x.scalar_type());
-  }
+  const Tensor row = masked.clamp_min(0);
+  const Tensor out = weights.has_value() ? RowSums::of_single_rows(row, weights->reshape(-1), x.scalar_type())(x)
+                                         : x.index_select(0, row);
   return out.masked_fill_(masked.lt(0).unsqueeze(1), 0);
 }
 
@@ -74,6 +73,7 @@ class RaggedGatherGradient : public torch::autograd::Function<RaggedGatherGradie
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const OperatorCall running;
     const auto [x, index, weights] = saved_tensors<3>(ctx);
     Tensor grad_x;
     Tensor grad_weights;

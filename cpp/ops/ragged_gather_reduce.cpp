@@ -1,9 +1,8 @@
-#include <ATen/ops/zeros.h>
-
 #include "kernels/ragged_gather_reduce.h"
 #include "ops/backend.h"
 #include "ops/memory.h"
 #include "ops/operators.h"
+#include "ops/row_sums.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
@@ -32,30 +31,12 @@ Tensor masked_index(const Tensor& index, const OptionalTensor& valid) {
   return valid.has_value() ? index.masked_fill(valid->logical_not(), -1) : index;
 }
 
-// A loop over the slots of a group, so that beside the result only one tensor of its size is allocated.
-Tensor ragged_gather_reduce_aten(const Tensor& rows, const Tensor& index, int64_t group_size,
-                                 const OptionalTensor& weights, const OptionalTensor& valid) {
-  const int64_t num_groups = index.size(0) / group_size;
-  const auto type = accumulator_type(rows.scalar_type());
-  if (rows.size(0) == 0 || num_groups == 0) return at::zeros({num_groups, rows.size(1)}, rows.options());
-  const Tensor row = masked_index(index, valid).reshape({num_groups, group_size});
-  const Tensor is_absent = row.lt(0);
-  Tensor scale;
-  if (weights.has_value()) scale = weights->reshape({num_groups, group_size}).to(type).masked_fill(is_absent, 0);
-  Tensor sum;
-  for (int64_t slot = 0; slot < group_size; ++slot) {
-    Tensor term = rows.index_select(0, row.select(1, slot).clamp_min(0));
-    term = term.masked_fill_(is_absent.select(1, slot).unsqueeze(1), 0).to(type);
-    if (scale.defined()) term.mul_(scale.select(1, slot).unsqueeze(1));
-    sum = sum.defined() ? sum.add_(term) : term;
-  }
-  return sum.to(rows.scalar_type());
-}
-
 Tensor ragged_gather_reduce_backend(const Tensor& rows, const Tensor& index, int64_t group_size,
                                     const OptionalTensor& weights, const OptionalTensor& valid) {
   check_ragged_gather_reduce(rows, index, group_size, weights, valid);
-  if (!uses_kernels(rows)) return ragged_gather_reduce_aten(rows, index, group_size, weights, valid);
+  if (!uses_kernels(rows)) {
+    return RowSums::of_groups(masked_index(index, valid), group_size, weights, rows.scalar_type())(rows);
+  }
   const Tensor out = empty({index.size(0) / group_size, rows.size(1)}, rows.options());
   const Tensor source = contiguous_rows(rows);
   const Tensor list = index.contiguous();
@@ -84,6 +65,7 @@ class RaggedGatherReduceGradient : public torch::autograd::Function<RaggedGather
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const OperatorCall running;
     const auto [rows, index, weights] = saved_tensors<3>(ctx);
     const int64_t group_size = ctx->saved_data["group_size"].toInt();
     Tensor grad_rows;

@@ -6,6 +6,7 @@
 #include <ATen/ops/searchsorted.h>
 
 #include <algorithm>
+#include <limits>
 #include <tuple>
 
 #include "kernels/ragged_plan.h"
@@ -42,40 +43,52 @@ void check_num_rows(std::optional<int64_t> num_rows, int64_t actual) {
 }
 
 // The number of rows R. Reading it from `kept` waits for the device, so the caller's num_rows has precedence.
-int64_t count_rows(const Tensor& kept, std::optional<int64_t> num_rows) {
+int64_t count_rows(const Tensor& kept, std::optional<int64_t> num_rows, int64_t num_slots) {
   if (!num_rows.has_value()) return kept.item<int64_t>();
   if (kept.is_cpu()) {
     const int64_t least = kept.item<int64_t>();
     MAXMOE_CHECK(*num_rows >= least, kRaggedPlan, "num_rows must be at least the number of rows (", least, "), got ",
                  *num_rows);
-  } else {
+  } else if (*num_rows < num_slots) {
     torch_internals::assert_async(kept.le(*num_rows),
                                   "maxmoe::ragged_plan: num_rows must be at least the number of rows");
   }
   return *num_rows;
 }
 
+// [T * K]: the position of each slot's expert among the local ones, num_local_experts for other experts; in the
+// narrowest type, because the time of a sort grows with the number of bytes.
+Tensor sort_keys(const Tensor& experts, int64_t num_experts, int64_t first_expert, int64_t num_local_experts) {
+  const bool fits_int16 = num_experts < std::numeric_limits<int16_t>::max();
+  const bool fits_int32 = num_experts < std::numeric_limits<int32_t>::max();
+  const Tensor ids = experts.reshape(-1).to(fits_int16 ? at::kShort : fits_int32 ? at::kInt : at::kLong);
+  // remainder() turns -1 into num_local_experts.
+  if (num_local_experts == num_experts) return ids.remainder(num_local_experts + 1);
+  return ids.sub(first_expert).clamp_(-1, num_local_experts).remainder_(num_local_experts + 1);
+}
+
 // A stable sort by expert. Slots of other experts sort last. The group sizes stay on the device. With max_rows and
 // without num_rows, R is max_rows, so that nothing waits for the device.
-Plan ragged_plan_aten(const Tensor& experts, int64_t first_expert, int64_t num_local_experts,
+Plan ragged_plan_aten(const Tensor& experts, int64_t num_experts, int64_t first_expert, int64_t num_local_experts,
                       std::optional<int64_t> max_rows, std::optional<int64_t> known_rows) {
-  const Tensor local = experts.reshape(-1).sub(first_expert);
-  const Tensor key = local.masked_fill(local.lt(0).logical_or_(local.ge(num_local_experts)), num_local_experts);
+  const int64_t num_slots = experts.numel();
+  const Tensor key = sort_keys(experts, num_experts, first_expert, num_local_experts);
   const auto [sorted, order] = key.sort(/*stable=*/std::optional(true), 0, /*descending=*/false);
-  const Tensor experts_in_order = at::arange(num_local_experts, key.options());
-  const Tensor ends = at::searchsorted(sorted, experts_in_order, /*out_int32=*/false, /*right=*/true);
   // [L + 1]: the first row of each expert, and the number of rows.
-  const Tensor wanted = at::constant_pad_nd(ends, {1, 0});
-  const Tensor bounds = max_rows.has_value() ? wanted.clamp_max(*max_rows) : wanted;
+  const Tensor before_and_experts = at::arange(-1, num_local_experts, key.options());
+  const Tensor wanted = at::searchsorted(sorted, before_and_experts, /*out_int32=*/false, /*right=*/true);
+  const bool may_drop = max_rows.value_or(num_slots) < num_slots;
+  const Tensor bounds = may_drop ? wanted.clamp_max(*max_rows) : wanted;
   const Tensor kept = bounds.select(0, num_local_experts);
 
-  if (!known_rows.has_value() && max_rows.has_value()) known_rows = std::min(*max_rows, key.size(0));
-  const int64_t num_rows = count_rows(kept, known_rows);
-  const Tensor position = at::arange(key.size(0), key.options());
+  if (!known_rows.has_value() && max_rows.has_value()) known_rows = std::min(*max_rows, num_slots);
+  const int64_t num_rows = count_rows(kept, known_rows, num_slots);
+  const Tensor position = at::arange(num_slots, order.options());
   const Tensor is_left_out = position.ge(kept);
-  const Tensor rows = at::empty_like(key).scatter_(0, order, position.masked_fill(is_left_out, -1));
+  const Tensor rows = at::empty_like(order).scatter_(0, order, position.masked_fill_(is_left_out, -1));
+  Tensor slots = order.masked_fill(is_left_out, -1);
   // Truncated or padded to num_rows.
-  const Tensor slots = at::constant_pad_nd(order.masked_fill(is_left_out, -1), {0, num_rows - key.size(0)}, -1);
+  if (num_rows != num_slots) slots = at::constant_pad_nd(slots, {0, num_rows - num_slots}, -1);
   return {slots, rows, bounds.diff(), wanted.select(0, num_local_experts) - kept};
 }
 
@@ -84,7 +97,9 @@ Plan ragged_plan_backend(const Tensor& experts, int64_t num_experts, int64_t fir
                          std::optional<int64_t> known_rows) {
   const int64_t num_local_experts = local_or_all.value_or(num_experts - first_expert);
   check_ragged_plan(experts, num_experts, first_expert, num_local_experts, max_rows);
-  if (!uses_kernels(experts)) return ragged_plan_aten(experts, first_expert, num_local_experts, max_rows, known_rows);
+  if (!uses_kernels(experts)) {
+    return ragged_plan_aten(experts, num_experts, first_expert, num_local_experts, max_rows, known_rows);
+  }
   const Tensor ids = experts.contiguous();
   const Tensor rows = at::empty({ids.numel()}, ids.options());
   const Tensor group_sizes = at::empty({num_local_experts}, ids.options());

@@ -77,6 +77,7 @@ class RaggedScatterAddGradient : public torch::autograd::Function<RaggedScatterA
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const OperatorCall running;
     const auto [rows, index, weights] = saved_tensors<3>(ctx);
     const int64_t group_size = ctx->saved_data["group_size"].toInt();
     Tensor grad_rows;

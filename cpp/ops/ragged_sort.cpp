@@ -2,6 +2,7 @@
 #include "ops/backend.h"
 #include "ops/memory.h"
 #include "ops/operators.h"
+#include "ops/row_sums.h"
 #include "ops/views.h"
 
 namespace maxmoe::ops {
@@ -20,11 +21,10 @@ void check_ragged_sort(const Tensor& x, const Tensor& slots, const Tensor& rows,
 Tensor ragged_sort_aten(const Tensor& x, const Tensor& slots, int64_t top_k, const OptionalTensor& weights) {
   const Tensor is_absent = slots.lt(0).unsqueeze(1);
   const Tensor slot = slots.clamp_min(0);
-  const Tensor out = x.index_select(0, slot.div(top_k, "floor")).masked_fill_(is_absent, 0);
-  if (!weights.has_value()) return out;
-  const auto type = accumulator_type(x.scalar_type());
-  const Tensor scale = weights->reshape(-1).index_select(0, slot).to(type).unsqueeze(1).masked_fill(is_absent, 0);
-  return (out.to(type) * scale).to(x.scalar_type());
+  const Tensor token = slot.div(top_k, "floor");
+  if (!weights.has_value()) return x.index_select(0, token).masked_fill_(is_absent, 0);
+  const Tensor scale = weights->reshape(-1).index_select(0, slot);
+  return RowSums::of_single_rows(token, scale, x.scalar_type())(x).masked_fill_(is_absent, 0);
 }
 
 Tensor ragged_sort_backend(const Tensor& x, const Tensor& slots, const Tensor& rows, int64_t top_k,
@@ -54,6 +54,7 @@ class RaggedSortGradient : public torch::autograd::Function<RaggedSortGradient> 
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const OperatorCall running;
     const auto [x, slots, rows, weights] = saved_tensors<4>(ctx);
     const int64_t top_k = ctx->saved_data["top_k"].toInt();
     Tensor grad_x;

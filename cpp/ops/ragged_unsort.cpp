@@ -51,6 +51,7 @@ class RaggedUnsortGradient : public torch::autograd::Function<RaggedUnsortGradie
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const OperatorCall running;
     const auto [rows, slots, row_of_slot, weights] = saved_tensors<4>(ctx);
     const int64_t top_k = ctx->saved_data["top_k"].toInt();
     Tensor grad_rows;

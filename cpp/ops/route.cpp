@@ -193,6 +193,7 @@ class RouteNode : public torch::autograd::Function<RouteNode> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const OperatorCall running;
     const auto [logits, experts] = saved_tensors<2>(ctx);
     const Tensor no_gradient;
     if (!grads[0].defined() && !grads[2].defined()) return {no_gradient, no_gradient};

@@ -10,6 +10,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "ops/torch_internals.h"
+
 namespace maxmoe::ops {
 namespace {
 
@@ -39,23 +41,28 @@ Tensor score(const Tensor& logits, ScoreFunction function) {
   return logits;
 }
 
-// Normalizes the selected scores [T, K]. Slots without an expert are left out.
+// Normalizes the selected scores [T, K]. Slots without an expert are left out; `is_absent` is undefined without any.
 Tensor normalize(const Tensor& selected, const Tensor& is_absent, Normalization normalization) {
+  const auto present = [&](double left_out) {
+    return is_absent.defined() ? selected.masked_fill(is_absent, left_out) : selected;
+  };
   if (normalization == Normalization::sum) {
-    const Tensor present = selected.masked_fill(is_absent, 0);
-    return present / (present.sum(1, true) + kSumEpsilon);
+    const Tensor scores = present(0);
+    return scores / (scores.sum(1, true) + kSumEpsilon);
   }
-  if (normalization == Normalization::softmax) {
-    // Not minus infinity, because the softmax of a token without any expert would be NaN.
-    return at::softmax(selected.masked_fill(is_absent, std::numeric_limits<float>::lowest()), 1);
-  }
+  // Not minus infinity, because the softmax of a token without any expert would be NaN.
+  if (normalization == Normalization::softmax) return at::softmax(present(std::numeric_limits<float>::lowest()), 1);
   return selected;
+}
+
+Tensor scaled(const Tensor& weights, const RoutingRule& rule) {
+  return rule.scale == 1 ? weights : weights * rule.scale;
 }
 
 Tensor weigh(const Tensor& scores, const Tensor& experts, const RoutingRule& rule) {
   const Tensor is_absent = experts.lt(0);
   const Tensor selected = scores.gather(1, experts.clamp_min(0));
-  return (normalize(selected, is_absent, rule.normalization) * rule.scale).masked_fill(is_absent, 0);
+  return scaled(normalize(selected, is_absent, rule.normalization), rule).masked_fill(is_absent, 0);
 }
 
 // Indices in descending order of the keys. Stable: among equal keys the lowest index comes first.
@@ -84,6 +91,13 @@ Tensor score_slope(const Tensor& logits, const Tensor& scores, ScoreFunction fun
   return at::where(is_positive, logits.sigmoid() / (2 * at::where(is_positive, scores, zero + 1)), zero);
 }
 
+// The scores of all experts, divided by their sum; for identity the softmax of the logits.
+Tensor probabilities_of(const Tensor& logits, const Tensor& scores, ScoreFunction function) {
+  if (function == ScoreFunction::softmax) return scores;
+  if (function == ScoreFunction::identity) return at::softmax(logits, 1);
+  return scores / (scores.sum(1, true) + kSumEpsilon);
+}
+
 }  // namespace
 
 Tensor routing_weights_aten(const Tensor& logits, const Tensor& experts, const RoutingRule& rule) {
@@ -91,9 +105,7 @@ Tensor routing_weights_aten(const Tensor& logits, const Tensor& experts, const R
 }
 
 Tensor probabilities_aten(const Tensor& logits, ScoreFunction function) {
-  if (function == ScoreFunction::softmax || function == ScoreFunction::identity) return at::softmax(logits, 1);
-  const Tensor scores = score(logits, function);
-  return scores / (scores.sum(1, true) + kSumEpsilon);
+  return probabilities_of(logits, score(logits, function), function);
 }
 
 Routing route_aten(const Tensor& logits, int64_t top_k, const OptionalTensor& correction_bias,
@@ -103,7 +115,10 @@ Routing route_aten(const Tensor& logits, int64_t top_k, const OptionalTensor& co
   const Tensor chosen = given.has_value() ? *given : expert_order(biased, rule).narrow(1, 0, top_k);
   const Tensor is_nan = biased.isnan().any(1, true);
   const Tensor experts = chosen.masked_fill(is_nan, kNotANumber);
-  return {weigh(scores, experts, rule), experts, probabilities_aten(logits, rule.score_function)};
+  const Tensor weights = given.has_value()
+                             ? weigh(scores, experts, rule)
+                             : scaled(normalize(scores.gather(1, chosen), Tensor(), rule.normalization), rule);
+  return {weights, experts, probabilities_of(logits, scores, rule.score_function)};
 }
 
 Tensor route_backward_aten(const Tensor& grad_weights, const OptionalTensor& grad_probabilities, const Tensor& logits,
@@ -112,12 +127,15 @@ Tensor route_backward_aten(const Tensor& grad_weights, const OptionalTensor& gra
   const Tensor is_absent = experts.lt(0);
   const Tensor index = experts.clamp_min(0);
   const Tensor selected = scores.gather(1, index).masked_fill(is_absent, 0);
-  Tensor grad = grad_weights.masked_fill(is_absent, 0) * rule.scale;
+  Tensor grad = scaled(grad_weights.masked_fill(is_absent, 0), rule);
   if (rule.normalization == Normalization::sum) {
     const Tensor total = selected.sum(1, true) + kSumEpsilon;
-    const Tensor common = grad.gather(1, selected.abs().argmax(1, true));  // subtracted first, see kernels/route.cpp
+    // The gradient of the largest score is subtracted first, see kernels/route.cpp. Scores other than logits are
+    // positive.
+    const Tensor size = rule.score_function == ScoreFunction::identity ? selected.abs() : selected;
+    const Tensor common = grad.gather(1, size.argmax(1, true));
     grad = grad - common;
-    grad = (grad - (grad * selected).sum(1, true) / total + common * (kSumEpsilon / total)) / total;
+    grad = (grad - (grad * selected).sum(1, true).sub(common, kSumEpsilon) / total) / total;
   } else if (rule.normalization == Normalization::softmax) {
     const Tensor softmax = normalize(selected, is_absent, rule.normalization);
     grad = softmax * (grad - (grad * softmax).sum(1, true));
@@ -126,7 +144,7 @@ Tensor route_backward_aten(const Tensor& grad_weights, const OptionalTensor& gra
   Tensor grad_scores = at::zeros_like(scores).scatter_add(1, index, grad);
   Tensor through_softmax;  // the part of the gradient that does not pass through the scores, for softmax and identity
   if (grad_probabilities.has_value()) {
-    const Tensor probabilities = probabilities_aten(logits, rule.score_function);
+    const Tensor probabilities = probabilities_of(logits, scores, rule.score_function);
     const Tensor centered = *grad_probabilities - (*grad_probabilities * probabilities).sum(1, true);
     if (rule.score_function == ScoreFunction::softmax || rule.score_function == ScoreFunction::identity) {
       through_softmax = probabilities * centered;
@@ -136,7 +154,7 @@ Tensor route_backward_aten(const Tensor& grad_weights, const OptionalTensor& gra
   }
   Tensor grad_logits = grad_scores;
   if (rule.score_function == ScoreFunction::softmax) {
-    grad_logits = scores * (grad_scores - (grad_scores * scores).sum(1, true));
+    grad_logits = torch_internals::softmax_backward(grad_scores, scores);
   } else if (rule.score_function != ScoreFunction::identity) {
     grad_logits = grad_scores * score_slope(logits, scores, rule.score_function);
   }

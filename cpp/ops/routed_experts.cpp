@@ -17,6 +17,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_experts(
   const auto [weights, experts, probabilities] = route(logits, top_k, score_function, correction_bias, num_groups,
                                                        top_k_groups, group_score, normalization, scale, std::nullopt);
   const c10::SymInt num_slots = experts.sym_numel();
+  const OperatorCall running;  // the plan below is right, so that devices do not check its values
   const auto [slots, rows, group_sizes, dropped] =
       ragged_plan(experts, router.size(0), 0, std::nullopt, num_slots, num_slots);
   ExpertFfnArguments a{};

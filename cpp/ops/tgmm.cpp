@@ -53,6 +53,7 @@ class TgmmGradient : public torch::autograd::Function<TgmmGradient> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const OperatorCall running;
     const auto [lhs, rhs, group_sizes] = saved_tensors<3>(ctx);
     const int64_t group_offset = ctx->saved_data["group_offset"].toInt();
     Tensor grad_lhs;

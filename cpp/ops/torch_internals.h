@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_grouped_mm.h>
 #include <ATen/ops/_make_dual.h>
+#include <ATen/ops/_softmax_backward_data.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/GradMode.h>
 
@@ -70,6 +71,11 @@ bool supports_autograd_function();
 // torch.nn.functional.grouped_mm in Python, since 2.10, which calls this function.
 inline Tensor grouped_mm(const Tensor& lhs, const Tensor& rhs, const Tensor& ends) {
   return at::_grouped_mm(lhs, rhs, ends);
+}
+
+// The gradient of logits from the gradient of their softmax over the last dim, in one kernel. Public: none.
+inline Tensor softmax_backward(const Tensor& grad, const Tensor& softmax) {
+  return at::_softmax_backward_data(grad, softmax, -1, softmax.scalar_type());
 }
 
 // An assertion that the device checks asynchronously. Public: none; torch.Tensor.item waits for the device.

@@ -97,12 +97,12 @@ Tensor Weights::dequantized(at::ScalarType dtype) const {
   return is_transposed ? matrices.transpose(1, 2) : matrices;
 }
 
-Tensor Weights::dequantized_matrix(int64_t index, at::ScalarType dtype) const {
+Weights Weights::matrix(int64_t index) const {
   Weights one = *this;
   one.tensor = tensor.narrow(0, index, 1);
   if (scales.has_value()) one.scales = scales->narrow(0, index, 1);
   if (zeros.has_value()) one.zeros = zeros->narrow(0, index, 1);
-  return one.dequantized(dtype).squeeze(0);
+  return one;
 }
 
 Weights Weights::in_kernel_layout() const {

@@ -25,9 +25,10 @@ struct Weights {
   int64_t in_size() const { return is_quantized() ? (is_transposed ? columns : tensor.size(1)) : tensor.size(1); }
   int64_t out_size() const { return is_quantized() ? (is_transposed ? tensor.size(1) : columns) : tensor.size(2); }
   Weights transposed() const;
-  // The stack as a tensor [L, in, out], or one of its matrices [in, out].
+  // The stack as a tensor [L, in, out].
   Tensor dequantized(at::ScalarType dtype) const;
-  Tensor dequantized_matrix(int64_t index, at::ScalarType dtype) const;
+  // A stack of one of the matrices.
+  Weights matrix(int64_t index) const;
   // The stack in a layout that kernels read. It owns the memory of a view of it.
   Weights in_kernel_layout() const;
 };

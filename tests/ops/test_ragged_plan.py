@@ -154,3 +154,10 @@ def test_refuses(path: str, changes: dict[str, Any], named: tuple[str, ...]) -> 
     arguments: dict[str, Any] = {"experts": torch.zeros(3, 2, dtype=torch.int64), "num_experts": 5}
     with refusal("ragged_plan", *named):
         ops.ragged_plan(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize("share", [(0, None), (30000, 10000)], ids=str)
+def test_more_experts_than_int16_holds(path: str, share: tuple[int, int | None]) -> None:
+    experts = torch.tensor([[39999, 0], [32768, -1], [30000, 39999], [32767, 29999]])
+    options: dict[str, Any] = {"first_expert": share[0], "num_local_experts": share[1]}
+    assert_same_plan(ops.ragged_plan(experts, 40000, **options), reference.ragged_plan(experts, 40000, **options))

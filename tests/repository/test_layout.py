@@ -36,6 +36,7 @@ PRIVATE_NAMES_OF_TORCH = (
     "_fw_primal",
     "_grouped_mm",
     "_make_dual",
+    "_softmax_backward_data",
     "_unpack_dual",
 )
 

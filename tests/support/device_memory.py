@@ -66,6 +66,7 @@ class DeviceMemory(TorchDispatchMode):
 
     Attributes:
         calls: of PyTorch's operators, how often.
+        num_computed: how many of them computed something: all but views and empty tensors.
         largest: elements of the largest tensor that one of them made.
         peak_bytes: the most that there was at a time, of what was made inside.
     """
@@ -73,6 +74,7 @@ class DeviceMemory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
+        self.num_computed = 0
         self.largest = 0
         self.peak_bytes = 0
         self._live_bytes = 0
@@ -96,6 +98,7 @@ class DeviceMemory(TorchDispatchMode):
         if device is not None:
             kwargs["device"] = torch.device("cpu")
         results = function(*args, **kwargs)
+        self.num_computed += computes(function, tree_leaves((args, kwargs)), tree_leaves(results))
         return tree_map_only(Tensor, lambda each: known[id(each)] if id(each) in known else self._made(each), results)
 
     def _made(self, numbers: Tensor) -> DeviceTensor:
@@ -114,6 +117,17 @@ class DeviceMemory(TorchDispatchMode):
         self._num_tensors[address] -= 1
         if self._num_tensors[address] == 0:
             self._live_bytes -= num_bytes
+
+
+def computes(function: Any, arguments: list[Any], results: list[Any]) -> bool:
+    """Whether a call writes numbers: its results are not all views of its arguments, or memory that nobody wrote."""
+
+    def addresses(values: list[Any]) -> set[int]:
+        return {value.untyped_storage().data_ptr() for value in values if isinstance(value, Tensor)}
+
+    if function._schema.is_mutable:
+        return True
+    return "empty" not in function._schema.name and bool(addresses(results) - addresses(arguments))
 
 
 def check_no_waiting(function: Any, tensors: list[Tensor], device: torch.device | None) -> None:

@@ -1,0 +1,84 @@
+// embedding_bag multiplies rows by numbers of their dtype. A float32 weight of 16-bit rows is written as the sum of two
+// such numbers, and the row is added twice: together they have twice the digits.
+#include "ops/row_sums.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/embedding_bag.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sub.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include "ops/views.h"
+
+namespace maxmoe::ops {
+namespace {
+
+// [..., 1], or [..., 2] for 16-bit types: numbers of a type, whose sum is each of the weights.
+Tensor split(const Tensor& weights, at::ScalarType dtype) {
+  const Tensor wide = weights.to(accumulator_type(dtype));
+  if (wide.scalar_type() == dtype) return wide.unsqueeze(-1);
+  auto sizes = wide.sizes().vec();
+  sizes.push_back(2);
+  const Tensor parts = at::empty(sizes, wide.options().dtype(dtype));
+  const Tensor high = parts.select(-1, 0);
+  Tensor low = parts.select(-1, 1);
+  high.copy_(wide);
+  at::sub_out(low, wide, high);
+  return parts;
+}
+
+}  // namespace
+
+// index and factors: [number of sums, terms of each]
+RowSums::RowSums(const Tensor& index, const Tensor& factors)
+    : num_sums_(index.size(0)),
+      index_(index.reshape(-1)),
+      factors_(factors.reshape(-1)),
+      begins_(at::arange(0, index.numel(), index.size(1), index.options())) {}
+
+// embedding_bag reads a row for every term. A slot without a row takes another row of its group, with weight 0: an
+// arbitrary row may be infinite or, if it belongs to nobody, undefined. A group without any row reads the first one,
+// and its sum is overwritten.
+RowSums RowSums::of_groups(const Tensor& index, int64_t group_size, const OptionalTensor& weights,
+                           at::ScalarType dtype) {
+  const int64_t num_groups = index.size(0) / group_size;
+  if (num_groups == 0) return {};
+  const Tensor rows = index.reshape({num_groups, group_size});
+  const Tensor is_absent = rows.lt(0);
+  const Tensor other = rows.amax(1, /*keepdim=*/true);
+  const Tensor factors = weights.has_value() ? split(weights->reshape(rows.sizes()).masked_fill(is_absent, 0), dtype)
+                                             : is_absent.logical_not().to(dtype).unsqueeze(2);
+  const Tensor row_of_term =
+      at::where(is_absent.unsqueeze(2).expand(factors.sizes()), other.clamp_min(0).unsqueeze(2), rows.unsqueeze(2));
+  RowSums sums(row_of_term.flatten(1), factors.flatten(1));
+  sums.is_empty_ = other.lt(0);
+  return sums;
+}
+
+RowSums RowSums::of_single_rows(const Tensor& index, const Tensor& weights, at::ScalarType dtype) {
+  if (index.size(0) == 0) return {};
+  const Tensor factors = split(weights, dtype);
+  return {index.unsqueeze(1).expand(factors.sizes()), factors};
+}
+
+Tensor RowSums::operator()(const Tensor& rows) const {
+  return (*this)({[&] { return rows; }});
+}
+
+Tensor RowSums::operator()(std::initializer_list<std::function<Tensor()>> tensors) const {
+  Tensor sums;
+  for (const auto& make_rows : tensors) sums = add(sums, make_rows());
+  return is_empty_.defined() ? sums.masked_fill_(is_empty_, 0) : sums;
+}
+
+Tensor RowSums::add(const Tensor& sums, const Tensor& rows) const {
+  constexpr int64_t kSum = 0;
+  if (num_sums_ == 0 || rows.numel() == 0) return at::zeros({num_sums_, rows.size(1)}, rows.options());
+  const Tensor terms = std::get<0>(at::embedding_bag(rows.contiguous(), index_, begins_, /*scale_grad_by_freq=*/false,
+                                                     kSum, /*sparse=*/false, factors_));
+  return sums.defined() ? sums.add_(terms) : terms;
+}
+
+}  // namespace maxmoe::ops

@@ -1,0 +1,41 @@
+// Sums of rows that are selected by an index, through ATen. One kernel reads each row once and adds in the order of the
+// index, for 16-bit rows in float32. No tensor of the selected rows is allocated.
+#pragma once
+
+#include <functional>
+#include <initializer_list>
+
+#include "ops/checks.h"
+
+namespace maxmoe::ops {
+
+class RowSums {
+ public:
+  // For each group of slots, the sum of their rows, each times the weight of its slot. index [M]: the row of each slot,
+  // negative for none. weights: one for each slot, or None. dtype: that of the rows.
+  static RowSums of_groups(const Tensor& index, int64_t group_size, const OptionalTensor& weights,
+                           at::ScalarType dtype);
+
+  // The rows themselves, each times its weight. index [M] has no negative numbers. weights [M]
+  static RowSums of_single_rows(const Tensor& index, const Tensor& weights, at::ScalarType dtype);
+
+  // [number of sums, D]: the sums of rows [R, D]; of several such tensors, each of which is made when its turn comes,
+  // so that one of them at a time is in memory.
+  Tensor operator()(const Tensor& rows) const;
+  Tensor operator()(std::initializer_list<std::function<Tensor()>> tensors) const;
+
+ private:
+  // Without zeros for empty sums.
+  Tensor add(const Tensor& sums, const Tensor& rows) const;
+
+  RowSums() = default;
+  RowSums(const Tensor& index, const Tensor& factors);
+
+  int64_t num_sums_ = 0;
+  Tensor index_;     // the row of each term
+  Tensor factors_;   // of each term
+  Tensor begins_;    // the first term of each sum
+  Tensor is_empty_;  // [number of sums, 1]: sums that are zero; undefined if there is none
+};
+
+}  // namespace maxmoe::ops
