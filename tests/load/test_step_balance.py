@@ -224,3 +224,61 @@ def test_ranks_of_ddp(num_ranks: int) -> None:
         torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-13)
 
     run_ranks(check, num_ranks)
+
+
+def in_eval_mode(layer: MoE, x: Tensor) -> Any:
+    output = layer.eval()(x)
+    layer.train()
+    return output
+
+
+def without_gradients(layer: MoE, x: Tensor) -> Any:
+    with torch.no_grad():
+        return layer(x)
+
+
+def in_inference_mode(layer: MoE, x: Tensor) -> Any:
+    with torch.inference_mode():
+        return layer(x)
+
+
+EVALUATIONS = [in_eval_mode, without_gradients, in_inference_mode]
+
+
+@pytest.mark.parametrize("evaluate", EVALUATIONS)
+def test_an_evaluation_belongs_to_no_step(evaluate: Callable[[MoE, Tensor], Any]) -> None:
+    """Its loss is that of the scope "batch", wherever in a step it is, and later losses are as without it."""
+    x = batch()
+    layer = make()
+    expected = make("batch")(x[:3]).aux_loss
+
+    def with_evaluations(part: Tensor, _valid: Tensor | None) -> Any:
+        torch.testing.assert_close(evaluate(layer, x[:3]).aux_loss, expected, rtol=1e-13, atol=0)
+        output = layer(part)
+        evaluate(layer, x[3:])
+        return output
+
+    got, plain = accumulated(layer, x, None, 4, with_evaluations), accumulated(layer, x, None, 4)
+    assert got[0] == plain[0] and torch.equal(got[1], plain[1])
+
+
+@pytest.mark.parametrize("evaluate", EVALUATIONS)
+def test_one_rank_of_ddp_evaluates_alone(evaluate: Callable[[MoE, Tensor], Any]) -> None:
+    """It neither waits for the other ranks nor takes part in their next forward."""
+    x = batch()
+
+    def check() -> None:
+        losses = []
+        for is_alone in (False, True):
+            layer = make()
+            maxmoe.StatsAccumulator(layer)
+            model = DistributedDataParallel(layer, find_unused_parameters=True)
+            for part in x.chunk(4):
+                if is_alone and dist.get_rank() == 0:
+                    evaluate(layer, x[:3])
+                loss = model(part.chunk(2)[dist.get_rank()]).aux_loss
+                loss.backward()
+                losses.append(loss.item())
+        assert losses[:4] == losses[4:]
+
+    run_ranks(check, 2)

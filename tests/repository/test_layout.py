@@ -60,7 +60,7 @@ LEVELS = [
     {"quantization"},
     {"ops"},
     {"declaration"},
-    {"recompute", "token_group", "deferred"},
+    {"recompute", "token_group"},
     {"adapters", "expert_quantization"},
     {"presets", "load"},
     {"conversion", "upcycling"},
