@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from maxmoe.load.bias_checksum import are_equal, checksum
+from maxmoe.checksum import are_equal, checksum
 from maxmoe.load.metrics_accumulator import MetricsAccumulator
 from maxmoe.token_group import FlattenedBatch, LocalTokens
 

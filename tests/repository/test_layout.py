@@ -47,6 +47,7 @@ LEVELS = [
         "_torch",
         "_torch_checkpoint",
         "_torch_transforms",
+        "checksum",
         "early_optimizers",
         "field_checks",
         "replaced_parameters",
