@@ -39,7 +39,7 @@ class MoEFeedForward(MoE):
             Output with the shape and dtype of `MoEOutput.hidden_states`.
         """
         if not (torch.is_grad_enabled() or self.losses.are_recorded):
-            return self._compute(x, token_mask)[0]
+            return self.hidden_states_and_routing(x, token_mask)[0]
         hidden_states, metrics = self.output_and_metrics(x, token_mask)
         lost = "the gradient of the auxiliary loss would be lost: use maxmoe.MoE, and add its aux_loss"
         if not needs_gradient(self, metrics.aux_loss, lost):

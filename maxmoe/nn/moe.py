@@ -24,6 +24,7 @@ from maxmoe.nn.output import MoEOutput
 from maxmoe.nn.routed_experts import run_routed_experts
 from maxmoe.nn.router import Router
 from maxmoe.nn.routing import Routing
+from maxmoe.nn.routing_hooks import HookedModule
 from maxmoe.nn.routing_losses import RoutingLosses, RoutingMetrics, compute_metrics
 from maxmoe.nn.shared_experts import SharedExperts
 from maxmoe.nn.zero_computation_experts import ZeroComputationExperts
@@ -32,7 +33,7 @@ from maxmoe.token_group import LocalTokens, TokenGroup
 from maxmoe.upcycling import DenseBlock, Projection, Scaling, Upcycling, initialize
 
 
-class MoE(nn.Module):
+class MoE(HookedModule):
     """A Mixture-of-Experts feed-forward layer.
 
     hidden_states[t] = sum_k weights[t, k] * expert[experts[t, k]](x[t]) + shared_experts(x[t])
@@ -60,7 +61,6 @@ class MoE(nn.Module):
 
     recompute_names = ("dispatch",)
     recompute: frozenset[str] = frozenset()  # see `maxmoe.set_recompute`
-    has_replay_hooks = False  # set by record_routing and replay_routing
     frozen_experts: object | None = None  # set by freeze_experts
 
     def __init__(
@@ -213,7 +213,7 @@ class MoE(nn.Module):
 
     def output_and_metrics(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, RoutingMetrics]:
         """Compute as `forward`."""
-        hidden_states, routing, dropped = self._compute(x, token_mask)
+        hidden_states, routing, dropped = self.hidden_states_and_routing(x, token_mask)
         metrics = compute_metrics(self, routing, dropped, math.prod(x.shape[:-2]))
         sums, router = self.metrics_accumulator, self.balanced_router
         not_counted = "its StatsAccumulator would not count the call: make none"
@@ -225,8 +225,8 @@ class MoE(nn.Module):
             self.aux_loss_watch.watch(self, hidden_states, metrics.aux_loss)
         return hidden_states, metrics
 
-    def _compute(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Routing, Tensor]:
-        """Return the hidden states, the routing, and the number of slots that this rank has dropped."""
+    def hidden_states_and_routing(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Routing, Tensor]:
+        """Compute hidden states and routing as `forward`, and the number of slots that this rank has dropped."""
         check_inputs(x, token_mask, self.config.hidden_size, self._dtype)
         check_training(self)
         tokens = x.reshape(-1, x.shape[-1])
@@ -237,8 +237,7 @@ class MoE(nn.Module):
         region = self.runner.region
         # One tensor per part of the layer, because the gradients of the parts are reduced differently.
         inputs = region.enter(tokens)
-        shape = (math.prod(x.shape[:-2]), x.shape[-2], x.shape[-1])
-        routing, routed, dropped = run_routed_experts(self, inputs, token_mask, shape)
+        routing, routed, dropped = run_routed_experts(self, inputs, token_mask, x.shape[:-1])
         shared = None if self.shared_experts is None else self.shared_experts(inputs.shared_experts, token_mask)
         whole = None
         if self.zero_computation_experts is not None:
