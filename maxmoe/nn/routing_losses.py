@@ -118,8 +118,7 @@ class RoutingLosses:
     def _aux_loss(self, routing: Routing, counts: Tensor, tokens: TokenReductions, step: StepCounts | None) -> Tensor:
         aux_loss = routing.probabilities.new_zeros(())
         if self.config.load_balance_loss_weight > 0:
-            balance = self._balance(routing, counts, tokens, step)
-            aux_loss = aux_loss + self.config.load_balance_loss_weight * balance
+            aux_loss = aux_loss + self._weighted_balance(routing, counts, tokens, step)
         if self.config.router_z_loss_weight > 0 and routing.logits is not None:
             z_loss = router_z_loss(routing.logits, token_mask=routing.token_mask, tokens=tokens)
             aux_loss = aux_loss + self.config.router_z_loss_weight * z_loss
@@ -133,11 +132,15 @@ class RoutingLosses:
             return counts.scatter_add(1, slots, torch.ones_like(slots))
         return counts.scatter_add(1, slots.clamp_min(0), (slots >= 0).to(slots.dtype))
 
-    def _balance(self, routing: Routing, counts: Tensor, tokens: TokenReductions, step: StepCounts | None) -> Tensor:
+    def _weighted_balance(
+        self, routing: Routing, counts: Tensor, tokens: TokenReductions, step: StepCounts | None
+    ) -> Tensor:
+        weight = self.config.load_balance_loss_weight
         if step is not None:
             num_tokens = torch.as_tensor(num_tokens_of(routing.probabilities, routing.token_mask), device=counts.device)
             top_k = self.config.top_k
-            return step_balance_loss(routing.probabilities, counts.sum(0), top_k, num_tokens, step, tokens=tokens)
+            counts = counts.sum(0)
+            return step_balance_loss(routing.probabilities, counts, top_k, num_tokens, step, weight, tokens=tokens)
         if self.config.load_balance_scope != "sequence":
             counts, tokens = counts.sum(0, keepdim=True), FlattenedBatch(tokens)
         num_sequences = counts.shape[0]
@@ -145,7 +148,7 @@ class RoutingLosses:
         probabilities = routing.probabilities.view(num_sequences, length, self.config.num_selectable_experts)
         lengths = None if routing.token_mask is None else routing.token_mask.view(num_sequences, length).sum(1)
         loss = self.balance_loss(probabilities, counts, self.config.top_k, lengths=lengths, tokens=tokens)
-        return checked_balance_loss(loss)
+        return weight * checked_balance_loss(loss)
 
     def saved_tensors(self, batch: int, length: int, wide: torch.dtype) -> dict[str, SavedTensor]:
         """Describe the tensors that the losses save, given the dtype of the probabilities."""
@@ -155,7 +158,8 @@ class RoutingLosses:
             saved["logsumexp"] = SavedTensor((batch, length), TOKEN_DIMS, wide)
         if config.load_balance_loss_weight > 0 and config.load_balance_scope == "step":
             saved["step_counts"] = SavedTensor((config.num_selectable_experts + 1,), (None,), torch.float64)
-            saved["num_tokens"] = SavedTensor((), (), wide)
+            saved["mass"] = SavedTensor((config.num_selectable_experts,), (None,), wide)
+            saved.update(dict.fromkeys(("num_tokens", "loss"), SavedTensor((), (), wide)))
         elif config.load_balance_loss_weight > 0:
             rows, name = (batch, TOKEN_DIMS[0]) if config.load_balance_scope == "sequence" else (1, None)
             saved["frequencies"] = SavedTensor((rows, config.num_selectable_experts), (name, None), wide)
