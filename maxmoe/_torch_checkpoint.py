@@ -4,7 +4,8 @@ They tell which forward a recomputation repeats. No public function does.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 import torch
 from torch import Tensor
@@ -56,8 +57,22 @@ def _all_hooks() -> list[Hooks]:
 
 def is_reentrant_checkpoint() -> bool:
     """Return whether the forward or the recomputation of a reentrant `torch.utils.checkpoint` runs."""
-    codes = (CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__)
+    return next(_frames_of(CheckpointFunction.forward, CheckpointFunction.backward), None) is not None
+
+
+def is_recomputed_with_gradients() -> bool:
+    """Return whether the forward of a reentrant `torch.utils.checkpoint` runs, and an input of it requires a gradient.
+
+    Such a forward runs without gradients; its recomputation has them.
+    """
+    return any(any(frame.f_locals["ctx"].needs_input_grad) for frame in _frames_of(CheckpointFunction.forward))
+
+
+def _frames_of(*functions: Callable[..., object]) -> Iterator[FrameType]:
+    """Yield the frames of calls of functions that are running, the innermost first."""
+    codes = [function.__code__ for function in functions]
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code not in codes:
+    while frame is not None:
+        if frame.f_code in codes:
+            yield frame
         frame = frame.f_back
-    return frame is not None

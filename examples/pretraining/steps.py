@@ -10,6 +10,7 @@ from torch import Tensor
 
 from maxmoe import mean_over_tokens, parallelize, pipeline
 from maxmoe.models import Decoder, DecoderOutput
+from maxmoe.parallel import clip_grad_norm_
 from pretraining import InputError
 from pretraining.ranks import Split
 
@@ -64,6 +65,10 @@ class WholeModel:
         divisor = {"num_tokens": torch.tensor(num_tokens), "tokens": self._split.tokens}
         return mean_over_tokens(token_losses, expected != -100, **divisor), output
 
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the total norm of the gradients, and return it."""
+        return clip_grad_norm_(self.model.parameters(), max_norm)
+
     def generate(self, prompt: Tensor, num_tokens: int) -> Tensor | None:
         """Return prompt ``(1, S)`` and generated tokens."""
         return self.model.generate(prompt, num_tokens, temperature=0.8)
@@ -100,6 +105,10 @@ class Stages:
         """Compute the loss of a batch."""
         with autocast(self._options):
             return self._pipeline.evaluate(self._split.part(tokens), (self._split.part(targets), num_tokens)).loss
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the total norm of the gradients of all stages, and return it."""
+        return self._pipeline.clip_grad_norm_(max_norm)
 
     def generate(self, prompt: Tensor, num_tokens: int) -> Tensor | None:
         """Return None: no rank has the whole model."""

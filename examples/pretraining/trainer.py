@@ -18,7 +18,6 @@ from maxmoe import MoE, MoEConfig, MoEStats, StatsAccumulator, StepStats
 from maxmoe.load import LoadHistory
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.optim import Muon, parameter_groups
-from maxmoe.parallel import clip_grad_norm_
 from pretraining import InputError, checkpoint
 from pretraining.corpus import Corpus, TrainingSequences
 from pretraining.ranks import Split
@@ -160,7 +159,7 @@ class Trainer:
         self.optimizer.zero_grad()
         with self.diverging():
             loss = self.computation.backward(tokens, targets, targets.numel())
-        norm = clip_grad_norm_(self.model.parameters(), 1.0)
+        norm = self.computation.clip_grad_norm_(1.0)
         if not norm.isfinite():
             raise self.diverged(f"the gradient is {norm:.0f}")
         self.optimizer.step()

@@ -53,6 +53,10 @@ class AccumulatedMetrics(NamedTuple):
     stats: MoEStats
 
 
+# Index of the auxiliary loss in packed metrics.
+AUX_LOSS = 1
+
+
 def packed_size(num_experts: int) -> int:
     """Return the number of elements of packed metrics."""
     return num_experts + 4
@@ -146,5 +150,6 @@ class MetricsAccumulator:
 
     def take(self) -> Tensor:
         """Return the packed sums and reset them to zero, with the counts of the step."""
-        self.step.reset()
-        return self._metrics.take()
+        metrics = self._metrics.take()
+        metrics[AUX_LOSS] += self.step.take()
+        return metrics

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from maxmoe import named_collectives
-from maxmoe.load.bias_checksum import are_equal, checksum
+from maxmoe.checksum import are_equal, checksum
 from maxmoe.load.metrics_accumulator import MetricsAccumulator
 from maxmoe.token_group import FlattenedBatch, LocalTokens
 

@@ -14,7 +14,8 @@ class MoEStats(NamedTuple):
     Attributes:
         tokens_per_expert: ``(E,)``, int64, number of slots routed to each expert that the router selects from, dropped
             slots included.
-        dropped: ``()``, int64, number of slots dropped by capacity_factor or buffer_factor.
+        dropped: ``()``, int64, number of slots dropped by capacity_factor or buffer_factor. Without gradients, on
+            a mesh, those that this rank dropped, which may be slots of other ranks' tokens.
         router_entropy: ``()``, mean entropy of the normalised scores in nats, at most log(E).
     """
 

@@ -17,7 +17,8 @@ class StepStats(NamedTuple):
     """Auxiliary loss and statistics of one optimizer step.
 
     Attributes:
-        aux_loss: ``()``, float64, mean over the calls of each layer, summed over the layers.
+        aux_loss: ``()``, float64, mean over the calls of each layer, summed over the layers. The balance loss of the
+            scope "step" is the one whose gradient was taken, with the counts that it had in the backward.
         layers: statistics of each layer, by its path in the model, without the names that DDP, FSDP1 and
             `torch.compile` add; "moe" for a layer that is the model itself. Counts are summed over the calls of a
             layer, the entropy is the mean.

@@ -21,6 +21,8 @@ class StepCounts:
     def __init__(self, num_experts: int, device: torch.device, process_group: dist.ProcessGroup | None = None) -> None:
         # float64, in which counts are exact up to 2^53. The last element is the number of tokens.
         self._sums = torch.zeros(num_experts + 1, dtype=torch.float64, device=device)
+        # Sum of the values in the backward, less those in the forward.
+        self._late = torch.zeros((), dtype=torch.float64, device=device)
         self._process_group = process_group
 
     def all_reduce(self, counts: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,14 +34,15 @@ class StepCounts:
         return packed[:-1], packed[-1]
 
     def dot_frequencies(self, mass: Tensor, counts: Tensor, num_tokens: Tensor) -> Tensor:
-        """Compute sum_e mass[e] * counts[e] / tokens, counted over the step so far and this micro-batch.
+        """Compute sum_e mass[e] * counts[e] / tokens, with the counts of the step so far and of this micro-batch.
 
         The backward adds this micro-batch to the step. A recomputation by activation checkpointing has no backward of
         its own, so each micro-batch is added once. The backward reads the counts again: with a pipeline, the backward
-        of other micro-batches has run since the forward, or since a recomputation of it.
+        of other micro-batches has run since the forward, or since a recomputation of it. `take` returns how much the
+        value has changed since then.
 
         Args:
-            mass: ``(E,)``, floating, sum of the probabilities, to which the gradient flows.
+            mass: ``(E,)``, floating, sum of the probabilities times a factor, to which the gradient flows.
             counts: ``(E,)``, integer, routed slots of this micro-batch.
             num_tokens: ``()``, integer, tokens of this micro-batch.
 
@@ -47,52 +50,62 @@ class StepCounts:
             ``()``, dtype of mass.
         """
         own = torch.cat([counts.double(), num_tokens.double().reshape(1)])
-        dot: Tensor = _dot_frequencies(mass, own, self._sums)
+        dot: Tensor = _dot_frequencies(mass, own, self._sums, self._late)
         return dot
 
-    def reset(self) -> None:
-        """Forget the micro-batches so far: the step has ended."""
+    def take(self) -> Tensor:
+        """Reset the counts, and return ``()``, float64, how much their losses changed until their backward.
+
+        Added to the sum of the losses of the forwards, it gives the sum of the losses whose gradients were taken.
+        """
+        late = self._late.clone()
+        self._late.zero_()
         self._sums.zero_()
+        return late
 
 
-def _frequencies(own: Tensor, sums: Tensor) -> Tensor:
+def _dot(mass: Tensor, own: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum ``()`` and the frequencies ``(E,)``."""
     total = own + sums
-    return total[:-1] / total[-1].clamp_min(1)
+    frequencies = (total[:-1] / total[-1].clamp_min(1)).to(mass.dtype)
+    return (mass * frequencies).sum(), frequencies
 
 
 # Operators, so that torch.compile keeps a backward that changes the counts in the graph.
 @torch.library.custom_op("maxmoe::dot_frequencies", mutates_args=())
-def _dot_frequencies(mass: Tensor, own: Tensor, sums: Tensor) -> Tensor:
-    return (mass * _frequencies(own, sums).to(mass.dtype)).sum()
+def _dot_frequencies(mass: Tensor, own: Tensor, sums: Tensor, late: Tensor) -> Tensor:
+    return _dot(mass, own, sums)[0]
 
 
-@torch.library.custom_op("maxmoe::dot_frequencies_backward", mutates_args=("sums",))
-def _dot_frequencies_backward(gradient: Tensor, own: Tensor, sums: Tensor) -> Tensor:
-    product = gradient * _frequencies(own, sums).to(gradient.dtype)
+@torch.library.custom_op("maxmoe::dot_frequencies_backward", mutates_args=("sums", "late"))
+def _dot_frequencies_backward(
+    gradient: Tensor, mass: Tensor, own: Tensor, dot: Tensor, sums: Tensor, late: Tensor
+) -> Tensor:
+    now, frequencies = _dot(mass, own, sums)
     sums += own
-    return product
+    late += now - dot
+    return gradient * frequencies
 
 
 @_dot_frequencies.register_fake
-def _(mass: Tensor, _own: Tensor, _sums: Tensor) -> Tensor:
+def _(mass: Tensor, _own: Tensor, _sums: Tensor, _late: Tensor) -> Tensor:
     return mass.new_empty(())
 
 
 @_dot_frequencies_backward.register_fake
-def _(gradient: Tensor, own: Tensor, _sums: Tensor) -> Tensor:
-    return gradient.new_empty(own.shape[0] - 1)
+def _(_gradient: Tensor, mass: Tensor, _own: Tensor, _dot: Tensor, _sums: Tensor, _late: Tensor) -> Tensor:
+    return torch.empty_like(mass)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    _, own, sums = inputs
-    ctx.save_for_backward(own)
-    # Not a saved tensor: the backward reads the present value, and autograd would refuse a changed one.
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:
+    mass, own, *sums = inputs
+    ctx.save_for_backward(mass, own, output)
+    # Not saved tensors: the backward reads the present values, and autograd would refuse changed ones.
     ctx.sums = sums
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    (own,) = ctx.saved_tensors
-    return _dot_frequencies_backward(gradient, own, ctx.sums), None, None
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    return _dot_frequencies_backward(gradient, *ctx.saved_tensors, *ctx.sums), None, None, None
 
 
 _dot_frequencies.register_autograd(_backward, setup_context=_keep)

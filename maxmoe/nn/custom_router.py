@@ -1,8 +1,5 @@
 """Checks of what custom routers return."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -12,11 +9,23 @@ from maxmoe.nn.routing import Routing
 from maxmoe.recompute.selective import choices_are_kept
 
 
-def checked_routing(router: nn.Module, config: MoEConfig, x: Tensor, token_mask: Tensor | None) -> Routing:
-    """Call a custom router, and raise as `check_routing` if its output does not fit the layer."""
+def checked_routing(
+    router: nn.Module, config: MoEConfig, x: Tensor, token_mask: Tensor | None, given: Tensor | None
+) -> Routing:
+    """Call a custom router, and raise as `check_routing` if its output does not fit the layer.
+
+    Args:
+        router: the router.
+        config: config of the layer.
+        x: ``(B, S, D)``, tokens.
+        token_mask: ``(T,)``, bool, False for padding; None for no padding.
+        given: ``(T, K)``, int64, experts of a replay; None to let the router choose.
+    """
     with choices_are_kept():
-        routing: Routing = router(x, token_mask)
+        routing: Routing = router(x, token_mask) if given is None else router(x, token_mask, experts=given)
     check_routing(routing, config, x, token_mask, router)
+    if given is not None:
+        _check_is_replayed(routing, given, type(router).__name__)
     return routing
 
 
@@ -99,21 +108,16 @@ def _check_values(routing: Routing, config: MoEConfig, name: str) -> None:
             raise ValueError(f"{finite}, got {values[token].tolist()} for token {token}")
 
 
-def check_is_replayed(router: nn.Module, _arguments: Any, options: Mapping[str, Any], routing: object) -> None:
-    """Raise for a custom router that does not route to the `experts` of a record: a forward hook."""
-    if "experts" not in options:
-        return  # a recomputation of a forward that was not replayed
-    if not isinstance(routing, Routing) or routing.experts.shape != options["experts"].shape:
-        return  # which the layer refuses
-    is_same = (routing.experts.sort(1).values == options["experts"].sort(1).values).all(1)
+def _check_is_replayed(routing: Routing, given: Tensor, name: str) -> None:
+    """Raise for a custom router that does not route to the `experts` of a record."""
+    is_same = (routing.experts.sort(1).values == given.sort(1).values).all(1)
     if routing.token_mask is not None:
         is_same = is_same | ~routing.token_mask
-    name = type(router).__name__
     if is_same.device.type != "cpu" or torch.compiler.is_compiling():
         assert_async(is_same.all(), f"router {name} must route to the experts that it gets in a replay")
     elif not is_same.all():
         token = int((~is_same).nonzero()[0])
-        given, got = options["experts"][token].tolist(), routing.experts[token].tolist()
         raise ValueError(
-            f"router {name} must route to the experts that it gets in a replay, {given} for token {token}, got {got}"
+            f"router {name} must route to the experts that it gets in a replay, {given[token].tolist()} for token "
+            f"{token}, got {routing.experts[token].tolist()}"
         )

@@ -38,10 +38,11 @@ class MoEFeedForward(MoE):
         Returns:
             Output with the shape and dtype of `MoEOutput.hidden_states`.
         """
+        if not (torch.is_grad_enabled() or self.losses.are_recorded):
+            return self.hidden_states_and_routing(x, token_mask)[0]
         hidden_states, metrics = self.output_and_metrics(x, token_mask)
         lost = "the gradient of the auxiliary loss would be lost: use maxmoe.MoE, and add its aux_loss"
-        # In this order, because the auxiliary loss may be computed when it is read.
-        if not (torch.is_grad_enabled() and needs_gradient(self, metrics.aux_loss, lost)):
+        if not needs_gradient(self, metrics.aux_loss, lost):
             return hidden_states
         loss = metrics.aux_loss * self.aux_loss_scale
         return with_gradient(hidden_states, loss, torch.ones_like(loss))

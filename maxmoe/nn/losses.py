@@ -81,12 +81,13 @@ def step_balance_loss(
     top_k: int,
     num_tokens: Tensor,
     step: StepCounts,
+    weight: float,
     *,
     tokens: TokenReductions = LOCAL,
 ) -> Tensor:
-    """Compute the balance loss with the load of the optimizer step so far.
+    """Compute the weighted balance loss with the load of the optimizer step so far.
 
-    sum_e f[e] * sum_t(probabilities[t, e]) / T,   f[e] = E / (K T') * tokens_per_expert'[e]
+    weight * sum_e f[e] * sum_t(probabilities[t, e]) / T,   f[e] = E / (K T') * tokens_per_expert'[e]
 
     T tokens of this micro-batch; T' tokens and tokens_per_expert' slots of this micro-batch and of all whose backward
     has run since the step began. The loss counts each micro-batch once, when its backward runs.
@@ -97,6 +98,7 @@ def step_balance_loss(
         top_k: K, experts per token.
         num_tokens: ``()``, integer, number of tokens without padding.
         step: counts of the step.
+        weight: weight of the loss.
         tokens: reductions over the processes that share the tokens.
 
     Returns:
@@ -110,7 +112,9 @@ def step_balance_loss(
     local_tokens = num_tokens
     if isinstance(tokens, LocalTokens):
         counts, num_tokens = step.all_reduce(counts, num_tokens)
-    return mean_of(step.dot_frequencies(mass, counts, num_tokens) * (probabilities.shape[1] / top_k), local_tokens)
+    # Scaled first, so that the sum is the loss that `step` reports.
+    scale = weight * probabilities.shape[1] / top_k
+    return step.dot_frequencies(mean_of(mass * scale, local_tokens), counts, num_tokens)
 
 
 def router_z_loss(logits: Tensor, *, token_mask: Tensor | None = None, tokens: TokenReductions = LOCAL) -> Tensor:

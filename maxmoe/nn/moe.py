@@ -23,7 +23,9 @@ from maxmoe.nn.losses import BalanceLoss, load_balance_loss
 from maxmoe.nn.output import MoEOutput
 from maxmoe.nn.routed_experts import run_routed_experts
 from maxmoe.nn.router import Router
-from maxmoe.nn.routing_losses import RoutingLosses, RoutingMetrics
+from maxmoe.nn.routing import Routing
+from maxmoe.nn.routing_hooks import HookedModule
+from maxmoe.nn.routing_losses import RoutingLosses, RoutingMetrics, compute_metrics
 from maxmoe.nn.shared_experts import SharedExperts
 from maxmoe.nn.zero_computation_experts import ZeroComputationExperts
 from maxmoe.ops import ActivationFunction
@@ -31,7 +33,7 @@ from maxmoe.token_group import LocalTokens, TokenGroupAttribute
 from maxmoe.upcycling import DenseBlock, Projection, Scaling, Upcycling, initialize
 
 
-class MoE(nn.Module):
+class MoE(HookedModule):
     """A Mixture-of-Experts feed-forward layer.
 
     hidden_states[t] = sum_k weights[t, k] * expert[experts[t, k]](x[t]) + shared_experts(x[t])
@@ -59,8 +61,6 @@ class MoE(nn.Module):
 
     recompute_names = ("dispatch",)
     recompute: frozenset[str] = frozenset()  # see `maxmoe.set_recompute`
-    has_replay_hooks = False  # set by record_routing and replay_routing, with the ids of the hooks
-    replay_hooks: frozenset[int] = frozenset()
     frozen_experts: object | None = None  # set by freeze_experts
 
     token_group = TokenGroupAttribute()
@@ -214,10 +214,23 @@ class MoE(nn.Module):
         return MoEOutput(hidden_states, metrics.aux_loss, metrics.stats)
 
     def output_and_metrics(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, RoutingMetrics]:
-        """Compute as `forward`; without gradients, the metrics may be computed when they are read."""
+        """Compute as `forward`."""
+        hidden_states, routing, dropped = self.hidden_states_and_routing(x, token_mask)
+        metrics = compute_metrics(self, routing, dropped, math.prod(x.shape[:-2]))
+        sums, router = self.metrics_accumulator, self.balanced_router
+        not_counted = "its StatsAccumulator would not count the call: make none"
+        if sums is not None and needs_gradient(self, hidden_states, not_counted):
+            hidden_states = sums.add(hidden_states, metrics.aux_loss, metrics.stats)
+            if sums.histogram is not None and router is not None:
+                hidden_states = sums.histogram.add(hidden_states, router.required_bias_histogram(routing))
+        if hidden_states.requires_grad:
+            self.aux_loss_watch.watch(self, hidden_states, metrics.aux_loss)
+        return hidden_states, metrics
+
+    def hidden_states_and_routing(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Routing, Tensor]:
+        """Compute hidden states and routing as `forward`, and the number of slots that this rank has dropped."""
         check_inputs(x, token_mask, self.config.hidden_size, self._dtype)
         check_training(self)
-        num_sequences = math.prod(x.shape[:-2])
         tokens = x.reshape(-1, x.shape[-1])
         if token_mask is not None:
             token_mask = token_mask.reshape(-1)
@@ -226,8 +239,7 @@ class MoE(nn.Module):
         region = self.runner.region
         # One tensor per part of the layer, because the gradients of the parts are reduced differently.
         inputs = region.enter(tokens)
-        shape = (num_sequences, x.shape[-2], x.shape[-1])
-        routing, routed, dropped = run_routed_experts(self, inputs, token_mask, shape)
+        routing, routed, dropped = run_routed_experts(self, inputs, token_mask, x.shape[:-1])
         shared = None if self.shared_experts is None else self.shared_experts(inputs.shared_experts, token_mask)
         whole = None
         if self.zero_computation_experts is not None:
@@ -235,20 +247,9 @@ class MoE(nn.Module):
             whole = self.zero_computation_experts(inputs.router, routing.top_k, routed.dtype)
         # The region sums partial outputs of both, in one collective if they are partial over the same axes.
         hidden_states = region.leave(routed, shared, whole)
-        dropped = region.all_reduce_dropped(dropped)
-        sums, router = self.metrics_accumulator, self.balanced_router
-        step_counts = None if sums is None else sums.step
-        metrics = self.losses(routing, dropped, num_sequences, self.token_group, step_counts, router=self.router)
-        not_counted = "its StatsAccumulator would not count the call: make none"
-        if sums is not None and needs_gradient(self, hidden_states, not_counted):
-            hidden_states = sums.add(hidden_states, metrics.aux_loss, metrics.stats)
-            if sums.histogram is not None and router is not None:
-                hidden_states = sums.histogram.add(hidden_states, router.required_bias_histogram(routing))
-        if hidden_states.requires_grad:
-            self.aux_loss_watch.watch(self, hidden_states, metrics.aux_loss)
         # A view would lose the backward hook that FSDP registers on this tensor.
         hidden_states = reshaped(hidden_states.contiguous(), (*x.shape[:-1], hidden_states.shape[1]))
-        return hidden_states, metrics
+        return hidden_states, routing, dropped
 
     @property
     def declaration(self) -> Declaration:

@@ -13,8 +13,9 @@ class MoEOutput(NamedTuple):
 
     Attributes:
         hidden_states: ``(..., S, D)``, shape and dtype of the input.
-        aux_loss: ``()``, float32 or wider, sum of the weighted auxiliary losses, to be added to the training loss.
-        stats: routing statistics of the call.
+        aux_loss: ``()``, float32 or wider, sum of the weighted auxiliary losses, to be added to the training loss. On a
+            mesh, it is over the tokens of all ranks; without gradients over those of this rank, without communication.
+        stats: routing statistics of the call, over the same tokens.
     """
 
     hidden_states: Tensor

@@ -2,8 +2,8 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from maxmoe._torch import never_compiled
 from maxmoe._torch_backward import backward_id
 from maxmoe._torch_checkpoint import checkpoint_frames, is_reentrant_checkpoint
+from maxmoe.config import MoEConfig
 from maxmoe.files import replacing
 from maxmoe.load.stats_accumulator import unwrapped_path
-from maxmoe.nn.custom_router import check_is_replayed
 from maxmoe.nn.moe import MoE
-from maxmoe.nn.replay_hooks import hooked, in_this_thread, known_to
-from maxmoe.nn.router import is_custom_router
 from maxmoe.nn.routing import Routing
+from maxmoe.nn.routing_hooks import RoutingHook, add_hook, remove_hook
 from maxmoe.recompute.selective import is_recomputation
 
 
@@ -104,27 +102,9 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
     """
     layers = _layers(model)
     record = RoutingRecord({path: [] for path in layers})
-
-    def hooks(path: str, layer: MoE) -> list[Any]:
-        shape: list[torch.Size] = []
-
-        @in_this_thread
-        def enter(_layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-            shape[:] = [(arguments[0] if arguments else options["x"]).shape[:-1]]
-
-        @in_this_thread
-        def observe(_router: nn.Module, _arguments: Any, routing: Routing) -> None:
-            if not is_recomputation():
-                is_narrow = layer.config.num_selectable_experts <= torch.iinfo(torch.int16).max
-                dtype = torch.int16 if is_narrow else torch.int32
-                record.calls[path].append(routing.experts.detach().to(dtype).view(*shape[0], layer.config.top_k))
-
-        return [
-            layer.register_forward_pre_hook(enter, with_kwargs=True),
-            layer.router.register_forward_hook(observe),
-        ]
-
-    with hooked(hooks, layers):
+    with ExitStack() as stack:
+        for path, layer in layers.items():
+            stack.enter_context(_hooked(layer, _Recorder(layer.config, record.calls[path])))
         yield record
 
 
@@ -152,14 +132,9 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
     layers = _layers(model)
     _check_layers(layers, record)
     replays = {path: _Replay(path, layer, record.calls[path]) for path, layer in layers.items()}
-
-    def hooks(path: str, layer: MoE) -> list[Any]:
-        handles: list[Any] = [layer.router.register_forward_pre_hook(replays[path].force, with_kwargs=True)]
-        if is_custom_router(layer.router):
-            handles.append(layer.router.register_forward_hook(in_this_thread(check_is_replayed), with_kwargs=True))
-        return handles
-
-    with hooked(hooks, layers):
+    with ExitStack() as stack:
+        for path, layer in layers.items():
+            stack.enter_context(_hooked(layer, replays[path]))
         yield
     for replay in replays.values():
         replay.end()
@@ -168,16 +143,37 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
             raise ValueError(f"the record has {len(record.calls[path])} calls of {replay.path}, got {replay.num_calls}")
 
 
+class _Recorder:
+    """Appends the expert ids of each call of a layer to a list."""
+
+    def __init__(self, config: MoEConfig, calls: list[Tensor]) -> None:
+        self.thread = threading.get_ident()
+        self._calls, self._top_k = calls, config.top_k
+        is_narrow = config.num_selectable_experts <= torch.iinfo(torch.int16).max
+        self._dtype = torch.int16 if is_narrow else torch.int32
+
+    def experts(self, _x: Tensor) -> None:
+        """Let the router choose."""
+
+    def observe(self, routing: Routing, leading_dims: Sequence[int]) -> None:
+        """Append the ids, unless the call is a recomputation."""
+        if not is_recomputation():
+            self._calls.append(routing.experts.detach().to(self._dtype).view(*leading_dims, self._top_k))
+
+
 class _Replay:
     """Recorded expert ids of one layer, and those that a recomputation in the backward pass may need again.
 
     Attributes:
+        thread: thread whose calls are replayed.
+        has_ended: whether the context has ended, so that only recomputations of its calls get expert ids.
         checkpointed: expert ids of the calls in each checkpoint, by the frame of the checkpoint.
     """
 
     def __init__(self, path: str, layer: MoE, calls: list[Tensor]) -> None:
         self.path, self.layer, self.calls, self.num_calls = path or "the layer", layer, calls, 0
         self.thread = threading.get_ident()
+        self.has_ended = False
         self.checkpointed: WeakKeyDictionary[object, _CheckpointedCalls] = WeakKeyDictionary()
         for ids in calls:
             self._check(ids)
@@ -195,42 +191,33 @@ class _Replay:
                 f"got from {int(ids.min())} to {int(ids.max())}"
             )
 
-    @never_compiled
-    def force(self, _router: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any] | None = None) -> Any:
-        """Pass the recorded ids to the router: a forward pre-hook.
-
-        While it is added or removed, torch may call it in another thread without the options.
-        """
-        # Autograd may recompute in another thread.
-        if options is None or not (is_recomputation() or threading.get_ident() == self.thread):
+    def experts(self, x: Tensor) -> Tensor | None:
+        """Return the recorded ids of the call that runs; None if this replay does not know it."""
+        if self.has_ended and not self._is_known():
             return None
-        x: Tensor = arguments[0] if arguments else options["x"]
         ids = self._recomputed() if is_recomputation() else self._next()
         if ids is None:
             return None
-        num_tokens = x.shape[:-1].numel()
-        if ids.numel() != num_tokens * ids.shape[-1]:
+        if ids.numel() != x.shape[0] * ids.shape[-1]:
             raise ValueError(
-                f"call {self.num_calls} of {self.path} has {num_tokens} tokens, the record {tuple(ids.shape[:-1])}"
+                f"call {self.num_calls} of {self.path} has {x.shape[0]} tokens, the record {tuple(ids.shape[:-1])}"
             )
-        return arguments, {**options, "experts": ids.reshape(-1, ids.shape[-1]).to(x.device, torch.int64)}
+        return ids.reshape(-1, ids.shape[-1]).to(x.device, torch.int64)
+
+    def observe(self, _routing: Routing, _leading_dims: Sequence[int]) -> None:
+        """Do nothing."""
 
     def end(self) -> None:
-        """Keep a hook for recomputations after the replay. It removes itself when no checkpointed graph is left."""
+        """Stay with the layer for recomputations after the context, until no checkpointed graph is left."""
+        self.has_ended = True
+        if self.checkpointed:
+            add_hook(self.layer, self)
+
+    def _is_known(self) -> bool:
+        """Return whether a call of this replay is recomputed; removes the replay if none can be."""
         if not self.checkpointed:
-            return
-
-        removals: list[Callable[[], None]] = []
-
-        @never_compiled
-        def force(router: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any] | None = None) -> Any:
-            for remove in removals if not self.checkpointed else ():
-                remove()
-            is_known = is_recomputation() and any(frame in self.checkpointed for frame in checkpoint_frames())
-            return self.force(router, arguments, options) if is_known else None
-
-        handle = self.layer.router.register_forward_pre_hook(force, with_kwargs=True)
-        removals.append(known_to(self.layer, handle))
+            remove_hook(self.layer, self)
+        return is_recomputation() and any(frame in self.checkpointed for frame in checkpoint_frames())
 
     def _next(self) -> Tensor:
         if self.num_calls == len(self.calls):
@@ -284,3 +271,12 @@ def _check_layers(layers: Mapping[str, MoE], record: RoutingRecord) -> None:
     missing, unknown = sorted(layers.keys() - record.calls.keys()), sorted(record.calls.keys() - layers.keys())
     if missing or unknown:
         raise ValueError(f"the record must be one of the same layers: it lacks {missing} and has {unknown} besides")
+
+
+@contextmanager
+def _hooked(layer: MoE, hook: RoutingHook) -> Iterator[None]:
+    add_hook(layer, hook)
+    try:
+        yield
+    finally:
+        remove_hook(layer, hook)

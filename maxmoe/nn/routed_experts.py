@@ -1,5 +1,7 @@
 """Router and routed experts of a layer, in one operator or in their modules."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,12 +13,13 @@ from maxmoe.nn.dispatcher import ExpertRunner, LocalDispatcher
 from maxmoe.nn.experts import Experts
 from maxmoe.nn.router import Router, is_custom_router
 from maxmoe.nn.routing import Routing
+from maxmoe.nn.routing_hooks import given_experts, observe
 from maxmoe.nn.tensor_parallel_region import LayerInputs, LocalRegion
 from maxmoe.quantization import QuantizedStack
 
 
 def run_routed_experts(
-    layer: Any, inputs: LayerInputs, token_mask: Tensor | None, shape: tuple[int, int, int]
+    layer: Any, inputs: LayerInputs, token_mask: Tensor | None, leading_dims: Sequence[int]
 ) -> tuple[Routing, Tensor, Tensor]:
     """Route tokens and compute their experts.
 
@@ -24,17 +27,16 @@ def run_routed_experts(
         layer: `MoE` layer.
         inputs: input ``(T, D)`` of each part of the layer.
         token_mask: ``(T,)``, bool, False for padding; None for no padding.
-        shape: number of sequences, their length, and D.
+        leading_dims: sizes ``(..., S)`` of the input of the layer, with sequences of S tokens.
 
     Returns:
         Routing, outputs of the experts ``(T, D)`` and the number ``()`` of dropped slots.
     """
-    # The flag comes first, so that torch.compile always reads it: it guards attributes, but not hooks.
-    if not layer.has_replay_hooks and token_mask is None and layer.latent_in is None and not is_traced():
+    if not layer.routing_hooks and token_mask is None and layer.latent_in is None and not is_traced():
         results = _in_one_operator(layer.router, layer.experts, layer.runner, inputs.router)
         if results is not None:
             return results
-    return _in_modules(layer, inputs, token_mask, shape)
+    return _in_modules(layer, inputs, token_mask, leading_dims)
 
 
 def _in_one_operator(
@@ -73,20 +75,26 @@ def _in_one_operator(
 
 
 def _in_modules(
-    layer: Any, inputs: LayerInputs, token_mask: Tensor | None, shape: tuple[int, int, int]
+    layer: Any, inputs: LayerInputs, token_mask: Tensor | None, leading_dims: Sequence[int]
 ) -> tuple[Routing, Tensor, Tensor]:
+    num_sequences, hooks = math.prod(leading_dims[:-1]), layer.routing_hooks
+    given = given_experts(hooks, inputs.router) if hooks else None
     region = layer.runner.region
     routing: Routing
     if is_custom_router(layer.router):  # only then, because two dims fix the sizes in torch.export
-        routing = checked_routing(layer.router, layer.config, inputs.router.view(shape), token_mask)
+        sequences = inputs.router.view(num_sequences, leading_dims[-1], inputs.router.shape[1])
+        routing = checked_routing(layer.router, layer.config, sequences, token_mask, given)
     else:
-        routing = layer.router(inputs.router, token_mask)
+        options = {} if given is None else {"experts": given}
+        routing = layer.router(inputs.router, token_mask, **options)
+    if hooks:
+        observe(hooks, routing, leading_dims)
     rows = inputs.experts if layer.latent_in is None else region.copy_to_experts(layer.latent_in(inputs.experts))
     routed, dropped = layer.runner.run(
         layer.experts,
         rows,
         region.assign(routing.top_k),
-        num_sequences=shape[0],
+        num_sequences=num_sequences,
         recompute="dispatch" in layer.recompute,
     )
     if layer.latent_out is not None:

@@ -1,19 +1,17 @@
 """Auxiliary loss and statistics of a layer."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from maxmoe._torch import is_called_plainly, is_traced
 from maxmoe.config import MoEConfig
 from maxmoe.declaration import TOKEN_DIMS, SavedTensor
-from maxmoe.deferred import deferred
 from maxmoe.load.stats import MoEStats
 from maxmoe.load.step_counts import StepCounts
 from maxmoe.nn.losses import (
+    LOCAL,
     BalanceLoss,
     checked_balance_loss,
     load_balance_loss,
@@ -22,13 +20,9 @@ from maxmoe.nn.losses import (
     router_z_loss,
     step_balance_loss,
 )
-from maxmoe.nn.router import Router
 from maxmoe.nn.routing import Routing
+from maxmoe.recompute.selective import has_backward
 from maxmoe.token_group import FlattenedBatch, LocalTokens, TokenReductions
-
-# Largest number of probabilities for which losses and statistics wait until they are read. Those of a few tokens take
-# as long as the routing; while they wait, the routing stays in memory.
-MAX_DEFERRED_SIZE = 1 << 16
 
 
 class RoutingMetrics(NamedTuple):
@@ -49,20 +43,28 @@ def _entropy(probabilities: Tensor) -> Tensor:
     return logarithms.mul_(probabilities).sum().neg()
 
 
-def _without_tensors_of_others(routing: Routing, router: nn.Module) -> Routing:
-    """Return a routing with copies of the tensors that code outside of the layer may modify before they are read.
+def compute_metrics(layer: Any, routing: Routing, dropped: Tensor, num_sequences: int) -> RoutingMetrics:
+    """Compute the auxiliary loss and the statistics of a call of a layer.
 
-    These are the mask, and all tensors that a custom router or a hook has seen.
+    They are over the tokens of all ranks. Without a backward they are of this rank's tokens alone, and the balance loss
+    of the scope "step" is the one of the scope "batch", so that evaluation communicates for the hidden states only.
+
+    Args:
+        layer: `MoE` layer.
+        routing: routing of this rank's tokens.
+        dropped: ``()``, number of slots that this rank has dropped.
+        num_sequences: number of sequences of this rank.
     """
-    token_mask = None if routing.token_mask is None else routing.token_mask.clone()
-    if type(router) is Router and is_called_plainly(router):
-        return routing if token_mask is None else routing._replace(token_mask=token_mask)
-    return routing._replace(
-        logits=None if routing.logits is None else routing.logits.clone(),
-        probabilities=routing.probabilities.clone(),
-        experts=routing.experts.clone(),
-        token_mask=token_mask,
-    )
+    tokens, sums, step = layer.token_group, layer.metrics_accumulator, None
+    if sums is not None and layer.training and layer.config.load_balance_scope == "step":
+        step = sums.step
+    communicates = step is not None or not isinstance(tokens, LocalTokens)
+    if communicates and not has_backward():
+        tokens, step = tokens if layer.losses.are_recorded else LOCAL, None
+    if not isinstance(tokens, LocalTokens):
+        dropped = layer.runner.region.all_reduce_dropped(dropped)
+    metrics: RoutingMetrics = layer.losses(routing, dropped, num_sequences, tokens, step)
+    return metrics
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,12 @@ class RoutingLosses:
     Args:
         config: config of the layer.
         balance_loss: balance loss of the scopes "sequence" and "batch".
+
+    Attributes:
+        are_recorded: whether the results of a forward without a backward are used outside of the layer, over all ranks.
     """
+
+    are_recorded: ClassVar[bool] = False
 
     config: MoEConfig
     balance_loss: BalanceLoss = load_balance_loss
@@ -84,45 +91,18 @@ class RoutingLosses:
         num_sequences: int,
         tokens: TokenReductions,
         step: StepCounts | None = None,
-        *,
-        router: nn.Module,
     ) -> RoutingMetrics:
         """Compute the sum ``()`` of the weighted losses and the statistics over the tokens of all processes.
 
-        Without gradients, those of a few tokens in a single process are computed when they are first read, from the
-        values that the tensors have in this call.
+        Args:
+            routing: routing of this rank's tokens.
+            dropped: ``()``, number of dropped slots over all processes.
+            num_sequences: number of sequences of this rank.
+            tokens: reductions over the processes that share the tokens.
+            step: counts of the step for the balance loss of the scope "step"; None for that of the scope "batch".
         """
-        if routing.token_losses is not None or not self._can_wait(routing, tokens, step):
-            return self._compute(routing, dropped, num_sequences, tokens, step)
-        routing = _without_tensors_of_others(routing, router)
-
-        def stats() -> MoEStats:
-            return self._compute(routing, dropped, num_sequences, tokens, step).stats
-
-        def metrics() -> RoutingMetrics:
-            aux_loss = self._aux_loss(routing, lambda: self._tokens_per_expert(routing, num_sequences), tokens, step)
-            return RoutingMetrics(aux_loss, deferred(MoEStats, stats))
-
-        is_zero = self.config.load_balance_loss_weight == self.config.router_z_loss_weight == 0
-        return metrics() if is_zero else deferred(RoutingMetrics, metrics)
-
-    def _can_wait(self, routing: Routing, tokens: TokenReductions, step: StepCounts | None) -> bool:
-        """Return whether the results are the same whenever they are computed, and whether that is worth it."""
-        return (
-            not torch.is_grad_enabled()
-            and routing.probabilities.numel() <= MAX_DEFERRED_SIZE
-            and routing.probabilities.is_cpu
-            and isinstance(tokens, LocalTokens)
-            and self.balance_loss is load_balance_loss
-            and (step is None or self.config.load_balance_scope != "step")
-            and not is_traced()
-        )
-
-    def _compute(
-        self, routing: Routing, dropped: Tensor, num_sequences: int, tokens: TokenReductions, step: StepCounts | None
-    ) -> RoutingMetrics:
         counts = self._tokens_per_expert(routing, num_sequences)
-        aux_loss = self._aux_loss(routing, lambda: counts, tokens, step)
+        aux_loss = self._aux_loss(routing, counts, tokens, step)
         entropy = _entropy(routing.probabilities.detach())
         summands = (counts.sum(0), dropped, entropy, num_tokens_of(routing.probabilities, routing.token_mask))
         everywhere = FlattenedBatch(tokens)
@@ -135,13 +115,10 @@ class RoutingLosses:
             aux_loss = aux_loss + mean_of(total, num_tokens)
         return RoutingMetrics(aux_loss, MoEStats(load, dropped, mean_of(entropy, num_tokens)))
 
-    def _aux_loss(
-        self, routing: Routing, counts: Callable[[], Tensor], tokens: TokenReductions, step: StepCounts | None
-    ) -> Tensor:
+    def _aux_loss(self, routing: Routing, counts: Tensor, tokens: TokenReductions, step: StepCounts | None) -> Tensor:
         aux_loss = routing.probabilities.new_zeros(())
         if self.config.load_balance_loss_weight > 0:
-            balance = self._balance(routing, counts(), tokens, step)
-            aux_loss = aux_loss + self.config.load_balance_loss_weight * balance
+            aux_loss = aux_loss + self._weighted_balance(routing, counts, tokens, step)
         if self.config.router_z_loss_weight > 0 and routing.logits is not None:
             z_loss = router_z_loss(routing.logits, token_mask=routing.token_mask, tokens=tokens)
             aux_loss = aux_loss + self.config.router_z_loss_weight * z_loss
@@ -155,11 +132,15 @@ class RoutingLosses:
             return counts.scatter_add(1, slots, torch.ones_like(slots))
         return counts.scatter_add(1, slots.clamp_min(0), (slots >= 0).to(slots.dtype))
 
-    def _balance(self, routing: Routing, counts: Tensor, tokens: TokenReductions, step: StepCounts | None) -> Tensor:
-        if self.config.load_balance_scope == "step" and step is not None:
+    def _weighted_balance(
+        self, routing: Routing, counts: Tensor, tokens: TokenReductions, step: StepCounts | None
+    ) -> Tensor:
+        weight = self.config.load_balance_loss_weight
+        if step is not None:
             num_tokens = torch.as_tensor(num_tokens_of(routing.probabilities, routing.token_mask), device=counts.device)
             top_k = self.config.top_k
-            return step_balance_loss(routing.probabilities, counts.sum(0), top_k, num_tokens, step, tokens=tokens)
+            counts = counts.sum(0)
+            return step_balance_loss(routing.probabilities, counts, top_k, num_tokens, step, weight, tokens=tokens)
         if self.config.load_balance_scope != "sequence":
             counts, tokens = counts.sum(0, keepdim=True), FlattenedBatch(tokens)
         num_sequences = counts.shape[0]
@@ -167,7 +148,7 @@ class RoutingLosses:
         probabilities = routing.probabilities.view(num_sequences, length, self.config.num_selectable_experts)
         lengths = None if routing.token_mask is None else routing.token_mask.view(num_sequences, length).sum(1)
         loss = self.balance_loss(probabilities, counts, self.config.top_k, lengths=lengths, tokens=tokens)
-        return checked_balance_loss(loss)
+        return weight * checked_balance_loss(loss)
 
     def saved_tensors(self, batch: int, length: int, wide: torch.dtype) -> dict[str, SavedTensor]:
         """Describe the tensors that the losses save, given the dtype of the probabilities."""
@@ -177,7 +158,8 @@ class RoutingLosses:
             saved["logsumexp"] = SavedTensor((batch, length), TOKEN_DIMS, wide)
         if config.load_balance_loss_weight > 0 and config.load_balance_scope == "step":
             saved["step_counts"] = SavedTensor((config.num_selectable_experts + 1,), (None,), torch.float64)
-            saved["num_tokens"] = SavedTensor((), (), wide)
+            saved["mass"] = SavedTensor((config.num_selectable_experts,), (None,), wide)
+            saved.update(dict.fromkeys(("num_tokens", "loss"), SavedTensor((), (), wide)))
         elif config.load_balance_loss_weight > 0:
             rows, name = (batch, TOKEN_DIMS[0]) if config.load_balance_scope == "sequence" else (1, None)
             saved["frequencies"] = SavedTensor((rows, config.num_selectable_experts), (name, None), wide)

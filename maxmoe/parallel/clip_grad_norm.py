@@ -3,23 +3,24 @@
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from maxmoe._torch import root_mesh
+from maxmoe._torch import assert_async, root_mesh
+from maxmoe.checksum import are_equal, checksum
 from maxmoe.named_collectives import all_reduce
 from maxmoe.sharding.mesh import STAGE_AXIS
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
     """Clip the total norm of gradients, like `torch.nn.utils.clip_grad_norm_`, but for DTensors on several meshes.
 
     norm = sqrt(sum of the squares of all entries),   gradient *= min(1, max_norm / (norm + 1e-6))
 
-    With `maxmoe.pipeline`, each rank passes the parameters of its stages, and the norm is that over all stages.
+    All ranks pass the same parameters. Their meshes decide what is communicated, whether they have gradients or not.
+    With `maxmoe.pipeline`, call `Pipeline.clip_grad_norm_`.
 
     Args:
         parameters: DTensors on any meshes, and plain tensors that are equal on all ranks.
@@ -27,69 +28,136 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
     Returns:
         ``()``, float64, norm before clipping; a plain tensor, equal on all ranks.
+
+    Raises:
+        ValueError: without parameters; for parameters of pipeline stages; on every rank of a mesh, if its ranks have
+            gradients of different parameters.
     """
-    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
-    parameters = list(parameters)
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not parameters:
+        raise ValueError(
+            "parameters must not be empty: an iterator can be read only once; with "
+            "maxmoe.pipeline, call clip_grad_norm_ of the pipeline"
+        )
+    if any(_is_of_a_stage(parameter) for parameter in parameters):
+        raise ValueError(
+            "parameters must not be those of a pipeline stage, because other stages may have none: call "
+            "clip_grad_norm_ of the pipeline"
+        )
+    return clip(parameters, max_norm, squared_norm(parameters))
+
+
+def squared_norm(parameters: Sequence[Tensor]) -> Tensor:
+    """Sum the squares of the gradients over the ranks of the meshes of their parameters.
+
+    Args:
+        parameters: as for `clip_grad_norm_`, possibly none.
+
+    Returns:
+        ``(2,)``, float64: the sum, and the number of meshes whose ranks have gradients of different parameters.
+    """
+    device = parameters[0].device if parameters else None
+    plain = [each.grad for each in parameters if not isinstance(each, DTensor) and each.grad is not None]
+    total = torch.stack([_squares(plain, device), torch.zeros((), dtype=torch.float64, device=device)])
+    by_mesh: dict[DeviceMesh, list[DTensor]] = {}
     for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None:
-            mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
-            by_mesh.setdefault(mesh, []).append(parameter)
-    norms = [torch.zeros((), dtype=torch.float64, device=parameters[0].device if parameters else None)]
-    for mesh, group in by_mesh.items():
-        gradients = [parameter.grad for parameter in group if parameter.grad is not None]
-        norms.append(_norm(gradients) if mesh is None else _norm_on_mesh(gradients, mesh))
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    # Also if this stage has no gradients, because the other stages wait for it.
-    if (stages := _stages_of(parameters)) is not None:
-        squares = total.square()
-        all_reduce(squares, "squares of gradients over stages", group=stages)
-        total = squares.sqrt()
-    for group in by_mesh.values():
-        torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+        if isinstance(parameter, DTensor):
+            gradients = by_mesh.setdefault(parameter.device_mesh, [])
+            gradients += [] if parameter.grad is None else [parameter.grad]  # type: ignore[list-item]
+    for mesh, gradients in by_mesh.items():
+        total += _squared_norm_on_mesh(gradients, mesh, device)
     return total
 
 
-def _stages_of(parameters: Iterable[Tensor]) -> dist.ProcessGroup | None:
-    """Return the process group over the pipeline stages, if the mesh of the parameters is that of one stage."""
-    meshes = {parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}
-    wholes = {whole for mesh in meshes if STAGE_AXIS in ((whole := root_mesh(mesh)).mesh_dim_names or ())}
-    return next((whole.get_group(STAGE_AXIS) for whole in wholes), None)
+def clip(parameters: Sequence[Tensor], max_norm: float, squares: Tensor) -> Tensor:
+    """Clip the gradients, given the result of `squared_norm` over all ranks, and return their norm."""
+    total, num_different = squares.unbind()
+    message = (
+        "clip_grad_norm_: all ranks must have gradients of the same parameters, got others on some ranks: every rank "
+        "must call backward, and use the same modules in the forward"
+    )
+    if not squares.is_cpu:
+        assert_async(num_different == 0, message)
+    elif num_different:
+        raise ValueError(message)
+    norm = total.sqrt()
+    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(parameter)
+    for group in by_mesh.values():
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+    return norm
 
 
-def _norm(gradients: Sequence[Tensor]) -> Tensor:
-    # float64 for any dtypes of the gradients, so that the norms of all ranks and meshes have one dtype. torch would
+def _is_of_a_stage(parameter: Tensor) -> bool:
+    """Return whether the mesh of a parameter is the part of a larger one that has one of several pipeline stages."""
+    if not isinstance(parameter, DTensor):
+        return False
+    whole = root_mesh(parameter.device_mesh)
+    axes = whole.mesh_dim_names or ()
+    return STAGE_AXIS in axes and whole.size(axes.index(STAGE_AXIS)) > 1
+
+
+def _squared_norm_on_mesh(gradients: Sequence[DTensor], mesh: DeviceMesh, device: torch.device | None) -> Tensor:
+    """Compute `squared_norm` of DTensors from their local shards, because torch warns on several mesh axes."""
+    partial: list[DTensor] = []
+    whole: list[DTensor] = []
+    for gradient in gradients:
+        (partial if any(placement.is_partial() for placement in gradient.placements) else whole).append(gradient)
+    facts = (len(gradients), sum(gradient.numel() for gradient in gradients), len(partial))
+    mine = checksum(torch.tensor(facts, dtype=torch.float64, device=device))
+    squares, *checksums = _all_reduce(torch.cat([_squares_of_shards(whole, device).reshape(1), mine]), mesh)
+    is_different = ~are_equal(torch.stack(checksums))
+    # Ranks with other gradients would not take part in their reductions.
+    if partial and not is_different:
+        squares = squares + _all_reduce(_squares_of_shards([_reduced(each) for each in partial], device), mesh)
+    return torch.stack([squares, is_different.double()])
+
+
+def _squares_of_shards(gradients: Sequence[DTensor], device: torch.device | None) -> Tensor:
+    """Sum the squares of this rank's shards, without copies: the first rank along each replicated axis counts them."""
+    return _squares([gradient.to_local() for gradient in gradients if not _is_copy(gradient)], device)
+
+
+def _is_copy(gradient: DTensor) -> bool:
+    coordinates = gradient.device_mesh.get_coordinate() or ()
+    return any(
+        placement.is_replicate() and coordinate > 0
+        for placement, coordinate in zip(gradient.placements, coordinates, strict=True)
+    )
+
+
+def _reduced(gradient: DTensor) -> DTensor:
+    """All-reduce the axes over which a gradient is partial."""
+    placements = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+    return gradient.redistribute(placements=placements)
+
+
+def _all_reduce(sums: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Sum over all axes of a mesh.
+
+    Axis by axis, not over mesh._flatten(): DTensor gathers uneven dims wrongly on a mesh that has a flattened one
+    (https://github.com/pytorch/pytorch/issues/194457). All groups of an axis sum equal numbers in the same order, so
+    that the norm is bitwise equal on all ranks.
+    """
+    for group in mesh.get_all_groups():
+        all_reduce(sums, "squares of gradients", group=group)
+    return sums
+
+
+def _squares(gradients: Sequence[Tensor], device: torch.device | None) -> Tensor:
+    """Sum the squares of tensors, ``()``, float64."""
+    # float64 for any dtypes of the gradients, so that the sums of all ranks and meshes have one dtype. torch would
     # round the norm of each gradient to its dtype, in which a float16 norm overflows.
     wide = [gradient for gradient in gradients if gradient.dtype.itemsize >= 4]
-    norms = [torch.nn.utils.get_total_norm(wide).double()] if wide else []
+    norms = [torch.zeros((), dtype=torch.float64, device=device)]
+    norms += [torch.nn.utils.get_total_norm(wide).double()] if wide else []
     norms += [
         torch.linalg.vector_norm(gradient, dtype=torch.float32).double()
         for gradient in gradients
         if gradient.dtype.itemsize < 4
     ]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms)).square()
     return total
-
-
-def _norm_on_mesh(gradients: Sequence[Tensor], mesh: DeviceMesh) -> Tensor:
-    """Compute the norm of DTensors from the squares of the local shards, because torch warns on several mesh axes."""
-    local = [part for gradient in gradients if isinstance(gradient, DTensor) for part in _parts_to_count(gradient)]
-    squares = _norm(local or [torch.zeros_like(gradients[0].to_local())]).square()  # type: ignore[attr-defined]
-    # Axis by axis, not over mesh._flatten(): DTensor gathers uneven dims wrongly on a mesh that has a flattened one
-    # (https://github.com/pytorch/pytorch/issues/194457). All groups of an axis sum equal numbers in the same order, so
-    # that the norm is bitwise equal on all ranks.
-    for group in mesh.get_all_groups():
-        all_reduce(squares, "squares of gradients", group=group)
-    return squares.sqrt()
-
-
-def _parts_to_count(gradient: DTensor) -> list[Tensor]:
-    """Return this rank's shard, or nothing if it is a copy: the first rank along each replicated axis counts it."""
-    summed = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
-    gradient = gradient.redistribute(placements=summed)
-    coordinates = gradient.device_mesh.get_coordinate() or ()
-    is_copy = any(
-        placement.is_replicate() and coordinate > 0
-        for placement, coordinate in zip(gradient.placements, coordinates, strict=True)
-    )
-    return [] if is_copy else [gradient.to_local()]

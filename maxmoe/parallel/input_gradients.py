@@ -18,7 +18,8 @@ class InputGradientCheck:
     """Forward pre-hook that raises if an input requires a gradient on some ranks only.
 
     The gradient of an input has collectives of its own. The ranks on which it is required would wait for the other
-    ranks until the timeout. Without floating-point inputs, as in language models, the hook does not communicate.
+    ranks until the timeout. Without floating-point inputs, as in language models, the hook does not communicate,
+    nor without gradients, as in evaluation.
     """
 
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:
@@ -32,9 +33,9 @@ class InputGradientCheck:
         named = self._signature.bind_partial(*arguments, **options).arguments
         leaves = [(name, leaf) for name, value in named.items() for leaf in tree_leaves(value)]
         floating = [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        if not floating or is_recomputation():
+        if not floating or is_recomputation() or not torch.is_grad_enabled():
             return
-        wanted = dict.fromkeys(name for name, leaf in floating if torch.is_grad_enabled() and leaf.requires_grad)
+        wanted = dict.fromkeys(name for name, leaf in floating if leaf.requires_grad)
         names = list(self._signature.parameters)
         bits = torch.tensor([sum(2 ** names.index(name) for name in wanted)], device=self._device)
         of_ranks = bits.new_empty(dist.get_world_size())

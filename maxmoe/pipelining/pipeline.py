@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from maxmoe.adapters import with_stacked_factors
 from maxmoe.agreement import check_ranks_agree
 from maxmoe.load.layers_of_stages import LayersOfStages
-from maxmoe.load.metrics_accumulator import with_gradient
 from maxmoe.load.stats import MoEStats
-from maxmoe.nn import MoE, MoEFeedForward, MoEOutput, check_recompute, recompute_of, set_recompute
+from maxmoe.nn import MoE, check_recompute, recompute_of, set_recompute
+from maxmoe.parallel.clip_grad_norm import clip, squared_norm
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.fsdp import fully_shard_stage
 from maxmoe.parallel.interruptions import Recovery
@@ -24,7 +24,7 @@ from maxmoe.pipelining.recorded_stage import gather_timeline
 from maxmoe.pipelining.scheduled_run import ScheduledRun
 from maxmoe.pipelining.schedules import check_schedule, schedule_kind
 from maxmoe.pipelining.stage import Loss, Stage
-from maxmoe.pipelining.stage_modules import copied_modules, keep_stages, stage_module, stage_parts
+from maxmoe.pipelining.stage_modules import add_aux_losses, copied_modules, keep_stages, stage_module, stage_parts
 from maxmoe.pipelining.step_statistics import PipelineOutput, StepStatistics
 from maxmoe.pipelining.timeline import Timeline
 from maxmoe.quantization import with_split_stacks
@@ -67,7 +67,7 @@ def pipeline(
         pipeline = maxmoe.pipeline(model, mesh, loss=loss, schedule="1f1b", num_micro_batches=8)
         optimizer = torch.optim.AdamW(pipeline.parameters())
         output = pipeline.step(tokens, targets)
-        clip_grad_norm_(pipeline.parameters(), 1.0)
+        pipeline.clip_grad_norm_(1.0)
         optimizer.step()
 
     Args:
@@ -136,7 +136,7 @@ def pipeline(
     layers = {
         path: module.config.num_selectable_experts for path, module in model.named_modules() if isinstance(module, MoE)
     }
-    _add_aux_losses(model, aux_loss_scale)
+    add_aux_losses(model, aux_loss_scale)
     mine = kind.stages_of(mesh.coordinates().get(STAGE_AXIS, 0), mesh.size(STAGE_AXIS), count)
     modules = {index: stage_module(model, parts[index]) for index in mine}
     keep_stages(model, [parts[index] for index in mine])
@@ -153,23 +153,6 @@ def pipeline(
     model.layers_of_stages = LayersOfStages(layers, group, within.device_type)  # type: ignore[assignment]
     run = ScheduledRun(kind, stages, len(parts), num_micro_batches, group, within)
     return Pipeline(model, run, boundary, loss, plan.tokens, aux_loss_scale)
-
-
-def _add_aux_losses(model: nn.Module, scale: float) -> None:
-    """Add the gradients of the auxiliary losses of all layers in the backward, so that no stage passes a loss on."""
-
-    def attach(_layer: nn.Module, _arguments: tuple[Any, ...], output: MoEOutput) -> MoEOutput:
-        if not output.aux_loss.requires_grad:
-            return output
-        loss = output.aux_loss * scale
-        hidden_states = with_gradient(output.hidden_states, loss, torch.ones_like(loss))
-        return output._replace(hidden_states=hidden_states, aux_loss=output.aux_loss.detach())
-
-    for layer in model.modules():
-        if isinstance(layer, MoEFeedForward):
-            layer.aux_loss_scale = scale  # adds the gradient itself
-        elif isinstance(layer, MoE):
-            layer.register_forward_hook(attach)
 
 
 class Pipeline:
@@ -265,6 +248,27 @@ class Pipeline:
             ValueError: as `step`.
         """
         return self._execute(inputs, targets, options, with_backward=False)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the total norm of the gradients of all stages, as `maxmoe.parallel.clip_grad_norm_`.
+
+        All ranks must call it, also those whose stages have no trained parameters.
+
+        Args:
+            max_norm: largest norm of all gradients together.
+
+        Returns:
+            ``()``, float64, norm before clipping, equal on all ranks.
+
+        Raises:
+            ValueError: on every rank, if the ranks of a stage have gradients of different parameters.
+        """
+        parameters = list(self.parameters())
+        squares = squared_norm(parameters).to(self._run.device)
+        if self._run.group is not None:
+            dist.all_reduce(squares, group=self._run.group)
+        return clip(parameters, max_norm, squares)
 
     def update_correction_bias(self, stats: Mapping[str, MoEStats]) -> None:
         """Take one step of loss-free balancing in the layers of this rank.

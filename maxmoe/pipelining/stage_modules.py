@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
 
 from maxmoe._torch import shallow_copy
 from maxmoe.declaration import Absent, PipelineParts, declaration_of
-from maxmoe.nn import MoE
+from maxmoe.load.metrics_accumulator import with_gradient
+from maxmoe.nn import MoE, MoEFeedForward, MoEOutput
 from maxmoe.pipelining.schedules import Cost, partition_blocks
 from maxmoe.quantization import weights
 
@@ -191,3 +194,20 @@ def _check_parameters(model: nn.Module, parts: PipelineParts, stages: Sequence[S
             raise ValueError(
                 f"{shared} must be one parameter on one stage, got stages {numbers}: tie no weights across stages"
             )
+
+
+def add_aux_losses(model: nn.Module, scale: float) -> None:
+    """Add the gradients of the auxiliary losses of all layers in the backward, so that no stage passes a loss on."""
+
+    def attach(_layer: nn.Module, _arguments: tuple[Any, ...], output: MoEOutput) -> MoEOutput:
+        if not output.aux_loss.requires_grad:
+            return output
+        loss = output.aux_loss * scale
+        hidden_states = with_gradient(output.hidden_states, loss, torch.ones_like(loss))
+        return output._replace(hidden_states=hidden_states, aux_loss=output.aux_loss.detach())
+
+    for layer in model.modules():
+        if isinstance(layer, MoEFeedForward):
+            layer.aux_loss_scale = scale  # adds the gradient itself
+        elif isinstance(layer, MoE):
+            layer.register_forward_hook(attach)

@@ -39,6 +39,8 @@ class RecordedLosses:
     A recomputation in the backward is not counted.
     """
 
+    are_recorded = True
+
     def __init__(self, losses: RoutingLosses) -> None:
         self._losses = losses
         self._total: Tensor | None = None
@@ -50,11 +52,9 @@ class RecordedLosses:
         num_sequences: int,
         tokens: TokenReductions,
         step: StepCounts | None = None,
-        *,
-        router: nn.Module,
     ) -> RoutingMetrics:
         """Compute auxiliary loss and statistics of one forward."""
-        metrics = self._losses(routing, dropped, num_sequences, tokens, step, router=router)
+        metrics = self._losses(routing, dropped, num_sequences, tokens, step)
         if not is_recomputation():
             summand = packed(metrics.aux_loss, metrics.stats)
             self._total = summand if self._total is None else self._total + summand

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 
 from maxmoe._torch import tree_leaves
 from maxmoe._torch_backward import is_backward_running
-from maxmoe._torch_checkpoint import is_packed_by_checkpoint
+from maxmoe._torch_checkpoint import is_packed_by_checkpoint, is_recomputed_with_gradients
 
 # Operators whose outputs `keep_routing` saves.
 KEPT_OPERATORS = ("maxmoe::route", "maxmoe::ragged_plan", "maxmoe_dispatch::all_gather_counts")
@@ -20,6 +20,15 @@ KEPT_OPERATORS = ("maxmoe::route", "maxmoe::ragged_plan", "maxmoe_dispatch::all_
 def is_recomputation() -> bool:
     """Return whether a forward that runs now is a recomputation, which is the case if a backward is running."""
     return is_backward_running()
+
+
+def has_backward() -> bool:
+    """Return whether a backward may follow the current forward.
+
+    That is the case if gradients are enabled. The forward of a reentrant checkpoint runs without them and is recomputed
+    with them. Compiled code does not recognize it.
+    """
+    return torch.is_grad_enabled() or (not torch.compiler.is_compiling() and is_recomputed_with_gradients())
 
 
 def is_checkpointed() -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe import MoEConfig, MoEFeedForward, StatsAccumulator
-from maxmoe.load.bias_checksum import are_equal, checksum
+from maxmoe.checksum import are_equal, checksum
 from maxmoe.parallel import parallelize
 from maxmoe.sharding import Mesh
 from support.run_ranks import run_ranks

@@ -1,6 +1,7 @@
 """The balance loss over an optimizer step: counts of all micro-batches and ranks, as in arXiv:2501.11873."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -151,19 +152,36 @@ def test_micro_batches_in_flight(is_recomputed: bool) -> None:
         torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_evaluation_counts_nothing_and_needs_no_accumulator() -> None:
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 1]])
+def test_the_reported_loss_is_that_of_the_backward(order: list[int]) -> None:
+    """Recomputed or not: the loss whose gradient was taken, with the counts of all whose backward had run."""
     layer, x = make(), batch()
-    with torch.no_grad():
-        assert layer(x).aux_loss.item() == pytest.approx(make("batch")(x).aux_loss.item(), rel=1e-12)
-    assert layer.eval()(x).aux_loss.requires_grad  # with gradients, but not trained
-    layer.train()
+    parts = x.chunk(4)
+    ordered = torch.cat([parts[index] for index in order])
+    expected = torch.stack(by_definition(layer, ordered, torch.ones_like(mask()), 4)).mean()
+
+    def recomputed(use_reentrant: bool) -> Callable[[Tensor], Any]:
+        return lambda x: checkpoint(layer, x.clone().requires_grad_(), use_reentrant=use_reentrant)
+
+    for forward in (layer, recomputed(use_reentrant=False), recomputed(use_reentrant=True)):
+        accumulator = maxmoe.StatsAccumulator(layer)
+        outputs = [forward(part) for part in parts]
+        for index in order:
+            (outputs[index][0].sum() + outputs[index][1] / 4).backward()
+        torch.testing.assert_close(accumulator.update().aux_loss, expected, rtol=1e-12, atol=0)
+        for part in parts:  # one after the other
+            output = forward(part)
+            (output[0].sum() + output[1]).backward()
+        in_turn = torch.stack(by_definition(layer, x, torch.ones_like(mask()), 4)).mean()
+        torch.testing.assert_close(accumulator.update().aux_loss, in_turn, rtol=1e-12, atol=0)
+
+
+def test_only_training_needs_an_accumulator() -> None:
+    layer, x = make(), batch()
+    for context in (nullcontext, torch.no_grad):
+        assert torch.equal(evaluated(layer, x, context).aux_loss, make("batch")(x).aux_loss)
     with pytest.raises(ValueError, match=r"'step' needs maxmoe.StatsAccumulator\(model\)"):
         layer(x)
-    maxmoe.StatsAccumulator(layer)
-    before = layer(x[:2]).aux_loss
-    with torch.no_grad():
-        layer(x)
-    assert torch.equal(layer(x[:2]).aux_loss, before)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -224,3 +242,53 @@ def test_ranks_of_ddp(num_ranks: int) -> None:
         torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-13)
 
     run_ranks(check, num_ranks)
+
+
+def evaluated(layer: MoE, x: Tensor, context: Callable[[], Any]) -> Any:
+    layer.train(context is not nullcontext)  # with gradients, but not trained
+    with context():
+        output = layer(x)
+    layer.train()
+    return output
+
+
+each_evaluation = pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
+
+
+@each_evaluation
+def test_an_evaluation_belongs_to_no_step(context: Callable[[], Any]) -> None:
+    """Its loss is that of the scope "batch", wherever in a step it is, and later losses are as without it."""
+    x = batch()
+    layer = make()
+    expected = make("batch")(x[:3]).aux_loss
+
+    def with_evaluations(part: Tensor, _valid: Tensor | None) -> Any:
+        torch.testing.assert_close(evaluated(layer, x[:3], context).aux_loss, expected, rtol=1e-13, atol=0)
+        output = layer(part)
+        evaluated(layer, x[3:], context)
+        return output
+
+    got, plain = accumulated(layer, x, None, 4, with_evaluations), accumulated(layer, x, None, 4)
+    assert got[0] == plain[0] and torch.equal(got[1], plain[1])
+
+
+@each_evaluation
+def test_one_rank_of_ddp_evaluates_alone(context: Callable[[], Any]) -> None:
+    """It neither waits for the other ranks nor takes part in their next forward."""
+    x = batch()
+
+    def check() -> None:
+        losses = []
+        for is_alone in (False, True):
+            layer = make()
+            maxmoe.StatsAccumulator(layer)
+            model = DistributedDataParallel(layer, find_unused_parameters=True)
+            for part in x.chunk(4):
+                if is_alone and dist.get_rank() == 0:
+                    evaluated(layer, x[:3], context)
+                loss = model(part.chunk(2)[dist.get_rank()]).aux_loss
+                loss.backward()
+                losses.append(loss.item())
+        assert losses[:4] == losses[4:]
+
+    run_ranks(check, 2)

@@ -1,5 +1,8 @@
 """Replayed routing under `torch.utils.checkpoint`: a recomputation takes the experts of its forward."""
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -97,7 +100,27 @@ def test_backwards_after_the_replay() -> None:
     for name in expected:
         torch.testing.assert_close(got[name], expected[name], rtol=1e-12, atol=1e-13)
     layer(x)
-    assert not layer.router._forward_pre_hooks
+    assert not layer.routing_hooks
+
+
+def test_copies_and_pickles_have_no_part_in_a_replay() -> None:
+    """A copy made while routing is recorded or replayed, and a model saved while a checkpointed graph is left."""
+    layer = moved(before := make())
+    x = tokens(layer)
+    record = recorded(before, x)
+    copies = []
+    with maxmoe.record_routing(layer) as again, maxmoe.replay_routing(layer, record):
+        copies.append(copy.deepcopy(layer))
+        graph = checkpointed(layer, x)
+        copies += [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
+    torch.save(layer, file := io.BytesIO())
+    file.seek(0)
+    copies.append(torch.load(file, weights_only=False))
+    expected = layer(x)
+    for each in copies:
+        assert each(x).hidden_states.equal(expected.hidden_states) and not each.routing_hooks
+        each(x)
+    assert len(again) == 1 and graph.requires_grad
 
 
 def nested(layer: MoE, x: Tensor) -> Tensor:

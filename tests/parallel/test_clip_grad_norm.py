@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from maxmoe.parallel import clip_grad_norm_, parallelize
 from maxmoe.parallel.dispatch_plan import Dispatch
@@ -57,6 +57,47 @@ def test_norm_and_gradients_are_those_of_one_process(max_norm: float) -> None:
 
 def test_without_gradients_the_norm_is_zero() -> None:
     assert clip_grad_norm_([nn.Parameter(torch.ones(3))], 1.0).item() == 0.0
+
+
+def test_what_parameters_may_be() -> None:
+    """One tensor, an iterator; but not one that has been read, whose norm would be zero on this rank alone."""
+    first, second = plain_parameters()[:2]
+    assert_same(clip_grad_norm_(first, 1e9), first.grad.norm())
+    iterator = iter((first, second))
+    assert_same(clip_grad_norm_(iterator, 1e9), torch.cat([first.grad.flatten(), second.grad.flatten()]).norm())
+    with pytest.raises(ValueError, match=r"^parameters must not be empty: .* read only once"):
+        clip_grad_norm_(iterator, 1e9)
+
+
+@pytest.mark.parametrize("is_partial", [False, True])
+def test_gradients_on_some_ranks_only_are_an_error_on_all(is_partial: bool) -> None:
+    """Also where a gradient is partial, and the ranks that have it would wait for the reduction of the others."""
+
+    def ones(size: int) -> Tensor:
+        return torch.ones(size, dtype=torch.float64)
+
+    def check() -> None:
+        mesh = Mesh({"fsdp": 2, "expert": 2})
+        placements = [Partial() if is_partial else Shard(0), Replicate()]
+        parameters = [nn.Parameter(redistribute(ones(4), NamedSharding(mesh, P("fsdp")))) for _ in range(3)]
+        for parameter in parameters:
+            parameter.grad = DTensor.from_local(ones(4 if is_partial else 2), mesh.device_mesh, placements)
+        expected = ones(12).mul(2 if is_partial else 1).norm()
+        assert_same(clip_grad_norm_(parameters, 1e9), expected)
+        for missing in (slice(0, 1), slice(0, 3)):
+            for rank in range(4):
+                gradients = [parameter.grad for parameter in parameters]
+                for parameter in parameters[missing] if mesh.rank == rank else ():
+                    parameter.grad = None
+                with pytest.raises(ValueError, match=r"^clip_grad_norm_: all ranks must have gradients of the same"):
+                    clip_grad_norm_(parameters, 1e9)
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
+        for parameter in parameters[1:]:
+            parameter.grad = None  # on all ranks
+        assert_same(clip_grad_norm_(parameters, 1e9), expected / 3**0.5)
+
+    run_ranks(check, 4)
 
 
 @pytest.mark.parametrize("dispatch", ["ring_of_experts", "ragged_all_to_all"])

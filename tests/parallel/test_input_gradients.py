@@ -39,8 +39,6 @@ def test_every_rank_names_the_input() -> None:
         with pytest.raises(ValueError, match=message):
             layer(x.requires_grad_(dist.get_rank() == 1))
         layer(x.requires_grad_()).hidden_states.sum().backward()
-        with torch.set_grad_enabled(dist.get_rank() == 1), pytest.raises(ValueError, match=message):
-            layer(x)
 
     run_cases(check, 2, [(*case, is_frozen) for case in CASES for is_frozen in (False, True)])
 

@@ -214,6 +214,22 @@ def test_a_model_of_ones_own() -> None:
     run_ranks(check, 2)
 
 
+def test_an_evaluation_reports_the_whole_batch() -> None:
+    """Unlike a layer, which communicates without gradients for its hidden states alone."""
+    expected = step_of_one_process(DEEPSEEK)
+
+    def check() -> None:
+        mesh = Mesh({"stage": 2, "data": 2})
+        run = staged(DEEPSEEK, mesh, "default", "1f1b")
+        found = run.evaluate(*(part_of_micro_batches(part, mesh, "default") for part in batch()))
+        assert_same(found.loss, expected.loss)
+        assert_same(found.aux_loss, expected.aux_loss)
+        for stats, counts in zip(found.stats.values(), expected.tokens_per_expert, strict=True):
+            assert stats.tokens_per_expert.equal(counts)
+
+    run_ranks(check, 4)
+
+
 def test_modes_reach_every_module() -> None:
     def check() -> None:
         run = staged(DEEPSEEK, Mesh({"stage": 2}), "default", "looped_bfs")

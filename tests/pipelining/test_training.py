@@ -63,7 +63,7 @@ def test_training_steps_with_clipping_and_correction_biases(name: str, config: D
         for norm in norms:
             optimizer.zero_grad()
             found = run.step(*(part_of_micro_batches(whole, mesh, "default") for whole in (tokens, targets)))
-            assert_same(clip_grad_norm_(run.parameters(), 1.0), norm.detach(), "norm")
+            assert_same(run.clip_grad_norm_(1.0), norm.detach(), "norm")
             optimizer.step()
             run.update_correction_bias(found.stats)
         for key, value in run.model.state_dict().items():
@@ -85,19 +85,49 @@ def test_clipping_when_a_stage_has_no_gradients_or_only_zeros() -> None:
         for empty in (torch.zeros_like, lambda _: None):
             for parameter in run.parameters() if mesh.rank == 1 else ():
                 parameter.grad = empty(parameter)
-            assert_same(clip_grad_norm_(run.parameters(), 1e9), of_first)
+            assert_same(run.clip_grad_norm_(1e9), of_first)
 
     run_ranks(check, 2)
 
 
+def test_clipping_with_a_stage_without_trained_parameters() -> None:
+    """The function refuses the parameters of a stage, because of those that have none; the method takes part."""
+    model = decoder(DEEPSEEK)
+    freeze(model, 0)
+    step_of(model, micro_batches(*batch()))
+    expected_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    expected = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+    def check() -> None:
+        model = decoder(DEEPSEEK)
+        freeze(model, 0)
+        mesh = Mesh({"stage": 2, "fsdp": 2})
+        run = staged(DEEPSEEK, mesh, "default", "1f1b", model=model, blocks_per_stage=[2, 2])
+        run.step(*(part_of_micro_batches(whole, mesh, "default") for whole in batch()))
+        trained = [parameter for parameter in run.parameters() if parameter.requires_grad]
+        assert bool(trained) == (mesh.coordinates()["stage"] == 1)
+        with pytest.raises(ValueError, match=r"^parameters must not be .*: call clip_grad_norm_ of the pipeline$"):
+            clip_grad_norm_(run.parameters(), 0.1)
+        with pytest.raises(ValueError, match=r"^parameters must not be .* call clip_grad_norm_ of the pipeline$"):
+            clip_grad_norm_(trained, 0.1)
+        assert_same(run.clip_grad_norm_(0.1), expected_norm)
+        check_gradients(run, expected)
+        if mesh.rank == 3:
+            trained[0].grad = None
+        with pytest.raises(ValueError, match=r"^clip_grad_norm_: all ranks must have gradients of the same"):
+            run.clip_grad_norm_(0.1)
+
+    run_ranks(check, 4)
+
+
+def freeze(model: nn.Module, stage: int) -> None:
+    for name, parameter in model.named_parameters():
+        is_first = name.startswith(("embedding", "blocks.0", "blocks.1"))
+        parameter.requires_grad_(is_first == (stage == 1))
+
+
 def test_frozen_stages() -> None:
     """The first stage is frozen, so that its hidden states require no gradient; then the last one."""
-
-    def freeze(model: nn.Module, stage: int) -> None:
-        for name, parameter in model.named_parameters():
-            is_first = name.startswith(("embedding", "blocks.0", "blocks.1"))
-            parameter.requires_grad_(is_first == (stage == 1))
-
     gradients = []
     for stage in range(2):
         model = decoder(DEEPSEEK)

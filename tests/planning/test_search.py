@@ -19,6 +19,7 @@ from maxmoe.parallel import token_sharding
 from maxmoe.planning import Device, NoPlanFits, PredictedPlan, StateDtypes, estimate, predict, search
 from maxmoe.planning.many_meshes import Sizes
 from maxmoe.planning.plan_search.candidates import factorisations
+from maxmoe.planning.plan_search.evaluation import PlannedMeshes
 from maxmoe.sharding import LogicalRules, Mesh
 from support.run_ranks import run_ranks
 
@@ -194,6 +195,28 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
     options: dict[str, Any] = {"world_size": 4, "device": DEVICE, "rules": ["ep-as-dp"], **STEP, **changes}
     with pytest.raises(ValueError, match=message):
         search(model(), options.pop("world_size"), options.pop("device"), **options)
+
+
+def test_the_reason_why_no_plan_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What any mesh refuses is raised as it is; what all meshes refuse, with their numbers."""
+    dense = Decoder(replace(CONFIG, moe=replace(MOE, implementation="dense")), device="meta")
+    with pytest.raises(ValueError, match=r"^the tensors that implementation='dense' saves are not known$"):
+        search(dense, 2, DEVICE, **STEP)
+    own = maxmoe.MoE(MOE, activation=torch.mul, device="meta")
+    with pytest.raises(
+        ValueError, match=r"^the tensors that a custom activation saves are not known: plan with a named"
+    ):
+        search(own, 2, DEVICE, **STEP)
+    monkeypatch.setattr(PlannedMeshes, "bounds", raises("moe: experts do not divide"))
+    with pytest.raises(ValueError, match=r"^no plan of 2 ranks can be made: \d+ plans: experts do not divide$"):
+        search(model(), 2, DEVICE, rules=["ep-as-dp"], **STEP)
+
+
+def raises(message: str) -> Any:
+    def function(*_: object) -> None:
+        raise ValueError(message)
+
+    return function
 
 
 def test_the_text_says_what_runs_and_what_is_excluded() -> None:

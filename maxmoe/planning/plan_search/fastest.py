@@ -17,6 +17,7 @@ from maxmoe.planning.plan_search.part_cost import Step
 from maxmoe.planning.plan_search.predicted_plan import PredictedPlan
 from maxmoe.planning.plan_search.result import NoPlanFits, SearchResult
 from maxmoe.planning.plan_search.rule_tables import tables
+from maxmoe.planning.saved_tensors import saved_tensors
 from maxmoe.planning.state_dtypes import StateDtypes
 from maxmoe.planning.time_model.device import Device
 from maxmoe.planning.whole_plan import plan_without_warnings
@@ -63,8 +64,8 @@ def search(
 
     Raises:
         NoPlanFits: if no plan fits in memory, with those that need least.
-        ValueError: if no mesh divides the batch; for an unknown device or rules, and a device without a peak in the
-            dtype of the parameters.
+        ValueError: if no mesh divides the batch, or `parallelize` refuses all plans; for a module whose saved tensors
+            are not known, an unknown device or rules, and a device without a peak in the dtype of the parameters.
     """
     for name, value in (("world_size", world_size), ("batch_size", batch_size), ("num_plans", num_plans)):
         check_int(name, value, at_least=1)
@@ -74,7 +75,9 @@ def search(
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
         raise ValueError(f"memory must be a positive number of bytes, got {limit!r}")
     parts = ModelParts(module)
-    dtype = parameter_dtype(plan_without_warnings(parts.whole, Mesh.planned({}), LogicalRules(), "auto", 1, True))
+    on_one_rank = plan_without_warnings(parts.whole, Mesh.planned({}), LogicalRules(), "auto", 1, True)
+    list(saved_tensors(on_one_rank, batch_size, sequence_length))  # raises what every mesh would raise
+    dtype = parameter_dtype(on_one_rank)
     device.peak(dtype)
     step = Step(batch_size, sequence_length, 1, dtype, state_dtypes)
     evaluation = Evaluation(parts, device, step)
@@ -84,7 +87,10 @@ def search(
         raise ValueError(f"no mesh of {world_size} ranks can run the batch: {reasons or 'the rules have no axes'}")
     run.search()
     if not run.fastest.plans:
+        refused = ", ".join(f"{number} plans: {reason}" for reason, number in run.refused.items())
         run.search_smallest()
+        if not run.smallest.plans:
+            raise ValueError(f"no plan of {world_size} ranks can be made: {refused}")
         raise NoPlanFits(tuple(run.smallest.plans), limit)
     plans = _confirmed(module, run.fastest.plans, step, limit)
     return SearchResult(

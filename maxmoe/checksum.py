@@ -1,4 +1,4 @@
-"""Checksums of correction biases, which must be equal on all ranks."""
+"""Checksums of values that must be equal on all ranks, which one all-reduce compares."""
 
 import torch
 from torch import Tensor
@@ -7,12 +7,12 @@ from torch import Tensor
 PRIME = 1048573
 
 
-def checksum(correction_bias: Tensor) -> Tensor:
-    """Return number, checksum and squared checksum of a correction bias ``(E,)`` as ``(3,)``, float64.
+def checksum(values: Tensor) -> Tensor:
+    """Return number, checksum and squared checksum of floating values ``(N,)`` as ``(3,)``, float64.
 
     Their sums over the ranks tell whether all checksums are equal: `are_equal`.
     """
-    bits = correction_bias.view(torch.int64 if correction_bias.dtype == torch.float64 else torch.int32).long()
+    bits = values.view(torch.int64 if values.dtype == torch.float64 else torch.int32).long()
     weights = torch.arange(1, len(bits) + 1, device=bits.device)
     value = (bits.remainder(PRIME) * weights).sum().remainder(PRIME)
     return torch.stack([torch.ones_like(value), value, value * value]).double()
