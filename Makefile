@@ -123,7 +123,7 @@ wheel: $(VENV)/dev $(WHEEL_TORCHES:%=%/requirements)
 build/torch%/requirements: pyproject.toml
 	@echo "== torch $*"
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet $(PIP_TORCH) torch==$* PyYAML numpy 'pytest>=8'
+	$(@D)/bin/pip install --quiet $(PIP_TORCH) torch==$* PyYAML numpy 'pytest>=9'
 	touch $@
 
 clean:

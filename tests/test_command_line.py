@@ -1,7 +1,6 @@
 """`python -m maxmoe`: plans of published models, and a description of the installation."""
 
 import re
-import subprocess
 import sys
 
 import pytest
@@ -39,7 +38,7 @@ def test_every_model_can_be_planned(name: str, capsys: pytest.CaptureFixture[str
 
 def test_256_ranks_from_a_shell() -> None:
     command = "-m maxmoe explain --preset deepseek_v3 --rules shard-exp-on-fsdp --mesh fsdp=16,expert=16"
-    text = subprocess.run([sys.executable, *command.split()], check=True, capture_output=True, text=True).stdout
+    text = programs.printed(programs.run([sys.executable, *command.split()]))
     rows = [line.split() for line in text.splitlines()]
     (up_proj,) = (row for row in rows if row[:2] == ["blocks.3-60.feed_forward.experts.up_proj", "x58"])
     # One expert of 256 on each of 256 ranks, in each of 58 layers, in bfloat16.

@@ -1,6 +1,5 @@
 """`quantize_experts`: models of this library and of transformers, with adapters, in little memory."""
 
-import subprocess
 import sys
 from typing import Any
 
@@ -16,7 +15,7 @@ from maxmoe.quantization import FORMATS, QuantizedStack, quantize
 pytest.importorskip("transformers")
 
 import maxmoe.integrations.transformers  # registers "maxmoe"
-from support import small_models
+from support import programs, small_models
 
 each_format = pytest.mark.parametrize("format", FORMATS)
 CONFIG = MoEConfig(hidden_size=48, intermediate_size=40, num_experts=4, top_k=2, num_shared_experts=1)
@@ -201,8 +200,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux")
 def test_peak_memory_is_the_model_and_one_quantized_stack() -> None:
-    done = subprocess.run([sys.executable, "-c", PEAK], check=True, capture_output=True, text=True)
-    more = int(done.stdout) * 1024
+    more = int(programs.printed(programs.python(PEAK))) * 1024
     stack = 24 * 1024 * 1024 * 2
     assert more < 0.27 * stack + 2 * stack / 24 + 48 * 2**20, f"{more / 2**20:.0f} MiB"
 

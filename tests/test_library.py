@@ -2,9 +2,9 @@
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
-import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import maxmoe
-from support.python_with_torch import Python
+from support import programs
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(maxmoe.__file__).parent
@@ -36,38 +36,35 @@ def test_build_info() -> None:
     assert INFO["second_level_cache_bytes"] >= 2**16
 
 
-def test_import_loads_nothing_but_torch_and_maxmoe(python: Python) -> None:
-    """It takes less than 0.2 s beyond torch's own time; DTensor, transformers or matplotlib alone would take longer."""
-    code = "import sys; before = set(sys.modules); import maxmoe; print(*sorted(set(sys.modules) - before))"
-    done = python(code)
-    assert done.returncode == 0, done.stderr
-    assert [name for name in done.stdout.split() if name.split(".")[0] != "maxmoe"] == []
+def python(code: str, isa: str) -> subprocess.CompletedProcess[str]:
+    return programs.python(code, env=os.environ | {"MAXMOE_ISA": isa})
 
 
 @pytest.mark.parametrize("isa", INFO["supported_isas"])
-def test_environment_variable_lowers_the_isa(python: Python, isa: str) -> None:
-    done = python("import maxmoe; print(maxmoe.build_info()['isa'])", MAXMOE_ISA=isa)
-    assert done.stdout.strip() == isa, done.stderr
+def test_environment_variable_lowers_the_isa(isa: str) -> None:
+    assert programs.printed(python("import maxmoe; print(maxmoe.build_info()['isa'])", isa)).strip() == isa
 
 
 @pytest.mark.parametrize(
     "isa", ["sse", *sorted({"baseline", "avx2", "avx512", "avx512bf16"} - set(INFO["supported_isas"]))]
 )
-def test_unsupported_isa_says_what_is_possible(python: Python, isa: str) -> None:
-    message = error_line(python("import maxmoe", MAXMOE_ISA=isa))
+def test_unsupported_isa_says_what_is_possible(isa: str) -> None:
+    message = error_line(python("import maxmoe", isa))
     assert message.startswith("ImportError: MAXMOE_ISA must be one of")
     assert f"({', '.join(INFO['supported_isas'])}), got '{isa}'" in message
 
 
-def copied_library(folder: Path) -> str:
-    """Code that runs a copy of maxmoe/_library.py in a folder of its own."""
-    shutil.copy(PACKAGE / "_library.py", folder)
-    return f"import runpy; runpy.run_path({str(folder / '_library.py')!r})"
+def library_error(folder: Path) -> str:
+    """The error of a copy of maxmoe/_library.py in a folder of its own."""
+    path = shutil.copy(PACKAGE / "_library.py", folder)
+    with pytest.raises(ImportError) as error:
+        runpy.run_path(str(path))
+    return str(error.value)
 
 
-def test_missing_core_says_how_to_build(python: Python, tmp_path: Path) -> None:
-    message = error_line(python(copied_library(tmp_path)))
-    assert message.startswith("ImportError: the C++ core of maxmoe is not built")
+def test_missing_core_says_how_to_build(tmp_path: Path) -> None:
+    message = library_error(tmp_path)
+    assert message.startswith("the C++ core of maxmoe is not built")
     assert "pip install --no-build-isolation -e ." in message
 
 
@@ -76,17 +73,17 @@ MAJOR, MINOR = map(int, torch.__version__.split(".")[:2])
 
 
 @pytest.mark.parametrize("is_wheel", [True, False], ids=["wheel", "sources"])
-def test_another_torch_gives_the_commands_that_help(python: Python, tmp_path: Path, is_wheel: bool) -> None:
+def test_another_torch_gives_the_commands_that_help(tmp_path: Path, is_wheel: bool) -> None:
     package = tmp_path / "maxmoe"
     package.mkdir()
     for minor in ("2_9", "2_10", "2_1", f"{MAJOR}_{MINOR}1"):
         (package / f"_C_torch{minor}{SUFFIX}").touch()
     if not is_wheel:
         (tmp_path / "setup.py").touch()
-    message = error_line(python(copied_library(package)))
+    message = library_error(package)
     sources = "a clone of https://github.com/maxmoe/maxmoe" if is_wheel else tmp_path
     assert message == (
-        f"ImportError: maxmoe was built for torch 2.1, 2.9, 2.10, {MAJOR}.{MINOR}1, but torch {torch.__version__} is "
+        f"maxmoe was built for torch 2.1, 2.9, 2.10, {MAJOR}.{MINOR}1, but torch {torch.__version__} is "
         f"running. Build it for this torch, in {sources}: "
         "pip install --no-build-isolation -e . (or take a torch that it was built for: "
         f"pip install 'torch=={MAJOR}.{MINOR}1.*')"
@@ -96,24 +93,22 @@ def test_another_torch_gives_the_commands_that_help(python: Python, tmp_path: Pa
 def test_another_torch_is_named_before_anything_of_it_is_missing(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text("__version__ = '2.99.0'\n")
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    command = [sys.executable, "-c", "import maxmoe"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = programs.python("import maxmoe", env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"})
     assert error_line(done).startswith("ImportError: maxmoe was built for torch 2.")
     assert "but torch 2.99.0 is running" in error_line(done)
 
 
-def test_the_core_of_the_running_torch_is_loaded(python: Python, tmp_path: Path) -> None:
+def test_the_core_of_the_running_torch_is_loaded(tmp_path: Path) -> None:
     """The others are not touched: they are no libraries here."""
     name = f"_C_torch{MAJOR}_{MINOR}{SUFFIX}"
     shutil.copy(PACKAGE / name, tmp_path)
     for minor in (f"{MAJOR}_{MINOR - 1}", f"{MAJOR}_{MINOR + 1}"):
         (tmp_path / f"_C_torch{minor}{SUFFIX}").touch()
-    done = python(f"{copied_library(tmp_path)}; import sys; print(sys.modules['maxmoe._C'].__file__)")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(tmp_path / name)
+    path = shutil.copy(PACKAGE / "_library.py", tmp_path)
+    done = programs.python(f"import runpy, sys; runpy.run_path({path!r}); print(sys.modules['maxmoe._C'].__file__)")
+    assert programs.printed(done).strip() == str(tmp_path / name)
 
 
-def test_a_core_for_another_python_is_none(python: Python, tmp_path: Path) -> None:
+def test_a_core_for_another_python_is_none(tmp_path: Path) -> None:
     (tmp_path / f"_C_torch{MAJOR}_{MINOR}.cpython-27-x86_64-linux-gnu.so").touch()
-    assert "the C++ core of maxmoe is not built" in error_line(python(copied_library(tmp_path)))
+    assert "the C++ core of maxmoe is not built" in library_error(tmp_path)

@@ -1,7 +1,6 @@
 """What `python -m maxmoe info` says of waiting threads, and that libgomp waits so."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 
 import maxmoe
 from maxmoe.waiting_threads import describe_waiting, waiting_of_this_process
+from support import programs
 
 QUIET = "spin for milliseconds: beside other processes, set GOMP_SPINCOUNT=1000 before torch is imported"
 BUSY = (
@@ -58,10 +58,7 @@ print(sum(used_in_pause() for _ in range(200)))
 def seconds_spun(**environment: str) -> float:
     names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS")
     inherited = {name: value for name, value in os.environ.items() if name not in names}
-    command = [sys.executable, "-c", PAUSE]
-    return float(
-        subprocess.run(command, env=inherited | environment, check=True, capture_output=True, text=True).stdout
-    )
+    return float(programs.printed(programs.python(PAUSE, env=inherited | environment)))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch uses libgomp on Linux")

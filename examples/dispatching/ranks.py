@@ -6,7 +6,6 @@ import os
 import signal
 import tempfile
 import traceback
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -17,11 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from maxmoe._torch import import_distributed
 from pretraining import InputError
 
-import_distributed()  # once, here, and not on every rank
-
+# Imported once, and not on every rank.
+PRELOADED = ["matplotlib.figure", "maxmoe.parallel", "torch._dynamo", "torch.distributed.fsdp", "tqdm"]
 TIMEOUT = timedelta(minutes=2)  # for each collective
 PATIENCE = 5.0  # seconds to wait for errors of other ranks: the first error that arrives may not be the cause
 SYMPTOMS = ("Connection closed by peer", "Connection reset by peer")  # messages of a rank whose peer failed
@@ -31,10 +29,11 @@ KILLED = "the process was killed, perhaps for want of memory"
 def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any, advance: Callable[[], None]) -> list[Any]:
     """Call a function on several ranks, each a new process that ends when the function returns.
 
-    The processes are forked, so that torch is imported only once.
+    The processes are forked from one that has imported torch and has no other threads, not from this one: a lock that
+    another thread holds at a fork stays locked in the new process.
 
     Args:
-        function: called with `arguments` and a function without arguments; when rank 0 calls the latter, this process
+        function: function of a module, called with `arguments` and a function without arguments; when rank 0 calls the latter, this process
             calls `advance`.
         num_ranks: number of ranks. With one, `torch.distributed` is not initialized.
         *arguments: arguments of `function` on each rank.
@@ -47,11 +46,12 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any, adv
         InputError: if a rank was killed.
         RuntimeError: if a rank failed, with its traceback.
     """
-    context = multiprocessing.get_context("fork")
+    # The process that forks inherits it. NumPy's OpenBLAS would start threads there.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         receivers = []
         for rank in range(num_ranks):
             receiver, sender = context.Pipe(duplex=False)
@@ -100,8 +100,8 @@ def collect(receivers: list[Connection], advance: Callable[[], None]) -> list[An
 def rank_main(
     folder: str, rank: int, num_ranks: int, sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
-    """Run `function` in a forked process and exit without destructors, which may wait for other ranks."""
-    torch.set_num_threads(1)  # before any operator: threads are not copied by a fork, and waiting for them hangs
+    """Run `function` in a new process and exit without destructors, which may wait for other ranks."""
+    torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the ranks
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # hides hints about the order of all-gathers
     try:

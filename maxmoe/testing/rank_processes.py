@@ -1,4 +1,9 @@
-"""Starts one process per rank, which talk to each other through gloo, and finds the rank that failed first."""
+"""Starts one process per rank, which talk to each other through gloo, and finds the rank that failed first.
+
+The processes are forked from the forkserver of `multiprocessing`, a Python of its own that has imported torch and has one
+thread. They are never forked from the process of the caller: a lock that one of its other threads holds at that moment
+would stay locked in the new process, which would wait for it for ever.
+"""
 
 import faulthandler
 import multiprocessing
@@ -9,7 +14,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,7 +40,7 @@ class RankProcesses:
 
     Attributes:
         start_method: of `multiprocessing`; None for "forkserver", or "spawn" where there is none. "fork" runs closures
-            too, but hangs if the threads of this process cannot be forked.
+            too, in a process that has one thread.
         timeout: seconds for a collective of the default process group.
         deadline: seconds for everything; ranks that still run then are hung.
         prepare: function that each process calls before `torch.distributed` is initialized.
@@ -70,19 +74,15 @@ class RankProcesses:
         with tempfile.TemporaryDirectory() as folder:
             box, context = Path(folder), self._context()
             group = (len(names), self.timeout) if has_group else None
-            fork = context.get_start_method() == "fork"
-            environment = None if fork else dict(os.environ)
             processes: list[BaseProcess] = [
                 context.Process(  # type: ignore[attr-defined]
-                    target=_main, args=(box, number, group, environment, self.prepare, function, arguments)
+                    target=_main, args=(box, number, group, dict(os.environ), self.prepare, function, arguments)
                 )
                 for number in range(len(names))
             ]
             try:
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-                    for process in processes:
-                        process.start()
+                for process in processes:
+                    process.start()
                 hung = _wait(processes, self.deadline)
                 _dump_stacks(processes, hung)
             finally:
@@ -95,26 +95,51 @@ class RankProcesses:
 
     def _context(self) -> BaseContext:
         methods = multiprocessing.get_all_start_methods()
-        context = multiprocessing.get_context(
-            self.start_method or ("forkserver" if "forkserver" in methods else "spawn")
-        )
-        if context.get_start_method() == "forkserver":
-            context.set_forkserver_preload(PRELOADED)
-        return context
+        method = self.start_method or ("forkserver" if "forkserver" in methods else "spawn")
+        if method == "fork":
+            require_one_thread()
+        elif method == "forkserver":
+            start_forkserver()
+        return multiprocessing.get_context(method)
+
+
+def require_one_thread() -> None:
+    """Raise an error if this process has several threads, those of C++ and OpenMP included, where the system says so."""
+    tasks = Path("/proc/self/task")
+    count = len([*tasks.iterdir()]) if tasks.exists() else 1
+    if count > 1:
+        raise RuntimeError(f"a process that forks must have one thread, got {count}")
+
+
+def start_forkserver() -> None:
+    """Start the process that forks the others, unless it is there."""
+    from multiprocessing import forkserver  # not there on Windows
+
+    forkserver.set_forkserver_preload(PRELOADED)
+    name = "OPENBLAS_NUM_THREADS"  # NumPy's OpenBLAS starts threads when it is loaded
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _main(
     box: Path,
     number: int,
     group: tuple[int, float] | None,
-    environment: Mapping[str, str] | None,
+    environment: Mapping[str, str],
     prepare: Callable[[], object] | None,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> NoReturn:
     """Run the function in a started process; `os._exit` skips destructors that may wait for dead peers.
 
-    `environment` is that of the parent where the process does not inherit it.
+    `environment` is that of the parent, which the process does not inherit from the forkserver.
     """
     torch.set_num_threads(1)  # first of all: the threads of OpenMP are not forked, and waiting for them hangs
     code = 1
@@ -122,7 +147,7 @@ def _main(
         with (box / f"{number}.stack").open("w") as stack:
             if hasattr(signal, "SIGUSR1"):
                 faulthandler.register(signal.SIGUSR1, stack)
-            os.environ.update(environment or {})
+            os.environ.update(environment)
             if prepare is not None:
                 prepare()
             if group is not None:

@@ -1,6 +1,5 @@
 """`examples/finetune_transformers.py`: whole runs, equal losses, and one line for what a user can do wrong."""
 
-import multiprocessing
 from argparse import Namespace
 from pathlib import Path
 from unittest.mock import patch
@@ -41,12 +40,7 @@ def train(options: Namespace, text: torch.Tensor, implementation: str) -> Run:
 
 def test_a_run_prints_a_table_and_leaves_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, out = words(tmp_path / "text"), tmp_path / "out"
-    # Importing transformers takes 4 s: one process does it, and forks. Forks of this process would find the memory that
-    # they measure allocated already. test_a_killed_process_is_named has a process as in a run.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["transformers.models.mixtral.modeling_mixtral", "maxmoe"])
-    forks = patch.object(turns.multiprocessing, "get_context", return_value=context)
-    with forks, patch.object(finetune_transformers, "IMPLEMENTATIONS", ("eager", "maxmoe")):
+    with patch.object(finetune_transformers, "IMPLEMENTATIONS", ("eager", "maxmoe")):
         finetune_transformers.run(options("--data", str(data), "--out", str(out)))
     printed = capsys.readouterr().out
     rows = {cells[0]: cells[1:] for line in printed.splitlines() if len(cells := line.split()) == 7}

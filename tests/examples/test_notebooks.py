@@ -1,8 +1,9 @@
 """The notebooks run from top to bottom, and are stored as they ran."""
 
+import json
+import sys
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,11 @@ pytest.importorskip("nbclient")
 
 import nbformat
 
-from notebooks.execute import FOLDER, execute
-from support.forked_python import SUBPROCESSES_OF_TORCHRUN, ForkedPython
-from support.python_with_torch import Python
+from notebooks.execute import FOLDER
+from support import programs
+from support.pretrain_run import EXAMPLES
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-ROOT = Path(__file__).parents[2]
 MAX_BYTES = 500_000
 # Numbers of training steps, and as many as the test needs: it asks what cells leave, not how far a loss has come.
 SHORTER = {
@@ -29,24 +29,38 @@ SHORTER = {
 }
 
 
+# As `python examples/notebooks/execute.py` does, but for the replacement, and into another file.
+EXECUTE = """
+import json, sys
+from pathlib import Path
+import nbformat
+from notebooks.execute import execute
+source, replacement, target = map(json.loads, sys.argv[1:])
+nbformat.write(execute(Path(source), replacement=replacement), target)
+"""
+
+
+def executed_notebook(path: Path, target: Path) -> nbformat.NotebookNode:
+    arguments = [json.dumps(each) for each in (str(path), SHORTER.get(path.stem, ("", "")), str(target))]
+    done = programs.run([sys.executable, "-c", EXECUTE, *arguments], cwd=EXAMPLES)
+    assert done.returncode == 0, done.stderr
+    return nbformat.read(target, as_version=4)
+
+
 def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
 @pytest.fixture(scope="module")
-def executed(request: pytest.FixtureRequest) -> Iterator[dict[Path, Future[nbformat.NotebookNode]]]:
-    """The notebooks of the tests that were chosen, two at a time: each has one thread.
-
-    In processes of their own: threads of their clients would allocate memory here, which other tests bound. They and
-    their kernels are forked, and so is what cells start: they have torch.
-    """
+def executed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Path, Future[nbformat.NotebookNode]]]:
+    """The notebooks of the tests that were chosen, two at a time: each has one thread."""
     chosen = [item.callspec.params["path"] for item in request.session.items if "executed" in item.fixturenames]
-    with pytest.MonkeyPatch.context() as monkeypatch, ProcessPoolExecutor(2, get_context("fork")) as pool:
-        for module in ("jupyter_client.launcher", "subprocess", SUBPROCESSES_OF_TORCHRUN):
-            monkeypatch.setattr(f"{module}.Popen", ForkedPython)
-        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    folder = tmp_path_factory.mktemp("notebooks")
+    with pytest.MonkeyPatch.context() as monkeypatch, ThreadPoolExecutor(2) as pool:
         monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in conftest.py
-        yield {path: pool.submit(execute, path, replacement=SHORTER.get(path.stem, ("", ""))) for path in chosen}
+        yield {path: pool.submit(executed_notebook, path, folder / path.name) for path in chosen}
         pool.shutdown(cancel_futures=True)
 
 
@@ -57,11 +71,10 @@ def test_runs_from_top_to_bottom(path: Path, executed: dict[Path, Future[nbforma
         assert kinds(new) == kinds(old), new.source  # the stored ones are of this code
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_first_cell_can_be_copied(path: Path, tmp_path: Path, python: Python) -> None:
-    """It needs the package, and no file beside the notebook."""
-    first, *_ = code_cells(nbformat.read(path, as_version=4))
-    done = python(f"import sys; sys.path.insert(1, {str(ROOT)!r})\n{first.source}", tmp_path)
+def test_the_first_cells_can_be_copied(tmp_path: Path) -> None:
+    """They need the package, and no file beside the notebook."""
+    cells = {path.name: code_cells(nbformat.read(path, as_version=4))[0].source for path in NOTEBOOKS}
+    done = programs.python(f"for name, cell in {cells}.items(): exec(compile(cell, name, 'exec'), {{}})", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

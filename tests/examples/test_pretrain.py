@@ -1,17 +1,15 @@
 """`examples/pretrain.py`: whole runs, stopping, and resuming bit for bit."""
 
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from pretraining import figures
-from support.forked_python import ForkedPython
 from support.png import share
 from support.pretrain_run import EXAMPLES, TINY, after_step, assert_same, pretrain, run, saved
+from support.programs import Program
 
 # A whole run
 
@@ -103,13 +101,8 @@ def test_a_second_signal_acts_as_usual() -> None:
 def test_a_killed_process_resumes_bit_for_bit(text: Path, tmp_path: Path) -> None:
     arguments = ("--steps", "90", "--save-every", "7")
     command = [sys.executable, str(EXAMPLES / "pretrain.py"), *TINY, "--data", str(text), *arguments]
-    process = ForkedPython(
-        [*command, "--out", str(tmp_path / "killed")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    while not (tmp_path / "killed/checkpoint").exists() and process.poll() is None:
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
+    with Program([*command, "--out", str(tmp_path / "killed")]) as program:
+        program.wait_until((tmp_path / "killed/checkpoint").exists)
     assert len(saved(tmp_path / "killed")["training"]) < 90
     run(text, tmp_path / "killed", *arguments, "--resume")
     run(text, tmp_path / "whole", *arguments)

@@ -5,9 +5,7 @@ import io
 import os
 import re
 import signal
-import subprocess
 import sys
-import time
 from contextlib import redirect_stdout
 from datetime import timedelta
 from functools import partial
@@ -18,8 +16,8 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from support.forked_python import SUBPROCESSES_OF_TORCHRUN, ForkedPython
 from support.pretrain_run import EXAMPLES, TINY, after_step, assert_close, messages, pretrain, run, saved
+from support.programs import Program
 from support.run_ranks import run_ranks as run_ranks_in_time
 
 SHORT = ("--batch-size", "4", "--sequence-length", "32", "--steps", "5", "--eval-every", "5")
@@ -155,30 +153,15 @@ def test_a_killed_rank_ends_the_others(text: Path, tmp_path: Path, monkeypatch: 
     assert str(error.value).startswith(message)  # none hung
 
 
-def torchrun(
-    text: Path,
-    out: Path,
-    *arguments: str,
-    script: Path = EXAMPLES / "pretrain.py",
-) -> subprocess.Popen[str]:
+def torchrun(text: Path, out: Path, *arguments: str, script: Path = EXAMPLES / "pretrain.py") -> Program:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return ForkedPython(
-        [*command, str(script), *TINY, "--data", str(text), "--out", str(out), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), str(EXAMPLES.parent)])},
-    )
-
-
-@pytest.fixture
-def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torchrun, itself a fork of this process, fork its workers."""
-    monkeypatch.setattr(f"{SUBPROCESSES_OF_TORCHRUN}.Popen", ForkedPython)
+    return Program([*command, str(script), *TINY, "--data", str(text), "--out", str(out), *arguments])
 
 
 FAILING_STEP = """
-import os, signal, sys, pretrain
+import os, signal, sys
+sys.path.insert(0, {examples!r})
+import pretrain
 
 train_step = pretrain.Trainer.train_step
 
@@ -193,7 +176,6 @@ sys.exit(pretrain.main())
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize(
     ("mesh", "failure", "other_rank", "cause"),
     [
@@ -217,12 +199,12 @@ def test_torchrun_names_the_rank_that_failed(
 ) -> None:
     """The checkpoint before goes on, on another mesh and with another strategy."""
     script, options = tmp_path / "failing.py", [*SHORT, "--save-every", "2"]
-    script.write_text(FAILING_STEP.format(failure=failure))
-    process = torchrun(text, tmp_path / "out", *options, *mesh, script=script)
-    _, errors = process.communicate(timeout=120)
-    summary = errors.partition("Root Cause")[2]
-    assert process.returncode == 1
-    assert f"RankError: rank 1 of 2 {other_rank}" in errors
+    script.write_text(FAILING_STEP.format(failure=failure, examples=str(EXAMPLES)))
+    with torchrun(text, tmp_path / "out", *options, *mesh, script=script) as program:
+        done = program.wait()
+    summary = done.stderr.partition("Root Cause")[2]
+    assert done.returncode == 1
+    assert f"RankError: rank 1 of 2 {other_rank}" in done.stderr
     assert re.search(r"rank +: 1 \(local_rank: 1\)", summary) and cause in summary
     assert len(saved(tmp_path / "out")["training"]) == 2
 
@@ -231,26 +213,25 @@ def test_torchrun_names_the_rank_that_failed(
     assert_close(saved(tmp_path / "whole"), saved(tmp_path / "out"))
 
 
-@pytest.mark.usefixtures("forked_workers")
 def test_one_rank_says_what_is_wrong(text: Path, tmp_path: Path) -> None:
-    process = torchrun(text, tmp_path / "out", "--batch-size", "3")
-    output, errors = process.communicate()
-    assert process.returncode != 0 and output.count("\n") == 1
-    own = [line for line in errors.splitlines() if line.startswith("pretrain:")]
+    with torchrun(text, tmp_path / "out", "--batch-size", "3") as program:
+        done = program.wait()
+    assert done.returncode != 0 and done.stdout.count("\n") == 1
+    own = [line for line in done.stderr.splitlines() if line.startswith("pretrain:")]
     assert len(own) == 1 and own[0].endswith("--batch-size 3 is not divisible by fsdp=2")
-    assert "examples/pretrain" not in "".join(re.findall(r"^.*line \d+, in.*$", errors, re.MULTILINE))
+    assert "examples/pretrain" not in "".join(re.findall(r"^.*line \d+, in.*$", done.stderr, re.MULTILINE))
 
 
 def test_an_interrupt_saves(text: Path, tmp_path: Path) -> None:
-    """Its workers are new processes."""
-    process = torchrun(text, tmp_path / "out", "--steps", "5000", "--eval-every", "5000", "--save-every", "2")
-    while not (tmp_path / "out/checkpoint").exists() and process.poll() is None:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate()
+    with torchrun(
+        text, tmp_path / "out", "--steps", "5000", "--eval-every", "5000", "--save-every", "2"
+    ) as program:
+        program.wait_until((tmp_path / "out/checkpoint").exists)
+        program.process.send_signal(signal.SIGINT)
+        done = program.wait()
     step = len(saved(tmp_path / "out")["training"])
-    assert re.findall("^Stopped.*--out", output, re.MULTILINE) == [
+    assert re.findall("^Stopped.*--out", done.stdout, re.MULTILINE) == [
         f"Stopped and saved at step {step}. To go on: torchrun --nproc-per-node 2 {EXAMPLES}/pretrain.py "
         f"{' '.join(TINY)} --data {text} --out"
     ]
-    assert "examples/pretrain" not in "".join(re.findall(r"^.*line \d+, in.*$", errors, re.MULTILINE))
+    assert "examples/pretrain" not in "".join(re.findall(r"^.*line \d+, in.*$", done.stderr, re.MULTILINE))

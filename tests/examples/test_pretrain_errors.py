@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from pretraining import corpus
 from pretraining.command import exit_status
-from support import forked_python
+from support import programs
 from support.foreign_checkpoints import add_sums
 from support.pretrain_run import EXAMPLES, TINY, InputError, assert_same, pretrain, run, saved, words
 
@@ -153,7 +152,7 @@ def test_files_of_the_system_that_say_they_are_empty_are_not_read() -> None:
 def test_names_that_are_no_text_are_printed(tmp_path: Path) -> None:
     folder = words(Path(os.fsdecode(os.fsencode(tmp_path) + b"/na\xffme")))
     command = [sys.executable, str(EXAMPLES / "pretrain.py"), *TINY, "--top-k", "5", "--data", str(folder)]
-    result = forked_python.run(command)
+    result = programs.run(command)
     assert result.returncode == 1 and "na\\udcffme" in result.stdout
     assert result.stderr == "pretrain: top_k (5) must not exceed num_experts (4)\n"
 
@@ -285,7 +284,7 @@ def test_an_output_that_nobody_reads_ends_in_one_line(stdout: str) -> None:
     else:
         write = os.open(stdout, os.O_WRONLY)
     command, buffered = [sys.executable, "-c", code], {**os.environ, "PYTHONUNBUFFERED": ""}
-    result = forked_python.run(command, cwd=EXAMPLES, env=buffered, stdout=write)
+    result = programs.run(command, cwd=EXAMPLES, env=buffered, stdout=write)
     os.close(write)
     assert result.returncode == 1
     assert result.stderr in ("x: [Errno 32] Broken pipe\n", "x: [Errno 28] No space left on device\n")
@@ -293,6 +292,6 @@ def test_an_output_that_nobody_reads_ends_in_one_line(stdout: str) -> None:
 
 def test_the_command_prints_one_line_and_fails(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "pretrain.py"), "--data", str(tmp_path / "missing")]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = programs.run(command)
     assert result.returncode == 1 and result.stdout == ""
     assert result.stderr.startswith("pretrain: --data") and result.stderr.count("\n") == 1

@@ -3,17 +3,15 @@
 import errno
 import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from pretraining import checkpoint
-from support import forked_python
-from support.forked_python import ForkedPython
+from support import programs
 from support.pretrain_run import EXAMPLES, TINY, InputError, after_step, assert_same, run, saved
+from support.programs import Program
 
 
 def test_a_run_on_a_full_disk_ends_with_one_line_and_can_go_on(
@@ -63,13 +61,10 @@ def test_a_second_run_in_the_same_folder_is_refused(
 def test_a_killed_run_does_not_lock_its_folder(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, str(EXAMPLES / "pretrain.py"), *TINY, "--data", str(text), "--out", str(out)]
-    with ForkedPython([*command, "--steps", "100000", "--save-every", "2"], stderr=subprocess.DEVNULL) as process:
-        try:
-            while not (out / "checkpoint").exists() and process.poll() is None:
-                time.sleep(0.01)
-            second = forked_python.run(command)
-        finally:
-            process.kill()
-    assert process.returncode == -signal.SIGKILL and second.returncode == 1
+    with Program([*command, "--steps", "100000", "--save-every", "2"]) as first:
+        first.wait_until((out / "checkpoint").exists)
+        second = programs.run(command)
+        first.process.kill()
+        assert first.wait().returncode == -signal.SIGKILL and second.returncode == 1
     assert second.stderr == f"pretrain: cannot write to --out {out}: another run is writing there\n"
     assert run(text, out, "--resume", "--steps", str(len(saved(out)["training"]))) == 0

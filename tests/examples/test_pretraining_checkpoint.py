@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from maxmoe.parallel import RankError
 from pretraining import InputError, checkpoint
+from support.run_ranks import run_alone
 
 
 def state_of(value: float) -> dict[str, Any]:
@@ -52,12 +54,8 @@ def test_a_large_state_is_written_to_several_files(tmp_path: Path, monkeypatch: 
     assert checkpoint.file_numbers({"a": 60, "b": 40, "c": 1}) == {"a": 1, "b": 1, "c": 2}
 
 
-def save_and_die(folder: Path, value: float, moment: int) -> int:
+def save_and_die(folder: Path, value: float, moment: int) -> None:
     """Save in a process of its own, which ends before or after one of the calls that change the disk."""
-    process = os.fork()
-    if process:
-        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    torch.set_num_threads(1)  # those of OpenMP are not forked, and waiting for them hangs
     left = moment
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,29 +73,27 @@ def save_and_die(folder: Path, value: float, moment: int) -> int:
     changes = [(Path, "mkdir"), (Path, "write_text"), (Path, "rename"), (os, "fsync"), (shutil, "rmtree")]
     for owner, name in changes:
         setattr(owner, name, counted(getattr(owner, name)))
-    code = 1
-    try:
-        save(folder, value)
-        code = 0
-    finally:
-        os._exit(code)
+    save(folder, value)
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_kill_at_any_moment_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
     """Every call that changes the disk is the last one once: before it has begun, and after it has ended."""
-    found, moment, code = set(), 0, 9
-    while code == 9:
+    found, moment, died = set(), 0, True
+    while died:
         folder = tmp_path / str(moment) / "checkpoint"
         folder.parent.mkdir()
         save(folder, 1.0)
-        code = save_and_die(folder, 2.0, moment)
+        died = False
+        try:
+            run_alone(save_and_die, folder, 2.0, moment)
+        except RankError as error:
+            died = "it died: exit code 9" in str(error)
         found.add(loaded(folder))
         save(folder, 3.0)
         assert loaded(folder) == 3
         assert [path.name for path in folder.parent.iterdir()] == ["checkpoint"]
         moment += 1
-    assert code == 0 and moment > 20 and found == {1.0, 2.0}
+    assert moment > 20 and found == {1.0, 2.0}
 
 
 @contextmanager

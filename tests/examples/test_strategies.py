@@ -81,19 +81,19 @@ def test_runs_are_joined_by_their_worst() -> None:
     assert joined.tokens_per_second(10) == 5
 
 
+def sent(_advance: Any) -> dict[str, int]:
+    rank, rows = dist.get_rank(), torch.ones(3, 5, dtype=torch.float64, requires_grad=True)
+    with SentBytes() as counted:
+        gathered = all_gather_rows(rows, [3] * 4, dist.group.WORLD)()
+        reduce_scatter_rows(gathered, [3] * 4, dist.group.WORLD)()
+        send, receive = [1, 0, 2, 0] if rank == 0 else [0] * 4, [int(rank in (0, 2)) * (1 + rank // 2), 0, 0, 0]
+        ragged_all_to_all(rows[: sum(send)], send, receive, dist.group.WORLD)().sum().backward()
+        dist.all_reduce(torch.ones(8))
+    return dict(counted.counts)
+
+
 def test_sent_bytes() -> None:
     """P = 4 ranks with T = 3 tokens of D = 5 numbers of 8 bytes each: 2 (P - 1) T D in a ring of experts."""
-
-    def sent(_advance: Any) -> dict[str, int]:
-        rank, rows = dist.get_rank(), torch.ones(3, 5, dtype=torch.float64, requires_grad=True)
-        with SentBytes() as counted:
-            gathered = all_gather_rows(rows, [3] * 4, dist.group.WORLD)()
-            reduce_scatter_rows(gathered, [3] * 4, dist.group.WORLD)()
-            send, receive = [1, 0, 2, 0] if rank == 0 else [0] * 4, [int(rank in (0, 2)) * (1 + rank // 2), 0, 0, 0]
-            ragged_all_to_all(rows[: sum(send)], send, receive, dist.group.WORLD)().sum().backward()
-            dist.all_reduce(torch.ones(8))
-        return dict(counted.counts)
-
     of_first, *_, of_last = run_ranks(sent, 4, advance=lambda: None)
     # gloo reduce-scatters rows by an all-to-all.
     ring = {"all-gather": 3 * 3 * 5 * 8, "all-reduce": 2 * 8 * 4 * 3 // 4}
@@ -114,14 +114,15 @@ def test_the_noise_of_a_token_does_not_depend_on_its_rank() -> None:
         assert not torch.randn_like(torch.empty(24, 3)).equal(whole.flatten(0, 1))
 
 
-def test_a_failed_rank_is_named_and_the_others_end() -> None:
-    def fail(how: str, advance: Any) -> None:
-        if dist.get_rank() == 2:
-            if how == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise KeyError("no such expert")
-        dist.barrier()
+def fail(how: str, advance: Any) -> None:
+    if dist.get_rank() == 2:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise KeyError("no such expert")
+    dist.barrier()
 
+
+def test_a_failed_rank_is_named_and_the_others_end() -> None:
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match=r"(?s)rank 2 of 4: Traceback.*no such expert"):
         run_ranks(fail, 4, "raised", advance=lambda: None)
@@ -130,16 +131,17 @@ def test_a_failed_rank_is_named_and_the_others_end() -> None:
     assert time.monotonic() - begin < 100  # no collective has waited for its timeout
 
 
+def wait_long(advance: Any) -> None:
+    advance()
+    time.sleep(20)
+
+
 def test_ctrl_c_ends_all_ranks() -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    def wait_forever(advance: Any) -> None:
-        advance()
-        time.sleep(20)
-
     with pytest.raises(KeyboardInterrupt):
-        run_ranks(wait_forever, 2, advance=interrupt)
+        run_ranks(wait_long, 2, advance=interrupt)
     assert not multiprocessing.active_children()
 
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import resource
 import signal
 import tempfile
@@ -10,28 +11,28 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 
-import torch
-
 from fuzz.loop import Case
+from maxmoe.testing.rank_processes import start_forkserver
+from support import sent_functions
 
 PATIENCE = 60  # seconds for one case, on a busy machine
 MEMORY = 2**30  # bytes for all cases of a process
 
 
-def work(ours: Connection, theirs: Connection, one_case: Case) -> None:
+def work(connection: Connection, sent: bytes) -> None:
     """Run the cases that come, each in an empty folder, and send what came of it and what failed."""
-    ours.close()  # so that this process ends with the other one
+    one_case: Case = pickle.loads(sent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the other one
     virtual = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (virtual + MEMORY, virtual + MEMORY))
     with suppress(EOFError):
         while True:
-            folder, random = theirs.recv()
+            folder, random = connection.recv()
             os.chdir(folder)
             try:
-                theirs.send((one_case(random), None))
+                connection.send((one_case(random), None))
             except BaseException as error:
-                theirs.send(("", f"{type(error).__name__}: {error}"))
+                connection.send(("", f"{type(error).__name__}: {error}"))
 
 
 class Child:
@@ -42,13 +43,13 @@ class Child:
     """
 
     def __init__(self, one_case: Case) -> None:
-        self.one_case = one_case
+        self.sent, _ = sent_functions.dumps(one_case)
 
     def __enter__(self) -> "Child":
-        torch.set_num_threads(1)  # those of OpenMP are not forked
         self.connection, theirs = multiprocessing.Pipe()
-        fork = multiprocessing.get_context("fork")
-        self.process = fork.Process(target=work, args=(self.connection, theirs, self.one_case))
+        start_forkserver()
+        context = multiprocessing.get_context("forkserver")
+        self.process = context.Process(target=work, args=(theirs, self.sent))
         self.process.start()
         theirs.close()
         return self

@@ -247,5 +247,7 @@ def check_loaded(good: Files, unchanged: set[str], state: dict, training: dict) 
 
 
 if __name__ == "__main__":
-    with Child(one_case) as child:
+    from fuzz import fuzz_checkpoints  # the name that another process can import
+
+    with Child(fuzz_checkpoints.one_case) as child:
         sys.exit(loop.main(child, __doc__))

@@ -9,9 +9,6 @@ import pytest
 
 from fuzz import child
 
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-
-
 GOOD, BAD = 2, 1  # seeds
 
 

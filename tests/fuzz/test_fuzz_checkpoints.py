@@ -10,7 +10,6 @@ from fuzz.child import Child
 from fuzz.loop import fuzz
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_damaged_checkpoints_are_refused_or_load() -> None:
     with Child(fuzz_checkpoints.one_case) as child:
         outcomes = fuzz(child, seed=0, cases=range(300), seconds=60)

@@ -1,6 +1,5 @@
 """The connection to PEFT: what it does when PEFT keeps adapters otherwise, and adapters that train nothing."""
 
-import subprocess
 import threading
 import warnings
 from typing import Any
@@ -14,8 +13,8 @@ from maxmoe import MoE, MoEConfig, adapters
 from maxmoe.adapters import _peft
 from maxmoe.nn import Experts
 from maxmoe.ops import RaggedPlan, expert_ffn
+from support import programs
 from support.moe_layers import make, tokens
-from support.python_with_torch import Python
 
 EXPERTS = ["moe.experts.gate_proj", "moe.experts.up_proj", "moe.experts.down_proj"]
 
@@ -60,66 +59,33 @@ CALLS = {
     # PEFT that is imported after the layer has been made is connected in the first forward, which PEFT computes itself.
     f"import maxmoe; layer = maxmoe.MoE({CONFIG}); import peft": ["model(x)"],
 }
-# Imports take seconds: a process imports what PEFT imports, forks for each order, and there again for each first call.
-PROGRAM = f"""
-import os, traceback
-import transformers
-transformers.PreTrainedModel
-
-def status_of_fork(function, *arguments):
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    status = 1
-    try:
-        function(*arguments)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
-
-def check(peft, maxmoe, call, layer=None, **_):
-    import torch
-    from torch.utils.checkpoint import checkpoint
-    class Layer(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.moe = layer or maxmoe.MoE({CONFIG})
-        def forward(self, x):
-            return self.moe(x).hidden_states
-    names = ["moe.experts.up_proj"]
-    config = peft.LoraConfig(r=2, target_parameters=names, target_modules=[], init_lora_weights=False)
-    model = peft.get_peft_model(Layer(), config)
-    x = torch.randn(5, 8)
-    first = eval(call)
-    first.sum().backward()
-    second = model(x)
-    torch.testing.assert_close(first, second)
-    from peft.tuners.lora.layer import ParamWrapper
-    assert hasattr(ParamWrapper._activate_lora, "__wrapped__")
-    assert not torch.equal(model.unload().moe(x).hidden_states, first)
-
-def check_order(imports, calls):
-    names = {{}}
-    exec(imports, names)
-    for call in calls:
-        print(imports, call, status_of_fork(lambda: check(call=call, **names)), sep=" | ", flush=True)
-
-for imports, calls in {CALLS}.items():
-    assert status_of_fork(check_order, imports, calls) == 0
+CHECK = f"""
+import torch
+from torch.utils.checkpoint import checkpoint
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.moe = globals().get("layer") or maxmoe.MoE({CONFIG})
+    def forward(self, x):
+        return self.moe(x).hidden_states
+names = ["moe.experts.up_proj"]
+config = peft.LoraConfig(r=2, target_parameters=names, target_modules=[], init_lora_weights=False)
+model = peft.get_peft_model(Layer(), config)
+x = torch.randn(5, 8)
+first = FIRST_CALL
+first.sum().backward()
+second = model(x)
+torch.testing.assert_close(first, second)
+from peft.tuners.lora.layer import ParamWrapper
+assert hasattr(ParamWrapper._activate_lora, "__wrapped__")
+assert not torch.equal(model.unload().moe(x).hidden_states, first)
 """
 
 
-@pytest.fixture(scope="module")
-def first_calls(python: Python) -> "subprocess.CompletedProcess[str]":
-    """Makes all first calls after all imports, and prints the exit status of each."""
-    return python(PROGRAM)
-
-
 @pytest.mark.parametrize(("imports", "first_call"), [(order, call) for order, calls in CALLS.items() for call in calls])
-def test_any_order_of_imports(imports: str, first_call: str, first_calls: "subprocess.CompletedProcess[str]") -> None:
-    assert f"{imports} | {first_call} | 0\n" in first_calls.stdout, first_calls.stderr[-4000:]
+def test_any_order_of_imports(imports: str, first_call: str) -> None:
+    """In a process of its own."""
+    programs.printed(programs.python(imports + CHECK.replace("FIRST_CALL", first_call)))
 
 
 def sgd(*models: nn.Module) -> torch.optim.Optimizer:

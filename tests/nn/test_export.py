@@ -1,8 +1,6 @@
 """torch.export: saved, loaded by another process, and the same numbers."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ from torch.export import Dim
 
 import maxmoe
 from maxmoe.models import Decoder, DecoderOutput
+from support import programs
 from support.moe_layers import DEEPSEEK, make, tokens
 from support.parallel_decoder import CONFIG
 
@@ -34,8 +33,7 @@ def test_of_the_layer_for_any_number_of_tokens(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("layer.pt2", "inputs.pt", "outputs.pt")]
     torch.export.save(program, paths[0])
     torch.save(inputs, paths[1])
-    root = Path(maxmoe.__file__).parents[1]
-    subprocess.run([sys.executable, "-c", LOAD, *map(str, paths)], cwd=root, check=True, timeout=120)
+    programs.printed(programs.python(LOAD, *map(str, paths)))
     for x, got in zip(inputs, torch.load(paths[2]), strict=True):
         output = layer(x)
         for one, other in zip(got, [*output[:2], *output.stats], strict=True):

@@ -1,12 +1,14 @@
 """Large results lie in huge pages that are used again when they are freed."""
 
+import json
 import multiprocessing
+import os
 import random
 import re
 import resource
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,16 +18,12 @@ from torch.utils import deterministic
 
 import maxmoe
 from maxmoe import _C, ops
+from maxmoe.testing.rank_processes import require_one_thread
+from support import programs
 
 MIB = 2**20
 HUGE_PAGE = 2 * MIB
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is kept on Linux")
-
-
-@pytest.fixture
-def num_threads() -> int:
-    """One, so that a process can fork."""
-    return 1
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +37,12 @@ def large_result(num_bytes: int, value: int = 1) -> Tensor:
     """What an operator returns: float32 [num_bytes / 1024, 256]."""
     row = torch.full((1, 256), float(value))
     return ops.ragged_gather(row, torch.zeros(num_bytes // 1024, dtype=torch.int64))
+
+
+def in_new_process(code: str, **environment: str) -> str:
+    tests = Path(__file__).parents[1]
+    done = programs.python(f"from ops import test_memory; {code}", cwd=tests, env=os.environ | environment)
+    return programs.printed(done)
 
 
 def kept() -> int:
@@ -161,8 +165,7 @@ def faults_of_steps() -> list[int]:
 
 def test_a_training_step_maps_no_memory_anew() -> None:
     """The C library would map each huge page anew. In a process of its own: a heap that others left faults too."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        faults = process.submit(faults_of_steps).result()
+    faults = json.loads(in_new_process("print(test_memory.faults_of_steps())"))
     assert min(faults[3:]) < 16, faults
 
 
@@ -216,7 +219,9 @@ def fill_in_child(shared: Tensor) -> None:
     shared.fill_(float(own.mean()))
 
 
-def test_a_forked_process_has_memory_of_its_own() -> None:
+def fork() -> None:
+    """Fork a process that has one thread."""
+    require_one_thread()
     alive, shared = large_result(8 * MIB, value=1), torch.zeros(1).share_memory_()
     large_result(8 * MIB, value=2)  # kept by both
     child = multiprocessing.get_context("fork").Process(target=fill_in_child, args=(shared,))
@@ -227,6 +232,10 @@ def test_a_forked_process_has_memory_of_its_own() -> None:
     assert shared == 7
     assert torch.equal(own, torch.full_like(own, 3))
     assert torch.equal(alive, torch.ones_like(alive))
+
+
+def test_a_forked_process_has_memory_of_its_own() -> None:
+    in_new_process("test_memory.fork()", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 
 
 @pytest.mark.filterwarnings("ignore:.*profiler.*")

@@ -10,8 +10,8 @@ import torch
 import maxmoe
 from maxmoe import reference
 from maxmoe.quantization import FORMATS, QuantizedStack
+from support import programs
 from support.low_rank_calls import with_factors
-from support.python_with_torch import Python
 from support.quantized_calls import (
     DTYPES,
     ROWS,
@@ -204,10 +204,8 @@ def test_bits_do_not_depend_on_threads(format: str) -> None:
 
 
 @pytest.mark.parametrize("isa", maxmoe.build_info()["supported_isas"][:-1])
-def test_every_instruction_set(python: Python, isa: str) -> None:
+def test_every_instruction_set(isa: str) -> None:
     """The tests above run with the best one."""
-    tests = Path(__file__).parents[1]
-    code = f"import sys; sys.path[:0] = [{str(tests)!r}, {str(tests.parent)!r}]\n"
-    done = python(code + "from support.quantized_calls import check_every_format\ncheck_every_format()", MAXMOE_ISA=isa)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [isa]
+    code = "from support.quantized_calls import check_every_format; check_every_format()"
+    done = programs.python(code, cwd=Path(__file__).parents[1], env=os.environ | {"MAXMOE_ISA": isa})
+    assert programs.printed(done).split() == [isa]

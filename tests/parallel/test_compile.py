@@ -6,6 +6,7 @@ Graphs break where ranks communicate, and before the call of the model, which re
 import re
 from collections import Counter
 
+import functorch.compile  # noqa: F401  torch.compile imports it at its first use: once, where ranks are forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,14 +26,7 @@ MOE = MoEConfig(
     hidden_size=8, intermediate_size=4, num_experts=4, top_k=2, num_shared_experts=1, load_balance_loss_weight=0.1
 )
 SHAPE = (4, 6)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported_compiler() -> None:
-    """Compile something before ranks are forked: torch imports the compiler at its first use, in a second."""
-    compiled = torch.compile(lambda x: x * x, backend="aot_eager")
-    compiled(torch.ones(2, requires_grad=True)).sum().backward()
-    torch._dynamo.reset()
+torch.compiler.list_backends()  # imports them
 
 
 def gradients(model: nn.Module, value: Tensor) -> list[Tensor]:

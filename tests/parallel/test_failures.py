@@ -1,5 +1,6 @@
 """A rank that dies, hangs or raises: the others name it, in every strategy, in the forward and in the backward."""
 
+import itertools
 import os
 import re
 import signal
@@ -33,9 +34,7 @@ from support.failing_ranks import (
     outcomes,
     patience_with,
 )
-from support.run_ranks import run_ranks
-
-pytestmark = pytest.mark.waits
+from support.run_ranks import check_at_once, run_ranks
 
 STRATEGIES: dict[str, tuple[dict[str, int], str, Any]] = {
     "ring_of_experts": ({"fsdp": 2, "expert": 2}, "ep-as-dp", "ring_of_experts"),
@@ -56,31 +55,26 @@ def fail_in_backward(layer: MoE, fail: Callable[[], None]) -> None:
     layer.experts.register_forward_hook(hook)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("place", [fail_in_forward, fail_in_backward], ids=["forward", "backward"])
-@pytest.mark.parametrize(
-    ("fail", "delay", "message"),
-    [
-        pytest.param(*failure, id=name, marks=pytest.mark.sampled(2) if failure[1] else ())  # those that wait
-        for name, failure in zip(["dies", "hangs", "raises"], FAILURES, strict=True)
-    ],
-)
-def test_the_others_name_the_rank(
-    tmp_path: Path, strategy: str, place: Callable[..., None], fail: Callable[[], None], delay: float, message: str
-) -> None:
-    sizes, rules, dispatch = STRATEGIES[strategy]
+@pytest.mark.parametrize(("fail", "delay", "message"), FAILURES, ids=["dies", "hangs", "raises"])
+def test_the_others_name_the_rank(tmp_path: Path, fail: Callable[[], None], delay: float, message: str) -> None:
+    def check(strategy: str, place: Callable[..., None]) -> None:
+        sizes, rules, dispatch = STRATEGIES[strategy]
 
-    def train() -> None:
-        mesh = Mesh(sizes, timeout=timedelta(seconds=TIMEOUT))
-        config = MoEConfig(hidden_size=8, intermediate_size=4, num_experts=4, top_k=2)
-        layer = parallelize(MoE(config), mesh, rules, dispatch=dispatch)
-        for step in range(3):
-            if step == 1 and dist.get_rank() == 2:
-                place(layer, fail)
-            output = layer(torch.randn(1, 6, 8, requires_grad=True))
-            (output.hidden_states.sum() + output.aux_loss).backward()
+        def train() -> None:
+            mesh = Mesh(sizes, timeout=timedelta(seconds=TIMEOUT))
+            config = MoEConfig(hidden_size=8, intermediate_size=4, num_experts=4, top_k=2)
+            layer = parallelize(MoE(config), mesh, rules, dispatch=dispatch)
+            for step in range(3):
+                if step == 1 and dist.get_rank() == 2:
+                    place(layer, fail)
+                output = layer(torch.randn(1, 6, 8, requires_grad=True))
+                (output.hidden_states.sum() + output.aux_loss).backward()
 
-    check_rank_2_is_named(outcomes(tmp_path, train, patience=patience_with(fail)), fail, delay, message)
+        folder = tmp_path / f"{strategy} {place.__name__}"
+        folder.mkdir()
+        check_rank_2_is_named(outcomes(folder, train, patience=patience_with(fail)), fail, delay, message)
+
+    check_at_once(check, itertools.product(STRATEGIES, [fail_in_forward, fail_in_backward]))
 
 
 def test_a_rank_that_stops_too_early(tmp_path: Path) -> None:
@@ -134,45 +128,45 @@ def group_with_store_on_rank_0() -> int:
 NO_ANSWER = r"RankError: the process with the store of torch\.distributed sends no heartbeat for 1\.5 s: rank 0 "
 
 
-@pytest.mark.parametrize("is_stopped_early", [False, True], ids=["inside", "before"])
-@pytest.mark.parametrize(
-    ("last", "delay", "message"),
-    [
-        (wait, TIMEOUT, NO_ANSWER + r"\(rank 1 saw: .*\)"),
-        (complain, 0.0, "ValueError: no such token"),
-        (finish, 0.0, ""),
-    ],
-    ids=["waits", "raises", "finishes"],
-)
-def test_the_process_with_the_store_is_stopped(
-    tmp_path: Path, last: Callable[[], None], delay: float, message: str, is_stopped_early: bool
-) -> None:
+LAST_CALLS = [
+    (wait, TIMEOUT, NO_ANSWER + r"\(rank 1 saw: .*\)"),
+    (complain, 0.0, "ValueError: no such token"),
+    (finish, 0.0, ""),
+]
+
+
+def test_the_process_with_the_store_is_stopped(tmp_path: Path) -> None:
     """Its sockets stay open: the connections are not lost, but nobody answers."""
 
-    def train() -> None:
-        host, found = group_with_store_on_rank_0(), ""
-        dist.barrier()
-        if dist.get_rank() == 0:
-            with watch_ranks(PATIENCE):
-                hang()
-        if is_stopped_early:
-            os.kill(host, signal.SIGSTOP)
-        begin = time.monotonic()
-        try:
-            with watch_ranks(PATIENCE):
-                time.sleep(PATIENCE / 5)  # some heartbeats
-                os.kill(host, signal.SIGSTOP)
-                last()
-        except (RankError, ValueError) as error:
-            found = f"{type(error).__name__}: {error}"
-        (tmp_path / "found").write_text(f"{time.monotonic() - begin} {found}")
-        os.kill(host, signal.SIGKILL)
+    def check(last: Callable[[], None], delay: float, message: str, is_stopped_early: bool) -> None:
+        path = tmp_path / f"{last.__name__} {is_stopped_early}"
 
-    with pytest.raises(RuntimeError, match="rank 0 of 2 failed first:\nit died"):
-        run_ranks(train, 2, deadline=ENOUGH)
-    seconds, _, text = (tmp_path / "found").read_text().partition(" ")
-    assert re.fullmatch(message, text)
-    assert float(seconds) < delay + PATIENCE + SLACK
+        def train() -> None:
+            host, found = group_with_store_on_rank_0(), ""
+            dist.barrier()
+            if dist.get_rank() == 0:
+                with watch_ranks(PATIENCE):
+                    hang()
+            if is_stopped_early:
+                os.kill(host, signal.SIGSTOP)
+            begin = time.monotonic()
+            try:
+                with watch_ranks(PATIENCE):
+                    time.sleep(PATIENCE / 5)  # some heartbeats
+                    os.kill(host, signal.SIGSTOP)
+                    last()
+            except (RankError, ValueError) as error:
+                found = f"{type(error).__name__}: {error}"
+            path.write_text(f"{time.monotonic() - begin} {found}")
+            os.kill(host, signal.SIGKILL)
+
+        with pytest.raises(RuntimeError, match="rank 0 of 2 failed first:\nit died"):
+            run_ranks(train, 2, deadline=ENOUGH)
+        seconds, _, text = path.read_text().partition(" ")
+        assert re.fullmatch(message, text)
+        assert float(seconds) < delay + PATIENCE + SLACK
+
+    check_at_once(check, [(*last_call, early) for last_call in LAST_CALLS for early in (False, True)])
 
 
 def test_the_store_is_in_memory() -> None:

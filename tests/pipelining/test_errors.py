@@ -18,7 +18,7 @@ from maxmoe.pipelining import Pipeline, pipeline
 from maxmoe.pipelining.schedules import SCHEDULES, check_schedule
 from maxmoe.sharding import Mesh
 from support.failing_ranks import FAILURES, TIMEOUT, check_rank_2_is_named, complain, outcomes, patience_with
-from support.run_ranks import run_ranks
+from support.run_ranks import check_at_once, run_ranks
 from support.staged_decoder import batch, config, decoder, loss, staged
 
 MIXTRAL = config("mixtral")
@@ -199,23 +199,22 @@ def test_checked_schedules_are_those_that_torch_makes(name: str) -> None:
     run_ranks(check, 2)
 
 
-@pytest.mark.waits
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.parametrize(("fail", "delay", "message"), FAILURES, ids=["dies", "hangs", "raises"])
-def test_the_others_name_a_rank_that_fails_in_a_stage(
-    tmp_path: Path, place: str, fail: Callable[[], None], delay: float, message: str
-) -> None:
-    def train() -> None:
-        mesh = Mesh({"stage": 2, "expert": 2}, timeout=timedelta(seconds=TIMEOUT))
-        run = staged(MIXTRAL, mesh, "default", "1f1b")
-        run.step(*batch())
-        if mesh.rank == 2:
-            add = run.model.norm.register_forward_pre_hook if place == "forward" else when_backward_reaches(run)
-            add(lambda *_: fail())
-        run.step(*batch())
+def test_the_others_name_a_rank_that_fails_in_a_stage(tmp_path: Path) -> None:
+    def check(place: str, fail: Callable[[], None], delay: float, message: str) -> None:
+        def train() -> None:
+            mesh = Mesh({"stage": 2, "expert": 2}, timeout=timedelta(seconds=TIMEOUT))
+            run = staged(MIXTRAL, mesh, "default", "1f1b")
+            run.step(*batch())
+            if mesh.rank == 2:
+                add = run.model.norm.register_forward_pre_hook if place == "forward" else when_backward_reaches(run)
+                add(lambda *_: fail())
+            run.step(*batch())
 
-    check_rank_2_is_named(outcomes(tmp_path, train, patience=patience_with(fail)), fail, delay, message)
+        folder = tmp_path / f"{place} {fail.__name__}"
+        folder.mkdir()
+        check_rank_2_is_named(outcomes(folder, train, patience=patience_with(fail)), fail, delay, message)
+
+    check_at_once(check, [(place, *failure) for place in ("forward", "backward") for failure in FAILURES])
 
 
 def when_backward_reaches(run: Pipeline) -> Callable[[Callable[..., None]], Any]:

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from maxmoe.models import Decoder
-from maxmoe.parallel.sharded_tokens import ShardedTokens
 from maxmoe.pipelining.recorded_stage import RecordedStage
 from maxmoe.pipelining.schedules import SCHEDULES
 from maxmoe.planning import Estimate, Explanation, Traffic, estimate, explain
@@ -23,6 +22,7 @@ from maxmoe.planning.rank_costs import Tokens, rank_communication
 from maxmoe.planning.traffic import traffic_of
 from maxmoe.sharding import Mesh
 from support.counted_collectives import CountedCollectives
+from support.measured_step import without_sums_of_losses
 from support.run_ranks import run_ranks
 from support.saved_by_stages import saved_by_stages
 from support.staged_decoder import BATCH, LENGTH, MOE, batch, config, part_of_micro_batches, staged
@@ -123,6 +123,7 @@ def real_steps(
         for parameter in stored.values():
             parameter.grad = None
         with (
+            without_sums_of_losses(),
             sent_by_stages() as sent,
             unsharded_memory(sizes) as unsharded,
             saved_by_stages(tokens, targets) as saved,
@@ -139,9 +140,7 @@ def real_steps(
             *(max(numbers) for numbers in zip(*unsharded, strict=True)),
         )
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShardedTokens, "_all_reduce", lambda tokens, summand, axes: summand)
-        return run_ranks(run, Mesh.planned(dict(axes)).num_ranks)
+    return run_ranks(run, Mesh.planned(dict(axes)).num_ranks)
 
 
 def model(recompute: tuple[str, ...] = ()) -> Decoder:

@@ -3,6 +3,7 @@
 The benchmarks of the kernels (cpp/benchmarks) are built with it, and run on small sizes.
 """
 
+import faulthandler
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import maxmoe
+from support import programs
 
 ROOT = Path(__file__).parents[2]
 ISAS = maxmoe.build_info()["supported_isas"]
@@ -22,19 +24,15 @@ ISAS = maxmoe.build_info()["supported_isas"]
 PATH = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
 
 
-def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        env=os.environ | {"PATH": PATH} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+def run(
+    *command: str, seconds: float = programs.MAX_SECONDS, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    variables = os.environ | {"PATH": PATH} | environment
+    return programs.run(command, seconds=seconds, env=variables, stderr=subprocess.STDOUT)
 
 
 def build_step(*command: str) -> None:
-    done = run(*command)
+    done = run(*command, seconds=3600.0)
     if done.returncode != 0:
         lines = done.stdout.splitlines()
         first = next((i for i, line in enumerate(lines) if re.search("error|FAILED", line, re.IGNORECASE)), 0)
@@ -54,6 +52,7 @@ def build_folder() -> Path:
         folder = ROOT / "build" / f"tests-{tag}"
         options += ["-GNinja", "-DMAXMOE_BUILD_PYTHON=OFF"]
     options += [f"-DCMAKE_MAKE_PROGRAM={ninja}"] if (ninja := shutil.which("ninja", path=PATH)) else []
+    faulthandler.cancel_dump_traceback_later()  # each step has a bound, longer than that of a test
     build_step("cmake", "-S", str(ROOT), "-B", str(folder), *options)
     build_step("cmake", "--build", str(folder), "--target", "maxmoe_kernels_tests", "maxmoe_kernels_benchmarks")
     return folder

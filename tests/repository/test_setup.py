@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from repository.check_packages import MINORS, PROJECT, REQUIREMENTS, ROOT, TORCH_REQUIREMENT, TORCHES
+from support import programs
 
 pytest.importorskip("setuptools")  # has no part in running maxmoe
 MAJOR, MINOR = map(int, torch.__version__.split(".")[:2])
@@ -27,7 +28,7 @@ def metadata(folder: Path, *, sites: list[str] | None, **variables: str) -> subp
     if sites is not None:
         environment["MAXMOE_TORCH"] = os.pathsep.join(sites)
     command = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(folder)]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return programs.run(command, cwd=ROOT, env=environment)
 
 
 def required(folder: Path) -> set[str]:

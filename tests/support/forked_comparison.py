@@ -1,4 +1,4 @@
-"""`compare_ranks` of a case in forked processes, a hundredth of the time of starting them."""
+"""`compare_ranks` of a case whose functions need no name, in forks of the server that `rank_server` describes."""
 
 from functools import partial
 
@@ -8,11 +8,17 @@ from maxmoe.testing import RankComparison
 from maxmoe.testing.measurement import Training
 from maxmoe.testing.rank_processes import RankProcesses
 from maxmoe.testing.training_runs import Run
+from support.call_in_fork import call_in_fork
 from support.compared_models import Case
-from support.run_ranks import prepare
+from support.run_ranks import LONGER, prepare
+
+NUM_STARTS = 4  # of processes in a comparison, at most
 
 
 def compare(case: Case, timeout: float = 60.0, dtype: torch.dtype | None = None) -> RankComparison:
+    __tracebackhide__ = True  # by pytest
     training = Training(case.build, case.parallelize, case.make_batch, case.loss, case.step)
     processes = RankProcesses("fork", timeout, timeout, partial(prepare, False))
-    return Run(training, case.num_ranks, dtype, None, processes).compare()
+    comparison = Run(training, case.num_ranks, dtype, None, processes)
+    found: RankComparison = call_in_fork(comparison.compare, seconds=NUM_STARTS * timeout + LONGER)
+    return found

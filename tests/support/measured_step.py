@@ -73,10 +73,16 @@ def measured_steps(
     """By rank, with balanced routing; what has been measured once is not measured again."""
     key = f"{layout} {config} {dispatch} {num_chunks} {dtype}"
     if key not in _measured:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ShardedTokens, "_all_reduce", lambda tokens, summand, axes: summand)
-            _measured[key] = run_ranks(_step, layout.world_size, layout, config, dispatch, num_chunks, dtype)
+        _measured[key] = run_ranks(_step, layout.world_size, layout, config, dispatch, num_chunks, dtype)
     return _measured[key]
+
+
+@contextmanager
+def without_sums_of_losses() -> Iterator[None]:
+    """Leave losses and statistics as they are on this rank: their sums are not counted."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardedTokens, "_all_reduce", lambda tokens, summand, axes: summand)
+        yield
 
 
 def balanced_routing(model: torch.nn.Module, num_tokens: int) -> RoutingRecord:
@@ -98,7 +104,7 @@ def _step(
     tokens, targets = (whole[part].clone() for whole in batch())
     stored = {name: parameter.to_local() for name, parameter in model.named_parameters()}
     routing = balanced_routing(model, tokens.numel())
-    with replay_routing(model, routing), CountedCollectives(mesh) as counted:
+    with without_sums_of_losses(), replay_routing(model, routing), CountedCollectives(mesh) as counted:
         with kept_tensors(stored.values()) as kept:
             result = loss(model(tokens), targets)
         kept_bytes = num_bytes(kept)

@@ -1,18 +1,15 @@
-"""Run a function on several ranks, each a forked process that talks to the others through gloo.
-
-Forking takes a hundredth of the time of starting: the children have torch and everything else already.
-"""
+"""Run a function on several ranks, each a process of its own that talks to the others through gloo: see rank_server."""
 
 import logging
-import os
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -21,10 +18,14 @@ from maxmoe._torch import import_distributed
 from maxmoe.sharding import LogicalRules
 from maxmoe.sharding.rules import PRESETS
 from maxmoe.testing.rank_processes import RankProcesses
+from support.call_in_fork import call_in_fork
 
-import_distributed()  # once, here, and not in every child
+AT_ONCE = 6  # with four ranks each
+LONGER = 60.0  # seconds after the deadline of the ranks, when their stacks should have come
+
+import_distributed()  # once, in the server, and not in every rank
 for preset in PRESETS.glob("*.yaml"):
-    LogicalRules.load(preset.stem)  # keeps the rules: parsed once, here, and not in every child
+    LogicalRules.load(preset.stem)  # keeps the rules: parsed once
 
 
 def run_ranks(
@@ -41,7 +42,14 @@ def run_ranks(
     """
     __tracebackhide__ = True  # by pytest
     processes = RankProcesses("fork", timeout, deadline, partial(prepare, debug))
-    return processes.run(function, world_size, *arguments)
+    return call_in_fork(processes.run, function, world_size, *arguments, seconds=deadline + LONGER)
+
+
+def run_alone(function: Callable[..., Any], *arguments: Any, deadline: float = 120.0) -> Any:
+    """Call a function in a process that is no rank, and return its result."""
+    __tracebackhide__ = True
+    processes = RankProcesses("fork", deadline=deadline, prepare=partial(prepare, False))
+    return call_in_fork(processes.run_alone, function, *arguments, seconds=deadline + LONGER)
 
 
 def run_cases(
@@ -49,26 +57,33 @@ def run_cases(
 ) -> None:
     """Call a function with the arguments of each case on the same ranks; an error begins with its case."""
 
+    listed = list(cases)
+
     def check_all() -> None:
-        for case in cases:
+        for case in listed:
             with named(*case):
                 check(*case)
 
     run_ranks(check_all, world_size, timeout=timeout)
 
 
+def check_at_once(check: Callable[..., object], cases: Iterable[tuple[Any, ...]]) -> None:
+    """Call a function with the arguments of each case, some at the same time; an error begins with its case.
+
+    For cases that wait for timeouts most of their time, each on ranks of its own.
+    """
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        checks = [(case, pool.submit(check, *case)) for case in cases]
+    for case, done in checks:
+        with named(*case):
+            done.result()
+
+
 def prepare(debug: bool) -> None:
-    """What a forked process does first."""
-    # Torch notes the stack for messages of its own at the first operator of a DTensor with each shape: 0.3 ms below
-    # the frames of pytest. Tracebacks of exceptions do not come from here.
-    traceback.extract_stack = lambda *_arguments, **_options: traceback.StackSummary()
+    """What a rank does first."""
+    torch.default_generator.manual_seed(0)
     dist.set_debug_level(dist.DebugLevel.DETAIL if debug else dist.DebugLevel.OFF)
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    # All ranks of a process of pytest-xdist on one processor: to wake a rank on another takes longer than what most of
-    # them do with the message.
-    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-        processors = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {processors[int(worker.removeprefix("gw")) % len(processors)]})
 
 
 @contextmanager

@@ -1,0 +1,111 @@
+"""Programs that hang, and tests that do: they end, with the stacks of all processes, wherever these were started."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support import bounded, programs
+from support.programs import Hangs, Program, add_mark, processes
+
+HANG = """
+import sys, time
+from pathlib import Path
+
+def hang_in_{name}():
+    Path(sys.argv[1], "{name}" + "{suffix}").touch()
+    time.sleep(1000)
+
+{before}
+hang_in_{name}()
+"""
+CHILD = HANG.format(name="child", suffix="", before="")
+PARENT = HANG.format(
+    name="parent",
+    suffix="",
+    before=f"import subprocess\nsubprocess.Popen([sys.executable, '-c', {CHILD!r}, sys.argv[1]], start_new_session=True)",
+)
+RANK = HANG.format(name="rank", suffix="{os.environ['RANK']}", before="").replace('"rank" + "', '"rank" + f"')
+NOTEBOOK = """
+import sys
+import nbformat
+from nbclient import NotebookClient
+cell = nbformat.v4.new_code_cell(sys.argv[2].replace("sys.argv[1]", repr(sys.argv[1])))
+NotebookClient(nbformat.v4.new_notebook(cells=[cell])).execute()
+"""
+
+
+def python(folder: Path) -> list[str]:
+    return [sys.executable, "-c", PARENT, str(folder)]
+
+
+def torchrun(folder: Path) -> list[str]:
+    script = folder.parent / "script.py"
+    script.write_text("import os" + RANK)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return [*command, str(script), str(folder)]
+
+
+def notebook(folder: Path) -> list[str]:
+    pytest.importorskip("nbclient")
+    return [sys.executable, "-c", NOTEBOOK, str(folder), CHILD]
+
+
+@pytest.mark.parametrize(
+    ("command", "functions"),
+    [
+        (python, ["hang_in_parent", "hang_in_child"]),
+        (torchrun, ["hang_in_rank", "hang_in_rank"]),
+        (notebook, ["hang_in_child"]),
+    ],
+    ids=["python", "torchrun", "notebook"],
+)
+def test_a_program_that_hangs_ends_with_the_stacks_of_its_processes(
+    tmp_path: Path, command: Callable[[Path], list[str]], functions: list[str]
+) -> None:
+    (tmp_path / "started").mkdir()
+    with Program(command(tmp_path / "started")) as program:
+        program.wait_until(lambda: len([*(tmp_path / "started").iterdir()]) == len(functions))
+        program.end = time.monotonic() + 0.1
+        with pytest.raises(Hangs, match="still running after 300 s: .*python") as error:
+            program.wait()
+        assert not processes(program.mark)
+    for function in functions:
+        assert str(error.value).count(f"in {function}\n") == functions.count(function)
+
+
+def test_a_program_that_ends_leaves_no_processes(tmp_path: Path) -> None:
+    with Program([*python(tmp_path)]) as program:
+        program.wait_until(lambda: len([*tmp_path.iterdir()]) == 2)
+    assert not processes(program.mark)
+
+
+def test_what_nobody_waits_for_is_an_error(tmp_path: Path) -> None:
+    with (
+        Program([sys.executable, "-c", "import sys; sys.exit('no such thing')"]) as program,
+        pytest.raises(AssertionError, match=r"(?s)has ended with status 1.*stderr:\n +no such thing"),
+    ):
+        program.wait_until((tmp_path / "nothing").exists)
+
+
+def test_what_it_writes() -> None:
+    done = programs.python("import os; print(os.getcwd()); raise KeyError(os.environ['NAME'])", env={"NAME": "value"})
+    assert (done.returncode, done.stdout) == (1, f"{os.getcwd()}\n")
+    assert done.stderr.endswith("KeyError: 'value'\n")
+    with pytest.raises(AssertionError, match="KeyError: 'value'"):
+        programs.printed(done)
+
+
+def test_a_test_that_hangs_ends_where_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that it has started has written its stack, and has ended."""
+    monkeypatch.setenv(programs.MARKS, "")
+    monkeypatch.setattr(bounded, "_mark", add_mark(os.environ))
+    with Program([sys.executable, "-c", "import time; print('begins', flush=True); time.sleep(1000)"]) as program:
+        program.wait_until(lambda: "begins" in program.written())
+        with pytest.raises(Hangs, match=r"still running after 0\.1 s") as error, bounded.bounded(0.1):
+            program.process.wait()
+        assert not processes(program.mark) and "most recent call first" in program.written()
+    assert any(entry.name == "test_a_test_that_hangs_ends_where_it_waits" for entry in error.traceback)
