@@ -11,6 +11,7 @@ from maxmoe.adapters import with_stacked_factors
 from maxmoe.agreement import check_ranks_agree
 from maxmoe.load.layers_of_stages import LayersOfStages
 from maxmoe.load.stats import MoEStats
+from maxmoe.named_collectives import all_reduce
 from maxmoe.nn import MoE, check_recompute, recompute_of, set_recompute
 from maxmoe.parallel.clip_grad_norm import clip, squared_norm
 from maxmoe.parallel.dispatch_plan import Dispatch
@@ -267,7 +268,7 @@ class Pipeline:
         parameters = list(self.parameters())
         squares = squared_norm(parameters).to(self._run.device)
         if self._run.group is not None:
-            dist.all_reduce(squares, group=self._run.group)
+            all_reduce(squares, "squares of gradients over stages", group=self._run.group)
         return clip(parameters, max_norm, squares)
 
     def update_correction_bias(self, stats: Mapping[str, MoEStats]) -> None:

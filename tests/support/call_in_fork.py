@@ -65,7 +65,9 @@ class Server:
                 connection.send_bytes(sent)
                 if not connection.poll(seconds):
                     abort(self.program.mark)
-                    raise Hangs(f"a fork is still running after {seconds:g} s, see its stderr\n{self.program.written()}")
+                    raise Hangs(
+                        f"a fork is still running after {seconds:g} s, see its stderr\n{self.program.written()}"
+                    )
                 kind, result, text = connection.recv()
             except (EOFError, ConnectionError):
                 raise RuntimeError(f"the fork or its server died\n{self.program.written()}") from None

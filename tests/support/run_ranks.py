@@ -56,7 +56,6 @@ def run_cases(
     check: Callable[..., object], world_size: int, cases: Iterable[tuple[Any, ...]], timeout: float = 60.0
 ) -> None:
     """Call a function with the arguments of each case on the same ranks; an error begins with its case."""
-
     listed = list(cases)
 
     def check_all() -> None:
