@@ -36,10 +36,7 @@ Tensor Steps::rows_of_tokens(const Tensor& x) const {
 Tensor Steps::weighted_rows_of_tokens(const Tensor& x) const {
   if (is_differentiable) return ragged_sort(x, a_.slots, a_.rows, a_.top_k, a_.weights);
   if (!a_.weights.has_value()) return rows_of_tokens(x);
-  if (!weighted_rows_.has_value()) {
-    weighted_rows_ = RowSums::of_single_rows(token_of_row_, weights_of_rows(), x.scalar_type());
-  }
-  return (*weighted_rows_)(x);
+  return weighted_rows(x, token_of_row_, weights_of_rows());
 }
 
 Tensor Steps::weighted_sum_of_rows(std::initializer_list<std::function<Tensor()>> tensors) const {

@@ -49,8 +49,7 @@ class Steps {
 
   const ExpertFfnArguments& a_;
   const RowGroups groups_;
-  const Tensor token_of_row_;                     // [R], undefined for differentiable steps
-  mutable std::optional<RowSums> weighted_rows_;  // made when it is first used
+  const Tensor token_of_row_;  // [R], undefined for differentiable steps
 };
 
 // Rows times the matrices of their experts, and the reduced rows of the factors beside them; undefined without factors.

@@ -37,8 +37,7 @@ Tensor ragged_gather_aten(const Tensor& x, const Tensor& index, const OptionalTe
   if (x.size(0) == 0) return at::zeros({index.size(0), x.size(1)}, x.options());
   const Tensor masked = masked_index(index, start, end);
   const Tensor row = masked.clamp_min(0);
-  const Tensor out = weights.has_value() ? RowSums::of_single_rows(row, weights->reshape(-1), x.scalar_type())(x)
-                                         : x.index_select(0, row);
+  const Tensor out = weights.has_value() ? weighted_rows(x, row, weights->reshape(-1)) : x.index_select(0, row);
   return out.masked_fill_(masked.lt(0).unsqueeze(1), 0);
 }
 

@@ -39,7 +39,8 @@ Tensor ragged_scatter_add_aten(const Tensor& rows, const Tensor& index, int64_t 
   if (weights.has_value()) scale = weights->reshape({rows.size(0), group_size}).to(type);
   for (int64_t slot = 0; slot < group_size; ++slot) {
     const Tensor added = scale.defined() ? source * scale.select(1, slot).unsqueeze(1) : source;
-    out.index_add_(0, target.select(1, slot), added);
+    // On CUDA, index_add_ adds by atomic operations, which gives other bits in each run; this sorts the index.
+    out.index_put_({target.select(1, slot)}, added, /*accumulate=*/true);
   }
   return out.narrow(0, 0, num_rows).to(rows.scalar_type());
 }

@@ -24,7 +24,7 @@ Tensor ragged_sort_aten(const Tensor& x, const Tensor& slots, int64_t top_k, con
   const Tensor token = slot.div(top_k, "floor");
   if (!weights.has_value()) return x.index_select(0, token).masked_fill_(is_absent, 0);
   const Tensor scale = weights->reshape(-1).index_select(0, slot);
-  return RowSums::of_single_rows(token, scale, x.scalar_type())(x).masked_fill_(is_absent, 0);
+  return weighted_rows(x, token, scale).masked_fill_(is_absent, 0);
 }
 
 Tensor ragged_sort_backend(const Tensor& x, const Tensor& slots, const Tensor& rows, int64_t top_k,

@@ -31,6 +31,11 @@ Tensor split(const Tensor& weights, at::ScalarType dtype) {
 
 }  // namespace
 
+// Two kernels. That of embedding_bag, alone, takes 2.6 times as long (H200, 2048 to 4096 columns).
+Tensor weighted_rows(const Tensor& rows, const Tensor& index, const Tensor& weights) {
+  return rows.index_select(0, index).mul_(weights.to(accumulator_type(rows.scalar_type())).unsqueeze(1));
+}
+
 // index and factors: [number of sums, terms of each]
 RowSums::RowSums(const Tensor& index, const Tensor& factors)
     : num_sums_(index.size(0)),
@@ -55,12 +60,6 @@ RowSums RowSums::of_groups(const Tensor& index, int64_t group_size, const Option
   RowSums sums(row_of_term.flatten(1), factors.flatten(1));
   sums.is_empty_ = other.lt(0);
   return sums;
-}
-
-RowSums RowSums::of_single_rows(const Tensor& index, const Tensor& weights, at::ScalarType dtype) {
-  if (index.size(0) == 0) return {};
-  const Tensor factors = split(weights, dtype);
-  return {index.unsqueeze(1).expand(factors.sizes()), factors};
 }
 
 Tensor RowSums::operator()(const Tensor& rows) const {

@@ -1,5 +1,4 @@
-// Sums of rows that are selected by an index, through ATen. One kernel reads each row once and adds in the order of the
-// index, for 16-bit rows in float32. No tensor of the selected rows is allocated.
+// Rows that are selected by an index, and their sums, each times a weight, through ATen.
 #pragma once
 
 #include <functional>
@@ -9,15 +8,18 @@
 
 namespace maxmoe::ops {
 
+// The rows [M, D] of an index [M], which has no negative numbers, each times its weight [M]: for 16-bit rows in float32,
+// rounded once.
+Tensor weighted_rows(const Tensor& rows, const Tensor& index, const Tensor& weights);
+
+// Sums of rows. One kernel reads each row once and adds in the order of the index, for 16-bit rows in float32. No tensor
+// of the selected rows is allocated.
 class RowSums {
  public:
   // For each group of slots, the sum of their rows, each times the weight of its slot. index [M]: the row of each slot,
   // negative for none. weights: one for each slot, or None. dtype: that of the rows.
   static RowSums of_groups(const Tensor& index, int64_t group_size, const OptionalTensor& weights,
                            at::ScalarType dtype);
-
-  // The rows themselves, each times its weight. index [M] has no negative numbers. weights [M]
-  static RowSums of_single_rows(const Tensor& index, const Tensor& weights, at::ScalarType dtype);
 
   // [number of sums, D]: the sums of rows [R, D]; of several such tensors, each of which is made when its turn comes,
   // so that one of them at a time is in memory.
