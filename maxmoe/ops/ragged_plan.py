@@ -82,8 +82,8 @@ def ragged_plan(
         if not is_batched(experts):
             raise
         raise NotImplementedError(
-            "ragged_plan: the examples of torch.func.vmap must have one number of rows, got several, as with padding or "
-            "experts without rows: call the layer without vmap, since it takes any leading dims, or set "
+            "ragged_plan: the examples of torch.func.vmap must have one number of rows, got several, as with padding "
+            "or experts without rows: call the layer without vmap, since it takes any leading dims, or set "
             'implementation="dense"'
         ) from error
     return RaggedPlan(slots, rows, group_sizes, dropped, experts.shape[1])
