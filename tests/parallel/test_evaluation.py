@@ -145,7 +145,7 @@ def test_a_layer_communicates_for_its_hidden_states_alone(kind: type[MoE]) -> No
 
 def test_generation_communicates_for_its_tokens_alone() -> None:
     prompt = token_ids()[0][:2, :3]
-    config = replace(CONFIG, moe=replace(MOE, load_balance_scope="batch"))
+    config = replace(CONFIG, moe=replace(MOE, load_balance_scope="batch", buffer_factor=0.75))
 
     def check(layout: MeshRules, dispatch: Dispatch) -> None:
         mesh = Mesh(layout.sizes)
@@ -157,7 +157,7 @@ def test_generation_communicates_for_its_tokens_alone() -> None:
         model = parallelize(decoder(config), mesh, layout.rules, dispatch=dispatch)
         assert counted(mesh, lambda: model.generate(prompt, 2, temperature=0.0)) == needed
 
-    run_cases(check, 2, LAYOUTS)
+    run_cases(check, 2, [layout for layout in LAYOUTS if not refused({"buffer_factor": 0.75}, *layout)])
 
 
 def test_one_rank_evaluates_alone_where_ranks_share_no_work() -> None:
