@@ -112,7 +112,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 @_computes(aten._foreach_lerp_.Scalar)
-def _foreach_lerp(starts: list[Tensor], ends: list[Tensor], weight: float) -> None:
+def _foreach_lerp_(starts: list[Tensor], ends: list[Tensor], weight: float) -> None:
     """Interpolate in place, as `torch.optim.swa_utils` averages models: stacks are frozen and stay as they are."""
     pairs = [pair for pair in zip(starts, ends, strict=True) if not _are_equal_stacks(*pair)]
     stack = next((each for pair in pairs for each in pair if isinstance(each, QuantizedStack)), None)
