@@ -7,6 +7,17 @@ import torch
 from torch import Tensor
 
 
+def is_batched(tensor: Tensor) -> bool:
+    """Return whether a tensor is one of `torch.func.vmap`, also inside of other transforms."""
+    if torch.compiler.is_compiling():
+        return False
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):
+            return True
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return False
+
+
 def hides_gradient(tensor: Tensor) -> bool:
     """Return whether `requires_grad` of a tensor is False because of `torch.func.vmap` or `jvp`.
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import maxmoe
 from maxmoe import MoE, MoEConfig, quantize_experts
@@ -125,6 +126,35 @@ def test_adapters_beside_a_layer() -> None:
     assert all(parameter.grad.any() for name, parameter in model.named_parameters() if "lora" in name)
     with pytest.raises(RuntimeError, match="weights quantized as nf4"):
         model.merge_and_unload()
+
+
+@pytest.mark.parametrize("options", [{}, {"use_buffers": True}])
+def test_averages_of_a_model_with_adapters(options: dict[str, Any]) -> None:
+    """The factors are averaged, by their definition; experts that hold other weights cannot be."""
+    config = MoEConfig(hidden_size=64, intermediate_size=32, num_experts=4, top_k=2)
+    layer = MoE(config, dtype=torch.float32).requires_grad_(False)
+    quantize_experts(layer, "int4")
+    lora = LoraConfig(r=2, target_modules=[], target_parameters=["experts.up_proj"], init_lora_weights=False)
+    model = get_peft_model(nn.Sequential(layer), lora)
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.75), **options)
+    factors = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    expected: dict[str, Tensor] = {}
+    for step in range(3):
+        for name, factor in factors.items():
+            nn.init.constant_(factor, step + 1)
+            expected[name] = 0.75 * expected[name] + 0.25 * factor.detach() if step else factor.detach().clone()
+        averaged.update_parameters(model)
+    found = dict(averaged.module.named_parameters())
+    for name, factor in expected.items():
+        torch.testing.assert_close(found[name].detach(), factor)
+    x = torch.randn(1, 5, 64)
+    averaged(x)
+    with torch.no_grad():
+        layer.routed_experts.down_proj.copy_(quantize(torch.ones(4, 32, 64), "int4"))
+    with pytest.raises(
+        RuntimeError, match="an average with other weights is not possible with weights quantized as int4"
+    ):
+        averaged.update_parameters(model)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of the compiler

@@ -254,10 +254,11 @@ def test_the_actions_of_a_schedule_need_no_process_groups() -> None:
 
 
 def test_transforms_hide_that_a_gradient_is_required() -> None:
-    seen = []
+    seen, batched = [], []
 
     def look(x: Tensor) -> Tensor:
         seen.append((_torch_transforms.hides_gradient(x), _torch_transforms.hides_gradient(torch.ones(()))))
+        batched.append(_torch_transforms.is_batched(x))
         return x
 
     x = torch.ones(1, 1, 2)
@@ -267,4 +268,6 @@ def test_transforms_hide_that_a_gradient_is_required() -> None:
         torch.func.vmap(torch.func.vmap(look))(y)
         torch.func.jvp(look, (y,), (x,))
         look(y)
-    assert seen == [(True, False)] * 3 + [(False, False)] * 5
+    torch.func.vmap(lambda y: torch.func.jvp(look, (y,), (y,)))(x)
+    assert seen == [(True, False)] * 3 + [(False, False)] * 6
+    assert batched == [True, True, False, False] * 2 + [True]

@@ -32,6 +32,7 @@ def run_routed_experts(
     Returns:
         Routing, outputs of the experts ``(T, D)`` and the number ``()`` of dropped slots.
     """
+    # The hooks come first, so that torch.compile always reads the attribute and guards it.
     if not layer.routing_hooks and token_mask is None and layer.latent_in is None and not is_traced():
         results = _in_one_operator(layer.router, layer.experts, layer.runner, inputs.router)
         if results is not None:

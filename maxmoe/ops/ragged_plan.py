@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from maxmoe._torch_transforms import is_batched
 from maxmoe.ops._fake import register_fake
 
 
@@ -63,16 +64,28 @@ def ragged_plan(
         num_rows: R, if known, such as T * K if every slot has a local expert. Shapes are then static under
             torch.compile, and the host does not wait for the device. On devices other than the CPU it may exceed R.
 
+    Raises:
+        NotImplementedError: under `torch.func.vmap`, if the examples have different numbers of rows.
+
     Source: MaxText `ring_ragged_sort`, in one sort instead of two.
     """
-    slots, rows, group_sizes, dropped = torch.ops.maxmoe.ragged_plan(
-        experts,
-        num_experts,
-        first_expert=first_expert,
-        num_local_experts=num_local_experts,
-        max_rows=max_rows,
-        num_rows=num_rows,
-    )
+    try:
+        slots, rows, group_sizes, dropped = torch.ops.maxmoe.ragged_plan(
+            experts,
+            num_experts,
+            first_expert=first_expert,
+            num_local_experts=num_local_experts,
+            max_rows=max_rows,
+            num_rows=num_rows,
+        )
+    except RuntimeError as error:
+        if not is_batched(experts):
+            raise
+        raise NotImplementedError(
+            "ragged_plan: the examples of torch.func.vmap must have one number of rows, got several, as with padding "
+            "or experts without rows: call the layer without vmap, since it takes any leading dims, or set "
+            'implementation="dense"'
+        ) from error
     return RaggedPlan(slots, rows, group_sizes, dropped, experts.shape[1])
 
 

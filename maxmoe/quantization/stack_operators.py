@@ -111,6 +111,25 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return target
 
 
+@_computes(aten._foreach_lerp_.Scalar)
+def _foreach_lerp_(starts: list[Tensor], ends: list[Tensor], weight: float) -> None:
+    """Interpolate in place, as `torch.optim.swa_utils` averages models: stacks are frozen and stay as they are."""
+    pairs = [pair for pair in zip(starts, ends, strict=True) if not _are_equal_stacks(*pair)]
+    stack = next((each for pair in pairs for each in pair if isinstance(each, QuantizedStack)), None)
+    if stack is not None:
+        raise _error(stack, "an average with other weights")
+    if pairs:
+        aten._foreach_lerp_.Scalar([start for start, _ in pairs], [end for _, end in pairs], weight)
+
+
+def _are_equal_stacks(one: Tensor, other: Tensor) -> bool:
+    if not isinstance(one, QuantizedStack) or not isinstance(other, QuantizedStack):
+        return False
+    if any(described(one) != described(other) for described in (_format_of, _shape_of, _scales_of)):
+        return False
+    return all(torch.equal(part, other.parts()[name]) for name, part in one.parts().items())
+
+
 def _format_of(stack: QuantizedStack) -> str:
     return stack.format + (" with zero points" if stack.zeros is not None else "")
 

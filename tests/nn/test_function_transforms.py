@@ -97,6 +97,26 @@ def assert_runs_without_gradients(layer: nn.Module, transformed: Any, plain: Any
     layer.requires_grad_()
 
 
+@pytest.mark.parametrize("options", [{}, {"num_zero_experts": 1}, {"num_copy_experts": 1}], ids=str)
+def test_examples_with_different_numbers_of_rows(options: dict[str, Any]) -> None:
+    """Padding, and experts without rows: an error that says so; the dense implementation has no rows to count."""
+    mask = torch.rand(BATCHES.shape[:-1], generator=torch.Generator().manual_seed(2)) < 0.6
+    masks = [mask, mask[:1].expand_as(mask)] if not options else [mask]
+
+    def call(layer: MoE) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda x, valid: layer(x, valid).hidden_states
+
+    for kind, valid in ((kind, valid) for kind in ("sparse", "dense") for valid in masks):
+        layer = make(MoE, implementation=kind, **options).requires_grad_(False)
+        transformed = torch.func.vmap(call(layer))
+        if kind == "sparse" and valid is mask:
+            with pytest.raises(NotImplementedError, match=r"^ragged_plan: the examples of torch.func.vmap .*dense"):
+                transformed(BATCHES, valid)
+        else:
+            expected = torch.stack([call(layer)(x, one) for x, one in zip(BATCHES, valid, strict=True)])
+            torch.testing.assert_close(transformed(BATCHES, valid), expected)
+
+
 def test_nested_transforms() -> None:
     layer = make(MoEFeedForward, load_balance_loss_weight=0.1)
     with pytest.raises(NotImplementedError, match=r"torch.func.vmap and jvp hide"):

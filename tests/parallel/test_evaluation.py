@@ -22,7 +22,7 @@ from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.input_gradients import InputGradientCheck
 from maxmoe.sharding import Mesh
 from support.counted_collectives import CountedCollectives
-from support.parallel_decoder import CONFIG, MeshRules, decoder
+from support.parallel_decoder import CONFIG, MOE, MeshRules, decoder
 from support.parallel_decoder import batch as token_ids
 from support.run_ranks import run_cases, run_ranks
 
@@ -141,6 +141,23 @@ def test_a_layer_communicates_for_its_hidden_states_alone(kind: type[MoE]) -> No
         )
 
     run_cases(check, 2, CASES)
+
+
+def test_generation_communicates_for_its_tokens_alone() -> None:
+    prompt = token_ids()[0][:2, :3]
+    config = replace(CONFIG, moe=replace(MOE, load_balance_scope="batch", buffer_factor=0.75))
+
+    def check(layout: MeshRules, dispatch: Dispatch) -> None:
+        mesh = Mesh(layout.sizes)
+        with hidden_states_alone():
+            alone = parallelize(decoder(config), mesh, layout.rules, dispatch=dispatch)
+            for moe in alone.moe_layers():
+                moe.losses = NoLosses()
+            needed = counted(mesh, lambda: alone.generate(prompt, 2, temperature=0.0))
+        model = parallelize(decoder(config), mesh, layout.rules, dispatch=dispatch)
+        assert counted(mesh, lambda: model.generate(prompt, 2, temperature=0.0)) == needed
+
+    run_cases(check, 2, [layout for layout in LAYOUTS if not refused({"buffer_factor": 0.75}, *layout)])
 
 
 def test_one_rank_evaluates_alone_where_ranks_share_no_work() -> None:
