@@ -15,5 +15,13 @@ runs_uncompiled: OfThisThread[bool] = OfThisThread()
 
 
 def call_uncompiled(module: nn.Module, *arguments: Any, **options: Any) -> Any:
-    """Call a module and its hooks, without the code that its method `compile` has compiled."""
+    """Call a module without the code that its method `compile` and those of its `Checkpointed` parts have compiled."""
+    with runs_uncompiled.set(True):
+        # A class with a `__call__` of its own reads `runs_uncompiled` in it.
+        call = call_with_hooks if type(module).__call__ is nn.Module.__call__ else type(module).__call__
+        return call(module, *arguments, **options)
+
+
+def call_with_hooks(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+    """Call a module and its hooks. `nn.Module.__call__` calls compiled code instead if there is some."""
     return module._call_impl(*arguments, **options)  # type: ignore[no-untyped-call]

@@ -1,6 +1,15 @@
-"""Private names of FSDP2, see `maxmoe/_torch.py`: what an exception leaves in it."""
+"""Private names of FSDP2, see `maxmoe/_torch.py`: which module is the root, and what an exception leaves in it."""
 
 from typing import Any
+
+
+def make_root(module: Any) -> None:
+    """Make a module the root of FSDP2, unless a forward has done so.
+
+    The root is the module of the first forward. If it is a module inside of the model, FSDP2 refuses a forward of the
+    model later.
+    """
+    module._get_fsdp_state()._lazy_init()
 
 
 def is_running_root(module: Any) -> bool:

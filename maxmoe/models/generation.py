@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxmoe._torch_compile import call_uncompiled, runs_uncompiled
+from maxmoe._torch_compile import call_uncompiled
 from maxmoe.nn import MoE
 from maxmoe.token_group import ContinuedSequences, same_tokens_everywhere
 
@@ -16,8 +16,7 @@ def generate(decoder: Any, tokens: Tensor, num_tokens: int, *, temperature: floa
 
     def extended(inputs: Tensor) -> Tensor:
         # Compiled code is made for each number of earlier tokens, up to a limit, after which training has none.
-        with runs_uncompiled.set(True):
-            logits = call_uncompiled(decoder, inputs).logits
+        logits = call_uncompiled(decoder, inputs).logits
         return torch.cat((tokens, sample(logits[:, -1].float(), temperature, top_k)), dim=-1)
 
     # Until the window moves, keys and values of the earlier tokens are kept. When it moves, the first token is no

@@ -129,6 +129,18 @@ def blocks(module: nn.Module) -> Iterator[nn.Module]:
     return (part for part, is_block in _parts(module) if is_block)
 
 
+def around_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules with all blocks of a model, the outermost first: wrappers around a model, and the model."""
+    found = set(blocks(module))
+    while True:
+        if module not in found and not isinstance(module, _CONTAINERS):
+            yield module
+        inner = [child for child in module.children() if found and found <= set(child.modules())]
+        if not inner:
+            return
+        (module,) = inner[:1]
+
+
 def _parts(module: nn.Module, *, in_list: bool = False) -> Iterator[tuple[nn.Module, bool]]:
     """Yield the blocks of a model and all modules outside of them, each with whether it is a block.
 

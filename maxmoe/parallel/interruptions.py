@@ -7,16 +7,19 @@ before the next call, whether all ranks have stopped at the same place, because 
 would meet.
 """
 
+import threading
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from maxmoe._torch import called_uncompiled, default_store, never_compiled
 from maxmoe._torch_backward import backward_id, call_after_backward
+from maxmoe._torch_compile import call_with_hooks, runs_uncompiled
 from maxmoe.named_collectives import num_started
-from maxmoe.parallel.fsdp import fsdp_modules, reset_fsdp
+from maxmoe.parallel.fsdp import around_blocks, fsdp_modules, reset_fsdp
+from maxmoe.parallel.one_thread import ONE_THREAD
 from maxmoe.parallel.parameter_hooks import ParameterHooks, tensors_of
 from maxmoe.sharding.mesh import Mesh
 
@@ -29,7 +32,10 @@ class GuardedModule(nn.Module):
     @called_uncompiled
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Call the module; an exception leaves it as it was."""
-        return self._call_guard.run(super().__call__, arguments, options)
+        call: Any = super().__call__
+        if runs_uncompiled.value and call.__func__ is nn.Module.__call__:
+            call = partial(call_with_hooks, self)
+        return self._call_guard.run(call, arguments, options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Name the class that has been extended: the class of a copy is made again, pickle does not find this one."""
@@ -49,14 +55,18 @@ def _new_guarded(cls: Any) -> Any:
 def guard_calls(module: nn.Module, hooks: Sequence[ParameterHooks], mesh: Mesh, name: str) -> None:
     """Let every call of a module leave it as it was if an exception ends the call or its backward.
 
+    Also calls of the model inside of wrappers, such as its `generate`.
+
     The hooks of a module do not suffice: torch calls none of them after a KeyboardInterrupt, and their order decides
     which of them an exception in another hook reaches. FSDP2 extends the class of a module in the same way; `name` is
     the name of the class before.
     """
     after = AfterInterruption(name, mesh, has_fsdp=any(fsdp_modules(module)))
-    module._call_guard = CallGuard(Recovery(module, hooks), after)  # type: ignore[assignment]
-    cls: Any = type(module)
-    module.__class__ = _guarded(cls)
+    guard = CallGuard(Recovery(module, hooks), after)
+    for outer in around_blocks(module):
+        outer._call_guard = guard  # type: ignore[assignment]
+        cls: Any = type(outer)
+        outer.__class__ = _guarded(cls)
 
 
 class Recovery:
@@ -92,11 +102,14 @@ class Recovery:
 
 
 class CallGuard:
-    """Runs the calls of a module, and recovers it after an exception in a call or in its backward."""
+    """Runs the calls of a module, and recovers it after an exception in a call or in its backward.
+
+    Calls of several threads at the same time are an error.
+    """
 
     def __init__(self, recovery: Recovery, after: "AfterInterruption") -> None:
         self._recovery, self._after = recovery, after
-        self._depth = 0  # of a module that calls itself
+        self._depth = 0  # of a module that calls itself, and of a model in wrappers
         self._watched = -1
 
     @called_uncompiled
@@ -105,22 +118,43 @@ class CallGuard:
         running_calls = self._begin()
         try:
             output = call(*arguments, **options)
+            self._check_thread()
         except BaseException:
             self._recover_forward(running_calls)
             raise
         finally:
-            self._depth -= 1
+            self._end()
         self._watch(output)
         return output
 
     @never_compiled
     def _begin(self) -> list[int]:
         """Compare with other ranks after an interruption; return how many forwards of each FSDP unit run now."""
-        if self._depth == 0 and backward_id() == -1:
-            self._after.check()
-            self._after.begin_call(self._recovery.num_gathers)
+        if backward_id() == -1:  # a recomputation belongs to the backward
+            ONE_THREAD.enter()
+            if self._depth == 0:
+                self._compare()
         self._depth += 1
         return self._recovery.running_calls()
+
+    def _compare(self) -> None:
+        try:
+            self._after.check()
+        except BaseException:
+            ONE_THREAD.leave()
+            raise
+        self._after.begin_call(self._recovery.num_gathers)
+
+    @never_compiled
+    def _check_thread(self) -> None:
+        if backward_id() == -1:
+            ONE_THREAD.check()
+
+    @never_compiled
+    def _end(self) -> None:
+        self._depth -= 1
+        if backward_id() == -1:
+            ONE_THREAD.leave()
 
     @never_compiled
     def _recover_forward(self, running_calls: list[int]) -> None:
@@ -131,20 +165,28 @@ class CallGuard:
     @never_compiled
     def _watch(self, output: Any) -> None:
         """Be told when the backward of an output begins."""
+        begin = partial(self._begin_backward, threading.get_ident())
         for tensor in tensors_of(output):
             if tensor.requires_grad:
-                tensor.register_hook(self._watch_backward)  # type: ignore[no-untyped-call]
+                tensor.register_hook(begin)  # type: ignore[no-untyped-call]
 
     @never_compiled
-    def _watch_backward(self, _gradient: Tensor) -> None:
+    def _begin_backward(self, thread: int, _gradient: Tensor) -> None:
         """Tensor hook of the outputs: be told how the backward ends."""
         if backward_id() != self._watched:
+            ONE_THREAD.enter(thread)
             self._watched = backward_id()
             call_after_backward(_EndOfBackward(self))
 
-    def backward_failed(self) -> None:
+    def end_backward(self, *, has_failed: bool) -> None:
         """Recover after an exception in the backward."""
-        self._recover("backward")
+        try:
+            if has_failed:
+                self._recover("backward")
+            else:
+                ONE_THREAD.check()
+        finally:
+            ONE_THREAD.leave()
 
     def _recover(self, part: str) -> None:
         self._recovery.reset_fsdp()
@@ -158,11 +200,13 @@ class _EndOfBackward:
         self._guard: CallGuard | None = guard
 
     def __call__(self) -> None:
-        self._guard = None
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.end_backward(has_failed=False)
 
     def __del__(self) -> None:
         if self._guard is not None:
-            self._guard.backward_failed()
+            self._guard.end_backward(has_failed=True)
 
 
 class AfterInterruption:

@@ -33,11 +33,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from maxmoe._torch import base_of_view, parameter_in_place, put_in_place, tree_leaves, version_of
+from maxmoe._torch_fsdp import make_root
 from maxmoe.parallel.plan import ParameterPlan
 from maxmoe.recompute.freed_storage import FreedStorage
 from maxmoe.recompute.selective import is_checkpointed
 from maxmoe.sharding.not_compiled import not_compiled
-from maxmoe.sharding.redistribute import redistribute_parameter
+from maxmoe.sharding.redistribute import Redistribution, redistribute_parameter
 
 
 class ParameterHooks:
@@ -47,6 +48,7 @@ class ParameterHooks:
         self._plans = parameters
         self._stored: Mapping[str, Tensor] = {}
         self._fsdp_modules: Sequence[FSDPModule] = ()
+        self._fsdp_root: FSDPModule | None = None
         self._calls: list[UnitCall] = []  # several if the unit calls itself
         self.num_gathers = 0
 
@@ -59,10 +61,13 @@ class ParameterHooks:
         blocks = dict.fromkeys(plan.fsdp_block for plan in self._plans.values() if plan.fsdp_block is not None)
         modules = (model.get_submodule(path) for path in blocks)
         self._fsdp_modules = [module for module in modules if isinstance(module, FSDPModule)]
+        self._fsdp_root = model if isinstance(model, FSDPModule) else None
 
     @not_compiled
     def gather(self, unit: nn.Module, _arguments: tuple[Any, ...]) -> None:
         """Forward pre-hook: replace the DTensor parameters by gathered plain tensors."""
+        if self._fsdp_root is not None:
+            make_root(self._fsdp_root)
         # Keyed by the id of the parameter, so that a parameter that several children share is gathered once. All ranks
         # gather in the order of the plans.
         tensors: dict[int, Tensor] = {}
@@ -76,7 +81,8 @@ class ParameterHooks:
             if not isinstance(parameter, DTensor):  # gathered by a unit whose forward calls this one
                 continue
             if id(parameter) not in tensors:
-                tensors[id(parameter)] = redistribute_parameter(parameter, plan.gathering, plan.name)
+                gathering = _gathering_now(parameter, plan)
+                tensors[id(parameter)] = redistribute_parameter(parameter, gathering, plan.name)
                 if _has_later_backward():
                     self._remember(call, tensors[id(parameter)], owner, name, plan)
             call.replaced.append((owner, name, parameter))
@@ -234,6 +240,22 @@ def _has_later_backward() -> bool:
     at once, so that freeing them would gather every parameter a third time.
     """
     return torch.is_grad_enabled() and not is_checkpointed()
+
+
+def _gathering_now(parameter: DTensor, plan: ParameterPlan) -> Redistribution:
+    """Return the redistribution of a parameter before a forward, gathered by FSDP2 or not.
+
+    FSDP2 has not gathered it in a call of a module inside of the one that does. If `parallelize` got a wrapper around a
+    model, such as a PeftModel, `generate` calls the model without the wrapper.
+    """
+    if plan.fsdp_block is None or parameter.placements != plan.stored.placements:
+        return plan.gathering
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{plan.name} is gathered in the forward of {plan.fsdp_block or 'the module given to parallelize'}, got a "
+            "call of a module inside of it: call that module, or this one under torch.no_grad()"
+        )
+    return plan.gathering_without_fsdp
 
 
 def _gather_again(owner: nn.Module, name: str, plan: ParameterPlan) -> Callable[[], Tensor]:

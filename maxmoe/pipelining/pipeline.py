@@ -17,6 +17,7 @@ from maxmoe.parallel.clip_grad_norm import clip, squared_norm
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.fsdp import fully_shard_stage
 from maxmoe.parallel.interruptions import Recovery
+from maxmoe.parallel.one_thread import ONE_THREAD
 from maxmoe.parallel.parallelize import apply_plan, check_plan, check_settings
 from maxmoe.parallel.planner import make_plan
 from maxmoe.pipelining.boundary import Boundary
@@ -281,6 +282,7 @@ class Pipeline:
             if isinstance(layer, MoE):
                 layer.update_correction_bias(stats[path].tokens_per_expert)
 
+    @ONE_THREAD.running()
     def _execute(self, inputs: Tensor, targets: Any, options: dict[str, Any], *, with_backward: bool) -> PipelineOutput:
         self._statistics.reset()
         facts = facts_of(inputs, targets, options, self._run.device)

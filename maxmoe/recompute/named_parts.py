@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from maxmoe._torch import SELECTIVE_CHECKPOINT_OPTIONS
-from maxmoe._torch_compile import call_uncompiled, runs_uncompiled
+from maxmoe._torch_compile import call_with_hooks, runs_uncompiled
 from maxmoe.declaration import SavedTensor
 from maxmoe.field_checks import nearest
 
@@ -48,7 +48,7 @@ class Checkpointed(nn.Module):
             Output of the forward.
         """
         if runs_uncompiled.value:
-            return call_uncompiled(self, *arguments, **options)
+            return call_with_hooks(self, *arguments, **options)
         if not (self.is_recomputed and torch.is_grad_enabled()):
             return super().__call__(*arguments, **options)
         context_fn = type(self).context_fn

@@ -1,0 +1,129 @@
+"""Models on a mesh are called by one thread at a time, or both threads get an error."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from maxmoe import pipeline
+from maxmoe.models import Decoder
+from maxmoe.parallel import parallelize
+from maxmoe.sharding import LogicalRules, Mesh
+from support.parallel_decoder import CONFIG, MeshRules, batch, decoder, loss, step_of_one_process, token_spec
+from support.parts import assert_same, part_by_definition
+from support.run_ranks import run_ranks
+
+MESSAGE = "^models on a mesh must be called by one thread at a time, got calls of two"
+LAYOUTS = [MeshRules("pure-fsdp", {"fsdp": 2}), MeshRules("ep-as-dp", {"expert": 2})]
+
+
+def in_another_thread(call: Callable[[], object]) -> None:
+    """Call a function in a thread, and raise what it raises."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def refused(call: Callable[[], object]) -> None:
+    with pytest.raises(RuntimeError, match=MESSAGE):
+        call()
+
+
+def training(layout: MeshRules, wrap: Callable[[Decoder], nn.Module] = lambda model: model) -> Any:
+    """A parallelized model, and a function that computes its gradients as one process does."""
+    mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
+    model = parallelize(wrap(decoder()), mesh, rules)
+    tokens, targets = (part_by_definition(whole, token_spec(mesh, rules), mesh) for whole in batch())
+    expected = step_of_one_process(CONFIG).gradients
+
+    def step() -> None:
+        loss(model(tokens), targets).backward()
+        for (name, parameter), wanted in zip(model.named_parameters(), expected.values(), strict=True):
+            assert_same(parameter.grad.full_tensor(), wanted, name)
+        model.zero_grad()
+
+    return model, step
+
+
+def once(call: Callable[[], object]) -> Callable[..., None]:
+    """A hook that calls a function the first time."""
+    calls = [call]
+    return lambda *_: calls.pop()() if calls else None
+
+
+OTHERS: dict[str, Callable[[Any], object]] = {
+    "forward": lambda model: model(batch()[0][:1]),
+    "generation": lambda model: model.generate(batch()[0][:1], 2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_calls_of_two_threads(layout: MeshRules, other: Callable[[Any], object]) -> None:
+    """One begins during the forward or the backward of the other. Afterwards, one thread goes on."""
+    step_of_one_process(CONFIG)
+
+    def check() -> None:
+        model, step = training(layout)
+
+        def call_of_another() -> None:
+            refused(lambda: in_another_thread(lambda: other(model)))
+
+        hook = model.blocks[1].register_forward_hook(once(call_of_another))
+        refused(step)
+        hook.remove()
+        step()
+        hook = model.blocks[0].register_full_backward_hook(once(call_of_another))
+        refused(step)
+        hook.remove()
+        model.zero_grad()
+        in_another_thread(step)
+        step()
+
+    run_ranks(check, layout.world_size)
+
+
+def test_a_model_in_a_wrapper_generates_in_two_threads() -> None:
+    def check() -> None:
+        model, _ = training(LAYOUTS[0], lambda model: nn.Sequential(model))
+        inner: Any = model[0]
+
+        def generate() -> Tensor:
+            generated: Tensor = inner.generate(batch()[0][:1], 2)
+            return generated
+
+        hook = inner.blocks[0].register_forward_hook(once(lambda: refused(lambda: in_another_thread(generate))))
+        refused(generate)
+        hook.remove()
+        assert generate().shape == (1, 10)
+
+    run_ranks(check, 2)
+
+
+def test_a_pipeline() -> None:
+    def check() -> None:
+        model = decoder()
+        stages = pipeline(model, Mesh({"stage": 1}), loss=loss, num_micro_batches=2, schedule="gpipe")
+        tokens, targets = batch()
+
+        def evaluate() -> object:
+            return stages.evaluate(tokens, targets)
+
+        hook = model.blocks[0].register_forward_hook(once(lambda: refused(lambda: in_another_thread(evaluate))))
+        refused(evaluate)
+        hook.remove()
+        evaluate()
+
+    run_ranks(check, 1)

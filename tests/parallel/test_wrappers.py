@@ -1,0 +1,143 @@
+"""`parallelize` gets a wrapper around a model: the model generates without the wrapper, which is trained."""
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from maxmoe.adapters import packed_as_by_peft
+from maxmoe.models import Decoder
+from maxmoe.models.decoder import DecoderOutput
+from maxmoe.parallel import Declaration, parallelize
+from maxmoe.sharding import LogicalRules, Mesh
+from support.parallel_decoder import MeshRules, batch, decoder, loss, token_spec
+from support.parts import assert_same, part_by_definition
+from support.run_ranks import run_ranks
+
+
+class Wrapper(nn.Module):
+    """Calls a decoder."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> DecoderOutput:
+        output: DecoderOutput = self.model(tokens)
+        return output
+
+
+class WithHead(Wrapper):
+    """Has parameters of its own, which FSDP2 shards too."""
+
+    declaration = Declaration(logical_names={"head.weight": ("vocab", "embed"), "scale": ("embed",)})
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__(model)
+        generator = torch.Generator().manual_seed(2)
+        self.head = nn.Linear(32, 32, bias=False, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.rand(32, generator=generator, dtype=torch.float64))
+        with torch.no_grad():
+            self.head.weight.copy_(torch.randn(32, 32, generator=generator, dtype=torch.float64))
+
+    def forward(self, tokens: Tensor) -> DecoderOutput:
+        output = self.model(tokens)
+        return output._replace(logits=self.head(output.logits) * self.scale)
+
+
+def adapted(model: Decoder) -> Any:
+    torch.manual_seed(3)
+    targets = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
+    options: Any = {"target_modules": [], "target_parameters": targets, "init_lora_weights": False}
+    return get_peft_model(model, LoraConfig(r=3, lora_alpha=5, **options)).to(torch.float64)
+
+
+WRAPPERS: dict[str, Callable[[Decoder], Any]] = {
+    "no wrapper": lambda model: model,
+    "wrapper": Wrapper,
+    "parameters of its own": WithHead,
+    "adapters": adapted,
+}
+LAYOUTS = [MeshRules("pure-fsdp", {"fsdp": 2}), MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2})]
+
+
+def inner(model: nn.Module) -> Decoder:
+    return next(module for module in model.modules() if isinstance(module, Decoder))
+
+
+def generated(model: nn.Module) -> Tensor:
+    return inner(model).generate(torch.arange(3).unsqueeze(0), 4, temperature=0)
+
+
+@contextmanager
+def interrupted(block: nn.Module) -> Iterator[None]:
+    """The user interrupts the next forward of a block."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = block.register_forward_hook(interrupt)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.filterwarnings("ignore:no rule for the logical name")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_the_model_in_a_wrapper_generates(wrap: Callable[[Decoder], Any], layout: MeshRules) -> None:
+    """Before and between steps of training, whose gradients are those of one process, also after an interruption."""
+    whole = wrap(decoder())
+    tokens, targets = batch()
+    loss(whole(tokens), targets).backward()
+    expected, tokens_alone = gradients(whole), generated(whole)
+
+    def check() -> None:
+        mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
+        model = parallelize(wrap(decoder()), mesh, rules)
+        parts = [part_by_definition(tensor, token_spec(mesh, rules), mesh) for tensor in batch()]
+        for _ in range(2):
+            stored = list(model.parameters())
+            with pytest.raises(KeyboardInterrupt), interrupted(inner(model).blocks[1]):
+                generated(model)
+            assert all(map(operator.is_, model.parameters(), stored))
+            assert torch.equal(generated(model), tokens_alone)
+            assert all(map(operator.is_, model.parameters(), stored))
+            loss(model(parts[0]), parts[1]).backward()
+            found = gradients(model)
+            assert found.keys() == expected.keys()
+            for name, gradient in found.items():
+                whole = gradient.full_tensor()
+                whole = packed_as_by_peft(name, whole) if "lora_" in name else whole
+                assert_same(whole, expected[name], name, scale=float(expected[name].abs().max()))
+        assert any(isinstance(module, FSDPModule) for module in model.modules())
+
+    run_ranks(check, layout.world_size)
+
+
+def test_training_without_the_wrapper_is_refused_on_every_rank() -> None:
+    def check() -> None:
+        model = parallelize(Wrapper(decoder()), Mesh({"fsdp": 2}), "pure-fsdp")
+        message = (
+            r"^model\.embedding\.weight is gathered in the forward of the module given to parallelize, got a call of a "
+            r"module inside of it: call that module, or this one under torch\.no_grad\(\)$"
+        )
+        with pytest.raises(RuntimeError, match=message):
+            model.model(batch()[0])
+        loss(model(batch()[0]), batch()[1]).backward()
+
+    run_ranks(check, 2)
