@@ -223,9 +223,7 @@ def test_one_rank_says_what_is_wrong(text: Path, tmp_path: Path) -> None:
 
 
 def test_an_interrupt_saves(text: Path, tmp_path: Path) -> None:
-    with torchrun(
-        text, tmp_path / "out", "--steps", "5000", "--eval-every", "5000", "--save-every", "2"
-    ) as program:
+    with torchrun(text, tmp_path / "out", "--steps", "5000", "--eval-every", "5000", "--save-every", "2") as program:
         program.wait_until((tmp_path / "out/checkpoint").exists)
         program.process.send_signal(signal.SIGINT)
         done = program.wait()

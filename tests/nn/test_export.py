@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.export import Dim
 
-import maxmoe
 from maxmoe.models import Decoder, DecoderOutput
 from support import programs
 from support.moe_layers import DEEPSEEK, make, tokens

@@ -24,9 +24,7 @@ ISAS = maxmoe.build_info()["supported_isas"]
 PATH = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
 
 
-def run(
-    *command: str, seconds: float = programs.MAX_SECONDS, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def run(*command: str, seconds: float = programs.MAX_SECONDS, **environment: str) -> subprocess.CompletedProcess[str]:
     variables = os.environ | {"PATH": PATH} | environment
     return programs.run(command, seconds=seconds, env=variables, stderr=subprocess.STDOUT)
 
