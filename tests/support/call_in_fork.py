@@ -66,6 +66,7 @@ class Server:
                 connection.send_bytes(sent)
                 if not connection.poll(seconds):
                     abort(self.program.mark)
+                    self.program.process.wait()
                     text = f"a fork is still running after {seconds:g} s, see its stderr"
                     raise HangError(f"{text}\n{self.program.written()}")
                 kind, result, text = connection.recv()

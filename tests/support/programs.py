@@ -147,13 +147,16 @@ def end(mark: str, number: int) -> None:
 
 
 def processes(mark: str) -> list[int]:
-    """Return the running processes with a mark. A process that waits to be reaped has no environment."""
+    """Return the running processes with a mark, children before their parents, since some end with their parent.
+
+    A process that waits to be reaped has no environment.
+    """
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
             if mark.encode() in path.read_bytes():
                 found.append(int(path.parent.name))
-    return found
+    return sorted(found, reverse=True)
 
 
 def _text(file: IO[bytes]) -> str:
