@@ -70,12 +70,12 @@ def num_threads() -> int:
 
 @pytest.fixture
 def monkeypatch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """pytest's own, of which ranks have the patches too."""
-    from support.call_in_fork import patching
+    """The fixture of pytest. Ranks have its attributes too."""
+    from support.call_in_fork import monkeypatches
 
-    patching.append(monkeypatch)
+    monkeypatches.append(monkeypatch)
     yield monkeypatch
-    patching.remove(monkeypatch)
+    monkeypatches.remove(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

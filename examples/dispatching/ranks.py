@@ -29,12 +29,12 @@ KILLED = "the process was killed, perhaps for want of memory"
 def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any, advance: Callable[[], None]) -> list[Any]:
     """Call a function on several ranks, each a new process that ends when the function returns.
 
-    The processes are forked from one that has imported torch and has no other threads, not from this one: a lock that
-    another thread holds at a fork stays locked in the new process.
+    The processes are forked from a separate process that has imported torch and has one thread. This process may have
+    others: a lock that another thread holds during a fork stays locked in the new process.
 
     Args:
-        function: function of a module, called with `arguments` and a function without arguments; when rank 0 calls the latter, this process
-            calls `advance`.
+        function: function of a module, called with `arguments` and a function without arguments; when rank 0 calls the
+            latter, this process calls `advance`.
         num_ranks: number of ranks. With one, `torch.distributed` is not initialized.
         *arguments: arguments of `function` on each rank.
         advance: called in this process.

@@ -1,8 +1,8 @@
 """Starts one process per rank, which talk to each other through gloo, and finds the rank that failed first.
 
-The processes are forked from the forkserver of `multiprocessing`, a Python of its own that has imported torch and has one
-thread. They are never forked from the process of the caller: a lock that one of its other threads holds at that moment
-would stay locked in the new process, which would wait for it for ever.
+The processes are forked from the forkserver of `multiprocessing`: a separate process that has imported torch, has
+computed nothing and has one thread. They are not forked from the caller, which may have other threads: a lock that
+another thread holds during a fork stays locked in the new process, which waits for it without end.
 """
 
 import faulthandler
@@ -104,7 +104,7 @@ class RankProcesses:
 
 
 def require_one_thread() -> None:
-    """Raise an error if this process has several threads, those of C++ and OpenMP included, where the system says so."""
+    """Raise an error if this process has several threads, including those of OpenMP, where the system lists them."""
     tasks = Path("/proc/self/task")
     count = len([*tasks.iterdir()]) if tasks.exists() else 1
     if count > 1:
@@ -112,7 +112,7 @@ def require_one_thread() -> None:
 
 
 def start_forkserver() -> None:
-    """Start the process that forks the others, unless it is there."""
+    """Start the process from which others are forked, unless it runs."""
     from multiprocessing import forkserver  # not there on Windows
 
     forkserver.set_forkserver_preload(PRELOADED)

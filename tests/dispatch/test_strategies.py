@@ -84,7 +84,7 @@ def check_steps(
 
 
 def cases_of(config: MoEConfig, loads: tuple[str, ...] = LOADS, dtype: torch.dtype = torch.float64) -> dict:
-    """Compute in one process, before it forks."""
+    """Compute what one process computes."""
     layer = make_layer(config, dtype)
     batches = {load: make_batch(config, load, dtype=dtype) for load in loads}
     return {load: (batch, take_step(layer, batch)) for load, batch in batches.items()}

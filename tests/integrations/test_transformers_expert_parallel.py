@@ -20,8 +20,9 @@ from maxmoe.parallel import token_sharding
 from maxmoe.sharding import Mesh
 from support.parts import assert_same
 from support.run_ranks import run_ranks
-from support.small_models import blocks_of, model_of
+from support.small_models import blocks_of, import_models, model_of
 
+import_models("mixtral", "gpt_oss", "qwen3_moe")
 IDS = torch.randint(0, 32, (4, 6), generator=torch.Generator().manual_seed(1))
 OURS = {"maxmoe_ring_of_experts": RingOfExpertsEP, "maxmoe_ragged_all_to_all": RaggedAllToAllEP}
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import functorch.compile  # noqa: F401  torch.compile imports it at its first use: once, where ranks are forked
 import pytest
 import torch
 import torch.distributed as dist

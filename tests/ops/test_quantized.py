@@ -1,5 +1,6 @@
 """Quantized stacks as operands of gmm and expert_ffn: the same bits as with dequantized matrices."""
 
+import os
 from itertools import product
 from pathlib import Path
 from typing import Any

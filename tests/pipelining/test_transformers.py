@@ -13,9 +13,10 @@ from maxmoe.pipelining import pipeline
 from maxmoe.sharding import Mesh
 from support.parts import assert_same
 from support.run_ranks import run_ranks
-from support.small_models import model_of
+from support.small_models import import_models, model_of
 from support.staged_decoder import check_gradients, part_of_micro_batches
 
+import_models("mixtral", "qwen3_moe", "gpt_oss")
 NUM_MICRO_BATCHES = 2
 PARTS = PipelineParts(("model.embed_tokens",), "model.layers", ("model.norm", "lm_head"))
 

@@ -110,6 +110,10 @@ def test_an_operator_has_one_name_in_every_layer(operator: str) -> None:
     assert re.search(rf'"{operator}\(', (ROOT / f"cpp/ops/{operator}.cpp").read_text()), "its schema is elsewhere"
 
 
+def test_every_test_lies_in_a_folder() -> None:
+    assert not [*(ROOT / "tests").glob("test_*.py")]
+
+
 def test_public_names_of_packages_are_no_modules() -> None:
     """A module of the name of a function takes its place in the package when it is imported later."""
     for path in (ROOT / "maxmoe").glob("*/__init__.py"):

@@ -1,4 +1,4 @@
-"""A test that hangs fails after a bound, where it waits, with the stacks of all processes that it has started."""
+"""A test that hangs fails after a bound, at the line that waits, with the stacks of its processes."""
 
 import os
 import signal
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from support.programs import Hangs, abort, add_mark
+from support.programs import HangError, abort, add_mark
 
-MAX_SECONDS = 600.0  # longer than any program and any ranks may take, whose errors say more
+MAX_SECONDS = 600.0  # more than a program or ranks may take, whose own errors say more
 
 _mark = add_mark(os.environ)
 
@@ -17,13 +17,13 @@ _mark = add_mark(os.environ)
 def bounded(seconds: float = MAX_SECONDS) -> Iterator[None]:
     """Raise an error in this thread after some seconds.
 
-    Where the thread is in C++ and returns to Python no more, pytest ends later, with its stacks: `faulthandler_timeout`
-    in pyproject.toml.
+    The error cannot interrupt C++. If the thread never returns to Python, pytest ends with its stacks some minutes
+    later, see `faulthandler_timeout` in pyproject.toml.
     """
 
     def stop(*_: Any) -> NoReturn:
         abort(_mark)
-        raise Hangs(f"still running after {seconds:g} s; what it has started is aborted, see its stderr")
+        raise HangError(f"the test is still running after {seconds:g} s; its processes wrote their stacks to stderr")
 
     before = signal.signal(signal.SIGALRM, stop)
     timer = signal.setitimer(signal.ITIMER_REAL, seconds)

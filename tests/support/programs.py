@@ -1,7 +1,7 @@
 """Programs, started as a user starts them. A wait for one has an end that says where it and its processes hang.
 
-Every program has a bound, in seconds. When it has passed, all its processes are aborted, those that it has started among
-them: each Python writes the stacks of its threads to its stderr (PYTHONFAULTHANDLER), and the error has what was written.
+A program has a bound in seconds. When it has passed, the program and all processes that it has started are aborted:
+each Python process writes the stacks of its threads to stderr (PYTHONFAULTHANDLER), which the error shows.
 """
 
 import os
@@ -18,24 +18,25 @@ from pathlib import Path
 from typing import IO, Any
 
 MAX_SECONDS = 300.0  # on a busy machine
-SECONDS_FOR_STACKS = 5.0
-# In the environment of a program and of all that it starts, in whatever session: torchrun puts its ranks into new ones.
+SECONDS = 5.0  # for the stacks of processes and their end
+# Environment variable with the marks of a process. Sessions or process groups would not do: torchrun starts each rank
+# in a new one.
 MARKS = "MAXMOE_TEST_MARKS"
 
 
-class Hangs(AssertionError):
-    """Something did not end in time."""
+class HangError(AssertionError):
+    """Error for a program, a call or a test that has not ended in time."""
 
 
 class Program:
-    """A program that runs. Leaving the context kills it and all that it has started.
+    """A running program. Leaving the context kills it and all processes that it has started.
 
     Args:
-        command: the program and its arguments.
-        seconds: how long it may take.
-        cwd: folder to start it in.
-        env: its environment, this one if None.
-        **options: of `subprocess.Popen`. By default, what it writes goes to files, which never fill up as pipes do.
+        command: program and arguments.
+        seconds: time after which the program hangs.
+        cwd: working folder, this one if None.
+        env: environment, this one if None.
+        **options: of `subprocess.Popen`. By default, stdout and stderr are files, which never fill up as pipes do.
     """
 
     def __init__(
@@ -48,8 +49,8 @@ class Program:
         **options: Any,
     ) -> None:
         self.command, self.seconds = list(command), seconds
-        self.end = time.monotonic() + seconds
-        self.stdout, self.stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self.last = time.monotonic() + seconds
+        self.stdout, self.stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         environment = dict(os.environ if env is None else env)
         self.mark = add_mark(environment)
         files: dict[str, Any] = {"stdout": self.stdout, "stderr": self.stderr} | options
@@ -62,38 +63,38 @@ class Program:
         self.close()
 
     def close(self) -> None:
-        """Kill all processes."""
-        send_signal(self.mark, signal.SIGKILL)
+        """Kill the program and all processes that it has started."""
+        end(self.mark, signal.SIGKILL)
         self.process.wait()
         self.stdout.close()
         self.stderr.close()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds; an error if the program ends before."""
+        """Wait until a condition holds; raise if the program ends before it does."""
         while not condition():
             if self.process.poll() is not None:
                 assert condition(), f"{self} has ended with status {self.process.returncode}\n{self.written()}"
-            if time.monotonic() > self.end:
+            if time.monotonic() > self.last:
                 self.abort()
             time.sleep(0.01)
 
     def wait(self) -> "subprocess.CompletedProcess[str]":
-        """Wait until it ends; return its exit status and what it wrote."""
+        """Wait until the program ends; return its exit status and what it wrote."""
         try:
-            self.process.wait(max(0.0, self.end - time.monotonic()))
+            self.process.wait(max(0.0, self.last - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.abort()
         output, errors = _text(self.stdout), _text(self.stderr)
         return subprocess.CompletedProcess(self.command, self.process.returncode, output, errors)
 
     def abort(self) -> None:
-        """End all processes with their stacks, and raise an error that has them."""
+        """End all processes with their stacks, and raise an error that shows them."""
         abort(self.mark)
         self.process.wait()
-        raise Hangs(f"still running after {self.seconds:g} s: {self}\n{self.written()}")
+        raise HangError(f"still running after {self.seconds:g} s: {self}\n{self.written()}")
 
     def written(self) -> str:
-        """What its processes have written."""
+        """Return what the processes have written so far."""
         return f"stdout:\n{_text(self.stdout)}\nstderr:\n{_text(self.stderr)}"
 
     def __str__(self) -> str:
@@ -101,27 +102,27 @@ class Program:
 
 
 def run(command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[str]":
-    """Run a program to its end; `options` are those of `Program`."""
+    """Run a program to its end, with options of `Program`."""
     with Program(command, **options) as program:
         return program.wait()
 
 
 def python(code: str, *arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
-    """Run code in a new Python; `options` are those of `Program`."""
+    """Run code in a new Python, with options of `Program`."""
     return run([sys.executable, "-c", code, *arguments], **options)
 
 
 def printed(done: "subprocess.CompletedProcess[str]") -> str:
-    """What a program that has succeeded has printed."""
+    """Return the output of a program that must have succeeded."""
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-# Processes by the marks in the environment that they were started with
+# Processes, found by a mark in the environment that they were started with
 
 
 def add_mark(environment: dict[str, str] | os._Environ[str]) -> str:
-    """Mark all processes that are started with an environment; return the mark."""
+    """Mark all processes that will be started with an environment; return the mark."""
     mark = uuid.uuid4().hex
     environment["PYTHONFAULTHANDLER"] = "1"
     environment[MARKS] = f"{environment.get(MARKS, '')} {mark}"
@@ -130,28 +131,32 @@ def add_mark(environment: dict[str, str] | os._Environ[str]) -> str:
 
 def abort(mark: str) -> None:
     """End processes with their stacks."""
-    send_signal(mark, signal.SIGABRT)
-    end = time.monotonic() + SECONDS_FOR_STACKS
-    while processes(mark) and time.monotonic() < end:
-        time.sleep(0.05)
-    send_signal(mark, signal.SIGKILL)
+    end(mark, signal.SIGABRT)
+    end(mark, signal.SIGKILL)
 
 
-def send_signal(mark: str, number: int) -> None:
+def end(mark: str, number: int) -> None:
+    """Send a signal to processes, and wait some seconds for their end."""
     for process in processes(mark):
         with suppress(ProcessLookupError):  # it has ended
             resource.prlimit(process, resource.RLIMIT_CORE, (0, 0))
             os.kill(process, number)
+    last = time.monotonic() + SECONDS
+    while processes(mark) and time.monotonic() < last:
+        time.sleep(0.01)
 
 
 def processes(mark: str) -> list[int]:
-    """Return those that run; the environment of one that waits to be reaped is empty."""
+    """Return the running processes with a mark, children before their parents, since some end with their parent.
+
+    A process that waits to be reaped has no environment.
+    """
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
             if mark.encode() in path.read_bytes():
                 found.append(int(path.parent.name))
-    return found
+    return sorted(found, reverse=True)
 
 
 def _text(file: IO[bytes]) -> str:

@@ -1,31 +1,33 @@
 """The process that ranks of tests are forked from.
 
-A fork copies the thread that forks, and no other. A lock that another thread holds at that moment, of malloc, of the
-resolver of glibc, of OpenMP, stays locked in the new process, which waits for it for ever if it needs it. pytest has
-threads: those of operators, of pytest-xdist, of whatever a test starts. So what is forked from what?
+During a fork, the new process gets a copy of the calling thread only. A lock that another thread holds at that
+moment, of malloc, of the resolver of glibc or of OpenMP, stays locked in the new process, which waits for it without
+end. pytest has other threads: of operators, of pytest-xdist, of libraries that tests use. Therefore:
 
-    pytest      starts, as any program is started, with the first call of `run_ranks`
-    the server  a Python of its own, which has imported torch, DTensor, FSDP2, maxmoe and, as they come, the modules of
-                tests, and has computed nothing. It has one thread, and asks before it forks, for each call,
-    a runner    which gets the function and its arguments, forks
-    the ranks   as `RankProcesses` does, waits for them, and sends their results or the error to pytest.
+- pytest does not fork. The first call of `run_ranks` starts the server, as any program is started.
+- The server is a new Python process. It imports torch, DTensor, FSDP2, maxmoe and the modules of tests whose
+  functions it is asked to run, and computes nothing: it has one thread. For each call it forks a runner.
+- The runner receives the function and its arguments, forks the ranks by `RankProcesses`, waits for them, and sends
+  their results or the error to pytest.
 
-Nobody forks that has more than one thread; no lock is held but by who forks. Forking takes a hundredth of the time of
-starting: the ranks have torch and everything else already.
+A fork is safe because the server and the runner have one thread each, so that nobody else holds a lock. Both check the
+number of threads before they fork. Forking takes a hundredth of the time of starting a process, which imports for
+seconds.
 
-What a module of tests does when it is imported, the server does. Never there: a backward, which may start the threads of
-the autograd engine; an operator of torch on several threads; a store or process group of `torch.distributed`; clients of
-Jupyter; anything else with a thread. A server with threads does not fork, and says which module brought them.
+A module of tests is imported in the server. It must do nothing there that starts a thread: no backward, whose engine
+has threads for some devices; no import of `torch._inductor.lowering`, which starts a pool of compilers; no store or
+process group of `torch.distributed`; no client of Jupyter; no library that starts threads when it is imported.
+NumPy's OpenBLAS does: the environment of the server forbids it. A server with other threads refuses to fork, and
+names the imported modules.
 
-Every rank has the environment, the folder, the warning filters, stdout and stderr of the test, what its fixture monkeypatch
-has patched, and seed 0. Other patches a function makes in the rank.
+A rank has the environment, working folder, warning filters, stdout and stderr of the test, the attributes that its
+fixture monkeypatch has set, and seed 0. Anything else must be set by the function that the rank runs.
 """
 
 import gc
 import importlib
 import os
 import pickle
-import signal
 import socket
 import sys
 import traceback
@@ -36,21 +38,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
-# Not maxmoe or anything of tests: pytest must come first, which sets the paths and rewrites asserts.
+# No module of maxmoe or of tests: pytest must first set the paths and the rewriting of asserts.
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MAX_BYTES = 2**16  # of the names of modules
+MAX_BYTES = 2**16  # of a request: the names of modules
 
 
 class _Requests:
-    """A plugin of pytest, which gives the server its paths and the asserts that show their values, and runs no tests."""
+    """Plugin that serves requests instead of running tests. pytest sets the paths, and asserts show their values."""
 
     def __init__(self, requests: socket.socket) -> None:
         self.requests = requests
 
     def pytest_cmdline_main(self) -> int:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the runners, and pytest this process
         sys.modules.setdefault("tests", types.ModuleType("tests")).__path__ = [str(ROOT / "tests")]
         importlib.import_module("support.run_ranks")
         gc.set_threshold(100_000, 10, 10)
@@ -70,21 +71,26 @@ class _Requests:
             connection.close()
             for file in files[1:]:
                 os.close(file)
-            with suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:  # runners that have ended
-                    pass
+            _reap()
 
 
 def _schedule() -> None:
-    """Let ranks wake each other fast."""
-    # A thread that wakes up does not interrupt the one that wakes it. Gloo wakes its thread for messages while it holds
-    # the lock that this thread needs, which would ask for it again and again.
+    """Set the scheduling of the ranks, which inherit it."""
+    # A thread that wakes up does not preempt the thread that wakes it. Gloo wakes its thread for messages while it
+    # holds the lock that this thread needs, so that it would wait again at once.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    # All ranks of a process of pytest-xdist on one processor: to wake a rank on another takes longer than what most of
-    # them do with the message.
+    # All ranks of a pytest-xdist process run on one processor: waking a rank on another processor takes longer than
+    # most of their computations.
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         processors = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {processors[int(worker.removeprefix("gw")) % len(processors)]})
+
+
+def _reap() -> None:
+    """Remove the runners that have ended from the table of processes."""
+    with suppress(ChildProcessError):  # there are no runners
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _prepare(modules: list[str]) -> str:
@@ -97,13 +103,12 @@ def _prepare(modules: list[str]) -> str:
         require_one_thread()
     except BaseException as error:
         return f"after importing {', '.join(modules)}: {_text(error)}"
-    gc.freeze()  # what is there before a fork is not looked at in it, which would copy its pages
+    gc.freeze()  # a collection in a fork would write to the objects, and so copy their pages
     return ""
 
 
 def _run(connection: Connection, stdout: int, stderr: int) -> NoReturn:
-    """What a runner does."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Run a call in this fork, and end it."""
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     try:
@@ -115,7 +120,7 @@ def _run(connection: Connection, stdout: int, stderr: int) -> NoReturn:
 
 
 def _answer(sent: bytes) -> bytes:
-    """Call the function with the state of the test; return the result, or the error and its traceback."""
+    """Call the function in the state of the test; return the result, or the error and its traceback."""
     try:
         (environment, folder, filters, patches), function, arguments = pickle.loads(sent)
         os.environ.clear()
@@ -135,7 +140,7 @@ def _text(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder, whose modules have names of others
+    del sys.path[0]  # this folder: its modules would hide others of the same name
     plugin = _Requests(socket.socket(fileno=int(sys.argv[1])))
     options = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-p", "no:cacheprovider"]
     sys.exit(pytest.main([*options, str(ROOT / "tests")], plugins=[plugin]))

@@ -56,10 +56,10 @@ def run_cases(
     check: Callable[..., object], world_size: int, cases: Iterable[tuple[Any, ...]], timeout: float = 60.0
 ) -> None:
     """Call a function with the arguments of each case on the same ranks; an error begins with its case."""
-    listed = list(cases)
+    all_cases = list(cases)
 
     def check_all() -> None:
-        for case in listed:
+        for case in all_cases:
             with named(*case):
                 check(*case)
 

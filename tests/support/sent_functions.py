@@ -1,7 +1,7 @@
-"""Functions as bytes, local ones and lambdas included, for processes that can import the same modules.
+"""Pickles functions and classes that have no name in a module: local ones and lambdas.
 
-pickle sends a function as the name that it has in its module. A function without one is sent as its code and what it
-closes over; its globals are those of its module in the other process. So are classes.
+pickle sends a function as its name in a module. A function without a name is sent as its code, its attributes and the
+variables that it closes over. Its globals are the module of the same name in the other process, not a copy.
 """
 
 import importlib
@@ -33,14 +33,14 @@ class _Pickler(pickle.Pickler):
         self.modules: dict[str, None] = {}
 
     def reducer_override(self, value: Any) -> Any:
-        """Return what pickle shall do with a value; NotImplemented for what it does by itself."""
+        """Return how to rebuild a value; NotImplemented for values that pickle knows."""
         if isinstance(value, FunctionType | type):
             self.modules.setdefault(_module_of(value))
             if not _has_name(value):
                 return (_reduce_function if isinstance(value, FunctionType) else _reduce_class)(value)
         if isinstance(value, CodeType):
             return marshal.loads, (marshal.dumps(value),)
-        if isinstance(value, CellType):  # its contents come with the functions that have it: they may be one of these
+        if isinstance(value, CellType):  # empty: functions send the contents of their cells, which may contain them
             return _new_cell, ()
         if isinstance(value, ModuleType):
             return importlib.import_module, (value.__name__,)
@@ -55,7 +55,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _has_name(value: Any) -> bool:
-    """Whether its module has it under its name, or pickle knows it, as the type of None."""
+    """Return whether pickle can send the name of a function or class."""
     if isinstance(value, type) and "<locals>" not in value.__qualname__:
         return True
     found: Any = sys.modules.get(value.__module__)
@@ -65,7 +65,7 @@ def _has_name(value: Any) -> bool:
 
 
 def _module_of(value: Any) -> str:
-    """The name of the module whose globals the code has; `functools.wraps` changes that of the function."""
+    """Return the name of the module with the globals of a function; `functools.wraps` changes `__module__`."""
     name: str = value.__module__ if isinstance(value, type) else value.__globals__.get("__name__", "")
     is_here = isinstance(value, type) or vars(sys.modules.get(name, value)) is value.__globals__
     if name == "__main__" or not is_here:
@@ -73,7 +73,7 @@ def _module_of(value: Any) -> str:
     return name
 
 
-# Skeletons come first and their contents later, so that a function or a class may contain itself.
+# The skeleton of a function or class is built before its contents, so that it may contain itself.
 
 
 def _reduce_function(function: FunctionType) -> tuple[Any, ...]:

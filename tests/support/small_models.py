@@ -1,6 +1,7 @@
 """Small random models of transformers, one for each family of `maxmoe.presets`."""
 
 import importlib
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -96,10 +97,15 @@ def config_of(preset: str, **overrides: Any) -> Any:
     return config_class(**options)
 
 
+def import_models(*presets: str) -> list[ModuleType]:
+    """Import their modules: for a module of tests to call, so that not every rank does."""
+    folders = [MODELS[preset][0] for preset in presets]
+    return [importlib.import_module(f"transformers.models.{folder}.modeling_{folder}") for folder in folders]
+
+
 def model_of(preset: str, **overrides: Any) -> nn.Module:
     """The whole language model, with random values in all parameters and buffers of its sparse blocks."""
-    folder, name, _ = MODELS[preset]
-    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    (module,), name = import_models(preset), MODELS[preset][1]
     config = config_of(preset, **overrides)
     config._experts_implementation = "eager"  # the default one refuses widths of 10
     model = getattr(module, f"{name}ForCausalLM")(config)

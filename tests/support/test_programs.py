@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support import bounded, programs
-from support.programs import Hangs, Program, add_mark, processes
+from support.programs import HangError, Program, add_mark, processes
 
 HANG = """
 import sys, time
@@ -26,7 +26,10 @@ CHILD = HANG.format(name="child", suffix="", before="")
 PARENT = HANG.format(
     name="parent",
     suffix="",
-    before=f"import subprocess\nsubprocess.Popen([sys.executable, '-c', {CHILD!r}, sys.argv[1]], start_new_session=True)",
+    before=f"""
+import subprocess
+subprocess.Popen([sys.executable, "-c", {CHILD!r}, sys.argv[1]], start_new_session=True)
+""",
 )
 RANK = HANG.format(name="rank", suffix="{os.environ['RANK']}", before="").replace('"rank" + "', '"rank" + f"')
 NOTEBOOK = """
@@ -69,8 +72,8 @@ def test_a_program_that_hangs_ends_with_the_stacks_of_its_processes(
     (tmp_path / "started").mkdir()
     with Program(command(tmp_path / "started")) as program:
         program.wait_until(lambda: len([*(tmp_path / "started").iterdir()]) == len(functions))
-        program.end = time.monotonic() + 0.1
-        with pytest.raises(Hangs, match="still running after 300 s: .*python") as error:
+        program.last = time.monotonic() + 0.1
+        with pytest.raises(HangError, match=r"still running after 300 s: .*python") as error:
             program.wait()
         assert not processes(program.mark)
     for function in functions:
@@ -105,7 +108,7 @@ def test_a_test_that_hangs_ends_where_it_waits(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(bounded, "_mark", add_mark(os.environ))
     with Program([sys.executable, "-c", "import time; print('begins', flush=True); time.sleep(1000)"]) as program:
         program.wait_until(lambda: "begins" in program.written())
-        with pytest.raises(Hangs, match=r"still running after 0\.1 s") as error, bounded.bounded(0.1):
+        with pytest.raises(HangError, match=r"the test is still running after 0\.1 s") as error, bounded.bounded(0.1):
             program.process.wait()
         assert not processes(program.mark) and "most recent call first" in program.written()
     assert any(entry.name == "test_a_test_that_hangs_ends_where_it_waits" for entry in error.traceback)

@@ -12,8 +12,9 @@ from torch.distributed.fsdp import fully_shard
 
 from support.compared_models import Case
 from support.forked_comparison import compare
-from support.small_models import model_of
+from support.small_models import import_models, model_of
 
+import_models("mixtral", "gpt_oss")
 IDS = torch.randint(0, 32, (8, 6), generator=torch.Generator().manual_seed(1))
 # FSDP2 of torch 2.13 divides twice in float64 and float16 if its group has one rank.
 HALVED = "0.5 times: 1 / number of ranks"

@@ -14,7 +14,7 @@ import torch
 import maxmoe
 from support import programs
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = Path(maxmoe.__file__).parent
 INFO = maxmoe.build_info()
 

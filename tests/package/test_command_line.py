@@ -10,6 +10,7 @@ from maxmoe import build_info
 from maxmoe.__main__ import main
 from maxmoe.models.published_models import PUBLISHED
 from maxmoe.waiting_threads import waiting_of_this_process
+from support import programs
 
 
 @pytest.fixture(autouse=True)
