@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,8 +10,7 @@ import torch
 
 from benchmarks.shapes import Shape
 from device import experts
-from support import forked_python
-from support.python_with_torch import Python
+from support import programs
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parent / "run.sh"
@@ -24,7 +22,7 @@ def test_every_case_passes_on_the_cpu(tmp_path: Path, step: str) -> None:
     out = tmp_path / "results.json"
     paths = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     options = ["--device", "cpu", "--tiny", "--out", str(out)]
-    done = forked_python.run([sys.executable, "-m", f"device.{step}", *options], cwd=ROOT, env=paths)
+    done = programs.run([sys.executable, "-m", f"device.{step}", *options], cwd=ROOT, env=paths)
     assert done.returncode == 0, done.stdout + done.stderr
     sections = json.loads(out.read_text())
     assert sections["machine"]["torch"] == torch.__version__
@@ -49,13 +47,13 @@ def test_the_script_runs_the_steps(tmp_path: Path) -> None:
     assert {path.stem for path in SCRIPT.parent.glob("*.py")} >= set(STEPS)
     settings = {"OUT": str(tmp_path), "PYTHON": sys.executable, "STEPS": "threads", "OMP_NUM_THREADS": "1"}
     command = ["bash", str(SCRIPT), "--device", "cpu", "--tiny"]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, check=False)
+    done = programs.run(command, cwd=ROOT, env=os.environ | settings)
     assert done.returncode == 0 and done.stdout.endswith("failed: nothing\n"), done.stdout + done.stderr
     assert len(json.loads((tmp_path / "results.json").read_text())["threads"]) > 1  # one group for each instruction set
     assert {path.name for path in tmp_path.iterdir()} == {"results.json", "log.txt"}
 
 
-def test_the_package_is_imported_without_what_torch_2_11_lacks(python: Python) -> None:
+def test_the_package_is_imported_without_what_torch_2_11_lacks() -> None:
     """Machines with a GPU may have no other torch."""
-    done = python("from torch.distributed import fsdp; del fsdp.DataParallelMeshDims; import maxmoe.parallel")
+    done = programs.python("from torch.distributed import fsdp; del fsdp.DataParallelMeshDims; import maxmoe.parallel")
     assert done.returncode == 0, done.stderr
