@@ -23,7 +23,8 @@ OURS, OURS_FUSED = "ours", "ours, gate and up in one"
 KINDS = {
     "products": r"cutlass|gemm",
     "gather, scatter": r"gather_kernel<16|indexFunc|index_elementwise|scatter_add",
-    "sum over slots": r"Functor_add<float>|BinaryFunctor<float|unrolled_elementwise|masked_fill_kernel|bfloat16_copy",
+    "sum over slots": r"EmbeddingBag|Functor_add<float>|BinaryFunctor<float|unrolled_elementwise|masked_fill_kernel"
+    r"|bfloat16_copy",
     "activation, weights, copies": r"elementwise_kernel<(4|8|128)|CatArray|reduce_kernel<512, 1, .*BFloat16",
 }
 REST = "sort, plan, checks"
@@ -147,7 +148,9 @@ def memory_table(sections: dict[str, Any]) -> str:
 
 
 def kind_of(kernel: str) -> str:
-    is_integer = re.search(INTEGERS, kernel) and not re.search(r"cutlass|gather_kernel<16|indexFunc", kernel)
+    is_integer = re.search(INTEGERS, kernel) and not re.search(
+        r"cutlass|gather_kernel<16|indexFunc|EmbeddingBag", kernel
+    )
     return REST if is_integer else next((kind for kind, names in KINDS.items() if re.search(names, kernel)), REST)
 
 
