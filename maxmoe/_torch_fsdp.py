@@ -17,11 +17,19 @@ def is_running_root(module: Any) -> bool:
     return bool(module._get_fsdp_state()._is_root)
 
 
-def drop_unsharded_gradients(root: Any) -> None:
-    """Drop the gradients that FSDP2 has not reduced yet, which `reset_iter_state` keeps."""
-    for state in root._get_fsdp_state()._state_ctx.all_states:
-        for group in state._fsdp_param_groups:
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
+def reset_root(root: Any) -> None:
+    """Bring the root of FSDP2 modules, and those inside of it, into their state before a forward after an exception.
+
+    The public `reset_iter_state` keeps gradients that FSDP2 has not reduced, so that a later backward would add them to
+    its own. From torch 2.15 on it drops these, and the reduced gradients of earlier micro-batches as well.
+    """
+    states = root._get_fsdp_state()._state_ctx.all_states
+    parameters = [each for state in states for group in state._fsdp_param_groups for each in group.fsdp_params]
+    reduced = [parameter.sharded_param.grad for parameter in parameters]
+    root.reset_iter_state()
+    for parameter, gradient in zip(parameters, reduced, strict=True):
+        parameter.sharded_param.grad = gradient
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+        if "unsharded_accumulated_grad" in vars(parameter):  # until torch 2.14, an attribute
+            parameter.unsharded_accumulated_grad = None

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import Shard
 
-from maxmoe._torch_fsdp import drop_unsharded_gradients, is_running_root
+from maxmoe._torch_fsdp import is_running_root, reset_root
 from maxmoe.parallel.parameter_sharding import ParameterSharding
 from maxmoe.parallel.plan import Plan
 from maxmoe.parallel.sharded_tokens import ShardedTokens
@@ -97,8 +97,7 @@ def reset_fsdp(module: nn.Module) -> None:
     """
     for child in fsdp_modules(module):
         if is_running_root(child):  # a block outside of which nothing is sharded is a root of its own
-            child.reset_iter_state()
-            drop_unsharded_gradients(child)
+            reset_root(child)
 
 
 def fsdp_modules(module: nn.Module) -> Iterator[fsdp.FSDPModule]:
