@@ -6,7 +6,6 @@ those of `torch.func` in `_torch_transforms.py`, those of the autograd engine in
 docstring says why it is not used. The tests run it with torch 2.13, 2.14 and 2.15.
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -161,19 +160,6 @@ class ConvertedModule(nn.Module):
     def conversion(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """Return the function that converts each tensor, given the one of the conversion."""
         return function
-
-
-def shallow_copy(module: nn.Module) -> nn.Module:
-    """Copy a module; the copy has the same children, parameters and buffers.
-
-    With `copy.copy` alone, both modules would have one table of children and of hooks, so that a child or a hook added
-    to the copy would be added to the original.
-    """
-    result = copy.copy(module)
-    for name, value in module.__dict__.items():
-        if name == "_modules" or name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
-            result.__dict__[name] = copy.copy(value)
-    return result
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -7,6 +7,8 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from torch import nn
 
+from maxmoe._torch_copies import copy_modules
+
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
@@ -50,3 +52,22 @@ def while_replaced(
         return decorated
 
     return decorate
+
+
+def on_a_copy(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Decorate a function of a module that changes it: it gets a copy that shares the tensors.
+
+    The module itself does not change, so that other threads can call it meanwhile.
+    """
+    name = next(iter(inspect.signature(function).parameters))
+    call: Callable[..., Result] = function
+
+    @functools.wraps(function)
+    def decorated(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
+        if arguments and isinstance(arguments[0], nn.Module):
+            return call(copy_modules(arguments[0]), *arguments[1:], **options)
+        module = options.get(name)
+        copied = {name: copy_modules(module)} if isinstance(module, nn.Module) else {}
+        return call(*arguments, **options | copied)
+
+    return decorated

@@ -1,6 +1,7 @@
 """Warning for adapters that train nothing: their factors have no gradient at the first step of their optimizer."""
 
 import functools
+import threading
 import warnings
 import weakref
 from collections import Counter
@@ -19,6 +20,7 @@ Parameters = Callable[[Any], Sequence[Tensor]]
 # factors. They are looked up late, because `parallelize` replaces them.
 _waiting: "weakref.WeakKeyDictionary[Any, tuple[str, Parameters]]" = weakref.WeakKeyDictionary()
 _known: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_changes = threading.Lock()  # by forwards and optimizers of several threads
 
 
 def watch(wrapper: Any, name: str, parameters: Parameters) -> None:
@@ -31,7 +33,8 @@ def watch(wrapper: Any, name: str, parameters: Parameters) -> None:
     """
     if torch.compiler.is_compiling() or wrapper in _known or wrapper in _waiting or not torch.is_grad_enabled():
         return
-    _waiting[wrapper] = name, parameters
+    with _changes:
+        _waiting[wrapper] = name, parameters
     _check_first_steps()
 
 
@@ -47,13 +50,14 @@ def _name_those_without_gradient(optimizer: Optimizer, arguments: tuple[Any, ...
         return
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     inert: Counter[str] = Counter()
-    for wrapper, (name, parameters) in list(_waiting.items()):
-        factors = parameters(wrapper)
-        if not any(id(factor) in updated for factor in factors):
-            continue
-        del _waiting[wrapper]
-        _known.add(wrapper)
-        inert[name] += not any(map(_has_gradient, factors))
+    with _changes:
+        for wrapper, (name, parameters) in list(_waiting.items()):
+            factors = parameters(wrapper)
+            if not any(id(factor) in updated for factor in factors):
+                continue
+            del _waiting[wrapper]
+            _known.add(wrapper)
+            inert[name] += not any(map(_has_gradient, factors))
     listed = ", ".join(f"{name} ({count} modules)" for name, count in sorted(inert.items()) if count)
     if listed:
         warnings.warn(

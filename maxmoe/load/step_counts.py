@@ -1,5 +1,6 @@
 """Routed slots of each expert over the micro-batches of an optimizer step, for a balance loss over the whole step."""
 
+import threading
 from typing import Any
 
 import torch
@@ -71,6 +72,9 @@ def _dot(mass: Tensor, own: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     return (mass * frequencies).sum(), frequencies
 
 
+_additions = threading.Lock()  # of backwards in several threads
+
+
 # Operators, so that torch.compile keeps a backward that changes the counts in the graph.
 @torch.library.custom_op("maxmoe::dot_frequencies", mutates_args=())
 def _dot_frequencies(mass: Tensor, own: Tensor, sums: Tensor, late: Tensor) -> Tensor:
@@ -81,9 +85,10 @@ def _dot_frequencies(mass: Tensor, own: Tensor, sums: Tensor, late: Tensor) -> T
 def _dot_frequencies_backward(
     gradient: Tensor, mass: Tensor, own: Tensor, dot: Tensor, sums: Tensor, late: Tensor
 ) -> Tensor:
-    now, frequencies = _dot(mass, own, sums)
-    sums += own
-    late += now - dot
+    with _additions:
+        now, frequencies = _dot(mass, own, sums)
+        sums += own
+        late += now - dot
     return gradient * frequencies
 
 

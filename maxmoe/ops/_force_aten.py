@@ -1,9 +1,12 @@
 """Switch between the kernels and the ATen implementation."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from maxmoe import _C
+
+_entered = threading.RLock()
 
 
 @contextmanager
@@ -14,9 +17,15 @@ def force_aten(enabled: bool = True) -> Iterator[None]:
 
     Args:
         enabled: whether to force ATen; False enables the kernels inside of an outer `force_aten`.
+
+    Raises:
+        RuntimeError: if another thread is in such a context, which would end it for both.
     """
+    if not _entered.acquire(blocking=False):
+        raise RuntimeError("force_aten applies to all threads of the process, and another thread is in its context")
     before = _C.force_aten(enabled)
     try:
         yield
     finally:
         _C.force_aten(before)
+        _entered.release()

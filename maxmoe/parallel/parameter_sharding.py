@@ -9,6 +9,7 @@ from torch import nn
 
 from maxmoe.declaration import Absent, declaration_of
 from maxmoe.quantization import StackPart, parts_of_stacks, with_split_stacks
+from maxmoe.replaced_parameters import on_a_copy
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.partition_spec import PartitionSpec
@@ -135,6 +136,7 @@ def tensor_parallel_activation(name: str) -> str:
     return {"q_heads": "activation_heads"}.get(name, f"activation_{name}")
 
 
+@on_a_copy
 @with_split_stacks(kept=False)
 def parameter_shardings(
     module: nn.Module, mesh: Mesh, rules: LogicalRules, *, strict: bool = False, allow_unused: bool = False
@@ -158,12 +160,19 @@ def parameter_shardings(
         ValueError: as `logical_names`; unless allow_unused, as `check_used`; if strict, as `logical_to_mesh_axes` and
             `resolve`, with the parameter's name.
     """
+    return shardings_by_name(module, mesh, rules, strict=strict, allow_unused=allow_unused)
+
+
+def shardings_by_name(
+    module: nn.Module, mesh: Mesh, rules: LogicalRules, *, strict: bool, allow_unused: bool
+) -> dict[str, ParameterSharding]:
+    """Compute `parameter_shardings` of a module whose quantized stacks are split."""
     if not allow_unused:
         check_used(mesh, rules, declared_names(module))
-    return dict(_parameter_shardings(module, mesh, rules, strict))
+    return dict(_shardings(module, mesh, rules, strict))
 
 
-def _parameter_shardings(
+def _shardings(
     module: nn.Module, mesh: Mesh, rules: LogicalRules, strict: bool
 ) -> Iterator[tuple[str, ParameterSharding]]:
     names_of = logical_names(module)

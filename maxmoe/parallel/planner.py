@@ -13,7 +13,7 @@ from maxmoe.parallel.blocks_of_scales import check_blocks
 from maxmoe.parallel.dispatch_plan import Dispatch, DispatchPlan, check_dispatch, plan_dispatch
 from maxmoe.parallel.fsdp import blocks, fsdp_axes, shared_by_blocks
 from maxmoe.parallel.fsdp_units import fsdp_units, is_saved
-from maxmoe.parallel.parameter_sharding import ParameterSharding, parameter_shardings, tensor_parallel_activation
+from maxmoe.parallel.parameter_sharding import ParameterSharding, shardings_by_name, tensor_parallel_activation
 from maxmoe.parallel.part_axes import activation_parts, embed_parts, tensor_parallel_axes
 from maxmoe.parallel.plan import ModulePlan, ParameterPlan, Plan, enclosing
 from maxmoe.parallel.sharded_tokens import ShardedTokens, token_sharding
@@ -69,7 +69,7 @@ def make_plan(
         ValueError: as `parameter_shardings`; if an axis of the experts does not divide their number.
     """
     check_dispatch(dispatch)
-    shardings = parameter_shardings(model, mesh, rules, strict=strict, allow_unused=allow_unused)
+    shardings = shardings_by_name(model, mesh, rules, strict=strict, allow_unused=allow_unused)
     planner = _Planner(model, mesh, rules, shardings, dispatch)
     return Plan(
         mesh=mesh, tokens=planner.tokens, modules=planner.module_plans(), axes_of_tokens=planner.axes_of_tokens()

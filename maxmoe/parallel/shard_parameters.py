@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from maxmoe._torch import as_parameter
 from maxmoe.early_optimizers import mark_replaced
 from maxmoe.named_collectives import broadcast
-from maxmoe.parallel.parameter_sharding import ParameterSharding, parameter_shardings
+from maxmoe.parallel.parameter_sharding import ParameterSharding, shardings_by_name
 from maxmoe.quantization import with_split_stacks
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
@@ -45,7 +45,7 @@ def shard_parameters(
             and as `parameter_shardings`; the module is not changed then.
     """
     check_no_frozen_experts(module)
-    parameters = parameter_shardings(module, mesh, rules, strict=strict, allow_unused=allow_unused)
+    parameters = shardings_by_name(module, mesh, rules, strict=strict, allow_unused=allow_unused)
     distribute_parameters(module, {name: parameter.sharding for name, parameter in parameters.items()})
     return parameters
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from maxmoe._torch import shallow_copy
+from maxmoe._torch_copies import shallow_copy
 from maxmoe.declaration import Absent, PipelineParts, declaration_of
 from maxmoe.load.metrics_accumulator import with_gradient
 from maxmoe.nn import MoE, MoEFeedForward, MoEOutput

@@ -34,6 +34,7 @@ from maxmoe.planning.rank_costs import (
 from maxmoe.planning.state_dtypes import StateDtypes
 from maxmoe.planning.traffic import Traffic, traffic_of
 from maxmoe.quantization import with_split_stacks
+from maxmoe.replaced_parameters import on_a_copy
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.planned_collective import PlannedCollective
 from maxmoe.sharding.rules import LogicalRules
@@ -72,6 +73,7 @@ class Estimate:
         return "\n\n".join([*([] if self.pipeline is None else [str(self.pipeline)]), *tables])
 
 
+@on_a_copy
 @with_stacked_factors(kept=False)
 @with_split_stacks(kept=False)
 def estimate(

@@ -15,6 +15,7 @@ from maxmoe.planning.pipeline_plan import PipelinePlan, pipeline_options, plan_m
 from maxmoe.planning.repeated_layers import group_repeated
 from maxmoe.planning.saved_tensors import micro_batch_sizes
 from maxmoe.quantization import with_split_stacks
+from maxmoe.replaced_parameters import on_a_copy
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.resolve import DroppedAxis
 from maxmoe.sharding.rules import LogicalRules
@@ -172,6 +173,7 @@ class Explanation:
             yield f"Warning: {warning}."
 
 
+@on_a_copy
 @with_stacked_factors(kept=False)
 @with_split_stacks(kept=False)
 def explain(

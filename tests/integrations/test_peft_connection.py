@@ -1,6 +1,5 @@
 """The connection to PEFT: what it does when PEFT keeps adapters otherwise, and adapters that train nothing."""
 
-import threading
 import warnings
 from typing import Any
 
@@ -11,10 +10,12 @@ from torch import Tensor, nn
 
 from maxmoe import MoE, MoEConfig, adapters
 from maxmoe.adapters import _peft
+from maxmoe.adapters.inert import watch
 from maxmoe.nn import Experts
 from maxmoe.ops import RaggedPlan, expert_ffn
 from support import programs
 from support.moe_layers import make, tokens
+from support.threads import in_threads
 
 EXPERTS = ["moe.experts.gate_proj", "moe.experts.up_proj", "moe.experts.down_proj"]
 
@@ -127,6 +128,22 @@ def test_adapters_that_train_are_not_named(use_reentrant: bool) -> None:
             optimizer.step()
 
 
+def test_forwards_and_optimizers_of_several_threads() -> None:
+    """First forwards of some adapters beside the step of an optimizer of others."""
+    wrappers = [nn.Identity() for _ in range(20_000)]
+    optimizer = sgd(nn.Linear(1, 1))
+
+    def forwards() -> None:
+        for wrapper in wrappers:
+            watch(wrapper, "weight", lambda _: [])
+
+    def steps() -> None:
+        for _ in range(200):
+            optimizer.step()
+
+    in_threads(forwards, steps)
+
+
 def test_a_forward_that_ignores_the_adapters_is_an_error() -> None:
     class Own(Experts):
         def forward(self, x: Tensor, weights: Tensor | None, plan: RaggedPlan) -> Tensor:
@@ -153,30 +170,7 @@ def test_an_error_leaves_no_factors_behind() -> None:
     with pytest.raises(ValueError, match="expert_ffn"):
         model(tokens(model.base_model.model.moe))
     experts.config = original
-    assert not experts.low_rank_factors
-
-
-def test_threads_leave_no_factors_behind() -> None:
-    """Threads that run one module at once see each other's state, as with PEFT; an error says so, or all is well."""
-    model = adapted()
-    x = tokens(model.base_model.model.moe)
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        with torch.no_grad():
-            for _ in range(50):
-                try:
-                    model(x)
-                except RuntimeError as error:
-                    errors.append(error)
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not model.base_model.model.moe.routed_experts.low_rank_factors
-    assert all("without the adapter beside" in str(error) for error in errors)
+    assert all(adapters.factors_of(experts, name.split(".")[-1]) is None for name in EXPERTS)
 
 
 def test_a_closure_computes_the_gradients_later() -> None:

@@ -23,9 +23,9 @@ def generation(model: Decoder, seed: int) -> Callable[[], list[Tensor]]:
     return lambda: [model.generate(prompt, 12, temperature=0) for prompt in prompts]
 
 
-def training(model: Decoder, seed: int) -> Callable[[], list[Tensor]]:
+def training(model: Decoder, seed: int, num_lengths: int = 4) -> Callable[[], list[Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    batches = [torch.randint(0, 11, (2, 3 + number % 4), generator=generator) for number in range(CALLS)]
+    batches = [torch.randint(0, 11, (2, 3 + number % num_lengths), generator=generator) for number in range(CALLS)]
 
     def step(tokens: Tensor) -> list[Tensor]:
         output = model(tokens)
@@ -79,3 +79,13 @@ def test_two_threads(pair: tuple[Any, Any], recompute: tuple[str, ...]) -> None:
         assert len(got) == len(wanted)
         for number, (tensor, alone) in enumerate(zip(got, wanted, strict=True)):
             assert torch.equal(tensor, alone), number
+
+
+def test_a_compiled_model_trains_beside_generation() -> None:
+    model = make()
+    functions = [training(model, 0, num_lengths=1), generation(model, 1)]
+    expected = functions[1]()
+    model.compile(backend="eager")
+    compiled = functions[0]()
+    got = in_threads(*functions)
+    assert all(map(torch.equal, got[0], compiled)) and all(map(torch.equal, got[1], expected))

@@ -8,6 +8,7 @@ from maxmoe import ops
 from support.ffn_call import ffn_call
 from support.operator_calls import result
 from support.shapes import SKEWED
+from support.threads import in_threads
 
 # Norm of the error in bfloat16 by the norm of the value in float64. One rounding is 1.66e-3; ATen rounds after every
 # elementwise operation.
@@ -35,6 +36,18 @@ def test_rounding_in_bfloat16(path: str) -> None:
         exact = output_and_gradients(wide, experts, cotangent)
     errors = {name: ((got[name] - value).norm() / value.norm()).item() for name, value in exact.items()}
     assert all(error < ROUNDING[name] for name, error in errors.items()), errors
+
+
+def test_force_aten_of_two_threads() -> None:
+    """It applies to all threads, so that the end of the first context would end the second one."""
+
+    def enter() -> None:
+        with ops.force_aten():
+            pass
+
+    with ops.force_aten(), pytest.raises(RuntimeError, match="and another thread is in its context"):
+        in_threads(enter)
+    in_threads(enter)
 
 
 @pytest.mark.parametrize("is_forced", [False, True])

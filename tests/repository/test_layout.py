@@ -50,6 +50,7 @@ LEVELS = [
         "_torch_checkpoint",
         "_torch_fsdp",
         "_torch_compile",
+        "_torch_copies",
         "_torch_transforms",
         "checksum",
         "early_optimizers",

@@ -19,10 +19,12 @@ from maxmoe.planning.state_dtypes import StateDtypes
 from maxmoe.planning.time_model.device import Device
 from maxmoe.planning.whole_plan import plan_without_warnings
 from maxmoe.quantization import with_split_stacks
+from maxmoe.replaced_parameters import on_a_copy
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
 
 
+@on_a_copy
 @with_stacked_factors(kept=False)
 @with_split_stacks(kept=False)
 def predict(
