@@ -124,14 +124,6 @@ def layer_of_one_process(name: str) -> Outcome:
     return take_step(make_layer(LAYERS[name]), make_batch(LAYERS[name], "of the router"))
 
 
-def expect(name: str) -> None:
-    """Compute what one process makes of a model, once for all ranks."""
-    if name in LAYERS:
-        layer_of_one_process(name)
-    else:
-        parallel_decoder.step_of_one_process(DECODERS[name])
-
-
 def check_layer(name: str, mesh: Mesh, table: Table) -> None:
     layer, batch = make_layer(LAYERS[name]), make_batch(LAYERS[name], "of the router")
     shardings = parameter_shardings(layer, mesh, table.rules, allow_unused=True)
@@ -181,8 +173,6 @@ def one_case(random: Random) -> Counter[str]:
     name = random.choice(PRESETS)
     sizes = draw_mesh(random, LogicalRules.load(name))
     tables = [draw_table(random, LogicalRules.load(name), sizes) for _ in range(TABLES)]
-    for table in tables:
-        expect(table.model)
 
     def check() -> None:
         mesh = Mesh(sizes)

@@ -87,7 +87,6 @@ def parts(mesh: Mesh, rules: LogicalRules) -> Iterator[Tensor]:
 @pytest.mark.parametrize("world_size", [2, 4, pytest.param(8, marks=pytest.mark.sampled(0))])
 def test_every_preset_is_one_process(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters and states after some steps; matrices that an axis shards are exchanged, and no others."""
-    one_process()
     monkeypatch.setattr("maxmoe.optim.distributed_newton_schulz.BUCKET_SIZE", 200)
 
     def check() -> dict[str, tuple[int, int]]:

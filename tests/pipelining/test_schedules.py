@@ -58,8 +58,4 @@ def test_every_pair_occurs(first: int, second: int) -> None:
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_equals_one_process_on_four_ranks(schedule: str) -> None:
-    mine = [case for case in cases() if case[0] == schedule]
-    for _, _, family, *_ in mine:
-        step_of_one_process(config(family))
-
-    run_cases(check, 4, mine)
+    run_cases(check, 4, (case for case in cases() if case[0] == schedule))

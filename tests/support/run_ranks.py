@@ -104,5 +104,5 @@ def fake_rank(rank: int, world_size: int) -> Iterator[None]:
     finally:
         sys.excepthook = hook
         dist.destroy_process_group()
-        # It holds meshes of the fake group, and would hand them to equal ones of ranks that are forked later.
+        # It holds meshes of the fake group, and would hand them to equal meshes of later groups.
         _clear_sharding_prop_cache()
