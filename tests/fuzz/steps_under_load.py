@@ -126,14 +126,18 @@ def run(name: str, num_ranks: int, num_steps: int, deadline: float) -> float:
     return time.monotonic() - begin
 
 
-def main() -> None:
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=5000, help="training steps of each case")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], choices=[2, 4])
     parser.add_argument("--cases", nargs="+", help="names of cases; all by default")
     parser.add_argument("--busy", type=int, default=4, help="processes that compute for ever beside the ranks")
     parser.add_argument("--deadline", type=float, default=3600.0, help="seconds of a case, after which it is hung")
-    arguments = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    arguments = parse_arguments()
     with busy_processes(arguments.busy):
         for num_ranks in arguments.ranks:
             for name in arguments.cases or cases(num_ranks):

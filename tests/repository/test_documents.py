@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import maxmoe
+from fuzz import steps_under_load
 from repository.check_packages import TORCH_REQUIREMENT, TORCHES
 from support.docs_module import docs_module
 
@@ -108,6 +109,8 @@ def test_commands_exist(words: list[str], tmp_path: Path, monkeypatch: pytest.Mo
             pretrain.parse_options(arguments)
         case ["bash", "tests/device/run.sh", *options]:
             assert options in ([], ["--device", "cpu", "--tiny"])
+        case ["python", "tests/fuzz/steps_under_load.py", *arguments]:
+            steps_under_load.parse_arguments(arguments)
         case ["python", fuzzer, *arguments] if fuzzer.startswith("tests/fuzz/"):
             assert (ROOT / fuzzer).exists() and set(arguments[::2]) <= {"--seconds", "--seed", "--case"}
         case ["python", "examples/notebooks/execute.py", *names]:
