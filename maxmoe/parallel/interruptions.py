@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from maxmoe._torch import called_uncompiled, default_store, never_compiled
-from maxmoe._torch_backward import backward_id, call_after_backward
+from maxmoe._torch_backward import backward_id, call_after_backward, is_backward_running
 from maxmoe._torch_compile import call_with_hooks, runs_uncompiled
 from maxmoe.named_collectives import num_started
 from maxmoe.parallel.fsdp import around_blocks, fsdp_modules, reset_fsdp
@@ -159,7 +159,9 @@ class CallGuard:
     @never_compiled
     def _recover_forward(self, running_calls: list[int]) -> None:
         self._recovery.leave_units(running_calls)
-        if self._depth == 1:
+        # The checkpoints of torch end a recomputation by an exception when it has computed what the backward needs. One
+        # that ends the backward too is seen at its end.
+        if self._depth == 1 and not is_backward_running():
             self._recover("forward")
 
     @never_compiled

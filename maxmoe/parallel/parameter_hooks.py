@@ -115,7 +115,7 @@ class ParameterHooks:
                     # parameter, and does not see that the optimizer modified them through the DTensor. With the version
                     # incremented, autograd raises if the backward reads such a tensor.
                     increment_version(tensor)
-            if call.is_refilled:  # by another output
+            if not gathered or call.is_refilled:  # by the hook of another output
                 return
             for parameter in gathered:
                 parameter.check_version()

@@ -44,9 +44,7 @@ def test_a_recomputation_that_keeps_the_routing_does_not_gather_again() -> None:
     def check() -> list[int]:
         x, gathers = torch.ones(2, requires_grad=True), []
         # CommDebugMode does not look into operators.
-        spy = patch.object(
-            maxmoe.dispatch.row_counts, "all_gather_single", wraps=maxmoe.dispatch.row_counts.all_gather_single
-        )
+        spy = patch.object(maxmoe.dispatch.row_counts, "all_gather", wraps=maxmoe.dispatch.row_counts.all_gather)
 
         def block(x: Tensor) -> Tensor:
             counts, _ = all_gather_counts(torch.tensor([dist.get_rank() + 1]), dist.group.WORLD.group_name)
@@ -72,7 +70,7 @@ def test_one_exchange_for_all_chunks_of_a_layer() -> None:
             mesh = Mesh({"expert": 2})
             layer = parallelize(make_layer(FAMILIES["mixtral"]), mesh, rules, dispatch=dispatch, num_chunks=3)
             counts = maxmoe.dispatch.row_counts
-            with patch.object(counts, "all_gather_single", wraps=counts.all_gather_single) as exchange:
+            with patch.object(counts, "all_gather", wraps=counts.all_gather) as exchange:
                 take_step(layer, batch)
             sends = layer.runner.num_chunks > 1
             assert exchange.call_count == sends, (rules, dispatch)

@@ -6,7 +6,7 @@
 A sequence is one preset on a mesh and up to eight operations: backwards of one or two forwards, steps of an optimizer,
 clipping, evaluations, loading of the state, and forwards and backwards that an exception or a KeyboardInterrupt ends.
 In one process nothing is interrupted; an interrupted backward is followed by `zero_grad`, because it has added to the
-gradients. Norms, losses of evaluations, and in the end all parameters and gradients must be those of one process. A
+gradients. Norms, logits of evaluations, and in the end all parameters and gradients must be those of one process. A
 case is several sequences on the same ranks.
 """
 
@@ -87,7 +87,7 @@ class Run:
     @torch.no_grad()
     def evaluate(self, operation: Operation) -> None:
         self.model.eval()
-        self.found.append(self.model(batch()[0].roll(operation.number, 1)[self.part]).aux_loss)
+        self.found.append(self.model(batch()[0].roll(operation.number, 1)[self.part]).logits)
         self.model.train()
 
     def load(self, _operation: Operation) -> None:
@@ -138,7 +138,7 @@ def draw(random: Random) -> list[Operation]:
 
 
 def in_one_process(operations: list[Operation]) -> tuple[list[Tensor], dict[str, tuple[Tensor, Tensor]]]:
-    """Norms and losses, and the parameters and gradients in the end."""
+    """Norms and logits, and the parameters and gradients in the end."""
     run = Run(decoder(), ...)
     for operation in operations:
         if operation.name == "interrupt_backward":
@@ -156,7 +156,8 @@ def on_ranks(layout: MeshRules, recompute: tuple[str, ...], operations: list[Ope
         getattr(run, operation.name)(operation)
     found, parameters = expected
     for index, value in enumerate(found):
-        assert_same(run.found[index].double(), value.double(), f"number {index}", tolerance=TOLERANCE)
+        of_rank = value[run.part] if value.dim() else value  # logits, or a norm
+        assert_same(run.found[index].double(), of_rank.double(), f"number {index}", tolerance=TOLERANCE)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), name
         assert parameter.grad is not None, name

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from maxmoe.parallel import RankError, clip_grad_norm_, parallelize, token_sharding
 from maxmoe.sharding import Mesh
@@ -120,6 +121,22 @@ def test_recomputed_blocks_and_gathered_experts(options: dict[str, Any]) -> None
     interrupts, errors = [interrupt_forward, interrupt_backward], [StopError, KeyboardInterrupt]
     cases = itertools.product(layouts, interrupts, PLACES[2:3], errors)
     run_cases(functools.partial(check_interruption, **options), 2, cases)
+
+
+def test_a_checkpoint_that_ends_its_recomputation_early_is_no_interruption() -> None:
+    """torch ends it by an exception, when it has computed what the backward needs."""
+    expected = without_interruption()[1]
+
+    def check(layout: MeshRules) -> None:
+        model, tokens, targets = parallel(layout)
+        for _ in range(2):
+            model.zero_grad()
+            loss(checkpoint(model, tokens, use_reentrant=False), targets).backward()
+            LocalSGD(model).step()
+        for name, parameter in model.named_parameters():
+            assert_same(parameter.grad.full_tensor(), expected[name], name)
+
+    run_cases(check, 2, [(MeshRules("ep-as-dp", {"expert": 2}),), (MeshRules("pure-fsdp", {"fsdp": 2}),)])
 
 
 @pytest.mark.parametrize("layout", [MeshRules("ep-as-dp", {"expert": 2}), MeshRules("pure-fsdp", {"fsdp": 2})], ids=str)
