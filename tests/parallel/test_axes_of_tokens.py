@@ -26,7 +26,6 @@ TABLES: list[tuple[str, dict[str, int], dict[str, list[str]]]] = [
 @pytest.mark.filterwarnings("ignore:no rule for the logical name")
 def test_numbers_are_those_of_one_process() -> None:
     models = ["deepseek_v3", "gpt_oss", "decoder", "decoder of odd sizes"]
-    for model in models:
 
     def check() -> None:
         for (preset, sizes, override), is_first, model in itertools.product(TABLES, (False, True), models):
