@@ -8,12 +8,12 @@
 
 namespace maxmoe::ops {
 
-// The rows [M, D] of an index [M], which has no negative numbers, each times its weight [M]: for 16-bit rows in float32,
-// rounded once.
+// The rows [M, D] of an index [M], which has no negative numbers, each times its weight [M]: for 16-bit rows in
+// float32, rounded once.
 Tensor weighted_rows(const Tensor& rows, const Tensor& index, const Tensor& weights);
 
-// Sums of rows. One kernel reads each row once and adds in the order of the index, for 16-bit rows in float32. No tensor
-// of the selected rows is allocated.
+// Sums of rows. One kernel reads each row once and adds in the order of the index, for 16-bit rows in float32. No
+// tensor of the selected rows is allocated.
 class RowSums {
  public:
   // For each group of slots, the sum of their rows, each times the weight of its slot. index [M]: the row of each slot,
