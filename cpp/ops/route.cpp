@@ -185,7 +185,6 @@ class RouteNode : public torch::autograd::Function<RouteNode> {
               o.normalization, o.scale, o.experts);
     ctx->set_materialize_grads(false);  // no zeros of the size of the probabilities if no loss reads them
     ctx->save_for_backward({logits, experts});
-    ctx->mark_non_differentiable({experts});
     ctx->saved_data["score_function"] = std::string(o.score_function);
     ctx->saved_data["normalization"] = std::string(o.normalization);
     ctx->saved_data["scale"] = o.scale;
