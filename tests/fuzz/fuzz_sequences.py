@@ -187,4 +187,6 @@ def one_case(random: Random, cases: int = 8) -> Counter[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(loop.main(one_case, __doc__))
+    from fuzz import fuzz_sequences  # the name that another process can import
+
+    sys.exit(loop.main(fuzz_sequences.one_case, __doc__))
