@@ -253,23 +253,24 @@ class AfterInterruption:
         prefix = f"{self._prefix}/{self._num_interruptions}"
         store: Any = default_store()
         store.set(f"{prefix}/{rank}", place)
+        problem = None
         for other in range(self._mesh.num_ranks):
             try:
                 store.wait([f"{prefix}/{other}"], self._mesh.timeout)
             except RuntimeError:  # each kind of store has its own
-                missing = f"rank {other} was not, or has not called it again for {self._mesh.timeout}"
-                raise self._error(place, missing) from None
+                problem = f"rank {other} was not, or has not called it again for {self._mesh.timeout}"
+                break
             theirs = store.get(f"{prefix}/{other}").decode()
             if theirs != place:
-                raise self._error(place, f"rank {other} in the {theirs}")
+                problem = f"rank {other} in the {theirs}"
+                break
+        if problem is not None:
+            raise RuntimeError(
+                f"rank {rank} was interrupted by an exception in the {place} of {self._name}, and {problem}: the "
+                "collectives of the ranks do not belong together any more. End all ranks, and resume from a checkpoint. "
+                "To leave out a batch, do so on all ranks"
+            )
         self._place = None
-
-    def _error(self, place: str, other: str) -> RuntimeError:
-        return RuntimeError(
-            f"rank {self._mesh.rank} was interrupted by an exception in the {place} of {self._name}, and {other}: the "
-            "collectives of the ranks do not belong together any more. End all ranks, and resume from a checkpoint. To "
-            "leave out a batch, do so on all ranks"
-        )
 
     def __deepcopy__(self, _memo: object) -> "AfterInterruption":
         """Return one for a copy of the module, which all ranks make."""

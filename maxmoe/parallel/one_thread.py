@@ -4,6 +4,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+MESSAGE = (
+    "models on a mesh must be called by one thread at a time, got calls of two: every rank would run their "
+    "collectives in another order"
+)
+
 
 class OneThread:
     """Raises if a thread runs a model on a mesh while another thread does.
@@ -30,13 +35,13 @@ class OneThread:
         with self._changes:
             if self._depth and thread != self._thread:
                 self._has_met_another = True
-                raise _error()
+                raise RuntimeError(MESSAGE)
             self._thread, self._depth = thread, self._depth + 1
 
     def check(self) -> None:
         """Raise if another thread has tried to begin since this one has begun."""
         if self._has_met_another:
-            raise _error()
+            raise RuntimeError(MESSAGE)
 
     def leave(self) -> None:
         """End what `enter` has begun."""
@@ -57,10 +62,3 @@ class OneThread:
 
 # Of the process, because models share process groups, the default group at least.
 ONE_THREAD = OneThread()
-
-
-def _error() -> RuntimeError:
-    return RuntimeError(
-        "models on a mesh must be called by one thread at a time, got calls of two: every rank would run their "
-        "collectives in another order"
-    )
