@@ -267,8 +267,8 @@ class AfterInterruption:
         if problem is not None:
             raise RuntimeError(
                 f"rank {rank} was interrupted by an exception in the {place} of {self._name}, and {problem}: the "
-                "collectives of the ranks do not belong together any more. End all ranks, and resume from a checkpoint. "
-                "To leave out a batch, do so on all ranks"
+                "collectives of the ranks do not belong together any more. End all ranks, and resume from a "
+                "checkpoint. To leave out a batch, do so on all ranks"
             )
         self._place = None
 
