@@ -130,7 +130,7 @@ class CallGuard:
     @never_compiled
     def _begin(self) -> list[int]:
         """Compare with other ranks after an interruption; return how many forwards of each FSDP unit run now."""
-        if backward_id() == -1:  # a recomputation belongs to the backward
+        if not is_backward_running():  # a recomputation belongs to the backward
             ONE_THREAD.enter()
             if self._depth == 0:
                 self._compare()
@@ -147,13 +147,13 @@ class CallGuard:
 
     @never_compiled
     def _check_thread(self) -> None:
-        if backward_id() == -1:
+        if not is_backward_running():
             ONE_THREAD.check()
 
     @never_compiled
     def _end(self) -> None:
         self._depth -= 1
-        if backward_id() == -1:
+        if not is_backward_running():
             ONE_THREAD.leave()
 
     @never_compiled
