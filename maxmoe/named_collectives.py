@@ -5,7 +5,7 @@ another order, torch waits until the timeout, or exchanges wrong values if the s
 ``MAXMOE_CHECK_COLLECTIVES=1`` in the environment, the ranks compare the name, kind, dtype and shape of each collective
 before it runs, and raise an error that names both sides. Each then takes several times as long.
 
-CONTRIBUTING.md lists what decides that each collective runs.
+`tests/repository/test_collectives.py` lists what decides that each collective runs.
 """
 
 import os
