@@ -20,6 +20,7 @@ from maxmoe.parallel.hooks import register_hooks
 from maxmoe.parallel.input_gradients import InputGradientCheck
 from maxmoe.parallel.interruptions import guard_calls
 from maxmoe.parallel.parameter_hooks import ParameterHooks
+from maxmoe.parallel.parameter_sharding import names_without_rules
 from maxmoe.parallel.plan import ParameterPlan, Plan
 from maxmoe.parallel.planner import make_plan
 from maxmoe.parallel.shard_parameters import check_no_frozen_experts, distribute_parameters
@@ -109,8 +110,9 @@ def parallelize(
     }
     check_settings(module, mesh, rules, settings)
     check_recompute(module, recompute)
-    plan = make_plan(module, mesh, rules, strict=strict, allow_unused=allow_unused, dispatch=dispatch)
-    check_plan(plan, num_chunks)
+    plan = checked_plan(module, mesh, rules, dispatch, num_chunks, strict=strict, allow_unused=allow_unused)
+    for warning in plan_warnings(plan, rules):
+        warnings.warn(warning, stacklevel=4)  # after two decorators
     set_recompute(module, recompute)
     name = type(module).__name__  # FSDP2 replaces the class
     hooks = apply_plan(module, plan, num_chunks, InputGradientCheck(module, mesh))
@@ -180,11 +182,23 @@ def _check_adapters(module: nn.Module) -> None:
                 )
 
 
-def check_plan(plan: Plan, num_chunks: int) -> None:
-    """Raise for sequences that are sharded or chunked although a layer needs them whole, and for invalid `num_chunks`.
+def checked_plan(
+    module: nn.Module,
+    mesh: Mesh,
+    rules: LogicalRules,
+    dispatch: Dispatch,
+    num_chunks: int,
+    *,
+    strict: bool = False,
+    allow_unused: bool,
+) -> Plan:
+    """Plan a module; see `make_plan` and `parallelize`.
 
-    Also for trained parameters of several dtypes in one group of FSDP2.
+    Raises:
+        ValueError: as `make_plan`; for sequences that are sharded or chunked although a layer needs them whole, an
+            invalid num_chunks, and trained parameters of several dtypes in one group of FSDP2.
     """
+    plan = make_plan(module, mesh, rules, strict=strict, allow_unused=allow_unused, dispatch=dispatch)
     _check_whole_sequences(plan)
     _check_dtypes(plan)
     if not isinstance(num_chunks, int) or num_chunks < 1:
@@ -195,6 +209,7 @@ def check_plan(plan: Plan, num_chunks: int) -> None:
                 f"num_chunks must be 1 for {path or 'a layer'} with capacity_factor, which is per sequence, "
                 f"got {num_chunks}"
             )
+    return plan
 
 
 def _check_dtypes(plan: Plan) -> None:
@@ -220,8 +235,13 @@ def _check_whole_sequences(plan: Plan) -> None:
                 f"{path or type(planned.module).__name__} needs whole sequences, sharded here over {axes}: "
                 "choose rules that do not shard activation_length over them, such as 'ep-as-dp'"
             )
-    if (warning := undeclared_modules(plan)) is not None:
-        warnings.warn(warning, stacklevel=4)
+
+
+def plan_warnings(plan: Plan, rules: LogicalRules) -> list[str]:
+    """Return warnings of logical names without rules and of modules that may mix the tokens of sharded sequences."""
+    shardings = {name: parameter.parameter for name, parameter in plan.parameters.items()}
+    mixing = undeclared_modules(plan)
+    return [*names_without_rules(shardings, rules), *([] if mixing is None else [mixing])]
 
 
 def undeclared_modules(plan: Plan) -> str | None:

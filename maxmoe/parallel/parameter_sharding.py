@@ -1,6 +1,7 @@
 """Shardings of the parameters of a module, from their logical names and the rules."""
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from maxmoe.replaced_parameters import on_a_copy
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.partition_spec import PartitionSpec
-from maxmoe.sharding.resolve import DroppedAxis, logical_to_mesh_axes, resolve
+from maxmoe.sharding.resolve import DroppedAxis, logical_to_mesh_axes, mesh_axes, resolve, unknown_names
 from maxmoe.sharding.rules import LogicalRules
 from maxmoe.sharding.unused import check_used
 
@@ -160,13 +161,22 @@ def parameter_shardings(
         ValueError: as `logical_names`; unless allow_unused, as `check_used`; if strict, as `logical_to_mesh_axes` and
             `resolve`, with the parameter's name.
     """
-    return shardings_by_name(module, mesh, rules, strict=strict, allow_unused=allow_unused)
+    shardings = shardings_by_name(module, mesh, rules, strict=strict, allow_unused=allow_unused)
+    for warning in names_without_rules(shardings, rules):
+        warnings.warn(warning, stacklevel=4)  # after two decorators
+    return shardings
+
+
+def names_without_rules(shardings: Mapping[str, ParameterSharding], rules: LogicalRules) -> list[str]:
+    """Return a warning for each logical name of a parameter that has no rule."""
+    every = (message for sharding in shardings.values() for message in unknown_names(sharding.names or (), rules))
+    return [f"{message}; its dim is not sharded" for message in dict.fromkeys(every)]
 
 
 def shardings_by_name(
     module: nn.Module, mesh: Mesh, rules: LogicalRules, *, strict: bool, allow_unused: bool
 ) -> dict[str, ParameterSharding]:
-    """Compute `parameter_shardings` of a module whose quantized stacks are split."""
+    """Compute `parameter_shardings` of a module whose quantized stacks are split, without its warnings."""
     if not allow_unused:
         check_used(mesh, rules, declared_names(module))
     return dict(_shardings(module, mesh, rules, strict))
@@ -182,7 +192,8 @@ def _shardings(
         if names is None and strict:
             raise ValueError(f"{name} of shape {shape} has no logical names")
         try:
-            requested = logical_to_mesh_axes(names or (None,) * len(shape), rules, strict=strict)
+            dims = names or (None,) * len(shape)
+            requested = logical_to_mesh_axes(dims, rules, strict=True) if strict else mesh_axes(dims, rules)
             spec, dropped = resolve(requested, mesh.sizes, shape, strict=strict)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None

@@ -1,5 +1,6 @@
 """Conversion of the parameters of a module to DTensors."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -9,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from maxmoe._torch import as_parameter
 from maxmoe.early_optimizers import mark_replaced
 from maxmoe.named_collectives import broadcast
-from maxmoe.parallel.parameter_sharding import ParameterSharding, shardings_by_name
+from maxmoe.parallel.parameter_sharding import ParameterSharding, names_without_rules, shardings_by_name
 from maxmoe.quantization import with_split_stacks
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
@@ -46,6 +47,8 @@ def shard_parameters(
     """
     check_no_frozen_experts(module)
     parameters = shardings_by_name(module, mesh, rules, strict=strict, allow_unused=allow_unused)
+    for warning in names_without_rules(parameters, rules):
+        warnings.warn(warning, stacklevel=3)  # after a decorator
     distribute_parameters(module, {name: parameter.sharding for name, parameter in parameters.items()})
     return parameters
 

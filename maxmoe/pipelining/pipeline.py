@@ -1,5 +1,6 @@
 """`pipeline`: run a model in stages, each on a part of the mesh."""
 
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.fsdp import fully_shard_stage
 from maxmoe.parallel.interruptions import Recovery
 from maxmoe.parallel.one_thread import ONE_THREAD
-from maxmoe.parallel.parallelize import apply_plan, check_plan, check_settings
+from maxmoe.parallel.parallelize import apply_plan, check_settings, checked_plan, plan_warnings
 from maxmoe.parallel.planner import make_plan
 from maxmoe.pipelining.boundary import Boundary
 from maxmoe.pipelining.micro_batches import facts_of, split
@@ -130,8 +131,9 @@ def pipeline(
     check_recompute(model, recompute)
     within = mesh.within_stage()
     # The plan of the whole model, so that an error in any stage is raised on every rank.
-    plan = make_plan(model, within, rules, strict=strict, allow_unused=allow_unused, dispatch=dispatch)
-    check_plan(plan, num_chunks)
+    plan = checked_plan(model, within, rules, dispatch, num_chunks, strict=strict, allow_unused=allow_unused)
+    for warning in plan_warnings(plan, rules):
+        warnings.warn(warning, stacklevel=4)  # after two decorators
     set_recompute(model, recompute)
     # A single stage has no neighbor.
     boundary = Boundary(model, plan) if len(parts) > 1 else None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.parallelize import checked_plan
 from maxmoe.parallel.plan import Plan
 from maxmoe.pipelining.schedules import check_schedule, schedule_kind
 from maxmoe.pipelining.stage_modules import StagePart, pipeline_parts, stage_module, stage_parts, work_per_token
@@ -19,7 +20,6 @@ from maxmoe.pipelining.timeline import (
     with_whole_backwards,
 )
 from maxmoe.planning.imbalance import with_imbalance
-from maxmoe.planning.whole_plan import plan_without_warnings
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
 
@@ -145,7 +145,9 @@ def plan_model(
     is_cut = options is not None and mesh.size(STAGE_AXIS) > 1
     within = mesh.within_stage() if is_cut else mesh
     plan = with_imbalance(
-        plan_without_warnings(module, within, rules, dispatch, num_chunks, allow_unused), imbalance, has_stages=is_cut
+        checked_plan(module, within, rules, dispatch, num_chunks, allow_unused=allow_unused),
+        imbalance,
+        has_stages=is_cut,
     )
     if options is None or not is_cut:
         return plan, None
@@ -178,7 +180,7 @@ def plan_pipeline(
             index=index,
             rank=kind.rank_of(index, num_ranks),
             parts=_names(module, part),
-            plan=plan_without_warnings(modules[index], mesh.within_stage(), rules, dispatch, num_chunks, True),
+            plan=checked_plan(modules[index], mesh.within_stage(), rules, dispatch, num_chunks, allow_unused=True),
             work=work[index] / mean,
         )
         for index, part in enumerate(parts)

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from maxmoe.field_checks import nearest
@@ -58,11 +58,20 @@ def logical_to_mesh_axes(names: Sequence[str | None], rules: LogicalRules, *, st
 
     Source: `flax.linen.logical_to_mesh_axes`.
     """
+    spec = mesh_axes(names, rules)
+    for message in unknown_names(names, rules):
+        if strict:
+            raise ValueError(message)
+        warnings.warn(f"{message}; its dim is not sharded", stacklevel=2)
+    return spec
+
+
+def mesh_axes(names: Sequence[str | None], rules: LogicalRules) -> PartitionSpec:
+    """Compute `logical_to_mesh_axes` without a warning."""
     dims: dict[str, int] = {}
     for dim, name in enumerate(names):
         if name is not None and dims.setdefault(name, dim) != dim:
             raise ValueError(f"logical name {name!r} is that of dim {dims[name]} and of dim {dim}: {tuple(names)}")
-    _report_unknown(names, rules, strict)
     spec: dict[str | None, tuple[str, ...]] = {}
     taken: set[str] = set()
     for logical, axes in rules:
@@ -72,15 +81,13 @@ def logical_to_mesh_axes(names: Sequence[str | None], rules: LogicalRules, *, st
     return PartitionSpec(*(spec.get(name) for name in names))
 
 
-def _report_unknown(names: Sequence[str | None], rules: LogicalRules, strict: bool) -> None:
+def unknown_names(names: Sequence[str | None], rules: LogicalRules) -> Iterator[str]:
+    """Yield a message for each logical name without a rule, with the most similar names of rules."""
     known = dict.fromkeys(name for name, _ in rules)
     for name in names:
-        if name is None or name in known:
-            continue
-        message = f"no rule for the logical name {name!r} of {tuple(names)}{nearest(name, known)}"
-        if strict:
-            raise ValueError(message)
-        warnings.warn(f"{message}; its dim is not sharded", stacklevel=3)
+        if name is not None and name not in known:
+            message = f"no rule for the logical name {name!r} of {tuple(names)}{nearest(name, known)}"
+            yield message
 
 
 def resolve(

@@ -106,7 +106,7 @@ def test_strategies(layout: MeshRules, dispatch: Dispatch) -> None:
 
     def check() -> None:
         for config in configs:
-            with moving_experts(dispatch == "least_loaded" and layout is EXPERT):
+            with moving_experts(dispatch == "least_loaded" and layout == EXPERT):
                 check_step(config, layout, dispatch, both, num_chunks=2)
 
     run_ranks(check, layout.world_size)

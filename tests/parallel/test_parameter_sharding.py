@@ -84,8 +84,9 @@ def test_strict_wants_names_and_rules_for_them() -> None:
     model = Outer(**{"scale": (), "first.bias": ("mlb",)})
     message = "first.bias: no rule for the logical name 'mlb' of ('mlb',); the nearest are 'mlp'"
     assert error_of(parameter_shardings, model, MESH, RULES, strict=True) == message
-    with pytest.warns(UserWarning, match="no rule for the logical name 'mlb'"):
+    with pytest.warns(UserWarning, match="^no rule for the logical name 'mlb' of .* is not sharded$") as warnings:
         assert parameter_shardings(model, MESH, RULES)["first.bias"].sharding.spec == P(None)
+    assert [warning.filename for warning in warnings] == [__file__]
 
 
 def test_a_name_that_is_there_twice_is_refused_in_any_case() -> None:

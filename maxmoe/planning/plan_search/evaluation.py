@@ -10,6 +10,7 @@ from torch import Tensor
 
 from maxmoe.declaration import declaration_of
 from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.parallelize import checked_plan
 from maxmoe.parallel.plan import Plan
 from maxmoe.planning.communication import activation_communication, dispatch_communication
 from maxmoe.planning.many_meshes import MeshesDiffer, as_tensor, in_meshes
@@ -32,7 +33,6 @@ from maxmoe.planning.plan_search.step_memory import memory_of, pipelined_memory
 from maxmoe.planning.saved_tensors import local_tokens
 from maxmoe.planning.time_model.collective_time import Topology
 from maxmoe.planning.time_model.device import Device
-from maxmoe.planning.whole_plan import plan_without_warnings
 from maxmoe.sharding.mesh import STAGE_AXIS
 from maxmoe.sharding.planned_collective import PlannedCollective
 from maxmoe.sharding.rules import LogicalRules
@@ -77,7 +77,7 @@ class Evaluation:
         within = meshes.mesh.within_stage() if meshes.has_stages else meshes.mesh
         is_cut = meshes.has_stages and not meshes.may_be_one
         modules = (self.parts.first, self.parts.last) if is_cut else (self.parts.whole,)
-        plans = [plan_without_warnings(module, within, rules, dispatch, 1, True) for module in modules]
+        plans = [checked_plan(module, within, rules, dispatch, 1, allow_unused=True) for module in modules]
         return PlannedMeshes(self, meshes, tuple(plans))
 
 

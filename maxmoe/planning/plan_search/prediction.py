@@ -8,6 +8,7 @@ from torch import nn
 from maxmoe.adapters import with_stacked_factors
 from maxmoe.nn import recompute_of, set_recompute
 from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.parallelize import checked_plan
 from maxmoe.pipelining.schedules import check_schedule
 from maxmoe.planning.memory import PARAMETER_DTYPES, parameter_dtype
 from maxmoe.planning.plan_search.candidates import Candidates
@@ -17,7 +18,6 @@ from maxmoe.planning.plan_search.part_cost import Step
 from maxmoe.planning.plan_search.predicted_plan import PredictedPlan
 from maxmoe.planning.state_dtypes import StateDtypes
 from maxmoe.planning.time_model.device import Device
-from maxmoe.planning.whole_plan import plan_without_warnings
 from maxmoe.quantization import with_split_stacks
 from maxmoe.replaced_parameters import on_a_copy
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
@@ -64,7 +64,7 @@ def predict(
             pipeline stages of a module that does not declare `pipeline_parts` and a `residual_stream`.
     """
     loaded, table = Device.load(device), LogicalRules.load(rules)
-    one = plan_without_warnings(module, Mesh.planned({}), LogicalRules(), "auto", 1, True)
+    one = checked_plan(module, Mesh.planned({}), LogicalRules(), "auto", 1, allow_unused=True)
     step = Step(batch_size, sequence_length, 1, parameter_dtype(one), state_dtypes)
     sizes = {axis: size for axis, size in mesh.sizes.items() if size > 1}
     meshes = Candidates({axis: torch.tensor([size]) for axis, size in sizes.items()}, torch.tensor([num_micro_batches]))
