@@ -32,8 +32,9 @@ from support.dispatched_layer import (
 )
 from support.measured_step import kept_tensors, num_bytes
 from support.moved_experts import make_moves_free
+from support.named import named
 from support.parallel_decoder import MeshRules
-from support.run_ranks import fake_rank, named, run_ranks
+from support.run_ranks import fake_rank, run_ranks
 
 EP = LogicalRules.load("ep-as-dp")
 HOT = ("a quarter to one expert", "three quarters to one expert")

@@ -13,8 +13,9 @@ from maxmoe.sharding import LogicalRules, Mesh
 from maxmoe.token_group import TokenReductions
 from support.dispatched_layer import NUM_EXPERTS, SIZES, check_part, make_batch, take_step
 from support.documented_routers import ROUTERS
+from support.named import named
 from support.parallel_decoder import MeshRules
-from support.run_ranks import named, run_ranks
+from support.run_ranks import run_ranks
 
 LAYOUTS = [
     MeshRules("ep-as-dp", {"expert": 4}),

@@ -23,9 +23,10 @@ from maxmoe.parallel import clip_grad_norm_, parallelize, token_group, token_sha
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.sharding import Mesh
 from support.dispatched_layer import make_batch, make_layer, take_step
+from support.named import named
 from support.parallel_decoder import MeshRules
 from support.parts import assert_same
-from support.run_ranks import named, run_ranks
+from support.run_ranks import run_ranks
 
 CONFIG = MoEConfig(hidden_size=8, intermediate_size=4, num_experts=8, top_k=2, score_correction_bias=True)
 BATCH = make_batch(CONFIG, "of the router", (4, 4))

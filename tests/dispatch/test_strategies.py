@@ -23,8 +23,9 @@ from support.dispatched_layer import (
     make_layer,
     take_step,
 )
+from support.named import named
 from support.parallel_decoder import MeshRules
-from support.run_ranks import named, run_ranks
+from support.run_ranks import run_ranks
 
 STRATEGIES = tuple(dispatch_plan.STRATEGIES)
 # With the number of ranks that share the experts.

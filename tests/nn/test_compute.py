@@ -10,6 +10,7 @@ from maxmoe import MoE
 from support.moe_layers import (
     COMPUTE,
     DEEPSEEK,
+    FAMILIES,
     GPT_OSS,
     LLAMA4,
     Options,
@@ -22,6 +23,7 @@ from support.moe_layers import (
 )
 from support.operator_calls import Result, assert_near, assert_same, strided, tolerance
 from support.operator_checks import compile_whole
+from support.pairwise import pairwise
 
 LOSSES: Options = {"load_balance_loss_weight": 0.3, "router_z_loss_weight": 0.2}
 ONE_EACH: Options = {"hidden_size": 3, "num_experts": 2, "top_k": 1, "normalization": "none"}
@@ -200,12 +202,12 @@ def test_refuses_and_names_both(compute: Options, x: Tensor, message: str) -> No
 # 16 bits
 
 
-@each_family
-@each_compute
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast(path: str, dtype: torch.dtype, compute: Options, options: Options) -> None:
+@pytest.mark.parametrize(
+    ("family", "name", "dtype"), pairwise([[*FAMILIES], [*COMPUTE], [torch.bfloat16, torch.float16]]), ids=str
+)
+def test_autocast(path: str, dtype: torch.dtype, name: str, family: str) -> None:
     """Results are of the autocast dtype and close, whether x is or not; routing, losses and gradients stay float32."""
-    layer = make(torch.float32, **options, **compute)
+    layer = make(torch.float32, **FAMILIES[family], **COMPUTE[name])
     for x in (tokens(layer, 2, 9), tokens(layer, 2, 9).to(dtype)):
         expected = outcome(layer, x.float())
         with torch.autocast("cpu", dtype=dtype):

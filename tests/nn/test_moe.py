@@ -1,7 +1,6 @@
 """MoE: the layer against the specification, in every combination of its options."""
 
-from collections.abc import Iterator
-from itertools import combinations, product
+from itertools import product
 from typing import get_args
 
 import pytest
@@ -13,6 +12,7 @@ from maxmoe.config import Normalization, ScoreFunction
 from support import published_blocks
 from support.moe_layers import (
     COMPUTE,
+    FAMILIES,
     SIZES,
     Options,
     assert_meets_specification,
@@ -22,7 +22,8 @@ from support.moe_layers import (
     tokens,
 )
 from support.operator_calls import tolerance
-from support.shapes import each_dtype
+from support.pairwise import pairwise
+from support.shapes import DTYPES
 
 
 def assert_gradcheck(layer: MoE, x: Tensor) -> None:
@@ -68,37 +69,22 @@ OPTIONS: list[list[Options]] = [
 ]
 
 
-def pairwise(options: list[list[Options]]) -> Iterator[Options]:
-    """Few combinations in which any choice of an option meets any choice of any other."""
-    numbered = [[(number, choice) for choice in range(len(choices))] for number, choices in enumerate(options)]
-    missing = {pair for one, other in combinations(numbered, 2) for pair in product(one, other)}
-    while missing:
-        chosen = dict(min(missing))
-        for number, choices in enumerate(numbered):
-            if number not in chosen:
-                new = [sum(tuple(sorted((c, o))) in missing for o in chosen.items()) for c in choices]
-                chosen[number] = new.index(max(new))
-        missing -= set(combinations(sorted(chosen.items()), 2))
-        yield {key: value for n, choice in chosen.items() for key, value in options[n][choice].items()}
+def name_of(choices: tuple[Options, ...]) -> str:
+    return "-".join(str(value).replace(" ", "") for choice in choices for value in choice.values())
 
 
-def name_of(options: Options) -> str:
-    return "-".join(str(value).replace(" ", "") for value in options.values())
-
-
-@pytest.mark.parametrize("options", list(pairwise(OPTIONS)), ids=name_of)
-def test_every_pair_of_options(path: str, options: Options) -> None:
+@pytest.mark.parametrize("choices", pairwise(OPTIONS), ids=name_of)
+def test_every_pair_of_options(path: str, choices: tuple[Options, ...]) -> None:
+    options = {name: value for choice in choices for name, value in choice.items()}
     shape = options["shape"]
     layer = make(**{key: value for key, value in options.items() if key != "shape"})
     assert_meets_specification(layer, tokens(layer, *shape), 1e-11)
 
 
-@each_family
-@each_compute
-@each_dtype
-def test_every_dtype(path: str, dtype: torch.dtype, compute: Options, options: Options) -> None:
+@pytest.mark.parametrize(("dtype", "compute", "family"), pairwise([DTYPES, [*COMPUTE], [*FAMILIES]]), ids=str)
+def test_every_dtype(path: str, dtype: torch.dtype, compute: str, family: str) -> None:
     sizes = {"hidden_size": 17, "intermediate_size": 11}
-    layer = make(dtype, **options, **compute, **sizes)
+    layer = make(dtype, **FAMILIES[family], **COMPUTE[compute], **sizes)
     x = tokens(layer, 2, 13)
     output = layer(x)
     assert output.hidden_states.dtype == dtype
@@ -121,10 +107,11 @@ SITUATIONS: dict[str, tuple[tuple[int, ...], Options]] = {
 }
 
 
-@pytest.mark.parametrize(("shape", "options"), SITUATIONS.values(), ids=SITUATIONS)
-@pytest.mark.parametrize("weights_to", ["output", "input"])
-@each_compute
-def test_situations(path: str, compute: Options, weights_to: str, shape: tuple[int, ...], options: Options) -> None:
+@pytest.mark.parametrize(
+    ("situation", "name", "weights_to"), pairwise([[*SITUATIONS], [*COMPUTE], ["output", "input"]])
+)
+def test_situations(path: str, name: str, weights_to: str, situation: str) -> None:
+    (shape, options), compute = SITUATIONS[situation], COMPUTE[name]
     features = {"expert_bias": True, "load_balance_loss_weight": 0.3, "router_z_loss_weight": 0.2}
     if "capacity_factor" in compute:  # more than num_experts is refused
         limit = float(options.get("num_experts", SIZES["num_experts"]))

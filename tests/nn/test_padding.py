@@ -23,6 +23,7 @@ from support.moe_layers import (
     tokens,
 )
 from support.operator_calls import assert_same
+from support.pairwise import pairwise
 
 LOSSES: Options = {"load_balance_loss_weight": 0.3, "router_z_loss_weight": 0.2}
 MASKS = {
@@ -33,7 +34,7 @@ MASKS = {
     "all": torch.ones(3, 6).bool(),
 }
 each_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-each_scope = pytest.mark.parametrize("scope", ["sequence", "batch"])
+SCOPES = ["sequence", "batch"]
 
 
 def padded(layer: MoE, mask: Tensor) -> Tensor:
@@ -43,13 +44,10 @@ def padded(layer: MoE, mask: Tensor) -> Tensor:
     return torch.where(mask.unsqueeze(-1), x, bad.repeat(9)[: x.shape[-1]].to(x.dtype))
 
 
-@each_mask
-@each_compute
-@each_scope
-@each_family
-def test_meets_the_specification(options: Options, scope: str, compute: Options, mask: Tensor) -> None:
-    layer = make(**{**options, **LOSSES, **compute}, load_balance_scope=scope)
-    assert_meets_specification(layer, padded(layer, mask), token_mask=mask)
+@pytest.mark.parametrize(("family", "scope", "compute", "mask"), pairwise([[*FAMILIES], SCOPES, [*COMPUTE], [*MASKS]]))
+def test_meets_the_specification(family: str, scope: str, compute: str, mask: str) -> None:
+    layer = make(**{**FAMILIES[family], **LOSSES, **COMPUTE[compute]}, load_balance_scope=scope)
+    assert_meets_specification(layer, padded(layer, MASKS[mask]), token_mask=MASKS[mask])
 
 
 @each_mask

@@ -171,19 +171,18 @@ def test_stacks_of_different_formats_and_dense_ones() -> None:
     assert_same_bits(dense.replace(down=down, up=torch.randn(len(ROWS), 96, 50, dtype=torch.float64)), DTYPES)
 
 
-@pytest.mark.parametrize("sizes", [(0, 5), (5, 0), (0, 0)], ids=str)
 @each_variant
 @each_orientation
-def test_no_rows_or_no_columns(path: str, variant: Variant, is_transposed: bool, sizes: tuple[int, int]) -> None:
-    stack = random_stack(variant, (3, *sizes), is_transposed=is_transposed)
-    assert_same_bits(gmm_call(stack, (1, 0, 15)), DTYPES)
-    assert_same_bits(gmm_call(stack[:0], ()), DTYPES)
-    shape = (3, *stack.codes.shape[1:2], stack.columns)
-    out = torch.ops.maxmoe.dequantize(
-        stack.codes, stack.scales, stack.zeros, stack.format, stack.columns, torch.float32
-    )
-    assert out.shape == shape
-    if is_transposed and sizes[1] == 0:
+def test_no_rows_or_no_columns(path: str, variant: Variant, is_transposed: bool) -> None:
+    for sizes in ((0, 5), (5, 0), (0, 0)):
+        stack = random_stack(variant, (3, *sizes), is_transposed=is_transposed)
+        assert_same_bits(gmm_call(stack, (1, 0, 15)), DTYPES)
+        assert_same_bits(gmm_call(stack[:0], ()), DTYPES)
+        out = torch.ops.maxmoe.dequantize(
+            stack.codes, stack.scales, stack.zeros, stack.format, stack.columns, torch.float32
+        )
+        assert out.shape == (3, *stack.codes.shape[1:2], stack.columns)
+    if is_transposed:
         assert_same_bits(ffn_call(variant, (5, 0), (2, 4)), DTYPES)
 
 

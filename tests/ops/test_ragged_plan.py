@@ -1,5 +1,6 @@
 """ragged_plan: which slot each row holds, which row each slot went to."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from maxmoe import ops, reference
+from support.named import named
 from support.operator_calls import refusal, short
 from support.operator_checks import compile_whole
 from support.shapes import MANY_ROWS, SKEWED, UNROUTED, Shape, each_shape
@@ -21,22 +23,21 @@ def assert_same_plan(got: Any, expected: Any) -> None:
 
 
 @each_shape
-@pytest.mark.parametrize("max_rows", [None, 0, 1, 7, 10**6])
-@pytest.mark.parametrize("share", [(0, None), (1, None), (0, 1), (1, 2)], ids=str)
-def test_equals_reference(path: str, shape: Shape, share: tuple[int, int | None], max_rows: int | None) -> None:
-    first_expert = min(share[0], shape.num_experts)
-    num_local_experts = share[1] and min(share[1], shape.num_experts - first_expert)
-    arguments: dict[str, Any] = {
-        "first_expert": first_expert,
-        "num_local_experts": num_local_experts,
-        "max_rows": max_rows,
-    }
-    got = ops.ragged_plan(shape.experts(), shape.num_experts, **arguments)
-    expected = reference.ragged_plan(shape.experts(), shape.num_experts, **arguments)
-    if path == "aten" and max_rows is not None:  # the bound is the number of rows
-        of_nobody = min(max_rows, shape.experts().numel()) - len(expected.slots)
-        expected = expected._replace(slots=torch.nn.functional.pad(expected.slots, (0, of_nobody), value=-1))
-    assert_same_plan(got, expected)
+def test_equals_reference(path: str, shape: Shape) -> None:
+    for first, count, max_rows in product((0, 1), (None, 1, 2), (None, 0, 1, 7, 10**6)):
+        first_expert = min(first, shape.num_experts)
+        arguments: dict[str, Any] = {
+            "first_expert": first_expert,
+            "num_local_experts": count and min(count, shape.num_experts - first_expert),
+            "max_rows": max_rows,
+        }
+        got = ops.ragged_plan(shape.experts(), shape.num_experts, **arguments)
+        expected = reference.ragged_plan(shape.experts(), shape.num_experts, **arguments)
+        if path == "aten" and max_rows is not None:  # the bound is the number of rows
+            of_nobody = min(max_rows, shape.experts().numel()) - len(expected.slots)
+            expected = expected._replace(slots=torch.nn.functional.pad(expected.slots, (0, of_nobody), value=-1))
+        with named(arguments):
+            assert_same_plan(got, expected)
 
 
 def test_the_number_of_rows_that_the_caller_knows(path: str) -> None:

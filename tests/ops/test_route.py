@@ -1,5 +1,6 @@
 """route: the experts of the largest score + correction_bias, and weights made of their scores."""
 
+from itertools import product
 from typing import Any, get_args
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from maxmoe import ops, reference
 from maxmoe.config import GroupScore, Normalization, ScoreFunction
+from support.named import named
 from support.operator_calls import Call, assert_same, expected_result, refusal, result, short, tolerance
 from support.operator_checks import (
     OperatorTests,
@@ -37,36 +39,27 @@ class TestRoute(OperatorTests):
 
 @each_score_function
 @each_normalization
-@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("groups", [(1, 1), (4, 2), (4, 4), (12, 5)], ids=str)
-@pytest.mark.parametrize("group_score", get_args(GroupScore))
-def test_every_combination(
-    path: str,
-    group_score: GroupScore,
-    groups: tuple[int, int],
-    with_bias: bool,
-    normalization: Normalization,
-    score_function: ScoreFunction,
-) -> None:
-    call = route_call(
-        16,
-        12,
-        4,
-        score_function=score_function,
-        correction_bias=torch.randn(12, dtype=torch.float64) if with_bias else None,
-        num_groups=groups[0],
-        top_k_groups=groups[1],
-        group_score=group_score,
-        normalization=normalization,
-        scale=2.5,
-    )
-    expected = result(call, reference)
-    got = result(call)
-    assert got.gradients.get("correction_bias") is None
-    # Scores of "identity" may sum to almost nothing, which makes the weights and their error large.
-    assert_same(got, expected, tolerance(torch.float64, 1))
-    single = call.cast(torch.float32)
-    assert_same(result(single), expected_result(single), 20 * tolerance(torch.float32, 1))
+def test_every_combination(path: str, normalization: Normalization, score_function: ScoreFunction) -> None:
+    groups = [(1, 1), (4, 2), (4, 4), (12, 5)]
+    for group_score, (num_groups, top_k_groups), with_bias in product(get_args(GroupScore), groups, (False, True)):
+        call = route_call(
+            16,
+            12,
+            4,
+            score_function=score_function,
+            correction_bias=torch.randn(12, dtype=torch.float64) if with_bias else None,
+            num_groups=num_groups,
+            top_k_groups=top_k_groups,
+            group_score=group_score,
+            normalization=normalization,
+            scale=2.5,
+        )
+        got, single = result(call), call.cast(torch.float32)
+        assert got.gradients.get("correction_bias") is None
+        with named(group_score, num_groups, top_k_groups, f"bias {with_bias}"):
+            # Scores of "identity" may sum to almost nothing, which makes the weights and their error large.
+            assert_same(got, result(call, reference), tolerance(torch.float64, 1))
+            assert_same(result(single), expected_result(single), 20 * tolerance(torch.float32, 1))
 
 
 @each_dtype
@@ -84,17 +77,14 @@ def test_is_in_float32_or_wider(path: str, dtype: torch.dtype) -> None:
 
 
 @each_score_function
-@pytest.mark.parametrize("num_experts", [1, 2, 7, 8, 13, 64, 129, 256])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_equal_logits_take_the_lowest_index(
-    path: str, dtype: torch.dtype, num_experts: int, score_function: ScoreFunction
-) -> None:
+def test_equal_logits_take_the_lowest_index(path: str, score_function: ScoreFunction) -> None:
     """In every lane of a vector and in its remainder the same score comes of the same logit."""
-    top_k = min(5, num_experts)
-    for value in (0.0, 0.7, -3.1):
-        logits = torch.full((3, num_experts), value, dtype=dtype)
-        _, experts, _ = ops.route(logits, top_k, score_function=score_function, normalization="none")
-        assert experts.tolist() == [list(range(top_k))] * 3
+    for dtype, num_experts in product((torch.float64, torch.float32), (1, 2, 7, 8, 13, 64, 129, 256)):
+        top_k = min(5, num_experts)
+        for value in (0.0, 0.7, -3.1):
+            logits = torch.full((3, num_experts), value, dtype=dtype)
+            _, experts, _ = ops.route(logits, top_k, score_function=score_function, normalization="none")
+            assert experts.tolist() == [list(range(top_k))] * 3, (dtype, num_experts, value)
 
 
 def test_ties_among_few_values(path: str) -> None:

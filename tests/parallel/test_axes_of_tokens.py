@@ -8,7 +8,8 @@ from fuzz.fuzz_overrides import DECODERS, LAYERS, Table, check_decoder, check_la
 from maxmoe.parallel.planner import make_plan
 from maxmoe.planning import explain
 from maxmoe.sharding import LogicalRules, Mesh
-from support.run_ranks import named, run_ranks
+from support.named import named
+from support.run_ranks import run_ranks
 
 TABLES: list[tuple[str, dict[str, int], dict[str, list[str]]]] = [
     ("default", {"tensor": 2}, {"activation_batch": ["data", "fsdp", "tensor"]}),

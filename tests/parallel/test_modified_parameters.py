@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel import parallelize, token_sharding
 from maxmoe.sharding import Mesh
+from support.named import named
 from support.parallel_decoder import MeshRules, batch, decoder, loss
 from support.parts import assert_same
-from support.run_ranks import named, run_ranks
+from support.run_ranks import run_ranks
 
 MESHES = [
     MeshRules("pure-fsdp", {"fsdp": 2}),

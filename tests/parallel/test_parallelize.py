@@ -14,6 +14,7 @@ from maxmoe.models.decoder import DecoderOutput
 from maxmoe.parallel import ParameterSharding, parallelize, parameter_shardings
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.sharding import LogicalRules, Mesh, PartitionSpec
+from support.named import named
 from support.parallel_decoder import (
     CONFIG,
     MOE,
@@ -28,7 +29,7 @@ from support.parallel_decoder import (
     token_spec,
 )
 from support.parts import assert_same, part_by_definition
-from support.run_ranks import fake_rank, named, run_ranks
+from support.run_ranks import fake_rank, run_ranks
 
 
 def check_parts(

@@ -18,7 +18,8 @@ from maxmoe.sharding import Mesh
 from support.counted_collectives import CountedCollectives
 from support.dispatched_layer import make_layer
 from support.moved_experts import make_moves_free
-from support.run_ranks import named, run_cases, run_ranks
+from support.named import named
+from support.run_ranks import run_cases, run_ranks
 
 SIZES: dict[str, Any] = {"hidden_size": 4, "intermediate_size": 3, "num_experts": 6, "top_k": 2}
 CONFIGS = {

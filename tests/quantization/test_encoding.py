@@ -77,17 +77,16 @@ def test_scales_of_mxfp4(largest: float, byte: int) -> None:
 
 @each_format
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("scale", [0.0, 1e-45, 1e-39, 1e-8, 1.0, 6e4, 3e38])
-def test_no_magnitude_gives_an_infinite_weight(format: str, dtype: torch.dtype, scale: float) -> None:
-    weights = (torch.randn(1, 64, 3, generator=torch.Generator().manual_seed(0)).clamp(-1, 1) * scale).to(dtype)
-    weights = weights.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
-    stack = quantize(weights, format)
-    got = stack.dequantize(torch.float32)
-    assert got.isfinite().all()
-    if scale == 0:
-        assert not got.any()
-    if scale in (1.0, 3e38) and dtype != torch.float16:
-        torch.testing.assert_close(got, weights.float(), rtol=0.3, atol=0.15 * scale)
+def test_no_magnitude_gives_an_infinite_weight(format: str, dtype: torch.dtype) -> None:
+    for scale in (0.0, 1e-45, 1e-39, 1e-8, 1.0, 6e4, 3e38):
+        weights = (torch.randn(1, 64, 3, generator=torch.Generator().manual_seed(0)).clamp(-1, 1) * scale).to(dtype)
+        weights = weights.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
+        got = quantize(weights, format).dequantize(torch.float32)
+        assert got.isfinite().all(), scale
+        if scale == 0:
+            assert not got.any()
+        if scale in (1.0, 3e38) and dtype != torch.float16:
+            torch.testing.assert_close(got, weights.float(), rtol=0.3, atol=0.15 * scale)
 
 
 @each_format

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -19,6 +18,7 @@ from maxmoe.sharding import LogicalRules
 from maxmoe.sharding.rules import PRESETS
 from maxmoe.testing.rank_processes import RankProcesses
 from support.call_in_fork import call_in_fork
+from support.named import named
 
 AT_ONCE = 6  # with four ranks each
 LONGER = 60.0  # seconds after the deadline of the ranks, when their stacks should have come
@@ -83,15 +83,6 @@ def prepare(debug: bool) -> None:
     torch.default_generator.manual_seed(0)
     dist.set_debug_level(dist.DebugLevel.DETAIL if debug else dist.DebugLevel.OFF)
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-
-
-@contextmanager
-def named(*names: object) -> Iterator[None]:
-    """Add the name of the case to its error, where several cases run on the same ranks."""
-    try:
-        yield
-    except (Exception, pytest.fail.Exception) as error:
-        raise AssertionError(f"{', '.join(map(str, names))}: {error}") from error
 
 
 @contextmanager
