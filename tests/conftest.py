@@ -19,10 +19,12 @@ pytest.register_assert_rewrite("support")
 
 @pytest.hookimpl(trylast=True)  # after the terminal reporter has been made
 def pytest_configure(config: pytest.Config) -> None:
+    from support.not_run import NotRun
     from support.time_left import TimeLeft
 
     if config.pluginmanager.has_plugin("terminalreporter") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(TimeLeft(config))
+        config.pluginmanager.register(NotRun(), "not run")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Take the file that takes longest first, since nothing else could run beside its end, and sample costly cases."""
+    from support.not_run import LEFT_OUT
     from support.sampling import left_out
 
     items.sort(key=lambda item: item.path.name != "test_cpp.py")
@@ -40,6 +43,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     others = left_out(items)
     config.hook.pytest_deselected(items=others)
+    if hasattr(config, "workeroutput"):  # of pytest-xdist
+        config.workeroutput[LEFT_OUT] = len(others)
+    elif plugin := config.pluginmanager.get_plugin("not run"):
+        plugin.num_left_out = len(others)
     items[:] = [item for item in items if item not in others]
 
 

@@ -89,10 +89,8 @@ def test_no_magnitude_gives_an_infinite_weight(format: str, dtype: torch.dtype) 
             torch.testing.assert_close(got, weights.float(), rtol=0.3, atol=0.15 * scale)
 
 
-@each_format
+@pytest.mark.parametrize("format", [format for format in FORMATS if format != "int4"])  # 7.5 scales become 7 or -8
 def test_quantizing_twice_changes_nothing(format: str) -> None:
-    if format == "int4":
-        pytest.skip("a weight of 7.5 scales becomes one of 7 or -8")
     weights = quantize(torch.randn(2, 140, 133, generator=torch.Generator().manual_seed(0)), format).dequantize()
     assert torch.equal(quantize(weights, format).dequantize(), weights)
 

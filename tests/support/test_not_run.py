@@ -1,0 +1,21 @@
+"""The end of a run says how to run what it left out."""
+
+import pytest
+
+from support.not_run import explained
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        ("could not import 'trl': No module named 'trl'", "trl is missing: pip install -e '.[trainers]'"),
+        ("could not import 'onnxscript': No module named", "onnxscript is missing: pip install onnxscript"),
+        (
+            "could not import 'transformers.integrations.mxfp4'",
+            "transformers is missing: pip install -e '.[transformers]'",
+        ),
+        ("memory is kept on Linux", "memory is kept on Linux"),
+    ],
+)
+def test_a_missing_library_is_explained(reason: str, expected: str) -> None:
+    assert explained(reason) == expected
