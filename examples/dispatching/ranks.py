@@ -46,8 +46,6 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any, adv
         InputError: if a rank was killed.
         RuntimeError: if a rank failed, with its traceback.
     """
-    # The process that forks inherits it. NumPy's OpenBLAS would start threads there.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with ExitStack() as stack:

@@ -1,8 +1,9 @@
 """Starts one process per rank, which talk to each other through gloo, and finds the rank that failed first.
 
-The processes are forked from the forkserver of `multiprocessing`: a separate process that has imported torch, has
-computed nothing and has one thread. They are not forked from the caller, which may have other threads: a lock that
-another thread holds during a fork stays locked in the new process, which waits for it without end.
+The processes are forked from the forkserver of `multiprocessing`: a separate process that has imported torch and has
+computed nothing. It has one thread during a fork: NumPy's OpenBLAS, which has others, ends them before. The caller may
+have other threads and is not forked: a lock that another thread holds during a fork stays locked in the new process,
+which waits for it without end.
 """
 
 import faulthandler
@@ -96,11 +97,12 @@ class RankProcesses:
     def _context(self) -> BaseContext:
         methods = multiprocessing.get_all_start_methods()
         method = self.start_method or ("forkserver" if "forkserver" in methods else "spawn")
+        context = multiprocessing.get_context(method)
         if method == "fork":
             require_one_thread()
         elif method == "forkserver":
-            start_forkserver()
-        return multiprocessing.get_context(method)
+            context.set_forkserver_preload(PRELOADED)
+        return context
 
 
 def require_one_thread() -> None:
@@ -109,23 +111,6 @@ def require_one_thread() -> None:
     count = len([*tasks.iterdir()]) if tasks.exists() else 1
     if count > 1:
         raise RuntimeError(f"a process that forks must have one thread, got {count}")
-
-
-def start_forkserver() -> None:
-    """Start the process from which others are forked, unless it runs."""
-    from multiprocessing import forkserver  # not there on Windows
-
-    forkserver.set_forkserver_preload(PRELOADED)
-    name = "OPENBLAS_NUM_THREADS"  # NumPy's OpenBLAS starts threads when it is loaded
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def _main(

@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 
 from fuzz.loop import Case
-from maxmoe.testing.rank_processes import start_forkserver
+from maxmoe.testing.rank_processes import PRELOADED
 from support import sent_functions
 
 PATIENCE = 60  # seconds for one case, on a busy machine
@@ -47,8 +47,8 @@ class Child:
 
     def __enter__(self) -> "Child":
         self.connection, theirs = multiprocessing.Pipe()
-        start_forkserver()
         context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self.process = context.Process(target=work, args=(theirs, self.sent))
         self.process.start()
         theirs.close()

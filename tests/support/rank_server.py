@@ -17,8 +17,8 @@ seconds.
 A module of tests is imported in the server. It must do nothing there that starts a thread: no backward, whose engine
 has threads for some devices; no import of `torch._inductor.lowering`, which starts a pool of compilers; no store or
 process group of `torch.distributed`; no client of Jupyter; no library that starts threads when it is imported.
-NumPy's OpenBLAS does: the environment of the server forbids it. A server with other threads refuses to fork, and
-names the imported modules.
+NumPy's OpenBLAS does, and ends its threads before a fork; the environment of the server forbids them, so that they
+need not be told from others. A server with other threads refuses to fork, and names the imported modules.
 
 A rank has the environment, working folder, warning filters, stdout and stderr of the test, the attributes that its
 fixture monkeypatch has set, and seed 0. Anything else must be set by the function that the rank runs.

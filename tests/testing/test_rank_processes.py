@@ -13,6 +13,7 @@ def num_threads_of_parent() -> int:
 
 
 def test_the_forkserver_has_one_thread() -> None:
+    """No library that it has imported keeps threads during a fork."""
     assert RankProcesses().run_alone(num_threads_of_parent) == 1
 
 
