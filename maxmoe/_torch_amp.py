@@ -1,0 +1,49 @@
+"""Private names of `torch.amp.GradScaler`, see `maxmoe/_torch.py`: what it unscales, and what it found there."""
+
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class ScalerWithHooks(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` with functions around its only one that reads gradients."""
+
+    def make_scale(self) -> None:
+        """Make the scale, which torch makes when it scales the first loss."""
+        self._lazy_init_scale_growth_tracker(torch.device(self._device))
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        unscaled = SimpleNamespace(param_groups=[{"params": self.unscaled(parameters)}])
+        return self.found(super()._unscale_grads_(unscaled, inv_scale, found_inf, allow_fp16), found_inf)
+
+    def unscaled(self, parameters: Iterable[Tensor]) -> Sequence[Tensor]:
+        """Return the tensors whose gradients are unscaled in place, given the parameters of an optimizer."""
+        raise NotImplementedError
+
+    def found(self, by_device: dict[torch.device, Tensor], zero: Tensor) -> dict[torch.device, Tensor]:
+        """Return 1 by device where an optimizer skips its step, else 0.
+
+        Args:
+            by_device: ``()``, 1 by device of gradients that has infinite ones or NaN, else 0.
+            zero: ``()``, on the device of the scale.
+        """
+        raise NotImplementedError
+
+
+def before_unscaling_dtensors(check: Callable[[Sequence[Tensor]], None]) -> None:
+    """Call a function with the gradients before torch unscales a list with DTensors; it may raise."""
+    from torch.distributed.tensor import DTensor  # slow to import
+
+    operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    unscale = handlers[operator]
+
+    def checked(call: object, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        check(arguments[0])
+        return unscale(call, arguments, options)
+
+    handlers[operator] = checked
