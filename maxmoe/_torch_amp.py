@@ -1,6 +1,6 @@
 """Private names of `torch.amp.GradScaler`, see `maxmoe/_torch.py`: what it unscales, and what it found there."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ class ScalerWithHooks(torch.amp.GradScaler):
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        unscaled = SimpleNamespace(param_groups=[{"params": self.unscaled(parameters)}])
+        unscaled: Any = SimpleNamespace(param_groups=[{"params": self.unscaled(parameters)}])
         return self.found(super()._unscale_grads_(unscaled, inv_scale, found_inf, allow_fp16), found_inf)
 
     def unscaled(self, parameters: Iterable[Tensor]) -> Sequence[Tensor]:
@@ -32,18 +32,3 @@ class ScalerWithHooks(torch.amp.GradScaler):
             zero: ``()``, on the device of the scale.
         """
         raise NotImplementedError
-
-
-def before_unscaling_dtensors(check: Callable[[Sequence[Tensor]], None]) -> None:
-    """Call a function with the gradients before torch unscales a list with DTensors; it may raise."""
-    from torch.distributed.tensor import DTensor  # slow to import
-
-    operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    unscale = handlers[operator]
-
-    def checked(call: object, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        check(arguments[0])
-        return unscale(call, arguments, options)
-
-    handlers[operator] = checked

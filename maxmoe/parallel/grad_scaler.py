@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from maxmoe._torch_amp import ScalerWithHooks, before_unscaling_dtensors
+from maxmoe._torch_amp import ScalerWithHooks
+from maxmoe._torch_dtensor import UNSCALE, handler_of, set_handler
 from maxmoe.named_collectives import all_reduce
 from maxmoe.parallel.clip_grad_norm import is_of_a_stage
 
@@ -18,8 +19,8 @@ class GradScaler(ScalerWithHooks):
     """A `torch.amp.GradScaler` that skips a step on all ranks if a gradient on any of them is infinite or NaN.
 
     Scale and growth tracker are equal on all ranks, for DTensors of any placements on any meshes, plain parameters
-    and `maxmoe.pipeline`. `step`, or `unscale_` before it, is collective over all ranks of torch.distributed: each calls
-    it for equally many optimizers, in the same order, also if their parameters have no gradients.
+    and `maxmoe.pipeline`. `step`, or `unscale_` before it, is collective over all ranks of torch.distributed: each
+    calls it for equally many optimizers, in the same order, also if their parameters have no gradients.
 
     Args:
         device: device type of the losses, "cuda" or "cpu".
@@ -67,24 +68,29 @@ def _with_local_gradient(parameter: Tensor) -> Tensor:
 @functools.cache
 def refuse_wrong_scalers() -> None:
     """Let torch's scaler raise where ranks would skip different steps, once per process."""
-    before_unscaling_dtensors(_check_reduction)
+    unscale = handler_of(UNSCALE)
+
+    def checked(call: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if not _is_reduced(arguments[0]):
+            raise RuntimeError(
+                "torch.amp.GradScaler reduces the overflow of gradients over the mesh axes of the first one alone, so "
+                "that ranks would skip different steps: use maxmoe.parallel.GradScaler"
+            )
+        return unscale(call, arguments, options)
+
+    set_handler(UNSCALE, checked)
 
 
-def _check_reduction(gradients: Sequence[Tensor]) -> None:
-    """Raise unless torch reduces over all axes that shard one of the gradients: it reduces over those of the first."""
+def _is_reduced(gradients: Sequence[Tensor]) -> bool:
+    """Return whether the axes over which the first gradient differs between ranks are those of all gradients."""
     first = gradients[0]
-    if (
+    return (
         isinstance(first, DTensor)
         and not is_of_a_stage(first)
         and all(
             isinstance(each, DTensor) and each.device_mesh == first.device_mesh and _differs(each) <= _differs(first)
             for each in gradients
         )
-    ):
-        return
-    raise RuntimeError(
-        "torch.amp.GradScaler reduces the overflow of gradients over the axes of the first one alone, so that ranks "
-        "would skip different steps with these gradients: use maxmoe.parallel.GradScaler"
     )
 
 

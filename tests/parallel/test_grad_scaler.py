@@ -1,6 +1,7 @@
 """Scales, skipped steps and weights on meshes, against one process whose gradients overflow in the same steps."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,23 +13,23 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import SGD, Adam, Optimizer
 
-from maxmoe import set_aux_loss_scale
+from maxmoe.models import Decoder
 from maxmoe.optim import Muon, parameter_groups
 from maxmoe.parallel import GradScaler, clip_grad_norm_, parallelize
 from maxmoe.parallel.grad_scaler import refuse_wrong_scalers
 from maxmoe.sharding import LogicalRules, Mesh
-from support import staged_decoder
-from support.parallel_decoder import MeshRules, batch, decoder, layouts, loss, token_spec
+from support.parallel_decoder import LocalSGD, MeshRules, batch, decoder, layouts, loss, token_spec
 from support.parts import assert_same, part_by_definition
-from support.run_ranks import run_ranks
+from support.run_ranks import run_cases, run_ranks
 
 SCALE = 2.0**10
 OPTIONS = {"init_scale": SCALE, "growth_interval": 2}  # the scale grows after two steps
 
 
-class Step(NamedTuple):
-    scale: float
-    growth: int
+class Training(NamedTuple):
+    """Scale and growth tracker after each step, and the weights after the last one."""
+
+    scales: list[tuple[float, int]]
     weights: dict[str, Tensor]
 
 
@@ -37,26 +38,28 @@ def trained(
     optimizers: Iterable[Optimizer],
     backward: Callable[[Any], object],
     scaler: Any,
-    overflows: Iterable[Callable[[], object] | None],
-) -> list[Step]:
+    overflows: Iterable[Callable[[], object]],
+) -> Training:
     """One step for each of `overflows`, which write infinite gradients."""
-    steps = []
+    scales = []
     for overflow in overflows:
         backward(scaler)
-        if overflow is not None:
-            overflow()
+        overflow()
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
         model.zero_grad()
-        weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
-        steps.append(Step(scaler.get_scale(), scaler.state_dict()["_growth_tracker"], weights))
-    return steps
+        scales.append((scaler.get_scale(), scaler.state_dict()["_growth_tracker"]))
+    return Training(scales, {name: whole(parameter) for name, parameter in model.named_parameters()})
 
 
 def whole(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def nothing() -> None:
+    pass
 
 
 def overflow(parameter: Tensor, rank: int | None = None) -> None:
@@ -67,63 +70,54 @@ def overflow(parameter: Tensor, rank: int | None = None) -> None:
         gradient.fill_(float("inf"))
 
 
-def check(found: list[Step], expected: list[Step]) -> None:
-    assert [step[:2] for step in found] == [step[:2] for step in expected]
-    for actual, right in zip(found, expected, strict=True):
-        for name, weight in actual.weights.items():
-            assert_same(weight, right.weights[name], name)
+def check(found: Training, expected: Training) -> None:
+    assert found.scales == expected.scales
+    for name, weight in found.weights.items():
+        assert_same(weight, expected.weights[name], name)
 
 
-def decoder_in_one_process() -> list[Step]:
+def decoder_in_one_process(num_overflows: int) -> Training:
     model, (tokens, targets) = decoder(), batch()
-    first = next(model.parameters())
     return trained(
         model,
-        [SGD(model.parameters(), lr=0.1)],
+        [LocalSGD(model)],
         lambda scaler: scaler.scale(loss(model(tokens), targets)).backward(),
         torch.amp.GradScaler("cpu", **OPTIONS),
-        [None, lambda: overflow(first), None, lambda: overflow(first), None, None],
+        [nothing, *[partial(overflow, model.output.weight)] * num_overflows, nothing, nothing],
     )
 
 
-def check_layout(layout: MeshRules, expected: list[Step]) -> None:
-    """The embedding, which comes first, is infinite on the last rank, a matrix of the experts on each rank in turn."""
+def check_layout(layout: MeshRules, expected: Training) -> None:
+    """A matrix of the experts is infinite on each rank in turn, then the embedding, which comes first, on the last."""
     mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
     spec = token_spec(mesh, rules)
     tokens, targets = (part_by_definition(tensor, spec, mesh) for tensor in batch())
-    for rank in range(mesh.num_ranks):
-        model = parallelize(decoder(), mesh, rules)
-        names = dict(model.named_parameters())
-        experts = next(parameter for name, parameter in names.items() if name.endswith("experts.up_proj"))
-        found = trained(
-            model,
-            [SGD(model.parameters(), lr=0.1)],
-            lambda scaler, model=model: scaler.scale(loss(model(tokens), targets)).backward(),
-            GradScaler("cpu", **OPTIONS),
-            [
-                None,
-                lambda experts=experts, rank=rank: overflow(experts, rank),
-                None,
-                lambda names=names: overflow(next(iter(names.values())), mesh.num_ranks - 1),
-                None,
-                None,
-            ],
-        )
-        check(found, expected)
+    model = parallelize(decoder(), mesh, rules)
+    first, *_ = model.parameters()
+    experts = next(each for name, each in model.named_parameters() if name.endswith("experts.up_proj"))
+    found = trained(
+        model,
+        [LocalSGD(model)],
+        lambda scaler: scaler.scale(loss(model(tokens), targets)).backward(),
+        GradScaler("cpu", **OPTIONS),
+        [
+            nothing,
+            *(partial(overflow, experts, rank) for rank in range(mesh.num_ranks)),
+            partial(overflow, first, mesh.num_ranks - 1),
+            nothing,
+            nothing,
+        ],
+    )
+    check(found, expected)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_preset(world_size: int) -> None:
     """An overflow on one rank skips the step on all."""
-    expected = decoder_in_one_process()
-    assert [step.scale / SCALE for step in expected] == [1, 0.5, 0.5, 0.25, 0.25, 0.5]
-    assert [step.growth for step in expected] == [1, 0, 1, 0, 1, 0]
-
-    def check_layouts() -> None:
-        for layout in layouts(world_size):
-            check_layout(layout, expected)
-
-    run_ranks(check_layouts, world_size, deadline=300)
+    expected = decoder_in_one_process(world_size + 1)
+    smallest = SCALE / 2 ** (world_size + 1)
+    assert expected.scales[-3:] == [(smallest, 0), (smallest, 1), (2 * smallest, 0)]
+    run_cases(partial(check_layout, expected=expected), world_size, [(layout,) for layout in layouts(world_size)])
 
 
 def rows() -> nn.Sequential:
@@ -131,17 +125,14 @@ def rows() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 2)).double()
 
 
-def rows_in_one_process(make: Callable[[nn.Module], Iterable[Optimizer]], step: int) -> list[Step]:
-    model = rows()
-    overflows: list[Any] = [None] * 4
-    overflows[step] = lambda: overflow(model[2].weight)
-    x = torch.ones(3, 4, dtype=torch.float64)
+def rows_in_one_process(make: Callable[[nn.Module], Iterable[Optimizer]]) -> Training:
+    model, x = rows(), torch.ones(3, 4, dtype=torch.float64)
     return trained(
         model,
         make(model),
         lambda scaler: scaler.scale(model(x).sum()).backward(),
         torch.amp.GradScaler("cpu", **OPTIONS),
-        overflows,
+        [nothing, partial(overflow, model[2].weight), nothing, nothing],
     )
 
 
@@ -188,7 +179,7 @@ def fused(model: nn.Module) -> list[Optimizer]:
 @pytest.mark.parametrize("make", [one, several, fused])
 def test_optimizers_with_parameters_of_all_kinds(make: Callable[[nn.Module], list[Optimizer]]) -> None:
     """FSDP2, replicated DTensors, another mesh and plain parameters; the last rank alone has the overflow."""
-    expected = rows_in_one_process(make, 1)
+    expected = rows_in_one_process(make)
 
     def check_rows() -> None:
         model = sharded_rows()
@@ -197,8 +188,70 @@ def test_optimizers_with_parameters_of_all_kinds(make: Callable[[nn.Module], lis
             make(model),
             lambda scaler: backward_of_rows(model, scaler),
             GradScaler("cpu", **OPTIONS),
-            [None, lambda: overflow(model[2].weight, 1), None, None],
+            [nothing, partial(overflow, model[2].weight, 1), nothing, nothing],
         )
         check(found, expected)
 
     run_ranks(check_rows, 2)
+
+
+def test_torch_scaler_raises_where_ranks_would_differ() -> None:
+    """On every rank; and works where the first gradient is sharded over all axes that shard another one."""
+
+    def part_of_rows(*layers: int) -> nn.Module:
+        model = sharded_rows()
+        backward_of_rows(model, GradScaler("cpu", **OPTIONS))
+        return nn.ModuleList(model[layer] for layer in layers)
+
+    def step(model: nn.Module) -> None:
+        scaler = torch.amp.GradScaler("cpu", **OPTIONS)
+        scaler.scale(torch.ones(()))
+        if dist.get_rank() == 1:
+            overflow(next(model.parameters()))
+        scaler.step(SGD(model.parameters(), lr=0.1))
+        scaler.update()
+        assert scaler.get_scale() == SCALE / 2
+
+    def check_models() -> None:
+        refuse_wrong_scalers()
+        step(part_of_rows(0, 1))
+        for layers in ((1, 0), (0, 2), (0, 3), (3, 0)):
+            model = part_of_rows(*layers)
+            with pytest.raises(RuntimeError, match=r"skip different steps: use maxmoe\.parallel\.GradScaler$"):
+                step(model)
+
+    run_ranks(check_models, 2)
+
+
+def test_clipping_and_muon_after_unscaling() -> None:
+    """The gradients of the second step overflow, before they are unscaled and clipped."""
+
+    def train(model: Decoder, part: Callable[[Tensor], Tensor], rank: int | None) -> Training:
+        optimizer, scaler = Muon(parameter_groups(model), ns_dtype=torch.float64), GradScaler("cpu", **OPTIONS)
+        tokens, targets = map(part, batch())
+        overflows = iter([nothing, partial(overflow, model.output.weight, rank), nothing])
+
+        def backward(scaler: Any) -> None:
+            scaler.scale(loss(model(tokens), targets)).backward()
+            next(overflows)()
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(model.parameters(), 0.1)
+
+        return trained(model, [optimizer], backward, scaler, [nothing] * 3)
+
+    expected = train(decoder(), lambda tokens: tokens, rank=None)
+    assert [scale for scale, _ in expected.scales] == [SCALE, SCALE / 2, SCALE / 2]
+
+    def check_mesh() -> None:
+        mesh, rules = Mesh({"expert": 2}), LogicalRules.load("ep-as-dp")
+        part = partial(part_by_definition, spec=token_spec(mesh, rules), mesh=mesh)
+        check(train(parallelize(decoder(), mesh, rules), part, rank=1), expected)
+
+    run_ranks(check_mesh, 2)
+
+
+def test_without_gradients_in_one_process() -> None:
+    """It is torch's own error."""
+    scaler, parameter = GradScaler("cpu"), nn.Parameter(torch.ones(2))
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        scaler.step(SGD([parameter], lr=0.1))
