@@ -82,18 +82,17 @@ def refuse_wrong_scalers() -> None:
 
 
 def _is_reduced(gradients: Sequence[Tensor]) -> bool:
-    """Return whether the axes over which the first gradient differs between ranks are those of all gradients."""
-    first = gradients[0]
-    return (
-        isinstance(first, DTensor)
-        and not is_of_a_stage(first)
-        and all(
-            isinstance(each, DTensor) and each.device_mesh == first.device_mesh and _differs(each) <= _differs(first)
-            for each in gradients
-        )
-    )
+    """Return whether the axes that shard the first gradient shard all others."""
+    if is_of_a_stage(gradients[0]) or not all(isinstance(gradient, DTensor) for gradient in gradients):
+        return False
+    first, *others = (_ranks_with_others(gradient) for gradient in gradients)
+    return all(other <= first for other in others)
 
 
-def _differs(gradient: DTensor) -> set[int]:
-    """Return the dims of the mesh along which ranks hold other values of a gradient."""
-    return {dim for dim, placement in enumerate(gradient.placements) if not placement.is_replicate()}
+def _ranks_with_others(gradient: Any) -> set[tuple[int, ...]]:
+    """Return this rank's part of each mesh axis along which ranks hold other values of a gradient."""
+    return {
+        tuple(dist.get_process_group_ranks(gradient.device_mesh.get_group(dim)))
+        for dim, placement in enumerate(gradient.placements)
+        if not placement.is_replicate()
+    }

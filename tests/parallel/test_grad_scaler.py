@@ -132,7 +132,7 @@ def rows_in_one_process(make: Callable[[nn.Module], Iterable[Optimizer]]) -> Tra
         make(model),
         lambda scaler: scaler.scale(model(x).sum()).backward(),
         torch.amp.GradScaler("cpu", **OPTIONS),
-        [nothing, partial(overflow, model[2].weight), nothing, nothing],
+        [nothing, *[partial(overflow, model[2].weight)] * 2, nothing],
     )
 
 
@@ -178,7 +178,7 @@ def fused(model: nn.Module) -> list[Optimizer]:
 
 @pytest.mark.parametrize("make", [one, several, fused])
 def test_optimizers_with_parameters_of_all_kinds(make: Callable[[nn.Module], list[Optimizer]]) -> None:
-    """FSDP2, replicated DTensors, another mesh and plain parameters; the last rank alone has the overflow."""
+    """FSDP2, replicated DTensors, another mesh and plain parameters; the last rank alone overflows, then both."""
     expected = rows_in_one_process(make)
 
     def check_rows() -> None:
@@ -188,7 +188,7 @@ def test_optimizers_with_parameters_of_all_kinds(make: Callable[[nn.Module], lis
             make(model),
             lambda scaler: backward_of_rows(model, scaler),
             GradScaler("cpu", **OPTIONS),
-            [nothing, partial(overflow, model[2].weight, 1), nothing, nothing],
+            [nothing, partial(overflow, model[2].weight, 1), partial(overflow, model[2].weight), nothing],
         )
         check(found, expected)
 
@@ -214,8 +214,9 @@ def test_torch_scaler_raises_where_ranks_would_differ() -> None:
 
     def check_models() -> None:
         refuse_wrong_scalers()
-        step(part_of_rows(0, 1))
-        for layers in ((1, 0), (0, 2), (0, 3), (3, 0)):
+        for layers in ((0, 1), (0, 2), (2, 0)):
+            step(part_of_rows(*layers))
+        for layers in ((1, 0), (1, 2), (0, 3), (3, 0)):
             model = part_of_rows(*layers)
             with pytest.raises(RuntimeError, match=r"skip different steps: use maxmoe\.parallel\.GradScaler$"):
                 step(model)
