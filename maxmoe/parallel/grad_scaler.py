@@ -38,16 +38,11 @@ class GradScaler(ScalerWithHooks):
     Source: `torch.amp.GradScaler`; https://github.com/pytorch/pytorch/issues/132816
     """
 
-    def __init__(self, device: str = "cuda", **options: Any) -> None:
-        super().__init__(device, **options)
-        if self.is_enabled():
-            self.make_scale()  # at once: only the ranks of the last stage of a pipeline have losses
-
-    def unscaled(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+    def _unscaled(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return plain parameters, and tensors whose gradients are the local shards of DTensors."""
         return [_with_local_gradient(parameter) for parameter in parameters]
 
-    def found(self, by_device: dict[torch.device, Tensor], zero: Tensor) -> dict[torch.device, Tensor]:
+    def _found(self, by_device: dict[torch.device, Tensor], zero: Tensor) -> dict[torch.device, Tensor]:
         """Return whether gradients on any rank are infinite or NaN."""
         if not dist.is_initialized():
             return by_device
