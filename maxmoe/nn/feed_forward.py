@@ -1,5 +1,7 @@
 """Mixture-of-Experts layer that returns a tensor, in place of a dense feed-forward block."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -49,20 +51,21 @@ class MoEFeedForward(MoE):
 
 
 def set_aux_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
-    """Set the factor of the auxiliary losses of all `MoEFeedForward` layers of a model, for later forwards.
+    """Set the factor of the auxiliary losses that layers of a model add to the gradients, for later forwards.
 
-    The factor must equal the factor of the mean training loss in ``backward``: 1 / n for the mean over n micro-batches,
-    times the scale of a `torch.amp.GradScaler` if there is one: ``scaler.scale(torch.tensor(1 / n))``.
+    These are `MoEFeedForward` layers, and all layers in a `maxmoe.pipeline`. The factor must equal the factor of the
+    mean training loss in ``backward``: 1 / n for the mean over n micro-batches, times the scale of a
+    `maxmoe.parallel.GradScaler` if there is one: ``scaler.scale(torch.tensor(1 / n))``.
 
     Args:
-        model: model with `MoEFeedForward` layers.
+        model: model with `MoEFeedForward` layers, or `Pipeline.model`.
         scale: number, or 0-dim tensor. `torch.compile` does not recompile when the value of a tensor changes.
 
     Raises:
         ValueError: if the model has no such layer.
     """
-    layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
-    if not layers:
+    layers: list[Any] = [each for each in model.modules() if isinstance(each, MoE) and hasattr(each, "aux_loss_scale")]
+    if not layers and not hasattr(model, "layers_of_stages"):
         raise ValueError(f"{type(model).__name__} must have layers of type MoEFeedForward, got none")
     for layer in layers:
         layer.aux_loss_scale = scale

@@ -5,6 +5,7 @@ from maxmoe.parallel.adapters import adapter_state_dict
 from maxmoe.parallel.clip_grad_norm import clip_grad_norm_
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.failures import RankError, watch_ranks
+from maxmoe.parallel.grad_scaler import GradScaler
 from maxmoe.parallel.initialization import reset_parameters
 from maxmoe.parallel.parallelize import parallelize
 from maxmoe.parallel.parameter_sharding import ParameterSharding, logical_names, parameter_shardings
@@ -16,6 +17,7 @@ from maxmoe.token_group import TokenGroup
 __all__ = [
     "Declaration",
     "Dispatch",
+    "GradScaler",
     "LogicalNames",
     "ParameterPlan",
     "ParameterSharding",

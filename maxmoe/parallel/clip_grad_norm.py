@@ -39,7 +39,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
             "parameters must not be empty: an iterator can be read only once; with "
             "maxmoe.pipeline, call clip_grad_norm_ of the pipeline"
         )
-    if any(_is_of_a_stage(parameter) for parameter in parameters):
+    if any(is_of_a_stage(parameter) for parameter in parameters):
         raise ValueError(
             "parameters must not be those of a pipeline stage, because other stages may have none: call "
             "clip_grad_norm_ of the pipeline"
@@ -91,7 +91,7 @@ def clip(parameters: Sequence[Tensor], max_norm: float, squares: Tensor) -> Tens
     return norm
 
 
-def _is_of_a_stage(parameter: Tensor) -> bool:
+def is_of_a_stage(parameter: Tensor) -> bool:
     """Return whether the mesh of a parameter is the part of a larger one that has one of several pipeline stages."""
     if not isinstance(parameter, DTensor):
         return False

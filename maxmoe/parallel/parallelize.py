@@ -14,8 +14,10 @@ from maxmoe.nn import (
     recompute_of,
     set_recompute,
 )
+from maxmoe.parallel.averages import allow_averages_of_buffers
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.fsdp import fully_shard_blocks
+from maxmoe.parallel.grad_scaler import refuse_wrong_scalers
 from maxmoe.parallel.hooks import register_hooks
 from maxmoe.parallel.input_gradients import InputGradientCheck
 from maxmoe.parallel.interruptions import guard_calls
@@ -124,6 +126,8 @@ def apply_plan(
     module: nn.Module, plan: Plan, num_chunks: int, input_check: InputGradientCheck | None
 ) -> list[ParameterHooks]:
     """Shard the parameters of a module by its plan and register its hooks; return those of the FSDP units."""
+    refuse_wrong_scalers()
+    allow_averages_of_buffers()
     # Without the axes of FSDP2, which shards the parameters over them in `fully_shard_blocks`.
     distribute_parameters(module, {name: parameter.unsharded for name, parameter in plan.parameters.items()})
     for planned in plan.values():

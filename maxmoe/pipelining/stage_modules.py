@@ -199,15 +199,15 @@ def _check_parameters(model: nn.Module, parts: PipelineParts, stages: Sequence[S
 def add_aux_losses(model: nn.Module, scale: float) -> None:
     """Add the gradients of the auxiliary losses of all layers in the backward, so that no stage passes a loss on."""
 
-    def attach(_layer: nn.Module, _arguments: tuple[Any, ...], output: MoEOutput) -> MoEOutput:
+    def attach(layer: Any, _arguments: tuple[Any, ...], output: MoEOutput) -> MoEOutput:
         if not output.aux_loss.requires_grad:
             return output
-        loss = output.aux_loss * scale
+        loss = output.aux_loss * layer.aux_loss_scale
         hidden_states = with_gradient(output.hidden_states, loss, torch.ones_like(loss))
         return output._replace(hidden_states=hidden_states, aux_loss=output.aux_loss.detach())
 
-    for layer in model.modules():
-        if isinstance(layer, MoEFeedForward):
-            layer.aux_loss_scale = scale  # adds the gradient itself
-        elif isinstance(layer, MoE):
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, MoE)]
+    for layer in layers:
+        layer.aux_loss_scale = scale
+        if not isinstance(layer, MoEFeedForward):  # which adds the gradient itself
             layer.register_forward_hook(attach)

@@ -65,6 +65,7 @@ DECIDED_BY = {
     "parallel/adapters.py adapter_state_dict": "the parameters of the model",
     "parallel/clip_grad_norm.py _all_reduce": "the meshes of the parameters, and checksums that have been reduced",
     "parallel/clip_grad_norm.py _reduced": "placements of gradients that all ranks have, as reduced checksums say",
+    "parallel/grad_scaler.py GradScaler._found": "whether torch.distributed is initialized",
     "parallel/initialization.py _DrawnWhole.__torch_dispatch__": "the parameters that a module initializes",
     "parallel/input_gradients.py InputGradientCheck.enter": "whether the model has floating-point inputs",
     "parallel/parallelize.py check_settings": CALLER,

@@ -49,6 +49,8 @@ LEVELS = [
         "_torch_backward",
         "_torch_checkpoint",
         "_torch_fsdp",
+        "_torch_dtensor",
+        "_torch_amp",
         "_torch_compile",
         "_torch_copies",
         "_torch_transforms",

@@ -48,6 +48,8 @@ HOMES = {
     ROOT / "maxmoe/_torch_fsdp.py",
     ROOT / "maxmoe/_torch_compile.py",
     ROOT / "maxmoe/_torch_copies.py",
+    ROOT / "maxmoe/_torch_amp.py",
+    ROOT / "maxmoe/_torch_dtensor.py",
     ROOT / "maxmoe/_torch_transforms.py",
     ROOT / "maxmoe/adapters/_peft.py",
     ROOT / "maxmoe/integrations/transformers/_transformers.py",

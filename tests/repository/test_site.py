@@ -1,5 +1,6 @@
 """The site: every public name and message is in it, and its pictures are those of the code."""
 
+import copy
 import importlib
 import pkgutil
 import re
@@ -68,6 +69,10 @@ def fully_shard_after_parallelize() -> None:
     fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
 
 
+def copy_on_fsdp() -> None:
+    copy.deepcopy(maxmoe.parallelize(moe_layer(), Mesh({"fsdp": 2}), "pure-fsdp"))
+
+
 def moe_layer() -> maxmoe.MoE:
     return maxmoe.MoE(maxmoe.MoEConfig(hidden_size=8, intermediate_size=4, num_experts=4, top_k=2))
 
@@ -79,6 +84,7 @@ MISTAKES: list[Callable[[], object]] = [
     lambda: torch.nn.Sequential(moe_layer(), torch.nn.Linear(8, 8))(X),
     lambda: run_ranks(load_after_parallelize, 1),
     lambda: run_ranks(fully_shard_after_parallelize, 1),
+    lambda: run_ranks(copy_on_fsdp, 2),
 ]
 
 

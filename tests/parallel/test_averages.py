@@ -1,0 +1,70 @@
+"""`torch.optim.swa_utils.AveragedModel` on meshes, against one process."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.optim.swa_utils import (
+    AveragedModel,
+    get_ema_avg_fn,
+    get_ema_multi_avg_fn,
+    get_swa_multi_avg_fn,
+)
+
+from maxmoe.models import Decoder
+from maxmoe.parallel import parallelize
+from maxmoe.sharding import LogicalRules, Mesh
+from support.parallel_decoder import LocalSGD, MeshRules, batch, decoder, layouts, loss, token_spec
+from support.parts import assert_same, part_by_definition
+from support.run_ranks import run_cases
+
+AVERAGES: dict[str, dict[str, Any]] = {
+    "each tensor": {"avg_fn": get_ema_avg_fn(0.75)},
+    "all at once": {"multi_avg_fn": get_ema_multi_avg_fn(0.75)},
+    "equal weights": {"multi_avg_fn": get_swa_multi_avg_fn()},
+}
+
+
+def averaged(averages: AveragedModel, model: Decoder, part: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Average over three steps; the parameters and buffers of the average, and the gradients of its parameters."""
+    optimizer, (tokens, targets) = LocalSGD(model), map(part, batch())
+    for step in range(3):
+        loss(model(tokens), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for buffer in model.buffers():
+            buffer.add_(step)
+        averages.update_parameters(model)
+    averages.zero_grad()
+    loss(averages(tokens), targets).backward()
+    found = dict(averages.module.state_dict())
+    found |= {f"gradient of {name}": each.grad for name, each in averages.module.named_parameters()}
+    return {name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in found.items()}
+
+
+def check_layout(layout: MeshRules, how: str, is_first: bool, expected: dict[str, Tensor]) -> None:
+    mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
+    part = partial(part_by_definition, spec=token_spec(mesh, rules), mesh=mesh)
+    model = decoder()
+    if is_first:
+        averages = AveragedModel(model, use_buffers=True, **AVERAGES[how])
+        parallelize(averages.module, mesh, rules)
+        parallelize(model, mesh, rules)
+    else:
+        averages = AveragedModel(parallelize(model, mesh, rules), use_buffers=True, **AVERAGES[how])
+    found = averaged(averages, model, part)
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert_same(tensor, expected[name], name)
+
+
+@pytest.mark.parametrize("how", AVERAGES)
+def test_averages_of_parameters_and_buffers(how: str) -> None:
+    """With every preset; made before `parallelize`, and after it where FSDP2 does not refuse the copy."""
+    model = decoder()
+    expected = averaged(AveragedModel(model, use_buffers=True, **AVERAGES[how]), model, lambda tokens: tokens)
+    cases = [(layout, how, True, expected) for layout in layouts(2)]
+    cases += [(layout, how, False, expected) for layout in layouts(2) if "fsdp" not in layout.sizes]
+    run_cases(check_layout, 2, cases)
