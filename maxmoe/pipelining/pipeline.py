@@ -126,7 +126,7 @@ def pipeline(
     kind = schedule_kind(schedule)
     count = check_schedule(schedule, mesh.size(STAGE_AXIS), stages_per_rank, num_micro_batches)
     parts = stage_parts(model, mesh.size(STAGE_AXIS) * count, blocks_per_stage)
-    if any(isinstance(module, MoE) and module.metrics_accumulator is not None for module in model.modules()):
+    if any(layer.metrics_accumulator is not None for layer in _layers(model).values()):
         raise ValueError("model must have no StatsAccumulator yet: make it of pipeline.model, after maxmoe.pipeline")
     check_recompute(model, recompute)
     within = mesh.within_stage()
@@ -137,9 +137,7 @@ def pipeline(
     set_recompute(model, recompute)
     # A single stage has no neighbor.
     boundary = Boundary(model, plan) if len(parts) > 1 else None
-    layers = {
-        path: module.config.num_selectable_experts for path, module in model.named_modules() if isinstance(module, MoE)
-    }
+    layers = {path: layer.config.num_selectable_experts for path, layer in _layers(model).items()}
     add_aux_losses(model, aux_loss_scale)
     mine = kind.stages_of(mesh.coordinates().get(STAGE_AXIS, 0), mesh.size(STAGE_AXIS), count)
     modules = {index: stage_module(model, parts[index]) for index in mine}
@@ -157,6 +155,10 @@ def pipeline(
     model.layers_of_stages = LayersOfStages(layers, group, within.device_type)  # type: ignore[assignment]
     run = ScheduledRun(kind, stages, len(parts), num_micro_batches, group, within)
     return Pipeline(model, run, boundary, loss, plan.tokens, aux_loss_scale)
+
+
+def _layers(model: nn.Module) -> dict[str, MoE]:
+    return {path: module for path, module in model.named_modules() if isinstance(module, MoE)}
 
 
 class Pipeline:
