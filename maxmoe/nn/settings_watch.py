@@ -2,7 +2,6 @@
 
 import functools
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from maxmoe._torch_backward import backward_id
 from maxmoe.load.stats_accumulator import is_trained
 from maxmoe.nn.module_path import module_path
 
-# Number of optimizer steps after which the correction bias is compared with its first value, and the watch ends.
+# Number of optimizer steps that are watched before the warning.
 PATIENCE = 10
 
 
@@ -33,48 +32,47 @@ class SettingsWatch:
 
     def watch(self, layer: Any, hidden_states: Tensor, aux_loss: Tensor) -> None:
         """Watch the outputs of a forward of a `MoE` layer, whose hidden states require a gradient."""
-        # First what is false for a plain layer.
-        has_bias, has_default_scale = layer.config.score_correction_bias, _has_default_scale(layer, aux_loss)
-        if self._is_over or not (has_bias or has_default_scale):
+        if torch.compiler.is_compiling() or self._is_over:
             return
-        if torch.compiler.is_compiling() or not is_trained(layer):
+        has_bias, has_default_scale = layer.config.score_correction_bias, _has_default_scale(layer, aux_loss)
+        if not (has_bias or has_default_scale) or not is_trained(layer):
             return
         if has_bias and self._first_bias is None:
             self._first_bias = layer.balanced_router.score_correction_bias.clone()
-        forgotten = [*self._forgotten_scale()] if has_default_scale else []
-        if len(self._num_backwards) > PATIENCE:
-            forgotten += self._forgotten_updates(layer) if has_bias else ()
-            self._is_over = True
-        for message in forgotten:
-            self._is_over = True
-            # Attributed to this line, so that Python shows it once for each layer.
-            warnings.warn(f"{module_path(layer)}: {message}", stacklevel=1)
-        if not self._is_over:
+        if len(self._num_backwards) <= PATIENCE:
             _count_optimizer_steps()
             hidden_states.register_hook(self._count)  # type: ignore[no-untyped-call]
-
-    def _forgotten_scale(self) -> Iterator[str]:
-        most = max(self._num_backwards[:-1], default=0)
-        if most > 1:
-            yield (
-                f"{most} backward passes of an optimizer step added the auxiliary loss with the factor 1: call "
-                f"maxmoe.set_aux_loss_scale with 1 / {most} if the training loss is divided by {most}, with 1 if not"
+            return
+        self._is_over = True
+        if has_default_scale and (most := max(self._num_backwards)) > 1:
+            # Attributed to this line, as below, so that Python shows it once for each layer.
+            warnings.warn(
+                f"{module_path(layer)}: {most} backward passes of an optimizer step added the auxiliary loss with the "
+                f"factor 1: call maxmoe.set_aux_loss_scale with 1 / {most} if the training loss is divided by {most}, "
+                "with 1 if not",
+                stacklevel=1,
             )
+        if has_bias:
+            self._warn_of_updates(layer)
 
-    def _forgotten_updates(self, layer: Any) -> Iterator[str]:
+    def _warn_of_updates(self, layer: Any) -> None:
+        """Warn if the correction bias is as it was, unless it is meant to stay."""
         bias, rate = layer.balanced_router.score_correction_bias, layer.config.correction_bias_update_rate
         assert self._first_bias is not None
         if not torch.equal(bias, self._first_bias.to(bias.device)):
             return
         if rate > 0:
-            yield (
-                f"{PATIENCE} optimizer steps have not changed score_correction_bias, whose correction_bias_update_rate "
-                f"is {rate}: call update of a maxmoe.StatsAccumulator after each step, or set the rate to 0"
+            warnings.warn(
+                f"{module_path(layer)}: {PATIENCE} optimizer steps have not changed score_correction_bias, whose "
+                f"correction_bias_update_rate is {rate}: call update of a maxmoe.StatsAccumulator after each step, or "
+                "set the rate to 0",
+                stacklevel=1,
             )
         elif not bias.any():
-            yield (
-                f"score_correction_bias is zero after {PATIENCE} optimizer steps, and nothing updates it: set "
-                "correction_bias_update_rate, load a bias, or set score_correction_bias to False"
+            warnings.warn(
+                f"{module_path(layer)}: score_correction_bias is zero after {PATIENCE} optimizer steps, and nothing "
+                "updates it: set correction_bias_update_rate, load a bias, or set score_correction_bias to False",
+                stacklevel=1,
             )
 
     def _count(self, _gradient: Tensor) -> None:

@@ -253,22 +253,24 @@ def whole_parameters(plan: Plan, rules: LogicalRules) -> str | None:
     """Return the warning for parameters without names that are more than `WHOLE_SHARE` of all on `fsdp`, or None."""
     sizes = {name: parameter.parameter.num_weights for name, parameter in plan.parameters.items()}
     whole = [name for name, parameter in plan.parameters.items() if parameter.parameter.names is None]
-    count = sum(sizes[name] for name in whole)
+    share = sum(sizes[name] for name in whole) / max(sum(sizes.values()), 1)
     # Names of weights whose first dim the rules shard over the axis.
     names = [name for name, axes in rules if SHARD_AXIS in axes and not name.startswith("activation_")]
-    if plan.mesh.size(SHARD_AXIS) == 1 or not names or count <= WHOLE_SHARE * sum(sizes.values()):
-        return None
-    dim = "embed" if "embed" in names else names[0]
-    largest = sorted(whole, key=lambda name: -sizes[name])[:LISTED]
-    others = [f"and {len(whole) - LISTED} more"] if len(whole) > LISTED else []
-    return (
-        f"{count / sum(sizes.values()):.0%} of the parameters are whole on every rank along {SHARD_AXIS}="
-        f"{plan.mesh.size(SHARD_AXIS)}, because no module declares their names: {', '.join([*largest, *others])}. To "
-        "shard their first dim, before parallelize:\n"
-        f"    names = {{name: ({dim!r}, *[None] * (p.dim() - 1)) for name, p in model.named_parameters() if p.dim()}}\n"
-        "    model.declaration = maxmoe.parallel.Declaration("
-        "logical_names=names | maxmoe.parallel.logical_names(model))"
-    )
+    warning = None
+    if plan.mesh.size(SHARD_AXIS) > 1 and names and share > WHOLE_SHARE:
+        listed = sorted(whole, key=lambda name: -sizes[name])[:LISTED]
+        listed += [f"and {len(whole) - LISTED} more"] if len(whole) > LISTED else []
+        dim = "embed" if "embed" in names else names[0]
+        warning = (
+            f"{share:.0%} of the parameters are whole on every rank along {SHARD_AXIS}={plan.mesh.size(SHARD_AXIS)}, "
+            f"because no module declares their names: {', '.join(listed)}. To shard their first dim, before "
+            "parallelize:\n"
+            f"    names = {{name: ({dim!r}, *[None] * (p.dim() - 1)) for name, p in model.named_parameters() "
+            "if p.dim()}\n"
+            "    model.declaration = maxmoe.parallel.Declaration("
+            "logical_names=names | maxmoe.parallel.logical_names(model))"
+        )
+    return warning
 
 
 def undeclared_modules(plan: Plan) -> str | None:
