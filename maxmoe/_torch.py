@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import _register_namedtuple, tree_leaves, tree_map
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # Documented in the notes of torch on extending it, but not in a public module.
-__all__ = ["TorchDispatchMode", "tree_leaves", "tree_map"]
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "tree_leaves", "tree_map"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -85,6 +86,12 @@ class WeakStorage:
         """Return the storage; None if it has been freed."""
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
         return storage
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return what tensors that share a storage have in common while it lives; a fake one has no address of data."""
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
 
 
 def base_of_view(tensor: Tensor) -> Tensor | None:

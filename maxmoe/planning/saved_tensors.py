@@ -1,13 +1,19 @@
 """Saved tensors on a rank, as modules declare them and dispatch strategies list them."""
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
 
 from maxmoe.declaration import EXPERT_TOKEN_DIMS, SavedTensor, declaration_of
 from maxmoe.dispatch import PlannedDispatch
 from maxmoe.parallel.dispatch_plan import DispatchPlan
 from maxmoe.parallel.parameter_sharding import tensor_parallel_activation
 from maxmoe.parallel.plan import ModulePlan, Plan
+from maxmoe.planning.many_meshes import in_each_mesh, in_meshes
+from maxmoe.planning.traced_forward import NOTHING, Trace, trace, traced_modules
 
 
 def local_tokens(plan: Plan, batch_size: int, sequence_length: int) -> tuple[int, int]:
@@ -41,6 +47,7 @@ def saved_tensors(
 ) -> Iterator[tuple[str, SavedTensor]]:
     """List the tensors that autograd saves on a rank if routing is balanced, with the path of the module."""
     yield from declared_tensors(plan, batch_size, sequence_length)
+    yield from traced_tensors(plan, batch_size, sequence_length)
     for path, tokens in planned_dispatches(plan, batch_size, sequence_length, num_chunks):
         layer, dispatch = plan.layers[path]
         # Attributed to the routed experts, because they are recomputed together.
@@ -74,6 +81,51 @@ def _expert_bytes(plan: Plan, prefix: str, dispatch: DispatchPlan) -> tuple[tupl
         for name, parameter in plan.parameters.items()
         if name.startswith(prefix)
     )
+
+
+def traced_tensors(plan: Plan, batch_size: int, sequence_length: int) -> Iterator[tuple[str, SavedTensor]]:
+    """List the storages that the trace of the model counts, as bytes."""
+    for (path, argument_of), count in local_trace(plan, batch_size, sequence_length).saved.items():
+        if not has_module(plan, path):
+            continue
+        kept_by = next((outer for outer in argument_of if outer in plan and plan[outer].is_recomputed), None)
+        recomputed_by = plan.recomputed_by(path)
+        if kept_by is not None:  # an argument of a recomputed module is kept, for the module around it
+            path, recomputed_by = kept_by.rpartition(".")[0], plan.recomputed_by(kept_by.rpartition(".")[0])
+        yield path, SavedTensor((count,), (None,), torch.uint8, is_kept=recomputed_by != path)
+
+
+def has_module(plan: Plan, path: str) -> bool:
+    """Return whether a plan of a part of a model has the module at a path, not only its parts."""
+    return path in plan and plan[path].module is plan.model.get_submodule(path)
+
+
+def local_trace(plan: Plan, batch_size: int, sequence_length: int) -> Trace:
+    """Trace the forward of a model on a rank; see `trace`. In many meshes, the counts are `Sizes`."""
+    traced = traced_modules(plan.model)
+    if not traced:
+        return NOTHING
+    local = {
+        name: parameter.used.shard_shape(parameter.parameter.shape)
+        for name, parameter in plan.parameters.items()
+        if any(parameter.used.spec) and name.rpartition(".")[0] in traced
+    }
+    tokens = local_tokens(plan, batch_size, sequence_length)
+    rows = in_each_mesh([*tokens, *itertools.chain(*local.values())])
+    traces = {}
+    for row in dict.fromkeys(rows):
+        dims = iter(row[2:])
+        shapes = tuple((name, tuple(itertools.islice(dims, len(shape)))) for name, shape in local.items())
+        traces[row] = trace(plan.model, *row[:2], shapes)
+    index = torch.tensor([[*traces].index(row) for row in rows])
+
+    def joined(counts: list[Mapping[Any, int]]) -> dict[Any, int]:
+        keys = dict.fromkeys(itertools.chain(*counts))
+        return {key: in_meshes(torch.tensor([count.get(key, 0) for count in counts])[index]) for key in keys}
+
+    saved, flops = ([getattr(each, name) for each in traces.values()] for name in ("saved", "flops"))
+    problem = next((each.problem for each in traces.values() if each.problem is not None), None)
+    return Trace(joined(saved), joined(flops), problem)
 
 
 def declared_tensors(plan: Plan, batch_size: int, sequence_length: int) -> Iterator[tuple[str, SavedTensor]]:
