@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from maxmoe.declaration import declaration_of
 from maxmoe.parallel.plan import ModulePlan, Plan
 from maxmoe.planning.many_meshes import as_tensor
-from maxmoe.planning.saved_tensors import has_module, local_tokens, local_trace, planned_dispatches
+from maxmoe.planning.saved_tensors import local_tokens, local_trace, planned_dispatches
 from maxmoe.planning.time_model.device import Device
 from maxmoe.planning.traced_forward import traced_modules
 
@@ -56,11 +56,13 @@ def products(plan: Plan, batch_size: int, sequence_length: int, num_chunks: int)
     routed = dict(_routed_slots(plan, batch_size, sequence_length, num_chunks))
     traced = local_trace(plan, batch_size, sequence_length)
     are_traced = traced_modules(plan.model) if traced.problem is None else ()
-    for path, count in traced.flops.items():
-        if has_module(plan, path):
-            weights = [weight.requires_grad for weight in plan[path].module.parameters(recurse=False)]
-            passes = 2 + (plan.recomputed_by(path) is not None) + (any(weights) or not weights)
-            yield Product(count, num_tokens, passes, False)
+
+    def passes_of(path: str) -> int:
+        weights = [weight.requires_grad for weight in plan[path].module.parameters(recurse=False)]
+        return 2 + (plan.recomputed_by(path) is not None) + (any(weights) or not weights)
+
+    for passes, count in traced.flops(plan, passes_of).items():
+        yield Product(count, num_tokens, passes, False)
     for path, module in plan.items():
         repeats = 0 if plan.recomputed_by(path) is None else 1
         for name, parameter in module.parameters.items():
