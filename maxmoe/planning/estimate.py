@@ -105,6 +105,10 @@ def estimate(
     `maxmoe.optim.parameter_groups` assigns to it, and communicates sharded matrices in its default dtype on the device
     of the parameters.
 
+    Activations are those that modules declare, see `saved_tensors` of `Declaration`. What others save is traced in one
+    forward of the module without values, in train mode, with the tokens of a rank: ids ``(B, S)`` or hidden states
+    ``(B, S, D)``, or the `example_inputs` of its declaration. If that fails, the first line of the result says so.
+
     Every weight is counted as gathered in the forward and again in the backward, also an untied embedding, which is
     gathered once. Only one recomputed module (see `maxmoe.set_recompute`) is in memory at a time. Routing is assumed
     to be balanced: every expert gets equally many tokens from every rank.

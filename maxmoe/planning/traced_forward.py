@@ -110,13 +110,15 @@ def trace(
     if not traced_modules(model):
         return NOTHING
     first_error: Exception | None = None
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    copied = _copy_for_trace(model, dict(shapes), mode)
+    with mode:
         for positional, named in _arguments(model, num_sequences, length):
-            copied = _copy_for_trace(model, dict(shapes))
+            hooked = copy_modules(copied)
             try:
-                recorder = _Recorder(copied, traced_modules(model), mode)
+                recorder = _Recorder(hooked, traced_modules(model), mode)
                 with recorder, saved_tensors_hooks(recorder.save, _never), torch.enable_grad():
-                    copied(*positional, **named)
+                    hooked(*positional, **named)
             except Exception as error:
                 first_error = first_error or error
             else:
@@ -130,20 +132,21 @@ def trace(
     return Trace({}, {}, problem)
 
 
-def _copy_for_trace(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
-    """Copy a model in train mode, whose tensors have values or a device that fake tensors can have."""
+def _copy_for_trace(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], mode: FakeTensorMode) -> nn.Module:
+    """Copy a model in train mode, with fake parameters and buffers of its own."""
     copied = copy_modules(model).train()
     set_recompute(copied, ())
     replaced: dict[int, Tensor] = {}
-    for name, tensor in (*_tensors(copied),):
+    for name, tensor in [*_tensors(copied)]:
         path, _, own_name = name.rpartition(".")
-        shape = shapes.get(name, tuple(tensor.shape))
+        shape, is_parameter = shapes.get(name, tuple(tensor.shape)), isinstance(tensor, nn.Parameter)
+        # An operator in place, without a fake argument, would change the tensor itself.
+        new = mode.from_tensor(tensor) if is_parameter else tensor.clone()
         if tensor.is_meta or shape != tuple(tensor.shape):
-            device = "cpu" if tensor.is_meta else tensor.device
-            new: Tensor = torch.empty(shape, dtype=tensor.dtype, device=device)
-            if isinstance(tensor, nn.Parameter):
-                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-            setattr(copied.get_submodule(path), own_name, replaced.setdefault(id(tensor), new))
+            with mode:
+                new = torch.empty(shape, dtype=tensor.dtype, device="cpu" if tensor.is_meta else tensor.device)
+                new = nn.Parameter(new, requires_grad=tensor.requires_grad) if is_parameter else new
+        setattr(copied.get_submodule(path), own_name, replaced.setdefault(id(tensor), new))
     for module in copied.modules():
         if declaration_of(module).saved_tensors is not None:
             module.training = False  # of a MoE layer: what watches a training sees nothing
@@ -167,6 +170,8 @@ def _arguments(model: nn.Module, num_sequences: int, length: int) -> Iterator[Ar
     is_later_stage = parts is not None and any(isinstance(model.get_submodule(path), Absent) for path in parts.first)
     if declaration.example_inputs is not None and not is_later_stage:
         inputs = declaration.example_inputs(num_sequences, length)
+        if not isinstance(inputs, tuple | dict):
+            raise TypeError(f"example_inputs must return a tuple or a dict of arguments, got {type(inputs).__name__}")
         yield ((), inputs) if isinstance(inputs, dict) else (inputs, {})
         return
     first = next((parameter for parameter in parameters if parameter.is_floating_point()), torch.empty(0))
@@ -206,7 +211,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._not_counted.add(self._storage(mode.from_tensor(tensor)))
         for path, module in model.named_modules():
             module.register_forward_pre_hook(functools.partial(self._enter, path), with_kwargs=True)
-            module.register_forward_hook(lambda *_: self._running.pop() and None)
+            module.register_forward_hook(self._leave)
 
     def trace(self) -> Trace:
         """Return what a forward has saved and computed."""
@@ -233,6 +238,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tree_leaves((positional, named)) if isinstance(module, Checkpointed) else ():
             if isinstance(tensor, Tensor):
                 self._argument_of[self._storage(tensor)].add(path)
+
+    def _leave(self, *_call: Any) -> None:
+        self._running.pop()
 
     def __torch_dispatch__(
         self, function: Any, _types: Any, arguments: tuple[Any, ...] = (), options: Any = None

@@ -51,15 +51,22 @@ def test_a_model_on_the_meta_device_saves_the_same(name: str) -> None:
     assert activations(model.to("meta"), 4) == expected
 
 
-def test_the_model_is_as_it_was() -> None:
-    model, arguments = MODELS["recurrent"]()
+class InPlace(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("name", ["recurrent", "convolution and MoE", "in place"])
+def test_the_model_is_as_it_was(name: str) -> None:
+    model, arguments = MODELS[name]() if name in MODELS else (InPlace(32, 32), hidden_states)
     model.eval()
-    before = {name: (id(tensor), tensor.clone()) for name, tensor in model.named_parameters()}
+    inputs, state = arguments(2, LENGTH), {name: tensor.clone() for name, tensor in model.state_dict().items()}
     activations(model, 4)
     assert not any(module.training or module._forward_hooks for module in model.modules())
-    for name, tensor in model.named_parameters():
-        assert id(tensor) == before[name][0] and torch.equal(tensor, before[name][1])
-    assert model(*arguments(2, LENGTH)).isfinite().all()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert model(*inputs).isfinite().all()
 
 
 # Products
@@ -200,6 +207,13 @@ def test_what_cannot_be_traced_is_named_first(
     model.declaration = Declaration(example_inputs=lambda batch, length: (*hidden_states(batch, length), length))
     if make is TakesMore:
         assert "cannot be traced" not in str(estimate(model, ONE_RANK, "ep-as-dp", **sizes))
+
+
+def test_example_inputs_of_another_type_are_refused() -> None:
+    model = nn.Linear(32, 32)
+    model.declaration = Declaration(example_inputs=lambda *sizes: torch.empty(*sizes, 32))
+    with pytest.raises(TypeError, match=r"^example_inputs must return a tuple or a dict of arguments, got FakeTensor$"):
+        activations(model, 4)
 
 
 def test_targets_of_example_inputs_count_the_loss() -> None:
