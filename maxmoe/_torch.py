@@ -34,6 +34,9 @@ _RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 # hooks if nobody has chosen.
 SELECTIVE_CHECKPOINT_OPTIONS: dict[str, bool] = {"respect_saved_tensors_hooks": False} if _RELEASE >= (2, 14) else {}
 
+# Attention on the CPU, whose floating-point operations torch.utils.flop_counter leaves out.
+attention_of_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
 # torch has renamed these two. Older releases lack the first name, newer ones warn of the second.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from maxmoe._torch import FakeTensorMode, TorchDispatchMode, storage_id, tree_leaves
+from maxmoe._torch import FakeTensorMode, TorchDispatchMode, attention_of_cpu, storage_id, tree_leaves
 from maxmoe._torch_copies import copy_modules
 from maxmoe.declaration import Absent, declaration_of
 from maxmoe.nn import Checkpointed, set_recompute
@@ -54,12 +54,11 @@ class Trace(NamedTuple):
     problem: str | None = None
 
 
-# Formulas by operator: those of torch, and one for attention on the CPU, which they leave out.
-FLOPS = flop_registry | {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
-        lambda query, key, value, *_, **__: sdpa_flop_count(query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
-    )
-}
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)  # type: ignore[no-any-return, no-untyped-call]
+
+
+FLOPS = {**flop_registry, attention_of_cpu: _attention_flops}
 NOTHING = Trace({}, {})
 Result = TypeVar("Result")
 
