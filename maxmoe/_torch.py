@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import _register_namedtuple, tree_leaves, tree_map
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # Documented in the notes of torch on extending it, but not in a public module.
-__all__ = ["TorchDispatchMode", "tree_leaves", "tree_map"]
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "tree_leaves", "tree_map"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -33,6 +34,9 @@ _RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 # saved-tensor hooks of the caller, such as save_on_cpu. Since torch 2.14 this is a choice, and torch warns under such
 # hooks if nobody has chosen.
 SELECTIVE_CHECKPOINT_OPTIONS: dict[str, bool] = {"respect_saved_tensors_hooks": False} if _RELEASE >= (2, 14) else {}
+
+# Attention on the CPU, whose floating-point operations torch.utils.flop_counter leaves out.
+attention_of_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 # torch has renamed these two. Older releases lack the first name, newer ones warn of the second.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -86,6 +90,12 @@ class WeakStorage:
         """Return the storage; None if it has been freed."""
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
         return storage
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return what tensors that share a storage have in common while it lives; a fake one has no address of data."""
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
 
 
 def base_of_view(tensor: Tensor) -> Tensor | None:

@@ -13,7 +13,10 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     """
     result = copy.copy(module)
     for name, value in module.__dict__.items():
-        if name == "_modules" or name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
+        # RNNs have a list of their parameters.
+        if name in ("_modules", "_flat_weights") or name.endswith(
+            ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+        ):
             result.__dict__[name] = copy.copy(value)
     return result
 

@@ -107,6 +107,7 @@ class Absent(nn.Module):
 
 
 SavedTensors: TypeAlias = Callable[[int, int], Mapping[str, SavedTensor]]
+ExampleInputs: TypeAlias = Callable[[int, int], tuple[Any, ...] | dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +153,11 @@ class Declaration:
         pipeline_parts: parts of the module by which `maxmoe.pipeline` cuts it; None for a module that cannot be cut.
         saved_tensors: function of the global batch size and sequence length that returns the tensors that the module
             itself saves for the backward or recomputes, by name, its input included and those of its children excluded.
+            None to trace the forward of the model for what it saves.
+        example_inputs: function of the number of sequences and their length that returns the positional arguments of
+            the forward as a tuple, or the keyword arguments as a dict. `maxmoe.planning` traces a model with tensors of
+            these shapes and dtypes. Not needed if all required arguments are token ids ``(B, S)`` or hidden states
+            ``(B, S, D)``.
     """
 
     logical_names: LogicalNames = field(default_factory=dict)
@@ -165,6 +171,7 @@ class Declaration:
     residual_stream: ResidualStream | None = None
     pipeline_parts: PipelineParts | None = None
     saved_tensors: SavedTensors | None = None
+    example_inputs: ExampleInputs | None = None
 
     def __post_init__(self) -> None:
         for name, dim in self.input_dims.items():

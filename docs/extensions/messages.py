@@ -31,13 +31,11 @@ def messages() -> list[tuple[str, str]]:
 def from_python(text: str) -> Iterator[str]:
     """The messages of raised errors and of warnings."""
     tree = ast.parse(text)
-    named = {
-        target.id: node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+    named: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(tree):
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            if isinstance(target, ast.Name):
+                named.setdefault(target.id, []).append(node.value)
     for node in ast.walk(tree):
         call = node.exc if isinstance(node, ast.Raise) else node
         if not isinstance(call, ast.Call) or not call.args or ast.unparse(call.func) in NOT_FOR_USERS:
@@ -45,11 +43,8 @@ def from_python(text: str) -> Iterator[str]:
         if not isinstance(node, ast.Raise) and ast.unparse(call.func) != "warnings.warn":
             continue
         argument = call.args[0]
-        if isinstance(argument, ast.Name):
-            argument = named.get(argument.id, argument)
-        message = written(argument)
-        if says_something(message):
-            yield message
+        values = named.get(argument.id, []) if isinstance(argument, ast.Name) else [argument]
+        yield from filter(says_something, map(written, values))
 
 
 def from_failures(text: str) -> Iterator[str]:

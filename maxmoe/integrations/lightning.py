@@ -28,9 +28,18 @@ class LoadCallback(lightning.Callback):  # type: ignore[misc]
         self.history = LoadHistory()
         self._written = 0
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the record, which Lightning saves in its checkpoint."""
+        return self.history.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the record of a checkpoint."""
+        self.history.load_state_dict(state_dict)
+
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Begin a record, after the steps of the checkpoint if the training is resumed."""
-        self.history = LoadHistory(num_steps=trainer.global_step)
+        """Begin a record, or go on with that of the checkpoint if the training is resumed."""
+        if self.history.num_steps != trainer.global_step:
+            self.history = LoadHistory(num_steps=trainer.global_step)
         self._accumulator = StatsAccumulator(pl_module)
         self._written = self._global_step = trainer.global_step
 

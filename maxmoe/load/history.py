@@ -82,10 +82,10 @@ class LoadHistory:
         history.heat_map().savefig("load.png")
 
     A step takes 56 bytes per layer. For the heat map, counts are summed over at most 100 windows of steps, however long
-    the run is.
+    the run is. The record of a run that is resumed is saved with its checkpoint, by `state_dict`.
 
     Args:
-        num_steps: number of steps before the first one of this record, for a run that is resumed.
+        num_steps: number of steps before the first one of this record, for a run that is resumed without its record.
         tokens_per_expert: `tokens_per_expert` of the record of the run that is resumed; None for no counts.
 
     Raises:
@@ -151,19 +151,45 @@ class LoadHistory:
         if len(self._pending) == CHUNK:
             self._summarize()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole record, for `torch.save` or `torch.distributed.checkpoint`.
+
+        Returns:
+            Number of steps, `tokens_per_expert`, and the values of each step and layer, ``(N, M, 7)``, float64; tensors
+            are on the CPU.
+        """
+        values = self._read_values()
+        counts = {layer: counts.cpu() for layer, counts in self.tokens_per_expert.items()}
+        return {"num_steps": self.num_steps, "tokens_per_expert": counts, "values": values}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the record by a saved one, after which the steps of a resumed run are added.
+
+        Args:
+            state: result of `state_dict`.
+
+        Raises:
+            ValueError: as the constructor, and for values of another shape.
+        """
+        record = LoadHistory(num_steps=state["num_steps"], tokens_per_expert=state["tokens_per_expert"])
+        values, num_layers = state["values"], len(record._num_experts)
+        if values.dim() != 3 or values.shape[1:] != (num_layers, len(VALUES)) or len(values) > record.num_steps:
+            raise ValueError(
+                f"values must have shape [N, {num_layers}, {len(VALUES)}] for N of {record.num_steps} steps, "
+                f"got {tuple(values.shape)}"
+            )
+        record._values, record._first_step = [values] * bool(len(values)), record.num_steps - len(values) + 1
+        vars(self).update(vars(record))
+
     def rows(self, *, after: int = 0) -> list[LayerLoad]:
         """Return the load of each layer in each step, in the order of the steps.
 
         Args:
             after: step up to which steps are left out.
         """
-        self._summarize()
-        if not self._values:
-            return []
-        self._values = [torch.cat([values.cpu() for values in self._values])]
         start = max(after + 1 - self._first_step, 0)
         found = []
-        for step, of_layers in enumerate(self._values[0][start:].tolist(), self._first_step + start):
+        for step, of_layers in enumerate(self._read_values()[start:].tolist(), self._first_step + start):
             for layer, values in zip(self._num_experts, of_layers, strict=True):
                 most, least, dead, entropy, dropped, busiest, idlest = values
                 counts = (int(count) for count in (dropped, busiest, idlest))
@@ -236,6 +262,14 @@ class LoadHistory:
         num_windows = -(-self.num_steps // self.window)
         counts = {layer: counts[:num_windows].cpu() for layer, counts in self.tokens_per_expert.items()}
         return heat_map(counts, self.window, self.num_steps)
+
+    def _read_values(self) -> Tensor:
+        """Return the values of all steps ``(N, M, len(VALUES))`` on the CPU."""
+        self._summarize()
+        if not self._values:
+            return torch.empty(0, len(self._num_experts), len(VALUES), dtype=torch.float64)
+        self._values = [torch.cat([values.cpu() for values in self._values])]
+        return self._values[0]
 
     def _summarize(self) -> None:
         """Replace the pending statistics by the values of `LayerLoad` and add their counts to the windows."""

@@ -26,6 +26,7 @@ from maxmoe.nn.router import Router
 from maxmoe.nn.routing import Routing
 from maxmoe.nn.routing_hooks import HookedModule
 from maxmoe.nn.routing_losses import RoutingLosses, RoutingMetrics, compute_metrics
+from maxmoe.nn.settings_watch import SettingsWatch
 from maxmoe.nn.shared_experts import SharedExperts
 from maxmoe.nn.zero_computation_experts import ZeroComputationExperts
 from maxmoe.ops import ActivationFunction
@@ -95,7 +96,7 @@ class MoE(HookedModule):
         self.losses = RoutingLosses(config, load_balance_loss if balance_loss is None else balance_loss)
         self.token_group = LocalTokens()
         self.metrics_accumulator: MetricsAccumulator | None = None  # set by StatsAccumulator
-        self.aux_loss_watch = AuxLossWatch()
+        self.aux_loss_watch, self.settings_watch = AuxLossWatch(), SettingsWatch()
 
     @classmethod
     def from_dense(
@@ -225,6 +226,7 @@ class MoE(HookedModule):
                 hidden_states = sums.histogram.add(hidden_states, router.required_bias_histogram(routing))
         if hidden_states.requires_grad:
             self.aux_loss_watch.watch(self, hidden_states, metrics.aux_loss)
+            self.settings_watch.watch(self, hidden_states, metrics.aux_loss)
         return hidden_states, metrics
 
     def hidden_states_and_routing(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Routing, Tensor]:

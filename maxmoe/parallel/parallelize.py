@@ -16,7 +16,7 @@ from maxmoe.nn import (
 )
 from maxmoe.parallel.averages import allow_averages_of_buffers
 from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.fsdp import fully_shard_blocks
+from maxmoe.parallel.fsdp import SHARD_AXIS, fully_shard_blocks
 from maxmoe.parallel.grad_scaler import refuse_wrong_scalers
 from maxmoe.parallel.hooks import register_hooks
 from maxmoe.parallel.input_gradients import InputGradientCheck
@@ -30,6 +30,11 @@ from maxmoe.quantization import with_split_stacks
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
 from maxmoe.token_group import uses_token_group
+
+# Share of the parameters that may be whole on every rank along an axis that could shard them.
+WHOLE_SHARE = 0.1
+# Number of parameters that a warning lists.
+LISTED = 3
 
 
 @with_stacked_factors(kept=True)
@@ -242,10 +247,34 @@ def _check_whole_sequences(plan: Plan) -> None:
 
 
 def plan_warnings(plan: Plan, rules: LogicalRules) -> list[str]:
-    """Return warnings of logical names without rules and of modules that may mix the tokens of sharded sequences."""
+    """Return warnings of names without rules, modules that may mix sharded sequences, and parameters left whole."""
     shardings = {name: parameter.parameter for name, parameter in plan.parameters.items()}
-    mixing = undeclared_modules(plan)
-    return [*names_without_rules(shardings, rules), *([] if mixing is None else [mixing])]
+    others = (undeclared_modules(plan), whole_parameters(plan, rules))
+    return [*names_without_rules(shardings, rules), *(warning for warning in others if warning is not None)]
+
+
+def whole_parameters(plan: Plan, rules: LogicalRules) -> str | None:
+    """Return the warning for parameters without names that are more than `WHOLE_SHARE` of all on `fsdp`, or None."""
+    sizes = {name: parameter.parameter.num_weights for name, parameter in plan.parameters.items()}
+    whole = [name for name, parameter in plan.parameters.items() if parameter.parameter.names is None]
+    share = sum(sizes[name] for name in whole) / max(sum(sizes.values()), 1)
+    # Names of weights whose first dim the rules shard over the axis.
+    names = [name for name, axes in rules if SHARD_AXIS in axes and not name.startswith("activation_")]
+    warning = None
+    if plan.mesh.size(SHARD_AXIS) > 1 and names and share > WHOLE_SHARE:
+        listed = sorted(whole, key=lambda name: -sizes[name])[:LISTED]
+        listed += [f"and {len(whole) - LISTED} more"] if len(whole) > LISTED else []
+        dim = "embed" if "embed" in names else names[0]
+        warning = (
+            f"{share:.0%} of the parameters are whole on every rank along {SHARD_AXIS}={plan.mesh.size(SHARD_AXIS)}, "
+            f"because no module declares their names: {', '.join(listed)}. To shard their first dim, before "
+            "parallelize:\n"
+            f"    names = {{name: ({dim!r}, *[None] * (p.dim() - 1)) for name, p in model.named_parameters() "
+            "if p.dim()}\n"
+            "    model.declaration = maxmoe.parallel.Declaration("
+            "logical_names=names | maxmoe.parallel.logical_names(model))"
+        )
+    return warning
 
 
 def undeclared_modules(plan: Plan) -> str | None:

@@ -144,6 +144,7 @@ class Plan(Mapping[str, ModulePlan]):
     Args:
         mesh: mesh on which the model runs; may be planned.
         tokens: token group, with the mesh axes that shard the tokens.
+        model: the model, also in the plan of a part of it.
         modules: plan of each module, by its path.
         axes_of_tokens: for each name of an activation dim, the axes of its rule that do not shard the dim, because they
             shard the tokens.
@@ -151,6 +152,7 @@ class Plan(Mapping[str, ModulePlan]):
 
     mesh: Mesh
     tokens: ShardedTokens
+    model: nn.Module
     modules: Mapping[str, ModulePlan]
     axes_of_tokens: Mapping[str, tuple[str, ...]]
 

@@ -72,7 +72,11 @@ def make_plan(
     shardings = shardings_by_name(model, mesh, rules, strict=strict, allow_unused=allow_unused)
     planner = _Planner(model, mesh, rules, shardings, dispatch)
     return Plan(
-        mesh=mesh, tokens=planner.tokens, modules=planner.module_plans(), axes_of_tokens=planner.axes_of_tokens()
+        mesh=mesh,
+        tokens=planner.tokens,
+        model=model,
+        modules=planner.module_plans(),
+        axes_of_tokens=planner.axes_of_tokens(),
     )
 
 

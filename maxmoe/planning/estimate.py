@@ -31,6 +31,7 @@ from maxmoe.planning.rank_costs import (
     rank_memory,
     rank_parameters,
 )
+from maxmoe.planning.saved_tensors import local_trace
 from maxmoe.planning.state_dtypes import StateDtypes
 from maxmoe.planning.traffic import Traffic, traffic_of
 from maxmoe.quantization import with_split_stacks
@@ -38,7 +39,7 @@ from maxmoe.replaced_parameters import on_a_copy
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.planned_collective import PlannedCollective
 from maxmoe.sharding.rules import LogicalRules
-from maxmoe.text_table import readable_bytes, terminal_width, text_table
+from maxmoe.text_table import paragraph, readable_bytes, terminal_width, text_table
 
 Optimizer = Literal["adamw", "muon"]
 
@@ -53,11 +54,13 @@ class Estimate:
         traffic: collectives per step, without the all-reduces of losses, statistics and the gradient norm.
         pipeline: costs of all ranks along the axis `stage`; None if the model is not cut into stages. Otherwise, memory
             and traffic are those of the rank that needs the most memory.
+        uncounted: what is not counted, because the forward of the module cannot be traced; None if all is.
     """
 
     memory: dict[str, int]
     traffic: tuple[Traffic, ...]
     pipeline: PipelineEstimate | None = None
+    uncounted: str | None = None
 
     def __str__(self) -> str:
         lines = [(name, readable_bytes(count)) for name, count in self.memory.items()]
@@ -70,7 +73,8 @@ class Estimate:
         traffic.append(("total", "", "", str(sum(row.times for row in self.traffic)), total))
         width = terminal_width()
         tables = [text_table(memory, right=[1], width=width), text_table(traffic, right=[3, 4], width=width)]
-        return "\n\n".join([*([] if self.pipeline is None else [str(self.pipeline)]), *tables])
+        first = [] if self.uncounted is None else [paragraph(self.uncounted, width=width)]
+        return "\n\n".join([*first, *([] if self.pipeline is None else [str(self.pipeline)]), *tables])
 
 
 @on_a_copy
@@ -100,6 +104,10 @@ def estimate(
     AdamW keeps two elements per parameter element and does not communicate. Muon keeps one for the parameters that
     `maxmoe.optim.parameter_groups` assigns to it, and communicates sharded matrices in its default dtype on the device
     of the parameters.
+
+    Activations are those that modules declare, see `saved_tensors` of `Declaration`. What others save is traced in one
+    forward of the module without values, in train mode, with the tokens of a rank: ids ``(B, S)`` or hidden states
+    ``(B, S, D)``, or the `example_inputs` of its declaration. If that fails, the first line of the result says so.
 
     Every weight is counted as gathered in the forward and again in the backward, also an untied embedding, which is
     gathered once. Only one recomputed module (see `maxmoe.set_recompute`) is in memory at a time. Routing is assumed
@@ -162,7 +170,8 @@ def estimate(
     communication += activation_communication(plan, batch_size, sequence_length, dtype)
     communication += (item for _, item in dispatch_communication(plan, batch_size, sequence_length, num_chunks))
     communication += muon_communication(plan, choices, ns_dtype)
-    return Estimate(memory, traffic_of(communication))
+    uncounted = local_trace(plan, batch_size, sequence_length).problem
+    return Estimate(memory, traffic_of(communication), uncounted=uncounted)
 
 
 def _pipeline_estimate(
@@ -193,7 +202,8 @@ def _pipeline_estimate(
         *rank_communication(pipeline, costs.largest, tokens, message, num_chunks),
         *muon_communication(parameters, mine, ns_dtype),
     ]
-    return Estimate(ranks[costs.largest].memory, traffic_of(communication), costs)
+    uncounted = (local_trace(stage.plan, *tokens).problem for stage in pipeline.stages)
+    return Estimate(ranks[costs.largest].memory, traffic_of(communication), costs, next(filter(None, uncounted), None))
 
 
 def _matrices(choices: Sequence[Choice]) -> set[str]:

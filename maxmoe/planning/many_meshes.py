@@ -1,6 +1,6 @@
 """`Sizes`: an integer with one value per mesh, so that one run of the planner plans many meshes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -122,6 +122,13 @@ def in_meshes(values: Tensor, *, is_present: bool = False) -> int:
     first = int(values[0])
     is_same = bool((values == first).all())
     return first if is_same and (first > 1 or not is_present) else Sizes(values, is_present=is_present)
+
+
+def in_each_mesh(values: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the values in each mesh, as ordinary integers; once if they are the same in all."""
+    count = max((value.values.numel() for value in values if isinstance(value, Sizes)), default=1)
+    columns = [value.values.tolist() if isinstance(value, Sizes) else [value] * count for value in values]
+    return [*zip(*columns, strict=True)]
 
 
 def as_tensor(value: int, count: int) -> Tensor:

@@ -117,7 +117,7 @@ def test_transformers_trainer(tmp_path: Path) -> None:
 
 
 def test_transformers_trainer_resumed(tmp_path: Path) -> None:
-    """The steps of a resumed training are numbered on."""
+    """A resumed training goes on with the record of its checkpoint, and after its steps if that is not there."""
     pytest.importorskip("accelerate", reason="transformers.Trainer needs it")
     from maxmoe.integrations.transformers import LoadCallback
 
@@ -126,6 +126,10 @@ def test_transformers_trainer_resumed(tmp_path: Path) -> None:
     Trainers(tmp_path, **saving, max_steps=2).run(model_with_layers(), first)
     Trainers(tmp_path, **saving).run(model_with_layers(), second, resume_from_checkpoint=True)
     assert {row.step for row in first.history.rows()} == {1, 2}
+    assert second.history.rows()[: len(first.history.rows())] == first.history.rows()
+    assert {row.step for row in second.history.rows()} == {1, 2, 3, 4, 5}
+    moved = (tmp_path / "checkpoint-2").rename(tmp_path / "moved")
+    Trainers(tmp_path / "new", **saving).run(model_with_layers(), second, resume_from_checkpoint=str(moved))
     assert {row.step for row in second.history.rows()} == {3, 4, 5}
 
 
@@ -137,6 +141,7 @@ def test_a_model_without_layers(tmp_path: Path) -> None:
         Trainers(tmp_path).run(model_of("qwen3_moe").float(), LoadCallback())
 
 
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_lightning(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning", reason="of the extra 'trainers'")
     from lightning.pytorch.loggers import CSVLogger
@@ -156,19 +161,30 @@ def test_lightning(tmp_path: Path) -> None:
             return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.0)
 
     callback, logger = LoadCallback(), CSVLogger(tmp_path)
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        max_steps=STEPS,
-        accumulate_grad_batches=MICRO_BATCHES,
-        log_every_n_steps=2,
-        logger=logger,
-        callbacks=[callback],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
-    trainer.fit(Module(), torch.utils.data.DataLoader(TOKENS, batch_size=2))
+
+    def trained(callback: Any, max_steps: int, **options: Any) -> Any:
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            max_steps=max_steps,
+            accumulate_grad_batches=MICRO_BATCHES,
+            log_every_n_steps=2,
+            logger=logger,
+            callbacks=[callback],
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )
+        trainer.fit(Module(), torch.utils.data.DataLoader(TOKENS, batch_size=2), **options)
+        return trainer
+
+    trained(callback, STEPS)
     assert_same(callback.history, by_hand())
     rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
     assert len(rows) == 1 + STEPS and "load_max_over_mean/model.model.layers.0.mlp" in rows[0]
+    # A training that is resumed goes on with the record of its checkpoint.
+    first, second = LoadCallback(), LoadCallback()
+    trained(first, 2).save_checkpoint(tmp_path / "checkpoint.pt")
+    trained(second, STEPS, ckpt_path=tmp_path / "checkpoint.pt")
+    assert second.history.rows()[: len(first.history.rows())] == first.history.rows()
+    assert {row.step for row in second.history.rows()} == {1, 2, 3, 4, 5}

@@ -103,6 +103,7 @@ def with_our_layers(preset: str) -> nn.Module:
     return built
 
 
+@pytest.mark.filterwarnings("ignore:.* of the parameters are whole on every rank along fsdp")
 @pytest.mark.parametrize("sizes", [{"expert": 2}, {"fsdp": 2, "expert": 2}], ids=str)
 @pytest.mark.parametrize("preset", ["mixtral", "qwen3_moe"])
 def test_our_layers_in_their_models(preset: str, sizes: dict[str, int]) -> None:

@@ -105,6 +105,30 @@ def test_the_load_is_summed_over_windows_that_depend_on_the_steps_done(
         assert [row.step for row in history.rows()] == [*range(resumed_after + 1, steps + 1)]
 
 
+@pytest.mark.parametrize("resumed_after", [0, 1, 130])
+def test_a_resumed_record_has_the_rows_of_all_steps(resumed_after: int, tmp_path: Path) -> None:
+    whole, steps = recorded(200)
+    first, _ = recorded(resumed_after)
+    torch.save(first.state_dict(), tmp_path / "load.pt")
+    resumed = LoadHistory()
+    resumed.load_state_dict(torch.load(tmp_path / "load.pt"))
+    for layers in steps[resumed_after:]:
+        resumed.add(layers)
+    for name, history in (("whole", whole), ("resumed", resumed)):
+        history.write_csv(tmp_path / name)
+    assert (tmp_path / "resumed").read_text() == (tmp_path / "whole").read_text()
+    assert resumed.num_steps == 200 and resumed.rows(after=198) == whole.rows()[-4:]
+    assert all(counts.equal(whole.tokens_per_expert[layer]) for layer, counts in resumed.tokens_per_expert.items())
+
+
+def test_rows_of_other_layers_are_refused() -> None:
+    state = recorded(3)[0].state_dict()
+    history = LoadHistory()
+    with pytest.raises(ValueError, match=r"^values must have shape \[N, 2, 7\] for N of 3 steps, got \(3, 1, 7\)$"):
+        history.load_state_dict({**state, "values": state["values"][:, :1]})
+    assert history.num_steps == 0
+
+
 def test_other_layers_are_refused() -> None:
     history, steps = recorded(1)
     with pytest.raises(ValueError, match=r"^layers must be the same in every step, with \{'layers.0.mlp': 4, .* got"):

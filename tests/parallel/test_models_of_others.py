@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -140,6 +141,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.* of the parameters are whole on every rank along fsdp")  # small models
 def test_equals_one_process() -> None:
     x = torch.randn(8, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

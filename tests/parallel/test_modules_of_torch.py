@@ -87,6 +87,7 @@ def compare(model: nn.Module, one: nn.Module) -> None:
         assert_same(model.eval()(part), one.eval()(X).chunk(2)[dist.get_rank()], "output")
 
 
+@pytest.mark.filterwarnings("ignore:.* of the parameters are whole on every rank along fsdp")  # small models
 def test_without_a_declaration() -> None:
     def check(name: str, case: tuple[dict[str, int], str]) -> None:
         torch.manual_seed(0)

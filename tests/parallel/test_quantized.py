@@ -163,6 +163,7 @@ def model_of_stacks() -> nn.Module:
     return model
 
 
+@pytest.mark.filterwarnings("ignore:.* of the parameters are whole on every rank along fsdp")
 def test_modules_of_others() -> None:
     torch.manual_seed(0)
     model, x = model_of_stacks(), torch.randn(8, 64, dtype=torch.float64)

@@ -18,7 +18,7 @@ from maxmoe.planning.plan_search.part_cost import Step
 from maxmoe.planning.plan_search.predicted_plan import PredictedPlan
 from maxmoe.planning.plan_search.result import NoPlanFits, SearchResult
 from maxmoe.planning.plan_search.rule_tables import tables
-from maxmoe.planning.saved_tensors import saved_tensors
+from maxmoe.planning.saved_tensors import local_trace, saved_tensors
 from maxmoe.planning.state_dtypes import StateDtypes
 from maxmoe.planning.time_model.device import Device
 from maxmoe.quantization import with_split_stacks
@@ -104,6 +104,7 @@ def search(
         limit=limit,
         num_tokens=batch_size * sequence_length,
         world_size=world_size,
+        uncounted=local_trace(on_one_rank, batch_size, sequence_length).problem,
     )
 
 

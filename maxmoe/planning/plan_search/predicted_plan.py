@@ -30,6 +30,7 @@ class PredictedPlan:
         flops: floating-point operations of a step.
         intra_bytes: bytes that the rank sends within its node in a step.
         inter_bytes: bytes that it sends to other nodes in a step.
+        uncounted: what is not counted, because the forward of the module cannot be traced; None if all is.
     """
 
     rules: LogicalRules | str
@@ -46,6 +47,7 @@ class PredictedPlan:
     flops: float
     intra_bytes: int
     inter_bytes: int
+    uncounted: str | None = None
 
     @classmethod
     def of(cls, cost: StepCost, memory: Tensor, index: int, **plan: Any) -> "PredictedPlan":

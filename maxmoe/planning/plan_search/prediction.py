@@ -16,6 +16,7 @@ from maxmoe.planning.plan_search.evaluation import Evaluation
 from maxmoe.planning.plan_search.model_parts import ModelParts
 from maxmoe.planning.plan_search.part_cost import Step
 from maxmoe.planning.plan_search.predicted_plan import PredictedPlan
+from maxmoe.planning.saved_tensors import local_trace
 from maxmoe.planning.state_dtypes import StateDtypes
 from maxmoe.planning.time_model.device import Device
 from maxmoe.quantization import with_split_stacks
@@ -93,4 +94,5 @@ def predict(
         num_chunks=num_chunks,
         recompute=names,
         num_micro_batches=num_micro_batches,
+        uncounted=local_trace(one, batch_size, sequence_length).problem,
     )

@@ -20,6 +20,7 @@ class SearchResult:
         limit: bytes of a rank.
         num_tokens: number of tokens of a step over all ranks.
         world_size: number of ranks.
+        uncounted: what is not counted, because the forward of the module cannot be traced; None if all is.
     """
 
     plans: tuple[PredictedPlan, ...]
@@ -30,6 +31,7 @@ class SearchResult:
     limit: int
     num_tokens: int
     world_size: int
+    uncounted: str | None = None
 
     def tokens_per_second(self, plan: PredictedPlan) -> float:
         """Return the predicted number of tokens per second of each rank.
@@ -47,6 +49,7 @@ class SearchResult:
         head = ("plan", "rules", "mesh", "dispatch", "recomputed", "memory", "step", "tokens/s of a rank")
         rows = [head, *(self._cells(number, plan) for number, plan in enumerate(self.plans, start=1))]
         blocks = [
+            *([] if self.uncounted is None else [paragraph(self.uncounted, width=width)]),
             text_table(rows, right=[5, 6, 7], width=width),
             text_table(self._costs(), right=range(1, 9), width=width),
         ]

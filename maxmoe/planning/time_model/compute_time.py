@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from maxmoe.declaration import declaration_of
 from maxmoe.parallel.plan import ModulePlan, Plan
 from maxmoe.planning.many_meshes import as_tensor
-from maxmoe.planning.saved_tensors import local_tokens, planned_dispatches
+from maxmoe.planning.saved_tensors import local_tokens, local_trace, planned_dispatches
 from maxmoe.planning.time_model.device import Device
+from maxmoe.planning.traced_forward import traced_modules
 
 # A saved tensor is written and read in the forward, read in the backward, and its gradient is written and read.
 PASSES_OVER_ACTIVATIONS = 5
@@ -20,7 +21,7 @@ PASSES_OF_RECOMPUTATION = 2
 
 
 class Product(NamedTuple):
-    """Matrix products of a parameter, or of attention scores.
+    """Matrix products of a parameter, of attention scores, or of a traced module.
 
     Attributes:
         flops: floating-point operations in a forward.
@@ -41,7 +42,9 @@ class Product(NamedTuple):
 def products(plan: Plan, batch_size: int, sequence_length: int, num_chunks: int) -> Iterator[Product]:
     """List the products of a rank for a batch, if routing is balanced.
 
-    Attention is causal: half of the scores count. Every parameter whose first dim is `q_heads` makes queries.
+    Those of modules that are traced are what torch counts in their forward; see `trace`. In others, every parameter
+    multiplies all tokens, and attention is causal: half of the scores count. Every parameter whose first dim is
+    `q_heads` makes queries.
 
     Args:
         plan: plan of a model, or of a part of it.
@@ -51,10 +54,21 @@ def products(plan: Plan, batch_size: int, sequence_length: int, num_chunks: int)
     """
     num_tokens = math.prod(local_tokens(plan, batch_size, sequence_length))
     routed = dict(_routed_slots(plan, batch_size, sequence_length, num_chunks))
+    traced = local_trace(plan, batch_size, sequence_length)
+    are_traced = traced_modules(plan.model) if traced.problem is None else ()
+
+    def passes_of(path: str) -> int:
+        weights = [weight.requires_grad for weight in plan[path].module.parameters(recurse=False)]
+        return 2 + (plan.recomputed_by(path) is not None) + (any(weights) or not weights)
+
+    for passes, count in traced.flops(plan, passes_of).items():
+        yield Product(count, num_tokens, passes, False)
     for path, module in plan.items():
         repeats = 0 if plan.recomputed_by(path) is None else 1
         for name, parameter in module.parameters.items():
             shape = parameter.used.shard_shape(parameter.parameter.shape)
+            if parameter.name.rpartition(".")[0] in are_traced:
+                continue
             if len(shape) < 2 or isinstance(_owner(module, name), nn.Embedding):
                 continue
             passes = 2 + repeats + parameter.is_trained
