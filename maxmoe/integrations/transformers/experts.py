@@ -114,6 +114,7 @@ def _fused(
             activation=gate.activation,
             limit=gate.limit,
             fused_gate=layout if experts.has_gate else None,
+            recompute="experts" in getattr(experts, "recompute", ()),
         )
 
     own = ExpertWeights(

@@ -33,8 +33,9 @@ from maxmoe.token_group import LocalTokens
 class TransformersMoE(MoEFeedForward):
     """`MoEFeedForward` whose parts are the modules of a sparse block of transformers, under their names.
 
-    The router of the block gives the logits, in its dtype; the experts run on the operators of maxmoe. State dict,
-    adapters of PEFT and the router logits that a model returns are therefore those of transformers.
+    The router of the block gives the logits, in its dtype; its experts run on the operators of maxmoe, which
+    ``experts_implementation="maxmoe"`` calls. State dict, adapters of PEFT and the router logits that a model returns
+    are therefore those of transformers. `replace_moe_blocks` makes such layers.
 
     Args:
         block: sparse block of a family in `maxmoe.presets`, whose modules the layer takes over.
@@ -65,7 +66,9 @@ class TransformersMoE(MoEFeedForward):
         self.aux_loss_watch = AuxLossWatch()
         # Updates the correction bias of the block. In a tuple, so that it is no part of the state dict.
         self._balance = (Router(config, device="meta"),) if config.score_correction_bias else ()
-        if not is_experts(self.experts):
+        if is_experts(self.experts):
+            self.experts.recompute_names, self.experts.recompute = Experts.recompute_names, Experts.recompute
+        else:
             self.experts.uses_maxmoe = True  # read by llama4.py
         _declare(self.router, self.experts, config, family.block.entries)
         self.train(block.training)
