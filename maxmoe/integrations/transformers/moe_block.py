@@ -41,6 +41,9 @@ class TransformersMoE(MoEFeedForward):
         block: sparse block of a family in `maxmoe.presets`, whose modules the layer takes over.
         config: config of the layer.
 
+    Attributes:
+        family: family of the block.
+
     Raises:
         ValueError: for a block with other tensors than its family, or a config of another function.
     """
@@ -50,8 +53,7 @@ class TransformersMoE(MoEFeedForward):
         check_block(config, block)
         check_tensors_of(block, MoE(config, device="meta"), "replace_moe_blocks")
         self.config = config
-        family = family_of_block(block)
-        self._returns_scores = family.returns_scores
+        self.family = family = family_of_block(block)
         self._keys = {entry.names[0]: entry.key for entry in family.block.entries}
         for name, module in block.named_children():
             self.add_module(name, module)
@@ -112,7 +114,7 @@ class TransformersMoE(MoEFeedForward):
             Output ``(..., S, D)``. In gpt-oss and Llama 4, whose models drop a second value, a tuple with None.
         """
         hidden_states = super().forward(x, token_mask_of_this_layer() if token_mask is None else token_mask)
-        return (hidden_states, None) if self._returns_scores else hidden_states
+        return (hidden_states, None) if self.family.returns_scores else hidden_states
 
     def hidden_states_and_routing(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Routing, Tensor]:
         """Compute as `MoE.hidden_states_and_routing`."""

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from maxmoe.conversion import config_of_block
 from maxmoe.field_checks import nearest
 from maxmoe.integrations.transformers._transformers import is_expert_parallel, is_experts
+from maxmoe.integrations.transformers.checkpoint_names import load_checkpoint_names
 from maxmoe.integrations.transformers.moe_block import TransformersMoE
 from maxmoe.integrations.transformers.token_masks import hand_over_masks
 from maxmoe.nn import MoE
@@ -112,6 +113,7 @@ def _put(model: nn.Module, path: str, layer: TransformersMoE) -> ReplacedBlock:
     parent, _, name = path.rpartition(".")
     block = type(model.get_submodule(path)).__name__
     setattr(model.get_submodule(parent), name, layer)
+    load_checkpoint_names(model.get_submodule(parent))
     if is_experts(layer.experts):
         owner.set_experts_implementation("maxmoe")
     hand_over_masks(owner, model.get_submodule(parent.rpartition(".")[0]).children())
