@@ -56,7 +56,7 @@ class TransformersMoE(MoEFeedForward):
         self.family = family = family_of_block(block)
         self._keys = {entry.names[0]: entry.key for entry in family.block.entries}
         for name, module in block.named_children():
-            self.add_module(name, module)
+            setattr(self, name, module)
         for name, buffer in block.named_buffers(recurse=False):
             self.register_buffer(name, buffer)
         has_more = config.has_zero_computation_outputs
@@ -170,11 +170,10 @@ class TransformersMoE(MoEFeedForward):
 
     def _dense_parts(self, inputs: LayerInputs, routing: Routing, dtype: torch.dtype) -> Tensor | None:
         """Compute the shared and the zero-computation experts, which every process has whole."""
-        shared: Any = self._part("shared_experts.up_proj")
         output_gate = self._part("shared_experts.output_gate")
         parts = []
-        if shared is not None:
-            out = shared(inputs.router)
+        if self.shared_experts is not None:
+            out = self.shared_experts(inputs.router)
             parts.append(out if output_gate is None else output_gate(inputs.router).sigmoid() * out)
         if self.zero_computation_experts is not None:
             parts.append(self.zero_computation_experts(inputs.router, routing.top_k, dtype))
@@ -189,9 +188,13 @@ class TransformersMoE(MoEFeedForward):
     def router(self) -> nn.Module:  # type: ignore[override]
         """Router of the block."""
         router = self._part("router.weight")
-        if router is None:  # while the modules of the block are taken over
-            raise AttributeError("router")
+        assert router is not None
         return router
+
+    @property
+    def shared_experts(self) -> nn.Module | None:  # type: ignore[override]
+        """Shared experts of the block, which every process computes whole; None without any."""
+        return self._part("shared_experts.up_proj")
 
     @property
     def _correction_bias(self) -> Tensor | None:
@@ -223,13 +226,17 @@ def _declare(router: nn.Module, experts: nn.Module, config: MoEConfig, entries: 
     """Declare router and experts of a block as those of `MoE`, with the names and layouts of their parameters.
 
     Fused gate and up of which the whole gate comes first cannot be computed in parts: a shard would hold one of them.
+    Nor can a stack with unused matrices be sharded by experts.
     """
     of_ours = Experts(config, device="meta").declaration
-    names, input_dims, fused = {}, {}, {}
-    for entry in (entry for entry in entries if entry.is_of_experts):
+    names: dict[str, tuple[str | None, ...]] = {}
+    input_dims, fused = {}, {}
+    of_experts = [entry for entry in entries if entry.is_of_experts]
+    is_sharded = not any(entry.has_unused_matrices for entry in of_experts)
+    for entry in of_experts:
         name, ours = entry.key.removeprefix("experts."), entry.names[0].removeprefix("experts.")
-        *leading, last, end = of_ours.logical_names[ours]
-        names[name] = (*leading, *((end, last) if entry.transposed else (last, end)))
+        expert, *dims = of_ours.logical_names[ours]
+        names[name] = (expert if is_sharded else None, *(reversed(dims) if entry.transposed else dims))
         if ours in of_ours.input_dims:
             input_dims[name] = of_ours.input_dims[ours]
             if len(entry.names) > 1:
