@@ -25,8 +25,8 @@ class MoEFeedForward(MoE):
 
         block.mlp = maxmoe.MoEFeedForward(config)
 
-    In models of transformers, `maxmoe.integrations.transformers.replace_moe_blocks` puts such layers in the place of all
-    sparse blocks.
+    In models of transformers, `maxmoe.integrations.transformers.replace_moe_blocks` puts such layers in the place of
+    all sparse blocks.
 
     Attributes:
         aux_loss_scale: factor of the auxiliary loss, a number or a 0-dim tensor; see `set_aux_loss_scale`.
@@ -58,8 +58,8 @@ class MoEFeedForward(MoE):
             )
         layer = super().from_transformers(block)
         warnings.warn(
-            "MoEFeedForward.from_transformers knows one block alone: in a model, it gets no attention mask, adds its own "
-            "auxiliary loss, and save_pretrained writes tensors that transformers cannot read. Call "
+            "MoEFeedForward.from_transformers knows one block alone: in a model, it gets no attention mask, adds its "
+            "own auxiliary loss, and save_pretrained writes tensors that transformers cannot read. Call "
             "maxmoe.integrations.transformers.replace_moe_blocks(model)",
             stacklevel=2,
         )

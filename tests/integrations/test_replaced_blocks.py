@@ -60,7 +60,7 @@ def test_no_auxiliary_loss_by_default() -> None:
 
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_factor_between_both_balance_losses(num_layers: int) -> None:
-    """With one layer they are proportional; with more, the sum over the layers replaces the loss of all tokens pooled."""
+    """That of maxmoe is the sum over the layers; transformers pools the tokens of all layers."""
     theirs = replaced("mixtral", num_hidden_layers=num_layers)
     ours = replaced("mixtral", training={"load_balance_loss_weight": 0.5, "load_balance_scope": "batch"},
                     num_hidden_layers=num_layers)  # fmt: skip
@@ -140,10 +140,10 @@ def test_one_block_that_returns_a_tuple_is_refused(preset: str) -> None:
 
 
 def refused(model: nn.Module, match: str, error: type[Exception] = ValueError, **training: Any) -> None:
-    before = {path: module for path, module in model.named_modules()}
+    before = dict(model.named_modules())
     with pytest.raises(error, match=match):
         replace_moe_blocks(model, **training)
-    assert {path: module for path, module in model.named_modules()} == before
+    assert dict(model.named_modules()) == before
 
 
 def test_nothing_is_replaced_if_one_block_cannot_be() -> None:
@@ -165,7 +165,9 @@ def test_refusals() -> None:
 def test_another_experts_implementation_is_refused() -> None:
     model = replaced("mixtral")
     model.set_experts_implementation("eager")
-    with pytest.raises(ValueError, match="experts implementation of a model with replaced blocks must be 'maxmoe', got"):
+    with pytest.raises(
+        ValueError, match="experts implementation of a model with replaced blocks must be 'maxmoe', got"
+    ):
         model(IDS)
 
 

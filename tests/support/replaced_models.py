@@ -37,8 +37,11 @@ def padding(batch: int, side: str) -> Tensor:
 
 
 def labels_of(ids: Tensor, mask: Tensor | None) -> Tensor:
-    """Without padding, and without the first token, which padding on the left would predict."""
-    return ids if mask is None else ids.masked_fill((mask == 0) | (mask.cumsum(1) == 1), -100)
+    """Without padding, and without tokens after padding, which it would predict."""
+    if mask is None:
+        return ids
+    is_after_padding = nn.functional.pad(mask[:, :-1], (1, 0), value=1) == 0
+    return ids.masked_fill((mask == 0) | is_after_padding, -100)
 
 
 def step(model: nn.Module, ids: Tensor, mask: Tensor | None = None, **options: Any) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from maxmoe.whole_tensors import is_dtensor
 
 def load_checkpoint_names(layer: nn.Module) -> None:
     """Let `load_state_dict` of a decoder layer read the published names of the weights of its replaced block."""
-    layer.register_load_state_dict_pre_hook(_copy_published)
+    layer.register_load_state_dict_pre_hook(_copy_published)  # type: ignore[no-untyped-call]
 
 
 def _copy_published(
@@ -31,22 +31,28 @@ def _copy_published(
         if family.checkpoint is family.block or not views:
             continue
         base = f"{prefix}{family.checkpoint.module}."
+        copied, missing = set[str](), set[str]()
         for key, entry, targets in _published(family.checkpoint, views):
             is_own_name = base == f"{prefix}{name}." and key in own
             tensor = None if is_own_name else state_dict.pop(base + key, None)
             if tensor is None:
+                missing.update(entry.names)
                 continue
-            if tensor.shape != (expected := entry.shape(targets[0].shape)):
-                messages[-1].append(f"size mismatch for {base}{key}: must be {tuple(expected)}, got {tuple(tensor.shape)}")
+            expected = entry.shape(targets[0].shape)
+            if tensor.shape != expected:
+                got = tuple(tensor.shape)
+                messages[-1].append(f"size mismatch for {base}{key}: must be {tuple(expected)}, got {got}")
                 continue
+            copied.update(entry.names)
             for target, view in zip(targets, entry.views(tensor), strict=True):
                 target.copy_(view)
-        # Copied onto themselves.
-        state_dict.update({f"{prefix}{name}.{key}": own[key] for key in own if f"{prefix}{name}.{key}" not in state_dict})
+        for entry in family.block.entries:
+            if copied - missing >= {*entry.names}:  # complete: copied onto itself
+                state_dict[f"{prefix}{name}.{entry.key}"] = own[entry.key]
 
 
 def _views(layout: Layout, own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return views of the tensors of a block by the names of maxmoe; none if a mesh, PEFT or a quantization has others."""
+    """Return views of the tensors of a block by the names of maxmoe; none if it is sharded, adapted or quantized."""
     views: dict[str, Tensor] = {}
     for entry in layout.entries:
         tensor = own.get(entry.key)

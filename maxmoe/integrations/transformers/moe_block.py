@@ -12,7 +12,7 @@ from typing_extensions import Self
 from maxmoe.adapters import adapted_module
 from maxmoe.config import MoEConfig
 from maxmoe.conversion import check_block, check_tensors_of, config_of_block, family_of_block
-from maxmoe.declaration import Declaration
+from maxmoe.declaration import Declaration, FusedGate
 from maxmoe.integrations.transformers._transformers import experts_implementation, is_experts
 from maxmoe.integrations.transformers.token_masks import token_mask_of_this_layer
 from maxmoe.nn import Experts, MoE, MoEFeedForward, Router, Routing, ZeroComputationExperts
@@ -71,7 +71,7 @@ class TransformersMoE(MoEFeedForward):
         if is_experts(self.experts):
             self.experts.recompute_names, self.experts.recompute = Experts.recompute_names, Experts.recompute
         else:
-            self.experts.uses_maxmoe = True  # read by llama4.py
+            self.experts.uses_maxmoe = True  # type: ignore[assignment]  # read by llama4.py
         _declare(self.router, self.experts, config, family.block.entries)
         self.train(block.training)
 
@@ -162,8 +162,8 @@ class TransformersMoE(MoEFeedForward):
         experts: Any = self.routed_experts
         if is_experts(experts) and experts_implementation(experts.config) != "maxmoe":
             raise ValueError(
-                f"{module_path(self)}: the experts implementation of a model with replaced blocks must be 'maxmoe', got "
-                f"{experts_implementation(experts.config)!r}"
+                f"{module_path(self)}: the experts implementation of a model with replaced blocks must be 'maxmoe', "
+                f"got {experts_implementation(experts.config)!r}"
             )
         rows: Tensor = self.experts(x, plan, weights, *foreign)
         return rows
@@ -218,7 +218,7 @@ class TransformersMoE(MoEFeedForward):
 
     @property
     def _dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.routed_experts.down_proj.dtype  # type: ignore[assignment, union-attr]
+        dtype: torch.dtype = self.routed_experts.down_proj.dtype  # type: ignore[assignment]
         return dtype
 
 
@@ -230,7 +230,8 @@ def _declare(router: nn.Module, experts: nn.Module, config: MoEConfig, entries: 
     """
     of_ours = Experts(config, device="meta").declaration
     names: dict[str, tuple[str | None, ...]] = {}
-    input_dims, fused = {}, {}
+    input_dims: dict[str, str] = {}
+    fused: dict[str, FusedGate] = {}
     of_experts = [entry for entry in entries if entry.is_of_experts]
     is_sharded = not any(entry.has_unused_matrices for entry in of_experts)
     for entry in of_experts:
