@@ -181,7 +181,7 @@ class TransformersMoE(MoEFeedForward):
 
     def _part(self, name: str) -> nn.Module | None:
         """Return the module of the block that has the parameter which `MoE` has under a name, or None."""
-        module = self._modules.get(self._keys.get(name, "").split(".")[0])
+        module = dict(self.named_children()).get(self._keys.get(name, "").split(".")[0])
         return None if isinstance(module, nn.Identity) else module  # in Nemotron, without latent experts
 
     @property
