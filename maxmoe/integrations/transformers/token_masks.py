@@ -32,12 +32,12 @@ def hand_over_masks(model: nn.Module, layers: Iterable[nn.Module]) -> None:
         model: model whose forward has an attention mask and passes further arguments to its decoder layers.
         layers: all modules that get these arguments.
     """
-    if has_pre_hook(model, _add_mask):
-        return
-    model.register_forward_pre_hook(_add_mask, with_kwargs=True)
+    if not has_pre_hook(model, _add_mask):
+        model.register_forward_pre_hook(_add_mask, with_kwargs=True)
     for layer in layers:
-        layer.register_forward_pre_hook(_enter, with_kwargs=True)
-        layer.register_forward_hook(_leave, always_call=True)
+        if not has_pre_hook(layer, _enter):
+            layer.register_forward_pre_hook(_enter, with_kwargs=True)
+            layer.register_forward_hook(_leave, always_call=True)
 
 
 def _add_mask(model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -49,13 +49,12 @@ def _add_mask(model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -
         return arguments, options
     inputs = (*arguments[:1], given.get("input_ids"), given.get("inputs_embeds"))
     tokens = next(value for value in inputs if value is not None)
-    caches = (given.get(name) for name in ("cache", "past_key_values"))  # the name until 5.21
+    caches = (given.get(name) for name in ("cache", "past_key_values"))  # the older name
     cache = next((cache for cache in caches if cache is not None), None)
-    first = 0 if cache is None else cache.get_seq_length()
-    return arguments, {**options, _ARGUMENT: token_mask(mask, tokens.shape[0], tokens.shape[1], first)}
+    return arguments, {**options, _ARGUMENT: token_mask(mask, tokens.shape[0], tokens.shape[1], cache)}
 
 
-def token_mask(attention_mask: Any, batch: int, length: int, first: Any = 0) -> Tensor | None:
+def token_mask(attention_mask: Any, batch: int, length: int, cache: Any = None) -> Tensor | None:
     """Return the mask ``(batch, length)`` of tokens that are not padding.
 
     Args:
@@ -63,7 +62,7 @@ def token_mask(attention_mask: Any, batch: int, length: int, first: Any = 0) -> 
             scores, in which nobody attends to padding, not even itself; or several such masks by name.
         batch: number of sequences.
         length: number of tokens of each.
-        first: number of keys before them, in the cache.
+        cache: cache of transformers with the keys before them; None for no such keys.
 
     Raises:
         ValueError: for a mask of another kind.
@@ -82,7 +81,7 @@ def token_mask(attention_mask: Any, batch: int, length: int, first: Any = 0) -> 
     if attention_mask.dim() == 2:
         return attention_mask[:, -length:] != 0
     place = torch.arange(length, device=attention_mask.device)
-    itself = attention_mask[:, 0, place, place + first]
+    itself = attention_mask[:, 0, place, place + (0 if cache is None else cache.get_seq_length())]
     is_attended = itself > torch.finfo(itself.dtype).min / 2 if itself.is_floating_point() else itself != 0
     return is_attended.expand(batch, -1)
 
