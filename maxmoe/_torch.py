@@ -178,6 +178,11 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
+def has_pre_hook(module: nn.Module, hook: Callable[..., Any]) -> bool:
+    """Return whether a forward pre-hook is registered at a module."""
+    return hook in module._forward_pre_hooks.values()
+
+
 def is_called_plainly(module: nn.Module) -> bool:
     """Return whether a call of a module runs the forward of its class and nothing else, such as a hook."""
     return not (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from maxmoe.config import MoEConfig
 from maxmoe.presets import from_transformers
-from maxmoe.presets.families import family_of
+from maxmoe.presets.families import Family, family_of
 from maxmoe.presets.layouts import Held, check_tensors
 from maxmoe.quantization import QuantizedStack
 from maxmoe.whole_tensors import check_whole
@@ -36,6 +36,11 @@ def config_of_block(block: nn.Module) -> MoEConfig:
     return from_transformers(_source(block))
 
 
+def family_of_block(block: nn.Module) -> Family:
+    """Return the family of a sparse block of a transformers model."""
+    return family_of(_source(block))
+
+
 def _source(block: nn.Module) -> Any:
     """Return the transformers config that a sparse block or one of its children keeps."""
     for module in block.modules():
@@ -56,6 +61,13 @@ def check_block(config: MoEConfig, block: nn.Module) -> None:
                 f"{name} of the layer must be {getattr(wanted, name)!r} as in the block's config, "
                 f"got {getattr(config, name)!r}"
             )
+
+
+def check_tensors_of(block: nn.Module, layer: nn.Module, what: str) -> None:
+    """Raise unless a block is whole and has the tensors of its family, in the shapes that fit a layer."""
+    theirs = _state(block)
+    check_whole(what, theirs)
+    _checked(_state(layer), block, theirs)
 
 
 def take_weights(layer: nn.Module, block: nn.Module) -> None:

@@ -1,10 +1,13 @@
 """Mixture-of-Experts layer that returns a tensor, in place of a dense feed-forward block."""
 
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
+from maxmoe.conversion import family_of_block
 from maxmoe.load.metrics_accumulator import with_gradient
 from maxmoe.nn.checks import needs_gradient
 from maxmoe.nn.moe import MoE
@@ -22,13 +25,46 @@ class MoEFeedForward(MoE):
     statistics. Parameters, their names in the state dict and all other methods are the same as in `MoE`::
 
         block.mlp = maxmoe.MoEFeedForward(config)
-        block.mlp = maxmoe.MoEFeedForward.from_transformers(block.mlp)
+
+    In models of transformers, `maxmoe.integrations.transformers.replace_moe_blocks` puts such layers in the place of
+    all sparse blocks.
 
     Attributes:
         aux_loss_scale: factor of the auxiliary loss, a number or a 0-dim tensor; see `set_aux_loss_scale`.
     """
 
     aux_loss_scale: float | Tensor = 1.0
+
+    @classmethod
+    def from_transformers(cls, block: nn.Module) -> Self:
+        """Create a layer from the sparse block of a transformers model, as `MoE.from_transformers`, with a warning.
+
+        A layer in the place of one block does not know the padding of the model, adds an auxiliary loss that the model
+        lacks, and has parameters that transformers cannot save: `replace_moe_blocks` replaces all blocks of a model.
+
+        Args:
+            block: sparse block of a family in `maxmoe.presets`, such as `MixtralSparseMoeBlock`.
+
+        Returns:
+            Layer with the dtypes, device and `requires_grad` of the block.
+
+        Raises:
+            ValueError: for a block of another family or kind, and for one that returns a tuple, as those of gpt-oss and
+                Llama 4; no tensor is moved then.
+        """
+        if family_of_block(block).returns_scores:
+            raise ValueError(
+                f"{type(block).__name__} returns a tuple, which its model unpacks, MoEFeedForward a tensor: call "
+                "maxmoe.integrations.transformers.replace_moe_blocks(model)"
+            )
+        layer = super().from_transformers(block)
+        warnings.warn(
+            "MoEFeedForward.from_transformers knows one block alone: in a model, it gets no attention mask, adds its "
+            "own auxiliary loss, and save_pretrained writes tensors that transformers cannot read. Call "
+            "maxmoe.integrations.transformers.replace_moe_blocks(model)",
+            stacklevel=2,
+        )
+        return layer
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Route the tokens and compute their experts.

@@ -75,24 +75,10 @@ class Router(ConvertedModule):
         if config.router == "random":
             # The values are noise, but the gradient flows to the logits: a balanced load with the cost of training.
             logits = logits + (torch.randn_like(logits) - logits).detach()
-        is_unpadded = experts is None
         try:
-            weights, experts, probabilities = route(
-                logits,
-                config.top_k,
-                score_function=config.score_function,
-                correction_bias=self.score_correction_bias,
-                num_groups=config.num_groups,
-                top_k_groups=config.top_k_groups,
-                group_score=config.group_score,
-                normalization=config.normalization,
-                scale=config.routed_scaling_factor,
-                experts=experts,
-            )
+            return select_experts(config, logits, self.score_correction_bias, token_mask, experts)
         except ValueError as error:
             raise ValueError(f"{module_path(self)}: {error}") from error
-        routing = Routing(logits, probabilities, weights, experts, is_unpadded=is_unpadded)
-        return routing if token_mask is None else routing.without_padding(token_mask)
 
     @property
     def declaration(self) -> Declaration:
@@ -184,6 +170,26 @@ class Router(ConvertedModule):
             f"score_function={config.score_function!r}, bias={config.router_bias}, "
             f"score_correction_bias={config.score_correction_bias}"
         )
+
+
+def select_experts(
+    config: MoEConfig, logits: Tensor, correction_bias: Tensor | None, token_mask: Tensor | None, experts: Tensor | None
+) -> Routing:
+    """Route tokens by their logits ``(T, E)``; mask and experts as in `Router.forward`."""
+    weights, selected, probabilities = route(
+        logits,
+        config.top_k,
+        score_function=config.score_function,
+        correction_bias=correction_bias,
+        num_groups=config.num_groups,
+        top_k_groups=config.top_k_groups,
+        group_score=config.group_score,
+        normalization=config.normalization,
+        scale=config.routed_scaling_factor,
+        experts=experts,
+    )
+    routing = Routing(logits, probabilities, weights, selected, is_unpadded=experts is None)
+    return routing if token_mask is None else routing.without_padding(token_mask)
 
 
 def is_custom_router(router: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from torch import nn
 
 from maxmoe.adapters import wrappers_of
 from maxmoe.declaration import Absent, declaration_of
-from maxmoe.nn import MoE
+from maxmoe.nn import MoE, SharedExperts
 from maxmoe.parallel.blocks_of_scales import check_blocks
 from maxmoe.parallel.dispatch_plan import Dispatch, DispatchPlan, check_dispatch, plan_dispatch
 from maxmoe.parallel.fsdp import blocks, fsdp_axes, shared_by_blocks
@@ -176,7 +176,7 @@ class _Planner:
         except ValueError as error:
             raise ValueError(f"{path or 'the layer'}: {error}") from None
         shared = layer.shared_experts
-        of_shared = None if shared is None else set(self.parallel_axes[shared])
+        of_shared = set(self.parallel_axes[shared]) if isinstance(shared, SharedExperts) else None
         # Routed and shared experts share one all-reduce of the input's gradient and one of the output, if they are
         # partial over the same axes.
         return replace(plan, shared_is_partial=of_shared == set(plan.partial_axes) == set(plan.sum_axes))

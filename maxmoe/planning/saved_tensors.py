@@ -70,7 +70,7 @@ def planned_dispatches(
             dispatch,
             num_tokens,
             dispatch.num_chunks(num_chunks),
-            layer.routed_experts.up_proj.dtype,
+            layer.routed_experts.down_proj.dtype,
             is_recomputed=plan.recomputed_by(path) is not None,
             recomputes_input="dispatch" in layer.recompute,
             expert_bytes=_expert_bytes(plan, f"{path}.experts.".removeprefix("."), dispatch),

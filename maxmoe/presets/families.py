@@ -20,6 +20,7 @@ class Family:
         required: supported values of attributes of the transformers config; the attribute may be absent.
         block: layout of the weights of the sparse block in memory.
         checkpoint: layout of the weights in published checkpoints.
+        returns_scores: whether the sparse block returns a tuple, with scores that the model drops.
     """
 
     preset: Callable[..., MoEConfig]
@@ -27,6 +28,7 @@ class Family:
     required: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     block: Layout
     checkpoint: Layout
+    returns_scores: bool = False
 
 
 _MIXTRAL_FIELDS = {
@@ -189,8 +191,11 @@ FAMILIES: dict[str, Family] = {
         required={"swiglu_alpha": [1.702]},
         block=_GPT_OSS,
         checkpoint=_GPT_OSS,
+        returns_scores=True,
     ),
-    "llama4_text": Family(preset=published.llama4, fields=_MIXTRAL_FIELDS, block=_LLAMA4, checkpoint=_LLAMA4),
+    "llama4_text": Family(
+        preset=published.llama4, fields=_MIXTRAL_FIELDS, block=_LLAMA4, checkpoint=_LLAMA4, returns_scores=True
+    ),
 }
 
 

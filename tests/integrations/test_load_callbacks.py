@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import maxmoe
 from maxmoe import StatsAccumulator
+from maxmoe.integrations.transformers import replace_moe_blocks
 from maxmoe.load import LoadHistory
 from support.small_models import model_of
 
@@ -25,8 +25,7 @@ pytestmark = [
 def model_with_layers() -> nn.Module:
     torch.manual_seed(0)
     model: Any = model_of("qwen3_moe", router_aux_loss_coef=0.0).float()
-    for block in model.model.layers:
-        block.mlp = maxmoe.MoEFeedForward.from_transformers(block.mlp)
+    replace_moe_blocks(model)
     return model  # type: ignore[no-any-return]
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import maxmoe
-import maxmoe.integrations.transformers
+from maxmoe.integrations.transformers import replace_moe_blocks
 from support.small_models import model_of
 
 STEPS = 3
@@ -31,8 +30,7 @@ def operators() -> nn.Module:
 
 def layers() -> nn.Module:
     model: Any = eager()
-    for block in model.model.layers:
-        block.mlp = maxmoe.MoEFeedForward.from_transformers(block.mlp)
+    replace_moe_blocks(model)
     return model
 
 

@@ -14,7 +14,8 @@ pytest.importorskip("transformers.distributed.expert_parallel")  # from 5.21 on
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface, apply_expert_parallelism
 
-from maxmoe import MoEFeedForward, parallelize
+from maxmoe import parallelize
+from maxmoe.integrations.transformers import replace_moe_blocks
 from maxmoe.integrations.transformers.expert_parallel import RaggedAllToAllEP, RingOfExpertsEP
 from maxmoe.parallel import token_sharding
 from maxmoe.sharding import Mesh
@@ -95,11 +96,9 @@ def test_the_same_tokens_on_every_rank() -> None:
 
 
 def with_our_layers(preset: str) -> nn.Module:
-    """The model with `MoEFeedForward` in the place of its sparse blocks."""
+    """The model with layers of maxmoe in the place of its sparse blocks."""
     built = model(preset)
-    for path in blocks_of(built):
-        owner = built.get_submodule(path)
-        owner.mlp = MoEFeedForward.from_transformers(owner.mlp)
+    replace_moe_blocks(built)
     return built
 
 

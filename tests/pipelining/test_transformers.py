@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from maxmoe import MoEFeedForward
+from maxmoe.integrations.transformers import replace_moe_blocks
 from maxmoe.parallel import Declaration, PipelineParts
 from maxmoe.pipelining import pipeline
 from maxmoe.sharding import Mesh
@@ -22,12 +22,10 @@ PARTS = PipelineParts(("model.embed_tokens",), "model.layers", ("model.norm", "l
 
 
 def causal_model(preset: str) -> nn.Module:
-    """With layers of maxmoe where transformers has sparse blocks that return tensors."""
+    """With layers of maxmoe in the place of its sparse blocks."""
     torch.manual_seed(0)
     model = model_of(preset, num_hidden_layers=4).double()
-    if preset != "gpt_oss":
-        for layer in model.model.layers:
-            layer.mlp = MoEFeedForward.from_transformers(layer.mlp)
+    replace_moe_blocks(model)
     model.declaration = Declaration(pipeline_parts=PARTS)
     return model
 

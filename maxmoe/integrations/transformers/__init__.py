@@ -4,6 +4,7 @@
 
     model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="maxmoe")
     model.set_experts_implementation("maxmoe")  # or later
+    replace_moe_blocks(model)  # or layers of maxmoe in the place of the sparse blocks
 
 Importing this module registers the experts implementation "maxmoe". Parameters, checkpoints and routers of the models
 are unchanged. From transformers 5.21 on, it also registers the expert parallelism "maxmoe_ring_of_experts" and
@@ -14,14 +15,17 @@ import importlib.util
 
 from maxmoe.adapters import connect
 from maxmoe.integrations.transformers import _version as _version  # refuses an old one; first
-from maxmoe.integrations.transformers import experts, llama4
+from maxmoe.integrations.transformers import experts, llama4, longcat_flash
 from maxmoe.integrations.transformers.experts import experts_forward
 from maxmoe.integrations.transformers.load_callback import LoadCallback
+from maxmoe.integrations.transformers.moe_block import TransformersMoE
+from maxmoe.integrations.transformers.replace_blocks import ReplacedBlock, replace_moe_blocks
 
-__all__ = ["LoadCallback", "experts_forward"]
+__all__ = ["LoadCallback", "ReplacedBlock", "TransformersMoE", "experts_forward", "replace_moe_blocks"]
 
 experts.register()
 llama4.register()
+longcat_flash.register()
 if importlib.util.find_spec("peft"):
     connect()  # takes little time beside that of importing transformers
 if importlib.util.find_spec("transformers.distributed.expert_parallel"):

@@ -3,6 +3,7 @@
 None has a public alternative. Checked with transformers 5.20 and later.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -40,6 +41,13 @@ def experts_implementation(config: Any) -> str:
     """Return the experts implementation that is set for a model."""
     implementation: str = config._experts_implementation
     return implementation
+
+
+def replace_checkpoint(layer: Any, make: Callable[[Any], Any]) -> None:
+    """Replace the function that checkpoints the forward of a decoder layer by what the class `make` returns for it."""
+    checkpoint = getattr(layer, "_gradient_checkpointing_func", None)
+    if checkpoint is not None and not isinstance(checkpoint, make):  # type: ignore[arg-type]
+        layer._gradient_checkpointing_func = make(checkpoint)
 
 
 def allow_experts_implementation(model_class: Any) -> None:

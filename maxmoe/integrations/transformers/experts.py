@@ -10,6 +10,7 @@ from maxmoe.adapters import connect_if_imported, factors_of, takes_factors
 from maxmoe.expert_quantization import finds_experts
 from maxmoe.integrations.transformers._transformers import experts_implementation, is_expert_parallel, is_experts
 from maxmoe.integrations.transformers.gates import FusedGate, apply_gate, fused_gate
+from maxmoe.nn import ExpertWeights, ForeignExperts
 from maxmoe.ops import LowRankFactors, RaggedPlan, expert_ffn, gmm, ragged_plan, ragged_sort, ragged_unsort
 
 
@@ -35,7 +36,13 @@ def _is_computed_here(module: Any) -> bool:
     return is_experts(module) and experts_implementation(module.config) == "maxmoe" and not is_expert_parallel(module)
 
 
-def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(
+    experts: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor | RaggedPlan,
+    top_k_weights: Tensor | None,
+    foreign: ForeignExperts | None = None,
+) -> Tensor:
     """Experts implementation "maxmoe" for models of transformers.
 
     out[t] = sum_k top_k_weights[t, k] * expert[top_k_index[t, k]](hidden_states[t])
@@ -48,8 +55,9 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
         experts: module decorated with `transformers.integrations.use_experts_implementation`.
         hidden_states: ``(T, D)``, floating.
         top_k_index: ``(T, K)``, int64, in [0, num_experts). Under expert parallelism, indices from num_experts on are
-            experts of other ranks.
-        top_k_weights: ``(T, K)``, floating.
+            experts of other ranks. Replaced blocks give a plan instead.
+        top_k_weights: ``(T, K)``, floating; None for ones.
+        foreign: experts of other processes, as in `maxmoe.nn.Experts`; None for none.
 
     Returns:
         ``(T, D)``, dtype of hidden_states, also under autocast.
@@ -59,16 +67,23 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     """
     if is_parametrized(experts):
         connect_if_imported()  # PEFT has been imported after this library: from the next call on
-    return compute_experts(experts, hidden_states, top_k_weights, _plan(experts, top_k_index))
+    plan = top_k_index if isinstance(top_k_index, RaggedPlan) else _plan(experts, top_k_index)
+    return compute_experts(experts, hidden_states, top_k_weights, plan, foreign)
 
 
-def compute_experts(experts: Any, hidden_states: Tensor, weights: Tensor, plan: RaggedPlan) -> Tensor:
+def compute_experts(
+    experts: Any,
+    hidden_states: Tensor,
+    weights: Tensor | None,
+    plan: RaggedPlan,
+    foreign: ForeignExperts | None = None,
+) -> Tensor:
     """Compute the rows of a plan, as `experts_forward`."""
     gate = None if experts.has_post_expert_norm else fused_gate(experts)
     if gate is None:
         out = _composed(experts, hidden_states, weights, plan)
     else:
-        out = _fused(experts, gate, hidden_states, weights, plan)
+        out = _fused(experts, gate, hidden_states, weights, plan, foreign)
     return out.to(hidden_states.dtype)
 
 
@@ -79,27 +94,44 @@ def _plan(experts: Any, top_k_index: Tensor) -> RaggedPlan:
     return ragged_plan(top_k_index, experts.num_experts, num_rows=top_k_index.numel())
 
 
-def _fused(experts: Any, gate: FusedGate, x: Tensor, weights: Tensor, plan: RaggedPlan) -> Tensor:
+def _fused(
+    experts: Any,
+    gate: FusedGate,
+    x: Tensor,
+    weights: Tensor | None,
+    plan: RaggedPlan,
+    foreign: ForeignExperts | None,
+) -> Tensor:
     layout: Literal["concatenated", "interleaved"] = "concatenated" if experts.is_concatenated else "interleaved"
     first = _first_projection(experts)
-    return expert_ffn(
-        x,
-        weights,
-        plan,
-        None,
-        _matrices(experts, first),
-        _matrices(experts, "down_proj"),
+
+    def compute(experts_weights: ExpertWeights, plan: RaggedPlan) -> Tensor:
+        return expert_ffn(
+            x,
+            weights,
+            plan,
+            **experts_weights._asdict(),
+            activation=gate.activation,
+            limit=gate.limit,
+            fused_gate=layout if experts.has_gate else None,
+            recompute="experts" in getattr(experts, "recompute", ()),
+        )
+
+    own = ExpertWeights(
+        gate=None,
+        up=_matrices(experts, first),
+        down=_matrices(experts, "down_proj"),
+        gate_bias=None,
         up_bias=_bias(experts, first),
         down_bias=_bias(experts, "down_proj"),
+        gate_factors=None,
         up_factors=_factors(experts, first),
         down_factors=_factors(experts, "down_proj"),
-        activation=gate.activation,
-        limit=gate.limit,
-        fused_gate=layout if experts.has_gate else None,
     )
+    return compute(own, plan) if foreign is None else foreign.compute(compute, own, plan)
 
 
-def _composed(experts: Any, x: Tensor, weights: Tensor, plan: RaggedPlan) -> Tensor:
+def _composed(experts: Any, x: Tensor, weights: Tensor | None, plan: RaggedPlan) -> Tensor:
     first = _first_projection(experts)
     rows = ragged_sort(x, plan)
     rows = _project(experts, first, rows, plan)

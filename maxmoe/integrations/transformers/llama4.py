@@ -69,14 +69,16 @@ def _or_rows(forward: Forward) -> Forward:
     """Return a forward of the experts that takes rows ``(R, D)`` and their plan as well."""
 
     @wraps(forward)
-    def chosen(experts: Any, hidden_states: Tensor, plan: RaggedPlan | None = None) -> Tensor:
+    def chosen(
+        experts: Any, hidden_states: Tensor, plan: RaggedPlan | None = None, weights: Tensor | None = None
+    ) -> Tensor:
         if plan is None:
             output: Tensor = forward(experts, hidden_states)
             return output
         gate: FusedGate = recognise_activation(experts.act_fn)  # type: ignore[assignment]  # the block has checked it
         return expert_ffn(
             hidden_states,
-            None,
+            weights,
             plan,
             None,
             experts.gate_up_proj,

@@ -1,0 +1,257 @@
+"""The layer in the place of a sparse block of transformers, made of the modules of the block."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from maxmoe.adapters import adapted_module
+from maxmoe.config import MoEConfig
+from maxmoe.conversion import check_block, check_tensors_of, config_of_block, family_of_block
+from maxmoe.declaration import Declaration, FusedGate
+from maxmoe.integrations.transformers._transformers import experts_implementation, is_experts
+from maxmoe.integrations.transformers.token_masks import token_mask_of_this_layer
+from maxmoe.nn import Experts, MoE, MoEFeedForward, Router, Routing, ZeroComputationExperts
+from maxmoe.nn.aux_loss_watch import AuxLossWatch
+from maxmoe.nn.checks import check_inputs, check_training
+from maxmoe.nn.dense_dispatcher import local_dispatcher
+from maxmoe.nn.dispatcher import ExpertRunner
+from maxmoe.nn.module_path import module_path
+from maxmoe.nn.router import select_experts
+from maxmoe.nn.routing_hooks import given_experts, observe
+from maxmoe.nn.routing_losses import RoutingLosses
+from maxmoe.nn.tensor_parallel_region import LayerInputs, sum_of
+from maxmoe.ops import RaggedPlan
+from maxmoe.presets.layouts import Entry
+from maxmoe.token_group import LocalTokens
+
+
+class TransformersMoE(MoEFeedForward):
+    """`MoEFeedForward` whose parts are the modules of a sparse block of transformers, under their names.
+
+    The router of the block gives the logits, in its dtype; its experts run on the operators of maxmoe, which
+    ``experts_implementation="maxmoe"`` calls. State dict, adapters of PEFT and the router logits that a model returns
+    are therefore those of transformers. `replace_moe_blocks` makes such layers.
+
+    Args:
+        block: sparse block of a family in `maxmoe.presets`, whose modules the layer takes over.
+        config: config of the layer.
+
+    Attributes:
+        family: family of the block.
+
+    Raises:
+        ValueError: for a block with other tensors than its family, or a config of another function.
+    """
+
+    def __init__(self, block: nn.Module, config: MoEConfig) -> None:
+        super(MoE, self).__init__()  # not of MoE, which makes its parts
+        check_block(config, block)
+        check_tensors_of(block, MoE(config, device="meta"), "replace_moe_blocks")
+        self.config = config
+        self.family = family = family_of_block(block)
+        self._keys = {entry.names[0]: entry.key for entry in family.block.entries}
+        for name, module in block.named_children():
+            setattr(self, name, module)
+        for name, buffer in block.named_buffers(recurse=False):
+            self.register_buffer(name, buffer)
+        has_more = config.has_zero_computation_outputs
+        self.zero_computation_experts = ZeroComputationExperts(config, device="meta") if has_more else None
+        self.runner = ExpertRunner(local_dispatcher(config))
+        self.losses = RoutingLosses(config)
+        self.token_group = LocalTokens()
+        self.metrics_accumulator = None
+        self.aux_loss_watch = AuxLossWatch()
+        # Updates the correction bias of the block. In a tuple, so that it is no part of the state dict.
+        self._balance = (Router(config, device="meta"),) if config.score_correction_bias else ()
+        if is_experts(self.experts):
+            self.experts.recompute_names, self.experts.recompute = Experts.recompute_names, Experts.recompute
+        else:
+            self.experts.uses_maxmoe = True  # type: ignore[assignment]  # read by llama4.py
+        _declare(self.router, self.experts, config, family.block.entries)
+        self.train(block.training)
+
+    @classmethod
+    def from_transformers(cls, block: nn.Module) -> Self:
+        """Create a layer from the sparse block of a transformers model; see `MoE.from_transformers`.
+
+        Args:
+            block: sparse block of a family in `maxmoe.presets`.
+
+        Returns:
+            Layer with the modules of the block.
+        """
+        return cls(block, config_of_block(block))
+
+    def to_transformers(self, block: nn.Module) -> None:
+        """Give the modules of this layer to the sparse block of a transformers model.
+
+        Args:
+            block: sparse block of the family. Its own modules are dropped.
+
+        Raises:
+            ValueError: if the block computes another function or has other shapes.
+        """
+        check_block(self.config, block)
+        check_tensors_of(block, MoE(self.config, device="meta"), "to_transformers")
+        for name, _ in block.named_children():
+            block.add_module(name, self.get_submodule(name))
+        for name, _ in block.named_buffers(recurse=False):
+            block.register_buffer(name, self.get_buffer(name))
+
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Any:
+        """Route the tokens and compute their experts.
+
+        Args:
+            x: ``(..., S, D)``, as in `MoE.forward`.
+            token_mask: ``(..., S)``, bool, False for padding; None for the mask of the model that calls the layer.
+
+        Returns:
+            Output ``(..., S, D)``. In gpt-oss and Llama 4, whose models drop a second value, a tuple with None.
+        """
+        hidden_states = super().forward(x, token_mask_of_this_layer() if token_mask is None else token_mask)
+        return (hidden_states, None) if self.family.returns_scores else hidden_states
+
+    def hidden_states_and_routing(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Routing, Tensor]:
+        """Compute as `MoE.hidden_states_and_routing`."""
+        check_inputs(x, token_mask, self.config.hidden_size, self._dtype)
+        check_training(self)
+        tokens = x.reshape(-1, x.shape[-1])
+        if token_mask is not None:
+            token_mask = token_mask.reshape(-1)
+            tokens = tokens.masked_fill(~token_mask.unsqueeze(1), 0.0)
+        region, leading_dims = self.runner.region, x.shape[:-1]
+        inputs = region.enter(tokens)
+        routing = self._route(inputs.router, token_mask, leading_dims)
+        latent_in, latent_out = self._part("latent_in.weight"), self._part("latent_out.weight")
+        rows = inputs.experts if latent_in is None else region.copy_to_experts(latent_in(inputs.experts))
+        routed, dropped = self.runner.run(
+            self._compute_experts,
+            rows,
+            region.assign(routing.top_k),
+            num_sequences=math.prod(leading_dims[:-1]),
+            recompute="dispatch" in self.recompute,
+        )
+        if latent_out is not None:
+            routed = latent_out(region.reduce_from_experts(routed))
+        hidden_states = region.leave(routed, None, self._dense_parts(inputs, routing, routed.dtype))
+        return hidden_states.contiguous().view(*leading_dims, -1), routing, dropped
+
+    def _route(self, x: Tensor, token_mask: Tensor | None, leading_dims: Sequence[int]) -> Routing:
+        """Call the router of the block, whose output transformers records, and select experts by its logits."""
+        hooks, bias = self.routing_hooks, self._correction_bias
+        given = given_experts(hooks, x) if hooks else None
+        is_outside = bias is not None and "." not in self._keys["router.score_correction_bias"]
+        outputs = self.router(x, bias) if is_outside else self.router(x)
+        logits = outputs[1 if isinstance(adapted_module(self.router), nn.Linear) else 0]  # second in Llama 4
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        try:
+            routing = select_experts(self.config, logits, bias, token_mask, given)
+        except ValueError as error:
+            raise ValueError(f"{module_path(self)}: {error}") from error
+        if hooks:
+            observe(hooks, routing, leading_dims)
+        return routing
+
+    def _compute_experts(self, x: Tensor, weights: Tensor | None, plan: RaggedPlan, *foreign: Any) -> Tensor:
+        """Compute rows as `maxmoe.nn.Experts`, by a call of the experts of the block, around which adapters may lie."""
+        experts: Any = self.routed_experts
+        if is_experts(experts) and experts_implementation(experts.config) != "maxmoe":
+            raise ValueError(
+                f"{module_path(self)}: the experts implementation of a model with replaced blocks must be 'maxmoe', "
+                f"got {experts_implementation(experts.config)!r}"
+            )
+        rows: Tensor = self.experts(x, plan, weights, *foreign)
+        return rows
+
+    def _dense_parts(self, inputs: LayerInputs, routing: Routing, dtype: torch.dtype) -> Tensor | None:
+        """Compute the shared and the zero-computation experts, which every process has whole."""
+        output_gate = self._part("shared_experts.output_gate")
+        parts = []
+        if self.shared_experts is not None:
+            out = self.shared_experts(inputs.router)
+            parts.append(out if output_gate is None else output_gate(inputs.router).sigmoid() * out)
+        if self.zero_computation_experts is not None:
+            parts.append(self.zero_computation_experts(inputs.router, routing.top_k, dtype))
+        return sum_of(*parts) if parts else None
+
+    def _part(self, name: str) -> nn.Module | None:
+        """Return the module of the block that has the parameter which `MoE` has under a name, or None."""
+        module = dict(self.named_children()).get(self._keys.get(name, "").split(".")[0])
+        return None if isinstance(module, nn.Identity) else module  # in Nemotron, without latent experts
+
+    @property
+    def router(self) -> nn.Module:  # type: ignore[override]
+        """Router of the block."""
+        router = self._part("router.weight")
+        assert router is not None
+        return router
+
+    @property
+    def shared_experts(self) -> nn.Module | None:  # type: ignore[override]
+        """Shared experts of the block, which every process computes whole; None without any."""
+        return self._part("shared_experts.up_proj")
+
+    @property
+    def _correction_bias(self) -> Tensor | None:
+        if not self.config.score_correction_bias:
+            return None
+        owner, _, name = self._keys["router.score_correction_bias"].rpartition(".")
+        return (adapted_module(self.router) if owner else self).get_buffer(name)
+
+    @property
+    def balanced_router(self) -> Router | None:
+        """Router that updates the correction bias of the block; None without such a bias."""
+        for router in self._balance:
+            router.score_correction_bias = self._correction_bias
+            return router
+        return None
+
+    @property
+    def routed_experts(self) -> nn.Module:  # type: ignore[override]
+        """Module of the routed experts, without adapters that wrap it."""
+        return adapted_module(self.experts)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.routed_experts.down_proj.dtype  # type: ignore[assignment]
+        return dtype
+
+
+def _declare(router: nn.Module, experts: nn.Module, config: MoEConfig, entries: Sequence[Entry]) -> None:
+    """Declare router and experts of a block as those of `MoE`, with the names and layouts of their parameters.
+
+    Fused gate and up of which the whole gate comes first cannot be computed in parts: a shard would hold one of them.
+    Nor can a stack with unused matrices be sharded by experts.
+    """
+    of_ours = Experts(config, device="meta").declaration
+    names: dict[str, tuple[str | None, ...]] = {}
+    input_dims: dict[str, str] = {}
+    fused: dict[str, FusedGate] = {}
+    of_experts = [entry for entry in entries if entry.is_of_experts]
+    is_sharded = not any(entry.has_unused_matrices for entry in of_experts)
+    for entry in of_experts:
+        name, ours = entry.key.removeprefix("experts."), entry.names[0].removeprefix("experts.")
+        expert, *dims = of_ours.logical_names[ours]
+        names[name] = (expert if is_sharded else None, *(reversed(dims) if entry.transposed else dims))
+        if ours in of_ours.input_dims:
+            input_dims[name] = of_ours.input_dims[ours]
+            if len(entry.names) > 1:
+                fused[name] = "interleaved" if entry.interleaved else "concatenated"
+    experts.declaration = replace(  # type: ignore[assignment]
+        of_ours,
+        logical_names=names,
+        input_dims=input_dims,
+        fused_gates=fused,
+        tensor_parallel_dims={} if "concatenated" in fused.values() else of_ours.tensor_parallel_dims,
+        added_to_output=tuple(name for name in ("down_proj_bias",) if name in names),
+    )
+    keys = {entry.names[0]: entry.key.partition(".")[2] for entry in entries}
+    of_router = {"router.weight": (None, "embed"), "router.bias": (None,)}
+    router.declaration = Declaration(  # type: ignore[assignment]
+        logical_names={keys[name]: dims for name, dims in of_router.items() if name in keys}, fsdp_unit=True
+    )

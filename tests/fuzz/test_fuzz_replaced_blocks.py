@@ -1,0 +1,13 @@
+"""A short run of `fuzz_replaced_blocks.py`; the command line runs it for as long as one likes."""
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from fuzz.fuzz_replaced_blocks import one_case
+from fuzz.loop import fuzz
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing` is deprecated:FutureWarning")
+def test_random_models_with_replaced_blocks() -> None:
+    assert fuzz(one_case, seed=0, cases=range(12), seconds=30).total() > 0

@@ -1,0 +1,213 @@
+"""Padding in models with replaced blocks: every form of attention mask, caches, recomputations, errors and threads."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+pytest.importorskip("transformers")
+
+from transformers.cache_utils import DynamicCache
+from transformers.masking_utils import create_causal_mask
+
+from maxmoe import StatsAccumulator
+from maxmoe.integrations.transformers.token_masks import token_mask
+from support.replaced_models import IDS, assert_same, labels_of, padding, replaced, small_model, step
+from support.threads import in_threads
+
+sides = pytest.mark.parametrize("side", ["left", "right"])
+
+
+def seen_masks(model: nn.Module) -> list[Tensor | None]:
+    """The masks with which the routers of all layers select experts."""
+    seen: list[Tensor | None] = []
+
+    def record(block: Any) -> None:
+        route = block._route
+
+        def recorded(x: Tensor, mask: Tensor | None, dims: Any) -> Any:
+            seen.append(None if mask is None else mask.view(*dims))
+            return route(x, mask, dims)
+
+        block._route = recorded
+
+    for layer in model.model.layers:
+        record(layer.mlp)
+    return seen
+
+
+# Forms of masks
+
+
+def four_dims(model: Any, mask: Tensor, implementation: str) -> Tensor:
+    model.config._attn_implementation = implementation
+    embeds = model.model.embed_tokens(IDS)
+    return create_causal_mask(config=model.config, inputs_embeds=embeds, attention_mask=mask, cache=None)
+
+
+FORMS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "int64": lambda model, mask: mask,
+    "bool": lambda model, mask: mask.bool(),
+    "float": lambda model, mask: mask.float(),
+    "added": lambda model, mask: four_dims(model, mask, "eager"),
+    "allowed": lambda model, mask: four_dims(model, mask, "sdpa"),
+    "documents": lambda model, mask: mask * 3,
+}
+
+
+@sides
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_masks(form: str, side: str) -> None:
+    model, mask = replaced("mixtral").float(), padding(3, side)  # theirs makes NaN in float64
+    given = FORMS[form](model, mask)
+    assert form not in ("added", "allowed") or given.dim() == 4
+    seen = seen_masks(model)
+    model(input_ids=IDS, attention_mask=given)
+    model(IDS, given)
+    model.model(inputs_embeds=model.model.embed_tokens(IDS), attention_mask=given)
+    assert len(seen) == 6 and all(torch.equal(each, mask.bool()) for each in seen)  # type: ignore[arg-type]
+
+
+def test_several_masks_by_name() -> None:
+    """As `generate` gives them to models with sliding windows and static caches."""
+    mask = padding(3, "left")
+    assert torch.equal(token_mask({"full_attention": None, "linear_attention": mask}, 3, 7), mask.bool())  # type: ignore[arg-type]
+    assert token_mask({"full_attention": None}, 3, 7) is None
+
+
+@pytest.mark.parametrize("given", [torch.ones(3, 7, 7), "causal"], ids=["three dims", "no tensor"])
+def test_another_mask_is_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"^attention_mask must have the dims \(batch, keys\) or .* got (3 dims|str)$"):
+        replaced("mixtral")(IDS, attention_mask=given)
+
+
+def test_packed_documents_are_not_padding() -> None:
+    eager, ours = small_model("qwen3_moe"), replaced("qwen3_moe")
+    ids, positions = IDS.flatten()[None], torch.arange(7).repeat(3)[None]
+    seen = seen_masks(ours)
+    expected, got = (step(model, ids, position_ids=positions) for model in (eager, ours))
+    assert_same(got, expected, None)
+    assert seen == [None, None]
+    torch.testing.assert_close(got["logits"].view(3, 7, -1), step(ours, IDS)["logits"], rtol=1e-5, atol=1e-5)
+
+
+# Caches
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("preset", ["mixtral", "qwen2_moe", "gpt_oss"])
+def test_generates_the_same_tokens(preset: str, cache: str) -> None:
+    mask, generated = padding(3, "left"), []
+    eager, ours = small_model(preset).float().eval(), replaced(preset).float().eval()
+    seen = seen_masks(ours)
+    for model in (eager, ours):
+        options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
+        generated.append(model.generate(IDS, attention_mask=mask, disable_compile=True, **options))
+    assert torch.equal(*generated)
+    assert len(seen) == 12 and torch.equal(seen[0], mask.bool())  # type: ignore[arg-type]
+    assert all(each is not None and each.shape == (3, 1) and each.all() for each in seen[2:])
+
+
+def test_padding_among_tokens_after_a_cache() -> None:
+    model, cache = replaced("mixtral").eval(), DynamicCache()
+    mask = padding(3, "right")
+    seen = seen_masks(model)
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    model(IDS[:, :4], attention_mask=mask[:, :4], **{name: cache})
+    model(IDS[:, 4:], attention_mask=mask, **{name: cache})
+    assert torch.equal(torch.cat(seen[::2], 1), mask.bool())  # type: ignore[arg-type]
+
+
+# Recomputation
+
+
+@sides
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("preset", ["mixtral", "nemotron_h", "llama4"])
+def test_gradient_checkpointing(preset: str, use_reentrant: bool, side: str) -> None:
+    """The backward recomputes the layers outside of the forward of the model."""
+    model, mask = replaced(preset), padding(3, side)
+    expected = step(model, IDS, mask)
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": use_reentrant})
+    accumulator = StatsAccumulator(model)
+    for _ in range(2):
+        assert_same(step(model, IDS, mask), expected, mask, 1e-12)
+    for stats in accumulator.update().layers.values():
+        assert stats.tokens_per_expert.sum() % mask.sum() == 0
+
+
+def test_a_checkpoint_around_the_layers() -> None:
+    model, mask = replaced("mixtral"), padding(3, "left")
+    expected = step(model, IDS, mask)
+
+    class Checkpointed(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, *arguments: Any, **options: Any) -> Any:
+            return checkpoint(self.layer, *arguments, use_reentrant=False, **options)
+
+    model.model.layers = nn.ModuleList(map(Checkpointed, model.model.layers))
+    got = {name.replace(".layer.", "."): value for name, value in step(model, IDS, mask).items()}
+    assert_same(got, expected, mask, 1e-12)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_backward_after_another_forward(use_reentrant: bool) -> None:
+    """Each recomputation has the mask of its own forward."""
+    model, masks = replaced("mixtral"), [padding(3, "left"), padding(3, "right")]
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        losses = [model(IDS, attention_mask=mask, labels=labels_of(IDS, mask)).loss for mask in masks]
+        model(IDS)
+        for loss in losses:
+            loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    expected = gradients()
+    enable({"use_reentrant": use_reentrant})
+    for got, value in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(got, value, rtol=1e-12, atol=1e-14)
+
+
+# Errors and threads
+
+
+class Stop(BaseException):
+    """An exception as KeyboardInterrupt is one."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError, Stop])
+def test_after_an_exception_no_mask_is_left(error: type[BaseException]) -> None:
+    model = replaced("mixtral")
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    handle = model.model.layers[0].self_attn.register_forward_hook(fail)
+    with pytest.raises(error):
+        model(IDS, attention_mask=padding(3, "left"))
+    handle.remove()
+    seen = seen_masks(model)
+    model(IDS)
+    assert seen == [None, None]
+
+
+def test_two_threads_have_a_mask_each() -> None:
+    model = replaced("mixtral").eval()
+    masks = [padding(3, "left"), padding(3, "right"), None]
+    expected = [model(IDS, attention_mask=mask).logits for mask in masks]
+
+    def run(index: int) -> None:
+        for _ in range(20):
+            torch.testing.assert_close(model(IDS, attention_mask=masks[index]).logits, expected[index])
+
+    in_threads(*[lambda index=index: run(index) for index in range(3)])

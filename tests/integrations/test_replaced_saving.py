@@ -1,0 +1,204 @@
+"""Files of models with replaced blocks, read by transformers and PEFT without this library, and back."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM
+
+from maxmoe import StatsAccumulator
+from maxmoe.integrations.transformers import replace_moe_blocks
+from support.programs import python
+from support.replaced_models import IDS, PRESETS, replaced, small_model, step
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*gradient_checkpointing` is deprecated:FutureWarning"
+)  # by PEFT, Trainer
+SQUARE = {"intermediate_size": 16, "moe_intermediate_size": 16, "expert_ffn_hidden_size": 16}
+SQUARE |= {"moe_shared_expert_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+# Reads a folder and writes its state dict, in a process that cannot import this library.
+READ = """
+import sys
+sys.modules["maxmoe"] = None
+import torch
+from transformers import AutoModelForCausalLM
+for name in sys.argv[1:]:
+    model, info = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True)
+    assert not any(map(len, info.values())), info
+    torch.save(model.state_dict(), f"{name}/read.pt")
+"""
+
+
+def without_maxmoe(folders: list[Path]) -> list[dict[str, Tensor]]:
+    """State dicts of the models in some folders."""
+    python(READ, *map(str, folders))
+    return [torch.load(folder / "read.pt") for folder in folders]
+
+
+def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(got[name].to(value.dtype), value), name  # some are read in float32
+
+
+def test_saved_folders_are_read_without_this_library(tmp_path: Path) -> None:
+    """All families, F = D too, where a transposed matrix has the same shape; in one file and in several."""
+    expected, folders = [], []
+    for preset in PRESETS:
+        for name, sizes, options in (("one", {}, {}), ("square", SQUARE, {"max_shard_size": "10KB"})):
+            model = replaced(preset, **sizes).bfloat16()
+            folders.append(tmp_path / f"{preset}_{name}")
+            model.save_pretrained(folders[-1], **options)
+            expected.append(model.state_dict())
+    for got, value in zip(without_maxmoe(folders), expected, strict=True):
+        assert_equal(got, value)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_names_and_state_are_those_of_transformers(preset: str) -> None:
+    eager, ours = small_model(preset), replaced(preset)
+    assert list(ours.state_dict()) == list(eager.state_dict())
+    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in eager.named_parameters()]
+    other = small_model(preset)
+    for parameter in other.parameters():
+        parameter.data.add_(1.0)
+    ours.load_state_dict(other.state_dict())
+    assert_equal(ours.state_dict(), other.state_dict())
+    eager.load_state_dict(ours.state_dict())
+
+
+def test_published_names_that_do_not_fit_are_errors(tmp_path: Path) -> None:
+    model = replaced("mixtral")
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    replaced("mixtral").load_state_dict(tensors)
+    name = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
+    with pytest.raises(RuntimeError, match=rf"size mismatch for {name}: must be \(16, 10\), got \(10, 16\)"):
+        model.load_state_dict(tensors | {name: tensors[name].T})
+    del tensors[name]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "model.layers.1.mlp.experts.down_proj"'):
+        model.load_state_dict(tensors)
+
+
+def test_a_folder_is_loaded_and_replaced(tmp_path: Path) -> None:
+    replaced("qwen2_moe").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert len(replace_moe_blocks(model)) == 2
+    torch.testing.assert_close(model(IDS).logits, replaced("qwen2_moe").eval()(IDS).logits)
+    model.save_pretrained(tmp_path / "again")
+    assert_equal(*(load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "again")))
+
+
+# Trainer
+
+
+def trained(model: nn.Module, folder: Path, resume: bool = False, **options: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 32, (12, 9), generator=torch.manual_seed(1))]
+    arguments = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 3e-2,
+        "lr_scheduler_type": "constant",
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        **options,
+    }
+    trainer = Trainer(model, TrainingArguments(**arguments), train_dataset=data, eval_dataset=data[:4])
+    trainer.train(resume_from_checkpoint=resume or None)
+    return trainer
+
+
+@pytest.mark.parametrize("preset", ["mixtral", "deepseek_v3", "gpt_oss"])
+def test_trainer_resumes(tmp_path: Path, preset: str) -> None:
+    """The checkpoint of step 2 has all weights: two further steps end where four steps do, bit for bit."""
+    pytest.importorskip("accelerate")
+    sizes = {"intermediate_size": 16} if preset == "mixtral" else {}
+    whole = trained(replaced(preset, **sizes).float(), tmp_path)
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    resumed = trained(replaced(preset, **sizes).float(), tmp_path, resume=True)
+    assert [entry["step"] for entry in resumed.state.log_history if "loss" in entry] == [1, 2, 3, 4]
+    assert_equal(resumed.model.state_dict(), whole.model.state_dict())
+
+
+def test_trainer_loads_the_best_model(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    options = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    trainer = trained(replaced("mixtral", intermediate_size=16).float(), tmp_path, learning_rate=0.5, **options)
+    best = Path(trainer.state.best_model_checkpoint)
+    assert best.name != "checkpoint-4"
+    assert_equal(trainer.model.state_dict(), *without_maxmoe([best]))
+
+
+def test_losses_of_trainer_are_those_of_eager(tmp_path: Path) -> None:
+    """With the balance loss that transformers adds."""
+    pytest.importorskip("accelerate")
+    options = {"router_aux_loss_coef": 0.5, "output_router_logits": True}
+    eager = trained(small_model("qwen3_moe", **options).float(), tmp_path / "eager")
+    ours = trained(replaced("qwen3_moe", **options).float(), tmp_path / "ours")
+    for got, expected in zip(ours.state.log_history[:4], eager.state.log_history[:4], strict=True):
+        assert got["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+
+
+# PEFT
+
+
+def adapters(preset: str) -> LoraConfig:
+    up = "up_proj" if preset == "nemotron_h" else "gate_up_proj"
+    parameters = ["gate.weight"] if preset == "mixtral" else []
+    return LoraConfig(
+        r=2,
+        target_parameters=[f"experts.{up}", "experts.down_proj", *parameters],
+        target_modules={"qwen2_moe": ["q_proj", "shared_expert.up_proj"], "nemotron_h": []}.get(preset, ["o_proj"]),
+        init_lora_weights=False,
+    )
+
+
+@pytest.mark.parametrize("preset", ["mixtral", "qwen2_moe", "deepseek_v3", "nemotron_h", "gpt_oss", "llama4"])
+def test_adapters_load_in_the_other_model(tmp_path: Path, preset: str) -> None:
+    torch.manual_seed(3)
+    config = adapters(preset)
+    models = {"eager": get_peft_model(small_model(preset), config), "ours": get_peft_model(replaced(preset), config)}
+    steps = {}
+    for name, model in models.items():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data.normal_(0, 0.1)
+        steps[name] = step(model, IDS)
+        model.save_pretrained(tmp_path / name)
+    for name, other in (("eager", replaced(preset)), ("ours", small_model(preset))):
+        model = PeftModel.from_pretrained(other, tmp_path / name, is_trainable=True)
+        got = step(model, IDS)
+        assert got.keys() == steps[name].keys() and any("lora_" in key for key in got)
+        for key, value in steps[name].items():
+            torch.testing.assert_close(got[key].to(value.dtype), value, rtol=1e-4, atol=1e-6, msg=key)
+
+
+def test_adapters_beside_experts_form_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    from maxmoe.integrations.transformers import experts
+
+    taken = []
+    operator = experts.expert_ffn
+    monkeypatch.setattr(
+        experts,
+        "expert_ffn",
+        lambda *args, **options: taken.append(options["up_factors"]) or operator(*args, **options),
+    )
+    model = get_peft_model(replaced("mixtral"), adapters("mixtral"))
+    accumulator = StatsAccumulator(model)
+    step(model, IDS)
+    assert len(taken) == 2 and None not in taken and len(accumulator.update().layers) == 2

@@ -1,0 +1,73 @@
+"""Small models of transformers with their own blocks and with replaced ones, and their values in a training step."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from maxmoe.integrations.transformers import replace_moe_blocks
+from support.operator_calls import assert_near
+from support.small_models import MODELS, model_of
+
+PRESETS = list(MODELS)
+IDS = torch.randint(3, 32, (3, 7), generator=torch.Generator().manual_seed(5))
+# transformers computes norms, and some routers, in float32 in a model in float64.
+TOLERANCE = 1e-5
+
+
+def small_model(preset: str, **overrides: Any) -> Any:
+    torch.manual_seed(0)
+    latent = {"deepseek_v2", "deepseek_v3", "kimi_k2", "longcat_flash"}
+    options = {"head_dim": 4} if preset in latent else {}  # as their config makes it
+    return model_of(preset, **options, **overrides).double().train()
+
+
+def replaced(preset: str, training: Any = {}, **overrides: Any) -> Any:  # noqa: B006
+    model = small_model(preset, **overrides)
+    replace_moe_blocks(model, **training)
+    return model
+
+
+def padding(batch: int, side: str) -> Tensor:
+    """A mask ``(batch, 7)`` in which the first and the last sequence have padding."""
+    mask = torch.ones(batch, 7, dtype=torch.int64)
+    for row in range(0, batch, 2):
+        mask[row, slice(0, 2 + row) if side == "left" else slice(5 - row, 7)] = 0
+    return mask
+
+
+def labels_of(ids: Tensor, mask: Tensor | None) -> Tensor:
+    """Without padding, and without tokens after padding, which it would predict."""
+    if mask is None:
+        return ids
+    is_after_padding = nn.functional.pad(mask[:, :-1], (1, 0), value=1) == 0
+    return ids.masked_fill((mask == 0) | is_after_padding, -100)
+
+
+def step(model: nn.Module, ids: Tensor, mask: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
+    """Logits, losses, router logits ``(layers, batch, length, experts)`` and all gradients."""
+    model.zero_grad()
+    given = {} if mask is None else {"attention_mask": mask}
+    out = model(input_ids=ids, labels=labels_of(ids, mask), use_cache=False, **given, **options)
+    out.loss.backward()
+    values = {"logits": out.logits.detach(), "loss": out.loss.detach()}
+    for name in ("aux_loss", "router_logits"):
+        value = getattr(out, name, None)
+        if value is not None:
+            values[name] = value if isinstance(value, Tensor) else torch.stack(value).unflatten(1, ids.shape)
+            values[name] = values[name].detach()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return values | {name: gradient.clone() for name, gradient in gradients.items()}
+
+
+def assert_same(
+    got: dict[str, Tensor], expected: dict[str, Tensor], mask: Tensor | None, relative: float = TOLERANCE
+) -> None:
+    """Compare values of `step`, logits where there is no padding."""
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        both = [got[name], value]
+        if mask is not None and name in ("logits", "router_logits"):
+            both = [each.movedim(-1, 0)[..., mask.bool()] for each in both]
+        if max(each.abs().max() for each in both) > 1e-6:  # rounding, where the exact value is zero
+            assert_near(*both, relative, name)
