@@ -15,19 +15,14 @@ from maxmoe.conversion import check_block, check_tensors_of, config_of_block, fa
 from maxmoe.declaration import Declaration, FusedGate
 from maxmoe.integrations.transformers._transformers import experts_implementation, is_experts
 from maxmoe.integrations.transformers.token_masks import token_mask_of_this_layer
-from maxmoe.nn import Experts, MoE, MoEFeedForward, Router, Routing, ZeroComputationExperts
-from maxmoe.nn.aux_loss_watch import AuxLossWatch
+from maxmoe.nn import Experts, MoE, MoEFeedForward, Router, Routing, ZeroComputationExperts, load_balance_loss
 from maxmoe.nn.checks import check_inputs, check_training
-from maxmoe.nn.dense_dispatcher import local_dispatcher
-from maxmoe.nn.dispatcher import ExpertRunner
 from maxmoe.nn.module_path import module_path
 from maxmoe.nn.router import select_experts
 from maxmoe.nn.routing_hooks import given_experts, observe
-from maxmoe.nn.routing_losses import RoutingLosses
 from maxmoe.nn.tensor_parallel_region import LayerInputs, sum_of
 from maxmoe.ops import RaggedPlan
 from maxmoe.presets.layouts import Entry
-from maxmoe.token_group import LocalTokens
 
 
 class TransformersMoE(MoEFeedForward):
@@ -61,11 +56,7 @@ class TransformersMoE(MoEFeedForward):
             self.register_buffer(name, buffer)
         has_more = config.has_zero_computation_outputs
         self.zero_computation_experts = ZeroComputationExperts(config, device="meta") if has_more else None
-        self.runner = ExpertRunner(local_dispatcher(config))
-        self.losses = RoutingLosses(config)
-        self.token_group = LocalTokens()
-        self.metrics_accumulator = None
-        self.aux_loss_watch = AuxLossWatch()
+        self._set_up_training(load_balance_loss)
         # Updates the correction bias of the block. In a tuple, so that it is no part of the state dict.
         self._balance = (Router(config, device="meta"),) if config.score_correction_bias else ()
         if is_experts(self.experts):
