@@ -46,6 +46,7 @@ class Router(ConvertedModule):
             wide = torch.promote_types(self.weight.dtype, torch.float32)
             correction_bias = torch.empty(num_experts, device=device, dtype=wide)
         self.register_buffer("score_correction_bias", correction_bias)
+        self.register_load_state_dict_post_hook(_widen_correction_bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -120,6 +121,17 @@ class Router(ConvertedModule):
 
         return restore
 
+    @property
+    def wide_correction_bias(self) -> Tensor:
+        """Correction bias; raises if another tensor of 16 bits has replaced it, in which small steps would be lost."""
+        bias = self.score_correction_bias
+        if bias is None or bias.dtype.itemsize < 4:
+            got = None if bias is None else bias.dtype
+            raise ValueError(
+                f"score_correction_bias must be float32 or wider, because small updates are lost in 16 bits, got {got}"
+            )
+        return bias
+
     @torch.no_grad()
     def update_correction_bias(self, tokens_per_expert: Tensor) -> None:
         """Update the correction bias so that experts with fewer tokens than the mean are selected more often.
@@ -131,7 +143,7 @@ class Router(ConvertedModule):
                 micro-batches.
 
         Raises:
-            ValueError: if the layer has no correction bias.
+            ValueError: if the layer has no correction bias, or one of 16 bits.
 
         Source: DeepSeek-V3 (arXiv:2412.19437) section 2.1.2.
         """
@@ -142,14 +154,14 @@ class Router(ConvertedModule):
                 f"update_correction_bias needs correction_bias_rule='sign', got {self.config.correction_bias_rule!r}, "
                 "which needs more than counts: make a StatsAccumulator and call its update"
             )
-        if tokens_per_expert.shape != self.score_correction_bias.shape:
+        bias = self.wide_correction_bias
+        if tokens_per_expert.shape != bias.shape:
             raise ValueError(
-                f"tokens_per_expert must have shape {tuple(self.score_correction_bias.shape)}, "
-                f"got {tuple(tokens_per_expert.shape)}"
+                f"tokens_per_expert must have shape {tuple(bias.shape)}, got {tuple(tokens_per_expert.shape)}"
             )
         # The sign of mean - count is computed in integers, because large counts are not exact in floating point.
         direction = (tokens_per_expert.sum() - tokens_per_expert * self.config.num_selectable_experts).sign()
-        self.score_correction_bias += self.config.correction_bias_update_rate * direction
+        bias += self.config.correction_bias_update_rate * direction
 
     @torch.no_grad()
     def required_bias_histogram(self, routing: Routing) -> Tensor:
@@ -172,8 +184,7 @@ class Router(ConvertedModule):
 
         Source: Kimi K3 technical report, section 2.3.3 and appendix D.
         """
-        bias = self.score_correction_bias
-        assert bias is not None
+        bias = self.wide_correction_bias
         bias.lerp_(balanced_bias(histogram, bias, self.config.top_k), self.config.correction_bias_update_rate)
 
     def extra_repr(self) -> str:
@@ -184,6 +195,13 @@ class Router(ConvertedModule):
             f"score_function={config.score_function!r}, bias={config.router_bias}, "
             f"score_correction_bias={config.score_correction_bias}"
         )
+
+
+def _widen_correction_bias(router: Router, _keys: object) -> None:
+    """Make the correction bias float32 after a state of 16 bits has been loaded with ``assign=True``."""
+    bias = router.score_correction_bias
+    if bias is not None:
+        router.score_correction_bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
 
 
 def is_custom_router(router: nn.Module) -> bool:
