@@ -79,7 +79,7 @@ def _in_modules(
     layer: Any, inputs: LayerInputs, token_mask: Tensor | None, leading_dims: Sequence[int]
 ) -> tuple[Routing, Tensor, Tensor]:
     num_sequences, hooks = math.prod(leading_dims[:-1]), layer.routing_hooks
-    given = given_experts(hooks, inputs.router) if hooks else None
+    given = given_experts(hooks, leading_dims, inputs.router.device) if hooks else None
     region = layer.runner.region
     routing: Routing
     if is_custom_router(layer.router):  # only then, because two dims fix the sizes in torch.export
