@@ -176,7 +176,7 @@ class Router(ConvertedModule):
     def update_correction_bias_by_quantiles(self, histogram: Tensor) -> None:
         """Move the correction bias towards the one at which all experts would have had the same number of tokens.
 
-        bias += rate * (balanced_bias(histogram, bias, top_k) - bias)
+        bias += rate * (balanced_bias(histogram, bias, top_k) - bias), for finite biases
 
         Args:
             histogram: ``(E, 1000)``, float64, sum of `required_bias_histogram` over the micro-batches of an optimizer
@@ -185,7 +185,8 @@ class Router(ConvertedModule):
         Source: Kimi K3 technical report, section 2.3.3 and appendix D.
         """
         bias = self.wide_correction_bias
-        bias.lerp_(balanced_bias(histogram, bias, self.config.top_k), self.config.correction_bias_update_rate)
+        balanced = balanced_bias(histogram, bias, self.config.top_k)
+        bias.copy_(bias.lerp(balanced, self.config.correction_bias_update_rate).where(bias.isfinite(), bias))
 
     def extra_repr(self) -> str:
         """Return the sizes and the score function."""
