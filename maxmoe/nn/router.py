@@ -46,7 +46,7 @@ class Router(ConvertedModule):
             wide = torch.promote_types(self.weight.dtype, torch.float32)
             correction_bias = torch.empty(num_experts, device=device, dtype=wide)
         self.register_buffer("score_correction_bias", correction_bias)
-        self.register_load_state_dict_post_hook(_widen_correction_bias)
+        self.register_load_state_dict_post_hook(_widen_correction_bias)  # type: ignore[no-untyped-call]
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
