@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, overload
 
+import torch
 from torch import Tensor, nn
 
 from maxmoe.this_thread import OfThisThread
@@ -41,6 +42,18 @@ class TokenGroup(TokenReductions, Protocol):
         """
         ...
 
+    def indices(self, num_sequences: int, length: int, device: torch.device) -> Tensor:
+        """Return the index ``(B, S)``, int64, of each token of this process among the tokens of all processes.
+
+        In a pipeline, a token has another index in the stages of another rank, as it is routed by other layers.
+
+        Args:
+            num_sequences: B, number of sequences in this process.
+            length: S, number of tokens of each sequence in this process.
+            device: device of the result.
+        """
+        ...
+
     def all_gather_sequence(self, part: Tensor, dim: int) -> Tensor:
         """All-gather sequences in the forward, reduce-scatter their gradients in the backward.
 
@@ -65,6 +78,10 @@ class LocalTokens:
     def first_position(self, length: int) -> int:
         """Return 0."""
         return 0
+
+    def indices(self, num_sequences: int, length: int, device: torch.device) -> Tensor:
+        """Return 0, 1, ..., B * S - 1."""
+        return torch.arange(num_sequences * length, device=device).view(num_sequences, length)
 
     def all_gather_sequence(self, part: Tensor, dim: int) -> Tensor:
         """Return the sequences unchanged."""

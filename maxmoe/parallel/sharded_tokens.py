@@ -89,8 +89,21 @@ class ShardedTokens:
     @not_compiled
     def first_position(self, length: int) -> int:
         """Compute the position of this rank's first token from its coordinates on the mesh."""
-        whole_length = length * self.mesh.size(*self.length_axes)
-        (part,) = NamedSharding(self.mesh, PartitionSpec(self.length_axes)).slices((whole_length,))
+        return self._first(length, self.length_axes)
+
+    @not_compiled
+    def indices(self, num_sequences: int, length: int, device: torch.device) -> Tensor:
+        """Compute the indices from this rank's coordinates, for the same number of sequences on all ranks."""
+        num_all = num_sequences * self.mesh.size(*self.batch_axes)
+        first = self.mesh.stage * num_all + self._first(num_sequences, self.batch_axes)
+        sequences = torch.arange(first, first + num_sequences, device=device).unsqueeze(1)
+        first = self._first(length, self.length_axes)
+        positions = torch.arange(first, first + length, device=device)
+        return sequences * (length * self.mesh.size(*self.length_axes)) + positions
+
+    def _first(self, count: int, axes: tuple[str, ...]) -> int:
+        """Return the number of the first of this rank's `count` items of a dim that is sharded over axes."""
+        (part,) = NamedSharding(self.mesh, PartitionSpec(axes)).slices((count * self.mesh.size(*axes),))
         return int(part.start)
 
     @not_compiled
