@@ -11,9 +11,11 @@ from maxmoe.config import MoEConfig
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.nn.module_path import module_path
 from maxmoe.nn.quantile_balancing import balanced_bias, required_bias_histogram
+from maxmoe.nn.random_numbers import rand_of_tokens
 from maxmoe.nn.routing import Routing
 from maxmoe.ops.linear import linear
 from maxmoe.ops.route import route
+from maxmoe.token_group import LocalTokens, TokenGroupAttribute
 
 
 class Router(ConvertedModule):
@@ -31,11 +33,14 @@ class Router(ConvertedModule):
     bias: Tensor | None
     score_correction_bias: Tensor | None
 
+    token_group = TokenGroupAttribute()  # for the random router
+
     def __init__(
         self, config: MoEConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
         self.config = config
+        self.token_group = LocalTokens()
         num_experts = config.num_selectable_experts
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, device=device, dtype=dtype))
         self.register_parameter("bias", None)
@@ -75,7 +80,9 @@ class Router(ConvertedModule):
         logits = linear(x.flatten(0, -2), self.weight, self.bias)
         if config.router == "random":
             # The values are noise, but the gradient flows to the logits: a balanced load with the cost of training.
-            logits = logits + (torch.randn_like(logits) - logits).detach()
+            sequences = logits.view(x.shape[:-2].numel(), x.shape[-2], config.num_selectable_experts)
+            noise = torch.special.ndtri(rand_of_tokens(sequences, self.token_group)).view_as(logits)
+            logits = logits + (noise - logits).detach()
         is_unpadded = experts is None
         try:
             weights, experts, probabilities = route(

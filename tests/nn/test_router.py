@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from maxmoe import MoE, MoEConfig, StatsAccumulator, reference
-from maxmoe.nn import Router
+from maxmoe.nn import LocalTokens, Router, rand_of_tokens
 from support.moe_layers import SIZES, make, outcome, tokens
 from support.shapes import each_dtype
 
@@ -274,7 +274,8 @@ def test_random_router_has_the_gradient_of_the_logits() -> None:
     gradients = torch.autograd.grad(router(x).weights, leaves, cotangent)
 
     torch.manual_seed(3)
-    noise = torch.randn(20, 6, dtype=torch.float64).requires_grad_()
+    uniform = rand_of_tokens(torch.empty(1, 20, 6, dtype=torch.float64), LocalTokens())
+    noise = torch.special.ndtri(uniform[0]).requires_grad_()
     weights, _, _ = reference.route(noise, 3)
     (of_logits,) = torch.autograd.grad(weights, noise, cotangent)
     expected = torch.autograd.grad(functional.linear(*leaves), leaves, of_logits)
