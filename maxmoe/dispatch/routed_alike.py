@@ -18,12 +18,11 @@ def check_routed_alike(of_ranks: Tensor) -> None:
 
     On an accelerator, for which the host does not wait, an assertion of the device raises.
     """
-    message = "ranks that hold the same tokens must route them alike"
     is_other = of_ranks.ne(of_ranks[0]).any(1)
     if of_ranks.device.type != "cpu":
-        assert_async(~is_other.any(), message)
+        assert_async(~is_other.any(), "ranks that hold the same tokens must route them alike")
     elif is_other.any():
         raise RuntimeError(
-            f"{message}, got other experts on the ranks {is_other.nonzero()[:, 0].tolist()} of the group than on its "
-            "rank 0: give them the same tokens and seeds"
+            "ranks that hold the same tokens must route them alike, got other experts on the ranks "
+            f"{is_other.nonzero()[:, 0].tolist()} of the group than on its rank 0: give them the same tokens and seeds"
         )

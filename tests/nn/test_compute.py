@@ -1,6 +1,5 @@
 """How the experts are computed: sparse or dense, with dropped slots, in 16 bits, compiled, on any threads."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -217,21 +216,6 @@ def test_autocast(path: str, dtype: torch.dtype, compute: Options, options: Opti
             assert gradient is not None and gradient.dtype == (x.dtype if name == "x" else torch.float32)
         # The upstream gradient is the same but for its rounding to 16 bits; through ATen activations are rounded, too.
         assert_same(got, expected, tolerance(dtype, 8 if path == "cpu" else 10))
-
-
-@each_family
-@pytest.mark.parametrize(
-    ("held", "computed"), [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)], ids=str
-)
-def test_autocast_to_the_other_16_bits(held: torch.dtype, computed: torch.dtype, options: Options) -> None:
-    """Parameters and tokens in bfloat16 under an autocast to float16, and the reverse: as in float32."""
-    layer = make(held, **options)
-    x = tokens(layer, 2, 9)
-    expected = copy.deepcopy(layer).float()(x.float())
-    with torch.autocast("cpu", dtype=computed):
-        got = layer(x)
-    assert got.hidden_states.dtype == computed
-    assert_near(got.hidden_states, expected.hidden_states, tolerance(torch.bfloat16, 8), "hidden_states")
 
 
 # Threads
