@@ -42,10 +42,11 @@ class TokenGroup(TokenReductions, Protocol):
         """
         ...
 
-    def indices(self, num_sequences: int, length: int, device: torch.device) -> Tensor:
-        """Return the index ``(B, S)``, int64, of each token of this process among the tokens of all processes.
+    def numbers(self, num_sequences: int, length: int, device: torch.device) -> Tensor:
+        """Return a number ``(B, S)``, int64, for each token of this process, which no token of another process has.
 
-        In a pipeline, a token has another index in the stages of another rank, as it is routed by other layers.
+        It is that of the same token in a single process. In a pipeline, a token has another number in the stages of
+        another rank, whose layers route it by themselves.
 
         Args:
             num_sequences: B, number of sequences in this process.
@@ -79,13 +80,19 @@ class LocalTokens:
         """Return 0."""
         return 0
 
-    def indices(self, num_sequences: int, length: int, device: torch.device) -> Tensor:
-        """Return 0, 1, ..., B * S - 1."""
-        return torch.arange(num_sequences * length, device=device).view(num_sequences, length)
+    def numbers(self, num_sequences: int, length: int, device: torch.device) -> Tensor:
+        """Return the numbers of B sequences and S positions from 0."""
+        return numbers_of_tokens(range(num_sequences), range(length), device)
 
     def all_gather_sequence(self, part: Tensor, dim: int) -> Tensor:
         """Return the sequences unchanged."""
         return part
+
+
+def numbers_of_tokens(sequences: range, positions: range, device: torch.device) -> Tensor:
+    """Return sequence * 2^32 + position ``(B, S)``, which does not depend on the length of the sequences."""
+    first = torch.arange(sequences.start, sequences.stop, device=device).unsqueeze(1) * 2**32
+    return first + torch.arange(positions.start, positions.stop, device=device)
 
 
 class ContinuedSequences(LocalTokens):

@@ -14,7 +14,7 @@ from maxmoe.sharding.partition_spec import PartitionSpec
 from maxmoe.sharding.redistribute import Redistribution, redistribute_local
 from maxmoe.sharding.resolve import logical_to_mesh_axes
 from maxmoe.sharding.rules import LogicalRules
-from maxmoe.token_group import TokenGroup
+from maxmoe.token_group import TokenGroup, numbers_of_tokens
 
 
 def token_sharding(mesh: Mesh, rules: LogicalRules | str = "default") -> NamedSharding:
@@ -89,22 +89,19 @@ class ShardedTokens:
     @not_compiled
     def first_position(self, length: int) -> int:
         """Compute the position of this rank's first token from its coordinates on the mesh."""
-        return self._first(length, self.length_axes)
+        return self._part(length, self.length_axes).start
 
     @not_compiled
-    def indices(self, num_sequences: int, length: int, device: torch.device) -> Tensor:
-        """Compute the indices from this rank's coordinates, for the same number of sequences on all ranks."""
-        num_all = num_sequences * self.mesh.size(*self.batch_axes)
-        first = self.mesh.stage * num_all + self._first(num_sequences, self.batch_axes)
-        sequences = torch.arange(first, first + num_sequences, device=device).unsqueeze(1)
-        first = self._first(length, self.length_axes)
-        positions = torch.arange(first, first + length, device=device)
-        return sequences * (length * self.mesh.size(*self.length_axes)) + positions
+    def numbers(self, num_sequences: int, length: int, device: torch.device) -> Tensor:
+        """Compute the numbers from this rank's coordinates, for the same number of sequences on all ranks."""
+        of_stage, part = self.mesh.stage * 2**24, self._part(num_sequences, self.batch_axes)
+        sequences = range(of_stage + part.start, of_stage + part.stop)
+        return numbers_of_tokens(sequences, self._part(length, self.length_axes), device)
 
-    def _first(self, count: int, axes: tuple[str, ...]) -> int:
-        """Return the number of the first of this rank's `count` items of a dim that is sharded over axes."""
+    def _part(self, count: int, axes: tuple[str, ...]) -> range:
+        """Return the indices of this rank's `count` items of a dim that is sharded over axes."""
         (part,) = NamedSharding(self.mesh, PartitionSpec(axes)).slices((count * self.mesh.size(*axes),))
-        return int(part.start)
+        return range(part.start, part.stop)
 
     @not_compiled
     def all_gather_sequence(self, part: Tensor, dim: int) -> Tensor:

@@ -34,7 +34,8 @@ def test_numbers_are_hashes_of_key_token_and_place(dtype: torch.dtype, num_bits:
     assert split_mix(1234567 + 0x9E3779B97F4A7C15) == 6457827717110365317  # the published test vector
     torch.manual_seed(3)
     key, gamma = int(torch.randint(-(2**63), 2**63 - 1, ())), 0x9E3779B97F4A7C15
-    of_tokens = [split_mix((token * gamma + key) & MASK) for token in range(15)]
+    numbers = [sequence * 2**32 + position for sequence in range(3) for position in range(5)]
+    of_tokens = [split_mix((number * gamma + key) & MASK) for number in numbers]
     hashes = [[split_mix((of_token + n * gamma) & MASK) >> (64 - num_bits) for n in (1, 2)] for of_token in of_tokens]
     expected = (torch.tensor(hashes, dtype=torch.float64) + 0.5) / 2**num_bits
     torch.manual_seed(3)
