@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, overload
 
+import torch
 from torch import Tensor, nn
 
 from maxmoe.this_thread import OfThisThread
@@ -41,6 +42,19 @@ class TokenGroup(TokenReductions, Protocol):
         """
         ...
 
+    def numbers(self, num_sequences: int, length: int, device: torch.device) -> Tensor:
+        """Return a number ``(B, S)``, int64, for each token of this process, which no token of another process has.
+
+        It is that of the same token in a single process. In a pipeline, a token has another number in the stages of
+        another rank, whose layers route it by themselves.
+
+        Args:
+            num_sequences: B, number of sequences in this process.
+            length: S, number of tokens of each sequence in this process.
+            device: device of the result.
+        """
+        ...
+
     def all_gather_sequence(self, part: Tensor, dim: int) -> Tensor:
         """All-gather sequences in the forward, reduce-scatter their gradients in the backward.
 
@@ -66,9 +80,19 @@ class LocalTokens:
         """Return 0."""
         return 0
 
+    def numbers(self, num_sequences: int, length: int, device: torch.device) -> Tensor:
+        """Return the numbers of B sequences and S positions from 0."""
+        return numbers_of_tokens(range(num_sequences), range(length), device)
+
     def all_gather_sequence(self, part: Tensor, dim: int) -> Tensor:
         """Return the sequences unchanged."""
         return part
+
+
+def numbers_of_tokens(sequences: range, positions: range, device: torch.device) -> Tensor:
+    """Return sequence * 2^32 + position ``(B, S)``, which does not depend on the length of the sequences."""
+    first = torch.arange(sequences.start, sequences.stop, device=device).unsqueeze(1) * 2**32
+    return first + torch.arange(positions.start, positions.stop, device=device)
 
 
 class ContinuedSequences(LocalTokens):

@@ -20,7 +20,6 @@ import maxmoe
 from dispatching.ranks import run_ranks
 from dispatching.sent_bytes import SentBytes
 from dispatching.strategies import ONE_PROCESS, Strategy, model_config, strategies
-from dispatching.whole_noise import WholeNoise
 from maxmoe.models import Decoder
 from maxmoe.parallel import parameter_shardings, reset_parameters, token_group, token_sharding
 from maxmoe.sharding import LogicalRules, Mesh
@@ -88,8 +87,7 @@ class Training:
         shardings = parameter_shardings(self.model, self.mesh, rules)
         rank = self.mesh.rank or 0
         self.parts = {name: each.sharding.slices(each.shape, rank) for name, each in shardings.items()}
-        self.batch_shape = (options.batch_size, options.sequence_length)
-        self.part = token_sharding(self.mesh, rules).slices(self.batch_shape, rank)
+        self.part = token_sharding(self.mesh, rules).slices((options.batch_size, options.sequence_length), rank)
         self.tokens = token_group(self.mesh, rules)
         if strategy.mesh:
             maxmoe.parallelize(self.model, self.mesh, rules, dispatch=strategy.dispatch)
@@ -104,10 +102,9 @@ class Training:
     def gradients(self, step: int) -> tuple[float, Tensor]:
         """Compute the gradients of a step; return its loss and the number of tokens per expert ``(M, E)``."""
         inputs, targets = self.sequences.batch(step)
-        noise = WholeNoise(step, self.batch_shape, self.part) if self.options.random_routing else nullcontext()
         self.optimizer.zero_grad()
-        with noise:
-            output = self.model(inputs[self.part])
+        torch.manual_seed(step)  # for random routing, whose noise is then the same in every strategy
+        output = self.model(inputs[self.part])
         losses = F.cross_entropy(output.logits.transpose(1, 2), targets[self.part], reduction="none")
         loss = maxmoe.mean_over_tokens(losses, tokens=self.tokens)
         (loss + output.aux_loss).backward()

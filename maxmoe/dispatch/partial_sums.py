@@ -9,10 +9,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from maxmoe.dispatch.planned_dispatch import PlannedDispatch
+from maxmoe.dispatch.routed_alike import check_routed_alike, checksum_of_ids
 from maxmoe.nn.routing import TopK
 from maxmoe.nn.tensor_parallel_region import LayerInputs, sum_of
 from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.not_compiled import not_compiled
+from maxmoe.sharding.partition_spec import PartitionSpec
 from maxmoe.sharding.planned_collective import PlannedCollective, planned_redistribution
 from maxmoe.sharding.redistribute import Redistribution, redistribute_local
 
@@ -56,8 +59,14 @@ class PartialSums:
 
     @not_compiled
     def assign(self, top_k: TopK) -> TopK:
-        """Return ids and weights; the gradient of the weights is all-reduced over `axes`."""
-        return top_k._replace(weights=redistribute_local(top_k.weights, self._copied_to_experts, "routing weights"))
+        """Return ids and weights; the gradient of the weights is all-reduced over `axes`.
+
+        In this collective the backward compares the ids of the ranks, and raises if they differ.
+        """
+        if not self.axes or not top_k.weights.requires_grad:
+            return top_k
+        weights = _Assign.apply(top_k.weights, checksum_of_ids(top_k.experts), self)  # type: ignore[no-untyped-call]
+        return top_k._replace(weights=weights)
 
     @not_compiled
     def copy_to_experts(self, latent: Tensor) -> Tensor:
@@ -86,6 +95,22 @@ class PartialSums:
         return redistribute_local(dropped, self._dropped, "dropped slots")
 
     @property
+    def num_ranks(self) -> int:
+        """Number of ranks along `axes`."""
+        return self.mesh.size(*self.axes)
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank among the ranks along `axes`."""
+        (part,) = NamedSharding(self.mesh, PartitionSpec(self.axes)).slices((self.num_ranks,))
+        return int(part.start)
+
+    @property
+    def grad_weights(self) -> Redistribution:
+        """Redistribution of routing weights ``(T * K,)`` and a checksum of each rank."""
+        return Redistribution.reduce_gradient(self.mesh, 1, self.axes)
+
+    @property
     def _copied_to_experts(self) -> Redistribution:
         return Redistribution.reduce_gradient(self.mesh, 2, self.axes)
 
@@ -111,7 +136,7 @@ class PartialSums:
     def planned_collectives(self, tokens: PlannedDispatch) -> Iterator[PlannedCollective]:
         """List the collectives of a training step on the inputs and outputs of the layer."""
         config = tokens.config
-        shape, slots = (tokens.num_tokens, config.hidden_size), (tokens.num_tokens, config.top_k)
+        shape, slots = (tokens.num_tokens, config.hidden_size), (tokens.num_slots + self.num_ranks,)
         again = {"is_repeated": tokens.is_recomputed}
         has_whole_shared = config.num_shared_experts > 0 and not self.shared_is_partial
         has_whole_outputs = has_whole_shared or config.has_zero_computation_outputs or not self.routed_is_partial
@@ -126,7 +151,7 @@ class PartialSums:
             yield from planned_redistribution("latent outputs", self._latent_outputs, rows, tokens.dtype, **again)
             yield from planned_redistribution("latent outputs", self._copied_to_experts, rows, tokens.dtype)
         yield from planned_redistribution("dropped slots", self._dropped, (), torch.int64, **again)
-        yield from planned_redistribution("routing weights", self._copied_to_experts, slots, tokens.weights_dtype)
+        yield from planned_redistribution("routing weights", self.grad_weights, slots, tokens.weights_dtype)
 
 
 class _Enter(torch.autograd.Function):
@@ -145,3 +170,26 @@ class _Enter(torch.autograd.Function):
         whole = Redistribution(*reversed(region.grad_input(())))
         what = "the gradient of the tokens of a layer"
         return redistribute_local(of_experts, summands, what) + redistribute_local(of_router, whole, what), None
+
+
+class _Assign(torch.autograd.Function):
+    """Return routing weights ``(T, K)``; the backward all-reduces their gradient and compares checksums of the ids."""
+
+    @staticmethod
+    def forward(context: Any, weights: Tensor, checksum: Tensor, region: PartialSums) -> Tensor:
+        context.checksum, context.region = checksum, region
+        return weights.view_as(weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        region: PartialSums = context.region
+        checksums = gradient.new_zeros(region.num_ranks)
+        checksums[region.rank] = context.checksum
+        packed = torch.cat([gradient.flatten(), checksums])
+        summed = redistribute_local(
+            packed, Redistribution(*reversed(region.grad_weights)), "gradient of routing weights"
+        )
+        of_slots, checksums = torch.split(summed, [gradient.numel(), region.num_ranks])
+        check_routed_alike(checksums.unsqueeze(1))
+        return of_slots.view_as(gradient), None, None

@@ -11,6 +11,7 @@ from maxmoe.declaration import SavedTensor
 from maxmoe.dispatch.collectives import all_gather_replicated_rows
 from maxmoe.dispatch.expert_ranks import ExpertLayout, ExpertRanks, weights_of_rows, without_last_rows
 from maxmoe.dispatch.planned_dispatch import PlannedDispatch
+from maxmoe.dispatch.routed_alike import check_routed_alike
 from maxmoe.dispatch.row_counts import all_gather_counts
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Future
 from maxmoe.nn.routing import TopK
@@ -77,12 +78,7 @@ class RaggedAllGather:
         plans = [self.ranks.plan(chunk) for chunk in chunks]
         counts = torch.cat([torch.cat([plan.group_sizes, _checksum(plan)]) for plan in plans])
         _, host = all_gather_counts(counts, self.ranks.group.group_name)
-        others = host.ne(host[0]).any(1).nonzero()[:, 0].tolist()
-        if others:
-            raise RuntimeError(
-                "ranks that hold the same tokens must route them alike, got other experts on the ranks "
-                f"{others} of the group than on its rank 0: give them the same tokens and seeds"
-            )
+        check_routed_alike(host)
         routed = host[0].view(len(plans), -1)[:, :-1].view(len(plans), self.ranks.size, -1).sum(2)
         return [ReplicatedCounts(plan, rows) for plan, rows in zip(plans, routed, strict=True)]
 

@@ -51,9 +51,10 @@ def all_reduce(
     the ranks in their metrics already, and reduce the rest over their token group.
 
     Raises:
-        ValueError: if the correction bias of a layer differs between the ranks.
+        ValueError: if the correction bias of a layer has 16 bits, or differs between the ranks.
     """
-    sums = {name: _take(layer, accumulators[name]) for name, layer in layers.items()}
+    checksums = {name: _checksum(layer) for name, layer in layers.items()}
+    sums = {name: _take(accumulators[name], checksums[name]) for name in layers}
     if not dist.is_initialized():
         return sums
     local: list[Tensor] = []
@@ -71,15 +72,14 @@ def all_reduce(
     return sums
 
 
-def _take(layer: Any, accumulator: MetricsAccumulator) -> LayerSums:
-    metrics = accumulator.take()
-    router, histogram = layer.balanced_router, accumulator.histogram
-    nothing = metrics.new_zeros(0)
-    return LayerSums(
-        metrics,
-        nothing if router is None else checksum(router.score_correction_bias),
-        nothing if histogram is None else histogram.take(),
-    )
+def _checksum(layer: Any) -> Tensor:
+    router = layer.balanced_router
+    return torch.zeros(0) if router is None else checksum(router.wide_correction_bias)
+
+
+def _take(accumulator: MetricsAccumulator, of_bias: Tensor) -> LayerSums:
+    metrics, histogram = accumulator.take(), accumulator.histogram
+    return LayerSums(metrics, of_bias.to(metrics), metrics.new_zeros(0) if histogram is None else histogram.take())
 
 
 def _copy(tensors: Any, sums: Any) -> None:

@@ -83,7 +83,7 @@ class StatsAccumulator:
             Auxiliary loss and statistics of the step, over all ranks.
 
         Raises:
-            ValueError: if the correction bias of a layer differs between the ranks.
+            ValueError: if the correction bias of a layer has 16 bits, or differs between the ranks.
         """
         sums = all_reduce(self._layers, self._sums, self._process_group)
         metrics = {name: layer_sums.metrics for name, layer_sums in sums.items()}

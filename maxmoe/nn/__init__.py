@@ -11,6 +11,7 @@ from maxmoe.nn.losses import BalanceLoss, count_tokens, load_balance_loss, mean_
 from maxmoe.nn.moe import MoE
 from maxmoe.nn.output import MoEOutput
 from maxmoe.nn.quantile_balancing import balanced_bias, required_bias_histogram
+from maxmoe.nn.random_numbers import rand_of_tokens
 from maxmoe.nn.replay import RoutingRecord, record_routing, replay_routing
 from maxmoe.nn.router import Router
 from maxmoe.nn.routing import Routing, TopK
@@ -61,6 +62,7 @@ __all__ = [
     "load_balance_loss",
     "local_dispatcher",
     "mean_over_tokens",
+    "rand_of_tokens",
     "recompute_of",
     "record_routing",
     "replay_routing",

@@ -23,6 +23,10 @@ def load_balance_loss(
 
     mean_b sum_e f[b, e] * sum_s(probabilities[b, s, e]) / S[b],   f[b, e] = E / (K S[b]) * tokens_per_expert[b, e]
 
+    The probabilities of `maxmoe.ops.route` have a sum of 1, and below it for tiny scores: the scores are divided by
+    their sum + 1e-20, as in DeepSeek-V3. The probabilities of a token have a sum above 0.99 while one of its logits is
+    above -41 ("sigmoid") or -82 ("sqrtsoftplus").
+
     Args:
         probabilities: ``(B, S, E)``, floating, routing probabilities, zero for padding. The gradient flows to them.
         tokens_per_expert: ``(B, E)``, integer, number of routed slots.

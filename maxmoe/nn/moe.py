@@ -92,9 +92,9 @@ class MoE(HookedModule):
         self.zero_computation_experts = None
         if config.has_zero_computation_outputs:
             self.zero_computation_experts = ZeroComputationExperts(config, device=device, dtype=dtype)
-        self._set_up_training(load_balance_loss if balance_loss is None else balance_loss)
+        self.set_up_training(load_balance_loss if balance_loss is None else balance_loss)
 
-    def _set_up_training(self, balance_loss: BalanceLoss) -> None:
+    def set_up_training(self, balance_loss: BalanceLoss) -> None:
         """Set all that is not a module or a parameter."""
         self.runner = ExpertRunner(local_dispatcher(self.config))
         self.losses = RoutingLosses(self.config, balance_loss)

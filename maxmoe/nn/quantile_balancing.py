@@ -14,7 +14,7 @@ def required_bias_histogram(
     required_bias[t, e] = cutoff[t] - scores[t, e]
 
     cutoff[t] is the (K+1)-th best of scores[t] + correction_bias. The bins are of equal width, from the smallest
-    correction bias - 1 to the largest one + 1, which bound the required biases because scores are in [0, 1].
+    finite correction bias - 1 to the largest one + 1, which bound the required biases because scores are in [0, 1].
 
     Args:
         scores: ``(T, E)``, floating, scores in [0, 1].
@@ -45,7 +45,8 @@ def balanced_bias(histogram: Tensor, correction_bias: Tensor, top_k: int) -> Ten
 
     balanced_bias[e] = quantile of required_bias[:, e] at K / E, minus the mean over the experts
 
-    The quantile is interpolated within its bin.
+    The quantile is interpolated within its bin. Experts with an infinite bias, which all tokens or none select, keep
+    it: the other experts share the slots that are left, and the mean is over them.
 
     Args:
         histogram: ``(E, 1000)``, float64, sum of `required_bias_histogram` over the tokens of an optimizer step.
@@ -58,16 +59,22 @@ def balanced_bias(histogram: Tensor, correction_bias: Tensor, top_k: int) -> Ten
     low, width = _bins(correction_bias.double())
     cumulative = histogram.cumsum(1)
     num_tokens = cumulative[:, -1:]
-    target = num_tokens * (top_k / len(histogram))
+    is_finite = correction_bias.isfinite()
+    num_finite = is_finite.sum().clamp_min(1).double()
+    target = num_tokens * ((top_k - correction_bias.isposinf().sum()).clamp_min(0) / num_finite)
     bins = (cumulative < target).sum(1, keepdim=True).clamp_max(NUM_BINS - 1)
     in_bin = histogram.gather(1, bins)
     fraction = (target - cumulative.gather(1, bins) + in_bin) / in_bin.clamp_min(1)
     quantile = (low + width * (bins + fraction)).squeeze(1)
-    balanced = (quantile - quantile.mean()).to(correction_bias.dtype)
-    return torch.where(num_tokens[0] > 0, balanced, correction_bias)
+    balanced = quantile - quantile.where(is_finite, 0.0).sum() / num_finite
+    return balanced.to(correction_bias.dtype).where((num_tokens[0] > 0) & is_finite, correction_bias)
 
 
 def _bins(correction_bias: Tensor) -> tuple[Tensor, Tensor]:
     """Return the lower end of the first bin and the width of all bins."""
-    low, high = correction_bias.min() - 1, correction_bias.max() + 1
+    is_finite = correction_bias.isfinite()
+    low, high = (
+        correction_bias.where(is_finite, torch.inf).min() - 1,
+        correction_bias.where(is_finite, -torch.inf).max() + 1,
+    )
     return low, (high - low) / NUM_BINS

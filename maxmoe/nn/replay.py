@@ -28,8 +28,8 @@ class RoutingRecord:
     """Expert ids of the MoE layers of a model, for each call.
 
     Args:
-        calls: for each path of a layer, the expert ids ``(..., S, K)``, integer, of each call; -1 for a slot that was
-            not routed.
+        calls: for each path of a layer, the expert ids ``(..., S, K)``, integer, of each call, with the leading dims of
+            the layer's input, ``(B, S)`` in a language model; -1 for a slot that was not routed.
     """
 
     calls: Mapping[str, list[Tensor]] = field(default_factory=dict)
@@ -124,10 +124,10 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
         Nothing.
 
     Raises:
-        ValueError: for a record of other layers, or with another top_k or unknown experts; in a call, for another
-            number of tokens than in the record, if the record has no more calls, for a router that selects other
-            experts, or in a checkpoint with ``use_reentrant=True``; at the end, if the model was called less often than
-            in the record.
+        ValueError: for a record of other layers, or with another top_k or unknown experts; in a call, for other
+            leading dims than in the record, such as ``(S, B)``, if the record has no more calls, for a router that
+            selects other experts, or in a checkpoint with ``use_reentrant=True``; at the end, if the model was called
+            less often than in the record.
     """
     layers = _layers(model)
     _check_layers(layers, record)
@@ -152,7 +152,7 @@ class _Recorder:
         is_narrow = config.num_selectable_experts <= torch.iinfo(torch.int16).max
         self._dtype = torch.int16 if is_narrow else torch.int32
 
-    def experts(self, _x: Tensor) -> None:
+    def experts(self, _leading_dims: Sequence[int], _device: torch.device) -> None:
         """Let the router choose."""
 
     def observe(self, routing: Routing, leading_dims: Sequence[int]) -> None:
@@ -180,7 +180,8 @@ class _Replay:
 
     def _check(self, ids: Tensor) -> None:
         config = self.layer.config
-        if ids.is_floating_point() or ids.dim() < 2 or ids.shape[-1] != config.top_k:
+        is_integer = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+        if not is_integer or ids.dim() < 2 or ids.shape[-1] != config.top_k:
             raise ValueError(
                 f"the ids of {self.path} must be integers of shape [..., S, top_k ({config.top_k})], "
                 f"got {ids.dtype} of shape {tuple(ids.shape)}"
@@ -191,18 +192,19 @@ class _Replay:
                 f"got from {int(ids.min())} to {int(ids.max())}"
             )
 
-    def experts(self, x: Tensor) -> Tensor | None:
+    def experts(self, leading_dims: Sequence[int], device: torch.device) -> Tensor | None:
         """Return the recorded ids of the call that runs; None if this replay does not know it."""
         if self.has_ended and not self._is_known():
             return None
         ids = self._recomputed() if is_recomputation() else self._next()
         if ids is None:
             return None
-        if ids.numel() != x.shape[0] * ids.shape[-1]:
+        if ids.shape[:-1] != (*leading_dims,):
             raise ValueError(
-                f"call {self.num_calls} of {self.path} has {x.shape[0]} tokens, the record {tuple(ids.shape[:-1])}"
+                f"call {self.num_calls} of {self.path} has tokens of shape {(*leading_dims,)}, the record "
+                f"{tuple(ids.shape[:-1])}"
             )
-        return ids.reshape(-1, ids.shape[-1]).to(x.device, torch.int64)
+        return ids.reshape(-1, ids.shape[-1]).to(device, torch.int64)
 
     def observe(self, _routing: Routing, _leading_dims: Sequence[int]) -> None:
         """Do nothing."""

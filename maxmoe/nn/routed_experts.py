@@ -79,15 +79,17 @@ def _in_modules(
     layer: Any, inputs: LayerInputs, token_mask: Tensor | None, leading_dims: Sequence[int]
 ) -> tuple[Routing, Tensor, Tensor]:
     num_sequences, hooks = math.prod(leading_dims[:-1]), layer.routing_hooks
-    given = given_experts(hooks, inputs.router) if hooks else None
+    given = given_experts(hooks, leading_dims, inputs.router.device) if hooks else None
     region = layer.runner.region
     routing: Routing
-    if is_custom_router(layer.router):  # only then, because two dims fix the sizes in torch.export
-        sequences = inputs.router.view(num_sequences, leading_dims[-1], inputs.router.shape[1])
-        routing = checked_routing(layer.router, layer.config, sequences, token_mask, given)
+    x, is_custom = inputs.router, is_custom_router(layer.router)
+    if is_custom or layer.config.router == "random":  # only then, because two dims fix the sizes in torch.export
+        x = x.view(num_sequences, leading_dims[-1], x.shape[1])
+    if is_custom:
+        routing = checked_routing(layer.router, layer.config, x, token_mask, given)
     else:
         options = {} if given is None else {"experts": given}
-        routing = layer.router(inputs.router, token_mask, **options)
+        routing = layer.router(x, token_mask, **options)
     if hooks:
         observe(hooks, routing, leading_dims)
     rows = inputs.experts if layer.latent_in is None else region.copy_to_experts(layer.latent_in(inputs.experts))

@@ -11,9 +11,11 @@ from maxmoe.config import MoEConfig
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.nn.module_path import module_path
 from maxmoe.nn.quantile_balancing import balanced_bias, required_bias_histogram
+from maxmoe.nn.random_numbers import rand_of_tokens
 from maxmoe.nn.routing import Routing
 from maxmoe.ops.linear import linear
 from maxmoe.ops.route import route
+from maxmoe.token_group import LocalTokens, TokenGroupAttribute
 
 
 class Router(ConvertedModule):
@@ -31,11 +33,14 @@ class Router(ConvertedModule):
     bias: Tensor | None
     score_correction_bias: Tensor | None
 
+    token_group = TokenGroupAttribute()  # for the random router
+
     def __init__(
         self, config: MoEConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
         self.config = config
+        self.token_group = LocalTokens()
         num_experts = config.num_selectable_experts
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, device=device, dtype=dtype))
         self.register_parameter("bias", None)
@@ -46,6 +51,7 @@ class Router(ConvertedModule):
             wide = torch.promote_types(self.weight.dtype, torch.float32)
             correction_bias = torch.empty(num_experts, device=device, dtype=wide)
         self.register_buffer("score_correction_bias", correction_bias)
+        self.register_load_state_dict_post_hook(_widen_correction_bias)  # type: ignore[no-untyped-call]
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -74,7 +80,9 @@ class Router(ConvertedModule):
         logits = linear(x.flatten(0, -2), self.weight, self.bias)
         if config.router == "random":
             # The values are noise, but the gradient flows to the logits: a balanced load with the cost of training.
-            logits = logits + (torch.randn_like(logits) - logits).detach()
+            sequences = logits.view(x.shape[:-2].numel(), x.shape[-2], config.num_selectable_experts)
+            noise = torch.special.ndtri(rand_of_tokens(sequences, self.token_group)).view_as(logits)
+            logits = logits + (noise - logits).detach()
         try:
             return select_experts(config, logits, self.score_correction_bias, token_mask, experts)
         except ValueError as error:
@@ -106,6 +114,17 @@ class Router(ConvertedModule):
 
         return restore
 
+    @property
+    def wide_correction_bias(self) -> Tensor:
+        """Correction bias; raises if another tensor of 16 bits has replaced it, in which small steps would be lost."""
+        bias = self.score_correction_bias
+        if bias is None or bias.dtype.itemsize < 4:
+            got = None if bias is None else bias.dtype
+            raise ValueError(
+                f"score_correction_bias must be float32 or wider, because small updates are lost in 16 bits, got {got}"
+            )
+        return bias
+
     @torch.no_grad()
     def update_correction_bias(self, tokens_per_expert: Tensor) -> None:
         """Update the correction bias so that experts with fewer tokens than the mean are selected more often.
@@ -117,7 +136,7 @@ class Router(ConvertedModule):
                 micro-batches.
 
         Raises:
-            ValueError: if the layer has no correction bias.
+            ValueError: if the layer has no correction bias, or one of 16 bits.
 
         Source: DeepSeek-V3 (arXiv:2412.19437) section 2.1.2.
         """
@@ -128,14 +147,14 @@ class Router(ConvertedModule):
                 f"update_correction_bias needs correction_bias_rule='sign', got {self.config.correction_bias_rule!r}, "
                 "which needs more than counts: make a StatsAccumulator and call its update"
             )
-        if tokens_per_expert.shape != self.score_correction_bias.shape:
+        bias = self.wide_correction_bias
+        if tokens_per_expert.shape != bias.shape:
             raise ValueError(
-                f"tokens_per_expert must have shape {tuple(self.score_correction_bias.shape)}, "
-                f"got {tuple(tokens_per_expert.shape)}"
+                f"tokens_per_expert must have shape {tuple(bias.shape)}, got {tuple(tokens_per_expert.shape)}"
             )
         # The sign of mean - count is computed in integers, because large counts are not exact in floating point.
         direction = (tokens_per_expert.sum() - tokens_per_expert * self.config.num_selectable_experts).sign()
-        self.score_correction_bias += self.config.correction_bias_update_rate * direction
+        bias += self.config.correction_bias_update_rate * direction
 
     @torch.no_grad()
     def required_bias_histogram(self, routing: Routing) -> Tensor:
@@ -150,7 +169,7 @@ class Router(ConvertedModule):
     def update_correction_bias_by_quantiles(self, histogram: Tensor) -> None:
         """Move the correction bias towards the one at which all experts would have had the same number of tokens.
 
-        bias += rate * (balanced_bias(histogram, bias, top_k) - bias)
+        bias += rate * (balanced_bias(histogram, bias, top_k) - bias), for finite biases
 
         Args:
             histogram: ``(E, 1000)``, float64, sum of `required_bias_histogram` over the micro-batches of an optimizer
@@ -158,9 +177,9 @@ class Router(ConvertedModule):
 
         Source: Kimi K3 technical report, section 2.3.3 and appendix D.
         """
-        bias = self.score_correction_bias
-        assert bias is not None
-        bias.lerp_(balanced_bias(histogram, bias, self.config.top_k), self.config.correction_bias_update_rate)
+        bias = self.wide_correction_bias
+        balanced = balanced_bias(histogram, bias, self.config.top_k)
+        bias.copy_(bias.lerp(balanced, self.config.correction_bias_update_rate).where(bias.isfinite(), bias))
 
     def extra_repr(self) -> str:
         """Return the sizes and the score function."""
@@ -190,6 +209,13 @@ def select_experts(
     )
     routing = Routing(logits, probabilities, weights, selected, is_unpadded=experts is None)
     return routing if token_mask is None else routing.without_padding(token_mask)
+
+
+def _widen_correction_bias(router: Router, _keys: object) -> None:
+    """Make the correction bias float32 after a state of 16 bits has been loaded with ``assign=True``."""
+    bias = router.score_correction_bias
+    if bias is not None:
+        router.score_correction_bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
 
 
 def is_custom_router(router: nn.Module) -> bool:

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from maxmoe._torch import never_compiled
@@ -20,8 +21,8 @@ class RoutingHook(Protocol):
 
     thread: int
 
-    def experts(self, x: Tensor) -> Tensor | None:
-        """Return the expert ids ``(T, K)``, int64, of the tokens x ``(T, D)``; None to let the router choose."""
+    def experts(self, leading_dims: Sequence[int], device: torch.device) -> Tensor | None:
+        """Return the expert ids ``(T, K)``, int64, for input ``(*leading_dims, D)``; None to let the router choose."""
         ...
 
     def observe(self, routing: Routing, leading_dims: Sequence[int]) -> None:
@@ -39,9 +40,9 @@ class HookedModule(nn.Module):
 
 
 @never_compiled
-def given_experts(hooks: Sequence[RoutingHook], x: Tensor) -> Tensor | None:
+def given_experts(hooks: Sequence[RoutingHook], leading_dims: Sequence[int], device: torch.device) -> Tensor | None:
     """Return the expert ids of the last hook that gives any; None if the router chooses them."""
-    given = [hook.experts(x) for hook in _of_this_call(hooks)]
+    given = [hook.experts(leading_dims, device) for hook in _of_this_call(hooks)]
     return next((experts for experts in reversed(given) if experts is not None), None)
 
 

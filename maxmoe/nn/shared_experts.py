@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from maxmoe.config import Activation, MoEConfig
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
@@ -127,9 +128,10 @@ def _sigmoid(column: Tensor) -> Tensor:
     """Compute the sigmoid of a column ``(T, 1)`` such that the bits of an element do not depend on its position.
 
     `torch.sigmoid` uses a scalar function instead of the vectorized one for the last elements of each thread's chunk.
-    The softmax of (x, 0) equals the sigmoid of x, and uses one function for all rows.
+    The softmax of (x, 0) equals the sigmoid of x, and uses one function for all rows. `torch.cat` would refuse a column
+    in bfloat16 under an autocast to float16.
     """
-    return torch.cat((column, torch.zeros_like(column)), dim=1).softmax(1)[:, :1]
+    return pad(column, (0, 1)).softmax(1)[:, :1]
 
 
 def _one_group(x: Tensor, token_mask: Tensor | None) -> RaggedPlan:

@@ -80,9 +80,10 @@ def parameter_groups(
     By logical names, Muon takes matrices of blocks and stacks of them; AdamW takes embeddings, heads, routers, norms
     and biases, norms and biases without weight decay. If a parameter has no logical names, Muon takes weights of
     `nn.Linear` in blocks, and stacks of matrices whose module has the attribute `is_transposed`, such as the experts of
-    transformers; AdamW takes all others of one or two dims. Blocks are the children of the outermost `nn.ModuleList`s,
-    or the whole model if there are none. Frozen parameters are in no group. AdamW takes the low-rank factors of stacked
-    matrices; after `maxmoe.parallelize`, `overrides` may give them to Muon.
+    transformers; AdamW takes all others of one or two dims. A name that ends with "bias" is a bias, and a matrix of one
+    row or column, such as the gate of shared experts in transformers, a vector without weight decay. Blocks are the
+    children of the outermost `nn.ModuleList`s, or the whole model if there are none. Frozen parameters are in no group.
+    AdamW takes the low-rank factors of stacked matrices; after `maxmoe.parallelize`, `overrides` may give them to Muon.
 
     Args:
         model: before or after `maxmoe.parallelize`; make the optimizer after it.
@@ -167,7 +168,7 @@ class _Chooser:
     def choice(self, name: str, parameter: nn.Parameter) -> Choice:
         """Choose by the overrides, else by logical names, else by module. The reason is empty if no rule applies."""
         shape, names = tuple(parameter.shape), self.names.get(name)
-        dims = [dim for dim in names or shape if dim not in STACKED]
+        dims = _dims_without_names(name, shape) if names is None else [dim for dim in names if dim not in STACKED]
         override = next((choice for pattern, choice in self.overrides.items() if fnmatchcase(name, pattern)), None)
         if override is not None:
             matrix, reason = None if override == "adamw" else override, "overrides"
@@ -177,7 +178,7 @@ class _Chooser:
             matrix, rule = self._by_names(name, parameter, dims)
             reason = f"names {', '.join(dim or '-' for dim in names)}{rule}" if rule is not None else ""
         else:
-            matrix, rule = self._by_module(parameter)
+            matrix, rule = self._by_module(parameter, dims)
             reason = f"no names: {rule}" if rule is not None else ""
         return Choice(name, shape, matrix, reason, len(dims))
 
@@ -210,9 +211,9 @@ class _Chooser:
             return Matrix(), " of nn.Linear"
         return None, None
 
-    def _by_module(self, parameter: nn.Parameter) -> tuple[Matrix | None, str | None]:
-        """Choose by the module that owns the parameter, which has no logical names."""
-        if parameter.dim() < 2:
+    def _by_module(self, parameter: nn.Parameter, dims: Sequence[object]) -> tuple[Matrix | None, str | None]:
+        """Choose by the module that owns the parameter, which has no logical names; `dims` as in `_by_names`."""
+        if len(dims) < 2:
             return None, "a norm or a bias"
         if self._is_in(parameter, nn.Embedding):
             return None, "an embedding"
@@ -234,6 +235,11 @@ class _Chooser:
     def _is_in(self, parameter: nn.Parameter, kind: type[nn.Module]) -> bool:
         """Return whether a module of this type owns the parameter."""
         return any(isinstance(owner, kind) for owner, _ in self.owners[parameter])
+
+
+def _dims_without_names(name: str, shape: Sequence[int]) -> Sequence[int]:
+    """Return the dims of a parameter without logical names that are not stacked: one for biases and vectors."""
+    return shape[-1:] if name.endswith("bias") else [size for size in shape if size > 1]
 
 
 def _declared_matrices(model: nn.Module) -> Iterator[tuple[str, Matrix]]:

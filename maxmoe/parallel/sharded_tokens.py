@@ -14,7 +14,7 @@ from maxmoe.sharding.partition_spec import PartitionSpec
 from maxmoe.sharding.redistribute import Redistribution, redistribute_local
 from maxmoe.sharding.resolve import logical_to_mesh_axes
 from maxmoe.sharding.rules import LogicalRules
-from maxmoe.token_group import TokenGroup
+from maxmoe.token_group import TokenGroup, numbers_of_tokens
 
 
 def token_sharding(mesh: Mesh, rules: LogicalRules | str = "default") -> NamedSharding:
@@ -89,9 +89,19 @@ class ShardedTokens:
     @not_compiled
     def first_position(self, length: int) -> int:
         """Compute the position of this rank's first token from its coordinates on the mesh."""
-        whole_length = length * self.mesh.size(*self.length_axes)
-        (part,) = NamedSharding(self.mesh, PartitionSpec(self.length_axes)).slices((whole_length,))
-        return int(part.start)
+        return self._part(length, self.length_axes).start
+
+    @not_compiled
+    def numbers(self, num_sequences: int, length: int, device: torch.device) -> Tensor:
+        """Compute the numbers from this rank's coordinates, for the same number of sequences on all ranks."""
+        of_stage, part = self.mesh.stage * 2**24, self._part(num_sequences, self.batch_axes)
+        sequences = range(of_stage + part.start, of_stage + part.stop)
+        return numbers_of_tokens(sequences, self._part(length, self.length_axes), device)
+
+    def _part(self, count: int, axes: tuple[str, ...]) -> range:
+        """Return the indices of this rank's `count` items of a dim that is sharded over axes."""
+        (part,) = NamedSharding(self.mesh, PartitionSpec(axes)).slices((count * self.mesh.size(*axes),))
+        return range(part.start, part.stop)
 
     @not_compiled
     def all_gather_sequence(self, part: Tensor, dim: int) -> Tensor:

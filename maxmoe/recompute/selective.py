@@ -48,7 +48,9 @@ def choices_are_kept() -> Iterator[None]:
     """Context of a custom router: under `keep_routing`, its recomputation makes the same choices.
 
     All outputs of operators that are integers or booleans are saved, because a choice among experts is a comparison or
-    an order of scores. Compiled code has no such context: its recomputation repeats the bits of its forward.
+    an order of scores. Random numbers are drawn again, from the generator that the checkpoint has restored: if they
+    were saved, later ones would differ from those of the forward. Compiled code has no such context: its recomputation
+    repeats the bits of its forward.
     """
     if torch.compiler.is_compiling():
         yield
@@ -61,10 +63,11 @@ def choices_are_kept() -> Iterator[None]:
 
 
 def _policy(context: SelectiveCheckpointContext, operator: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    is_choice = _keeps_choices.get() and any(
+    is_choice = any(
         isinstance(output, Tensor) and not output.is_floating_point() for output in tree_leaves(context.op_output)
     )
-    is_kept = is_choice or operator.name() in KEPT_OPERATORS
+    is_random = torch.Tag.nondeterministic_seeded in operator.tags
+    is_kept = (is_choice and not is_random and _keeps_choices.get()) or operator.name() in KEPT_OPERATORS
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -90,6 +90,11 @@ class Mesh:
         return mesh
 
     @property
+    def stage(self) -> int:
+        """Coordinate of this rank on the axis `stage`, also on the mesh within its stage; 0 without such an axis."""
+        return (self._whole or self).coordinates().get(STAGE_AXIS, 0)
+
+    @property
     def device_mesh(self) -> DeviceMesh:
         """`DeviceMesh` of the axes larger than one; it has one axis of size one if there are none."""
         if self._device_mesh is None:

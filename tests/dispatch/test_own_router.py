@@ -12,11 +12,12 @@ from maxmoe.parallel import parallelize, parameter_shardings, token_sharding
 from maxmoe.sharding import LogicalRules, Mesh
 from maxmoe.token_group import TokenReductions
 from support.dispatched_layer import NUM_EXPERTS, SIZES, check_part, make_batch, take_step
-from support.documented_routers import ROUTERS
+from support.documented_routers import ROUTERS, noisy
 from support.named import named
 from support.parallel_decoder import MeshRules
 from support.run_ranks import run_ranks
 
+ALL = {**ROUTERS, "NoisyTopK": (lambda num_experts: 2, noisy)}
 LAYOUTS = [
     MeshRules("ep-as-dp", {"expert": 4}),
     MeshRules("ep-tp", {"data": 2, "expert": 2}),
@@ -48,7 +49,7 @@ def quadratic(gate: Tensor | None, up: Tensor) -> Tensor:
 
 def make(name: str, **replaced: Any) -> MoE:
     """The same random values at every call."""
-    top_k, make_router = ROUTERS[name]
+    top_k, make_router = ALL[name]
     config = MoEConfig(**SIZES, top_k=top_k(NUM_EXPERTS), load_balance_loss_weight=0.3, num_shared_experts=1)
     layer = MoE(config, router=make_router(config), **replaced).double()
     generator = torch.Generator().manual_seed(0)
@@ -64,10 +65,12 @@ def make(name: str, **replaced: Any) -> MoE:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_equals_one_process(layout: MeshRules) -> None:
     cases = {}
-    for name in ROUTERS:
+    for name in ALL:
         replaced = {"activation": quadratic, "balance_loss": squared_share} if name == "TopP" else {}
         batch = make_batch(make(name).config, "of the router")
-        cases[name] = (replaced, batch, take_step(make(name, **replaced), batch))
+        whole = make(name, **replaced)
+        torch.manual_seed(7)  # for the noise of NoisyTopK, which every rank draws
+        cases[name] = (replaced, batch, take_step(whole, batch))
 
     def check() -> None:
         mesh, rules = Mesh(layout.sizes), LogicalRules.load(layout.rules)
@@ -81,6 +84,7 @@ def test_equals_one_process(layout: MeshRules) -> None:
                 shardings = parameter_shardings(layer, mesh, rules)
                 parallelize(layer, mesh, rules, dispatch=dispatch)
                 part = token_sharding(mesh, rules).slices(batch.x.shape[:2])
+                torch.manual_seed(7)
                 with named(name, dispatch):
                     check_part(take_step(layer, batch.part(part)), expected, part, shardings)
 

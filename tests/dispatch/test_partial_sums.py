@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from maxmoe import MoE, MoEConfig, parallelize
 from maxmoe.dispatch import PartialSums
-from maxmoe.nn import TopK
+from maxmoe.nn import Routing, TopK
 from maxmoe.sharding import Mesh
 from support.run_ranks import run_ranks
 
@@ -77,3 +78,39 @@ def test_drops_are_summed_where_ranks_have_other_experts() -> None:
         return int(boundary.all_reduce_dropped(dropped)), int(same_experts.all_reduce_dropped(dropped))
 
     assert run_ranks(check, 4) == [(11, 1), (11, 10), (11, 1), (11, 10)]
+
+
+class Noisy(nn.Module):
+    """A router whose noise is from the generator of torch, which ranks may have seeded differently."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.top_k = config.top_k
+        self.weight = nn.Parameter(torch.randn(config.num_experts, config.hidden_size, dtype=torch.float64))
+
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Routing:
+        logits = x.flatten(0, 1) @ self.weight.T
+        probabilities = (logits + torch.randn_like(logits)).softmax(1)
+        weights, experts = probabilities.topk(self.top_k)
+        return Routing.of(experts=experts, weights=weights, probabilities=probabilities, token_mask=token_mask)
+
+
+@pytest.mark.parametrize("rules", [{"expert": 2}, {"tensor": 2}], ids=["experts", "parts of experts"])
+def test_ranks_with_the_same_tokens_must_route_alike(rules: dict[str, int]) -> None:
+    """The backward says so on all ranks, where each would have computed a part of another function."""
+    config = MoEConfig(hidden_size=6, intermediate_size=4, num_experts=8, top_k=2)
+
+    def check() -> str:
+        torch.manual_seed(0)
+        layer = MoE(config, router=Noisy(config), dtype=torch.float64)
+        parallelize(layer, Mesh(rules), "ep-tp" if "expert" in rules else "default")
+        x = torch.randn(2, 8, 6, dtype=torch.float64)
+        layer(x).hidden_states.sum().backward()
+        torch.manual_seed(dist.get_rank())
+        output = layer(x).hidden_states.sum()
+        with pytest.raises(RuntimeError, match="must route them alike") as error:
+            output.backward()
+        return str(error.value)
+
+    message = "got other experts on the ranks [1] of the group than on its rank 0: give them the same tokens and seeds"
+    assert all(error.endswith(message) for error in run_ranks(check, 2))

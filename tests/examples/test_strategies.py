@@ -19,7 +19,6 @@ from dispatching.ranks import run_ranks
 from dispatching.sent_bytes import SentBytes
 from dispatching.strategies import ONE_PROCESS
 from dispatching.training import MIB, Run
-from dispatching.whole_noise import WholeNoise
 from maxmoe.dispatch import all_gather_rows, ragged_all_to_all, reduce_scatter_rows
 from pretraining import InputError
 from pretraining.command import exit_status
@@ -99,19 +98,6 @@ def test_sent_bytes() -> None:
     ring = {"all-gather": 3 * 3 * 5 * 8, "all-reduce": 2 * 8 * 4 * 3 // 4}
     assert of_first == ring | {"all-to-all": 3 * 3 * 5 * 8 + 2 * 5 * 8}  # one row stays, and none comes back to rank 0
     assert of_last == ring | {"all-to-all": 3 * 3 * 5 * 8}
-
-
-def test_the_noise_of_a_token_does_not_depend_on_its_rank() -> None:
-    def noise(*part: slice) -> torch.Tensor:
-        shape = torch.empty(4, 6, 3)[part].flatten(0, 1).shape
-        with WholeNoise(7, (4, 6), part):
-            return torch.randn_like(torch.empty(shape))
-
-    whole = noise(slice(0, 4), slice(0, 6)).view(4, 6, 3)
-    assert noise(slice(1, 2), slice(3, 6)).equal(whole[1:2, 3:6].flatten(0, 1))
-    assert whole.std() > 0.5
-    with WholeNoise(8, (4, 6), (slice(0, 4), slice(0, 6))):
-        assert not torch.randn_like(torch.empty(24, 3)).equal(whole.flatten(0, 1))
 
 
 def fail(how: str, advance: Any) -> None:

@@ -139,7 +139,9 @@ def draw_mask(random: Random, x: Tensor) -> Tensor | None:
 
 def run_layer(layer: MoE, x: Tensor, token_mask: Tensor | None) -> Result:
     x = x.detach().requires_grad_()
-    with patch("torch.randn_like", Tensor.detach):  # the noise of the random router: then it is the learned one
+    # The noise of the random router becomes the logits: then it is the learned one.
+    noise = patch("maxmoe.nn.router.rand_of_tokens", lambda logits, _tokens: logits.detach())
+    with noise, patch("torch.special.ndtri", Tensor.detach):
         hidden_states, aux_loss, stats = layer(x, token_mask)
     outputs = (hidden_states, aux_loss, stats.router_entropy, stats.tokens_per_expert, stats.dropped)
     assert hidden_states.requires_grad, "hidden_states have no gradient"

@@ -49,6 +49,7 @@ def check_gradients(module: nn.Module, whole: nn.Module) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the rules shard")
+@pytest.mark.filterwarnings("ignore:.* of the parameters are whole")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_equals_one_process(preset: str) -> None:
     whole = replaced(preset, training=TRAINING)

@@ -43,6 +43,17 @@ def test_balance_loss_is_its_weight_at_perfect_balance(top_k: int, scope: str, s
     torch.testing.assert_close(output.aux_loss.item(), 0.3, rtol=1e-14, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("score_function", "logit", "expected"),
+    [("sigmoid", -41, 0.999), ("sqrtsoftplus", -82, 0.999), ("sigmoid", -50, 0.134), ("sqrtsoftplus", -100, 0.134)],
+)
+def test_balance_loss_of_tiny_scores(score_function: ScoreFunction, logit: float, expected: float) -> None:
+    """From where on the loss of an even load is below 1, as docs/concepts/routing.md says."""
+    _, _, probabilities = route(torch.full((8, 8), float(logit)), 1, score_function=score_function)
+    loss = load_balance_loss(probabilities.unsqueeze(0), torch.ones(1, 8, dtype=torch.int64), 1)
+    assert loss.item() == pytest.approx(expected, abs=1e-3)
+
+
 def test_balance_loss_is_the_number_of_experts_at_collapse() -> None:
     layer = one_hot_router(4, scale=100.0, **BALANCE)
     collapsed = torch.eye(4, dtype=torch.float64)[[2] * 5]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from maxmoe import MoE, MoEConfig
-from support.moe_layers import EVERYTHING, SIZES, make, outcome, tokens
-from support.operator_calls import assert_near, assert_same
+from support.moe_layers import EVERYTHING, SIZES, Options, each_family, make, outcome, tokens
+from support.operator_calls import assert_near, assert_same, tolerance
 
 
 def shapes_of(**options: Any) -> dict[str, tuple[int, ...]]:
@@ -204,3 +204,18 @@ def test_repr() -> None:
         "  (shared_experts): SharedExperts(hidden_size=7, intermediate_size=10, activation='gelu', gate=False)\n"
         ")"
     )
+
+
+@each_family
+@pytest.mark.parametrize(
+    ("held", "computed"), [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)], ids=str
+)
+def test_autocast_to_the_other_16_bits(held: torch.dtype, computed: torch.dtype, options: Options) -> None:
+    """Parameters and tokens in bfloat16 under an autocast to float16, and the reverse: as in float32."""
+    layer = make(held, **options)
+    x = tokens(layer, 2, 9)
+    expected = copy.deepcopy(layer).float()(x.float())
+    with torch.autocast("cpu", dtype=computed):
+        got = layer(x)
+    assert got.hidden_states.dtype == computed
+    assert_near(got.hidden_states, expected.hidden_states, tolerance(torch.bfloat16, 8), "hidden_states")

@@ -92,6 +92,33 @@ def test_without_tokens_nothing_changes() -> None:
     assert balanced_bias(required_bias_histogram(torch.rand(0, 8), bias, 2), bias, 2).equal(bias)
 
 
+@pytest.mark.parametrize(("infinite", "top_k"), [({0: -torch.inf, 5: -torch.inf}, 3), ({2: torch.inf}, 2)], ids=str)
+def test_experts_that_all_tokens_or_none_select_are_left_out(infinite: dict[int, float], top_k: int) -> None:
+    """The other experts get the biases that they would have alone, for the slots that are left."""
+    scores, bias = torch.rand(400, 8, dtype=torch.float64) ** 3, torch.randn(8, dtype=torch.float64)
+    for expert, value in infinite.items():
+        bias[expert] = value
+    rest = [expert for expert in range(8) if expert not in infinite]
+    left = top_k - sum(value > 0 for value in infinite.values())
+    balanced = balanced_bias(required_bias_histogram(scores, bias, top_k), bias, top_k)
+    expected = reference.balanced_bias(scores[:, rest], bias[rest], left)
+    torch.testing.assert_close(balanced[rest], expected, rtol=0, atol=2 * bin_width(bias[rest]))
+    assert all(balanced[expert] == value for expert, value in infinite.items())
+
+
+@pytest.mark.parametrize("value", [-torch.inf, torch.inf])
+def test_an_infinite_bias_survives_the_update(value: float) -> None:
+    layer, x = layer_of(correction_bias_update_rate=0.5), torch.randn(4, 500, 6, dtype=torch.float64)
+    bias_of(layer)[3] = value
+    accumulator = StatsAccumulator(layer)
+    for _ in range(20):
+        layer(x).sum().backward()
+        load = accumulator.update().layers["moe"].tokens_per_expert.double()
+    assert bias_of(layer)[3] == value and load[3] == (2000 if value > 0 else 0)
+    others = load[torch.arange(8) != 3]
+    assert others.max() < 1.1 * others.mean(), load
+
+
 @pytest.mark.parametrize("score_function", ["sigmoid", "softmax"])
 def test_it_balances_the_load(score_function: Any) -> None:
     layer, x = layer_of(score_function=score_function), torch.randn(4, 500, 6, dtype=torch.float64)

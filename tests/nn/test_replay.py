@@ -166,7 +166,10 @@ def test_hooks_are_gone_afterwards() -> None:
             "the ids of the layer must be integers of shape [..., S, top_k (3)], got torch.float32 of",
         ),
         (lambda ids: ids + 1, "the ids of the layer must be in [-1, num_experts (6)), got from 1 to 6"),
-        (lambda ids: ids[:1], "call 1 of the layer has 10 tokens, the record (1, 5)"),
+        (lambda ids: ids > 2, "the ids of the layer must be integers of shape [..., S, top_k (3)], got torch.bool of"),
+        (lambda ids: ids[:1], "call 1 of the layer has tokens of shape (2, 5), the record (1, 5)"),
+        (lambda ids: ids.transpose(0, 1), "call 1 of the layer has tokens of shape (2, 5), the record (5, 2)"),
+        (lambda ids: ids.flatten(0, 1), "call 1 of the layer has tokens of shape (2, 5), the record (10,)"),
     ],
 )
 def test_other_ids_are_refused(change: Callable[[Tensor], Tensor], message: str) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from maxmoe import MoE, MoEConfig, reference
-from maxmoe.nn import Router
+from maxmoe import MoE, MoEConfig, StatsAccumulator, reference
+from maxmoe.nn import LocalTokens, Router, rand_of_tokens
 from support.moe_layers import SIZES, make, outcome, tokens
 from support.shapes import each_dtype
 
@@ -140,6 +140,34 @@ def test_bias_of_a_converted_layer() -> None:
     assert "router.score_correction_bias" in layer.state_dict()
 
 
+@pytest.mark.parametrize(("assign", "device"), [(False, "cpu"), (True, "cpu"), (True, "meta")])
+def test_bias_of_a_loaded_state_of_16_bits(assign: bool, device: str) -> None:
+    """Updates after it are not lost, and the values are those of the state."""
+    layer = make(torch.float32, **{**BALANCING, "correction_bias_update_rate": 1e-3})
+    state = {name: tensor.bfloat16() for name, tensor in layer.state_dict().items()}
+    state["router.score_correction_bias"].fill_(1.0)
+    loaded = MoE(layer.config, device=device, dtype=torch.bfloat16)
+    loaded.load_state_dict(state, assign=assign)
+    loaded.update_correction_bias(torch.tensor([0, 2, 1, 1, 1, 1]))
+    expected = torch.tensor([1.001, 0.999, 1.0, 1.0, 1.0, 1.0])
+    torch.testing.assert_close(correction_bias(loaded), expected, rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("rule", ["sign", "quantile"])
+def test_bias_that_was_replaced_by_one_of_16_bits(rule: str) -> None:
+    """The update raises before it changes anything."""
+    layer = make(torch.float32, score_function="sigmoid", correction_bias_rule=rule, **BALANCING)
+    sums = StatsAccumulator(layer)
+    layer(tokens(layer)).hidden_states.sum().backward()
+    layer.router.score_correction_bias = correction_bias(layer).half()
+    before = correction_bias(layer).clone()
+    with pytest.raises(ValueError, match=r"score_correction_bias must be float32 or wider, .* got torch.float16"):
+        sums.update()
+    assert torch.equal(correction_bias(layer), before)
+    layer.router.score_correction_bias = before.float()
+    assert sums.update().layers["moe"].tokens_per_expert.sum() > 0
+
+
 def test_update_of_nothing() -> None:
     layer = make(score_correction_bias=True)  # at rate 0
     before = correction_bias(layer).clone()
@@ -246,7 +274,8 @@ def test_random_router_has_the_gradient_of_the_logits() -> None:
     gradients = torch.autograd.grad(router(x).weights, leaves, cotangent)
 
     torch.manual_seed(3)
-    noise = torch.randn(20, 6, dtype=torch.float64).requires_grad_()
+    uniform = rand_of_tokens(torch.empty(1, 20, 6, dtype=torch.float64), LocalTokens())
+    noise = torch.special.ndtri(uniform[0]).requires_grad_()
     weights, _, _ = reference.route(noise, 3)
     (of_logits,) = torch.autograd.grad(weights, noise, cotangent)
     expected = torch.autograd.grad(functional.linear(*leaves), leaves, of_logits)

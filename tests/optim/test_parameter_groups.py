@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from maxmoe import MoE
 from maxmoe.nn import Declaration
 from maxmoe.optim import Matrix, Muon, ParameterGroups, parameter_groups
+from maxmoe.presets.families import family_of
 from support.moe_layers import EVERYTHING, make
 from support.small_decoder import make as make_decoder
+from support.small_models import blocks_of, config_of, model_of
 
 
 def matrices_of(groups: ParameterGroups) -> dict[str, Matrix]:
@@ -86,6 +89,25 @@ def test_the_usual_rule(experts: dict[str, bool], input_dim: int, fused: Any) ->
         "blocks.0.experts.down_proj": Matrix(input_dim),
     }
     assert all(choice.reason.startswith("no names") for choice in groups.choices)
+
+
+def algorithms_of(block: nn.Module) -> dict[str, tuple[str, bool]]:
+    """Algorithm of each parameter, and whether its weights decay."""
+    groups = parameter_groups(nn.ModuleList([block]), adamw={"weight_decay": 0.1})  # type: ignore[arg-type]
+    return {
+        name.removeprefix("0."): (group["algorithm"], group.get("weight_decay") != 0)
+        for group in groups
+        for name, _ in group["params"]
+    }
+
+
+@pytest.mark.parametrize("preset", ["qwen2_moe", "deepseek_v3", "gpt_oss"])
+def test_blocks_of_transformers_are_updated_as_layers_with_their_weights(preset: str) -> None:
+    (block, *_) = blocks_of(model_of(preset)).values()
+    theirs, entries = algorithms_of(block), family_of(config_of(preset)).block.entries
+    ours = algorithms_of(MoE.from_transformers(block))
+    expected = {name: theirs[entry.key] for entry in entries if entry.key in theirs for name in entry.names}
+    assert ours == expected and ("muon", True) in ours.values()
 
 
 def test_a_model_without_blocks_is_one_block() -> None:

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from maxmoe.parallel import token_sharding
+from maxmoe.nn import LocalTokens
+from maxmoe.parallel import token_group, token_sharding
 from maxmoe.sharding import LogicalRules, Mesh, NamedSharding, P
 from support.parallel_decoder import BATCH, LENGTH, MeshRules, layouts, token_spec
+from support.run_ranks import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,19 @@ def test_every_token_is_with_the_ranks_that_share_it(layout: MeshRules) -> None:
         holders[sharding.slices(holders.shape, rank)] += 1
     parts = mesh.size(*(axis for axes in sharding.spec for axis in axes))
     assert (holders == mesh.num_ranks // parts).all()
+
+
+def test_numbers_of_tokens_are_those_of_one_process_for_any_lengths() -> None:
+    def check() -> bool:
+        mesh = Mesh({"data": 2, "context": 2})
+        sequences, positions = token_sharding(mesh).slices((4, 6))
+        length = 3 if mesh.coordinates()["data"] == 0 else 2  # shorter sequences, padded less
+        numbers = token_group(mesh).numbers(2, length, torch.device("cpu"))
+        whole = LocalTokens().numbers(4, 6, torch.device("cpu"))
+        start = positions.start * length // 3
+        return whole.unique().numel() == 24 and numbers.equal(whole[sequences, start : start + length])
+
+    assert run_ranks(check, 4) == [True] * 4
 
 
 def test_unknown_preset() -> None:

@@ -35,7 +35,7 @@ def step(layout: MeshRules, dispatch: Dispatch) -> tuple[dict[Any, list[int]], i
     model: nn.Module = parallelize(adapted(), mesh, layout.rules, dispatch=dispatch)
     part = NamedSharding(mesh, token_spec(mesh, LogicalRules.load(layout.rules))).slices((BATCH, LENGTH))
     tokens, targets = (whole[part].clone() for whole in batch())
-    with replay_routing(model, balanced_routing(model, tokens.numel())), CountedCollectives(mesh) as counted:
+    with replay_routing(model, balanced_routing(model, tokens.shape)), CountedCollectives(mesh) as counted:
         loss(model(tokens), targets).backward()
     return dict(counted.counts), sum(parameter.to_local().nbytes for parameter in model.parameters())
 

@@ -37,7 +37,7 @@ def estimated(config: DecoderConfig, layout: MeshRules, dtype: torch.dtype = tor
 
 
 def kept_by_a_step(model: Decoder, tokens: Tensor) -> int:
-    routing = balanced_routing(model, tokens.numel())
+    routing = balanced_routing(model, tokens.shape)
     with replay_routing(model, routing), kept_tensors(model.parameters()) as kept:
         output = model(tokens)
         token_loss = F.cross_entropy(output.logits.flatten(0, 1), tokens.flatten().clone())

@@ -37,7 +37,7 @@ def step(layout: MeshRules, format: str) -> tuple[dict[Any, list[int]], int]:
     model = parallelize(quantized(format), mesh, layout.rules, dispatch="ring_of_experts")
     part = NamedSharding(mesh, token_spec(mesh, LogicalRules.load(layout.rules))).slices((BATCH, LENGTH))
     tokens, targets = (whole[part].clone() for whole in batch())
-    with replay_routing(model, balanced_routing(model, tokens.numel())), CountedCollectives(mesh) as counted:
+    with replay_routing(model, balanced_routing(model, tokens.shape)), CountedCollectives(mesh) as counted:
         loss(model(tokens), targets).backward()
     return dict(counted.counts), sum(parameter.to_local().nbytes for parameter in model.parameters())
 

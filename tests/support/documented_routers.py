@@ -24,6 +24,12 @@ def documented(name: str) -> Any:
     return names[name]
 
 
+def noisy(config: MoEConfig) -> nn.Module:
+    """Make the router with random numbers."""
+    router: nn.Module = documented("NoisyTopK")(config, jitter=0.1, noise=1.0)
+    return router
+
+
 # A layer with E experts needs top_k slots, and a router made from its config.
 ROUTERS: dict[str, tuple[Callable[[int], int], Callable[[MoEConfig], nn.Module]]] = {
     "TopK": (lambda num_experts: 2, documented("TopK")),

@@ -85,13 +85,13 @@ def without_sums_of_losses() -> Iterator[None]:
         yield
 
 
-def balanced_routing(model: torch.nn.Module, num_tokens: int) -> RoutingRecord:
+def balanced_routing(model: torch.nn.Module, shape: torch.Size) -> RoutingRecord:
     """Route tokens to one expert after the other."""
     calls = {}
     for path, layer in model.named_modules():
         if isinstance(layer, MoE):
-            slots = torch.arange(num_tokens * layer.config.top_k)
-            calls[path] = [(slots % layer.config.num_selectable_experts).view(num_tokens, layer.config.top_k)]
+            slots = torch.arange(shape.numel() * layer.config.top_k)
+            calls[path] = [(slots % layer.config.num_selectable_experts).view(*shape, layer.config.top_k)]
     return RoutingRecord(calls)
 
 
@@ -103,7 +103,7 @@ def _step(
     part = NamedSharding(mesh, token_spec(mesh, LogicalRules.load(layout.rules))).slices((BATCH, LENGTH))
     tokens, targets = (whole[part].clone() for whole in batch())
     stored = {name: parameter.to_local() for name, parameter in model.named_parameters()}
-    routing = balanced_routing(model, tokens.numel())
+    routing = balanced_routing(model, tokens.shape)
     with without_sums_of_losses(), replay_routing(model, routing), CountedCollectives(mesh) as counted:
         with kept_tensors(stored.values()) as kept:
             result = loss(model(tokens), targets)

@@ -56,7 +56,7 @@ class TransformersMoE(MoEFeedForward):
             self.register_buffer(name, buffer)
         has_more = config.has_zero_computation_outputs
         self.zero_computation_experts = ZeroComputationExperts(config, device="meta") if has_more else None
-        self._set_up_training(load_balance_loss)
+        self.set_up_training(load_balance_loss)
         # Updates the correction bias of the block. In a tuple, so that it is no part of the state dict.
         self._balance = (Router(config, device="meta"),) if config.score_correction_bias else ()
         if is_experts(self.experts):
@@ -135,7 +135,7 @@ class TransformersMoE(MoEFeedForward):
     def _route(self, x: Tensor, token_mask: Tensor | None, leading_dims: Sequence[int]) -> Routing:
         """Call the router of the block, whose output transformers records, and select experts by its logits."""
         hooks, bias = self.routing_hooks, self._correction_bias
-        given = given_experts(hooks, x) if hooks else None
+        given = given_experts(hooks, leading_dims, x.device) if hooks else None
         is_outside = bias is not None and "." not in self._keys["router.score_correction_bias"]
         outputs = self.router(x, bias) if is_outside else self.router(x)
         logits = outputs[1 if isinstance(adapted_module(self.router), nn.Linear) else 0]  # second in Llama 4

@@ -1,0 +1,122 @@
+"""Random numbers of tokens: their distribution, and that a recomputation and compiled code repeat them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import maxmoe
+from maxmoe import MoE, MoEConfig
+from maxmoe.nn import LocalTokens, Routing, rand_of_tokens
+from support.documented_routers import noisy
+
+CONFIG = MoEConfig(hidden_size=8, intermediate_size=6, num_experts=6, top_k=2)
+MASK = 2**64 - 1
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return rand_of_tokens(torch.empty(shape, dtype=dtype), LocalTokens())
+
+
+def split_mix(state: int) -> int:
+    """The hash of SplitMix64, in integers without bounds."""
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB & MASK
+    return state ^ (state >> 31)
+
+
+@pytest.mark.parametrize(("dtype", "num_bits"), [(torch.float64, 52), (torch.float32, 23), (torch.bfloat16, 23)])
+def test_numbers_are_hashes_of_key_token_and_place(dtype: torch.dtype, num_bits: int) -> None:
+    assert split_mix(1234567 + 0x9E3779B97F4A7C15) == 6457827717110365317  # the published test vector
+    torch.manual_seed(3)
+    key, gamma = int(torch.randint(-(2**63), 2**63 - 1, ())), 0x9E3779B97F4A7C15
+    numbers = [sequence * 2**32 + position for sequence in range(3) for position in range(5)]
+    of_tokens = [split_mix((number * gamma + key) & MASK) for number in numbers]
+    hashes = [[split_mix((of_token + n * gamma) & MASK) >> (64 - num_bits) for n in (1, 2)] for of_token in of_tokens]
+    expected = (torch.tensor(hashes, dtype=torch.float64) + 0.5) / 2**num_bits
+    torch.manual_seed(3)
+    got = draw(3, 5, 2, dtype=dtype)
+    assert got.dtype == torch.promote_types(dtype, torch.float32) and got.min() > 0 and got.max() < 1
+    assert got.double().equal(expected.view(3, 5, 2))
+    assert not draw(3, 5, 2).equal(got)
+
+
+def test_numbers_are_independent_and_uniform() -> None:
+    """Moments of the Gaussian numbers of 6400 tokens, within 5 standard deviations; neighbours are not correlated."""
+    torch.manual_seed(0)
+    gaussian = torch.special.ndtri(torch.cat([draw(80, 80, 16), draw(80, 80, 16)], dim=2)).flatten(0, 1)
+    bound = 5 / gaussian.numel() ** 0.5
+    assert gaussian.mean().abs() < bound and (gaussian.square().mean() - 1).abs() < bound * 2**0.5
+    assert (gaussian.pow(4).mean() - 3).abs() < bound * 96**0.5
+    correlations = gaussian.T @ gaussian / 6400 - torch.eye(32)
+    assert correlations.abs().max() < 6 / 80
+    assert (gaussian[1:] * gaussian[:-1]).mean().abs() < bound and (gaussian[80:] * gaussian[:-80]).mean().abs() < bound
+
+
+def test_other_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^like must have shape \(B, S, N\), got \(3, 4\)$"):
+        draw(3, 4)
+
+
+class Sampled(nn.Module):
+    """A router that draws the experts themselves."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.top_k = config.top_k
+        self.weight = nn.Parameter(torch.randn(config.num_experts, config.hidden_size) * config.hidden_size**-0.5)
+
+    def forward(self, x: Tensor, token_mask: Tensor | None = None, experts: Tensor | None = None) -> Routing:
+        probabilities = (x.flatten(0, 1) @ self.weight.T).softmax(1)
+        if experts is None:
+            experts = probabilities.multinomial(self.top_k)
+        weights = probabilities.gather(1, experts)
+        return Routing.of(experts=experts, weights=weights, probabilities=probabilities, token_mask=token_mask)
+
+
+def layer_with(make_router: Callable[[MoEConfig], nn.Module]) -> tuple[MoE, Tensor]:
+    torch.manual_seed(0)
+    return MoE(CONFIG, router=make_router(CONFIG)).double(), torch.randn(2, 9, 8, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("options", [{"context_fn": maxmoe.keep_routing}, {}], ids=["keep_routing", "all"])
+@pytest.mark.parametrize("make_router", [noisy, Sampled])
+def test_a_recomputation_repeats_them(make_router: Callable[[MoEConfig], nn.Module], options: dict[str, Any]) -> None:
+    """Those of the router, and those that are drawn after it."""
+    layer, x = layer_with(make_router)
+
+    def block(x: Tensor) -> Tensor:
+        return nn.functional.dropout(layer(x).hidden_states)
+
+    def gradients(run: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        layer.zero_grad()
+        torch.manual_seed(1)
+        leaf = x.clone().requires_grad_()
+        (run(leaf) + run(2 * leaf)).square().sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad, *(parameter.grad for parameter in layer.parameters() if parameter.grad is not None)
+
+    recomputed = gradients(partial(checkpoint, block, use_reentrant=False, **options))
+    for got, expected in zip(recomputed, gradients(block), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_compiled_code_draws_the_same() -> None:
+    layer, x = layer_with(noisy)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    outputs = []
+    for call in (compiled, layer):
+        torch.manual_seed(1)
+        outputs.append(call(x).hidden_states)
+    torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-14)
+
+
+def test_no_noise_in_eval_mode() -> None:
+    layer, x = layer_with(noisy)
+    assert not layer(x).hidden_states.equal(layer(x).hidden_states)
+    assert layer.eval()(x).hidden_states.equal(layer(x).hidden_states)
