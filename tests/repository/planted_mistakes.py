@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -210,6 +211,8 @@ def main() -> int:
     chosen = [mistake for mistake in mistakes() if options.only is None or mistake.name in options.only]
     if found := problems(options.tree, chosen):
         raise SystemExit("\n".join(found))
+    for number in (signal.SIGINT, signal.SIGTERM):  # in the background, a shell has SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     FOLDER.mkdir(exist_ok=True)
     with FOLDER.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
