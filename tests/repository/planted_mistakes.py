@@ -142,14 +142,14 @@ class Copy:
             raise SystemExit(f"the C++ core cannot be compiled:\n{done.stdout[-4000:]}")
 
     def failing(self, *arguments: str) -> list[str]:
-        """Run tests; return those that fail. A run that ends without a report counts as a test."""
+        """Run tests; return those that fail. A crash of the run counts as a test."""
         done = self._run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments])
-        failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
-        if done.returncode == 4 or (done.returncode and not failed):
-            lines = done.stdout.strip().splitlines()
-            if done.returncode > 1:
-                raise SystemExit("\n".join(["pytest cannot run:", *lines[-40:]]))
-            return [f"the run ends with status {done.returncode}: {lines[-1] if lines else ''}"]
+        if done.returncode < 0:
+            return [f"a crash by signal {-done.returncode} in {' '.join(arguments)}"]
+        _, header, summary = done.stdout.rpartition("= short test summary info =")
+        failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", summary, re.MULTILINE) if header else []
+        if done.returncode > 2 or bool(done.returncode) != bool(failed):  # 2: a file of tests cannot be imported
+            raise SystemExit(f"pytest cannot run, its status is {done.returncode}:\n{done.stdout[-4000:]}")
         return failed
 
     def _run(self, command: Sequence[str], **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -179,7 +179,7 @@ def plant(copy: Copy, mistake: Mistake, *, whole: bool) -> Outcome:
 
 def failing_without_mistakes(copy: Copy, outcomes: Sequence[Outcome]) -> set[str]:
     """Return those of the tests that have found mistakes which fail without a mistake as well."""
-    tests = sorted({outcome.found_by for outcome in outcomes if "::" in outcome.found_by})
+    tests = sorted({outcome.found_by for outcome in outcomes if outcome.found_by.startswith("tests/")})
     return set(copy.failing(*tests)) if tests else set()
 
 
