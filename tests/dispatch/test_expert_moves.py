@@ -124,6 +124,9 @@ def test_moves_that_take_longer_than_they_save_are_not_made() -> None:
     rows = [400, 0, 0, 0]  # three weights are sent to save 300 rows of the loaded rank
     assert len(plan_moves(rows, 4, 99)) == 3
     assert plan_moves(rows, 4, 100) == ()
+    rows = [30, 30, 0]  # two ranks send a weight each to the third one, to save 10 rows
+    assert len(plan_moves(rows, 3, 4)) == 2
+    assert plan_moves(rows, 3, 5) == ()
     assert rows_per_expert("cpu", torch.float32) == 200  # 3 * 4 bytes of a weight at 100, 6 operations of a row
     assert rows_per_expert("cuda", torch.bfloat16) == rows_per_expert("xpu", torch.bfloat16) == 1000
 

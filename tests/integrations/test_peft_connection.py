@@ -12,7 +12,7 @@ from maxmoe import MoE, MoEConfig, adapters
 from maxmoe.adapters import _peft
 from maxmoe.adapters.inert import watch
 from maxmoe.nn import Experts
-from maxmoe.ops import RaggedPlan, expert_ffn
+from maxmoe.ops import LowRankFactors, RaggedPlan, expert_ffn
 from support import programs
 from support.moe_layers import make, tokens
 from support.threads import in_threads
@@ -171,6 +171,14 @@ def test_an_error_leaves_no_factors_behind() -> None:
         model(tokens(model.base_model.model.moe))
     experts.config = original
     assert all(adapters.factors_of(experts, name.split(".")[-1]) is None for name in EXPERTS)
+
+
+def test_a_module_that_an_adapted_one_calls_has_no_factors() -> None:
+    outer, inner = nn.Module(), nn.Module()
+    factors = LowRankFactors(torch.ones(3, 4, 1), torch.ones(3, 1, 8))
+    with adapters.hand_over(outer, "up_proj", factors):
+        assert adapters.factors_of(inner, "up_proj") is None
+        assert adapters.factors_of(outer, "up_proj") is factors
 
 
 def test_a_closure_computes_the_gradients_later() -> None:

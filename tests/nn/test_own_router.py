@@ -15,6 +15,7 @@ import maxmoe
 from maxmoe import MoE, MoEConfig
 from maxmoe.nn import Routing
 from support.documented_routers import ROUTERS
+from support.operator_checks import count_operators
 
 E, D, F = 6, 8, 10
 each_router = pytest.mark.parametrize("name", ROUTERS)
@@ -164,6 +165,17 @@ def test_a_recomputation_keeps_the_experts(name: str) -> None:
     with suppress(CheckpointError):  # another number of slots
         gradient(partial(checkpoint, block, use_reentrant=False))
     assert len(calls) == 2 and not calls[0].equal(calls[1])
+
+
+def test_a_recomputation_computes_the_scores_again() -> None:
+    """Under keep_routing, too: only choices are kept."""
+    times = []
+    for options in ({}, {"context_fn": maxmoe.keep_routing}):
+        with count_operators() as count:
+            output = checkpoint(make("TopK"), tokens(3, 7).requires_grad_(), use_reentrant=False, **options)
+            output.hidden_states.sum().backward()
+        times.append(count["linear"])
+    assert times[0] == times[1] > 0
 
 
 @each_router

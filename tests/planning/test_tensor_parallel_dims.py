@@ -40,3 +40,12 @@ def test_tensor_parallel_dims_of_any_name() -> None:
     unnamed.declaration = replace(unnamed.declaration, logical_names={"up_bias": ("ffn",), "up": ("ffn", None)})
     with pytest.raises(ValueError, match=r"one of its parameters must have the logical name 'embed', got {'up_bias'"):
         estimate(unnamed, Mesh.planned({"tensor": 2}), rules, allow_unused=True, **step)
+
+
+def test_axes_together_divide_the_number_of_parts() -> None:
+    """Of two heads with eight channels each, each of two axes could have a half, but not both."""
+    heads, axes = BiasedFeedForward(), ("tensor", "context")
+    heads.declaration = replace(heads.declaration, tensor_parallel_dims={"ffn": 2})
+    rules = LogicalRules([("ffn", axes), ("activation_ffn", axes)])
+    costs = estimate(heads, Mesh.planned(dict.fromkeys(axes, 2)), rules, batch_size=2, sequence_length=4)
+    assert costs.memory["activations"] == 2 * 4 * 16 * 4 // 2

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from maxmoe.testing import Comparison, RankComparison
-from maxmoe.testing.assembly import matching_names
+from maxmoe.testing.assembly import compare_output, matching_names
+from maxmoe.testing.measurement import Entries, Measurement
 from support.compared_models import WIDTH, Case, alone, ddp, expert_parallel, same_batch, share_of_loss, whole_batch
 from support.forked_comparison import compare
 from support.parallel_by_hand import reduced
@@ -154,6 +155,13 @@ def test_a_loss_and_outputs_that_are_zero_up_to_rounding() -> None:
         return y, (y * (3 if dist.is_initialized() else 1)).log_softmax(-1).exp().sum(-1) - 1
 
     compare(Case(ddp, 2, loss=policy_loss, build=lambda: Odd(forward), make_batch=centered)).raise_if_different()
+
+
+def test_the_worst_of_several_calls_of_a_model_counts() -> None:
+    whole = torch.arange(8.0).view(4, 2)
+    parts = [whole[:2], whole[2:] + torch.eye(2)]  # of two micro-batches
+    rank = Measurement({}, [{"y": Entries.of(part)} for part in parts], {}, {}, {}, batch=None)
+    assert compare_output("y", [{"y": Entries.of(whole)}], [rank]) == (1.0, 0)
 
 
 def test_a_term_of_the_loss_that_is_zero() -> None:
