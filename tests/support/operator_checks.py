@@ -114,12 +114,13 @@ class OperatorTests:
         both = zip(function(*values), function(*(2 * value for value in values)), strict=True)
         torch.testing.assert_close(torch.func.vmap(function)(*batch), tuple(torch.stack(pair) for pair in both))
 
-    @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
-    def test_function_transforms_in_reverse_mode_are_refused(self, path: str, transform: Any) -> None:
+    def test_function_transforms_in_reverse_mode_are_refused(self, path: str) -> None:
         call = self.call(TINY)
         function, values = function_of(call)
-        with pytest.raises(NotImplementedError, match=rf"maxmoe::{call.operator}\w*: gradients must be taken with"):
-            transform(lambda *values: function(*values)[0].sum())(*values)
+        message = rf"maxmoe::{call.operator}\w*: gradients must be taken with"
+        for transform in (torch.func.grad, torch.func.jacrev, torch.func.hessian):
+            with pytest.raises(NotImplementedError, match=message):
+                transform(lambda *values: function(*values)[0].sum())(*values)
 
     @pytest.mark.parametrize("layout", ["transposed", "columns", "rows", "expanded"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
