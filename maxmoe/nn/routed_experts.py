@@ -32,12 +32,16 @@ def run_routed_experts(
     Returns:
         Routing, outputs of the experts ``(T, D)`` and the number ``()`` of dropped slots.
     """
-    # The hooks come first, so that torch.compile always reads the attribute and guards it.
-    if not layer.routing_hooks and token_mask is None and layer.latent_in is None and not is_traced():
+    hooks, results = layer.routing_hooks, None
+    given = given_experts(hooks, leading_dims, inputs.router.device) if hooks else None
+    # Hooks that give no experts do not decide: a recomputation, during which others may be there, takes the same way.
+    if given is None and token_mask is None and layer.latent_in is None and not is_traced():
         results = _in_one_operator(layer.router, layer.experts, layer.runner, inputs.router)
-        if results is not None:
-            return results
-    return _in_modules(layer, inputs, token_mask, leading_dims)
+    if results is None:
+        results = _in_modules(layer, inputs, token_mask, leading_dims, given)
+    if hooks:
+        observe(hooks, results[0], leading_dims)
+    return results
 
 
 def _in_one_operator(
@@ -76,11 +80,9 @@ def _in_one_operator(
 
 
 def _in_modules(
-    layer: Any, inputs: LayerInputs, token_mask: Tensor | None, leading_dims: Sequence[int]
+    layer: Any, inputs: LayerInputs, token_mask: Tensor | None, leading_dims: Sequence[int], given: Tensor | None
 ) -> tuple[Routing, Tensor, Tensor]:
-    num_sequences, hooks = math.prod(leading_dims[:-1]), layer.routing_hooks
-    given = given_experts(hooks, leading_dims, inputs.router.device) if hooks else None
-    region = layer.runner.region
+    num_sequences, region = math.prod(leading_dims[:-1]), layer.runner.region
     routing: Routing
     x, is_custom = inputs.router, is_custom_router(layer.router)
     if is_custom or layer.config.router == "random":  # only then, because two dims fix the sizes in torch.export
@@ -90,8 +92,6 @@ def _in_modules(
     else:
         options = {} if given is None else {"experts": given}
         routing = layer.router(x, token_mask, **options)
-    if hooks:
-        observe(hooks, routing, leading_dims)
     rows = inputs.experts if layer.latent_in is None else region.copy_to_experts(layer.latent_in(inputs.experts))
     routed, dropped = layer.runner.run(
         layer.experts,

@@ -235,3 +235,14 @@ def test_a_compiled_layer_in_a_checkpoint() -> None:
     for name in expected:
         torch.testing.assert_close(got[name], expected[name], rtol=1e-12, atol=1e-13)
         torch.testing.assert_close(afterwards[name], expected[name], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("options", [{}, {"context_fn": maxmoe.keep_routing}], ids=["plain", "keep_routing"])
+def test_a_record_does_not_change_how_a_forward_before_it_is_recomputed(options: dict[str, Any]) -> None:
+    layer, x = make(), tokens(make())
+    expected = gradients(layer, lambda: layer(x).hidden_states.square().sum())
+    loss = checkpoint(layer, x, use_reentrant=False, **options).hidden_states.square().sum()
+    with maxmoe.record_routing(layer) as record:
+        got = gradients(layer, lambda: loss)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert not record.calls[""]
