@@ -130,19 +130,39 @@ def add_mark(environment: dict[str, str] | os._Environ[str]) -> str:
 
 
 def abort(mark: str) -> None:
-    """End processes with their stacks."""
-    end(mark, signal.SIGABRT)
+    """End processes with their stacks, one after the other, so that no two write at the same time.
+
+    The others are stopped meanwhile: torchrun would end its ranks when the first of them has ended.
+    """
+    send(processes(mark), signal.SIGSTOP)
+    for process in processes(mark):
+        send([process], signal.SIGABRT)
+        send([process], signal.SIGCONT)
+        wait_for_end(mark, process)
     end(mark, signal.SIGKILL)
 
 
 def end(mark: str, number: int) -> None:
-    """Send a signal to processes, and wait some seconds for their end."""
-    for process in processes(mark):
-        with suppress(ProcessLookupError):  # it has ended
+    """Send a signal to all processes, and wait some seconds for their end."""
+    send(processes(mark), number)
+    wait_for_end(mark)
+
+
+def send(numbers: Sequence[int], number: int) -> None:
+    """Send a signal to processes that may have ended."""
+    for process in numbers:
+        with suppress(ProcessLookupError):
             resource.prlimit(process, resource.RLIMIT_CORE, (0, 0))
             os.kill(process, number)
+
+
+def wait_for_end(mark: str, process: int | None = None) -> None:
+    """Wait some seconds for the end of one process with a mark, or of all."""
     last = time.monotonic() + SECONDS
-    while processes(mark) and time.monotonic() < last:
+    while time.monotonic() < last:
+        running = processes(mark)
+        if not running or (process is not None and process not in running):
+            return
         time.sleep(0.01)
 
 
