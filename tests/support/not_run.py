@@ -12,7 +12,7 @@ LEFT_OUT = "cases beyond the samples of their tests"  # in the output of a proce
 
 def explained(reason: str) -> str:
     """Return a reason with the command that installs what is missing."""
-    missing = re.match(r"could not import '(\w+)", reason)
+    missing = re.match(r"could not import '.*No module named '(\w+)", reason)
     if missing is None:
         return reason
     of_extras = [re.match(rf"{missing[1]}\b.*extra == .(\w+)", text) for text in metadata.requires("maxmoe") or ()]

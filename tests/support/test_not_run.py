@@ -9,10 +9,13 @@ from support.not_run import explained
     ("reason", "expected"),
     [
         ("could not import 'trl': No module named 'trl'", "trl is missing: pip install -e '.[trainers]'"),
-        ("could not import 'onnxscript': No module named", "onnxscript is missing: pip install onnxscript"),
         (
-            "could not import 'transformers.integrations.mxfp4'",
-            "transformers is missing: pip install -e '.[transformers]'",
+            "could not import 'onnxscript': No module named 'onnxscript'",
+            "onnxscript is missing: pip install onnxscript",
+        ),
+        (
+            "could not import 'torch.utils.tensorboard': No module named 'tensorboard'",
+            "tensorboard is missing: pip install -e '.[logging]'",
         ),
         ("memory is kept on Linux", "memory is kept on Linux"),
     ],
