@@ -10,8 +10,8 @@ from support.not_run import explained
     [
         ("could not import 'trl': No module named 'trl'", "trl is missing: pip install -e '.[trainers]'"),
         (
-            "could not import 'onnxscript': No module named 'onnxscript'",
-            "onnxscript is missing: pip install onnxscript",
+            "could not import 'jax': No module named 'jax'",
+            "jax is missing: pip install jax",
         ),
         (
             "could not import 'torch.utils.tensorboard': No module named 'tensorboard'",
