@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from maxmoe.nn.routing_hooks import HookedModule
 from maxmoe.nn.routing_losses import RoutingLosses, RoutingMetrics, compute_metrics
 from maxmoe.nn.settings_watch import SettingsWatch
 from maxmoe.nn.shared_experts import SharedExperts
+from maxmoe.nn.tensor_parallel_region import LayerInputs
 from maxmoe.nn.zero_computation_experts import ZeroComputationExperts
 from maxmoe.ops import ActivationFunction
 from maxmoe.token_group import LocalTokens, TokenGroupAttribute
@@ -245,17 +247,28 @@ class MoE(HookedModule):
         region = self.runner.region
         # One tensor per part of the layer, because the gradients of the parts are reduced differently.
         inputs = region.enter(tokens)
-        routing, routed, dropped = run_routed_experts(self, inputs, token_mask, x.shape[:-1])
-        shared = None if self.shared_experts is None else self.shared_experts(inputs.shared_experts, token_mask)
-        whole = None
-        if self.zero_computation_experts is not None:
-            # Under autocast, the experts return another dtype than that of x.
-            whole = self.zero_computation_experts(inputs.router, routing.top_k, routed.dtype)
+        routing, routed, dropped = self._route_and_compute(inputs, token_mask, x.shape[:-1])
+        # Under autocast, the experts return another dtype than x has.
+        shared, whole = self._compute_other_experts(inputs, token_mask, routing, routed.dtype)
         # The region sums partial outputs of both, in one collective if they are partial over the same axes.
         hidden_states = region.leave(routed, shared, whole)
         # A view would lose the backward hook that FSDP registers on this tensor.
         hidden_states = reshaped(hidden_states.contiguous(), (*x.shape[:-1], hidden_states.shape[1]))
         return hidden_states, routing, dropped
+
+    def _route_and_compute(
+        self, inputs: LayerInputs, token_mask: Tensor | None, leading_dims: Sequence[int]
+    ) -> tuple[Routing, Tensor, Tensor]:
+        """Route the tokens and compute their experts; see `run_routed_experts`."""
+        return run_routed_experts(self, inputs, token_mask, leading_dims)
+
+    def _compute_other_experts(
+        self, inputs: LayerInputs, token_mask: Tensor | None, routing: Routing, dtype: torch.dtype
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Compute the shared experts, and what every process computes whole: the zero-computation experts."""
+        shared = None if self.shared_experts is None else self.shared_experts(inputs.shared_experts, token_mask)
+        zero = self.zero_computation_experts
+        return shared, None if zero is None else zero(inputs.router, routing.top_k, dtype)
 
     @property
     def declaration(self) -> Declaration:
