@@ -2,7 +2,7 @@
 
 Those of `torch.utils.checkpoint` are in `_torch_checkpoint.py`, those of `nn.Module.compile` in `_torch_compile.py`,
 those of `torch.func` in `_torch_transforms.py`, those of the autograd engine in `_torch_backward.py`, those of FSDP2 in
-`_torch_fsdp.py`, those of DTensor in `_torch_dtensor.py`, those of `GradScaler` in `_torch_amp.py`. A lint rule refuses
+`_torch_fsdp.py`, of DTensor in `_torch_dtensor.py`, of `GradScaler` in `_torch_amp.py`. A lint rule refuses
 private names in any other file. Where torch has a public alternative, the docstring says why it is not used. The tests
 run it with torch 2.13, 2.14 and 2.15.
 """

@@ -45,7 +45,7 @@ class TokenGroup(TokenReductions, Protocol):
     def numbers(self, num_sequences: int, length: int, device: torch.device) -> Tensor:
         """Return a number ``(B, S)``, int64, for each token of this process, which no token of another process has.
 
-        It is that of the same token in a single process. In a pipeline, a token has another number in the stages of
+        A single process gives the token the same number. In a pipeline, a token has another number in the stages of
         another rank, whose layers route it by themselves.
 
         Args:

@@ -37,7 +37,7 @@ class LoadCallback(lightning.Callback):  # type: ignore[misc]
         self.history.load_state_dict(state_dict)
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Begin a record, or go on with that of the checkpoint if the training is resumed."""
+        """Begin a record, or continue the record of the checkpoint if the training is resumed."""
         if self.history.num_steps != trainer.global_step:
             self.history = LoadHistory(num_steps=trainer.global_step)
         self._accumulator = StatsAccumulator(pl_module)

@@ -49,7 +49,7 @@ class MoEFeedForward(MoE):
             Layer with the dtypes, device and `requires_grad` of the block.
 
         Raises:
-            ValueError: for a block of another family or kind, and for one that returns a tuple, as those of gpt-oss and
+            ValueError: for a block of another family or kind, and for one that returns a tuple, as in gpt-oss and
                 Llama 4; no tensor is moved then.
         """
         if family_of_block(block).returns_scores:

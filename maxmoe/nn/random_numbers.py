@@ -1,4 +1,4 @@
-"""Random numbers of tokens: those of one process, however the tokens are distributed over ranks."""
+"""Random numbers of tokens, which do not depend on how the tokens are distributed over ranks."""
 
 import torch
 from torch import Tensor

@@ -88,7 +88,7 @@ def _expert_bytes(plan: Plan, prefix: str, dispatch: DispatchPlan) -> tuple[tupl
 
 
 def traced_tensors(plan: Plan, batch_size: int, sequence_length: int) -> Iterator[tuple[str, SavedTensor]]:
-    """List the bytes that the trace of the model counts: those that are kept, and those of each recomputed module."""
+    """List the bytes that the trace of the model counts: kept ones, and recomputed ones by module."""
 
     def recomputed_by(where: SavedBy) -> str | None:
         is_argument = any(outer in plan and plan[outer].is_recomputed for outer in where.argument_of)
@@ -103,7 +103,7 @@ class LocalTrace(NamedTuple):
 
     Attributes:
         traces: traces of different sizes.
-        numbers: ``(N,)``, int64, which of them is that of each mesh.
+        numbers: ``(N,)``, int64, index of the trace of each mesh.
     """
 
     traces: Sequence[Trace]

@@ -49,7 +49,7 @@ def choices_are_kept() -> Iterator[None]:
 
     All outputs of operators that are integers or booleans are saved, because a choice among experts is a comparison or
     an order of scores. Random numbers are drawn again, from the generator that the checkpoint has restored: if they
-    were saved, later ones would differ from those of the forward. Compiled code has no such context: its recomputation
+    were saved, later numbers would differ from the forward. Compiled code has no such context: its recomputation
     repeats the bits of its forward.
     """
     if torch.compiler.is_compiling():

@@ -32,7 +32,7 @@ from support.replaced_models import PRESETS, assert_same, small_model, step  # n
 
 logging.disable_progress_bar()
 logging.set_verbosity_error()
-# That of float32 allows for one other expert of a token, whose two best scores are equal but for rounding.
+# In float32 a token may get one other expert: its two best scores are equal but for rounding.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3}
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "expert_ffn_hidden_size")
 

@@ -60,7 +60,7 @@ def test_no_auxiliary_loss_by_default() -> None:
 
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_factor_between_both_balance_losses(num_layers: int) -> None:
-    """That of maxmoe is the sum over the layers; transformers pools the tokens of all layers."""
+    """maxmoe sums the loss over the layers; transformers pools the tokens of all layers."""
     theirs = replaced("mixtral", num_hidden_layers=num_layers)
     ours = replaced("mixtral", training={"load_balance_loss_weight": 0.5, "load_balance_scope": "batch"},
                     num_hidden_layers=num_layers)  # fmt: skip

@@ -81,7 +81,7 @@ def test_equals_one_process(preset: str) -> None:
 
 
 def test_experts_that_cannot_be_sharded_are_replicated() -> None:
-    """The stack of LongCat-Flash has matrices without use after those of the experts."""
+    """The stack of LongCat-Flash has unused matrices after the experts."""
 
     def check() -> None:
         whole = replaced("longcat_flash")

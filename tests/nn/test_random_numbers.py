@@ -86,7 +86,7 @@ def layer_with(make_router: Callable[[MoEConfig], nn.Module]) -> tuple[MoE, Tens
 @pytest.mark.parametrize("options", [{"context_fn": maxmoe.keep_routing}, {}], ids=["keep_routing", "all"])
 @pytest.mark.parametrize("make_router", [noisy, Sampled])
 def test_a_recomputation_repeats_them(make_router: Callable[[MoEConfig], nn.Module], options: dict[str, Any]) -> None:
-    """Those of the router, and those that are drawn after it."""
+    """The numbers of the router, and numbers that are drawn after it."""
     layer, x = layer_with(make_router)
 
     def block(x: Tensor) -> Tensor:

@@ -142,7 +142,7 @@ def test_bias_of_a_converted_layer() -> None:
 
 @pytest.mark.parametrize(("assign", "device"), [(False, "cpu"), (True, "cpu"), (True, "meta")])
 def test_bias_of_a_loaded_state_of_16_bits(assign: bool, device: str) -> None:
-    """Updates after it are not lost, and the values are those of the state."""
+    """Updates after it are not lost, and the values of the state are kept."""
     layer = make(torch.float32, **{**BALANCING, "correction_bias_update_rate": 1e-3})
     state = {name: tensor.bfloat16() for name, tensor in layer.state_dict().items()}
     state["router.score_correction_bias"].fill_(1.0)

@@ -94,7 +94,7 @@ def test_stages_on_several_ranks_skip_the_same_steps() -> None:
 
 
 def test_torch_scaler_raises() -> None:
-    """Although the gradients of a stage have one placement: those of other stages may overflow."""
+    """Although the gradients of a stage have one placement: gradients of other stages may overflow."""
 
     def check() -> None:
         options: dict[str, Any] = {"schedule": "gpipe", "num_micro_batches": NUM_MICRO_BATCHES}

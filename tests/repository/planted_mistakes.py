@@ -178,7 +178,7 @@ def plant(copy: Copy, mistake: Mistake, *, whole: bool) -> Outcome:
 
 
 def failing_without_mistakes(copy: Copy, outcomes: Sequence[Outcome]) -> set[str]:
-    """Return those of the tests that have found mistakes which fail without a mistake as well."""
+    """Return the tests that found a mistake but fail without one as well."""
     tests = sorted({outcome.found_by for outcome in outcomes if outcome.found_by.startswith("tests/")})
     return set(copy.failing(*tests)) if tests else set()
 

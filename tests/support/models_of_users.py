@@ -31,7 +31,7 @@ def hidden_states(batch: int, length: int) -> tuple[Tensor, ...]:
 
 
 class Attention(nn.Module):
-    """Causal attention whose scores are products written out, or those of torch."""
+    """Causal attention, its scores written out as products or computed by torch."""
 
     def __init__(self, *, is_written_out: bool) -> None:
         super().__init__()

@@ -39,7 +39,7 @@ class LoadCallback(TrainerCallback):
         self._written = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin a record, or go on with that of the checkpoint if the training is resumed."""
+        """Begin a record, or continue the record of the checkpoint if the training is resumed."""
         self.history, saved = LoadHistory(num_steps=state.global_step), _saved_history(args, state)
         if state.global_step and saved.exists():
             self.history.load_state_dict(torch.load(saved))

@@ -28,8 +28,8 @@ class TransformersMoE(MoEFeedForward):
     """`MoEFeedForward` whose parts are the modules of a sparse block of transformers, under their names.
 
     The router of the block gives the logits, in its dtype; its experts run on the operators of maxmoe, which
-    ``experts_implementation="maxmoe"`` calls. State dict, adapters of PEFT and the router logits that a model returns
-    are therefore those of transformers. `replace_moe_blocks` makes such layers.
+    ``experts_implementation="maxmoe"`` calls. Therefore the state dict, the adapters of PEFT and the router logits that
+    a model returns do not change. `replace_moe_blocks` makes such layers.
 
     Args:
         block: sparse block of a family in `maxmoe.presets`, whose modules the layer takes over.
@@ -56,7 +56,7 @@ class TransformersMoE(MoEFeedForward):
         has_more = config.has_zero_computation_outputs
         self.zero_computation_experts = ZeroComputationExperts(config, device="meta") if has_more else None
         self.set_up_training(load_balance_loss)
-        # Updates the correction bias of the block. In a tuple, so that it is no part of the state dict.
+        # Updates the correction bias of the block. The tuple keeps it out of the state dict.
         self._balance = (Router(config, device="meta"),) if config.score_correction_bias else ()
         if is_experts(self.experts):
             self.experts.recompute_names, self.experts.recompute = Experts.recompute_names, Experts.recompute
@@ -206,10 +206,10 @@ class TransformersMoE(MoEFeedForward):
 
 
 def _declare(router: nn.Module, experts: nn.Module, config: MoEConfig, entries: Sequence[Entry]) -> None:
-    """Declare router and experts of a block as those of `MoE`, with the names and layouts of their parameters.
+    """Declare router and experts of a block as `MoE` does, with the names and layouts of the block's parameters.
 
-    Fused gate and up of which the whole gate comes first cannot be computed in parts: a shard would hold one of them.
-    Nor can a stack with unused matrices be sharded by experts.
+    If gate and up are concatenated, they cannot be computed in parts: a shard would hold one of them alone. A stack
+    with unused matrices cannot be sharded by experts.
     """
     of_ours = Experts(config, device="meta").declaration
     names: dict[str, tuple[str | None, ...]] = {}

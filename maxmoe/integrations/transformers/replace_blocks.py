@@ -48,8 +48,8 @@ def replace_moe_blocks(model: nn.Module, **training: Any) -> tuple[ReplacedBlock
 
     The layers take over the modules of the blocks, so that names, shapes and layouts of all parameters stay:
     `save_pretrained`, `Trainer` and PEFT write what transformers reads without this library. The attention mask of the
-    model reaches them as `token_mask`. Router logits and the balance loss of ``output_router_logits=True`` are those of
-    transformers; without it there is no auxiliary loss, as there::
+    model reaches them as `token_mask`. With ``output_router_logits=True`` the model returns the router logits and the
+    balance loss of transformers; by default there is no auxiliary loss::
 
         replace_moe_blocks(model)
         replace_moe_blocks(model, load_balance_loss_weight=0.01)  # the loss of maxmoe, in each layer
@@ -57,7 +57,7 @@ def replace_moe_blocks(model: nn.Module, **training: Any) -> tuple[ReplacedBlock
     Args:
         model: model, or a module that contains one, before `get_peft_model`, `parallelize` and `fully_shard`.
         training: fields of `maxmoe.MoEConfig` about losses and correction biases, and `buffer_factor`. The weights of
-            losses are 0 by default; how correction biases move is that of the preset of the family.
+            losses are 0 by default; correction biases move as the preset of the family says.
 
     Returns:
         What was replaced, in the order of the model.

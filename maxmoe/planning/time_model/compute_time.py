@@ -42,7 +42,7 @@ class Product(NamedTuple):
 def products(plan: Plan, batch_size: int, sequence_length: int, num_chunks: int) -> Iterator[Product]:
     """List the products of a rank for a batch, if routing is balanced.
 
-    Those of modules that are traced are what torch counts in their forward; see `trace`. In others, every parameter
+    For traced modules, torch counts the products of their forward; see `trace`. In others, every parameter
     multiplies all tokens, and attention is causal: half of the scores count. Every parameter whose first dim is
     `q_heads` makes queries.
 
