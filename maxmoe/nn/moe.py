@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,6 @@ from maxmoe.nn.routing_hooks import HookedModule
 from maxmoe.nn.routing_losses import RoutingLosses, RoutingMetrics, compute_metrics
 from maxmoe.nn.settings_watch import SettingsWatch
 from maxmoe.nn.shared_experts import SharedExperts
-from maxmoe.nn.tensor_parallel_region import LayerInputs
 from maxmoe.nn.zero_computation_experts import ZeroComputationExperts
 from maxmoe.ops import ActivationFunction
 from maxmoe.token_group import LocalTokens, TokenGroupAttribute
@@ -237,38 +235,32 @@ class MoE(HookedModule):
 
     def hidden_states_and_routing(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Routing, Tensor]:
         """Compute hidden states and routing as `forward`, and the number of slots that this rank has dropped."""
-        check_inputs(x, token_mask, self.config.hidden_size, self._dtype)
-        check_training(self)
-        tokens = x.reshape(-1, x.shape[-1])
-        if token_mask is not None:
-            token_mask = token_mask.reshape(-1)
-            # Zeroed before the first product, so that NaN in padding reaches neither outputs nor gradients.
-            tokens = tokens.masked_fill(~token_mask.unsqueeze(1), 0.0)
+        tokens, token_mask = self.checked_tokens(x, token_mask)
         region = self.runner.region
         # One tensor per part of the layer, because the gradients of the parts are reduced differently.
         inputs = region.enter(tokens)
-        routing, routed, dropped = self._route_and_compute(inputs, token_mask, x.shape[:-1])
-        # Under autocast, the experts return another dtype than x has.
-        shared, whole = self._compute_other_experts(inputs, token_mask, routing, routed.dtype)
+        routing, routed, dropped = run_routed_experts(self, inputs, token_mask, x.shape[:-1])
+        shared = None if self.shared_experts is None else self.shared_experts(inputs.shared_experts, token_mask)
+        whole = None
+        if self.zero_computation_experts is not None:
+            # Under autocast, the experts return another dtype than x has.
+            whole = self.zero_computation_experts(inputs.router, routing.top_k, routed.dtype)
         # The region sums partial outputs of both, in one collective if they are partial over the same axes.
         hidden_states = region.leave(routed, shared, whole)
         # A view would lose the backward hook that FSDP registers on this tensor.
         hidden_states = reshaped(hidden_states.contiguous(), (*x.shape[:-1], hidden_states.shape[1]))
         return hidden_states, routing, dropped
 
-    def _route_and_compute(
-        self, inputs: LayerInputs, token_mask: Tensor | None, leading_dims: Sequence[int]
-    ) -> tuple[Routing, Tensor, Tensor]:
-        """Route the tokens and compute their experts; see `run_routed_experts`."""
-        return run_routed_experts(self, inputs, token_mask, leading_dims)
-
-    def _compute_other_experts(
-        self, inputs: LayerInputs, token_mask: Tensor | None, routing: Routing, dtype: torch.dtype
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Compute the shared experts, and what every process computes whole: the zero-computation experts."""
-        shared = None if self.shared_experts is None else self.shared_experts(inputs.shared_experts, token_mask)
-        zero = self.zero_computation_experts
-        return shared, None if zero is None else zero(inputs.router, routing.top_k, dtype)
+    def checked_tokens(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Check the inputs of `forward`; return tokens ``(T, D)``, zero for padding, and their mask ``(T,)``."""
+        check_inputs(x, token_mask, self.config.hidden_size, self._dtype)
+        check_training(self)
+        tokens = x.reshape(-1, x.shape[-1])
+        if token_mask is None:
+            return tokens, None
+        token_mask = token_mask.reshape(-1)
+        # Zeroed before the first product, so that NaN in padding reaches neither outputs nor gradients.
+        return tokens.masked_fill(~token_mask.unsqueeze(1), 0.0), token_mask
 
     @property
     def declaration(self) -> Declaration:

@@ -1,7 +1,7 @@
 """Router and routed experts of a layer, in one operator or in their modules."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -82,41 +82,27 @@ def _in_one_operator(
 def _in_modules(
     layer: Any, inputs: LayerInputs, token_mask: Tensor | None, leading_dims: Sequence[int], given: Tensor | None
 ) -> tuple[Routing, Tensor, Tensor]:
+    num_sequences, region = math.prod(leading_dims[:-1]), layer.runner.region
     routing: Routing
     x, is_custom = inputs.router, is_custom_router(layer.router)
     if is_custom or layer.config.router == "random":  # only then, because two dims fix the sizes in torch.export
-        x = x.view(math.prod(leading_dims[:-1]), leading_dims[-1], x.shape[1])
+        x = x.view(num_sequences, leading_dims[-1], x.shape[1])
     if is_custom:
         routing = checked_routing(layer.router, layer.config, x, token_mask, given)
     else:
         options = {} if given is None else {"experts": given}
         routing = layer.router(x, token_mask, **options)
-    return routing, *run_experts(layer, layer.experts, inputs, routing, leading_dims)
-
-
-def run_experts(
-    layer: Any,
-    experts: Callable[..., Tensor],
-    inputs: LayerInputs,
-    routing: Routing,
-    leading_dims: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    """Compute routed tokens by `experts`, `Experts` or a function with its arguments, between latent projections.
-
-    Returns outputs ``(T, D)`` and the number ``()`` of dropped slots.
-    """
-    region = layer.runner.region
     rows = inputs.experts if layer.latent_in is None else region.copy_to_experts(layer.latent_in(inputs.experts))
     routed, dropped = layer.runner.run(
-        experts,
+        layer.experts,
         rows,
         region.assign(routing.top_k),
-        num_sequences=math.prod(leading_dims[:-1]),
+        num_sequences=num_sequences,
         recompute="dispatch" in layer.recompute,
     )
     if layer.latent_out is not None:
         routed = layer.latent_out(region.reduce_from_experts(routed))
-    return routed, dropped
+    return routing, routed, dropped
 
 
 def _is_local(runner: ExpertRunner) -> bool:

@@ -44,6 +44,7 @@ def test_it_works_after_products_on_many_threads() -> None:
 
 def test_the_rank_that_raised_comes_before_its_victims() -> None:
     def raise_on_rank_1() -> None:
+        all_reduce()  # until then, ranks may still connect, and wait for a dead one until the timeout
         if dist.get_rank() == 1:
             raise KeyError("no such thing")
         all_reduce()

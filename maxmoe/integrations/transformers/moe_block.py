@@ -1,5 +1,6 @@
 """The layer in the place of a sparse block of transformers, made of the modules of the block."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,6 @@ from maxmoe.integrations.transformers._transformers import experts_implementatio
 from maxmoe.integrations.transformers.token_masks import token_mask_of_this_layer
 from maxmoe.nn import Experts, MoE, MoEFeedForward, Router, Routing, ZeroComputationExperts, load_balance_loss
 from maxmoe.nn.module_path import module_path
-from maxmoe.nn.routed_experts import run_experts
 from maxmoe.nn.router import select_experts
 from maxmoe.nn.routing_hooks import given_experts, observe
 from maxmoe.nn.tensor_parallel_region import LayerInputs, sum_of
@@ -106,11 +106,25 @@ class TransformersMoE(MoEFeedForward):
         hidden_states = super().forward(x, token_mask_of_this_layer() if token_mask is None else token_mask)
         return (hidden_states, None) if self.family.returns_scores else hidden_states
 
-    def _route_and_compute(
-        self, inputs: LayerInputs, token_mask: Tensor | None, leading_dims: Sequence[int]
-    ) -> tuple[Routing, Tensor, Tensor]:
+    def hidden_states_and_routing(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Routing, Tensor]:
+        """Compute as `MoE.hidden_states_and_routing`."""
+        tokens, token_mask = self.checked_tokens(x, token_mask)
+        region, leading_dims = self.runner.region, x.shape[:-1]
+        inputs = region.enter(tokens)
         routing = self._route(inputs.router, token_mask, leading_dims)
-        return routing, *run_experts(self, self._compute_experts, inputs, routing, leading_dims)
+        latent_in, latent_out = self._part("latent_in.weight"), self._part("latent_out.weight")
+        rows = inputs.experts if latent_in is None else region.copy_to_experts(latent_in(inputs.experts))
+        routed, dropped = self.runner.run(
+            self._compute_experts,
+            rows,
+            region.assign(routing.top_k),
+            num_sequences=math.prod(leading_dims[:-1]),
+            recompute="dispatch" in self.recompute,
+        )
+        if latent_out is not None:
+            routed = latent_out(region.reduce_from_experts(routed))
+        hidden_states = region.leave(routed, None, self._dense_parts(inputs, routing, routed.dtype))
+        return hidden_states.contiguous().view(*leading_dims, -1), routing, dropped
 
     def _route(self, x: Tensor, token_mask: Tensor | None, leading_dims: Sequence[int]) -> Routing:
         """Call the router of the block, whose output transformers records, and select experts by its logits."""
@@ -139,9 +153,7 @@ class TransformersMoE(MoEFeedForward):
         rows: Tensor = self.experts(x, plan, weights, *foreign)
         return rows
 
-    def _compute_other_experts(
-        self, inputs: LayerInputs, token_mask: Tensor | None, routing: Routing, dtype: torch.dtype
-    ) -> tuple[None, Tensor | None]:
+    def _dense_parts(self, inputs: LayerInputs, routing: Routing, dtype: torch.dtype) -> Tensor | None:
         """Compute the shared and the zero-computation experts, which every process has whole."""
         output_gate = self._part("shared_experts.output_gate")
         parts = []
@@ -150,7 +162,7 @@ class TransformersMoE(MoEFeedForward):
             parts.append(out if output_gate is None else output_gate(inputs.router).sigmoid() * out)
         if self.zero_computation_experts is not None:
             parts.append(self.zero_computation_experts(inputs.router, routing.top_k, dtype))
-        return None, sum_of(*parts) if parts else None
+        return sum_of(*parts) if parts else None
 
     def _part(self, name: str) -> nn.Module | None:
         """Return the module of the block that has the parameter which `MoE` has under a name, or None."""
@@ -168,16 +180,6 @@ class TransformersMoE(MoEFeedForward):
     def shared_experts(self) -> nn.Module | None:  # type: ignore[override]
         """Shared experts of the block, which every process computes whole; None without any."""
         return self._part("shared_experts.up_proj")
-
-    @property
-    def latent_in(self) -> nn.Module | None:  # type: ignore[override]
-        """Projection of the block into the latent space; None without one."""
-        return self._part("latent_in.weight")
-
-    @property
-    def latent_out(self) -> nn.Module | None:  # type: ignore[override]
-        """Projection of the block out of the latent space; None without one."""
-        return self._part("latent_out.weight")
 
     @property
     def _correction_bias(self) -> Tensor | None:
