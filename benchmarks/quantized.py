@@ -25,7 +25,7 @@ from benchmarks.problem import SKEW
 from benchmarks.results import Case, Result, by_case, milliseconds, table, timing_report
 from benchmarks.shapes import FROZEN, AnyShape, Shape
 from benchmarks.timing import Runner
-from maxmoe.ops import LowRankFactors, RaggedPlan, expert_ffn, ragged_plan
+from maxmoe.ops import LowRankFactors, Projection, RaggedPlan, expert_ffn, ragged_plan
 from maxmoe.quantization import FORMATS, quantize
 
 FEW, MANY = (1, 4, 16), (512, 2048)
@@ -107,8 +107,8 @@ def compute(experts: Experts, batch: Batch, factors: Sequence[LowRankFactors]) -
         with torch.no_grad():
             return [expert_ffn(x, weights, plan, *experts)]
     leaves = [leaf.requires_grad_() for leaf in (x, weights, *(part for each in factors for part in (each.a, each.b)))]
-    gate, up, down = factors
-    output = expert_ffn(x, weights, plan, *experts, gate_factors=gate, up_factors=up, down_factors=down)
+    projections = [Projection(stack, factors=each) for stack, each in zip(experts, factors, strict=True)]
+    output = expert_ffn(x, weights, plan, *projections)
     return [output, *torch.autograd.grad(output, leaves, torch.ones_like(output))]
 
 

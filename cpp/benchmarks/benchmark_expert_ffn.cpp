@@ -24,11 +24,11 @@ struct Problem {
         preactivations(plan.num_rows(), 2 * shape.intermediate_size),
         routed{plan.slots.data(), plan.rows.data(), plan.group_sizes.data(), num_experts, shape.top_k} {}
 
-  ExpertWeights<T> experts() const {
-    ExpertWeights<T> all{};  // without biases and factors
-    all.gate = gate.read_stack(num_experts);
-    all.up = up.read_stack(num_experts);
-    all.down = down.read_stack(num_experts);
+  ExpertProjections<T> experts() const {
+    ExpertProjections<T> all{};  // without biases and factors
+    all.gate.weights = gate.read_stack(num_experts);
+    all.up.weights = up.read_stack(num_experts);
+    all.down.weights = down.read_stack(num_experts);
     return all;
   }
 
@@ -95,7 +95,7 @@ void benchmark_backward_input(Session& session, const Case& c, const ExpertsShap
   const Problem<T> problem(shape);
   const Table<T> rows(problem.plan.num_rows(), shape.hidden_size);
   const Table<T> grad_x(shape.num_tokens, shape.hidden_size);
-  const ExpertWeights<T> experts = problem.experts();
+  const ExpertProjections<T> experts = problem.experts();
   ExpertFfnBackwardInput<T> ffn{};  // without factors
   ffn.grad_preactivations = problem.preactivations.read();
   ffn.routed = problem.routed;
@@ -117,8 +117,8 @@ void benchmark_backward_up(Session& session, const Case& c, const ExpertsShape& 
   ffn.gate_width = shape.intermediate_size;
   ffn.routed = problem.routed;
   ffn.gemm = &problem.gemm;
-  ffn.grad_gate = gradients.gate.stack(shape.num_experts);
-  ffn.grad_up = gradients.up.stack(shape.num_experts);
+  ffn.gate.weights = gradients.gate.stack(shape.num_experts);
+  ffn.up.weights = gradients.up.stack(shape.num_experts);
   time_products<T>(session, c, shape, /*count=*/2, [&] { expert_ffn_backward_up(ffn, session.threads()); });
 }
 
@@ -128,20 +128,20 @@ void benchmark_backward_down_factors(Session& session, const Case& c, const Expe
   constexpr int64_t kRank = 16;
   const Problem<T> problem(shape);
   const Table<T> grad_out(shape.num_tokens, shape.hidden_size);
-  const Table<T> reduce(shape.num_experts * shape.intermediate_size, kRank);
-  const Table<T> expand(shape.num_experts * kRank, shape.hidden_size);
+  const Table<T> a(shape.num_experts * shape.intermediate_size, kRank);
+  const Table<T> b(shape.num_experts * kRank, shape.hidden_size);
   const Table<T> grad_reduced(problem.plan.num_rows(), kRank);
-  const Table<T> grad_reduce(shape.num_experts * shape.intermediate_size, kRank);
+  const Table<T> grad_a(shape.num_experts * shape.intermediate_size, kRank);
   ExpertFfnBackwardDownFactors<T> ffn{};
   ffn.grad_out = grad_out.read();
   ffn.weights = problem.weights.data();
   ffn.routed = problem.routed;
-  ffn.factors = {reduce.read_stack(shape.num_experts), expand.read_stack(shape.num_experts)};
+  ffn.factors = {a.read_stack(shape.num_experts), b.read_stack(shape.num_experts)};
   ffn.kind = kKind;
   ffn.gemm = &problem.gemm;
   ffn.preactivations = problem.preactivations.read();
   ffn.grad_reduced = grad_reduced.view();
-  ffn.grad_reduce = grad_reduce.stack(shape.num_experts);
+  ffn.grad_a = grad_a.stack(shape.num_experts);
   time_products<T>(session, c, shape, /*count=*/1, [&] { expert_ffn_backward_down_factors(ffn, session.threads()); });
 }
 

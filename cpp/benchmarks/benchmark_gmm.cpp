@@ -14,8 +14,7 @@ const Registration registration([](Session& session) {
     const Table<T> out(plan.num_rows(), intermediate_size);
     const KernelGemm<T> gemm;
     const Gmm<T> product{.lhs = lhs.read(),
-                         .rhs = rhs.read_stack(num_experts),
-                         .bias = {},
+                         .rhs = {.weights = rhs.read_stack(num_experts)},
                          .group_sizes = plan.group_sizes.data(),
                          .num_groups = num_experts,
                          .group_offset = 0,

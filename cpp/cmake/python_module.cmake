@@ -9,7 +9,7 @@ endif()
 set(PYBIND11_FINDPYTHON ON)
 find_package(pybind11 3.0 CONFIG REQUIRED)
 
-file(GLOB MAXMOE_OP_SOURCES CONFIGURE_DEPENDS cpp/ops/*.cpp)
+file(GLOB MAXMOE_OP_SOURCES CONFIGURE_DEPENDS cpp/ops/*.cpp cpp/ops/*/*.cpp)
 
 # By default two translation units, because torch's headers take most of the time of each one. Smaller ones are faster
 # with many cores.

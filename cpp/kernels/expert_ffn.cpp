@@ -16,27 +16,14 @@ constexpr int kReducedScratch = 3;
 
 // F, the number of rows of down.
 template <class T>
-int64_t intermediate_size(const ExpertWeights<T>& experts) {
+int64_t intermediate_size(const ExpertProjections<T>& experts) {
   return experts.down.rows();
 }
 
 // Number of columns of the preactivations Z.
 template <class T>
-int64_t preactivation_width(const ExpertWeights<T>& experts) {
+int64_t preactivation_width(const ExpertProjections<T>& experts) {
   return experts.gate.columns() + experts.up.columns();
-}
-
-// The product out = a * b + bias for some a. The bias is copied to `out`, and the product is added to it.
-template <class T>
-Product<T> product_with_bias(const GemmOperand<T>& b, const T* bias, MatrixView<T> out, const GemmOperand<T>& next_b) {
-  for (int64_t r = 0; r < out.rows && bias != nullptr; ++r) copy_row(bias, out.row(r), out.columns);
-  return {b, out, bias != nullptr, /*is_nontemporal=*/false, next_b};
-}
-
-// The bias of one expert; null without biases.
-template <class T>
-const T* bias_row(ConstMatrixView<T> bias, int64_t group) {
-  return bias.data == nullptr ? nullptr : bias.row(group);
 }
 
 // A = activation(Z), in blocks of columns that stay in the first-level cache.
@@ -70,9 +57,9 @@ MatrixView<T> preactivations_of(const ExpertFfn<T>& a, const GroupTile& tile) {
 template <class T>
 ReducedRows<T> reduced_rows_of(const ExpertFfn<T>& a, const GroupTile& tile) {
   if (!a.reduced.empty()) return a.reduced.row_range(tile.begin, tile.end);
-  const int64_t gate = a.experts.gate_factors.rank();
-  const int64_t up = a.experts.up_factors.rank();
-  const int64_t columns = gate + up + a.experts.down_factors.rank();
+  const int64_t gate = a.experts.gate.factors.rank();
+  const int64_t up = a.experts.up.factors.rank();
+  const int64_t columns = gate + up + a.experts.down.factors.rank();
   const int64_t height = tile.end - tile.begin;
   const MatrixView<T> all{scratch<T>(kReducedScratch, height * columns), height, columns, columns};
   return {all.column_range(0, gate), all.column_range(gate, gate + up), all.column_range(gate + up, columns)};
@@ -85,16 +72,20 @@ struct Products {
   int64_t count = 0;
 
   MAXMOE_INLINE void add(const Product<T>& product) { list[count++] = product; }
-  // Computes the reduced rows of a matrix with factors.
-  MAXMOE_INLINE void add_reduced(const LowRankFactors<T>& factors, int64_t group, MatrixView<T> reduced) {
-    if (!factors.empty()) add({factors.reduce[group], reduced, false});
+  // Computes the reduced rows of a projection with factors.
+  MAXMOE_INLINE void add_reduced(const Projection<T>& projection, int64_t group, MatrixView<T> reduced) {
+    if (!projection.factors.empty()) add({projection.factors.a[group], reduced, false});
   }
-  // Adds a product with a matrix, and the term of its factors.
-  MAXMOE_INLINE void add_projected(Product<T> product, const LowRankFactors<T>& factors, int64_t group,
-                                   MatrixView<T> reduced) {
-    if (!factors.empty()) {
+  // Computes the rows of a projection. The bias is copied to `out`, and the product is added to it. `next_b` is the
+  // matrix of the next product.
+  MAXMOE_INLINE void add_projected(const Projection<T>& projection, int64_t group, MatrixView<T> reduced,
+                                   MatrixView<T> out, const GemmOperand<T>& next_b) {
+    const bool has_bias = projection.has_bias();
+    for (int64_t r = 0; r < out.rows && has_bias; ++r) copy_row(projection.bias.row(group), out.row(r), out.columns);
+    Product<T> product{projection.weights[group], out, has_bias, /*is_nontemporal=*/false, next_b};
+    if (!projection.factors.empty()) {
       product.reduced = reduced.as_const();
-      product.expand = factors.expand[group];
+      product.expand = projection.factors.b[group];
     }
     add(product);
   }
@@ -104,22 +95,18 @@ struct Products {
 template <class T>
 void project_tokens(const ExpertFfn<T>& a, const GroupTile& tile, MatrixView<T> preactivations,
                     const ReducedRows<T>& reduced, const GemmOperand<T>& next) {
-  const ExpertWeights<T>& experts = a.experts;
+  const ExpertProjections<T>& experts = a.experts;
   const int64_t group = tile.group;
   const int64_t gate_width = experts.gate.columns();
-  const GemmOperand<T> up = experts.up[group];
   // gate and up are products of the same tokens, which are packed once.
   Products<T> products;
-  products.add_reduced(experts.gate_factors, group, reduced.gate);
-  products.add_reduced(experts.up_factors, group, reduced.up);
+  products.add_reduced(experts.gate, group, reduced.gate);
+  products.add_reduced(experts.up, group, reduced.up);
   if (a.kind.gate == GateLayout::separate) {
-    products.add_projected(product_with_bias(experts.gate[group], bias_row(experts.gate_bias, group),
-                                             gate_columns(preactivations, gate_width), up),
-                           experts.gate_factors, group, reduced.gate);
+    products.add_projected(experts.gate, group, reduced.gate, gate_columns(preactivations, gate_width),
+                           experts.up.weights[group]);
   }
-  products.add_projected(
-      product_with_bias(up, bias_row(experts.up_bias, group), up_columns(preactivations, gate_width), next),
-      experts.up_factors, group, reduced.up);
+  products.add_projected(experts.up, group, reduced.up, up_columns(preactivations, gate_width), next);
   a.gemm->multiply(tokens_of(a.x, a.routed, tile.begin, tile.end), products.list, products.count);
 }
 
@@ -128,24 +115,24 @@ void project_tokens(const ExpertFfn<T>& a, const GroupTile& tile, MatrixView<T> 
 // end.
 template <class T>
 void forward_tile(const ExpertFfn<T>& a, const GroupTile& tile, int64_t next_group) {
-  const ExpertWeights<T>& experts = a.experts;
+  const ExpertProjections<T>& experts = a.experts;
   const int64_t height = tile.end - tile.begin;
   const int64_t width = intermediate_size(experts);
   const MatrixView<T> preactivations = preactivations_of(a, tile);
   const ReducedRows<T> reduced = reduced_rows_of(a, tile);
-  const GemmOperand<T> down = experts.down[tile.group];
-  const GemmOperand<T> of_next_tile = experts.gate.empty() ? experts.up[next_group] : experts.gate[next_group];
-  project_tokens(a, tile, preactivations, reduced, wants_only_preactivations(a) ? of_next_tile : down);
-  if (wants_only_preactivations(a) && experts.down_factors.empty()) return;
+  const Projection<T>& first = experts.gate.empty() ? experts.up : experts.gate;
+  const GemmOperand<T> of_next_tile = first.weights[next_group];
+  project_tokens(a, tile, preactivations, reduced,
+                 wants_only_preactivations(a) ? of_next_tile : experts.down.weights[tile.group]);
+  if (wants_only_preactivations(a) && experts.down.factors.empty()) return;
 
   const MatrixView<T> activated{scratch<T>(kActivatedScratch, height * width), height, width, width};
   activate_rows(a.kind, preactivations.as_const(), activated);
   Products<T> products;
-  products.add_reduced(experts.down_factors, tile.group, reduced.down);
+  products.add_reduced(experts.down, tile.group, reduced.down);
   if (!wants_only_preactivations(a)) {
-    products.add_projected(product_with_bias(down, bias_row(experts.down_bias, tile.group),
-                                             a.rows.row_range(tile.begin, tile.end), of_next_tile),
-                           experts.down_factors, tile.group, reduced.down);
+    products.add_projected(experts.down, tile.group, reduced.down, a.rows.row_range(tile.begin, tile.end),
+                           of_next_tile);
   }
   a.gemm->multiply(activated.as_const(), products.list, products.count);
 }

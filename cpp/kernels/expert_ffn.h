@@ -8,35 +8,18 @@
 #include "activation_kind.h"
 #include "dtype.h"
 #include "executor.h"
-#include "gemm.h"
+#include "projection.h"
 
 namespace maxmoe {
 
-// Low-rank factors beside a stack of matrices W [L, in, out]: rows x are multiplied with W + reduce expand, as x W +
-// (x reduce) expand. The sum W + reduce expand is not computed.
 template <class T>
-struct LowRankFactors {
-  ConstMatrixStack<T> reduce;  // [L, in, r]; empty without factors
-  ConstMatrixStack<T> expand;  // [L, r, out]
-
-  MAXMOE_INLINE bool empty() const { return reduce.empty(); }
-  MAXMOE_INLINE int64_t rank() const { return reduce.first.columns; }
+struct ExpertProjections {
+  Projection<T> gate;  // [L, D, F]; empty unless separate
+  Projection<T> up;    // [L, D, F], or with the gate [L, D, 2F]
+  Projection<T> down;  // [L, F, D]
 };
 
-template <class T>
-struct ExpertWeights {
-  WeightStack<T> gate;           // [L, D, F]; empty unless separate
-  WeightStack<T> up;             // [L, D, F], or with the gate [L, D, 2F]
-  WeightStack<T> down;           // [L, F, D]
-  ConstMatrixView<T> gate_bias;  // [L, F]; each bias may be empty
-  ConstMatrixView<T> up_bias;    // [L, F] or [L, 2F]
-  ConstMatrixView<T> down_bias;  // [L, D]
-  LowRankFactors<T> gate_factors;
-  LowRankFactors<T> up_factors;
-  LowRankFactors<T> down_factors;
-};
-
-// The rows that low-rank factors reduce to r columns, or their gradients, side by side: gate, up and down.
+// The reduced rows of the low-rank factors, or their gradients, side by side: gate, up and down.
 template <class T>
 struct ReducedRows {
   MatrixView<T> gate, up, down;  // [R, r of the factors]
@@ -58,17 +41,17 @@ struct RoutedRows {
 
 // Forward pass. For row r let x_r be its token, Z = x_r [gate | up] + biases (interleaved if the weights are), A =
 // activation(Z) and y_r = A down + bias. The result is out[t] = sum_k weights[t, k] * y[row of slot (t, k)]. With
-// low-rank factors, gate, up and down stand for gate + reduce expand and so on.
+// low-rank factors, gate, up and down stand for gate + a b and so on.
 template <class T>
 struct ExpertFfn {
   ConstMatrixView<T> x;           // [T, D]
   const Accumulator<T>* weights;  // [T * K] or null for ones
   RoutedRows routed;
-  ExpertWeights<T> experts;
+  ExpertProjections<T> experts;
   ActivationKind kind;
   const Gemm<T>* gemm;
   MatrixView<T> preactivations;  // Z [R, 2F], [R, F] without a gate; or empty: not stored
-  ReducedRows<T> reduced;        // x reduce and A reduce; or empty: not stored
+  ReducedRows<T> reduced;        // x a and A a; or empty: not stored
   MatrixView<T> rows;            // y [R, D], work space
   MatrixView<T> out;  // [T, D]; if out and rows are empty, only Z and `reduced` are computed, with the same bits
 };
@@ -78,11 +61,11 @@ struct ExpertFfn {
 // the forward pass: with dA = dO_t down^T the gradient of weights is <dA, A> + <dO_t, bias>. Results that are null or
 // empty are not computed.
 //
-// The gradient of a reduced row x reduce is g expand^T, where g is the gradient of the product. It has r columns. The
-// gradient of x is g W^T + (g expand^T) reduce^T, that of `reduce` is the sum of x^T (g expand^T) over the rows, and
-// that of `expand` the sum of (x reduce)^T g.
+// The gradient of a reduced row x a is g b^T, where g is the gradient of the product. It has r columns. The gradient of
+// x is g W^T + (g b^T) a^T, the gradient of `a` the sum of x^T (g b^T) over the rows, and the gradient of `b` the sum
+// of (x a)^T g.
 
-// From dO and Z to the gradients of the reduced rows of down and of its factor `reduce`. It runs first, while Z is
+// From dO and Z to the gradients of the reduced rows of down and of its factor `a`. It runs first, while Z is
 // still there: A is computed again, in blocks of columns, so that no tensor of shape [R, F] is needed.
 template <class T>
 struct ExpertFfnBackwardDownFactors {
@@ -93,11 +76,11 @@ struct ExpertFfnBackwardDownFactors {
   ActivationKind kind;
   const Gemm<T>* gemm;
   ConstMatrixView<T> preactivations;  // Z
-  ConstMatrixView<T> reduced;         // A reduce [R, r]; read for weighted_reduced
+  ConstMatrixView<T> reduced;         // A a [R, r]; read for weighted_reduced
 
-  MatrixView<T> grad_reduced;      // dO expand^T [R, r], without weights
-  MatrixView<T> weighted_reduced;  // weights * (A reduce) [R, r]
-  MatrixStack<T> grad_reduce;      // [L, F, r]; needs grad_reduced
+  MatrixView<T> grad_reduced;      // dO b^T [R, r], without weights
+  MatrixView<T> weighted_reduced;  // weights * (A a) [R, r]
+  MatrixStack<T> grad_a;           // [L, F, r]; needs grad_reduced
 };
 
 // From dO to the gradients of weights and down. The preactivations Z become dZ = weights * dA * activation'(Z) in
@@ -107,11 +90,9 @@ struct ExpertFfnBackwardDown {
   ConstMatrixView<T> grad_out;    // dO [T, D]
   const Accumulator<T>* weights;  // [T * K] or null for ones
   RoutedRows routed;
-  WeightStack<T> down;                  // [L, F, D]
-  ConstMatrixView<T> down_bias;         // [L, D] or empty
-  LowRankFactors<T> factors;            // of down
+  Projection<T> down;                   // [L, F, D]
   ConstMatrixView<T> grad_reduced;      // as computed by ExpertFfnBackwardDownFactors; read for dA
-  ConstMatrixView<T> weighted_reduced;  // the same; read for grad_expand
+  ConstMatrixView<T> weighted_reduced;  // the same; read for grad_b
   ActivationKind kind;
   const Gemm<T>* gemm;
   MatrixView<T> preactivations;  // Z, overwritten with dZ
@@ -120,8 +101,8 @@ struct ExpertFfnBackwardDown {
 
   Accumulator<T>* grad_weights;  // [T * K]; not written for a slot without a row
   MatrixStack<T> grad_down;
-  MatrixStack<T> grad_expand;  // [L, r, D]
-  MatrixView<T> grad_down_bias;
+  MatrixStack<T> grad_b;  // [L, r, D]
+  MatrixView<T> grad_bias;
 };
 
 // From dZ to the gradients of x and of the reduced rows of gate and up.
@@ -129,10 +110,8 @@ template <class T>
 struct ExpertFfnBackwardInput {
   ConstMatrixView<T> grad_preactivations;  // dZ [R, 2F]
   RoutedRows routed;
-  WeightStack<T> gate;  // [L, D, F]; empty unless separate
-  WeightStack<T> up;    // [L, D, F], or with the gate [L, D, 2F]
-  LowRankFactors<T> gate_factors;
-  LowRankFactors<T> up_factors;
+  Projection<T> gate;  // empty unless separate
+  Projection<T> up;
   const Gemm<T>* gemm;
   MatrixView<T> rows;  // dZ [gate | up]^T [R, D], work space; empty when grad_x is
 
@@ -140,8 +119,17 @@ struct ExpertFfnBackwardInput {
   MatrixView<T> grad_x;         // [T, D]
 };
 
-// From dZ to the gradients of gate and up, and of their factors `reduce`. Those of `expand` are products of the reduced
-// rows and dZ (tgmm.h).
+// The gradients of a projection of the tokens. Empty ones are not computed.
+template <class T>
+struct TokenProjectionGradients {
+  ConstMatrixView<T> reduced;  // gradient of the reduced rows [R, r]; read for `a`
+  MatrixStack<T> weights;      // [L, D, F]
+  MatrixStack<T> a;            // [L, D, r]
+  MatrixView<T> bias;          // [L, F]
+};
+
+// From dZ to the gradients of gate and up, except for their factors `b`: those are products of the reduced rows and dZ
+// (tgmm.h).
 template <class T>
 struct ExpertFfnBackwardUp {
   ConstMatrixView<T> x;                    // [T, D]
@@ -149,15 +137,9 @@ struct ExpertFfnBackwardUp {
   int64_t gate_width;                      // columns of dZ that belong to a separate gate; the others belong to up
   RoutedRows routed;
   const Gemm<T>* gemm;
-  ConstMatrixView<T> gate_grad_reduced;  // [R, r]; read for gate_grad_reduce
-  ConstMatrixView<T> up_grad_reduced;
 
-  MatrixStack<T> grad_gate;
-  MatrixStack<T> grad_up;
-  MatrixStack<T> gate_grad_reduce;  // [L, D, r]
-  MatrixStack<T> up_grad_reduce;
-  MatrixView<T> grad_gate_bias;
-  MatrixView<T> grad_up_bias;
+  TokenProjectionGradients<T> gate;
+  TokenProjectionGradients<T> up;
 };
 
 }  // namespace maxmoe

@@ -68,20 +68,18 @@ Accumulator<T> activate_backward_row(const ExpertFfnBackwardDown<T>& a, int64_t 
 template <class T>
 void grad_reduced_tile(const ExpertFfnBackwardDownFactors<T>& a, const GroupTile& tile) {
   if (a.grad_reduced.data != nullptr) {
-    a.gemm->multiply(
-        tokens_of(a.grad_out, a.routed, tile.begin, tile.end),
-        {a.factors.expand[tile.group].transposed(), a.grad_reduced.row_range(tile.begin, tile.end), false});
+    a.gemm->multiply(tokens_of(a.grad_out, a.routed, tile.begin, tile.end),
+                     {a.factors.b[tile.group].transposed(), a.grad_reduced.row_range(tile.begin, tile.end), false});
   }
   for (int64_t r = tile.begin; r < tile.end && a.weighted_reduced.data != nullptr; ++r) {
     scale_row(a.reduced.row(r), weight_of_slot(a, a.routed.slots[r]), a.weighted_reduced.row(r), a.reduced.columns);
   }
 }
 
-// The gradient of `reduce` of down for one expert, in rows [begin, end) of the intermediate size: (weights * A)^T times
-// the gradients of the reduced rows. A block of columns of A is work space.
+// The gradient of the factor `a` of down for one expert, in rows [begin, end) of the intermediate size: (weights * A)^T
+// times the gradients of the reduced rows. A block of columns of A is work space.
 template <class T>
-void grad_reduce_down_rows(const ExpertFfnBackwardDownFactors<T>& a, const GroupTile& rows, int64_t begin,
-                           int64_t end) {
+void grad_a_of_down_rows(const ExpertFfnBackwardDownFactors<T>& a, const GroupTile& rows, int64_t begin, int64_t end) {
   const int64_t height = rows.end - rows.begin;
   const ConstMatrixView<T> preactivations = a.preactivations.row_range(rows.begin, rows.end);
   const ConstMatrixView<T> grad_reduced = a.grad_reduced.row_range(rows.begin, rows.end).as_const();
@@ -89,12 +87,11 @@ void grad_reduce_down_rows(const ExpertFfnBackwardDownFactors<T>& a, const Group
     const int64_t columns = at_most(end - first, kColumnBlock);
     const MatrixView<T> activated{scratch<T>(kActivatedScratch, height * columns), height, columns, columns};
     for (int64_t r = 0; r < height; ++r) {
-      const auto block =
-          activate_block<T, false>(a.kind, preactivations.row(r), a.grad_reduce.first.rows, first, columns);
+      const auto block = activate_block<T, false>(a.kind, preactivations.row(r), a.grad_a.first.rows, first, columns);
       store_block<T>(weight_of_slot(a, a.routed.slots[rows.begin + r]) * block.activated, activated.row(r), 1);
     }
     multiply_transposed<T>(*a.gemm, activated.as_const(), grad_reduced,
-                           a.grad_reduce[rows.group].row_range(first, first + columns), a.grad_reduce);
+                           a.grad_a[rows.group].row_range(first, first + columns), a.grad_a);
   }
 }
 
@@ -107,11 +104,11 @@ void grad_preactivations_tile(const ExpertFfnBackwardDown<T>& a, const GroupTile
   MatrixView<T> grad_activated;
   if (!a.keeps_preactivations) {
     grad_activated = {scratch<T>(kGradActivatedScratch, height * width), height, width, width};
-    Product<T> product{a.down[tile.group].transposed(), grad_activated};
-    product.next_b = a.down[next_group].transposed();
-    if (!a.factors.empty()) {
+    Product<T> product{a.down.weights[tile.group].transposed(), grad_activated};
+    product.next_b = a.down.weights[next_group].transposed();
+    if (!a.down.factors.empty()) {
       product.reduced = a.grad_reduced.row_range(tile.begin, tile.end);
-      product.expand = a.factors.reduce[tile.group].transposed();
+      product.expand = a.down.factors.a[tile.group].transposed();
     }
     a.gemm->multiply(grad_out, product);
   }
@@ -120,23 +117,24 @@ void grad_preactivations_tile(const ExpertFfnBackwardDown<T>& a, const GroupTile
     auto grad_weight = activate_backward_row(a, tile.begin + r, weight_of_slot(a, slot), grad_activated.row(r));
     if (a.grad_weights == nullptr) continue;
     // The output of the expert is A down + bias: the bias is a second term of the gradient of its weight.
-    if (a.down_bias.data != nullptr) {
-      grad_weight += dot_rows<T>(grad_out.memory_row(r), a.down_bias.row(tile.group), a.grad_out.columns);
+    if (a.down.has_bias()) {
+      grad_weight += dot_rows<T>(grad_out.memory_row(r), a.down.bias.row(tile.group), a.grad_out.columns);
     }
     a.grad_weights[slot] = grad_weight;
   }
 }
 
-// Adds the products of `grad`, columns of dZ, with the transpose of a matrix and of its factors to the rows of a tile.
+// Adds the products of `grad`, columns of dZ, with the transpose of a projection to the rows of a tile. `product` has
+// the transposed matrix already.
 template <class T>
-void add_grad_rows(const Gemm<T>& gemm, ConstMatrixView<T> grad, Product<T> product, const LowRankFactors<T>& factors,
+void add_grad_rows(const Gemm<T>& gemm, ConstMatrixView<T> grad, Product<T> product, const Projection<T>& projection,
                    int64_t group, MatrixView<T> grad_reduced) {
   Product<T> products[2];
   int64_t count = 0;
-  if (!factors.empty()) {
-    products[count++] = {factors.expand[group].transposed(), grad_reduced, false};
+  if (!projection.factors.empty()) {
+    products[count++] = {projection.factors.b[group].transposed(), grad_reduced, false};
     product.reduced = grad_reduced.as_const();
-    product.expand = factors.reduce[group].transposed();
+    product.expand = projection.factors.a[group].transposed();
   }
   if (product.c.data != nullptr) products[count++] = product;
   gemm.multiply(grad, products, count);
@@ -150,18 +148,18 @@ void grad_rows_tile(const ExpertFfnBackwardInput<T>& a, const GroupTile& tile, i
   const MatrixView<T> rows = a.rows.row_range(tile.begin, tile.end);
   const ReducedRows<T> reduced = a.grad_reduced.row_range(tile.begin, tile.end);
   const int64_t gate_width = a.gate.columns();
-  const GemmOperand<T> next_up = a.up[next_group].transposed();
-  const GemmOperand<T> gate = a.gate.empty() ? next_up : a.gate[tile.group].transposed();
-  Product<T> of_up{a.up[tile.group].transposed(), rows};
+  const GemmOperand<T> next_up = a.up.weights[next_group].transposed();
+  const GemmOperand<T> gate = a.gate.empty() ? next_up : a.gate.weights[tile.group].transposed();
+  Product<T> of_up{a.up.weights[tile.group].transposed(), rows};
   of_up.next_b = gate;
-  add_grad_rows<T>(*a.gemm, up_columns(grad, gate_width), of_up, a.up_factors, tile.group, reduced.up);
+  add_grad_rows<T>(*a.gemm, up_columns(grad, gate_width), of_up, a.up, tile.group, reduced.up);
   if (a.gate.empty()) return;
   Product<T> of_gate{gate, rows, true};
   of_gate.next_b = next_up;
-  add_grad_rows<T>(*a.gemm, gate_columns(grad, gate_width), of_gate, a.gate_factors, tile.group, reduced.gate);
+  add_grad_rows<T>(*a.gemm, gate_columns(grad, gate_width), of_gate, a.gate, tile.group, reduced.gate);
 }
 
-// Gradients of down, of its factor `expand` and of its bias for one expert, in columns [begin, end) of the hidden size.
+// Gradients of down, of its factor `b` and of its bias for one expert, in columns [begin, end) of the hidden size.
 template <class T>
 void grad_down_columns(const ExpertFfnBackwardDown<T>& a, const GroupTile& rows, int64_t begin, int64_t end) {
   const ConstMatrixView<T> columns = a.grad_out.column_range(begin, end);
@@ -170,20 +168,20 @@ void grad_down_columns(const ExpertFfnBackwardDown<T>& a, const GroupTile& rows,
                            tokens_of(columns, a.routed, rows.begin, rows.end),
                            a.grad_down[rows.group].column_range(begin, end), a.grad_down);
   }
-  if (!a.grad_expand.empty()) {
+  if (!a.grad_b.empty()) {
     multiply_transposed<T>(*a.gemm, a.weighted_reduced.row_range(rows.begin, rows.end),
                            tokens_of(columns, a.routed, rows.begin, rows.end),
-                           a.grad_expand[rows.group].column_range(begin, end), a.grad_expand);
+                           a.grad_b[rows.group].column_range(begin, end), a.grad_b);
   }
-  if (a.grad_down_bias.data != nullptr) {
+  if (a.grad_bias.data != nullptr) {
     const int64_t* slots = a.routed.slots + rows.begin;
     const auto token = [&](int64_t r) { return slots[r] / a.routed.top_k; };
     const auto weight = [&](int64_t r) { return weight_of_slot(a, slots[r]); };
-    sum_weighted_rows<T>(columns, rows.end - rows.begin, token, weight, a.grad_down_bias.row(rows.group) + begin);
+    sum_weighted_rows<T>(columns, rows.end - rows.begin, token, weight, a.grad_bias.row(rows.group) + begin);
   }
 }
 
-// Gradients of gate, of up and of their factors `reduce` for one expert, in rows [begin, end) of the hidden size.
+// Gradients of gate, of up and of their factors `a` for one expert, in rows [begin, end) of the hidden size.
 template <class T>
 void grad_up_rows(const ExpertFfnBackwardUp<T>& a, const GroupTile& rows, int64_t begin, int64_t end) {
   const ConstMatrixView<T> grad = a.grad_preactivations.row_range(rows.begin, rows.end);
@@ -198,10 +196,10 @@ void grad_up_rows(const ExpertFfnBackwardUp<T>& a, const GroupTile& rows, int64_
     if (out.column_stride != 1) return multiply_transposed<T>(*a.gemm, tokens, rhs, out, gradient);
     products[count++] = product_of_gradient<T>(rhs, out, gradient);
   };
-  add(a.grad_gate, gate_columns(grad, a.gate_width));
-  add(a.grad_up, up_columns(grad, a.gate_width));
-  add(a.gate_grad_reduce, a.gate_grad_reduced.row_range(rows.begin, rows.end));
-  add(a.up_grad_reduce, a.up_grad_reduced.row_range(rows.begin, rows.end));
+  add(a.gate.weights, gate_columns(grad, a.gate_width));
+  add(a.up.weights, up_columns(grad, a.gate_width));
+  add(a.gate.a, a.gate.reduced.row_range(rows.begin, rows.end));
+  add(a.up.a, a.up.reduced.row_range(rows.begin, rows.end));
   if (count > 0) a.gemm->multiply(tokens.transposed(), products, count);
 }
 
@@ -211,11 +209,11 @@ void grad_up_biases(const ExpertFfnBackwardUp<T>& a, const GroupTile& rows) {
   const ConstMatrixView<T> grad = a.grad_preactivations.row_range(rows.begin, rows.end);
   const auto one = [](int64_t) { return Accumulator<T>(1); };
   const auto same = [](int64_t r) { return r; };
-  if (a.grad_up_bias.data != nullptr) {
-    sum_weighted_rows<T>(up_columns(grad, a.gate_width), grad.rows, same, one, a.grad_up_bias.row(rows.group));
+  if (a.up.bias.data != nullptr) {
+    sum_weighted_rows<T>(up_columns(grad, a.gate_width), grad.rows, same, one, a.up.bias.row(rows.group));
   }
-  if (a.grad_gate_bias.data != nullptr) {
-    sum_weighted_rows<T>(gate_columns(grad, a.gate_width), grad.rows, same, one, a.grad_gate_bias.row(rows.group));
+  if (a.gate.bias.data != nullptr) {
+    sum_weighted_rows<T>(gate_columns(grad, a.gate_width), grad.rows, same, one, a.gate.bias.row(rows.group));
   }
 }
 
@@ -226,10 +224,10 @@ void expert_ffn_backward_down_factors(const ExpertFfnBackwardDownFactors<T>& a, 
   const int64_t rank = a.factors.rank();
   run_tiles(a, a.preactivations.rows, a.grad_out.columns, a.grad_out.columns * rank, executor,
             [&](const GroupTile& tile, int64_t /*next_group*/) { grad_reduced_tile(a, tile); });
-  if (a.grad_reduce.empty()) return;
-  const int64_t width = a.grad_reduce.first.rows;
+  if (a.grad_a.empty()) return;
+  const int64_t width = a.grad_a.first.rows;
   run_experts(a, width, width * rank, executor,
-              [&](const GroupTile& rows, int64_t begin, int64_t end) { grad_reduce_down_rows(a, rows, begin, end); });
+              [&](const GroupTile& rows, int64_t begin, int64_t end) { grad_a_of_down_rows(a, rows, begin, end); });
 }
 
 // Two passes over the rows: the gradient of down is a sum over all rows of an expert, which needs the tiles of the
@@ -240,7 +238,7 @@ void expert_ffn_backward_down(const ExpertFfnBackwardDown<T>& a, const Executor&
   const int64_t multiply_adds = hidden_size * a.down.rows();
   run_tiles(a, a.preactivations.rows, hidden_size, multiply_adds, executor,
             [&](const GroupTile& tile, int64_t next_group) { grad_preactivations_tile(a, tile, next_group); });
-  if (a.grad_down.empty() && a.grad_expand.empty() && a.grad_down_bias.data == nullptr) return;
+  if (a.grad_down.empty() && a.grad_b.empty() && a.grad_bias.data == nullptr) return;
   run_experts(a, hidden_size, multiply_adds, executor,
               [&](const GroupTile& rows, int64_t begin, int64_t end) { grad_down_columns(a, rows, begin, end); });
 }

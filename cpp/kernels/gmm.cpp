@@ -17,20 +17,20 @@ void multiply_tile(const Gmm<T>& a, const GroupTile& tile, int64_t begin, int64_
   // Groups outside of the local range belong to other ranks; their rows are zero here. A bias is the initial value of
   // the sums.
   const int64_t local = tile.group - a.group_offset;
-  const bool is_local = local >= 0 && local < a.rhs.count();
-  const bool has_bias = is_local && a.bias.data != nullptr;
+  const bool is_local = local >= 0 && local < a.rhs.weights.count();
+  const bool has_bias = is_local && a.rhs.has_bias();
   for (int64_t r = 0; r < out.rows && (has_bias || !is_local); ++r) {
     if (has_bias) {
-      copy_row(a.bias.row(local) + begin, out.row(r), out.columns);
+      copy_row(a.rhs.bias.row(local) + begin, out.row(r), out.columns);
     } else {
       zero_row(out.row(r), out.columns);
     }
   }
   if (!is_local) return;
-  Product<T> product{a.rhs[local].column_range(begin, end), out, has_bias};
-  if (!a.expand.empty()) {
+  Product<T> product{a.rhs.weights[local].column_range(begin, end), out, has_bias};
+  if (!a.rhs.factors.empty()) {
     product.reduced = a.reduced.row_range(tile.begin, tile.end);
-    product.expand = a.expand[local].column_range(begin, end);
+    product.expand = a.rhs.factors.b[local].column_range(begin, end);
   }
   a.gemm->multiply(a.lhs.row_range(tile.begin, tile.end), product);
 }

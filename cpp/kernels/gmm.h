@@ -3,26 +3,24 @@
 
 #include "dtype.h"
 #include "executor.h"
-#include "gemm.h"
+#include "projection.h"
 
 namespace maxmoe {
 
-// out[r] = lhs[r] * rhs[g - group_offset] + bias[g - group_offset] for the rows r of group g. Rows of groups outside
+// out[r] is the projection of lhs[r] by rhs[g - group_offset] for the rows r of group g. Rows of groups outside
 // [group_offset, group_offset + L) and rows past the last group are zero; their rows of lhs are not read. With low-rank
-// factors beside rhs, reduced[r] * expand[g - group_offset] is added, where `reduced` is lhs times the other factor.
+// factors, the reduced rows are an operand: the caller has multiplied lhs with `a`.
 template <class T>
 struct Gmm {
   ConstMatrixView<T> lhs;      // [R, D]
-  WeightStack<T> rhs;          // [L, D, F]
-  ConstMatrixView<T> bias;     // [L, F] or empty
+  Projection<T> rhs;           // [L, D, F]
   const int64_t* group_sizes;  // [G], sum <= R
   int64_t num_groups;          // G
   int64_t group_offset;
   const Gemm<T>* gemm;
   MatrixView<T> out;  // [R, F]
 
-  ConstMatrixView<T> reduced = {};  // [R, r] or empty
-  ConstMatrixStack<T> expand = {};  // [L, r, F] or empty
+  ConstMatrixView<T> reduced = {};  // [R, r]; read with factors
 };
 
 }  // namespace maxmoe

@@ -8,9 +8,12 @@
 #include <algorithm>
 #include <array>
 #include <optional>
+#include <string>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "ops/torch_internals.h"
 
@@ -83,10 +86,62 @@ std::array<at::Tensor, count> saved_tensors(const AutogradContext* ctx) {
   return tensors;
 }
 
+// The arguments of an operator in an autograd context, whatever their number: tensors are saved after `kept`, all other
+// values as one tuple, which also owns the strings.
+template <class... T>
+void save_arguments(AutogradContext* ctx, const std::tuple<T&...>& arguments, variable_list kept = {}) {
+  std::vector<c10::IValue> values;
+  const auto save = [&]<class Field>(const Field& field) {
+    if constexpr (is_tensor<Field>) {
+      const at::Tensor* given = tensor_or_null(field);
+      kept.push_back(given != nullptr ? *given : at::Tensor());
+    } else if constexpr (std::is_same_v<Field, std::string_view>) {
+      values.emplace_back(std::string(field));
+    } else if constexpr (std::is_same_v<Field, std::optional<std::string_view>>) {
+      values.push_back(field.has_value() ? c10::IValue(std::string(*field)) : c10::IValue());
+    } else {
+      values.emplace_back(field);
+    }
+  };
+  std::apply([&](const auto&... fields) { (save(fields), ...); }, arguments);
+  ctx->save_for_backward(std::move(kept));
+  ctx->saved_data["values"] = c10::ivalue::Tuple::create(std::move(values));
+}
+
+// Reads them back; returns the tensors of `kept`. Strings live as long as the context.
+template <class... T>
+variable_list load_arguments(AutogradContext* ctx, const std::tuple<T&...>& arguments) {
+  variable_list saved = ctx->get_saved_variables();
+  auto next_tensor = saved.end() - (is_tensor<T> + ...);
+  auto next_value = ctx->saved_data["values"].toTupleRef().elements().begin();
+  const auto load = [&]<class Field>(Field& field) {
+    if constexpr (is_tensor<Field>) {
+      if (next_tensor->defined()) field = *next_tensor;
+      ++next_tensor;
+    } else {
+      field = (next_value++)->template to<Field>();
+    }
+  };
+  std::apply([&](auto&... fields) { (load(fields), ...); }, arguments);
+  saved.resize(saved.size() - (is_tensor<T> + ...));
+  return saved;
+}
+
 // A backward pass computes the gradients that it is asked for: ctx->needs_input_grad(i), where i counts the tensor
 // arguments without optional tensors that were not given. What required a gradient in the forward pass does not say it:
 // torch.autograd.grad(loss, [x]) asks for no gradient of a weight, and a split backward pass (zero bubble schedules of
 // torch.distributed.pipelining) runs a node twice, first for its input and then for its weights.
+
+// Which gradients of `inputs` are wanted, the tensors that a node was applied to.
+template <class... T>
+std::array<bool, sizeof...(T)> wanted_gradients(const AutogradContext* ctx, const std::tuple<T&...>& inputs) {
+  size_t num_given = 0;
+  const auto is_wanted = [&](const auto& input) {
+    return tensor_or_null(input) != nullptr && ctx->needs_input_grad(num_given++);
+  };
+  // Braces, unlike parentheses, fix the order of the calls.
+  return std::apply([&](const auto&... input) { return std::array<bool, sizeof...(T)>{is_wanted(input)...}; }, inputs);
+}
 
 // The gradient of weights, in their shape and dtype. ragged_dot returns it as a list in the accumulator's type.
 inline at::Tensor like_weights(const at::Tensor& products, const at::Tensor& weights) {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "ops/operator.h"
-#include "ops/weights.h"
+#include "ops/projection.h"
 
 namespace maxmoe::ops {
 
@@ -25,38 +25,19 @@ inline constexpr Operator<"ragged_plan", std::tuple<Tensor, Tensor, Tensor, Tens
                                              std::optional<c10::SymInt> max_rows, std::optional<c10::SymInt> num_rows)>
     ragged_plan;
 
-// The arguments from rhs_scales on describe a quantized rhs.
+// The product, and the reduced rows of low-rank factors.
 inline constexpr Operator<
-    "gmm", Tensor(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, const OptionalTensor& bias,
-                  int64_t group_offset, const OptionalTensor& rhs_scales, const OptionalTensor& rhs_zeros,
-                  std::optional<std::string_view> rhs_format, int64_t rhs_columns, bool rhs_is_transposed)>
+    "gmm", Signature<std::tuple<Tensor, Tensor>, Types<const Tensor&, const Tensor&>, ProjectionTypes, Types<int64_t>>>
     gmm_operator;
 
-// The product, and lhs times `a`.
-inline constexpr Operator<"gmm_low_rank",
-                          std::tuple<Tensor, Tensor>(
-                              const Tensor& lhs, const Tensor& rhs, const Tensor& a, const Tensor& b,
-                              const Tensor& group_sizes, const OptionalTensor& bias, int64_t group_offset,
-                              const OptionalTensor& rhs_scales, const OptionalTensor& rhs_zeros,
-                              std::optional<std::string_view> rhs_format, int64_t rhs_columns, bool rhs_is_transposed)>
-    gmm_low_rank_operator;
-
-inline Tensor gmm(const Tensor& lhs, const Weights& rhs, const Tensor& group_sizes, const OptionalTensor& bias,
-                  int64_t group_offset) {
-  return gmm_operator(lhs, rhs.tensor, group_sizes, bias, group_offset, rhs.scales, rhs.zeros, rhs.format, rhs.columns,
-                      rhs.is_transposed);
+inline std::tuple<Tensor, Tensor> gmm_and_reduced(const Tensor& lhs, const Projection& rhs, const Tensor& group_sizes,
+                                                  int64_t group_offset) {
+  return std::apply([&](const auto&... fields) { return gmm_operator(lhs, group_sizes, fields..., group_offset); },
+                    Projection::fields(rhs));
 }
 
-inline Tensor gmm(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes, const OptionalTensor& bias,
-                  int64_t group_offset) {
-  return gmm(lhs, Weights{rhs}, group_sizes, bias, group_offset);
-}
-
-inline std::tuple<Tensor, Tensor> gmm_low_rank(const Tensor& lhs, const Weights& rhs, const Tensor& a, const Tensor& b,
-                                               const Tensor& group_sizes, const OptionalTensor& bias,
-                                               int64_t group_offset) {
-  return gmm_low_rank_operator(lhs, rhs.tensor, a, b, group_sizes, bias, group_offset, rhs.scales, rhs.zeros,
-                               rhs.format, rhs.columns, rhs.is_transposed);
+inline Tensor gmm(const Tensor& lhs, const Projection& rhs, const Tensor& group_sizes, int64_t group_offset) {
+  return std::get<0>(gmm_and_reduced(lhs, rhs, group_sizes, group_offset));
 }
 
 inline constexpr Operator<"tgmm", Tensor(const Tensor& lhs, const Tensor& rhs, const Tensor& group_sizes,

@@ -1,7 +1,7 @@
 // Router and routed experts of a layer in one call: linear, route, ragged_plan and expert_ffn. With few tokens, four
 // calls from Python take longer than the kernels. The operator has no kernel: each of the four is dispatched, recorded
 // by autograd and cast by autocast as if Python had called it.
-#include "ops/expert_ffn.h"
+#include "ops/expert_ffn/expert_ffn.h"
 #include "ops/operators.h"
 
 namespace maxmoe::ops {
@@ -27,12 +27,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_experts(
   a.rows = rows;
   a.group_sizes = group_sizes;
   a.top_k = top_k;
-  a.gate = gate;
-  a.up = up;
-  a.down = down;
-  a.gate_bias = gate_bias;
-  a.up_bias = up_bias;
-  a.down_bias = down_bias;
+  a.gate = {gate, gate_bias};
+  a.up = {up, up_bias};
+  a.down = {down, down_bias};
   a.activation = activation;
   a.limit = limit;
   a.recompute = recompute;

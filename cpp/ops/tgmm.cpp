@@ -58,9 +58,8 @@ class TgmmGradient : public torch::autograd::Function<TgmmGradient> {
     const int64_t group_offset = ctx->saved_data["group_offset"].toInt();
     Tensor grad_lhs;
     Tensor grad_rhs;
-    if (ctx->needs_input_grad(0))
-      grad_lhs = gmm(rhs, grads[0].transpose(1, 2), group_sizes, std::nullopt, group_offset);
-    if (ctx->needs_input_grad(1)) grad_rhs = gmm(lhs, grads[0], group_sizes, std::nullopt, group_offset);
+    if (ctx->needs_input_grad(0)) grad_lhs = gmm(rhs, Projection{grads[0].transpose(1, 2)}, group_sizes, group_offset);
+    if (ctx->needs_input_grad(1)) grad_rhs = gmm(lhs, Projection{grads[0]}, group_sizes, group_offset);
     return {grad_lhs, grad_rhs, Tensor(), Tensor(), Tensor()};
   }
 };

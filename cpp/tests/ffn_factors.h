@@ -53,19 +53,17 @@ class Factor {
 // The factors of one stack of matrices, or their gradients.
 template <class T>
 struct FactorPair {
-  Factor<T> reduce, expand;  // [in, r] and [r, out]
+  Factor<T> a, b;  // [in, r] and [r, out]
 
-  int64_t rank() const { return reduce.memory().columns() == 0 ? 0 : expand.rows(); }
-  LowRankFactors<T> view() const {
-    return rank() == 0 ? LowRankFactors<T>{} : LowRankFactors<T>{reduce.view(), expand.view()};
-  }
+  int64_t rank() const { return a.memory().columns() == 0 ? 0 : b.rows(); }
+  LowRankFactors<T> view() const { return rank() == 0 ? LowRankFactors<T>{} : LowRankFactors<T>{a.view(), b.view()}; }
 };
 
 // Ranks of the factors of gate, up and down, 0 without factors, and the layout of their memory.
 struct FactorShape {
   int64_t gate, up, down;
-  bool is_reduce_transposed;
-  bool is_expand_transposed;
+  bool is_a_transposed;
+  bool is_b_transposed;
 };
 
 // Columns [begin, end) of a view. Without rows, the view has no memory, and its address stays null.
@@ -85,20 +83,20 @@ struct FfnFactors {
         s.intermediate_size * (layout == GateLayout::separate || layout == GateLayout::none ? 1 : 2);
     const auto pair = [&](int64_t in, int64_t rank, int64_t out) {
       const int64_t count = s.routing.num_experts;
-      return FactorPair<T>{{count, in, rank, f.is_reduce_transposed}, {count, rank, out, f.is_expand_transposed}};
+      return FactorPair<T>{{count, in, rank, f.is_a_transposed}, {count, rank, out, f.is_b_transposed}};
     };
     if (layout == GateLayout::separate && f.gate > 0) gate = pair(s.hidden_size, f.gate, s.intermediate_size);
     if (f.up > 0) up = pair(s.hidden_size, f.up, up_width);
     if (f.down > 0) down = pair(s.intermediate_size, f.down, s.hidden_size);
   }
 
-  // Random factors. The product of a token of size 1 with `reduce` is of size 1.
+  // Random factors. The product of a token of size 1 with `a` is of size 1.
   static FfnFactors random(const FfnShape& s, GateLayout layout, const FactorShape& f, unsigned seed) {
     FfnFactors factors(s, layout, f);
     for (FactorPair<T>* pair : {&factors.gate, &factors.up, &factors.down}) {
       if (pair->rank() == 0) continue;
-      pair->reduce.memory().randomize(seed++, std::sqrt(3.0 / static_cast<double>(pair->reduce.rows())));
-      pair->expand.memory().randomize(seed++);
+      pair->a.memory().randomize(seed++, std::sqrt(3.0 / static_cast<double>(pair->a.rows())));
+      pair->b.memory().randomize(seed++);
     }
     return factors;
   }
@@ -131,17 +129,17 @@ void for_every_factor_pair(GateLayout layout, FfnTensors<double>& tensors, const
   if (factors.down.rank() > 0) visit(tensors.down, [](auto& f) -> auto& { return f.down; }, same);
 }
 
-// The tensors with W + reduce * expand in the place of each matrix W that has factors.
+// The tensors with W + a * b in the place of each matrix W that has factors.
 template <class T>
 FfnTensors<double> merged(GateLayout layout, const FfnTensors<T>& tensors, const FfnFactors<T>& factors) {
   FfnTensors<double> sums(tensors);
   for_every_factor_pair(layout, sums, factors, [&](Matrix<double>& matrix, const auto& pair_of, const auto& column) {
     const FactorPair<T>& pair = pair_of(factors);
-    const int64_t in = pair.reduce.rows();
+    const int64_t in = pair.a.rows();
     for (int64_t r = 0; r < matrix.rows(); ++r) {
       for (int64_t f = 0; f < matrix.columns(); ++f) {
         for (int64_t k = 0; k < pair.rank(); ++k) {
-          matrix.element(r, f) += pair.reduce(r / in, r % in, k) * pair.expand(r / in, k, column(f));
+          matrix.element(r, f) += pair.a(r / in, r % in, k) * pair.b(r / in, k, column(f));
         }
       }
     }
@@ -150,25 +148,25 @@ FfnTensors<double> merged(GateLayout layout, const FfnTensors<T>& tensors, const
 }
 
 // The gradients of the factors by the chain rule, where `grads` are the gradients of the merged matrices W:
-// dreduce = dW expand^T, dexpand = reduce^T dW.
+// da = dW b^T, db = a^T dW.
 template <class T>
 FfnFactors<double> factor_gradients(const FfnShape& shape, GateLayout layout, FfnTensors<double> grads,
                                     const FfnFactors<T>& factors) {
   FfnFactors<double> results(shape, layout,
                              {factors.gate.rank(), factors.up.rank(), factors.down.rank(), false, false});
   for (FactorPair<double>* pair : {&results.gate, &results.up, &results.down}) {
-    pair->reduce.memory().fill(0.0);
-    pair->expand.memory().fill(0.0);
+    pair->a.memory().fill(0.0);
+    pair->b.memory().fill(0.0);
   }
   for_every_factor_pair(layout, grads, factors, [&](Matrix<double>& matrix, const auto& pair_of, const auto& column) {
     const FactorPair<T>& pair = pair_of(factors);
     FactorPair<double>& result = pair_of(results);
-    const int64_t in = pair.reduce.rows();
+    const int64_t in = pair.a.rows();
     for (int64_t r = 0; r < matrix.rows(); ++r) {
       for (int64_t f = 0; f < matrix.columns(); ++f) {
         for (int64_t k = 0; k < pair.rank(); ++k) {
-          result.reduce.element(r / in, r % in, k) += matrix(r, f) * pair.expand(r / in, k, column(f));
-          result.expand.element(r / in, k, column(f)) += pair.reduce(r / in, r % in, k) * matrix(r, f);
+          result.a.element(r / in, r % in, k) += matrix(r, f) * pair.b(r / in, k, column(f));
+          result.b.element(r / in, k, column(f)) += pair.a(r / in, r % in, k) * matrix(r, f);
         }
       }
     }

@@ -87,10 +87,10 @@ struct FfnForward {
 };
 
 template <class T>
-ExpertWeights<T> with_factors(ExpertWeights<T> experts, const FfnFactors<T>& factors) {
-  experts.gate_factors = factors.gate.view();
-  experts.up_factors = factors.up.view();
-  experts.down_factors = factors.down.view();
+ExpertProjections<T> with_factors(ExpertProjections<T> experts, const FfnFactors<T>& factors) {
+  experts.gate.factors = factors.gate.view();
+  experts.up.factors = factors.up.view();
+  experts.down.factors = factors.down.view();
   return experts;
 }
 
@@ -163,8 +163,8 @@ class FfnBackward {
         grads_{FfnTensors<T>(shape), factors} {
     grads_.tensors.weights.fill(0.0);  // the gradient of a slot without a row is not written
     for (FactorPair<T>* pair : {&grads_.factors.gate, &grads_.factors.up, &grads_.factors.down}) {
-      pair->reduce.memory().fill(std::numeric_limits<double>::quiet_NaN());
-      pair->expand.memory().fill(std::numeric_limits<double>::quiet_NaN());
+      pair->a.memory().fill(std::numeric_limits<double>::quiet_NaN());
+      pair->b.memory().fill(std::numeric_limits<double>::quiet_NaN());
     }
   }
 
@@ -173,8 +173,8 @@ class FfnBackward {
     down();
     input();
     up();
-    if (factors_.gate.rank() > 0) expand(rows_of(reduced_).gate, true, grads_.factors.gate);
-    if (factors_.up.rank() > 0) expand(rows_of(reduced_).up, false, grads_.factors.up);
+    if (factors_.gate.rank() > 0) factor_b(rows_of(reduced_).gate, true, grads_.factors.gate);
+    if (factors_.up.rank() > 0) factor_b(rows_of(reduced_).up, false, grads_.factors.up);
     return grads_;
   }
 
@@ -185,8 +185,6 @@ class FfnBackward {
     a.weights = variant_.weighted ? tensors_.weights.view().data : nullptr;
     a.routed = routed_rows(shape_.routing);
     a.down = experts_.down;
-    a.down_bias = experts_.down_bias;
-    a.factors = experts_.down_factors;
     a.grad_reduced = rows_of(grad_reduced_).down.as_const();
     a.weighted_reduced = weighted_reduced_.view().as_const();
     a.kind = variant_.kind;
@@ -206,14 +204,14 @@ class FfnBackward {
     a.grad_out = grad_out_.view();
     a.weights = variant_.weighted ? tensors_.weights.view().data : nullptr;
     a.routed = routed_rows(shape_.routing);
-    a.factors = experts_.down_factors;
+    a.factors = experts_.down.factors;
     a.kind = variant_.kind;
     a.gemm = &test_gemm<T>();
     a.preactivations = preactivations_.view().as_const();
     a.reduced = rows_of(reduced_).down.as_const();
     a.grad_reduced = rows_of(grad_reduced_).down;
     a.weighted_reduced = weighted_reduced_.view();
-    a.grad_reduce = grads_.factors.down.reduce.view();
+    a.grad_a = grads_.factors.down.a.view();
     expert_ffn_backward_down_factors(a, executor_);
   }
 
@@ -223,8 +221,8 @@ class FfnBackward {
     a.activated = activated.view();
     if (variant_.weighted) a.grad_weights = grads_.tensors.weights.view().data;
     a.grad_down = stack(grads_.tensors.down, shape_.routing.num_experts);
-    if (factors_.down.rank() > 0) a.grad_expand = grads_.factors.down.expand.view();
-    if (variant_.biased) a.grad_down_bias = grads_.tensors.down_bias.view();
+    if (factors_.down.rank() > 0) a.grad_b = grads_.factors.down.b.view();
+    if (variant_.biased) a.grad_bias = grads_.tensors.down_bias.view();
     expert_ffn_backward_down(a, executor_);
   }
 
@@ -235,8 +233,6 @@ class FfnBackward {
     a.routed = routed_rows(shape_.routing);
     a.gate = experts_.gate;
     a.up = experts_.up;
-    a.gate_factors = experts_.gate_factors;
-    a.up_factors = experts_.up_factors;
     a.gemm = &test_gemm<T>();
     a.rows = grad_rows.view();
     a.grad_reduced = rows_of(grad_reduced_);
@@ -252,22 +248,22 @@ class FfnBackward {
     a.gate_width = gate_width();
     a.routed = routed_rows(shape_.routing);
     a.gemm = &test_gemm<T>();
-    a.gate_grad_reduced = rows_of(grad_reduced_).gate.as_const();
-    a.up_grad_reduced = rows_of(grad_reduced_).up.as_const();
-    if (factors_.gate.rank() > 0) a.gate_grad_reduce = grads_.factors.gate.reduce.view();
-    if (factors_.up.rank() > 0) a.up_grad_reduce = grads_.factors.up.reduce.view();
+    a.gate.reduced = rows_of(grad_reduced_).gate.as_const();
+    a.up.reduced = rows_of(grad_reduced_).up.as_const();
+    if (factors_.gate.rank() > 0) a.gate.a = grads_.factors.gate.a.view();
+    if (factors_.up.rank() > 0) a.up.a = grads_.factors.up.a.view();
     grad_projections.collect_into(a, variant_.biased);
     expert_ffn_backward_up(a, executor_);
     grad_projections.copy_to(grads_.tensors);
   }
 
-  // The gradient of `expand` of gate or up: the reduced rows, transposed, times dZ.
-  void expand(MatrixView<T> reduced, bool is_gate, FactorPair<T>& grads) {
+  // The gradient of `b` of gate or up: the reduced rows, transposed, times dZ.
+  void factor_b(MatrixView<T> reduced, bool is_gate, FactorPair<T>& grads) {
     const RoutedRows routed = routed_rows(shape_.routing);
     const ConstMatrixView<T> all = preactivations_.view().as_const();
     const ConstMatrixView<T> grad =
         is_gate ? columns_of(all, 0, gate_width()) : columns_of(all, gate_width(), all.columns);
-    const MatrixStack<T> out = grads.expand.view();
+    const MatrixStack<T> out = grads.b.view();
     Tgmm<T> a{reduced.as_const(), grad, routed.group_sizes, routed.num_groups, 0, &test_gemm<T>(), out};
     if (out.first.column_stride != 1) {
       std::swap(a.lhs, a.rhs);
@@ -283,7 +279,7 @@ class FfnBackward {
   const Matrix<T>& grad_out_;
   const Executor& executor_;
   Projections<T> projections_;
-  ExpertWeights<T> experts_;
+  ExpertProjections<T> experts_;
   Matrix<T> preactivations_;  // Z, overwritten with dZ
   Matrix<T> reduced_;
   Matrix<T> grad_reduced_;

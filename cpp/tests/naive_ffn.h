@@ -83,22 +83,22 @@ class Projections {
         gate_bias_(tensors.gate_bias),
         up_bias_(is_fused() ? fused(tensors.gate_bias, tensors.up_bias) : tensors.up_bias) {}
 
-  ExpertWeights<T> experts(const FfnTensors<T>& tensors, bool biased) const {
-    ExpertWeights<T> e;
-    if (layout_ == GateLayout::separate) e.gate = stack(gate_, num_experts_);
-    e.up = stack(up_, num_experts_);
-    e.down = stack(tensors.down, num_experts_);
-    if (biased && layout_ == GateLayout::separate) e.gate_bias = gate_bias_.view();
-    if (biased) e.up_bias = up_bias_.view();
-    if (biased) e.down_bias = tensors.down_bias.view();
+  ExpertProjections<T> experts(const FfnTensors<T>& tensors, bool biased) const {
+    ExpertProjections<T> e;
+    if (layout_ == GateLayout::separate) e.gate.weights = stack(gate_, num_experts_);
+    e.up.weights = stack(up_, num_experts_);
+    e.down.weights = stack(tensors.down, num_experts_);
+    if (biased && layout_ == GateLayout::separate) e.gate.bias = gate_bias_.view();
+    if (biased) e.up.bias = up_bias_.view();
+    if (biased) e.down.bias = tensors.down_bias.view();
     return e;
   }
 
   void collect_into(ExpertFfnBackwardUp<T>& a, bool biased) {
-    if (layout_ == GateLayout::separate) a.grad_gate = stack(gate_, num_experts_);
-    a.grad_up = stack(up_, num_experts_);
-    if (biased && layout_ == GateLayout::separate) a.grad_gate_bias = gate_bias_.view();
-    if (biased) a.grad_up_bias = up_bias_.view();
+    if (layout_ == GateLayout::separate) a.gate.weights = stack(gate_, num_experts_);
+    a.up.weights = stack(up_, num_experts_);
+    if (biased && layout_ == GateLayout::separate) a.gate.bias = gate_bias_.view();
+    if (biased) a.up.bias = up_bias_.view();
   }
 
   void copy_to(FfnTensors<T>& tensors) const {

@@ -35,12 +35,12 @@ void for_every_gradient(const Variant& variant, const Check& check) {
 // Calls check(name, get) for the factors of gate, up and down.
 template <class Check>
 void for_every_factor(const Check& check) {
-  check("gate reduce", [](auto& f) -> auto& { return f.gate.reduce; });
-  check("gate expand", [](auto& f) -> auto& { return f.gate.expand; });
-  check("up reduce", [](auto& f) -> auto& { return f.up.reduce; });
-  check("up expand", [](auto& f) -> auto& { return f.up.expand; });
-  check("down reduce", [](auto& f) -> auto& { return f.down.reduce; });
-  check("down expand", [](auto& f) -> auto& { return f.down.expand; });
+  check("gate a", [](auto& f) -> auto& { return f.gate.a; });
+  check("gate b", [](auto& f) -> auto& { return f.gate.b; });
+  check("up a", [](auto& f) -> auto& { return f.up.a; });
+  check("up b", [](auto& f) -> auto& { return f.up.b; });
+  check("down a", [](auto& f) -> auto& { return f.down.a; });
+  check("down b", [](auto& f) -> auto& { return f.down.b; });
 }
 
 // The gradients of the tensors, without factors.
@@ -168,7 +168,7 @@ TYPED_TEST(ExpertFfnBackwardTest, GradientsOfDownAreOneProductAndKeepThePreactiv
     a.keeps_preactivations = true;
     a.activated = activated.view();
     a.grad_down = stack(grads.down, shape.routing.num_experts);
-    if (variant.biased) a.grad_down_bias = grads.down_bias.view();
+    if (variant.biased) a.grad_bias = grads.down_bias.view();
     expert_ffn_backward_down(a, SerialExecutor());
     EXPECT_TRUE(grads.down.has_same_bits(want.down));
     EXPECT_TRUE(!variant.biased || grads.down_bias.has_same_bits(want.down_bias));

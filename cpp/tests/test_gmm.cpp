@@ -43,8 +43,8 @@ class GmmTest : public testing::Test {
     arguments.lhs = lhs.view();
     ConstMatrixStack<T> matrices = stack(rhs, c.num_matrices);
     if (is_transposed) matrices.first = matrices.first.transposed();
-    arguments.rhs = matrices;
-    if (has_bias) arguments.bias = bias.view();
+    arguments.rhs.weights = matrices;
+    if (has_bias) arguments.rhs.bias = bias.view();
     arguments.group_sizes = c.group_sizes.data();
     arguments.num_groups = static_cast<int64_t>(c.group_sizes.size());
     arguments.group_offset = c.group_offset;

@@ -5,34 +5,21 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from maxmoe.ops import LowRankFactors, RaggedPlan
-from maxmoe.quantization import QuantizedStack
+from maxmoe.ops import Projection, RaggedPlan
 
 
 class ExpertWeights(NamedTuple):
-    """Weights of L experts, as `maxmoe.ops.expert_ffn` takes them.
+    """Weights of L experts, in the order of the arguments of `maxmoe.ops.expert_ffn`.
 
     Attributes:
-        gate: ``(L, D, F)``, gate projections, or None. This and the next two may be quantized.
-        up: ``(L, D, F)``, up projections.
-        down: ``(L, F, D)``, down projections.
-        gate_bias: ``(L, F)``, or None.
-        up_bias: ``(L, F)``, or None.
-        down_bias: ``(L, D)``, or None.
-        gate_factors: low-rank factors beside `gate`, or None.
-        up_factors: low-rank factors beside `up`, or None.
-        down_factors: low-rank factors beside `down`, or None.
+        gate: ``(L, D, F)``, or None.
+        up: ``(L, D, F)``; with a fused gate ``(L, D, 2F)``.
+        down: ``(L, F, D)``.
     """
 
-    gate: Tensor | None
-    up: Tensor
-    down: Tensor
-    gate_bias: Tensor | None
-    up_bias: Tensor | None
-    down_bias: Tensor | None
-    gate_factors: LowRankFactors | None
-    up_factors: LowRankFactors | None
-    down_factors: LowRankFactors | None
+    gate: Projection | None
+    up: Projection
+    down: Projection
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors, whose first dim is L; of quantized weights, their codes, scales and zero points."""
@@ -51,15 +38,8 @@ class ExpertWeights(NamedTuple):
         return self._map(lambda _: next(remaining))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "ExpertWeights":
-        def of_tensor(weight: Tensor) -> Tensor:
-            return weight.with_parts(function) if isinstance(weight, QuantizedStack) else function(weight)
-
-        def of_weight(weight: Tensor | LowRankFactors | None) -> Tensor | LowRankFactors | None:
-            if isinstance(weight, LowRankFactors):
-                return weight._replace(a=function(weight.a), b=function(weight.b))
-            return None if weight is None else of_tensor(weight)
-
-        return ExpertWeights(*map(of_weight, self))  # type: ignore[arg-type]
+        gate = None if self.gate is None else self.gate.map(function)
+        return ExpertWeights(gate, self.up.map(function), self.down.map(function))
 
 
 class ForeignExperts(Protocol):

@@ -11,8 +11,8 @@ from maxmoe.declaration import EXPERT_TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.expert_quantization import finds_experts
 from maxmoe.nn.dense_activation import activate, check_activation_is_known
 from maxmoe.nn.expert_weights import ExpertWeights, ForeignExperts
-from maxmoe.ops import ActivationFunction, LowRankFactors, RaggedPlan, expert_ffn
-from maxmoe.ops._low_rank import operands
+from maxmoe.ops import ActivationFunction, Projection, RaggedPlan, expert_ffn
+from maxmoe.ops._projection import operands
 from maxmoe.quantization import QuantizedStack
 
 
@@ -112,47 +112,46 @@ class Experts(nn.Module):
                 x,
                 weights,
                 plan,
-                **experts._asdict(),
+                *experts,
                 activation=self.activation,
                 limit=self.config.activation_limit,
                 recompute="experts" in self.recompute,
             )
 
-        own = ExpertWeights(
-            self.gate_proj,
-            self.up_proj,
-            self.down_proj,
-            self.gate_bias,
-            self.up_bias,
-            self.down_bias,
-            factors_of(self, "gate_proj"),
-            factors_of(self, "up_proj"),
-            factors_of(self, "down_proj"),
-        )
+        own = self._weights()
         return compute(own, plan) if foreign is None else foreign.compute(compute, own, plan)
+
+    def _weights(self) -> ExpertWeights:
+        """Return the weights of this call, with the factors of adapters."""
+        gate = None
+        if self.gate_proj is not None:
+            gate = Projection(self.gate_proj, self.gate_bias, factors_of(self, "gate_proj"))
+        return ExpertWeights(
+            gate,
+            Projection(self.up_proj, self.up_bias, factors_of(self, "up_proj")),
+            Projection(self.down_proj, self.down_bias, factors_of(self, "down_proj")),
+        )
 
     def _batched(self, inputs: Tensor) -> Tensor:
         """Compute blocks of rows ``(E, N, D)``, one per expert, with batched matrix products."""
 
-        def project(x: Tensor, matrices: Tensor, bias: Tensor | None, factors: LowRankFactors | None) -> Tensor:
+        def project(x: Tensor, projection: Projection) -> Tensor:
+            matrices, bias, factors = projection
             product = x @ matrices
             if factors is not None:
                 a, b = operands(factors, matrices.dtype, "factors")
                 product = torch.baddbmm(product, x @ a, b)
             return product if bias is None else product + bias.unsqueeze(1).to(product.dtype)
 
+        _check_not_quantized(self.up_proj)
         # On a mesh, the gathered parameters are attributes of the module during its forward only, so that a
         # recomputation must use the tensors read here.
-        gate_proj, up_proj, down_proj = self.gate_proj, self.up_proj, self.down_proj
-        _check_not_quantized(up_proj)
-        gate_bias, up_bias, down_bias = self.gate_bias, self.up_bias, self.down_bias
-        gate_factors, up_factors, down_factors = (factors_of(self, f"{name}_proj") for name in ("gate", "up", "down"))
+        weights = self._weights()
 
         def compute(inputs: Tensor) -> Tensor:
-            gate = None if gate_proj is None else project(inputs, gate_proj, gate_bias, gate_factors)
-            up = project(inputs, up_proj, up_bias, up_factors)
-            activated = activate(gate, up, self.activation, self.config.activation_limit)
-            return project(activated, down_proj, down_bias, down_factors)
+            gate = None if weights.gate is None else project(inputs, weights.gate)
+            activated = activate(gate, project(inputs, weights.up), self.activation, self.config.activation_limit)
+            return project(activated, weights.down)
 
         if "experts" not in self.recompute or not torch.is_grad_enabled():
             return compute(inputs)

@@ -22,9 +22,10 @@ autograd functions in C++. Use `torch.autograd.grad` instead.
 """
 
 from maxmoe import _library as _library  # registers the operators; first
+from maxmoe.ops import _dequantize as _dequantize
 from maxmoe.ops._composed_ffn import ActivationFunction
 from maxmoe.ops._force_aten import force_aten
-from maxmoe.ops._low_rank import LowRankFactors
+from maxmoe.ops._projection import LowRankFactors, Projection, ProjectionLike
 from maxmoe.ops.expert_ffn import expert_ffn
 from maxmoe.ops.gmm import gmm
 from maxmoe.ops.linear import linear
@@ -41,6 +42,8 @@ from maxmoe.ops.tgmm import tgmm
 __all__ = [
     "ActivationFunction",
     "LowRankFactors",
+    "Projection",
+    "ProjectionLike",
     "RaggedPlan",
     "expert_ffn",
     "force_aten",

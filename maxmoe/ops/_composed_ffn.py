@@ -1,12 +1,13 @@
 """Routed experts with a custom activation, composed of other operators."""
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from maxmoe.ops._low_rank import LowRankFactors
+from maxmoe.ops._projection import Projection
 from maxmoe.ops.gmm import gmm
 from maxmoe.ops.ragged_plan import RaggedPlan
 from maxmoe.ops.ragged_sort import ragged_sort
@@ -26,31 +27,27 @@ def composed_ffn(
     x: Tensor,
     weights: Tensor | None,
     plan: RaggedPlan,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
+    projections: Mapping[str, Projection],
     *,
-    biases: tuple[Tensor | None, Tensor | None, Tensor | None],
-    factors: tuple[LowRankFactors | None, LowRankFactors | None, LowRankFactors | None],
     activation: ActivationFunction,
     fused_gate: str | None,
     recompute: bool,
 ) -> Tensor:
     """Compute `expert_ffn` with gather, products, activation and weighted sum as operators of their own."""
 
-    def project(rows: Tensor, matrices: Tensor, index: int) -> Tensor:
-        return gmm(rows, matrices, plan.group_sizes, bias=biases[index], factors=factors[index])
+    def project(rows: Tensor, name: str) -> Tensor:
+        return gmm(rows, projections[name], plan.group_sizes)
 
     def compute(x: Tensor, weights: Tensor | None) -> Tensor:
         rows = ragged_sort(x, plan)
-        gate_rows = None if gate is None else project(rows, gate, 0)
-        up_rows = project(rows, up, 1)
+        gate_rows = project(rows, "gate") if "gate" in projections else None
+        up_rows = project(rows, "up")
         if fused_gate == "interleaved":
             gate_rows, up_rows = up_rows[:, 0::2], up_rows[:, 1::2]
         elif fused_gate is not None:
             gate_rows, up_rows = up_rows.chunk(2, dim=1)
         activated = activate_with(activation, gate_rows, up_rows)
-        return ragged_unsort(project(activated, down, 2), plan, weights)
+        return ragged_unsort(project(activated, "down"), plan, weights)
 
     if not recompute or not torch.is_grad_enabled():
         return compute(x, weights)

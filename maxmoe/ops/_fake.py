@@ -15,6 +15,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def register_fake(operator: str) -> Callable[[Function], Function]:
     """Decorate the fake kernel of an operator, which computes shapes and dtypes for torch.compile and meta tensors.
 
+    It is called with the arguments by their names; those that have the default value of the schema may be left out.
+
     The dispatcher calls a fake kernel if a single argument is a meta tensor. Devices are therefore checked here, as in
     the operators.
     """
@@ -23,9 +25,10 @@ def register_fake(operator: str) -> Callable[[Function], Function]:
     def register(function: Function) -> Function:
         @functools.wraps(function)
         def fake(*args: Any, **kwargs: Any) -> Any:
+            arguments = dict(zip(names, args, strict=False)) | kwargs
             _check_export(operator)
-            _check_devices(operator, dict(zip(names, args, strict=False)) | kwargs)
-            return function(*args, **kwargs)
+            _check_devices(operator, arguments)
+            return function(**arguments)
 
         torch.library.register_fake(f"maxmoe::{operator}", fake)
         return function

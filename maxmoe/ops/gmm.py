@@ -6,36 +6,22 @@ import torch
 from torch import Tensor
 
 from maxmoe.ops._fake import register_fake
-from maxmoe.ops._low_rank import LowRankFactors, operands
-from maxmoe.ops._quantized import parts_of
-from maxmoe.quantization import QuantizedStack
+from maxmoe.ops._projection import ProjectionLike, as_projection, out_size
 
 
-def gmm(
-    lhs: Tensor,
-    rhs: Tensor,
-    group_sizes: Tensor,
-    *,
-    bias: Tensor | None = None,
-    factors: LowRankFactors | None = None,
-    group_offset: int = 0,
-) -> Tensor:
+def gmm(lhs: Tensor, rhs: ProjectionLike, group_sizes: Tensor, *, group_offset: int = 0) -> Tensor:
     """Multiply each group of rows by the matrix of the group.
 
-    out[r] = lhs[r] @ rhs[g - group_offset] + bias[g - group_offset]   for the rows r of group g
+    out[r] = rhs_l(lhs[r])   for the rows r of group g, with l = g - group_offset and the projection
+    rhs_l(x) = x (W_l + scale * a_l b_l) + bias_l
 
     G may exceed L: rows of groups without a matrix in `rhs` are zero in the result, as are rows after the last group,
-    for any values in lhs. `rhs` may be a transposed view, which is not copied.
+    for any values in lhs. Weights may be a transposed view, which is not copied.
 
     Args:
         lhs: ``(R, D)``, floating, rows sorted by group.
-        rhs: ``(L, D, F)``, dtype of lhs, matrices of the groups; or a `maxmoe.quantization.QuantizedStack` of this
-            shape, which is decoded while it is multiplied. The result has the same bits as with
-            ``rhs.dequantize(lhs.dtype)``.
+        rhs: ``(L, D, F)``, dtype of lhs: a `Projection`, or its weights alone.
         group_sizes: ``(G,)``, int64, number of rows of each group; their sum is at most R.
-        bias: ``(L, F)``, dtype of lhs, or None.
-        factors: low-rank factors beside `rhs`, of any floating dtype, computed in the dtype of lhs; or None. rhs stands
-            for rhs + scale * a b, which is not formed.
         group_offset: index of the group that rhs[0] belongs to.
 
     Returns:
@@ -43,31 +29,12 @@ def gmm(
 
     Source: MegaBlocks (arXiv:2211.15841); MaxText `gmm`.
     """
-    options: dict[str, Any] = {"bias": bias, "group_offset": group_offset}
-    if isinstance(rhs, QuantizedStack):
-        options |= {f"rhs_{name}": value for name, value in parts_of(rhs, "rhs").items()}
-        options |= {"rhs_columns": rhs.columns, "rhs_is_transposed": rhs.is_transposed}
-        rhs = rhs.codes
-    if factors is not None:
-        a, b = operands(factors, lhs.dtype, "factors")
-        of_both: tuple[Tensor, Tensor] = torch.ops.maxmoe.gmm_low_rank(lhs, rhs, a, b, group_sizes, **options)
-        return of_both[0]
-    out: Tensor = torch.ops.maxmoe.gmm(lhs, rhs, group_sizes, **options)
-    return out
-
-
-def _width(rhs: Tensor, options: dict[str, Any]) -> int:
-    """Return F."""
-    if options.get("rhs_format") is None:
-        return rhs.shape[2]
-    return rhs.shape[1] if options.get("rhs_is_transposed") else int(options["rhs_columns"])
+    arguments = as_projection(rhs).arguments("rhs", lhs.dtype)
+    of_both: tuple[Tensor, Tensor] = torch.ops.maxmoe.gmm(lhs, group_sizes, **arguments, group_offset=group_offset)
+    return of_both[0]
 
 
 @register_fake("gmm")
-def _gmm_fake(lhs: Tensor, rhs: Tensor, *_: object, **options: Any) -> Tensor:
-    return lhs.new_empty(lhs.shape[0], _width(rhs, options))
-
-
-@register_fake("gmm_low_rank")
-def _gmm_low_rank_fake(lhs: Tensor, rhs: Tensor, a: Tensor, *_: object, **options: Any) -> tuple[Tensor, Tensor]:
-    return lhs.new_empty(lhs.shape[0], _width(rhs, options)), lhs.new_empty(lhs.shape[0], a.shape[2])
+def _gmm_fake(lhs: Tensor, rhs_a: Tensor | None = None, **others: Any) -> tuple[Tensor, Tensor]:
+    rank = 0 if rhs_a is None else rhs_a.shape[2]
+    return lhs.new_empty(lhs.shape[0], out_size("rhs", others)), lhs.new_empty(lhs.shape[0], rank)

@@ -31,8 +31,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: 
 
 
 @register_fake("linear")
-def _linear_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
-) -> Tensor:
+def _linear_fake(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None, **_: object) -> Tensor:
     sum_dtype = functools.reduce(torch.promote_types, (x.dtype, weight.dtype, torch.float32))
     return x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype or sum_dtype)

@@ -32,5 +32,5 @@ def ragged_gather(
 
 
 @register_fake("ragged_gather")
-def _ragged_gather_fake(x: Tensor, index: Tensor, *_: object, **__: object) -> Tensor:
+def _ragged_gather_fake(x: Tensor, index: Tensor, **_: object) -> Tensor:
     return x.new_empty(index.shape[0], x.shape[1])

@@ -38,5 +38,5 @@ def ragged_gather_reduce(
 
 
 @register_fake("ragged_gather_reduce")
-def _ragged_gather_reduce_fake(rows: Tensor, index: Tensor, group_size: int, *_: object, **__: object) -> Tensor:
+def _ragged_gather_reduce_fake(rows: Tensor, index: Tensor, group_size: int, **_: object) -> Tensor:
     return rows.new_empty(index.shape[0] // group_size, rows.shape[1])

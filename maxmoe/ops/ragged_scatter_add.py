@@ -31,5 +31,5 @@ def ragged_scatter_add(
 
 
 @register_fake("ragged_scatter_add")
-def _ragged_scatter_add_fake(rows: Tensor, index: Tensor, num_rows: int, *_: object) -> Tensor:
+def _ragged_scatter_add_fake(rows: Tensor, num_rows: int, **_: object) -> Tensor:
     return rows.new_empty(num_rows, rows.shape[1])

@@ -29,5 +29,5 @@ def ragged_sort(x: Tensor, plan: RaggedPlan, weights: Tensor | None = None) -> T
 
 
 @register_fake("ragged_sort")
-def _ragged_sort_fake(x: Tensor, slots: Tensor, *_: object) -> Tensor:
+def _ragged_sort_fake(x: Tensor, slots: Tensor, **_: object) -> Tensor:
     return x.new_empty(slots.shape[0], x.shape[1])

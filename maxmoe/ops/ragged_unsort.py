@@ -30,5 +30,5 @@ def ragged_unsort(rows: Tensor, plan: RaggedPlan, weights: Tensor | None = None)
 
 
 @register_fake("ragged_unsort")
-def _ragged_unsort_fake(rows: Tensor, slots: Tensor, row_of_slot: Tensor, top_k: int, *_: object) -> Tensor:
+def _ragged_unsort_fake(rows: Tensor, row_of_slot: Tensor, top_k: int, **_: object) -> Tensor:
     return rows.new_empty(row_of_slot.shape[0] // top_k, rows.shape[1])

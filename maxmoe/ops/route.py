@@ -66,9 +66,7 @@ def route(
 
 
 @register_fake("route")
-def _route_fake(
-    logits: Tensor, top_k: int, *, correction_bias: Tensor | None = None, **_: object
-) -> tuple[Tensor, Tensor, Tensor]:
+def _route_fake(logits: Tensor, top_k: int, **_: object) -> tuple[Tensor, Tensor, Tensor]:
     shape, wide = (logits.shape[0], top_k), torch.promote_types(logits.dtype, torch.float32)
     return (
         logits.new_empty(shape, dtype=wide),
@@ -78,7 +76,5 @@ def _route_fake(
 
 
 @register_fake("route_backward")
-def _route_backward_fake(
-    _grad_weights: Tensor, _grad_probabilities: Tensor | None, logits: Tensor, *_: object
-) -> Tensor:
+def _route_backward_fake(logits: Tensor, **_: object) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)

@@ -28,5 +28,5 @@ def tgmm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, num_local_groups: int, *
 
 
 @register_fake("tgmm")
-def _tgmm_fake(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, num_local_groups: int, **_: object) -> Tensor:
+def _tgmm_fake(lhs: Tensor, rhs: Tensor, num_local_groups: int, **_: object) -> Tensor:
     return lhs.new_empty(num_local_groups, lhs.shape[1], rhs.shape[1])

@@ -11,6 +11,7 @@ the dtype of the input once, at the end.
 from maxmoe.reference.layer import apply_capacity, load_balance_loss, moe, router_z_loss
 from maxmoe.reference.operators import (
     LowRankFactors,
+    Projection,
     RaggedPlan,
     activate,
     expert_ffn,
@@ -30,6 +31,7 @@ from maxmoe.reference.routing import balanced_bias, route
 
 __all__ = [
     "LowRankFactors",
+    "Projection",
     "RaggedPlan",
     "activate",
     "apply_capacity",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from maxmoe.config import LoadBalanceScope, MoEConfig, ScoreFunction
 from maxmoe.reference.operators import (
+    Projection,
     RaggedPlan,
     expert_ffn,
     feed_forward,
@@ -73,22 +74,25 @@ def routed_experts(
     tokens: Tensor, weights: Tensor, plan: RaggedPlan, config: MoEConfig, parameters: dict[str, Tensor]
 ) -> Tensor:
     """Return the outputs of the routed experts; the routing weights scale the outputs or the inputs of the experts."""
-    gate, up, down, gate_bias, up_bias, down_bias = (parameters.get(f"experts.{name}") for name in PROJECTIONS)
-    assert up is not None and down is not None
+
+    def projection(name: str) -> Projection:
+        return Projection(parameters[f"experts.{name}_proj"], parameters.get(f"experts.{name}_bias"))
+
+    gate = projection("gate") if config.gated else None
     experts = partial(
         expert_ffn,
-        gate_bias=gate_bias,
-        up_bias=up_bias,
-        down_bias=down_bias,
+        gate=gate,
+        up=projection("up"),
+        down=projection("down"),
         activation=config.activation,
         limit=config.activation_limit,
     )
     if config.apply_weights_to == "output":
-        return experts(tokens, weights, plan, gate, up, down)
+        return experts(tokens, weights, plan)
     rows = ragged_sort(tokens, plan, weights)
     itself = torch.arange(len(rows))
     in_place = plan._replace(slots=itself, rows=itself, top_k=1)
-    rows = experts(rows, None, in_place, gate, up, down)
+    rows = experts(rows, None, in_place)
     return ragged_unsort(rows, plan)
 
 

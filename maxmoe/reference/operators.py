@@ -28,6 +28,14 @@ class LowRankFactors(NamedTuple):
     scale: float = 1.0
 
 
+class Projection(NamedTuple):
+    """A matrix of each expert: x -> x (weights + scale * a b) + bias."""
+
+    weights: Tensor
+    bias: Tensor | None = None
+    factors: LowRankFactors | None = None
+
+
 def ragged_plan(
     experts: Tensor,
     num_experts: int,
@@ -143,30 +151,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: 
     return stack(out, x.new_zeros((), dtype=out_dtype or sum_dtype), len(weight))
 
 
-def merged(matrices: Tensor, factors: LowRankFactors | None) -> Tensor:
-    """matrices + scale * a @ b, float32 or wider."""
+def merged(projection: Projection | Tensor) -> tuple[Tensor, Tensor | None]:
+    """matrices + scale * a @ b, float32 or wider, and the bias."""
+    matrices, bias, factors = projection if isinstance(projection, Projection) else Projection(projection)
     if factors is None:
-        return matrices
-    return wide(matrices) + factors.scale * wide(factors.a) @ wide(factors.b)
+        return matrices, bias
+    return wide(matrices) + factors.scale * wide(factors.a) @ wide(factors.b), bias
 
 
-def gmm(
-    lhs: Tensor,
-    rhs: Tensor,
-    group_sizes: Tensor,
-    *,
-    bias: Tensor | None = None,
-    factors: LowRankFactors | None = None,
-    group_offset: int = 0,
-) -> Tensor:
-    """out[r] = lhs[r] @ rhs[g] (+ bias[g]) for the rows r of local group g, 0 for rows of no local group."""
-    rhs = merged(rhs, factors)
-    out = [wide(lhs.new_zeros(rhs.shape[2])) for _ in lhs]
-    for r, g in enumerate(local_groups(group_sizes, len(lhs), len(rhs), group_offset)):
+def gmm(lhs: Tensor, rhs: Projection | Tensor, group_sizes: Tensor, *, group_offset: int = 0) -> Tensor:
+    """out[r] = rhs[g](lhs[r]) for the rows r of local group g, 0 for rows of no local group."""
+    matrices, bias = merged(rhs)
+    out = [wide(lhs.new_zeros(matrices.shape[2])) for _ in lhs]
+    for r, g in enumerate(local_groups(group_sizes, len(lhs), len(matrices), group_offset)):
         if g >= 0:
-            product = wide(lhs[r]) @ wide(rhs[g])
+            product = wide(lhs[r]) @ wide(matrices[g])
             out[r] = product if bias is None else product + wide(bias[g])
-    return stack(out, lhs, rhs.shape[2])
+    return stack(out, lhs, matrices.shape[2])
 
 
 def tgmm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, num_local_groups: int, *, group_offset: int = 0) -> Tensor:
@@ -223,29 +224,23 @@ def expert_ffn(
     x: Tensor,
     weights: Tensor | None,
     plan: RaggedPlan,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
+    gate: Projection | Tensor | None,
+    up: Projection | Tensor,
+    down: Projection | Tensor,
     *,
-    gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    gate_factors: LowRankFactors | None = None,
-    up_factors: LowRankFactors | None = None,
-    down_factors: LowRankFactors | None = None,
     activation: Activation = "silu",
     limit: float | None = None,
     fused_gate: str | None = None,
 ) -> Tensor:
     """out[t] = sum over k of weights[t, k] * expert(x[t]), over the slots that have a row."""
-    gate = None if gate is None else merged(gate, gate_factors)
-    up, down = merged(up, up_factors), merged(down, down_factors)
+    gates, gate_bias = (None, None) if gate is None else merged(gate)
+    (ups, up_bias), (downs, down_bias) = merged(up), merged(down)
     if fused_gate is not None:
-        gate, up = halves(up, fused_gate)
+        gates, ups = halves(ups, fused_gate)
         gate_bias, up_bias = (None, None) if up_bias is None else halves(up_bias, fused_gate)
-    stacked = (gate, up, down, gate_bias, up_bias, down_bias)
-    experts = [[None if matrices is None else matrices[e] for matrices in stacked] for e in range(len(up))]
-    expert_of_row = local_groups(plan.group_sizes, len(plan.slots), len(up), 0)
+    stacked = (gates, ups, downs, gate_bias, up_bias, down_bias)
+    experts = [[None if matrices is None else matrices[e] for matrices in stacked] for e in range(len(ups))]
+    expert_of_row = local_groups(plan.group_sizes, len(plan.slots), len(ups), 0)
     out = [wide(x.new_zeros(x.shape[1])) for _ in x]
     for slot, row in enumerate(plan.rows.tolist()):
         if row >= 0:

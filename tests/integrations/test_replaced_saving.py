@@ -196,7 +196,7 @@ def test_adapters_beside_experts_form_no_sum(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         experts,
         "expert_ffn",
-        lambda *args, **options: taken.append(options["up_factors"]) or operator(*args, **options),
+        lambda *args, **options: taken.append(args[4].factors) or operator(*args, **options),
     )
     model = get_peft_model(replaced("mixtral"), adapters("mixtral"))
     accumulator = StatsAccumulator(model)

@@ -18,7 +18,7 @@ def ffn_arguments(**changes: Any) -> dict[str, Any]:
     arguments = ffn_call(SKEWED, bias=False).cast(torch.float32).arguments
     plan = arguments.pop("plan")
     grad_out, preactivations = torch.randn(20, 12), torch.randn(len(plan.slots), 12)
-    mask = [True] * 5 + [False] * 9
+    mask = [True, True, *[True, False, False, False] * 3]
     given = {"grad_out": grad_out, "preactivations": preactivations, "reduced": torch.randn(60, 0), "output_mask": mask}
     routed = {"slots": plan.slots, "rows": plan.rows, "group_sizes": plan.group_sizes, "top_k": plan.top_k}
     return {**given, **arguments, **routed, **changes}
@@ -43,7 +43,7 @@ def ffn_arguments(**changes: Any) -> dict[str, Any]:
         ({"reduced": torch.randn(59, 0)}, ("reduced", "60", "[59, 0]")),
         ({"reduced": torch.randn(60, 0).half()}, ("reduced", "Float", "Half")),
         ({"output_mask": [True] * 14}, ("output_mask", "gate_bias", "None")),
-        ({"output_mask": [False] * 7 + [True] + [False] * 6}, ("output_mask", "down_bias", "None")),
+        ({"output_mask": [False] * 11 + [True] + [False] * 2}, ("output_mask", "down_bias", "None")),
         ({"output_mask": [False] * 13 + [True]}, ("output_mask", "down_b", "None")),
         ({"weights": None}, ("output_mask", "weights", "None")),
         ({"gate": None, "preactivations": torch.randn(60, 6)}, ("output_mask", "gate", "None")),

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from maxmoe import ops
 from support.ffn_call import ffn_call
-from support.operator_calls import result
+from support.operator_calls import Call, result
 from support.shapes import SKEWED
 from support.threads import in_threads
 
@@ -18,7 +18,7 @@ ROUNDING = {"out": 4.4e-3, "x": 4.7e-3, "gate": 4.3e-3, "up": 4.5e-3, "down": 4.
 def output_and_gradients(values: dict[str, Tensor], experts: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
     leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
     plan = ops.ragged_plan(experts, len(values["up"]))
-    out = ops.expert_ffn(plan=plan, **leaves)
+    out = Call("expert_ffn", {"plan": plan, **leaves})()[0]
     out.backward(cotangent.to(out.dtype))
     return {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}}
 

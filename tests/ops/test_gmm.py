@@ -25,7 +25,7 @@ def gmm_call(shape: Shape) -> Call:
             "lhs": torch.randn(num_rows, shape.hidden_size, dtype=torch.float64),
             "rhs": torch.randn(num_local, shape.hidden_size, shape.intermediate_size, dtype=torch.float64),
             "group_sizes": group_sizes,
-            "bias": torch.randn(num_local, shape.intermediate_size, dtype=torch.float64),
+            "rhs_bias": torch.randn(num_local, shape.intermediate_size, dtype=torch.float64),
             "group_offset": group_offset,
         },
     )
@@ -40,7 +40,7 @@ class TestGmm(OperatorTests):
 def test_without_bias_and_offset(path: str, shape: Shape) -> None:
     call = gmm_call(shape)
     rhs = torch.randn(shape.num_experts, shape.hidden_size, shape.intermediate_size, dtype=torch.float64)
-    call = call.replace(rhs=rhs, bias=None, group_offset=0)
+    call = call.replace(rhs=rhs, rhs_bias=None, group_offset=0)
     assert_same(result(call), result(call, reference), tolerance(torch.float64, 1))
 
 
@@ -49,7 +49,7 @@ def test_any_offset(path: str, group_offset: int) -> None:
     """Groups before the offset and past the local ones belong to others; the rows of all of them are zero."""
     call = gmm_call(SKEWED).replace(
         rhs=torch.randn(2, SKEWED.hidden_size, 5, dtype=torch.float64),
-        bias=torch.randn(2, 5, dtype=torch.float64),
+        rhs_bias=torch.randn(2, 5, dtype=torch.float64),
         group_offset=group_offset,
     )
     assert_same(result(call), result(call, reference), tolerance(torch.float64, 1))
@@ -74,7 +74,7 @@ def test_no_columns_on_either_side(path: str, sizes: tuple[int, int]) -> None:
             "lhs": torch.randn(6, hidden_size, dtype=torch.float64),
             "rhs": torch.randn(2, hidden_size, intermediate_size, dtype=torch.float64),
             "group_sizes": torch.tensor([2, 3]),
-            "bias": torch.randn(2, intermediate_size, dtype=torch.float64),
+            "rhs_bias": torch.randn(2, intermediate_size, dtype=torch.float64),
         },
     )
     assert_same(result(call), result(call, reference), tolerance(torch.float64, 1))
@@ -85,7 +85,7 @@ def test_nan_of_nobody_stays_out(path: str) -> None:
     call = gmm_call(EMPTY_EXPERTS)
     sizes = call.arguments["group_sizes"]
     end = int(sizes.sum())
-    lhs, rhs, bias = (call.arguments[name].clone() for name in ("lhs", "rhs", "bias"))
+    lhs, rhs, bias = (call.arguments[name].clone() for name in ("lhs", "rhs", "rhs_bias"))
     lhs[: sizes[0]] = NAN
     lhs[end:] = NAN
     rhs[sizes[1:] == 0] = NAN
@@ -93,7 +93,7 @@ def test_nan_of_nobody_stays_out(path: str) -> None:
     cotangent = torch.randn(len(lhs), rhs.shape[2], dtype=torch.float64)
     cotangent[: sizes[0]] = NAN
     cotangent[end:] = NAN
-    call = call.replace(lhs=lhs, rhs=rhs, bias=bias)
+    call = call.replace(lhs=lhs, rhs=rhs, rhs_bias=bias)
     got = result(call, ops, [cotangent])
     assert not got.outputs[0][end:].any()
     for value in (got.outputs[0], *got.gradients.values()):
@@ -103,7 +103,7 @@ def test_nan_of_nobody_stays_out(path: str) -> None:
 
 def test_rows_of_other_groups_are_zero_with_a_bias_too(path: str) -> None:
     call = gmm_call(ALL_TO_ONE).replace(group_offset=3, rhs=torch.ones(1, 8, 5).double())
-    out = call.replace(bias=torch.ones(1, 5).double())()[0]
+    out = call.replace(rhs_bias=torch.ones(1, 5).double())()[0]
     assert not out.any()
 
 
@@ -131,7 +131,7 @@ def test_compiles_with_inductor(path: str) -> None:
 
 
 def test_compiles_under_autocast(path: str) -> None:
-    arguments = gmm_call(SKEWED).cast(torch.float32).arguments
+    arguments = gmm_call(SKEWED).cast(torch.float32).with_projections()
     compiled = compile_whole(ops.gmm, "aot_eager")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(compiled(**arguments), ops.gmm(**arguments))
@@ -152,10 +152,10 @@ def test_compiles_under_autocast(path: str) -> None:
         ({"group_sizes": torch.tensor([3, -1])}, ("group_sizes", "negative", "-1")),
         ({"group_sizes": torch.tensor([3, 4])}, ("group_sizes", "6", "4")),
         ({"group_sizes": torch.tensor([2**62, 2**62, 2**62])}, ("group_sizes", "6", str(2**62))),
-        ({"bias": torch.randn(5)}, ("bias", "[L, F]", "[5]")),
-        ({"bias": torch.randn(3, 5)}, ("bias", "2", "[3, 5]")),
-        ({"bias": torch.randn(2, 4)}, ("bias", "5", "[2, 4]")),
-        ({"bias": torch.randn(2, 5, dtype=torch.float64)}, ("bias", "lhs", "Float", "Double")),
+        ({"rhs_bias": torch.randn(5)}, ("rhs_bias", "[L, F]", "[5]")),
+        ({"rhs_bias": torch.randn(3, 5)}, ("rhs_bias", "2", "[3, 5]")),
+        ({"rhs_bias": torch.randn(2, 4)}, ("rhs_bias", "5", "[2, 4]")),
+        ({"rhs_bias": torch.randn(2, 5, dtype=torch.float64)}, ("rhs_bias", "lhs", "Float", "Double")),
     ],
     ids=short,
 )
@@ -166,4 +166,4 @@ def test_refuses(path: str, changes: dict[str, Any], named: tuple[str, ...]) -> 
         "group_sizes": torch.tensor([2, 3]),
     }
     with refusal("gmm", *named):
-        ops.gmm(**{**arguments, **changes})
+        Call("gmm", {**arguments, **changes})()

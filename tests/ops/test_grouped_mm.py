@@ -56,10 +56,12 @@ def test_any_groups(sizes: list[int], group_offset: int) -> None:
     group_sizes = torch.tensor(sizes)
     with DeviceMemory() as device:
         on_device = [to_device(each) for each in (lhs, rhs, group_sizes, rows, bias)]
-        product = ops.gmm(*on_device[:3], bias=on_device[4], group_offset=group_offset)
+        projection = ops.Projection(on_device[1], on_device[4])
+        product = ops.gmm(on_device[0], projection, on_device[2], group_offset=group_offset)
         groups = ops.tgmm(on_device[0], on_device[3], on_device[2], 3, group_offset=group_offset)
     assert device.calls["_grouped_mm"] == 2
-    expected = reference.gmm(lhs.double(), rhs.double(), group_sizes, bias=bias.double(), group_offset=group_offset)
+    of_loops = reference.Projection(rhs.double(), bias.double())
+    expected = reference.gmm(lhs.double(), of_loops, group_sizes, group_offset=group_offset)
     assert_near(product, expected, torch.float32)
     expected = reference.tgmm(lhs.double(), rows.double(), group_sizes, 3, group_offset=group_offset)
     assert_near(groups, expected, torch.float32)

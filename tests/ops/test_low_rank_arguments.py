@@ -18,7 +18,7 @@ def test_wrong_factors_of_expert_ffn(path: str, projection: str) -> None:
     a, b = (call.arguments[f"{projection}_factors.{field}"] for field in "ab")
     count, inner, rank = a.shape
     wrong = {
-        "a": (torch.ones(count, inner + 1, rank), "inner size of the matrices", inner, inner + 1),
+        "a": (torch.ones(count, inner + 1, rank), "F of up" if projection == "down" else "D of x", inner, inner + 1),
         "b": (torch.ones(count, rank + 1, b.shape[2]), "r of the other factor", rank, rank + 1),
     }
     for field, (factor, *named) in wrong.items():
@@ -39,15 +39,15 @@ def test_factors_of_a_gate_that_is_not_there(path: str) -> None:
 
 def test_wrong_factors_of_gmm(path: str) -> None:
     call = gmm_call(SKEWED)
-    a, b = call.arguments["factors.a"], call.arguments["factors.b"]
+    a, b = call.arguments["rhs_factors.a"], call.arguments["rhs_factors.b"]
     for field, factor, *named in (
-        ("a", a[:, 1:], "D of rhs", a.shape[1], a.shape[1] - 1),
+        ("a", a[:, 1:], "D of lhs", a.shape[1], a.shape[1] - 1),
         ("a", a[1:], "L of rhs", len(a), len(a) - 1),
-        ("b", b[:, 1:], "r of a", b.shape[1], b.shape[1] - 1),
+        ("b", b[:, 1:], "r of the other factor", b.shape[1], b.shape[1] - 1),
         ("b", b[..., 1:], "F of rhs", b.shape[2], b.shape[2] - 1),
     ):
-        with refusal("gmm", field, *named):
-            call.replace(**{f"factors.{field}": factor})()
+        with refusal("gmm", f"rhs_{field}", *named):
+            call.replace(**{f"rhs_factors.{field}": factor})()
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_wrong_factors_of_gmm(path: str) -> None:
     ],
 )
 def test_what_are_no_factors(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    call = gmm_call(SKEWED).replace(**{f"factors.{name}": value for name, value in changes.items()})
+    call = gmm_call(SKEWED).replace(**{f"rhs_factors.{name}": value for name, value in changes.items()})
     with pytest.raises(error, match=message):
         call()
 
@@ -69,6 +69,6 @@ def test_what_are_no_factors(changes: dict[str, Any], error: type[Exception], me
 def test_a_tuple_is_no_factors() -> None:
     a, b = torch.ones(3, 4, 2), torch.ones(3, 2, 5)
     with pytest.raises(TypeError, match=r"factors must be maxmoe.ops.LowRankFactors, got tuple"):
-        ops.gmm(torch.ones(2, 4), torch.ones(3, 4, 5), torch.tensor([1, 1, 0]), factors=(a, b))
+        ops.gmm(torch.ones(2, 4), ops.Projection(torch.ones(3, 4, 5), factors=(a, b)), torch.tensor([1, 1, 0]))
     with pytest.raises(ValueError, match="factors must have at least one item"):
         ops.LowRankFactors.side_by_side([])

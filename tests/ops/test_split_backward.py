@@ -86,10 +86,10 @@ def test_no_gradient_is_computed_twice(path: str, variant: Callable[[Shape], Cal
     with ExecutedOperators() as executed:
         backward.split()
     first, second = ([*arguments["output_mask"]] for name, arguments in executed.calls if name.endswith("_backward"))
-    order = ("x", "weights", *PARAMETERS)
-    factors = [False] * (len(first) - len(order))  # none are given: test_low_rank.py
-    assert first == [name in backward.inputs for name in order] + factors
-    assert second == [name in backward.parameters for name in order] + factors
+    of_one = ("", "_bias", "_a", "_b")  # no factors are given: test_low_rank.py
+    order = ("x", "weights", *(name + field for name in ("gate", "up", "down") for field in of_one))
+    assert first == [name in backward.inputs for name in order]
+    assert second == [name in backward.parameters for name in order]
 
 
 @each_recompute

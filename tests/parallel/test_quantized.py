@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from maxmoe import quantize_experts
 from maxmoe.adapters import packed_as_by_peft
 from maxmoe.models import DecoderConfig
-from maxmoe.ops import gmm
+from maxmoe.ops import Projection, gmm
 from maxmoe.parallel import Declaration, parallelize, reset_parameters
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.planning import estimate
@@ -150,7 +150,7 @@ class Stacks(nn.Module):
         self.bias = nn.Parameter(torch.ones(4, 96, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return gmm(x, self.up_proj.mT, torch.full((4,), len(x) // 4), bias=self.bias)
+        return gmm(x, Projection(self.up_proj.mT, self.bias), torch.full((4,), len(x) // 4))
 
 
 def model_of_stacks() -> nn.Module:

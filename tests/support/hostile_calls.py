@@ -66,24 +66,26 @@ def calls_of_experts(plan: ops.RaggedPlan) -> Iterator[tuple[str, Arguments]]:
     codes = {name: quantize(ffn[name], "mxfp4") for name in ("gate", "up", "down")}
     frozen = ffn | {name: stack.codes for name, stack in codes.items()}
     frozen |= {f"{name}_scales": stack.scales for name, stack in codes.items()}
-    frozen |= {f"{name}_{field}": value for name in codes for field, value in (("zeros", None), ("format", "mxfp4"))}
+    frozen |= {f"{name}_zeros": None for name in codes} | {f"{name}_format": "mxfp4" for name in codes}
+    frozen |= {f"{name}_columns": stack.columns for name, stack in codes.items()}
+    frozen |= {f"{name}_is_transposed": True for name in codes}
     yield "expert_ffn", frozen
     yield "expert_ffn_forward", frozen
-    mask = [True, True, False, False, False, *[True] * 9]
+    mask = [True, True, *[False, True, True, True] * 3]
     yield "expert_ffn_backward", before | frozen | {"output_mask": mask}
 
 
 def calls_of_products(plan: ops.RaggedPlan) -> Iterator[tuple[str, Arguments]]:
     rows, matrices, sizes = torch.randn(10, 4), torch.randn(3, 4, 6), plan.group_sizes
-    factors = {"a": torch.randn(3, 4, 2), "b": torch.randn(3, 2, 6)}
-    product = {"lhs": rows, "rhs": matrices, "group_sizes": sizes, "bias": torch.randn(3, 6), "group_offset": 0}
+    factors = {"rhs_a": torch.randn(3, 4, 2), "rhs_b": torch.randn(3, 2, 6)}
+    product = {"lhs": rows, "rhs": matrices, "group_sizes": sizes, "rhs_bias": torch.randn(3, 6), "group_offset": 0}
     yield "gmm", product
-    yield "gmm_low_rank", product | factors
+    yield "gmm", product | factors
     stack = quantize(matrices, "mxfp4")
     parts = {"rhs": stack.codes, "rhs_scales": stack.scales, "rhs_zeros": None, "rhs_format": "mxfp4"}
     quantized = product | parts | {"rhs_columns": 4, "rhs_is_transposed": True}
     yield "gmm", quantized
-    yield "gmm_low_rank", quantized | factors
+    yield "gmm", quantized | factors
     integers, zeros = quantize(matrices, "int4"), torch.full((3, 6, 1), 5, dtype=torch.uint8)
     parts = {"codes": integers.codes, "scales": integers.scales, "zeros": zeros}
     yield "dequantize", parts | {"format": "int4", "columns": 4, "dtype": torch.float32}
@@ -187,7 +189,7 @@ def outcome(operator: str, arguments: Arguments, force: bool, wrap: Callable[...
         with ops.force_aten(force):
             result = wrap(getattr(torch.ops.maxmoe, operator))(**arguments)
     except (ValueError, RuntimeError, TypeError, MemoryError) as error:
-        asked = operator.removesuffix("_forward").removesuffix("_low_rank")
+        asked = operator.removesuffix("_forward")
         named = f"maxmoe::{COMPOSED_OF.get(asked, asked)}"
         if not re.search(f"{named}|{OF_TORCH}", str(error)):
             raise AssertionError(f"the error does not name the operator: {error}") from error

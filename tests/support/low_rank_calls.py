@@ -41,10 +41,10 @@ def gmm_call(shape: Shape, rank: int = 3, **options: Any) -> Call:
             "lhs": random(len(plan.slots) + 2, hidden_size),
             "rhs": random(count, hidden_size, width) / max(hidden_size, 1) ** 0.5,
             "group_sizes": plan.group_sizes,
-            "bias": random(count, width),
+            "rhs_bias": random(count, width),
             "group_offset": 1 if shape.num_experts > 2 else 0,
-            "factors.a": random(count, hidden_size, rank) / max(hidden_size, 1) ** 0.5,
-            "factors.b": random(count, rank, width) / max(rank, 1) ** 0.5,
+            "rhs_factors.a": random(count, hidden_size, rank) / max(hidden_size, 1) ** 0.5,
+            "rhs_factors.b": random(count, rank, width) / max(rank, 1) ** 0.5,
             **options,
         },
     )

@@ -14,31 +14,40 @@ from torch.autograd.graph import saved_tensors_hooks
 from maxmoe import ops, reference
 from maxmoe.quantization import QuantizedStack
 
+PROJECTIONS = {"expert_ffn": ("gate", "up", "down"), "gmm": ("rhs",)}
+
 
 @dataclass(frozen=True)
 class Call:
     """An operator with its arguments by name, for our operators and for the reference alike.
 
-    The fields of low-rank factors have names such as "up_factors.a", so that tests reach each tensor. Quantized stacks
-    are not among the tensors: they are frozen, and have no other strides or dtypes. The reference gets their values.
+    The fields of a projection such as `up` are arguments here, so that tests reach each tensor: up, up_bias,
+    up_factors.a, up_factors.b and up_factors.scale. Quantized stacks are not among the tensors: they are frozen, and
+    have no other strides or dtypes. The reference gets their values.
     """
 
     operator: str
     arguments: dict[str, Any]
 
     def __call__(self, module: Any = ops) -> tuple[Tensor, ...]:
-        fields: dict[str, dict[str, Any]] = {}
-        for name, value in self.arguments.items():
-            if "." in name:
-                argument, field = name.split(".")
-                fields.setdefault(argument, {})[field] = value
-        factors = {argument: ops.LowRankFactors(**values) for argument, values in fields.items()}
-        plain = {name: value for name, value in self.arguments.items() if "." not in name}
-        if module is reference:
-            stacks = {name: value for name, value in plain.items() if isinstance(value, QuantizedStack)}
-            plain |= {name: stack.dequantize(torch.float64) for name, stack in stacks.items()}
-        out = getattr(module, self.operator)(**plain, **factors)
+        out = getattr(module, self.operator)(**self.with_projections(module))
         return out if isinstance(out, tuple) else (out,)
+
+    def with_projections(self, module: Any = ops) -> dict[str, Any]:
+        """The arguments as the operator takes them."""
+        arguments = dict(self.arguments)
+        types = reference if module is reference else ops
+        for name in PROJECTIONS.get(self.operator, ()):
+            weights, bias = arguments[name], arguments.pop(f"{name}_bias", None)
+            prefix = f"{name}_factors."
+            fields = {key.removeprefix(prefix): arguments.pop(key) for key in list(arguments) if key.startswith(prefix)}
+            if types is reference and isinstance(weights, QuantizedStack):
+                weights = weights.dequantize(torch.float64)
+            if bias is not None or fields:
+                arguments[name] = types.Projection(weights, bias, types.LowRankFactors(**fields) if fields else None)
+            else:
+                arguments[name] = weights
+        return arguments
 
     def tensors(self) -> dict[str, Tensor]:
         tensors = {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}

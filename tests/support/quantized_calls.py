@@ -151,11 +151,11 @@ def gmm_call(stack: QuantizedStack, rows: tuple[int, ...] = ROWS, rank: int = 0)
         "lhs": torch.randn(sum(rows) + 2, hidden_size, dtype=torch.float64),
         "rhs": stack,
         "group_sizes": torch.tensor(rows, dtype=torch.int64),
-        "bias": torch.randn(count, width, dtype=torch.float64),
+        "rhs_bias": torch.randn(count, width, dtype=torch.float64),
     }
     if rank:
-        arguments["factors.a"] = torch.randn(count, hidden_size, rank, dtype=torch.float64)
-        arguments["factors.b"] = torch.randn(count, rank, width, dtype=torch.float64)
+        arguments["rhs_factors.a"] = torch.randn(count, hidden_size, rank, dtype=torch.float64)
+        arguments["rhs_factors.b"] = torch.randn(count, rank, width, dtype=torch.float64)
     return Call("gmm", arguments)
 
 

@@ -11,7 +11,7 @@ from maxmoe.expert_quantization import finds_experts
 from maxmoe.integrations.transformers._transformers import experts_implementation, is_expert_parallel, is_experts
 from maxmoe.integrations.transformers.gates import FusedGate, apply_gate, fused_gate
 from maxmoe.nn import ExpertWeights, ForeignExperts
-from maxmoe.ops import LowRankFactors, RaggedPlan, expert_ffn, gmm, ragged_plan, ragged_sort, ragged_unsort
+from maxmoe.ops import Projection, RaggedPlan, expert_ffn, gmm, ragged_plan, ragged_sort, ragged_unsort
 
 
 def register() -> None:
@@ -103,64 +103,42 @@ def _fused(
     foreign: ForeignExperts | None,
 ) -> Tensor:
     layout: Literal["concatenated", "interleaved"] = "concatenated" if experts.is_concatenated else "interleaved"
-    first = _first_projection(experts)
 
     def compute(experts_weights: ExpertWeights, plan: RaggedPlan) -> Tensor:
         return expert_ffn(
             x,
             weights,
             plan,
-            **experts_weights._asdict(),
+            *experts_weights,
             activation=gate.activation,
             limit=gate.limit,
             fused_gate=layout if experts.has_gate else None,
             recompute="experts" in getattr(experts, "recompute", ()),
         )
 
-    own = ExpertWeights(
-        gate=None,
-        up=_matrices(experts, first),
-        down=_matrices(experts, "down_proj"),
-        gate_bias=None,
-        up_bias=_bias(experts, first),
-        down_bias=_bias(experts, "down_proj"),
-        gate_factors=None,
-        up_factors=_factors(experts, first),
-        down_factors=_factors(experts, "down_proj"),
-    )
+    own = ExpertWeights(None, _projection(experts, _first_projection(experts)), _projection(experts, "down_proj"))
     return compute(own, plan) if foreign is None else foreign.compute(compute, own, plan)
 
 
 def _composed(experts: Any, x: Tensor, weights: Tensor | None, plan: RaggedPlan) -> Tensor:
-    first = _first_projection(experts)
     rows = ragged_sort(x, plan)
-    rows = _project(experts, first, rows, plan)
+    rows = gmm(rows, _projection(experts, _first_projection(experts)), plan.group_sizes)
     rows = apply_gate(experts, rows)
-    rows = _project(experts, "down_proj", rows, plan)
+    rows = gmm(rows, _projection(experts, "down_proj"), plan.group_sizes)
     if experts.has_post_expert_norm:
         rows = experts.post_expert_norm(rows)
     return ragged_unsort(rows, plan, weights)
-
-
-def _project(experts: Any, projection: str, rows: Tensor, plan: RaggedPlan) -> Tensor:
-    bias, factors = _bias(experts, projection), _factors(experts, projection)
-    return gmm(rows, _matrices(experts, projection), plan.group_sizes, bias=bias, factors=factors)
 
 
 def _first_projection(experts: Any) -> str:
     return "gate_up_proj" if experts.has_gate else "up_proj"
 
 
-def _matrices(experts: Any, projection: str) -> Tensor:
-    """View a parameter as [L, in, out], which transformers calls transposed."""
-    parameter: Tensor = getattr(experts, projection)
-    return parameter if experts.is_transposed else parameter.transpose(1, 2)
-
-
-def _factors(experts: Any, projection: str) -> LowRankFactors | None:
-    return factors_of(experts, projection, transposed=not experts.is_transposed)
-
-
-def _bias(experts: Any, projection: str) -> Tensor | None:
-    bias: Tensor | None = getattr(experts, f"{projection}_bias") if experts.has_bias else None
-    return bias
+def _projection(experts: Any, name: str) -> Projection:
+    """View a parameter as [L, in, out], which transformers calls transposed, with its bias and factors."""
+    parameter: Tensor = getattr(experts, name)
+    return Projection(
+        parameter if experts.is_transposed else parameter.transpose(1, 2),
+        getattr(experts, f"{name}_bias") if experts.has_bias else None,
+        factors_of(experts, name, transposed=not experts.is_transposed),
+    )

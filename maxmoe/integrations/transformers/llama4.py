@@ -11,7 +11,7 @@ from maxmoe.adapters import factors_of, takes_factors, without_adapters
 from maxmoe.expert_quantization import finds_experts
 from maxmoe.integrations.transformers._transformers import allow_experts_implementation, experts_implementation
 from maxmoe.integrations.transformers.gates import FusedGate, recognise_activation
-from maxmoe.ops import RaggedPlan, expert_ffn, ragged_plan
+from maxmoe.ops import Projection, RaggedPlan, expert_ffn, ragged_plan
 
 Forward = Callable[..., Any]
 
@@ -81,10 +81,8 @@ def _or_rows(forward: Forward) -> Forward:
             weights,
             plan,
             None,
-            experts.gate_up_proj,
-            experts.down_proj,
-            up_factors=factors_of(experts, "gate_up_proj"),
-            down_factors=factors_of(experts, "down_proj"),
+            Projection(experts.gate_up_proj, factors=factors_of(experts, "gate_up_proj")),
+            Projection(experts.down_proj, factors=factors_of(experts, "down_proj")),
             activation=gate.activation,
             fused_gate="concatenated",
         )

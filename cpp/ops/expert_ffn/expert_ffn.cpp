@@ -8,7 +8,7 @@
 // products of [R, D, F] instead of 6 for gated experts, 5 instead of 4 without a gate. With `recompute` both also
 // compute the preactivations: 11 instead of 8, 7 instead of 5. Keeping the gradient of the activations [R, F] between
 // the passes would save the product, but hold half as much memory again as the preactivations of gated experts.
-#include "ops/expert_ffn.h"
+#include "ops/expert_ffn/expert_ffn.h"
 
 #include <ATen/ops/empty.h>
 
@@ -20,14 +20,10 @@ namespace {
 // The name in the messages of expert_ffn_forward as well, because users call only expert_ffn.
 constexpr const char* kExpertFfn = "expert_ffn";
 
-const std::string kSchema =
-    "Tensor x, Tensor? weights, Tensor slots, Tensor rows, Tensor group_sizes, int top_k, Tensor? gate, Tensor up, "
-    "Tensor down, *, Tensor? gate_bias=None, Tensor? up_bias=None, Tensor? down_bias=None, Tensor? gate_a=None, "
-    "Tensor? gate_b=None, Tensor? up_a=None, Tensor? up_b=None, Tensor? down_a=None, Tensor? down_b=None, "
-    "str activation=\"silu\", float? limit=None, str? fused_gate=None, bool recompute=False, "
-    "Tensor? gate_scales=None, Tensor? gate_zeros=None, Tensor? up_scales=None, Tensor? up_zeros=None, "
-    "Tensor? down_scales=None, Tensor? down_zeros=None, str? gate_format=None, str? up_format=None, "
-    "str? down_format=None";
+const std::string kSchema = "Tensor x, Tensor? weights, Tensor slots, Tensor rows, Tensor group_sizes, int top_k, *, " +
+                            Projection::schema("gate") + ", " + Projection::schema("up") + ", " +
+                            Projection::schema("down") +
+                            ", str activation=\"silu\", float? limit=None, str? fused_gate=None, bool recompute=False";
 
 using GradientTuple = decltype(std::tuple_cat(std::declval<Gradients>().in_order()));
 
@@ -77,20 +73,22 @@ Tensor for_path(const Tensor& preactivations, bool from_kernels, bool to_kernels
 }
 
 // `inputs` are the arguments that may have a gradient, in the order of PerInput: torch::autograd::Function finds only
-// the tensors that are its own parameters, not those of a struct.
+// the tensors that are its own parameters, not the tensors of a struct.
 class ExpertFfnNode : public torch::autograd::Function<ExpertFfnNode> {
  public:
   static Tensor forward(AutogradContext* ctx, const ExpertFfnArguments& a, const auto&... /*inputs*/) {
     const auto [out, preactivations, reduced] = call(expert_ffn_forward, a);
-    save(ctx, a, {preactivations, reduced});
+    save_arguments(ctx, ExpertFfnArguments::fields(a), {preactivations, a.reduced_width() > 0 ? reduced : Tensor()});
+    ctx->saved_data["uses_kernels"] = uses_kernels(a.x);
     return out;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const OperatorCall running;
-    const auto [a, kept] = load(ctx);
-    const Wanted wanted = wanted_gradients(ctx, a);
-    const OutputMask output_mask = wanted.in_order();
+    ExpertFfnArguments a;
+    const Intermediates kept = load(ctx, a);
+    const OutputMask output_mask = wanted_gradients(ctx, a.differentiable());
+    const Wanted wanted = Wanted::from(output_mask);
     Gradients gradients;
     if (is_transformed(grads[0])) {
       gradients = expert_ffn_backward_aten(grads[0], std::nullopt, wanted, a, Differentiable::yes);
@@ -98,7 +96,7 @@ class ExpertFfnNode : public torch::autograd::Function<ExpertFfnNode> {
       // expert_ffn_backward overwrites the preactivations, which another backward pass of this graph would read.
       const bool is_copied = torch_internals::keeps_graph() && needs_grad_activated(wanted);
       Tensor overwritten = is_copied ? kept.preactivations.clone() : kept.preactivations;
-      if (a.gate.has_value()) {
+      if (a.gate.is_given()) {
         overwritten = for_path(overwritten, ctx->saved_data["uses_kernels"].toBool(), uses_kernels(a.x));
       }
       gradients =
@@ -115,67 +113,12 @@ class ExpertFfnNode : public torch::autograd::Function<ExpertFfnNode> {
   }
 
  private:
-  static Wanted wanted_gradients(const AutogradContext* ctx, const ExpertFfnArguments& a) {
-    size_t num_given = 0;
-    const auto is_wanted = [&](const auto& input) {
-      return tensor_or_null(input) != nullptr && ctx->needs_input_grad(num_given++);
-    };
-    // Braces, unlike parentheses, fix the order of the calls.
-    return Wanted{is_wanted(a.x),      is_wanted(a.weights),   is_wanted(a.gate),    is_wanted(a.up),
-                  is_wanted(a.down),   is_wanted(a.gate_bias), is_wanted(a.up_bias), is_wanted(a.down_bias),
-                  is_wanted(a.gate_a), is_wanted(a.gate_b),    is_wanted(a.up_a),    is_wanted(a.up_b),
-                  is_wanted(a.down_a), is_wanted(a.down_b)};
-  }
-
-  // Stores the arguments and the intermediates in an autograd context, and reads them back.
-  static void save(AutogradContext* ctx, const ExpertFfnArguments& a, const Intermediates& kept) {
-    variable_list tensors{kept.preactivations, a.reduced_width() > 0 ? kept.reduced : Tensor()};
-    const auto push = [&](const auto& tensor) {
-      const Tensor* given = tensor_or_null(tensor);
-      tensors.push_back(given != nullptr ? *given : Tensor());
-    };
-    ExpertFfnArguments::for_each_tensor(a, push);
-    ctx->save_for_backward(std::move(tensors));
-    ctx->saved_data["uses_kernels"] = uses_kernels(a.x);
-    ctx->saved_data["top_k"] = a.top_k;
-    ctx->saved_data["activation"] = std::string(a.activation);
-    ctx->saved_data["limit"] = a.limit;
-    ctx->saved_data["recompute"] = a.recompute;
-    const auto save_string = [&](const char* name, std::optional<std::string_view> text) {
-      ctx->saved_data[name] = text.has_value() ? c10::IValue(std::string(*text)) : c10::IValue();
-    };
-    save_string("fused_gate", a.fused_gate);
-    save_string("gate_format", a.gate_format);
-    save_string("up_format", a.up_format);
-    save_string("down_format", a.down_format);
-  }
-
-  static std::pair<ExpertFfnArguments, Intermediates> load(AutogradContext* ctx) {
-    const variable_list tensors = ctx->get_saved_variables();
-    auto next = tensors.begin();
-    Intermediates kept;
-    kept.preactivations = *next++;
-    kept.reduced = *next++;
-    ExpertFfnArguments a{};
-    const auto pop = [&](auto& tensor) {
-      if (next->defined()) tensor = *next;
-      ++next;
-    };
-    ExpertFfnArguments::for_each_tensor(a, pop);
-    a.top_k = ctx->saved_data["top_k"].toInt();
-    a.activation = ctx->saved_data["activation"].toStringRef();
-    a.limit = ctx->saved_data["limit"].toOptional<double>();
-    a.recompute = ctx->saved_data["recompute"].toBool();
-    const auto string = [&](const char* name) { return ctx->saved_data[name].toOptional<std::string_view>(); };
-    a.fused_gate = string("fused_gate");
-    a.gate_format = string("gate_format");
-    a.up_format = string("up_format");
-    a.down_format = string("down_format");
-    // Without factors no tensor is saved.
-    if (!kept.reduced.defined()) {
-      kept.reduced = at::empty_symint({kept.preactivations.sym_size(0), 0}, kept.preactivations.options());
-    }
-    return {a, kept};
+  static Intermediates load(AutogradContext* ctx, ExpertFfnArguments& a) {
+    const variable_list kept = load_arguments(ctx, ExpertFfnArguments::fields(a));
+    // Without factors no reduced rows are saved.
+    const Tensor& preactivations = kept[0];
+    if (kept[1].defined()) return {preactivations, kept[1]};
+    return {preactivations, at::empty_symint({preactivations.sym_size(0), 0}, preactivations.options())};
   }
 };
 
@@ -183,8 +126,7 @@ struct ExpertFfnGradient {
   static Tensor apply(const auto&... arguments) {
     const ExpertFfnArguments a{arguments...};
     check_is_frozen(a);
-    return ExpertFfnNode::apply(a, a.x, a.weights, a.gate, a.up, a.down, a.gate_bias, a.up_bias, a.down_bias, a.gate_a,
-                                a.gate_b, a.up_a, a.up_b, a.down_a, a.down_b);
+    return std::apply([&](const auto&... inputs) { return ExpertFfnNode::apply(a, inputs...); }, a.differentiable());
   }
 
   static Tensor with_tangents(const auto&... arguments) {
@@ -196,9 +138,9 @@ struct ExpertFfnGradient {
 
  private:
   static void check_is_frozen(const ExpertFfnArguments& a) {
-    ops::check_is_frozen(kExpertFfn, "gate", a.gate_scales);
-    ops::check_is_frozen(kExpertFfn, "up", a.up_scales);
-    ops::check_is_frozen(kExpertFfn, "down", a.down_scales);
+    ops::check_is_frozen(kExpertFfn, "gate", a.gate.scales);
+    ops::check_is_frozen(kExpertFfn, "up", a.up.scales);
+    ops::check_is_frozen(kExpertFfn, "down", a.down.scales);
   }
 };
 
@@ -211,15 +153,14 @@ TORCH_LIBRARY_FRAGMENT(maxmoe, library) {
       library,
       "expert_ffn_backward(Tensor grad_out, Tensor(a!) preactivations, Tensor reduced, bool[14] output_mask, " +
           kSchema +
-          ") -> (Tensor x, Tensor weights, Tensor gate, Tensor up, Tensor down, Tensor gate_bias, Tensor "
-          "up_bias, Tensor down_bias, Tensor gate_a, Tensor gate_b, Tensor up_a, Tensor up_b, Tensor down_a, "
-          "Tensor down_b)");
+          ") -> (Tensor x, Tensor weights, Tensor gate, Tensor gate_bias, Tensor gate_a, Tensor gate_b, Tensor up, "
+          "Tensor up_bias, Tensor up_a, Tensor up_b, Tensor down, Tensor down_bias, Tensor down_a, Tensor down_b)");
 }
 
 }  // namespace
 
 GateLayout ExpertFfnArguments::gate_layout() const {
-  if (!fused_gate.has_value()) return gate.has_value() ? GateLayout::separate : GateLayout::none;
+  if (!fused_gate.has_value()) return gate.is_given() ? GateLayout::separate : GateLayout::none;
   return *fused_gate == "interleaved" ? GateLayout::interleaved : GateLayout::concatenated;
 }
 

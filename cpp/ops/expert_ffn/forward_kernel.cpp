@@ -1,5 +1,5 @@
 // The forward pass of expert_ffn on the CPU: turns tensors into views of memory, and calls the kernel.
-#include "ops/expert_ffn_views.h"
+#include "ops/expert_ffn/views.h"
 
 namespace maxmoe::ops {
 

@@ -1,4 +1,4 @@
-#include "ops/expert_ffn_steps.h"
+#include "ops/expert_ffn/steps.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
@@ -46,9 +46,11 @@ Tensor Steps::weighted_sum_of_rows(std::initializer_list<std::function<Tensor()>
   return ragged_gather_reduce(rows, a_.rows, a_.top_k, a_.weights, std::nullopt);
 }
 
-Tensor Steps::multiply_rows(const Tensor& rows, const Weights& matrices, const OptionalTensor& biases) const {
-  if (is_differentiable) return gmm(rows, matrices, a_.group_sizes, biases, 0);
-  return ops::multiply_rows(rows, matrices, groups_, biases);
+Tensor Steps::multiply_rows(const Tensor& rows, const Projection& projection) const {
+  if (!is_differentiable) return ops::multiply_rows(rows, projection.weights(), groups_, projection.bias);
+  Projection matrices = projection;
+  matrices.a = matrices.b = std::nullopt;
+  return gmm(rows, matrices, a_.group_sizes, 0);
 }
 
 Tensor Steps::multiply_groups(const Tensor& lhs, const Tensor& rhs) const {
@@ -80,17 +82,16 @@ Tensor Steps::slots_of_rows(const Tensor& values) const {
   return values.index_select(0, a_.rows.clamp_min(0)).masked_fill(a_.rows.lt(0), 0);
 }
 
-Projected project(const Tensor& rows, const Weights& matrices, const OptionalTensor& biases, const Factors& factors,
-                  const Steps& steps) {
-  Tensor product = steps.multiply_rows(rows, matrices, biases);
-  if (!factors.are_given()) return {product, {}};
-  const Tensor reduced = steps.multiply_rows(rows, {*factors.a}, std::nullopt);
-  const Tensor term = steps.multiply_rows(reduced, {*factors.b}, std::nullopt);
+Projected project(const Tensor& rows, const Projection& projection, const Steps& steps) {
+  Tensor product = steps.multiply_rows(rows, projection);
+  if (!projection.has_factors()) return {product, {}};
+  const Tensor reduced = steps.multiply_rows(rows, {*projection.a});
+  const Tensor term = steps.multiply_rows(reduced, {*projection.b});
   return {steps.is_differentiable ? product + term : product.add_(term), reduced};
 }
 
 Preactivations Preactivations::in(const Tensor& saved, const ExpertFfnArguments& a) {
-  if (!a.gate.has_value()) return {Tensor(), saved};
+  if (!a.gate.is_given()) return {Tensor(), saved};
   const Tensor both = saved.contiguous().view({2, saved.size(0), a.up_width()});
   return {both.select(0, 0), both.select(0, 1)};
 }
@@ -102,8 +103,8 @@ std::pair<Tensor, Tensor> Preactivations::parts(GateLayout layout, at::ScalarTyp
 
 ProjectedTokens project_tokens(const ExpertFfnArguments& a, const Steps& steps, bool is_saved) {
   const Tensor tokens = steps.rows_of_tokens(a.x);
-  if (!a.gate.has_value()) {
-    const auto [up, reduced] = project(tokens, a.up_weights(), a.up_bias, a.up_factors(), steps);
+  if (!a.gate.is_given()) {
+    const auto [up, reduced] = project(tokens, a.up, steps);
     return {{Tensor(), up}, up, {}, reduced};
   }
   const Tensor saved = is_saved ? at::empty({tokens.size(0), a.preactivation_width()}, tokens.options()) : Tensor();
@@ -113,14 +114,27 @@ ProjectedTokens project_tokens(const ExpertFfnArguments& a, const Steps& steps, 
     columns = columns.defined() ? columns.copy_(projected.rows) : projected.rows;
     return projected.reduced;
   };
-  const Tensor reduced_gate = store(z.gate, project(tokens, a.gate_weights(), a.gate_bias, a.gate_factors(), steps));
-  const Tensor reduced_up = store(z.up, project(tokens, a.up_weights(), a.up_bias, a.up_factors(), steps));
+  const Tensor reduced_gate = store(z.gate, project(tokens, a.gate, steps));
+  const Tensor reduced_up = store(z.up, project(tokens, a.up, steps));
   return {z, saved, reduced_gate, reduced_up};
 }
 
-Tensor side_by_side(const ExpertFfnArguments& a, std::initializer_list<Tensor> reduced) {
+Reduced Reduced::in(const Tensor& columns, const ExpertFfnArguments& a) {
+  int64_t begin = 0;
+  const auto next = [&](const Projection& projection) {
+    const Tensor part = columns.narrow(1, begin, projection.rank());
+    begin += projection.rank();
+    return part;
+  };
+  // Braces fix the order of the calls.
+  return {next(a.gate), next(a.up), next(a.down)};
+}
+
+Tensor Reduced::side_by_side(const ExpertFfnArguments& a) const {
   std::vector<Tensor> given;
-  std::copy_if(reduced.begin(), reduced.end(), std::back_inserter(given), [](const Tensor& t) { return t.defined(); });
+  for (const Tensor& rows : {gate, up, down}) {
+    if (rows.defined()) given.push_back(rows);
+  }
   return given.empty() ? at::empty({a.slots.size(0), 0}, a.x.options()) : at::cat(given, 1);
 }
 

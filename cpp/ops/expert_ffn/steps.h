@@ -1,7 +1,7 @@
 // The steps of expert_ffn and its backward pass through ATen.
 #pragma once
 
-#include "ops/expert_ffn.h"
+#include "ops/expert_ffn/expert_ffn.h"
 #include "ops/grouped_mm.h"
 #include "ops/row_sums.h"
 
@@ -23,8 +23,9 @@ class Steps {
   // a time is in memory.
   Tensor weighted_sum_of_rows(std::initializer_list<std::function<Tensor()>> tensors) const;
 
-  // [R, F]: the rows [R, D] times the matrices [L, D, F] of their experts, plus the biases [L, F].
-  Tensor multiply_rows(const Tensor& rows, const Weights& matrices, const OptionalTensor& biases) const;
+  // [R, F]: the rows [R, D] times the matrices [L, D, F] of their experts, plus the biases [L, F]. Factors are left
+  // out.
+  Tensor multiply_rows(const Tensor& rows, const Projection& projection) const;
 
   // [L, D, F]: for each expert, its rows of lhs [R, D], transposed, times its rows of rhs [R, F].
   Tensor multiply_groups(const Tensor& lhs, const Tensor& rhs) const;
@@ -52,14 +53,13 @@ class Steps {
   const Tensor token_of_row_;  // [R], undefined for differentiable steps
 };
 
-// Rows times the matrices of their experts, and the reduced rows of the factors beside them; undefined without factors.
+// Rows after a projection, and its reduced rows; undefined without factors.
 struct Projected {
   Tensor rows;
   Tensor reduced;
 };
 
-Projected project(const Tensor& rows, const Weights& matrices, const OptionalTensor& biases, const Factors& factors,
-                  const Steps& steps);
+Projected project(const Tensor& rows, const Projection& projection, const Steps& steps);
 
 // The preactivations Z of all rows as the products give them. `up` is [R, F], or [R, 2F] with a fused gate; `gate`
 // [R, F] is undefined unless gate is given. Saved for backward, `up` follows `gate` in the memory of one tensor
@@ -83,7 +83,12 @@ struct ProjectedTokens {
 
 ProjectedTokens project_tokens(const ExpertFfnArguments& a, const Steps& steps, bool is_saved);
 
-// The reduced rows that are given, side by side.
-Tensor side_by_side(const ExpertFfnArguments& a, std::initializer_list<Tensor> reduced);
+// The reduced rows of gate, up and down, which may be undefined, side by side in one tensor.
+struct Reduced {
+  Tensor gate, up, down;
+
+  static Reduced in(const Tensor& columns, const ExpertFfnArguments& a);
+  Tensor side_by_side(const ExpertFfnArguments& a) const;
+};
 
 }  // namespace maxmoe::ops

@@ -3,7 +3,7 @@
 // device, for second derivatives and forward-mode AD.
 #include <ATen/ops/empty.h>
 
-#include "ops/expert_ffn_steps.h"
+#include "ops/expert_ffn/steps.h"
 
 namespace maxmoe::ops {
 
@@ -14,11 +14,11 @@ Outputs expert_ffn_aten(const ExpertFfnArguments& a, Differentiable differentiab
   const Tensor activated = activated_rows(a.kind(), gate, up).to(a.x.scalar_type());
   Tensor reduced_down;
   const Tensor out = steps.weighted_sum_of_rows({[&] {
-    const auto [rows, reduced] = project(activated, a.down_weights(), a.down_bias, a.down_factors(), steps);
+    const auto [rows, reduced] = project(activated, a.down, steps);
     reduced_down = reduced;
     return rows;
   }});
-  if (keeps_intermediates) return {out, saved, side_by_side(a, {reduced_gate, reduced_up, reduced_down})};
+  if (keeps_intermediates) return {out, saved, Reduced{reduced_gate, reduced_up, reduced_down}.side_by_side(a)};
   return {out, at::empty({0, a.preactivation_width()}, a.x.options()),
           at::empty({0, a.reduced_width()}, a.x.options())};
 }

@@ -2,7 +2,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "kernels/tgmm.h"
-#include "ops/expert_ffn_views.h"
+#include "ops/expert_ffn/views.h"
 
 namespace maxmoe::ops {
 namespace {
@@ -42,24 +42,24 @@ struct DownFactors {
 template <class T>
 DownFactors backward_down_factors(const Tensor& grad_out, const Intermediates& kept, const Wanted& wanted,
                                   const ExpertFfnArguments& a, Gradients& grads) {
-  const int64_t rank = a.down_factors().rank();
-  const bool needs_grad_reduced = wanted.down_a || needs_grad_activated(wanted);
+  const int64_t rank = a.down.rank();
+  const bool needs_grad_reduced = wanted.down.a || needs_grad_activated(wanted);
   const auto work_space = [&](bool is_needed) { return empty({is_needed ? a.slots.size(0) : 0, rank}, a.x.options()); };
-  const DownFactors results{work_space(needs_grad_reduced), work_space(wanted.down_b)};
-  grads.down_a = empty_matrices(wanted.down_a, a.down_a, a.x.options());
+  const DownFactors results{work_space(needs_grad_reduced), work_space(wanted.down.b)};
+  grads.down.a = empty_matrices(wanted.down.a, a.down.a, a.x.options());
   if (rank == 0) return results;
   ExpertFfnBackwardDownFactors<T> arguments{};
   arguments.grad_out = const_view<T>(grad_out);
   arguments.weights = const_pointer<Accumulator<T>>(a.weights);
   arguments.routed = routed_rows(a);
-  arguments.factors = expert_weights<T>(a).down_factors;
+  arguments.factors = projection_view<T>(a.down).factors;
   arguments.kind = a.kind();
   arguments.gemm = &best_gemm<T>();
   arguments.preactivations = const_view<T>(kept.preactivations);
   arguments.reduced = reduced_rows<T>(kept.reduced, a).down.as_const();
   arguments.grad_reduced = view_if<T>(needs_grad_reduced, results.grad_reduced);
-  arguments.weighted_reduced = view_if<T>(wanted.down_b, results.weighted_reduced);
-  arguments.grad_reduce = stack_if<T>(wanted.down_a, grads.down_a);
+  arguments.weighted_reduced = view_if<T>(wanted.down.b, results.weighted_reduced);
+  arguments.grad_a = stack_if<T>(wanted.down.a, grads.down.a);
   expert_ffn_backward_down_factors(arguments, torch_executor());
   return results;
 }
@@ -70,30 +70,27 @@ void backward_down(const Tensor& grad_out, const Tensor& preactivations, const D
   const auto options = a.x.options();
   // Work space for the gradient of down. grads.weights is zero for slots without a row, which the kernel does not
   // write.
-  const Tensor activated = empty({wanted.down ? a.slots.size(0) : 0, a.intermediate_size()}, options);
+  const Tensor activated = empty({wanted.down.weights ? a.slots.size(0) : 0, a.intermediate_size()}, options);
   grads.weights = at::zeros({wanted.weights ? a.rows.numel() : 0}, options.dtype(accumulator_type(a.x.scalar_type())));
-  grads.down = empty_matrices(wanted.down, a.down, options);
-  grads.down_b = empty_matrices(wanted.down_b, a.down_b, options);
-  grads.down_bias = empty_gradient(wanted.down_bias, a.down_bias, options);
-  const ExpertWeights<T> experts = expert_weights<T>(a);
+  grads.down.weights = empty_matrices(wanted.down.weights, a.down.tensor, options);
+  grads.down.b = empty_matrices(wanted.down.b, a.down.b, options);
+  grads.down.bias = empty_gradient(wanted.down.bias, a.down.bias, options);
   ExpertFfnBackwardDown<T> arguments{};
   arguments.grad_out = const_view<T>(grad_out);
   arguments.weights = const_pointer<Accumulator<T>>(a.weights);
   arguments.routed = routed_rows(a);
-  arguments.down = experts.down;
-  arguments.down_bias = experts.down_bias;
-  arguments.factors = experts.down_factors;
+  arguments.down = projection_view<T>(a.down);
   arguments.grad_reduced = const_view<T>(factors.grad_reduced);
   arguments.weighted_reduced = const_view<T>(factors.weighted_reduced);
   arguments.kind = a.kind();
   arguments.gemm = &best_gemm<T>();
   arguments.preactivations = view<T>(preactivations);
   arguments.keeps_preactivations = !needs_grad_activated(wanted);
-  arguments.activated = view_if<T>(wanted.down, activated);
+  arguments.activated = view_if<T>(wanted.down.weights, activated);
   arguments.grad_weights = wanted.weights ? pointer<Accumulator<T>>(grads.weights) : nullptr;
-  arguments.grad_down = stack_if<T>(wanted.down, grads.down);
-  arguments.grad_expand = stack_if<T>(wanted.down_b, grads.down_b);
-  arguments.grad_down_bias = view_if<T>(wanted.down_bias, grads.down_bias);
+  arguments.grad_down = stack_if<T>(wanted.down.weights, grads.down.weights);
+  arguments.grad_b = stack_if<T>(wanted.down.b, grads.down.b);
+  arguments.grad_bias = view_if<T>(wanted.down.bias, grads.down.bias);
   expert_ffn_backward_down(arguments, torch_executor());
 }
 
@@ -103,18 +100,15 @@ Tensor backward_input(const Tensor& grad_preactivations, const Wanted& wanted, c
                       Gradients& grads) {
   const auto options = a.x.options();
   grads.x = empty_gradient(wanted.x, a.x, options);
-  const bool needs_grad_reduced = wanted.x || wanted.gate_a || wanted.up_a;
+  const bool needs_grad_reduced = wanted.x || wanted.gate.a || wanted.up.a;
   const Tensor grad_reduced = empty({needs_grad_reduced ? a.slots.size(0) : 0, a.reduced_width()}, options);
   if (!needs_grad_reduced) return grad_reduced;
   const Tensor rows = empty({wanted.x ? a.slots.size(0) : 0, a.x.size(1)}, options);
-  const ExpertWeights<T> experts = expert_weights<T>(a);
   ExpertFfnBackwardInput<T> arguments{};
   arguments.grad_preactivations = const_view<T>(grad_preactivations);
   arguments.routed = routed_rows(a);
-  arguments.gate = experts.gate;
-  arguments.up = experts.up;
-  arguments.gate_factors = experts.gate_factors;
-  arguments.up_factors = experts.up_factors;
+  arguments.gate = projection_view<T>(a.gate);
+  arguments.up = projection_view<T>(a.up);
   arguments.gemm = &best_gemm<T>();
   arguments.rows = view_if<T>(wanted.x, rows);
   arguments.grad_reduced = reduced_rows<T>(grad_reduced, a);
@@ -125,8 +119,8 @@ Tensor backward_input(const Tensor& grad_preactivations, const Wanted& wanted, c
 
 // The gradient of a factor `b`: for each expert, its reduced rows, transposed, times the gradient of their product.
 template <class T>
-Tensor grad_expand(bool is_wanted, ConstMatrixView<T> reduced, ConstMatrixView<T> grad, const OptionalTensor& factor,
-                   const ExpertFfnArguments& a) {
+Tensor gradient_of_b(bool is_wanted, ConstMatrixView<T> reduced, ConstMatrixView<T> grad, const OptionalTensor& factor,
+                     const ExpertFfnArguments& a) {
   const Tensor result = empty_matrices(is_wanted, factor, a.x.options());
   if (!is_wanted) return result;
   const RoutedRows routed = routed_rows(a);
@@ -141,37 +135,39 @@ Tensor grad_expand(bool is_wanted, ConstMatrixView<T> reduced, ConstMatrixView<T
   return result;
 }
 
+// Allocates the gradients of a projection of the tokens, but for `b`; returns the views that a kernel writes.
+template <class T>
+TokenProjectionGradients<T> empty_gradients(const Projection& projection, const PerTensor<bool>& wanted,
+                                            MatrixView<T> grad_reduced, const at::TensorOptions& options,
+                                            PerTensor<Tensor>& grads) {
+  grads.weights = empty_matrices(wanted.weights, projection.tensor, options);
+  grads.a = empty_matrices(wanted.a, projection.a, options);
+  grads.bias = empty_gradient(wanted.bias, projection.bias, options);
+  return {grad_reduced.as_const(), stack_if<T>(wanted.weights, grads.weights), stack_if<T>(wanted.a, grads.a),
+          view_if<T>(wanted.bias, grads.bias)};
+}
+
 template <class T>
 void backward_up(const Tensor& grad_preactivations, const Tensor& reduced, const Tensor& grad_reduced,
                  const Wanted& wanted, const ExpertFfnArguments& a, Gradients& grads) {
   const auto options = a.x.options();
-  const int64_t gate_width = a.gate.has_value() ? a.up_width() : 0;
+  const int64_t gate_width = a.gate.is_given() ? a.up_width() : 0;
   const ConstMatrixView<T> grad = const_view<T>(grad_preactivations);
   const ReducedRows<T> rows = reduced_rows<T>(reduced, a);
-  grads.gate_b = grad_expand<T>(wanted.gate_b, rows.gate.as_const(), grad.column_range(0, gate_width), a.gate_b, a);
-  grads.up_b = grad_expand<T>(wanted.up_b, rows.up.as_const(), grad.column_range(gate_width, grad.columns), a.up_b, a);
-  grads.gate = empty_matrices(wanted.gate, a.gate, options);
-  grads.up = empty_matrices(wanted.up, a.up, options);
-  grads.gate_a = empty_matrices(wanted.gate_a, a.gate_a, options);
-  grads.up_a = empty_matrices(wanted.up_a, a.up_a, options);
-  grads.gate_bias = empty_gradient(wanted.gate_bias, a.gate_bias, options);
-  grads.up_bias = empty_gradient(wanted.up_bias, a.up_bias, options);
-  if (!wanted.gate && !wanted.up && !wanted.gate_a && !wanted.up_a && !wanted.gate_bias && !wanted.up_bias) return;
+  grads.gate.b = gradient_of_b<T>(wanted.gate.b, rows.gate.as_const(), grad.column_range(0, gate_width), a.gate.b, a);
+  grads.up.b =
+      gradient_of_b<T>(wanted.up.b, rows.up.as_const(), grad.column_range(gate_width, grad.columns), a.up.b, a);
   const ReducedRows<T> grad_rows = reduced_rows<T>(grad_reduced, a);
   ExpertFfnBackwardUp<T> arguments{};
+  arguments.gate = empty_gradients<T>(a.gate, wanted.gate, grad_rows.gate, options, grads.gate);
+  arguments.up = empty_gradients<T>(a.up, wanted.up, grad_rows.up, options, grads.up);
+  const auto is_any = [](const PerTensor<bool>& of) { return of.weights || of.a || of.bias; };
+  if (!is_any(wanted.gate) && !is_any(wanted.up)) return;
   arguments.x = const_view<T>(a.x);
   arguments.grad_preactivations = grad;
   arguments.gate_width = gate_width;
   arguments.routed = routed_rows(a);
   arguments.gemm = &best_gemm<T>();
-  arguments.gate_grad_reduced = grad_rows.gate.as_const();
-  arguments.up_grad_reduced = grad_rows.up.as_const();
-  arguments.grad_gate = stack_if<T>(wanted.gate, grads.gate);
-  arguments.grad_up = stack_if<T>(wanted.up, grads.up);
-  arguments.gate_grad_reduce = stack_if<T>(wanted.gate_a, grads.gate_a);
-  arguments.up_grad_reduce = stack_if<T>(wanted.up_a, grads.up_a);
-  arguments.grad_gate_bias = view_if<T>(wanted.gate_bias, grads.gate_bias);
-  arguments.grad_up_bias = view_if<T>(wanted.up_bias, grads.up_bias);
   expert_ffn_backward_up(arguments, torch_executor());
 }
 
