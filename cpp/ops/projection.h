@@ -39,8 +39,10 @@ struct Projection {
   int64_t rank() const { return has_factors() ? a->size(2) : 0; }
   Weights weights() const { return {*tensor, scales, zeros, format, columns, is_transposed}; }
   int64_t count() const { return tensor->size(0); }
-  int64_t in_size() const { return weights().in_size(); }
-  int64_t out_size() const { return weights().out_size(); }
+  int64_t out_size() const {
+    if (!format.has_value()) return tensor->size(2);
+    return is_transposed ? tensor->size(1) : columns;
+  }
   // W^T + b^T a^T, without a bias: it multiplies gradients.
   Projection transposed() const;
   // The projection in a layout that kernels read. It owns the memory of a view of it.

@@ -13,6 +13,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -127,6 +128,7 @@ def _main(
     `environment` is that of the parent, which the process does not inherit from the forkserver.
     """
     torch.set_num_threads(1)  # first of all: the threads of OpenMP are not forked, and waiting for them hangs
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     code = 1
     try:
         with (box / f"{number}.stack").open("w") as stack:
@@ -148,6 +150,14 @@ def _main(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _end_with_parent() -> None:
+    """End this process when the process that started it has ended, also by a signal that nothing can handle."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _init_process_group(box: Path, rank: int, num_ranks: int, timeout: float) -> None:

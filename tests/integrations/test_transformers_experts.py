@@ -60,7 +60,7 @@ def test_the_operator_reads_the_parameters_themselves(monkeypatch: pytest.Monkey
     for experts_class, layout in ((MixtralExperts, "concatenated"), (GptOssExperts, "interleaved")):
         experts = small(experts_class)
         outcome(experts, "maxmoe", routed(torch.float64))
-        gate, up, down = (seen[name] for name in ("gate", "up", "down"))
+        gate, up, down = seen["args"][3], seen["args"][4].weights, seen["args"][5].weights
         assert gate is None and up.shape == (NUM_EXPERTS, HIDDEN_SIZE, 2 * INTERMEDIATE_SIZE)
         assert (up.data_ptr(), down.data_ptr()) == (experts.gate_up_proj.data_ptr(), experts.down_proj.data_ptr())
         assert seen["fused_gate"] == layout
