@@ -1,14 +1,9 @@
-# The kernels in one library. A file that opens the namespace MAXMOE_ISA_NAMESPACE is compiled once per instruction set
-# (cpp/kernels/isa.h), the others once. No torch include path here.
-file(GLOB sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/cpp/kernels/*.cpp)
-foreach(source IN LISTS sources)
-  file(STRINGS ${source} per_isa REGEX "^namespace maxmoe::MAXMOE_ISA_NAMESPACE" LIMIT_COUNT 1)
-  if(per_isa)
-    list(APPEND MAXMOE_ISA_SOURCES ${source})
-  else()
-    list(APPEND MAXMOE_COMMON_SOURCES ${source})
-  endif()
-endforeach()
+# The kernels in one library. Files *.simd.cpp are compiled once per instruction set (cpp/kernels/isa/isa.h), the others once.
+# No torch include path here.
+file(GLOB_RECURSE MAXMOE_COMMON_SOURCES CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/cpp/kernels/*.cpp)
+set(MAXMOE_ISA_SOURCES ${MAXMOE_COMMON_SOURCES})
+list(FILTER MAXMOE_ISA_SOURCES INCLUDE REGEX "[.]simd[.]cpp$")
+list(FILTER MAXMOE_COMMON_SOURCES EXCLUDE REGEX "[.]simd[.]cpp$")
 
 # The definition renames the namespace Eigen: otherwise the linker would merge its inline functions across instruction
 # sets, and baseline code could run AVX-512 instructions.

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "kernels/gmm.h"
+#include "kernels/experts/gmm.h"
 #include "ops/backend.h"
 #include "ops/gmm.h"
 #include "ops/grouped_mm.h"

@@ -1,0 +1,42 @@
+// The product of few rows of A with codes that run along the inner dimension, decoded to floats in registers:
+// skinny_product.simd.h.
+//
+// A cache line of codes of each of the NR columns of a panel is transposed in words of 32 bits, so that a lane holds
+// neighbouring codes of its column. The codes of a word are decoded one after the other, scaled, rounded to the type of
+// the product and multiplied. Decoded numbers are not stored.
+#pragma once
+
+#include "kernels/product/skinny/row_groups.simd.h"
+#include "kernels/quantized/quantized_matrix.h"
+
+namespace maxmoe::MAXMOE_ISA_NAMESPACE {
+
+#if defined(__AVX2__)
+constexpr bool kMultipliesWords = true;
+#else
+constexpr bool kMultipliesWords = false;
+#endif
+
+// Maximum number of rows. With more, decoding is a small part of the time.
+constexpr int64_t kMaxRowsOfWords = 6;
+
+// The arguments: a single group of rows of A, and sums for all columns, whose number is a multiple of NR.
+struct FewRowsOfWords {
+  const float* a;
+  int64_t num_rows;
+  const QuantizedMatrix& codes;
+  const QuantizedMatrix& next_codes;  // of the next product, without data if it has none
+  MatrixView<float> sums;
+  bool accumulate;
+};
+
+// Whether the codes of `m` are multiplied in this way if the type of the product is T.
+template <class T>
+bool multiplies_words(const QuantizedMatrix& m);
+
+// Computes the sums of NR columns from `column` on. Returns false, and computes nothing, if the result would not have
+// the bits of the definition: E4M3 has a NaN, or a scale is too large.
+template <class T>
+bool multiply_few_rows_of_words(const FewRowsOfWords& p, int64_t column);
+
+}  // namespace maxmoe::MAXMOE_ISA_NAMESPACE
