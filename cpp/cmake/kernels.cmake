@@ -12,10 +12,11 @@ function(maxmoe_add_kernels isa)
   target_include_directories(maxmoe_kernels_${isa} PRIVATE cpp)
   target_link_libraries(maxmoe_kernels_${isa} PRIVATE maxmoe_eigen)
   target_compile_definitions(maxmoe_kernels_${isa} PRIVATE MAXMOE_ISA_NAMESPACE=${isa} Eigen=Eigen_${isa})
+  # A macro that is tested before it is defined is an error (cpp/kernels/isa/target.simd.h).
   # GCC vectorizes no sqrt that may set errno, and no branch whose operations may trap. GCC 12 warns of uninitialized values
   # in its own AVX-512 intrinsics (GCC bug 105593).
   target_compile_options(maxmoe_kernels_${isa} PRIVATE
-    -fno-math-errno -fno-trapping-math "$<$<CXX_COMPILER_ID:GNU>:-Wno-uninitialized;-Wno-maybe-uninitialized>" ${ARGN})
+    -Werror=undef -fno-math-errno -fno-trapping-math "$<$<CXX_COMPILER_ID:GNU>:-Wno-uninitialized;-Wno-maybe-uninitialized>" ${ARGN})
 endfunction()
 
 set(MAXMOE_OPTIONS_baseline)

@@ -234,6 +234,8 @@ def test_names_say_what_is_compiled_per_instruction_set() -> None:
     for path in CPP_FILES:
         opens = re.search(r"^namespace maxmoe::MAXMOE_ISA_NAMESPACE", path.read_text(), re.MULTILINE) is not None
         assert opens == (".simd." in path.name), f"{relative(path)}: .simd is for files that open MAXMOE_ISA_NAMESPACE"
+        if path.name != "target.simd.h" and opens:
+            assert not re.search(r"(def|defined\(|defined) *MAXMOE_", path.read_text()), f"{relative(path)}: test macros with #if"
     others = [path for path in CPP_FILES if ".simd." not in path.name]
     assert not including(others, r'[^">]*[.]simd[.]h')
 

@@ -15,24 +15,10 @@
 #include <immintrin.h>
 #endif
 
+#include "kernels/isa/target.simd.h"
 #include "kernels/matrix/dtype.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
-
-// Size and number of the vector registers.
-#if defined(__AVX512F__)  // zmm0 to zmm31
-constexpr int kVectorBytes = 64;
-constexpr int kVectorRegisters = 32;
-#elif defined(__AVX2__)     // ymm0 to ymm15
-constexpr int kVectorBytes = 32;
-constexpr int kVectorRegisters = 16;
-#elif defined(__aarch64__)  // v0 to v31
-constexpr int kVectorBytes = 16;
-constexpr int kVectorRegisters = 32;
-#else                       // xmm0 to xmm15
-constexpr int kVectorBytes = 16;
-constexpr int kVectorRegisters = 16;
-#endif
 
 // A vector of kBytes bytes with lanes of S.
 template <class S, int kBytes>
@@ -50,7 +36,8 @@ constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(S));
 
 // Two bfloat16 that are neighbours along the inner dimension of a product, the first one in the low half. A lane of the
 // AVX512-BF16 instruction vdpbf16ps multiplies two such pairs. oneDNN and PyTorch call matrices of such pairs
-// VNNI-packed.
+// VNNI-packed, after the instructions for integers (Vector Neural Network Instructions) that had this layout first; in
+// names of files "vnni" says that something makes or multiplies such pairs.
 using BFloat16Pair = uint32_t;
 
 // The type of a lane of load_vector<T>.

@@ -7,7 +7,7 @@
 #include "kernels/quantized/byte_tables.simd.h"
 #include "kernels/quantized/lines.simd.h"
 
-#if defined(MAXMOE_DECODES_PAIRS)
+#if MAXMOE_DECODES_PAIRS
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 

@@ -5,7 +5,7 @@
 #include "kernels/quantized/row_words.simd.h"
 #include "kernels/quantized/value_tables.h"
 
-#if defined(MAXMOE_DECODES_PAIRS)
+#if MAXMOE_DECODES_PAIRS
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 

@@ -11,7 +11,7 @@
 #include "kernels/quantized/exponents.simd.h"
 #include "kernels/quantized/lines.simd.h"
 
-#if defined(MAXMOE_DECODES_PAIRS)
+#if MAXMOE_DECODES_PAIRS
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 

@@ -4,7 +4,7 @@
 #include "kernels/matrix/matrix_view.h"
 #include "kernels/quantized/row_words.simd.h"
 
-#if defined(MAXMOE_DECODES_PAIRS)
+#if MAXMOE_DECODES_PAIRS
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 

@@ -1,4 +1,5 @@
-// Views of matrices of 4- and 8-bit codes with scales, as published checkpoints have them.
+// Views of quantized matrices, as published checkpoints have them: codes of 4 or 8 bits, and scales. A code is a
+// quantized value as it is stored.
 //
 // An element is lookup(code) - zero, times a scale: one product in float, rounded once to the type that a kernel
 // computes in. Rows are contiguous in memory: for the weights of published checkpoints a row is an output feature.

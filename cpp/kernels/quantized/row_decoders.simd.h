@@ -7,7 +7,7 @@
 
 #include "kernels/quantized/e2m1.simd.h"
 
-#if defined(MAXMOE_DECODES_PAIRS)
+#if MAXMOE_DECODES_PAIRS
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 

@@ -3,10 +3,7 @@
 
 #include "kernels/isa/transpose.simd.h"
 
-// Whether codes are decoded to pairs of bfloat16 with AVX512-BF16 and AVX512-VBMI (pack_vnni.simd.h,
-// multiply_lines.simd.h), which is several times as fast as vectors of float.
-#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
-#define MAXMOE_DECODES_PAIRS 1
+#if MAXMOE_DECODES_PAIRS
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 

@@ -1,4 +1,4 @@
-// The product of few rows of A with words of codes: float_product.simd.h.
+// The skinny product of A with words of quantized values: float_product.simd.h.
 //
 // Both vectors of columns of a panel are decoded and multiplied in turn, because the sums of one vector are a chain of
 // multiply-adds whose latency is longer than decoding takes. Both use the same loads of A.
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kVectors = 2;  // of a panel
 
-// The codes and scales of a panel of columns. Columns past the end are those of the last one.
+// The quantized values and scales of a panel of columns. Columns past the end are those of the last one.
 template <class T>
 struct PanelOfWords {
   WordReader readers[kVectors];
@@ -30,13 +30,14 @@ struct PanelOfWords {
   }
 };
 
-// The bytes of codes from column `first` of B on: they are rows in memory.
+// The bytes of quantized values from column `first` of B on: they are rows in memory.
 MAXMOE_INLINE ConstMatrixView<uint8_t> bytes_of_columns(const QuantizedMatrix& m, int64_t first) {
   return {m.code(first, 0), m.rows - first, m.bytes_of(m.columns), m.row_bytes};
 }
 
 // The scales and zero points of a block of the inner dimension. It also records whether the decoder is exact for all
-// codes and scales so far: for E4M3 it is not if a code is a NaN, or if a scale times kScale could be infinite.
+// quantized values and scales so far: for E4M3 it is not if a code is a NaN, or if a scale times kScale could be
+// infinite.
 template <Codes kCodes>
 struct BlockScales {
   Floats scale[kVectors] = {};
@@ -72,14 +73,14 @@ struct BlockScales {
 };
 
 template <class T, Codes kCodes, int kRows>
-__attribute__((noinline)) bool multiply_words(const FewRowsOfWords& p, int64_t column) {
+__attribute__((noinline)) bool multiply_words(const FloatProduct& p, int64_t column) {
   using Decoder = WordDecoder<kCodes>;
   constexpr int64_t kPerWord = Decoder::kCodesPerWord;
   constexpr int64_t kPerLine = WordReader::kWords * kPerWord;
   // A value of E2M1 times a power of two is rounded only where its exponent is too large or small.
   constexpr bool kIsRounded = kCodes != Codes::e2m1 || std::is_same_v<T, Float16>;
   const QuantizedMatrix& m = p.codes;
-  const FewRows<float, kRows> a{p.a};
+  const SkinnyRows<float, kRows> a{p.a};
   const MatrixView<float> out = p.sums.column_range(column, column + kNR<float>);
   const PanelOfWords<T> panel(m, column);
   const Decoder decoder;
@@ -89,7 +90,7 @@ __attribute__((noinline)) bool multiply_words(const FewRowsOfWords& p, int64_t c
   PartSums<float, kRows, 1> sums(out, p.accumulate);
   Words words[kVectors][WordReader::kWords];
 
-  // Decodes and multiplies the first `count` codes of a word, from depth d on.
+  // Decodes and multiplies the first `count` quantized values of a word, from depth d on.
   const auto multiply = [&](int64_t word, int64_t d, int64_t count) MAXMOE_INLINE_LAMBDA {
     Words decoded[kVectors][Decoder::kDecoded];
 #pragma GCC unroll 2
@@ -130,7 +131,7 @@ __attribute__((noinline)) bool multiply_words(const FewRowsOfWords& p, int64_t c
 }
 
 template <class T, Codes kCodes>
-bool multiply_codes(const FewRowsOfWords& p, int64_t column) {
+bool multiply_codes(const FloatProduct& p, int64_t column) {
   bool is_done = false;
   with_number_of_rows(
       p.num_rows, [&]<int kRows> { is_done = multiply_words<T, kCodes, kRows>(p, column); },
@@ -162,7 +163,7 @@ bool multiplies_words([[maybe_unused]] const QuantizedMatrix& m) {
 }
 
 template <class T>
-bool multiply_few_rows_of_words([[maybe_unused]] const FewRowsOfWords& p, [[maybe_unused]] int64_t column) {
+bool multiply_words_of_panel([[maybe_unused]] const FloatProduct& p, [[maybe_unused]] int64_t column) {
 #if defined(__AVX2__)
   if (p.codes.codes == Codes::e2m1) return multiply_codes<T, Codes::e2m1>(p, column);
   if (p.codes.codes == Codes::int8) return multiply_codes<T, Codes::int8>(p, column);
@@ -177,7 +178,7 @@ bool multiply_few_rows_of_words([[maybe_unused]] const FewRowsOfWords& p, [[mayb
 
 #define MAXMOE_INSTANTIATE_FOR(T)                            \
   template bool multiplies_words<T>(const QuantizedMatrix&); \
-  template bool multiply_few_rows_of_words<T>(const FewRowsOfWords&, int64_t);
+  template bool multiply_words_of_panel<T>(const FloatProduct&, int64_t);
 
 MAXMOE_INSTANTIATE_FOR(float)
 MAXMOE_INSTANTIATE_FOR(BFloat16)

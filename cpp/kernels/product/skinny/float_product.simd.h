@@ -1,9 +1,9 @@
-// The product of few rows of A with codes that run along the inner dimension, decoded to floats in registers:
+// The skinny product of A with quantized values that run along the inner dimension, decoded to floats in registers:
 // skinny_product.simd.h.
 //
-// A cache line of codes of each of the NR columns of a panel is transposed in words of 32 bits, so that a lane holds
-// neighbouring codes of its column. The codes of a word are decoded one after the other, scaled, rounded to the type of
-// the product and multiplied. Decoded numbers are not stored.
+// A cache line of quantized values of each of the NR columns of a panel is transposed in words of 32 bits, so that a
+// lane holds neighbouring quantized values of its column. The quantized values of a word are decoded one after the
+// other, scaled, rounded to the type of the product and multiplied. Decoded numbers are not stored.
 #pragma once
 
 #include "kernels/product/skinny/row_groups.simd.h"
@@ -21,7 +21,7 @@ constexpr bool kMultipliesWords = false;
 constexpr int64_t kMaxRowsOfWords = 6;
 
 // The arguments: a single group of rows of A, and sums for all columns, whose number is a multiple of NR.
-struct FewRowsOfWords {
+struct FloatProduct {
   const float* a;
   int64_t num_rows;
   const QuantizedMatrix& codes;
@@ -30,13 +30,13 @@ struct FewRowsOfWords {
   bool accumulate;
 };
 
-// Whether the codes of `m` are multiplied in this way if the type of the product is T.
+// Whether the quantized values of `m` are multiplied in this way if the type of the product is T.
 template <class T>
 bool multiplies_words(const QuantizedMatrix& m);
 
 // Computes the sums of NR columns from `column` on. Returns false, and computes nothing, if the result would not have
 // the bits of the definition: E4M3 has a NaN, or a scale is too large.
 template <class T>
-bool multiply_few_rows_of_words(const FewRowsOfWords& p, int64_t column);
+bool multiply_words_of_panel(const FloatProduct& p, int64_t column);
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

@@ -1,4 +1,4 @@
-// The product of few rows of A with codes that run along the inner dimension, for any decoder.
+// The skinny product of A with quantized values that run along the inner dimension, for any decoder.
 //
 // Pairs are multiplied as they are decoded, and never stored. Each vector of columns is one chain of multiply-adds per
 // row, and vdpbf16ps has a latency of 6 cycles: one row needs more vectors at a time than several rows.
@@ -19,7 +19,7 @@
 #include "kernels/product/skinny/vnni_product.simd.h"
 #include "kernels/quantized/lines.simd.h"
 
-#if defined(MAXMOE_DECODES_PAIRS)
+#if MAXMOE_DECODES_PAIRS
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
@@ -35,9 +35,9 @@ MAXMOE_INLINE ForVectors<Object, sizeof...(kVector)> for_vectors(std::integer_se
   return {{make(kVector)...}};
 }
 
-// The distance in bytes from codes to those that are prefetched meanwhile: of the next columns, or the first bytes of
-// the next product.
-MAXMOE_INLINE int64_t prefetch_distance(const FewRowsOfCodes& p, int64_t column, int64_t width) {
+// The distance in bytes from quantized values to those that are prefetched meanwhile: of the next columns, or the first
+// bytes of the next product.
+MAXMOE_INLINE int64_t prefetch_distance(const VnniProduct& p, int64_t column, int64_t width) {
   const bool is_last = column + width >= p.codes.rows && p.next_codes.data != nullptr;
   return is_last
              ? reinterpret_cast<intptr_t>(p.next_codes.code(0, 0)) - reinterpret_cast<intptr_t>(p.codes.code(column, 0))
@@ -49,12 +49,12 @@ template <int kVectors, int kRows>
 struct SumsOfVectors {
   Vector<float> of[kRows][kVectors];
 
-  MAXMOE_INLINE void load(const FewRowsOfCodes& p, int64_t column) {
+  MAXMOE_INLINE void load(const VnniProduct& p, int64_t column) {
     for_each(p, column, [&](Vector<float>& sum, const float* source) MAXMOE_INLINE_LAMBDA {
       sum = p.accumulate ? load_vector(source) : Vector<float>{};
     });
   }
-  MAXMOE_INLINE void store(const FewRowsOfCodes& p, int64_t column) {
+  MAXMOE_INLINE void store(const VnniProduct& p, int64_t column) {
     for_each(p, column,
              [](Vector<float> sum, float* target) MAXMOE_INLINE_LAMBDA { store_vector<float>(target, sum); });
   }
@@ -65,7 +65,7 @@ struct SumsOfVectors {
 
  private:
   template <class Body>
-  MAXMOE_INLINE void for_each(const FewRowsOfCodes& p, int64_t column, const Body& body) {
+  MAXMOE_INLINE void for_each(const VnniProduct& p, int64_t column, const Body& body) {
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
@@ -76,7 +76,7 @@ struct SumsOfVectors {
 
 // Computes the sums of kVectors vectors of columns from `column` on.
 template <class Decoder, int kVectors, int kRows>
-__attribute__((noinline)) void multiply_lines(const FewRowsOfCodes& p, const ForVectors<CodeColumns, kVectors>& columns,
+__attribute__((noinline)) void multiply_lines(const VnniProduct& p, const ForVectors<CodeColumns, kVectors>& columns,
                                               int64_t column) {
   constexpr std::make_integer_sequence<int, kVectors> kIndices;
   constexpr int kDecoders = Decoder::kIsCommon ? 1 : kVectors;
@@ -88,7 +88,7 @@ __attribute__((noinline)) void multiply_lines(const FewRowsOfCodes& p, const For
   auto decoders =
       for_vectors<Decoder>(std::make_integer_sequence<int, kDecoders>(), [&](int v) { return Decoder(columns.of[v]); });
   auto readers = for_vectors<LineReader>(kIndices, [&](int v) { return LineReader(columns.of[v], ahead); });
-  const FewRows<BFloat16Pair, kRows> a{p.a};
+  const SkinnyRows<BFloat16Pair, kRows> a{p.a};
   alignas(64) __m512i words[kVectors][16];
   SumsOfVectors<kVectors, kRows> sums;
   sums.load(p, column);
@@ -110,7 +110,7 @@ __attribute__((noinline)) void multiply_lines(const FewRowsOfCodes& p, const For
       return decoders.of[Decoder::kIsCommon ? 0 : v].decode(words[v][word]);
     };
     const auto multiply = [&](int v, int64_t d, int64_t num_steps, const auto& pairs) MAXMOE_INLINE_LAMBDA {
-      FewRows<BFloat16Pair, kRows> of_vector = a;
+      SkinnyRows<BFloat16Pair, kRows> of_vector = a;
       // Otherwise the compiler keeps the elements of A in registers for the next vector of columns, and spills sums.
       if constexpr (kDecodesAhead) asm volatile("" : "+r"(of_vector.data));
 #pragma GCC unroll 4
@@ -153,7 +153,7 @@ __attribute__((noinline)) void multiply_lines(const FewRowsOfCodes& p, const For
 
 // The vectors of kVectors / 2 micro-panels from `column` on, if there are so many columns.
 template <int kVectors>
-MAXMOE_INLINE ForVectors<CodeColumns, kVectors> vectors_at(const FewRowsOfCodes& p, int64_t column) {
+MAXMOE_INLINE ForVectors<CodeColumns, kVectors> vectors_at(const VnniProduct& p, int64_t column) {
   return for_vectors<CodeColumns>(std::make_integer_sequence<int, kVectors>(), [&](int v) {
     return code_columns(p.codes, {column + v / 2 * kNR<float>, p.codes.rows}, {0, p.codes.columns}, v % 2);
   });
@@ -170,7 +170,7 @@ MAXMOE_INLINE bool all_fit(const ForVectors<CodeColumns, kVectors>& columns, con
 
 // multiply_lines for at most kMaxRows rows. Returns the number of columns.
 template <class Decoder, int kMaxRows, int kVectors>
-int64_t multiply_columns(const FewRowsOfCodes& p, const ForVectors<CodeColumns, kVectors>& columns, int64_t column) {
+int64_t multiply_columns(const VnniProduct& p, const ForVectors<CodeColumns, kVectors>& columns, int64_t column) {
   with_number_of_rows(
       p.num_rows, [&]<int kRows> { multiply_lines<Decoder, kVectors, kRows>(p, columns, column); },
       std::make_integer_sequence<int, kMaxRows>());

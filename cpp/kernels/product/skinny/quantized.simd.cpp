@@ -1,6 +1,6 @@
-// The product of few rows of A with a quantized B: skinny_product.simd.h.
+// The skinny product of A with a quantized B: skinny_product.simd.h.
 //
-// Codes that run along the inner dimension are multiplied as they are decoded: to pairs with AVX512-BF16
+// Quantized values that run along the inner dimension are multiplied as they are decoded: to pairs with AVX512-BF16
 // (vnni_product.simd.h), some of them to floats with AVX2 and AVX-512 (float_product.simd.h). Otherwise blocks of B are
 // decoded, which stay in the first-level cache, and multiplied there like any B.
 #include "kernels/product/skinny/quantized.simd.h"
@@ -17,8 +17,8 @@ namespace {
 // Bytes of a decoded block. With 16 KiB 12 rows took up to 1.1 times the time, with 8 KiB all numbers of rows did.
 constexpr int64_t kDecodedBytes = int64_t{32} * 1024;
 
-// The size of a block of b: as many columns as a kernel multiplies at a time if they are rows of codes, otherwise short
-// parts of rows.
+// The size of a block of b: as many columns as a kernel multiplies at a time if they are rows of quantized values,
+// otherwise short parts of rows.
 template <class T>
 BlockOfB first_decoded_block(const GemmOperand<T>& b, Range columns) {
   const int64_t width = b.is_transposed ? 2 * kNR<Accumulator<T>> : 256;
@@ -26,8 +26,8 @@ BlockOfB first_decoded_block(const GemmOperand<T>& b, Range columns) {
   return {range_from(0, depth, b.rows()), range_from(columns.begin, width, columns.end)};
 }
 
-// The distance in bytes from the codes of a block to those of the next one: of the same columns, or the first ones of
-// the columns after them.
+// The distance in bytes from the quantized values of a block to those of the next one: of the same columns, or the
+// first ones of the columns after them.
 template <class T>
 int64_t next_block_distance(const GemmOperand<T>& b, const BlockOfB& block) {
   const QuantizedMatrix& m = b.quantized;
@@ -50,7 +50,7 @@ void multiply_decoded(const RowGroups<Element>& a, const GemmOperand<T>& b, Rang
       RowGroups<Element> steps = a;
       steps.first_step = d / kDepthPerStep<Element>;
       const auto multiply =
-          b.is_transposed ? multiply_few_rows_transposed<T, Element> : multiply_few_rows_row_major<T, Element>;
+          b.is_transposed ? multiply_skinny_transposed<T, Element> : multiply_skinny_row_major<T, Element>;
       multiply(steps, decoded.memory, of_columns, accumulate || d > 0, {});
     }
   }
@@ -59,17 +59,16 @@ void multiply_decoded(const RowGroups<Element>& a, const GemmOperand<T>& b, Rang
 }  // namespace
 
 template <class T, class Element>
-void multiply_few_rows_quantized(const RowGroups<Element>& a, const GemmOperand<T>& b,
-                                 [[maybe_unused]] const GemmOperand<T>& next_b, MatrixView<Accumulator<T>> sums,
-                                 bool accumulate) {
-#if defined(MAXMOE_DECODES_PAIRS)
+void multiply_skinny_quantized(const RowGroups<Element>& a, const GemmOperand<T>& b,
+                               [[maybe_unused]] const GemmOperand<T>& next_b, MatrixView<Accumulator<T>> sums,
+                               bool accumulate) {
+#if MAXMOE_DECODES_PAIRS
   if constexpr (std::is_same_v<Element, BFloat16Pair>) {
     if (b.is_transposed) {
       const int64_t count = b.quantized.codes == Codes::e2m1 ? steps_of_depth<Element>(b.rows()) * a.num_rows : 0;
-      const FewRowsOfCodes p{a.data, a.num_rows, exponents_of_pairs(a.data, count), b.quantized, next_b.quantized,
-                             sums,   accumulate};
-      const auto multiply =
-          bits_per_code(b.quantized.codes) == 4 ? multiply_few_rows_of_4_bits : multiply_few_rows_of_8_bits;
+      const VnniProduct p{a.data, a.num_rows, exponents_of_pairs(a.data, count), b.quantized, next_b.quantized,
+                          sums,   accumulate};
+      const auto multiply = bits_per_code(b.quantized.codes) == 4 ? multiply_vnni_of_4_bits : multiply_vnni_of_8_bits;
       for (int64_t column = 0; column < sums.columns;) {
         const int64_t num_columns = multiply(p, column);
         const Range panel = range_from(column, kNR<float>, sums.columns);
@@ -82,9 +81,9 @@ void multiply_few_rows_quantized(const RowGroups<Element>& a, const GemmOperand<
 #endif
   if constexpr (kMultipliesWords && std::is_same_v<Element, float>) {
     if (b.is_transposed && a.num_rows <= kMaxRowsOfWords && multiplies_words<T>(b.quantized)) {
-      const FewRowsOfWords p{a[0].steps, a.num_rows, b.quantized, next_b.quantized, sums, accumulate};
+      const FloatProduct p{a[0].steps, a.num_rows, b.quantized, next_b.quantized, sums, accumulate};
       for (int64_t column = 0; column < sums.columns; column += kNR<float>) {
-        if (multiply_few_rows_of_words<T>(p, column)) continue;
+        if (multiply_words_of_panel<T>(p, column)) continue;
         multiply_decoded(a, b, range_from(column, kNR<float>, sums.columns), sums, accumulate);
       }
       return;
@@ -93,9 +92,9 @@ void multiply_few_rows_quantized(const RowGroups<Element>& a, const GemmOperand<
   multiply_decoded(a, b, {0, sums.columns}, sums, accumulate);
 }
 
-#define MAXMOE_INSTANTIATE_FOR(T)                                                                  \
-  template void multiply_few_rows_quantized(const RowGroups<ElementOf<T>>&, const GemmOperand<T>&, \
-                                            const GemmOperand<T>&, MatrixView<Accumulator<T>>, bool);
+#define MAXMOE_INSTANTIATE_FOR(T)                                                                \
+  template void multiply_skinny_quantized(const RowGroups<ElementOf<T>>&, const GemmOperand<T>&, \
+                                          const GemmOperand<T>&, MatrixView<Accumulator<T>>, bool);
 
 MAXMOE_FOR_EACH_TYPE(MAXMOE_INSTANTIATE_FOR)
 

@@ -9,33 +9,33 @@
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
 // Maximum number of rows of A: the accumulators of MR rows leave registers for two vectors of B and one element of A.
-constexpr int kMaxFewRows = kVectorRegisters == 32 ? 12 : 6;
+constexpr int kMaxRowsOfGroup = kVectorRegisters == 32 ? 12 : 6;
 
 // Number of VectorX2 that the kernel for `rows` rows computes at a time: a power of two, at most 4, whose accumulators
 // fit into the registers. One row then has 8 independent accumulators, which cover the latency of multiply-adds.
-constexpr int few_rows_vectors_x2(int rows) {
+constexpr int vectors_x2_of_rows(int rows) {
   int vectors_x2 = 4;
-  while (vectors_x2 > 1 && rows * vectors_x2 > kMaxFewRows) vectors_x2 /= 2;
+  while (vectors_x2 > 1 && rows * vectors_x2 > kMaxRowsOfGroup) vectors_x2 /= 2;
   return vectors_x2;
 }
 
 // Few rows of A, converted to the elements that a step multiplies. The elements of a step are neighbours, so that one
 // pointer reaches all rows, and no two of them share a set of the first-level cache.
 template <class Element, int kRows>
-struct FewRows {
+struct SkinnyRows {
   const Element* data;
   MAXMOE_INLINE Element operator()(int r, int64_t step) const { return data[step * kRows + r]; }
 };
 
 // Largest number of rows that are multiplied with any B in place; row_major.simd.h has exceptions for more. More
-// than kMaxFewRows are several groups: each multiplies a block of B, which the first one has brought into a cache. With
-// AVX-512 13 rows or more are faster with packed B (docs/concepts/kernels.md).
+// than kMaxRowsOfGroup are several groups: each multiplies a block of B, which the first one has brought into a cache.
+// With AVX-512 13 rows or more are faster with packed B (docs/concepts/kernels.md).
 constexpr int64_t kMaxRowsInPlace = 12;
 
 // A group of rows: the `index`th of `count`.
 template <class Element>
 struct RowGroup {
-  const Element* steps;  // the elements of a step are neighbours, as in FewRows
+  const Element* steps;  // the elements of a step are neighbours, as in SkinnyRows
   Range rows;
   int64_t index;
   int64_t count;
@@ -73,7 +73,7 @@ MAXMOE_INLINE void with_number_of_rows(int64_t rows, const Body& body, std::inte
 
 template <class Body>
 MAXMOE_INLINE void with_number_of_rows(int64_t rows, const Body& body) {
-  with_number_of_rows(rows, body, std::make_integer_sequence<int, kMaxFewRows>());
+  with_number_of_rows(rows, body, std::make_integer_sequence<int, kMaxRowsOfGroup>());
 }
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

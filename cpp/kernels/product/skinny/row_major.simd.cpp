@@ -1,4 +1,4 @@
-// The product of few rows of A with a row-major B: skinny_product.simd.h.
+// The skinny product of A with a row-major B: skinny_product.simd.h.
 //
 // The loops over columns and over the inner dimension are exchanged. The outer loop runs over blocks of rows of B, the
 // inner one over all columns. While a block is multiplied, the next one is prefetched in the order of memory, which
@@ -20,7 +20,7 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 // first-level cache it took up to 1.6 times the time. Blocks of 32 KiB are best for up to 4 rows of A. With more rows
 // the partial sums, which are loaded and stored once per block, are a larger share of the time, and 96 KiB took 0.7 to
 // 0.9 of it (docs/concepts/kernels.md).
-MAXMOE_INLINE int64_t rows_of_few_rows_block(int64_t num_rows, int64_t row_bytes) {
+MAXMOE_INLINE int64_t rows_of_block(int64_t num_rows, int64_t row_bytes) {
   constexpr int64_t kMinDepth = 8;
   const bool is_small = num_rows <= 4;
   const int64_t block_bytes = int64_t{is_small ? 32 : 96} * 1024;
@@ -52,9 +52,8 @@ constexpr int64_t kColumnsOfTurn = 2 * kNR<Accumulator<T>>;
 // The loops over `sum` are unrolled completely: 12 is the largest kRows, 8 the largest number of vectors. The compiler
 // keeps an array in registers only if all of its indices are constants.
 template <class T, class Element, int kRows, int kVectorsX2>
-MAXMOE_INLINE void multiply_few_rows_block(FewRows<Element, kRows> a, ConstMatrixView<T> b, Range depth,
-                                           Accumulator<T>* sums, int64_t sums_stride, bool accumulate,
-                                           RowPrefetch next) {
+MAXMOE_INLINE void multiply_skinny_block(SkinnyRows<Element, kRows> a, ConstMatrixView<T> b, Range depth,
+                                         Accumulator<T>* sums, int64_t sums_stride, bool accumulate, RowPrefetch next) {
   using S = Accumulator<T>;
   constexpr int kDepthOfStep = kDepthPerStep<Element>;
   // Where a kernel reads half a line, it is prefetched twice.
@@ -99,12 +98,11 @@ MAXMOE_INLINE void multiply_few_rows_block(FewRows<Element, kRows> a, ConstMatri
 // Multiplies a group of rows with all columns of one block of rows of B, and prefetches the group's share of `next`,
 // the next block.
 template <class T, class Element, int kRows>
-MAXMOE_INLINE void multiply_few_rows_columns(const RowGroup<Element>& group, ConstMatrixView<T> b, Range depth,
-                                             MatrixView<Accumulator<T>> sums, bool accumulate,
-                                             ConstMatrixView<T> next) {
+MAXMOE_INLINE void multiply_skinny_columns(const RowGroup<Element>& group, ConstMatrixView<T> b, Range depth,
+                                           MatrixView<Accumulator<T>> sums, bool accumulate, ConstMatrixView<T> next) {
   // 3 rows of bfloat16 that become floats have a register too few for two VectorX2.
   constexpr bool kWidens = std::is_same_v<T, BFloat16> && kDepthPerStep<Element> == 1 && kVectorRegisters == 16;
-  constexpr int kWideX2 = kWidens && kRows == 3 ? 1 : few_rows_vectors_x2(kRows);
+  constexpr int kWideX2 = kWidens && kRows == 3 ? 1 : vectors_x2_of_rows(kRows);
   constexpr int64_t kWideColumns = kWideX2 * kNR<Accumulator<T>>;
   const bool is_contiguous = next.row_stride == next.columns;
   int64_t column = 0;
@@ -114,12 +112,13 @@ MAXMOE_INLINE void multiply_few_rows_columns(const RowGroup<Element>& group, Con
     RowPrefetch of_columns{reinterpret_cast<const std::byte*>(first),
                            (is_contiguous ? kColumns : next.row_stride) * int64_t{sizeof(T)}};
     // Where it is not the group's turn, a line that is in the cache is prefetched: that costs less than a branch.
-    if (kMaxRowsInPlace > kMaxFewRows && group.count > 1 && column / kColumnsOfTurn<T> % group.count != group.index) {
+    if (kMaxRowsInPlace > kMaxRowsOfGroup && group.count > 1 &&
+        column / kColumnsOfTurn<T> % group.count != group.index) {
       of_columns = {reinterpret_cast<const std::byte*>(group.steps), 0};
     }
-    multiply_few_rows_block<T, Element, kRows, kVectorsX2>(FewRows<Element, kRows>{group.steps},
-                                                           b.column_range(column, column + kColumns), depth,
-                                                           sums.data + column, sums.row_stride, accumulate, of_columns);
+    multiply_skinny_block<T, Element, kRows, kVectorsX2>(SkinnyRows<Element, kRows>{group.steps},
+                                                         b.column_range(column, column + kColumns), depth,
+                                                         sums.data + column, sums.row_stride, accumulate, of_columns);
     column += kColumns;
   };
   while (column + kWideColumns <= b.columns) multiply_columns.template operator()<kWideX2>();
@@ -132,7 +131,7 @@ MAXMOE_INLINE void multiply_few_rows_columns(const RowGroup<Element>& group, Con
 template <class T, class Body>
 MAXMOE_INLINE void for_blocks_of_rows(int64_t num_rows, ConstMatrixView<T> b, ConstMatrixView<T> next_b,
                                       const Body& body) {
-  const int64_t rows_per_block = rows_of_few_rows_block(num_rows, b.columns * int64_t{sizeof(T)});
+  const int64_t rows_per_block = rows_of_block(num_rows, b.columns * int64_t{sizeof(T)});
   for (int64_t d = 0; d < b.rows; d += rows_per_block) {
     const Range depth = range_from(d, rows_per_block, b.rows);
     const ConstMatrixView<T> after_b = next_b.rows > 0 ? next_b : b.row_range(d, b.rows);
@@ -143,12 +142,12 @@ MAXMOE_INLINE void for_blocks_of_rows(int64_t num_rows, ConstMatrixView<T> b, Co
 // Multiplies a group of rows with `block` of the rows of b, or with all blocks if it is null, one after the other. A
 // function of its own for each number of rows: in a common one the compiler keeps fewer accumulators in registers.
 template <class T, class Element, int kRows>
-__attribute__((noinline)) void multiply_few_rows_group(const RowGroup<Element>& group, ConstMatrixView<T> b,
-                                                       MatrixView<Accumulator<T>> sums, bool accumulate,
-                                                       ConstMatrixView<T> next_b, const Range* block) {
+__attribute__((noinline)) void multiply_skinny_group(const RowGroup<Element>& group, ConstMatrixView<T> b,
+                                                     MatrixView<Accumulator<T>> sums, bool accumulate,
+                                                     ConstMatrixView<T> next_b, const Range* block) {
   const MatrixView<Accumulator<T>> rows = sums.row_range(group.rows.begin, group.rows.end);
   const auto multiply = [&](Range depth, ConstMatrixView<T> next) MAXMOE_INLINE_LAMBDA {
-    multiply_few_rows_columns<T, Element, kRows>(group, b, depth, rows, accumulate || depth.begin > 0, next);
+    multiply_skinny_columns<T, Element, kRows>(group, b, depth, rows, accumulate || depth.begin > 0, next);
   };
   if (block != nullptr) {
     multiply(*block, next_b);
@@ -165,7 +164,7 @@ void multiply_range_of_columns(const RowGroups<Element>& a, ConstMatrixView<T> b
   const auto multiply_group = [&](int64_t index, ConstMatrixView<T> next, const Range* block) {
     const RowGroup<Element> group = a[index];
     with_number_of_rows(group.rows.size(), [&]<int kRows> {
-      multiply_few_rows_group<T, Element, kRows>(group, b, sums, accumulate, next, block);
+      multiply_skinny_group<T, Element, kRows>(group, b, sums, accumulate, next, block);
     });
   };
   if (a.count() == 1) return multiply_group(0, next_b, nullptr);
@@ -187,8 +186,8 @@ int64_t columns_of_range(int64_t num_rows, int64_t num_columns) {
 
 // The product with a row-major b, range by range of its columns.
 template <class T, class Element>
-void multiply_few_rows_row_major(const RowGroups<Element>& a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sums,
-                                 bool accumulate, ConstMatrixView<T> next_b) {
+void multiply_skinny_row_major(const RowGroups<Element>& a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sums,
+                               bool accumulate, ConstMatrixView<T> next_b) {
   const int64_t width = columns_of_range<T>(a.num_rows, b.columns);
   for (int64_t column = 0; column < b.columns; column += width) {
     const Range columns = range_from(column, width, b.columns);
@@ -199,9 +198,9 @@ void multiply_few_rows_row_major(const RowGroups<Element>& a, ConstMatrixView<T>
   }
 }
 
-#define MAXMOE_INSTANTIATE_FOR(T)                                                               \
-  template void multiply_few_rows_row_major(const RowGroups<ElementOf<T>>&, ConstMatrixView<T>, \
-                                            MatrixView<Accumulator<T>>, bool, ConstMatrixView<T>);
+#define MAXMOE_INSTANTIATE_FOR(T)                                                             \
+  template void multiply_skinny_row_major(const RowGroups<ElementOf<T>>&, ConstMatrixView<T>, \
+                                          MatrixView<Accumulator<T>>, bool, ConstMatrixView<T>);
 
 MAXMOE_FOR_EACH_TYPE(MAXMOE_INSTANTIATE_FOR)
 

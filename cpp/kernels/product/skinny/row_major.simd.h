@@ -1,4 +1,4 @@
-// The product of few rows of A with a row-major B: skinny_product.simd.h.
+// The skinny product of A with a row-major B: skinny_product.simd.h.
 #pragma once
 
 #include "kernels/product/skinny/row_groups.simd.h"
@@ -23,7 +23,7 @@ int64_t max_row_major_rows(ConstMatrixView<T> b) {
 // Computes sums = a * b, or += if `accumulate`. At the end of b the first rows of next_b, which may be empty, are
 // prefetched.
 template <class T, class Element>
-void multiply_few_rows_row_major(const RowGroups<Element>& a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sums,
-                                 bool accumulate, ConstMatrixView<T> next_b);
+void multiply_skinny_row_major(const RowGroups<Element>& a, ConstMatrixView<T> b, MatrixView<Accumulator<T>> sums,
+                               bool accumulate, ConstMatrixView<T> next_b);
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

@@ -1,4 +1,4 @@
-// The product of few rows of A with any B. B is read in place: each of its elements is multiplied with so few elements
+// The skinny product of A with any B. B is read in place: each of its elements is multiplied with so few elements
 // of A that packing it would cost more than it saves. The product is bound by the bandwidth of memory, and each element
 // of B is read once.
 //
@@ -19,15 +19,15 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
 // Multiplies the rows with b of `p`, which is quantized, transposed or row-major.
 template <class T, class Element>
-void multiply_few_rows(const RowGroups<Element>& a, const Product<T>& p, MatrixView<Accumulator<T>> sums,
-                       bool accumulate) {
+void multiply_skinny(const RowGroups<Element>& a, const Product<T>& p, MatrixView<Accumulator<T>> sums,
+                     bool accumulate) {
   const ConstMatrixView<T> next = p.next_b.is_quantized() ? ConstMatrixView<T>{} : p.next_b.memory;
   if (p.b.is_quantized()) {
-    multiply_few_rows_quantized<T, Element>(a, p.b, p.next_b, sums, accumulate);
+    multiply_skinny_quantized<T, Element>(a, p.b, p.next_b, sums, accumulate);
   } else if (p.b.is_transposed) {
-    multiply_few_rows_transposed<T, Element>(a, p.b.memory, sums, accumulate, next);
+    multiply_skinny_transposed<T, Element>(a, p.b.memory, sums, accumulate, next);
   } else {
-    multiply_few_rows_row_major<T, Element>(a, p.b.memory, sums, accumulate, next);
+    multiply_skinny_row_major<T, Element>(a, p.b.memory, sums, accumulate, next);
   }
 }
 
@@ -57,7 +57,7 @@ MAXMOE_INLINE V zipped(V a, V b) {
 // Stores a group of rows of A, step by step. Whole vectors are stored, so that up to one vector per row is written past
 // the last step.
 template <class Element, class T>
-void store_few_rows(const GemmOperand<T>& a, Range rows, Element* steps) {
+void store_rows_of_a(const GemmOperand<T>& a, Range rows, Element* steps) {
   const int64_t num_steps = steps_of_depth<Element>(a.columns());
   const int64_t count = rows.size();
   if (!a.is_transposed && count > 2) {
@@ -88,35 +88,35 @@ void store_few_rows(const GemmOperand<T>& a, Range rows, Element* steps) {
 // The largest number of rows of a group, if `num_rows` rows multiply b.
 template <class Element, class T>
 int64_t max_group_of(const GemmOperand<T>& b, int64_t num_rows) {
-  return b.is_transposed ? max_transposed_group<T, Element>(num_rows) : kMaxFewRows;
+  return b.is_transposed ? max_transposed_group<T, Element>(num_rows) : kMaxRowsOfGroup;
 }
 
 // The largest number of rows that are multiplied with b in place.
 template <class Element, class T>
 int64_t max_rows_in_place(const GemmOperand<T>& b) {
-  if (b.is_quantized()) return kMaxFewQuantizedRows<Element>;
+  if (b.is_quantized()) return kMaxQuantizedRows<Element>;
   return b.is_transposed ? kMaxRowsInPlace : max_row_major_rows(b.memory);
 }
 
 // Computes sums = a * b, or += if `accumulate`, for 1 to max_rows_in_place(b) rows. Of `p`, b and next_b are read. The
 // call before has stored the same a in groups of at most `stored_group` rows, or none if it is 0.
 template <class Element, class T>
-void add_few_rows(const GemmOperand<T>& a, int64_t stored_group, const Product<T>& p, MatrixView<Accumulator<T>> sums,
-                  bool accumulate) {
+void add_skinny(const GemmOperand<T>& a, int64_t stored_group, const Product<T>& p, MatrixView<Accumulator<T>> sums,
+                bool accumulate) {
   // A is stored in the slot of packed B, which is free here. One vector is added to a row because whole vectors are
   // stored.
   const int64_t row_size = steps_of_depth<Element>(a.columns()) + kLanes<Element>;
   const RowGroups<Element> rows{scratch<Element>(kPackedBScratch, sums.rows * row_size), sums.rows, row_size,
                                 max_group_of<Element>(p.b, sums.rows)};
   for (int64_t i = 0; i < rows.count() && rows.max_group != stored_group; ++i) {
-    store_few_rows(a, rows.rows(i), rows.steps(rows.rows(i)));
+    store_rows_of_a(a, rows.rows(i), rows.steps(rows.rows(i)));
   }
-  multiply_few_rows<T, Element>(rows, p, sums, accumulate);
+  multiply_skinny<T, Element>(rows, p, sums, accumulate);
 }
 
 // A product with 1 to max_rows_in_place(b) rows. b has no index, a multiple of NR columns, and at least one row.
 template <class Element, class T>
-void multiply_few_rows(const GemmOperand<T>& a, int64_t stored_group, const Product<T>& p) {
+void multiply_skinny(const GemmOperand<T>& a, int64_t stored_group, const Product<T>& p) {
   using S = Accumulator<T>;
   const MatrixView<T>& c = p.c;
   // The sums are not kept in c: rounding them to T after each block of rows of B would change the result.
@@ -127,9 +127,9 @@ void multiply_few_rows(const GemmOperand<T>& a, int64_t stored_group, const Prod
       store_narrowed_x2<S>(sums.row(r) + column, load_x2(c.row(r) + column));
     }
   }
-  add_few_rows<Element>(a, stored_group, p, sums, p.accumulate);
+  add_skinny<Element>(a, stored_group, p, sums, p.accumulate);
   if (p.has_low_rank_term()) {
-    add_few_rows<Element>(GemmOperand<T>(p.reduced), 0, Product<T>{p.expand}, sums, true);
+    add_skinny<Element>(GemmOperand<T>(p.reduced), 0, Product<T>{p.expand}, sums, true);
   }
   for (int64_t r = 0; r < c.rows; ++r) {
     for (int64_t column = 0; column < c.columns; column += kNR<S>) {

@@ -1,4 +1,4 @@
-// The product of few rows of A with a transposed B, whose columns are rows in memory: skinny_product.simd.h.
+// The skinny product of A with a transposed B, whose columns are rows in memory: skinny_product.simd.h.
 //
 // As many columns as a vector has lanes are transposed in registers, block by block, and multiplied there. Transposed
 // blocks are stored in the first-level cache instead (transposed_parts.simd.h) if
@@ -22,11 +22,11 @@ namespace {
 // Computes sums[kRows, kLanes] = a * b, or += if `accumulate`, for one vector of columns, whose first block is `block`.
 // A cache line of the column in the same lane of `next` is prefetched in each step.
 template <class T, class Element, int kRows>
-MAXMOE_INLINE void multiply_few_rows_in_registers(FewRows<Element, kRows> a,
-                                                  TransposedBlock<BlockElement<T, Element>>& block,
-                                                  const ColumnVector<T>& columns, const ColumnVector<T>& following,
-                                                  const ColumnVector<T>& next, MatrixView<Accumulator<T>> sums,
-                                                  bool accumulate) {
+MAXMOE_INLINE void multiply_skinny_in_registers(SkinnyRows<Element, kRows> a,
+                                                TransposedBlock<BlockElement<T, Element>>& block,
+                                                const ColumnVector<T>& columns, const ColumnVector<T>& following,
+                                                const ColumnVector<T>& next, MatrixView<Accumulator<T>> sums,
+                                                bool accumulate) {
   using S = Accumulator<T>;
   using Of = BlockElement<T, Element>;
   Vector<S> sum[kRows];
@@ -57,9 +57,9 @@ constexpr bool kIsInRegisters =
 // The product of a single group of rows. A function of its own for each number of rows: in a common one the compiler
 // keeps fewer steps in registers.
 template <class T, class Element, int kRows>
-__attribute__((noinline)) void multiply_few_rows_group(FewRows<Element, kRows> a, ConstMatrixView<T> memory,
-                                                       MatrixView<Accumulator<T>> sums, bool accumulate,
-                                                       ConstMatrixView<T> next_memory) {
+__attribute__((noinline)) void multiply_skinny_group(SkinnyRows<Element, kRows> a, ConstMatrixView<T> memory,
+                                                     MatrixView<Accumulator<T>> sums, bool accumulate,
+                                                     ConstMatrixView<T> next_memory) {
   constexpr int64_t kWidth = kNR<Accumulator<T>>;
   constexpr int64_t kHalfWidth = kLanes<Accumulator<T>>;
   if constexpr (kIsInRegisters<T, Element, kRows>) {
@@ -71,7 +71,7 @@ __attribute__((noinline)) void multiply_few_rows_group(FewRows<Element, kRows> a
       const ConstMatrixView<T>& following = after.rows > 0 ? after : columns;
       const ConstMatrixView<T> next = columns_to_prefetch(after, next_memory);
       for (int vector = 0; vector < 2; ++vector) {
-        multiply_few_rows_in_registers<T, Element, kRows>(
+        multiply_skinny_in_registers<T, Element, kRows>(
             a, block, {columns, vector}, {vector == 0 ? columns : following, 1 - vector}, {next, vector},
             sums.column_range(column + vector * kHalfWidth, column + (vector + 1) * kHalfWidth), accumulate);
       }
@@ -95,19 +95,19 @@ __attribute__((noinline)) void multiply_few_rows_group(FewRows<Element, kRows> a
 // The product with a transposed b, whose columns are the rows of `memory`. At the end of b, the first columns of the
 // next product are prefetched.
 template <class T, class Element>
-void multiply_few_rows_transposed(const RowGroups<Element>& a, ConstMatrixView<T> memory,
-                                  MatrixView<Accumulator<T>> sums, bool accumulate, ConstMatrixView<T> next_memory) {
+void multiply_skinny_transposed(const RowGroups<Element>& a, ConstMatrixView<T> memory, MatrixView<Accumulator<T>> sums,
+                                bool accumulate, ConstMatrixView<T> next_memory) {
   if (a.count() == 1) {
     return with_number_of_rows(a.num_rows, [&]<int kRows> {
-      multiply_few_rows_group(FewRows<Element, kRows>{a[0].steps}, memory, sums, accumulate, next_memory);
+      multiply_skinny_group(SkinnyRows<Element, kRows>{a[0].steps}, memory, sums, accumulate, next_memory);
     });
   }
   multiply_groups_in_parts<T, Element>(a, memory, next_memory, sums, accumulate);
 }
 
-#define MAXMOE_INSTANTIATE_FOR(T)                                                                \
-  template void multiply_few_rows_transposed(const RowGroups<ElementOf<T>>&, ConstMatrixView<T>, \
-                                             MatrixView<Accumulator<T>>, bool, ConstMatrixView<T>);
+#define MAXMOE_INSTANTIATE_FOR(T)                                                              \
+  template void multiply_skinny_transposed(const RowGroups<ElementOf<T>>&, ConstMatrixView<T>, \
+                                           MatrixView<Accumulator<T>>, bool, ConstMatrixView<T>);
 
 MAXMOE_FOR_EACH_TYPE(MAXMOE_INSTANTIATE_FOR)
 

@@ -1,4 +1,4 @@
-// The product of few rows of A with a transposed B: skinny_product.simd.h.
+// The skinny product of A with a transposed B: skinny_product.simd.h.
 #pragma once
 
 #include "kernels/product/skinny/row_groups.simd.h"
@@ -12,13 +12,14 @@ constexpr int kMaxRowsOfPairs = 5;
 // The largest number of rows of a group that is multiplied with a transposed b.
 template <class T, class Element>
 constexpr int64_t max_transposed_group(int64_t num_rows) {
-  return num_rows <= kMaxFewRows || std::is_same_v<Element, BlockElement<T, Element>> ? kMaxFewRows : kMaxRowsOfPairs;
+  return num_rows <= kMaxRowsOfGroup || std::is_same_v<Element, BlockElement<T, Element>> ? kMaxRowsOfGroup
+                                                                                          : kMaxRowsOfPairs;
 }
 
 // Computes sums = a * b, or += if `accumulate`, where the columns of b are the rows of `memory`. At the end of b the
 // first columns of the next product, which may be empty, are prefetched.
 template <class T, class Element>
-void multiply_few_rows_transposed(const RowGroups<Element>& a, ConstMatrixView<T> memory,
-                                  MatrixView<Accumulator<T>> sums, bool accumulate, ConstMatrixView<T> next_memory);
+void multiply_skinny_transposed(const RowGroups<Element>& a, ConstMatrixView<T> memory, MatrixView<Accumulator<T>> sums,
+                                bool accumulate, ConstMatrixView<T> next_memory);
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

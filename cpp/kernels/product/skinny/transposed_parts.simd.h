@@ -1,4 +1,4 @@
-// The product of few rows of A with a transposed B, part by part: a part of the inner dimension of some columns is
+// The skinny product of A with a transposed B, part by part: a part of the inner dimension of some columns is
 // transposed into the first-level cache, and multiplied there.
 //
 // For one group of rows there are two parts. While one is multiplied, the next one is transposed, block by block, so
@@ -102,8 +102,8 @@ struct PartSums {
 
 // Adds the products of one step of a part to the sums. `a` begins with the first step of the part.
 template <bool kHasSecond, class T, class Element, int kRows, int kPanels>
-MAXMOE_INLINE void multiply_step(FewRows<Element, kRows> a, const TransposedPart<T, Element, kPanels>& b, int64_t step,
-                                 PartSums<Accumulator<T>, kRows, kPanels>& sums) {
+MAXMOE_INLINE void multiply_step(SkinnyRows<Element, kRows> a, const TransposedPart<T, Element, kPanels>& b,
+                                 int64_t step, PartSums<Accumulator<T>, kRows, kPanels>& sums) {
   using Of = BlockElement<T, Element>;
   const int64_t k = step * kStepsPerBlockStep<T, Element>;
   // One panel after the other: their vectors and the accumulators of two rows fit into 16 registers.
@@ -168,9 +168,9 @@ class ColumnPrefetch {
 // part. Groups of rows prefetch in turn: the steps are divided into `count` shares, and in those of share `index` a
 // cache line of each panel is prefetched.
 template <class T, class Element, int kRows, int kPanels>
-MAXMOE_INLINE void multiply_part(FewRows<Element, kRows> a, const TransposedPart<T, Element, kPanels>& b, int64_t depth,
-                                 PartSums<Accumulator<T>, kRows, kPanels>& sums, ColumnPrefetch& prefetch,
-                                 int64_t index, int64_t count) {
+MAXMOE_INLINE void multiply_part(SkinnyRows<Element, kRows> a, const TransposedPart<T, Element, kPanels>& b,
+                                 int64_t depth, PartSums<Accumulator<T>, kRows, kPanels>& sums,
+                                 ColumnPrefetch& prefetch, int64_t index, int64_t count) {
   using Of = BlockElement<T, Element>;
   const int64_t whole_steps = depth / kDepthPerStep<Of>;
   const Range share{whole_steps * index / count, whole_steps * (index + 1) / count};
@@ -187,7 +187,7 @@ MAXMOE_INLINE void multiply_part(FewRows<Element, kRows> a, const TransposedPart
 // Adds the products of a and a whole part to the sums. Meanwhile a whole part is transposed: `next`, from depth d of
 // `columns` on.
 template <class T, class Element, int kRows, int kPanels>
-MAXMOE_INLINE void multiply_and_transpose(FewRows<Element, kRows> a, const TransposedPart<T, Element, kPanels>& b,
+MAXMOE_INLINE void multiply_and_transpose(SkinnyRows<Element, kRows> a, const TransposedPart<T, Element, kPanels>& b,
                                           PartSums<Accumulator<T>, kRows, kPanels>& sums,
                                           TransposedPart<T, Element, kPanels>& next, ConstMatrixView<T> columns,
                                           int64_t d, ColumnPrefetch& prefetch) {
@@ -221,7 +221,7 @@ MAXMOE_INLINE void multiply_and_transpose(FewRows<Element, kRows> a, const Trans
 // Computes sums = a * b, or += if `accumulate`, for one group of rows, kPanels * NR columns at a time. The columns are
 // the rows of `memory`. Those of `next_memory` are prefetched at the end.
 template <class T, class Element, int kRows, int kPanels>
-MAXMOE_INLINE void multiply_group_in_parts(FewRows<Element, kRows> a, ConstMatrixView<T> memory,
+MAXMOE_INLINE void multiply_group_in_parts(SkinnyRows<Element, kRows> a, ConstMatrixView<T> memory,
                                            ConstMatrixView<T> next_memory, MatrixView<Accumulator<T>> sums,
                                            bool accumulate) {
   using Part = TransposedPart<T, Element, kPanels>;
@@ -236,7 +236,7 @@ MAXMOE_INLINE void multiply_group_in_parts(FewRows<Element, kRows> a, ConstMatri
     const MatrixView<Accumulator<T>> of_columns = sums.column_range(column, column + kColumns);
     PartSums<Accumulator<T>, kRows, kPanels> of_group(of_columns, accumulate);
     for (int64_t d = 0; d < memory.columns; d += Part::kDepth, current = 1 - current) {
-      const FewRows<Element, kRows> of_part{a.data + d / kDepthPerStep<Element> * kRows};
+      const SkinnyRows<Element, kRows> of_part{a.data + d / kDepthPerStep<Element> * kRows};
       // The next part is one of the same columns, or the first one of those after them.
       const bool is_last = d + Part::kDepth >= memory.columns;
       const ConstMatrixView<T>& of_next = is_last ? after : columns;
@@ -270,7 +270,7 @@ void multiply_groups_in_parts(const RowGroups<Element>& a, ConstMatrixView<T> me
         const MatrixView<Accumulator<T>> of_columns =
             sums.row_range(group.rows.begin, group.rows.end).column_range(column, column + kColumns);
         with_number_of_rows(group.rows.size(), [&]<int kRows> {
-          const FewRows<Element, kRows> of_part{group.steps + d / kDepthPerStep<Element> * kRows};
+          const SkinnyRows<Element, kRows> of_part{group.steps + d / kDepthPerStep<Element> * kRows};
           PartSums<Accumulator<T>, kRows, 1> of_group(of_columns, accumulate || d > 0);
           multiply_part(of_part, part, at_most(Part::kDepth, memory.columns - d), of_group, prefetch, i, a.count());
           of_group.store(of_columns);

@@ -1,21 +1,21 @@
-// The product of few rows of A with codes that run along the inner dimension, in vnni_product_of_4_bits.simd.cpp and
-// vnni_product_of_8_bits.simd.cpp: with all decoders and numbers of rows they take long to compile.
+// The skinny product of A with quantized values that run along the inner dimension, in vnni_product_of_4_bits.simd.cpp
+// and vnni_product_of_8_bits.simd.cpp: with all decoders and numbers of rows they take long to compile.
 #pragma once
 
 #include "kernels/product/skinny/row_groups.simd.h"
 #include "kernels/quantized/exponents.simd.h"
 #include "kernels/quantized/quantized_matrix.h"
 
-#if defined(MAXMOE_DECODES_PAIRS)
+#if MAXMOE_DECODES_PAIRS
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
 // Largest number of rows for which pairs are multiplied as they are decoded, without being stored: 2 accumulators per
-// row, the codes and the scales fit into the registers.
-constexpr int kMaxRowsOfCodes = 8;
+// row, the quantized values and the scales fit into the registers.
+constexpr int kMaxVnniRows = 8;
 
-// The arguments: rows of A as in FewRows, and sums for all columns, whose number is a multiple of NR.
-struct FewRowsOfCodes {
+// The arguments: rows of A as in SkinnyRows, and sums for all columns, whose number is a multiple of NR.
+struct VnniProduct {
   const BFloat16Pair* a;
   int64_t num_rows;
   Exponents of_a;  // for E2M1
@@ -27,8 +27,8 @@ struct FewRowsOfCodes {
 
 // Computes the sums of some columns from `column` on, a multiple of NR. Returns their number, 0 if no decoder has the
 // bits of the definition.
-int64_t multiply_few_rows_of_4_bits(const FewRowsOfCodes& p, int64_t column);
-int64_t multiply_few_rows_of_8_bits(const FewRowsOfCodes& p, int64_t column);
+int64_t multiply_vnni_of_4_bits(const VnniProduct& p, int64_t column);
+int64_t multiply_vnni_of_8_bits(const VnniProduct& p, int64_t column);
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE
 

@@ -1,7 +1,7 @@
-// The product of few rows of A with 4-bit codes: vnni_product.simd.h.
+// The skinny product of A with 4-bit quantized values: vnni_product.simd.h.
 #include "kernels/product/skinny/vnni_product.simd.h"
 
-#if defined(MAXMOE_DECODES_PAIRS)
+#if MAXMOE_DECODES_PAIRS
 #include "kernels/product/skinny/multiply_lines.simd.h"
 #include "kernels/quantized/column_tables.simd.h"
 #include "kernels/quantized/e2m1.simd.h"
@@ -9,7 +9,7 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-#if defined(MAXMOE_DECODES_PAIRS)
+#if MAXMOE_DECODES_PAIRS
 namespace {
 
 // Largest number of rows with four vectors of columns: the accumulators of more rows take the registers.
@@ -17,7 +17,7 @@ constexpr int kMaxRowsOfFourVectors = 2;
 
 // Whether sums of the vectors can be scaled.
 template <int kVectors>
-bool fit_unscaled(const FewRowsOfCodes& p, const ForVectors<CodeColumns, kVectors>& columns, int64_t column) {
+bool fit_unscaled(const VnniProduct& p, const ForVectors<CodeColumns, kVectors>& columns, int64_t column) {
   if (p.codes.codes != Codes::e2m1) return false;
   Exponents of_sums;
   for (int64_t r = 0; r < p.num_rows && p.accumulate; ++r) {
@@ -29,7 +29,7 @@ bool fit_unscaled(const FewRowsOfCodes& p, const ForVectors<CodeColumns, kVector
 
 }  // namespace
 
-int64_t multiply_few_rows_of_4_bits(const FewRowsOfCodes& p, int64_t column) {
+int64_t multiply_vnni_of_4_bits(const VnniProduct& p, int64_t column) {
   if (p.num_rows <= kMaxRowsOfFourVectors && column + 2 * kNR<float> <= p.sums.columns) {
     const auto columns = vectors_at<4>(p, column);
     if (fit_unscaled(p, columns, column)) {
@@ -37,8 +37,8 @@ int64_t multiply_few_rows_of_4_bits(const FewRowsOfCodes& p, int64_t column) {
     }
   }
   const auto columns = vectors_at<2>(p, column);
-  if (fit_unscaled(p, columns, column)) return multiply_columns<UnscaledE2M1, kMaxRowsOfCodes>(p, columns, column);
-  if (all_fit(columns, ColumnTables::fits)) return multiply_columns<ColumnTables, kMaxRowsOfCodes>(p, columns, column);
+  if (fit_unscaled(p, columns, column)) return multiply_columns<UnscaledE2M1, kMaxVnniRows>(p, columns, column);
+  if (all_fit(columns, ColumnTables::fits)) return multiply_columns<ColumnTables, kMaxVnniRows>(p, columns, column);
   return 0;
 }
 #endif

@@ -9,13 +9,6 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// Tests define MAXMOE_BFLOAT16_PAIRS to multiply pairs in plain arithmetic, on processors without AVX512-BF16.
-#if defined(__AVX512BF16__) || defined(MAXMOE_BFLOAT16_PAIRS)
-constexpr bool kMultipliesPairs = true;
-#else
-constexpr bool kMultipliesPairs = false;
-#endif
-
 template <class T>
 using ElementOf = std::conditional_t<kMultipliesPairs && std::is_same_v<T, BFloat16>, BFloat16Pair, Accumulator<T>>;
 

@@ -21,8 +21,8 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 // Prefetch distance in steps. The rows of B may be pages apart, where hardware prefetchers stop.
 constexpr int64_t kPackPrefetchSteps = 8;
 
-// Tests define MAXMOE_COUNT_PACKED to count the elements that are packed.
-#ifdef MAXMOE_COUNT_PACKED
+// Counts the elements that are packed, for tests.
+#if MAXMOE_COUNT_PACKED
 extern int64_t num_packed;
 MAXMOE_INLINE void count_packed(int64_t elements) {
   num_packed += elements;

@@ -7,18 +7,19 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// Whether codes are decoded while they are packed. Where they are not, tile_gemm decodes blocks before.
-#if defined(MAXMOE_DECODES_PAIRS)
+// Whether quantized values are decoded while they are packed. Where they are not, tile_gemm decodes blocks before.
+#if MAXMOE_DECODES_PAIRS
 template <class Element>
 constexpr bool kDecodesPairs = std::is_same_v<Element, BFloat16Pair>;
 
-// pack_b for codes. `columns` begins at a multiple of kMinColumnsPerScale.
+// pack_b for quantized values. `columns` begins at a multiple of kMinColumnsPerScale.
 void pack_codes(const GemmOperand<BFloat16>& b, Range depth, Range columns, BFloat16Pair* panels);
 
-// Whether micro-kernels pack codes: always along the inner dimension, across it if a class of row_decoders.simd.h fits.
+// Whether micro-kernels pack quantized values: always along the inner dimension, across it if a class of
+// row_decoders.simd.h fits.
 bool micro_kernel_packs_codes(const GemmOperand<BFloat16>& b);
 
-// micro_kernel_packing_b for codes. Out is float or BFloat16.
+// micro_kernel_packing_b for quantized values. Out is float or BFloat16.
 template <class Out>
 void micro_kernel_packing_codes(const MicroTile<Out, BFloat16Pair>& tile, const GemmOperand<BFloat16>& b, Range depth,
                                 int64_t column, BFloat16Pair* panel);
@@ -27,10 +28,10 @@ template <class Element>
 constexpr bool kDecodesPairs = false;
 #endif
 
-// pack_b for any B that is not quantized, or whose codes are decoded while they are packed.
+// pack_b for any B that is not quantized, or whose quantized values are decoded while they are packed.
 template <class Element, class T>
 void pack_columns_of_b(const GemmOperand<T>& b, Range depth, Range columns, Element* panels) {
-#if defined(MAXMOE_DECODES_PAIRS)
+#if MAXMOE_DECODES_PAIRS
   if constexpr (kDecodesPairs<Element>) {
     if (b.is_quantized()) return pack_codes(b, depth, columns, panels);
   }
@@ -38,10 +39,10 @@ void pack_columns_of_b(const GemmOperand<T>& b, Range depth, Range columns, Elem
   pack_b(b, depth, columns, panels);
 }
 
-// `b`, whose scales are read if that decides how its codes are packed.
+// `b`, whose scales are read if that decides how its quantized values are packed.
 template <class Element, class T>
 GemmOperand<T> with_scales_read(GemmOperand<T> b) {
-#if defined(MAXMOE_DECODES_PAIRS)
+#if MAXMOE_DECODES_PAIRS
   if constexpr (kDecodesPairs<Element>) {
     if (b.is_quantized() && !b.is_transposed) b.quantized.has_ordinary_scales = have_ordinary_scales(b.quantized);
   }
@@ -54,7 +55,7 @@ GemmOperand<T> with_scales_read(GemmOperand<T> b) {
 template <class Element, class T>
 bool micro_kernel_packs(const GemmOperand<T>& b) {
   if (!b.is_quantized()) return !b.is_transposed || (kTransposesMeanwhile && b.index == nullptr);
-#if defined(MAXMOE_DECODES_PAIRS)
+#if MAXMOE_DECODES_PAIRS
   if constexpr (kDecodesPairs<Element>) return micro_kernel_packs_codes(b);
 #endif
   return false;
@@ -64,7 +65,7 @@ bool micro_kernel_packs(const GemmOperand<T>& b) {
 template <class Out, class Element, class T>
 MAXMOE_INLINE void micro_kernel_packing(const MicroTile<Out, Element>& tile, const GemmOperand<T>& b, Range depth,
                                         int64_t column, Element* panel) {
-#if defined(MAXMOE_DECODES_PAIRS)
+#if MAXMOE_DECODES_PAIRS
   if constexpr (kDecodesPairs<Element>) {
     if (b.is_quantized()) return micro_kernel_packing_codes(tile, b, depth, column, panel);
   }

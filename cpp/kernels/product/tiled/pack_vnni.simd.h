@@ -1,4 +1,4 @@
-// Packing of codes as pairs of bfloat16.
+// Packing of quantized values as pairs of bfloat16.
 #pragma once
 
 #include "kernels/quantized/column_tables.simd.h"
@@ -6,14 +6,14 @@
 #include "kernels/quantized/row_decoders.simd.h"
 #include "kernels/quantized/scaled_bytes.simd.h"
 
-#if defined(MAXMOE_DECODES_PAIRS)
+#if MAXMOE_DECODES_PAIRS
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
-// Prefetch distance of codes that are packed.
+// Prefetch distance of quantized values that are packed.
 constexpr int64_t kPackPrefetchBytes = 4 * kCacheLineBytes;
 
-// Stores the pairs of a word, of which the first `count` codes exist: steps are kNR pairs apart.
+// Stores the pairs of a word, of which the first `count` quantized values exist: steps are kNR pairs apart.
 template <int kBits>
 MAXMOE_INLINE void store_pairs(const WordPairs<kBits>& pairs, int64_t count, BFloat16Pair* target) {
 #pragma GCC unroll 4
@@ -123,8 +123,8 @@ MAXMOE_INLINE void pack_columns_by_word(const CodeColumns& first, const CodeColu
   if (num_steps > 0) body((num_steps - 1) / kSteps * kSteps, num_steps);
 }
 
-// Calls body.operator()<Decoder>(first, second) with the columns of both vectors of a panel whose codes run along the
-// inner dimension. Returns false if the codes fit no decoder.
+// Calls body.operator()<Decoder>(first, second) with the columns of both vectors of a panel whose quantized values run
+// along the inner dimension. Returns false if the quantized values fit no decoder.
 template <class Body>
 MAXMOE_INLINE bool with_column_pairs(const QuantizedMatrix& m, Range columns, Range depth, const Body& body) {
   const CodeColumns first = code_columns(m, columns, depth, 0);
@@ -143,16 +143,17 @@ MAXMOE_INLINE bool with_column_pairs(const QuantizedMatrix& m, Range columns, Ra
          try_each.template operator()<ScaledE4M3, ScaledInt8>();
 }
 
-// Packs a panel of a B whose codes run along the inner dimension. Returns false if the codes fit no decoder.
+// Packs a panel of a B whose quantized values run along the inner dimension. Returns false if the quantized values fit
+// no decoder.
 MAXMOE_INLINE bool pack_pairs_along_depth(const QuantizedMatrix& m, Range columns, Range depth, BFloat16Pair* panel) {
   return with_column_pairs(m, columns, depth, [&]<class Decoder>(const CodeColumns& first, const CodeColumns& second) {
     pack_columns<Decoder>(first, second, panel);
   });
 }
 
-// micro_kernel_packing_b for codes along the inner dimension: the next word is packed before a word is multiplied, so
-// that both run in parallel. A panel of ColumnTables is packed first, because the registers do not hold its tables and
-// the sums. Returns false, and does nothing, if the codes fit no decoder.
+// micro_kernel_packing_b for quantized values along the inner dimension: the next word is packed before a word is
+// multiplied, so that both run in parallel. A panel of ColumnTables is packed first, because the registers do not hold
+// its tables and the sums. Returns false, and does nothing, if the quantized values fit no decoder.
 template <class Out>
 bool micro_kernel_packing_columns(const MicroTile<Out, BFloat16Pair>& tile, const QuantizedMatrix& m, Range depth,
                                   int64_t column, BFloat16Pair* panel) {
@@ -178,8 +179,8 @@ bool micro_kernel_packing_columns(const MicroTile<Out, BFloat16Pair>& tile, cons
   });
 }
 
-// Whether codes of B run across the inner dimension and fit a class of row_decoders.simd.h: micro-kernels can pack it
-// then.
+// Whether quantized values of B run across the inner dimension and fit a class of row_decoders.simd.h: micro-kernels
+// can pack it then.
 MAXMOE_INLINE bool packs_pairs(const GemmOperand<BFloat16>& b) {
   return !b.is_transposed && b.quantized.has_ordinary_scales && with_row_pairs(b.quantized, []<class Pairs> {});
 }
@@ -198,7 +199,8 @@ MAXMOE_INLINE void pack_pairs_row_major(const QuantizedMatrix& m, Range depth, R
   });
 }
 
-// micro_kernel_packing_b for codes across the inner dimension: decoding them runs in parallel with the multiply-adds.
+// micro_kernel_packing_b for quantized values across the inner dimension: decoding them runs in parallel with the
+// multiply-adds.
 template <class Out>
 bool micro_kernel_packing_rows(const MicroTile<Out, BFloat16Pair>& tile, const QuantizedMatrix& m, Range depth,
                                int64_t column, BFloat16Pair* panel) {

@@ -25,8 +25,8 @@
 //
 // With few rows of A each element of packed B would be used so rarely that packing costs more than it saves. Then B is
 // read in place (skinny_product.simd.h). Its kernels, and packing of a quantized B, are in files of their own, so that
-// they are compiled in parallel. Blocks of a quantized B are decoded first, unless its codes are decoded while they are
-// packed.
+// they are compiled in parallel. Blocks of a quantized B are decoded first, unless its quantized values are decoded
+// while they are packed.
 //
 // With AVX512-BF16 packed blocks of bfloat16 matrices hold BFloat16Pairs, and a step is two elements of the inner
 // dimension.
@@ -135,8 +135,8 @@ void load_sums(ConstMatrixView<T> c, int64_t sums_rows, Accumulator<T>* sums) {
   }
 }
 
-// What a block of B is packed from: b, or the numbers of its codes where packing does not decode them. Those are an
-// operand of their own, in which the block begins at 0.
+// What a block of B is packed from: b, or the numbers of its quantized values where packing does not decode them. Those
+// are an operand of their own, in which the block begins at 0.
 template <class Element, class T>
 GemmOperand<T> operand_of_block(const GemmOperand<T>& b, BlockOfB& block) {
   if (!b.is_quantized() || kDecodesPairs<Element>) return b;
@@ -240,10 +240,10 @@ Product<T> column_range(Product<T> p, int64_t begin, int64_t end) {
 // `stored_group` tells in which groups the product before has left the rows of a for skinny_product.simd.h, and returns
 // in which this one has, 0 for none: the low-rank term and packed B take their place.
 template <class T>
-void multiply_few_rows_of(const GemmOperand<T>& a, int64_t& stored_group, PackedA<T>& packed_a, const Product<T>& p) {
+void multiply_skinny_of(const GemmOperand<T>& a, int64_t& stored_group, PackedA<T>& packed_a, const Product<T>& p) {
   using Element = ElementOf<T>;
   const int64_t whole = p.c.columns / kNR<Accumulator<T>> * kNR<Accumulator<T>>;
-  if (whole > 0) multiply_few_rows<Element>(a, stored_group, column_range(p, 0, whole));
+  if (whole > 0) multiply_skinny<Element>(a, stored_group, column_range(p, 0, whole));
   if (whole < p.c.columns) multiply(packed_a, column_range(p, whole, p.c.columns));
   const bool keeps_rows = whole > 0 && whole == p.c.columns && !p.has_low_rank_term();
   stored_group = keeps_rows ? max_group_of<Element>(p.b, p.c.rows) : 0;
@@ -269,10 +269,10 @@ void multiply_rows(const TileGemm<T>& p, int64_t begin, int64_t end) {
     product.reduced = product.reduced.row_range(begin, end);
     product.is_nontemporal = product.is_nontemporal && begins_on_cache_lines(product.c);
     const int64_t rows = product.c.rows;
-    const bool is_few_rows =
+    const bool is_skinny =
         0 < rows && rows <= max_rows_in_place<ElementOf<T>>(product.b) && a.columns() > 0 && product.b.index == nullptr;
-    if (is_few_rows) {
-      multiply_few_rows_of(a, stored_group, packed_a, product);
+    if (is_skinny) {
+      multiply_skinny_of(a, stored_group, packed_a, product);
     } else {
       stored_group = 0;
       multiply(packed_a, product);
