@@ -146,8 +146,7 @@ TESTED_BY = {
     "row_major": "tile_gemm",
     "transposed": "tile_gemm",
     "quantized": "quantized_gemm",
-    "vnni_product_of_4_bits": "quantized_gemm",
-    "vnni_product_of_8_bits": "quantized_gemm",
+    "vnni": "quantized_gemm",
     "float_product": "quantized_gemm",
     "pack_quantized": "quantized_gemm",
     "decode_rows": "dequantize",
@@ -235,7 +234,7 @@ def test_names_say_what_is_compiled_per_instruction_set() -> None:
         opens = re.search(r"^namespace maxmoe::MAXMOE_ISA_NAMESPACE", path.read_text(), re.MULTILINE) is not None
         assert opens == (".simd." in path.name), f"{relative(path)}: .simd is for files that open MAXMOE_ISA_NAMESPACE"
         if path.name != "target.simd.h" and opens:
-            assert not re.search(r"(def|defined\(|defined) *MAXMOE_", path.read_text()), f"{relative(path)}: test macros with #if"
+            assert not re.search(r"(def|defined\(|defined) *MAXMOE_", path.read_text()), f"{relative(path)}: use #if"
     others = [path for path in CPP_FILES if ".simd." not in path.name]
     assert not including(others, r'[^">]*[.]simd[.]h')
 

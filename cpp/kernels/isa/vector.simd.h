@@ -177,6 +177,13 @@ struct VectorX2 {
 template <class S>
 constexpr int64_t kLanesX2 = 2 * kLanes<S>;
 
+// The column of a micro-panel of B in lane `lane` of vector `vector` of a step: see VectorX2.
+template <class T>
+constexpr int64_t column_of_lane(int vector, int lane) {
+  if (std::is_same_v<T, BFloat16>) return 2 * lane + vector;
+  return vector * kLanes<Accumulator<T>> + lane;
+}
+
 // Loads kLanesX2 elements of T and converts them to the accumulator's type. `source` need not be aligned.
 template <class T>
 MAXMOE_INLINE VectorX2<Accumulator<T>> load_x2(const T* source) {

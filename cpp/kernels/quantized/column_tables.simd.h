@@ -15,7 +15,6 @@ class ColumnTables {
  public:
   static constexpr int kBits = 4;
   static constexpr bool kIsCommon = false;
-  static constexpr bool kScalesSums = false;
   static constexpr int kMinRowsAhead = 4;
 
   static bool fits(const CodeColumns& c) { return bits_per_code(c.m.codes) == 4 && have_ordinary_scales(c); }

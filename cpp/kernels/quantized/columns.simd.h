@@ -1,7 +1,6 @@
 // Columns of B whose codes run along the inner dimension, and their scales, with AVX-512.
 #pragma once
 
-#include "kernels/product/tiled/pack.simd.h"
 #include "kernels/quantized/row_words.simd.h"
 #include "kernels/quantized/value_tables.h"
 
@@ -21,13 +20,31 @@ struct CodeColumns {
   int64_t num_scales() const { return m.block(depth.end - 1) - m.block(depth.begin) + 1; }
 };
 
-// The two vectors of a panel as columns of codes. Columns past the end are those of the last one.
-MAXMOE_INLINE CodeColumns code_columns(const QuantizedMatrix& m, Range columns, Range depth, int vector) {
-  CodeColumns result{m, {}, depth};
-  for (int i = 0; i < CodeColumns::kColumns; ++i) {
-    result.rows[i] = at_most(columns.begin + column_of_lane<BFloat16>(vector, i), columns.end - 1);
-  }
-  return result;
+// Objects of class Object for kVectors vectors of columns.
+template <class Object, int kVectors>
+struct ForVectors {
+  Object of[kVectors];
+};
+
+template <class Object, int kVectors, class Make>
+MAXMOE_INLINE ForVectors<Object, kVectors> for_vectors(const Make& make) {
+  return [&]<int... kVector>(std::integer_sequence<int, kVector...> /*vectors*/) MAXMOE_INLINE_LAMBDA {
+    return ForVectors<Object, kVectors>{{make(kVector)...}};
+  }(std::make_integer_sequence<int, kVectors>());
+}
+
+// The vectors of kVectors / 2 micro-panels from columns.begin on. Columns past the end are those of the last one.
+template <int kVectors>
+MAXMOE_INLINE ForVectors<CodeColumns, kVectors> vectors_of_panels(const QuantizedMatrix& m, Range columns,
+                                                                  Range depth) {
+  return for_vectors<CodeColumns, kVectors>([&](int v) {
+    CodeColumns result{m, {}, depth};
+    const int64_t panel = columns.begin + v / 2 * kLanesX2<float>;
+    for (int i = 0; i < CodeColumns::kColumns; ++i) {
+      result.rows[i] = at_most(panel + column_of_lane<BFloat16>(v % 2, i), columns.end - 1);
+    }
+    return result;
+  });
 }
 
 // The scales or zero points of 16 columns, 16 bytes of each at a time.

@@ -88,7 +88,9 @@ MAXMOE_INLINE int64_t decode_halves(const Run& run, const HalfTable& table, T* o
   return i;
 }
 
-// E2M1 with scales that are powers of two, to bfloat16: the values are looked up, and their exponents are raised.
+// E2M1 with scales that are powers of two, to bfloat16: the values are looked up, and their exponents are raised. A
+// table for each run instead took 1.5 times the time of a skinny product of 1 row, 1.35 of 4 rows, and made no
+// difference from 16 rows on (AVX2, across the inner dimension, AMD Zen 5 class).
 class E2M1Halves {
  public:
   E2M1Halves() : table_(RunTable<BFloat16>(kE2M1.values.data()).halves(1.0F, 0.0F)) {}

@@ -1,8 +1,5 @@
-// Codes that run across the inner dimension to pairs of bfloat16: a step is 32 columns of rows d and d + 1.
-//
-// There is a class for each way to decode, made for the columns of a panel. `decode` is called between the
-// multiply-adds of a micro-kernel. It has no branch that depends on data, and as few instructions as possible in the
-// units of multiply-adds.
+// Codes that run across the inner dimension to pairs of bfloat16: a step is 32 columns of rows d and d + 1. The
+// decoders use as few instructions as possible in the units of multiply-adds.
 #pragma once
 
 #include "kernels/quantized/e2m1.simd.h"
@@ -44,7 +41,7 @@ MAXMOE_INLINE __m512 alternating(float first, float second) {
   return _mm512_castsi512_ps(_mm512_set1_epi64(static_cast<int64_t>(high << 32 | low)));
 }
 
-// What the classes share: the rows of a step and their scales.
+// What the decoders share: the rows of a step and their scales.
 class RowPairs {
  public:
   RowPairs(const QuantizedMatrix& m, Range depth, int64_t column)
@@ -82,8 +79,8 @@ class RowPairs {
   int64_t end_;
 };
 
-// E2M1 with scales that are powers of two: a bfloat16 is looked up, and its exponent is lowered. A -0 counts as +0,
-// which changes no sum but one that is itself -0.
+// E2M1 with scales that are powers of two, as ScaledE2M1. With TableRowPairs instead 16 rows took 1.13 times the time,
+// 64 rows 1.06 (AMD Zen 5 class).
 class E2M1RowPairs : public RowPairs {
  public:
   static bool fits(const QuantizedMatrix& m) { return m.codes == Codes::e2m1 && m.zeros == nullptr; }
@@ -211,25 +208,6 @@ class ByteRowPairs : public RowPairs {
 
   Floats::Table table_ = Floats::table();
 };
-
-// Calls body.operator()<Pairs>() with the class that fits; returns false if there is none. All scales must be ordinary.
-template <class Body>
-MAXMOE_INLINE bool with_row_pairs(const QuantizedMatrix& m, const Body& body) {
-  const auto try_class = [&]<class Pairs> {
-    if (!Pairs::fits(m)) return false;
-    body.template operator()<Pairs>();
-    return true;
-  };
-  const auto try_type = [&]<ScaleType kType> {
-    return try_class.template operator()<TableRowPairs<kType, false>>() ||
-           try_class.template operator()<TableRowPairs<kType, true>>() ||
-           try_class.template operator()<ByteRowPairs<Codes::e4m3, kType>>() ||
-           try_class.template operator()<ByteRowPairs<Codes::int8, kType>>();
-  };
-  return try_class.template operator()<E2M1RowPairs>() || try_class.template operator()<E4M3RowPairs>() ||
-         try_type.template operator()<ScaleType::float32>() || try_type.template operator()<ScaleType::bfloat16>() ||
-         try_type.template operator()<ScaleType::float16>() || try_type.template operator()<ScaleType::e8m0>();
-}
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE
 

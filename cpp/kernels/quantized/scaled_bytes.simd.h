@@ -12,15 +12,13 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 class ScaledE4M3Table {
  public:
   static constexpr int kBits = 8;
-  static constexpr bool kIsCommon = true;  // one object decodes all vectors of columns
-  static constexpr bool kScalesSums = false;
+  static constexpr bool kIsCommon = true;
   static constexpr int kMinRowsAhead = 6;
 
-  // `first` is the first one of all columns.
-  static bool fits(const CodeColumns& c, const CodeColumns& first) {
+  static bool fits(const CodeColumns& c) {
     if (c.m.codes != Codes::e4m3) return false;
     for (const int64_t row : c.rows) {
-      if (c.m.scale_index(row, 0) != c.m.scale_index(first.rows[0], 0)) return false;
+      if (c.m.scale_index(row, 0) != c.m.scale_index(c.rows[0], 0)) return false;
     }
     return have_ordinary_scales(c);
   }
@@ -72,7 +70,6 @@ class ScaledE4M3 : public DoubledScales {
  public:
   static constexpr int kBits = 8;
   static constexpr bool kIsCommon = false;
-  static constexpr bool kScalesSums = false;
   static constexpr int kMinRowsAhead = 6;
 
   static bool fits(const CodeColumns& c) { return c.m.codes == Codes::e4m3 && have_ordinary_scales(c); }
@@ -106,7 +103,6 @@ class ScaledInt8 : public DoubledScales {
  public:
   static constexpr int kBits = 8;
   static constexpr bool kIsCommon = false;
-  static constexpr bool kScalesSums = false;
   static constexpr int kMinRowsAhead = 6;
 
   static bool fits(const CodeColumns& c) { return c.m.codes == Codes::int8 && have_ordinary_scales(c); }

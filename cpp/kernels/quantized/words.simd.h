@@ -1,7 +1,7 @@
 // Reads codes of several columns in transposed words of 32 bits, and decodes words to floats.
 #pragma once
 
-#include "kernels/product/tiled/pack.simd.h"
+#include "kernels/isa/transpose.simd.h"
 #include "kernels/quantized/value_tables.h"
 
 #if defined(__AVX2__)
@@ -158,7 +158,8 @@ class WordDecoder {
 
 #if !defined(__AVX512F__)
 
-// E2M1 without lookups of 16 floats. The values are bfloat16, whose two bytes are looked up.
+// E2M1 without lookups of 16 floats. The values are bfloat16, whose two bytes are looked up. With lookups of floats
+// instead 1 row took 1.13 times the time, 4 rows 1.8 (float32, AMD Zen 5 class).
 template <>
 class WordDecoder<Codes::e2m1> {
  public:

@@ -1,4 +1,4 @@
-// The skinny product of A with words of quantized values: float_product.simd.h.
+// The skinny product with words of quantized values: float_product.simd.h.
 //
 // Both vectors of columns of a panel are decoded and multiplied in turn, because the sums of one vector are a chain of
 // multiply-adds whose latency is longer than decoding takes. Both use the same loads of A.
@@ -87,7 +87,7 @@ __attribute__((noinline)) bool multiply_words(const FloatProduct& p, int64_t col
   ColumnPrefetch prefetch(
       columns_to_prefetch(bytes_of_columns(m, column + kNR<float>), bytes_of_columns(p.next_codes, 0)));
   BlockScales<kCodes> scales;
-  PartSums<float, kRows, 1> sums(out, p.accumulate);
+  Accumulators<float, kRows, kVectors> sums(out.data, out.row_stride, p.accumulate);
   Words words[kVectors][WordReader::kWords];
 
   // Decodes and multiplies the first `count` quantized values of a word, from depth d on.
@@ -105,7 +105,7 @@ __attribute__((noinline)) bool multiply_words(const FloatProduct& p, int64_t col
         values *= scales.scale[v];
         if constexpr (kIsRounded) values = rounded<T>(values);
 #pragma GCC unroll 12
-        for (int r = 0; r < kRows; ++r) sums.sum[r][v] = multiply_add(sums.sum[r][v], a(r, d + i), values);
+        for (int r = 0; r < kRows; ++r) sums.of[r][v] = multiply_add(sums.of[r][v], a(r, d + i), values);
       }
     }
   };
@@ -126,7 +126,7 @@ __attribute__((noinline)) bool multiply_words(const FloatProduct& p, int64_t col
     if (d < part.end) multiply(word, d, part.end - d);
   });
   if (!scales.is_exact()) return false;
-  sums.store(out);
+  sums.store(out.data, out.row_stride);
   return true;
 }
 

@@ -1,7 +1,7 @@
-// The skinny product of A with a quantized B: skinny_product.simd.h.
+// The skinny product with a quantized B: skinny_product.simd.h.
 //
 // Quantized values that run along the inner dimension are multiplied as they are decoded: to pairs with AVX512-BF16
-// (vnni_product.simd.h), some of them to floats with AVX2 and AVX-512 (float_product.simd.h). Otherwise blocks of B are
+// (vnni.simd.h), some of them to floats with AVX2 and AVX-512 (float_product.simd.h). Otherwise blocks of B are
 // decoded, which stay in the first-level cache, and multiplied there like any B.
 #include "kernels/product/skinny/quantized.simd.h"
 
@@ -65,12 +65,9 @@ void multiply_skinny_quantized(const RowGroups<Element>& a, const GemmOperand<T>
 #if MAXMOE_DECODES_PAIRS
   if constexpr (std::is_same_v<Element, BFloat16Pair>) {
     if (b.is_transposed) {
-      const int64_t count = b.quantized.codes == Codes::e2m1 ? steps_of_depth<Element>(b.rows()) * a.num_rows : 0;
-      const VnniProduct p{a.data, a.num_rows, exponents_of_pairs(a.data, count), b.quantized, next_b.quantized,
-                          sums,   accumulate};
-      const auto multiply = bits_per_code(b.quantized.codes) == 4 ? multiply_vnni_of_4_bits : multiply_vnni_of_8_bits;
+      const VnniProduct p{a.data, a.num_rows, b.quantized, next_b.quantized, sums, accumulate};
       for (int64_t column = 0; column < sums.columns;) {
-        const int64_t num_columns = multiply(p, column);
+        const int64_t num_columns = multiply_vnni(p, column);
         const Range panel = range_from(column, kNR<float>, sums.columns);
         if (num_columns == 0) multiply_decoded(a, b, panel, sums, accumulate);
         column = num_columns == 0 ? panel.end : column + num_columns;

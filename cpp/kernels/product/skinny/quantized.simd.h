@@ -1,9 +1,9 @@
-// The skinny product of A with a quantized B: skinny_product.simd.h.
+// The skinny product with a quantized B: skinny_product.simd.h.
 #pragma once
 
 #include "kernels/product/gemm.h"
 #include "kernels/product/skinny/row_groups.simd.h"
-#include "kernels/product/skinny/vnni_product.simd.h"
+#include "kernels/product/skinny/vnni.simd.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 

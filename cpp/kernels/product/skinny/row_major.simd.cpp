@@ -1,4 +1,4 @@
-// The skinny product of A with a row-major B: skinny_product.simd.h.
+// The skinny product with a row-major B: skinny_product.simd.h.
 //
 // The loops over columns and over the inner dimension are exchanged. The outer loop runs over blocks of rows of B, the
 // inner one over all columns. While a block is multiplied, the next one is prefetched in the order of memory, which
@@ -9,6 +9,7 @@
 // ranges of columns, whose blocks have more rows.
 #include "kernels/product/skinny/row_major.simd.h"
 
+#include "kernels/product/accumulators.simd.h"
 #include "kernels/product/tiled/blocking.simd.h"
 #include "kernels/product/tiled/micro_kernel.simd.h"
 
@@ -48,9 +49,6 @@ constexpr int64_t kColumnsOfTurn = 2 * kNR<Accumulator<T>>;
 
 // Computes sums[kRows, kVectorsX2 * NR] = a * b, or += if `accumulate`, for one block of rows of B. The columns of the
 // sums are in the order of VectorX2.
-//
-// The loops over `sum` are unrolled completely: 12 is the largest kRows, 8 the largest number of vectors. The compiler
-// keeps an array in registers only if all of its indices are constants.
 template <class T, class Element, int kRows, int kVectorsX2>
 MAXMOE_INLINE void multiply_skinny_block(SkinnyRows<Element, kRows> a, ConstMatrixView<T> b, Range depth,
                                          Accumulator<T>* sums, int64_t sums_stride, bool accumulate, RowPrefetch next) {
@@ -58,14 +56,7 @@ MAXMOE_INLINE void multiply_skinny_block(SkinnyRows<Element, kRows> a, ConstMatr
   constexpr int kDepthOfStep = kDepthPerStep<Element>;
   // Where a kernel reads half a line, it is prefetched twice.
   constexpr int kLines = kLinesPerRow<T, kVectorsX2> == 0 ? 1 : kLinesPerRow<T, kVectorsX2>;
-  Vector<S> sum[kRows][2 * kVectorsX2];
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-    for (int v = 0; v < 2 * kVectorsX2; ++v) {
-      sum[r][v] = accumulate ? load_vector(sums + r * sums_stride + v * kLanes<S>) : Vector<S>{};
-    }
-  }
+  Accumulators<S, kRows, 2 * kVectorsX2> sum(sums, sums_stride, accumulate);
   // A missing second row of a step of pairs counts as zeros.
   const auto multiply_step = [&]<bool kHasSecond>(int64_t d, const T* row) MAXMOE_INLINE_LAMBDA {
 #pragma GCC unroll 4
@@ -75,8 +66,8 @@ MAXMOE_INLINE void multiply_skinny_block(SkinnyRows<Element, kRows> a, ConstMatr
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
         const Element factor = a(r, d / kDepthOfStep);
-        sum[r][2 * v] = multiply_add(sum[r][2 * v], factor, step.first);
-        sum[r][2 * v + 1] = multiply_add(sum[r][2 * v + 1], factor, step.second);
+        sum.of[r][2 * v] = multiply_add(sum.of[r][2 * v], factor, step.first);
+        sum.of[r][2 * v + 1] = multiply_add(sum.of[r][2 * v + 1], factor, step.second);
       }
     }
   };
@@ -88,11 +79,7 @@ MAXMOE_INLINE void multiply_skinny_block(SkinnyRows<Element, kRows> a, ConstMatr
     multiply_step.template operator()<true>(d, row);
   }
   if (d < depth.end) multiply_step.template operator()<false>(d, row);
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-    for (int v = 0; v < 2 * kVectorsX2; ++v) store_vector<S>(sums + r * sums_stride + v * kLanes<S>, sum[r][v]);
-  }
+  sum.store(sums, sums_stride);
 }
 
 // Multiplies a group of rows with all columns of one block of rows of B, and prefetches the group's share of `next`,

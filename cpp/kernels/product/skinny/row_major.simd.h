@@ -1,4 +1,4 @@
-// The skinny product of A with a row-major B: skinny_product.simd.h.
+// The skinny product with a row-major B: skinny_product.simd.h.
 #pragma once
 
 #include "kernels/product/skinny/row_groups.simd.h"

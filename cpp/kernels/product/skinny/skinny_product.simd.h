@@ -1,6 +1,6 @@
-// The skinny product of A with any B. B is read in place: each of its elements is multiplied with so few elements
-// of A that packing it would cost more than it saves. The product is bound by the bandwidth of memory, and each element
-// of B is read once.
+// The skinny product: few rows of A with any B. B is read in place: each of its elements is multiplied with so few
+// elements of A that packing it would cost more than it saves. The product is bound by the bandwidth of memory, and
+// each element of B is read once.
 //
 // If B is row-major, it is multiplied in blocks of rows (row_major.simd.cpp). If it is transposed, its columns
 // are rows in memory, which are transposed in registers (transposed.simd.cpp). If it is quantized, it is decoded on

@@ -1,4 +1,4 @@
-// The skinny product of A with a transposed B, whose columns are rows in memory: skinny_product.simd.h.
+// The skinny product with a transposed B, whose columns are rows in memory: skinny_product.simd.h.
 //
 // As many columns as a vector has lanes are transposed in registers, block by block, and multiplied there. Transposed
 // blocks are stored in the first-level cache instead (transposed_parts.simd.h) if
@@ -29,9 +29,7 @@ MAXMOE_INLINE void multiply_skinny_in_registers(SkinnyRows<Element, kRows> a,
                                                 bool accumulate) {
   using S = Accumulator<T>;
   using Of = BlockElement<T, Element>;
-  Vector<S> sum[kRows];
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) sum[r] = accumulate ? load_vector(sums.row(r)) : Vector<S>{};
+  Accumulators<S, kRows, 1> sum(sums.data, sums.row_stride, accumulate);
   const T* const prefetched = next.column(0);
   const int64_t to_next_lane = next.column(1) - prefetched;
   const auto multiply = [&](int64_t step, bool has_second, Vector<Of> values) MAXMOE_INLINE_LAMBDA {
@@ -41,12 +39,11 @@ MAXMOE_INLINE void multiply_skinny_in_registers(SkinnyRows<Element, kRows> a,
     const int64_t first = step * kStepsPerBlockStep<T, Element>;
     for_steps_of_elements<Element>(first, has_second, values, [&](int64_t k, auto elements) MAXMOE_INLINE_LAMBDA {
 #pragma GCC unroll 12
-      for (int r = 0; r < kRows; ++r) sum[r] = multiply_add(sum[r], a(r, k), elements);
+      for (int r = 0; r < kRows; ++r) sum.of[r][0] = multiply_add(sum.of[r][0], a(r, k), elements);
     });
   };
   for_transposed_steps(block, columns, following, multiply);
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) store_vector<S>(sums.row(r), sum[r]);
+  sum.store(sums.data, sums.row_stride);
 }
 
 // Whether a single group of rows is multiplied with steps in registers.

@@ -1,4 +1,4 @@
-// The skinny product of A with a transposed B, part by part: a part of the inner dimension of some columns is
+// The skinny product with a transposed B, part by part: a part of the inner dimension of some columns is
 // transposed into the first-level cache, and multiplied there.
 //
 // For one group of rows there are two parts. While one is multiplied, the next one is transposed, block by block, so
@@ -7,6 +7,7 @@
 // memory.
 #pragma once
 
+#include "kernels/product/accumulators.simd.h"
 #include "kernels/product/skinny/row_groups.simd.h"
 #include "kernels/product/tiled/pack.simd.h"
 
@@ -76,29 +77,9 @@ class TransposedPart {
   alignas(kCacheLineBytes) Of steps_[kPanels][kDepth / kDepthPerStep<Of> * kWidth];
 };
 
-// The accumulators of kRows rows and kPanels * NR columns.
+// The sums of kRows rows and kPanels * NR columns.
 template <class S, int kRows, int kPanels>
-struct PartSums {
-  static constexpr int kVectors = 2 * kPanels;
-  Vector<S> sum[kRows][kVectors];
-
-  MAXMOE_INLINE PartSums(MatrixView<S> sums, bool accumulate) {
-#pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) {
-        sum[r][v] = accumulate ? load_vector(sums.row(r) + v * kLanes<S>) : Vector<S>{};
-      }
-    }
-  }
-  MAXMOE_INLINE void store(MatrixView<S> sums) const {
-#pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) store_vector<S>(sums.row(r) + v * kLanes<S>, sum[r][v]);
-    }
-  }
-};
+using PartSums = Accumulators<S, kRows, 2 * kPanels>;
 
 // Adds the products of one step of a part to the sums. `a` begins with the first step of the part.
 template <bool kHasSecond, class T, class Element, int kRows, int kPanels>
@@ -112,7 +93,7 @@ MAXMOE_INLINE void multiply_step(SkinnyRows<Element, kRows> a, const TransposedP
     const auto multiply = [&](int64_t step_of_a, auto even, auto odd) MAXMOE_INLINE_LAMBDA {
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
-        Vector<Accumulator<T>>(&sum)[2 * kPanels] = sums.sum[r];
+        Vector<Accumulator<T>>(&sum)[2 * kPanels] = sums.of[r];
         const Element factor = a(r, step_of_a);
         sum[2 * panel] = multiply_add(sum[2 * panel], factor, std::bit_cast<Vector<Element>>(even));
         sum[2 * panel + 1] = multiply_add(sum[2 * panel + 1], factor, std::bit_cast<Vector<Element>>(odd));
@@ -234,7 +215,7 @@ MAXMOE_INLINE void multiply_group_in_parts(SkinnyRows<Element, kRows> a, ConstMa
     const ConstMatrixView<T> after = memory.row_range(column + kColumns, memory.rows);
     ColumnPrefetch prefetch(columns_to_prefetch(after, next_memory));
     const MatrixView<Accumulator<T>> of_columns = sums.column_range(column, column + kColumns);
-    PartSums<Accumulator<T>, kRows, kPanels> of_group(of_columns, accumulate);
+    PartSums<Accumulator<T>, kRows, kPanels> of_group(of_columns.data, of_columns.row_stride, accumulate);
     for (int64_t d = 0; d < memory.columns; d += Part::kDepth, current = 1 - current) {
       const SkinnyRows<Element, kRows> of_part{a.data + d / kDepthPerStep<Element> * kRows};
       // The next part is one of the same columns, or the first one of those after them.
@@ -249,7 +230,7 @@ MAXMOE_INLINE void multiply_group_in_parts(SkinnyRows<Element, kRows> a, ConstMa
         if (of_next.rows > 0) parts[1 - current].transpose(of_next, next_d);
       }
     }
-    of_group.store(of_columns);
+    of_group.store(of_columns.data, of_columns.row_stride);
   }
 }
 
@@ -271,9 +252,9 @@ void multiply_groups_in_parts(const RowGroups<Element>& a, ConstMatrixView<T> me
             sums.row_range(group.rows.begin, group.rows.end).column_range(column, column + kColumns);
         with_number_of_rows(group.rows.size(), [&]<int kRows> {
           const SkinnyRows<Element, kRows> of_part{group.steps + d / kDepthPerStep<Element> * kRows};
-          PartSums<Accumulator<T>, kRows, 1> of_group(of_columns, accumulate || d > 0);
+          PartSums<Accumulator<T>, kRows, 1> of_group(of_columns.data, of_columns.row_stride, accumulate || d > 0);
           multiply_part(of_part, part, at_most(Part::kDepth, memory.columns - d), of_group, prefetch, i, a.count());
-          of_group.store(of_columns);
+          of_group.store(of_columns.data, of_columns.row_stride);
         });
       }
     }

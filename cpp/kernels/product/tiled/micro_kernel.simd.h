@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "kernels/isa/vector.simd.h"
+#include "kernels/product/accumulators.simd.h"
 #include "kernels/product/tiled/block_prefetch.simd.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
@@ -61,13 +62,6 @@ class TilePrefetch {
 template <class T>
 constexpr bool kRowIsWholeLines = kNR<Accumulator<T>> * sizeof(T) % kCacheLineBytes == 0;
 
-// The initial sums of one row and vector of a micro-tile.
-template <class T, class Element>
-MAXMOE_INLINE Vector<Accumulator<T>> initial_sums(const MicroTile<T, Element>& tile, int row, int vector) {
-  using S = Accumulator<T>;
-  return tile.sums != nullptr ? load_vector(tile.sums + row * kNR<S> + vector * kLanes<S>) : Vector<S>{};
-}
-
 // Stores the sums of a micro-tile to c, rounded to its type.
 template <int kRows, class T, class Element>
 MAXMOE_INLINE void store_micro_tile(const MicroTile<T, Element>& tile, const Vector<Accumulator<T>> (&sum)[kRows][2]) {
@@ -103,27 +97,19 @@ MAXMOE_INLINE StepX2<Element> load_packed_step(const Element* panel, int64_t k) 
 //
 // An element of c is one chain of multiply-adds in the order of the steps, for every kRows. Its bits therefore do not
 // depend on how C is divided into micro-tiles, tasks and threads.
-//
-// The loops over rows are unrolled completely; 12 is the largest kRows. The compiler keeps `sum` in registers only if
-// all of its indices are constants.
 template <int kRows, class T, class Element, class Body>
 MAXMOE_INLINE void with_sums_of_micro_tile(const MicroTile<T, Element>& tile, const Body& body) {
   const Element* const a = tile.a;
-  Vector<Accumulator<T>> sum[kRows][2];
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) {
-    sum[r][0] = initial_sums(tile, r, 0);
-    sum[r][1] = initial_sums(tile, r, 1);
-  }
+  Accumulators<Accumulator<T>, kRows, 2> sum(tile.sums, kNR<Accumulator<T>>, tile.sums != nullptr);
   body([&](int64_t k, const StepX2<Element>& step) MAXMOE_INLINE_LAMBDA {
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
       const Element factor = a[k * kMR + r];
-      sum[r][0] = multiply_add(sum[r][0], factor, step.first);
-      sum[r][1] = multiply_add(sum[r][1], factor, step.second);
+      sum.of[r][0] = multiply_add(sum.of[r][0], factor, step.first);
+      sum.of[r][1] = multiply_add(sum.of[r][1], factor, step.second);
     }
   });
-  store_micro_tile<kRows>(tile, sum);
+  store_micro_tile<kRows>(tile, sum.of);
 }
 
 // The same, step by step. load_step_of_b(k) is called once per step.

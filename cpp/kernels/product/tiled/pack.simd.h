@@ -31,13 +31,6 @@ MAXMOE_INLINE void count_packed(int64_t elements) {
 MAXMOE_INLINE void count_packed(int64_t /*elements*/) {}
 #endif
 
-// The column of a micro-panel of B in lane `lane` of vector `vector` of a step: see VectorX2.
-template <class T>
-constexpr int64_t column_of_lane(int vector, int lane) {
-  if (std::is_same_v<T, BFloat16>) return 2 * lane + vector;
-  return vector * kLanes<Accumulator<T>> + lane;
-}
-
 // Loads one step of a row-major B: NR elements of `row`. For pairs, each with the element below it in `next`, the next
 // row; a null `next` counts as zeros.
 template <class Element, class T>

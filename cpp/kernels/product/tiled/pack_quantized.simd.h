@@ -15,8 +15,7 @@ constexpr bool kDecodesPairs = std::is_same_v<Element, BFloat16Pair>;
 // pack_b for quantized values. `columns` begins at a multiple of kMinColumnsPerScale.
 void pack_codes(const GemmOperand<BFloat16>& b, Range depth, Range columns, BFloat16Pair* panels);
 
-// Whether micro-kernels pack quantized values: always along the inner dimension, across it if a class of
-// row_decoders.simd.h fits.
+// Whether micro-kernels pack quantized values: always along the inner dimension, across it if a decoder fits.
 bool micro_kernel_packs_codes(const GemmOperand<BFloat16>& b);
 
 // micro_kernel_packing_b for quantized values. Out is float or BFloat16.

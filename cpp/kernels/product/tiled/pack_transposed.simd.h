@@ -5,8 +5,16 @@
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
+// The initial sums of one row and vector of a micro-tile.
+template <class T, class Element>
+MAXMOE_INLINE Vector<Accumulator<T>> initial_sums(const MicroTile<T, Element>& tile, int row, int vector) {
+  using S = Accumulator<T>;
+  return tile.sums != nullptr ? load_vector(tile.sums + row * kNR<S> + vector * kLanes<S>) : Vector<S>{};
+}
+
 // micro_kernel_packing_b for a transposed B. Its two vectors of columns are multiplied one after the other, because
-// registers hold the blocks of one; the sums of the first one wait in memory.
+// registers hold the blocks of one; the sums of the first one wait in memory, and those of the second one are not
+// loaded before. Hence not Accumulators.
 template <class Out, class Element, class T>
 void micro_kernel_packing_transposed_b(const MicroTile<Out, Element>& tile, const GemmOperand<T>& b, Range depth,
                                        int64_t column, Element* panel) {

@@ -1,10 +1,9 @@
 // Packing of quantized values as pairs of bfloat16.
 #pragma once
 
-#include "kernels/quantized/column_tables.simd.h"
-#include "kernels/quantized/e2m1.simd.h"
-#include "kernels/quantized/row_decoders.simd.h"
-#include "kernels/quantized/scaled_bytes.simd.h"
+#include "kernels/product/tiled/micro_kernel.simd.h"
+#include "kernels/product/tiled/pack_along_depth.simd.h"
+#include "kernels/quantized/decoders.simd.h"
 
 #if MAXMOE_DECODES_PAIRS
 
@@ -25,8 +24,8 @@ MAXMOE_INLINE void store_pairs(const WordPairs<kBits>& pairs, int64_t count, BFl
   }
 }
 
-// Packs a vector of columns, with the decoders of multiply_lines.simd.h.
-template <class Decoder>
+// Packs a vector of columns.
+template <ColumnDecoder Decoder>
 void pack_column_pairs(const CodeColumns& columns, BFloat16Pair* target) {
   constexpr int64_t kPerLine = kCodesPerLine<Decoder::kBits>;
   constexpr int64_t kPerWord = kCodesPerWord<Decoder::kBits>;
@@ -49,14 +48,14 @@ void pack_column_pairs(const CodeColumns& columns, BFloat16Pair* target) {
 }
 
 // Packs both vectors of a panel, one after the other: the tables of INT4 for both do not fit into the registers.
-template <class Decoder>
-MAXMOE_INLINE void pack_columns(const CodeColumns& first, const CodeColumns& second, BFloat16Pair* panel) {
-  pack_column_pairs<Decoder>(first, panel);
-  pack_column_pairs<Decoder>(second, panel + kLanes<float>);
+template <ColumnDecoder Decoder>
+MAXMOE_INLINE void pack_columns(const ForVectors<CodeColumns, 2>& columns, BFloat16Pair* panel) {
+  pack_column_pairs<Decoder>(columns.of[0], panel);
+  pack_column_pairs<Decoder>(columns.of[1], panel + kLanes<float>);
 }
 
 // Packs a vector of columns word by word. Between words the caller runs parts of the transpose of the next line.
-template <class Decoder>
+template <ColumnDecoder Decoder>
 class ColumnsPackedByWord {
  public:
   explicit ColumnsPackedByWord(const CodeColumns& columns) : decoder_(columns), reader_(columns, kPackPrefetchBytes) {
@@ -93,13 +92,15 @@ class ColumnsPackedByWord {
 
 // Packs both vectors of a panel, word by word. body(begin, end) is called for the steps of each word, after the next
 // word is packed.
-template <class Decoder, class Body>
-MAXMOE_INLINE void pack_columns_by_word(const CodeColumns& first, const CodeColumns& second, BFloat16Pair* panel,
+template <ColumnDecoder Decoder, class Body>
+MAXMOE_INLINE void pack_columns_by_word(const ForVectors<CodeColumns, 2>& columns, BFloat16Pair* panel,
                                         const Body& body) {
+  const CodeColumns& first = columns.of[0];
   constexpr int64_t kPerLine = kCodesPerLine<Decoder::kBits>;
   constexpr int64_t kPerWord = kCodesPerWord<Decoder::kBits>;
   constexpr int64_t kSteps = kPerWord / 2;
-  ColumnsPackedByWord<Decoder> vectors[] = {ColumnsPackedByWord<Decoder>(first), ColumnsPackedByWord<Decoder>(second)};
+  ColumnsPackedByWord<Decoder> vectors[] = {ColumnsPackedByWord<Decoder>(first),
+                                            ColumnsPackedByWord<Decoder>(columns.of[1])};
   const auto pack_word = [&](int64_t d, int64_t count) MAXMOE_INLINE_LAMBDA {
     const int64_t step = d / 2;
     const int64_t word = d % kPerLine / kPerWord;
@@ -123,32 +124,11 @@ MAXMOE_INLINE void pack_columns_by_word(const CodeColumns& first, const CodeColu
   if (num_steps > 0) body((num_steps - 1) / kSteps * kSteps, num_steps);
 }
 
-// Calls body.operator()<Decoder>(first, second) with the columns of both vectors of a panel whose quantized values run
-// along the inner dimension. Returns false if the quantized values fit no decoder.
-template <class Body>
-MAXMOE_INLINE bool with_column_pairs(const QuantizedMatrix& m, Range columns, Range depth, const Body& body) {
-  const CodeColumns first = code_columns(m, columns, depth, 0);
-  const CodeColumns second = code_columns(m, columns, depth, 1);
-  const auto try_decoder = [&]<class Decoder>(const auto& fits) {
-    if (!fits(first) || !fits(second)) return false;
-    body.template operator()<Decoder>(first, second);
-    return true;
-  };
-  const auto try_each = [&]<class... Decoder> {
-    return (try_decoder.template operator()<Decoder>(Decoder::fits) || ...);
-  };
-  const auto has_common_scales = [&](const CodeColumns& c) { return ScaledE4M3Table::fits(c, first); };
-  return try_each.template operator()<ScaledE2M1, ColumnTables>() ||
-         try_decoder.template operator()<ScaledE4M3Table>(has_common_scales) ||
-         try_each.template operator()<ScaledE4M3, ScaledInt8>();
-}
-
 // Packs a panel of a B whose quantized values run along the inner dimension. Returns false if the quantized values fit
 // no decoder.
 MAXMOE_INLINE bool pack_pairs_along_depth(const QuantizedMatrix& m, Range columns, Range depth, BFloat16Pair* panel) {
-  return with_column_pairs(m, columns, depth, [&]<class Decoder>(const CodeColumns& first, const CodeColumns& second) {
-    pack_columns<Decoder>(first, second, panel);
-  });
+  const auto vectors = vectors_of_panels<2>(m, columns, depth);
+  return with_column_decoder(vectors, [&]<class Decoder> { pack_columns<Decoder>(vectors, panel); });
 }
 
 // micro_kernel_packing_b for quantized values along the inner dimension: the next word is packed before a word is
@@ -157,15 +137,15 @@ MAXMOE_INLINE bool pack_pairs_along_depth(const QuantizedMatrix& m, Range column
 template <class Out>
 bool micro_kernel_packing_columns(const MicroTile<Out, BFloat16Pair>& tile, const QuantizedMatrix& m, Range depth,
                                   int64_t column, BFloat16Pair* panel) {
-  const Range columns{column, column + kNR<float>};
-  return with_column_pairs(m, columns, depth, [&]<class Decoder>(const CodeColumns& first, const CodeColumns& second) {
+  const auto vectors = vectors_of_panels<2>(m, {column, column + kNR<float>}, depth);
+  return with_column_decoder(vectors, [&]<class Decoder> {
     if constexpr (std::is_same_v<Decoder, ColumnTables>) {
-      pack_columns<Decoder>(first, second, panel);
+      pack_columns<Decoder>(vectors, panel);
       multiply_packed<kMR>(tile, panel);
     } else {
       TilePrefetch prefetch(tile);
       with_sums_of_micro_tile<kMR>(tile, [&](const auto& multiply_step) MAXMOE_INLINE_LAMBDA {
-        pack_columns_by_word<Decoder>(first, second, panel, [&](int64_t begin, int64_t end) MAXMOE_INLINE_LAMBDA {
+        pack_columns_by_word<Decoder>(vectors, panel, [&](int64_t begin, int64_t end) MAXMOE_INLINE_LAMBDA {
 #pragma GCC unroll 4
           for (int64_t i = 0; i < 16 / Decoder::kBits; ++i) {
             if (begin + i >= end) break;
@@ -179,15 +159,14 @@ bool micro_kernel_packing_columns(const MicroTile<Out, BFloat16Pair>& tile, cons
   });
 }
 
-// Whether quantized values of B run across the inner dimension and fit a class of row_decoders.simd.h: micro-kernels
-// can pack it then.
+// Whether quantized values of B run across the inner dimension and fit a decoder: micro-kernels can pack it then.
 MAXMOE_INLINE bool packs_pairs(const GemmOperand<BFloat16>& b) {
-  return !b.is_transposed && b.quantized.has_ordinary_scales && with_row_pairs(b.quantized, []<class Pairs> {});
+  return !b.is_transposed && b.quantized.has_ordinary_scales && with_row_decoder(b.quantized, []<class Pairs> {});
 }
 
 // Packs whole panels of a B for which packs_pairs is true.
 MAXMOE_INLINE void pack_pairs_row_major(const QuantizedMatrix& m, Range depth, Range columns, BFloat16Pair* panels) {
-  with_row_pairs(m, [&]<class Pairs> {
+  with_row_decoder(m, [&]<class Pairs> {
     for (int64_t column = columns.begin; column < columns.end; column += kNR<float>) {
       Pairs pairs(m, depth, column);
       for (int64_t d = depth.begin; d < depth.end; d += 2, panels += kNR<float>) {
@@ -204,7 +183,7 @@ MAXMOE_INLINE void pack_pairs_row_major(const QuantizedMatrix& m, Range depth, R
 template <class Out>
 bool micro_kernel_packing_rows(const MicroTile<Out, BFloat16Pair>& tile, const QuantizedMatrix& m, Range depth,
                                int64_t column, BFloat16Pair* panel) {
-  return with_row_pairs(m, [&]<class Pairs> {
+  return with_row_decoder(m, [&]<class Pairs> {
     Pairs pairs(m, depth, column);
     multiply_micro_tile<kMR>(tile, [&](int64_t k) MAXMOE_INLINE_LAMBDA -> StepX2<BFloat16Pair> {
       const PairsX2 step = pairs.decode();

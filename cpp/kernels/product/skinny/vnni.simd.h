@@ -1,9 +1,8 @@
-// The skinny product of A with quantized values that run along the inner dimension, in vnni_product_of_4_bits.simd.cpp
-// and vnni_product_of_8_bits.simd.cpp: with all decoders and numbers of rows they take long to compile.
+// The skinny product with quantized values that run along the inner dimension, decoded to pairs of bfloat16. With all
+// decoders and numbers of rows it takes long to compile, hence a file of its own.
 #pragma once
 
 #include "kernels/product/skinny/row_groups.simd.h"
-#include "kernels/quantized/exponents.simd.h"
 #include "kernels/quantized/quantized_matrix.h"
 
 #if MAXMOE_DECODES_PAIRS
@@ -18,7 +17,6 @@ constexpr int kMaxVnniRows = 8;
 struct VnniProduct {
   const BFloat16Pair* a;
   int64_t num_rows;
-  Exponents of_a;  // for E2M1
   const QuantizedMatrix& codes;
   const QuantizedMatrix& next_codes;  // of the next product, without data if it has none
   MatrixView<float> sums;
@@ -27,8 +25,7 @@ struct VnniProduct {
 
 // Computes the sums of some columns from `column` on, a multiple of NR. Returns their number, 0 if no decoder has the
 // bits of the definition.
-int64_t multiply_vnni_of_4_bits(const VnniProduct& p, int64_t column);
-int64_t multiply_vnni_of_8_bits(const VnniProduct& p, int64_t column);
+int64_t multiply_vnni(const VnniProduct& p, int64_t column);
 
 }  // namespace maxmoe::MAXMOE_ISA_NAMESPACE
 
