@@ -27,7 +27,9 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org
 REACHABLE = import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=10)
 PIP_TORCH = $(if $(TORCH_INDEX),$(shell $(BIN)/python -c '$(REACHABLE)' "$(TORCH_INDEX)" 2>/dev/null \
   && echo --extra-index-url "$(TORCH_INDEX)" || echo "$(TORCH_INDEX) cannot be reached: torch comes from pip's own index" >&2))
-CORE := pyproject.toml setup.py CMakeLists.txt $(wildcard cpp/*.cpp cpp/cmake/*.cmake cpp/kernels/* cpp/ops/* cpp/ops/*/*)
+KERNELS := $(shell find cpp/kernels -type f)
+CORE := pyproject.toml setup.py CMakeLists.txt $(wildcard cpp/*.cpp cpp/cmake/*.cmake cpp/ops/* cpp/ops/*/*) $(KERNELS)
+CPP = $(shell find cpp -name "*.cpp" -o -name "*.h")
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -48,15 +50,15 @@ lint: $(VENV)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tests/repository/check_sizes.py
-	$(BIN)/clang-format --dry-run --Werror $(wildcard cpp/*.cpp cpp/*/*.cpp cpp/*/*.h cpp/*/*/*.cpp cpp/*/*/*.h)
-	printf '%s\n' $(wildcard cpp/kernels/*.cpp) | xargs -P "$$(getconf _NPROCESSORS_ONLN)" -I {} \
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	printf '%s\n' $(filter %.cpp,$(KERNELS)) | xargs -P "$$(getconf _NPROCESSORS_ONLN)" -I {} \
 	  $(BIN)/clang-tidy --quiet {} -- -std=c++20 -Icpp -DMAXMOE_ISA_NAMESPACE=baseline \
 	  -isystem "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/cmeel.prefix/include/eigen3"
 
 format: $(VENV)/dev
 	@$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(wildcard cpp/*.cpp cpp/*/*.cpp cpp/*/*.h cpp/*/*/*.cpp cpp/*/*/*.h)
+	$(BIN)/clang-format -i $(CPP)
 
 # The site, from docs/ and the docstrings: build/docs/index.html. A warning is an error, a reference to nothing among them.
 docs: $(VENV)/docs

@@ -6,8 +6,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "kernels/caches.h"
-#include "kernels/isa.h"
+#include "kernels/isa/caches.h"
+#include "kernels/isa/isa.h"
 #include "ops/backend.h"
 #include "ops/huge_pages.h"
 

@@ -1,4 +1,4 @@
-#include "kernels/dequantize.h"
+#include "kernels/quantized/dequantize.h"
 
 #include "cases.h"
 

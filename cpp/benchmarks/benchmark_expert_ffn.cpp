@@ -1,4 +1,4 @@
-#include "kernels/expert_ffn.h"
+#include "kernels/experts/expert_ffn.h"
 
 #include <algorithm>
 #include <limits>

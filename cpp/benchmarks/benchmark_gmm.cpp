@@ -1,4 +1,4 @@
-#include "kernels/gmm.h"
+#include "kernels/experts/gmm.h"
 
 #include "cases.h"
 

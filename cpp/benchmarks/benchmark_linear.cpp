@@ -1,4 +1,4 @@
-#include "kernels/linear.h"
+#include "kernels/product/linear.h"
 
 #include "cases.h"
 

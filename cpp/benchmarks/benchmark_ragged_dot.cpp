@@ -1,4 +1,4 @@
-#include "kernels/ragged_dot.h"
+#include "kernels/rows/ragged_dot.h"
 
 #include "cases.h"
 

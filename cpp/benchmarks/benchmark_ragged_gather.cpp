@@ -1,4 +1,4 @@
-#include "kernels/ragged_gather.h"
+#include "kernels/rows/ragged_gather.h"
 
 #include "cases.h"
 

@@ -1,4 +1,4 @@
-#include "kernels/ragged_gather_reduce.h"
+#include "kernels/rows/ragged_gather_reduce.h"
 
 #include "cases.h"
 

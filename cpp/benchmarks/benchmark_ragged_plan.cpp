@@ -1,4 +1,4 @@
-#include "kernels/ragged_plan.h"
+#include "kernels/routing/ragged_plan.h"
 
 #include "cases.h"
 

@@ -1,4 +1,4 @@
-#include "kernels/ragged_scatter_add.h"
+#include "kernels/rows/ragged_scatter_add.h"
 
 #include "cases.h"
 

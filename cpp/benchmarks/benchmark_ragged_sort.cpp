@@ -1,4 +1,4 @@
-#include "kernels/ragged_sort.h"
+#include "kernels/rows/ragged_sort.h"
 
 #include "cases.h"
 

@@ -1,4 +1,4 @@
-#include "kernels/ragged_unsort.h"
+#include "kernels/rows/ragged_unsort.h"
 
 #include "cases.h"
 

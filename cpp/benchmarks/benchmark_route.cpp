@@ -1,4 +1,4 @@
-#include "kernels/route.h"
+#include "kernels/routing/route.h"
 
 #include "cases.h"
 

@@ -1,4 +1,4 @@
-#include "kernels/tgmm.h"
+#include "kernels/experts/tgmm.h"
 
 #include "cases.h"
 

@@ -1,4 +1,4 @@
-#include "kernels/tile_gemm.h"
+#include "kernels/product/tiled/tile_gemm.h"
 
 #include "contenders.h"
 #include "eigen_product.h"

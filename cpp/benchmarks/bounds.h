@@ -1,8 +1,8 @@
 // Upper bounds for the speed of kernels: the peak of the multiply-add units, and the bandwidth of memory.
 #pragma once
 
-#include "kernels/dtype.h"
 #include "kernels/executor.h"
+#include "kernels/matrix/dtype.h"
 
 namespace maxmoe {
 

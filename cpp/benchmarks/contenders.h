@@ -8,8 +8,8 @@
 #include "bounds.h"
 #include "harness.h"
 #include "inputs.h"
-#include "kernels/group_tiles.h"
-#include "kernels/tile_gemm.h"
+#include "kernels/experts/group_tiles.h"
+#include "kernels/product/tiled/tile_gemm.h"
 
 namespace maxmoe::benchmarks {
 

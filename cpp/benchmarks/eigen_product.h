@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/executor.h"
-#include "kernels/matrix_view.h"
+#include "kernels/matrix/matrix_view.h"
 
 namespace maxmoe {
 

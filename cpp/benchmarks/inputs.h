@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/dtype.h"
-#include "kernels/matrix_view.h"
-#include "kernels/ragged_plan.h"
+#include "kernels/matrix/dtype.h"
+#include "kernels/matrix/matrix_view.h"
+#include "kernels/routing/ragged_plan.h"
 
 namespace maxmoe::benchmarks {
 

@@ -1,14 +1,9 @@
-# The kernels in one library. A file that opens the namespace MAXMOE_ISA_NAMESPACE is compiled once per instruction set
-# (cpp/kernels/isa.h), the others once. No torch include path here.
-file(GLOB sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/cpp/kernels/*.cpp)
-foreach(source IN LISTS sources)
-  file(STRINGS ${source} per_isa REGEX "^namespace maxmoe::MAXMOE_ISA_NAMESPACE" LIMIT_COUNT 1)
-  if(per_isa)
-    list(APPEND MAXMOE_ISA_SOURCES ${source})
-  else()
-    list(APPEND MAXMOE_COMMON_SOURCES ${source})
-  endif()
-endforeach()
+# The kernels in one library. Files *.simd.cpp are compiled once per instruction set (cpp/kernels/isa/isa.h), the others once.
+# No torch include path here.
+file(GLOB_RECURSE MAXMOE_COMMON_SOURCES CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/cpp/kernels/*.cpp)
+set(MAXMOE_ISA_SOURCES ${MAXMOE_COMMON_SOURCES})
+list(FILTER MAXMOE_ISA_SOURCES INCLUDE REGEX "[.]simd[.]cpp$")
+list(FILTER MAXMOE_COMMON_SOURCES EXCLUDE REGEX "[.]simd[.]cpp$")
 
 # The definition renames the namespace Eigen: otherwise the linker would merge its inline functions across instruction
 # sets, and baseline code could run AVX-512 instructions.
@@ -17,10 +12,11 @@ function(maxmoe_add_kernels isa)
   target_include_directories(maxmoe_kernels_${isa} PRIVATE cpp)
   target_link_libraries(maxmoe_kernels_${isa} PRIVATE maxmoe_eigen)
   target_compile_definitions(maxmoe_kernels_${isa} PRIVATE MAXMOE_ISA_NAMESPACE=${isa} Eigen=Eigen_${isa})
+  # A macro that is tested before it is defined is an error (cpp/kernels/isa/target.simd.h).
   # GCC vectorizes no sqrt that may set errno, and no branch whose operations may trap. GCC 12 warns of uninitialized values
   # in its own AVX-512 intrinsics (GCC bug 105593).
   target_compile_options(maxmoe_kernels_${isa} PRIVATE
-    -fno-math-errno -fno-trapping-math "$<$<CXX_COMPILER_ID:GNU>:-Wno-uninitialized;-Wno-maybe-uninitialized>" ${ARGN})
+    -Werror=undef -fno-math-errno -fno-trapping-math "$<$<CXX_COMPILER_ID:GNU>:-Wno-uninitialized;-Wno-maybe-uninitialized>" ${ARGN})
 endfunction()
 
 set(MAXMOE_OPTIONS_baseline)

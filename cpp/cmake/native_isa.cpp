@@ -1,7 +1,7 @@
 // Prints the best instruction set of this machine, for kernels.cmake.
 #include <cstdio>
 
-#include "kernels/isa.cpp"
+#include "kernels/isa/isa.cpp"
 
 int main() {
   std::fputs(maxmoe::name(maxmoe::active_isa()), stdout);

@@ -1,4 +1,4 @@
-#include "executor.h"
+#include "kernels/executor.h"
 
 #include <array>
 #include <memory>

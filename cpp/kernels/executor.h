@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "isa.h"
+#include "kernels/isa/isa.h"
 
 namespace maxmoe {
 

@@ -6,7 +6,7 @@
 #include <string_view>
 #include <utility>
 
-#include "kernels/activation_kind.h"
+#include "kernels/experts/activation_kind.h"
 
 namespace maxmoe::ops {
 

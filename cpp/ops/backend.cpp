@@ -9,9 +9,9 @@
 #include <algorithm>
 #include <atomic>
 
-#include "kernels/dequantize.h"
-#include "kernels/dtype.h"
-#include "kernels/tile_gemm.h"
+#include "kernels/matrix/dtype.h"
+#include "kernels/product/tiled/tile_gemm.h"
+#include "kernels/quantized/dequantize.h"
 #include "ops/torch_internals.h"
 
 namespace maxmoe::ops {

@@ -4,7 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "kernels/executor.h"
-#include "kernels/gemm.h"
+#include "kernels/product/gemm.h"
 
 namespace maxmoe::ops {
 

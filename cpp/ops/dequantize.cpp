@@ -7,8 +7,8 @@
 
 #include <algorithm>
 
-#include "kernels/decode_tables.h"
-#include "kernels/dequantize.h"
+#include "kernels/quantized/dequantize.h"
+#include "kernels/quantized/value_tables.h"
 #include "ops/backend.h"
 #include "ops/memory.h"
 

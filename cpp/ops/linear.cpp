@@ -2,7 +2,7 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
 
-#include "kernels/linear.h"
+#include "kernels/product/linear.h"
 #include "ops/backend.h"
 #include "ops/memory.h"
 #include "ops/operators.h"

@@ -7,7 +7,7 @@
 #include <string_view>
 #include <tuple>
 
-#include "kernels/projection.h"
+#include "kernels/product/projection.h"
 #include "ops/weights.h"
 
 namespace maxmoe::ops {

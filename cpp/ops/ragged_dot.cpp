@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "kernels/ragged_dot.h"
+#include "kernels/rows/ragged_dot.h"
 #include "ops/backend.h"
 #include "ops/operators.h"
 #include "ops/views.h"

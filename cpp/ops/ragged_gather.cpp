@@ -1,7 +1,7 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/zeros.h>
 
-#include "kernels/ragged_gather.h"
+#include "kernels/rows/ragged_gather.h"
 #include "ops/backend.h"
 #include "ops/memory.h"
 #include "ops/operators.h"

@@ -1,4 +1,4 @@
-#include "kernels/ragged_gather_reduce.h"
+#include "kernels/rows/ragged_gather_reduce.h"
 #include "ops/backend.h"
 #include "ops/memory.h"
 #include "ops/operators.h"

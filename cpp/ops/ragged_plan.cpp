@@ -9,7 +9,7 @@
 #include <limits>
 #include <tuple>
 
-#include "kernels/ragged_plan.h"
+#include "kernels/routing/ragged_plan.h"
 #include "ops/backend.h"
 #include "ops/operators.h"
 #include "ops/torch_internals.h"

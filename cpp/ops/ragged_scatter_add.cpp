@@ -1,7 +1,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
-#include "kernels/ragged_scatter_add.h"
+#include "kernels/rows/ragged_scatter_add.h"
 #include "ops/backend.h"
 #include "ops/memory.h"
 #include "ops/operators.h"

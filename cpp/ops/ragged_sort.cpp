@@ -1,4 +1,4 @@
-#include "kernels/ragged_sort.h"
+#include "kernels/rows/ragged_sort.h"
 #include "ops/backend.h"
 #include "ops/memory.h"
 #include "ops/operators.h"

@@ -1,4 +1,4 @@
-#include "kernels/ragged_unsort.h"
+#include "kernels/rows/ragged_unsort.h"
 #include "ops/backend.h"
 #include "ops/memory.h"
 #include "ops/operators.h"

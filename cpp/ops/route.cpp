@@ -4,7 +4,7 @@
 #include <string_view>
 #include <tuple>
 
-#include "kernels/route.h"
+#include "kernels/routing/route.h"
 #include "ops/backend.h"
 #include "ops/operators.h"
 #include "ops/route_aten.h"

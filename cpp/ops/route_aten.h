@@ -3,7 +3,7 @@
 
 #include <tuple>
 
-#include "kernels/route.h"
+#include "kernels/routing/route.h"
 #include "ops/checks.h"
 
 namespace maxmoe::ops {

@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <array>
 
-#include "kernels/tgmm.h"
+#include "kernels/experts/tgmm.h"
 #include "ops/backend.h"
 #include "ops/grouped_mm.h"
 #include "ops/memory.h"

@@ -6,8 +6,8 @@
 
 #include <optional>
 
-#include "kernels/dtype.h"
-#include "kernels/matrix_view.h"
+#include "kernels/matrix/dtype.h"
+#include "kernels/matrix/matrix_view.h"
 
 namespace maxmoe::ops {
 

@@ -3,7 +3,7 @@
 
 #include <string_view>
 
-#include "kernels/gemm.h"
+#include "kernels/product/gemm.h"
 #include "ops/checks.h"
 #include "ops/views.h"
 

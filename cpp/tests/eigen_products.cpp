@@ -2,7 +2,7 @@
 
 #include <Eigen/Core>
 
-#include "kernels/dtype.h"
+#include "kernels/matrix/dtype.h"
 
 namespace maxmoe {
 namespace {

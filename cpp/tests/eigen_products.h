@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/gemm.h"
+#include "kernels/product/gemm.h"
 
 namespace maxmoe {
 

@@ -4,7 +4,7 @@
 #include <array>
 #include <cmath>
 
-#include "kernels/expert_ffn.h"
+#include "kernels/experts/expert_ffn.h"
 #include "matrix.h"
 #include "naive_ffn.h"
 

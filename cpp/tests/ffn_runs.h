@@ -9,8 +9,8 @@
 
 #include "eigen_products.h"
 #include "ffn_factors.h"
-#include "kernels/expert_ffn.h"
-#include "kernels/tgmm.h"
+#include "kernels/experts/expert_ffn.h"
+#include "kernels/experts/tgmm.h"
 #include "matrix.h"
 #include "naive_ffn.h"
 #include "routing.h"

@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "executors.h"
-#include "kernels/dtype.h"
-#include "kernels/matrix_view.h"
+#include "kernels/matrix/dtype.h"
+#include "kernels/matrix/matrix_view.h"
 #include "random.h"
 
 namespace maxmoe {

@@ -5,7 +5,7 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/expert_ffn.h"
+#include "kernels/experts/expert_ffn.h"
 #include "matrix.h"
 #include "routing.h"
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "eigen_products.h"
-#include "kernels/tile_gemm.h"
+#include "kernels/product/tiled/tile_gemm.h"
 #include "matrix.h"
 
 namespace maxmoe {

@@ -7,7 +7,7 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/quantized_matrix.h"
+#include "kernels/quantized/quantized_matrix.h"
 #include "matrix.h"
 #include "random.h"
 

@@ -1,6 +1,6 @@
 #include <gtest/gtest.h>
 
-#include "kernels/caches.h"
+#include "kernels/isa/caches.h"
 
 namespace {
 

@@ -1,5 +1,5 @@
 // Tests of dequantize: out[r, c] = (lookup(code) - zero) * scale, one product in float, rounded once.
-#include "kernels/dequantize.h"
+#include "kernels/quantized/dequantize.h"
 
 #include <gtest/gtest.h>
 

@@ -10,8 +10,8 @@
 #include <random>
 #include <vector>
 
-#include "kernels/ragged_gather.h"
-#include "kernels/tile_gemm.h"
+#include "kernels/product/tiled/tile_gemm.h"
+#include "kernels/rows/ragged_gather.h"
 #include "matrix.h"
 
 namespace maxmoe {

@@ -1,5 +1,5 @@
 // Tests of the forward pass of the fused experts against float64 loops.
-#include "kernels/expert_ffn.h"
+#include "kernels/experts/expert_ffn.h"
 
 #include <gtest/gtest.h>
 

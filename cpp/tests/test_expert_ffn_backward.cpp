@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "ffn_runs.h"
-#include "kernels/expert_ffn.h"
+#include "kernels/experts/expert_ffn.h"
 
 namespace maxmoe {
 namespace {

@@ -1,5 +1,5 @@
 // Tests of gmm: out[r] = lhs[r] * rhs[g - group_offset] + bias[g - group_offset] for the rows r of group g.
-#include "kernels/gmm.h"
+#include "kernels/experts/gmm.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // Tests of the work lists of grouped products.
-#include "kernels/group_tiles.h"
+#include "kernels/experts/group_tiles.h"
 
 #include <gtest/gtest.h>
 

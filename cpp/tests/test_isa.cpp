@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "kernels/isa.h"
+#include "kernels/isa/isa.h"
 
 namespace maxmoe {
 namespace {

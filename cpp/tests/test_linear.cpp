@@ -1,12 +1,12 @@
 // Tests of linear: out = x * weight^T + bias for matrices of any dtypes.
-#include "kernels/linear.h"
+#include "kernels/product/linear.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 
 #include "eigen_products.h"
-#include "kernels/tile_gemm.h"
+#include "kernels/product/tiled/tile_gemm.h"
 #include "matrix.h"
 
 namespace maxmoe {

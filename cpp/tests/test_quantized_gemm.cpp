@@ -5,7 +5,7 @@
 #include <immintrin.h>
 #endif
 
-#include "kernels/tile_gemm.h"
+#include "kernels/product/tiled/tile_gemm.h"
 #include "quantized.h"
 
 MAXMOE_DECLARE_KERNEL(pairs, tile_gemm, TileGemm)

@@ -1,5 +1,5 @@
 // Tests of ragged_dot: out[j] = <a[j / group_size], b[index[j]]>.
-#include "kernels/ragged_dot.h"
+#include "kernels/rows/ragged_dot.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // Tests of ragged_gather: out[i] = weights[i] * x[index[i]].
-#include "kernels/ragged_gather.h"
+#include "kernels/rows/ragged_gather.h"
 
 #include <gtest/gtest.h>
 

@@ -1,11 +1,11 @@
 // Tests of ragged_gather_reduce: out[t] = sum of weights[j] * rows[index[j]] over group t.
-#include "kernels/ragged_gather_reduce.h"
+#include "kernels/rows/ragged_gather_reduce.h"
 
 #include <gtest/gtest.h>
 
 #include <array>
 
-#include "kernels/ragged_gather.h"
+#include "kernels/rows/ragged_gather.h"
 #include "matrix.h"
 #include "shapes.h"
 

@@ -1,5 +1,5 @@
 // Tests of ragged_plan against plain loops.
-#include "kernels/ragged_plan.h"
+#include "kernels/routing/ragged_plan.h"
 
 #include <gtest/gtest.h>
 

@@ -1,12 +1,12 @@
 // Tests of ragged_scatter_add: out[n] = sum of weights[j] * rows[j / group_size] over j with index[j] == n.
-#include "kernels/ragged_scatter_add.h"
+#include "kernels/rows/ragged_scatter_add.h"
 
 #include <gtest/gtest.h>
 
 #include <type_traits>
 #include <vector>
 
-#include "kernels/ragged_gather.h"
+#include "kernels/rows/ragged_gather.h"
 #include "matrix.h"
 #include "shapes.h"
 

@@ -1,5 +1,5 @@
 // Tests of ragged_sort: rows[r] = weights[slots[r]] * x[slots[r] / top_k].
-#include "kernels/ragged_sort.h"
+#include "kernels/rows/ragged_sort.h"
 
 #include <gtest/gtest.h>
 

@@ -1,9 +1,9 @@
 // Tests of ragged_unsort: out[t] = sum over k of weights[t * K + k] * rows[row of slot (t, k)].
-#include "kernels/ragged_unsort.h"
+#include "kernels/rows/ragged_unsort.h"
 
 #include <gtest/gtest.h>
 
-#include "kernels/ragged_sort.h"
+#include "kernels/rows/ragged_sort.h"
 #include "matrix.h"
 #include "routing.h"
 #include "shapes.h"

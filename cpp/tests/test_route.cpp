@@ -1,5 +1,5 @@
 // Tests of route: scores, selection and weights against float64 loops, the backward pass against central differences.
-#include "kernels/route.h"
+#include "kernels/routing/route.h"
 
 #include <gtest/gtest.h>
 

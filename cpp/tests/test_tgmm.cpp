@@ -1,5 +1,5 @@
 // Tests of tgmm: out[l] = lhs_g^T * rhs_g over the rows of group g = l + group_offset.
-#include "kernels/tgmm.h"
+#include "kernels/experts/tgmm.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // Tests of tile_gemm against Eigen in float64, with sizes around MR, NR, NC and KC.
-#include "kernels/tile_gemm.h"
+#include "kernels/product/tiled/tile_gemm.h"
 
 #include <algorithm>
 #include <limits>

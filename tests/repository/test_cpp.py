@@ -4,6 +4,7 @@ The benchmarks of the kernels (cpp/benchmarks) are built with it, and run on sma
 """
 
 import faulthandler
+import json
 import os
 import re
 import shutil
@@ -79,6 +80,13 @@ def test_instruction_sets_share_no_code(build_folder: Path, isa: str) -> None:
     assert not shared, "declare these MAXMOE_INLINE or move them into MAXMOE_ISA_NAMESPACE:\n" + "\n".join(shared)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_names_say_what_is_compiled_for_each_instruction_set(build_folder: Path, isa: str) -> None:
+    commands = json.loads((build_folder / "compile_commands.json").read_text())
+    compiled = {c["file"] for c in commands if f"CMakeFiles/maxmoe_kernels_{isa}.dir" in c["command"]}
+    assert compiled == {str(path) for path in (ROOT / "cpp/kernels").rglob("*.simd.cpp")}
+
+
 def run_benchmarks(build_folder: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return run(str(build_folder / "cpp/benchmarks/maxmoe_kernels_benchmarks"), *options, **environment)
 
@@ -86,7 +94,7 @@ def run_benchmarks(build_folder: Path, *options: str, **environment: str) -> sub
 @pytest.mark.parametrize("isa", ISAS)
 def test_benchmarks(build_folder: Path, isa: str) -> None:
     """Every kernel has a row with its time, and one with the time of its bound."""
-    headers = [path.read_text() for path in (ROOT / "cpp/kernels").glob("*.h")]
+    headers = [path.read_text() for path in (ROOT / "cpp/kernels").rglob("*.h")]
     kernels = {name for text in headers for name in re.findall(r"^MAXMOE_KERNEL\((\w+),", text, re.MULTILINE)}
     done = run_benchmarks(build_folder, "--rounds", "1", "--threads", "2", "--filter", "(T 16|R 128),", MAXMOE_ISA=isa)
     assert done.returncode == 0, done.stdout

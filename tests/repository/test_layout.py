@@ -107,15 +107,15 @@ def test_an_operator_has_one_name_in_every_layer(operator: str) -> None:
     files = (
         f"maxmoe/ops/{operator}.py",
         source_of(operator),
-        f"cpp/kernels/{operator}.h",
-        f"cpp/kernels/{operator}.cpp",
         f"cpp/tests/test_{operator}.cpp",
         f"tests/ops/test_{operator}.py",
     )
     missing = [file for file in files if not (ROOT / file).exists()]
     assert not missing, f"the operator {operator} lacks {missing}"
+    (header,) = (ROOT / "cpp/kernels").rglob(f"{operator}.h")
+    assert header.with_name(f"{operator}.simd.cpp").exists()
     assert f"def {operator}(" in (ROOT / f"maxmoe/ops/{operator}.py").read_text()
-    assert f"MAXMOE_KERNEL({operator}," in (ROOT / f"cpp/kernels/{operator}.h").read_text()
+    assert f"MAXMOE_KERNEL({operator}," in header.read_text()
     assert re.search(rf'"{operator}\(', (ROOT / source_of(operator)).read_text()), "its schema is elsewhere"
 
 
@@ -148,19 +148,18 @@ def test_no_operator_is_hidden_from_python() -> None:
 
 # Parts of tile_gemm that are compiled by themselves, and the test that compares their products.
 TESTED_BY = {
-    "few_row_major_rows": "tile_gemm",
-    "few_transposed_rows": "tile_gemm",
-    "few_quantized_rows": "quantized_gemm",
-    "few_rows_of_4_bits": "quantized_gemm",
-    "few_rows_of_8_bits": "quantized_gemm",
-    "few_rows_of_words": "quantized_gemm",
+    "row_major": "tile_gemm",
+    "transposed": "tile_gemm",
+    "quantized": "quantized_gemm",
+    "vnni": "quantized_gemm",
+    "float_product": "quantized_gemm",
     "pack_quantized": "quantized_gemm",
     "decode_rows": "dequantize",
 }
 
 
 def test_every_kernel_has_a_cpp_test() -> None:
-    files = {path.stem for path in (ROOT / "cpp/kernels").glob("*.cpp")}
+    files = {path.name.split(".")[0] for path in (ROOT / "cpp/kernels").rglob("*.cpp")}
     assert files >= set(TESTED_BY)
     kernels = {TESTED_BY.get(file, file) for file in files}
     tests = {path.stem.removeprefix("test_") for path in (ROOT / "cpp/tests").glob("test_*.cpp")}
@@ -168,7 +167,7 @@ def test_every_kernel_has_a_cpp_test() -> None:
 
 
 def test_every_kernel_has_a_cpp_benchmark() -> None:
-    headers = (ROOT / "cpp/kernels").glob("*.h")
+    headers = (ROOT / "cpp/kernels").rglob("*.h")
     kernels = {path.stem for path in headers if re.search(r"^MAXMOE_KERNEL\(", path.read_text(), re.MULTILINE)}
     benchmarks = {path.stem.removeprefix("benchmark_") for path in (ROOT / "cpp/benchmarks").glob("benchmark_*.cpp")}
     assert kernels == benchmarks
@@ -230,8 +229,19 @@ def including(paths: Iterable[Path], headers: str) -> list[str]:
 
 
 def test_kernels_know_nothing_of_torch() -> None:
-    kernels = [path for path in CPP_FILES if path.parent.name == "kernels"]
+    kernels = [path for path in CPP_FILES if path.is_relative_to(ROOT / "cpp/kernels")]
     assert len(kernels) > 50 and not including(kernels, "(torch|ATen|c10|pybind11|ops)/")
+
+
+def test_names_say_what_is_compiled_per_instruction_set() -> None:
+    """cpp/cmake/kernels.cmake compiles *.simd.cpp once for each."""
+    for path in CPP_FILES:
+        opens = re.search(r"^namespace maxmoe::MAXMOE_ISA_NAMESPACE", path.read_text(), re.MULTILINE) is not None
+        assert opens == (".simd." in path.name), f"{relative(path)}: .simd is for files that open MAXMOE_ISA_NAMESPACE"
+        if path.name != "target.simd.h" and opens:
+            assert not re.search(r"(def|defined\(|defined) *MAXMOE_", path.read_text()), f"{relative(path)}: use #if"
+    others = [path for path in CPP_FILES if ".simd." not in path.name]
+    assert not including(others, r'[^">]*[.]simd[.]h')
 
 
 def test_private_names_of_torch_are_in_one_file() -> None:

@@ -1,7 +1,7 @@
 // The backward pass of expert_ffn on the CPU: turns tensors into views of memory, and calls the kernels.
 #include <ATen/ops/zeros.h>
 
-#include "kernels/tgmm.h"
+#include "kernels/experts/tgmm.h"
 #include "ops/expert_ffn/views.h"
 
 namespace maxmoe::ops {

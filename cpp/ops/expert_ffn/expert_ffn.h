@@ -7,7 +7,7 @@
 #include <tuple>
 #include <utility>
 
-#include "kernels/activation_kind.h"
+#include "kernels/experts/activation_kind.h"
 #include "ops/activation.h"
 #include "ops/operator.h"
 #include "ops/projection.h"

@@ -1,7 +1,7 @@
 // The arguments of expert_ffn as views of memory, which the kernels of both passes read.
 #pragma once
 
-#include "kernels/expert_ffn.h"
+#include "kernels/experts/expert_ffn.h"
 #include "ops/backend.h"
 #include "ops/expert_ffn/expert_ffn.h"
 #include "ops/memory.h"

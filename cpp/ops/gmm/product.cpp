@@ -1,7 +1,7 @@
 // The checks and the product of gmm, through the kernel or ATen.
 #include <algorithm>
 
-#include "kernels/gmm.h"
+#include "kernels/experts/gmm.h"
 #include "ops/backend.h"
 #include "ops/gmm/gmm.h"
 #include "ops/grouped_mm.h"

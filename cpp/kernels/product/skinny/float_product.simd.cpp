@@ -1,0 +1,187 @@
+// The skinny product with words of quantized values: float_product.simd.h.
+//
+// Both vectors of columns of a panel are decoded and multiplied in turn, because the sums of one vector are a chain of
+// multiply-adds whose latency is longer than decoding takes. Both use the same loads of A.
+#include "kernels/product/skinny/float_product.simd.h"
+
+#include "kernels/product/skinny/transposed_parts.simd.h"
+#include "kernels/quantized/words.simd.h"
+
+namespace maxmoe::MAXMOE_ISA_NAMESPACE {
+namespace {
+
+#if defined(__AVX2__)
+
+constexpr int kVectors = 2;  // of a panel
+
+// The quantized values and scales of a panel of columns. Columns past the end are those of the last one.
+template <class T>
+struct PanelOfWords {
+  WordReader readers[kVectors];
+  LaneScales scales[kVectors];
+
+  MAXMOE_INLINE PanelOfWords(const QuantizedMatrix& m, int64_t column)
+      : readers{{m, row_of_lane(m, column, 0)}, {m, row_of_lane(m, column, 1)}},
+        scales{{m, row_of_lane(m, column, 0)}, {m, row_of_lane(m, column, 1)}} {}
+
+ private:
+  static MAXMOE_INLINE auto row_of_lane(const QuantizedMatrix& m, int64_t column, int vector) {
+    return [&m, column, vector](int lane) { return at_most(column + column_of_lane<T>(vector, lane), m.rows - 1); };
+  }
+};
+
+// The bytes of quantized values from column `first` of B on: they are rows in memory.
+MAXMOE_INLINE ConstMatrixView<uint8_t> bytes_of_columns(const QuantizedMatrix& m, int64_t first) {
+  return {m.code(first, 0), m.rows - first, m.bytes_of(m.columns), m.row_bytes};
+}
+
+// The scales and zero points of a block of the inner dimension. It also records whether the decoder is exact for all
+// quantized values and scales so far: for E4M3 it is not if a code is a NaN, or if a scale times kScale could be
+// infinite.
+template <Codes kCodes>
+struct BlockScales {
+  Floats scale[kVectors] = {};
+  Floats zero[kVectors] = {};
+  Words inexact = {};  // a lane is not zero if its column is not decoded exactly
+
+  template <class T>
+  MAXMOE_INLINE void read(const PanelOfWords<T>& panel, int64_t block) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      scale[v] = panel.scales[v].scales(block);
+      if constexpr (kCodes == Codes::int4) zero[v] = panel.scales[v].zeros(block);
+      if constexpr (kCodes == Codes::e4m3) {
+        const Floats magnitude = std::bit_cast<Floats>(std::bit_cast<Words>(scale[v]) & 0x7fffffffU);
+        inexact |= std::bit_cast<Words>(!(magnitude <= Floats{} + 0x1p7F));
+        scale[v] *= WordDecoder<kCodes>::kScale;
+      }
+    }
+  }
+
+  MAXMOE_INLINE void check_codes(const Words (&words)[WordReader::kWords]) {
+    if constexpr (kCodes == Codes::e4m3) {
+      // 0x7f is a NaN: adding 1 carries into the highest bit of the byte.
+      for (const Words& of_columns : words) inexact |= ((of_columns & 0x7f7f7f7fU) + 0x01010101U) & 0x80808080U;
+    }
+  }
+
+  MAXMOE_INLINE bool is_exact() const {
+    uint32_t any = 0;
+    for (int lane = 0; lane < kLanes<float>; ++lane) any |= inexact[lane];
+    return any == 0;
+  }
+};
+
+template <class T, Codes kCodes, int kRows>
+__attribute__((noinline)) bool multiply_words(const FloatProduct& p, int64_t column) {
+  using Decoder = WordDecoder<kCodes>;
+  constexpr int64_t kPerWord = Decoder::kCodesPerWord;
+  constexpr int64_t kPerLine = WordReader::kWords * kPerWord;
+  // A value of E2M1 times a power of two is rounded only where its exponent is too large or small.
+  constexpr bool kIsRounded = kCodes != Codes::e2m1 || std::is_same_v<T, Float16>;
+  const QuantizedMatrix& m = p.codes;
+  const SkinnyRows<float, kRows> a{p.a};
+  const MatrixView<float> out = p.sums.column_range(column, column + kNR<float>);
+  const PanelOfWords<T> panel(m, column);
+  const Decoder decoder;
+  ColumnPrefetch prefetch(
+      columns_to_prefetch(bytes_of_columns(m, column + kNR<float>), bytes_of_columns(p.next_codes, 0)));
+  BlockScales<kCodes> scales;
+  Accumulators<float, kRows, kVectors> sums(out.data, out.row_stride, p.accumulate);
+  Words words[kVectors][WordReader::kWords];
+
+  // Decodes and multiplies the first `count` quantized values of a word, from depth d on.
+  const auto multiply = [&](int64_t word, int64_t d, int64_t count) MAXMOE_INLINE_LAMBDA {
+    Words decoded[kVectors][Decoder::kDecoded];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) decoder.begin(words[v][word], decoded[v]);
+#pragma GCC unroll 8
+    for (int i = 0; i < kPerWord; ++i) {
+      if (i >= count) break;
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        Floats values = decoder.value(decoded[v], i);
+        if constexpr (kCodes == Codes::int4) values -= scales.zero[v];
+        values *= scales.scale[v];
+        if constexpr (kIsRounded) values = rounded<T>(values);
+#pragma GCC unroll 12
+        for (int r = 0; r < kRows; ++r) sums.of[r][v] = multiply_add(sums.of[r][v], a(r, d + i), values);
+      }
+    }
+  };
+
+  for_each_part<kPerLine>(m, {0, m.columns}, [&](Range part, int64_t block) MAXMOE_INLINE_LAMBDA {
+    const int64_t of_line = part.begin % kPerLine;
+    for (int v = 0; v < kVectors && of_line == 0; ++v) {
+      panel.readers[v].read(m.bytes_of(part.begin), words[v]);
+      scales.check_codes(words[v]);
+    }
+    if (block >= 0) scales.read(panel, block);
+    int64_t word = of_line / kPerWord;
+    int64_t d = part.begin;
+    for (; d + kPerWord <= part.end; d += kPerWord, ++word) {
+      prefetch.advance<1>();
+      multiply(word, d, kPerWord);
+    }
+    if (d < part.end) multiply(word, d, part.end - d);
+  });
+  if (!scales.is_exact()) return false;
+  sums.store(out.data, out.row_stride);
+  return true;
+}
+
+template <class T, Codes kCodes>
+bool multiply_codes(const FloatProduct& p, int64_t column) {
+  bool is_done = false;
+  with_number_of_rows(
+      p.num_rows, [&]<int kRows> { is_done = multiply_words<T, kCodes, kRows>(p, column); },
+      std::make_integer_sequence<int, kMaxRowsOfWords>());
+  return is_done;
+}
+
+// Whether the thread takes subnormal operands as zeros, as after torch.set_flush_denormal(True).
+MAXMOE_INLINE bool takes_subnormals_as_zeros() {
+  return _MM_GET_DENORMALS_ZERO_MODE() == _MM_DENORMALS_ZERO_ON;
+}
+
+#endif
+
+}  // namespace
+
+template <class T>
+bool multiplies_words([[maybe_unused]] const QuantizedMatrix& m) {
+#if defined(__AVX2__)
+  // Words are read from the first code on. Parts with one scale begin with a word then.
+  if (m.first_column % kMinColumnsPerScale != 0) return false;
+  if (m.codes == Codes::int8) return true;
+  if (m.codes == Codes::e2m1) return m.scale_type == ScaleType::e8m0;
+  // The others are rounded to 16 bits in tables faster than one by one: decode_rows.simd.h.
+  return std::is_same_v<T, float> && (m.codes != Codes::e4m3 || !takes_subnormals_as_zeros());
+#else
+  return false;
+#endif
+}
+
+template <class T>
+bool multiply_words_of_panel([[maybe_unused]] const FloatProduct& p, [[maybe_unused]] int64_t column) {
+#if defined(__AVX2__)
+  if (p.codes.codes == Codes::e2m1) return multiply_codes<T, Codes::e2m1>(p, column);
+  if (p.codes.codes == Codes::int8) return multiply_codes<T, Codes::int8>(p, column);
+  if constexpr (std::is_same_v<T, float>) {
+    if (p.codes.codes == Codes::int4) return multiply_codes<T, Codes::int4>(p, column);
+    if (p.codes.codes == Codes::nf4) return multiply_codes<T, Codes::nf4>(p, column);
+    return multiply_codes<T, Codes::e4m3>(p, column);
+  }
+#endif
+  return false;
+}
+
+#define MAXMOE_INSTANTIATE_FOR(T)                            \
+  template bool multiplies_words<T>(const QuantizedMatrix&); \
+  template bool multiply_words_of_panel<T>(const FloatProduct&, int64_t);
+
+MAXMOE_INSTANTIATE_FOR(float)
+MAXMOE_INSTANTIATE_FOR(BFloat16)
+MAXMOE_INSTANTIATE_FOR(Float16)
+
+}  // namespace maxmoe::MAXMOE_ISA_NAMESPACE

@@ -1,0 +1,174 @@
+// Columns of B whose codes run along the inner dimension, and their scales, with AVX-512.
+#pragma once
+
+#include "kernels/quantized/row_words.simd.h"
+#include "kernels/quantized/value_tables.h"
+
+#if MAXMOE_DECODES_PAIRS
+
+namespace maxmoe::MAXMOE_ISA_NAMESPACE {
+
+// 16 columns of B whose codes run along the inner dimension: column i is row rows[i] of the codes. The range `depth`
+// begins at a multiple of 32.
+struct CodeColumns {
+  static constexpr int kColumns = 16;
+
+  const QuantizedMatrix& m;
+  int64_t rows[kColumns];
+  Range depth;
+
+  int64_t num_scales() const { return m.block(depth.end - 1) - m.block(depth.begin) + 1; }
+};
+
+// Objects of class Object for kVectors vectors of columns.
+template <class Object, int kVectors>
+struct ForVectors {
+  Object of[kVectors];
+};
+
+template <class Object, int kVectors, class Make>
+MAXMOE_INLINE ForVectors<Object, kVectors> for_vectors(const Make& make) {
+  return [&]<int... kVector>(std::integer_sequence<int, kVector...> /*vectors*/) MAXMOE_INLINE_LAMBDA {
+    return ForVectors<Object, kVectors>{{make(kVector)...}};
+  }(std::make_integer_sequence<int, kVectors>());
+}
+
+// The vectors of kVectors / 2 micro-panels from columns.begin on. Columns past the end are those of the last one.
+template <int kVectors>
+MAXMOE_INLINE ForVectors<CodeColumns, kVectors> vectors_of_panels(const QuantizedMatrix& m, Range columns,
+                                                                  Range depth) {
+  return for_vectors<CodeColumns, kVectors>([&](int v) {
+    CodeColumns result{m, {}, depth};
+    const int64_t panel = columns.begin + v / 2 * kLanesX2<float>;
+    for (int i = 0; i < CodeColumns::kColumns; ++i) {
+      result.rows[i] = at_most(panel + column_of_lane<BFloat16>(v % 2, i), columns.end - 1);
+    }
+    return result;
+  });
+}
+
+// The scales or zero points of 16 columns, 16 bytes of each at a time.
+class ScaleReader {
+ public:
+  ScaleReader(const CodeColumns& c, const uint8_t* scales, int64_t bytes_per_scale) : log2_bytes_(bytes_per_scale / 2) {
+    bytes_.end = c.num_scales() * bytes_per_scale;
+    for (int i = 0; i < CodeColumns::kColumns; ++i) {
+      bytes_.rows[i] = scales + c.m.scale_index(c.rows[i], c.depth.begin) * bytes_per_scale;
+    }
+  }
+
+  // The bits of the scales of block `index` of the range, in the low bits of the lanes. Those above are undefined.
+  MAXMOE_INLINE __m512i bits(int64_t index) {
+    const int64_t byte = index << log2_bytes_;
+    if (byte / 16 != loaded_) load(byte / 16);
+    return _mm512_srl_epi32(words_.words[byte % 16 / 4], _mm_cvtsi32_si128(static_cast<int>(byte % 4 * 8)));
+  }
+
+  // The same for scales of one byte, which becomes both halves of a lane.
+  MAXMOE_INLINE __m512i both_halves(int64_t index) {
+    if (index / 16 != loaded_) load(index / 16);
+    const auto byte = static_cast<int>(index % 4);
+    const __m512i control = _mm512_set1_epi32(static_cast<int>(0x80008000U) | byte | byte << 16);
+    // The control counts bytes from the begin of a block of four lanes.
+    const __m512i lanes = _mm512_set4_epi32(0x000c000c, 0x00080008, 0x00040004, 0);
+    return _mm512_shuffle_epi8(words_.words[index % 16 / 4], _mm512_or_si512(control, lanes));
+  }
+
+ private:
+  void load(int64_t index) {
+    loaded_ = index;
+    words_ = load_row_words(bytes_, 16 * index);
+  }
+
+  ByteRows bytes_;
+  int64_t log2_bytes_;  // 0, 1 or 2: of 1, 2 or 4 bytes
+  int64_t loaded_ = -1;
+  RowWords words_;
+};
+
+MAXMOE_INLINE ScaleReader scales_of(const CodeColumns& c) {
+  return {c, reinterpret_cast<const uint8_t*>(c.m.scales), bytes_per_scale(c.m.scale_type)};
+}
+
+// Scales as floats, from their bits in the low bits of the lanes.
+MAXMOE_INLINE __m512 scales_from_bits(ScaleType type, __m512i bits) {
+  switch (type) {
+    case ScaleType::e8m0: {
+      const __m512i exponents = _mm512_and_si512(bits, _mm512_set1_epi32(0xff));
+      const __mmask16 is_subnormal = _mm512_testn_epi32_mask(exponents, exponents);
+      return _mm512_castsi512_ps(
+          _mm512_mask_mov_epi32(_mm512_slli_epi32(exponents, 23), is_subnormal, _mm512_set1_epi32(1 << 22)));
+    }
+    case ScaleType::float32:
+      return _mm512_castsi512_ps(bits);
+    case ScaleType::bfloat16:
+      return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+    default:
+      return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(bits));
+  }
+}
+
+// Which scales are below kSmallestScale, but not zero, or above kLargestScale.
+MAXMOE_INLINE __mmask16 are_not_ordinary(__m512 scales) {
+  const __m512 magnitudes = _mm512_abs_ps(scales);
+  const __mmask16 is_small = _mm512_cmp_ps_mask(magnitudes, _mm512_set1_ps(kSmallestScale), _CMP_LT_OQ);
+  return _mm512_mask_cmp_ps_mask(is_small, magnitudes, _mm512_setzero_ps(), _CMP_NEQ_OQ) |
+         _mm512_cmp_ps_mask(magnitudes, _mm512_set1_ps(kLargestScale), _CMP_NLE_UQ);
+}
+
+MAXMOE_INLINE bool have_ordinary_scales(const CodeColumns& c) {
+  ScaleReader reader = scales_of(c);
+  __mmask16 is_other = 0;
+  for (int64_t i = 0; i < c.num_scales(); ++i) {
+    is_other |= are_not_ordinary(scales_from_bits(c.m.scale_type, reader.bits(i)));
+  }
+  return is_other == 0;
+}
+
+// The bits of `count` scales, at most 16, in the low bits of the lanes. The others are zeros.
+MAXMOE_INLINE __m512i load_scale_bits(ScaleType type, const std::byte* scales, int64_t count) {
+  const auto mask = static_cast<__mmask16>((1U << at_most(count, 16)) - 1U);
+  switch (bytes_per_scale(type)) {
+    case 1:
+      return _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, scales));
+    case 2:
+      return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, scales));
+    default:
+      return _mm512_maskz_loadu_epi32(mask, scales);
+  }
+}
+
+// The same for all of `m`, in the order of memory: scales of columns that are not in `m` count, too.
+MAXMOE_INLINE bool have_ordinary_scales(const QuantizedMatrix& m) {
+  if (m.rows <= 0 || m.columns <= 0) return true;
+  const int64_t bytes = bytes_per_scale(m.scale_type);
+  const int64_t end = m.scale_index(m.rows - 1, m.columns - 1) + 1;
+  __mmask16 is_other = 0;
+  for (int64_t i = m.scale_index(0, 0); i < end; i += 16) {
+    const __m512i bits = load_scale_bits(m.scale_type, m.scales + i * bytes, end - i);
+    is_other |= are_not_ordinary(scales_from_bits(m.scale_type, bits));
+  }
+  return is_other == 0;
+}
+
+// Lanes 2 i and 2 i + 1 of the first half are lane i of the vector, those of the second half lane 8 + i. A column then
+// has two lanes, one for each element of a pair, and rounding both halves with vcvtne2ps2bf16 gives 16 pairs in order.
+struct DoubledLanes {
+  __m512i half[2];
+};
+
+MAXMOE_INLINE DoubledLanes doubled_lanes(__m512i vector) {
+  const __m512i low = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  return {_mm512_permutexvar_epi32(low, vector), _mm512_permutexvar_epi32(high, vector)};
+}
+
+// The same for floats, stored to `target`.
+MAXMOE_INLINE void store_doubled_lanes(__m512 vector, __m512 (&target)[2]) {
+  const DoubledLanes doubled = doubled_lanes(_mm512_castps_si512(vector));
+  for (int half = 0; half < 2; ++half) target[half] = _mm512_castsi512_ps(doubled.half[half]);
+}
+
+}  // namespace maxmoe::MAXMOE_ISA_NAMESPACE
+
+#endif

@@ -1,0 +1,147 @@
+// Views of quantized matrices, as published checkpoints have them: codes of 4 or 8 bits, and scales. A code is a
+// quantized value as it is stored.
+//
+// An element is lookup(code) - zero, times a scale: one product in float, rounded once to the type that a kernel
+// computes in. Rows are contiguous in memory: for the weights of published checkpoints a row is an output feature.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/matrix/dtype.h"
+#include "kernels/matrix/matrix_view.h"
+
+namespace maxmoe {
+
+// What a code stands for. Two 4-bit codes share a byte. The first one is in the low half, but for NF4 in the high half.
+enum class Codes {
+  e2m1,  // MXFP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and with the highest bit their negatives
+  nf4,   // QLoRA: quantiles of the normal distribution
+  int4,  // 0 to 15, of which a zero point is subtracted: 8 if none is given
+  int8,  // -128 to 127
+  e4m3,  // a float with 4 bits of exponent and 3 of mantissa, without infinities
+};
+
+constexpr int bits_per_code(Codes codes) {
+  return codes == Codes::int8 || codes == Codes::e4m3 ? 8 : 4;
+}
+
+// Whether the first of two 4-bit codes is in the high half of their byte.
+constexpr bool is_high_first(Codes codes) {
+  return codes == Codes::nf4;
+}
+
+// The types of scales. E8M0 is the exponent of a power of two, 2^(byte - 127).
+enum class ScaleType { e8m0, float32, bfloat16, float16 };
+
+MAXMOE_INLINE float read_scale(ScaleType type, const std::byte* scales, int64_t index) {
+  switch (type) {
+    case ScaleType::e8m0: {
+      const auto exponent = static_cast<uint32_t>(scales[index]);
+      // 2^-127 is subnormal.
+      return std::bit_cast<float>(exponent == 0 ? uint32_t{1} << 22 : exponent << 23);
+    }
+    case ScaleType::float32:
+      return reinterpret_cast<const float*>(scales)[index];
+    case ScaleType::bfloat16:
+      return widen(reinterpret_cast<const BFloat16*>(scales)[index]);
+    default:
+      return widen(reinterpret_cast<const Float16*>(scales)[index]);
+  }
+}
+
+constexpr int64_t bytes_per_scale(ScaleType type) {
+  if (type == ScaleType::e8m0) return 1;
+  return type == ScaleType::float32 ? 4 : 2;
+}
+
+// The smallest number of columns that share a scale. Blocks are powers of two, so that as many consecutive columns from
+// a multiple of 32 on always have one scale.
+constexpr int64_t kMinColumnsPerScale = 32;
+
+struct QuantizedMatrix {
+  Codes codes = Codes::int8;
+  const uint8_t* data = nullptr;
+  int64_t row_bytes = 0;  // from one row to the next
+  int64_t rows = 0;
+  int64_t columns = 0;
+
+  ScaleType scale_type = ScaleType::float32;
+  const std::byte* scales = nullptr;
+  const uint8_t* zeros = nullptr;  // in the order of the scales; null without zero points
+  int64_t scales_per_row = 0;
+  int log2_rows_per_scale = 0;
+  int log2_columns_per_scale = 0;
+
+  // The first element of a part of the matrix: rows and columns are counted from there.
+  int64_t first_row = 0;
+  int64_t first_column = 0;
+
+  // Set by with_scales_read at the begin of a product: whether no scaled value is subnormal or infinite, so that codes
+  // can be decoded with AVX512-BF16.
+  bool has_ordinary_scales = false;
+
+  MAXMOE_INLINE QuantizedMatrix row_range(int64_t begin, int64_t end) const {
+    QuantizedMatrix part = *this;
+    part.first_row += begin;
+    part.rows = end - begin;
+    return part;
+  }
+  MAXMOE_INLINE QuantizedMatrix column_range(int64_t begin, int64_t end) const {
+    QuantizedMatrix part = *this;
+    part.first_column += begin;
+    part.columns = end - begin;
+    return part;
+  }
+  MAXMOE_INLINE int64_t bytes_of(int64_t num_columns) const { return (num_columns * bits_per_code(codes) + 7) / 8; }
+  // The byte with the code of an element, whose column in the whole matrix is even.
+  MAXMOE_INLINE const uint8_t* code(int64_t row, int64_t column) const {
+    return data + (first_row + row) * row_bytes + (first_column + column) * bits_per_code(codes) / 8;
+  }
+  // The number of the block of columns with one scale per row that holds a column.
+  MAXMOE_INLINE int64_t block(int64_t column) const { return (first_column + column) >> log2_columns_per_scale; }
+  // The place of the scale of an element, and of its zero point.
+  MAXMOE_INLINE int64_t scale_index(int64_t row, int64_t column) const {
+    return ((first_row + row) >> log2_rows_per_scale) * scales_per_row + block(column);
+  }
+  MAXMOE_INLINE float scale(int64_t index) const { return read_scale(scale_type, scales, index); }
+  MAXMOE_INLINE float zero(int64_t index) const { return static_cast<float>(zeros[index]); }
+};
+
+// Calls body(part, index) for the parts of the given columns that have one scale per row and are in one of the lines of
+// kPerLine codes. `index` is the number of a block, counted from the first column, in the first part of a block,
+// otherwise -1. If the columns begin at a multiple of 32, so do the parts.
+template <int64_t kPerLine, class Body>
+MAXMOE_INLINE void for_each_part(const QuantizedMatrix& m, Range columns, const Body& body) {
+  int64_t last = -1;
+  for (int64_t d = columns.begin; d < columns.end;) {
+    const int64_t block = m.block(d);
+    const int64_t end_of_block = ((block + 1) << m.log2_columns_per_scale) - m.first_column;
+    const int64_t end_of_line = d + kPerLine - (d - columns.begin) % kPerLine;
+    const int64_t end = at_most(at_most(end_of_block, end_of_line), columns.end);
+    body(Range{d, end}, block == last ? -1 : block - m.block(columns.begin));
+    last = block;
+    d = end;
+  }
+}
+
+// Quantized matrices of one shape, one per group. A matrix may be read as its transpose.
+struct QuantizedStack {
+  QuantizedMatrix first;
+  bool is_transposed = false;
+  int64_t count = 0;
+  int64_t stride = 0;         // in bytes
+  int64_t scales_stride = 0;  // in scales
+
+  MAXMOE_INLINE QuantizedMatrix operator[](int64_t index) const {
+    QuantizedMatrix matrix = first;
+    matrix.data += index * stride;
+    matrix.scales += index * scales_stride * bytes_per_scale(first.scale_type);
+    if (matrix.zeros != nullptr) matrix.zeros += index * scales_stride;
+    return matrix;
+  }
+  MAXMOE_INLINE bool empty() const { return first.data == nullptr; }
+};
+
+}  // namespace maxmoe
