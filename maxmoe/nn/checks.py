@@ -1,9 +1,8 @@
-"""Checks of what a layer is made of and called with."""
+"""Checks of what a layer is made of."""
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from maxmoe._torch_transforms import hides_gradient
@@ -14,21 +13,11 @@ from maxmoe.nn.module_path import module_path
 from maxmoe.nn.router import is_custom_router
 from maxmoe.ops import ActivationFunction
 
+if TYPE_CHECKING:
+    from maxmoe.nn.moe import MoE
+
 # Name of the attribute of a parameter some of whose experts are frozen: the `frozen_experts` of its layer.
 FROZEN = "has_frozen_experts"
-
-
-def check_inputs(x: Tensor, token_mask: Tensor | None, hidden_size: int, dtype: torch.dtype) -> None:
-    """Raise unless x is ``(..., S, hidden_size)`` with this dtype, or under autocast, and the mask has its shape."""
-    if x.dim() < 2 or x.shape[-1] != hidden_size:
-        raise ValueError(f"x must have shape [..., S, hidden_size ({hidden_size})], got {tuple(x.shape)}")
-    if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
-        raise ValueError(f"x must have the dtype of the parameters ({dtype}) outside of autocast, got {x.dtype}")
-    if token_mask is not None and (token_mask.dtype != torch.bool or token_mask.shape != x.shape[:-1]):
-        raise ValueError(
-            f"token_mask must be bool of shape {tuple(x.shape[:-1])}, "
-            f"got {token_mask.dtype} of shape {tuple(token_mask.shape)}"
-        )
 
 
 def check_replaced_parts(
@@ -60,18 +49,11 @@ def check_replaced_parts(
         raise ValueError("balance_loss needs load_balance_scope 'sequence' or 'batch', got 'step'")
 
 
-def check_training(layer: Any) -> None:
-    """Raise if the backward of a layer would not count the step, or would train frozen experts."""
-    if torch.is_grad_enabled():
-        _check_step_is_counted(layer)
-        _check_frozen_experts(layer)
-
-
-def needs_gradient(layer: Any, output: Tensor, lost: str) -> bool:
+def needs_gradient(layer: "MoE", output: Tensor, lost: str) -> bool:
     """Return whether an output of a layer requires a gradient; raises if a function transform hides that it does.
 
     Args:
-        layer: `MoE` layer.
+        layer: the layer.
         output: output of the layer, to whose backward something is added.
         lost: what would be lost, and what to do, for the message.
     """
@@ -83,17 +65,7 @@ def needs_gradient(layer: Any, output: Tensor, lost: str) -> bool:
     return output.requires_grad
 
 
-def _check_step_is_counted(layer: Any) -> None:
-    """Raise if a layer is trained with the load of the step, which nobody counts."""
-    config = layer.config
-    is_needed = layer.training and config.load_balance_loss_weight > 0 and config.load_balance_scope == "step"
-    if is_needed and layer.metrics_accumulator is None:
-        raise ValueError(
-            "load_balance_scope 'step' needs maxmoe.StatsAccumulator(model), whose update() ends the step, got none"
-        )
-
-
-def _check_frozen_experts(layer: Any) -> None:
+def check_frozen_experts(layer: "MoE") -> None:
     """Raise if frozen experts would be trained, because other parameters have replaced those with the hooks."""
     if layer.frozen_experts is None:
         return
@@ -118,11 +90,11 @@ def _check_router_config(config: MoEConfig, router: nn.Module) -> None:
             )
 
 
-def check_parts_are_known(layer: Any, what: str) -> None:
+def check_parts_are_known(layer: "MoE", what: str) -> None:
     """Raise if a layer computes what its config does not say, with a custom router or activation.
 
     Args:
-        layer: `MoE` layer.
+        layer: the layer.
         what: function that writes the weights for other libraries, which know only the config.
     """
     if is_custom_router(layer.router):

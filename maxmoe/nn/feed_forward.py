@@ -1,5 +1,6 @@
 """Mixture-of-Experts layer that returns a tensor, in place of a dense feed-forward block."""
 
+import math
 import warnings
 from typing import Any
 
@@ -11,6 +12,7 @@ from maxmoe.conversion import family_of_block
 from maxmoe.load.metrics_accumulator import with_gradient
 from maxmoe.nn.checks import needs_gradient
 from maxmoe.nn.moe import MoE
+from maxmoe.token_group import LocalTokens
 
 
 class MoEFeedForward(MoE):
@@ -76,13 +78,21 @@ class MoEFeedForward(MoE):
         Returns:
             Output with the shape and dtype of `MoEOutput.hidden_states`.
         """
-        if not (torch.is_grad_enabled() or self.losses.are_recorded):
-            return self.hidden_states_and_routing(x, token_mask)[0]
-        hidden_states, metrics = self.output_and_metrics(x, token_mask)
-        lost = "the gradient of the auxiliary loss would be lost: use maxmoe.MoE, and add its aux_loss"
-        if not needs_gradient(self, metrics.aux_loss, lost):
+        hidden_states, routing, dropped = self.hidden_states_and_routing(x, token_mask)
+        num_sequences, is_recorded = math.prod(x.shape[:-2]), self.losses.are_recorded
+        if not (torch.is_grad_enabled() or is_recorded):
             return hidden_states
-        loss = metrics.aux_loss * self.aux_loss_scale
+        stats = None
+        # On a mesh the statistics are always computed: no rank decides by itself whether their collective runs.
+        if is_recorded or self.metrics_accumulator is not None or not isinstance(self.token_group, LocalTokens):
+            aux_loss, stats = self.losses_and_stats(routing, dropped, num_sequences)
+        else:
+            aux_loss = self.losses.aux_loss(routing, num_sequences)
+        hidden_states = self.observed(hidden_states, routing, aux_loss, stats)
+        lost = "the gradient of the auxiliary loss would be lost: use maxmoe.MoE, and add its aux_loss"
+        if not needs_gradient(self, aux_loss, lost):
+            return hidden_states
+        loss = aux_loss * self.aux_loss_scale
         return with_gradient(hidden_states, loss, torch.ones_like(loss))
 
 

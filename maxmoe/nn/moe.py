@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,23 +14,26 @@ from maxmoe.config import MoEConfig
 from maxmoe.conversion import check_block, config_of_block, give_weights, take_weights
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.load.metrics_accumulator import MetricsAccumulator
-from maxmoe.nn.aux_loss_watch import AuxLossWatch
-from maxmoe.nn.checks import check_inputs, check_parts_are_known, check_replaced_parts, check_training, needs_gradient
+from maxmoe.load.stats import MoEStats
+from maxmoe.nn.checks import check_frozen_experts, check_parts_are_known, check_replaced_parts, needs_gradient
+from maxmoe.nn.custom_router import checked_routing
 from maxmoe.nn.dense_dispatcher import local_dispatcher
 from maxmoe.nn.dispatcher import ExpertRunner
 from maxmoe.nn.experts import Experts
 from maxmoe.nn.latent_projection import LatentProjection
-from maxmoe.nn.losses import BalanceLoss, load_balance_loss
+from maxmoe.nn.losses import LOCAL, BalanceLoss, load_balance_loss
 from maxmoe.nn.output import MoEOutput
-from maxmoe.nn.routed_experts import run_routed_experts
-from maxmoe.nn.router import Router
+from maxmoe.nn.routed_experts import fits_one_operator, in_one_operator
+from maxmoe.nn.router import Router, is_custom_router
 from maxmoe.nn.routing import Routing
-from maxmoe.nn.routing_hooks import HookedModule
-from maxmoe.nn.routing_losses import RoutingLosses, RoutingMetrics, compute_metrics
-from maxmoe.nn.settings_watch import SettingsWatch
+from maxmoe.nn.routing_hooks import HookedModule, given_experts, observe
+from maxmoe.nn.routing_losses import RoutingLosses
 from maxmoe.nn.shared_experts import SharedExperts
+from maxmoe.nn.tensor_parallel_region import LayerInputs
+from maxmoe.nn.training_watch import TrainingWatch
 from maxmoe.nn.zero_computation_experts import ZeroComputationExperts
 from maxmoe.ops import ActivationFunction
+from maxmoe.recompute.selective import has_backward
 from maxmoe.token_group import LocalTokens, TokenGroupAttribute
 from maxmoe.upcycling import DenseBlock, Projection, Scaling, Upcycling, initialize
 
@@ -100,7 +104,7 @@ class MoE(HookedModule):
         self.losses = RoutingLosses(self.config, balance_loss)
         self.token_group = LocalTokens()
         self.metrics_accumulator: MetricsAccumulator | None = None  # set by StatsAccumulator
-        self.aux_loss_watch, self.settings_watch = AuxLossWatch(), SettingsWatch()
+        self.training_watch = TrainingWatch()
 
     @classmethod
     def from_dense(
@@ -215,52 +219,121 @@ class MoE(HookedModule):
             ValueError: if the last dim of x is not `hidden_size`, x does not have the dtype of the parameters, or the
                 mask is not bool or has another shape.
         """
-        hidden_states, metrics = self.output_and_metrics(x, token_mask)
-        return MoEOutput(hidden_states, metrics.aux_loss, metrics.stats)
-
-    def output_and_metrics(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, RoutingMetrics]:
-        """Compute as `forward`."""
         hidden_states, routing, dropped = self.hidden_states_and_routing(x, token_mask)
-        metrics = compute_metrics(self, routing, dropped, math.prod(x.shape[:-2]))
-        sums, router = self.metrics_accumulator, self.balanced_router
-        not_counted = "its StatsAccumulator would not count the call: make none"
-        if sums is not None and needs_gradient(self, hidden_states, not_counted):
-            hidden_states = sums.add(hidden_states, metrics.aux_loss, metrics.stats)
-            if sums.histogram is not None and router is not None:
-                hidden_states = sums.histogram.add(hidden_states, router.required_bias_histogram(routing))
-        if hidden_states.requires_grad:
-            self.aux_loss_watch.watch(self, hidden_states, metrics.aux_loss)
-            self.settings_watch.watch(self, hidden_states, metrics.aux_loss)
-        return hidden_states, metrics
+        aux_loss, stats = self.losses_and_stats(routing, dropped, math.prod(x.shape[:-2]))
+        return MoEOutput(self.observed(hidden_states, routing, aux_loss, stats), aux_loss, stats)
 
     def hidden_states_and_routing(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Routing, Tensor]:
-        """Compute hidden states and routing as `forward`, and the number of slots that this rank has dropped."""
-        tokens, token_mask = self.checked_tokens(x, token_mask)
-        region = self.runner.region
+        """Return hidden states and routing as `forward`, and the number of slots that this rank has dropped."""
+        tokens, token_mask = self._checked(x, token_mask)
+        leading_dims, hooks, region = x.shape[:-1], self.routing_hooks, self.runner.region
         # One tensor per part of the layer, because the gradients of the parts are reduced differently.
         inputs = region.enter(tokens)
-        routing, routed, dropped = run_routed_experts(self, inputs, token_mask, x.shape[:-1])
-        shared = None if self.shared_experts is None else self.shared_experts(inputs.shared_experts, token_mask)
-        whole = None
-        if self.zero_computation_experts is not None:
-            # Under autocast, the experts return another dtype than x has.
-            whole = self.zero_computation_experts(inputs.router, routing.top_k, routed.dtype)
+        router, experts = self.router, self.experts
+        # Hooks that give no experts do not decide: a recomputation, which may have others, takes the same way.
+        given = given_experts(hooks, leading_dims, x.device) if hooks else None
+        if fits_one_operator(self.config, self.runner, router, experts, token_mask, given):
+            routing, routed, dropped = in_one_operator(inputs.router, router, experts)
+        else:
+            routing = self._route(inputs.router, token_mask, leading_dims, given)
+            latent_in, latent_out = self.latent_in, self.latent_out
+            rows = inputs.experts if latent_in is None else region.copy_to_experts(latent_in(inputs.experts))
+            routed, dropped = self.runner.run(  # dispatch, experts, combine
+                self._expert_function,
+                rows,
+                region.assign(routing.top_k),
+                num_sequences=math.prod(leading_dims[:-1]),
+                recompute="dispatch" in self.recompute,
+            )
+            if latent_out is not None:
+                routed = latent_out(region.reduce_from_experts(routed))
+        if hooks:
+            observe(hooks, routing, leading_dims)
         # The region sums partial outputs of both, in one collective if they are partial over the same axes.
-        hidden_states = region.leave(routed, shared, whole)
+        hidden_states = region.leave(routed, *self._compute_others(inputs, token_mask, routing, routed.dtype))
         # A view would lose the backward hook that FSDP registers on this tensor.
-        hidden_states = reshaped(hidden_states.contiguous(), (*x.shape[:-1], hidden_states.shape[1]))
-        return hidden_states, routing, dropped
+        return reshaped(hidden_states.contiguous(), (*leading_dims, hidden_states.shape[1])), routing, dropped
 
-    def checked_tokens(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _checked(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Check the inputs of `forward`; return tokens ``(T, D)``, zero for padding, and their mask ``(T,)``."""
-        check_inputs(x, token_mask, self.config.hidden_size, self._dtype)
-        check_training(self)
-        tokens = x.reshape(-1, x.shape[-1])
+        hidden_size, dtype = self.config.hidden_size, self._dtype
+        if x.dim() < 2 or x.shape[-1] != hidden_size:
+            raise ValueError(f"x must have shape [..., S, hidden_size ({hidden_size})], got {tuple(x.shape)}")
+        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"x must have the dtype of the parameters ({dtype}) outside of autocast, got {x.dtype}")
+        if torch.is_grad_enabled():
+            self._check_step_is_counted()
+            check_frozen_experts(self)
+        tokens = x.reshape(-1, hidden_size)
         if token_mask is None:
             return tokens, None
+        if token_mask.dtype != torch.bool or token_mask.shape != x.shape[:-1]:
+            raise ValueError(
+                f"token_mask must be bool of shape {tuple(x.shape[:-1])}, "
+                f"got {token_mask.dtype} of shape {tuple(token_mask.shape)}"
+            )
         token_mask = token_mask.reshape(-1)
         # Zeroed before the first product, so that NaN in padding reaches neither outputs nor gradients.
         return tokens.masked_fill(~token_mask.unsqueeze(1), 0.0), token_mask
+
+    def _check_step_is_counted(self) -> None:
+        """Raise if the layer is trained with the load of the step, which nobody counts."""
+        config = self.config
+        is_needed = self.training and config.load_balance_loss_weight > 0 and config.load_balance_scope == "step"
+        if is_needed and self.metrics_accumulator is None:
+            raise ValueError(
+                "load_balance_scope 'step' needs maxmoe.StatsAccumulator(model), whose update() ends the step, got none"
+            )
+
+    def _route(
+        self, x: Tensor, token_mask: Tensor | None, leading_dims: Sequence[int], given: Tensor | None
+    ) -> Routing:
+        """Route tokens ``(T, D)`` whose leading dims were ``(..., S)``; to given experts ``(T, K)`` in a replay."""
+        is_custom = is_custom_router(self.router)
+        if is_custom or self.config.router == "random":  # only then, because two dims fix the sizes in torch.export
+            x = x.view(math.prod(leading_dims[:-1]), leading_dims[-1], x.shape[1])
+        if is_custom:
+            return checked_routing(self.router, self.config, x, token_mask, given)
+        options = {} if given is None else {"experts": given}
+        routing: Routing = self.router(x, token_mask, **options)
+        return routing
+
+    def _compute_others(
+        self, inputs: LayerInputs, token_mask: Tensor | None, routing: Routing, dtype: torch.dtype
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Compute the shared experts, and experts that every process has whole; None for those that do not exist."""
+        shared = None if self.shared_experts is None else self.shared_experts(inputs.shared_experts, token_mask)
+        if self.zero_computation_experts is None:
+            return shared, None
+        # Under autocast, the experts return another dtype than x has.
+        return shared, self.zero_computation_experts(inputs.router, routing.top_k, dtype)
+
+    def losses_and_stats(self, routing: Routing, dropped: Tensor, num_sequences: int) -> tuple[Tensor, MoEStats]:
+        """Compute the auxiliary loss ``()`` and the statistics of a call over the tokens of all ranks.
+
+        Without a backward they are of this rank's tokens alone, and the balance loss of the scope "step" is the one of
+        the scope "batch", so that evaluation communicates for the hidden states only.
+        """
+        tokens, sums, step = self.token_group, self.metrics_accumulator, None
+        if sums is not None and self.training and self.config.load_balance_scope == "step":
+            step = sums.step
+        communicates = step is not None or not isinstance(tokens, LocalTokens)
+        if communicates and not has_backward():
+            tokens, step = tokens if self.losses.are_recorded else LOCAL, None
+        if not isinstance(tokens, LocalTokens):
+            dropped = self.runner.region.all_reduce_dropped(dropped)
+        return self.losses(routing, dropped, num_sequences, tokens, step)
+
+    def observed(self, hidden_states: Tensor, routing: Routing, aux_loss: Tensor, stats: MoEStats | None) -> Tensor:
+        """Let the `StatsAccumulator` and the watch of the training see a call; return the hidden states with hooks."""
+        sums, not_counted = self.metrics_accumulator, "its StatsAccumulator would not count the call: make none"
+        if sums is not None and stats is not None and needs_gradient(self, hidden_states, not_counted):
+            hidden_states = sums.add(hidden_states, aux_loss, stats)
+            if sums.histogram is not None and (router := self.balanced_router) is not None:
+                hidden_states = sums.histogram.add(hidden_states, router.required_bias_histogram(routing))
+        if hidden_states.requires_grad:
+            self.training_watch.watch(self, hidden_states, aux_loss)
+        return hidden_states
 
     @property
     def declaration(self) -> Declaration:
@@ -297,6 +370,11 @@ class MoE(HookedModule):
     def routed_experts(self) -> Experts:
         """Module of the routed experts, without adapters that wrap it."""
         return without_adapters(self.experts, Experts)
+
+    @property
+    def _expert_function(self) -> Callable[..., Tensor]:
+        """Function with the arguments of `Experts.forward` that dispatchers call."""
+        return self.experts
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -1,7 +1,7 @@
 """Auxiliary loss and statistics of a layer."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,50 +21,13 @@ from maxmoe.nn.losses import (
     step_balance_loss,
 )
 from maxmoe.nn.routing import Routing
-from maxmoe.recompute.selective import has_backward
-from maxmoe.token_group import FlattenedBatch, LocalTokens, TokenReductions
-
-
-class RoutingMetrics(NamedTuple):
-    """Results of `RoutingLosses`.
-
-    Attributes:
-        aux_loss: ``()``, sum of the weighted losses.
-        stats: statistics of the call.
-    """
-
-    aux_loss: Tensor
-    stats: MoEStats
+from maxmoe.token_group import FlattenedBatch, TokenReductions
 
 
 def _entropy(probabilities: Tensor) -> Tensor:
     """Sum -p log p, with 0 for p = 0. torch.special.entr computes the same, but is not vectorized."""
     logarithms = probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log_()
     return logarithms.mul_(probabilities).sum().neg()
-
-
-def compute_metrics(layer: Any, routing: Routing, dropped: Tensor, num_sequences: int) -> RoutingMetrics:
-    """Compute the auxiliary loss and the statistics of a call of a layer.
-
-    They are over the tokens of all ranks. Without a backward they are of this rank's tokens alone, and the balance loss
-    of the scope "step" is the one of the scope "batch", so that evaluation communicates for the hidden states only.
-
-    Args:
-        layer: `MoE` layer.
-        routing: routing of this rank's tokens.
-        dropped: ``()``, number of slots that this rank has dropped.
-        num_sequences: number of sequences of this rank.
-    """
-    tokens, sums, step = layer.token_group, layer.metrics_accumulator, None
-    if sums is not None and layer.training and layer.config.load_balance_scope == "step":
-        step = sums.step
-    communicates = step is not None or not isinstance(tokens, LocalTokens)
-    if communicates and not has_backward():
-        tokens, step = tokens if layer.losses.are_recorded else LOCAL, None
-    if not isinstance(tokens, LocalTokens):
-        dropped = layer.runner.region.all_reduce_dropped(dropped)
-    metrics: RoutingMetrics = layer.losses(routing, dropped, num_sequences, tokens, step)
-    return metrics
 
 
 @dataclass(frozen=True)
@@ -91,7 +54,7 @@ class RoutingLosses:
         num_sequences: int,
         tokens: TokenReductions,
         step: StepCounts | None = None,
-    ) -> RoutingMetrics:
+    ) -> tuple[Tensor, MoEStats]:
         """Compute the sum ``()`` of the weighted losses and the statistics over the tokens of all processes.
 
         Args:
@@ -102,7 +65,7 @@ class RoutingLosses:
             step: counts of the step for the balance loss of the scope "step"; None for that of the scope "batch".
         """
         counts = self._tokens_per_expert(routing, num_sequences)
-        aux_loss = self._aux_loss(routing, counts, tokens, step)
+        aux_loss = self._weighted_losses(routing, counts, tokens, step)
         entropy = _entropy(routing.probabilities.detach())
         summands = (counts.sum(0), dropped, entropy, num_tokens_of(routing.probabilities, routing.token_mask))
         everywhere = FlattenedBatch(tokens)
@@ -113,11 +76,22 @@ class RoutingLosses:
             total = routing.token_losses.sum()
             load, dropped, entropy, num_tokens, total = everywhere.all_reduce_sequence(*summands, total)
             aux_loss = aux_loss + mean_of(total, num_tokens)
-        return RoutingMetrics(aux_loss, MoEStats(load, dropped, mean_of(entropy, num_tokens)))
+        return aux_loss, MoEStats(load, dropped, mean_of(entropy, num_tokens))
 
-    def _aux_loss(self, routing: Routing, counts: Tensor, tokens: TokenReductions, step: StepCounts | None) -> Tensor:
+    def aux_loss(self, routing: Routing, num_sequences: int) -> Tensor:
+        """Compute the auxiliary loss ``()`` over the tokens of this process, for callers that read no statistics."""
+        counts = self._tokens_per_expert(routing, num_sequences) if self.config.load_balance_loss_weight > 0 else None
+        aux_loss = self._weighted_losses(routing, counts, LOCAL, None)
+        if routing.token_losses is None:
+            return aux_loss
+        return aux_loss + mean_of(routing.token_losses.sum(), num_tokens_of(routing.probabilities, routing.token_mask))
+
+    def _weighted_losses(
+        self, routing: Routing, counts: Tensor | None, tokens: TokenReductions, step: StepCounts | None
+    ) -> Tensor:
         aux_loss = routing.probabilities.new_zeros(())
         if self.config.load_balance_loss_weight > 0:
+            assert counts is not None
             aux_loss = aux_loss + self._weighted_balance(routing, counts, tokens, step)
         if self.config.router_z_loss_weight > 0 and routing.logits is not None:
             z_loss = router_z_loss(routing.logits, token_mask=routing.token_mask, tokens=tokens)

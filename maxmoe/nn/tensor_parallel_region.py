@@ -1,5 +1,6 @@
 """Tensor-parallel region of a layer, in which several processes compute parts of the output for the same tokens."""
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -68,6 +69,7 @@ class TensorParallelRegion(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class LocalRegion:
     """Region of a process that computes the whole layer for its tokens, without communication."""
 

@@ -13,7 +13,7 @@ from maxmoe.load.step_counts import StepCounts
 from maxmoe.named_collectives import all_reduce
 from maxmoe.nn import MoE
 from maxmoe.nn.routing import Routing
-from maxmoe.nn.routing_losses import RoutingLosses, RoutingMetrics
+from maxmoe.nn.routing_losses import RoutingLosses
 from maxmoe.recompute.selective import is_recomputation
 from maxmoe.token_group import TokenReductions
 
@@ -52,13 +52,13 @@ class RecordedLosses:
         num_sequences: int,
         tokens: TokenReductions,
         step: StepCounts | None = None,
-    ) -> RoutingMetrics:
+    ) -> tuple[Tensor, MoEStats]:
         """Compute auxiliary loss and statistics of one forward."""
-        metrics = self._losses(routing, dropped, num_sequences, tokens, step)
+        aux_loss, stats = self._losses(routing, dropped, num_sequences, tokens, step)
         if not is_recomputation():
-            summand = packed(metrics.aux_loss, metrics.stats)
+            summand = packed(aux_loss, stats)
             self._total = summand if self._total is None else self._total + summand
-        return metrics
+        return aux_loss, stats
 
     def saved_tensors(self, batch: int, length: int, wide: torch.dtype) -> dict[str, SavedTensor]:
         """Describe the tensors that the losses save."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from maxmoe import MoE, MoEConfig, MoEFeedForward
-from maxmoe.nn.aux_loss_watch import PATIENCE
+from maxmoe.nn.training_watch import PATIENCE
 
 SIZES: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 4, "num_experts": 4, "top_k": 2}
 LOSSES = [{"load_balance_loss_weight": 0.01}, {"router_z_loss_weight": 0.01}]

@@ -75,10 +75,22 @@ def test_whatever_observes_or_replaces_a_part_is_called() -> None:
         handle.remove()
 
 
-def test_an_error_names_the_router() -> None:
+def test_an_error_names_its_part_and_nothing_is_computed_again() -> None:
     model = nn.Sequential(make())
-    with pytest.raises(ValueError, match=r"^0\.router: .*NaN for token 0"):
-        model(torch.full((1, 1, model[0].config.hidden_size), torch.nan, dtype=torch.float64))
+    x = tokens(model[0], 1, 1)
+
+    def refused_router() -> None:
+        with pytest.raises(ValueError, match=r"^0\.router: .*NaN for token 0"):
+            model(torch.full_like(x, torch.nan))
+
+    def refused_experts() -> None:
+        model[0].experts.gate_proj = nn.Parameter(model[0].experts.gate_proj[:, :-1])
+        with pytest.raises(ValueError, match=r"^0\.experts: maxmoe::expert_ffn: gate must"):
+            model(x)
+
+    for refused in (refused_router, refused_experts):
+        names = called_operators(refused)
+        assert names.count("maxmoe::routed_experts") == names.count("maxmoe::route") == 1
 
 
 def test_nothing_is_computed_that_nobody_reads() -> None:
@@ -89,6 +101,15 @@ def test_nothing_is_computed_that_nobody_reads() -> None:
         assert "maxmoe::routed_experts" in names
         assert not {"aten::scatter_add", "aten::log_", "aten::logsumexp"} & {*names}
     assert "aten::scatter_add" in called_operators(lambda: layer(x))
+
+
+def test_a_training_without_losses_computes_statistics_for_an_accumulator_alone() -> None:
+    layer = MoEFeedForward(make().config, dtype=torch.float64)
+    x = tokens(layer)
+    assert not {"aten::scatter_add", "aten::log_"} & {*called_operators(lambda: layer(x))}
+    accumulator = maxmoe.StatsAccumulator(layer)
+    assert {"aten::scatter_add", "aten::log_"} < {*called_operators(lambda: layer(x).sum().backward())}
+    assert accumulator.update().layers["moe"].tokens_per_expert.sum() == x.shape[:-1].numel() * layer.config.top_k
 
 
 def test_statistics_are_ordinary_tuples() -> None:

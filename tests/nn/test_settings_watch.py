@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import maxmoe
 from maxmoe import MoEConfig, MoEFeedForward, StatsAccumulator
-from maxmoe.nn.settings_watch import PATIENCE
+from maxmoe.nn.training_watch import PATIENCE
 
 BALANCE_LOSS = {"load_balance_loss_weight": 0.01}
 BIAS = {"score_correction_bias": True}

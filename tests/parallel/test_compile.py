@@ -59,14 +59,14 @@ STRATEGIES: list[tuple[str, Dispatch]] = [
 # Of one layer, by Dynamo's count: where a function that is called by compiled ones communicates, it tries each of them.
 TRAVELLING = {
     "GuardedModule.__call__": 1,
-    "ParameterHooks.gather": 6,
+    "ParameterHooks.gather": 5,
     "ShardedTokens._all_reduce": 10,
     "ExpertRunner.run": 1,
 }
 PARTIAL = {
     "GuardedModule.__call__": 1,
     "ParameterHooks.gather": 4,
-    "PartialSums.enter": 3,
+    "PartialSums.enter": 2,
     "PartialSums.leave": 1,
     "PartialSums.assign": 1,
     "PartialSums.all_reduce_dropped": 2,

@@ -1,7 +1,6 @@
 """The layer in the place of a sparse block of transformers, made of the modules of the block."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,6 @@ from maxmoe.integrations.transformers.token_masks import token_mask_of_this_laye
 from maxmoe.nn import Experts, MoE, MoEFeedForward, Router, Routing, ZeroComputationExperts, load_balance_loss
 from maxmoe.nn.module_path import module_path
 from maxmoe.nn.router import select_experts
-from maxmoe.nn.routing_hooks import given_experts, observe
 from maxmoe.nn.tensor_parallel_region import LayerInputs, sum_of
 from maxmoe.ops import RaggedPlan
 from maxmoe.presets.layouts import Entry
@@ -106,41 +104,21 @@ class TransformersMoE(MoEFeedForward):
         hidden_states = super().forward(x, token_mask_of_this_layer() if token_mask is None else token_mask)
         return (hidden_states, None) if self.family.returns_scores else hidden_states
 
-    def hidden_states_and_routing(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Routing, Tensor]:
-        """Compute as `MoE.hidden_states_and_routing`."""
-        tokens, token_mask = self.checked_tokens(x, token_mask)
-        region, leading_dims = self.runner.region, x.shape[:-1]
-        inputs = region.enter(tokens)
-        routing = self._route(inputs.router, token_mask, leading_dims)
-        latent_in, latent_out = self._part("latent_in.weight"), self._part("latent_out.weight")
-        rows = inputs.experts if latent_in is None else region.copy_to_experts(latent_in(inputs.experts))
-        routed, dropped = self.runner.run(
-            self._compute_experts,
-            rows,
-            region.assign(routing.top_k),
-            num_sequences=math.prod(leading_dims[:-1]),
-            recompute="dispatch" in self.recompute,
-        )
-        if latent_out is not None:
-            routed = latent_out(region.reduce_from_experts(routed))
-        hidden_states = region.leave(routed, None, self._dense_parts(inputs, routing, routed.dtype))
-        return hidden_states.contiguous().view(*leading_dims, -1), routing, dropped
-
-    def _route(self, x: Tensor, token_mask: Tensor | None, leading_dims: Sequence[int]) -> Routing:
+    def _route(self, x: Tensor, token_mask: Tensor | None, _leading_dims: object, given: Tensor | None) -> Routing:
         """Call the router of the block, whose output transformers records, and select experts by its logits."""
-        hooks, bias = self.routing_hooks, self._correction_bias
-        given = given_experts(hooks, leading_dims, x.device) if hooks else None
+        router, bias = self.router, self._correction_bias
         is_outside = bias is not None and "." not in self._keys["router.score_correction_bias"]
-        outputs = self.router(x, bias) if is_outside else self.router(x)
-        logits = outputs[1 if isinstance(adapted_module(self.router), nn.Linear) else 0]  # second in Llama 4
+        outputs = router(x, bias) if is_outside else router(x)
+        logits = outputs[1 if isinstance(adapted_module(router), nn.Linear) else 0]  # second in Llama 4
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         try:
-            routing = select_experts(self.config, logits, bias, token_mask, given)
+            return select_experts(self.config, logits, bias, token_mask, given)
         except ValueError as error:
             raise ValueError(f"{module_path(self)}: {error}") from error
-        if hooks:
-            observe(hooks, routing, leading_dims)
-        return routing
+
+    @property
+    def _expert_function(self) -> Callable[..., Tensor]:
+        return self._compute_experts
 
     def _compute_experts(self, x: Tensor, weights: Tensor | None, plan: RaggedPlan, *foreign: Any) -> Tensor:
         """Compute rows as `maxmoe.nn.Experts`, by a call of the experts of the block, around which adapters may lie."""
@@ -153,16 +131,18 @@ class TransformersMoE(MoEFeedForward):
         rows: Tensor = self.experts(x, plan, weights, *foreign)
         return rows
 
-    def _dense_parts(self, inputs: LayerInputs, routing: Routing, dtype: torch.dtype) -> Tensor | None:
+    def _compute_others(
+        self, inputs: LayerInputs, _token_mask: Tensor | None, routing: Routing, dtype: torch.dtype
+    ) -> tuple[None, Tensor | None]:
         """Compute the shared and the zero-computation experts, which every process has whole."""
-        output_gate = self._part("shared_experts.output_gate")
+        shared_experts, output_gate = self.shared_experts, self._part("shared_experts.output_gate")
         parts = []
-        if self.shared_experts is not None:
-            out = self.shared_experts(inputs.router)
+        if shared_experts is not None:
+            out = shared_experts(inputs.router)
             parts.append(out if output_gate is None else output_gate(inputs.router).sigmoid() * out)
         if self.zero_computation_experts is not None:
             parts.append(self.zero_computation_experts(inputs.router, routing.top_k, dtype))
-        return sum_of(*parts) if parts else None
+        return None, sum_of(*parts) if parts else None
 
     def _part(self, name: str) -> nn.Module | None:
         """Return the module of the block that has the parameter which `MoE` has under a name, or None."""
@@ -180,6 +160,16 @@ class TransformersMoE(MoEFeedForward):
     def shared_experts(self) -> nn.Module | None:  # type: ignore[override]
         """Shared experts of the block, which every process computes whole; None without any."""
         return self._part("shared_experts.up_proj")
+
+    @property
+    def latent_in(self) -> nn.Module | None:  # type: ignore[override]
+        """Projection of the block before its experts; None without latent experts."""
+        return self._part("latent_in.weight")
+
+    @property
+    def latent_out(self) -> nn.Module | None:  # type: ignore[override]
+        """Projection of the block after its experts; None without latent experts."""
+        return self._part("latent_out.weight")
 
     @property
     def _correction_bias(self) -> Tensor | None:
