@@ -14,9 +14,6 @@ from maxmoe.nn.module_path import module_path
 from maxmoe.nn.router import is_custom_router
 from maxmoe.ops import ActivationFunction
 
-# Name of the attribute of a parameter some of whose experts are frozen: the `frozen_experts` of its layer.
-FROZEN = "has_frozen_experts"
-
 
 def check_inputs(x: Tensor, token_mask: Tensor | None, hidden_size: int, dtype: torch.dtype) -> None:
     """Raise unless x is ``(..., S, hidden_size)`` with this dtype, or under autocast, and the mask has its shape."""
@@ -60,13 +57,6 @@ def check_replaced_parts(
         raise ValueError("balance_loss needs load_balance_scope 'sequence' or 'batch', got 'step'")
 
 
-def check_training(layer: Any) -> None:
-    """Raise if the backward of a layer would not count the step, or would train frozen experts."""
-    if torch.is_grad_enabled():
-        _check_step_is_counted(layer)
-        _check_frozen_experts(layer)
-
-
 def needs_gradient(layer: Any, output: Tensor, lost: str) -> bool:
     """Return whether an output of a layer requires a gradient; raises if a function transform hides that it does.
 
@@ -83,28 +73,14 @@ def needs_gradient(layer: Any, output: Tensor, lost: str) -> bool:
     return output.requires_grad
 
 
-def _check_step_is_counted(layer: Any) -> None:
+def check_step_is_counted(layer: Any) -> None:
     """Raise if a layer is trained with the load of the step, which nobody counts."""
     config = layer.config
     is_needed = layer.training and config.load_balance_loss_weight > 0 and config.load_balance_scope == "step"
-    if is_needed and layer.metrics_accumulator is None:
+    if is_needed and layer.metrics_accumulator is None and torch.is_grad_enabled():
         raise ValueError(
             "load_balance_scope 'step' needs maxmoe.StatsAccumulator(model), whose update() ends the step, got none"
         )
-
-
-def _check_frozen_experts(layer: Any) -> None:
-    """Raise if frozen experts would be trained, because other parameters have replaced those with the hooks."""
-    if layer.frozen_experts is None:
-        return
-    for name, parameter in layer.routed_experts.named_parameters(recurse=False):
-        is_known = getattr(parameter, FROZEN, None) is layer.frozen_experts
-        if parameter.requires_grad and parameter.is_leaf and not is_known:
-            raise RuntimeError(
-                f"{module_path(layer)} has experts frozen by freeze_experts, but experts.{name} is another parameter "
-                "now, in which all experts would be trained: freeze_experts does not work with fully_shard; call it "
-                "again for a copy and after load_state_dict(assign=True)"
-            )
 
 
 def _check_router_config(config: MoEConfig, router: nn.Module) -> None:

@@ -14,7 +14,13 @@ from maxmoe.conversion import check_block, config_of_block, give_weights, take_w
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.load.metrics_accumulator import MetricsAccumulator
 from maxmoe.nn.aux_loss_watch import AuxLossWatch
-from maxmoe.nn.checks import check_inputs, check_parts_are_known, check_replaced_parts, check_training, needs_gradient
+from maxmoe.nn.checks import (
+    check_inputs,
+    check_parts_are_known,
+    check_replaced_parts,
+    check_step_is_counted,
+    needs_gradient,
+)
 from maxmoe.nn.dense_dispatcher import local_dispatcher
 from maxmoe.nn.dispatcher import ExpertRunner
 from maxmoe.nn.experts import Experts
@@ -62,7 +68,6 @@ class MoE(HookedModule):
 
     recompute_names = ("dispatch",)
     recompute: frozenset[str] = frozenset()  # see `maxmoe.set_recompute`
-    frozen_experts: object | None = None  # set by freeze_experts
 
     token_group = TokenGroupAttribute()
 
@@ -254,7 +259,7 @@ class MoE(HookedModule):
     def checked_tokens(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Check the inputs of `forward`; return tokens ``(T, D)``, zero for padding, and their mask ``(T,)``."""
         check_inputs(x, token_mask, self.config.hidden_size, self._dtype)
-        check_training(self)
+        check_step_is_counted(self)
         tokens = x.reshape(-1, x.shape[-1])
         if token_mask is None:
             return tokens, None
