@@ -67,7 +67,7 @@ DECIDED_BY = {
     "parallel/clip_grad_norm.py _reduced": "placements of gradients that all ranks have, as reduced checksums say",
     "parallel/grad_scaler.py GradScaler._found": "whether torch.distributed is initialized",
     "parallel/initialization.py _DrawnWhole.__torch_dispatch__": "the parameters that a module initializes",
-    "parallel/input_gradients.py InputGradientCheck.enter": "whether the model has floating-point inputs",
+    "parallel/input_gradients.py InputGradientCheck.enter": "the mesh, and whether the model has floating-point inputs",
     "parallel/parallelize.py check_settings": CALLER,
     "parallel/parameter_hooks.py ParameterHooks.gather": PLAN,
     "parallel/parameter_hooks.py ParameterHooks.free.refill": PLAN,
