@@ -25,22 +25,16 @@ def complete_group(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
     """Return a group with all options of its algorithm, taken from `defaults` if the group lacks them; check them."""
     algorithm = group.get("algorithm", "muon")
     if algorithm not in OPTIONS:
-        raise ValueError(f"algorithm must be one of {sorted(OPTIONS)}, got {algorithm!r}{_first_name(group)}")
+        raise ValueError(f"algorithm must be one of {sorted(OPTIONS)}, got {algorithm!r}")
     known = (*COMMON, *OPTIONS[algorithm])
     for key in group:
         if key not in known:
-            raise ValueError(f"a group of {algorithm} has no option {key!r}{nearest(key, known)}{_first_name(group)}")
+            raise ValueError(f"a group of {algorithm} has no option {key!r}{nearest(key, known)}")
     own_defaults = {"betas": (0.9, 0.999), "eps": 1e-8} if algorithm == "adamw" else Matrix()._asdict()
     values = {**defaults, **own_defaults, **group, "algorithm": algorithm}
     options = {key: values[key] for key in known if key in values}
     _check_values(options)
     return options
-
-
-def _first_name(group: Mapping[str, Any]) -> str:
-    """Name the first parameter of a group, for messages."""
-    names = [parameter[0] for parameter in list(group.get("params", ())) if isinstance(parameter, tuple)]
-    return f" (the group of {names[0]})" if names else ""
 
 
 def _check_values(options: Mapping[str, Any]) -> None:

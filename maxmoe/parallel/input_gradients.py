@@ -37,16 +37,15 @@ class InputGradientCheck:
         floating = [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         if not floating:
             return
-        wanted = dict.fromkeys(name for name, leaf in floating if leaf.requires_grad)
+        wanted = {name for name, leaf in floating if leaf.requires_grad}
         names = list(self._signature.parameters)
-        bits = torch.tensor([sum(2 ** names.index(name) for name in wanted)])
-        gathered = bits.new_empty(dist.get_world_size())
-        all_gather(gathered, bits, "which inputs require a gradient")
-        of_ranks: list[int] = gathered.tolist()
-        for index, name in enumerate(names):
-            ranks = [rank for rank, bits_of_rank in enumerate(of_ranks) if bits_of_rank >> index & 1]
-            if 0 < len(ranks) < len(of_ranks):
+        mine = torch.tensor([name in wanted for name in names])
+        of_ranks = mine.new_empty(dist.get_world_size() * len(names))
+        all_gather(of_ranks, mine, "which inputs require a gradient")
+        for name, of_input in zip(names, of_ranks.view(-1, len(names)).T.tolist(), strict=True):
+            ranks = [rank for rank, requires_gradient in enumerate(of_input) if requires_gradient]
+            if 0 < len(ranks) < len(of_input):
                 raise ValueError(
                     f"{name} of {self._module_name} must require a gradient on all ranks or on none, "
-                    f"got requires_grad=True on {len(ranks)} of {len(of_ranks)}: {', '.join(map(str, ranks))}"
+                    f"got requires_grad=True on {len(ranks)} of {len(of_input)}: {', '.join(map(str, ranks))}"
                 )
