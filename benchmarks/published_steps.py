@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from maxmoe import MoEConfig
-from maxmoe.models import Decoder
-from maxmoe.models.published_models import PUBLISHED, PublishedModel
+from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.planning import Device, PredictedPlan, StateDtypes, predict
+from maxmoe.presets.published import PUBLISHED, PublishedModel
 from maxmoe.sharding import Mesh
 
 LENGTH = 4096
@@ -35,12 +35,14 @@ DEEPSEEK_V3_16B = PublishedModel(
         num_shared_experts=2,
         score_function="sigmoid",
     ),
-    num_layers=27,
-    num_heads=16,
-    num_key_value_heads=16,
-    vocab_size=102400,
-    num_dense_layers=1,
-    intermediate_size=10944,
+    sizes={
+        "num_layers": 27,
+        "num_heads": 16,
+        "head_dim": 128,
+        "vocab_size": 102400,
+        "num_dense_layers": 1,
+        "intermediate_size": 10944,
+    },
 )
 
 
@@ -70,7 +72,8 @@ class Published:
 
     def predict(self) -> PredictedPlan:
         """Predict the step with the rules `ep-as-dp`; blocks are recomputed if the activations do not fit."""
-        model = Decoder(self.model.config(max_sequence_length=LENGTH), device="meta", dtype=torch.bfloat16)
+        config = DecoderConfig.of_published(self.model, max_sequence_length=LENGTH)
+        model = Decoder(config, device="meta", dtype=torch.bfloat16)
         step = {"batch_size": self.batch_size, "sequence_length": LENGTH, "num_micro_batches": self.num_micro_batches}
         for recompute in ((), ("blocks",)):
             plan = predict(

@@ -16,6 +16,7 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 from maxmoe.dispatch.computed_rows import ComputedRows
 from maxmoe.dispatch.expert_moves import plan_moves
 from maxmoe.ops import ragged_plan
+from maxmoe.presets.published import PUBLISHED
 
 FOLDER = Path(__file__).parent
 NUM_RANKS, TOKENS, TOP_K, EXPERTS = 4, 3, 2, 8  # tokens and experts: of a rank, and of all
@@ -24,8 +25,7 @@ EVERYWHERE = "#d0d0d0"  # of tokens that all ranks have from the start
 ALL_RANKS = range(NUM_RANKS)
 
 GIB = 2**30
-# Layers of published models: hidden_size, intermediate_size, num_experts, top_k.
-LAYERS = {"Mixtral 8x7B": (4096, 14336, 8, 2), "DeepSeek-V3": (7168, 2048, 256, 8)}
+LAYERS = {PUBLISHED[name].name: PUBLISHED[name].layer() for name in ("mixtral", "deepseek_v3")}
 
 
 @dataclass(frozen=True)
@@ -236,12 +236,13 @@ def bytes_table(tokens: int = 4096, num_ranks: int = 8, itemsize: int = 2) -> st
     lines = [f"| strategy | numbers sent, forward | {' | '.join(LAYERS)} |", "|---|---|" + "---:|" * len(LAYERS)]
     for name, formula in formulas.items():
         cells = []
-        for hidden, intermediate, experts, top_k in LAYERS.values():
+        for layer in LAYERS.values():
+            hidden, top_k = layer.hidden_size, layer.top_k
             numbers = {
                 "ring_of_experts": 2 * others * tokens * hidden,
                 "ragged_all_to_all": 2 * top_k * others * tokens * hidden // num_ranks,
                 "ep-tp": 2 * others * (num_ranks * tokens) * hidden // num_ranks,
-                "gather_weights": 3 * others * experts * hidden * intermediate // num_ranks,
+                "gather_weights": 3 * others * layer.num_experts * hidden * layer.intermediate_size // num_ranks,
             }
             cells.append(f"{numbers[name] * itemsize / GIB:.2f} GiB")
         lines.append(f"| {name} | {formula} | {' | '.join(cells)} |")

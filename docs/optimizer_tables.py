@@ -5,9 +5,9 @@ python docs/optimizer_tables.py   # prints the table
 
 import torch
 
-from maxmoe.models import Decoder
-from maxmoe.models.published_models import PUBLISHED
+from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.planning import estimate
+from maxmoe.presets.published import PUBLISHED
 from maxmoe.sharding import Mesh
 from maxmoe.text_table import readable_bytes
 
@@ -26,7 +26,7 @@ def traffic() -> str:
         "| rules | mesh | collectives of Muon | sent by Muon | sent in a step | state of Muon |",
         "|---|---|---:|---:|---:|---:|",
     ]
-    config = PUBLISHED["deepseek_v3"].config(max_sequence_length=LENGTH)
+    config = DecoderConfig.of_published(PUBLISHED["deepseek_v3"], max_sequence_length=LENGTH)
     model = Decoder(config, device="meta", dtype=torch.bfloat16)
     for rules, sizes in LAYOUTS:
         mesh = Mesh.planned(sizes)

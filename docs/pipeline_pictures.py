@@ -4,24 +4,32 @@ python docs/pipeline_pictures.py   # writes docs/pipeline_schedules.png and docs
 """
 
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+from torch.distributed.pipelining import PipelineStage
 
 import maxmoe
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.models.decoder import DecoderOutput
+from maxmoe.pipelining import Pipeline
 from maxmoe.pipelining.schedules import SCHEDULES
 from maxmoe.pipelining.timeline import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
+    Action,
+    Span,
     Timeline,
     schedule_order,
     simulate,
@@ -108,6 +116,50 @@ def loss(output: DecoderOutput, targets: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
+@contextmanager
+def recording() -> Iterator[list[Span]]:
+    """Record when the stages of this rank run which action, in seconds since the recording began."""
+    spans: list[Span] = []
+    first = time.perf_counter()
+
+    def recorded(method: str, kind_of: Callable[..., str | None]) -> Any:
+        run = getattr(PipelineStage, method)
+
+        def timed(stage: PipelineStage, micro_batch: int, *arguments: Any, **options: Any) -> Any:
+            start = time.perf_counter() - first
+            result = run(stage, micro_batch, *arguments, **options)
+            if (kind := kind_of(stage, **options)) is not None:
+                action = Action(kind, stage.stage_index, micro_batch)
+                spans.append(Span(action, start, time.perf_counter() - first))
+            return result
+
+        return patch.object(PipelineStage, method, timed)
+
+    def backward(stage: PipelineStage, *, full_backward: bool = True, **_: Any) -> str:
+        # With a `dw_builder`, the first half computes all gradients.
+        return BACKWARD if full_backward or stage.dw_builder else BACKWARD_INPUT
+
+    with (
+        recorded("forward_one_chunk", lambda *_, **__: FORWARD),
+        recorded("backward_one_chunk", backward),
+        recorded("backward_weight_one_chunk", lambda stage, **_: None if stage.dw_builder else BACKWARD_WEIGHT),
+    ):
+        yield spans
+
+
+def record_step(pipeline: Pipeline, inputs: torch.Tensor, targets: torch.Tensor) -> Timeline:
+    """Run a step, and return the timeline of all ranks of the default group, one in each stage."""
+    dist.barrier()  # the clocks of all ranks start together
+    with recording() as spans:
+        pipeline.step(inputs, targets)
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, spans)
+    first = min(rank[0].start for rank in ranks)
+    return Timeline(
+        tuple(tuple(Span(action, start - first, end - first) for action, start, end in rank) for rank in ranks)
+    )
+
+
 def record(rank: int, store: str, schedule: str, file: str) -> None:
     """Run three steps on one rank, and save the timeline of the last one."""
     torch.set_num_threads(1)
@@ -118,7 +170,7 @@ def record(rank: int, store: str, schedule: str, file: str) -> None:
     pipeline = maxmoe.pipeline(Decoder(CONFIG), mesh, **options)
     tokens = torch.randint(CONFIG.vocab_size, (NUM_MICRO_BATCHES, 257))
     for _ in range(3):
-        _, timeline = pipeline.record_step(tokens[:, :-1], tokens[:, 1:])
+        timeline = record_step(pipeline, tokens[:, :-1], tokens[:, 1:])
     if rank == 0:
         torch.save(timeline, file)
     dist.destroy_process_group()

@@ -24,21 +24,20 @@ import platform
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, get_args
 
 import torch
 
 from maxmoe._library import build_info
-from maxmoe.models import Decoder
-from maxmoe.models.published_models import PUBLISHED
+from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.failures import RankError
 from maxmoe.pipelining.schedules import SCHEDULES
 from maxmoe.plan_command import add_plan, add_state_dtypes, published, state_dtypes
 from maxmoe.planning.estimate import Optimizer, estimate
 from maxmoe.planning.explain import explain
+from maxmoe.presets.published import PUBLISHED
 from maxmoe.sharding.mesh import Mesh, parse_mesh
 from maxmoe.sharding.rules import LogicalRules, preset_names
 from maxmoe.testing import RankComparison, compare_ranks
@@ -135,9 +134,10 @@ def plan(options: argparse.Namespace) -> str:
     mesh = Mesh.planned(parse_mesh(options.mesh), world_size=options.world_size)
     rules = LogicalRules.load(options.rules)
     changes = {size: getattr(options, size) for size in SIZES if getattr(options, size) is not None}
-    model_sizes = replace(published(options.preset), **changes)
+    published_model = published(options.preset)
     recompute = tuple(name.strip() for name in options.recompute.split(",") if name.strip())
-    config = model_sizes.config(max_sequence_length=options.sequence_length, recompute=recompute)
+    sizes = {"max_sequence_length": options.sequence_length, "recompute": recompute, **changes}
+    config = DecoderConfig.of_published(published_model, **sizes)
     model = Decoder(config, device="meta", dtype=getattr(torch, options.dtype))
     optimizer: Optimizer = options.optimizer
     step: dict[str, Any] = {
@@ -156,9 +156,9 @@ def plan(options: argparse.Namespace) -> str:
     costs = estimate(model, mesh, rules, optimizer=optimizer, state_dtypes=state_dtypes(options), **step)
     dense = f", {config.num_dense_layers} of them dense" if config.num_dense_layers else ""
     changed = "".join(f" Here {name}={value}." for name, value in changes.items())
-    difference = f" Differs from the published model: {model_sizes.differs}." if model_sizes.differs else ""
+    difference = f" Differs from the published model: {published_model.differs}." if published_model.differs else ""
     head = (
-        f"{model_sizes.name}: a Decoder of {config.num_layers} layers{dense}, embedding and output projection."
+        f"{published_model.name}: a Decoder of {config.num_layers} layers{dense}, embedding and output projection."
         f"{difference}{changed}",
         f"{mesh.num_ranks} ranks: {options.mesh}. Rules: {options.rules}. A step: {options.batch_size} sequences of "
         f"{options.sequence_length} tokens.{f' Recomputed: {options.recompute}.' if recompute else ''}",

@@ -1,27 +1,10 @@
-"""Small files that users give, and files that replace others."""
+"""Files that replace others."""
 
 import os
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-MAX_BYTES = 2**15
-
-
-def small_text(path: Path, what: str) -> str:
-    """Read a regular UTF-8 file of at most `MAX_BYTES`; raises a ValueError that begins with `what` for another one.
-
-    Opening a FIFO would block until there is a writer, and reading a device may not end.
-    """
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError(f"{what} must be in a regular file")
-    with path.open("rb") as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"{what} must be in a file of at most {MAX_BYTES} bytes, got {path.stat().st_size}")
-    return content.decode()
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import argparse
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch
 
 from maxmoe.calibration import calibrate
 from maxmoe.field_checks import nearest
-from maxmoe.models import Decoder
-from maxmoe.models.published_models import PUBLISHED, PublishedModel
+from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.planning import StateDtypes, search
 from maxmoe.planning.time_model.device import device_names
+from maxmoe.presets.published import PUBLISHED, PublishedModel
 from maxmoe.sharding.rules import preset_names
 from maxmoe.text_table import paragraph, terminal_width
 
@@ -101,9 +100,8 @@ def find(options: argparse.Namespace) -> str:
     if options.preset is None or options.world_size is None:
         raise ValueError("plan needs --preset and --world-size, or --calibrate")
     model = published(options.preset)
-    if options.num_layers is not None:
-        model = replace(model, num_layers=options.num_layers)
-    config = model.config(max_sequence_length=options.sequence_length)
+    changes = {} if options.num_layers is None else {"num_layers": options.num_layers}
+    config = DecoderConfig.of_published(model, max_sequence_length=options.sequence_length, **changes)
     decoder = Decoder(config, device="meta", dtype=getattr(torch, options.dtype))
     result = search(
         decoder,

@@ -4,15 +4,16 @@ import warnings
 from argparse import Namespace
 from dataclasses import fields
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from maxmoe.integrations.transformers import families
 from pretraining import InputError
 
 # Fields that are replaced although they may be None in the config of a family.
@@ -23,7 +24,9 @@ LARGEST = 100_000_000
 
 def family_names() -> list[str]:
     """Return the families of transformers whose experts maxmoe can compute."""
-    modules = {*families.models(), "llama4"}
+    # transformers itself looks for the decorator in the source.
+    files = (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")
+    modules = {path.parent.name for path in files if "@use_experts_implementation" in path.read_text()} | {"llama4"}
     return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if model_type_to_module_name(name) in modules]
 
 

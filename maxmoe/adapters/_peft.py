@@ -29,7 +29,6 @@ __all__ = [
     "parameter_of",
     "replace_activation",
     "stacks",
-    "trained_factors",
 ]
 
 
@@ -60,12 +59,6 @@ def stacks(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
         lora_a.reshape(count, -1, lora_a.shape[1]),
         lora_b.reshape(lora_b.shape[0], -1, count).permute(2, 1, 0),
     )
-
-
-def trained_factors(wrapper: Any) -> list[Tensor]:
-    """Return the trained factors of all adapters of a wrapper."""
-    owners = (*wrapper.lora_A.values(), *wrapper.lora_B.values())
-    return [owner.weight for owner in owners if owner.weight.requires_grad]
 
 
 def parameter_of(wrapper: Any) -> Tensor:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from maxmoe.adapters.factors import hand_over
-from maxmoe.adapters.inert import watch
 from maxmoe.ops import LowRankFactors
 from maxmoe.quantization import split_stacks
 
@@ -101,7 +100,6 @@ def _or_hand_over(activate: Callable[..., Any]) -> Callable[..., Any]:
         with ExitStack() as stack:
             if adapters and takes(module, name):
                 factors = [_peft.factors_of_adapter(wrapper, adapter) for adapter in adapters]
-                watch(wrapper, f"{type(module).__name__}.{name}", _peft.trained_factors)
                 stack.enter_context(hand_over(module, name, LowRankFactors.side_by_side(factors)))
             else:
                 stack.enter_context(activate(wrapper, active_adapters))

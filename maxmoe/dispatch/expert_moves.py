@@ -71,17 +71,6 @@ def loads_of(rows: Sequence[int], num_ranks: int, moves: Sequence[Move] = ()) ->
     return loads
 
 
-def max_moves_of_rank(num_ranks: int, experts_per_rank: int) -> int:
-    """Return the largest number of experts that a rank receives in any plan: L + P - 1.
-
-    A move ends in one of three ways. (1) It takes all rows of an expert that has the most rows of its rank, which has
-    more rows than the bound: more than 1 / L of the bound, so that fewer than L such moves fit into a rank. (2) It
-    fills the receiving rank up to the bound, once. (3) It brings the sending rank down to the bound: once for each of
-    the other ranks.
-    """
-    return experts_per_rank + num_ranks - 1
-
-
 def _moves_within(rows: Sequence[int], num_ranks: int, cap: int) -> list[Move]:
     """Move rows until no rank has more than `cap`, which is at least the mean.
 

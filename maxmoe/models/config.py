@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from maxmoe.config import MoEConfig
 from maxmoe.field_checks import check_bool, check_int, check_number, refuse_unknown_fields
+from maxmoe.presets.published import PublishedModel
 
 
 @refuse_unknown_fields
@@ -64,6 +66,12 @@ class DecoderConfig:
         self._check_heads()
         self._check_blocks()
         self._check_moe()
+
+    @classmethod
+    def of_published(cls, model: PublishedModel, **fields: Any) -> "DecoderConfig":
+        """Return the config of a decoder with the sizes of a published model; `fields` replace them."""
+        moe = model.layer()
+        return cls(**{**model.sizes, "hidden_size": moe.hidden_size, "moe": moe, **fields})
 
     @property
     def moe_per_block(self) -> tuple[MoEConfig | None, ...]:

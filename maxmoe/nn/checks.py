@@ -16,9 +16,6 @@ from maxmoe.ops import ActivationFunction
 if TYPE_CHECKING:
     from maxmoe.nn.moe import MoE
 
-# Name of the attribute of a parameter some of whose experts are frozen: the `frozen_experts` of its layer.
-FROZEN = "has_frozen_experts"
-
 
 def check_replaced_parts(
     config: MoEConfig,
@@ -63,20 +60,6 @@ def needs_gradient(layer: "MoE", output: Tensor, lost: str) -> bool:
             "the parameters, or call the layer under torch.no_grad"
         )
     return output.requires_grad
-
-
-def check_frozen_experts(layer: "MoE") -> None:
-    """Raise if frozen experts would be trained, because other parameters have replaced those with the hooks."""
-    if layer.frozen_experts is None:
-        return
-    for name, parameter in layer.routed_experts.named_parameters(recurse=False):
-        is_known = getattr(parameter, FROZEN, None) is layer.frozen_experts
-        if parameter.requires_grad and parameter.is_leaf and not is_known:
-            raise RuntimeError(
-                f"{module_path(layer)} has experts frozen by freeze_experts, but experts.{name} is another parameter "
-                "now, in which all experts would be trained: freeze_experts does not work with fully_shard; call it "
-                "again for a copy and after load_state_dict(assign=True)"
-            )
 
 
 def _check_router_config(config: MoEConfig, router: nn.Module) -> None:

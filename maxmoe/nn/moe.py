@@ -15,7 +15,7 @@ from maxmoe.conversion import check_block, config_of_block, give_weights, take_w
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.load.metrics_accumulator import MetricsAccumulator
 from maxmoe.load.stats import MoEStats
-from maxmoe.nn.checks import check_frozen_experts, check_parts_are_known, check_replaced_parts, needs_gradient
+from maxmoe.nn.checks import check_parts_are_known, check_replaced_parts, needs_gradient
 from maxmoe.nn.custom_router import checked_routing
 from maxmoe.nn.dense_dispatcher import local_dispatcher
 from maxmoe.nn.dispatcher import ExpertRunner
@@ -66,7 +66,6 @@ class MoE(HookedModule):
 
     recompute_names = ("dispatch",)
     recompute: frozenset[str] = frozenset()  # see `maxmoe.set_recompute`
-    frozen_experts: object | None = None  # set by freeze_experts
 
     token_group = TokenGroupAttribute()
 
@@ -263,7 +262,6 @@ class MoE(HookedModule):
             raise ValueError(f"x must have the dtype of the parameters ({dtype}) outside of autocast, got {x.dtype}")
         if torch.is_grad_enabled():
             self._check_step_is_counted()
-            check_frozen_experts(self)
         tokens = x.reshape(-1, hidden_size)
         if token_mask is None:
             return tokens, None

@@ -78,9 +78,14 @@ class Routing(NamedTuple):
             Routing with float32 or wider values and the tokens in one dim.
 
         Raises:
-            ValueError: for shapes that do not fit each other.
+            ValueError: for other leading dims than those of `experts`. The layer checks the rest.
         """
-        _check_shapes(experts, weights, probabilities, logits, token_losses, token_mask)
+        leading = experts.shape[:-1]
+        of_tokens = {"weights": weights, "probabilities": probabilities, "logits": logits}
+        found = {name: part.shape[:-1] for name, part in of_tokens.items() if part is not None}
+        for name, dims in {**found, "token_losses": leading if token_losses is None else token_losses.shape}.items():
+            if dims != leading:
+                raise ValueError(f"{name} must have the leading dims of experts {(*leading,)}, got {(*dims,)}")
         experts = experts.flatten(0, -2)
         routing = cls(
             None if logits is None else _wide(logits.flatten(0, -2)),
@@ -120,40 +125,3 @@ class Routing(NamedTuple):
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _check_shapes(
-    experts: Tensor,
-    weights: Tensor,
-    probabilities: Tensor,
-    logits: Tensor | None,
-    token_losses: Tensor | None,
-    token_mask: Tensor | None,
-) -> None:
-    """Raise for parts of a routing whose shapes or dtypes do not fit those of `experts`."""
-    for name, part in {"experts": experts, "weights": weights, "probabilities": probabilities}.items():
-        if not isinstance(part, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(part).__name__}")
-    if experts.dim() < 2 or experts.dtype != torch.int64:
-        raise ValueError(
-            f"experts must be int64 of shape (..., top_k), got {experts.dtype} of shape {tuple(experts.shape)}"
-        )
-    leading = tuple(experts.shape[:-1])
-    shapes = {
-        "weights": (weights, tuple(experts.shape)),
-        "probabilities": (probabilities, (*leading, probabilities.shape[-1])),
-        "logits": (logits, tuple(probabilities.shape)),
-        "token_losses": (token_losses, leading),
-    }
-    for name, (tensor, shape) in shapes.items():
-        if tensor is not None and (tensor.shape != shape or not tensor.is_floating_point()):
-            raise ValueError(
-                f"{name} must be floating of shape {shape}, as experts of shape {tuple(experts.shape)}, "
-                f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
-            )
-    num_tokens = experts.shape[:-1].numel()
-    if token_mask is not None and (token_mask.dtype != torch.bool or token_mask.shape != (num_tokens,)):
-        raise ValueError(
-            f"token_mask must be bool of shape {(num_tokens,)}, "
-            f"got {token_mask.dtype} of shape {tuple(token_mask.shape)}"
-        )

@@ -121,11 +121,6 @@ class DistributedNewtonSchulz:
             for number, assignments in enumerate(buckets)
         ]
 
-    @property
-    def num_collectives(self) -> int:
-        """Number of collectives per optimizer step."""
-        return 2 * len(self._buckets)
-
     def start(self, update: Update) -> None:
         """Start to gather the first bucket.
 

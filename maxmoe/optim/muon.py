@@ -238,15 +238,6 @@ def _local_gradient(parameter: Tensor) -> Tensor:
     """Return the gradient of the local shard of a parameter."""
     gradient = parameter.grad
     assert gradient is not None
-    if isinstance(parameter, DTensor) != isinstance(gradient, DTensor):
-        raise ValueError(
-            f"the gradient of a parameter of shape {tuple(parameter.shape)} must be a {type(parameter).__name__} like "
-            f"the parameter, got {type(gradient).__name__}"
-        )
-    if gradient.is_sparse or gradient.is_complex():
-        raise ValueError(f"gradients must be dense and real, got {gradient.layout}, {gradient.dtype}")
-    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
-        if gradient.placements != parameter.placements:
-            gradient = gradient.redistribute(placements=parameter.placements)
-        return gradient.to_local()
-    return gradient
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return _local(gradient)

@@ -1,7 +1,7 @@
 """Matrices in a parameter, and Newton-Schulz: approximate the nearest semi-orthogonal matrices by products."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ Step: TypeAlias = tuple[float, float, float]
 Coefficients: TypeAlias = Step | Sequence[Step] | Literal["quintic", "polar_express"]
 
 QUINTIC: Step = (3.4445, -4.7750, 2.0315)
-MAX_STEPS = 100
 CHUNK = 2**26  # matrix elements that are orthogonalised at a time, to bound the memory of the products
 
 
@@ -69,18 +68,12 @@ COEFFICIENT_SETS: dict[str, tuple[Step, ...]] = {"quintic": (QUINTIC,), "polar_e
 
 def steps_of(coefficients: Coefficients, num_steps: int) -> list[Step]:
     """Return a triple of coefficients for each step; if there are fewer, the last one is repeated."""
-    if not isinstance(num_steps, int) or not 0 <= num_steps < MAX_STEPS:
-        raise ValueError(f"ns_steps must be an int from 0 to {MAX_STEPS - 1}, got {num_steps!r}")
     if isinstance(coefficients, str):
         if coefficients not in COEFFICIENT_SETS:
             raise ValueError(f"ns_coefficients must be one of {sorted(COEFFICIENT_SETS)}, got {coefficients!r}")
         coefficients = COEFFICIENT_SETS[coefficients]
-    is_one_step = len(coefficients) > 0 and isinstance(coefficients[0], float | int)
-    table: Sequence[object] = [coefficients] if is_one_step else coefficients
-    triples = [step for step in table if isinstance(step, Sequence) and len(step) == 3]
-    if not triples or len(triples) < len(table):
-        raise ValueError(f"ns_coefficients must be three numbers, or three for each step, got {coefficients!r}")
-    steps = [(float(a), float(b), float(c)) for a, b, c in triples]
+    table: Any = coefficients if isinstance(coefficients[0], Sequence) else [coefficients]
+    steps = [(float(a), float(b), float(c)) for a, b, c in table]
     return [steps[min(number, len(steps) - 1)] for number in range(num_steps)]
 
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
@@ -19,7 +19,6 @@ from maxmoe.text_table import terminal_width, text_table
 Override: TypeAlias = Matrix | Literal["adamw"]
 
 STACKED = ("exp", "layers")  # logical names of dims along which matrices are stacked
-FUSED_GATES = (None, *get_args(FusedGate))
 
 
 @dataclass(frozen=True)
@@ -135,19 +134,14 @@ def choose(model: nn.Module, overrides: Mapping[str, Override]) -> list[Choice]:
 
 
 def _check_overrides(overrides: Mapping[str, Override], names: Mapping[str, object]) -> None:
-    """Raise for an override that matches no parameter, and for an invalid choice."""
+    """Raise for an override that matches no parameter, and for one that is no choice."""
     for pattern, choice in overrides.items():
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(
                 f"overrides has {pattern!r}, which is no parameter that is trained{nearest(pattern, names)}"
             )
-        if choice != "adamw" and not (
-            isinstance(choice, Matrix) and choice.input_dim in (-1, -2) and choice.fused_gate in FUSED_GATES
-        ):
-            raise ValueError(
-                f"overrides must be 'adamw' or maxmoe.optim.Matrix with input_dim -1 or -2 and fused_gate one of "
-                f"{FUSED_GATES}, got {pattern!r}: {choice!r}"
-            )
+        if choice != "adamw" and not isinstance(choice, Matrix):
+            raise ValueError(f"overrides must be 'adamw' or maxmoe.optim.Matrix, got {pattern!r}: {choice!r}")
 
 
 class _Chooser:
@@ -184,18 +178,14 @@ class _Chooser:
 
     def problem(self, choice: Choice) -> str | None:
         """Return why a choice is invalid, for messages; None if it is valid."""
-        matrix, shape, names = choice.matrix, choice.shape, self.names.get(choice.name)
-        if matrix is not None and choice.name in self.factors and len(shape) == 2:
+        shape, names = choice.shape, self.names.get(choice.name)
+        if choice.matrix is not None and choice.name in self.factors and len(shape) == 2:
             return (
                 f"{choice.name} of shape {shape}, in which PEFT packs the factors of all experts; maxmoe.parallelize "
                 "makes a stack of matrices of it, also on one rank"
             )
-        if matrix is None:
-            described = "no logical names" if names is None else f"the logical names {names}"
-            return None if choice.reason else f"{choice.name} of shape {shape} with {described}"
-        if len(shape) >= 2 and (matrix.fused_gate is None or shape[-3 - matrix.input_dim] % 2 == 0):
-            return None
-        return f"{choice.name} of shape {shape}, which are no matrices {matrix}"
+        described = "no logical names" if names is None else f"the logical names {names}"
+        return None if choice.reason else f"{choice.name} of shape {shape} with {described}"
 
     def _by_names(self, name: str, parameter: nn.Parameter, dims: Sequence[object]) -> tuple[Matrix | None, str | None]:
         """Choose by the logical names; `dims` are the dims that are not stacked."""

@@ -1,6 +1,6 @@
 """Checks of the options of parameter groups, parameters and state dicts of `Muon`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -19,18 +19,17 @@ CHOICES = {
     "input_dim": (-1, -2),
     "fused_gate": (None, *get_args(FusedGate)),
 }
-STATES = {"muon": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
 
 
 def complete_group(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group with all options of its algorithm, taken from `defaults` if the group lacks them; check them."""
     algorithm = group.get("algorithm", "muon")
     if algorithm not in OPTIONS:
-        raise ValueError(f"algorithm must be one of {sorted(OPTIONS)}, got {algorithm!r}{_first_name(group)}")
+        raise ValueError(f"algorithm must be one of {sorted(OPTIONS)}, got {algorithm!r}")
     known = (*COMMON, *OPTIONS[algorithm])
     for key in group:
         if key not in known:
-            raise ValueError(f"a group of {algorithm} has no option {key!r}{nearest(key, known)}{_first_name(group)}")
+            raise ValueError(f"a group of {algorithm} has no option {key!r}{nearest(key, known)}")
     own_defaults = {"betas": (0.9, 0.999), "eps": 1e-8} if algorithm == "adamw" else Matrix()._asdict()
     values = {**defaults, **own_defaults, **group, "algorithm": algorithm}
     options = {key: values[key] for key in known if key in values}
@@ -38,28 +37,16 @@ def complete_group(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
     return options
 
 
-def _first_name(group: Mapping[str, Any]) -> str:
-    """Name the first parameter of a group, for messages."""
-    names = [parameter[0] for parameter in list(group.get("params", ())) if isinstance(parameter, tuple)]
-    return f" (the group of {names[0]})" if names else ""
-
-
 def _check_values(options: Mapping[str, Any]) -> None:
-    """Raise for an option that is out of range."""
-    if isinstance(options["lr"], Tensor) and options["lr"].numel() != 1:
-        raise ValueError(f"lr must have one element, got {tuple(options['lr'].shape)}")
+    """Raise for an option that would have another effect than its name says, without an error of torch."""
     for key in ("lr", "weight_decay", "eps", "momentum"):
         if key in options and not options[key] >= 0:
             raise ValueError(f"{key} must be at least 0, got {options[key]}")
-    if options["algorithm"] == "adamw":
-        betas = options["betas"]
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas must be two numbers from 0 to below 1, got {betas!r}")
-        return
-    steps_of(options["ns_coefficients"], options["ns_steps"])
     for key, allowed in CHOICES.items():
-        if options[key] not in allowed:
+        if key in options and options[key] not in allowed:
             raise ValueError(f"{key} must be one of {allowed}, got {options[key]!r}")
+    if options["algorithm"] == "muon":
+        steps_of(options["ns_coefficients"], options["ns_steps"])
 
 
 def check_parameter(name: str, parameter: Tensor, group: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -79,49 +66,32 @@ def check_parameter(name: str, parameter: Tensor, group: Mapping[str, Any], give
 
 
 def check_state_dict(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
-    """Raise unless a state dict was saved for the same groups, parameters and shapes."""
-    saved_groups = state_dict["param_groups"]
-    foreign = next((group for group in saved_groups if "algorithm" not in group), None)
+    """Raise unless a state dict was saved for the same parameters, algorithms and shapes, which torch does not compare.
+
+    With moments of another shape, torch's fused AdamW reads memory that is not theirs.
+    """
+    foreign = next((group for group in state_dict["param_groups"] if "algorithm" not in group), None)
     if foreign is not None:
         raise ValueError(
             f"the state dict must be of maxmoe.optim.Muon, got one of an optimizer with the options "
             f"{sorted(set(foreign) - {'params', 'param_names'})}: the state of AdamW and the state of Muon cannot "
             "replace each other; load the model alone"
         )
-    ours, theirs = _names(groups), _names(saved_groups)
-    if None not in (*ours, *theirs):
-        for name in (*theirs, *ours):
-            if name not in ours or name not in theirs:
-                where, others = ("the optimizer", ours) if name not in ours else ("the state dict", theirs)
-                raise ValueError(f"{where} has no parameter {name}{nearest(str(name), [*map(str, others)])}")
-    counts = [[(group["algorithm"], len(group["params"])) for group in found] for found in (groups, saved_groups)]
-    if counts[0] != counts[1] or ours != theirs:
+    ours, theirs = (
+        [(group["algorithm"], name) for group in found for name in group.get("param_names", ())]
+        for found in (groups, state_dict["param_groups"])
+    )
+    if ours != theirs:
         raise ValueError(
-            f"the groups of the optimizer and of the state dict must hold the same parameters: algorithms and numbers "
-            f"of parameters are {counts[0]} and {counts[1]}"
+            f"the state dict must have the parameters of the optimizer in their order, got {len(theirs)} instead of "
+            f"{len(ours)}; only one of them has {', '.join(map(str, sorted({*ours} ^ {*theirs})[:8])) or 'none'}"
         )
-    for name, algorithm, parameter, state in _states(groups, state_dict):
-        if state and set(state) != STATES[algorithm]:
-            raise ValueError(
-                f"{name} is for {algorithm}, whose state is {sorted(STATES[algorithm])}, got {sorted(state)}"
-            )
-        for key, value in state.items():
-            if key != "step" and isinstance(value, Tensor) and value.shape != parameter.shape:
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    for number, (parameter, key) in enumerate(zip(parameters, keys, strict=False)):  # torch compares their numbers
+        for field, value in state_dict["state"].get(key, {}).items():
+            if field != "step" and value.shape != parameter.shape:
                 raise ValueError(
-                    f"{key} of {name} must have its shape {tuple(parameter.shape)}, got {tuple(value.shape)}"
+                    f"{field} of the parameter {ours[number][1] if ours else number} must have its shape "
+                    f"{tuple(parameter.shape)}, got {tuple(value.shape)}"
                 )
-
-
-def _names(groups: Sequence[Mapping[str, Any]]) -> list[str | None]:
-    """Return the names of all parameters, None for those without a name."""
-    return [name for group in groups for name in group.get("param_names", [None] * len(group["params"]))]
-
-
-def _states(
-    groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
-) -> Iterator[tuple[str, str, Tensor, Mapping[str, Any]]]:
-    """Yield the name, the algorithm and the saved state of every parameter of the optimizer."""
-    for group, saved in zip(groups, state_dict["param_groups"], strict=True):
-        names = group.get("param_names", saved["params"])
-        for name, parameter, key in zip(names, group["params"], saved["params"], strict=True):
-            yield f"the parameter {name}", group["algorithm"], parameter, state_dict["state"].get(key, {})

@@ -19,31 +19,33 @@ class InputGradientCheck:
 
     The gradient of an input has collectives of its own. The ranks on which it is required would wait for the other
     ranks until the timeout. Without floating-point inputs, as in language models, the hook does not communicate,
-    nor without gradients, as in evaluation.
+    nor without gradients, as in evaluation, nor on a device, for which the host would have to wait.
     """
 
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:
-        self._device = mesh.device_mesh.device_type
+        self._is_on_cpu = mesh.device_mesh.device_type == "cpu"
         self._signature = inspect.signature(module.forward)
         self._module_name = type(module).__name__  # FSDP replaces the class
 
     @not_compiled
     def enter(self, _module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Forward pre-hook: raise if the ranks differ."""
+        if not self._is_on_cpu or is_recomputation() or not torch.is_grad_enabled():
+            return
         named = self._signature.bind_partial(*arguments, **options).arguments
         leaves = [(name, leaf) for name, value in named.items() for leaf in tree_leaves(value)]
         floating = [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        if not floating or is_recomputation() or not torch.is_grad_enabled():
+        if not floating:
             return
-        wanted = dict.fromkeys(name for name, leaf in floating if leaf.requires_grad)
+        wanted = {name for name, leaf in floating if leaf.requires_grad}
         names = list(self._signature.parameters)
-        bits = torch.tensor([sum(2 ** names.index(name) for name in wanted)], device=self._device)
-        of_ranks = bits.new_empty(dist.get_world_size())
-        all_gather(of_ranks, bits, "which inputs require a gradient")
-        for index, name in enumerate(names):
-            ranks = [rank for rank, bits_of_rank in enumerate(of_ranks.tolist()) if bits_of_rank >> index & 1]
-            if 0 < len(ranks) < len(of_ranks):
+        mine = torch.tensor([name in wanted for name in names])
+        of_ranks = mine.new_empty(dist.get_world_size() * len(names))
+        all_gather(of_ranks, mine, "which inputs require a gradient")
+        for name, of_input in zip(names, of_ranks.view(-1, len(names)).T.tolist(), strict=True):
+            ranks = [rank for rank, requires_gradient in enumerate(of_input) if requires_gradient]
+            if 0 < len(ranks) < len(of_input):
                 raise ValueError(
                     f"{name} of {self._module_name} must require a gradient on all ranks or on none, "
-                    f"got requires_grad=True on {len(ranks)} of {len(of_ranks)}: {', '.join(map(str, ranks))}"
+                    f"got requires_grad=True on {len(ranks)} of {len(of_input)}: {', '.join(map(str, ranks))}"
                 )

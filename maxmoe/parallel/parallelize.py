@@ -25,7 +25,7 @@ from maxmoe.parallel.parameter_hooks import ParameterHooks
 from maxmoe.parallel.parameter_sharding import names_without_rules
 from maxmoe.parallel.plan import ParameterPlan, Plan
 from maxmoe.parallel.planner import make_plan
-from maxmoe.parallel.shard_parameters import check_no_frozen_experts, distribute_parameters
+from maxmoe.parallel.shard_parameters import distribute_parameters
 from maxmoe.quantization import with_split_stacks
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
@@ -159,14 +159,10 @@ def check_settings(module: nn.Module, mesh: Mesh, rules: LogicalRules, settings:
     facts = {"the mesh": repr(mesh), **settings}
     facts |= {f"rule {number}": f"{name}: {' '.join(axes) or '-'}" for number, (name, axes) in enumerate(rules)}
     for path, child in module.named_modules():
-        is_frozen = getattr(child, "frozen_experts", None) is not None
-        facts[f"the module {path or '(root)'}"] = (
-            f"{type(child).__name__}({child.extra_repr()})" + " with frozen experts" * is_frozen
-        )
+        facts[f"the module {path or '(root)'}"] = f"{type(child).__name__}({child.extra_repr()})"
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
         facts[path] = f"shape {tuple(tensor.shape)}, {tensor.dtype}, requires_grad={tensor.requires_grad}"
     check_ranks_agree(facts, mesh.device_mesh.device_type)
-    check_no_frozen_experts(module)
     _check_adapters(module)
 
 

@@ -42,26 +42,14 @@ def shard_parameters(
         Sharding of each parameter, by its path.
 
     Raises:
-        ValueError: for a parameter that is a DTensor already, for experts frozen by `maxmoe.surgery.freeze_experts`,
-            and as `parameter_shardings`; the module is not changed then.
+        ValueError: for a parameter that is a DTensor already, and as `parameter_shardings`; the module is not changed
+            then.
     """
-    check_no_frozen_experts(module)
     parameters = shardings_by_name(module, mesh, rules, strict=strict, allow_unused=allow_unused)
     for warning in names_without_rules(parameters, rules):
         warnings.warn(warning, stacklevel=3)  # after a decorator
     distribute_parameters(module, {name: parameter.sharding for name, parameter in parameters.items()})
     return parameters
-
-
-def check_no_frozen_experts(module: nn.Module) -> None:
-    """Raise if single experts of a module are frozen, because the hooks are on the parameters that are replaced."""
-    for path, layer in module.named_modules():
-        if getattr(layer, "frozen_experts", None) is not None:
-            raise ValueError(
-                f"{path or 'the layer'} must have no experts frozen by freeze_experts, which works in one process and "
-                "under DistributedDataParallel: call remove of its result, or freeze all experts of the layer with "
-                "requires_grad_(False)"
-            )
 
 
 def distribute_parameters(module: nn.Module, shardings: Mapping[str, NamedSharding]) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from maxmoe.adapters import with_stacked_factors
@@ -23,13 +22,11 @@ from maxmoe.parallel.parallelize import apply_plan, check_settings, checked_plan
 from maxmoe.parallel.planner import make_plan
 from maxmoe.pipelining.boundary import Boundary
 from maxmoe.pipelining.micro_batches import facts_of, split
-from maxmoe.pipelining.recorded_stage import gather_timeline
 from maxmoe.pipelining.scheduled_run import ScheduledRun
 from maxmoe.pipelining.schedules import check_schedule, schedule_kind
 from maxmoe.pipelining.stage import Loss, Stage
 from maxmoe.pipelining.stage_modules import add_aux_losses, copied_modules, keep_stages, stage_module, stage_parts
 from maxmoe.pipelining.step_statistics import PipelineOutput, StepStatistics
-from maxmoe.pipelining.timeline import Timeline
 from maxmoe.quantization import with_split_stacks
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
@@ -216,28 +213,6 @@ class Pipeline:
         if not torch.is_grad_enabled():
             raise RuntimeError("step computes gradients, which torch.no_grad disables: use evaluate")
         return self._execute(inputs, targets, options, with_backward=True)
-
-    def record_step(self, inputs: Tensor, targets: Any, **options: Any) -> tuple[PipelineOutput, Timeline]:
-        """Run a step as `step`, and record when each rank along the axis `stage` computes which micro-batch.
-
-        Args:
-            inputs: as in `step`.
-            targets: as in `step`.
-            **options: as in `step`.
-
-        Returns:
-            Output of the step, and its timeline in seconds, the same on all ranks of the stages. On an accelerator,
-            each action waits for the device, so that a recorded step takes longer than others.
-
-        Raises:
-            ValueError: as `step`.
-            RuntimeError: as `step`.
-        """
-        if self._run.group is not None:
-            dist.barrier(self._run.group)  # the clocks of all ranks start together
-        with self._run.recording.on() as spans:
-            output = self.step(inputs, targets, **options)
-        return output, gather_timeline(spans, self._run.group)
 
     def evaluate(self, inputs: Tensor, targets: Any, **options: Any) -> PipelineOutput:
         """Run the forward of all micro-batches.

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
 
 from maxmoe.parallel.fsdp import fsdp_modules
 from maxmoe.parallel.interruptions import AfterInterruption
 from maxmoe.pipelining.micro_batches import MicroBatch
-from maxmoe.pipelining.recorded_stage import RecordedStage, Recording
 from maxmoe.pipelining.schedules import ScheduleKind
 from maxmoe.pipelining.stage import Stage
 from maxmoe.sharding.mesh import Mesh
@@ -43,7 +43,6 @@ class ScheduledRun:
     ) -> None:
         self.num_micro_batches, self.group, self.device = num_micro_batches, group, mesh.device_type
         self._kind, self._stages, self._num_stages = kind, stages, num_stages
-        self.recording = Recording(self.device)
         self._boundary: Tensor | None = None
         self._schedule: Any = None
         has_fsdp = any(module for stage in stages for module in fsdp_modules(stage))
@@ -163,11 +162,10 @@ class ScheduledRun:
             scale_grads=False,
         )
 
-    def _torch_stage(self, stage: Stage) -> RecordedStage:
+    def _torch_stage(self, stage: Stage) -> PipelineStage:
         number = torch.empty(1, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
-        return RecordedStage(
-            self.recording,
+        return PipelineStage(
             stage,
             stage.index,
             self._num_stages,

@@ -6,16 +6,52 @@ transformers takes the mean over the layers, whereas the sum of all `aux_loss` i
 total with L layers, divide these weights by L. DeepSeek sums over the layers.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from maxmoe.config import MoEConfig
+
+Preset: TypeAlias = Callable[..., MoEConfig]
+_LATENT = "plain attention with as many heads of 128 instead of latent attention"
+_NORMED_HEADS = "no norms of queries and keys"
+
+
+@dataclass(frozen=True)
+class PublishedModel:
+    """A published model.
+
+    Args:
+        name: name of the model.
+        layer: preset of its Mixture-of-Experts layers.
+        sizes: fields of `maxmoe.models.DecoderConfig`. Layers of multi-token prediction do not count.
+        differs: differences of a `Decoder` of these sizes from the published model.
+    """
+
+    name: str
+    layer: Preset
+    sizes: Mapping[str, int]
+    differs: str = ""
+
+
+PUBLISHED: dict[str, PublishedModel] = {}  # by the name of the preset of their layers
+
+
+def _layer_of(name: str, *, differs: str = "", head_dim: int = 128, **sizes: int) -> Callable[[Preset], Preset]:
+    """Decorate the preset of the layers of a published model with the sizes of the model, to plan it as a `Decoder`."""
+
+    def register(preset: Preset) -> Preset:
+        PUBLISHED[preset.__name__] = PublishedModel(name, preset, {"head_dim": head_dim, **sizes}, differs)
+        return preset
+
+    return register
 
 
 def _config(overrides: dict[str, Any], base: Callable[..., MoEConfig] = MoEConfig, **fields: Any) -> MoEConfig:
     return base(**(fields | overrides))
 
 
+@_layer_of("Mixtral 8x7B", num_layers=32, num_heads=32, num_key_value_heads=8, vocab_size=32000)
 def mixtral(**overrides: Any) -> MoEConfig:
     """Mixtral 8x7B: softmax over the two selected experts, balance loss over the batch.
 
@@ -32,6 +68,14 @@ def mixtral(**overrides: Any) -> MoEConfig:
     )
 
 
+@_layer_of(
+    "Qwen2-57B-A14B",
+    num_layers=28,
+    num_heads=28,
+    num_key_value_heads=4,
+    vocab_size=151936,
+    differs="no biases of queries, keys and values",
+)
 def qwen2_moe(**overrides: Any) -> MoEConfig:
     """Qwen2-57B-A14B: softmax over all experts, weights not renormalized, and a gated shared expert.
 
@@ -51,6 +95,9 @@ def qwen2_moe(**overrides: Any) -> MoEConfig:
     )
 
 
+@_layer_of(
+    "Qwen3-235B-A22B", num_layers=94, num_heads=64, num_key_value_heads=4, vocab_size=151936, differs=_NORMED_HEADS
+)
 def qwen3_moe(**overrides: Any) -> MoEConfig:
     """Qwen3-235B-A22B: fine-grained experts, no shared expert, balance loss over the global batch.
 
@@ -67,6 +114,15 @@ def qwen3_moe(**overrides: Any) -> MoEConfig:
     )
 
 
+@_layer_of(
+    "Qwen3-Next-80B-A3B",
+    num_layers=48,
+    num_heads=16,
+    num_key_value_heads=2,
+    head_dim=256,
+    vocab_size=151936,
+    differs="plain attention in all layers instead of linear attention in three of four",
+)
 def qwen3_next(**overrides: Any) -> MoEConfig:
     """Qwen3-Next-80B-A3B: ten of 512 small experts, and a gated shared expert.
 
@@ -85,6 +141,7 @@ def qwen3_next(**overrides: Any) -> MoEConfig:
     )
 
 
+@_layer_of("OLMoE-1B-7B", num_layers=16, num_heads=16, vocab_size=50304, differs=_NORMED_HEADS)
 def olmoe(**overrides: Any) -> MoEConfig:
     """OLMoE-1B-7B: softmax over all experts, weights not renormalized, with balance loss and z-loss.
 
@@ -105,6 +162,15 @@ def olmoe(**overrides: Any) -> MoEConfig:
     )
 
 
+@_layer_of(
+    "DeepSeek-V2",
+    num_layers=60,
+    num_heads=128,
+    vocab_size=102400,
+    num_dense_layers=1,
+    intermediate_size=12288,
+    differs=_LATENT,
+)
 def deepseek_v2(**overrides: Any) -> MoEConfig:
     """DeepSeek-V2: softmax over all experts, weights not renormalized, three of eight groups, two shared experts.
 
@@ -127,6 +193,15 @@ def deepseek_v2(**overrides: Any) -> MoEConfig:
     )
 
 
+@_layer_of(
+    "DeepSeek-V3",
+    num_layers=61,
+    num_heads=128,
+    vocab_size=129280,
+    num_dense_layers=3,
+    intermediate_size=18432,
+    differs=_LATENT,
+)
 def deepseek_v3(**overrides: Any) -> MoEConfig:
     """DeepSeek-V3: sigmoid scores, four of eight groups, and a correction bias for loss-free balancing.
 
@@ -149,6 +224,15 @@ def deepseek_v3(**overrides: Any) -> MoEConfig:
     )
 
 
+@_layer_of(
+    "Kimi-K2",
+    num_layers=61,
+    num_heads=64,
+    vocab_size=163840,
+    num_dense_layers=1,
+    intermediate_size=18432,
+    differs=_LATENT,
+)
 def kimi_k2(**overrides: Any) -> MoEConfig:
     """Kimi-K2: as `deepseek_v3`, with more experts and no groups; the update rate of the bias is not published.
 
@@ -165,6 +249,16 @@ def kimi_k2(**overrides: Any) -> MoEConfig:
     )
 
 
+@_layer_of(
+    "GLM-4.5",
+    num_layers=92,
+    num_heads=96,
+    num_key_value_heads=8,
+    vocab_size=151552,
+    num_dense_layers=3,
+    intermediate_size=12288,
+    differs="no norms and no biases of queries and keys",
+)
 def glm4_moe(**overrides: Any) -> MoEConfig:
     """GLM-4.5: as `deepseek_v3`, with fewer and smaller experts and no groups.
 
@@ -202,6 +296,7 @@ def longcat_flash(**overrides: Any) -> MoEConfig:
     )
 
 
+@_layer_of("MiniMax-M2", num_layers=62, num_heads=48, num_key_value_heads=8, vocab_size=200064, differs=_NORMED_HEADS)
 def minimax_m2(**overrides: Any) -> MoEConfig:
     """MiniMax-M2: sigmoid scores, a correction bias whose update rate is not published, no shared expert.
 
@@ -242,6 +337,15 @@ def nemotron_h(**overrides: Any) -> MoEConfig:
     )
 
 
+@_layer_of(
+    "gpt-oss-120b",
+    num_layers=36,
+    num_heads=64,
+    num_key_value_heads=8,
+    head_dim=64,
+    vocab_size=201088,
+    differs="no biases and sinks of attention, and no sliding windows",
+)
 def gpt_oss(**overrides: Any) -> MoEConfig:
     """gpt-oss-120b: biases in router and experts, clipped SwiGLU, softmax over the selected logits.
 
@@ -266,6 +370,16 @@ def gpt_oss(**overrides: Any) -> MoEConfig:
     )
 
 
+@_layer_of(
+    "Llama 4 Maverick",
+    num_layers=48,
+    num_heads=40,
+    num_key_value_heads=8,
+    vocab_size=202048,
+    num_dense_layers=24,
+    intermediate_size=16384,
+    differs="the first half of the layers is dense instead of every other layer",
+)
 def llama4(**overrides: Any) -> MoEConfig:
     """Llama 4 Maverick: one expert per token, with its input scaled by the sigmoid of the logit, and a shared expert.
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
 
-from maxmoe.files import small_text
 from maxmoe.sharding.partition_spec import Axes, axis_tuple
 
 PRESETS = Path(__file__).parent / "presets"
@@ -46,7 +45,7 @@ class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
     def load(cls, source: "str | Path | LogicalRules") -> "LogicalRules":
         """Load the rules of a preset or of a file.
 
-        A file is a YAML list with one rule per entry: ``- name: [axis, ...]``, in UTF-8, of 32 KiB at most and without
+        A file is a YAML list with one rule per entry: ``- name: [axis, ...]``, in UTF-8 and without
         aliases.
 
         Args:
@@ -75,7 +74,7 @@ class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
     def _from_file(cls, path: Path) -> "LogicalRules":
         """Load a file; every error message begins with the path, and with the line number if PyYAML gives it."""
         try:
-            rules = yaml.load(small_text(path, "rules"), Loader=_Loader)
+            rules = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
             if rules is None:
                 raise ValueError("rules must be a list with entries like '- exp: [expert]', got nothing")
             return cls(pair for rule in rules for pair in rule.items())

@@ -13,7 +13,7 @@ from maxmoe.config import MoEConfig
 from maxmoe.early_optimizers import mark_replaced
 from maxmoe.nn import MoE, local_dispatcher
 from maxmoe.quantization import QuantizedStack
-from maxmoe.surgery.selection import check_layer, check_not_frozen
+from maxmoe.surgery.selection import check_layer
 
 # For each new expert, the old experts whose mean it is.
 Sources: TypeAlias = Sequence[tuple[int, ...]]
@@ -43,7 +43,6 @@ class Replacement:
     ) -> "Replacement":
         """Return the replacement of the experts of a layer; raises before anything is changed."""
         check_layer(path, layer)
-        check_not_frozen(path, layer)
         quantized = [name for name, each in layer.experts.named_parameters() if isinstance(each, QuantizedStack)]
         if quantized and (noise or any(len(ids) > 1 for ids in sources)):
             raise ValueError(

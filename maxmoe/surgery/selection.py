@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from maxmoe.field_checks import nearest
 from maxmoe.load.stats_accumulator import unwrapped_path
 from maxmoe.nn import Experts, MoE, Router, local_dispatcher
-from maxmoe.nn.checks import FROZEN
 from maxmoe.quantization import QuantizedStack
 
 # Ids of experts, integers or an integer tensor (N,).
@@ -100,16 +99,6 @@ def check_not_shared(model: nn.Module, layers: Iterable[str]) -> None:
             other = found.setdefault(parameter, path)
             if other != path and chosen & {path, other}:
                 raise ValueError(f"{path} must have a router and experts of its own, got those of {other}")
-
-
-def check_not_frozen(path: str, layer: MoE) -> None:
-    """Raise if single experts of a layer are frozen, because their ids would change."""
-    for name, parameter in layer.experts.named_parameters():
-        if getattr(parameter, FROZEN, None) is not None:
-            raise ValueError(
-                f"{path}.experts.{name} must have no frozen experts, got some of freeze_experts: call remove of its "
-                "result first, and freeze them again afterwards"
-            )
 
 
 def check_optimizer(optimizer: object) -> None:

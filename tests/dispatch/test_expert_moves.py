@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from maxmoe.dispatch.computed_rows import ComputedRows
-from maxmoe.dispatch.expert_moves import Move, loads_of, max_moves_of_rank, plan_moves
+from maxmoe.dispatch.expert_moves import Move, loads_of, plan_moves
 from maxmoe.dispatch.least_loaded import rows_per_expert
 
 
@@ -42,6 +42,17 @@ def test_no_rank_has_many_more_rows_than_the_mean() -> None:
             moved[move.expert] += move.rows
         assert all(part <= whole for part, whole in zip(moved, rows, strict=True))
         assert len({(move.expert, move.rank) for move in moves}) == len(moves)
+
+
+def max_moves_of_rank(num_ranks: int, experts_per_rank: int) -> int:
+    """Return the largest number of experts that a rank receives in any plan: L + P - 1.
+
+    A move ends in one of three ways. (1) It takes all rows of an expert that has the most rows of its rank, which has
+    more rows than the bound: more than 1 / L of the bound, so that fewer than L such moves fit into a rank. (2) It
+    fills the receiving rank up to the bound, once. (3) It brings the sending rank down to the bound: once for each of
+    the other ranks.
+    """
+    return experts_per_rank + num_ranks - 1
 
 
 def test_a_rank_sends_and_receives_a_bounded_number_of_experts() -> None:

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 import maxmoe
 from maxmoe import MoE, MoEConfig
 from maxmoe.dispatch import least_loaded
-from maxmoe.dispatch.expert_moves import max_moves_of_rank
 from maxmoe.dispatch.lent_experts import LentExperts
 from maxmoe.parallel import parallelize, parameter_shardings, token_sharding
 from maxmoe.sharding import LogicalRules, Mesh
@@ -111,7 +110,8 @@ def test_families_and_loads(num_ranks: int) -> None:
         is_moved = max(rank.num_foreign for rank in computed) > 0
         assert is_moved == (max(routed) > bound), (case, computed)
         assert is_moved or rows == routed
-        assert max(rank.num_foreign for rank in computed) <= max_moves_of_rank(num_ranks, NUM_EXPERTS // num_ranks)
+        # The bound of tests/dispatch/test_expert_moves.py.
+        assert max(rank.num_foreign for rank in computed) <= NUM_EXPERTS // num_ranks + num_ranks - 1
 
 
 def in_a_checkpoint(context_fn: Any, layer: MoE) -> Callable[..., Any]:

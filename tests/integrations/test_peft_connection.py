@@ -1,6 +1,5 @@
-"""The connection to PEFT: what it does when PEFT keeps adapters otherwise, and adapters that train nothing."""
+"""The connection to PEFT, and what it does when PEFT keeps adapters otherwise."""
 
-import warnings
 from typing import Any
 
 import pytest
@@ -10,12 +9,10 @@ from torch import Tensor, nn
 
 from maxmoe import MoE, MoEConfig, adapters
 from maxmoe.adapters import _peft
-from maxmoe.adapters.inert import watch
 from maxmoe.nn import Experts
 from maxmoe.ops import LowRankFactors, RaggedPlan, expert_ffn
 from support import programs
 from support.moe_layers import make, tokens
-from support.threads import in_threads
 
 EXPERTS = ["moe.experts.gate_proj", "moe.experts.up_proj", "moe.experts.down_proj"]
 
@@ -89,61 +86,6 @@ def test_any_order_of_imports(imports: str, first_call: str) -> None:
     programs.printed(programs.python(imports + CHECK.replace("FIRST_CALL", first_call)))
 
 
-def sgd(*models: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for model in models for p in model.parameters() if p.requires_grad], lr=0.1)
-
-
-def test_adapters_that_train_nothing_are_named() -> None:
-    first, second = adapted(), adapted()
-    optimizer = sgd(first, second)
-    x = tokens(first.base_model.model.moe)
-    out, _ = first(x), second(x)
-    out.sum().backward()
-    message = r"SGD updates the adapters beside Experts.down_proj \(1 modules\), Experts.gate_proj .*no gradient"
-    with pytest.warns(UserWarning, match=message):
-        optimizer.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()  # once
-
-
-def test_adapters_with_zero_gradients_are_named() -> None:
-    model = adapted()
-    model(tokens(model.base_model.model.moe)).mul(0.0).sum().backward()
-    with pytest.warns(UserWarning, match="they train nothing"):
-        sgd(model).step()
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_adapters_that_train_are_not_named(use_reentrant: bool) -> None:
-    first, second, other = adapted(), adapted(), adapted()
-    x = tokens(first.base_model.model.moe).requires_grad_()
-    optimizer = sgd(first, second)
-    other(x)  # of another optimizer
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(2):
-            out = torch.utils.checkpoint.checkpoint(first, x, use_reentrant=use_reentrant)
-            torch.utils.checkpoint.checkpoint(second, out, use_reentrant=use_reentrant).sum().backward()
-            optimizer.step()
-
-
-def test_forwards_and_optimizers_of_several_threads() -> None:
-    """First forwards of some adapters beside the step of an optimizer of others."""
-    wrappers = [nn.Identity() for _ in range(20_000)]
-    optimizer = sgd(nn.Linear(1, 1))
-
-    def forwards() -> None:
-        for wrapper in wrappers:
-            watch(wrapper, "weight", lambda _: [])
-
-    def steps() -> None:
-        for _ in range(200):
-            optimizer.step()
-
-    in_threads(forwards, steps)
-
-
 def test_a_forward_that_ignores_the_adapters_is_an_error() -> None:
     class Own(Experts):
         def forward(self, x: Tensor, weights: Tensor | None, plan: RaggedPlan) -> Tensor:
@@ -179,23 +121,6 @@ def test_a_module_that_an_adapted_one_calls_has_no_factors() -> None:
     with adapters.hand_over(outer, "up_proj", factors):
         assert adapters.factors_of(inner, "up_proj") is None
         assert adapters.factors_of(outer, "up_proj") is factors
-
-
-def test_a_closure_computes_the_gradients_later() -> None:
-    model = adapted()
-    x = tokens(model.base_model.model.moe)
-    optimizer = torch.optim.LBFGS([p for p in model.parameters() if p.requires_grad], max_iter=1)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = model(x).square().sum()
-        loss.backward()
-        return loss
-
-    model(x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step(closure)
 
 
 def test_the_active_copy_of_a_saved_router_is_balanced() -> None:

@@ -15,11 +15,10 @@ pytest.importorskip("transformers")
 
 from maxmoe import MoE
 from maxmoe.adapters import peft as connection
-from maxmoe.integrations.transformers import families
 from support.moe_layers import EVERYTHING, make, tokens
 from support.operator_calls import assert_near
 from support.threads import in_threads
-from support.transformers_experts import routed, small
+from support.transformers_experts import families, routed, small
 
 CLASSES = {c.__name__: c for model in families.models() for c in families.experts_classes(model)}
 each_class = pytest.mark.parametrize("experts_class", CLASSES.values(), ids=CLASSES)

@@ -14,7 +14,6 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from maxmoe.integrations.transformers import experts as implementation
-from maxmoe.integrations.transformers import families
 from support.named import named
 from support.operator_checks import compile_whole
 from support.transformers_experts import (
@@ -23,6 +22,7 @@ from support.transformers_experts import (
     NUM_EXPERTS,
     assert_equals_eager,
     declared,
+    families,
     outcome,
     routed,
     small,

@@ -12,9 +12,9 @@ from itertools import product
 
 import transformers
 
-from maxmoe.integrations.transformers import families
 from support.transformers_experts import (
     assert_equals_eager,
+    families,
     routed,
     small,
 )

@@ -1,11 +1,9 @@
 """Sizes of published models, against what their authors say."""
 
-from dataclasses import replace
-
 import pytest
 
-from maxmoe.models import Decoder
-from maxmoe.models.published_models import PUBLISHED
+from maxmoe.models import Decoder, DecoderConfig
+from maxmoe.presets.published import PUBLISHED
 
 # Billions of parameters as their authors count them, for the models whose attention a Decoder has.
 BILLIONS = {
@@ -22,12 +20,13 @@ BILLIONS = {
 @pytest.mark.parametrize("name", BILLIONS)
 def test_published_sizes_give_the_published_number_of_parameters(name: str) -> None:
     published = PUBLISHED[name]
-    num_moe_layers = published.num_layers - published.num_dense_layers
+    num_dense_layers = published.sizes.get("num_dense_layers", 0)
+    num_moe_layers = published.sizes["num_layers"] - num_dense_layers
 
     def count(num_layers: int) -> int:
-        config = replace(published, num_layers=num_layers).config(max_sequence_length=4096)
+        config = DecoderConfig.of_published(published, num_layers=num_layers)
         return sum(parameter.numel() for parameter in Decoder(config, device="meta").parameters())
 
-    one, two = (count(published.num_dense_layers + layers) for layers in (1, 2))
+    one, two = (count(num_dense_layers + layers) for layers in (1, 2))
     total = one + (num_moe_layers - 1) * (two - one)
     assert total / 1e9 == pytest.approx(BILLIONS[name], rel=2e-3)

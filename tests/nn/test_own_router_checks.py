@@ -129,25 +129,15 @@ RIGHT: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"experts": ONES}, r"experts must be int64 of shape \(\.\.\., top_k\), got torch.float32"),
-        ({"weights": None}, "weights must be a tensor, got NoneType"),
-        ({"experts": [[0, 1]]}, "experts must be a tensor, got list"),
-        ({"experts": torch.zeros(3, dtype=torch.int64)}, r"experts must be int64 .*, got torch.int64 of shape \(3,\)"),
-        (
-            {"weights": ONES[:1]},
-            r"weights must be floating of shape \(2, 5, 3\), .* got torch.float32 of shape \(1, 5, 3\)",
-        ),
-        ({"weights": ONES.int()}, r"weights must be floating .* got torch.int32"),
-        ({"probabilities": ONES[0]}, r"probabilities must be floating of shape \(2, 5, 3\), .* \(5, 3\)"),
-        ({"logits": ONES}, r"logits must be floating of shape \(2, 5, 6\), .* \(2, 5, 3\)"),
-        ({"token_losses": ONES}, r"token_losses must be floating of shape \(2, 5\), .* \(2, 5, 3\)"),
-        ({"token_mask": torch.ones(9, dtype=torch.bool)}, r"token_mask must be bool of shape \(10,\), got .* \(9,\)"),
-        ({"token_mask": torch.ones(10)}, r"token_mask must be bool of shape \(10,\), got torch.float32"),
+        ({"weights": ONES[:1]}, r"weights must have the leading dims of experts \(2, 5\), got \(1, 5\)"),
+        ({"probabilities": ONES[0]}, r"probabilities must have the leading dims of experts \(2, 5\), got \(5,\)"),
+        ({"logits": ONES.transpose(0, 1)}, r"logits must have the leading dims of experts \(2, 5\), got \(5, 2\)"),
+        ({"token_losses": ONES}, r"token_losses must have the leading dims of experts \(2, 5\), got \(2, 5, 3\)"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     Routing.of(**RIGHT)
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises(ValueError, match=message):
         Routing.of(**{**RIGHT, **changes})
 
 

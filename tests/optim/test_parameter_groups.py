@@ -176,15 +176,12 @@ def test_more_dims_than_names_explain() -> None:
     ("overrides", "message"),
     [
         ({"experts.up_pro": "adamw"}, "'experts.up_pro', which is no parameter that is trained; the nearest are 'exp"),
-        ({"*.up_proj": "sgd"}, r"must be 'adamw' or maxmoe.optim.Matrix .* got '\*.up_proj': 'sgd'"),
-        ({"*.up_proj": Matrix(0)}, "with input_dim -1 or -2"),
-        ({"router.bias": Matrix()}, r"router.bias of shape \(6,\), which are no matrices \[out, in\]"),
-        (
-            {"experts.up_proj": Matrix(-2, "interleaved")},
-            "experts.up_proj of shape .* which are no matrices",
-        ),
+        ({"*.up_proj": "sgd"}, r"must be 'adamw' or maxmoe.optim.Matrix, got '\*.up_proj': 'sgd'"),
+        ({"*.up_proj": Matrix(0)}, r"input_dim must be one of \(-1, -2\), got 0"),
+        ({"router.bias": Matrix()}, r"router.bias must be a matrix, got the shape \(6,\)"),
+        ({"experts.up_proj": Matrix(-2, "interleaved")}, "experts.up_proj must have an even number of outputs"),
     ],
 )
 def test_bad_overrides(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parameter_groups(make(router_bias=True), overrides)
+        Muon(parameter_groups(make(router_bias=True), overrides))

@@ -22,9 +22,7 @@ def matrix(*shape: int) -> nn.Parameter:
         ({"betas": (0.9, 0.9)}, "a group of muon has no option 'betas'"),
         ({"algorithm": "adamw", "momentum": 0.9}, "a group of adamw has no option 'momentum'"),
         ({"algorithm": "adam"}, r"algorithm must be one of \['adamw', 'muon'\], got 'adam'"),
-        ({"algorithm": "adamw", "betas": (0.9, 1.0)}, r"betas must be two numbers from 0 to below 1, got \(0.9, 1.0\)"),
         ({"lr": -1.0}, "lr must be at least 0, got -1.0"),
-        ({"lr": torch.ones(2)}, r"lr must have one element, got \(2,\)"),
         ({"momentum": -0.1}, "momentum must be at least 0, got -0.1"),
         ({"weight_decay": -0.1}, "weight_decay must be at least 0, got -0.1"),
         ({"eps": float("nan")}, "eps must be at least 0, got nan"),
@@ -33,7 +31,6 @@ def matrix(*shape: int) -> nn.Parameter:
         ({"input_dim": 1}, r"input_dim must be one of \(-1, -2\), got 1"),
         ({"fused_gate": "stacked"}, "fused_gate must be one of .*got 'stacked'"),
         ({"fused_gate": "interleaved", "input_dim": -2}, r"w must have an even number of outputs .* shape \(4, 3\)"),
-        ({"ns_steps": 100}, "ns_steps must be an int from 0 to 99, got 100"),
     ],
 )
 def test_options_of_a_group(options: dict[str, Any], message: str) -> None:
@@ -57,13 +54,6 @@ def test_parameters_that_are_no_matrices(parameter: nn.Parameter, message: str) 
 def test_no_matrices_at_all() -> None:
     with pytest.raises(ValueError, match=r"Muon got no matrices, only parameters for AdamW: 0\.weight, 1\.weight"):
         Muon(parameter_groups(nn.Sequential(nn.Embedding(3, 4), nn.RMSNorm(4))))
-
-
-def test_sparse_gradients() -> None:
-    parameter = matrix()
-    parameter.grad = torch.zeros(4, 3).to_sparse()
-    with pytest.raises(ValueError, match="gradients must be dense"):
-        Muon([parameter]).step()
 
 
 def stepped(model: nn.Module) -> Muon:
@@ -109,17 +99,19 @@ def test_state_dicts_of_others() -> None:
     refused(adamw.state_dict(), r"must be of maxmoe.optim.Muon, got .*'betas'.* load the model")
     with pytest.raises(ValueError, match="parameter groups"):
         adamw.load_state_dict(optimizer.state_dict())
-    refused(stepped(make()).state_dict(), "the state dict has no parameter shared_experts.gate_proj; the nearest are")
     refused(
-        stepped(make(num_shared_experts=1, router_bias=True)).state_dict(),
-        "the optimizer has no parameter router.bias; the nearest are",
+        stepped(make()).state_dict(),
+        r"must have the parameters of the optimizer in their order, got 4 instead of 7; only one of them has "
+        r"\('muon', 'shared_experts.down_proj'\)",
     )
+    refused(
+        stepped(make(num_shared_experts=1, router_bias=True)).state_dict(), r"only one .* \('adamw', 'router.bias'\)"
+    )
+    swapped = copy.deepcopy(before)
+    swapped["param_groups"].reverse()
+    refused(swapped, "in their order, got 7 instead of 7; only one of them has none")
     refused(
         stepped(make(num_shared_experts=1, num_experts=4)).state_dict(),
         r"momentum_buffer of the parameter experts.gate_proj must have its shape \(6, 7, 5\), got \(4, 7, 5\)|"
         r"exp_avg of the parameter router.weight must have its shape \(6, 7\), got \(4, 7\)",
     )
-    swapped = copy.deepcopy(before)
-    number = swapped["param_groups"][0]["params"][0]
-    swapped["state"][number] = {"momentum": torch.zeros(1)}
-    refused(swapped, r"for adamw, whose state is \['exp_avg', 'exp_avg_sq', 'step'\], got \['momentum'\]")

@@ -8,7 +8,7 @@ import torch
 
 from maxmoe import build_info
 from maxmoe.__main__ import main
-from maxmoe.models.published_models import PUBLISHED
+from maxmoe.presets.published import PUBLISHED
 from maxmoe.waiting_threads import waiting_of_this_process
 from support import programs
 
@@ -27,7 +27,7 @@ def run(*arguments: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_model_can_be_planned(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    num_layers = PUBLISHED[name].num_dense_layers + 2
+    num_layers = PUBLISHED[name].sizes.get("num_dense_layers", 0) + 2
     mesh = ("--mesh", "fsdp=2,expert=-1", "--world-size", "8", "--num-layers", str(num_layers))
     assert run("--preset", name, "--rules", "shard-exp-on-fsdp", *mesh) == (0, "")
     text = capsys.readouterr().out

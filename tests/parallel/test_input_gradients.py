@@ -1,5 +1,7 @@
 """An input that requires a gradient on some ranks only is an error on all, where they would wait for each other."""
 
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 import maxmoe
 from maxmoe.parallel import input_gradients, parallelize, token_sharding
 from maxmoe.parallel.dispatch_plan import Dispatch
+from maxmoe.parallel.input_gradients import InputGradientCheck
 from maxmoe.sharding import Mesh
 from support.dispatched_layer import FAMILIES, make_batch, make_layer
 from support.parallel_decoder import batch, decoder
@@ -75,6 +78,13 @@ def test_the_input_at_fault_is_named() -> None:
             model(x.requires_grad_(), scale=torch.ones((), dtype=x.dtype).requires_grad_(flag))
 
     run_ranks(check, 2)
+
+
+def test_a_device_is_not_waited_for() -> None:
+    mesh: Any = SimpleNamespace(device_mesh=SimpleNamespace(device_type="cuda"))
+    module = nn.Linear(3, 3)
+    with patch.object(input_gradients, "all_gather", side_effect=AssertionError):
+        InputGradientCheck(module, mesh).enter(module, (torch.randn(2, 3, requires_grad=True),), {})
 
 
 @pytest.mark.usefixtures("collectives_are_not_compared")

@@ -17,10 +17,12 @@ from maxmoe.pipelining.timeline import (
     with_whole_backwards,
 )
 from maxmoe.sharding import Mesh
+from support.docs_module import docs_module
 from support.run_ranks import run_ranks
 from support.saved_by_stages import saved_by_stages
 from support.staged_decoder import batch, config, staged
 
+pictures = docs_module("pipeline_pictures")
 NUM_MICRO_BATCHES = 8
 CASES = [(schedule, num_ranks) for schedule in SCHEDULES for num_ranks in (2, 4)]
 
@@ -54,10 +56,10 @@ def real_steps(
             num_micro_batches=NUM_MICRO_BATCHES,
             recompute=recompute,
         )
-        _, first = pipeline.record_step(*batch())
+        first = pictures.record_step(pipeline, *batch())
         pipeline.step(*batch())  # is not in the next timeline
         with saved_by_stages(*batch()) as saved:
-            _, second = pipeline.record_step(*batch())
+            second = pictures.record_step(pipeline, *batch())
         return first, second, dict(saved.in_flight)
 
     return run_ranks(run, num_ranks)

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from maxmoe.models import Decoder
-from maxmoe.pipelining.recorded_stage import RecordedStage
 from maxmoe.pipelining.schedules import SCHEDULES
 from maxmoe.planning import Estimate, Explanation, Traffic, estimate, explain
 from maxmoe.planning.pipeline_estimate import PipelineEstimate
@@ -60,9 +60,9 @@ def unsharded_memory(stored: dict[str, int]) -> Iterator[list[tuple[int, int]]]:
     found: list[tuple[int, int]] = []
 
     def counting(method: str) -> Any:
-        original = getattr(RecordedStage, method)
+        original = getattr(PipelineStage, method)
 
-        def run(stage: RecordedStage, *arguments: Any, **options: Any) -> Any:
+        def run(stage: PipelineStage, *arguments: Any, **options: Any) -> Any:
             stages.add(stage)
             count()
             result = original(stage, *arguments, **options)
@@ -77,10 +77,10 @@ def unsharded_memory(stored: dict[str, int]) -> Iterator[list[tuple[int, int]]]:
         gradients = [local(p.grad).nbytes for p in gathered if p.grad is not None]
         found.append((sum(local(p).nbytes for p in gathered), sum(gradients)))
 
-    stages: set[RecordedStage] = set()
+    stages: set[PipelineStage] = set()
     with pytest.MonkeyPatch.context() as patch:
         for method in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
-            patch.setattr(RecordedStage, method, counting(method))
+            patch.setattr(PipelineStage, method, counting(method))
         yield found
 
 
@@ -90,9 +90,9 @@ def sent_by_stages() -> Iterator[Counter[str]]:
     sent: Counter[str] = Counter()
 
     def counting(method: str) -> Any:
-        original = getattr(RecordedStage, method)
+        original = getattr(PipelineStage, method)
 
-        def make(stage: RecordedStage, number: int) -> list[dist.P2POp]:
+        def make(stage: PipelineStage, number: int) -> list[dist.P2POp]:
             operations: list[dist.P2POp] = original(stage, number)
             sent[method] += sum(operation.tensor.nbytes for operation in operations)
             return operations
@@ -101,7 +101,7 @@ def sent_by_stages() -> Iterator[Counter[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         for method in ("get_fwd_send_ops", "get_bwd_send_ops"):
-            patch.setattr(RecordedStage, method, counting(method))
+            patch.setattr(PipelineStage, method, counting(method))
         yield sent
 
 

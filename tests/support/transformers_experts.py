@@ -6,8 +6,10 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import use_experts_implementation
 
-from maxmoe.integrations.transformers import families
+from support.docs_module import docs_module
 from support.operator_calls import assert_near
+
+families: Any = docs_module("family_tables")
 
 NUM_TOKENS, TOP_K, NUM_EXPERTS, HIDDEN_SIZE, INTERMEDIATE_SIZE = 11, 3, 5, 7, 3
 WITHOUT_TOKENS = 3  # the expert that gets none

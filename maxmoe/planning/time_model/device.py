@@ -11,7 +11,7 @@ import torch
 import yaml  # type: ignore[import-untyped]
 
 from maxmoe.field_checks import check_int, check_number, nearest
-from maxmoe.files import replacing, small_text
+from maxmoe.files import replacing
 
 DEVICES = Path(__file__).parent / "devices"
 
@@ -167,7 +167,7 @@ def device_names() -> list[str]:
 
 def _from_file(path: Path) -> Device:
     try:
-        return _device(yaml.safe_load(small_text(path, "a device")))
+        return _device(yaml.safe_load(path.read_text(encoding="utf-8")))
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
         raise ValueError(f"{path}{line}: this is no YAML: {str(error.problem)[:200]}") from None

@@ -1,6 +1,6 @@
-"""Table of the experts of all model families in the installed transformers, with the operators that compute them.
+"""docs/families.md: the experts of all model families in the installed transformers, and what computes them.
 
-python -m maxmoe.integrations.transformers.families > docs/families.md
+python docs/family_tables.py > docs/families.md
 """
 
 from functools import cache
@@ -91,7 +91,7 @@ def document() -> str:
 
 After `import maxmoe.integrations.transformers` these models take `experts_implementation="maxmoe"`. The table is made
 from transformers {transformers.__version__} with the defaults of each family, by
-`python -m maxmoe.integrations.transformers.families`; the tests compare every row with the family's own code.
+`python docs/family_tables.py`; the tests compare every row with the family's own code.
 
 Llama 4 (`Llama4TextExperts`, transposed, silu) has no experts implementations in transformers; maxmoe patches its
 block. It runs on `expert_ffn` and computes the routed tokens only, whereas the original code computes every expert on
