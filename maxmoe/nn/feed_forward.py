@@ -79,10 +79,10 @@ class MoEFeedForward(MoE):
             Output with the shape and dtype of `MoEOutput.hidden_states`.
         """
         hidden_states, routing, dropped = self.hidden_states_and_routing(x, token_mask)
-        num_sequences, is_recorded = math.prod(x.shape[:-2]), self.losses.are_recorded
+        is_recorded = self.losses.are_recorded
         if not (torch.is_grad_enabled() or is_recorded):
             return hidden_states
-        stats = None
+        num_sequences, stats = math.prod(x.shape[:-2]), None
         # On a mesh the statistics are always computed: no rank decides by itself whether their collective runs.
         if is_recorded or self.metrics_accumulator is not None or not isinstance(self.token_group, LocalTokens):
             aux_loss, stats = self.losses_and_stats(routing, dropped, num_sequences)

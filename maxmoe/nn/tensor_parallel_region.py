@@ -23,11 +23,11 @@ class LayerInputs(NamedTuple):
     shared_experts: Tensor
 
 
-def sum_of(*summands: Tensor | None) -> Tensor:
-    """Return the sum of the tensors that are not None, of which there is at least one."""
-    total, *others = (summand for summand in summands if summand is not None)
-    for summand in others:
-        total = total + summand
+def sum_of(total: Tensor, *summands: Tensor | None) -> Tensor:
+    """Return the sum of a tensor and of the summands that are not None."""
+    for summand in summands:
+        if summand is not None:
+            total = total + summand
     return total
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import maxmoe
 from maxmoe import MoE, MoEFeedForward
+from maxmoe.quantization import quantize
 from support.moe_layers import Options, each_family, make, tokens
 from support.shapes import each_dtype
 
@@ -55,6 +56,10 @@ def test_whatever_observes_or_replaces_a_part_is_called() -> None:
     def derived_router(layer: MoE) -> None:
         layer.router.__class__ = OwnRouter
 
+    def quantized_in_part(layer: MoE) -> None:
+        down_proj = quantize(layer.experts.down_proj.detach().float(), "int8")
+        layer.float().experts.down_proj = nn.Parameter(down_proj, requires_grad=False)
+
     def nothing(_layer: MoE) -> None:
         pass
 
@@ -63,6 +68,7 @@ def test_whatever_observes_or_replaces_a_part_is_called() -> None:
         (hooked, False),
         (replaced_forward, False),
         (derived_router, False),
+        (quantized_in_part, False),
     ):
         layer = make()
         change(layer)
