@@ -1,4 +1,4 @@
-// Packing of quantized values that are decoded meanwhile. Both orientations read the same quantized values.
+// Packing of quantized values that are decoded meanwhile. Both orientations read the same bytes.
 #include "kernels/product/tiled/pack_quantized.simd.h"
 
 #include "kernels/product/tiled/blocking.simd.h"
@@ -15,7 +15,7 @@ constexpr int64_t kWidth = kNR<float>;
 // Depth that is decoded at a time, for quantized values that fit no decoder of pairs: with 64 columns 16 KiB.
 constexpr int64_t kDecodedDepth = 128;
 
-// Packs numbers of quantized values: parts of B are decoded, and packed from there.
+// Parts of B are decoded, and packed from there.
 void pack_decoded_b(const GemmOperand<BFloat16>& b, Range depth, Range columns, BFloat16Pair* panels) {
   const int64_t panel_size = steps_of_depth<BFloat16Pair>(depth.size()) * kWidth;
   for (int64_t d = depth.begin; d < depth.end; d += kDecodedDepth) {

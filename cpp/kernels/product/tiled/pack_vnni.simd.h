@@ -124,8 +124,8 @@ MAXMOE_INLINE void pack_columns_by_word(const ForVectors<CodeColumns, 2>& column
   if (num_steps > 0) body((num_steps - 1) / kSteps * kSteps, num_steps);
 }
 
-// Packs a panel of a B whose quantized values run along the inner dimension. Returns false if the quantized values fit
-// no decoder.
+// Packs a panel of a B whose quantized values run along the inner dimension. Returns false if no
+// decoder fits.
 MAXMOE_INLINE bool pack_pairs_along_depth(const QuantizedMatrix& m, Range columns, Range depth, BFloat16Pair* panel) {
   const auto vectors = vectors_of_panels<2>(m, columns, depth);
   return with_column_decoder(vectors, [&]<class Decoder> { pack_columns<Decoder>(vectors, panel); });
@@ -133,7 +133,7 @@ MAXMOE_INLINE bool pack_pairs_along_depth(const QuantizedMatrix& m, Range column
 
 // micro_kernel_packing_b for quantized values along the inner dimension: the next word is packed before a word is
 // multiplied, so that both run in parallel. A panel of ColumnTables is packed first, because the registers do not hold
-// its tables and the sums. Returns false, and does nothing, if the quantized values fit no decoder.
+// its tables and the sums. Returns false, and does nothing, if no decoder fits.
 template <class Out>
 bool micro_kernel_packing_columns(const MicroTile<Out, BFloat16Pair>& tile, const QuantizedMatrix& m, Range depth,
                                   int64_t column, BFloat16Pair* panel) {
