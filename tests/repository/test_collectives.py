@@ -15,7 +15,7 @@ COMMUNICATE = {
     *("all_gather_single", "reduce_scatter_single", "all_to_all_single", "all_gather_object", "barrier"),
     *("isend", "recv", "redistribute", "full_tensor", "distribute_tensor", "unshard"),
     *("new_group", "new_subgroups_by_enumeration"),
-    *("check_ranks_agree", "redistribute_local", "redistribute_parameter", "start_collective", "all_gather_counts"),
+    *("check_ranks_agree", "redistribute_local", "redistribute_parameters", "start_collective", "all_gather_counts"),
     *("all_reduce_sequence", "all_reduce_batch"),
 }
 CALLER = "every call: the caller runs on all ranks of the group"
@@ -71,7 +71,7 @@ DECIDED_BY = {
     "parallel/parallelize.py check_settings": CALLER,
     "parallel/parameter_hooks.py ParameterHooks.gather": PLAN,
     "parallel/parameter_hooks.py ParameterHooks.free.refill": PLAN,
-    "parallel/parameter_hooks.py _gather_again.gather": PLAN,
+    "parallel/parameter_hooks.py Place.gather": PLAN,
     "parallel/shard_parameters.py _broadcast": "the parameters of the model",
     "parallel/sharded_tokens.py ShardedTokens.all_gather_sequence": PLAN,
     "parallel/sharded_tokens.py ShardedTokens._all_reduce": PLAN,
@@ -92,7 +92,7 @@ DECIDED_BY = {
     "sharding/redistribute.py redistribute": "both shardings",
     "sharding/redistribute.py _all_gather": "both shardings",
     "sharding/redistribute.py _reduce_scatter": "both shardings",
-    "sharding/redistribute.py _all_reduce": "both shardings",
+    "sharding/redistribute.py _run": "both shardings",
     "testing/layout.py indices_of": "placements of the tensor",
     "testing/layout.py local_of": "placements of the tensor",
     "testing/measurement.py _local": "placements of the tensor",
