@@ -42,7 +42,7 @@ DECIDED_BY = {
     "dispatch/ragged_all_gather.py RaggedAllGather.exchange_counts": PLAN,
     "dispatch/ragged_dispatcher.py RaggedAllToAll.exchange_counts": PLAN,
     "dispatch/ring_of_experts.py RingOfExperts.exchange_counts": PLAN,
-    "dispatch/row_counts.py all_gather_counts": CALLER,
+    "dispatch/collectives.py all_gather_counts": CALLER,
     "load/layers_of_stages.py LayersOfStages.all_reduce": "the number of stages",
     "load/rank_sums.py all_reduce": "the layers of the model, their configs and whether they are on a mesh",
     "load/stats_accumulator.py StatsAccumulator.update": CALLER,
