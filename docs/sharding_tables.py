@@ -94,7 +94,7 @@ def collectives() -> str:
         over: dict[str, dict[str, None]] = defaultdict(dict)
         for row in traffic(preset):
             if row.purpose != "gradients of weights" or row.kind != "all-gather":
-                over[row.purpose.split(",")[0]][row.axis] = None
+                over[row.purpose.split(",")[0]] |= dict.fromkeys(row.axis.split(", "))
         columns = ("weights", "gradients of weights", "keys and values", "partial outputs", "tokens to experts")
         cells = [", ".join(sorted(over[column])) or "-" for column in columns]
         lines.append(f"| {preset} | {' | '.join(cells)} |")

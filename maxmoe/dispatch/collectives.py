@@ -10,6 +10,8 @@ and in the backward.
 Each collective is asynchronous. One autograd function starts it and another one waits for it, in the forward and in the
 backward. Computation between the two overlaps with the communication, and so does its backward.
 
+`all_gather_counts` tells every rank how many rows the others have, before rows are communicated.
+
 Shapes: N rows of this rank, P ranks.
 """
 
@@ -22,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from maxmoe._torch import process_group_named
 from maxmoe.named_collectives import all_gather, all_to_all, reduce_scatter
 from maxmoe.nn.dispatcher import Future
 from maxmoe.sharding.not_compiled import not_compiled
@@ -292,3 +295,23 @@ def ragged_all_to_all(
     if rows.shape[0] != sum(send):
         raise ValueError(f"ragged_all_to_all: rows must have sum(send) = {sum(send)} rows, got {rows.shape[0]}")
     return start_collective(rows, AllToAll(group, tuple(send), tuple(receive)))
+
+
+@torch.library.custom_op("maxmoe_dispatch::all_gather_counts", mutates_args=())
+def all_gather_counts(counts: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+    """All-gather row counts ``(n,)`` to ``(P, n)``, on the device of the counts and on the host.
+
+    An operator, so that `maxmoe.keep_routing` keeps its result: a recomputation neither communicates nor synchronizes
+    the device again. It takes the name of the group, since operators take no groups.
+    """
+    group = process_group_named(group_name)
+    gathered = counts.new_empty(group.size() * len(counts))
+    all_gather(gathered, counts.contiguous(), "row counts", group=group)
+    gathered = gathered.view(group.size(), len(counts))
+    return gathered, gathered.to("cpu", copy=True)
+
+
+@all_gather_counts.register_fake
+def _(counts: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+    gathered = counts.new_empty(process_group_named(group_name).size(), len(counts))
+    return gathered, torch.empty_like(gathered, device="cpu")

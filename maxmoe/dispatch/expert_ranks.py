@@ -13,8 +13,7 @@ from maxmoe.nn.dispatcher import Dispatcher, LocalExperts
 from maxmoe.nn.routing import TopK
 from maxmoe.ops import RaggedPlan, ragged_gather, ragged_plan
 from maxmoe.sharding.mesh import Mesh
-from maxmoe.sharding.named_sharding import NamedSharding
-from maxmoe.sharding.partition_spec import PartitionSpec
+from maxmoe.sharding.named_sharding import NamedSharding, PartitionSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Least-loaded experts: ranks with few rows compute rows of other ranks' experts, whose weights they receive."""
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -37,17 +37,6 @@ def rows_per_expert(device_type: str, dtype: torch.dtype) -> int:
     in the forward and again in the backward, and its gradient is sent back: three times its bytes.
     """
     return flop_per_byte(device_type) * 3 * dtype.itemsize // 6
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeastLoadedDispatched(RaggedDispatched):
-    """The input of own and foreign experts. `plan` has the rows of the own experts only."""
-
-    foreign: LentExperts
-
-    def compute(self, experts: Callable[..., Tensor]) -> Tensor:
-        """Call `Experts` with the foreign experts."""
-        return experts(self.x, self.weights, self.plan, self.foreign)
 
 
 @dataclass(frozen=True)
@@ -89,23 +78,17 @@ class LeastLoaded(RaggedAllToAll):
             return super().dispatch(x, top_k, counts)
         computed, rank = ComputedRows.of(counts.host_rows, moves), self.ranks.group.rank()
         plan = with_rows(counts.plan, computed.order(rank).to(x.device))
-        sent = computed.sent(rank)
+        num_sent = computed.sent(rank)
         num_experts = len(computed.experts[rank])
         local = replace(self.local, experts=LocalExperts(0, num_experts, num_experts, num_experts))
-        arriving = self.send_rows(
-            x,
-            top_k,
-            plan,
-            Splits(sent, sent, computed.received(rank)),
-            local,
-            lambda: computed.expert_ids(rank).to(x.device),
-        )
+        sent = self.send(x, top_k, plan, Splits(num_sent, num_sent, computed.received(rank)))
+        expert_ids = computed.expert_ids(rank).to(x.device)
 
-        def arrive() -> LeastLoadedDispatched:
-            dispatched = arriving()
+        def arrive() -> RaggedDispatched:
+            dispatched = self.receive(sent, expert_ids, local)
             own, foreign = self._split(dispatched.plan, computed)
             lent = LentExperts(foreign, computed.lent(rank), computed.borrowed(rank), self.ranks.group)
-            return LeastLoadedDispatched(**{**vars(dispatched), "plan": own, "foreign": lent})
+            return replace(dispatched, plan=own, foreign=lent)
 
         return arrive
 

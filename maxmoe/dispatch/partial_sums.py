@@ -13,9 +13,8 @@ from maxmoe.dispatch.routed_alike import check_routed_alike, checksum_of_ids
 from maxmoe.nn.routing import TopK
 from maxmoe.nn.tensor_parallel_region import LayerInputs, sum_of
 from maxmoe.sharding.mesh import Mesh
-from maxmoe.sharding.named_sharding import NamedSharding
+from maxmoe.sharding.named_sharding import NamedSharding, PartitionSpec
 from maxmoe.sharding.not_compiled import not_compiled
-from maxmoe.sharding.partition_spec import PartitionSpec
 from maxmoe.sharding.planned_collective import PlannedCollective, planned_redistribution
 from maxmoe.sharding.redistribute import Redistribution, redistribute_local
 

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from maxmoe.declaration import SavedTensor
-from maxmoe.dispatch.collectives import all_gather_replicated_rows
+from maxmoe.dispatch.collectives import all_gather_counts, all_gather_replicated_rows
 from maxmoe.dispatch.expert_ranks import ExpertLayout, ExpertRanks, weights_of_rows, without_last_rows
 from maxmoe.dispatch.planned_dispatch import PlannedDispatch
 from maxmoe.dispatch.routed_alike import check_routed_alike
-from maxmoe.dispatch.row_counts import all_gather_counts
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Future
 from maxmoe.nn.routing import TopK
 from maxmoe.ops import RaggedPlan, ragged_gather, ragged_unsort

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from maxmoe.declaration import SavedTensor
-from maxmoe.dispatch.collectives import ragged_all_to_all
+from maxmoe.dispatch.collectives import all_gather_counts, ragged_all_to_all
 from maxmoe.dispatch.expert_ranks import ExpertLayout, ExpertRanks, weights_of_rows, without_last_rows
+from maxmoe.dispatch.lent_experts import LentExperts
 from maxmoe.dispatch.planned_dispatch import PlannedDispatch
-from maxmoe.dispatch.row_counts import all_gather_counts
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Future
 from maxmoe.nn.routing import TopK
 from maxmoe.ops import RaggedPlan, ragged_sort, ragged_unsort
@@ -80,11 +80,34 @@ class RaggedDispatched(Dispatched):
         local: input of the local experts, from the local dispatcher.
         splits: splits of the all-to-all that sent the rows.
         sending: plan that sorted the rows before the all-to-all.
+        foreign: experts of other ranks that this rank computes as well; `plan` has the rows of its own ones.
     """
 
     local: Dispatched
     splits: Splits
     sending: RaggedPlan
+    foreign: LentExperts | None = None
+
+    def compute(self, experts: Callable[..., Tensor]) -> Tensor:
+        """Call `Experts` with this input, and with the foreign experts if there are any."""
+        foreign = () if self.foreign is None else (self.foreign,)
+        return experts(self.x, self.weights, self.plan, *foreign)
+
+
+class SentRows(NamedTuple):
+    """Rows of a chunk on their way.
+
+    Attributes:
+        rows: waits for the rows ``(R, D)`` that this rank receives.
+        weights: waits for their routing weights ``(R, 1)``.
+        plan: plan that has sorted the rows that this rank sends.
+        splits: splits of the all-to-all.
+    """
+
+    rows: Future[Tensor]
+    weights: Future[Tensor]
+    plan: RaggedPlan
+    splits: Splits
 
 
 @dataclass(frozen=True)
@@ -133,38 +156,30 @@ class RaggedAllToAll:
     def dispatch(self, x: Tensor, top_k: TopK, counts: RaggedCounts) -> Future[RaggedDispatched]:
         """Start the all-to-all of the rows of x ``(T, D)`` to the ranks of their experts: steps 3 to 5."""
         splits = self._splits(counts)
-        plan = without_last_rows(counts.plan, splits.routed, splits.send)
-        return self.send_rows(x, top_k, plan, splits, self.local, lambda: self._expert_ids(counts.rows, splits.receive))
+        sent = self.send(x, top_k, without_last_rows(counts.plan, splits.routed, splits.send), splits)
+        expert_ids = self._expert_ids(counts.rows, splits.receive)
+        return lambda: self.receive(sent, expert_ids, self.local)
 
-    def send_rows(
-        self,
-        x: Tensor,
-        top_k: TopK,
-        plan: RaggedPlan,
-        splits: Splits,
-        local: Dispatcher[Any, int],
-        expert_ids: Callable[[], Tensor],
-    ) -> Future[RaggedDispatched]:
-        """Start the all-to-all of the rows of a plan, which `local` dispatches to `expert_ids` ``(R, 1)``."""
+    def send(self, x: Tensor, top_k: TopK, plan: RaggedPlan, splits: Splits) -> SentRows:
+        """Start the all-to-all of the rows of a plan and of their weights."""
         rows = self._sent(ragged_sort(x, plan), splits)
-        weights = self._sent(weights_of_rows(top_k.weights, plan.slots), splits)
+        return SentRows(rows, self._sent(weights_of_rows(top_k.weights, plan.slots), splits), plan, splits)
 
-        def arrive() -> RaggedDispatched:
-            arrived, assigned = rows(), TopK(weights(), expert_ids())
-            dispatched: Dispatched = local.dispatch(arrived, assigned, 1)()
-            again = Recomputation(arrived, lambda x: self._sent(ragged_sort(x(), plan), splits))
-            return RaggedDispatched(
-                x=dispatched.x,
-                weights=dispatched.weights,
-                plan=dispatched.plan,
-                dropped=plan.dropped,
-                recomputations=(again, *dispatched.recomputations),
-                local=dispatched,
-                splits=splits,
-                sending=plan,
-            )
-
-        return arrive
+    def receive(self, sent: SentRows, expert_ids: Tensor, local: Dispatcher[Any, int]) -> RaggedDispatched:
+        """Wait for the rows, which `local` dispatches to `expert_ids` ``(R, 1)``."""
+        plan, splits, rows = sent.plan, sent.splits, sent.rows()
+        dispatched: Dispatched = local.dispatch(rows, TopK(sent.weights(), expert_ids), 1)()
+        again = Recomputation(rows, lambda x: self._sent(ragged_sort(x(), plan), splits))
+        return RaggedDispatched(
+            x=dispatched.x,
+            weights=dispatched.weights,
+            plan=dispatched.plan,
+            dropped=plan.dropped,
+            recomputations=(again, *dispatched.recomputations),
+            local=dispatched,
+            splits=splits,
+            sending=plan,
+        )
 
     def combine(self, outputs: Tensor, dispatched: RaggedDispatched) -> Future[Tensor]:
         """Start the all-to-all of the outputs back to the ranks of their tokens: steps 6 and 7."""

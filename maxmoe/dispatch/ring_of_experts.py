@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from maxmoe.declaration import SavedTensor
-from maxmoe.dispatch.collectives import all_gather_rows, reduce_scatter_rows
+from maxmoe.dispatch.collectives import all_gather_counts, all_gather_rows, reduce_scatter_rows
 from maxmoe.dispatch.expert_ranks import ExpertLayout
 from maxmoe.dispatch.planned_dispatch import PlannedDispatch
-from maxmoe.dispatch.row_counts import all_gather_counts
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Future
 from maxmoe.nn.routing import TopK
 from maxmoe.recompute.freed_storage import Recomputation

@@ -12,7 +12,7 @@ from maxmoe.adapters import factor_names
 from maxmoe.declaration import FusedGate, declaration_of
 from maxmoe.field_checks import nearest
 from maxmoe.optim.newton_schulz import Matrix
-from maxmoe.parallel.fsdp import blocks
+from maxmoe.parallel.fsdp_units import blocks
 from maxmoe.parallel.parameter_sharding import Names, logical_names
 from maxmoe.text_table import terminal_width, text_table
 

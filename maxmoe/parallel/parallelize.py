@@ -14,22 +14,17 @@ from maxmoe.nn import (
     recompute_of,
     set_recompute,
 )
-from maxmoe.parallel.averages import allow_averages_of_buffers
+from maxmoe.parallel.apply import apply_plan
 from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.fsdp import SHARD_AXIS, fully_shard_blocks
-from maxmoe.parallel.grad_scaler import refuse_wrong_scalers
-from maxmoe.parallel.hooks import register_hooks
+from maxmoe.parallel.fsdp_units import SHARD_AXIS
 from maxmoe.parallel.input_gradients import InputGradientCheck
 from maxmoe.parallel.interruptions import guard_calls
-from maxmoe.parallel.parameter_hooks import ParameterHooks
 from maxmoe.parallel.parameter_sharding import names_without_rules
-from maxmoe.parallel.plan import ParameterPlan, Plan
+from maxmoe.parallel.plan import Plan
 from maxmoe.parallel.planner import make_plan
-from maxmoe.parallel.shard_parameters import distribute_parameters
 from maxmoe.quantization import with_split_stacks
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
-from maxmoe.token_group import uses_token_group
 
 # Share of the parameters that may be whole on every rank along an axis that could shard them.
 WHOLE_SHARE = 0.1
@@ -117,7 +112,9 @@ def parallelize(
     }
     check_settings(module, mesh, rules, settings)
     check_recompute(module, recompute)
-    plan = checked_plan(module, mesh, rules, dispatch, num_chunks, strict=strict, allow_unused=allow_unused)
+    plan = make_plan(
+        module, mesh, rules, dispatch=dispatch, num_chunks=num_chunks, strict=strict, allow_unused=allow_unused
+    )
     for warning in plan_warnings(plan, rules):
         warnings.warn(warning, stacklevel=4)  # after two decorators
     set_recompute(module, recompute)
@@ -125,26 +122,6 @@ def parallelize(
     hooks = apply_plan(module, plan, num_chunks, InputGradientCheck(module, mesh))
     guard_calls(module, hooks, mesh, name)
     return module
-
-
-def apply_plan(
-    module: nn.Module, plan: Plan, num_chunks: int, input_check: InputGradientCheck | None
-) -> list[ParameterHooks]:
-    """Shard the parameters of a module by its plan and register its hooks; return those of the FSDP units."""
-    refuse_wrong_scalers()
-    allow_averages_of_buffers()
-    # Without the axes of FSDP2, which shards the parameters over them in `fully_shard_blocks`.
-    distribute_parameters(module, {name: parameter.unsharded for name, parameter in plan.parameters.items()})
-    for planned in plan.values():
-        if uses_token_group(planned.module):
-            planned.module.token_group = plan.tokens  # type: ignore[assignment]
-    for layer, dispatch_plan in plan.layers.values():
-        layer.set_runner(dispatch_plan.runner(num_chunks))
-    parameter_hooks = register_hooks(module, plan, input_check)
-    fully_shard_blocks(module, plan)
-    for hooks in parameter_hooks:
-        hooks.find_stored(module)
-    return parameter_hooks
 
 
 def check_settings(module: nn.Module, mesh: Mesh, rules: LogicalRules, settings: Mapping[str, str]) -> None:
@@ -185,61 +162,6 @@ def _check_adapters(module: nn.Module) -> None:
                     f"{path}.{name}".lstrip(".") + f" must have no adapters around it, got {type(part).__name__}: "
                     "merge them before parallelize (PEFT: merge_and_unload); adapters of the experts' matrices may stay"
                 )
-
-
-def checked_plan(
-    module: nn.Module,
-    mesh: Mesh,
-    rules: LogicalRules,
-    dispatch: Dispatch,
-    num_chunks: int,
-    *,
-    strict: bool = False,
-    allow_unused: bool,
-) -> Plan:
-    """Plan a module; see `make_plan` and `parallelize`.
-
-    Raises:
-        ValueError: as `make_plan`; for sequences that are sharded or chunked although a layer needs them whole, an
-            invalid num_chunks, and trained parameters of several dtypes in one group of FSDP2.
-    """
-    plan = make_plan(module, mesh, rules, strict=strict, allow_unused=allow_unused, dispatch=dispatch)
-    _check_whole_sequences(plan)
-    _check_dtypes(plan)
-    if not isinstance(num_chunks, int) or num_chunks < 1:
-        raise ValueError(f"num_chunks must be a positive int, got {num_chunks!r}")
-    for path, (_, dispatch_plan) in plan.layers.items():
-        if num_chunks > 1 and dispatch_plan.config.capacity_factor is not None:
-            raise ValueError(
-                f"num_chunks must be 1 for {path or 'a layer'} with capacity_factor, which is per sequence, "
-                f"got {num_chunks}"
-            )
-    return plan
-
-
-def _check_dtypes(plan: Plan) -> None:
-    """Raise for trained parameters of several dtypes in one group of FSDP2, such as float32 adapters."""
-    first: dict[str, ParameterPlan] = {}
-    for parameter in plan.parameters.values():
-        if parameter.fsdp_block is None or not parameter.is_trained:
-            continue
-        other = first.setdefault(parameter.fsdp_block, parameter)
-        if other.parameter.dtype != parameter.parameter.dtype:
-            raise ValueError(
-                f"FSDP2 shards the trained parameters of {parameter.fsdp_block or 'the model'} together, so they must "
-                f"have one dtype, got {other.parameter.dtype} of {other.name} and {parameter.parameter.dtype} of "
-                f"{parameter.name}: cast one of them, or freeze it"
-            )
-
-
-def _check_whole_sequences(plan: Plan) -> None:
-    axes = plan.tokens.length_axes
-    for path, planned in plan.items():
-        if axes and declaration_of(planned.module).needs_whole_sequences:
-            raise ValueError(
-                f"{path or type(planned.module).__name__} needs whole sequences, sharded here over {axes}: "
-                "choose rules that do not shard activation_length over them, such as 'ep-as-dp'"
-            )
 
 
 def plan_warnings(plan: Plan, rules: LogicalRules) -> list[str]:

@@ -23,78 +23,101 @@ parameters without passing an output of the unit, so that step 4 is skipped.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from maxmoe._torch import base_of_view, parameter_in_place, put_in_place, tree_leaves, version_of
 from maxmoe._torch_fsdp import make_root
-from maxmoe.parallel.plan import ParameterPlan
+from maxmoe.parallel.plan import ModulePlan, ParameterPlan
 from maxmoe.recompute.freed_storage import FreedStorage
 from maxmoe.recompute.selective import is_checkpointed
 from maxmoe.sharding.not_compiled import not_compiled
-from maxmoe.sharding.redistribute import Redistribution, redistribute_parameter
+from maxmoe.sharding.redistribute import Redistribution, redistribute_parameters
+
+
+class Place(NamedTuple):
+    """A parameter as the attribute `name` of the module that owns it, with its plan."""
+
+    owner: nn.Module
+    name: str
+    plan: ParameterPlan
+
+    def gather(self) -> Tensor:
+        """Gather the parameter again, which FSDP2 has replaced by its sharded or unsharded state in between."""
+        parameter = parameter_in_place(self.owner, self.name)
+        assert isinstance(parameter, DTensor)
+        (tensor,) = redistribute_parameters(
+            [parameter], [self.plan.gathering], [f"{self.plan.name}, again"], jointly=False
+        )
+        return tensor
 
 
 class ParameterHooks:
-    """Keeps the parameters of one FSDP unit gathered during its forward and its backward."""
+    """Keeps the parameters of one FSDP unit gathered during its forward and its backward.
 
-    def __init__(self, parameters: Mapping[str, ParameterPlan]) -> None:
-        self._plans = parameters
-        self._stored: Mapping[str, Tensor] = {}
-        self._fsdp_modules: Sequence[FSDPModule] = ()
-        self._fsdp_root: FSDPModule | None = None
+    Args:
+        unit: plan of the unit, or of a block that reduces gradients.
+        fsdp_blocks: modules to which FSDP2 is applied, by their path.
+    """
+
+    def __init__(self, unit: ModulePlan, fsdp_blocks: Mapping[str, Any]) -> None:
+        self._places = []
+        for path, plan in (unit.reduced | unit.parameters).items():
+            owner, _, name = path.rpartition(".")
+            self._places.append(Place(unit.module.get_submodule(owner), name, plan))
+        blocks = dict.fromkeys(plan.fsdp_block for _, _, plan in self._places if plan.fsdp_block is not None)
+        self._fsdp_modules = [fsdp_blocks[path] for path in blocks]
+        self._fsdp_root = fsdp_blocks.get("")
+        self._stored: dict[str, Tensor | None] = {}
         self._calls: list[UnitCall] = []  # several if the unit calls itself
         self.num_gathers = 0
 
-    def find_stored(self, model: nn.Module) -> None:
-        """Find the parameters that the optimizer holds, and the FSDP2 modules that shard them.
-
-        Called after FSDP2 has been applied, because it replaces the parameters by their shards.
-        """
-        self._stored = dict(model.named_parameters())
-        blocks = dict.fromkeys(plan.fsdp_block for plan in self._plans.values() if plan.fsdp_block is not None)
-        modules = (model.get_submodule(path) for path in blocks)
-        self._fsdp_modules = [module for module in modules if isinstance(module, FSDPModule)]
-        self._fsdp_root = model if isinstance(model, FSDPModule) else None
+    def keep_stored(self) -> None:
+        """Keep the parameters that the optimizer holds; called when FSDP2 has replaced them by their shards."""
+        self._stored = {plan.name: parameter_in_place(owner, name) for owner, name, plan in self._places}
 
     @not_compiled
-    def gather(self, unit: nn.Module, _arguments: tuple[Any, ...]) -> None:
+    def gather(self, _unit: nn.Module, _arguments: tuple[Any, ...]) -> None:
         """Forward pre-hook: replace the DTensor parameters by gathered plain tensors."""
         if self._fsdp_root is not None:
             make_root(self._fsdp_root)
-        # Keyed by the id of the parameter, so that a parameter that several children share is gathered once. All ranks
-        # gather in the order of the plans.
-        tensors: dict[int, Tensor] = {}
         self.num_gathers += 1
         call = UnitCall()
         self._calls.append(call)
-        for path, plan in self._plans.items():
-            prefix, _, name = path.rpartition(".")
-            owner = unit.get_submodule(prefix)
-            parameter = parameter_in_place(owner, name)
-            if not isinstance(parameter, DTensor):  # gathered by a unit whose forward calls this one
-                continue
-            if id(parameter) not in tensors:
-                gathering = _gathering_now(parameter, plan)
-                tensors[id(parameter)] = redistribute_parameter(parameter, gathering, plan.name)
-                if _has_later_backward():
-                    self._remember(call, tensors[id(parameter)], owner, name, plan)
-            call.replaced.append((owner, name, parameter))
-            put_in_place(owner, name, tensors[id(parameter)])
+        # Keyed by the id of the parameter, so that a parameter that several children share is gathered once. All ranks
+        # gather in the order of the plans.
+        found: dict[int, tuple[DTensor, Place]] = {}
+        for place in self._places:
+            parameter = parameter_in_place(place.owner, place.name)
+            if isinstance(parameter, DTensor):  # else gathered by a unit whose forward calls this one
+                call.replaced.append((place.owner, place.name, parameter))
+                found.setdefault(id(parameter), (parameter, place))
+        parameters = [parameter for parameter, _ in found.values()]
+        gatherings = [_gathering_now(parameter, place.plan) for parameter, place in found.values()]
+        names = [place.plan.name for _, place in found.values()]
+        jointly = all(place.plan.reduced_by is not None for place in self._places)
+        tensors = redistribute_parameters(parameters, gatherings, names, jointly=jointly)
+        if _has_later_backward():
+            for tensor, (_, place) in zip(tensors, found.values(), strict=True):
+                self._remember(call, tensor, place)
+        gathered = dict(zip(found, tensors, strict=True))
+        for owner, name, parameter in call.replaced:
+            put_in_place(owner, name, gathered[id(parameter)])
 
-    def _remember(self, call: "UnitCall", tensor: Tensor, owner: nn.Module, name: str, plan: ParameterPlan) -> None:
-        """Keep the version of a parameter for the backward, and the function that gathers it again, if any."""
-        version = ParameterVersion(plan.name, self._stored[plan.name])
-        if not plan.is_gathered:
+    def _remember(self, call: "UnitCall", tensor: Tensor, place: Place) -> None:
+        """Keep the version of a parameter for the backward, and where to gather it again, if it is gathered."""
+        stored = self._stored[place.plan.name]
+        assert stored is not None
+        version = ParameterVersion(place.plan.name, stored)
+        if not place.plan.is_gathered:
             call.ungathered.append((tensor, version))
-        elif plan.is_saved:
-            call.gathered.append(GatheredParameter(tensor, _gather_again(owner, name, plan), version))
+        elif place.plan.is_saved:
+            call.gathered.append(GatheredParameter(tensor, place.gather, version))
 
     @not_compiled
     def free(self, _unit: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
@@ -256,13 +279,3 @@ def _gathering_now(parameter: DTensor, plan: ParameterPlan) -> Redistribution:
             "call of a module inside of it: call that module, or this one under torch.no_grad()"
         )
     return plan.gathering_without_fsdp
-
-
-def _gather_again(owner: nn.Module, name: str, plan: ParameterPlan) -> Callable[[], Tensor]:
-    # The parameter is looked up again, because FSDP has replaced it by its sharded or unsharded state in between.
-    def gather() -> Tensor:
-        parameter = parameter_in_place(owner, name)
-        assert isinstance(parameter, DTensor)
-        return redistribute_parameter(parameter, plan.gathering, f"{plan.name}, again")
-
-    return gather

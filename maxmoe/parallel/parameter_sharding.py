@@ -12,11 +12,16 @@ from maxmoe.declaration import Absent, declaration_of
 from maxmoe.quantization import StackPart, parts_of_stacks, with_split_stacks
 from maxmoe.replaced_parameters import on_a_copy
 from maxmoe.sharding.mesh import Mesh
-from maxmoe.sharding.named_sharding import NamedSharding
-from maxmoe.sharding.partition_spec import PartitionSpec
-from maxmoe.sharding.resolve import DroppedAxis, logical_to_mesh_axes, mesh_axes, resolve, unknown_names
-from maxmoe.sharding.rules import LogicalRules
-from maxmoe.sharding.unused import check_used
+from maxmoe.sharding.named_sharding import NamedSharding, PartitionSpec
+from maxmoe.sharding.rules import (
+    DroppedAxis,
+    LogicalRules,
+    check_used,
+    logical_to_mesh_axes,
+    mesh_axes,
+    resolve,
+    unknown_names,
+)
 
 Names = tuple[str | None, ...]
 

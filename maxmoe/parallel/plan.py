@@ -1,9 +1,10 @@
 """Plan of `parallelize`: shardings, collectives and dispatch of each module of a model."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import nn
 
 from maxmoe.nn import Checkpointed, MoE
@@ -13,7 +14,7 @@ from maxmoe.parallel.sharded_tokens import ShardedTokens
 from maxmoe.parallel.tensor_parallel_hooks import ResidualReaderHook, TensorParallelHooks
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
-from maxmoe.sharding.planned_collective import PlannedCollective, planned_steps
+from maxmoe.sharding.planned_collective import PlannedCollective, planned_joint_steps, planned_steps
 from maxmoe.sharding.redistribute import Redistribution
 
 
@@ -24,7 +25,8 @@ class ParameterPlan:
         value:     stored -- FSDP --> unsharded -- FSDP unit --> used
         gradient:  grad_used -- FSDP unit --> grad_unsharded -- FSDP --> stored
 
-    Without FSDP, `unsharded` is `stored` and `grad_unsharded` is not partial.
+    Without FSDP, `unsharded` is `stored` and `grad_unsharded` is not partial. With FSDP, all sums of the gradient over
+    axes that replicate the parameter are left to FSDP, which adds up the shards.
 
     Args:
         name: path of the parameter in the model.
@@ -35,6 +37,8 @@ class ParameterPlan:
             different tokens or compute different parts.
         grad_unsharded: sharding of the gradient after the reduction by the FSDP unit: partial over the axes of FSDP.
         fsdp_unit: path of the module that gathers the parameter; "" for the whole model.
+        reduced_by: path of the module that reduces the gradient, together with those of other parameters: the FSDP
+            unit, or the block for a parameter that nothing gathers. None for a gradient that is reduced alone.
         fsdp_block: path of the block with which FSDP gathers the parameter, "" for the rest of the model; None without
             FSDP.
         is_trained: whether the parameter requires a gradient; a frozen one has no gradient and no optimizer state.
@@ -49,6 +53,7 @@ class ParameterPlan:
     grad_used: NamedSharding
     grad_unsharded: NamedSharding
     fsdp_unit: str
+    reduced_by: str | None
     fsdp_block: str | None
     is_trained: bool = True
     is_saved: bool = True
@@ -60,8 +65,13 @@ class ParameterPlan:
 
     @property
     def fsdp_axes(self) -> tuple[str, ...]:
-        """Axes over which FSDP reduces the gradient; none without FSDP."""
+        """Axes over which FSDP reduces the gradient, the one that shards the parameter last; none without FSDP."""
         return self.grad_unsharded.partial
+
+    @property
+    def fsdp_group(self) -> str | None:
+        """Name of the parameters with which FSDP gathers and reduces this one in one collective; None without FSDP."""
+        return None if self.fsdp_block is None else " ".join((self.fsdp_block, *self.fsdp_axes))
 
     @property
     def gathering(self) -> Redistribution:
@@ -83,16 +93,23 @@ class ParameterPlan:
         return sharding.bytes(self.parameter.shape, self.parameter.dtype)
 
     def planned_collectives(self, num_calls: int = 1) -> Iterator[PlannedCollective]:
-        """List the collectives of the parameter in a training step, in which its FSDP unit runs `num_calls` times."""
-        fsdp = Redistribution((self.stored, self.unsharded), (self.grad_unsharded, self.stored))
-        by_unit, by_fsdp = (self.gathering, None, self.is_saved), (fsdp, self.fsdp_block, True)
-        for redistribution, bucket, is_gathered_again in (*(by_unit,) * num_calls, by_fsdp):
-            steps = [("weights, forward", redistribution.forward)]
-            steps += [("weights, backward", redistribution.forward)] if is_gathered_again else []
-            steps += [("gradients of weights", redistribution.backward)] if self.is_trained else []
-            for purpose, shardings in steps:
-                for item in planned_steps(purpose, *shardings, self.parameter.shape, self.parameter.dtype):
-                    yield item._replace(bucket=bucket)
+        """List the collectives of the parameter in a training step, in which its FSDP unit runs `num_calls` times.
+
+        Without the reductions of gradients by the FSDP unit or the block, see `ModulePlan.planned_reductions`.
+        """
+        tensor = self.parameter.shape, self.parameter.dtype
+        forward, backward = "weights, forward", "weights, backward"
+        for purpose in (forward, backward) if self.is_saved else (forward,):
+            for _ in range(num_calls):
+                yield from planned_steps(purpose, self.unsharded, self.used, *tensor)
+        for purpose in (forward, backward):
+            for item in planned_steps(purpose, self.stored, self.unsharded, *tensor):
+                yield item._replace(bucket=self.fsdp_group)
+        if self.is_trained:
+            shape, dtype = tensor
+            pair = self.grad_unsharded, self.stored
+            for item in planned_joint_steps("gradients of weights", [pair], [shape], dtype):
+                yield item._replace(bucket=self.fsdp_group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +119,7 @@ class ModulePlan:
     Args:
         module: the module.
         parameters: parameters that the module gathers as a FSDP unit, by their path in the module.
+        reduced: parameters of FSDP units inside of the module whose gradients it reduces as a block, likewise.
         tensor_parallel_axes: axes over which the module computes parts of its tensor-parallel dims.
         tensor_parallel_hooks: collectives on input and output; None if there are none or the MoE layer runs them.
         residual_reader: all-gather of the residual stream that the module reads; None if the stream is not sharded.
@@ -110,7 +128,8 @@ class ModulePlan:
     """
 
     module: nn.Module
-    parameters: Mapping[str, ParameterPlan]
+    parameters: dict[str, ParameterPlan]
+    reduced: dict[str, ParameterPlan] = field(default_factory=dict)
     tensor_parallel_axes: tuple[str, ...] = ()
     tensor_parallel_hooks: TensorParallelHooks | None = None
     residual_reader: ResidualReaderHook | None = None
@@ -130,6 +149,19 @@ class ModulePlan:
             f"{type(self.module).__name__} declares tensor_parallel_dims, so one of its parameters must have the "
             f"logical name 'embed', got {names}"
         )
+
+    def planned_reductions(self, num_calls: int = 1) -> Iterator[PlannedCollective]:
+        """List the reductions of gradients by the module, which runs `num_calls` times in a training step."""
+        own = (each for each in self.parameters.values() if each.reduced_by in (each.fsdp_unit, None))
+        together: dict[tuple[torch.dtype, str | None], dict[ParameterPlan, None]] = {}
+        for parameter in (*self.reduced.values(), *own):
+            if parameter.is_trained:
+                alone = parameter.name if parameter.reduced_by is None else None
+                together.setdefault((parameter.parameter.dtype, alone), {})[parameter] = None
+        for (dtype, _), distinct in together.items():
+            shardings = [parameter.gathering.backward for parameter in distinct]
+            shapes = [parameter.parameter.shape for parameter in distinct]
+            yield from [*planned_joint_steps("gradients of weights", shardings, shapes, dtype)] * num_calls
 
     @property
     def is_recomputed(self) -> bool:
@@ -169,6 +201,12 @@ class Plan(Mapping[str, ModulePlan]):
     def parameters(self) -> Mapping[str, ParameterPlan]:
         """Plans of all parameters, by their path."""
         return {plan.name: plan for module in self.values() for plan in module.parameters.values()}
+
+    @cached_property
+    def fsdp_blocks(self) -> Mapping[str, nn.Module]:
+        """Modules to which FSDP2 is applied, by their path: blocks, then the model for parameters outside of them."""
+        paths = {parameter.fsdp_block for parameter in self.parameters.values()}
+        return {path: self[path].module for path in sorted(self, key=lambda path: path == "") if path in paths}
 
     @cached_property
     def layers(self) -> Mapping[str, tuple[MoE, DispatchPlan]]:

@@ -1,28 +1,28 @@
-"""Makes the plan of `parallelize` from the declarations of the modules, the mesh and the rules."""
+"""Makes the plan of `parallelize` from the declarations of the modules, the mesh and the rules.
 
-from collections.abc import Iterator, Mapping
+Ranks along an axis hold the same tokens unless the axis shards the tokens. Only ranks with the same tokens may compute
+partial outputs, which are summed. An axis that the rules map to the tokens and to another dim shards the tokens.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from torch import nn
 
 from maxmoe.adapters import wrappers_of
-from maxmoe.declaration import Absent, declaration_of
+from maxmoe.declaration import EXPERT_TOKEN_DIMS, TOKEN_DIMS, Absent, declaration_of
 from maxmoe.nn import MoE, SharedExperts
 from maxmoe.parallel.blocks_of_scales import check_blocks
 from maxmoe.parallel.dispatch_plan import Dispatch, DispatchPlan, check_dispatch, plan_dispatch
-from maxmoe.parallel.fsdp import blocks, fsdp_axes, shared_by_blocks
-from maxmoe.parallel.fsdp_units import fsdp_units, is_saved
+from maxmoe.parallel.fsdp_units import blocks, fsdp_axes, fsdp_units, is_saved, shared_by_blocks
 from maxmoe.parallel.parameter_sharding import ParameterSharding, shardings_by_name, tensor_parallel_activation
-from maxmoe.parallel.part_axes import activation_parts, embed_parts, tensor_parallel_axes
 from maxmoe.parallel.plan import ModulePlan, ParameterPlan, Plan, enclosing
-from maxmoe.parallel.sharded_tokens import ShardedTokens, token_sharding
+from maxmoe.parallel.sharded_tokens import ShardedTokens, activation_spec, token_sharding
 from maxmoe.parallel.tensor_parallel_hooks import ResidualReaderHook, TensorParallelHooks
 from maxmoe.sharding.mesh import Mesh
-from maxmoe.sharding.named_sharding import NamedSharding
-from maxmoe.sharding.partition_spec import PartitionSpec
-from maxmoe.sharding.resolve import resolve
-from maxmoe.sharding.rules import LogicalRules
+from maxmoe.sharding.named_sharding import NamedSharding, PartitionSpec
+from maxmoe.sharding.rules import LogicalRules, resolve
 
 
 class ResidualPart(NamedTuple):
@@ -51,9 +51,11 @@ def make_plan(
     mesh: Mesh,
     rules: LogicalRules,
     *,
+    dispatch: Dispatch = "auto",
+    num_chunks: int = 1,
     strict: bool = False,
     allow_unused: bool = False,
-    dispatch: Dispatch = "auto",
+    splits_backward: bool = False,
 ) -> Plan:
     """Plan the parameters, collectives and dispatch of all modules of a model.
 
@@ -61,23 +63,68 @@ def make_plan(
         model: model that is not parallelized yet.
         mesh: mesh on which the model runs; may be planned.
         rules: rules that map logical names to mesh axes.
+        dispatch: dispatch strategy for experts on other ranks, or "auto".
+        num_chunks: number of chunks of the tokens of a MoE layer.
         strict: raise for names without rules, parameters without names, and dims that their axes do not divide.
         allow_unused: accept names of mesh and rules that have no effect.
-        dispatch: dispatch strategy for experts on other ranks, or "auto".
+        splits_backward: whether a pipeline computes the gradients of weights after those of inputs. torch then takes
+            apart the graph of each parameter, so that gradients are not reduced together.
 
     Raises:
-        ValueError: as `parameter_shardings`; if an axis of the experts does not divide their number.
+        ValueError: as `parameter_shardings`; if an axis of the experts does not divide their number; for sequences that
+            are sharded or chunked although a layer needs them whole, an invalid num_chunks, and trained parameters of
+            several dtypes in one group of FSDP2.
     """
     check_dispatch(dispatch)
     shardings = shardings_by_name(model, mesh, rules, strict=strict, allow_unused=allow_unused)
-    planner = _Planner(model, mesh, rules, shardings, dispatch)
-    return Plan(
+    planner = _Planner(model, mesh, rules, shardings, dispatch, splits_backward=splits_backward)
+    plan = Plan(
         mesh=mesh,
         tokens=planner.tokens,
         model=model,
         modules=planner.module_plans(),
         axes_of_tokens=planner.axes_of_tokens(),
     )
+    _check_whole_sequences(plan)
+    _check_dtypes(plan)
+    _check_chunks(plan, num_chunks)
+    return plan
+
+
+def _check_dtypes(plan: Plan) -> None:
+    """Raise for trained parameters of several dtypes in one group of FSDP2, such as float32 adapters."""
+    first: dict[str, ParameterPlan] = {}
+    for parameter in plan.parameters.values():
+        if parameter.fsdp_block is None or not parameter.is_trained:
+            continue
+        other = first.setdefault(parameter.fsdp_block, parameter)
+        if other.parameter.dtype != parameter.parameter.dtype:
+            raise ValueError(
+                f"FSDP2 shards the trained parameters of {parameter.fsdp_block or 'the model'} together, so they must "
+                f"have one dtype, got {other.parameter.dtype} of {other.name} and {parameter.parameter.dtype} of "
+                f"{parameter.name}: cast one of them, or freeze it"
+            )
+
+
+def _check_whole_sequences(plan: Plan) -> None:
+    axes = plan.tokens.length_axes
+    for path, planned in plan.items():
+        if axes and declaration_of(planned.module).needs_whole_sequences:
+            raise ValueError(
+                f"{path or type(planned.module).__name__} needs whole sequences, sharded here over {axes}: "
+                "choose rules that do not shard activation_length over them, such as 'ep-as-dp'"
+            )
+
+
+def _check_chunks(plan: Plan, num_chunks: int) -> None:
+    if not isinstance(num_chunks, int) or num_chunks < 1:
+        raise ValueError(f"num_chunks must be a positive int, got {num_chunks!r}")
+    for path, (_, dispatch_plan) in plan.layers.items():
+        if num_chunks > 1 and dispatch_plan.config.capacity_factor is not None:
+            raise ValueError(
+                f"num_chunks must be 1 for {path or 'a layer'} with capacity_factor, which is per sequence, "
+                f"got {num_chunks}"
+            )
 
 
 class _Planner:
@@ -90,8 +137,10 @@ class _Planner:
         rules: LogicalRules,
         shardings: Mapping[str, ParameterSharding],
         dispatch: Dispatch,
+        *,
+        splits_backward: bool,
     ) -> None:
-        self.mesh, self.rules, self.shardings = mesh, rules, shardings
+        self.mesh, self.rules, self.shardings, self.splits_backward = mesh, rules, shardings, splits_backward
         self.tokens = ShardedTokens(mesh, *token_sharding(mesh, rules).spec)
         self.modules = dict(model.named_modules())
         self.units = fsdp_units(model)
@@ -138,6 +187,14 @@ class _Planner:
                 stream_size=next((part.hidden_size for part in (read, written) if part is not None), None),
                 dispatch=self.dispatch_plans.get(module),
             )
+        for path in [path for path, module in self.modules.items() if module in self.blocks]:
+            reduced = {
+                f"{unit}.{name}".removeprefix(f"{path}."): parameter
+                for unit, plan in plans.items()
+                for name, parameter in plan.parameters.items()
+                if parameter.reduced_by == path != unit
+            }
+            plans[path] = replace(plans[path], reduced=reduced)
         return plans
 
     def axes_of_tokens(self) -> dict[str, tuple[str, ...]]:
@@ -205,9 +262,6 @@ class _Planner:
             used = self._used(unit, self.shardings[name])
             check_blocks(name, self.shardings[name], used)
             parameter = unit.get_parameter(path)
-            is_shared = parameter in self.shared_by_blocks
-            of_fsdp = () if is_shared else fsdp_axes(self.shardings[name], used, self.tokens)
-            unsharded = self.shardings[name].sharding.without(*of_fsdp)
             sharded = {axis for axes in used.spec for axis in axes}
             # A parameter that is added to the output is partial: zero on all ranks but one. Every rank along a
             # tensor-parallel axis has its whole gradient, so the gradient is not summed.
@@ -220,6 +274,11 @@ class _Planner:
             read = next((part.partial_axes for part in self.residual_parts if name.startswith(f"{part.reader}.")), ())
             summed = (*self.tokens.axes, *tensor_parallel, *read)
             partial = tuple(axis for axis in summed if axis not in sharded and axis not in added)
+            stored, grad_used = self.shardings[name].sharding, NamedSharding(self.mesh, used.spec, partial)
+            is_shared = parameter in self.shared_by_blocks
+            of_fsdp = () if is_shared else fsdp_axes(stored, grad_used)
+            unsharded = stored.without(*of_fsdp)
+            is_reduced_by_block = block and not is_shared and not of_fsdp and not added and unsharded == used
             yield (
                 path,
                 ParameterPlan(
@@ -227,11 +286,70 @@ class _Planner:
                     self.shardings[name],
                     unsharded=unsharded,
                     used=replace(used, partial=added),
-                    grad_used=NamedSharding(self.mesh, used.spec, partial),
+                    grad_used=grad_used,
                     grad_unsharded=NamedSharding(self.mesh, unsharded.spec, of_fsdp),
                     is_trained=parameter.requires_grad,
                     is_saved=is_saved(unit, path),
                     fsdp_unit=unit_path,
+                    reduced_by=None if self.splits_backward else block if is_reduced_by_block else unit_path,
                     fsdp_block=block if of_fsdp else None,
                 ),
             )
+
+
+class PartAxes(NamedTuple):
+    """The mesh axes that the rules give to a dim of activations.
+
+    Attributes:
+        computed: axes along which all ranks hold the same tokens, so that each may compute a part of the dim.
+        of_tokens: axes that shard the tokens as well. Ranks along them hold different tokens, whose partial outputs
+            cannot be summed, so the dim is not sharded over these axes, and weights are gathered over them.
+    """
+
+    computed: tuple[str, ...]
+    of_tokens: tuple[str, ...]
+
+
+def part_axes(names: tuple[str, ...], mesh: Mesh, rules: LogicalRules, tokens: ShardedTokens) -> PartAxes:
+    """Decide over which axes ranks compute parts of the last one of the named dims; tokens have precedence."""
+    *_, axes = activation_spec(names, mesh, rules)
+    computed = tuple(axis for axis in axes if axis not in tokens.axes)
+    return PartAxes(computed, tuple(axis for axis in axes if axis in tokens.axes))
+
+
+def tensor_parallel_axes(
+    unit: nn.Module, parameters: Sequence[ParameterSharding], rules: LogicalRules, tokens: ShardedTokens
+) -> tuple[str, ...]:
+    """Return the axes over which a module computes parts of its tensor-parallel dims; none without such dims.
+
+    To these axes, the rules map both the weights and the activations of all these dims. All ranks along them hold the
+    same tokens, and the product of their sizes divides the number of parts of each dim.
+    """
+    dims, mesh = declaration_of(unit).tensor_parallel_dims, tokens.mesh
+    specs = [
+        parameter.sharding.spec[parameter.names.index(name)]
+        for name in dims
+        for parameter in parameters
+        if parameter.names is not None
+        and name in parameter.names
+        # Scales follow the codes, or else `check_blocks` raises.
+        and (parameter.stack_part is None or parameter.stack_part.part == "codes")
+    ]
+    candidates = [activation_parts(name, rules, tokens).computed for name in dims]
+    chosen: list[str] = []
+    for axis in specs[0] if specs else ():  # in the order of the weights, which are sharded in this order
+        is_common = all(axis in axes for axes in (*specs, *candidates))
+        if is_common and all(parts % mesh.size(*chosen, axis) == 0 for parts in dims.values()):
+            chosen.append(axis)
+    return tuple(chosen)
+
+
+def activation_parts(name: str, rules: LogicalRules, tokens: ShardedTokens) -> PartAxes:
+    """Return the axes that the rules give to the activations of a tensor-parallel dim of weights."""
+    others = EXPERT_TOKEN_DIMS if name.endswith("_moe") else TOKEN_DIMS
+    return part_axes((*others, tensor_parallel_activation(name)), tokens.mesh, rules, tokens)
+
+
+def embed_parts(rules: LogicalRules, tokens: ShardedTokens) -> PartAxes:
+    """Return the axes that the rules give to the hidden dim of a residual stream."""
+    return part_axes((*TOKEN_DIMS, "activation_embed"), tokens.mesh, rules, tokens)

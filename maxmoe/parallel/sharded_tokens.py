@@ -8,12 +8,10 @@ from torch import Tensor
 
 from maxmoe.declaration import TOKEN_DIMS
 from maxmoe.sharding.mesh import Mesh
-from maxmoe.sharding.named_sharding import NamedSharding
+from maxmoe.sharding.named_sharding import NamedSharding, PartitionSpec
 from maxmoe.sharding.not_compiled import not_compiled
-from maxmoe.sharding.partition_spec import PartitionSpec
 from maxmoe.sharding.redistribute import Redistribution, redistribute_local
-from maxmoe.sharding.resolve import logical_to_mesh_axes
-from maxmoe.sharding.rules import LogicalRules
+from maxmoe.sharding.rules import LogicalRules, logical_to_mesh_axes
 from maxmoe.token_group import TokenGroup, numbers_of_tokens
 
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ from maxmoe.load.layers_of_stages import LayersOfStages
 from maxmoe.load.stats import MoEStats
 from maxmoe.named_collectives import all_reduce
 from maxmoe.nn import MoE, check_recompute, recompute_of, set_recompute
+from maxmoe.parallel.apply import apply_plan
 from maxmoe.parallel.clip_grad_norm import clip, squared_norm
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.fsdp import fully_shard_stage
 from maxmoe.parallel.interruptions import Recovery
 from maxmoe.parallel.one_thread import ONE_THREAD
-from maxmoe.parallel.parallelize import apply_plan, check_settings, checked_plan, plan_warnings
+from maxmoe.parallel.parallelize import check_settings, plan_warnings
 from maxmoe.parallel.planner import make_plan
 from maxmoe.pipelining.boundary import Boundary
 from maxmoe.pipelining.micro_batches import facts_of, split
@@ -128,7 +130,8 @@ def pipeline(
     check_recompute(model, recompute)
     within = mesh.within_stage()
     # The plan of the whole model, so that an error in any stage is raised on every rank.
-    plan = checked_plan(model, within, rules, dispatch, num_chunks, strict=strict, allow_unused=allow_unused)
+    plan_of = partial(make_plan, mesh=within, rules=rules, dispatch=dispatch, num_chunks=num_chunks)
+    plan = plan_of(model, strict=strict, allow_unused=allow_unused)
     for warning in plan_warnings(plan, rules):
         warnings.warn(warning, stacklevel=4)  # after two decorators
     set_recompute(model, recompute)
@@ -141,7 +144,7 @@ def pipeline(
     keep_stages(model, [parts[index] for index in mine])
     stages = []
     for index, module in modules.items():
-        stage_plan = make_plan(module, within, rules, allow_unused=True, dispatch=dispatch)
+        stage_plan = plan_of(module, allow_unused=True, splits_backward=kind.splits_backward)
         hooks = apply_plan(module, stage_plan, num_chunks, input_check=None)
         of_stage = loss if parts[index].is_last else None
         stage = Stage(index, module, copied_modules(model, module), of_stage, is_first=parts[index].is_first)

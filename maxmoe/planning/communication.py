@@ -24,6 +24,7 @@ def parameter_communication(plan: Plan, num_chunks: int) -> Iterator[PlannedColl
             if alike not in planned:
                 planned[alike] = list(parameter.planned_collectives(num_calls))
             yield from planned[alike]
+        yield from module.planned_reductions(num_calls)
 
 
 def activation_communication(

@@ -17,8 +17,7 @@ from maxmoe.planning.saved_tensors import micro_batch_sizes
 from maxmoe.quantization import with_split_stacks
 from maxmoe.replaced_parameters import on_a_copy
 from maxmoe.sharding.mesh import Mesh
-from maxmoe.sharding.resolve import DroppedAxis
-from maxmoe.sharding.rules import LogicalRules
+from maxmoe.sharding.rules import DroppedAxis, LogicalRules
 from maxmoe.text_table import paragraph, readable_bytes, terminal_width, text_table
 
 # A replicated parameter is large if it takes at least this share of the bytes of a rank.

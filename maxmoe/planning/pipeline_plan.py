@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.parallelize import checked_plan
 from maxmoe.parallel.plan import Plan
+from maxmoe.parallel.planner import make_plan
 from maxmoe.pipelining.schedules import check_schedule, schedule_kind
 from maxmoe.pipelining.stage_modules import StagePart, pipeline_parts, stage_module, stage_parts, work_per_token
 from maxmoe.pipelining.timeline import (
@@ -145,7 +145,7 @@ def plan_model(
     is_cut = options is not None and mesh.size(STAGE_AXIS) > 1
     within = mesh.within_stage() if is_cut else mesh
     plan = with_imbalance(
-        checked_plan(module, within, rules, dispatch, num_chunks, allow_unused=allow_unused),
+        make_plan(module, within, rules, dispatch=dispatch, num_chunks=num_chunks, allow_unused=allow_unused),
         imbalance,
         has_stages=is_cut,
     )
@@ -180,7 +180,15 @@ def plan_pipeline(
             index=index,
             rank=kind.rank_of(index, num_ranks),
             parts=_names(module, part),
-            plan=checked_plan(modules[index], mesh.within_stage(), rules, dispatch, num_chunks, allow_unused=True),
+            plan=make_plan(
+                modules[index],
+                mesh.within_stage(),
+                rules,
+                dispatch=dispatch,
+                num_chunks=num_chunks,
+                allow_unused=True,
+                splits_backward=kind.splits_backward,
+            ),
             work=work[index] / mean,
         )
         for index, part in enumerate(parts)

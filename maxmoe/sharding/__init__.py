@@ -1,13 +1,10 @@
 """Sharding of tensors over ranks: mesh, partition spec, and rules that map logical names to mesh axes."""
 
 from maxmoe.sharding.mesh import Mesh, parse_mesh
-from maxmoe.sharding.named_sharding import NamedSharding
-from maxmoe.sharding.partition_spec import P, PartitionSpec
+from maxmoe.sharding.named_sharding import NamedSharding, P, PartitionSpec
 from maxmoe.sharding.redistribute import redistribute
-from maxmoe.sharding.resolve import DroppedAxis, Resolution, logical_to_mesh_axes, resolve
-from maxmoe.sharding.rules import LogicalRules
+from maxmoe.sharding.rules import DroppedAxis, LogicalRules, Resolution, check_used, logical_to_mesh_axes, resolve
 from maxmoe.sharding.shard_map import shard_map
-from maxmoe.sharding.unused import check_used
 
 __all__ = [
     "DroppedAxis",

@@ -1,13 +1,13 @@
 """Collectives of a training step, with their bytes: each is planned beside the code that runs it."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
 from maxmoe.sharding.named_sharding import NamedSharding
-from maxmoe.sharding.redistribute import Redistribution, redistribution_steps
+from maxmoe.sharding.redistribute import Redistribution, Step, joint_steps, redistribution_steps
 
 CollectiveKind: TypeAlias = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
 
@@ -59,24 +59,28 @@ def planned_steps(
     purpose: str, source: NamedSharding, target: NamedSharding, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Iterator[PlannedCollective]:
     """List the collectives of `redistribution_steps`, each over one axis; a slice needs none."""
-    mesh, before = source.mesh, source
-    for after in redistribution_steps(source, target):
-        gathered = _axes(before) - _axes(after)
-        reduced = set(before.partial) - set(after.partial)
-        scattered = (_axes(after) - _axes(before)) & reduced
-        larger = after if gathered else before
-        num_bytes = math.prod(shape) // mesh.size(*_axes(larger)) * dtype.itemsize
-        kinds: tuple[tuple[CollectiveKind, set[str], int], ...] = (
-            ("all-gather", gathered, 1),
-            ("reduce-scatter", scattered, 1),
-            ("all-reduce", reduced - scattered, 2),
-        )
-        for kind, axes, passes in kinds:
-            for axis in axes:
-                sent = passes * num_bytes * (mesh.size(axis) - 1) // mesh.size(axis)
-                yield PlannedCollective(purpose, kind, (axis,), sent)
-        before = after
+    for step in redistribution_steps(source, target):
+        if step.kind != "slice":
+            yield PlannedCollective(purpose, step.kind, step.axes, _sent_bytes(step, shape, dtype))
 
 
-def _axes(sharding: NamedSharding) -> set[str]:
-    return {axis for axes in sharding.spec for axis in axes}
+def planned_joint_steps(
+    purpose: str,
+    shardings: Sequence[tuple[NamedSharding, NamedSharding]],
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+) -> Iterator[PlannedCollective]:
+    """List the collectives of `joint_steps` of several tensors."""
+    for together in joint_steps(tuple(shardings)):
+        _, (kind, axes, *_) = together[0]
+        if kind != "slice":
+            sent = sum(_sent_bytes(step, shapes[index], dtype) for index, step in together)
+            yield PlannedCollective(purpose, kind, axes, sent)
+
+
+def _sent_bytes(step: Step, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Return the bytes that each rank sends in a step, see `PlannedCollective`."""
+    larger = step.after if step.kind == "all-gather" else step.before
+    sharded = (axis for axes in larger.spec for axis in axes)
+    num_bytes, size = math.prod(shape) // larger.mesh.size(*sharded) * dtype.itemsize, larger.mesh.size(*step.axes)
+    return (2 if step.kind == "all-reduce" else 1) * num_bytes * (size - 1) // size

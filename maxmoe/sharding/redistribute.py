@@ -5,10 +5,11 @@ take the shardings of the gradient as arguments, because DTensor cannot express 
 is the identity, and a gradient that stays partial over the axes that FSDP reduces later.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from maxmoe._torch import has_other_owner
 from maxmoe.named_collectives import all_gather, all_reduce, reduce_scatter
 from maxmoe.sharding.mesh import Mesh
-from maxmoe.sharding.named_sharding import NamedSharding
+from maxmoe.sharding.named_sharding import NamedSharding, PartitionSpec
 from maxmoe.sharding.not_compiled import not_compiled
-from maxmoe.sharding.partition_spec import PartitionSpec
 
 
 def redistribute(tensor: Tensor, sharding: NamedSharding) -> DTensor:
@@ -47,34 +47,82 @@ def redistribute(tensor: Tensor, sharding: NamedSharding) -> DTensor:
     return tensor.redistribute(placements=sharding.placements)
 
 
-@lru_cache(maxsize=1024)
-def redistribution_steps(source: NamedSharding, target: NamedSharding) -> tuple[NamedSharding, ...]:
-    """Return the shardings between `source` and `target`, each reached from the previous one over a single mesh axis.
+class Step(NamedTuple):
+    """One step of a redistribution, over one axis, or an all-reduce over several ones.
 
-    The last one is `target` without the axes over which `target` is partial and `source` is not. Cached, because every
-    forward and backward asks for the same ones.
+    Attributes:
+        kind: kind of the collective; a slice needs none.
+        axes: axes of the ranks that take part.
+        dim: dim that is gathered, scattered or sliced; 0 for an all-reduce.
+        before: sharding before it.
+        after: sharding after it.
+    """
+
+    kind: Literal["all-gather", "reduce-scatter", "all-reduce", "slice"]
+    axes: tuple[str, ...]
+    dim: int
+    before: NamedSharding
+    after: NamedSharding
+
+
+@lru_cache(maxsize=1024)
+def redistribution_steps(source: NamedSharding, target: NamedSharding) -> tuple[Step, ...]:
+    """Return the steps from `source` to `target`, each over a single mesh axis.
+
+    The last one ends at `target` without the axes over which `target` is partial and `source` is not. Cached, because
+    every forward and backward asks for the same ones.
     """
     return tuple(_steps(source, target))
 
 
-def _steps(source: NamedSharding, target: NamedSharding) -> Iterator[NamedSharding]:
+def _steps(source: NamedSharding, target: NamedSharding) -> Iterator[Step]:
     # All-gathers, the minor axis of a dim first: only the last axis of a dim can be gathered without strided shards.
-    sharding = source
+    before = source
     for dim, axes in enumerate(target.spec):
-        while sharding.spec[dim] != axes[: len(sharding.spec[dim])]:
-            sharding = replace(sharding, spec=_with_axes(sharding.spec, dim, sharding.spec[dim][:-1]))
-            yield sharding
+        while before.spec[dim] != axes[: len(before.spec[dim])]:
+            *major, axis = before.spec[dim]
+            after = replace(before, spec=_with_axes(before.spec, dim, tuple(major)))
+            yield Step("all-gather", (axis,), dim, before, after)
+            before = after
     # A reduce-scatter for an axis that is partial in the source, a slice for any other axis of the target.
     for dim, axes in enumerate(target.spec):
-        for axis in axes[len(sharding.spec[dim]) :]:
-            spec = _with_axes(sharding.spec, dim, (*sharding.spec[dim], axis))
-            sharding = replace(sharding, spec=spec, partial=_without(sharding.partial, axis))
-            yield sharding
+        for axis in axes[len(before.spec[dim]) :]:
+            spec = _with_axes(before.spec, dim, (*before.spec[dim], axis))
+            after = replace(before, spec=spec, partial=_without(before.partial, axis))
+            yield Step("reduce-scatter" if axis in before.partial else "slice", (axis,), dim, before, after)
+            before = after
     # All-reduces come last, on the smallest shards.
-    for axis in sharding.partial:
+    for axis in before.partial:
         if axis not in target.partial:
-            sharding = replace(sharding, partial=_without(sharding.partial, axis))
-            yield sharding
+            after = replace(before, partial=_without(before.partial, axis))
+            yield Step("all-reduce", (axis,), 0, before, after)
+            before = after
+
+
+@lru_cache(maxsize=1024)
+def joint_steps(
+    redistributions: tuple[tuple[NamedSharding, NamedSharding], ...],
+) -> tuple[tuple[tuple[int, Step], ...], ...]:
+    """Return the steps of several tensors, each from one sharding to another, in the order in which they are run.
+
+    Those that run together are in one tuple, each with the index of its tensor: reduce-scatters over the same axis, and
+    all-reduces over the same axes, which come last. An all-reduce is over all axes at once.
+    """
+    todo: dict[int, list[Step]] = {}
+    for index, (source, target) in enumerate(redistributions):
+        steps = redistribution_steps(source, target)
+        sums = [step for step in steps if step.kind == "all-reduce"]
+        todo[index] = list(steps[: len(steps) - len(sums)])
+        if sums:
+            axes = tuple(axis for axis in source.mesh.sizes if (axis,) in [step.axes for step in sums])
+            todo[index].append(Step("all-reduce", axes, 0, sums[0].before, sums[-1].after))
+    joint = []
+    while following := {index: steps[0] for index, steps in todo.items() if steps}:
+        first = min(following, key=lambda index: following[index].kind == "all-reduce")
+        together = [index for index, step in following.items() if step[:2] == following[first][:2]]
+        taken = together if following[first].kind in ("reduce-scatter", "all-reduce") else [first]
+        joint.append(tuple((index, todo[index].pop(0)) for index in taken))
+    return tuple(joint)
 
 
 class Redistribution(NamedTuple):
@@ -130,10 +178,25 @@ def redistribute_local(local: Tensor, redistribution: Redistribution, what: str)
     return result
 
 
-def redistribute_parameter(parameter: DTensor, redistribution: Redistribution, name: str) -> Tensor:
-    """Redistribute a DTensor parameter, and return this rank's shard as a plain tensor; its gradient is a DTensor."""
-    result: Tensor = _RedistributeParameter.apply(parameter, redistribution, name)  # type: ignore[no-untyped-call]
-    return result
+def redistribute_parameters(
+    parameters: Sequence[DTensor], redistributions: Sequence[Redistribution], names: Sequence[str], *, jointly: bool
+) -> list[Tensor]:
+    """Redistribute DTensor parameters, and return this rank's shards as plain tensors; their gradients are DTensors.
+
+    The gradients are reduced `jointly` when the backward has computed the last one, or else each alone.
+    """
+    # A frozen parameter would require a gradient beside a trained one.
+    trained = [index for index, parameter in enumerate(parameters) if parameter.requires_grad]
+    values = [
+        parameter if parameter.requires_grad else _forward(parameter, redistribution, name)
+        for parameter, redistribution, name in zip(parameters, redistributions, names, strict=True)
+    ]
+    for group in filter(None, [trained] if jointly else [[index] for index in trained]):
+        chosen = [(redistributions[index], names[index]) for index in group]
+        results = _RedistributeParameters.apply(chosen, *(values[index] for index in group))  # type: ignore[no-untyped-call]
+        for index, result in zip(group, results, strict=True):
+            values[index] = result
+    return values
 
 
 class _RedistributeLocal(torch.autograd.Function):
@@ -150,44 +213,71 @@ class _RedistributeLocal(torch.autograd.Function):
         return _redistributed(gradient, source, target, f"gradient of {context.what}"), None, None
 
 
-class _RedistributeParameter(torch.autograd.Function):
+@torch.no_grad()
+def _forward(parameter: DTensor, redistribution: Redistribution, name: str) -> Tensor:
+    # detach, because without a collective the result is the local tensor itself, and autograd would attach a Function
+    # to it.
+    return _redistributed(parameter.to_local().detach(), *redistribution.forward, name)
+
+
+class _RedistributeParameters(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, parameter: DTensor, redistribution: Redistribution, name: str) -> Tensor:
-        context.redistribution, context.name = redistribution, name
-        context.shape, context.stride = parameter.shape, parameter.stride()
-        # detach, because without a collective the result is the local tensor itself, and autograd would attach this
-        # Function to it.
-        return _redistributed(parameter.to_local().detach(), *redistribution.forward, name)
+    def forward(
+        context: Any, redistributions: Sequence[tuple[Redistribution, str]], *parameters: DTensor
+    ) -> tuple[Tensor, ...]:
+        context.set_materialize_grads(False)  # parameters that are not used get no gradient
+        context.redistributions = redistributions
+        context.layouts = [(parameter.shape, parameter.stride()) for parameter in parameters]
+        results = zip(parameters, redistributions, strict=True)
+        return tuple(_forward(parameter, *redistribution) for parameter, redistribution in results)
 
     @staticmethod
     @once_differentiable
-    def backward(context: Any, gradient: Tensor) -> tuple[DTensor, None, None]:
-        source, target = context.redistribution.backward
-        is_shared = has_other_owner(gradient)
-        grad_local = _redistributed(gradient, source, target, f"gradient of {context.name}").contiguous()
-        # Without a collective, the gradient of a sum of parameters is one tensor for all of them. Autograd copies such
-        # a tensor before it accumulates into it, but does not see it inside of a DTensor.
-        if grad_local is gradient and is_shared:
-            grad_local = gradient.clone()
-        grad_parameter = DTensor.from_local(
-            grad_local,
-            target.mesh.device_mesh,
-            target.placements,
-            run_check=False,
-            shape=context.shape,
-            stride=context.stride,
-        )
-        return grad_parameter, None, None
+    def backward(context: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
+        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        given = [gradient for gradient in gradients if gradient is not None]
+        count = Counter(map(id, given))
+        are_shared = [count[id(gradient)] > 1 or has_other_owner(gradient) for gradient in given]
+        shardings = [context.redistributions[index][0].backward for index in present]
+        names = [context.redistributions[index][1] for index in present]
+        results: list[DTensor | None] = [None] * len(gradients)
+        reduced = _reduced(given, shardings, names)
+        for position, index in enumerate(present):
+            local, (_, target) = reduced[position].contiguous(), shardings[position]
+            # Without a collective, the gradient of a sum of parameters is one tensor for all of them. Autograd copies
+            # such a tensor before it accumulates into it, but does not see it inside of a DTensor.
+            if local is given[position] and are_shared[position]:
+                local = local.clone()
+            shape, stride = context.layouts[index]
+            results[index] = DTensor.from_local(
+                local, target.mesh.device_mesh, target.placements, run_check=False, shape=shape, stride=stride
+            )
+        return None, *results
+
+
+def _reduced(
+    gradients: Sequence[Tensor], shardings: Sequence[tuple[NamedSharding, NamedSharding]], names: Sequence[str]
+) -> list[Tensor]:
+    """Redistribute gradients, those of one dtype together, see `joint_steps`."""
+    results = list(gradients)
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+        own = [index for index, gradient in enumerate(gradients) if gradient.dtype == dtype]
+        for together in joint_steps(tuple(shardings[index] for index in own)):
+            indices, steps = [own[number] for number, _ in together], [step for _, step in together]
+            others = f" and {len(indices) - 1} others" * (len(indices) > 1)
+            what = f"gradient of {names[indices[0]]}{others}"
+            for index, result in zip(indices, _run([results[i] for i in indices], steps, what), strict=True):
+                results[index] = result
+    return results
 
 
 def _redistributed(local: Tensor, source: NamedSharding, target: NamedSharding, what: str) -> Tensor:
     """Redistribute this rank's shard from `source` to `target`, without autograd."""
     if source == target:
         return local
-    result, before = local, source
-    for after in redistribution_steps(source, target):
-        result = _over_one_axis(result, before, after, what)
-        before = after
+    result = local
+    for step in redistribution_steps(source, target):
+        (result,) = _run([result], [step], what)
     summed = [axis for axis in target.partial if axis not in source.partial]
     if not summed:
         return result
@@ -197,52 +287,56 @@ def _redistributed(local: Tensor, source: NamedSharding, target: NamedSharding, 
     return result.clone() if all(place[axis] == 0 for axis in summed) else torch.zeros_like(result)
 
 
-def _over_one_axis(local: Tensor, source: NamedSharding, target: NamedSharding, what: str) -> Tensor:
-    """Redistribute this rank's shard between two shardings that differ in one axis.
+def _run(locals_: Sequence[Tensor], steps: Sequence[Step], what: str) -> Sequence[Tensor]:
+    """Run a step for this rank's shard of each of several tensors, over the same axes; a reduction is one collective.
 
     Called on local tensors, because DTensor takes several times as long to choose the collective.
     """
-    mesh, sharded_before, sharded_after = source.mesh, _sharded_dims(source), _sharded_dims(target)
-    for axis in sharded_before.keys() - sharded_after.keys():
-        return _all_gather(local, mesh, axis, sharded_before[axis], what)
-    for axis in sharded_after.keys() - sharded_before.keys():
-        if axis in source.partial:
-            return _reduce_scatter(local, mesh, axis, sharded_after[axis], what)
+    kind, axes, dim, before, _ = steps[0]
+    mesh, axis = before.mesh, axes[0]
+    if mesh.size(*axes) == 1:
+        return locals_
+    if kind == "all-gather":
+        return [_all_gather(local, mesh, axis, dim, what) for local in locals_]
+    if kind == "slice":
         # Cloned, because the result of a Function must not be a view of its input.
-        return local.chunk(mesh.size(axis), sharded_after[axis])[mesh.coordinates()[axis]].clone()
-    (axis,) = set(source.partial) - set(target.partial)
-    return _all_reduce(local, mesh, axis, what)
+        return [local.chunk(mesh.size(axis), dim)[mesh.coordinates()[axis]].clone() for local in locals_]
+    if kind == "reduce-scatter":
+        return _reduce_scatter(locals_, mesh, axis, [step.dim for step in steps], what)
+    large = [axis for axis in axes if mesh.size(axis) > 1]
+    if len(locals_) == 1:
+        total = locals_[0].clone(memory_format=torch.contiguous_format)
+        all_reduce(total, what, group=mesh.process_group(*large))
+        return [total]
+    packed = torch.cat([local.flatten() for local in locals_])
+    all_reduce(packed, what, group=mesh.process_group(*large))
+    split = torch.split(packed, [local.numel() for local in locals_])
+    return [part.view(local.shape) for part, local in zip(split, locals_, strict=True)]
 
 
 def _all_gather(local: Tensor, mesh: Mesh, axis: str, dim: int, what: str) -> Tensor:
     size = mesh.size(axis)
-    if size == 1:
-        return local
     gathered = local.new_empty(size * local.shape[0], *local.shape[1:])
     all_gather(gathered, local.contiguous(), what, group=mesh.process_group(axis))
     return gathered if dim == 0 else torch.cat(gathered.chunk(size), dim)
 
 
-def _reduce_scatter(local: Tensor, mesh: Mesh, axis: str, dim: int, what: str) -> Tensor:
-    size = mesh.size(axis)
-    if size == 1:
-        return local
-    summands = local.contiguous() if dim == 0 else torch.cat(local.chunk(size, dim))
-    reduced = summands.new_empty(summands.shape[0] // size, *summands.shape[1:])
-    reduce_scatter(reduced, summands, what, group=mesh.process_group(axis))
-    return reduced
-
-
-def _all_reduce(local: Tensor, mesh: Mesh, axis: str, what: str) -> Tensor:
-    if mesh.size(axis) == 1:
-        return local
-    total = local.clone(memory_format=torch.contiguous_format)
-    all_reduce(total, what, group=mesh.process_group(axis))
-    return total
-
-
-def _sharded_dims(sharding: NamedSharding) -> dict[str, int]:
-    return {axis: dim for dim, axes in enumerate(sharding.spec) for axis in axes}
+def _reduce_scatter(locals_: Sequence[Tensor], mesh: Mesh, axis: str, dims: Sequence[int], what: str) -> list[Tensor]:
+    size, group = mesh.size(axis), mesh.process_group(axis)
+    # The parts of the ranks one after the other, as dim 0.
+    summands = [
+        local if dim == 0 else torch.cat(local.chunk(size, dim)) for local, dim in zip(locals_, dims, strict=True)
+    ]
+    shapes = [(summand.shape[0] // size, *summand.shape[1:]) for summand in summands]
+    if len(summands) == 1:
+        reduced = summands[0].new_empty(shapes[0])
+        reduce_scatter(reduced, summands[0].contiguous(), what, group=group)
+        return [reduced]
+    packed = torch.cat([summand.reshape(size, -1) for summand in summands], 1)
+    reduced = packed.new_empty(packed.shape[1])
+    reduce_scatter(reduced, packed.flatten(), what, group=group)
+    split = torch.split(reduced, [summand.numel() // size for summand in summands])
+    return [part.view(shape) for part, shape in zip(split, shapes, strict=True)]
 
 
 def _with_axes(spec: PartitionSpec, dim: int, axes: tuple[str, ...]) -> PartitionSpec:

@@ -7,8 +7,7 @@ from torch.distributed.tensor import Placement
 from torch.distributed.tensor.experimental import local_map
 
 from maxmoe.sharding.mesh import Mesh
-from maxmoe.sharding.named_sharding import NamedSharding
-from maxmoe.sharding.partition_spec import PartitionSpec
+from maxmoe.sharding.named_sharding import NamedSharding, PartitionSpec
 
 
 def shard_map(

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from maxmoe.models import Decoder
-from maxmoe.parallel import fsdp, parallelize
+from maxmoe.parallel import parallelize
+from maxmoe.parallel.fsdp_units import blocks
 from maxmoe.parallel.planner import make_plan
 from maxmoe.sharding import LogicalRules, Mesh
 from support import small_decoder
@@ -54,7 +55,7 @@ def test_fsdp_takes_nothing_where_its_ranks_have_the_same_tokens() -> None:
 def test_blocks_are_the_children_of_outermost_lists() -> None:
     model = decoder()
     model.blocks[0].inner = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
-    assert list(fsdp.blocks(model)) == list(model.blocks)
+    assert list(blocks(model)) == list(model.blocks)
 
 
 def gradients(rules: str, sizes: dict[str, int]) -> dict[str, Tensor]:

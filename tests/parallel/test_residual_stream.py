@@ -65,7 +65,7 @@ def test_all_gathers_and_reduce_scatters_take_the_place_of_all_reduces() -> None
         times = [{kind: times for (kind, _), (times, _) in mode.counts.items()} for mode in (forward, backward)]
         return widths[0], times[0], times[1]
 
-    norms_and_routing_weights = 4 + 1
+    norms_and_routing_weights = 2 + 1  # the two norms of a block together
     for width, forward, backward in run_ranks(count, 2):
         assert width == CONFIG.hidden_size // 2
         assert forward == {"all-gather": 5, "reduce-scatter": 4}

@@ -5,7 +5,8 @@ from torch import nn
 
 from maxmoe import MoEConfig, MoEFeedForward
 from maxmoe.parallel import Declaration
-from maxmoe.parallel.parallelize import checked_plan, plan_warnings
+from maxmoe.parallel.parallelize import plan_warnings
+from maxmoe.parallel.planner import make_plan
 from maxmoe.sharding import LogicalRules, Mesh
 
 MESH = {"fsdp": 2, "expert": 2}
@@ -18,7 +19,7 @@ def model_of(*dense: nn.Module) -> nn.Sequential:
 
 def warnings_of(model: nn.Module, sizes: dict[str, int] = MESH, rules: str = "ep-as-dp") -> list[str]:
     table = LogicalRules.load(rules)
-    return plan_warnings(checked_plan(model, Mesh.planned(sizes), table, "auto", 1, allow_unused=True), table)
+    return plan_warnings(make_plan(model, Mesh.planned(sizes), table, allow_unused=True), table)
 
 
 @pytest.mark.parametrize("rules", ["ep-as-dp", "pure-fsdp", "shard-exp-on-fsdp"])
@@ -29,12 +30,12 @@ def test_the_two_lines_shard_them(rules: str) -> None:
         "58% of the parameters are whole on every rank along fsdp=2, because no module declares their names: 0.weight, "
         "1.weight, 0.bias, and 3 more. To shard their first dim, before parallelize:\n"
     )
-    before = checked_plan(model, Mesh.planned(MESH), LogicalRules.load(rules), "auto", 1, allow_unused=True).parameters
+    before = make_plan(model, Mesh.planned(MESH), LogicalRules.load(rules), allow_unused=True).parameters
     lines = [line.strip() for line in message.splitlines()[1:]]
     assert len(lines) == 2
     exec("import maxmoe\n" + "\n".join(lines), {"model": model})
     assert warnings_of(model, rules=rules) == []
-    after = checked_plan(model, Mesh.planned(MESH), LogicalRules.load(rules), "auto", 1, allow_unused=True).parameters
+    after = make_plan(model, Mesh.planned(MESH), LogicalRules.load(rules), allow_unused=True).parameters
     for name, parameter in after.items():
         if name.startswith("3."):  # what the layer declares stays
             assert parameter.stored.spec == before[name].stored.spec

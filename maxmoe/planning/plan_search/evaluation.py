@@ -10,8 +10,8 @@ from torch import Tensor
 
 from maxmoe.declaration import declaration_of
 from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.parallelize import checked_plan
 from maxmoe.parallel.plan import Plan
+from maxmoe.parallel.planner import make_plan
 from maxmoe.planning.communication import activation_communication, dispatch_communication
 from maxmoe.planning.many_meshes import MeshesDiffer, as_tensor, in_meshes
 from maxmoe.planning.memory import gathered_memory
@@ -77,7 +77,7 @@ class Evaluation:
         within = meshes.mesh.within_stage() if meshes.has_stages else meshes.mesh
         is_cut = meshes.has_stages and not meshes.may_be_one
         modules = (self.parts.first, self.parts.last) if is_cut else (self.parts.whole,)
-        plans = [checked_plan(module, within, rules, dispatch, 1, allow_unused=True) for module in modules]
+        plans = [make_plan(module, within, rules, dispatch=dispatch, allow_unused=True) for module in modules]
         return PlannedMeshes(self, meshes, tuple(plans))
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from maxmoe.adapters import with_stacked_factors
 from maxmoe.field_checks import check_int
 from maxmoe.nn import recompute_of, set_recompute
-from maxmoe.parallel.parallelize import checked_plan
+from maxmoe.parallel.planner import make_plan
 from maxmoe.planning.estimate import estimate
 from maxmoe.planning.memory import PARAMETER_DTYPES, parameter_dtype
 from maxmoe.planning.plan_search.evaluation import Evaluation
@@ -77,7 +77,7 @@ def search(
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
         raise ValueError(f"memory must be a positive number of bytes, got {limit!r}")
     parts = ModelParts(module)
-    on_one_rank = checked_plan(parts.whole, Mesh.planned({}), LogicalRules(), "auto", 1, allow_unused=True)
+    on_one_rank = make_plan(parts.whole, Mesh.planned({}), LogicalRules(), allow_unused=True)
     list(saved_tensors(on_one_rank, batch_size, sequence_length))  # raises what every mesh would raise
     dtype = parameter_dtype(on_one_rank)
     device.peak(dtype)

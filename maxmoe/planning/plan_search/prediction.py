@@ -8,7 +8,7 @@ from torch import nn
 from maxmoe.adapters import with_stacked_factors
 from maxmoe.nn import recompute_of, set_recompute
 from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.parallelize import checked_plan
+from maxmoe.parallel.planner import make_plan
 from maxmoe.pipelining.schedules import check_schedule
 from maxmoe.planning.memory import PARAMETER_DTYPES, parameter_dtype
 from maxmoe.planning.plan_search.candidates import Candidates
@@ -65,7 +65,7 @@ def predict(
             pipeline stages of a module that does not declare `pipeline_parts` and a `residual_stream`.
     """
     loaded, table = Device.load(device), LogicalRules.load(rules)
-    one = checked_plan(module, Mesh.planned({}), LogicalRules(), "auto", 1, allow_unused=True)
+    one = make_plan(module, Mesh.planned({}), LogicalRules(), allow_unused=True)
     step = Step(batch_size, sequence_length, 1, parameter_dtype(one), state_dtypes)
     sizes = {axis: size for axis, size in mesh.sizes.items() if size > 1}
     meshes = Candidates({axis: torch.tensor([size]) for axis, size in sizes.items()}, torch.tensor([num_micro_batches]))

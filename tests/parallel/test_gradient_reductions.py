@@ -1,0 +1,143 @@
+"""How gradients of parameters are summed: scattered first, then the shards, those of a block together."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from maxmoe.models import Decoder, DecoderConfig
+from maxmoe.parallel import parallelize
+from maxmoe.parallel.planner import make_plan
+from maxmoe.planning.communication import parameter_communication
+from maxmoe.planning.traffic import Traffic, traffic_of
+from maxmoe.presets.published import PUBLISHED
+from maxmoe.sharding import LogicalRules, Mesh
+from support.counted_collectives import CountedCollectives
+from support.measured_step import measured_steps
+from support.parallel_decoder import CONFIG, MeshRules
+from support.parts import assert_same
+from support.run_ranks import run_ranks
+
+GIB = 2**30
+pytestmark = [
+    pytest.mark.usefixtures("collectives_are_not_compared"),
+    pytest.mark.filterwarnings("ignore:.*of the parameters are whole on every rank"),
+]
+
+
+def test_the_shards_of_dense_gradients_are_summed_over_the_axes_that_replicate_them() -> None:
+    """One all-reduce for each block and one for the rest: of what a rank keeps, not of whole gradients."""
+    layout = MeshRules("ep-as-dp", {"fsdp": 2, "expert": 2})
+    plan = make_plan(Decoder(CONFIG, device="meta"), Mesh.planned(layout.sizes), LogicalRules.load(layout.rules))
+    replicated = {name for name, planned in plan.parameters.items() if planned.fsdp_axes == ("expert", "fsdp")}
+    assert "blocks.0.attention.q_proj.weight" in replicated
+    assert "blocks.1.feed_forward.experts.up_proj" not in replicated
+    for step in measured_steps(layout):
+        shards = sum(num_bytes for name, (_, num_bytes) in step.parameters.items() if name in replicated)
+        assert step.collectives["all-reduce", "expert"] == [CONFIG.num_layers + 1, shards]
+        # Those of norms and other parameters that every rank has whole.
+        assert step.collectives["all-reduce", "fsdp, expert"][0] == CONFIG.num_layers + 1
+
+
+def gradients_of_weights(sizes: dict[str, int]) -> dict[tuple[str, str], Traffic]:
+    model = Decoder(
+        DecoderConfig.of_published(PUBLISHED["deepseek_v3"], max_sequence_length=4096),
+        device="meta",
+        dtype=torch.bfloat16,
+    )
+    plan = make_plan(model, Mesh.planned(sizes), LogicalRules.load("ep-as-dp"))
+    rows = traffic_of(parameter_communication(plan, 1))
+    return {(row.kind, row.axis): row for row in rows if row.purpose == "gradients of weights"}
+
+
+def test_a_large_model_sums_an_eighth_of_its_dense_gradients() -> None:
+    rows = gradients_of_weights({"fsdp": 8, "expert": 8})
+    whole = gradients_of_weights({"expert": 8})["all-reduce", "expert"].bytes
+    assert 111 * GIB < whole < 113 * GIB
+    assert 13.9 * GIB < rows["all-reduce", "expert"].bytes < 14.1 * GIB
+    assert sum(row.times for (kind, _), row in rows.items() if kind == "all-reduce") < 130
+
+
+class Block(nn.Module):
+    """Calls its first norm as it is and the second one as `call` says, and has parameters without a gradient."""
+
+    def __init__(self, call: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.frozen, self.unused = (nn.LayerNorm(4) for _ in range(4))
+        self.frozen.requires_grad_(False)
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x + self.call(self.second, self.first(x).tanh()))
+
+
+class Model(nn.Module):
+    def __init__(self, call: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(call) for _ in range(2))
+        torch.manual_seed(0)
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def plainly(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x)
+
+
+def recomputed(module: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(module, x, use_reentrant=False)
+
+
+def recomputed_by_reentering(module: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(module, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "per_block"),
+    [(plainly, 1), (recomputed, 1), (recomputed_by_reentering, 2)],
+    ids=["plainly", "recomputed", "by_reentering"],
+)
+def test_gradients_of_a_block_are_summed_together(call: Callable[..., Tensor], per_block: int) -> None:
+    """Of a part that recomputes itself with a backward of its own, in that one; the numbers are the same."""
+    x = torch.randn(4, 4, dtype=torch.float64)
+    one = Model(call).double()
+    for _ in range(2):
+        one(x.clone().requires_grad_()).square().sum().backward()
+
+    def check() -> None:
+        mesh = Mesh({"fsdp": 2, "expert": 2})
+        model = parallelize(Model(call).double(), mesh, "ep-as-dp")
+        assert mesh.rank is not None
+        mine = x[mesh.rank : mesh.rank + 1]
+        with CountedCollectives(mesh) as counted:
+            for _ in range(2):
+                model(mine.clone().requires_grad_()).square().sum().backward()
+        assert counted.counts["all-reduce", "fsdp, expert"][0] == 2 * 2 * per_block
+        for (name, parameter), expected in zip(model.named_parameters(), one.parameters(), strict=True):
+            if expected.grad is None:
+                assert parameter.grad is None, name
+            else:
+                assert_same(parameter.grad.full_tensor(), expected.grad, name)
+
+    run_ranks(check, 4)
+
+
+def test_a_part_of_a_block_can_be_called_alone() -> None:
+    one, x = Model(plainly).double(), torch.randn(2, 4, dtype=torch.float64)
+    one.blocks[0].first(x).square().sum().backward()
+
+    def check() -> None:
+        mesh = Mesh({"fsdp": 2})
+        model = parallelize(Model(plainly).double(), mesh, "pure-fsdp")
+        model.blocks[0].first(x[mesh.rank]).square().sum().backward()
+        found = model.blocks[0].first.weight.grad.full_tensor()
+        assert_same(found, one.blocks[0].first.weight.grad, "weight")
+
+    run_ranks(check, 2)
