@@ -52,7 +52,7 @@ class ExpertWeights(NamedTuple):
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "ExpertWeights":
         def of_tensor(weight: Tensor) -> Tensor:
-            return weight.with_parts(function) if isinstance(weight, QuantizedStack) else function(weight)
+            return weight.map(function) if isinstance(weight, QuantizedStack) else function(weight)
 
         def of_weight(weight: Tensor | LowRankFactors | None) -> Tensor | LowRankFactors | None:
             if isinstance(weight, LowRankFactors):

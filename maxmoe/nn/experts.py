@@ -129,6 +129,8 @@ class Experts(nn.Module):
             factors_of(self, "up_proj"),
             factors_of(self, "down_proj"),
         )
+        if callable(self.activation):  # a recomputation reads them after the forward, see `_batched`
+            own = own.with_tensors(own.tensors())
         return compute(own, plan) if foreign is None else foreign.compute(compute, own, plan)
 
     def _batched(self, inputs: Tensor) -> Tensor:

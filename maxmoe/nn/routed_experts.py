@@ -15,7 +15,7 @@ from maxmoe.nn.router import Router, is_custom_router
 from maxmoe.nn.routing import Routing
 from maxmoe.nn.routing_hooks import given_experts, observe
 from maxmoe.nn.tensor_parallel_region import LayerInputs, LocalRegion
-from maxmoe.quantization import QuantizedStack
+from maxmoe.quantization import QuantizedWeight
 
 
 def run_routed_experts(
@@ -51,7 +51,7 @@ def _in_one_operator(
     if not (_is_local(runner) and _is_plain(router, experts)):
         return None
     config, matrices = router.config, (experts.gate_proj, experts.up_proj, experts.down_proj)
-    if QuantizedStack in map(type, matrices):
+    if QuantizedWeight in map(type, matrices):
         return None
     try:
         routed, logits, weights, ids, probabilities, dropped = torch.ops.maxmoe.routed_experts(

@@ -154,7 +154,7 @@ def _first_projection(experts: Any) -> str:
 def _matrices(experts: Any, projection: str) -> Tensor:
     """View a parameter as [L, in, out], which transformers calls transposed."""
     parameter: Tensor = getattr(experts, projection)
-    return parameter if experts.is_transposed else parameter.transpose(1, 2)
+    return parameter if experts.is_transposed else parameter.mT
 
 
 def _factors(experts: Any, projection: str) -> LowRankFactors | None:
