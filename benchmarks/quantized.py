@@ -72,7 +72,7 @@ def all_experts(layer: Shape, dtype: torch.dtype) -> dict[str, Experts]:
     experts = {DENSE: Experts(*(weight.repeat(E, 1, 1) for weight in one))}
     for format, name in NAMES.items():
         stacks = [quantize(weight, format) for weight in one]
-        experts[name] = Experts(*(stack.with_parts(lambda part: part.repeat(E, 1, 1)) for stack in stacks))
+        experts[name] = Experts(*(stack.map(lambda part: part.repeat(E, 1, 1)) for stack in stacks))
     return experts
 
 

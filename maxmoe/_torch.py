@@ -7,7 +7,7 @@ private names in any other file. Where torch has a public alternative, the docst
 run it with torch 2.13, 2.14 and 2.15.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -109,7 +109,7 @@ def parameter_in_place(module: nn.Module, name: str) -> Tensor | None:
     return module._parameters[name]
 
 
-def put_in_place(module: nn.Module, name: str, tensor: Tensor) -> None:
+def put_in_place(module: nn.Module, name: str, tensor: Tensor | None) -> None:
     """Replace a parameter of a module by a tensor.
 
     The public `torch.func.functional_call` replaces parameters for one call from outside, but hooks run inside of a
@@ -118,30 +118,9 @@ def put_in_place(module: nn.Module, name: str, tensor: Tensor) -> None:
     module._parameters[name] = tensor  # type: ignore[assignment]
 
 
-# `__torch_function__` of a class that handles operators in `__torch_dispatch__` alone. The default one converts every
-# result to the class.
-no_torch_function = torch._C._disabled_torch_function_impl
-
-
-def make_wrapper_subclass(
-    kind: type[Tensor], shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> Any:
-    """Return a tensor of a subclass that has no memory of its own, but tensors in its attributes.
-
-    The notes of torch on extending it show this function, but it is private.
-    """
-    return Tensor._make_wrapper_subclass(kind, shape, strides, dtype=dtype, device=device)
-
-
-def set_parameters(module: nn.Module, parameters: Mapping[str, nn.Parameter | None]) -> dict[str, nn.Parameter | None]:
-    """Replace all parameters that a module itself has, in the given order, and return those that it had.
-
-    `delattr` and `setattr` would change the order.
-    """
-    before = dict(module._parameters)
-    module._parameters.clear()
-    module._parameters.update(parameters)
-    return before
+def take_out(module: nn.Module, name: str) -> None:
+    """Remove what `put_in_place` has put under a name that the module has no parameter of."""
+    del module._parameters[name]
 
 
 def as_parameter(tensor: Tensor, *, requires_grad: bool) -> nn.Parameter:

@@ -14,7 +14,7 @@ from maxmoe.config import MoEConfig
 from maxmoe.presets import from_transformers
 from maxmoe.presets.families import Family, family_of
 from maxmoe.presets.layouts import Held, check_tensors
-from maxmoe.quantization import QuantizedStack
+from maxmoe.quantization import QuantizedStack, put_stack, state_with_stacks
 from maxmoe.whole_tensors import check_whole
 
 # Fields of MoEConfig that a transformers block does not have or leaves to the training loop.
@@ -65,53 +65,67 @@ def check_block(config: MoEConfig, block: nn.Module) -> None:
 
 def check_tensors_of(block: nn.Module, layer: nn.Module, what: str) -> None:
     """Raise unless a block is whole and has the tensors of its family, in the shapes that fit a layer."""
-    theirs = _state(block)
-    check_whole(what, theirs)
-    _checked(_state(layer), block, theirs)
+    check_whole(what, block.state_dict())
+    _checked(_state(layer), block, _state(block))
 
 
+@torch.no_grad()
 def take_weights(layer: nn.Module, block: nn.Module) -> None:
     """Move the weights of a block into a layer; the block is left on the meta device.
 
     Raises before the first tensor is moved if the block is sharded, or has other tensors or shapes than its family.
     """
+    check_whole("from_transformers", block.state_dict())
     state, theirs = _state(layer), _state(block)
-    check_whole("from_transformers", theirs)
     for key, held in _checked(state, block, theirs).items():
         source = theirs.pop(key)
-        used = source.detach()[: len(held.parameters[0])] if held.entry.has_unused_matrices else source.detach()
+        used = source[: held.parameters[0].shape[0]] if held.entry.has_unused_matrices else source
         for name, view in zip(held.entry.names, held.entry.views(used), strict=True):
-            is_whole = view.is_contiguous() and view.numel() == source.numel()
-            weight = view if is_whole else view.clone(memory_format=torch.contiguous_format)
-            _put(layer, name, weight, source.requires_grad)
-        _put(block, key, torch.empty_like(source, device="meta"), source.requires_grad)
+            _put(layer, name, _owned(view, source), source.requires_grad)
+        _put(block, key, _on_meta(source), source.requires_grad)
 
 
+@torch.no_grad()
 def give_weights(layer: nn.Module, block: nn.Module) -> None:
     """Move the weights of a layer into a block; the layer is left on the meta device.
 
     Raises before the first tensor is moved if layer or block are sharded, the block has other tensors or shapes than
     its family, or quantized weights cannot be joined.
     """
+    for module in (layer, block):
+        check_whole("to_transformers", module.state_dict())
     state, theirs = _state(layer), _state(block)
-    for tensors in (state, theirs):
-        check_whole("to_transformers", tensors)
     held_by_key = _checked(state, block, theirs)
     for key, held in held_by_key.items():
-        _joined(key, [parameter.detach().to("meta") for parameter in held.parameters], held, len(theirs[key]))
+        _joined(key, [_on_meta(parameter) for parameter in held.parameters], held, theirs[key].shape[0])
     for key, held in held_by_key.items():
         requires_grad = any(parameter.requires_grad for parameter in held.parameters)
-        weight = _joined(key, [parameter.detach() for parameter in held.parameters], held, len(theirs[key]))
+        weight = _joined(key, held.parameters, held, theirs[key].shape[0])
         _put(block, key, weight, requires_grad)
         for name in held.entry.names:
-            _put(layer, name, torch.empty_like(state.pop(name), device="meta"), requires_grad)
+            _put(layer, name, _on_meta(state.pop(name)), requires_grad)
         held.parameters.clear()
 
 
-def _joined(key: str, parameters: list[Tensor], held: Held, count: int) -> Tensor:
+def _owned(view: Any, source: Any) -> Any:
+    """Return a part of a weight in memory of its own; the whole weight as it is."""
+    if isinstance(view, QuantizedStack):
+        return view.map(torch.Tensor.contiguous)
+    is_whole = view.is_contiguous() and view.numel() == source.numel()
+    return view if is_whole else view.clone(memory_format=torch.contiguous_format)
+
+
+def _on_meta(weight: Any) -> Any:
+    """Return a weight without memory."""
+    if isinstance(weight, QuantizedStack):
+        return weight.map(_on_meta)
+    return torch.empty_like(weight, device="meta")
+
+
+def _joined(key: str, parameters: list[Any], held: Held, count: int) -> Any:
     """Return a tensor of a block, with matrices that the block does not use up to their number in the block."""
-    weight = held.entry.join(parameters)
-    missing = count - len(weight)
+    weight: Any = held.entry.join(parameters)
+    missing = count - weight.shape[0]
     if missing and isinstance(weight, QuantizedStack):
         raise ValueError(
             f"{key} has {missing} matrices of zeros that the block does not use, which cannot be quantized as "
@@ -120,12 +134,12 @@ def _joined(key: str, parameters: list[Tensor], held: Held, count: int) -> Tenso
     return torch.cat([weight, weight.new_zeros(missing, *weight.shape[1:])]) if missing else weight
 
 
-def _state(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a module by name, not detached."""
-    return module.state_dict(keep_vars=True)
+def _state(module: nn.Module) -> dict[str, Any]:
+    """Return the parameters, quantized weights and buffers of a module by name, not detached."""
+    return state_with_stacks(module, keep_vars=True)
 
 
-def _checked(state: dict[str, Tensor], block: nn.Module, theirs: dict[str, Tensor]) -> dict[str, Held]:
+def _checked(state: dict[str, Any], block: nn.Module, theirs: dict[str, Any]) -> dict[str, Held]:
     tensors = family_of(_source(block)).block.tensors(state)
     where = f"{type(block).__name__} against that of transformers >= 5.20"
     expected = {key: _shape_in_block(held, theirs.get(key)) for key, held in tensors.items()}
@@ -133,18 +147,20 @@ def _checked(state: dict[str, Tensor], block: nn.Module, theirs: dict[str, Tenso
     return tensors
 
 
-def _shape_in_block(held: Held, theirs: Tensor | None) -> torch.Size:
+def _shape_in_block(held: Held, theirs: Any) -> torch.Size:
     """Return the expected shape of a tensor in a block, whose stacks may have matrices that it does not use."""
     if theirs is None or not held.entry.has_unused_matrices:
         return held.shape
-    return torch.Size([max(len(theirs), held.shape[0]), *held.shape[1:]])
+    return torch.Size([max(theirs.shape[0], held.shape[0]), *held.shape[1:]])
 
 
-def _put(module: nn.Module, name: str, tensor: Tensor, requires_grad: bool) -> None:
-    """Set a parameter or buffer by name; a buffer keeps its dtype, because the correction bias is float32 or wider."""
+def _put(module: nn.Module, name: str, tensor: Tensor | QuantizedStack, requires_grad: bool) -> None:
+    """Set a weight or buffer by name; a buffer keeps its dtype, because the correction bias is float32 or wider."""
     path, _, name = name.rpartition(".")
     owner = module.get_submodule(path)
-    if name in dict(owner.named_buffers(recurse=False)):
+    if isinstance(tensor, QuantizedStack):
+        put_stack(owner, name, tensor)
+    elif name in dict(owner.named_buffers(recurse=False)):
         setattr(owner, name, tensor.to(owner.get_buffer(name).dtype))
     else:
         setattr(owner, name, nn.Parameter(tensor, requires_grad))

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor, nn
 
-from maxmoe.adapters import wrappers_of
-from maxmoe.quantization import QuantizedStack, load_stacks, quantize
+from maxmoe.adapters import connect_if_installed, wrappers_of
+from maxmoe.quantization import QuantizedStack, QuantizedWeight, put_stack, quantize
 
 # Functions that return the expert weights of a module that its forward hands to operators, by the names of the
 # parameters, and whether they are (L, in, out), else (L, out, in).
@@ -27,8 +27,9 @@ def quantize_experts(model: nn.Module, format: str, *, group_size: int | None = 
     """Quantize the frozen experts of a model in place.
 
     The weights of the routed experts of `maxmoe.MoE`, and of models of transformers with
-    ``experts_implementation="maxmoe"``, become `maxmoe.quantization.QuantizedStack` parameters. Biases, routers, shared
-    experts and all other parameters are left as they are. Adapters of PEFT may be added before or after.
+    ``experts_implementation="maxmoe"``, become `maxmoe.quantization.QuantizedWeight`, whose codes and scales are
+    parameters. Biases, routers, shared experts and all other parameters are left as they are. Adapters of PEFT may be
+    added before or after; PEFT is imported if it is installed, so that it finds the weights by their names.
 
     Each parameter is freed as soon as it has been quantized, one expert after the other. The peak memory is that of the
     model and the largest quantized parameter.
@@ -52,8 +53,9 @@ def quantize_experts(model: nn.Module, format: str, *, group_size: int | None = 
     for path, module, (name, _) in found:
         _check(f"{path}.{name}".removeprefix("."), getattr(module, name))
     _check_unmerged(model)
+    connect_if_installed()
     num_users = Counter(id(module.get_parameter(name)) for _, module, (name, _) in found)
-    shared: dict[tuple[nn.Parameter, bool], nn.Parameter] = {}
+    shared: dict[tuple[nn.Parameter, bool], QuantizedWeight] = {}
     for path, module, (name, is_first_in) in found:
         parameter = module.get_parameter(name)
         quantized = shared.get((parameter, is_first_in))
@@ -62,14 +64,12 @@ def quantize_experts(model: nn.Module, format: str, *, group_size: int | None = 
                 stack = quantize(parameter if is_first_in else parameter.mT, format, group_size)
             except ValueError as error:
                 raise ValueError(f"{path}.{name}".removeprefix(".") + f": {error}") from error
-            quantized = nn.Parameter(stack if is_first_in else stack.mT, requires_grad=False)
+            quantized = QuantizedWeight(stack if is_first_in else stack.mT)
         # Only a tied parameter is kept, because keeping one keeps its memory.
         if num_users[id(parameter)] > 1:
             shared[parameter, is_first_in] = quantized
-        setattr(module, name, quantized)
+        put_stack(module, name, quantized)
         del parameter  # otherwise it would be held while the next one is quantized
-    for module in dict.fromkeys(module for _, module, _ in found):
-        module.register_load_state_dict_pre_hook(load_stacks)
 
 
 def _find(module: nn.Module) -> Iterator[tuple[str, bool]]:
@@ -87,7 +87,7 @@ def _check_unmerged(model: nn.Module) -> None:
             )
 
 
-def _check(name: str, parameter: Tensor) -> None:
+def _check(name: str, parameter: Tensor | QuantizedStack) -> None:
     if isinstance(parameter, QuantizedStack):
         raise ValueError(f"{name} must not be quantized yet, got {parameter.format}")
     if parameter.requires_grad:

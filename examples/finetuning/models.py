@@ -10,10 +10,12 @@ from typing import Any
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from maxmoe.quantization import QuantizedWeight
 from pretraining import InputError
 
 # Fields that are replaced although they may be None in the config of a family.
@@ -131,8 +133,8 @@ def with_adapters(model: PreTrainedModel, seed: int) -> PeftModel:
     names = [
         f"{path}.{name}"
         for path, module in model.named_modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if path.endswith("experts") and parameter.dim() == 3
+        for name, weight in (*module.named_parameters(recurse=False), *module.named_children())
+        if path.endswith("experts") and isinstance(weight, Tensor | QuantizedWeight) and weight.dim() == 3
     ]
     torch.manual_seed(seed)
     adapters = LoraConfig(r=8, lora_alpha=16, target_parameters=names, target_modules=[])

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 import maxmoe
 from maxmoe.integrations.checkpoint import read_checkpoint
 from maxmoe.presets import from_transformers
-from maxmoe.quantization import QuantizedStack
+from maxmoe.quantization import QuantizedWeight
 from pretraining import InputError
 
 FAMILY, FORMAT = "gpt_oss", "mxfp4"
@@ -85,9 +85,10 @@ def random_model(config: GptOssConfig, seed: int) -> GptOssForCausalLM:
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             value = torch.empty_like(parameter, device="cpu")
-            if isinstance(value, QuantizedStack):
-                value.codes.view(torch.int64).random_(-(2**63), None, generator=generator)  # eight bytes a draw
-                value.scales.fill_(_SCALE)
+            if name.endswith("codes"):
+                value.view(torch.int64).random_(-(2**63), None, generator=generator)  # eight bytes a draw
+            elif name == "scales":
+                value.fill_(_SCALE)
             elif parameter.dim() > 1 and "bias" not in name:
                 value.normal_(std=_DEVIATION, generator=generator)
             else:
@@ -152,17 +153,17 @@ def _set(model: nn.Module, name: str, parameter: Tensor, value: Tensor) -> None:
 def dequantize_experts(model: nn.Module) -> None:
     """Replace quantized experts by bfloat16 weights of the same values."""
     for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if isinstance(parameter, QuantizedStack):
-                setattr(module, name, nn.Parameter(parameter.dequantize(), requires_grad=False))
+        for name, weight in list(module.named_children()):
+            if isinstance(weight, QuantizedWeight):
+                setattr(module, name, nn.Parameter(weight.dequantize(), requires_grad=False))
 
 
 def expert_bytes(model: nn.Module) -> tuple[int, int]:
     """Return the bytes of the matrices of all experts, and what they would be in bfloat16."""
     stacks = [
-        parameter
+        weight
         for _, block in sparse_blocks(model)
-        for parameter in block.experts.parameters()
-        if parameter.dim() == 3
+        for weight in (*block.experts.children(), *block.experts.parameters(recurse=False))
+        if isinstance(weight, QuantizedWeight) or weight.dim() == 3
     ]
     return sum(stack.nbytes for stack in stacks), sum(stack.numel() * torch.bfloat16.itemsize for stack in stacks)

@@ -9,6 +9,7 @@ from maxmoe.adapters.factors import hand_over as hand_over
 from maxmoe.adapters.peft import adapted_module as adapted_module
 from maxmoe.adapters.peft import connect as connect
 from maxmoe.adapters.peft import connect_if_imported as connect_if_imported
+from maxmoe.adapters.peft import connect_if_installed as connect_if_installed
 from maxmoe.adapters.peft import takes as takes
 from maxmoe.adapters.peft import takes_factors as takes_factors
 from maxmoe.adapters.peft import without_adapters as without_adapters

@@ -7,15 +7,19 @@ of another version of PEFT is found out. Checked with peft 0.21.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from peft import LoraConfig
 from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
 
+from maxmoe._torch import put_in_place, take_out
 from maxmoe.ops import LowRankFactors
+from maxmoe.quantization import QuantizedStack, QuantizedWeight
 
 ACTIVATE = "_activate_lora"
 
@@ -28,6 +32,7 @@ __all__ = [
     "is_swapped",
     "parameter_of",
     "replace_activation",
+    "show_quantized_weights",
     "stacks",
 ]
 
@@ -61,9 +66,9 @@ def stacks(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
     )
 
 
-def parameter_of(wrapper: Any) -> Tensor:
-    """Return the parameter that a wrapper adapts."""
-    parameter: Tensor = wrapper.get_param()
+def parameter_of(wrapper: Any) -> Tensor | QuantizedStack:
+    """Return the parameter that a wrapper adapts, or its quantized weight."""
+    parameter: Tensor | QuantizedStack = wrapper.get_param()
     return parameter
 
 
@@ -94,9 +99,46 @@ def _of_packed_factors(get_delta_weight: Callable[..., Tensor]) -> Callable[...,
                 f"the adapter {adapter_name!r} beside {wrapper.parameter_name} cannot be merged after parallelize: "
                 "save it with maxmoe.parallel.adapter_state_dict, and merge it in one process"
             )
+        weight = parameter_of(wrapper)
+        if isinstance(weight, QuantizedStack):
+            raise RuntimeError(
+                f"the adapter {adapter_name!r} beside {wrapper.parameter_name} cannot be added to weights quantized as "
+                f"{weight.format}: keep it beside them, or dequantize the weights"
+            )
         return get_delta_weight(wrapper, adapter_name, *arguments, **options)
 
     return checked
+
+
+def show_quantized_weights() -> None:
+    """Let `target_parameters` find quantized weights: PEFT looks for parameters that the module itself has."""
+    inject = BaseTuner._inject_parameters
+
+    @functools.wraps(inject)
+    def injected(tuner: Any, peft_config: Any, model: nn.Module, *arguments: Any, **options: Any) -> Any:
+        with _shown_as_parameters(model):
+            return inject(tuner, peft_config, model, *arguments, **options)
+
+    BaseTuner._inject_parameters = injected  # type: ignore[assignment,method-assign]
+
+
+@contextmanager
+def _shown_as_parameters(model: nn.Module) -> Iterator[None]:
+    """List each quantized weight among the parameters of its module, as a tensor of its shape without memory."""
+    shown = [
+        (owner, name, weight)
+        for owner in model.modules()
+        for name, weight in owner.named_children()
+        if isinstance(weight, QuantizedWeight)
+    ]
+    for owner, name, weight in shown:
+        element = torch.empty((), dtype=weight.dtype, device=weight.device)
+        put_in_place(owner, name, element.expand(weight.shape))
+    try:
+        yield
+    finally:
+        for owner, name, _ in shown:
+            take_out(owner, name)
 
 
 class _Stack(nn.Module):

@@ -5,14 +5,15 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from maxmoe.adapters.factors import hand_over
 from maxmoe.ops import LowRankFactors
-from maxmoe.quantization import split_stacks
+from maxmoe.quantization import QuantizedStack
 
 Part = TypeVar("Part", bound=nn.Module)
 
@@ -67,6 +68,12 @@ def connect_if_imported() -> None:
         connect()
 
 
+def connect_if_installed() -> None:
+    """Import PEFT if it is installed, and connect."""
+    if find_spec("peft") is not None:
+        connect()
+
+
 @functools.cache
 def connect() -> None:
     """Connect to PEFT, once per process.
@@ -78,6 +85,7 @@ def connect() -> None:
 
     try:
         _peft.check_layout()
+        _peft.show_quantized_weights()
         _peft.replace_activation(_or_hand_over)
     except Exception as error:  # whatever another version of PEFT raises
         warnings.warn(
@@ -110,9 +118,10 @@ def _or_hand_over(activate: Callable[..., Any]) -> Callable[..., Any]:
 
 def takes(module: nn.Module, parameter: str) -> bool:
     """Return whether a module takes factors beside a parameter; not beside one of 8 bits or with a parametrization."""
-    matrices = {**dict(module.named_parameters(recurse=False)), **split_stacks(module)}.get(parameter)
+    own: dict[str, object] = {**dict(module.named_children()), **dict(module.named_parameters(recurse=False))}
+    matrices = own.get(parameter)
     return (
-        matrices is not None
+        isinstance(matrices, Tensor | QuantizedStack)
         and matrices.dim() == 3
         and matrices.dtype in _DTYPES
         and any(taker(module, parameter) for taker in _takers)

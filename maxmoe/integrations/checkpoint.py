@@ -22,7 +22,7 @@ from maxmoe.nn import MoE
 from maxmoe.nn.checks import check_parts_are_known
 from maxmoe.presets.families import FAMILIES, Family
 from maxmoe.presets.layouts import Held, Layout, listed
-from maxmoe.quantization import QuantizedStack
+from maxmoe.quantization import QuantizedStack, state_with_stacks
 from maxmoe.whole_tensors import check_whole
 
 
@@ -85,10 +85,9 @@ def write_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str, *
     tensors: dict[str, _Tensor] = {}
     for block, layer in layers.items():
         check_parts_are_known(layer, f"{block}: write_checkpoint")
-        state = layer.state_dict()
-        check_whole("write_checkpoint", state, prefix=f"{block}.")
+        check_whole("write_checkpoint", layer.state_dict(), prefix=f"{block}.")
         _check_memory(block, layer, may_be_quantized=False)
-        for key, held in layout.tensors(state).items():
+        for key, held in layout.tensors(state_with_stacks(layer)).items():
             tensors |= _tensors_of(f"{block}.{layout.module}.{key}", held)
     order = sorted(tensors, key=lambda key: (-[*DTYPES].index(tensors[key].dtype), key))
     with replacing(path) as new, new.open("wb") as file:
@@ -128,9 +127,8 @@ def _tensors_of(key: str, held: Held) -> dict[str, _Tensor]:
     if not isinstance(held.parameters[0], QuantizedStack):
         return {key: _Tensor(held, None, held.parameters[0].dtype, held.shape)}
     _, parameters = next(experts_of(held))
-    matrix = held.entry.join([parameter.to("meta") for parameter in parameters])
-    assert isinstance(matrix, QuantizedStack)
-    leading = (len(held.parameters[0]),) if held.entry.is_stack else ()
+    matrix = held.entry.join([parameter.map(lambda part: part.to("meta")) for parameter in parameters])
+    leading = held.parameters[0].shape[:1] if held.entry.is_stack else ()
     tensors = published(matrix, key).tensors(matrix)
     return {
         f"{key}{end}": _Tensor(held, end, tensor.dtype, (*leading, *tensor.shape)) for end, tensor in tensors.items()
@@ -145,7 +143,7 @@ def _family(name: str) -> Family:
 
 def _check_memory(block: str, layer: MoE, *, may_be_quantized: bool) -> None:
     """Raise if a parameter is on the meta device, where quantized ones may be when they are read."""
-    for name, tensor in layer.state_dict().items():
+    for name, tensor in state_with_stacks(layer).items():
         if tensor.is_meta and not (may_be_quantized and isinstance(tensor, QuantizedStack)):
             raise ValueError(f"{block}: {name} must have memory, got the meta device; call layer.to_empty first")
 

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from maxmoe.integrations.quantized_tensors import ConfigFormat, format_in, published, template
 from maxmoe.presets.layouts import Held, Layout, check_tensors
-from maxmoe.quantization import QuantizedStack
+from maxmoe.quantization import QuantizedStack, put_stack, state_with_stacks
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
 
@@ -65,7 +65,7 @@ class LayerReader:
                     parameter.copy_(view)
 
     def _tensors(self) -> dict[str, Held]:
-        return self._layout.tensors(self._layer.state_dict())
+        return self._layout.tensors(state_with_stacks(self._layer))
 
     def _place(self, key: str) -> str:
         """Return checkpoint, name and file of a weight, for messages."""
@@ -90,7 +90,7 @@ class LayerReader:
                 expected[key], dtypes[key] = held.shape, _FLOATS
                 continue
             stack = self._templates[key]
-            leading = (len(held.parameters[0]),) if held.entry.is_stack else ()
+            leading = held.parameters[0].shape[:1] if held.entry.is_stack else ()
             form = published(stack, key)
             for end, tensor in form.tensors(stack).items():
                 expected[f"{key}{end}"] = (*leading, *tensor.shape)
@@ -137,42 +137,26 @@ class LayerReader:
         codes = torch.empty_like(old.codes, device=device) if old.is_meta else old.codes
         shape = (*old.scales.shape[:-1], like.scales.shape[-1])
         scales = torch.zeros(shape, dtype=like.scales.dtype, device=device)
-        stack = QuantizedStack(
-            codes,
-            scales,
-            zeros=None if like.zeros is None else torch.zeros_like(scales, dtype=torch.uint8),
-            format=old.format,
-            columns=old.columns,
-            is_transposed=old.is_transposed,
-            dtype=old.dtype,
-        )
-        setattr(owner, last, nn.Parameter(stack, requires_grad=False))
+        zeros = None if like.zeros is None else torch.zeros_like(scales, dtype=torch.uint8)
+        put_stack(owner, last, old.map(codes=codes, scales=scales, zeros=zeros))
 
-    def _weight(self, key: str, index: Any) -> Tensor:
+    def _weight(self, key: str, index: Any) -> Any:
         """Return one weight of the checkpoint, or that of one expert in a stack."""
         if key not in self._templates:
-            tensor: Tensor = self._slices[key][index]
-            return tensor
+            return self._slices[key][index]
         stack = self._templates[key]
         form = published(stack, key)
         tensors = {end: self._slices[name][index] for end, name in form.names(key).items() if name in self._slices}
         codes, scales, zeros = form.parts(tensors, stack.columns)
-        return QuantizedStack(
-            codes,
-            scales,
-            zeros=zeros,
-            format=stack.format,
-            columns=stack.columns,
-            is_transposed=stack.is_transposed,
-        )
+        return stack.map(codes=codes, scales=scales, zeros=zeros)
 
 
-def experts_of(held: Held) -> Iterator[tuple[Any, list[Tensor]]]:
+def experts_of(held: Held) -> Iterator[tuple[Any, list[Any]]]:
     """Yield the index and the parameters of each expert in a stack, or of a whole tensor that is none."""
     if not held.entry.is_stack:
         yield ..., held.parameters
         return
-    for expert in range(len(held.parameters[0])):
+    for expert in range(held.parameters[0].shape[0]):
         yield expert, [parameter[expert] for parameter in held.parameters]
 
 

@@ -176,8 +176,7 @@ def template(held: Held, headers: Mapping[str, tuple[str, list[int]]], key: str)
         key: name of the weight.
     """
     parameters = [parameter[0] if held.entry.is_stack else parameter for parameter in held.parameters]
-    empty = held.entry.join([parameter.to("meta") for parameter in parameters])
-    assert isinstance(empty, QuantizedStack)
+    empty: QuantizedStack = held.entry.join([parameter.map(lambda part: part.to("meta")) for parameter in parameters])
     format, names = FORMATS[empty.format], published(empty, key).names(key)
     dtype, shape = headers[names[published(empty, key).scales]]
     num_scales = empty.scales.shape[-1]
@@ -185,14 +184,8 @@ def template(held: Held, headers: Mapping[str, tuple[str, list[int]]], key: str)
         num_scales = shape[-1]
     scale_dtype = next((kind for kind in format.scale_dtypes if DTYPES[kind] == dtype), empty.scales.dtype)
     scales = empty.scales.new_empty((empty.scales.shape[0], num_scales), dtype=scale_dtype)
-    return QuantizedStack(
-        empty.codes,
-        scales,
-        zeros=torch.empty_like(scales, dtype=torch.uint8) if names.get("_zero_point") in headers else None,
-        format=empty.format,
-        columns=empty.columns,
-        is_transposed=empty.is_transposed,
-    )
+    zeros = torch.empty_like(scales, dtype=torch.uint8) if names.get("_zero_point") in headers else None
+    return empty.map(scales=scales, zeros=zeros)
 
 
 class ConfigFormat:

@@ -119,6 +119,8 @@ class Experts(nn.Module):
             )
 
         own = self._weights()
+        if callable(self.activation):  # a recomputation reads them after the forward, see `_batched`
+            own = own.with_tensors(own.tensors())
         return compute(own, plan) if foreign is None else foreign.compute(compute, own, plan)
 
     def _weights(self) -> ExpertWeights:
@@ -137,13 +139,17 @@ class Experts(nn.Module):
 
         def project(x: Tensor, projection: Projection) -> Tensor:
             matrices, bias, factors = projection
+            if isinstance(matrices, QuantizedStack):
+                raise ValueError(
+                    f"implementation='dense' computes with ordinary tensors, got experts quantized as "
+                    f"{matrices.format}: set implementation='sparse'"
+                )
             product = x @ matrices
             if factors is not None:
                 a, b = operands(factors, matrices.dtype, "factors")
                 product = torch.baddbmm(product, x @ a, b)
             return product if bias is None else product + bias.unsqueeze(1).to(product.dtype)
 
-        _check_not_quantized(self.up_proj)
         # On a mesh, the gathered parameters are attributes of the module during its forward only, so that a
         # recomputation must use the tensors read here.
         weights = self._weights()
@@ -210,14 +216,6 @@ class Experts(nn.Module):
             f"num_experts={config.num_experts}, hidden_size={config.row_size}, "
             f"intermediate_size={config.intermediate_size}, activation={config.activation!r}, "
             f"gated={config.gated}, bias={config.expert_bias}"
-        )
-
-
-def _check_not_quantized(matrices: Tensor) -> None:
-    if isinstance(matrices, QuantizedStack):
-        raise ValueError(
-            f"implementation='dense' computes with ordinary tensors, got experts quantized as {matrices.format}: set "
-            "implementation='sparse'"
         )
 
 

@@ -12,7 +12,7 @@ from maxmoe.nn.experts import Experts
 from maxmoe.nn.module_path import module_path
 from maxmoe.nn.router import Router
 from maxmoe.nn.routing import Routing
-from maxmoe.quantization import QuantizedStack
+from maxmoe.quantization import QuantizedWeight
 
 
 def fits_one_operator(
@@ -49,7 +49,7 @@ def fits_one_operator(
         and is_called_plainly(experts)
         # It has no argument for quantized matrices and functions.
         and isinstance(experts.activation, str)
-        and QuantizedStack not in map(type, (experts.gate_proj, experts.up_proj, experts.down_proj))
+        and QuantizedWeight not in map(type, (experts.gate_proj, experts.up_proj, experts.down_proj))
     )
 
 

@@ -78,7 +78,7 @@ class Projection(NamedTuple):
         """Return a projection with function(tensor) in the place of each tensor; all have L as their first dim."""
         weights, bias, factors = self
         return Projection(
-            weights.with_parts(function) if isinstance(weights, QuantizedStack) else function(weights),
+            weights.map(function) if isinstance(weights, QuantizedStack) else function(weights),
             None if bias is None else function(bias),
             None if factors is None else factors._replace(a=function(factors.a), b=function(factors.b)),
         )

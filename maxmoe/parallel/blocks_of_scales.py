@@ -26,8 +26,7 @@ def check_blocks(name: str, parameter: ParameterSharding, used: NamedSharding) -
         count = used.mesh.size(*axes)
         if count > 1 and num_scales > 1 and size % (count * block):
             raise ValueError(
-                f"{name.removesuffix(f'_{part.format}_codes')} is quantized as {part.format}, in blocks of {block} "
-                f"{kind}: the axes "
+                f"{name.rpartition('.')[0]} is quantized as {part.format}, in blocks of {block} {kind}: the axes "
                 f"{axes} must give each rank a multiple of {block} of its {size} {kind}, got {size / count:g}. Choose "
                 "rules that do not shard them over these axes, or another format"
             )

@@ -22,7 +22,7 @@ from maxmoe.parallel.interruptions import guard_calls
 from maxmoe.parallel.parameter_sharding import names_without_rules
 from maxmoe.parallel.plan import Plan
 from maxmoe.parallel.planner import make_plan
-from maxmoe.quantization import with_split_stacks
+from maxmoe.quantization import QuantizedWeight
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
 
@@ -33,7 +33,6 @@ LISTED = 3
 
 
 @with_stacked_factors(kept=True)
-@with_split_stacks(kept=True)
 def parallelize(
     module: nn.Module,
     mesh: Mesh,
@@ -116,7 +115,7 @@ def parallelize(
         module, mesh, rules, dispatch=dispatch, num_chunks=num_chunks, strict=strict, allow_unused=allow_unused
     )
     for warning in plan_warnings(plan, rules):
-        warnings.warn(warning, stacklevel=4)  # after two decorators
+        warnings.warn(warning, stacklevel=3)  # after a decorator
     set_recompute(module, recompute)
     name = type(module).__name__  # FSDP2 replaces the class
     hooks = apply_plan(module, plan, num_chunks, InputGradientCheck(module, mesh))
@@ -213,8 +212,8 @@ def undeclared_modules(plan: Plan) -> str | None:
 def _may_mix_tokens(module: nn.Module) -> bool:
     """Return whether a module without declaration may mix tokens.
 
-    Layers of torch do not, except attention; modules of PEFT call those that they wrap.
+    Layers of torch do not, except attention; modules of PEFT call what they wrap; quantized weights are not called.
     """
     package = type(module).__module__
     is_known = package.startswith(("torch.nn.", "peft.")) and not isinstance(module, nn.MultiheadAttention)
-    return declaration_of(module) is NOTHING and not is_known
+    return declaration_of(module) is NOTHING and not is_known and not isinstance(module, QuantizedWeight)

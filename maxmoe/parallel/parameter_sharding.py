@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from maxmoe.declaration import Absent, declaration_of
-from maxmoe.quantization import StackPart, parts_of_stacks, with_split_stacks
+from maxmoe.quantization import StackPart, stack_parts
 from maxmoe.replaced_parameters import on_a_copy
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding, PartitionSpec
@@ -75,7 +75,7 @@ def logical_names(module: nn.Module) -> dict[str, Names]:
             activations.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    stacks = dict(parts_of_stacks(module))
+    stacks = stack_parts(module)
     collected: dict[str, Names] = {}
     for path, owner in module.named_modules():
         for name, names in declaration_of(owner).logical_names.items():
@@ -143,7 +143,6 @@ def tensor_parallel_activation(name: str) -> str:
 
 
 @on_a_copy
-@with_split_stacks(kept=False)
 def parameter_shardings(
     module: nn.Module, mesh: Mesh, rules: LogicalRules, *, strict: bool = False, allow_unused: bool = False
 ) -> dict[str, ParameterSharding]:
@@ -160,7 +159,7 @@ def parameter_shardings(
 
     Returns:
         Sharding by the path of the parameter, in the order of `named_parameters`; shared parameters are listed once. A
-        quantized stack is listed as its codes, scales and zero points.
+        quantized weight is listed as its codes, scales and zero points.
 
     Raises:
         ValueError: as `logical_names`; unless allow_unused, as `check_used`; if strict, as `logical_to_mesh_axes` and
@@ -168,7 +167,7 @@ def parameter_shardings(
     """
     shardings = shardings_by_name(module, mesh, rules, strict=strict, allow_unused=allow_unused)
     for warning in names_without_rules(shardings, rules):
-        warnings.warn(warning, stacklevel=4)  # after two decorators
+        warnings.warn(warning, stacklevel=3)  # after a decorator
     return shardings
 
 
@@ -181,7 +180,7 @@ def names_without_rules(shardings: Mapping[str, ParameterSharding], rules: Logic
 def shardings_by_name(
     module: nn.Module, mesh: Mesh, rules: LogicalRules, *, strict: bool, allow_unused: bool
 ) -> dict[str, ParameterSharding]:
-    """Compute `parameter_shardings` of a module whose quantized stacks are split, without its warnings."""
+    """Compute `parameter_shardings` without its warnings."""
     if not allow_unused:
         check_used(mesh, rules, declared_names(module))
     return dict(_shardings(module, mesh, rules, strict))
@@ -191,7 +190,7 @@ def _shardings(
     module: nn.Module, mesh: Mesh, rules: LogicalRules, strict: bool
 ) -> Iterator[tuple[str, ParameterSharding]]:
     names_of = logical_names(module)
-    part_of = {name: part for _, parts in parts_of_stacks(module) for name, part in parts.items()}
+    part_of = {name: part for parts in stack_parts(module).values() for name, part in parts.items()}
     for name, parameter in module.named_parameters():
         shape, names = tuple(parameter.shape), names_of.get(name)
         if names is None and strict:

@@ -11,7 +11,6 @@ from maxmoe._torch import as_parameter
 from maxmoe.early_optimizers import mark_replaced
 from maxmoe.named_collectives import broadcast
 from maxmoe.parallel.parameter_sharding import ParameterSharding, names_without_rules, shardings_by_name
-from maxmoe.quantization import with_split_stacks
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.rules import LogicalRules
@@ -19,7 +18,6 @@ from maxmoe.sharding.rules import LogicalRules
 BUCKET_BYTES = 16 * 2**20  # of parameters that are broadcast together
 
 
-@with_split_stacks(kept=True)
 def shard_parameters(
     module: nn.Module, mesh: Mesh, rules: LogicalRules, *, strict: bool = False, allow_unused: bool = False
 ) -> dict[str, ParameterSharding]:
@@ -47,7 +45,7 @@ def shard_parameters(
     """
     parameters = shardings_by_name(module, mesh, rules, strict=strict, allow_unused=allow_unused)
     for warning in names_without_rules(parameters, rules):
-        warnings.warn(warning, stacklevel=3)  # after a decorator
+        warnings.warn(warning, stacklevel=2)
     distribute_parameters(module, {name: parameter.sharding for name, parameter in parameters.items()})
     return parameters
 

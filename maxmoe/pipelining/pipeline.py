@@ -29,14 +29,12 @@ from maxmoe.pipelining.schedules import check_schedule, schedule_kind
 from maxmoe.pipelining.stage import Loss, Stage
 from maxmoe.pipelining.stage_modules import add_aux_losses, copied_modules, keep_stages, stage_module, stage_parts
 from maxmoe.pipelining.step_statistics import PipelineOutput, StepStatistics
-from maxmoe.quantization import with_split_stacks
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
 from maxmoe.token_group import FlattenedBatch, TokenGroup
 
 
 @with_stacked_factors(kept=True)
-@with_split_stacks(kept=True)
 def pipeline(
     model: nn.Module,
     mesh: Mesh,
@@ -133,7 +131,7 @@ def pipeline(
     plan_of = partial(make_plan, mesh=within, rules=rules, dispatch=dispatch, num_chunks=num_chunks)
     plan = plan_of(model, strict=strict, allow_unused=allow_unused)
     for warning in plan_warnings(plan, rules):
-        warnings.warn(warning, stacklevel=4)  # after two decorators
+        warnings.warn(warning, stacklevel=3)  # after a decorator
     set_recompute(model, recompute)
     # A single stage has no neighbor.
     boundary = Boundary(model, plan) if len(parts) > 1 else None

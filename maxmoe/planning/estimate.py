@@ -34,7 +34,6 @@ from maxmoe.planning.rank_costs import (
 from maxmoe.planning.saved_tensors import local_trace
 from maxmoe.planning.state_dtypes import StateDtypes
 from maxmoe.planning.traffic import Traffic, traffic_of
-from maxmoe.quantization import with_split_stacks
 from maxmoe.replaced_parameters import on_a_copy
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.planned_collective import PlannedCollective
@@ -79,7 +78,6 @@ class Estimate:
 
 @on_a_copy
 @with_stacked_factors(kept=False)
-@with_split_stacks(kept=False)
 def estimate(
     module: nn.Module,
     mesh: Mesh,

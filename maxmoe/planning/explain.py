@@ -14,7 +14,6 @@ from maxmoe.planning.pipeline_estimate import stage_table
 from maxmoe.planning.pipeline_plan import PipelinePlan, pipeline_options, plan_model
 from maxmoe.planning.repeated_layers import group_repeated
 from maxmoe.planning.saved_tensors import micro_batch_sizes
-from maxmoe.quantization import with_split_stacks
 from maxmoe.replaced_parameters import on_a_copy
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.rules import DroppedAxis, LogicalRules
@@ -174,7 +173,6 @@ class Explanation:
 
 @on_a_copy
 @with_stacked_factors(kept=False)
-@with_split_stacks(kept=False)
 def explain(
     module: nn.Module,
     mesh: Mesh,

@@ -6,10 +6,14 @@ use the same views. E experts, D hidden_size, F intermediate_size.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from maxmoe.quantization import QuantizedStack
+
+Weight = TypeVar("Weight", Tensor, QuantizedStack)
 
 
 @dataclass(frozen=True)
@@ -53,18 +57,21 @@ class Entry:
             shape[-2:] = shape[-1], shape[-2]
         return torch.Size([1, *shape] if self.unsqueezed else shape)
 
-    def views(self, tensor: Tensor) -> tuple[Tensor, ...]:
+    def views(self, tensor: Weight) -> tuple[Weight, ...]:
         """Return views of the published tensor, or of one expert's slice, with the dims of the maxmoe parameters."""
         if self.unsqueezed:
-            tensor = tensor.squeeze(0)
+            tensor = tensor[0]
         if self.transposed:
             tensor = tensor.mT
         count = len(self.names)
+        if count == 1:
+            return (tensor,)
         if self.interleaved:
             return tuple(tensor[..., place::count] for place in range(count))
-        return tensor.chunk(count, dim=-1)
+        width = tensor.shape[-1] // count
+        return tuple(tensor[..., place * width : (place + 1) * width] for place in range(count))
 
-    def join(self, parameters: Sequence[Tensor]) -> Tensor:
+    def join(self, parameters: Sequence[Weight]) -> Weight:
         """Return a new published tensor that contains the maxmoe parameters.
 
         Raises a ValueError with its name for quantized parameters whose blocks it would cut.
@@ -74,7 +81,7 @@ class Entry:
         try:
             for view, parameter in zip(self.views(tensor), parameters, strict=True):
                 view.copy_(parameter)
-        except (ValueError, NotImplementedError) as error:
+        except ValueError as error:
             raise ValueError(f"{self.key}: {error}") from error
         return tensor
 
@@ -83,7 +90,7 @@ class Held(NamedTuple):
     """Maxmoe parameters that a published tensor contains, whole or of one expert, and the entry that describes it."""
 
     entry: Entry
-    parameters: list[Tensor]
+    parameters: list[Any]
 
     @property
     def shape(self) -> torch.Size:
@@ -103,7 +110,7 @@ class Layout:
     module: str
     entries: tuple[Entry, ...]
 
-    def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Held]:
+    def tensors(self, state: Mapping[str, Any]) -> dict[str, Held]:
         """Return the maxmoe parameters that each published tensor contains, by the name of the tensor in the layer.
 
         Raises if `state`, the parameters and buffers of the maxmoe layer, has other names than the layout.
@@ -121,7 +128,7 @@ class Layout:
             if "{expert}" not in entry.key:
                 tensors[entry.key] = Held(entry, parameters)
                 continue
-            for expert in range(len(parameters[0])):
+            for expert in range(parameters[0].shape[0]):
                 held = Held(entry, [parameter[expert] for parameter in parameters])
                 tensors[entry.key.format(expert=expert)] = held
         return tensors

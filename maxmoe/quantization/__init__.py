@@ -1,7 +1,8 @@
 """Quantized weights of frozen experts: 4 or 8 bits per weight and a scale for each block of weights.
 
-A `QuantizedStack` takes the place of a stack of matrices in an `nn.Parameter`. Its bytes and scales are those of
-published checkpoints, and value = code * scale, or (code - zero) * scale. The formats, in `FORMATS` by their names:
+A `QuantizedStack` takes the place of a stack of matrices, a `QuantizedWeight` that of a parameter of a module. Their
+bytes and scales are those of published checkpoints, and value = code * scale, or (code - zero) * scale. The formats, in
+`FORMATS` by their names:
 
 - "mxfp4": codes E2M1, one scale for 32 of a row, a power of two (E8M0). gpt-oss.
 - "fp8_block": codes E4M3, one scale for 128 x 128, float32 or bfloat16. DeepSeek-V3, Kimi-K2-Instruct, Qwen3 FP8.
@@ -16,12 +17,10 @@ A row holds the inputs of one output. Blocks at the end of a row or column may b
 from maxmoe.quantization.encoding import quantize
 from maxmoe.quantization.formats import FORMATS, Format
 from maxmoe.quantization.stack import QuantizedStack
-from maxmoe.quantization.stack_operators import OPERATORS as OPERATORS  # operators of torch on stacks
-from maxmoe.quantization.stack_parts import StackPart
-from maxmoe.quantization.stack_parts import load_stacks as load_stacks
-from maxmoe.quantization.stack_parts import parts_of_stacks as parts_of_stacks
-from maxmoe.quantization.stack_parts import split_stacks as split_stacks
-from maxmoe.quantization.stack_parts import weights as weights
-from maxmoe.quantization.stack_parts import with_split_stacks as with_split_stacks
+from maxmoe.quantization.weight import QuantizedWeight, StackPart
+from maxmoe.quantization.weight import put_stack as put_stack
+from maxmoe.quantization.weight import stack_parts as stack_parts
+from maxmoe.quantization.weight import state_with_stacks as state_with_stacks
+from maxmoe.quantization.weight import weights as weights
 
-__all__ = ["FORMATS", "Format", "QuantizedStack", "StackPart", "quantize"]
+__all__ = ["FORMATS", "Format", "QuantizedStack", "QuantizedWeight", "StackPart", "quantize"]

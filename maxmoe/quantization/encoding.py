@@ -35,11 +35,8 @@ def quantize(weights: Tensor, format: str, group_size: int | None = None) -> Qua
     known = format_named(format)
     if not isinstance(weights, Tensor):
         raise TypeError(f"weights must be a tensor (L, in, out), got {type(weights).__name__}")
-    if weights.dim() != 3 or weights.dtype not in DTYPES or isinstance(weights, QuantizedStack):
-        raise ValueError(
-            f"weights must be floating (L, in, out), got {type(weights).__name__} of {weights.dtype} "
-            f"{tuple(weights.shape)}"
-        )
+    if weights.dim() != 3 or weights.dtype not in DTYPES:
+        raise ValueError(f"weights must be floating (L, in, out), got {weights.dtype} {tuple(weights.shape)}")
     group = _group(known, group_size, weights.shape[1])
     stack = _empty(weights, known, group)
     if weights.is_meta or not weights.numel():

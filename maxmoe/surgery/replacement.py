@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from maxmoe.config import MoEConfig
 from maxmoe.early_optimizers import mark_replaced
 from maxmoe.nn import MoE, local_dispatcher
-from maxmoe.quantization import QuantizedStack
+from maxmoe.quantization import QuantizedWeight, put_stack
 from maxmoe.surgery.selection import check_layer
 
 # For each new expert, the old experts whose mean it is.
@@ -43,7 +43,7 @@ class Replacement:
     ) -> "Replacement":
         """Return the replacement of the experts of a layer; raises before anything is changed."""
         check_layer(path, layer)
-        quantized = [name for name, each in layer.experts.named_parameters() if isinstance(each, QuantizedStack)]
+        quantized = [name for name, each in layer.experts.named_children() if isinstance(each, QuantizedWeight)]
         if quantized and (noise or any(len(ids) > 1 for ids in sources)):
             raise ValueError(
                 f"{path}.experts.{quantized[0]} must be an ordinary tensor to be averaged or to get noise, got a "
@@ -89,6 +89,9 @@ class Replacement:
                 mark_replaced(old, f"{self.path}.{name}.{key}", after="maxmoe.surgery, or be given to it")
             for key, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, key, self._rows(buffer))
+            for key, weight in list(module.named_children()):
+                if isinstance(weight, QuantizedWeight):
+                    put_stack(module, key, weight.map(self._rows))
         self._set_config()
 
     def _rows(self, tensor: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from maxmoe.field_checks import nearest
 from maxmoe.load.stats_accumulator import unwrapped_path
 from maxmoe.nn import Experts, MoE, Router, local_dispatcher
-from maxmoe.quantization import QuantizedStack
 
 # Ids of experts, integers or an integer tensor (N,).
 ExpertIds: TypeAlias = Sequence[int] | Tensor
@@ -72,7 +71,7 @@ def check_layer(path: str, layer: MoE) -> None:
     """Raise unless router and experts are those of the library, in one process, without adapters."""
     for name, module, kind in (("router", layer.router, Router), ("experts", layer.experts, Experts)):
         for key, parameter in module.named_parameters():
-            if type(parameter) is not nn.Parameter and not isinstance(parameter, QuantizedStack):
+            if type(parameter) is not nn.Parameter:
                 raise ValueError(
                     f"{path}.{name}.{key} must be an ordinary parameter, got {type(parameter).__name__}: surgery comes "
                     "before parallelize"

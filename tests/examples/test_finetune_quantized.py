@@ -19,7 +19,7 @@ pytest.importorskip("peft")
 import finetune_quantized
 from finetuning import quantized_models, token_text
 from finetuning.adapter_training import AdapterTraining
-from maxmoe.quantization import QuantizedStack
+from maxmoe.quantization import QuantizedWeight, state_with_stacks
 
 TINY = ["--num-layers", "2", "--batch-size", "2", "--sequence-length", "16", "--steps", "4", "--threads", "1"]
 
@@ -52,8 +52,8 @@ def published(folder: Path, **changes: Any) -> Path:
     config = quantized_models.random_config("small", 2)
     model = quantized_models.random_model(config, seed=1)
     tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, QuantizedStack):
+    for name, parameter in state_with_stacks(model).items():
+        if isinstance(parameter, QuantizedWeight):
             experts, outputs, _ = parameter.codes.shape
             tensors[f"{name}_blocks"] = parameter.codes.reshape(experts, outputs, -1, 16)
             tensors[f"{name}_scales"] = parameter.scales + torch.randint(0, 2, parameter.scales.shape)
@@ -148,7 +148,7 @@ def test_a_published_checkpoint_is_read_as_transformers_reads_it(tmp_path: Path)
     folder = published(tmp_path / "model")
     config = quantized_models.checkpoint_config(folder, None)
     model = quantized_models.published_model(config, folder)
-    assert isinstance(model.model.layers[1].mlp.experts.down_proj, QuantizedStack)
+    assert isinstance(model.model.layers[1].mlp.experts.down_proj, QuantizedWeight)
     expanded = Mxfp4Config(dequantize=True)
     theirs = GptOssForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, quantization_config=expanded, experts_implementation="maxmoe"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from maxmoe import MoE, MoEConfig, quantize_experts
-from maxmoe.quantization import QuantizedStack
+from maxmoe.quantization import QuantizedWeight
 from support import memory
 from support.quantized_checkpoints import BLOCK, FAMILIES, config_of, layer_for, tensors_of, unpacked
 
@@ -69,8 +69,8 @@ def int4_by_definition(tensors: dict[str, Tensor]) -> Tensor:
 def test_published_layouts(kind: str, tmp_path: Path) -> None:
     layer = read(written(tmp_path, kind), kind)
     for name, expected in weights_by_others(kind).items():
-        got = layer.experts.get_parameter(name)
-        assert isinstance(got, QuantizedStack) and not got.is_meta and not got.requires_grad
+        got = getattr(layer.experts, name)
+        assert isinstance(got, QuantizedWeight) and not got.is_meta and not got.codes.requires_grad
         assert got.format == kind.split()[0] and got.is_transposed and got.dtype == torch.float32
         assert torch.equal(got.dequantize(), expected), name
     x = torch.randn(9, 256)
@@ -88,14 +88,13 @@ def test_written_back_bit_for_bit(kind: str, tmp_path: Path) -> None:
 def test_read_again_into_the_same_memory(kind: str, tmp_path: Path) -> None:
     path = written(tmp_path, kind)
     layer = read(path, kind)
-    expected = {name: each.dequantize() for name, each in layer.experts.named_parameters() if each.dim() == 3}
-    for each in layer.experts.parameters():
-        if isinstance(each, QuantizedStack):
-            each.codes.zero_()
+    expected = {name: each.dequantize() for name, each in layer.experts.named_children()}
+    for each in layer.experts.children():
+        each.codes.zero_()
     before = layer.experts.up_proj
     read(path, kind, layer)
     assert layer.experts.up_proj is before
-    assert all(torch.equal(layer.experts.get_parameter(name).dequantize(), each) for name, each in expected.items())
+    assert all(torch.equal(getattr(layer.experts, name).dequantize(), each) for name, each in expected.items())
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "fp8_block", "int4"])
@@ -112,10 +111,7 @@ def test_what_this_library_has_quantized(format: str, sizes: tuple[int, int], tm
     write_checkpoint(tmp_path / "ours", {BLOCK: layer}, FAMILIES[kind])
     read_checkpoint(tmp_path / "ours", {BLOCK: again}, FAMILIES[kind])
     for name, tensor in layer.state_dict().items():
-        got = again.state_dict()[name]
-        for part in ("codes", "scales") if isinstance(tensor, QuantizedStack) else ():
-            assert torch.equal(getattr(got, part), getattr(tensor, part)), name
-        assert isinstance(tensor, QuantizedStack) or torch.equal(got, tensor), name
+        assert torch.equal(again.state_dict()[name], tensor), name
     tensors = load_file(tmp_path / "ours")
     save_file(tensors, tmp_path / "theirs", {"format": "pt"})
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
@@ -190,9 +186,8 @@ WRONG: dict[str, tuple[str, dict[str, Tensor | None], tuple[str, ...]]] = {
 def test_wrong_tensors(kind: str, changes: dict[str, Any], words: tuple[str, ...], tmp_path: Path) -> None:
     """Nothing is read, not even another layer that is right."""
     right = read(written(tmp_path, kind), kind)
-    for each in right.experts.parameters():
-        if isinstance(each, QuantizedStack):
-            each.codes.zero_()
+    for each in right.experts.children():
+        each.codes.zero_()
     path = written(tmp_path, kind, **changes)
     tensors = load_file(path)
     first = {key.replace(BLOCK, "model.layers.2"): tensor for key, tensor in tensors_of(kind).items()}
@@ -249,8 +244,7 @@ def test_memory(format: str, tmp_path: Path) -> None:
     with memory.at_most(2 * EXPERT):
         write_checkpoint(path, {BLOCK: layer}, "qwen3_moe")
     assert path.stat().st_size > memory.SELF_CONTAINED
-    for each in layer.experts.parameters():
-        assert isinstance(each, QuantizedStack)
+    for each in layer.experts.children():
         each.codes.zero_()
     with memory.at_most(path.stat().st_size + 2 * EXPERT):
         read_checkpoint(path, {BLOCK: layer}, "qwen3_moe")

@@ -21,7 +21,7 @@ from maxmoe.ops import Projection, gmm
 from maxmoe.parallel import Declaration, parallelize, reset_parameters
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.planning import estimate
-from maxmoe.quantization import QuantizedStack, quantize
+from maxmoe.quantization import QuantizedStack, QuantizedWeight, quantize
 from maxmoe.sharding import LogicalRules, Mesh
 from support.moved_experts import moving_experts
 from support.parallel_decoder import CONFIG, MOE, MeshRules, batch, decoder, layouts, loss, token_spec
@@ -41,9 +41,10 @@ def quantized(format: str, config: DecoderConfig = WIDE) -> nn.Module:
         parameter.requires_grad_(not path.endswith(tuple(TARGETS)))
     quantize_experts(model, format, group_size=32 if format == "int4" else None)
     generator = torch.Generator().manual_seed(2)
-    for parameter in model.parameters():
-        if isinstance(parameter, QuantizedStack) and format == "int4":
-            parameter.zeros = torch.randint(16, parameter.scales.shape, generator=generator, dtype=torch.uint8)
+    for weight in model.modules():
+        if isinstance(weight, QuantizedWeight) and format == "int4":
+            zeros = torch.randint(16, weight.scales.shape, generator=generator, dtype=torch.uint8)
+            weight.zeros = nn.Parameter(zeros, requires_grad=False)
     return model
 
 
@@ -59,9 +60,9 @@ def adapted(format: str, config: DecoderConfig = WIDE) -> Any:
 
 def dequantize(model: nn.Module) -> None:
     for owner in list(model.modules()):
-        for name, parameter in list(owner.named_parameters(recurse=False)):
-            if isinstance(parameter, QuantizedStack):
-                setattr(owner, name, nn.Parameter(parameter.dequantize(), requires_grad=False))
+        for name, weight in list(owner.named_children()):
+            if isinstance(weight, QuantizedWeight):
+                setattr(owner, name, nn.Parameter(weight.dequantize(), requires_grad=False))
 
 
 @functools.cache
@@ -146,7 +147,7 @@ class Stacks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         weights = torch.randn(4, 96, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        self.up_proj = nn.Parameter(quantize(weights.mT, "int4", group_size=32).mT, requires_grad=False)
+        self.up_proj = QuantizedWeight(quantize(weights.mT, "int4", group_size=32).mT)
         self.bias = nn.Parameter(torch.ones(4, 96, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -173,9 +174,9 @@ def test_modules_of_others() -> None:
         ours = model_of_stacks()
         ours[1].load_state_dict(model[1].state_dict())
         parallelize(ours, Mesh({"fsdp": 2, "expert": 2}), "ep-as-dp", allow_unused=True)
-        assert ours[0].up_proj_int4_codes is ours[2].up_proj_int4_codes
-        assert ours[0].up_proj_int4_codes.to_local().shape == (2, 96, 16)
-        assert ours[2].up_proj_int4_scales.to_local().shape == (2, 96, 1)
+        assert ours[0].up_proj is ours[2].up_proj
+        assert ours[0].up_proj.codes.to_local().shape == (2, 96, 16)
+        assert ours[2].up_proj.scales.to_local().shape == (2, 96, 1)
         ours(x).square().sum().div(4).backward()  # all ranks have the same rows, and the gradients are summed
         for name, parameter in ours.named_parameters():
             if parameter.requires_grad:
@@ -189,34 +190,30 @@ def test_modules_of_others() -> None:
 
 def test_the_module_after_parallelize() -> None:
     model = quantized("int8").requires_grad_(False)
-    whole = {name: parameter for name, parameter in model.named_parameters() if isinstance(parameter, QuantizedStack)}
-    optimizer = torch.optim.AdamW(whole.values(), lr=0.1)
+    whole = {name: weight for name, weight in model.named_modules() if isinstance(weight, QuantizedWeight)}
+    shapes = {name: weight.shape for name, weight in whole.items()}
+    optimizer = torch.optim.AdamW(whole.popitem()[1].parameters(), lr=0.1)
     with fake_rank(1, 2):
         parallelize(model, Mesh({"expert": 2}), "ep-as-dp")
         experts = model.blocks[1].feed_forward.experts
-        for name, stack in whole.items():
+        for name, shape in shapes.items():
             attribute = getattr(experts, name.rpartition(".")[2])
-            assert isinstance(attribute, QuantizedStack) and attribute.shape == stack.shape
-            for part, tensor in stack.parts().items():
-                parameter = model.get_parameter(f"{name}_int8_{part}")
-                assert isinstance(parameter, DTensor) and parameter.dtype == tensor.dtype
+            assert isinstance(attribute, QuantizedStack) and attribute.shape == shape
+            for part, dtype in (("int8_codes", torch.uint8), ("scales", torch.float32)):
+                parameter = model.get_parameter(f"{name}.{part}")
+                assert isinstance(parameter, DTensor) and parameter.dtype == dtype
                 assert not parameter.requires_grad
-        assert "up_proj=int8 (8, 64, 64) torch.float64" in repr(experts)
-        scales = experts.up_proj_int8_scales.to_local().clone()
+        assert "QuantizedWeight((8, 64, 64), format='int8', block=1 x 64, dtype=torch.float64)" in repr(experts)
+        scales = experts.up_proj.scales.to_local().clone()
         model.to(torch.bfloat16)
         assert experts.up_proj.dtype == experts.up_bias.dtype == torch.bfloat16
-        assert torch.equal(experts.up_proj_int8_scales.to_local(), scales) and scales.dtype == torch.float32
+        assert torch.equal(experts.up_proj.scales.to_local(), scales) and scales.dtype == torch.float32
         with pytest.raises(ValueError, match="experts quantized as int8 are not initialized"):
             reset_parameters(experts)
-        with pytest.raises(RuntimeError, match=r"AdamW must be made after parallelize: it holds .*gate_proj as it was"):
+        with pytest.raises(RuntimeError, match=r"AdamW must be made after parallelize: it holds .*int8_codes"):
             optimizer.step()
         with pytest.raises(ValueError, match=r"experts.gate_proj must not be quantized yet, got int8"):
             quantize_experts(model, "int8")
-        with pytest.raises(ValueError, match="gate_proj is sharded as gate_proj_int8_codes, gate_proj_int8_scales, so"):
-            model.load_state_dict(quantized("int8").state_dict(), strict=False)
-        experts.up_proj_int8_scales.requires_grad_()
-        with pytest.raises(RuntimeError, match="up_proj_int8_scales must be frozen"):
-            _ = experts.up_proj
 
 
 def test_parallelized_experts_are_not_quantized() -> None:
@@ -285,13 +282,8 @@ def test_saved_and_loaded_on_another_mesh(tmp_path: Path) -> None:
     saved, loaded = run_ranks(save, 4)[0], run_ranks(load, 2)[0]
     expected, model = quantized("int4"), quantized("int4")
     for parameter in model.parameters():
-        for part in parameter.parts().values() if isinstance(parameter, QuantizedStack) else (parameter.data,):
-            part.zero_()
+        parameter.data.zero_()
     assert saved.keys() == loaded.keys() and all(torch.equal(loaded[name], saved[name]) for name in saved)
     model.load_state_dict(loaded)
     for name, parameter in expected.named_parameters():
-        found = model.get_parameter(name)
-        if isinstance(parameter, QuantizedStack):
-            assert all(torch.equal(part, found.parts()[key]) for key, part in parameter.parts().items()), name
-        else:
-            assert torch.equal(found, parameter), name
+        assert torch.equal(model.get_parameter(name), parameter), name

@@ -88,13 +88,13 @@ def test_tables() -> None:
     plan, before = explain(model, mesh, "ep-as-dp"), explain(ordinary, mesh, "ep-as-dp")
     assert plan.num_parameters == before.num_parameters
     found = {parameter.name.split(".experts.")[-1]: parameter for parameter in plan.parameters}
-    codes, scales = found["down_proj_mxfp4_codes"], found["down_proj_mxfp4_scales"]
+    codes, scales = found["down_proj.mxfp4_codes"], found["down_proj.scales"]
     assert codes.parameter.names == scales.parameter.names == ("exp", "embed_moe", "mlp_moe")
     assert codes.local_shape == (16, 720, 1440) and codes.local_bytes == 16 * 720 * 1440
     assert scales.local_shape == (16, 720, 90) and scales.local_bytes == 16 * 720 * 90
-    assert found["gate_proj_mxfp4_codes"].local_shape == (16, 2880, 360)
-    assert found["gate_proj_mxfp4_scales"].local_shape == (16, 2880, 90)
-    assert "down_proj_mxfp4_codes x2" in str(plan) and "90 is not divisible by 4" in str(plan)
+    assert found["gate_proj.mxfp4_codes"].local_shape == (16, 2880, 360)
+    assert found["gate_proj.scales"].local_shape == (16, 2880, 90)
+    assert "down_proj.mxfp4_codes x2" in str(plan) and "90 is not divisible by 4" in str(plan)
     assert [name for name, _ in model.named_parameters()] == names, "a plan changes nothing"
     assert list(parameter_shardings(model, mesh, LogicalRules.load("ep-as-dp"))) == [
         each.name for each in plan.parameters

@@ -93,6 +93,14 @@ def random_stack(
     )
 
 
+def with_columns(stack: QuantizedStack, start: int, stop: int) -> QuantizedStack:
+    """The stack of these columns, between borders of blocks: codes and scales are views with gaps."""
+    bits, block = FORMATS[stack.format].bits, stack.columns_per_scale
+    codes = stack.codes[..., start * bits // 8 : -(-stop * bits // 8)]
+    of_scales = slice(None) if stack.scales.shape[-1] == 1 else slice(start // block, -(-stop // block))
+    return stack.map(lambda part: part[..., of_scales], codes=codes, columns=stop - start)
+
+
 def dequantized(stack: QuantizedStack) -> Tensor:
     """What the definition of the format says of a stack, in float32 and in the layout of the stack."""
     parts = (stack.codes, stack.scales, stack.zeros, stack.format, stack.columns)

@@ -138,7 +138,7 @@ def _projection(experts: Any, name: str) -> Projection:
     """View a parameter as [L, in, out], which transformers calls transposed, with its bias and factors."""
     parameter: Tensor = getattr(experts, name)
     return Projection(
-        parameter if experts.is_transposed else parameter.transpose(1, 2),
+        parameter if experts.is_transposed else parameter.mT,
         getattr(experts, f"{name}_bias") if experts.has_bias else None,
         factors_of(experts, name, transposed=not experts.is_transposed),
     )

@@ -21,7 +21,6 @@ from maxmoe.planning.plan_search.rule_tables import tables
 from maxmoe.planning.saved_tensors import local_trace, saved_tensors
 from maxmoe.planning.state_dtypes import StateDtypes
 from maxmoe.planning.time_model.device import Device
-from maxmoe.quantization import with_split_stacks
 from maxmoe.replaced_parameters import on_a_copy
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.rules import LogicalRules
@@ -29,7 +28,6 @@ from maxmoe.sharding.rules import LogicalRules
 
 @on_a_copy
 @with_stacked_factors(kept=False)
-@with_split_stacks(kept=False)
 def search(
     module: nn.Module,
     world_size: int,

@@ -19,7 +19,6 @@ from maxmoe.planning.plan_search.predicted_plan import PredictedPlan
 from maxmoe.planning.saved_tensors import local_trace
 from maxmoe.planning.state_dtypes import StateDtypes
 from maxmoe.planning.time_model.device import Device
-from maxmoe.quantization import with_split_stacks
 from maxmoe.replaced_parameters import on_a_copy
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
@@ -27,7 +26,6 @@ from maxmoe.sharding.rules import LogicalRules
 
 @on_a_copy
 @with_stacked_factors(kept=False)
-@with_split_stacks(kept=False)
 def predict(
     module: nn.Module,
     mesh: Mesh,

@@ -1,0 +1,198 @@
+"""Quantized weights of modules: their codes, scales and zero points are ordinary frozen parameters."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from maxmoe._torch import ConvertedModule, parameter_in_place, put_in_place
+from maxmoe.quantization.averages import keep_stacks_in_averages
+from maxmoe.quantization.checks import check_values
+from maxmoe.quantization.formats import format_named
+from maxmoe.quantization.stack import QuantizedStack
+from maxmoe.whole_tensors import is_dtensor
+
+
+class QuantizedWeight(ConvertedModule, QuantizedStack):
+    """A quantized stack whose codes, scales and zero points are parameters, in the place of a weight of a module.
+
+    `module.up_proj` is then a `QuantizedStack` of what its parameters are at the time: on a mesh shards between the
+    steps, gathered tensors in the forward. They are `up_proj.mxfp4_codes`, `up_proj.scales` and `up_proj.zeros`. The
+    format is in the name of the codes, because a checkpoint in another format may have the same shapes. Conversions
+    to another dtype change `dtype` alone: the dtype of the scales belongs to the format::
+
+        module.up_proj = QuantizedWeight(quantize(weights, "mxfp4"))
+
+    Args:
+        stack: matrices ``(L, in, out)`` or ``(L, out, in)``, whose memory the parameters share.
+
+    Raises:
+        ValueError: for a single matrix.
+    """
+
+    def __init__(self, stack: QuantizedStack) -> None:
+        super().__init__()
+        if stack.dim() != 3:
+            raise ValueError(f"stack must be of matrices, of shape (L, in, out), got {tuple(stack.shape)}")
+        self.format, self.is_transposed, self.dtype = stack.format, stack.is_transposed, stack.dtype
+        self._columns, self._codes_name = stack.columns, f"{stack.format}_codes"
+        for name in ("codes", "scales", "zeros"):
+            part = getattr(stack, name)
+            parameter = None if part is None else nn.Parameter(part, requires_grad=False)
+            put_in_place(self, self.parameter_name(name), parameter)
+        self.register_load_state_dict_pre_hook(_check_loaded)  # type: ignore[no-untyped-call]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        keep_stacks_in_averages()  # which are made of a copy
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+
+    @property
+    def codes(self) -> Tensor:  # type: ignore[override]
+        """Codes."""
+        return parameter_in_place(self, self._codes_name)  # type: ignore[return-value]
+
+    # `nn.Module.__getattr__` is called after an exception, which takes more time than all else in these properties.
+    @property
+    def scales(self) -> Tensor:  # type: ignore[override]
+        """Scales."""
+        return parameter_in_place(self, "scales")  # type: ignore[return-value]
+
+    @property
+    def zeros(self) -> Tensor | None:  # type: ignore[override]
+        """Zero points, or None."""
+        return parameter_in_place(self, "zeros")
+
+    @property
+    def columns(self) -> int:  # type: ignore[override]
+        """Number of columns of the matrices; of a shard of them, which consists of whole blocks, fewer."""
+        known, num_bytes = format_named(self.format), self.codes.shape[-1]
+        return self._columns if num_bytes == known.bytes_per_row(self._columns) else num_bytes * 8 // known.bits
+
+    def parameter_name(self, part: str) -> str:
+        """Return the name of the parameter with the codes, scales or zeros."""
+        return self._codes_name if part == "codes" else part
+
+    def dim(self) -> int:
+        """Return 3."""
+        return 3
+
+    def conversion(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """Keep the dtype of the scales; change the dtype of the stack alone."""
+        self.dtype = function(torch.empty(0, dtype=self.dtype)).dtype
+        scales = parameter_in_place(self, "scales")
+
+        def convert(tensor: Tensor) -> Tensor:
+            converted = function(tensor)
+            is_rounded = tensor is scales and converted.dtype != tensor.dtype
+            return tensor.to(converted.device) if is_rounded else converted
+
+        return convert
+
+    def extra_repr(self) -> str:
+        """Shape, format, block and dtype, for `print`."""
+        return self.description()
+
+
+def _check_loaded(
+    weight: QuantizedWeight, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: object
+) -> None:
+    """Raise for scales that are not finite, or of another dtype than those into which they would be copied."""
+    scales, zeros = state_dict.get(f"{prefix}scales"), state_dict.get(f"{prefix}zeros")
+    if scales is None or scales.is_meta or is_dtensor(scales):
+        return
+    if scales.dtype != weight.scales.dtype and not metadata.get("assign_to_params_buffers"):
+        raise ValueError(f"{prefix}scales must be {weight.scales.dtype}, as in the module, got {scales.dtype}")
+    try:
+        check_values(scales, zeros)
+    except ValueError as error:
+        raise ValueError(f"{prefix.removesuffix('.')}: {error}") from error
+
+
+def put_stack(owner: nn.Module, name: str, stack: QuantizedStack) -> None:
+    """Put a quantized weight in the place of a weight of a module."""
+    delattr(owner, name)
+    setattr(owner, name, stack if isinstance(stack, QuantizedWeight) else QuantizedWeight(stack))
+
+
+def quantized_weights(module: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
+    """Yield all quantized weights in a module with their paths, also those that others share."""
+    for path, child in module.named_modules(remove_duplicate=False):
+        if isinstance(child, QuantizedWeight):
+            yield path, child
+
+
+def weights(module: nn.Module, *, recurse: bool = True) -> Iterator[Tensor | QuantizedStack]:
+    """Yield the parameters of a module, with quantized weights in the place of their parts."""
+    seen: set[int] = set()
+    for owner in module.modules() if recurse else (module,):
+        for weight in (owner,) if isinstance(owner, QuantizedWeight) else owner.parameters(recurse=False):
+            if id(weight) not in seen:
+                seen.add(id(weight))
+                yield weight
+
+
+def state_with_stacks(module: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
+    """Return the state dict of a module, with quantized weights in the place of their parts."""
+    state: dict[str, Any] = module.state_dict(keep_vars=keep_vars)
+    for path, weight in quantized_weights(module):
+        for name, _ in weight.named_parameters():
+            del state[f"{path}.{name}"]
+        state[path] = weight
+    return state
+
+
+@dataclass(frozen=True)
+class StackPart:
+    """A parameter that is a part of a quantized weight.
+
+    Args:
+        part: "codes", "scales" or "zeros".
+        format: name of the format.
+        sizes: number of rows and of columns of the matrices.
+        block: number of rows and of columns that share a scale.
+        num_scales: number of scales along the rows and along the columns.
+        is_transposed: whether the dims of the stack are the columns and the rows, in this order.
+        dtype: dtype of the stack, in which modules compute.
+    """
+
+    part: str
+    format: str
+    sizes: tuple[int, int]
+    block: tuple[int, int]
+    num_scales: tuple[int, int]
+    is_transposed: bool
+    dtype: torch.dtype
+
+    def names(self, of_stack: tuple[str | None, ...]) -> tuple[str | None, ...]:
+        """Return the logical names of the dims of the part, given those of the stack.
+
+        A scale of all rows or columns is needed with every shard of them, so that this dim has no name.
+        """
+        expert, *dims = of_stack
+        rows, columns = reversed(dims) if self.is_transposed else dims
+        if self.part == "codes":
+            return expert, rows, columns
+        return expert, *(
+            name if count > 1 else None for name, count in zip((rows, columns), self.num_scales, strict=True)
+        )
+
+
+def stack_parts(module: nn.Module) -> dict[str, dict[str, StackPart]]:
+    """Return, for each quantized weight in a module by its path, its parts by the paths of their parameters."""
+    return {
+        path: {
+            f"{path}.{weight.parameter_name(part)}": StackPart(
+                part,
+                weight.format,
+                (weight.rows, weight.columns),
+                (weight.rows_per_scale, weight.columns_per_scale),
+                (weight.scales.shape[1], weight.scales.shape[2]),
+                weight.is_transposed,
+                weight.dtype,
+            )
+            for part in weight.parts()
+        }
+        for path, weight in quantized_weights(module)
+    }
