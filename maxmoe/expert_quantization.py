@@ -1,26 +1,12 @@
 """Quantization of the experts of a model in place."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor, nn
 
 from maxmoe.adapters import connect_if_installed, wrappers_of
+from maxmoe.expert_matrices import expert_matrices
 from maxmoe.quantization import QuantizedStack, QuantizedWeight, put_stack, quantize
-
-# Functions that return the expert weights of a module that its forward hands to operators, by the names of the
-# parameters, and whether they are (L, in, out), else (L, out, in).
-_finders: list[Callable[[nn.Module], Mapping[str, bool]]] = []
-
-
-def finds_experts(finder: Callable[[nn.Module], Mapping[str, bool]]) -> None:
-    """Register a function that returns the weights of a module that may be quantized.
-
-    Args:
-        finder: function of a module. It returns, by the names of its parameters, whether they are ``(L, in, out)``,
-            else ``(L, out, in)``; nothing for other modules.
-    """
-    _finders.append(finder)
 
 
 def quantize_experts(model: nn.Module, format: str, *, group_size: int | None = None) -> None:
@@ -44,7 +30,11 @@ def quantize_experts(model: nn.Module, format: str, *, group_size: int | None = 
             merged adapters, and for weights that are not finite. For the last alone, experts before them have been
             quantized.
     """
-    found = [(name, module, is_first_in) for name, module in model.named_modules() for is_first_in in _find(module)]
+    found = [
+        (name, module, is_first_in)
+        for name, module in model.named_modules()
+        for is_first_in in expert_matrices(module).items()
+    ]
     if not found:
         raise ValueError(
             "the model must have experts that maxmoe computes, got none: a model of transformers needs "
@@ -70,11 +60,6 @@ def quantize_experts(model: nn.Module, format: str, *, group_size: int | None = 
             shared[parameter, is_first_in] = quantized
         put_stack(module, name, quantized)
         del parameter  # otherwise it would be held while the next one is quantized
-
-
-def _find(module: nn.Module) -> Iterator[tuple[str, bool]]:
-    for finder in _finders:
-        yield from finder(module).items()
 
 
 def _check_unmerged(model: nn.Module) -> None:

@@ -11,9 +11,9 @@ from maxmoe.adapters.peft import connect as connect
 from maxmoe.adapters.peft import connect_if_imported as connect_if_imported
 from maxmoe.adapters.peft import connect_if_installed as connect_if_installed
 from maxmoe.adapters.peft import takes as takes
-from maxmoe.adapters.peft import takes_factors as takes_factors
 from maxmoe.adapters.peft import without_adapters as without_adapters
 from maxmoe.adapters.stacked import factor_names as factor_names
 from maxmoe.adapters.stacked import packed_as_by_peft as packed_as_by_peft
-from maxmoe.adapters.stacked import with_stacked_factors as with_stacked_factors
+from maxmoe.adapters.stacked import planned_copy as planned_copy
+from maxmoe.adapters.stacked import stacked_factors as stacked_factors
 from maxmoe.adapters.stacked import wrappers_of as wrappers_of

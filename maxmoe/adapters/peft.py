@@ -12,24 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe.adapters.factors import hand_over
+from maxmoe.expert_matrices import expert_matrices
 from maxmoe.ops import LowRankFactors
 from maxmoe.quantization import QuantizedStack
 
 Part = TypeVar("Part", bound=nn.Module)
 
-# Functions that tell whether a module takes the factors beside a parameter.
-_takers: list[Callable[[nn.Module, str], bool]] = []
-
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def takes_factors(predicate: Callable[[nn.Module, str], bool]) -> None:
-    """Register a function that tells whether the forward of a module takes the factors beside a parameter.
-
-    Args:
-        predicate: function of the module and of the name of a parameter, for example of type `maxmoe.nn.Experts`.
-    """
-    _takers.append(predicate)
 
 
 def adapted_module(module: nn.Module) -> nn.Module:
@@ -124,5 +113,5 @@ def takes(module: nn.Module, parameter: str) -> bool:
         isinstance(matrices, Tensor | QuantizedStack)
         and matrices.dim() == 3
         and matrices.dtype in _DTYPES
-        and any(taker(module, parameter) for taker in _takers)
+        and parameter in expert_matrices(module)
     )

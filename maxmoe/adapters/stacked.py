@@ -6,18 +6,16 @@ expert as the fastest one: a shard of the experts is not a slice of it. On a mes
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
+from maxmoe._torch_copies import copy_modules
 from maxmoe.adapters.peft import connect
 from maxmoe.declaration import Declaration, SavedTensor, declaration_of
 from maxmoe.early_optimizers import mark_replaced
-from maxmoe.replaced_parameters import while_replaced
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
 
 
 def wrappers_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -37,36 +35,35 @@ def factor_names(module: nn.Module) -> frozenset[str]:
     return frozenset(f"{path}.{name}" for path, wrapper in wrappers_of(module) for name, _ in _factors(wrapper))
 
 
-def with_stacked_factors(*, kept: bool) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Decorate a function of a module: factors are declared stacks while it runs, and afterwards if `kept`."""
-    return while_replaced(_stack, kept=kept)
-
-
-class _PackedFactors(NamedTuple):
-    """The factors of a wrapper as they were before they became stacks."""
-
-    wrapper: Any
-    weights: dict[str, tuple[nn.Linear, Tensor]]
-
-    def restore(self) -> None:
-        for owner, weight in self.weights.values():
-            owner.weight = weight
-        del self.wrapper.declaration
-
-    def finish(self) -> None:
-        for name, (_, weight) in self.weights.items():
-            mark_replaced(weight, name)
-
-
-def _stack(module: nn.Module) -> list[_PackedFactors]:
-    """Replace all packed factors by declared stacks; returns what they were."""
-    packed = []
+@contextmanager
+def stacked_factors(module: nn.Module) -> Iterator[None]:
+    """Make declared stacks of all factors in a module; they are as before if the block raises."""
+    packed: dict[str, tuple[nn.Linear, Tensor]] = {}
+    wrappers = []
     for path, wrapper in wrappers_of(module):
         if "declaration" not in vars(wrapper):
-            weights = {f"{path}.{name}": (owner, owner.weight) for name, owner in _factors(wrapper)}
-            packed.append(_PackedFactors(wrapper, weights))
+            wrappers.append(wrapper)
+            packed |= {f"{path}.{name}": (owner, owner.weight) for name, owner in _factors(wrapper)}
             _stack_factors(wrapper)
-    return packed
+    try:
+        yield
+    except BaseException:
+        for owner, weight in packed.values():
+            owner.weight = weight
+        for wrapper in wrappers:
+            del wrapper.declaration
+        raise
+    for name, (_, weight) in packed.items():
+        mark_replaced(weight, name)
+
+
+def planned_copy(module: nn.Module) -> nn.Module:
+    """Copy a module, whose tensors the copy shares, with stacks of factors: for plans, while others call the module."""
+    copied = copy_modules(module)
+    for _, wrapper in wrappers_of(copied):
+        if "declaration" not in vars(wrapper):
+            _stack_factors(wrapper)
+    return copied
 
 
 def packed_as_by_peft(name: str, stack: Tensor) -> Tensor:

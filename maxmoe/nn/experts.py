@@ -5,10 +5,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
-from maxmoe.adapters import connect_if_imported, factors_of, takes_factors
+from maxmoe.adapters import connect_if_imported, factors_of
 from maxmoe.config import Activation, MoEConfig
 from maxmoe.declaration import EXPERT_TOKEN_DIMS, Declaration, SavedTensor
-from maxmoe.expert_quantization import finds_experts
 from maxmoe.nn.dense_activation import activate, check_activation_is_known
 from maxmoe.nn.expert_weights import ExpertWeights, ForeignExperts
 from maxmoe.ops import ActivationFunction, Projection, RaggedPlan, expert_ffn
@@ -134,6 +133,10 @@ class Experts(nn.Module):
             Projection(self.down_proj, self.down_bias, factors_of(self, "down_proj")),
         )
 
+    def expert_matrices(self) -> dict[str, bool]:
+        """Name the stacks that may be quantized and adapted, see `maxmoe.expert_matrices`."""
+        return dict.fromkeys(("gate_proj", "up_proj", "down_proj")[not self.config.gated :], True)
+
     def _batched(self, inputs: Tensor) -> Tensor:
         """Compute blocks of rows ``(E, N, D)``, one per expert, with batched matrix products."""
 
@@ -217,16 +220,3 @@ class Experts(nn.Module):
             f"intermediate_size={config.intermediate_size}, activation={config.activation!r}, "
             f"gated={config.gated}, bias={config.expert_bias}"
         )
-
-
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-
-
-def _quantizable(module: nn.Module) -> dict[str, bool]:
-    if not isinstance(module, Experts):
-        return {}
-    return {name: True for name in _PROJECTIONS if getattr(module, name) is not None}
-
-
-finds_experts(_quantizable)
-takes_factors(lambda module, name: isinstance(module, Experts) and name in _PROJECTIONS)

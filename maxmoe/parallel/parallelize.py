@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 
 from torch import nn
 
-from maxmoe.adapters import takes, with_stacked_factors, wrappers_of
+from maxmoe.adapters import stacked_factors, takes, wrappers_of
 from maxmoe.agreement import check_ranks_agree
 from maxmoe.declaration import NOTHING, declaration_of
 from maxmoe.nn import (
@@ -32,7 +32,6 @@ WHOLE_SHARE = 0.1
 LISTED = 3
 
 
-@with_stacked_factors(kept=True)
 def parallelize(
     module: nn.Module,
     mesh: Mesh,
@@ -111,16 +110,17 @@ def parallelize(
     }
     check_settings(module, mesh, rules, settings)
     check_recompute(module, recompute)
-    plan = make_plan(
-        module, mesh, rules, dispatch=dispatch, num_chunks=num_chunks, strict=strict, allow_unused=allow_unused
-    )
-    for warning in plan_warnings(plan, rules):
-        warnings.warn(warning, stacklevel=3)  # after a decorator
-    set_recompute(module, recompute)
-    name = type(module).__name__  # FSDP2 replaces the class
-    hooks = apply_plan(module, plan, num_chunks, InputGradientCheck(module, mesh))
-    guard_calls(module, hooks, mesh, name)
-    return module
+    with stacked_factors(module):
+        plan = make_plan(
+            module, mesh, rules, dispatch=dispatch, num_chunks=num_chunks, strict=strict, allow_unused=allow_unused
+        )
+        for warning in plan_warnings(plan, rules):
+            warnings.warn(warning, stacklevel=2)
+        set_recompute(module, recompute)
+        name = type(module).__name__  # FSDP2 replaces the class
+        hooks = apply_plan(module, plan, num_chunks, InputGradientCheck(module, mesh))
+        guard_calls(module, hooks, mesh, name)
+        return module
 
 
 def check_settings(module: nn.Module, mesh: Mesh, rules: LogicalRules, settings: Mapping[str, str]) -> None:

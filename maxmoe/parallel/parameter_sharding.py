@@ -10,7 +10,6 @@ from torch import nn
 
 from maxmoe.declaration import Absent, declaration_of
 from maxmoe.quantization import StackPart, stack_parts
-from maxmoe.replaced_parameters import on_a_copy
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding, PartitionSpec
 from maxmoe.sharding.rules import (
@@ -142,7 +141,6 @@ def tensor_parallel_activation(name: str) -> str:
     return {"q_heads": "activation_heads"}.get(name, f"activation_{name}")
 
 
-@on_a_copy
 def parameter_shardings(
     module: nn.Module, mesh: Mesh, rules: LogicalRules, *, strict: bool = False, allow_unused: bool = False
 ) -> dict[str, ParameterSharding]:
@@ -167,7 +165,7 @@ def parameter_shardings(
     """
     shardings = shardings_by_name(module, mesh, rules, strict=strict, allow_unused=allow_unused)
     for warning in names_without_rules(shardings, rules):
-        warnings.warn(warning, stacklevel=3)  # after a decorator
+        warnings.warn(warning, stacklevel=2)
     return shardings
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maxmoe.adapters import with_stacked_factors
+from maxmoe.adapters import stacked_factors
 from maxmoe.agreement import check_ranks_agree
 from maxmoe.load.layers_of_stages import LayersOfStages
 from maxmoe.load.stats import MoEStats
@@ -21,6 +21,7 @@ from maxmoe.parallel.fsdp import fully_shard_stage
 from maxmoe.parallel.interruptions import Recovery
 from maxmoe.parallel.one_thread import ONE_THREAD
 from maxmoe.parallel.parallelize import check_settings, plan_warnings
+from maxmoe.parallel.plan import Plan
 from maxmoe.parallel.planner import make_plan
 from maxmoe.pipelining.boundary import Boundary
 from maxmoe.pipelining.micro_batches import facts_of, split
@@ -34,7 +35,6 @@ from maxmoe.sharding.rules import LogicalRules
 from maxmoe.token_group import FlattenedBatch, TokenGroup
 
 
-@with_stacked_factors(kept=True)
 def pipeline(
     model: nn.Module,
     mesh: Mesh,
@@ -127,32 +127,37 @@ def pipeline(
         raise ValueError("model must have no StatsAccumulator yet: make it of pipeline.model, after maxmoe.pipeline")
     check_recompute(model, recompute)
     within = mesh.within_stage()
-    # The plan of the whole model, so that an error in any stage is raised on every rank.
-    plan_of = partial(make_plan, mesh=within, rules=rules, dispatch=dispatch, num_chunks=num_chunks)
-    plan = plan_of(model, strict=strict, allow_unused=allow_unused)
-    for warning in plan_warnings(plan, rules):
-        warnings.warn(warning, stacklevel=3)  # after a decorator
-    set_recompute(model, recompute)
-    # A single stage has no neighbor.
-    boundary = Boundary(model, plan) if len(parts) > 1 else None
-    layers = {path: layer.config.num_selectable_experts for path, layer in _layers(model).items()}
-    add_aux_losses(model, aux_loss_scale)
-    mine = kind.stages_of(mesh.coordinates().get(STAGE_AXIS, 0), mesh.size(STAGE_AXIS), count)
-    modules = {index: stage_module(model, parts[index]) for index in mine}
-    keep_stages(model, [parts[index] for index in mine])
-    stages = []
-    for index, module in modules.items():
-        stage_plan = plan_of(module, allow_unused=True, splits_backward=kind.splits_backward)
-        hooks = apply_plan(module, stage_plan, num_chunks, input_check=None)
-        of_stage = loss if parts[index].is_last else None
-        stage = Stage(index, module, copied_modules(model, module), of_stage, is_first=parts[index].is_first)
-        fully_shard_stage(stage, module, stage_plan, reshards=not kind.splits_backward)
-        stage.recovery = Recovery(stage, hooks)
-        stages.append(stage)
-    group = mesh.process_group(STAGE_AXIS) if mesh.size(STAGE_AXIS) > 1 else None
-    model.layers_of_stages = LayersOfStages(layers, group, within.device_type)  # type: ignore[assignment]
-    run = ScheduledRun(kind, stages, len(parts), num_micro_batches, group, within)
-    return Pipeline(model, run, boundary, loss, plan.tokens, aux_loss_scale)
+    with stacked_factors(model):
+        # The plan of the whole model, so that an error in any stage is raised on every rank.
+        plan_of = partial(make_plan, mesh=within, rules=rules, dispatch=dispatch, num_chunks=num_chunks)
+        plan = plan_of(model, strict=strict, allow_unused=allow_unused)
+        for warning in plan_warnings(plan, rules):
+            warnings.warn(warning, stacklevel=2)
+        set_recompute(model, recompute)
+        # A single stage has no neighbor.
+        boundary = Boundary(model, plan) if len(parts) > 1 else None
+        layers = {path: layer.config.num_selectable_experts for path, layer in _layers(model).items()}
+        add_aux_losses(model, aux_loss_scale)
+        mine = kind.stages_of(mesh.coordinates().get(STAGE_AXIS, 0), mesh.size(STAGE_AXIS), count)
+        modules = {index: stage_module(model, parts[index]) for index in mine}
+        keep_stages(model, [parts[index] for index in mine])
+        stages = []
+        for index, module in modules.items():
+            of_stage = loss if parts[index].is_last else None
+            stage = Stage(index, module, copied_modules(model, module), of_stage, is_first=parts[index].is_first)
+            stage_plan = plan_of(module, allow_unused=True, splits_backward=kind.splits_backward)
+            _apply_plan(stage, module, stage_plan, num_chunks, reshards=not kind.splits_backward)
+            stages.append(stage)
+        group = mesh.process_group(STAGE_AXIS) if mesh.size(STAGE_AXIS) > 1 else None
+        model.layers_of_stages = LayersOfStages(layers, group, within.device_type)  # type: ignore[assignment]
+        run = ScheduledRun(kind, stages, len(parts), num_micro_batches, group, within)
+        return Pipeline(model, run, boundary, loss, plan.tokens, aux_loss_scale)
+
+
+def _apply_plan(stage: Stage, module: nn.Module, plan: Plan, num_chunks: int, *, reshards: bool) -> None:
+    hooks = apply_plan(module, plan, num_chunks, input_check=None)
+    fully_shard_stage(stage, module, plan, reshards=reshards)
+    stage.recovery = Recovery(stage, hooks)
 
 
 def _layers(model: nn.Module) -> dict[str, MoE]:

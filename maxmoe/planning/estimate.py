@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from maxmoe.adapters import with_stacked_factors
+from maxmoe.adapters import planned_copy
 from maxmoe.optim import Choice
 from maxmoe.optim.newton_schulz import fast_dtype
 from maxmoe.optim.parameter_groups import choose
@@ -34,7 +34,6 @@ from maxmoe.planning.rank_costs import (
 from maxmoe.planning.saved_tensors import local_trace
 from maxmoe.planning.state_dtypes import StateDtypes
 from maxmoe.planning.traffic import Traffic, traffic_of
-from maxmoe.replaced_parameters import on_a_copy
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.planned_collective import PlannedCollective
 from maxmoe.sharding.rules import LogicalRules
@@ -76,8 +75,6 @@ class Estimate:
         return "\n\n".join([*first, *([] if self.pipeline is None else [str(self.pipeline)]), *tables])
 
 
-@on_a_copy
-@with_stacked_factors(kept=False)
 def estimate(
     module: nn.Module,
     mesh: Mesh,
@@ -138,7 +135,7 @@ def estimate(
         ValueError: as `parameter_shardings` and `maxmoe.pipeline`; for parameters of several dtypes; if axes that
             shard the tokens do not divide them.
     """
-    rules = LogicalRules.load(rules)
+    module, rules = planned_copy(module), LogicalRules.load(rules)
     choices = choose(module, {}) if optimizer == "muon" else ()
     plan, pipeline = plan_model(
         module,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from maxmoe.adapters import with_stacked_factors
+from maxmoe.adapters import planned_copy
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.parallelize import undeclared_modules
 from maxmoe.parallel.parameter_sharding import ParameterSharding
@@ -14,7 +14,6 @@ from maxmoe.planning.pipeline_estimate import stage_table
 from maxmoe.planning.pipeline_plan import PipelinePlan, pipeline_options, plan_model
 from maxmoe.planning.repeated_layers import group_repeated
 from maxmoe.planning.saved_tensors import micro_batch_sizes
-from maxmoe.replaced_parameters import on_a_copy
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.rules import DroppedAxis, LogicalRules
 from maxmoe.text_table import paragraph, readable_bytes, terminal_width, text_table
@@ -171,8 +170,6 @@ class Explanation:
             yield f"Warning: {warning}."
 
 
-@on_a_copy
-@with_stacked_factors(kept=False)
 def explain(
     module: nn.Module,
     mesh: Mesh,
@@ -213,7 +210,7 @@ def explain(
         ValueError: as `parameter_shardings`, `plan_dispatch` and `maxmoe.pipeline`; if axes that shard the tokens do
             not divide them.
     """
-    rules = LogicalRules.load(rules)
+    module, rules = planned_copy(module), LogicalRules.load(rules)
     plan, pipeline = plan_model(
         module,
         mesh,

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from maxmoe.adapters import with_stacked_factors
+from maxmoe.adapters import planned_copy
 from maxmoe.parallel import Declaration
 from maxmoe.parallel.parameter_sharding import logical_names
 
@@ -27,6 +27,6 @@ class Stack(nn.Module):
 def test_factors_have_the_names_of_inputs_and_outputs(is_transposed: bool) -> None:
     config = LoraConfig(r=3, target_parameters=["0.weight"], target_modules=[])
     model: Any = get_peft_model(nn.Sequential(Stack(is_transposed)), config)
-    names = with_stacked_factors(kept=False)(logical_names)(model)
+    names = logical_names(planned_copy(model))
     ends = {name.split(".")[-3]: of_dims for name, of_dims in names.items() if "lora_" in name}
     assert ends == {"lora_A": ("exp", None, "embed_moe"), "lora_B": ("exp", None, "mlp_moe")}

@@ -2,12 +2,12 @@
 
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from maxmoe.adapters import connect_if_imported, factors_of, takes_factors
-from maxmoe.expert_quantization import finds_experts
+from maxmoe.adapters import connect_if_imported, factors_of
+from maxmoe.expert_matrices import finds_expert_matrices
 from maxmoe.integrations.transformers._transformers import experts_implementation, is_expert_parallel, is_experts
 from maxmoe.integrations.transformers.gates import FusedGate, apply_gate, fused_gate
 from maxmoe.nn import ExpertWeights, ForeignExperts
@@ -17,23 +17,14 @@ from maxmoe.ops import Projection, RaggedPlan, expert_ffn, gmm, ragged_plan, rag
 def register() -> None:
     """Register "maxmoe" as an experts implementation of transformers."""
     ALL_EXPERTS_FUNCTIONS.register("maxmoe", experts_forward)
-    takes_factors(_takes_factors)
-    finds_experts(_quantizable)
+    finds_expert_matrices(_expert_matrices)
 
 
-def _takes_factors(module: nn.Module, parameter: str) -> bool:
-    return _is_computed_here(module) and parameter in (_first_projection(module), "down_proj")
-
-
-def _quantizable(module: nn.Module) -> dict[str, bool]:
-    if not _is_computed_here(module):
-        return {}
-    experts: Any = module
-    return dict.fromkeys((_first_projection(experts), "down_proj"), bool(experts.is_transposed))
-
-
-def _is_computed_here(module: Any) -> bool:
-    return is_experts(module) and experts_implementation(module.config) == "maxmoe" and not is_expert_parallel(module)
+def _expert_matrices(module: Any) -> dict[str, bool]:
+    is_here = (
+        is_experts(module) and experts_implementation(module.config) == "maxmoe" and not is_expert_parallel(module)
+    )
+    return dict.fromkeys((_first_projection(module), "down_proj"), bool(module.is_transposed)) if is_here else {}
 
 
 def experts_forward(

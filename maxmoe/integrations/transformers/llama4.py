@@ -4,11 +4,11 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.llama4 import modeling_llama4
 
-from maxmoe.adapters import factors_of, takes_factors, without_adapters
-from maxmoe.expert_quantization import finds_experts
+from maxmoe.adapters import factors_of, without_adapters
+from maxmoe.expert_matrices import finds_expert_matrices
 from maxmoe.integrations.transformers._transformers import allow_experts_implementation, experts_implementation
 from maxmoe.integrations.transformers.gates import FusedGate, recognise_activation
 from maxmoe.ops import Projection, RaggedPlan, expert_ffn, ragged_plan
@@ -23,15 +23,13 @@ def register() -> None:
     experts: Any = modeling_llama4.Llama4TextExperts
     experts.forward = _or_rows(experts.forward)
     allow_experts_implementation(modeling_llama4.Llama4PreTrainedModel)
-    # Whatever the implementation, which only the block knows: another one raises an error of the quantized weights.
-    finds_experts(
-        lambda module: dict.fromkeys(("gate_up_proj", "down_proj"), True) if isinstance(module, experts) else {}
-    )
-    takes_factors(
-        lambda module, name: (
-            isinstance(module, experts) and _uses_maxmoe(module) and name in ("gate_up_proj", "down_proj")
-        )
-    )
+    finds_expert_matrices(_expert_matrices)
+
+
+def _expert_matrices(module: nn.Module) -> dict[str, bool]:
+    # The block alone knows its implementation, and says it in its forward: before, weights may be quantized.
+    is_other = not getattr(module, "uses_maxmoe", True) or not isinstance(module, modeling_llama4.Llama4TextExperts)
+    return {} if is_other else {"gate_up_proj": True, "down_proj": True}
 
 
 def _or_maxmoe(forward: Forward) -> Forward:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from maxmoe.adapters import with_stacked_factors
+from maxmoe.adapters import planned_copy
 from maxmoe.field_checks import check_int
 from maxmoe.nn import recompute_of, set_recompute
 from maxmoe.parallel.planner import make_plan
@@ -21,13 +21,10 @@ from maxmoe.planning.plan_search.rule_tables import tables
 from maxmoe.planning.saved_tensors import local_trace, saved_tensors
 from maxmoe.planning.state_dtypes import StateDtypes
 from maxmoe.planning.time_model.device import Device
-from maxmoe.replaced_parameters import on_a_copy
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.rules import LogicalRules
 
 
-@on_a_copy
-@with_stacked_factors(kept=False)
 def search(
     module: nn.Module,
     world_size: int,
@@ -70,7 +67,7 @@ def search(
     for name, value in (("world_size", world_size), ("batch_size", batch_size), ("num_plans", num_plans)):
         check_int(name, value, at_least=1)
     check_int("sequence_length", sequence_length, at_least=1)
-    device = Device.load(device)
+    module, device = planned_copy(module), Device.load(device)
     limit = device.memory if memory is None else memory
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
         raise ValueError(f"memory must be a positive number of bytes, got {limit!r}")

@@ -5,7 +5,7 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from maxmoe.adapters import with_stacked_factors
+from maxmoe.adapters import planned_copy
 from maxmoe.nn import recompute_of, set_recompute
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.planner import make_plan
@@ -19,13 +19,10 @@ from maxmoe.planning.plan_search.predicted_plan import PredictedPlan
 from maxmoe.planning.saved_tensors import local_trace
 from maxmoe.planning.state_dtypes import StateDtypes
 from maxmoe.planning.time_model.device import Device
-from maxmoe.replaced_parameters import on_a_copy
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
 
 
-@on_a_copy
-@with_stacked_factors(kept=False)
 def predict(
     module: nn.Module,
     mesh: Mesh,
@@ -62,7 +59,7 @@ def predict(
         ValueError: as `estimate`; for an unknown device, and one without a peak in the dtype of the parameters; for
             pipeline stages of a module that does not declare `pipeline_parts` and a `residual_stream`.
     """
-    loaded, table = Device.load(device), LogicalRules.load(rules)
+    module, loaded, table = planned_copy(module), Device.load(device), LogicalRules.load(rules)
     one = make_plan(module, Mesh.planned({}), LogicalRules(), allow_unused=True)
     step = Step(batch_size, sequence_length, 1, parameter_dtype(one), state_dtypes)
     sizes = {axis: size for axis, size in mesh.sizes.items() if size > 1}
