@@ -4,6 +4,8 @@ A wrapper of PEFT hands its factors to the module that it wraps, for the time of
 `maxmoe.ops.expert_ffn` or `gmm`, so that W + scale * a b is not formed. PEFT's code and the user's are unchanged.
 """
 
+from maxmoe.adapters.checks import adapters_around as adapters_around
+from maxmoe.adapters.checks import check_adapters as check_adapters
 from maxmoe.adapters.factors import factors_of as factors_of
 from maxmoe.adapters.factors import hand_over as hand_over
 from maxmoe.adapters.peft import adapted_module as adapted_module

@@ -1,7 +1,7 @@
 """`parallelize` for modules on a mesh, their declarations and plans, and functions for distributed training scripts."""
 
+from maxmoe.adapters.saving import adapter_state_dict
 from maxmoe.declaration import Declaration, LogicalNames, PipelineParts, ResidualStream, SavedTensor
-from maxmoe.parallel.adapters import adapter_state_dict
 from maxmoe.parallel.clip_grad_norm import clip_grad_norm_
 from maxmoe.parallel.dispatch_plan import Dispatch
 from maxmoe.parallel.failures import RankError, watch_ranks

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 
 from torch import nn
 
-from maxmoe.adapters import stacked_factors, takes, wrappers_of
+from maxmoe.adapters import check_adapters, stacked_factors
 from maxmoe.agreement import check_ranks_agree
 from maxmoe.declaration import NOTHING, declaration_of
 from maxmoe.nn import (
@@ -139,28 +139,7 @@ def check_settings(module: nn.Module, mesh: Mesh, rules: LogicalRules, settings:
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
         facts[path] = f"shape {tuple(tensor.shape)}, {tensor.dtype}, requires_grad={tensor.requires_grad}"
     check_ranks_agree(facts, mesh.device_mesh.device_type)
-    _check_adapters(module)
-
-
-def _check_adapters(module: nn.Module) -> None:
-    """Raise for adapters of other parts of MoE layers than the experts, and of experts that do not take them."""
-    for path, wrapper in wrappers_of(module):
-        experts, parameter = wrapper.get_base_layer(), wrapper.parameter_name
-        if not takes(experts, parameter):
-            raise ValueError(
-                f"{path} must adapt experts that take low-rank factors, got {type(experts).__name__}.{parameter}: in "
-                'models of transformers, call set_experts_implementation("maxmoe")'
-            )
-    beside_experts = {wrapper for _, wrapper in wrappers_of(module)}
-    for path, layer in module.named_modules():
-        for name, part in layer.named_children() if isinstance(layer, MoE) else ():
-            while part in beside_experts:
-                part = part.get_submodule("base_layer")
-            if hasattr(part, "base_layer"):
-                raise ValueError(
-                    f"{path}.{name}".lstrip(".") + f" must have no adapters around it, got {type(part).__name__}: "
-                    "merge them before parallelize (PEFT: merge_and_unload); adapters of the experts' matrices may stay"
-                )
+    check_adapters(module, MoE)
 
 
 def plan_warnings(plan: Plan, rules: LogicalRules) -> list[str]:

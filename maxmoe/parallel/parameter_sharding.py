@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from maxmoe.adapters import adapters_around
 from maxmoe.declaration import Absent, declaration_of
 from maxmoe.quantization import StackPart, stack_parts
 from maxmoe.sharding.mesh import Mesh
@@ -89,18 +90,9 @@ def logical_names(module: nn.Module) -> dict[str, Names]:
             elif not _is_optional(owner, name):
                 raise ValueError(
                     f"the logical_names of {type(owner).__name__} have {name!r}, which is no parameter of it"
-                    f"{_adapters_around(full_name, parameters)}"
+                    f"{adapters_around(full_name, parameters)}"
                 )
     return collected
-
-
-def _adapters_around(name: str, parameters: Mapping[str, object]) -> str:
-    """Return the end of a message for a parameter of a module that PEFT has wrapped or copied."""
-    module, _, parameter = name.rpartition(".")
-    wrapped = (f"{module}.base_layer.{parameter}", f"{module}.original_module.{parameter}")
-    if not any(each in parameters for each in wrapped):
-        return ""
-    return f": {module} has adapters around it, or is in modules_to_save: merge them before parallelize"
 
 
 def _check(names: Names, parameter: nn.Parameter, name: str) -> None:

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from maxmoe.adapters import factor_names, packed_as_by_peft
+from maxmoe.adapters.stacked import factor_names, packed_as_by_peft
 
 # In the paths of the parameters of adapters, those that are not active included.
 _PARTS_OF_ADAPTERS = (".lora_", ".modules_to_save.")
