@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -134,11 +134,11 @@ class QuantizedStack:
         if not isinstance(index, tuple):
             return self.map(lambda part: part[index])
         if len(index) != 2 or index[0] is not ... or not isinstance(index[1], slice) or not self.is_transposed:
-            raise self._error(f"an index {index}")
+            self._refuse(f"an index {index}")
         start, stop, step = index[1].indices(self.rows)
         block, stop = self.rows_per_scale, max(start, stop)
         if step != 1 and block > 1:
-            raise self._error(f"a slice of rows with step {step}, where a scale is of {block} rows,")
+            self._refuse(f"a slice of rows with step {step}, where a scale is of {block} rows,")
         for border in (start, stop):
             if border % block and border != self.rows:
                 raise ValueError(
@@ -164,7 +164,7 @@ class QuantizedStack:
     def copy_(self, other: "QuantizedStack") -> None:
         """Copy the codes, scales and zero points of another stack of the same format, layout and shape."""
         if not isinstance(other, QuantizedStack):
-            raise self._error("a copy from a tensor that is not quantized")
+            self._refuse("a copy from a tensor that is not quantized")
         for name, described in (("format", _format_of), ("shape", _shape_of), ("scales", _scales_of)):
             if described(self) != described(other):
                 raise ValueError(
@@ -206,8 +206,8 @@ class QuantizedStack:
     def __repr__(self) -> str:
         return f"QuantizedStack({self.description()})"
 
-    def _error(self, what: str) -> ValueError:
-        return ValueError(
+    def _refuse(self, what: str) -> NoReturn:
+        raise ValueError(
             f"{what} is not possible with weights quantized as {self.format}, of shape {tuple(self.shape)}: "
             "stack.dequantize() returns a tensor"
         )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import maxmoe
 from maxmoe import MoE, MoEFeedForward
-from maxmoe.quantization import quantize
+from maxmoe.quantization import put_stack, quantize
 from support.moe_layers import Options, each_family, make, tokens
 from support.shapes import each_dtype
 
@@ -58,7 +58,7 @@ def test_whatever_observes_or_replaces_a_part_is_called() -> None:
 
     def quantized_in_part(layer: MoE) -> None:
         down_proj = quantize(layer.experts.down_proj.detach().float(), "int8")
-        layer.float().experts.down_proj = nn.Parameter(down_proj, requires_grad=False)
+        put_stack(layer.float().experts, "down_proj", down_proj)
 
     def nothing(_layer: MoE) -> None:
         pass

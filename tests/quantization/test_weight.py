@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from maxmoe.ops import gmm
+from maxmoe.ops import Projection, gmm
 from maxmoe.quantization import (
     FORMATS,
     QuantizedStack,
@@ -162,7 +162,7 @@ def test_ddp_and_fsdp2(format: str) -> None:
             self.bias = nn.Parameter(torch.zeros(2, 256))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return gmm(x, self.up_proj, torch.tensor([1, 2]), bias=self.bias)
+            return gmm(x, Projection(self.up_proj, self.bias), torch.tensor([1, 2]))
 
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
 
