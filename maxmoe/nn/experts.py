@@ -134,7 +134,7 @@ class Experts(nn.Module):
         )
 
     def expert_matrices(self) -> dict[str, bool]:
-        """Name the stacks that may be quantized and adapted, see `maxmoe.expert_matrices`."""
+        """Name the stacks that may be quantized and adapted, see ``maxmoe/expert_matrices.py``."""
         return dict.fromkeys(("gate_proj", "up_proj", "down_proj")[not self.config.gated :], True)
 
     def _batched(self, inputs: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from maxmoe import _library as _library  # registers the operators; first
 from maxmoe.ops import _dequantize as _dequantize
 from maxmoe.ops._composed_ffn import ActivationFunction
 from maxmoe.ops._force_aten import force_aten
-from maxmoe.ops._projection import LowRankFactors, Projection, ProjectionLike
+from maxmoe.ops._projection import LowRankFactors, Projection
 from maxmoe.ops.expert_ffn import expert_ffn
 from maxmoe.ops.gmm import gmm
 from maxmoe.ops.linear import linear
@@ -43,7 +43,6 @@ __all__ = [
     "ActivationFunction",
     "LowRankFactors",
     "Projection",
-    "ProjectionLike",
     "RaggedPlan",
     "expert_ffn",
     "force_aten",
