@@ -53,7 +53,7 @@ class Experts(NamedTuple):
     @property
     def bytes_per_expert(self) -> float:
         """Bytes of the three matrices of one expert."""
-        return sum(matrices.nbytes for matrices in self) / len(self.gate)
+        return sum(matrices.nbytes for matrices in self) / self.gate.shape[0]
 
 
 def points(shape: AnyShape, mode: str) -> list[Shape]:
