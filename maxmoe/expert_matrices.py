@@ -10,12 +10,12 @@ from torch import nn
 
 Finder = Callable[[nn.Module], Mapping[str, bool]]
 
-# Of modules of other libraries.
+# For modules of other libraries.
 _finders: list[Finder] = []
 
 
 def finds_expert_matrices(finder: Finder) -> None:
-    """Register a function that does for modules of another library what `expert_matrices` does for those of this one.
+    """Register a function that answers `expert_matrices` for modules of another library.
 
     Args:
         finder: function of a module; returns nothing for modules that it does not know.

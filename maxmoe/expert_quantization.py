@@ -31,9 +31,9 @@ def quantize_experts(model: nn.Module, format: str, *, group_size: int | None = 
             quantized.
     """
     found = [
-        (name, module, is_first_in)
-        for name, module in model.named_modules()
-        for is_first_in in expert_matrices(module).items()
+        (path, module, matrices)
+        for path, module in model.named_modules()
+        for matrices in expert_matrices(module).items()
     ]
     if not found:
         raise ValueError(

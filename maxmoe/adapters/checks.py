@@ -10,14 +10,15 @@ from maxmoe.adapters.stacked import wrappers_of
 
 def check_adapters(module: nn.Module, layer_type: type[nn.Module]) -> None:
     """Raise for adapters of other parts of layers than the experts, and of experts that do not take them."""
-    for path, wrapper in wrappers_of(module):
+    wrappers = dict(wrappers_of(module))
+    for path, wrapper in wrappers.items():
         experts, parameter = wrapper.get_base_layer(), wrapper.parameter_name
         if not takes(experts, parameter):
             raise ValueError(
                 f"{path} must adapt experts that take low-rank factors, got {type(experts).__name__}.{parameter}: in "
                 'models of transformers, call set_experts_implementation("maxmoe")'
             )
-    beside_experts = {wrapper for _, wrapper in wrappers_of(module)}
+    beside_experts = set(wrappers.values())
     for path, layer in module.named_modules():
         for name, part in layer.named_children() if isinstance(layer, layer_type) else ():
             while part in beside_experts:

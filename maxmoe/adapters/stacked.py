@@ -38,19 +38,20 @@ def factor_names(module: nn.Module) -> frozenset[str]:
 @contextmanager
 def stacked_factors(module: nn.Module) -> Iterator[None]:
     """Make declared stacks of all factors in a module; they are as before if the block raises."""
-    packed: dict[str, tuple[nn.Linear, Tensor]] = {}
-    wrappers = []
-    for path, wrapper in wrappers_of(module):
-        if "declaration" not in vars(wrapper):
-            wrappers.append(wrapper)
-            packed |= {f"{path}.{name}": (owner, owner.weight) for name, owner in _factors(wrapper)}
-            _stack_factors(wrapper)
+    wrappers = dict(_packed_wrappers(module))
+    packed = {
+        f"{path}.{name}": (owner, owner.weight)
+        for path, wrapper in wrappers.items()
+        for name, owner in _factors(wrapper)
+    }
+    for wrapper in wrappers.values():
+        _stack_factors(wrapper)
     try:
         yield
     except BaseException:
         for owner, weight in packed.values():
             owner.weight = weight
-        for wrapper in wrappers:
+        for wrapper in wrappers.values():
             del wrapper.declaration
         raise
     for name, (_, weight) in packed.items():
@@ -60,10 +61,14 @@ def stacked_factors(module: nn.Module) -> Iterator[None]:
 def planned_copy(module: nn.Module) -> nn.Module:
     """Copy a module, whose tensors the copy shares, with stacks of factors: for plans, while others call the module."""
     copied = copy_modules(module)
-    for _, wrapper in wrappers_of(copied):
-        if "declaration" not in vars(wrapper):
-            _stack_factors(wrapper)
+    for _, wrapper in _packed_wrappers(copied):
+        _stack_factors(wrapper)
     return copied
+
+
+def _packed_wrappers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the wrappers whose factors are not stacks yet."""
+    return ((path, wrapper) for path, wrapper in wrappers_of(module) if "declaration" not in vars(wrapper))
 
 
 def packed_as_by_peft(name: str, stack: Tensor) -> Tensor:

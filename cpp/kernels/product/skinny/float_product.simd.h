@@ -21,15 +21,7 @@ constexpr bool kMultipliesWords = false;
 // Maximum number of rows. With more, decoding is a small part of the time.
 constexpr int64_t kMaxRowsOfWords = 6;
 
-// The arguments: a single group of rows of A, and sums for all columns, whose number is a multiple of NR.
-struct FloatProduct {
-  const float* a;
-  int64_t num_rows;
-  const QuantizedMatrix& codes;
-  const QuantizedMatrix& next_codes;  // of the next product, without data if it has none
-  MatrixView<float> sums;
-  bool accumulate;
-};
+using FloatProduct = ProductInPlace<float>;  // with a single group of rows of A
 
 // Whether the quantized values of `m` are multiplied in this way if the type of the product is T.
 template <class T>

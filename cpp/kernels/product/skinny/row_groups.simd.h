@@ -5,6 +5,7 @@
 
 #include "kernels/isa/vector.simd.h"
 #include "kernels/matrix/matrix_view.h"
+#include "kernels/quantized/quantized_matrix.h"
 
 namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 
@@ -25,6 +26,17 @@ template <class Element, int kRows>
 struct SkinnyRows {
   const Element* data;
   MAXMOE_INLINE Element operator()(int r, int64_t step) const { return data[step * kRows + r]; }
+};
+
+// A product with quantized values that are multiplied as they are decoded, without being stored.
+template <class Element>
+struct ProductInPlace {
+  const Element* a;  // rows of A, as in SkinnyRows
+  int64_t num_rows;
+  const QuantizedMatrix& codes;
+  const QuantizedMatrix& next_codes;  // of the next product, without data if it has none
+  MatrixView<float> sums;             // of all columns, whose number is a multiple of NR
+  bool accumulate;
 };
 
 // Largest number of rows that are multiplied with any B in place; row_major.simd.h has exceptions for more. More

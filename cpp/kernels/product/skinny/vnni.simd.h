@@ -13,15 +13,7 @@ namespace maxmoe::MAXMOE_ISA_NAMESPACE {
 // row, the quantized values and the scales fit into the registers.
 constexpr int kMaxVnniRows = 8;
 
-// The arguments: rows of A as in SkinnyRows, and sums for all columns, whose number is a multiple of NR.
-struct VnniProduct {
-  const BFloat16Pair* a;
-  int64_t num_rows;
-  const QuantizedMatrix& codes;
-  const QuantizedMatrix& next_codes;  // of the next product, without data if it has none
-  MatrixView<float> sums;
-  bool accumulate;
-};
+using VnniProduct = ProductInPlace<BFloat16Pair>;
 
 // Computes the sums of some columns from `column` on, a multiple of NR. Returns their number, 0 if no decoder has the
 // bits of the definition.
