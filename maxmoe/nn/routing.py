@@ -78,7 +78,7 @@ class Routing(NamedTuple):
             Routing with float32 or wider values and the tokens in one dim.
 
         Raises:
-            ValueError: for other leading dims than those of `experts`. The layer checks the rest.
+            ValueError: if the leading dims differ from the leading dims of `experts`. The layer checks the rest.
         """
         leading = experts.shape[:-1]
         of_tokens = {"weights": weights, "probabilities": probabilities, "logits": logits}

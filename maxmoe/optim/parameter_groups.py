@@ -134,7 +134,7 @@ def choose(model: nn.Module, overrides: Mapping[str, Override]) -> list[Choice]:
 
 
 def _check_overrides(overrides: Mapping[str, Override], names: Mapping[str, object]) -> None:
-    """Raise for an override that matches no parameter, and for one that is no choice."""
+    """Raise for an override that matches no parameter, and for one whose value is not a choice."""
     for pattern, choice in overrides.items():
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(

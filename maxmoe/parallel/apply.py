@@ -15,7 +15,7 @@ from maxmoe.token_group import uses_token_group
 def apply_plan(
     module: nn.Module, plan: Plan, num_chunks: int, input_check: InputGradientCheck | None
 ) -> list[ParameterHooks]:
-    """Shard the parameters of a module by its plan and register its hooks; return those of the FSDP units."""
+    """Shard the parameters of a module by its plan and register its hooks; return the hooks of the FSDP units."""
     refuse_wrong_scalers()
     allow_averages_of_buffers()
     # Without the axes of FSDP2, which shards the parameters over them in `fully_shard_blocks`.
@@ -33,7 +33,7 @@ def apply_plan(
 
 
 def _register_hooks(module: nn.Module, plan: Plan, input_check: InputGradientCheck | None) -> list[ParameterHooks]:
-    """Register the hooks of all modules, and return those of the FSDP units. PyTorch calls them in this order.
+    """Register the hooks of all modules, and return the hooks of the FSDP units. PyTorch calls them in this order.
 
     Before the forward of a module:
 

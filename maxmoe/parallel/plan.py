@@ -37,7 +37,7 @@ class ParameterPlan:
             different tokens or compute different parts.
         grad_unsharded: sharding of the gradient after the reduction by the FSDP unit: partial over the axes of FSDP.
         fsdp_unit: path of the module that gathers the parameter; "" for the whole model.
-        reduced_by: path of the module that reduces the gradient, together with those of other parameters: the FSDP
+        reduced_by: path of the module that reduces the gradient, together with gradients of other parameters: the FSDP
             unit, or the block for a parameter that nothing gathers. None for a gradient that is reduced alone.
         fsdp_block: path of the block with which FSDP gathers the parameter, "" for the rest of the model; None without
             FSDP.

@@ -67,8 +67,8 @@ def make_plan(
         num_chunks: number of chunks of the tokens of a MoE layer.
         strict: raise for names without rules, parameters without names, and dims that their axes do not divide.
         allow_unused: accept names of mesh and rules that have no effect.
-        splits_backward: whether a pipeline computes the gradients of weights after those of inputs. torch then takes
-            apart the graph of each parameter, so that gradients are not reduced together.
+        splits_backward: whether a pipeline computes the gradients of inputs first, and of weights later. torch then
+            takes apart the graph of each parameter, so that gradients are not reduced together.
 
     Raises:
         ValueError: as `parameter_shardings`; if an axis of the experts does not divide their number; for sequences that

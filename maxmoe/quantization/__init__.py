@@ -1,7 +1,7 @@
 """Quantized weights of frozen experts: 4 or 8 bits per weight and a scale for each block of weights.
 
-A `QuantizedStack` takes the place of a stack of matrices, a `QuantizedWeight` that of a parameter of a module. Their
-bytes and scales are those of published checkpoints, and value = code * scale, or (code - zero) * scale. The formats, in
+A `QuantizedStack` takes the place of a stack of matrices, a `QuantizedWeight` the place of a parameter of a module.
+Bytes and scales are as in published checkpoints, and value = code * scale, or (code - zero) * scale. The formats, in
 `FORMATS` by their names:
 
 - "mxfp4": codes E2M1, one scale for 32 of a row, a power of two (E8M0). gpt-oss.

@@ -166,7 +166,7 @@ class StackPart:
     dtype: torch.dtype
 
     def names(self, of_stack: tuple[str | None, ...]) -> tuple[str | None, ...]:
-        """Return the logical names of the dims of the part, given those of the stack.
+        """Return the logical names of the dims of the part, given the names of the stack.
 
         A scale of all rows or columns is needed with every shard of them, so that this dim has no name.
         """

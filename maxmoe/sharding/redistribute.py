@@ -258,7 +258,7 @@ class _RedistributeParameters(torch.autograd.Function):
 def _reduced(
     gradients: Sequence[Tensor], shardings: Sequence[tuple[NamedSharding, NamedSharding]], names: Sequence[str]
 ) -> list[Tensor]:
-    """Redistribute gradients, those of one dtype together, see `joint_steps`."""
+    """Redistribute gradients, with one collective for gradients of one dtype where `joint_steps` allows it."""
     results = list(gradients)
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         own = [index for index, gradient in enumerate(gradients) if gradient.dtype == dtype]
