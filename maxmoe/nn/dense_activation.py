@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from maxmoe.config import Activation
 from maxmoe.ops import ActivationFunction
-from maxmoe.ops._composed_ffn import activate_with
+from maxmoe.ops.expert_ffn import activate_with
 
 _FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,

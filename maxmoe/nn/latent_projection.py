@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from maxmoe.config import MoEConfig
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
-from maxmoe.ops.gmm import gmm
+from maxmoe.ops import gmm
 
 
 class LatentProjection(nn.Module):

@@ -13,8 +13,7 @@ from maxmoe.nn.module_path import module_path
 from maxmoe.nn.quantile_balancing import balanced_bias, required_bias_histogram
 from maxmoe.nn.random_numbers import rand_of_tokens
 from maxmoe.nn.routing import Routing
-from maxmoe.ops.linear import linear
-from maxmoe.ops.route import route
+from maxmoe.ops import linear, route
 from maxmoe.ranks.token_group import LocalTokens, TokenGroupAttribute
 
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from maxmoe.config import MoEConfig
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.nn.routing import TopK
-from maxmoe.ops.linear import linear
+from maxmoe.ops import linear
 
 
 class ZeroComputationExperts(nn.Module):
