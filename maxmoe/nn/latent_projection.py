@@ -73,7 +73,3 @@ class LatentProjection(nn.Module):
         if self.direction == "out":
             saved["input"] = SavedTensor((batch, length, self.weight.shape[0]), (*TOKEN_DIMS, None))
         return saved
-
-    def extra_repr(self) -> str:
-        """Return the sizes."""
-        return f"in_features={self.weight.shape[0]}, out_features={self.weight.shape[1]}"

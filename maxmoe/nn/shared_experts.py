@@ -6,7 +6,7 @@ from torch.nn.functional import pad
 
 from maxmoe.config import Activation, MoEConfig
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
-from maxmoe.nn.dense_activation import check_activation_is_known
+from maxmoe.nn.experts import check_activation_is_known
 from maxmoe.ops import ActivationFunction, RaggedPlan, expert_ffn, linear, ragged_plan
 
 
@@ -109,19 +109,6 @@ class SharedExperts(nn.Module):
         if self.output_gate is not None:
             saved["softmax"] = SavedTensor((batch, length, 2), (*TOKEN_DIMS, None))
         return saved
-
-    def extra_repr(self) -> str:
-        """Sizes, for `print`.
-
-        Returns:
-            One line.
-        """
-        config = self.config
-        width = config.num_shared_experts * config.intermediate_size
-        return (
-            f"hidden_size={config.hidden_size}, intermediate_size={width}, "
-            f"activation={config.activation!r}, gate={config.shared_expert_gate}"
-        )
 
 
 def _sigmoid(column: Tensor) -> Tensor:

@@ -101,8 +101,3 @@ class ZeroComputationExperts(nn.Module):
             tensors["shares"] = saved(2 * count, wide)
             tensors["of_vectors"] = saved(2 * count, wide)
         return tensors
-
-    def extra_repr(self) -> str:
-        """Return the number of experts of each kind."""
-        config = self.config
-        return f"zero={config.num_zero_experts}, copy={config.num_copy_experts}, constant={config.num_constant_experts}"

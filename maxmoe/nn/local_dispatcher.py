@@ -1,6 +1,10 @@
-"""Dispatchers of ``implementation="dense"``: batched products of static shapes, one block of rows per expert."""
+"""Dispatch of tokens to experts in the same process, and combination of the outputs of each token's experts.
+
+With ``implementation="dense"``, batched products of static shapes compute one block of rows per expert.
+"""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,21 +12,70 @@ import torch
 from torch import Tensor
 
 from maxmoe.config import MoEConfig
-from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Future, LocalCounts, LocalDispatcher, LocalExperts
+from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Future
 from maxmoe.nn.routing import TopK
-from maxmoe.ops import RaggedPlan, ragged_gather, ragged_gather_reduce
+from maxmoe.ops import (
+    RaggedPlan,
+    ragged_gather,
+    ragged_gather_reduce,
+    ragged_plan,
+    ragged_sort,
+    ragged_unsort,
+)
 from maxmoe.recompute.freed_storage import Recomputation
 
 
+@dataclass(frozen=True)
+class LocalExperts:
+    """Range of the experts of a layer that are in this process.
+
+    Args:
+        first: index of the first local expert.
+        count: L, number of local experts.
+        total: E, number of experts of the layer.
+        num_selectable: number of experts that the router selects from. Slots with an id from `total` on have no row.
+    """
+
+    first: int
+    count: int
+    total: int
+    num_selectable: int
+
+    @classmethod
+    def all_of(cls, config: MoEConfig) -> "LocalExperts":
+        """Return the range of all experts of a layer with this config."""
+        return cls(0, config.num_experts, config.num_experts, config.num_selectable_experts)
+
+    def max_rows(self, num_slots: int, factor: float | None) -> int | None:
+        """Compute the largest number of rows that the local experts accept.
+
+        Args:
+            num_slots: number of slots in all processes.
+            factor: multiple of the number of rows per process if all selectable experts get equally many; None for no
+                bound.
+
+        Returns:
+            Number of rows; None for no bound.
+        """
+        return None if factor is None else int(num_slots * self.count // self.num_selectable * factor)
+
+    @property
+    def are_all(self) -> bool:
+        """Whether all experts of the layer are local."""
+        return self.count == self.total
+
+    @property
+    def are_selectable(self) -> bool:
+        """Whether every routed slot has a row in some process."""
+        return self.total == self.num_selectable
+
+
 def local_dispatcher(config: MoEConfig, experts: LocalExperts | None = None) -> Dispatcher[Any, int]:
-    """Return the dispatcher of a layer to the experts of this process.
+    """Return the dispatcher of a layer to the experts of this process, by default all of them.
 
     Args:
         config: config of the layer; its implementation selects the dispatcher.
-        experts: experts of this process; None for all experts of the layer.
-
-    Returns:
-        Dispatcher that does not communicate.
+        experts: experts of this process.
     """
     experts = LocalExperts.all_of(config) if experts is None else experts
     scales_input = config.apply_weights_to == "input"
@@ -33,17 +86,85 @@ def local_dispatcher(config: MoEConfig, experts: LocalExperts | None = None) -> 
     return CapacityDispatcher(experts, scales_input, config.capacity_factor, config.top_k)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DenselyDispatched(Dispatched):
-    """Input of dense experts, and the tensors that `DenseDispatcher.combine` needs.
+class LocalCounts:
+    """Base of dispatchers to experts in the same process, whose counts are the number of sequences."""
 
-    Attributes:
-        output_weights: ``(T, L)``, weight of the output of each expert.
-        chosen: ``(L, T, 1)``, bool, whether the token is routed to the expert.
+    def exchange_counts(self, chunks: Sequence[TopK], num_sequences: int) -> list[int]:
+        """Return the number of sequences for each chunk; nothing is communicated."""
+        return [num_sequences] * len(chunks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocallyDispatched(Dispatched):
+    """Input of local experts, and the plan by which its rows were sorted; None if `expert_ffn` sorts them."""
+
+    sorting: RaggedPlan | None = None
+
+
+@dataclass(frozen=True)
+class LocalDispatcher(LocalCounts):
+    """Dispatches tokens to experts in the same process. With a part of the experts, it returns partial sums.
+
+    1. A counting sort orders the slots by expert.
+    2. If the routing weights multiply the outputs, `expert_ffn` gathers rows ``(N, D)`` of x, scales and sums them. If
+       they multiply the input, rows are gathered and scaled in `dispatch` and summed in `combine`.
+
+    Args:
+        experts: experts of this process.
+        scales_input: whether the routing weights multiply the input of the experts.
+        buffer_factor: bounds the number of rows by this multiple of the mean over processes; None for no bound.
     """
 
-    output_weights: Tensor
-    chosen: Tensor
+    experts: LocalExperts
+    scales_input: bool = False
+    buffer_factor: float | None = None
+
+    def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[LocallyDispatched]:
+        """Sort the slots of x ``(T, D)`` by expert; return a function that returns the input of the experts."""
+        plan = self._plan(top_k)
+        if not self.scales_input:
+            dispatched = LocallyDispatched(x=x, weights=top_k.weights, plan=plan, dropped=plan.dropped)
+            return lambda: dispatched
+        rows = ragged_sort(x, plan, top_k.weights)
+        scaled = LocallyDispatched(
+            x=rows,
+            weights=None,
+            plan=RaggedPlan.of_sorted_rows(rows.shape[0], plan.group_sizes),
+            dropped=plan.dropped,
+            recomputations=(Recomputation(rows, lambda x: lambda: ragged_sort(x(), plan, top_k.weights)),),
+            sorting=plan,
+        )
+        return lambda: scaled
+
+    def combine(self, outputs: Tensor, dispatched: LocallyDispatched) -> Future[Tensor]:
+        """Sum the outputs ``(N, D)`` over the experts of each token, unless `expert_ffn` has summed them."""
+        combined = outputs if dispatched.sorting is None else ragged_unsort(outputs, dispatched.sorting)
+        return lambda: combined
+
+    def _plan(self, top_k: TopK) -> RaggedPlan:
+        num_slots = top_k.experts.numel()
+        max_rows = self.experts.max_rows(num_slots, self.buffer_factor)
+        num_rows = None
+        if self.experts.are_all:
+            # The number of slots is a bound that drops nothing. It tells operators the largest number of rows.
+            max_rows = num_slots if max_rows is None else min(num_slots, max_rows)
+            num_rows = max_rows if top_k.is_unpadded and self.experts.are_selectable else None
+        return ragged_plan(
+            top_k.experts,
+            self.experts.num_selectable,
+            first_expert=self.experts.first,
+            num_local_experts=self.experts.count,
+            max_rows=max_rows,
+            num_rows=num_rows,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenselyDispatched(Dispatched):
+    """Input of dense experts, and the tensors that `DenseDispatcher.combine` needs."""
+
+    output_weights: Tensor  # (T, L), of the output of each expert
+    chosen: Tensor  # (L, T, 1), bool, whether the token is routed to the expert
 
 
 @dataclass(frozen=True)
@@ -96,15 +217,10 @@ class DenseDispatcher(LocalCounts):
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityDispatched(Dispatched):
-    """Input of experts with a capacity, and the tensors that `CapacityDispatcher.combine` needs.
+    """Input of experts with a capacity, and the tensors that `CapacityDispatcher.combine` needs."""
 
-    Attributes:
-        row_of_slot: ``(T * K,)``, int64, row of each slot, -1 for a dropped slot.
-        output_weights: ``(T * K,)``, weight of the output of each slot; None for ones.
-    """
-
-    row_of_slot: Tensor
-    output_weights: Tensor | None
+    row_of_slot: Tensor  # (T * K,), int64, -1 for a dropped slot
+    output_weights: Tensor | None  # (T * K,), of the output of each slot
 
 
 @dataclass(frozen=True)
