@@ -194,11 +194,7 @@ class Decoder(nn.Module):
             raise ValueError(f"document_ids must be integer, got {document_ids.dtype}")
 
     def update_correction_bias(self, tokens_per_expert: Iterable[Tensor]) -> None:
-        """Take one step of loss-free balancing in every MoE layer, given its numbers of routed slots ``(E,)``.
-
-        Args:
-            tokens_per_expert: ``(M, E)``, or an iterable of M tensors ``(E,)``, int64.
-        """
+        """Take one step of loss-free balancing in every MoE layer, given ``(M, E)`` or M tensors ``(E,)``, int64."""
         for layer, counts in zip(self.moe_layers(), tokens_per_expert, strict=True):
             layer.update_correction_bias(counts)
 

@@ -1,7 +1,7 @@
 """Module of the routed experts, and their weights as one value."""
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -82,8 +82,7 @@ class Experts(nn.Module):
     Args:
         config: config of the layer.
         activation: function that replaces the activation of the config; see `maxmoe.ops.expert_ffn`.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
+        **options: device and dtype of the parameters.
     """
 
     gate_proj: Tensor | None
@@ -98,14 +97,7 @@ class Experts(nn.Module):
 
     is_transposed = True  # read by PEFT: each matrix is [in, out], unlike the weight of nn.Linear
 
-    def __init__(
-        self,
-        config: MoEConfig,
-        *,
-        activation: ActivationFunction | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: MoEConfig, *, activation: ActivationFunction | None = None, **options: Any) -> None:
         super().__init__()
         connect_if_imported()
         self.config = config
@@ -113,7 +105,7 @@ class Experts(nn.Module):
         num_experts, row_size, width = config.num_experts, config.row_size, config.intermediate_size
 
         def parameter(exists: bool, *shape: int) -> nn.Parameter | None:
-            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if exists else None
+            return nn.Parameter(torch.empty(shape, **options)) if exists else None
 
         gated, biased = config.gated, config.expert_bias
         self.register_parameter("gate_proj", parameter(gated, num_experts, row_size, width))

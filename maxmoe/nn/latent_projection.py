@@ -1,6 +1,6 @@
 """Module of the projections before and after latent experts."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,28 +19,20 @@ class LatentProjection(nn.Module):
     Args:
         config: config of the layer; L is its latent_size.
         direction: "in" or "out".
-        device: device of the parameter.
-        dtype: dtype of the parameter.
+        **options: device and dtype of the parameter.
 
     Source: NVIDIA Nemotron 3 (LatentMoE); Megatron-LM, `fc1_latent_proj` and `fc2_latent_proj`.
     """
 
     weight: Tensor
 
-    def __init__(
-        self,
-        config: MoEConfig,
-        direction: Literal["in", "out"],
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: MoEConfig, direction: Literal["in", "out"], **options: Any) -> None:
         super().__init__()
         self.direction = direction
         sizes, self._names = (config.hidden_size, config.row_size), ("embed", "latent")
         if direction == "out":
             sizes, self._names = sizes[::-1], self._names[::-1]
-        self.weight = nn.Parameter(torch.empty(sizes, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(sizes, **options))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

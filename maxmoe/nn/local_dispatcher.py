@@ -47,15 +47,9 @@ class LocalExperts:
         return cls(0, config.num_experts, config.num_experts, config.num_selectable_experts)
 
     def max_rows(self, num_slots: int, factor: float | None) -> int | None:
-        """Compute the largest number of rows that the local experts accept.
+        """Return the largest number of rows that the local experts accept of the slots in all processes.
 
-        Args:
-            num_slots: number of slots in all processes.
-            factor: multiple of the number of rows per process if all selectable experts get equally many; None for no
-                bound.
-
-        Returns:
-            Number of rows; None for no bound.
+        `factor` is a multiple of their number if all selectable experts get equally many; None for no bound.
         """
         return None if factor is None else int(num_slots * self.count // self.num_selectable * factor)
 

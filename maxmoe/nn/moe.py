@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -99,18 +99,17 @@ class MoE(HookedModule):
         if not isinstance(config, MoEConfig):
             raise TypeError(f"config must be a maxmoe.MoEConfig, got {type(config).__name__}")
         check_replaced_parts(config, router, activation, balance_loss)
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = config
-        self.router: nn.Module = Router(config, device=device, dtype=dtype) if router is None else router
-        self.experts = Experts(config, activation=activation, device=device, dtype=dtype)
-        self.shared_experts: SharedExperts | None = None
-        if config.num_shared_experts:
-            self.shared_experts = SharedExperts(config, activation=activation, device=device, dtype=dtype)
+        self.router: nn.Module = Router(config, **options) if router is None else router
+        self.experts = Experts(config, activation=activation, **options)
+        has_shared = config.num_shared_experts > 0
+        self.shared_experts = SharedExperts(config, activation=activation, **options) if has_shared else None
         is_latent = config.latent_size is not None
-        self.latent_in = LatentProjection(config, "in", device=device, dtype=dtype) if is_latent else None
-        self.latent_out = LatentProjection(config, "out", device=device, dtype=dtype) if is_latent else None
-        self.zero_computation_experts = None
-        if config.has_zero_computation_outputs:
-            self.zero_computation_experts = ZeroComputationExperts(config, device=device, dtype=dtype)
+        self.latent_in = LatentProjection(config, "in", **options) if is_latent else None
+        self.latent_out = LatentProjection(config, "out", **options) if is_latent else None
+        has_more = config.has_zero_computation_outputs
+        self.zero_computation_experts = ZeroComputationExperts(config, **options) if has_more else None
         self.set_up_training(load_balance_loss if balance_loss is None else balance_loss)
 
     def set_up_training(self, balance_loss: BalanceLoss) -> None:
@@ -205,11 +204,7 @@ class MoE(HookedModule):
         give_weights(self, block)
 
     def set_runner(self, runner: ExpertRunner) -> None:
-        """Replace the runner of the routed experts; `maxmoe.parallelize` sets a runner that communicates.
-
-        Args:
-            runner: runner with dispatcher, tensor-parallel region and number of chunks.
-        """
+        """Replace the runner of the routed experts; `maxmoe.parallelize` sets a runner that communicates."""
         self.runner = runner
 
     def reset_parameters(self) -> None:
@@ -360,11 +355,7 @@ class MoE(HookedModule):
         return saved | self.losses.saved_tensors(batch, length, wide)
 
     def update_correction_bias(self, tokens_per_expert: Tensor) -> None:
-        """Take one step of loss-free balancing; see `Router.update_correction_bias`.
-
-        Args:
-            tokens_per_expert: ``(E,)``, integer, `MoEStats.tokens_per_expert`, summed over an optimizer step.
-        """
+        """Take one step of loss-free balancing; see `Router.update_correction_bias`."""
         if self.balanced_router is None:
             raise ValueError("update_correction_bias needs score_correction_bias=True in the config, got False")
         self.balanced_router.update_correction_bias(tokens_per_expert)

@@ -52,35 +52,17 @@ class RoutingRecord:
         return RoutingRecord({path: ids[calls] for path, ids in self.calls.items()})
 
     def joined(self) -> "RoutingRecord":
-        """Concatenate all calls along the sequence, such as prompt and generated tokens of a model with a cache.
-
-        Returns:
-            Record of one call.
-        """
+        """Join all calls to one along the sequence, such as prompt and generated tokens of a model with a cache."""
         return RoutingRecord({path: [torch.cat(ids, dim=-2)] for path, ids in self.calls.items() if ids})
 
     def save(self, path: str | Path) -> None:
-        """Write the record to a file.
-
-        Args:
-            path: path of the file, which is replaced.
-        """
+        """Write the record to a file, which is replaced."""
         with replacing(path) as new:
             torch.save({layer: list(ids) for layer, ids in self.calls.items()}, new)
 
     @classmethod
     def load(cls, path: str | Path) -> "RoutingRecord":
-        """Read a record from a file, without executing code from it (``weights_only=True``).
-
-        Args:
-            path: path of a file that `save` wrote.
-
-        Returns:
-            Record on the CPU.
-
-        Raises:
-            ValueError: for a file with other contents.
-        """
+        """Read a record that `save` wrote, to the CPU, without executing code from it (``weights_only=True``)."""
         calls: Any = torch.load(path, weights_only=True, map_location="cpu")
         is_record = isinstance(calls, dict) and all(
             isinstance(layer, str) and isinstance(ids, list) and all(isinstance(one, Tensor) for one in ids)
@@ -184,18 +166,13 @@ class _Recorder(_Hook):
 
 
 class _Replay(_Hook):
-    """Recorded expert ids of one layer, and those that a recomputation in the backward pass may need again.
-
-    Attributes:
-        has_ended: whether the context has ended, so that only recomputations of its calls get expert ids.
-        checkpointed: expert ids of the calls in each checkpoint, by the frame of the checkpoint.
-    """
+    """Recorded expert ids of one layer, and those that a recomputation in the backward pass may need again."""
 
     def __init__(self, path: str, layer: HookedModule, calls: list[Tensor]) -> None:
         self.path, self.layer, self.calls, self.num_calls = path or "the layer", layer, calls, 0
         super().__init__()
-        self.has_ended = False
-        self.checkpointed: WeakKeyDictionary[object, _CheckpointedCalls] = WeakKeyDictionary()
+        self.has_ended = False  # then only recomputations of its calls get expert ids
+        self.checkpointed: WeakKeyDictionary[object, _CheckpointedCalls] = WeakKeyDictionary()  # by its frame
         for ids in calls:
             self._check(ids)
 

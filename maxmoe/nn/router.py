@@ -1,6 +1,7 @@
 """Router of a layer: linear, then the best experts of each token; the rules that balance their load."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +26,7 @@ class Router(ConvertedModule):
 
     Args:
         config: config of the layer.
-        device: device of the parameters.
-        dtype: dtype of the parameters; `score_correction_bias` is float32 or wider.
+        **options: device and dtype of the parameters; `score_correction_bias` is float32 or wider.
     """
 
     weight: Tensor
@@ -35,21 +35,16 @@ class Router(ConvertedModule):
 
     token_group = TokenGroupAttribute()  # for the random router
 
-    def __init__(
-        self, config: MoEConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, config: MoEConfig, **options: Any) -> None:
         super().__init__()
         self.config = config
         self.token_group = LocalTokens()
         num_experts = config.num_selectable_experts
-        self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, device=device, dtype=dtype))
-        self.register_parameter("bias", None)
-        if config.router_bias:
-            self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype))
-        correction_bias = None
-        if config.score_correction_bias:
-            wide = torch.promote_types(self.weight.dtype, torch.float32)
-            correction_bias = torch.empty(num_experts, device=device, dtype=wide)
+        self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, **options))
+        bias = nn.Parameter(torch.empty(num_experts, **options)) if config.router_bias else None
+        self.register_parameter("bias", bias)
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        correction_bias = self.weight.new_empty(num_experts, dtype=wide) if config.score_correction_bias else None
         self.register_buffer("score_correction_bias", correction_bias)
         self.register_load_state_dict_post_hook(_widen_correction_bias)  # type: ignore[no-untyped-call]
         self.reset_parameters()

@@ -1,5 +1,7 @@
 """Module of the shared experts."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -18,8 +20,7 @@ class SharedExperts(nn.Module):
     Args:
         config: config of the layer.
         activation: function that replaces the activation of the config; see `maxmoe.ops.expert_ffn`.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
+        **options: device and dtype of the parameters.
     """
 
     gate_proj: Tensor | None
@@ -30,21 +31,14 @@ class SharedExperts(nn.Module):
     recompute_names = ("shared_experts",)
     recompute: frozenset[str] = frozenset()  # see `maxmoe.set_recompute`
 
-    def __init__(
-        self,
-        config: MoEConfig,
-        *,
-        activation: ActivationFunction | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: MoEConfig, *, activation: ActivationFunction | None = None, **options: Any) -> None:
         super().__init__()
         self.config = config
         self.activation: Activation | ActivationFunction = config.activation if activation is None else activation
         hidden_size, width = config.hidden_size, config.num_shared_experts * config.intermediate_size
 
         def parameter(exists: bool, *shape: int) -> nn.Parameter | None:
-            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if exists else None
+            return nn.Parameter(torch.empty(shape, **options)) if exists else None
 
         self.register_parameter("gate_proj", parameter(config.gated, hidden_size, width))
         self.register_parameter("up_proj", parameter(True, hidden_size, width))
@@ -112,12 +106,9 @@ class SharedExperts(nn.Module):
 
 
 def _sigmoid(column: Tensor) -> Tensor:
-    """Compute the sigmoid of a column ``(T, 1)`` such that the bits of an element do not depend on its position.
-
-    `torch.sigmoid` uses a scalar function instead of the vectorized one for the last elements of each thread's chunk.
-    The softmax of (x, 0) equals the sigmoid of x, and uses one function for all rows. `torch.cat` would refuse a column
-    in bfloat16 under an autocast to float16.
-    """
+    """Compute the sigmoid of a column ``(T, 1)`` such that the bits of an element do not depend on its position."""
+    # torch.sigmoid computes the last elements of each thread's chunk with a scalar function. The softmax of (x, 0) is
+    # the sigmoid of x, and uses one function for all rows. torch.cat would refuse bfloat16 under autocast to float16.
     return pad(column, (0, 1)).softmax(1)[:, :1]
 
 

@@ -1,5 +1,7 @@
 """Module of the experts that compute no matrix product."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -20,8 +22,7 @@ class ZeroComputationExperts(nn.Module):
 
     Args:
         config: config of the layer.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
+        **options: device and dtype of the parameters.
 
     Source: MoE++ (arXiv:2410.07348) section 3.1; LongCat-Flash (arXiv:2509.01322) section 2.1, for copies.
     """
@@ -29,15 +30,13 @@ class ZeroComputationExperts(nn.Module):
     vectors: Tensor | None
     mixing: Tensor | None
 
-    def __init__(
-        self, config: MoEConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, config: MoEConfig, **options: Any) -> None:
         super().__init__()
         self.config = config
         count, hidden_size = config.num_constant_experts, config.hidden_size
 
         def parameter(*shape: int) -> nn.Parameter | None:
-            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if count else None
+            return nn.Parameter(torch.empty(shape, **options)) if count else None
 
         self.register_parameter("vectors", parameter(count, hidden_size))
         self.register_parameter("mixing", parameter(count, 2, hidden_size))

@@ -100,14 +100,9 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of the published tensors of a layer.
+    """Layout of all published tensors of a layer."""
 
-    Args:
-        module: name of the layer in a block of the decoder.
-        entries: entries of all published tensors.
-    """
-
-    module: str
+    module: str  # name of the layer in a block of the decoder
     entries: tuple[Entry, ...]
 
     def tensors(self, state: Mapping[str, Any]) -> dict[str, Held]:
