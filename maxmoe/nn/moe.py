@@ -20,16 +20,14 @@ from maxmoe.expert_load.stats import MoEStats
 from maxmoe.nn.checks import check_parts_are_known, check_replaced_parts, needs_gradient
 from maxmoe.nn.dispatcher import ExpertRunner, LayerInputs
 from maxmoe.nn.experts import Experts
-from maxmoe.nn.latent_projection import LatentProjection
 from maxmoe.nn.local_dispatcher import local_dispatcher
 from maxmoe.nn.losses import LOCAL, BalanceLoss, RoutingLosses, load_balance_loss
+from maxmoe.nn.parts import LatentProjection, SharedExperts, ZeroComputationExperts
 from maxmoe.nn.replay import HookedModule, given_experts, observe
 from maxmoe.nn.routed_experts import fits_one_operator, in_one_operator
 from maxmoe.nn.router import Router, is_custom_router
 from maxmoe.nn.routing import Routing, checked_routing
-from maxmoe.nn.shared_experts import SharedExperts
 from maxmoe.nn.training_watch import TrainingWatch
-from maxmoe.nn.zero_computation_experts import ZeroComputationExperts
 from maxmoe.ops import ActivationFunction
 from maxmoe.ranks.token_group import LocalTokens, TokenGroupAttribute
 from maxmoe.recompute.selective import has_backward

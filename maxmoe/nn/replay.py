@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe._torch import never_compiled
-from maxmoe._torch.backward import backward_id
-from maxmoe._torch.checkpoint import checkpoint_frames, is_reentrant_checkpoint
+from maxmoe._torch.autograd import backward_id, checkpoint_frames, is_reentrant_checkpoint
 from maxmoe.config import MoEConfig
 from maxmoe.expert_load.stats_accumulator import unwrapped_path
 from maxmoe.files import replacing
