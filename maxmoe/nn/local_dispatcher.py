@@ -14,14 +14,7 @@ from torch import Tensor
 from maxmoe.config import MoEConfig
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, Future
 from maxmoe.nn.routing import TopK
-from maxmoe.ops import (
-    RaggedPlan,
-    ragged_gather,
-    ragged_gather_reduce,
-    ragged_plan,
-    ragged_sort,
-    ragged_unsort,
-)
+from maxmoe.ops import RaggedPlan, ragged_gather, ragged_gather_reduce, ragged_plan, ragged_sort, ragged_unsort
 from maxmoe.recompute.freed_storage import Recomputation
 
 

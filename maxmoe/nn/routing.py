@@ -183,31 +183,21 @@ def _check_routing(routing: object, config: MoEConfig, x: Tensor, token_mask: Te
 
 def _check_values(routing: Routing, config: MoEConfig, name: str) -> None:
     """Raise for ids out of range and values that are not finite."""
-    experts, least = routing.experts, 0 if routing.is_unpadded else -1
-    ids = f"expert ids of router {name} must be in [-1, number of experts ({config.num_selectable_experts}))"
-    if experts.numel() == 0:
-        return
-    is_async = experts.device.type != "cpu" or torch.compiler.is_compiling()
-    if is_async:
-        assert_async(((experts >= least) & (experts < config.num_selectable_experts)).all(), ids)
-    else:
-        low, high = (int(bound) for bound in experts.aminmax())
-        if low < -1 or high >= config.num_selectable_experts:
-            raise ValueError(f"{ids}, got {low if low < -1 else high}")
-        if low < least:
-            raise ValueError(f"router {name} must set is_unpadded=False for ids of -1, as Routing.of does, got True")
+    experts, num_experts = routing.experts, config.num_selectable_experts
+    is_known = (experts >= -1) & (experts < num_experts)
+    if _fails(is_known, f"expert ids of router {name} must be in [-1, number of experts ({num_experts}))"):
+        raise ValueError(
+            f"expert ids of router {name} must be in [-1, number of experts ({num_experts})), "
+            f"got {int(experts[~is_known][0])}"
+        )
+    if routing.is_unpadded and _fails(experts >= 0, f"router {name} must set is_unpadded=False for ids of -1"):
+        raise ValueError(f"router {name} must set is_unpadded=False for ids of -1, as Routing.of does, got True")
     for field in ("weights", "probabilities", "token_losses"):
-        values, finite = getattr(routing, field), f"{field} of router {name} must be finite"
-        if values is None:
-            continue
+        values = getattr(routing, field)
         # One pass over the values; a sum is not finite if a summand is not.
-        is_finite = values.detach().sum().isfinite()
-        if is_async:
-            assert_async(is_finite, finite)
-        elif not is_finite:
-            is_bad = ~values.detach().isfinite().flatten(1 if values.dim() > 1 else 0)
-            token = int((is_bad.any(1) if values.dim() > 1 else is_bad).nonzero()[0])
-            raise ValueError(f"{finite}, got {values[token].tolist()} for token {token}")
+        if values is not None and _fails(values.detach().sum().isfinite(), f"{field} of router {name} must be finite"):
+            token = int((~values.detach().isfinite()).nonzero()[0, 0])
+            raise ValueError(f"{field} of router {name} must be finite, got {values[token].tolist()} for token {token}")
 
 
 def _check_is_replayed(routing: Routing, given: Tensor, name: str) -> None:
@@ -215,11 +205,17 @@ def _check_is_replayed(routing: Routing, given: Tensor, name: str) -> None:
     is_same = (routing.experts.sort(1).values == given.sort(1).values).all(1)
     if routing.token_mask is not None:
         is_same = is_same | ~routing.token_mask
-    if is_same.device.type != "cpu" or torch.compiler.is_compiling():
-        assert_async(is_same.all(), f"router {name} must route to the experts that it gets in a replay")
-    elif not is_same.all():
+    if _fails(is_same, f"router {name} must route to the experts that it gets in a replay"):
         token = int((~is_same).nonzero()[0])
         raise ValueError(
             f"router {name} must route to the experts that it gets in a replay, {given[token].tolist()} for token "
             f"{token}, got {routing.experts[token].tolist()}"
         )
+
+
+def _fails(holds: Tensor, message: str) -> bool:
+    """Return whether a condition fails; in compiled code and off the CPU, leave it to an assertion of the device."""
+    if holds.device.type != "cpu" or torch.compiler.is_compiling():
+        assert_async(holds.all(), message)
+        return False
+    return not holds.all()
