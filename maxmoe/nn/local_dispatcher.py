@@ -4,7 +4,7 @@ With ``implementation="dense"``, batched products of static shapes compute one b
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,23 +73,48 @@ def local_dispatcher(config: MoEConfig, experts: LocalExperts | None = None) -> 
     return CapacityDispatcher(experts, scales_input, config.capacity_factor, config.top_k)
 
 
-class LocalCounts:
+@dataclass(frozen=True, kw_only=True)
+class LocallyDispatched(Dispatched):
+    """Input of local experts, and the function that sums their outputs ``(N, D)``; None if `expert_ffn` sums them."""
+
+    sum_outputs: Callable[[Tensor], Tensor] | None = None
+
+
+class InProcess:
     """Base of dispatchers to experts in the same process, whose counts are the number of sequences."""
 
     def exchange_counts(self, chunks: Sequence[TopK], num_sequences: int) -> list[int]:
         """Return the number of sequences for each chunk; nothing is communicated."""
         return [num_sequences] * len(chunks)
 
+    def combine(self, outputs: Tensor, dispatched: LocallyDispatched) -> Future[Tensor]:
+        """Sum the outputs ``(N, D)`` over the experts of each token, unless `expert_ffn` has summed them."""
+        combined = outputs if dispatched.sum_outputs is None else dispatched.sum_outputs(outputs)
+        return lambda: combined
 
-@dataclass(frozen=True, kw_only=True)
-class LocallyDispatched(Dispatched):
-    """Input of local experts, and the plan by which its rows were sorted; None if `expert_ffn` sorts them."""
 
-    sorting: RaggedPlan | None = None
+def _gathered(
+    x: Tensor,
+    gather: Callable[[Tensor], Tensor],
+    group_sizes: Tensor,
+    dropped: Tensor,
+    sum_outputs: Callable[[Tensor], Tensor],
+) -> Future[LocallyDispatched]:
+    """Gather the rows of x, sorted by expert, of which each expert computes as many as `group_sizes` says."""
+    rows = gather(x)
+    dispatched = LocallyDispatched(
+        x=rows,
+        weights=None,
+        plan=RaggedPlan.of_sorted_rows(rows.shape[0], group_sizes),
+        dropped=dropped,
+        recomputations=(Recomputation(rows, lambda x: lambda: gather(x())),),
+        sum_outputs=sum_outputs,
+    )
+    return lambda: dispatched
 
 
 @dataclass(frozen=True)
-class LocalDispatcher(LocalCounts):
+class LocalDispatcher(InProcess):
     """Dispatches tokens to experts in the same process. With a part of the experts, it returns partial sums.
 
     1. A counting sort orders the slots by expert.
@@ -112,21 +137,13 @@ class LocalDispatcher(LocalCounts):
         if not self.scales_input:
             dispatched = LocallyDispatched(x=x, weights=top_k.weights, plan=plan, dropped=plan.dropped)
             return lambda: dispatched
-        rows = ragged_sort(x, plan, top_k.weights)
-        scaled = LocallyDispatched(
-            x=rows,
-            weights=None,
-            plan=RaggedPlan.of_sorted_rows(rows.shape[0], plan.group_sizes),
-            dropped=plan.dropped,
-            recomputations=(Recomputation(rows, lambda x: lambda: ragged_sort(x(), plan, top_k.weights)),),
-            sorting=plan,
+        return _gathered(
+            x,
+            lambda x: ragged_sort(x, plan, top_k.weights),
+            plan.group_sizes,
+            plan.dropped,
+            lambda outputs: ragged_unsort(outputs, plan),
         )
-        return lambda: scaled
-
-    def combine(self, outputs: Tensor, dispatched: LocallyDispatched) -> Future[Tensor]:
-        """Sum the outputs ``(N, D)`` over the experts of each token, unless `expert_ffn` has summed them."""
-        combined = outputs if dispatched.sorting is None else ragged_unsort(outputs, dispatched.sorting)
-        return lambda: combined
 
     def _plan(self, top_k: TopK) -> RaggedPlan:
         num_slots = top_k.experts.numel()
@@ -146,16 +163,8 @@ class LocalDispatcher(LocalCounts):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DenselyDispatched(Dispatched):
-    """Input of dense experts, and the tensors that `DenseDispatcher.combine` needs."""
-
-    output_weights: Tensor  # (T, L), of the output of each expert
-    chosen: Tensor  # (L, T, 1), bool, whether the token is routed to the expert
-
-
 @dataclass(frozen=True)
-class DenseDispatcher(LocalCounts):
+class DenseDispatcher(InProcess):
     """Dispatches every token to every local expert: rows ``(L * T, D)``.
 
     Experts that a token is not routed to have the weight zero. `scales_input` tells whether the routing weights
@@ -165,7 +174,7 @@ class DenseDispatcher(LocalCounts):
     experts: LocalExperts
     scales_input: bool
 
-    def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[DenselyDispatched]:
+    def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[LocallyDispatched]:
         """Copy x ``(T, D)`` for each local expert."""
         num_experts = self.experts.count
         zeros = top_k.weights.new_zeros(x.shape[0], num_experts)
@@ -182,36 +191,18 @@ class DenseDispatcher(LocalCounts):
             # not routed to, so that there is no such output in the forward or the backward.
             return torch.where(chosen, inputs, 0.0).flatten(0, 1)
 
-        rows = rows_of_experts(x)
-        dispatched = DenselyDispatched(
-            x=rows,
-            weights=None,
-            plan=_equal_groups(rows, num_experts),
-            dropped=top_k.experts.new_zeros(()),
-            recomputations=(Recomputation(rows, lambda x: lambda: rows_of_experts(x())),),
-            output_weights=chosen.squeeze(2).t().to(weights.dtype) if self.scales_input else weights,
-            chosen=chosen,
-        )
-        return lambda: dispatched
+        output_weights = chosen.squeeze(2).t().to(weights.dtype) if self.scales_input else weights
 
-    def combine(self, outputs: Tensor, dispatched: DenselyDispatched) -> Future[Tensor]:
-        """Compute the weighted sum of the outputs ``(L * T, D)`` over the experts of each token."""
-        chosen, weights = dispatched.chosen, dispatched.output_weights
-        outputs = torch.where(chosen, outputs.view(*chosen.shape[:2], outputs.shape[1]), 0.0)
-        combined = torch.einsum("etd,te->td", outputs.to(weights.dtype), weights).to(outputs.dtype)
-        return lambda: combined
+        def sum_outputs(outputs: Tensor) -> Tensor:
+            outputs = torch.where(chosen, outputs.view(*chosen.shape[:2], outputs.shape[1]), 0.0)
+            return torch.einsum("etd,te->td", outputs.to(output_weights.dtype), output_weights).to(outputs.dtype)
 
-
-@dataclass(frozen=True, kw_only=True)
-class CapacityDispatched(Dispatched):
-    """Input of experts with a capacity, and the tensors that `CapacityDispatcher.combine` needs."""
-
-    row_of_slot: Tensor  # (T * K,), int64, -1 for a dropped slot
-    output_weights: Tensor | None  # (T * K,), of the output of each slot
+        group_sizes = torch.full((num_experts,), x.shape[0], device=x.device)
+        return _gathered(x, rows_of_experts, group_sizes, top_k.experts.new_zeros(()), sum_outputs)
 
 
 @dataclass(frozen=True)
-class CapacityDispatcher(LocalCounts):
+class CapacityDispatcher(InProcess):
     """Dispatches the first slots of each sequence to each expert, up to its capacity; further slots are dropped.
 
     `scales_input` tells whether the routing weights multiply the input of the experts, `factor` is
@@ -223,7 +214,7 @@ class CapacityDispatcher(LocalCounts):
     factor: float
     top_k: int
 
-    def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[CapacityDispatched]:
+    def dispatch(self, x: Tensor, top_k: TopK, num_sequences: int) -> Future[LocallyDispatched]:
         """Gather rows ``(L * B * capacity, D)`` of x ``(T, D)``."""
         num_experts = self.experts.count
         slots_per_sequence = top_k.experts.numel() // max(num_sequences, 1)
@@ -248,22 +239,15 @@ class CapacityDispatcher(LocalCounts):
 
         weights = top_k.weights.reshape(-1)
         input_weights = ragged_gather(weights.unsqueeze(1), slot_of_row).squeeze(1) if self.scales_input else None
-        rows = ragged_gather(x, token_of_row, input_weights)
-        dispatched = CapacityDispatched(
-            x=rows,
-            weights=None,
-            plan=_equal_groups(rows, num_experts),
-            dropped=(is_local.view(-1) & ~is_placed).sum(),
-            recomputations=(Recomputation(rows, lambda x: lambda: ragged_gather(x(), token_of_row, input_weights)),),
-            row_of_slot=torch.where(is_placed, row, -1),
-            output_weights=None if self.scales_input else weights,
+        row_of_slot = torch.where(is_placed, row, -1)
+        output_weights = None if self.scales_input else weights
+        return _gathered(
+            x,
+            lambda x: ragged_gather(x, token_of_row, input_weights),
+            torch.full((num_experts,), num_sequences * capacity, device=x.device),
+            (is_local.view(-1) & ~is_placed).sum(),
+            lambda outputs: ragged_gather_reduce(outputs, row_of_slot, self.top_k, output_weights),
         )
-        return lambda: dispatched
-
-    def combine(self, outputs: Tensor, dispatched: CapacityDispatched) -> Future[Tensor]:
-        """Compute the weighted sum of the outputs over the slots of each token."""
-        combined = ragged_gather_reduce(outputs, dispatched.row_of_slot, self.top_k, dispatched.output_weights)
-        return lambda: combined
 
     def _capacity(self, num_slots: int) -> int:
         """Return the number of slots that an expert accepts from a sequence with `num_slots` slots."""
@@ -280,9 +264,3 @@ def _local_ids(ids: Tensor, experts: LocalExperts) -> tuple[Tensor, Tensor]:
     local = ids - experts.first
     is_local = (ids >= experts.first) & (local < experts.count)
     return local.masked_fill(~is_local, 0), is_local
-
-
-def _equal_groups(rows: Tensor, num_groups: int) -> RaggedPlan:
-    """Return the plan of rows that are sorted by expert, with the same number of rows for each expert."""
-    group_sizes = torch.full((num_groups,), rows.shape[0] // num_groups, device=rows.device)
-    return RaggedPlan.of_sorted_rows(rows.shape[0], group_sizes)
