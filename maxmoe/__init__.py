@@ -24,7 +24,7 @@ from maxmoe.nn import (
     set_aux_loss_scale,
     set_recompute,
 )
-from maxmoe.ops._memory import empty_cache
+from maxmoe.ops._runtime import empty_cache
 
 if TYPE_CHECKING:
     from maxmoe import (  # noqa: F401
