@@ -2,8 +2,8 @@
 
 The core is built for the torch of the environment, also under pip's build isolation. MAXMOE_TORCH, a list of folders
 separated by colons, builds one wheel for several releases: `make wheel` sets it. MAXMOE_ANY_TORCH=1 builds for an older
-torch as well: for device checks alone, whose machine may have no other (tests/device/run.sh). MAXMOE_CORE=off installs the
-Python package alone, without a compiler: enough for maxmoe.testing, configs, presets, rules and the reference.
+torch as well: for device checks alone, whose machine may have no other (tests/device/run.sh). MAXMOE_CORE=off installs
+the Python package alone, without a compiler: enough for maxmoe.testing, configs, presets, rules and the reference.
 """
 
 import fcntl
