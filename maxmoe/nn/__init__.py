@@ -1,5 +1,9 @@
 """Mixture-of-Experts layer and its parts."""
 
+# First: names a torch that does not fit before another module misses something in that torch.
+from maxmoe import _library as _library
+
+# isort: split
 from maxmoe.declaration import TOKEN_DIMS, Declaration, LogicalNames, ResidualStream, SavedTensor
 from maxmoe.nn.dispatcher import Dispatched, Dispatcher, ExpertRunner, Future, LayerInputs, TensorParallelRegion
 from maxmoe.nn.experts import Experts, ExpertWeights, ForeignExperts
