@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,19 +18,13 @@ from maxmoe.ranks.named_collectives import all_to_all
 
 BUCKET_SIZE = 2**24  # elements of gathered matrices that a rank holds at a time
 
-Update = Callable[["ShardedParameter"], Tensor]
-Orthogonalize = Callable[[Tensor, "ShardedParameter"], Tensor]
+Update: TypeAlias = Callable[["ShardedParameter"], Tensor]
+Orthogonalize: TypeAlias = Callable[[Tensor, "ShardedParameter"], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """A DTensor whose matrices are orthogonalised.
-
-    Args:
-        parameter: the DTensor.
-        matrix: the matrices in its last two dims.
-        dtype: dtype of Newton-Schulz and of the collectives.
-    """
+    """A DTensor whose matrices are orthogonalised, and the dtype of Newton-Schulz and of the collectives."""
 
     parameter: DTensor
     matrix: Matrix
@@ -51,20 +45,10 @@ class _Transfer(NamedTuple):
 
 
 class _Bucket(NamedTuple):
-    """The sends and receives of this rank for matrices that are gathered together.
+    """Matrices that are gathered together, and what this rank sends and receives of them, in the order of the group."""
 
-    Args:
-        starting: indices of the parameters whose first matrices are in this bucket.
-        ending: indices of the parameters whose last matrices are in this bucket.
-        owned: assignments of which this rank is the owner.
-        gather_sends: shards of the updates that this rank sends to the owners.
-        gather_receives: shards of the updates of the owned matrices, from the ranks that send them.
-        scatter_sends: shards of the results of the owned matrices, sent to the ranks that hold the parameter shards.
-        scatter_receives: results for the parameter shards of this rank, from the owners.
-    """
-
-    starting: list[int]
-    ending: list[int]
+    parameters: list[int]  # indices of the parameters that the matrices belong to
+    ending: list[int]  # those of which no later bucket has matrices
     owned: list[OwnerAssignment]
     gather_sends: list[_Transfer]
     gather_receives: list[_Transfer]
@@ -97,29 +81,15 @@ class DistributedNewtonSchulz:
         self.parameters = tuple(parameters)
         self._dtype, self._device = parameters[0].dtype, parameters[0].parameter.device
         mesh = parameters[0].parameter.device_mesh
-        self._group = _process_group(mesh)
         ranks = mesh.mesh.flatten().tolist()
+        self._group = mesh.get_group() if mesh.ndim == 1 else _group_of(dist.group.WORLD, tuple(sorted(ranks)))
         # Assignments name ranks by position on the mesh; the splits of a collective are in the order of the group.
         self._rank = ranks.index(dist.get_rank())
         self._rank_in_group = [dist.get_group_rank(self._group, rank) for rank in ranks]
         self._stacks = [stack for sharded in parameters for stack in sharded.stacks]
         self._parameter_of = [index for index, sharded in enumerate(parameters) for _ in sharded.stacks]
         buckets = assign_owners(self._stacks, BUCKET_SIZE)
-        first: dict[int, int] = {}
-        last: dict[int, int] = {}
-        for number, assignments in enumerate(buckets):
-            for assignment in assignments:
-                index = self._parameter_of[assignment.stack]
-                first.setdefault(index, number)
-                last[index] = number
-        self._buckets = [
-            self._bucket(
-                [index for index, start in first.items() if start == number],
-                [index for index, end in last.items() if end == number],
-                assignments,
-            )
-            for number, assignments in enumerate(buckets)
-        ]
+        self._buckets = [self._bucket(*pair) for pair in zip(buckets, [*buckets[1:], []], strict=True)]
 
     def start(self, update: Update) -> None:
         """Start to gather the first bucket.
@@ -151,16 +121,19 @@ class DistributedNewtonSchulz:
             yield from self._store(*previous)
         del self._update, self._gathered
 
-    def _bucket(self, starting: list[int], ending: list[int], assignments: Sequence[OwnerAssignment]) -> _Bucket:
-        """List the sends and receives of this rank for the assignments of a bucket."""
+    def _bucket(self, assignments: Sequence[OwnerAssignment], following: Sequence[OwnerAssignment]) -> _Bucket:
+        """List what this rank sends and receives for the assignments of a bucket, given those of the next one."""
 
         def in_group_order(transfers: Iterable[_Transfer]) -> list[_Transfer]:
             return sorted(transfers, key=lambda transfer: self._rank_in_group[transfer.peer])
 
         owned = [each for each in assignments if each.owner == self._rank]
+        here, later = (
+            dict.fromkeys(self._parameter_of[each.stack] for each in found) for found in (assignments, following)
+        )
         return _Bucket(
-            starting,
-            ending,
+            [*here],
+            [index for index in here if index not in later],
             owned,
             in_group_order(_Transfer(each.owner, each) for each in assignments if self._rank in each.senders),
             in_group_order(_Transfer(sender, each) for each in owned for sender in each.senders),
@@ -170,28 +143,32 @@ class DistributedNewtonSchulz:
 
     def _gather(self, bucket: _Bucket) -> _AllToAll:
         """Start to send the shards of the updates to the owners."""
-        for index in bucket.starting:
-            self._updates[index] = self._update(self.parameters[index]).contiguous()
+        for index in bucket.parameters:
+            if index not in self._updates:
+                self._updates[index] = self._update(self.parameters[index]).contiguous()
         sends = [(owner, self._local_view(assignment)) for owner, assignment in bucket.gather_sends]
         return self._all_to_all(sends, [(sender, self._numel(each, sender)) for sender, each in bucket.gather_receives])
 
     def _assemble(self, bucket: _Bucket, buffer: Tensor) -> dict[OwnerAssignment, Tensor]:
         """Copy the gathered shards into whole matrices."""
         whole = {each: buffer.new_empty(each.num_matrices, *self._stacks[each.stack].shape) for each in bucket.owned}
-        _unpack(buffer, [self._shard_view(each, whole[each], sender) for sender, each in bucket.gather_receives])
+        views = [self._shard_view(each, whole[each], sender) for sender, each in bucket.gather_receives]
+        for view, part in zip(views, _parts(buffer, views), strict=True):
+            view.copy_(part)
         return whole
 
     def _scatter(self, bucket: _Bucket, results: Mapping[OwnerAssignment, Tensor]) -> _AllToAll:
         """Start to send the shards of the results to the ranks that hold the parameter shards."""
         sends = [(holder, self._shard_view(each, results[each], holder)) for holder, each in bucket.scatter_sends]
-        return self._all_to_all(
-            sends, [(owner, self._numel(each, self._rank)) for owner, each in bucket.scatter_receives]
-        )
+        receives = [(owner, self._numel(each, self._rank)) for owner, each in bucket.scatter_receives]
+        return self._all_to_all(sends, receives)
 
     def _store(self, bucket: _Bucket, scattered: _AllToAll) -> Iterator[tuple[ShardedParameter, Tensor]]:
         """Overwrite the updates with the received results, and yield the parameters that are complete."""
         scattered.work.wait()
-        _unpack(scattered.buffer, [self._local_view(assignment) for _, assignment in bucket.scatter_receives])
+        views = [self._local_view(assignment) for _, assignment in bucket.scatter_receives]
+        for view, part in zip(views, _parts(scattered.buffer, views), strict=True):
+            view.copy_(part)
         for index in bucket.ending:
             yield self.parameters[index], self._updates.pop(index)
 
@@ -203,10 +180,9 @@ class DistributedNewtonSchulz:
         for peer, count in receives:
             receive_counts[self._rank_in_group[peer]] += count
         packed = torch.empty(sum(send_counts), dtype=self._dtype, device=self._device)
-        start = 0
-        for _, tensor in sends:
-            packed[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
-            start += tensor.numel()
+        tensors = [tensor for _, tensor in sends]
+        for tensor, part in zip(tensors, _parts(packed, tensors), strict=True):
+            part.copy_(tensor)
         received = packed.new_empty(sum(receive_counts))
         work = all_to_all(received, packed, receive_counts, send_counts, "matrices of Muon", group=self._group)
         return _AllToAll(work, received)
@@ -229,12 +205,10 @@ class DistributedNewtonSchulz:
         return matrices[:, slice(*shard.rows), slice(*shard.columns)]
 
 
-def _unpack(buffer: Tensor, views: Iterable[Tensor]) -> None:
-    """Copy the elements of a flat buffer into views, one view after the other."""
-    start = 0
-    for view in views:
-        view.copy_(buffer[start : start + view.numel()].view(view.shape))
-        start += view.numel()
+def _parts(buffer: Tensor, views: Sequence[Tensor]) -> list[Tensor]:
+    """Cut a flat buffer into parts with the shapes of the views."""
+    parts = torch.split(buffer, [view.numel() for view in views])
+    return [part.view(view.shape) for part, view in zip(parts, views, strict=True)]
 
 
 def distributed_newton_schulz(parameters: Iterable[ShardedParameter]) -> list[DistributedNewtonSchulz]:
@@ -246,19 +220,10 @@ def distributed_newton_schulz(parameters: Iterable[ShardedParameter]) -> list[Di
     return [DistributedNewtonSchulz(group) for group in groups.values()]
 
 
-def _process_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Find or make the process group of all ranks of a mesh."""
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    world = dist.group.WORLD
-    if world is not None and mesh.size() == world.size():
-        return world
-    return _new_group(world, tuple(sorted(mesh.mesh.flatten().tolist())))
-
-
 @cache
-def _new_group(_world: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Make a process group, once per set of ranks and default group."""
-    # The ranks outside of the mesh do not call this function.
+def _group_of(world: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """Return the process group of some ranks, made once for each default group. Other ranks do not call this."""
+    if world is not None and len(ranks) == world.size():
+        return world
     group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
     return group

@@ -97,7 +97,8 @@ class Muon(torch.optim.Optimizer):
             del group[key]
         names = group.get("param_names", [None] * len(group["params"]))
         for name, parameter in zip(names, group["params"], strict=True):
-            check_parameter(name or f"a parameter of shape {tuple(parameter.shape)}", parameter, group, param_group)
+            name = name or f"a parameter of shape {tuple(parameter.shape)}"
+            check_parameter(name, parameter, group, is_stack="input_dim" in param_group)
         self._distributed: list[DistributedNewtonSchulz] | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -128,13 +129,14 @@ class Muon(torch.optim.Optimizer):
         distributed = {sharded.parameter for collective in self._distributed for sharded in collective.parameters}
         for collective in self._distributed:
             collective.start(lambda sharded: self._update(sharded.parameter, group_of[sharded.parameter]))
-        for parameter, group in group_of.items():
-            if group["algorithm"] == "muon" and parameter.grad is not None and parameter not in distributed:
-                matrices = _matrix(group).views(self._update(parameter, group))
-                _apply(parameter, group, [_orthogonalized(each, group) for each in matrices])
         for group in self.param_groups:
             if group["algorithm"] == "adamw":
                 _adamw_step(group, self.state)
+                continue
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter not in distributed:
+                    matrices = _matrix(group).views(self._update(parameter, group))
+                    _apply(parameter, group, [_orthogonalized(each, group) for each in matrices])
         for collective in self._distributed:
             for sharded, update in collective.finish(
                 lambda matrices, sharded: _orthogonalized(matrices, group_of[sharded.parameter])
@@ -146,13 +148,13 @@ class Muon(torch.optim.Optimizer):
     def _init_state(self) -> None:
         """Create the state of all trained parameters, also if they have no gradient in the first step."""
         for group in self.param_groups:
-            keys = ("momentum_buffer",) if group["algorithm"] == "muon" else ("exp_avg", "exp_avg_sq")
+            is_muon = group["algorithm"] == "muon"
             for parameter in group["params"]:
                 if parameter not in self.state and (parameter.requires_grad or parameter.grad is not None):
                     # On the CPU, because AdamW reads the step number in every step.
-                    step = {"step": torch.tensor(0.0)} if group["algorithm"] == "adamw" else {}
-                    zeros = {key: torch.zeros_like(parameter, memory_format=torch.preserve_format) for key in keys}
-                    self.state[parameter] = {**step, **zeros}
+                    self.state[parameter] = {} if is_muon else {"step": torch.tensor(0.0)}
+                    for key in ("momentum_buffer",) if is_muon else ("exp_avg", "exp_avg_sq"):
+                        self.state[parameter][key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
     def _dtensors(self) -> list[ShardedParameter]:
         """Return the DTensors that Muon updates, whole matrices included."""
@@ -193,16 +195,13 @@ def _apply(parameter: Tensor, group: Mapping[str, Any], updates: list[Tensor]) -
     lr, local = float(group["lr"]), _local(parameter)
     local.mul_(1 - lr * group["weight_decay"])
     num_outputs = parameter.shape[-3 - group["input_dim"]] // (1 if group["fused_gate"] is None else 2)
-    adjusted = lr * _adjustment(group["adjust_lr_fn"], num_outputs, parameter.shape[group["input_dim"]])
+    num_inputs = parameter.shape[group["input_dim"]]
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        scale = 0.2 * math.sqrt(max(num_outputs, num_inputs))
+    else:
+        scale = math.sqrt(max(1, num_outputs / max(num_inputs, 1)))
     for view, update in zip(_matrix(group).views(local), updates, strict=True):
-        view.add_(update, alpha=-adjusted)
-
-
-def _adjustment(adjust_lr_fn: str | None, num_outputs: int, num_inputs: int) -> float:
-    """Return the factor s of the learning rate."""
-    if adjust_lr_fn == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(num_outputs, num_inputs))
-    return math.sqrt(max(1, num_outputs / max(num_inputs, 1)))
+        view.add_(update, alpha=-lr * scale)
 
 
 def _adamw_step(group: Mapping[str, Any], states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:

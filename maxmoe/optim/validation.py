@@ -1,4 +1,4 @@
-"""Checks of the options of parameter groups, parameters and state dicts of `Muon`."""
+"""Checks of the options of parameter groups, parameters and state dicts of `Muon`, which torch does not make."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
@@ -33,30 +33,24 @@ def complete_group(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
     own_defaults = {"betas": (0.9, 0.999), "eps": 1e-8} if algorithm == "adamw" else Matrix()._asdict()
     values = {**defaults, **own_defaults, **group, "algorithm": algorithm}
     options = {key: values[key] for key in known if key in values}
-    _check_values(options)
+    for key, value in options.items():
+        if key in ("lr", "weight_decay", "eps", "momentum") and not value >= 0:
+            raise ValueError(f"{key} must be at least 0, got {value}")
+        if key in CHOICES and value not in CHOICES[key]:
+            raise ValueError(f"{key} must be one of {CHOICES[key]}, got {value!r}")
+    if algorithm == "muon":
+        steps_of(options["ns_coefficients"], options["ns_steps"])
     return options
 
 
-def _check_values(options: Mapping[str, Any]) -> None:
-    """Raise for an option that would have another effect than its name says, without an error of torch."""
-    for key in ("lr", "weight_decay", "eps", "momentum"):
-        if key in options and not options[key] >= 0:
-            raise ValueError(f"{key} must be at least 0, got {options[key]}")
-    for key, allowed in CHOICES.items():
-        if key in options and options[key] not in allowed:
-            raise ValueError(f"{key} must be one of {allowed}, got {options[key]!r}")
-    if options["algorithm"] == "muon":
-        steps_of(options["ns_coefficients"], options["ns_steps"])
-
-
-def check_parameter(name: str, parameter: Tensor, group: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise unless the algorithm of a group can update a parameter; `given` is the group without defaults."""
+def check_parameter(name: str, parameter: Tensor, group: Mapping[str, Any], *, is_stack: bool) -> None:
+    """Raise unless the algorithm of a group can update a parameter, which may be a stack of matrices."""
     if not parameter.is_floating_point():
         raise ValueError(f"{name} must be floating and real, got {parameter.dtype}")
     if group["algorithm"] == "adamw":
         return
     shape = tuple(parameter.shape)
-    if len(shape) < 2 or (len(shape) > 2 and "input_dim" not in given):
+    if len(shape) < 2 or (len(shape) > 2 and not is_stack):
         raise ValueError(
             f"{name} must be a matrix, got the shape {shape}; stacks of matrices need input_dim in their group, other "
             "parameters algorithm='adamw': maxmoe.optim.parameter_groups makes such groups"
@@ -66,11 +60,12 @@ def check_parameter(name: str, parameter: Tensor, group: Mapping[str, Any], give
 
 
 def check_state_dict(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
-    """Raise unless a state dict was saved for the same parameters, algorithms and shapes, which torch does not compare.
+    """Raise unless a state dict was saved for the same parameters, algorithms and shapes.
 
     With moments of another shape, torch's fused AdamW reads memory that is not theirs.
     """
-    foreign = next((group for group in state_dict["param_groups"] if "algorithm" not in group), None)
+    saved = state_dict["param_groups"]
+    foreign = next((group for group in saved if "algorithm" not in group), None)
     if foreign is not None:
         raise ValueError(
             f"the state dict must be of maxmoe.optim.Muon, got one of an optimizer with the options "
@@ -78,20 +73,23 @@ def check_state_dict(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[st
             "replace each other; load the model alone"
         )
     ours, theirs = (
-        [(group["algorithm"], name) for group in found for name in group.get("param_names", ())]
-        for found in (groups, state_dict["param_groups"])
+        [
+            (group["algorithm"], name)
+            for group in found
+            for name in group.get("param_names", range(len(group["params"])))
+        ]
+        for found in (groups, saved)
     )
     if ours != theirs:
         raise ValueError(
             f"the state dict must have the parameters of the optimizer in their order, got {len(theirs)} instead of "
             f"{len(ours)}; only one of them has {', '.join(map(str, sorted({*ours} ^ {*theirs})[:8])) or 'none'}"
         )
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    for number, (parameter, key) in enumerate(zip(parameters, keys, strict=False)):  # torch compares their numbers
+    parameters, keys = ([each for group in found for each in group["params"]] for found in (groups, saved))
+    for (_, name), parameter, key in zip(ours, parameters, keys, strict=True):
         for field, value in state_dict["state"].get(key, {}).items():
             if field != "step" and value.shape != parameter.shape:
                 raise ValueError(
-                    f"{field} of the parameter {ours[number][1] if ours else number} must have its shape "
-                    f"{tuple(parameter.shape)}, got {tuple(value.shape)}"
+                    f"{field} of the parameter {name} must have its shape {tuple(parameter.shape)}, got "
+                    f"{tuple(value.shape)}"
                 )

@@ -60,7 +60,7 @@ DECIDED_BY = {
     "nn/losses.py count_tokens": CALLER,
     "nn/routing_losses.py RoutingLosses.__call__": "the config of the layer, and whether a backward may follow",
     "optim/distributed_newton_schulz.py DistributedNewtonSchulz._all_to_all": "shapes and placements of all parameters",
-    "optim/distributed_newton_schulz.py _new_group": "shapes and placements of all parameters",
+    "optim/distributed_newton_schulz.py _group_of": "shapes and placements of all parameters",
     "optim/muon.py _local_gradient": "placements of parameter and gradient, which are in the plan",
     "adapters/saving.py adapter_state_dict": "the parameters of the model",
     "parallel/clip_grad_norm.py _all_reduce": "the meshes of the parameters, and checksums that have been reduced",
