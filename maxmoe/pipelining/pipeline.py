@@ -19,7 +19,6 @@ from maxmoe.parallel.apply.one_thread import ONE_THREAD
 from maxmoe.parallel.clip_grad_norm import clip, squared_norm
 from maxmoe.parallel.parallelize import check_settings, plan_warnings
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
-from maxmoe.parallel.plan.plan import Plan
 from maxmoe.parallel.plan.planner import make_plan
 from maxmoe.pipelining.boundary import Boundary
 from maxmoe.pipelining.micro_batches import facts_of, split
@@ -138,26 +137,21 @@ def pipeline(
         boundary = Boundary(model, plan) if len(parts) > 1 else None
         layers = {path: layer.config.num_selectable_experts for path, layer in _layers(model).items()}
         add_aux_losses(model, aux_loss_scale)
-        mine = kind.stages_of(mesh.coordinates().get(STAGE_AXIS, 0), mesh.size(STAGE_AXIS), count)
+        mine = kind.stages_of(mesh.stage, mesh.size(STAGE_AXIS), count)
         modules = {index: stage_module(model, parts[index]) for index in mine}
         keep_stages(model, [parts[index] for index in mine])
         stages = []
         for index, module in modules.items():
-            of_stage = loss if parts[index].is_last else None
-            stage = Stage(index, module, copied_modules(model, module), of_stage, is_first=parts[index].is_first)
+            stage = Stage(index, parts[index], module, copied_modules(model, module), loss)
             stage_plan = plan_of(module, allow_unused=True, splits_backward=kind.splits_backward)
-            _apply_plan(stage, module, stage_plan, num_chunks, reshards=not kind.splits_backward)
+            hooks = apply_plan(module, stage_plan, num_chunks, input_check=None)
+            fully_shard_stage(stage, module, stage_plan, reshards=not kind.splits_backward)
+            stage.recovery = Recovery(stage, hooks)
             stages.append(stage)
         group = mesh.process_group(STAGE_AXIS) if mesh.size(STAGE_AXIS) > 1 else None
         model.layers_of_stages = LayersOfStages(layers, group, within.device_type)  # type: ignore[assignment]
         run = ScheduledRun(kind, stages, len(parts), num_micro_batches, group, within)
         return Pipeline(model, run, boundary, loss, plan.tokens, aux_loss_scale)
-
-
-def _apply_plan(stage: Stage, module: nn.Module, plan: Plan, num_chunks: int, *, reshards: bool) -> None:
-    hooks = apply_plan(module, plan, num_chunks, input_check=None)
-    fully_shard_stage(stage, module, plan, reshards=reshards)
-    stage.recovery = Recovery(stage, hooks)
 
 
 def _layers(model: nn.Module) -> dict[str, MoE]:
@@ -221,32 +215,15 @@ class Pipeline:
         return self._execute(inputs, targets, options, with_backward=True)
 
     def evaluate(self, inputs: Tensor, targets: Any, **options: Any) -> PipelineOutput:
-        """Run the forward of all micro-batches.
-
-        Args:
-            inputs: as in `step`.
-            targets: as in `step`.
-            **options: as in `step`.
-
-        Returns:
-            Loss, auxiliary loss and statistics of the whole batch, the same on every rank.
-
-        Raises:
-            ValueError: as `step`.
-        """
+        """Run the forward of all micro-batches; arguments, results and errors are as in `step`."""
         return self._execute(inputs, targets, options, with_backward=False)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the total norm of the gradients of all stages, as `maxmoe.parallel.clip_grad_norm_`.
 
-        All ranks must call it, also those whose stages have no trained parameters.
-
-        Args:
-            max_norm: largest norm of all gradients together.
-
-        Returns:
-            ``()``, float64, norm before clipping, equal on all ranks.
+        All ranks must call it, also those whose stages have no trained parameters. Returns the norm before clipping,
+        ``()``, float64, equal on all ranks.
 
         Raises:
             ValueError: on every rank, if the ranks of a stage have gradients of different parameters.
@@ -258,14 +235,9 @@ class Pipeline:
         return clip(parameters, max_norm, squares)
 
     def update_correction_bias(self, stats: Mapping[str, MoEStats]) -> None:
-        """Take one step of loss-free balancing in the layers of this rank.
-
-        Args:
-            stats: statistics of a step, `PipelineOutput.stats`.
-        """
-        for path, layer in self.model.named_modules():
-            if isinstance(layer, MoE):
-                layer.update_correction_bias(stats[path].tokens_per_expert)
+        """Take one step of loss-free balancing in the layers of this rank, given `PipelineOutput.stats`."""
+        for path, layer in _layers(self.model).items():
+            layer.update_correction_bias(stats[path].tokens_per_expert)
 
     @ONE_THREAD.running()
     def _execute(self, inputs: Tensor, targets: Any, options: dict[str, Any], *, with_backward: bool) -> PipelineOutput:

@@ -1,11 +1,11 @@
 """Loss, auxiliary losses and routing statistics of a step, over all stages."""
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from maxmoe.declaration import SavedTensor
 from maxmoe.expert_load.layers_of_stages import LayersOfStages
 from maxmoe.expert_load.metrics_accumulator import packed, packed_size, unpacked
 from maxmoe.expert_load.stats import MoEStats
@@ -33,17 +33,13 @@ class PipelineOutput(NamedTuple):
     stats: dict[str, MoEStats]
 
 
-class RecordedLosses:
-    """Computes auxiliary loss and statistics of a layer as `RoutingLosses` does, and sums them over the forwards.
+@dataclass(frozen=True)
+class RecordedLosses(RoutingLosses):
+    """Losses and statistics of a layer, summed over its forwards. A recomputation in the backward is not counted."""
 
-    A recomputation in the backward is not counted.
-    """
+    are_recorded: ClassVar[bool] = True
 
-    are_recorded = True
-
-    def __init__(self, losses: RoutingLosses) -> None:
-        self._losses = losses
-        self._total: Tensor | None = None
+    sums: list[Tensor] = field(default_factory=list)  # packed
 
     def __call__(
         self,
@@ -54,36 +50,25 @@ class RecordedLosses:
         step: StepCounts | None = None,
     ) -> tuple[Tensor, MoEStats]:
         """Compute auxiliary loss and statistics of one forward."""
-        aux_loss, stats = self._losses(routing, dropped, num_sequences, tokens, step)
+        aux_loss, stats = super().__call__(routing, dropped, num_sequences, tokens, step)
         if not is_recomputation():
-            summand = packed(aux_loss, stats)
-            self._total = summand if self._total is None else self._total + summand
+            self.sums[:] = [sum(self.sums, packed(aux_loss, stats))]
         return aux_loss, stats
-
-    def saved_tensors(self, batch: int, length: int, wide: torch.dtype) -> dict[str, SavedTensor]:
-        """Describe the tensors that the losses save."""
-        return self._losses.saved_tensors(batch, length, wide)
 
     def take(self) -> Tensor:
         """Return the sums and reset them."""
-        total, self._total = self._total, None
-        return torch.zeros(packed_size(self._losses.config.num_selectable_experts)) if total is None else total
+        return self.sums.pop() if self.sums else torch.zeros(packed_size(self.config.num_selectable_experts))
 
 
 class StepStatistics:
-    """Sums losses and statistics of a step over the layers, micro-batches and stages.
-
-    Args:
-        model: the part of the model that this rank has.
-        layers: layers of all stages.
-    """
+    """Sums losses and statistics of a step over the layers, micro-batches and stages, of which a rank has a part."""
 
     def __init__(self, model: nn.Module, layers: LayersOfStages) -> None:
         self._layers = layers
         self._recorded: dict[str, RecordedLosses] = {}
         for path, layer in model.named_modules():
             if isinstance(layer, MoE):
-                layer.losses = self._recorded[path] = RecordedLosses(layer.losses)  # type: ignore[assignment]
+                layer.losses = self._recorded[path] = RecordedLosses(layer.config, layer.losses.balance_loss)
 
     def reset(self) -> None:
         """Forget the forwards so far, such as those of a step that raised an error."""
@@ -91,12 +76,7 @@ class StepStatistics:
             recorded.take()
 
     def all_reduce(self, loss: Tensor, aux_loss_scale: float) -> PipelineOutput:
-        """Sum over the stages and reset the sums; collective over the stages.
-
-        Args:
-            loss: ``()``, float64, loss over the ranks of the last stage; zero in all other stages.
-            aux_loss_scale: factor of the auxiliary losses.
-        """
+        """Sum over the stages and reset the sums; collective over the stages. The loss is zero in all but the last."""
         if self._layers.group is not None:
             all_reduce(loss, "the loss over stages", group=self._layers.group)
         aux_loss, stats = torch.zeros_like(loss), {}
@@ -104,7 +84,6 @@ class StepStatistics:
         for path, total in sums.items():
             metrics = unpacked(total)
             aux_loss = aux_loss + metrics.aux_loss * aux_loss_scale
-            stats[path] = metrics.stats._replace(
-                router_entropy=metrics.stats.router_entropy / metrics.calls.clamp_min(1)
-            )
+            entropy = metrics.stats.router_entropy / metrics.calls.clamp_min(1)
+            stats[path] = metrics.stats._replace(router_entropy=entropy)
         return PipelineOutput(loss, aux_loss, stats)
