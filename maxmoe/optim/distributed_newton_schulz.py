@@ -20,6 +20,9 @@ BUCKET_SIZE = 2**24  # elements of gathered matrices that a rank holds at a time
 
 Update: TypeAlias = Callable[["ShardedParameter"], Tensor]
 Orthogonalize: TypeAlias = Callable[[Tensor, "ShardedParameter"], Tensor]
+# Position of a peer on the mesh, and the matrices whose shard this rank sends to it or receives from it.
+_Transfer: TypeAlias = tuple[int, OwnerAssignment]
+_InFlight: TypeAlias = tuple[dist.Work, Tensor]  # an all-to-all and the buffer that it fills
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,13 +40,6 @@ class ShardedParameter:
         return matrix_stacks(parameter.shape, parameter.device_mesh.shape, parameter.placements, self.matrix)
 
 
-class _Transfer(NamedTuple):
-    """Shard of the assigned matrices that this rank sends to a peer, or receives from it."""
-
-    peer: int  # position on the mesh
-    assignment: OwnerAssignment
-
-
 class _Bucket(NamedTuple):
     """Matrices that are gathered together, and what this rank sends and receives of them, in the order of the group."""
 
@@ -54,13 +50,6 @@ class _Bucket(NamedTuple):
     gather_receives: list[_Transfer]
     scatter_sends: list[_Transfer]
     scatter_receives: list[_Transfer]
-
-
-class _AllToAll(NamedTuple):
-    """An all-to-all in flight and the buffer that it fills."""
-
-    work: dist.Work
-    buffer: Tensor
 
 
 class DistributedNewtonSchulz:
@@ -103,15 +92,15 @@ class DistributedNewtonSchulz:
 
     def finish(self, orthogonalize: Orthogonalize) -> Iterator[tuple[ShardedParameter, Tensor]]:
         """Orthogonalise the matrices ``(n, out, in)`` of this rank, and yield its shard of the result per parameter."""
-        previous: tuple[_Bucket, _AllToAll] | None = None
+        previous: tuple[_Bucket, _InFlight] | None = None
         for number, bucket in enumerate(self._buckets):
-            gathered = self._gathered
-            gathered.work.wait()
+            work, buffer = self._gathered
+            work.wait()
             if number + 1 < len(self._buckets):
                 self._gathered = self._gather(self._buckets[number + 1])
             results = {
                 assignment: orthogonalize(matrices, self.parameters[self._parameter_of[assignment.stack]])
-                for assignment, matrices in self._assemble(bucket, gathered.buffer).items()
+                for assignment, matrices in self._assemble(bucket, buffer).items()
             }
             scattered = self._scatter(bucket, results)
             if previous is not None:
@@ -125,7 +114,7 @@ class DistributedNewtonSchulz:
         """List what this rank sends and receives for the assignments of a bucket, given those of the next one."""
 
         def in_group_order(transfers: Iterable[_Transfer]) -> list[_Transfer]:
-            return sorted(transfers, key=lambda transfer: self._rank_in_group[transfer.peer])
+            return sorted(transfers, key=lambda transfer: self._rank_in_group[transfer[0]])
 
         owned = [each for each in assignments if each.owner == self._rank]
         here, later = (
@@ -135,13 +124,13 @@ class DistributedNewtonSchulz:
             [*here],
             [index for index in here if index not in later],
             owned,
-            in_group_order(_Transfer(each.owner, each) for each in assignments if self._rank in each.senders),
-            in_group_order(_Transfer(sender, each) for each in owned for sender in each.senders),
-            in_group_order(_Transfer(holder, each) for each in owned for holder in each.holders),
-            in_group_order(_Transfer(each.owner, each) for each in assignments if self._rank in each.holders),
+            in_group_order((each.owner, each) for each in assignments if self._rank in each.senders),
+            in_group_order((sender, each) for each in owned for sender in each.senders),
+            in_group_order((holder, each) for each in owned for holder in each.holders),
+            in_group_order((each.owner, each) for each in assignments if self._rank in each.holders),
         )
 
-    def _gather(self, bucket: _Bucket) -> _AllToAll:
+    def _gather(self, bucket: _Bucket) -> _InFlight:
         """Start to send the shards of the updates to the owners."""
         for index in bucket.parameters:
             if index not in self._updates:
@@ -157,22 +146,23 @@ class DistributedNewtonSchulz:
             view.copy_(part)
         return whole
 
-    def _scatter(self, bucket: _Bucket, results: Mapping[OwnerAssignment, Tensor]) -> _AllToAll:
+    def _scatter(self, bucket: _Bucket, results: Mapping[OwnerAssignment, Tensor]) -> _InFlight:
         """Start to send the shards of the results to the ranks that hold the parameter shards."""
         sends = [(holder, self._shard_view(each, results[each], holder)) for holder, each in bucket.scatter_sends]
         receives = [(owner, self._numel(each, self._rank)) for owner, each in bucket.scatter_receives]
         return self._all_to_all(sends, receives)
 
-    def _store(self, bucket: _Bucket, scattered: _AllToAll) -> Iterator[tuple[ShardedParameter, Tensor]]:
+    def _store(self, bucket: _Bucket, scattered: _InFlight) -> Iterator[tuple[ShardedParameter, Tensor]]:
         """Overwrite the updates with the received results, and yield the parameters that are complete."""
-        scattered.work.wait()
+        work, buffer = scattered
+        work.wait()
         views = [self._local_view(assignment) for _, assignment in bucket.scatter_receives]
-        for view, part in zip(views, _parts(scattered.buffer, views), strict=True):
+        for view, part in zip(views, _parts(buffer, views), strict=True):
             view.copy_(part)
         for index in bucket.ending:
             yield self.parameters[index], self._updates.pop(index)
 
-    def _all_to_all(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, int]]) -> _AllToAll:
+    def _all_to_all(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, int]]) -> _InFlight:
         """Start to send tensors to peers, and to receive the given number of elements from each peer."""
         send_counts, receive_counts = ([0] * len(self._rank_in_group) for _ in range(2))
         for peer, tensor in sends:
@@ -185,7 +175,7 @@ class DistributedNewtonSchulz:
             part.copy_(tensor)
         received = packed.new_empty(sum(receive_counts))
         work = all_to_all(received, packed, receive_counts, send_counts, "matrices of Muon", group=self._group)
-        return _AllToAll(work, received)
+        return work, received
 
     def _numel(self, assignment: OwnerAssignment, holder: int) -> int:
         """Return the number of elements in a holder's shard of the assigned matrices."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from maxmoe.adapters import stacked_factors
 from maxmoe.expert_load.layers_of_stages import LayersOfStages
+from maxmoe.expert_load.metrics_accumulator import unpacked
 from maxmoe.expert_load.stats import MoEStats
 from maxmoe.nn import MoE, check_recompute, recompute_of, set_recompute
 from maxmoe.parallel.apply.apply import apply_plan
@@ -26,7 +27,7 @@ from maxmoe.pipelining.scheduled_run import ScheduledRun
 from maxmoe.pipelining.schedules import check_schedule, schedule_kind
 from maxmoe.pipelining.stage import Loss, Stage
 from maxmoe.pipelining.stage_modules import add_aux_losses, copied_modules, keep_stages, stage_module, stage_parts
-from maxmoe.pipelining.step_statistics import PipelineOutput, StepStatistics
+from maxmoe.pipelining.step_statistics import PipelineOutput, RecordedLosses
 from maxmoe.ranks.agreement import check_ranks_agree
 from maxmoe.ranks.named_collectives import all_reduce
 from maxmoe.ranks.token_group import FlattenedBatch, TokenGroup
@@ -181,7 +182,9 @@ class Pipeline:
         self._run, self._boundary, self._loss, self._tokens = run, boundary, loss, tokens
         self._aux_loss_scale = aux_loss_scale
         self._checked: object = None
-        self._statistics = StepStatistics(model, model.layers_of_stages)  # type: ignore[arg-type]
+        self._recorded: dict[str, RecordedLosses] = {}
+        for path, layer in _layers(model).items():
+            layer.losses = self._recorded[path] = RecordedLosses(layer.config, layer.losses.balance_loss)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of this rank's stages."""
@@ -241,7 +244,8 @@ class Pipeline:
 
     @ONE_THREAD.running()
     def _execute(self, inputs: Tensor, targets: Any, options: dict[str, Any], *, with_backward: bool) -> PipelineOutput:
-        self._statistics.reset()
+        for recorded in self._recorded.values():
+            recorded.take()  # of a step that has raised an error
         facts = facts_of(inputs, targets, options, self._run.device)
         check_ranks_agree(facts, self._run.device, self._run.group)
         micro_batches = split(inputs, targets, options, self._run.num_micro_batches)
@@ -250,8 +254,22 @@ class Pipeline:
             self._boundary.check_loss(self._loss, hidden_states, micro_batches[0])
             self._run.set_boundary(self._boundary.local_part(hidden_states))
             self._checked = facts
-        losses = self._run.train(micro_batches) if with_backward else self._run.evaluate(micro_batches)
+        losses = self._run.run(micro_batches, with_backward=with_backward)
         loss = torch.stack([torch.zeros((), dtype=torch.float64, device=self._run.device), *losses]).sum()
         if self._run.has_last_stage:
             (loss,) = FlattenedBatch(self._tokens).all_reduce_sequence(loss)
-        return self._statistics.all_reduce(loss, self._aux_loss_scale)
+        return self._output(loss)
+
+    def _output(self, loss: Tensor) -> PipelineOutput:
+        """Sum loss and statistics over the stages; the loss is zero in all stages but the last."""
+        if self._run.group is not None:
+            all_reduce(loss, "the loss over stages", group=self._run.group)
+        layers: LayersOfStages = self.model.layers_of_stages  # type: ignore[assignment]
+        sums = layers.all_reduce({path: recorded.take() for path, recorded in self._recorded.items()})
+        aux_loss, stats = torch.zeros_like(loss), {}
+        for path, total in sums.items():
+            metrics = unpacked(total)
+            aux_loss = aux_loss + metrics.aux_loss * self._aux_loss_scale
+            entropy = metrics.stats.router_entropy / metrics.calls.clamp_min(1)
+            stats[path] = metrics.stats._replace(router_entropy=entropy)
+        return PipelineOutput(loss, aux_loss, stats)

@@ -54,15 +54,14 @@ class ScheduledRun:
             for stage in self._stages:
                 stage.boundary = torch.empty(new.shape, dtype=new.dtype, device="meta", requires_grad=True)
 
-    def train(self, micro_batches: list[MicroBatch]) -> list[Tensor]:
-        """Run forward and backward of all micro-batches, and return their losses if this rank has the last stage."""
+    def run(self, micro_batches: list[MicroBatch], *, with_backward: bool) -> list[Tensor]:
+        """Run all micro-batches, and return their losses if this rank has the last stage."""
         self._begin(micro_batches)
-        numbers = torch.arange(self.num_micro_batches)
-        inputs = (numbers,) if any(stage.is_first for stage in self._stages) else ()
         try:
-            with self._gradients_kept():
-                self._schedule = self._schedule or self._make_schedule()
-                self._schedule.step(*inputs, target=numbers, return_outputs=False, micro_batch=numbers)
+            if with_backward:
+                self._train()
+            else:
+                self._evaluate()
         except BaseException as error:
             self._schedule = None  # the state of a schedule that was interrupted cannot be used again
             self._recover()
@@ -70,23 +69,6 @@ class ScheduledRun:
         else:
             return [loss for stage in self._stages for loss in stage.end()]
         raise failure  # outside of the handler, so that torch's error does not become its context
-
-    @torch.no_grad()
-    def evaluate(self, micro_batches: list[MicroBatch]) -> list[Tensor]:
-        """Run the forward of all micro-batches, and return their losses if this rank has the last stage.
-
-        Each rank runs all micro-batches through its first stage, then through its next one. torch's schedules evaluate
-        with the order of the training, and those with a V shape not at all.
-        """
-        self._begin(micro_batches)
-        try:
-            self._run_forwards()
-        except BaseException:
-            self._recover()
-            raise
-        for module in (module for stage in self._stages for module in fsdp_modules(stage)):
-            module.reshard()  # which FSDP2 keeps gathered from the forward to the backward
-        return [loss for stage in self._stages for loss in stage.end()]
 
     def _begin(self, micro_batches: list[MicroBatch]) -> None:
         """Give the stages the micro-batches of a step; raise if the step before was interrupted."""
@@ -111,8 +93,19 @@ class ScheduledRun:
         self._is_interrupted = self.group is not None
         self._after.note("step", self._num_gathers)
 
-    def _run_forwards(self) -> None:
-        """Run all micro-batches through the first stage of this rank, then through the next one."""
+    def _train(self) -> None:
+        numbers = torch.arange(self.num_micro_batches)
+        inputs = (numbers,) if any(stage.is_first for stage in self._stages) else ()
+        with self._gradients_kept():
+            self._schedule = self._schedule or self._make_schedule()
+            self._schedule.step(*inputs, target=numbers, return_outputs=False, micro_batch=numbers)
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        """Run all micro-batches through the first stage of this rank, then through the next one.
+
+        torch's schedules evaluate with the order of the training, and those with a V shape not at all.
+        """
         messages: list[tuple[dist.Work | None, Tensor]] = []
         local: dict[int, list[Tensor]] = {}
         for stage in self._stages:
@@ -127,6 +120,8 @@ class ScheduledRun:
         for work, _ in messages:
             if work is not None:
                 work.wait()
+        for module in (module for stage in self._stages for module in fsdp_modules(stage)):
+            module.reshard()  # which FSDP2 keeps gathered from the forward to the backward
 
     def _receive(self, stage: Stage) -> Tensor:
         """Receive the hidden states of the previous stage from another rank; nothing in the first stage."""
@@ -142,12 +137,11 @@ class ScheduledRun:
         return ranks[self._kind.rank_of(stage, len(ranks))]
 
     def _make_schedule(self) -> Any:
-        stages = [self._torch_stage(stage) for stage in self._stages]
+        stages: Any = [self._torch_stage(stage) for stage in self._stages]
         return self._kind.make(
             stages[0] if self._kind.has_one_stage else stages,
             self.num_micro_batches,
-            # The output of the last stage is the loss.
-            loss_fn=lambda output, _target: output,
+            loss_fn=lambda output, _target: output,  # the output of the last stage is the loss
             scale_grads=False,
         )
 
