@@ -124,13 +124,15 @@ def assign_owners(stacks: Sequence[MatrixStack], bucket_size: int) -> list[list[
     buckets: list[list[OwnerAssignment]] = [[]]
     size = 0
     for index, stack in enumerate(stacks):
+        holders_of: dict[tuple[Range, ...], list[int]] = defaultdict(list)  # ranks with shards of the same matrices
+        for rank, shard in enumerate(stack.shards):
+            holders_of[shard.stacked].append(rank)
+        counts = [prod(stop - start for start, stop in stacked) for stacked in holders_of]
+        total = prod(stack.shape) * sum(counts)
         limit = bucket_size * len(stack.shards)
-        holders_of = _holders(stack)
-        total = prod(stack.shape) * sum(_num_matrices(stacked) for stacked in holders_of)
         num_segments = -(-total // limit)
         for segment in range(num_segments):
-            for stacked, ranks in holders_of.items():
-                count = _num_matrices(stacked)
+            for count, ranks in zip(counts, holders_of.values(), strict=True):
                 matrices = segment * count // num_segments, (segment + 1) * count // num_segments
                 buckets[-1] += _assign(index, stack, matrices, ranks, loads)
             size += total // num_segments
@@ -138,20 +140,6 @@ def assign_owners(stacks: Sequence[MatrixStack], bucket_size: int) -> list[list[
                 buckets.append([])
                 size = 0
     return [bucket for bucket in buckets if bucket]
-
-
-def _num_matrices(stacked: tuple[Range, ...]) -> int:
-    """Return the number of matrices in a range of each stacked dim."""
-    return prod(stop - start for start, stop in stacked)
-
-
-def _holders(stack: MatrixStack) -> dict[tuple[Range, ...], list[int]]:
-    """Group the ranks that hold shards of the same matrices, by the ranges of these matrices."""
-    holders: dict[tuple[Range, ...], list[int]] = defaultdict(list)
-    for rank, shard in enumerate(stack.shards):
-        if _num_matrices(shard.stacked):
-            holders[shard.stacked].append(rank)
-    return holders
 
 
 def _assign(
