@@ -152,16 +152,12 @@ def partition_blocks(costs: Sequence[Cost], num_stages: int) -> list[int]:
     The costs are those of the part before the blocks, of each block, and of the part after them. The cost of a stage is
     the larger one of its two sums.
     """
-    sums = [
-        *itertools.accumulate(
-            costs, lambda so_far, cost: Cost(*map(sum, zip(so_far, cost, strict=True))), initial=Cost(0.0, 0.0)
-        )
-    ]
+    sums: list[list[float]] = [[*itertools.accumulate(shares, initial=0.0)] for shares in zip(*costs, strict=True)]
 
     def cost_of(stage: int, begin: int, end: int) -> float:
-        before = sums[begin + 1 if stage > 0 else 0]
-        after = sums[end + 1 if stage < num_stages - 1 else end + 2]
-        return max(after.parameters - before.parameters, after.work - before.work)
+        first = begin if stage == 0 else begin + 1
+        last = end + 1 if stage < num_stages - 1 else end + 2
+        return max(so_far[last] - so_far[first] for so_far in sums)
 
     @cache
     def best(stage: int, end: int) -> tuple[float, int]:

@@ -174,11 +174,8 @@ class Mesh:
         """
         if len(axes) == 1 and axes[0] in self.axes:
             return self.device_mesh.get_group(axes[0])
-        _ = self[axes]  # raises for unknown axes
-        names = tuple(axis for axis in self.axes if axis in axes)
-        if self._whole is not None:
-            return self._whole.process_group(*names)
-        return _joint_group(dist.group.WORLD, self._layout, names, self.timeout)
+        names = self[axes].mesh_dim_names  # raises for unknown axes
+        return _joint_group(dist.group.WORLD, (self._whole or self)._layout, names, self.timeout)
 
     def __deepcopy__(self, _memo: object) -> "Mesh":
         """Return the mesh itself: process groups cannot be copied, so copies of a model share them."""
