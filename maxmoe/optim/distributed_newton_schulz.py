@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -20,8 +20,6 @@ BUCKET_SIZE = 2**24  # elements of gathered matrices that a rank holds at a time
 
 Update: TypeAlias = Callable[["ShardedParameter"], Tensor]
 Orthogonalize: TypeAlias = Callable[[Tensor, "ShardedParameter"], Tensor]
-# Position of a peer on the mesh, and the matrices whose shard this rank sends to it or receives from it.
-_Transfer: TypeAlias = tuple[int, OwnerAssignment]
 _InFlight: TypeAlias = tuple[dist.Work, Tensor]  # an all-to-all and the buffer that it fills
 
 
@@ -40,16 +38,24 @@ class ShardedParameter:
         return matrix_stacks(parameter.shape, parameter.device_mesh.shape, parameter.placements, self.matrix)
 
 
+class _Message(NamedTuple):
+    """A holder's shard of the assigned matrices, sent to a peer or received from it; ranks by position on the mesh."""
+
+    peer: int
+    assignment: OwnerAssignment
+    holder: int
+
+
 class _Bucket(NamedTuple):
     """Matrices that are gathered together, and what this rank sends and receives of them, in the order of the group."""
 
     parameters: list[int]  # indices of the parameters that the matrices belong to
     ending: list[int]  # those of which no later bucket has matrices
     owned: list[OwnerAssignment]
-    gather_sends: list[_Transfer]
-    gather_receives: list[_Transfer]
-    scatter_sends: list[_Transfer]
-    scatter_receives: list[_Transfer]
+    gather_sends: list[_Message]
+    gather_receives: list[_Message]
+    scatter_sends: list[_Message]
+    scatter_receives: list[_Message]
 
 
 class DistributedNewtonSchulz:
@@ -102,7 +108,8 @@ class DistributedNewtonSchulz:
                 assignment: orthogonalize(matrices, self.parameters[self._parameter_of[assignment.stack]])
                 for assignment, matrices in self._assemble(bucket, buffer).items()
             }
-            scattered = self._scatter(bucket, results)
+            view = partial(self._shard_view, results)
+            scattered = self._all_to_all(bucket.scatter_sends, bucket.scatter_receives, view)
             if previous is not None:
                 yield from self._store(*previous)
             previous = bucket, scattered
@@ -113,10 +120,11 @@ class DistributedNewtonSchulz:
     def _bucket(self, assignments: Sequence[OwnerAssignment], following: Sequence[OwnerAssignment]) -> _Bucket:
         """List what this rank sends and receives for the assignments of a bucket, given those of the next one."""
 
-        def in_group_order(transfers: Iterable[_Transfer]) -> list[_Transfer]:
-            return sorted(transfers, key=lambda transfer: self._rank_in_group[transfer[0]])
+        def in_group_order(messages: Iterable[_Message]) -> list[_Message]:
+            return sorted(messages, key=lambda message: self._rank_in_group[message.peer])
 
-        owned = [each for each in assignments if each.owner == self._rank]
+        me = self._rank
+        owned = [each for each in assignments if each.owner == me]
         here, later = (
             dict.fromkeys(self._parameter_of[each.stack] for each in found) for found in (assignments, following)
         )
@@ -124,10 +132,10 @@ class DistributedNewtonSchulz:
             [*here],
             [index for index in here if index not in later],
             owned,
-            in_group_order((each.owner, each) for each in assignments if self._rank in each.senders),
-            in_group_order((sender, each) for each in owned for sender in each.senders),
-            in_group_order((holder, each) for each in owned for holder in each.holders),
-            in_group_order((each.owner, each) for each in assignments if self._rank in each.holders),
+            in_group_order(_Message(each.owner, each, me) for each in assignments if me in each.senders),
+            in_group_order(_Message(rank, each, rank) for each in owned for rank in each.senders),
+            in_group_order(_Message(rank, each, rank) for each in owned for rank in each.holders),
+            in_group_order(_Message(each.owner, each, me) for each in assignments if me in each.holders),
         )
 
     def _gather(self, bucket: _Bucket) -> _InFlight:
@@ -135,70 +143,59 @@ class DistributedNewtonSchulz:
         for index in bucket.parameters:
             if index not in self._updates:
                 self._updates[index] = self._update(self.parameters[index]).contiguous()
-        sends = [(owner, self._local_view(assignment)) for owner, assignment in bucket.gather_sends]
-        return self._all_to_all(sends, [(sender, self._numel(each, sender)) for sender, each in bucket.gather_receives])
+        return self._all_to_all(bucket.gather_sends, bucket.gather_receives, self._local_view)
 
     def _assemble(self, bucket: _Bucket, buffer: Tensor) -> dict[OwnerAssignment, Tensor]:
         """Copy the gathered shards into whole matrices."""
         whole = {each: buffer.new_empty(each.num_matrices, *self._stacks[each.stack].shape) for each in bucket.owned}
-        views = [self._shard_view(each, whole[each], sender) for sender, each in bucket.gather_receives]
-        for view, part in zip(views, _parts(buffer, views), strict=True):
+        for part, view in _parts(buffer, [self._shard_view(whole, message) for message in bucket.gather_receives]):
             view.copy_(part)
         return whole
-
-    def _scatter(self, bucket: _Bucket, results: Mapping[OwnerAssignment, Tensor]) -> _InFlight:
-        """Start to send the shards of the results to the ranks that hold the parameter shards."""
-        sends = [(holder, self._shard_view(each, results[each], holder)) for holder, each in bucket.scatter_sends]
-        receives = [(owner, self._numel(each, self._rank)) for owner, each in bucket.scatter_receives]
-        return self._all_to_all(sends, receives)
 
     def _store(self, bucket: _Bucket, scattered: _InFlight) -> Iterator[tuple[ShardedParameter, Tensor]]:
         """Overwrite the updates with the received results, and yield the parameters that are complete."""
         work, buffer = scattered
         work.wait()
-        views = [self._local_view(assignment) for _, assignment in bucket.scatter_receives]
-        for view, part in zip(views, _parts(buffer, views), strict=True):
+        for part, view in _parts(buffer, [*map(self._local_view, bucket.scatter_receives)]):
             view.copy_(part)
         for index in bucket.ending:
             yield self.parameters[index], self._updates.pop(index)
 
-    def _all_to_all(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, int]]) -> _InFlight:
-        """Start to send tensors to peers, and to receive the given number of elements from each peer."""
+    def _all_to_all(
+        self, sends: Sequence[_Message], receives: Sequence[_Message], view: Callable[[_Message], Tensor]
+    ) -> _InFlight:
+        """Start to send views to their peers, and to receive shards."""
         send_counts, receive_counts = ([0] * len(self._rank_in_group) for _ in range(2))
-        for peer, tensor in sends:
-            send_counts[self._rank_in_group[peer]] += tensor.numel()
-        for peer, count in receives:
-            receive_counts[self._rank_in_group[peer]] += count
+        for messages, counts in ((sends, send_counts), (receives, receive_counts)):
+            for peer, assignment, holder in messages:
+                shape = self._stacks[assignment.stack].shards[holder].shape
+                counts[self._rank_in_group[peer]] += assignment.num_matrices * math.prod(shape)
         packed = torch.empty(sum(send_counts), dtype=self._dtype, device=self._device)
-        tensors = [tensor for _, tensor in sends]
-        for tensor, part in zip(tensors, _parts(packed, tensors), strict=True):
-            part.copy_(tensor)
+        for part, shard in _parts(packed, [*map(view, sends)]):
+            part.copy_(shard)
         received = packed.new_empty(sum(receive_counts))
         work = all_to_all(received, packed, receive_counts, send_counts, "matrices of Muon", group=self._group)
         return work, received
 
-    def _numel(self, assignment: OwnerAssignment, holder: int) -> int:
-        """Return the number of elements in a holder's shard of the assigned matrices."""
-        return assignment.num_matrices * math.prod(self._stacks[assignment.stack].shards[holder].shape)
-
-    def _local_view(self, assignment: OwnerAssignment) -> Tensor:
+    def _local_view(self, message: _Message) -> Tensor:
         """View this rank's shard of the assigned matrices as ``(n, rows, columns)``, in its update."""
+        assignment = message.assignment
         index = self._parameter_of[assignment.stack]
         update = self._updates[index]
         matrices = update if self.parameters[index].matrix.input_dim == -1 else update.mT
         rows = matrices[..., self._stacks[assignment.stack].shards[self._rank].local_rows, :]
         return (rows.unsqueeze(0) if rows.dim() == 2 else rows.flatten(0, -3))[slice(*assignment.matrices)]
 
-    def _shard_view(self, assignment: OwnerAssignment, matrices: Tensor, holder: int) -> Tensor:
+    def _shard_view(self, whole: Mapping[OwnerAssignment, Tensor], message: _Message) -> Tensor:
         """View a holder's shard of the assigned matrices as ``(n, rows, columns)``, in whole matrices."""
-        shard = self._stacks[assignment.stack].shards[holder]
-        return matrices[:, slice(*shard.rows), slice(*shard.columns)]
+        shard = self._stacks[message.assignment.stack].shards[message.holder]
+        return whole[message.assignment][:, slice(*shard.rows), slice(*shard.columns)]
 
 
-def _parts(buffer: Tensor, views: Sequence[Tensor]) -> list[Tensor]:
-    """Cut a flat buffer into parts with the shapes of the views."""
-    parts = torch.split(buffer, [view.numel() for view in views])
-    return [part.view(view.shape) for part, view in zip(parts, views, strict=True)]
+def _parts(buffer: Tensor, views: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pair each view with its part of a flat buffer, in the shape of the view."""
+    for part, view in zip(torch.split(buffer, [view.numel() for view in views]), views, strict=True):
+        yield part.view(view.shape), view
 
 
 def distributed_newton_schulz(parameters: Iterable[ShardedParameter]) -> list[DistributedNewtonSchulz]:
