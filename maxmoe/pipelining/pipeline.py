@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +22,32 @@ from maxmoe.parallel.parallelize import check_settings, plan_warnings
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.parallel.plan.planner import make_plan
 from maxmoe.pipelining.boundary import Boundary
+from maxmoe.pipelining.layer_losses import RecordedLosses, add_aux_losses
 from maxmoe.pipelining.micro_batches import facts_of, split
 from maxmoe.pipelining.scheduled_run import ScheduledRun
 from maxmoe.pipelining.schedules import check_schedule, schedule_kind
 from maxmoe.pipelining.stage import Loss, Stage
-from maxmoe.pipelining.stage_modules import add_aux_losses, copied_modules, keep_stages, stage_module, stage_parts
-from maxmoe.pipelining.step_statistics import PipelineOutput, RecordedLosses
+from maxmoe.pipelining.stage_modules import copied_modules, keep_stages, stage_module, stage_parts
 from maxmoe.ranks.agreement import check_ranks_agree
 from maxmoe.ranks.named_collectives import all_reduce
 from maxmoe.ranks.token_group import FlattenedBatch, TokenGroup
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
+
+
+class PipelineOutput(NamedTuple):
+    """Results of a step over all micro-batches, stages and ranks; equal on all ranks.
+
+    Attributes:
+        loss: ``()``, float64, sum of the losses of all micro-batches, over all ranks with different tokens.
+        aux_loss: ``()``, float64, sum of the auxiliary losses of all layers and micro-batches, times `aux_loss_scale`.
+        stats: routing statistics of each Mixture-of-Experts layer, by its path in the model. Counts are summed over the
+            micro-batches, the entropy is the mean.
+    """
+
+    loss: Tensor
+    aux_loss: Tensor
+    stats: dict[str, MoEStats]
 
 
 def pipeline(

@@ -3,15 +3,13 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from maxmoe._torch.copies import shallow_copy
 from maxmoe.declaration import Absent, PipelineParts, declaration_of
-from maxmoe.expert_load.metrics_accumulator import with_gradient
-from maxmoe.nn import MoE, MoEFeedForward, MoEOutput
+from maxmoe.nn import MoE
 from maxmoe.quantization import weights
 
 
@@ -207,20 +205,3 @@ def _check_parameters(model: nn.Module, parts: PipelineParts, stages: Sequence[S
             raise ValueError(
                 f"{shared} must be one parameter on one stage, got stages {numbers}: tie no weights across stages"
             )
-
-
-def add_aux_losses(model: nn.Module, scale: float) -> None:
-    """Add the gradients of the auxiliary losses of all layers in the backward, so that no stage passes a loss on."""
-
-    def attach(layer: Any, _arguments: tuple[Any, ...], output: MoEOutput) -> MoEOutput:
-        if not output.aux_loss.requires_grad:
-            return output
-        loss = output.aux_loss * layer.aux_loss_scale
-        hidden_states = with_gradient(output.hidden_states, loss, torch.ones_like(loss))
-        return output._replace(hidden_states=hidden_states, aux_loss=output.aux_loss.detach())
-
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, MoE)]
-    for layer in layers:
-        layer.aux_loss_scale = scale
-        if not isinstance(layer, MoEFeedForward):  # which adds the gradient itself
-            layer.register_forward_hook(attach)
