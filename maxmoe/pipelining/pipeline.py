@@ -240,8 +240,13 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the total norm of the gradients of all stages, as `maxmoe.parallel.clip_grad_norm_`.
 
-        All ranks must call it, also those whose stages have no trained parameters. Returns the norm before clipping,
-        ``()``, float64, equal on all ranks.
+        All ranks must call it, also those whose stages have no trained parameters.
+
+        Args:
+            max_norm: largest norm of all gradients together.
+
+        Returns:
+            ``()``, float64, norm before clipping, equal on all ranks.
 
         Raises:
             ValueError: on every rank, if the ranks of a stage have gradients of different parameters.

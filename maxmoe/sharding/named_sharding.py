@@ -99,11 +99,9 @@ class NamedSharding:
                 raise ValueError(f"axis {axis!r} is partial, but {self.mesh} has no such axis")
         for dim, axes in enumerate(self.spec):
             for axis in axes:
-                shards = f"axis {axis!r} shards dim {dim} of {self.spec!r}"
-                if axis not in self.mesh.sizes:
-                    raise ValueError(f"{shards}, but {self.mesh} has no such axis")
-                if axis in self.partial:
-                    raise ValueError(f"{shards} and is partial")
+                if axis not in self.mesh.sizes or axis in self.partial:
+                    problem = " and is partial" if axis in self.partial else f", but {self.mesh} has no such axis"
+                    raise ValueError(f"axis {axis!r} shards dim {dim} of {self.spec!r}{problem}")
 
     @classmethod
     def replicated(cls, mesh: Mesh, num_dims: int, *, partial: tuple[str, ...] = ()) -> "NamedSharding":
@@ -149,7 +147,7 @@ class NamedSharding:
         return tuple(length // self.mesh.size(*axes) for length, axes in zip(shape, self.spec, strict=True))
 
     def slices(self, shape: Sequence[int], rank: int | None = None) -> tuple[slice, ...]:
-        """Compute the slices of a rank's shard: ``tensor[sharding.slices(tensor.shape)]``; None for this process.
+        """Compute the slices of the shard of a rank, None for this process: ``tensor[sharding.slices(tensor.shape)]``.
 
         Raises:
             ValueError: as `shard_shape` and `Mesh.coordinates`.

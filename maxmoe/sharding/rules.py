@@ -84,7 +84,7 @@ class LogicalRules(tuple[tuple[str, tuple[str, ...]], ...]):
             raise
         except yaml.MarkedYAMLError as error:
             where, problem = f":{error.problem_mark.line + 1}", f"not YAML: {error.problem}"
-        except Exception as error:  # PyYAML raises any error for a value of another type than its tag
+        except Exception as error:  # PyYAML raises errors of many types for values that do not fit their tags
             where, problem = "", str(error)
         raise ValueError(f"{path}{where}: {next(iter(problem.splitlines()), '')[:300]}")
 
