@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from maxmoe.expert_load.metrics_accumulator import packed, packed_size, with_gradient
 from maxmoe.expert_load.stats import MoEStats
 from maxmoe.nn import MoE, MoEFeedForward, MoEOutput
-from maxmoe.nn.routing_losses import RoutingLosses
+from maxmoe.nn.losses import RoutingLosses
 from maxmoe.recompute.selective import is_recomputation
 
 
