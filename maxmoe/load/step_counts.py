@@ -24,14 +24,14 @@ class StepCounts:
         self._sums = torch.zeros(num_experts + 1, dtype=torch.float64, device=device)
         # Sum of the values in the backward, less those in the forward.
         self._late = torch.zeros((), dtype=torch.float64, device=device)
-        self._process_group = process_group
+        self.process_group = process_group
 
     def all_reduce(self, counts: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Sum counts ``(E,)`` and a number ``()`` of tokens over the ranks of a layer without a token group."""
         if not dist.is_initialized():
             return counts, num_tokens
         packed = torch.cat([counts, num_tokens.reshape(1)])
-        all_reduce(packed, "counts of a step", group=self._process_group)
+        all_reduce(packed, "counts of a step", group=self.process_group)
         return packed[:-1], packed[-1]
 
     def dot_frequencies(self, mass: Tensor, counts: Tensor, num_tokens: Tensor) -> Tensor:

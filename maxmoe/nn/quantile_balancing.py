@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-NUM_BINS = 1000
+from maxmoe.load.stats_accumulator import NUM_BINS
 
 
 def required_bias_histogram(

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from maxmoe.adapters import stacked_factors
 from maxmoe.agreement import check_ranks_agree
-from maxmoe.load.layers_of_stages import LayersOfStages
 from maxmoe.load.stats import MoEStats
 from maxmoe.named_collectives import all_reduce
 from maxmoe.nn import MoE, check_recompute, recompute_of, set_recompute
@@ -29,7 +28,7 @@ from maxmoe.pipelining.scheduled_run import ScheduledRun
 from maxmoe.pipelining.schedules import check_schedule, schedule_kind
 from maxmoe.pipelining.stage import Loss, Stage
 from maxmoe.pipelining.stage_modules import add_aux_losses, copied_modules, keep_stages, stage_module, stage_parts
-from maxmoe.pipelining.step_statistics import PipelineOutput, StepStatistics
+from maxmoe.pipelining.step_statistics import LayersOfStages, PipelineOutput, StepStatistics
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
 from maxmoe.token_group import FlattenedBatch, TokenGroup

@@ -1,12 +1,14 @@
 """Loss, auxiliary losses and routing statistics of a step, over all stages."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from maxmoe.declaration import SavedTensor
-from maxmoe.load.layers_of_stages import LayersOfStages
 from maxmoe.load.metrics_accumulator import packed, packed_size, unpacked
 from maxmoe.load.stats import MoEStats
 from maxmoe.load.step_counts import StepCounts
@@ -31,6 +33,36 @@ class PipelineOutput(NamedTuple):
     loss: Tensor
     aux_loss: Tensor
     stats: dict[str, MoEStats]
+
+
+@dataclass(frozen=True)
+class LayersOfStages:
+    """The Mixture-of-Experts layers of all stages of a pipeline.
+
+    Args:
+        num_experts: number of experts of each layer, by its path in the whole model; equal on all ranks.
+        group: process group over the stages; None if there is one stage.
+        device: device of the collective.
+    """
+
+    num_experts: Mapping[str, int]
+    group: dist.ProcessGroup | None
+    device: str
+
+    def all_reduce(self, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the packed metrics of all layers, given those of this rank's layers; collective over the stages."""
+        sizes = [packed_size(count) for count in self.num_experts.values()]
+        sums = torch.zeros(sum(sizes), dtype=torch.float64, device=self.device)
+        of_layers = dict(zip(self.num_experts, torch.split(sums, sizes), strict=True))
+        for path, of_layer in metrics.items():
+            of_layers[path].copy_(of_layer)
+        if self.group is not None:
+            all_reduce(sums, "metrics of the layers of stages", group=self.group)
+        return of_layers
+
+    def __deepcopy__(self, _memo: object) -> "LayersOfStages":
+        """Return the object itself: process groups cannot be copied."""
+        return self
 
 
 class RecordedLosses:
@@ -102,9 +134,6 @@ class StepStatistics:
         aux_loss, stats = torch.zeros_like(loss), {}
         sums = self._layers.all_reduce({path: recorded.take() for path, recorded in self._recorded.items()})
         for path, total in sums.items():
-            metrics = unpacked(total)
-            aux_loss = aux_loss + metrics.aux_loss * aux_loss_scale
-            stats[path] = metrics.stats._replace(
-                router_entropy=metrics.stats.router_entropy / metrics.calls.clamp_min(1)
-            )
+            _, total_aux_loss, stats[path] = unpacked(total)
+            aux_loss = aux_loss + total_aux_loss * aux_loss_scale
         return PipelineOutput(loss, aux_loss, stats)
