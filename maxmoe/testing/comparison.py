@@ -1,5 +1,6 @@
 """Compares what the ranks have computed with one process, and explains what differs."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,28 +10,16 @@ import torch
 from torch import Tensor
 
 from maxmoe.parallel.failures import RankError
-from maxmoe.testing.assembly import (
-    FLOOR,
-    by_name,
-    compare_output,
-    gradient_parts,
-    place,
-)
 from maxmoe.testing.explanation import Facts, Part, WrongGradient
-from maxmoe.testing.factors import RIGHT, Size, fit, is_close, named_factor
-from maxmoe.testing.layout import distance, largest_of
-from maxmoe.testing.measurement import (
-    WHOLE,
-    Measurement,
-    ParameterEntries,
-    Training,
-    gradients_of_parts,
-)
+from maxmoe.testing.factors import CLOSE, RIGHT, Size, fit, is_close, named_factor
+from maxmoe.testing.layout import Entries, Location, distance, largest_of, locate, missing_entries
+from maxmoe.testing.measurement import WHOLE, Measurement, ParameterEntries, Training, gradients_of_terms
 from maxmoe.testing.rank_processes import RankProcesses
 from maxmoe.testing.report import Comparison, RankComparison
-from maxmoe.testing.run_facts import batches_of_shares, partitions, sizes
-from maxmoe.testing.shares import Share
+from maxmoe.testing.run_facts import batches_of_shares, partitions, sizes, weights_of
+from maxmoe.testing.starts import by_name
 
+FLOOR = 1e-2  # a tensor is compared on the scale of its largest entry, at least this part of that of all tensors
 LOSS_FLOOR = 1e-3  # a loss is compared on its own scale, at least this part of the largest gradient
 CLEAN = 1e-3  # relative error of a factor that rounding does not give
 
@@ -67,7 +56,7 @@ class RankComparer:
         )
 
     def _loss(self) -> tuple[Comparison, ...]:
-        """Compare the loss and its terms: the sum or the mean of those of the ranks is that of one process."""
+        """Compare the loss and its terms, which are the sum or the mean over the ranks."""
         found = []
         for name, expected in self.one_process.loss.items():
             values = [rank.loss[name] for rank in self.ranks if name in rank.loss]
@@ -75,8 +64,7 @@ class RankComparer:
                 self.notes.append(f"No rank returns the {name}.")
                 continue
             error, explanation = self._judge_loss(name, expected, values)
-            shown = values[:1] if all(is_close(value, values[0], self.tolerance) for value in values) else values
-            found.append(Comparison(name, error, expected, tuple(shown), explanation))
+            found.append(Comparison(name, error, expected, _once(values, self.tolerance), explanation))
         for name in sorted({name for rank in self.ranks for name in rank.loss} - set(self.one_process.loss)):
             self.notes.append(f"The term {name!r} of the loss is not compared: one process does not return it.")
         return tuple(found)
@@ -93,7 +81,7 @@ class RankComparer:
         for copies in [count for count in range(1, len(values) + 1) if len(values) % count == 0]:
             error = abs(total / copies - expected) / scale
             if error <= self.tolerance:
-                self.notes.append(f"The {title} of one process is {_reduction(copies, len(values), values)}.")
+                self.notes.append(f"The {title} of one process is {_reduction(copies, values)}.")
                 return error, ""
         wrong, is_zero = "neither the sum nor the mean over ranks: the mean is", abs(expected) <= self.tolerance * scale
         if is_zero:
@@ -102,26 +90,29 @@ class RankComparer:
 
     def _outputs(self) -> tuple[Comparison, ...]:
         found = []
-        outputs = self.one_process.outputs[0] if self.one_process.outputs else {}
+        outputs = self.one_process.outputs[0] if len(self.one_process.outputs) == 1 else {}
         floor = FLOOR * max((largest_of(entries.values) for entries in outputs.values()), default=0.0)
         for name, entries in outputs.items():
-            result = compare_output(name, self.one_process.outputs, self.ranks)
+            calls = [
+                [call[name] for call in of_ranks if call is not None and name in call]
+                for of_ranks in itertools.zip_longest(*(rank.outputs for rank in self.ranks))
+            ]
+            whole, result = entries.values, compare_output(entries.values, calls)
             if result is None:
-                self.notes.append(f"The {name} is not compared: on the ranks it is no block of that of one process.")
+                self.notes.append(f"The {name} is not compared: on the ranks it is not a slice of that of one process.")
                 continue
-            narrow = {item[name].values.dtype for rank in self.ranks for item in rank.outputs if name in item}
-            if narrow - {entries.values.dtype}:
-                got = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in narrow))
-                expected = str(entries.values.dtype).removeprefix("torch.")
+            dtypes = {part.values.dtype for parts in calls for part in parts} - {whole.dtype}
+            for dtype in sorted(dtypes, key=str):
+                got, expected = (str(item).removeprefix("torch.") for item in (dtype, whole.dtype))
                 self.notes.append(f"The {name} is {got} on the ranks, {expected} in one process.")
             error, num_missing = result
-            whole = entries.values
-            scale = max(largest_of(whole), floor) or 1.0
-            explanation = "" if error <= self.tolerance * scale else "differs"
             if num_missing:
                 self.notes.append(f"No rank has {num_missing} of {whole.numel()} entries of the {name} of one process.")
-            norm = float(whole.norm())
-            found.append(Comparison(name, error / scale, norm, (norm,) if not explanation else (), explanation))
+            scale, norm = max(largest_of(whole), floor) or 1.0, float(whole.norm())
+            is_right = error <= self.tolerance * scale
+            found.append(
+                Comparison(name, error / scale, norm, (norm,) if is_right else (), "" if is_right else "differs")
+            )
         return tuple(found)
 
     def _gradients(self) -> tuple[Comparison, ...]:
@@ -135,7 +126,7 @@ class RankComparer:
         for title, names in (
             ("Gradients that are zero in one process, so that nothing is compared", zero),
             ("Gradients that are too small to be told from rounding", self.too_small),
-            ("Parameters in parts of equal values, of which each rank is taken to have the best one", self.ambiguous),
+            ("Shards with equal values, each matched to the place with the closest gradient", self.ambiguous),
         ):
             if names:
                 self.notes.append(f"{title}: {_names(names)}.")
@@ -149,10 +140,10 @@ class RankComparer:
         whole = self._expected[name]
         own = largest_of(whole)
         scale = max(own, FLOOR * self._largest, 1e-300)
-        placed = place(entries, expected.value.values, self.tolerance)
-        if expected.requires_grad and any(len(item.candidates) > 1 for item in placed):
+        locations = locate([item.value for item in entries.values()], expected.value.values)
+        if expected.requires_grad and any(len(location.candidates) > 1 for location in locations):
             self.ambiguous.append(name)
-        parts = gradient_parts(placed, whole)
+        parts = gradient_parts(entries, locations, whole)
         errors = {part.rank: distance(part.values, part.of(whole)) / scale for part in parts}
         error = max(errors.values(), default=0.0)
         explanation = _other_training(expected, entries)
@@ -172,8 +163,8 @@ class RankComparer:
 
         Rounding does not multiply several numbers by the same factor.
         """
-        expected = torch.cat([part.of(whole).flatten() for part in parts])
-        values = torch.cat([part.values.flatten() for part in parts])
+        expected = torch.cat([part.of(whole) for part in parts])
+        values = torch.cat([part.values for part in parts])
         factors = fit([expected], values, CLEAN * max(largest_of(expected), largest_of(values)))
         if factors and len(torch.unique(whole[whole != 0])) > 2:
             text = named_factor(factors[0], self._sizes, CLEAN)
@@ -199,36 +190,47 @@ class RankComparer:
     @cached_property
     def _facts(self) -> Facts:
         """Run one process on parts of the batch, and with each term of the loss alone."""
-        facts = Facts(self._sizes, partitions(self.ranks))
         shares = batches_of_shares(self.one_process, self.ranks)
         batches = [self.one_process.batch, *(batch for _, batch in shares)]
+        groups = partitions(self.ranks)
         try:
-            whole, *others = self.processes.run_alone(gradients_of_parts, self.training, self.dtype, batches)
+            whole, *parts = self.processes.run_alone(gradients_of_terms, self.training, self.dtype, batches)
         except RankError as error:
             self.notes.append(f"One process cannot run the batch of a rank: {str(error).splitlines()[-1]}")
-            return facts
-        terms = {term: self._filled(gradients) for term, gradients in whole.items()}
-        parts: list[tuple[Share, Mapping[str, Tensor]]] = [
-            (share, _sum([self._filled(gradients) for gradients in found.values()]))
-            for (share, _), found in zip(shares, others, strict=True)
-        ]
-        weights = self._weights([gradients for _, gradients in parts])
-        return Facts(self._sizes, partitions(self.ranks), terms, parts, weights or [])
+            return Facts(self._sizes, groups)
+        weights = weights_of(parts, self._expected, self.tolerance * self._largest)
+        found = [(share, terms) for (share, _), terms in zip(shares, parts, strict=True)]
+        return Facts(self._sizes, groups, whole, found, weights)
 
-    def _filled(self, gradients: dict[str, Tensor | None]) -> dict[str, Tensor]:
-        return {
-            name: torch.zeros_like(whole) if gradients.get(name) is None else gradients[name]  # type: ignore[misc]
-            for name, whole in self._expected.items()
-        }
 
-    def _weights(self, parts: Sequence[Mapping[str, Tensor]]) -> list[float] | None:
-        """Return the weights with which the gradients of the shares add up to that of the whole batch."""
-        if len(parts) < 2:
-            return None
-        columns = [torch.cat([gradient.flatten() for gradient in part.values()]) for part in parts]
-        whole = torch.cat([gradient.flatten() for gradient in self._expected.values()])
-        weights = fit(columns, whole, self.tolerance * self._largest)
-        return weights if weights and all(abs(weight) > 1e-9 for weight in weights) else None
+def compare_output(whole: Tensor, calls: Sequence[Sequence[Entries]]) -> tuple[float, int] | None:
+    """Compare an output of the model on the ranks, in each call, with the closest blocks of the whole output.
+
+    Returns:
+        Largest difference over the ranks and calls, and number of entries that no rank has; None if an output has not
+        the shape of a block.
+    """
+    found = [location for parts in calls for location in locate(parts, whole)]
+    if not found or not all(location.candidates for location in found):
+        return None
+    indices = [location.candidates[0] for location in found]
+    return max(location.error for location in found), missing_entries(indices, whole.numel())
+
+
+def gradient_parts(
+    entries: Mapping[int, ParameterEntries], locations: Sequence[Location], expected: Tensor
+) -> list[Part]:
+    """Return the gradients of the ranks, zeros for one that has none.
+
+    Of several blocks with the same values, the one with the closest gradient counts.
+    """
+    parts = []
+    for (rank, item), location in zip(entries.items(), locations, strict=True):
+        gradient = item.gradient or Entries(torch.zeros_like(item.value.values), item.value.shape)
+        choices = location.candidates if gradient.indices is None else [gradient.indices.flatten()]
+        options = [Part(rank, indices, gradient.values.flatten()) for indices in choices]
+        parts.append(min(options, key=lambda part: distance(part.values, part.of(expected))))
+    return parts
 
 
 def _other_training(expected: ParameterEntries, entries: dict[int, ParameterEntries]) -> str:
@@ -251,24 +253,23 @@ def _norms(parts: Sequence[Part], whole: Tensor, is_wrong: bool) -> tuple[float,
     if not parts:
         return ()
     if is_wrong:
-        norms = [float(part.values.norm()) for part in parts]
-        return (norms[0],) if all(is_close(value, norms[0], 1e-6) for value in norms) else tuple(norms)
-    together = torch.zeros_like(whole).flatten()
+        return _once([float(part.values.norm()) for part in parts], CLOSE)
+    together = torch.zeros(whole.numel(), dtype=whole.dtype)
     for part in parts:
-        together[slice(None) if part.indices is None else part.indices.flatten()] = part.values.flatten()
+        together[part.indices] = part.values.to(whole.dtype)
     return (float(together.norm()),)
+
+
+def _once(values: Sequence[float], tolerance: float) -> tuple[float, ...]:
+    """Return the value of all ranks, or the values of each if they differ."""
+    return tuple(values[:1] if all(is_close(value, values[0], tolerance) for value in values) else values)
 
 
 def _names(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _reduction(copies: int, num_ranks: int, values: Sequence[float]) -> str:
-    if copies == num_ranks:
-        same = all(is_close(value, values[0], 1e-9) for value in values)
-        return "that of every rank" if same else "the mean over the ranks"
+def _reduction(copies: int, values: Sequence[float]) -> str:
+    if copies == len(values):
+        return "equal to the loss of every rank" if len(_once(values, 1e-9)) == 1 else "the mean over the ranks"
     return "the sum over the ranks" if copies == 1 else f"the sum over the ranks / {copies}"
-
-
-def _sum(gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: sum((item[name] for item in gradients[1:]), gradients[0][name]) for name in gradients[0]}

@@ -1,13 +1,13 @@
 """Names for the number by which a gradient or a loss is wrong."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-TWICE, RIGHT = "summed twice", "right"
+RIGHT = "right"
+CLOSE = 1e-6  # relative difference of factors that are equal
 
 
 @dataclass(frozen=True)
@@ -18,41 +18,21 @@ class Size:
     value: int
 
 
-def is_close(one: float, other: float, tolerance: float) -> bool:
+def is_close(one: float, other: float, tolerance: float = CLOSE) -> bool:
     """Return whether two numbers are equal up to a relative tolerance."""
     return abs(one - other) <= tolerance * max(abs(one), abs(other))
 
 
-def named_factor(factor: float, sizes: Sequence[Size], tolerance: float = 1e-6) -> str:
+def named_factor(factor: float, sizes: Sequence[Size], tolerance: float = CLOSE) -> str:
     """Describe a factor by sizes of the run: "4 times: number of ranks"."""
-    text = f"{factor:.6g} times"
     if abs(factor) < tolerance:
         return "missing"
     if is_close(factor, 1, tolerance):
         return RIGHT
     names = [size.name for size in sizes if is_close(factor, size.value, tolerance)]
     names += [f"1 / {size.name}" for size in sizes if is_close(factor, 1 / size.value, tolerance)]
-    if is_close(factor, 2, tolerance):
-        names.append(TWICE)
-    if not names:
-        names = _pairs(factor, sizes, tolerance)[:1]
-    if not names and is_close(factor, -1, tolerance):
-        names = ["wrong sign"]
-    return f"{text}: {' or '.join(names)}" if names else text
-
-
-def _pairs(factor: float, sizes: Sequence[Size], tolerance: float) -> list[str]:
-    found = []
-    for one, other in itertools.combinations(sizes, 2):
-        for value, name in (
-            (one.value * other.value, f"{one.name} ({one.value}) x {other.name} ({other.value})"),
-            (one.value / other.value, f"{one.name} ({one.value}) / {other.name} ({other.value})"),
-        ):
-            if is_close(factor, value, tolerance):
-                found.append(name)
-            elif is_close(factor, 1 / value, tolerance):
-                found.append(f"1 / ({name})")
-    return found
+    names += [name for value, name in ((2, "summed twice"), (-1, "wrong sign")) if is_close(factor, value, tolerance)]
+    return f"{factor:.6g} times: {' or '.join(names)}" if names else f"{factor:.6g} times"
 
 
 def fit(columns: Sequence[Tensor], values: Tensor, largest_error: float) -> list[float] | None:

@@ -1,40 +1,87 @@
-"""Which entries of a whole tensor a rank holds."""
+"""Which entries of the tensors of one process a rank has: by name, by the layout of a `DTensor`, or by their values."""
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+# Prefixes that wrappers of torch add to the names of parameters.
+WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 Shape = tuple[int, ...]
 Block = tuple[slice, ...]
 
 
-def indices_of(tensor: DTensor) -> Tensor:
-    """Return the flat indices, in the whole tensor, of the entries of this rank's shard, in the shape of the shard."""
-    numbers = torch.arange(tensor.numel()).view(tensor.shape)
-    placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-    return distribute_tensor(numbers, tensor.device_mesh, placements, src_data_rank=None).to_local().cpu()
+@dataclass
+class Entries:
+    """Entries of a tensor on one rank.
+
+    Attributes:
+        values: this rank's entries.
+        shape: shape of the whole tensor for a `DTensor`, otherwise shape of `values`.
+        indices: flat index of each entry in the whole `DTensor`, in the shape of `values`; None for another tensor.
+    """
+
+    values: Tensor
+    shape: Shape
+    indices: Tensor | None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Entries":
+        """Copy this rank's entries of a tensor. Partial sums of a `DTensor` are reduced first."""
+        tensor, indices = tensor.detach(), None
+        if isinstance(tensor, DTensor):
+            placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+            numbers = torch.arange(tensor.numel()).view(tensor.shape)
+            mesh = tensor.device_mesh
+            indices = distribute_tensor(numbers, mesh, placements, src_data_rank=None).to_local().cpu()
+            local = tensor.redistribute(placements=placements).to_local()
+        else:
+            local = tensor if tensor.layout == torch.strided else tensor.to_dense()
+        return cls(local.cpu().clone(), tuple(tensor.shape), indices)
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    """Return a copy of this rank's entries of a tensor. Partial sums of a `DTensor` are reduced first."""
-    tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-        tensor = tensor.redistribute(placements=placements).to_local()
-    return (tensor if tensor.layout == torch.strided else tensor.to_dense()).cpu().clone()
+@dataclass(frozen=True)
+class Location:
+    """Where the entries of a rank lie in a whole tensor.
+
+    Attributes:
+        candidates: flat indices of the entries, for each block that is closest to their values; empty if their shape
+            is not the shape of a block.
+        error: largest difference from the values of the whole tensor there.
+    """
+
+    candidates: list[Tensor]
+    error: float
 
 
-def indices_of_block(shape: Sequence[int], block: Block) -> Tensor:
-    """Return the flat indices of the entries of a block of a tensor with a shape."""
-    return torch.arange(torch.Size(shape).numel()).view(tuple(shape))[block]
+def locate(parts: Sequence[Entries], whole: Tensor) -> list[Location]:
+    """Return where the entries of each rank lie in a whole tensor."""
+    numbers, shapes, found = torch.arange(whole.numel()).view(whole.shape), [part.values.shape for part in parts], []
+    for order, part in enumerate(parts):
+        candidates: list[Tensor] = []
+        error = math.inf
+        if part.indices is not None:
+            choices = iter([part.indices] if part.shape == whole.shape else [])
+        elif part.shape == whole.shape:
+            choices = iter([numbers])
+        else:
+            choices = (numbers[block] for block in blocks(shapes, order, whole.shape))
+        for indices in choices:
+            difference = distance(part.values, whole.flatten()[indices])
+            if difference < error:
+                candidates, error = [], difference
+            if difference <= error:
+                candidates.append(indices.flatten())
+        found.append(Location(candidates, error))
+    return found
 
 
 def blocks(shapes: Sequence[Shape], rank: int, whole: Shape) -> Iterator[Block]:
-    """Yield the blocks of a whole tensor that have the shape of a rank's part, those after lower ranks first.
+    """Yield the blocks of a whole tensor that have the shape of a rank's part, the block after lower ranks first.
 
     Args:
         shapes: shapes of the parts of all ranks.
@@ -55,6 +102,14 @@ def blocks(shapes: Sequence[Shape], rank: int, whole: Shape) -> Iterator[Block]:
         yield tuple(slice(begin, begin + size) for begin, size in zip(start, part, strict=True))
 
 
+def missing_entries(indices: Sequence[Tensor], size: int) -> int:
+    """Return how many entries of a tensor no rank has."""
+    covered = torch.zeros(size, dtype=torch.bool)
+    for index in indices:
+        covered[index] = True
+    return int(size - covered.sum())
+
+
 def distance(part: Tensor, whole: Tensor) -> float:
     """Return the largest difference of two tensors of one shape.
 
@@ -73,13 +128,25 @@ def largest_of(tensor: Tensor) -> float:
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-def closest_block(parts: Sequence[Tensor], rank: int, whole: Tensor) -> tuple[Block | None, float]:
-    """Return the block of a whole tensor that is closest to a rank's part, and their largest difference."""
-    best: tuple[Block | None, float] = (None, float("inf"))
-    for block in blocks([tuple(part.shape) for part in parts], rank, tuple(whole.shape)):
-        error = distance(parts[rank], whole[block])
-        if best[0] is None or error < best[1]:
-            best = block, error
-        if error == 0:
-            break
-    return best
+def matching_names(wrapped: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """Return the name in one process of each name on a rank, where wrappers may have added prefixes.
+
+    A name that one process does not have is returned without prefixes. If several names differ in prefixes only, as of
+    a child that is called `module`, the shortest one on the rank is the shortest one in one process, and so on.
+    """
+    here, there = _by_name_without_wrappers(names), _by_name_without_wrappers(wrapped)
+    found: dict[str, str] = {}
+    for bare, those in there.items():
+        these = here.get(bare, [])
+        if len(these) == len(those):
+            found.update(zip(those, these, strict=True))
+        else:
+            found.update({name: name if name in these else bare for name in those})
+    return found
+
+
+def _by_name_without_wrappers(names: Sequence[str]) -> Mapping[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in sorted(names, key=len):
+        found.setdefault(".".join(part for part in name.split(".") if part not in WRAPPERS), []).append(name)
+    return found

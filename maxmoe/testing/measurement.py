@@ -16,9 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 from maxmoe._torch import process_groups
 from maxmoe.testing.batches import map_tensors, tensors_in
-from maxmoe.testing.layout import indices_of, local_of
+from maxmoe.testing.layout import Entries
 
 WHOLE = "loss"  # name of the loss if it has no terms
+ADDED = "added in the backward"  # name of the gradient that the backward adds beside the loss
 # Module.to would make complex buffers real.
 CASTS: dict[torch.dtype, Callable[[nn.Module], nn.Module]] = {
     torch.float64: nn.Module.double,
@@ -41,26 +42,6 @@ class Training:
 
 
 @dataclass
-class Entries:
-    """Entries of a tensor on one rank.
-
-    Attributes:
-        values: this rank's entries.
-        shape: shape of the whole tensor, or of the rank's part if it does not know the whole.
-        indices: flat index in the whole tensor of each entry; None if the tensor is no `DTensor`.
-    """
-
-    values: Tensor
-    shape: tuple[int, ...]
-    indices: Tensor | None = None
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Entries":
-        """Copy the entries of a tensor."""
-        return cls(local_of(tensor), tuple(tensor.shape), indices_of(tensor) if isinstance(tensor, DTensor) else None)
-
-
-@dataclass
 class ParameterEntries:
     """Value of a parameter before the step, and its gradient after it."""
 
@@ -77,8 +58,7 @@ class Measurement:
         loss: terms of the loss; empty if the step returns none.
         outputs: floating-point tensors that the model returns, by name, for each call.
         parameters: in the order in which the backward computes their gradients, those without a gradient last.
-        buffers: buffers before the step, by name.
-        buffers_after: buffers after the step, by name.
+        buffers: buffers "before" and "after" the step, by name.
         batch: the batch.
         groups: ranks of each process group of this rank.
         narrow: a dtype narrower than that of the parameters in which the model computes, and the function.
@@ -87,8 +67,7 @@ class Measurement:
     loss: dict[str, float]
     outputs: list[dict[str, Entries]]
     parameters: dict[str, ParameterEntries]
-    buffers: dict[str, Entries]
-    buffers_after: dict[str, Entries]
+    buffers: dict[str, dict[str, Entries]]
     batch: Any
     groups: dict[str, list[int]] = field(default_factory=dict)
     narrow: tuple[torch.dtype, str] | None = None
@@ -121,15 +100,26 @@ def measure_rank(training: Training, dtype: torch.dtype) -> Measurement:
     return measurement
 
 
-def gradients_of_parts(
+def gradients_of_terms(
     training: Training, dtype: torch.dtype, batches: list[Any]
-) -> list[dict[str, dict[str, Tensor | None]]]:
-    """Return the gradients of all parameters in one process, for each batch, by the name of each term of the loss."""
+) -> list[dict[str, dict[str, Tensor]]]:
+    """Return the gradients of all parameters in one process, for each batch, by the name of each term of the loss.
+
+    A backward may add gradients that do not depend on the loss: those of an auxiliary loss, as in `MoEFeedForward`.
+    They are what is left of a loss times zero, and are returned as the term ADDED.
+    """
     model, found = build(training, 0, dtype), []
     for batch in batches:
         _seed(0)
         terms = terms_of(training.loss(model, batch))
-        found.append({name: _gradients_of(model, term) for name, term in terms.items()})
+        added = _gradients_of(model, 0 * _total(terms))
+        gradients = {name: _gradients_of(model, term) for name, term in terms.items()}
+        if any(gradient.any() for gradient in added.values()):
+            for name, term in terms.items():
+                for parameter, gradient in _gradients_of(model, 0 * term).items():
+                    gradients[name][parameter] -= gradient
+            gradients[ADDED] = added
+        found.append(gradients)
     return found
 
 
@@ -152,7 +142,8 @@ def make_batch(training: Training, rank: int, num_ranks: int, dtype: torch.dtype
     """Make the batch of a rank, with the same seed on all ranks."""
     _seed(0)
     batch = map_tensors(
-        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, training.make_batch(rank, num_ranks)
+        lambda _, tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor,
+        training.make_batch(rank, num_ranks),
     )
     try:
         pickle.dumps(batch)
@@ -221,11 +212,11 @@ def _measure(
 ) -> Measurement:
     """Run a step and measure it; without `has_backward`, `step` is the loss."""
     values = {name: Entries.of(parameter) for name, parameter in model.named_parameters()}
-    buffers = _buffers_of(model)
+    buffers = {"before": _buffers_of(model)}
     outputs: list[dict[str, Entries]] = []
     order: dict[str, None] = {}
-    recorded = map_tensors(lambda tensor: tensor.detach().clone(), batch)  # the step may change the batch
-    handles = [] if dist.is_initialized() else _record_order(model, order)
+    recorded = map_tensors(lambda _, tensor: tensor.detach().clone(), batch)  # the step may change the batch
+    handles: list[Any] = [] if dist.is_initialized() else _record_order(model, order)
     if isinstance(model, nn.Module):
         handles.append(model.register_forward_hook(lambda *call: outputs.append(_output_of(call[2]))))
     _seed(seed)
@@ -248,8 +239,7 @@ def _measure(
             )
             for name in names
         },
-        buffers=buffers,
-        buffers_after=_buffers_of(model),
+        buffers={**buffers, "after": _buffers_of(model)},
         batch=recorded,
     )
 
@@ -280,12 +270,13 @@ def _local(term: Tensor) -> Tensor:
     return term.full_tensor() if isinstance(term, DTensor) else term.detach()
 
 
-def _gradients_of(model: nn.Module, term: Tensor) -> dict[str, Tensor | None]:
+def _gradients_of(model: nn.Module, term: Tensor) -> dict[str, Tensor]:
+    """Return the gradients of a term in one process, zeros for parameters without one."""
     model.zero_grad()
     if term.requires_grad:
         term.backward(retain_graph=True)  # type: ignore[no-untyped-call]
     return {
-        name: None if parameter.grad is None else local_of(parameter.grad)
+        name: torch.zeros_like(parameter) if parameter.grad is None else Entries.of(parameter.grad).values
         for name, parameter in model.named_parameters()
     }
 
@@ -293,6 +284,6 @@ def _gradients_of(model: nn.Module, term: Tensor) -> dict[str, Tensor | None]:
 def _output_of(output: Any) -> dict[str, Entries]:
     return {
         f"output{place}": Entries.of(tensor)
-        for place, tensor in tensors_in(output)
+        for place, tensor in tensors_in(output).items()
         if tensor.is_floating_point() and tensor.ndim
     }

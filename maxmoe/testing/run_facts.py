@@ -1,10 +1,14 @@
-"""What is known of a run besides its gradients: groups of ranks, sizes, and the batches of ranks and micro-batches."""
+"""What is known of a run besides its gradients: groups of ranks, sizes, and gradients of parts of batch and loss."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from maxmoe.testing.batches import batch_sizes, have_same_tensors, micro_batches
-from maxmoe.testing.factors import Size
+from maxmoe.testing.explanation import Gradients
+from maxmoe.testing.factors import Size, fit
 from maxmoe.testing.measurement import Measurement
 from maxmoe.testing.shares import Share
 
@@ -52,6 +56,19 @@ def batches_of_shares(one_process: Measurement, ranks: Sequence[Measurement]) ->
         for those, batch in found
         for number, micro_batch in enumerate(micro_batches(batch, count))
     ]
+
+
+def weights_of(shares: Sequence[Mapping[str, Gradients]], whole: Gradients, largest_error: float) -> list[float]:
+    """Return the weights with which the gradients of the shares add up to the gradients of the whole batch, if any."""
+    if len(shares) < 2:
+        return []
+
+    def flat(gradients: Gradients) -> Tensor:
+        return torch.cat([gradients[name].flatten() for name in whole])
+
+    columns = [torch.stack([flat(gradients) for gradients in terms.values()]).sum(0) for terms in shares]
+    weights = fit(columns, flat(whole), largest_error)
+    return weights if weights and all(abs(weight) > 1e-9 for weight in weights) else []
 
 
 def _num_calls(one_process: Measurement, ranks: Sequence[Measurement]) -> int:

@@ -3,7 +3,7 @@
 import pickle
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe.parallel.failures import RankError
-from maxmoe.testing.assembly import by_name, matching_names, missing_entries, place
 from maxmoe.testing.comparison import RankComparer
-from maxmoe.testing.layout import distance, largest_of
-from maxmoe.testing.measurement import Entries, Measurement, Training, measure_one_process, measure_rank
+from maxmoe.testing.measurement import Measurement, Training, measure_one_process, measure_rank
 from maxmoe.testing.rank_processes import RankProcesses
 from maxmoe.testing.report import RankComparison
+from maxmoe.testing.starts import different_buffers, different_starts, random_parameters
 
 # Largest difference that is taken for rounding, relative to the largest entry of a tensor.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -106,7 +105,7 @@ class Run:
             if first.narrow:
                 narrow = str(first.narrow[0]).removeprefix("torch.")
                 notes.append(f"The model computes in {narrow} in places, first in the function {first.narrow[1]}.")
-        random = tuple(_differences(first, second, tolerance))
+        random = tuple(random_parameters(first, second, tolerance))
         if random:
             return RankComparison("random", self.num_ranks, dtype, tolerance, culprits=random[:3], notes=tuple(notes))
         try:
@@ -152,79 +151,6 @@ class Run:
         dtype = torch.float32
         first, second = self.processes.run_alone(measure_one_process, self.training, dtype)
         return first, second, dtype, [f"Compared in float32, because one process cannot run in float64: {reason}."]
-
-
-def different_starts(one_process: Measurement, ranks: Sequence[Measurement], tolerance: float) -> list[str]:
-    """Describe the parameters that are not those of one process before the step."""
-    everywhere = by_name(ranks, list(one_process.parameters))
-    texts = [f"{name}: no rank has it." for name in one_process.parameters if name not in everywhere]
-    for name, entries in everywhere.items():
-        if name not in one_process.parameters:
-            texts.append(f"{name}: rank {min(entries)} has it, one process does not.")
-            continue
-        whole = one_process.parameters[name].value.values
-        shape, placed = whole.shape, place(entries, whole, tolerance)
-        wrong = [item for item in placed if item.error > 0]
-        if wrong:
-            where = f"rank{'s' if len(wrong) > 1 else ''} {', '.join(str(item.rank) for item in wrong)}"
-            got = wrong[0].entries.value.shape
-            if wrong[0].error == float("inf") and tuple(got) != tuple(shape):
-                texts.append(f"{name}: has shape {got} on {where}, which is no part of {tuple(shape)}.")
-            else:
-                texts.append(f"{name}: {where} of {len(ranks)} differ from one process by {wrong[0].error:.0e}.")
-        elif count := missing_entries([item for one in placed for item in one.candidates], shape.numel()):
-            texts.append(f"{name}: no rank has {count} of {shape.numel()} entries.")
-    return texts
-
-
-def different_buffers(one_process: Measurement, ranks: Sequence[Measurement], tolerance: float) -> list[str]:
-    """Describe the buffers that have the shapes, but not the values of one process, before or after the step."""
-    found: dict[str, str] = {}
-    before = one_process.buffers, [rank.buffers for rank in ranks]
-    after = one_process.buffers_after, [rank.buffers_after for rank in ranks]
-    for when, (expected, everywhere) in (("before", before), ("after", after)):
-        for name, where in _ranks_with_others(expected, everywhere, tolerance).items():
-            text = f"The buffer {name} differs from that of one process {when} the step on rank {where}."
-            found.setdefault(name, text)
-    return list(found.values())
-
-
-def _ranks_with_others(
-    expected: Mapping[str, Entries], everywhere: Sequence[Mapping[str, Entries]], tolerance: float
-) -> dict[str, str]:
-    """Return, by name, the ranks whose tensor has the expected shape, but not the expected values."""
-    wrong: dict[str, list[str]] = {}
-    for rank, tensors in enumerate(everywhere):
-        for other, name in matching_names(list(tensors), list(expected)).items():
-            values = tensors[other].values
-            whole = expected[name].values if name in expected else values
-            if (
-                values.shape == whole.shape
-                and not whole.is_complex()
-                and distance(values, whole) > tolerance * largest_of(whole)
-            ):
-                wrong.setdefault(name, []).append(str(rank))
-    return {name: ", ".join(numbers) for name, numbers in wrong.items()}
-
-
-def _differences(first: Measurement, second: Measurement, tolerance: float) -> list[str]:
-    """Describe what differs between two runs in one process."""
-    texts = []
-    for name, entries in first.parameters.items():
-        pairs = [
-            ("value before the step", entries.value, second.parameters[name].value),
-            ("gradient", entries.gradient, second.parameters[name].gradient),
-        ]
-        for what, one, other in pairs:
-            if one is None or other is None:
-                if one is not other:
-                    texts.append(f"{name}: one of the runs has no {what}.")
-                continue
-            scale = largest_of(one.values)
-            error = distance(one.values, other.values)
-            if error > tolerance * scale and error > 1e-12:
-                texts.append(f"{name}: the {what} differs by {error / (scale or 1):.0e}.")
-    return texts
 
 
 def _check(num_ranks: Any, dtype: Any, tolerance: Any, timeout: Any) -> None:

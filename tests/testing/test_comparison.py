@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from maxmoe.testing import Comparison, RankComparison
-from maxmoe.testing.assembly import compare_output, matching_names
-from maxmoe.testing.measurement import Entries, Measurement
+from maxmoe.testing.comparison import compare_output
+from maxmoe.testing.layout import Entries, matching_names
 from support.compared_models import WIDTH, Case, alone, ddp, expert_parallel, same_batch, share_of_loss, whole_batch
 from support.forked_comparison import compare
 from support.parallel_by_hand import reduced
 from support.right_training import REPLICATED, RIGHT, build_equal
-from support.wrong_training import WRONG
+from support.wrong_training import WRONG, build_feed_forward, share_of_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
 
@@ -42,6 +43,13 @@ def test_mistakes_are_found_by_name_and_factor(name: str) -> None:
     assert comparison.verdict == "different" and first is not None, comparison
     assert first.explanation == WRONG[name].explanation, comparison
     assert first.name == (WRONG[name].first_wrong or comparison.gradients[0].name), comparison
+
+
+def test_a_mean_beside_an_auxiliary_gradient() -> None:
+    """A gradient that the backward adds and that is right does not hide the factor of the loss."""
+    found = explained(Case(ddp, loss=share_of_tokens, build=partial(build_feed_forward, "sequence")))
+    assert explanations(found)["1.router.weight"] == "the loss is 0.25 times: 1 / number of ranks"
+    assert explanations(found)["1.experts.up_proj"] == "0.25 times: 1 / number of ranks"
 
 
 class Odd(nn.Module):
@@ -112,7 +120,7 @@ def test_gradients_of_other_experts_with_equal_values() -> None:
     comparison = compare(case._replace(parallelize=ones_again))
     assert comparison.equal, comparison
     (note,) = (note for note in comparison.notes if "equal values" in note)
-    assert note.endswith("each rank is taken to have the best one: experts.up.")
+    assert note.endswith("each matched to the place with the closest gradient: experts.up.")
 
 
 def test_numbers_and_sparse_gradients() -> None:
@@ -160,8 +168,7 @@ def test_a_loss_and_outputs_that_are_zero_up_to_rounding() -> None:
 def test_the_worst_of_several_calls_of_a_model_counts() -> None:
     whole = torch.arange(8.0).view(4, 2)
     parts = [whole[:2], whole[2:] + torch.eye(2)]  # of two micro-batches
-    rank = Measurement({}, [{"y": Entries.of(part)} for part in parts], {}, {}, {}, batch=None)
-    assert compare_output("y", [{"y": Entries.of(whole)}], [rank]) == (1.0, 0)
+    assert compare_output(whole, [[Entries.of(part)] for part in parts]) == (1.0, 0)
 
 
 def test_a_term_of_the_loss_that_is_zero() -> None:

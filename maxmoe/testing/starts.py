@@ -1,0 +1,78 @@
+"""What differs before any gradient is compared: a random model, parameters before the step, buffers."""
+
+from collections.abc import Sequence
+
+from maxmoe.testing.layout import Entries, distance, largest_of, locate, matching_names, missing_entries
+from maxmoe.testing.measurement import Measurement, ParameterEntries
+
+
+def by_name(ranks: Sequence[Measurement], names: Sequence[str]) -> dict[str, dict[int, ParameterEntries]]:
+    """Return the parameters of all ranks by name, as in one process if only wrappers have changed it, and by rank."""
+    found: dict[str, dict[int, ParameterEntries]] = {}
+    for rank, measurement in enumerate(ranks):
+        for wrapped, name in matching_names(list(measurement.parameters), names).items():
+            found.setdefault(name, {})[rank] = measurement.parameters[wrapped]
+    return found
+
+
+def random_parameters(first: Measurement, second: Measurement, tolerance: float) -> list[str]:
+    """Describe what differs between two runs in one process."""
+    texts = []
+    for name, one in first.parameters.items():
+        other = second.parameters[name]
+        pairs = {"value before the step": (one.value, other.value), "gradient": (one.gradient, other.gradient)}
+        for what, (before, after) in pairs.items():
+            if before is None or after is None:
+                if before is not after:
+                    texts.append(f"{name}: one of the runs has no {what}.")
+            elif (error := _error(after, before, tolerance)) > 1e-12:
+                texts.append(f"{name}: the {what} differs by {error / (largest_of(before.values) or 1):.0e}.")
+    return texts
+
+
+def different_starts(one_process: Measurement, ranks: Sequence[Measurement], tolerance: float) -> list[str]:
+    """Describe the parameters that are not those of one process before the step."""
+    everywhere = by_name(ranks, list(one_process.parameters))
+    texts = [f"{name}: no rank has it." for name in one_process.parameters if name not in everywhere]
+    for name, entries in everywhere.items():
+        if name not in one_process.parameters:
+            texts.append(f"{name}: rank {min(entries)} has it, one process does not.")
+            continue
+        whole = one_process.parameters[name].value.values
+        locations = dict(zip(entries, locate([item.value for item in entries.values()], whole), strict=True))
+        wrong = [rank for rank, location in locations.items() if location.error > tolerance * largest_of(whole)]
+        where = f"rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}"
+        if any(not locations[rank].candidates for rank in wrong):
+            got = entries[wrong[0]].value.shape
+            texts.append(f"{name}: has shape {tuple(got)} on {where}, which is no part of {tuple(whole.shape)}.")
+        elif wrong:
+            error = locations[wrong[0]].error / (largest_of(whole) or 1.0)
+            texts.append(f"{name}: {where} of {len(ranks)} differ from one process by {error:.0e}.")
+        elif count := missing_entries([item for one in locations.values() for item in one.candidates], whole.numel()):
+            texts.append(f"{name}: no rank has {count} of {whole.numel()} entries.")
+    return texts
+
+
+def different_buffers(one_process: Measurement, ranks: Sequence[Measurement], tolerance: float) -> list[str]:
+    """Describe the buffers that have the shapes, but not the values of one process, before or after the step."""
+    found: dict[str, dict[str, list[int]]] = {}
+    for when, expected in one_process.buffers.items():
+        for rank, measurement in enumerate(ranks):
+            buffers = measurement.buffers[when]
+            for wrapped, name in matching_names(list(buffers), list(expected)).items():
+                has_shape = name in expected and buffers[wrapped].values.shape == expected[name].values.shape
+                if has_shape and _error(buffers[wrapped], expected[name], tolerance):
+                    found.setdefault(name, {}).setdefault(when, []).append(rank)
+    first = {name: next(iter(times.items())) for name, times in found.items()}
+    return [
+        f"The buffer {name} differs from that of one process {when} the step on rank {', '.join(map(str, where))}."
+        for name, (when, where) in first.items()
+    ]
+
+
+def _error(entries: Entries, expected: Entries, tolerance: float) -> float:
+    """Return the largest difference, 0 for rounding and for complex numbers."""
+    if expected.values.is_complex():
+        return 0.0
+    error = distance(entries.values, expected.values)
+    return error if error > tolerance * largest_of(expected.values) else 0.0
