@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from maxmoe.parallel.failures import RankError
 from maxmoe.testing.explanation import Facts, Part, WrongGradient
-from maxmoe.testing.factors import CLOSE, RIGHT, Size, fit, is_close, named_factor
-from maxmoe.testing.layout import Entries, Location, distance, largest_of, locate, missing_entries
+from maxmoe.testing.factors import CLOSE, Size, is_close, named_factor
+from maxmoe.testing.layout import Entries, distance, largest_of, locate, missing_entries
 from maxmoe.testing.measurement import WHOLE, Measurement, ParameterEntries, Training, gradients_of_terms
 from maxmoe.testing.rank_processes import RankProcesses
 from maxmoe.testing.report import Comparison, RankComparison
@@ -21,7 +21,6 @@ from maxmoe.testing.starts import by_name
 
 FLOOR = 1e-2  # a tensor is compared on the scale of its largest entry, at least this part of that of all tensors
 LOSS_FLOOR = 1e-3  # a loss is compared on its own scale, at least this part of the largest gradient
-CLEAN = 1e-3  # relative error of a factor that rounding does not give
 
 
 @dataclass
@@ -140,10 +139,11 @@ class RankComparer:
         whole = self._expected[name]
         own = largest_of(whole)
         scale = max(own, FLOOR * self._largest, 1e-300)
-        locations = locate([item.value for item in entries.values()], expected.value.values)
-        if expected.requires_grad and any(len(location.candidates) > 1 for location in locations):
+        located = locate([item.value for item in entries.values()], expected.value.values)
+        if expected.requires_grad and any(len(candidates) > 1 for candidates, _ in located):
             self.ambiguous.append(name)
-        parts = gradient_parts(entries, locations, whole)
+        candidates = [indices for indices, _ in located]
+        parts = [_part(*item, indices, whole) for item, indices in zip(entries.items(), candidates, strict=True)]
         errors = {part.rank: distance(part.values, part.of(whole)) / scale for part in parts}
         error = max(errors.values(), default=0.0)
         explanation = _other_training(expected, entries)
@@ -154,23 +154,9 @@ class RankComparer:
             else:
                 explanation = WrongGradient(name, whole, parts, self.tolerance * scale, self._facts).explain()
         elif not explanation and error * scale > self.tolerance * own:
-            explanation = self._factor_of_small(name, whole, parts)
+            self.too_small.append(name)
         norms = _norms([part for part in parts if entries[part.rank].gradient is not None], whole, bool(explanation))
         return Comparison(name, error, float(whole.norm()), norms, explanation)
-
-    def _factor_of_small(self, name: str, whole: Tensor, parts: Sequence[Part]) -> str:
-        """Return the factor of a gradient that is too small to tell its error from rounding; "" if it has none.
-
-        Rounding does not multiply several numbers by the same factor.
-        """
-        expected = torch.cat([part.of(whole) for part in parts])
-        values = torch.cat([part.values for part in parts])
-        factors = fit([expected], values, CLEAN * max(largest_of(expected), largest_of(values)))
-        if factors and len(torch.unique(whole[whole != 0])) > 2:
-            text = named_factor(factors[0], self._sizes, CLEAN)
-            return "" if text == RIGHT else text
-        self.too_small.append(name)
-        return ""
 
     @cached_property
     def _expected(self) -> dict[str, Tensor]:
@@ -210,27 +196,18 @@ def compare_output(whole: Tensor, calls: Sequence[Sequence[Entries]]) -> tuple[f
         Largest difference over the ranks and calls, and number of entries that no rank has; None if an output has not
         the shape of a block.
     """
-    found = [location for parts in calls for location in locate(parts, whole)]
-    if not found or not all(location.candidates for location in found):
+    located = [item for parts in calls for item in locate(parts, whole)]
+    if not located or not all(candidates for candidates, _ in located):
         return None
-    indices = [location.candidates[0] for location in found]
-    return max(location.error for location in found), missing_entries(indices, whole.numel())
+    return max(error for _, error in located), missing_entries([indices[0] for indices, _ in located], whole.numel())
 
 
-def gradient_parts(
-    entries: Mapping[int, ParameterEntries], locations: Sequence[Location], expected: Tensor
-) -> list[Part]:
-    """Return the gradients of the ranks, zeros for one that has none.
-
-    Of several blocks with the same values, the one with the closest gradient counts.
-    """
-    parts = []
-    for (rank, item), location in zip(entries.items(), locations, strict=True):
-        gradient = item.gradient or Entries(torch.zeros_like(item.value.values), item.value.shape)
-        choices = location.candidates if gradient.indices is None else [gradient.indices.flatten()]
-        options = [Part(rank, indices, gradient.values.flatten()) for indices in choices]
-        parts.append(min(options, key=lambda part: distance(part.values, part.of(expected))))
-    return parts
+def _part(rank: int, entries: ParameterEntries, candidates: Sequence[Tensor], expected: Tensor) -> Part:
+    """Return the gradient of a rank, zeros if it has none; of several blocks, the one with the closest gradient."""
+    gradient = entries.gradient or Entries(torch.zeros_like(entries.value.values), entries.value.shape)
+    choices = candidates if gradient.indices is None else [gradient.indices.flatten()]
+    options = [Part(rank, indices, gradient.values.flatten()) for indices in choices]
+    return min(options, key=lambda part: distance(part.values, part.of(expected)))
 
 
 def _other_training(expected: ParameterEntries, entries: dict[int, ParameterEntries]) -> str:

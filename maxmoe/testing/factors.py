@@ -23,15 +23,15 @@ def is_close(one: float, other: float, tolerance: float = CLOSE) -> bool:
     return abs(one - other) <= tolerance * max(abs(one), abs(other))
 
 
-def named_factor(factor: float, sizes: Sequence[Size], tolerance: float = CLOSE) -> str:
+def named_factor(factor: float, sizes: Sequence[Size]) -> str:
     """Describe a factor by sizes of the run: "4 times: number of ranks"."""
-    if abs(factor) < tolerance:
+    if abs(factor) < CLOSE:
         return "missing"
-    if is_close(factor, 1, tolerance):
+    if is_close(factor, 1):
         return RIGHT
-    names = [size.name for size in sizes if is_close(factor, size.value, tolerance)]
-    names += [f"1 / {size.name}" for size in sizes if is_close(factor, 1 / size.value, tolerance)]
-    names += [name for value, name in ((2, "summed twice"), (-1, "wrong sign")) if is_close(factor, value, tolerance)]
+    names = [size.name for size in sizes if is_close(factor, size.value)]
+    names += [f"1 / {size.name}" for size in sizes if is_close(factor, 1 / size.value)]
+    names += [name for value, name in ((2, "summed twice"), (-1, "wrong sign")) if is_close(factor, value)]
     return f"{factor:.6g} times: {' or '.join(names)}" if names else f"{factor:.6g} times"
 
 

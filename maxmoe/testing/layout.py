@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,39 +44,31 @@ class Entries:
         return cls(local.cpu().clone(), tuple(tensor.shape), indices)
 
 
-@dataclass(frozen=True)
-class Location:
-    """Where the entries of a rank lie in a whole tensor.
+def locate(parts: Sequence[Entries], whole: Tensor) -> list[tuple[list[Tensor], float]]:
+    """Find the entries of each rank in a whole tensor.
 
-    Attributes:
-        candidates: flat indices of the entries, for each block that is closest to their values; empty if their shape
-            is not the shape of a block.
-        error: largest difference from the values of the whole tensor there.
+    Returns:
+        For each rank, flat indices ``(N,)`` of its entries, once for each block that is closest to their values, none
+        if no block has their shape; and their largest difference from the whole tensor there.
     """
-
-    candidates: list[Tensor]
-    error: float
-
-
-def locate(parts: Sequence[Entries], whole: Tensor) -> list[Location]:
-    """Return where the entries of each rank lie in a whole tensor."""
-    numbers, shapes, found = torch.arange(whole.numel()).view(whole.shape), [part.values.shape for part in parts], []
+    numbers, shapes = torch.arange(whole.numel()).view(whole.shape), [part.values.shape for part in parts]
+    found = []
     for order, part in enumerate(parts):
+        if part.shape == whole.shape:
+            choices = iter([numbers if part.indices is None else part.indices])
+        elif part.indices is None:
+            choices = (numbers[block] for block in blocks(shapes, order, whole.shape))
+        else:
+            choices = iter([])
         candidates: list[Tensor] = []
         error = math.inf
-        if part.indices is not None:
-            choices = iter([part.indices] if part.shape == whole.shape else [])
-        elif part.shape == whole.shape:
-            choices = iter([numbers])
-        else:
-            choices = (numbers[block] for block in blocks(shapes, order, whole.shape))
         for indices in choices:
             difference = distance(part.values, whole.flatten()[indices])
             if difference < error:
                 candidates, error = [], difference
             if difference <= error:
                 candidates.append(indices.flatten())
-        found.append(Location(candidates, error))
+        found.append((candidates, error))
     return found
 
 
@@ -131,22 +123,11 @@ def largest_of(tensor: Tensor) -> float:
 def matching_names(wrapped: Sequence[str], names: Sequence[str]) -> dict[str, str]:
     """Return the name in one process of each name on a rank, where wrappers may have added prefixes.
 
-    A name that one process does not have is returned without prefixes. If several names differ in prefixes only, as of
-    a child that is called `module`, the shortest one on the rank is the shortest one in one process, and so on.
+    A name that one process does not have is returned without prefixes.
     """
-    here, there = _by_name_without_wrappers(names), _by_name_without_wrappers(wrapped)
-    found: dict[str, str] = {}
-    for bare, those in there.items():
-        these = here.get(bare, [])
-        if len(these) == len(those):
-            found.update(zip(those, these, strict=True))
-        else:
-            found.update({name: name if name in these else bare for name in those})
-    return found
+    known = {_without_wrappers(name): name for name in names}
+    return {name: known.get(bare := _without_wrappers(name), bare) for name in wrapped}
 
 
-def _by_name_without_wrappers(names: Sequence[str]) -> Mapping[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name in sorted(names, key=len):
-        found.setdefault(".".join(part for part in name.split(".") if part not in WRAPPERS), []).append(name)
-    return found
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)

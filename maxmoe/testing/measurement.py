@@ -1,5 +1,6 @@
 """What one training step computes, measured in one process and on a rank: loss, outputs, parameters, gradients."""
 
+import functools
 import pickle
 import random
 import sys
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from maxmoe._torch import process_groups
@@ -214,9 +214,13 @@ def _measure(
     values = {name: Entries.of(parameter) for name, parameter in model.named_parameters()}
     buffers = {"before": _buffers_of(model)}
     outputs: list[dict[str, Entries]] = []
-    order: dict[str, None] = {}
+    order: dict[str, None] = {}  # of the parameters in the backward
     recorded = map_tensors(lambda _, tensor: tensor.detach().clone(), batch)  # the step may change the batch
-    handles: list[Any] = [] if dist.is_initialized() else _record_order(model, order)
+    handles: list[Any] = [
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.setdefault(name))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not dist.is_initialized()
+    ]
     if isinstance(model, nn.Module):
         handles.append(model.register_forward_hook(lambda *call: outputs.append(_output_of(call[2]))))
     _seed(seed)
@@ -229,7 +233,7 @@ def _measure(
     parameters = dict(model.named_parameters())
     names = [*order, *(name for name in reversed(parameters) if name not in order)]
     return Measurement(
-        loss={name: float(_local(term)) for name, term in terms.items()},
+        loss={name: float(Entries.of(term).values) for name, term in terms.items()},
         outputs=outputs,
         parameters={
             name: ParameterEntries(
@@ -249,25 +253,11 @@ def _buffers_of(model: Any) -> dict[str, Entries]:
     return {name: Entries.of(buffer) for name, buffer in named}
 
 
-def _record_order(model: nn.Module, order: dict[str, None]) -> list[Any]:
-    """Record the names of the parameters in the order in which the backward computes their gradients."""
-    return [
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.setdefault(name))  # type: ignore[no-untyped-call]
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    ]
-
-
-def _total(terms: dict[str, Tensor]) -> Tensor:
-    total = torch.stack([term.reshape(()) for term in terms.values()]).sum() if len(terms) > 1 else None
-    loss = next(iter(terms.values())) if total is None else total
+def _total(terms: Mapping[str, Tensor]) -> Tensor:
+    loss = functools.reduce(torch.add, terms.values())
     if not loss.requires_grad:
         raise ValueError("loss must depend on parameters that require a gradient, got one without a gradient")
     return loss
-
-
-def _local(term: Tensor) -> Tensor:
-    return term.full_tensor() if isinstance(term, DTensor) else term.detach()
 
 
 def _gradients_of(model: nn.Module, term: Tensor) -> dict[str, Tensor]:

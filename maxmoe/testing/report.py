@@ -15,6 +15,10 @@ HEADS = {
     "different start": "parameters differ before the first step",
     "not finite": "one process is not finite",
 }
+COLUMNS = (
+    "One process, ranks: value of a loss, norm of an output or gradient; one number for all ranks, or one for each. "
+    "Error: largest difference on any rank, divided by the largest entry in one process."
+)
 MAX_ROWS = 40  # of the printed table
 
 
@@ -101,7 +105,9 @@ class RankComparison:
         lines = [f"{head}, {dtype}, tolerance {self.tolerance:.0e}.", *self.culprits]
         lines += [*self._wrong_outputs(), *self._first_wrong(), *self.notes]
         text = "\n".join(paragraph(line, width=width) for line in lines)
-        return f"{text}\n\n{self._table(width)}" if self.loss or self.outputs or self.gradients else text
+        if not (self.loss or self.outputs or self.gradients):
+            return text
+        return f"{text}\n\n{self._table(width)}\n\n{paragraph(COLUMNS, width=width)}"
 
     def _wrong_outputs(self) -> list[str]:
         wrong = [output.name for output in self.outputs if not output.equal]
@@ -125,7 +131,7 @@ class RankComparison:
             rows = sorted(rows, key=lambda row: row.equal)[:MAX_ROWS]
         table = text_table(
             [
-                ("", "one process", "ranks", "error", ""),
+                ("", "one process", "ranks", "error", "explanation"),
                 *(
                     (
                         row.name,

@@ -39,16 +39,16 @@ def different_starts(one_process: Measurement, ranks: Sequence[Measurement], tol
             texts.append(f"{name}: rank {min(entries)} has it, one process does not.")
             continue
         whole = one_process.parameters[name].value.values
-        locations = dict(zip(entries, locate([item.value for item in entries.values()], whole), strict=True))
-        wrong = [rank for rank, location in locations.items() if location.error > tolerance * largest_of(whole)]
+        located = dict(zip(entries, locate([item.value for item in entries.values()], whole), strict=True))
+        wrong = [rank for rank, (_, error) in located.items() if error > tolerance * largest_of(whole)]
         where = f"rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}"
-        if any(not locations[rank].candidates for rank in wrong):
+        if any(not located[rank][0] for rank in wrong):
             got = entries[wrong[0]].value.shape
             texts.append(f"{name}: has shape {tuple(got)} on {where}, which is no part of {tuple(whole.shape)}.")
         elif wrong:
-            error = locations[wrong[0]].error / (largest_of(whole) or 1.0)
+            error = located[wrong[0]][1] / (largest_of(whole) or 1.0)
             texts.append(f"{name}: {where} of {len(ranks)} differ from one process by {error:.0e}.")
-        elif count := missing_entries([item for one in locations.values() for item in one.candidates], whole.numel()):
+        elif count := missing_entries([indices for found, _ in located.values() for indices in found], whole.numel()):
             texts.append(f"{name}: no rank has {count} of {whole.numel()} entries.")
     return texts
 

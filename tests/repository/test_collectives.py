@@ -91,9 +91,7 @@ DECIDED_BY = {
     "sharding/redistribute.py _all_gather": "both shardings",
     "sharding/redistribute.py _reduce_scatter": "both shardings",
     "sharding/redistribute.py _run": "both shardings",
-    "testing/layout.py indices_of": "placements of the tensor",
-    "testing/layout.py local_of": "placements of the tensor",
-    "testing/measurement.py _local": "placements of the tensor",
+    "testing/layout.py Entries.of": "placements of the tensor",
     "testing/rank_processes.py _main": "every process that has not failed; a failure ends all of them",
     "token_group.py FlattenedBatch.all_reduce_sequence": CALLER,
 }
