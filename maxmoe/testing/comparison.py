@@ -82,8 +82,8 @@ class RankComparer:
             if error <= self.tolerance:
                 self.notes.append(f"The {title} of one process is {_reduction(copies, values)}.")
                 return error, ""
-        wrong, is_zero = "neither the sum nor the mean over ranks: the mean is", abs(expected) <= self.tolerance * scale
-        if is_zero:
+        wrong = "neither the sum nor the mean over ranks: the mean is"
+        if abs(expected) <= self.tolerance * scale:
             return abs(mean - expected) / scale, f"{wrong} not zero"
         return abs(mean / expected - 1), f"{wrong} {named_factor(mean / expected, self._sizes)}"
 
@@ -213,16 +213,13 @@ def _part(rank: int, entries: ParameterEntries, candidates: Sequence[Tensor], ex
 def _other_training(expected: ParameterEntries, entries: dict[int, ParameterEntries]) -> str:
     """Say on which ranks a parameter is trained that one process does not train, or the other way round."""
     other = [rank for rank, item in entries.items() if item.requires_grad != expected.requires_grad]
-    if not other:
-        return ""
     where = _on_ranks(other, entries)
-    if expected.requires_grad:
-        return f"frozen{where}: requires_grad is False"
-    return f"trained{where or ' on the ranks'}, but frozen in one process"
+    wrong = "frozen{}: requires_grad is False" if expected.requires_grad else "trained{}, but frozen in one process"
+    return wrong.format(where) if other else ""
 
 
 def _on_ranks(some: Sequence[int], entries: dict[int, ParameterEntries]) -> str:
-    return "" if len(some) == len(entries) else f" on rank {', '.join(map(str, some))}"
+    return " on the ranks" if len(some) == len(entries) else f" on rank {', '.join(map(str, some))}"
 
 
 def _norms(parts: Sequence[Part], whole: Tensor, is_wrong: bool) -> tuple[float, ...]:

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from maxmoe.testing.factors import RIGHT, Size, fit, named_factor
+from maxmoe.testing.factors import RIGHT, Share, ShareFactors, Size, fit, named_factor
 from maxmoe.testing.layout import distance, largest_of
 from maxmoe.testing.measurement import ADDED, WHOLE
-from maxmoe.testing.shares import Share, ShareFactors
 
 Gradients = Mapping[str, Tensor]  # by parameter
 

@@ -86,10 +86,8 @@ def blocks(shapes: Sequence[Shape], rank: int, whole: Shape) -> Iterator[Block]:
     starts = []
     for dim, (size, limit) in enumerate(zip(part, whole, strict=True)):
         after_others = sum(shape[dim] for shape in shapes[:rank] if len(shape) == len(whole))
-        aligned = range(0, limit - size + 1, max(size, 1))
-        starts.append(
-            [start for start in dict.fromkeys([after_others, *aligned, limit - size]) if start + size <= limit]
-        )
+        choices = dict.fromkeys([after_others, *range(0, limit - size + 1, max(size, 1)), limit - size])
+        starts.append([start for start in choices if start + size <= limit])
     for start in itertools.product(*starts):
         yield tuple(slice(begin, begin + size) for begin, size in zip(start, part, strict=True))
 

@@ -20,13 +20,6 @@ from maxmoe.testing.layout import Entries
 
 WHOLE = "loss"  # name of the loss if it has no terms
 ADDED = "added in the backward"  # name of the gradient that the backward adds beside the loss
-# Module.to would make complex buffers real.
-CASTS: dict[torch.dtype, Callable[[nn.Module], nn.Module]] = {
-    torch.float64: nn.Module.double,
-    torch.float32: nn.Module.float,
-    torch.float16: nn.Module.half,
-    torch.bfloat16: nn.Module.bfloat16,
-}
 
 
 @dataclass(frozen=True)
@@ -75,11 +68,10 @@ class Measurement:
 
 def measure_one_process(training: Training, dtype: torch.dtype) -> tuple[Measurement, Measurement]:
     """Run the step twice in one process, with other random numbers, and return both measurements."""
-    model = build(training, 0, dtype)
-    first = _measure(model, training.loss, make_batch(training, 0, 1, dtype), seed=0)
-    model = build(training, 0, dtype)
+    first = _measure(build(training, 0, dtype), training.loss, make_batch(training, 0, 1, dtype), seed=0)
+    model, batch = build(training, 0, dtype), make_batch(training, 0, 1, dtype)
     with NarrowResults(dtype) as narrow:
-        second = _measure(model, training.loss, make_batch(training, 0, 1, dtype), seed=1)
+        second = _measure(model, training.loss, batch, seed=1)
     first.narrow = narrow.found
     return first, second
 
@@ -92,10 +84,8 @@ def measure_rank(training: Training, dtype: torch.dtype) -> Measurement:
         got = "None" if model is None else type(model).__name__
         raise ValueError(f"parallelize must return the model, got {got}")
     batch = make_batch(training, rank, dist.get_world_size(), dtype)
-    if training.step is None:
-        measurement = _measure(model, training.loss, batch, seed=rank)
-    else:
-        measurement = _measure(model, training.step, batch, seed=rank, has_backward=True)
+    has_backward = training.step is not None
+    measurement = _measure(model, training.step or training.loss, batch, seed=rank, has_backward=has_backward)
     measurement.groups = process_groups()
     return measurement
 
@@ -132,7 +122,9 @@ def build(training: Training, seed: int, dtype: torch.dtype) -> nn.Module:
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise TypeError(f"build_model must return a model without complex parameters, got {name}")
-    CASTS[dtype](model)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():  # Module.to would make complex buffers real
+            tensor.data = tensor.data.to(dtype)
     if training.vary_constants:
         _vary_constants(model)
     return model

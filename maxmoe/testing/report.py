@@ -103,15 +103,13 @@ class RankComparison:
         dtype = str(self.dtype).removeprefix("torch.")
         head = f"compare_ranks: {HEADS[self.verdict]}. {self.num_ranks} ranks beside one process"
         lines = [f"{head}, {dtype}, tolerance {self.tolerance:.0e}.", *self.culprits]
-        lines += [*self._wrong_outputs(), *self._first_wrong(), *self.notes]
+        if wrong := [output.name for output in self.outputs if not output.equal]:
+            lines.append(f"The mistake is in the forward pass: {', '.join(wrong)} differs.")
+        lines += [*self._first_wrong(), *self.notes]
         text = "\n".join(paragraph(line, width=width) for line in lines)
         if not (self.loss or self.outputs or self.gradients):
             return text
         return f"{text}\n\n{self._table(width)}\n\n{paragraph(COLUMNS, width=width)}"
-
-    def _wrong_outputs(self) -> list[str]:
-        wrong = [output.name for output in self.outputs if not output.equal]
-        return [f"The mistake is in the forward pass: {', '.join(wrong)} differs."] if wrong else []
 
     def _first_wrong(self) -> list[str]:
         first = self.first_wrong
@@ -129,21 +127,16 @@ class RankComparison:
         left_out = len(rows) - MAX_ROWS
         if left_out > 0:
             rows = sorted(rows, key=lambda row: row.equal)[:MAX_ROWS]
-        table = text_table(
-            [
-                ("", "one process", "ranks", "error", "explanation"),
-                *(
-                    (
-                        row.name,
-                        f"{row.one_process:.6g}",
-                        " | ".join(f"{value:.6g}" for value in row.ranks) or "none",
-                        f"{row.error:.0e}" if row.error else "0",
-                        row.explanation or "right",
-                    )
-                    for row in rows
-                ),
-            ],
-            right=(1, 3),
-            width=width,
-        )
+        cells = [
+            (
+                row.name,
+                f"{row.one_process:.6g}",
+                " | ".join(f"{value:.6g}" for value in row.ranks) or "none",
+                f"{row.error:.0e}" if row.error else "0",
+                row.explanation or "right",
+            )
+            for row in rows
+        ]
+        heading = ("", "one process", "ranks", "error", "explanation")
+        table = text_table([heading, *cells], right=(1, 3), width=width)
         return f"{table}\n... and {left_out} rows more" if left_out > 0 else table

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from maxmoe.testing.batches import batch_sizes, have_same_tensors, micro_batches
 from maxmoe.testing.explanation import Gradients
-from maxmoe.testing.factors import Size, fit
+from maxmoe.testing.factors import Share, Size, fit
 from maxmoe.testing.measurement import Measurement
-from maxmoe.testing.shares import Share
 
 
 def partitions(ranks: Sequence[Measurement]) -> dict[str, list[list[int]]]:

@@ -18,15 +18,13 @@ def by_name(ranks: Sequence[Measurement], names: Sequence[str]) -> dict[str, dic
 def random_parameters(first: Measurement, second: Measurement, tolerance: float) -> list[str]:
     """Describe what differs between two runs in one process."""
     texts = []
-    for name, one in first.parameters.items():
-        other = second.parameters[name]
-        pairs = {"value before the step": (one.value, other.value), "gradient": (one.gradient, other.gradient)}
-        for what, (before, after) in pairs.items():
-            if before is None or after is None:
-                if before is not after:
-                    texts.append(f"{name}: one of the runs has no {what}.")
-            elif (error := _error(after, before, tolerance)) > 1e-12:
-                texts.append(f"{name}: the {what} differs by {error / (largest_of(before.values) or 1):.0e}.")
+    for name, parameter in first.parameters.items():
+        one, other = parameter.gradient, second.parameters[name].gradient
+        if one is None or other is None:
+            if one is not other:
+                texts.append(f"{name}: one of the runs has no gradient.")
+        elif (error := _error(other, one, tolerance)) > 1e-12:
+            texts.append(f"{name}: the gradient differs by {error / (largest_of(one.values) or 1):.0e}.")
     return texts
 
 

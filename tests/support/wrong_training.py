@@ -262,9 +262,11 @@ WRONG = {
     "routing weights detached": Case(
         ddp, build=build_detached, first_wrong="router.bias", explanation="the term 'tokens' is missing"
     ),
-    "frozen experts": Case(frozen_experts, first_wrong="experts.down", explanation="frozen: requires_grad is False"),
+    "frozen experts": Case(
+        frozen_experts, first_wrong="experts.down", explanation="frozen on the ranks: requires_grad is False"
+    ),
     "norm without a graph": Case(
-        without_norm_gradient, step=average, first_wrong="norm.weight", explanation="detached: no gradient"
+        without_norm_gradient, step=average, first_wrong="norm.weight", explanation="detached on the ranks: no gradient"
     ),
     "all-reduce before replicated use": Case(
         tensor_parallel_twice,

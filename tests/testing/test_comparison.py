@@ -94,7 +94,7 @@ def test_gradients_that_are_small() -> None:
         return ddp(model)
 
     comparison = compare(Case(mistakes, 2, build=build, loss=lambda model, batch: model(batch[0]).mean()))
-    assert explanations(comparison) == {"frozen": "frozen: requires_grad is False"}, comparison
+    assert explanations(comparison) == {"frozen": "frozen on the ranks: requires_grad is False"}, comparison
     assert "Gradients that are too small to be told from rounding: noise, tripled." in comparison.notes
 
 
@@ -240,7 +240,7 @@ def test_gradients_that_are_zero() -> None:
     comparison = explained(Case(trained, 2, loss=mean_square, build=build_frozen))
     assert explanations(comparison) == {
         "a": "missing reduction (mean) over all ranks: each rank has only its own gradient",
-        "layer.weight": "frozen: requires_grad is False",
+        "layer.weight": "frozen on the ranks: requires_grad is False",
         "layer.bias": "trained on the ranks, but frozen in one process",
     }
     assert "Gradients that are zero in one process, so that nothing is compared: unused." in comparison.notes
@@ -268,7 +268,7 @@ def test_a_step_without_gradients() -> None:
         return y.bfloat16() if dist.is_initialized() else y
 
     comparison = explained(Case(alone, 2, step, mean_square, build=lambda: Odd(narrow_on_ranks)))
-    assert set(explanations(comparison).values()) == {"detached: no gradient"}
+    assert set(explanations(comparison).values()) == {"detached on the ranks: no gradient"}
     notes = "\n".join(comparison.notes)
     assert "No parameter has a gradient on any rank: step must run the backward, and no zero_grad after it." in notes
     assert "The term 'more' of the loss is not compared: one process does not return it." in notes
