@@ -11,11 +11,11 @@ from torch import Tensor
 
 from maxmoe.parallel.failures import RankError
 from maxmoe.testing.explanation import Facts, Part, WrongGradient
-from maxmoe.testing.factors import CLOSE, Size, is_close, named_factor
+from maxmoe.testing.factors import CLOSE, Sizes, is_close, named_factor
 from maxmoe.testing.layout import Entries, distance, largest_of, locate, missing_entries
 from maxmoe.testing.measurement import WHOLE, Measurement, ParameterEntries, Training, gradients_of_terms
 from maxmoe.testing.rank_processes import RankProcesses
-from maxmoe.testing.report import Comparison, RankComparison
+from maxmoe.testing.report import Comparison, RankComparison, Verdict
 from maxmoe.testing.run_facts import batches_of_shares, partitions, sizes, weights_of
 from maxmoe.testing.starts import by_name
 
@@ -42,17 +42,10 @@ class RankComparer:
         loss, outputs, gradients = self._loss(), self._outputs(), self._gradients()
         is_equal = all(item.equal for item in (*loss, *outputs, *gradients))
         not_finite = [item.name for item in (*loss, *gradients) if not math.isfinite(item.one_process)]
-        return RankComparison(
-            "not finite" if not_finite else "equal" if is_equal else "different",
-            len(self.ranks),
-            self.dtype,
-            self.tolerance,
-            loss,
-            outputs,
-            gradients,
-            culprits=(f"Infinite or NaN in one process: {_names(not_finite)}.",) if not_finite else (),
-            notes=tuple(self.notes),
-        )
+        verdict: Verdict = "not finite" if not_finite else "equal" if is_equal else "different"
+        culprits = (f"Infinite or NaN in one process: {_names(not_finite)}.",) if not_finite else ()
+        run = len(self.ranks), self.dtype, self.tolerance
+        return RankComparison(verdict, *run, loss, outputs, gradients, culprits, tuple(self.notes))
 
     def _loss(self) -> tuple[Comparison, ...]:
         """Compare the loss and its terms, which are the sum or the mean over the ranks."""
@@ -108,10 +101,8 @@ class RankComparer:
             if num_missing:
                 self.notes.append(f"No rank has {num_missing} of {whole.numel()} entries of the {name} of one process.")
             scale, norm = max(largest_of(whole), floor) or 1.0, float(whole.norm())
-            is_right = error <= self.tolerance * scale
-            found.append(
-                Comparison(name, error / scale, norm, (norm,) if is_right else (), "" if is_right else "differs")
-            )
+            explanation = "" if error <= self.tolerance * scale else "differs"
+            found.append(Comparison(name, error / scale, norm, () if explanation else (norm,), explanation))
         return tuple(found)
 
     def _gradients(self) -> tuple[Comparison, ...]:
@@ -142,8 +133,7 @@ class RankComparer:
         located = locate([item.value for item in entries.values()], expected.value.values)
         if expected.requires_grad and any(len(candidates) > 1 for candidates, _ in located):
             self.ambiguous.append(name)
-        candidates = [indices for indices, _ in located]
-        parts = [_part(*item, indices, whole) for item, indices in zip(entries.items(), candidates, strict=True)]
+        parts = [_part(*item, found, whole) for item, (found, _) in zip(entries.items(), located, strict=True)]
         errors = {part.rank: distance(part.values, part.of(whole)) / scale for part in parts}
         error = max(errors.values(), default=0.0)
         explanation = _other_training(expected, entries)
@@ -170,7 +160,7 @@ class RankComparer:
         return max(map(largest_of, self._expected.values()), default=0.0)
 
     @cached_property
-    def _sizes(self) -> list[Size]:
+    def _sizes(self) -> Sizes:
         return sizes(self.one_process, self.ranks)
 
     @cached_property

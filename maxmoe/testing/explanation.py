@@ -1,12 +1,12 @@
 """Which mistake explains a wrong gradient: a factor, a missing reduction, the tokens or the term that are wrong."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from maxmoe.testing.factors import RIGHT, Share, ShareFactors, Size, fit, named_factor
+from maxmoe.testing.factors import RIGHT, Share, ShareFactors, Sizes, fit, named_factor
 from maxmoe.testing.layout import distance, largest_of
 from maxmoe.testing.measurement import ADDED, WHOLE
 
@@ -46,7 +46,7 @@ class Facts:
         known: factors of the shares that explain other gradients.
     """
 
-    sizes: list[Size]
+    sizes: Sizes
     partitions: Mapping[str, list[list[int]]]
     terms: Mapping[str, Gradients] = field(default_factory=dict)
     shares: list[tuple[Share, Mapping[str, Gradients]]] = field(default_factory=list)
@@ -74,17 +74,17 @@ class WrongGradient:
 
     def explain(self) -> str:
         """Return the first explanation that gives the gradients of all ranks."""
-        attempts: tuple[Callable[[], str | None], ...] = (
-            self._not_finite,
-            self._zero,
-            self._one_factor,
-            self._terms,
-            self._missing_reduction,
-            self._factor_per_rank,
-            self._shares,
-            self._terms_of_shares,
+        return (
+            self._not_finite()
+            or self._zero()
+            or self._one_factor()
+            or self._terms()
+            or self._missing_reduction()
+            or self._factor_per_rank()
+            or self._shares()
+            or self._terms_of_shares()
+            or self._unexplained()
         )
-        return next((text for attempt in attempts if (text := attempt())), self._unexplained())
 
     def _not_finite(self) -> str | None:
         if not torch.isfinite(self._values).all():
@@ -98,10 +98,8 @@ class WrongGradient:
         factors = fit([self._on_ranks(self.expected)], self._values, self.largest_error)
         return self._named(factors[0]) if factors else None
 
-    def _terms(self) -> str | None:
+    def _terms(self) -> str:
         """Terms of the loss with a factor each."""
-        if len(self.facts.terms) < 2:
-            return None
         factors = self._factors_of({term: gradients[self.name] for term, gradients in self.facts.terms.items()})
         return "; ".join(self._wrong_terms(factors))
 
@@ -132,7 +130,7 @@ class WrongGradient:
 
     def _shares(self) -> str | None:
         """Gradients of the tokens of each rank and micro-batch with a factor each."""
-        if len(self.facts.weights) < 2:
+        if not self.facts.weights:
             return None
         parts = [part for part in self.parts if self._matters(part)]
         gradients = [
@@ -160,8 +158,6 @@ class WrongGradient:
     def _terms_of_shares(self) -> str | None:
         """Each rank has computed the loss of its own batch, whose sum or mean is not the loss of the whole batch."""
         shares = [terms for _, terms in self.facts.shares]
-        if len(shares) < 2:
-            return None
         gradients = {
             term: torch.stack([terms[term][self.name] for terms in shares if term in terms]).sum(0)
             for term in {term: None for terms in shares for term in terms}

@@ -8,14 +8,7 @@ from torch import Tensor
 
 RIGHT = "right"
 CLOSE = 1e-6  # relative difference of factors that are equal
-
-
-@dataclass(frozen=True)
-class Size:
-    """A size of the run, such as the number of ranks, with its name."""
-
-    name: str
-    value: int
+Sizes = Mapping[str, int]  # of the run, by name, such as the number of ranks
 
 
 def is_close(one: float, other: float, tolerance: float = CLOSE) -> bool:
@@ -23,14 +16,14 @@ def is_close(one: float, other: float, tolerance: float = CLOSE) -> bool:
     return abs(one - other) <= tolerance * max(abs(one), abs(other))
 
 
-def named_factor(factor: float, sizes: Sequence[Size]) -> str:
+def named_factor(factor: float, sizes: Sizes) -> str:
     """Describe a factor by sizes of the run: "4 times: number of ranks"."""
     if abs(factor) < CLOSE:
         return "missing"
     if is_close(factor, 1):
         return RIGHT
-    names = [size.name for size in sizes if is_close(factor, size.value)]
-    names += [f"1 / {size.name}" for size in sizes if is_close(factor, 1 / size.value)]
+    names = [name for name, size in sizes.items() if is_close(factor, size)]
+    names += [f"1 / {name}" for name, size in sizes.items() if is_close(factor, 1 / size)]
     names += [name for value, name in ((2, "summed twice"), (-1, "wrong sign")) if is_close(factor, value)]
     return f"{factor:.6g} times: {' or '.join(names)}" if names else f"{factor:.6g} times"
 
@@ -75,7 +68,7 @@ class ShareFactors:
     shares: list[Share]
     factors: Tensor
 
-    def describe(self, sizes: Sequence[Size], partitions: Mapping[str, list[list[int]]]) -> str:
+    def describe(self, sizes: Sizes, partitions: Mapping[str, list[list[int]]]) -> str:
         """Say which tokens are missing or have another factor."""
         own, others = self._split([[rank] for rank in self.ranks])
         if _is_constant(own) and _is_constant(others):
@@ -90,9 +83,7 @@ class ShareFactors:
             if _is_constant(near) and len(far) and far.abs().max() <= CLOSE:
                 return f"missing reduction: each rank has only the gradient of the tokens of its {name}"
         if not all(_is_constant(column) for column in self.factors.unbind(1)):
-            return (
-                "the gradients of the tokens of some ranks are missing or have another factor, differently on each rank"
-            )
+            return "gradients of the tokens of some ranks are missing or have a factor, differently on each rank"
         found: dict[str, list[Share]] = {}
         for share, factor in zip(self.shares, self.factors[0].tolist(), strict=True):
             found.setdefault(named_factor(factor, sizes), []).append(share)

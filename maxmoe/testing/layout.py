@@ -36,8 +36,7 @@ class Entries:
         if isinstance(tensor, DTensor):
             placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
             numbers = torch.arange(tensor.numel()).view(tensor.shape)
-            mesh = tensor.device_mesh
-            indices = distribute_tensor(numbers, mesh, placements, src_data_rank=None).to_local().cpu()
+            indices = distribute_tensor(numbers, tensor.device_mesh, placements, src_data_rank=None).to_local().cpu()
             local = tensor.redistribute(placements=placements).to_local()
         else:
             local = tensor if tensor.layout == torch.strided else tensor.to_dense()

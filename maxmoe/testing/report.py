@@ -1,6 +1,6 @@
 """What `compare_ranks` has found, as an object that prints as a table."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -73,7 +73,7 @@ class RankComparison:
     outputs: tuple[Comparison, ...] = ()
     gradients: tuple[Comparison, ...] = ()
     culprits: tuple[str, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:

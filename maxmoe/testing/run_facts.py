@@ -8,7 +8,7 @@ from torch import Tensor
 
 from maxmoe.testing.batches import batch_sizes, have_same_tensors, micro_batches
 from maxmoe.testing.explanation import Gradients
-from maxmoe.testing.factors import Share, Size, fit
+from maxmoe.testing.factors import Share, Sizes, fit
 from maxmoe.testing.measurement import Measurement
 
 
@@ -26,17 +26,13 @@ def partitions(ranks: Sequence[Measurement]) -> dict[str, list[list[int]]]:
     return {"all ranks": [everyone]} | {name: groups for name, groups in found.items() if groups != [everyone]}
 
 
-def sizes(one_process: Measurement, ranks: Sequence[Measurement]) -> list[Size]:
-    """Return the sizes that a factor may come from, each of them once."""
-    found = [Size("number of ranks", len(ranks))]
-    found += [Size(name, len(groups[0])) for name, groups in partitions(ranks).items() if name != "all ranks"]
-    found += [Size("micro-batches", _num_calls(one_process, ranks))]
-    found += [Size(name, size) for name, size in batch_sizes(one_process.batch)]
-    found += [Size(f"{name} of a rank", size) for name, size in batch_sizes(ranks[0].batch)]
-    unique: dict[tuple[str, int], Size] = {}
-    for size in found:
-        unique.setdefault((size.name.removesuffix(" of a rank"), size.value), size)
-    return [size for size in unique.values() if size.value > 1]
+def sizes(one_process: Measurement, ranks: Sequence[Measurement]) -> Sizes:
+    """Return the sizes that a factor may come from; a size of a rank that the whole has too is left out."""
+    groups = {name: len(groups[0]) for name, groups in partitions(ranks).items() if name != "all ranks"}
+    found = {"number of ranks": len(ranks), **groups, "micro-batches": _num_calls(one_process, ranks)}
+    whole = dict(batch_sizes(one_process.batch))
+    of_rank = {f"{name} of a rank": size for name, size in batch_sizes(ranks[0].batch) if size != whole.get(name)}
+    return {name: size for name, size in (found | whole | of_rank).items() if size > 1}
 
 
 def batches_of_shares(one_process: Measurement, ranks: Sequence[Measurement]) -> list[tuple[Share, Any]]:

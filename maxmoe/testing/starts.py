@@ -53,19 +53,19 @@ def different_starts(one_process: Measurement, ranks: Sequence[Measurement], tol
 
 def different_buffers(one_process: Measurement, ranks: Sequence[Measurement], tolerance: float) -> list[str]:
     """Describe the buffers that have the shapes, but not the values of one process, before or after the step."""
-    found: dict[str, dict[str, list[int]]] = {}
+    texts: dict[str, str] = {}
     for when, expected in one_process.buffers.items():
+        wrong: dict[str, list[str]] = {}
         for rank, measurement in enumerate(ranks):
             buffers = measurement.buffers[when]
             for wrapped, name in matching_names(list(buffers), list(expected)).items():
                 has_shape = name in expected and buffers[wrapped].values.shape == expected[name].values.shape
                 if has_shape and _error(buffers[wrapped], expected[name], tolerance):
-                    found.setdefault(name, {}).setdefault(when, []).append(rank)
-    first = {name: next(iter(times.items())) for name, times in found.items()}
-    return [
-        f"The buffer {name} differs from that of one process {when} the step on rank {', '.join(map(str, where))}."
-        for name, (when, where) in first.items()
-    ]
+                    wrong.setdefault(name, []).append(str(rank))
+        for name, where in wrong.items():
+            text = f"The buffer {name} differs from that of one process {when} the step on rank {', '.join(where)}."
+            texts.setdefault(name, text)
+    return list(texts.values())
 
 
 def _error(entries: Entries, expected: Entries, tolerance: float) -> float:
