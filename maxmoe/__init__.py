@@ -8,11 +8,11 @@ from maxmoe._library import build_info
 
 # isort: split
 # After the core, which names a torch that does not fit, before another module misses something in that torch.
-from maxmoe import presets, quantization, surgery
+from maxmoe import presets, quantization
 from maxmoe.adapters import connect_if_imported
 from maxmoe.config import MoEConfig
-from maxmoe.expert_quantization import quantize_experts
-from maxmoe.load import MoEStats, StatsAccumulator, StepStats
+from maxmoe.convert.expert_quantization import quantize_experts
+from maxmoe.expert_load import MoEStats, StatsAccumulator, StepStats
 from maxmoe.nn import (
     MoE,
     MoEFeedForward,
@@ -28,7 +28,7 @@ from maxmoe.ops._memory import empty_cache
 
 if TYPE_CHECKING:
     from maxmoe import (  # noqa: F401
-        dispatch,
+        convert,
         integrations,
         models,
         optim,
@@ -68,13 +68,12 @@ __all__ = [
     "replay_routing",
     "set_aux_loss_scale",
     "set_recompute",
-    "surgery",
 ]
 
 
 # Imported when they are first used: DTensor takes as long to import as the rest of torch, transformers longer.
 _LAZY_MODULES = (
-    "dispatch",
+    "convert",
     "integrations",
     "models",
     "optim",
@@ -98,4 +97,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_LAZY_MODULES, "load", "nn", "ops"})
+    return sorted({*__all__, *_LAZY_MODULES, "expert_load", "nn", "ops"})

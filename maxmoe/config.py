@@ -4,7 +4,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from maxmoe.field_checks import check_bool, check_int, check_number, refuse_unknown_fields
+from maxmoe.checks.fields import check_bool, check_int, check_number, refuse_unknown_fields
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus", "identity"]
 GroupScore = Literal["top2", "max"]

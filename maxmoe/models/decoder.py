@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from maxmoe._torch import register_namedtuple
 from maxmoe.config import MoEConfig
 from maxmoe.declaration import Absent, PipelineParts
-from maxmoe.load import MoEStats
+from maxmoe.expert_load import MoEStats
 from maxmoe.models.attention import Attention
 from maxmoe.models.config import DecoderConfig
 from maxmoe.models.feed_forward import FeedForward

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxmoe._torch_compile import call_uncompiled
+from maxmoe._torch.compile import call_uncompiled
 from maxmoe.nn import MoE
-from maxmoe.token_group import ContinuedSequences, same_tokens_everywhere
+from maxmoe.ranks.token_group import ContinuedSequences, same_tokens_everywhere
 
 
 def generate(decoder: Any, tokens: Tensor, num_tokens: int, *, temperature: float, top_k: int | None) -> Tensor:

@@ -18,9 +18,9 @@ from maxmoe.nn.routing import Routing, TopK
 from maxmoe.nn.shared_experts import SharedExperts
 from maxmoe.nn.tensor_parallel_region import LayerInputs, LocalRegion, TensorParallelRegion
 from maxmoe.nn.zero_computation_experts import ZeroComputationExperts
+from maxmoe.ranks.token_group import LocalTokens, TokenGroup, TokenGroupAttribute, same_tokens_everywhere
 from maxmoe.recompute.named_parts import Checkpointed, check_recompute, recompute_of, set_recompute
 from maxmoe.recompute.selective import keep_routing
-from maxmoe.token_group import LocalTokens, TokenGroup, TokenGroupAttribute, same_tokens_everywhere
 
 __all__ = [
     "TOKEN_DIMS",

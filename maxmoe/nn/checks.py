@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from maxmoe._torch_transforms import hides_gradient
+from maxmoe._torch.transforms import hides_gradient
 from maxmoe.adapters import adapted_module
 from maxmoe.config import MoEConfig
 from maxmoe.nn.losses import BalanceLoss

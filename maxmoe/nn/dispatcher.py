@@ -51,7 +51,7 @@ C = TypeVar("C")
 
 
 class Dispatcher(Protocol[D, C]):
-    """Interface of dispatchers, such as `LocalDispatcher` and the strategies of `maxmoe.dispatch`."""
+    """Interface of dispatchers, such as `LocalDispatcher` and the strategies of `maxmoe.parallel.dispatch`."""
 
     def exchange_counts(self, chunks: Sequence[TopK], num_sequences: int) -> Sequence[C]:
         """Exchange the counts that processes must know of each other, once for all chunks of the tokens.

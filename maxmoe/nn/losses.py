@@ -5,8 +5,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from maxmoe.load.step_counts import StepCounts
-from maxmoe.token_group import FlattenedBatch, LocalTokens, TokenReductions
+from maxmoe.expert_load.step_counts import StepCounts
+from maxmoe.ranks.token_group import FlattenedBatch, LocalTokens, TokenReductions
 
 LOCAL = LocalTokens()
 

@@ -11,10 +11,11 @@ from typing_extensions import Self
 from maxmoe._torch import reshaped
 from maxmoe.adapters import without_adapters
 from maxmoe.config import MoEConfig
-from maxmoe.conversion import check_block, config_of_block, give_weights, take_weights
+from maxmoe.convert.blocks import check_block, config_of_block, give_weights, take_weights
+from maxmoe.convert.upcycling import DenseBlock, Projection, Scaling, Upcycling, initialize
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
-from maxmoe.load.metrics_accumulator import MetricsAccumulator
-from maxmoe.load.stats import MoEStats
+from maxmoe.expert_load.metrics_accumulator import MetricsAccumulator
+from maxmoe.expert_load.stats import MoEStats
 from maxmoe.nn.checks import check_parts_are_known, check_replaced_parts, needs_gradient
 from maxmoe.nn.custom_router import checked_routing
 from maxmoe.nn.dense_dispatcher import local_dispatcher
@@ -33,9 +34,8 @@ from maxmoe.nn.tensor_parallel_region import LayerInputs
 from maxmoe.nn.training_watch import TrainingWatch
 from maxmoe.nn.zero_computation_experts import ZeroComputationExperts
 from maxmoe.ops import ActivationFunction
+from maxmoe.ranks.token_group import LocalTokens, TokenGroupAttribute
 from maxmoe.recompute.selective import has_backward
-from maxmoe.token_group import LocalTokens, TokenGroupAttribute
-from maxmoe.upcycling import DenseBlock, Projection, Scaling, Upcycling, initialize
 
 
 class MoE(HookedModule):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from maxmoe._torch import register_namedtuple
-from maxmoe.load.stats import MoEStats
+from maxmoe.expert_load.stats import MoEStats
 
 
 class MoEOutput(NamedTuple):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from maxmoe.load.stats_accumulator import NUM_BINS
+from maxmoe.expert_load.stats_accumulator import NUM_BINS
 
 
 def required_bias_histogram(

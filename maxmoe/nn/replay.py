@@ -12,11 +12,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from maxmoe._torch_backward import backward_id
-from maxmoe._torch_checkpoint import checkpoint_frames, is_reentrant_checkpoint
+from maxmoe._torch.backward import backward_id
+from maxmoe._torch.checkpoint import checkpoint_frames, is_reentrant_checkpoint
 from maxmoe.config import MoEConfig
+from maxmoe.expert_load.stats_accumulator import unwrapped_path
 from maxmoe.files import replacing
-from maxmoe.load.stats_accumulator import unwrapped_path
 from maxmoe.nn.moe import MoE
 from maxmoe.nn.routing import Routing
 from maxmoe.nn.routing_hooks import RoutingHook, add_hook, remove_hook

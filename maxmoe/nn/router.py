@@ -15,7 +15,7 @@ from maxmoe.nn.random_numbers import rand_of_tokens
 from maxmoe.nn.routing import Routing
 from maxmoe.ops.linear import linear
 from maxmoe.ops.route import route
-from maxmoe.token_group import LocalTokens, TokenGroupAttribute
+from maxmoe.ranks.token_group import LocalTokens, TokenGroupAttribute
 
 
 class Router(ConvertedModule):

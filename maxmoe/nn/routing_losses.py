@@ -8,8 +8,8 @@ from torch import Tensor
 
 from maxmoe.config import MoEConfig
 from maxmoe.declaration import TOKEN_DIMS, SavedTensor
-from maxmoe.load.stats import MoEStats
-from maxmoe.load.step_counts import StepCounts
+from maxmoe.expert_load.stats import MoEStats
+from maxmoe.expert_load.step_counts import StepCounts
 from maxmoe.nn.losses import (
     LOCAL,
     BalanceLoss,
@@ -21,7 +21,7 @@ from maxmoe.nn.losses import (
     step_balance_loss,
 )
 from maxmoe.nn.routing import Routing
-from maxmoe.token_group import FlattenedBatch, TokenReductions
+from maxmoe.ranks.token_group import FlattenedBatch, TokenReductions
 
 
 def _entropy(probabilities: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from maxmoe._torch_transforms import is_batched
+from maxmoe._torch.transforms import is_batched
 from maxmoe.ops._fake import register_fake
 
 

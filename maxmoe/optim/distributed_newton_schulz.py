@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from maxmoe.named_collectives import all_to_all
 from maxmoe.optim.newton_schulz import Matrix
 from maxmoe.optim.owner_assignment import MatrixStack, OwnerAssignment, assign_owners, matrix_stacks
+from maxmoe.ranks.named_collectives import all_to_all
 
 BUCKET_SIZE = 2**24  # elements of gathered matrices that a rank holds at a time
 

@@ -9,11 +9,11 @@ from typing import Any, Literal, TypeAlias
 from torch import nn
 
 from maxmoe.adapters import factor_names
+from maxmoe.checks.fields import nearest
 from maxmoe.declaration import FusedGate, declaration_of
-from maxmoe.field_checks import nearest
 from maxmoe.optim.newton_schulz import Matrix
-from maxmoe.parallel.fsdp_units import blocks
-from maxmoe.parallel.parameter_sharding import Names, logical_names
+from maxmoe.parallel.plan.fsdp_units import blocks
+from maxmoe.parallel.plan.parameter_sharding import Names, logical_names
 from maxmoe.text_table import terminal_width, text_table
 
 Override: TypeAlias = Matrix | Literal["adamw"]

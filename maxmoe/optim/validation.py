@@ -6,8 +6,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from maxmoe.checks.fields import nearest
 from maxmoe.declaration import FusedGate
-from maxmoe.field_checks import nearest
 from maxmoe.optim.newton_schulz import Matrix, steps_of
 
 MUON = ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "ns_dtype", *Matrix._fields)

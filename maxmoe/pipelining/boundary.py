@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe._torch import fake_tensor_mode, shares_memory, tree_map
-from maxmoe.parallel.plan import Plan
+from maxmoe.parallel.plan.plan import Plan
 from maxmoe.pipelining.micro_batches import MicroBatch
 from maxmoe.pipelining.stage import Loss, check_loss, first_tensor
 from maxmoe.pipelining.stage_modules import StagePart, stage_module

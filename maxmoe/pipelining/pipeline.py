@@ -9,19 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe.adapters import stacked_factors
-from maxmoe.agreement import check_ranks_agree
-from maxmoe.load.stats import MoEStats
-from maxmoe.named_collectives import all_reduce
+from maxmoe.expert_load.stats import MoEStats
 from maxmoe.nn import MoE, check_recompute, recompute_of, set_recompute
-from maxmoe.parallel.apply import apply_plan
+from maxmoe.parallel.apply.apply import apply_plan
+from maxmoe.parallel.apply.fsdp import fully_shard_stage
+from maxmoe.parallel.apply.interruptions import Recovery
+from maxmoe.parallel.apply.one_thread import ONE_THREAD
 from maxmoe.parallel.clip_grad_norm import clip, squared_norm
-from maxmoe.parallel.dispatch_plan import Dispatch
-from maxmoe.parallel.fsdp import fully_shard_stage
-from maxmoe.parallel.interruptions import Recovery
-from maxmoe.parallel.one_thread import ONE_THREAD
 from maxmoe.parallel.parallelize import check_settings, plan_warnings
-from maxmoe.parallel.plan import Plan
-from maxmoe.parallel.planner import make_plan
+from maxmoe.parallel.plan.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.plan import Plan
+from maxmoe.parallel.plan.planner import make_plan
 from maxmoe.pipelining.boundary import Boundary
 from maxmoe.pipelining.micro_batches import facts_of, split
 from maxmoe.pipelining.scheduled_run import ScheduledRun
@@ -29,9 +27,11 @@ from maxmoe.pipelining.schedules import check_schedule, schedule_kind
 from maxmoe.pipelining.stage import Loss, Stage
 from maxmoe.pipelining.stage_modules import add_aux_losses, copied_modules, keep_stages, stage_module, stage_parts
 from maxmoe.pipelining.step_statistics import LayersOfStages, PipelineOutput, StepStatistics
+from maxmoe.ranks.agreement import check_ranks_agree
+from maxmoe.ranks.named_collectives import all_reduce
+from maxmoe.ranks.token_group import FlattenedBatch, TokenGroup
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
-from maxmoe.token_group import FlattenedBatch, TokenGroup
 
 
 def pipeline(

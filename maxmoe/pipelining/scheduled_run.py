@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from maxmoe.parallel.fsdp import fsdp_modules
-from maxmoe.parallel.interruptions import AfterInterruption
+from maxmoe.parallel.apply.fsdp import fsdp_modules
+from maxmoe.parallel.apply.interruptions import AfterInterruption
 from maxmoe.pipelining.micro_batches import MicroBatch
 from maxmoe.pipelining.schedules import ScheduleKind
 from maxmoe.pipelining.stage import Stage

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed import pipelining
 
-from maxmoe.field_checks import nearest
+from maxmoe.checks.fields import nearest
 
 
 @dataclass(frozen=True, kw_only=True)

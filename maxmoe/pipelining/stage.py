@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from maxmoe._torch import reshaped, tree_leaves
 from maxmoe.nn import Checkpointed, MoE
-from maxmoe.parallel.interruptions import Recovery
+from maxmoe.parallel.apply.interruptions import Recovery
 from maxmoe.pipelining.micro_batches import MicroBatch
 
 # Function of the output of a model and its targets.

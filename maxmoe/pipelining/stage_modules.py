@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from maxmoe._torch_copies import shallow_copy
+from maxmoe._torch.copies import shallow_copy
 from maxmoe.declaration import Absent, PipelineParts, declaration_of
-from maxmoe.load.metrics_accumulator import with_gradient
+from maxmoe.expert_load.metrics_accumulator import with_gradient
 from maxmoe.nn import MoE, MoEFeedForward, MoEOutput
 from maxmoe.pipelining.schedules import Cost, partition_blocks
 from maxmoe.quantization import weights

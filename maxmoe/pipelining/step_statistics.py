@@ -9,15 +9,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from maxmoe.declaration import SavedTensor
-from maxmoe.load.metrics_accumulator import packed, packed_size, unpacked
-from maxmoe.load.stats import MoEStats
-from maxmoe.load.step_counts import StepCounts
-from maxmoe.named_collectives import all_reduce
+from maxmoe.expert_load.metrics_accumulator import packed, packed_size, unpacked
+from maxmoe.expert_load.stats import MoEStats
+from maxmoe.expert_load.step_counts import StepCounts
 from maxmoe.nn import MoE
 from maxmoe.nn.routing import Routing
 from maxmoe.nn.routing_losses import RoutingLosses
+from maxmoe.ranks.named_collectives import all_reduce
+from maxmoe.ranks.token_group import TokenReductions
 from maxmoe.recompute.selective import is_recomputation
-from maxmoe.token_group import TokenReductions
 
 
 class PipelineOutput(NamedTuple):

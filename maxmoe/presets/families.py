@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from maxmoe.checks.fields import check_bool, check_int, check_number
 from maxmoe.config import MoEConfig
-from maxmoe.field_checks import check_bool, check_int, check_number
 from maxmoe.presets import published
 from maxmoe.presets.layouts import Entry, Layout, per_expert, router, shared, stacked
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from maxmoe import _library as _library  # registers the operator dequantize
-from maxmoe.field_checks import check_int
+from maxmoe.checks.fields import check_int
 from maxmoe.quantization.checks import check_dtype, check_parts
 from maxmoe.quantization.formats import format_named
 

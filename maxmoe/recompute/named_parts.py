@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from maxmoe._torch import SELECTIVE_CHECKPOINT_OPTIONS
-from maxmoe._torch_compile import call_with_hooks, runs_uncompiled
+from maxmoe._torch.compile import call_with_hooks, runs_uncompiled
+from maxmoe.checks.fields import nearest
 from maxmoe.declaration import SavedTensor
-from maxmoe.field_checks import nearest
 
 
 class Checkpointed(nn.Module):

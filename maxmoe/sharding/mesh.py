@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from maxmoe.agreement import check_ranks_agree
+from maxmoe.ranks.agreement import check_ranks_agree
 
 TIMEOUT = timedelta(minutes=10)
 # Axis over which `maxmoe.pipeline` cuts the blocks of a model. Its ranks run different modules on the same tokens.

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
 
 from maxmoe._torch import has_other_owner
-from maxmoe.named_collectives import all_gather, all_reduce, reduce_scatter
+from maxmoe.ranks.named_collectives import all_gather, all_reduce, reduce_scatter
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding, PartitionSpec
 from maxmoe.sharding.not_compiled import not_compiled

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import yaml  # type: ignore[import-untyped]
 
-from maxmoe.field_checks import nearest
+from maxmoe.checks.fields import nearest
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import Axes, PartitionSpec, axis_tuple
 

@@ -9,12 +9,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from maxmoe.parallel.failures import RankError
+from maxmoe.ranks.failures import RankError
+from maxmoe.ranks.rank_processes import RankProcesses
 from maxmoe.testing.explanation import Facts, Part, WrongGradient
 from maxmoe.testing.factors import CLOSE, Sizes, is_close, named_factor
 from maxmoe.testing.layout import Entries, distance, largest_of, locate, missing_entries
 from maxmoe.testing.measurement import WHOLE, Measurement, ParameterEntries, Training, gradients_of_terms
-from maxmoe.testing.rank_processes import RankProcesses
 from maxmoe.testing.report import Comparison, RankComparison, Verdict
 from maxmoe.testing.run_facts import batches_of_shares, partitions, sizes, weights_of
 from maxmoe.testing.starts import by_name

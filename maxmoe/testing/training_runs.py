@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maxmoe.parallel.failures import RankError
+from maxmoe.ranks.failures import RankError
+from maxmoe.ranks.rank_processes import RankProcesses
 from maxmoe.testing.comparison import RankComparer
 from maxmoe.testing.measurement import Training, measure_one_process, measure_rank
-from maxmoe.testing.rank_processes import RankProcesses
 from maxmoe.testing.report import RankComparison, Verdict
 from maxmoe.testing.starts import different_buffers, different_starts, random_parameters
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from maxmoe.load import LoadHistory, StatsAccumulator
+from maxmoe.expert_load import LoadHistory, StatsAccumulator
 
 
 class LoadCallback(TrainerCallback):

@@ -10,7 +10,7 @@ from typing_extensions import Self
 
 from maxmoe.adapters import adapted_module
 from maxmoe.config import MoEConfig
-from maxmoe.conversion import check_block, check_tensors_of, config_of_block, family_of_block
+from maxmoe.convert.blocks import check_block, check_tensors_of, config_of_block, family_of_block
 from maxmoe.declaration import Declaration, FusedGate
 from maxmoe.integrations.transformers._transformers import experts_implementation, is_experts
 from maxmoe.integrations.transformers.token_masks import token_mask_of_this_layer
