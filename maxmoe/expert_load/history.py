@@ -45,6 +45,7 @@ class LayerLoad(NamedTuple):
 
 
 VALUES = LayerLoad._fields[2:]  # without step and layer
+KINDS = [LayerLoad.__annotations__[name] for name in VALUES]  # int or float
 
 
 class LoadHistory:
@@ -132,16 +133,16 @@ class LoadHistory:
         """
         num_steps, windows = state["num_steps"], state["tokens_per_expert"]
         values = state.get("values", torch.empty(0, len(windows), len(VALUES), dtype=torch.float64))
-        if any(counts.dim() != 2 or len(counts) != NUM_WINDOWS for counts in windows.values()):
-            got = {layer: tuple(counts.shape) for layer, counts in windows.items()}
-            raise ValueError(f"tokens_per_expert must have shape [{NUM_WINDOWS}, E] for each layer, got {got}")
+        shapes = {layer: tuple(counts.shape) for layer, counts in windows.items()}
+        if any(len(shape) != 2 or shape[0] != NUM_WINDOWS for shape in shapes.values()):
+            raise ValueError(f"tokens_per_expert must have shape [{NUM_WINDOWS}, E] for each layer, got {shapes}")
         if values.shape[1:] != (len(windows), len(VALUES)) or len(values) > num_steps:
             raise ValueError(
                 f"values must have shape [N, {len(windows)}, {len(VALUES)}] for N of {num_steps} steps, "
                 f"got {tuple(values.shape)}"
             )
         self.num_steps, self._first_step = num_steps, num_steps - len(values) + 1
-        self._num_experts = {layer: counts.shape[1] for layer, counts in windows.items()}
+        self._num_experts = {layer: shape[1] for layer, shape in shapes.items()}
         self._values = values if len(values) else None
         self._windows = torch.cat([*windows.values()], 1) if windows else None
 
@@ -154,9 +155,7 @@ class LoadHistory:
         first, found = max(after + 1, self._first_step), []
         for step, of_layers in enumerate(self._read_values(first).tolist(), first):
             for layer, values in zip(self._num_experts, of_layers, strict=True):
-                most, least, dead, entropy, dropped, busiest, idlest = values
-                counts = (int(count) for count in (dropped, busiest, idlest))
-                found.append(LayerLoad(step, layer, most, least, int(dead), entropy, *counts))
+                found.append(LayerLoad(step, layer, *(kind(value) for kind, value in zip(KINDS, values, strict=True))))
         return found
 
     def scalars(self, *, after: int = 0) -> dict[int, dict[str, float]]:
@@ -167,8 +166,7 @@ class LoadHistory:
         """
         steps: dict[int, dict[str, float]] = {}
         for row in self.rows(after=after):
-            values = {f"{name}/{row.layer}": getattr(row, name) for name in VALUES}
-            steps.setdefault(row.step, {}).update(values)
+            steps.setdefault(row.step, {}).update({f"{name}/{row.layer}": getattr(row, name) for name in VALUES})
         return steps
 
     def write_csv(self, path: Path | str) -> None:

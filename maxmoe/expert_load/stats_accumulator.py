@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from maxmoe._torch.wrappers import unwrapped_path
 from maxmoe.expert_load.metrics_accumulator import MetricsAccumulator, packed_size, unpacked
 from maxmoe.expert_load.stats import MoEStats
 from maxmoe.ranks import named_collectives
@@ -159,19 +159,3 @@ def is_trained(layer: Any) -> bool:
     requires_grad = [parameter.requires_grad for parameter in layer.router.parameters()]
     # FSDP1 leaves no parameters in a module if it flattens them.
     return layer.training and (any(requires_grad) or not requires_grad)
-
-
-# Names under which torch.compile, FSDP1 and checkpoint_wrapper hold the module that they wrap.
-_WRAPPED_NAMES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-
-
-def unwrapped_path(model: nn.Module, path: str) -> str:
-    """Return the path of a submodule without the names that wrappers around it or around its parents add."""
-    names = []
-    for name in path.split("."):
-        # The name of DDP is an ordinary one, which models use too.
-        is_ddp = name == "module" and isinstance(model, DataParallel | DistributedDataParallel)
-        if not is_ddp and name not in _WRAPPED_NAMES:
-            names.append(name)
-        model = model.get_submodule(name)
-    return ".".join(names)

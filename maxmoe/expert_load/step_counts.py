@@ -92,14 +92,8 @@ def _dot_frequencies_backward(
     return gradient * frequencies
 
 
-@_dot_frequencies.register_fake
-def _(mass: Tensor, _own: Tensor, _sums: Tensor, _late: Tensor) -> Tensor:
-    return mass.new_empty(())
-
-
-@_dot_frequencies_backward.register_fake
-def _(_gradient: Tensor, mass: Tensor, _own: Tensor, _dot: Tensor, _sums: Tensor, _late: Tensor) -> Tensor:
-    return torch.empty_like(mass)
+_dot_frequencies.register_fake(lambda mass, *_others: mass.new_empty(()))
+_dot_frequencies_backward.register_fake(lambda _gradient, mass, *_others: torch.empty_like(mass))
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from maxmoe._torch.backward import backward_id
 from maxmoe._torch.checkpoint import checkpoint_frames, is_reentrant_checkpoint
+from maxmoe._torch.wrappers import unwrapped_path
 from maxmoe.config import MoEConfig
-from maxmoe.expert_load.stats_accumulator import unwrapped_path
 from maxmoe.files import replacing
 from maxmoe.nn.moe import MoE
 from maxmoe.nn.routing import Routing

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-# Prefixes that wrappers of torch add to the names of parameters.
-WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+from maxmoe._torch.wrappers import WRAPPED_NAMES
+
 Shape = tuple[int, ...]
 Block = tuple[slice, ...]
 
@@ -127,4 +127,4 @@ def matching_names(wrapped: Sequence[str], names: Sequence[str]) -> dict[str, st
 
 
 def _without_wrappers(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in ("module", *WRAPPED_NAMES))  # "module" is of DDP
