@@ -45,7 +45,7 @@ class StatsAccumulator:
         optimizer.step()
         step = accumulator.update()
 
-    With `maxmoe.pipeline`, the model is that of the pipeline, and the statistics are those of the layers of all stages.
+    With `maxmoe.pipeline`, pass `Pipeline.model`; the statistics have the layers of all stages.
 
     Args:
         model: model with `MoE` or `MoEFeedForward` layers, on its final device.

@@ -19,7 +19,7 @@ from maxmoe.testing.report import Comparison, RankComparison, Verdict
 from maxmoe.testing.run_facts import batches_of_shares, partitions, sizes, weights_of
 from maxmoe.testing.starts import by_name
 
-FLOOR = 1e-2  # a tensor is compared on the scale of its largest entry, at least this part of that of all tensors
+FLOOR = 1e-2  # the scale of a tensor is its largest entry, at least this part of the largest entry of all tensors
 LOSS_FLOOR = 1e-3  # a loss is compared on its own scale, at least this part of the largest gradient
 
 
@@ -91,7 +91,7 @@ class RankComparer:
             ]
             whole, result = entries.values, compare_output(entries.values, calls)
             if result is None:
-                self.notes.append(f"The {name} is not compared: on the ranks it is not a slice of that of one process.")
+                self.notes.append(f"The {name} is not compared: it is not a slice of the output of one process.")
                 continue
             dtypes = {part.values.dtype for parts in calls for part in parts} - {whole.dtype}
             for dtype in sorted(dtypes, key=str):

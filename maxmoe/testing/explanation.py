@@ -42,7 +42,7 @@ class Facts:
         terms: gradients of the terms of the loss, by term, for the whole batch in one process.
         shares: parts of the batch, with their gradients in one process, by term.
         weights: numbers by which the gradients of the shares are multiplied in the gradient of the whole batch; empty
-            if it is no such sum.
+            if the gradients of the shares do not add up to it.
         known: factors of the shares that explain other gradients.
     """
 
@@ -56,7 +56,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class WrongGradient:
-    """A gradient that differs from that of one process.
+    """A gradient that differs from the gradient in one process.
 
     Attributes:
         name: name of the parameter.
@@ -166,7 +166,7 @@ class WrongGradient:
         for word, factor in (("mean", len(shares)), ("sum", 1)):
             wrong = self._wrong_terms({term: factor * value for term, value in factors.items()})
             if len(wrong) < len(factors):
-                text = f"{word} of the gradients of each rank's batch alone, which is not that of the whole batch"
+                text = f"{word} of the gradients of each rank's batch alone, not the gradient of the whole batch"
                 return "; ".join([text, *wrong])
         return None
 
@@ -176,7 +176,7 @@ class WrongGradient:
         return f"no single factor (cosine {float(cosine):.4f})"
 
     def _factors_of(self, terms: Gradients) -> dict[str, float]:
-        """Return the factors with which gradients by term add up to those of the ranks; nothing if there are none."""
+        """Return the factors with which gradients by term add up to the gradients of the ranks, if there are any."""
         present = {term: values for term, values in terms.items() if largest_of(values) > self.largest_error}
         columns = [self._on_ranks(gradient) for gradient in present.values()]
         factors = fit(columns, self._values, self.largest_error) if present else None

@@ -96,7 +96,7 @@ class ShareFactors:
         return self.factors[is_own], self.factors[~is_own]
 
     def _names(self, found: list[Share]) -> str:
-        """Name shares by micro-batch if they are those of all ranks, else by rank."""
+        """Name shares by micro-batch if they have the micro-batch of every rank, else by rank."""
         numbers = sorted({share.micro_batch for share in found})
         if len(found) < len(self.shares) and found == [item for item in self.shares if item.micro_batch in numbers]:
             return f"micro-batch {', '.join(str(number + 1) for number in numbers)} of each rank"

@@ -54,7 +54,7 @@ class Measurement:
         buffers: buffers "before" and "after" the step, by name.
         batch: the batch.
         groups: ranks of each process group of this rank.
-        narrow: a dtype narrower than that of the parameters in which the model computes, and the function.
+        narrow: a dtype in which the model computes, narrower than the dtype of the parameters, and the function.
     """
 
     loss: dict[str, float]
@@ -95,8 +95,8 @@ def gradients_of_terms(
 ) -> list[dict[str, dict[str, Tensor]]]:
     """Return the gradients of all parameters in one process, for each batch, by the name of each term of the loss.
 
-    A backward may add gradients that do not depend on the loss: those of an auxiliary loss, as in `MoEFeedForward`.
-    They are what is left of a loss times zero, and are returned as the term ADDED.
+    A backward may add gradients that do not depend on the loss: of an auxiliary loss, as in `MoEFeedForward`. They
+    are what is left of a loss times zero, and are returned as the term ADDED.
     """
     model, found = build(training, 0, dtype), []
     for batch in batches:

@@ -77,7 +77,7 @@ class RankComparison:
 
     @property
     def equal(self) -> bool:
-        """Whether loss, outputs and all gradients are those of one process."""
+        """Whether loss, outputs and all gradients are equal to one process."""
         return self.verdict == "equal"
 
     @property

@@ -13,7 +13,7 @@ from maxmoe.testing.measurement import Measurement
 
 
 def partitions(ranks: Sequence[Measurement]) -> dict[str, list[list[int]]]:
-    """Return groups of ranks by name: those of meshes and other process groups, and all ranks."""
+    """Return groups of ranks by name: the axes of meshes, other process groups, and all ranks."""
     found: dict[str, list[list[int]]] = {}
     for rank in ranks:
         for name, group in rank.groups.items():

@@ -29,7 +29,7 @@ def random_parameters(first: Measurement, second: Measurement, tolerance: float)
 
 
 def different_starts(one_process: Measurement, ranks: Sequence[Measurement], tolerance: float) -> list[str]:
-    """Describe the parameters that are not those of one process before the step."""
+    """Describe the parameters that differ from one process before the step."""
     everywhere = by_name(ranks, list(one_process.parameters))
     texts = [f"{name}: no rank has it." for name in one_process.parameters if name not in everywhere]
     for name, entries in everywhere.items():
@@ -42,7 +42,7 @@ def different_starts(one_process: Measurement, ranks: Sequence[Measurement], tol
         where = f"rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}"
         if any(not located[rank][0] for rank in wrong):
             got = entries[wrong[0]].value.shape
-            texts.append(f"{name}: has shape {tuple(got)} on {where}, which is no part of {tuple(whole.shape)}.")
+            texts.append(f"{name}: has shape {tuple(got)} on {where}, which does not fit into {tuple(whole.shape)}.")
         elif wrong:
             error = located[wrong[0]][1] / (largest_of(whole) or 1.0)
             texts.append(f"{name}: {where} of {len(ranks)} differ from one process by {error:.0e}.")
@@ -63,7 +63,7 @@ def different_buffers(one_process: Measurement, ranks: Sequence[Measurement], to
                 if has_shape and _error(buffers[wrapped], expected[name], tolerance):
                     wrong.setdefault(name, []).append(str(rank))
         for name, where in wrong.items():
-            text = f"The buffer {name} differs from that of one process {when} the step on rank {', '.join(where)}."
+            text = f"The buffer {name} differs from one process {when} the step on rank {', '.join(where)}."
             texts.setdefault(name, text)
     return list(texts.values())
 

@@ -41,8 +41,8 @@ def compare_ranks(
 
     Starts one process without `torch.distributed`, then `num_ranks` processes with gloo on the CPU. One process runs
     ``loss(model, batch).backward()`` with the whole batch, each rank with its part of the batch and the model that
-    `parallelize` returns. The gradients of every rank must then be those of one process: whole for an ordinary
-    parameter, the shard of the rank for a `DTensor` and for a parameter that is a block of that of one process. The
+    `parallelize` returns. The gradients of every rank must then be the gradients of one process: whole for an ordinary
+    parameter, the shard of the rank for a `DTensor` and for a parameter that is a block of the whole parameter. The
     loss of one process must be the sum or the mean over the ranks. The model may be of any library. A pytest test is::
 
         def test_ranks_train_as_one_process():

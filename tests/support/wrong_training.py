@@ -294,7 +294,7 @@ WRONG = {
         step=forgotten_scale,
         build=partial(build_feed_forward, "batch"),
         first_wrong="1.router.weight",
-        explanation="mean of the gradients of each rank's batch alone, which is not that of the whole batch; "
+        explanation="mean of the gradients of each rank's batch alone, not the gradient of the whole batch; "
         + ADDED.format("3 times: micro-batches"),
     ),
     "auxiliary gradient of each rank summed": Case(
@@ -310,7 +310,7 @@ WRONG = {
         loss=loss_of_tokens,
         build=partial(build_feed_forward, "batch"),
         first_wrong="1.router.weight",
-        explanation="mean of the gradients of each rank's batch alone, which is not that of the whole batch",
+        explanation="mean of the gradients of each rank's batch alone, not the gradient of the whole batch",
     ),
     "ranks with different numbers of tokens": Case(
         ddp,

@@ -175,7 +175,7 @@ def test_parameters_of_other_names_and_shapes() -> None:
 
     texts = compare(Case(add_layer, 2)).culprits
     assert "more.weight: rank 0 has it, one process does not." in texts
-    assert "last.weight: has shape (16, 8) on ranks 0, 1, which is no part of (8, 8)." in texts
+    assert "last.weight: has shape (16, 8) on ranks 0, 1, which does not fit into (8, 8)." in texts
 
 
 def test_a_parameter_that_no_rank_has() -> None:

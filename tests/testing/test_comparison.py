@@ -244,8 +244,8 @@ def test_gradients_that_are_zero() -> None:
         "layer.bias": "trained on the ranks, but frozen in one process",
     }
     assert "Gradients that are zero in one process, so that nothing is compared: unused." in comparison.notes
-    assert "The buffer scale differs from that of one process before the step on rank 1." in comparison.notes
-    assert "The buffer num_samples differs from that of one process after the step on rank 0, 1." in comparison.notes
+    assert "The buffer scale differs from one process before the step on rank 1." in comparison.notes
+    assert "The buffer num_samples differs from one process after the step on rank 0, 1." in comparison.notes
 
 
 def test_names_of_wrappers() -> None:
