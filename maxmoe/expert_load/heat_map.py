@@ -12,13 +12,7 @@ LEAST = 1e-9  # lower than any load above zero
 
 
 def heat_map(tokens_per_expert: Mapping[str, Tensor], window: int, num_steps: int) -> Figure:
-    """Draw the load of each expert over time, divided by the mean over experts, one panel per layer.
-
-    Args:
-        tokens_per_expert: tokens of each expert ``(W, E)``, int64, in W windows of steps, by layer.
-        window: steps per window; the last window may have fewer.
-        num_steps: steps done.
-    """
+    """Draw counts ``(W, E)`` in W windows of steps, by layer, divided by their mean over experts; see `LoadHistory`."""
     num_layers = len(tokens_per_expert)
     columns = min(num_layers, 2)
     rows = -(-num_layers // columns)

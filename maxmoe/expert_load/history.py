@@ -193,7 +193,7 @@ class LoadHistory:
         """
         from maxmoe.expert_load.heat_map import heat_map
 
-        if not self.num_steps or not self.tokens_per_expert:
+        if self._windows is None:
             raise ValueError("heat_map needs at least one step, got 0: call add first")
         num_windows = -(-self.num_steps // self.window)
         counts = {layer: counts[:num_windows].cpu() for layer, counts in self.tokens_per_expert.items()}

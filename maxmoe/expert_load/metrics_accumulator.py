@@ -1,43 +1,14 @@
 """Sums of the auxiliary losses and statistics of one layer, added in the backward pass."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from maxmoe._torch import reshaped
 from maxmoe.expert_load.stats import MoEStats
 from maxmoe.expert_load.step_counts import StepCounts
+from maxmoe.recompute.attached_gradient import with_gradient
 
 AUX_LOSS = 1  # index of the auxiliary loss in packed metrics
-
-
-class _WithGradient(torch.autograd.Function):
-    # Identity for x. The backward returns the saved tensor as the gradient of the second input, the target.
-    @staticmethod
-    def forward(x: Tensor, _target: Tensor, _gradient: Tensor) -> Tensor:
-        return x
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[2])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        (gradient,) = ctx.saved_tensors
-        return *gradients, gradient, None
-
-
-def with_gradient(x: Tensor, target: Tensor, gradient: Tensor) -> Tensor:
-    """Return x and attach `gradient` to it: the backward through x adds `gradient` to the gradient of `target`.
-
-    The backward through x runs once for each forward that contributes to the loss, no matter how often activation
-    checkpointing recomputes the forward. The gradient of x is unchanged.
-    """
-    # PyTorch returns a view of an input that a Function returns unchanged, and forbids in-place operators on it.
-    attached = _WithGradient.apply(x, target, gradient)  # type: ignore[no-untyped-call]
-    return reshaped(attached, x.shape)
 
 
 def packed_size(num_experts: int) -> int:

@@ -9,10 +9,10 @@ from torch import nn
 
 from maxmoe._torch.copies import shallow_copy
 from maxmoe.declaration import Absent, PipelineParts, declaration_of
-from maxmoe.expert_load.metrics_accumulator import with_gradient
 from maxmoe.nn import MoE, MoEFeedForward, MoEOutput
 from maxmoe.pipelining.schedules import Cost, partition_blocks
 from maxmoe.quantization import weights
+from maxmoe.recompute.attached_gradient import with_gradient
 
 
 @dataclass(frozen=True)
