@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from maxmoe.adapters import stacked_factors
-from maxmoe.expert_load.layers_of_stages import LayersOfStages
 from maxmoe.expert_load.metrics_accumulator import unpacked
 from maxmoe.expert_load.stats import MoEStats
 from maxmoe.nn import MoE, check_recompute, recompute_of, set_recompute
@@ -22,7 +21,7 @@ from maxmoe.parallel.parallelize import check_settings, plan_warnings
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.parallel.plan.planner import make_plan
 from maxmoe.pipelining.boundary import Boundary
-from maxmoe.pipelining.layer_losses import RecordedLosses, add_aux_losses
+from maxmoe.pipelining.layer_losses import LayersOfStages, RecordedLosses, add_aux_losses
 from maxmoe.pipelining.micro_batches import facts_of, split
 from maxmoe.pipelining.scheduled_run import ScheduledRun
 from maxmoe.pipelining.schedules import check_schedule, schedule_kind
@@ -288,8 +287,6 @@ class Pipeline:
         sums = layers.all_reduce({path: recorded.take() for path, recorded in self._recorded.items()})
         aux_loss, stats = torch.zeros_like(loss), {}
         for path, total in sums.items():
-            metrics = unpacked(total)
-            aux_loss = aux_loss + metrics.aux_loss * self._aux_loss_scale
-            entropy = metrics.stats.router_entropy / metrics.calls.clamp_min(1)
-            stats[path] = metrics.stats._replace(router_entropy=entropy)
+            _, total_aux_loss, stats[path] = unpacked(total)
+            aux_loss = aux_loss + total_aux_loss * self._aux_loss_scale
         return PipelineOutput(loss, aux_loss, stats)

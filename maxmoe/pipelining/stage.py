@@ -82,7 +82,7 @@ class Stage(nn.Module):
         yield from super().parameters(recurse)
         for layer in self.model.modules() if recurse else ():
             if isinstance(layer, MoE) and layer.metrics_accumulator is not None:
-                yield from layer.metrics_accumulator.leaves
+                yield layer.metrics_accumulator.leaf
 
     def forward(self, x: Tensor, micro_batch: Tensor) -> Tensor:
         """Run a micro-batch, given its number ``(1,)`` and the hidden states of the previous stage.

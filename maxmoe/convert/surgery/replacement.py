@@ -129,7 +129,7 @@ class Replacement:
         layer.runner = dataclasses.replace(layer.runner, dispatcher=local_dispatcher(config))
         layer.losses = dataclasses.replace(layer.losses, config=config)
         if layer.metrics_accumulator is not None:
-            layer.metrics_accumulator.resize(config.num_selectable_experts)
+            layer.metrics_accumulator = layer.metrics_accumulator.resized(config.num_selectable_experts)
 
 
 def _check_groups(path: str, config: MoEConfig, sources: Sources) -> None:

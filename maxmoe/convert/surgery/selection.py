@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from maxmoe._torch.wrappers import unwrapped_path
 from maxmoe.checks.fields import nearest
-from maxmoe.expert_load.stats_accumulator import unwrapped_path
 from maxmoe.nn import Experts, MoE, Router, local_dispatcher
 
 # Ids of experts, integers or an integer tensor (N,).
