@@ -29,7 +29,7 @@ PIP_TORCH = $(if $(TORCH_INDEX),$(shell $(BIN)/python -c '$(REACHABLE)' "$(TORCH
   && echo --extra-index-url "$(TORCH_INDEX)" || echo "$(TORCH_INDEX) cannot be reached: torch comes from pip's own index" >&2))
 KERNELS := $(shell find cpp/kernels -type f)
 CORE := pyproject.toml setup.py CMakeLists.txt $(wildcard cpp/*.cpp cpp/cmake/*.cmake cpp/ops/* cpp/ops/*/*) $(KERNELS)
-CPP = $(shell find cpp -name "*.cpp" -o -name "*.h")
+CPP = $(shell find cpp -name "*.cpp" -o -name "*.h" -o -name "*.cu")
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
