@@ -2,13 +2,13 @@
 # make test    sets up everything in .venv and runs all tests                 (ARGS="-n 0 -k gmm": of pytest)
 #
 # TORCH=2.15.0 sets up another torch, in .venv-torch2.15.0, for both commands.
-# For those who change the code: make lint, format, docs, sanitize, test-aarch64, benchmark, wheel, clean (CONTRIBUTING.md).
+# For those who change the code: make lint, format, docs, sanitize, test-aarch64, cuda, benchmark, wheel, clean (CONTRIBUTING.md).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .ONESHELL:
-.PHONY: help setup train test lint format docs sanitize test-aarch64 benchmark wheel clean
+.PHONY: help setup train test lint format docs sanitize test-aarch64 cuda benchmark wheel clean
 
 PYTHON ?= python3
 ARGS ?=
@@ -85,6 +85,31 @@ test-aarch64: $(VENV)/test
 	cmake --build build/aarch64
 	ctest --test-dir build/aarch64 --no-tests=error --output-on-failure
 
+# build/cuda/libmaxmoe_cuda.so: the CUDA kernels for compute capability 8.0 and 9.0 and, as PTX, for later ones. Compiled by
+# the nvcc of PyPI in an environment of its own; no GPU is needed. What the compiler says of registers and stacks, and the
+# machine code, are checked.
+CUDA_PACKAGES := nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-runtime==13.0.96 \
+  nvidia-cuda-cccl==13.0.85 nvidia-cuda-cuobjdump==13.5.37 nvidia-cuda-nvdisasm==13.5.37
+CUDA_HOME = $(firstword $(wildcard $(abspath .venv-cuda)/lib/python*/site-packages/nvidia/cu13))
+NVCC_FLAGS := -std=c++20 -O3 --expt-relaxed-constexpr -Icpp -Xcompiler=-fPIC,-Wall -gencode=arch=compute_80,code=sm_80 \
+  -gencode=arch=compute_90,code=sm_90 -gencode=arch=compute_90,code=compute_90
+CUDA_OBJECTS := $(patsubst cpp/cuda/%.cu,build/cuda/%.o,$(wildcard cpp/cuda/*.cu))
+cuda: $(CUDA_OBJECTS)
+	@export PATH="$(CUDA_HOME)/bin:$$PATH"
+	nvcc -shared -cudart static -L"$(CUDA_HOME)/lib" -Xlinker --exclude-libs=ALL $^ -o build/cuda/libmaxmoe_cuda.so
+	$(PYTHON) tests/repository/check_cuda.py build/cuda
+
+build/cuda/%.o: cpp/cuda/%.cu .venv-cuda/packages $(wildcard cpp/cuda/*.h) $(filter %.h,$(KERNELS))
+	@mkdir -p build/cuda
+	export PATH="$(CUDA_HOME)/bin:$$PATH"
+	echo "nvcc $<"
+	nvcc $(NVCC_FLAGS) -Xptxas -v -c $< -o $@ 2>$(@:.o=.log) || { cat $(@:.o=.log); exit 1; }
+
+.venv-cuda/packages:
+	@$(PYTHON) -m venv .venv-cuda
+	.venv-cuda/bin/pip install --quiet $(CUDA_PACKAGES)
+	touch $@
+
 # The kernels, each beside an upper bound of its speed.
 benchmark: $(VENV)/test
 	@export PATH="$(abspath $(BIN)):$$PATH"
@@ -129,7 +154,7 @@ build/torch%/requirements: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv .venv-torch* build dist *.egg-info maxmoe/_C_torch*.so
+	rm -rf .venv .venv-torch* .venv-cuda build dist *.egg-info maxmoe/_C_torch*.so
 
 # The package, built in place, and what one use of it needs: examples, test, docs or dev. The environments share the build
 # of the kernels (setup.py). They are built for this machine alone, until tests need all instruction sets; with them come the

@@ -5,7 +5,7 @@ namespace maxmoe::cuda {
 namespace {
 
 template <class T, int kWidth>
-__global__ void __launch_bounds__(kThreads, 1) activate_elements(const ActivateRows<T> a) {
+__global__ void __launch_bounds__(kThreads) activate_elements(const ActivateRows<T> a) {
   const bool has_gate = a.kind.gate != GateLayout::none;
   for (int64_t row = first_row_of_thread(); row < a.out.rows; row += rows_of_all_blocks()) {
     for (int64_t c = int64_t{threadIdx.x} * kWidth; c < a.out.columns; c += int64_t{blockDim.x} * kWidth) {

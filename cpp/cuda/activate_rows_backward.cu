@@ -6,7 +6,7 @@ namespace {
 
 // One warp for each row, because the gradient of a weight is a sum over its row.
 template <class T, int kWidth>
-__global__ void __launch_bounds__(kThreads, 1) backward_of_rows(const ActivateRowsBackward<T> a) {
+__global__ void __launch_bounds__(kThreads) backward_of_rows(const ActivateRowsBackward<T> a) {
   using S = Accumulator<T>;
   const bool has_gate = a.kind.gate != GateLayout::none;
   const bool wants_activated = a.activated.data != nullptr;

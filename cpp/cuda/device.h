@@ -30,7 +30,8 @@
 #elif defined(__CUDACC__)
 #define MAXMOE_DEVICE_CHECK(condition, message) ((void)0)
 #else
-#define MAXMOE_DEVICE_CHECK(condition, message) (static_cast<bool>(condition) ? (void)0 : emulator::fail(message))
+#define MAXMOE_DEVICE_CHECK(condition, message) \
+  (static_cast<bool>(condition) ? (void)0 : emulator::fail_assertion(message))
 #endif
 
 namespace maxmoe::cuda {
@@ -95,7 +96,7 @@ __device__ inline void load(const T* from, T (&to)[kWidth]) {
     const uint4 words = *reinterpret_cast<const uint4*>(from);
     memcpy(to, &words, 16);
 #else
-    check_alignment(from, 16, "a load");
+    check_alignment(from, "a load of an address that is not aligned");
     std::memcpy(to, from, 16);
 #endif
   }
@@ -112,7 +113,7 @@ __device__ inline void store(T* to, const T (&from)[kWidth]) {
     memcpy(&words, from, 16);
     *reinterpret_cast<uint4*>(to) = words;
 #else
-    check_alignment(to, 16, "a store");
+    check_alignment(to, "a store to an address that is not aligned");
     std::memcpy(to, from, 16);
 #endif
   }

@@ -67,16 +67,14 @@ inline int __popc(uint32_t bits) {
 
 namespace maxmoe::cuda {
 
-inline void check_alignment(const void* address, size_t bytes, const char* what) {
-  if (reinterpret_cast<uintptr_t>(address) % bytes != 0) {
-    emulator::fail(std::string(what) + " of an address that is not aligned" + emulator::where());
-  }
+inline void check_alignment(const void* address, const char* message) {
+  if (reinterpret_cast<uintptr_t>(address) % 16 != 0) emulator::fail(message);
 }
 
 // See device.h for the next functions.
 template <bool kTransposed>
 void load_matrices(uint32_t (&registers)[4], const void* row) {
-  check_alignment(row, 16, "ldmatrix");
+  check_alignment(row, "ldmatrix of an address that is not aligned");
   emulator::collective(&emulator::kind_of<std::bool_constant<kTransposed>>, ~0U, row, [&](const auto& of) {
     const unsigned lane = emulator::block->lane();
     for (unsigned m = 0; m < 4; ++m) {
@@ -121,8 +119,8 @@ void multiply_tile(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)
 }
 
 inline void copy_async(void* to, const void* from, int bytes) {
-  check_alignment(to, 16, "cp.async");
-  check_alignment(from, 16, "cp.async");
+  check_alignment(to, "cp.async to an address that is not aligned");
+  check_alignment(from, "cp.async of an address that is not aligned");
   const emulator::Copy copy{to, from, bytes};
   if (!emulator::schedule.copies_late) copy.run();
   emulator::block->fiber().open.push_back(copy);

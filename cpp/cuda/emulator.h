@@ -29,6 +29,10 @@
 #include <utility>
 #include <vector>
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/common_interface_defs.h>
+#endif
+
 #define __global__
 #define __device__
 #define __host__
@@ -69,6 +73,7 @@ enum class Wait { none, barrier, lanes };
 struct Fiber {
   ucontext_t start;
   jmp_buf position;
+  void* sanitizer = nullptr;  // what the address sanitizer keeps of a fiber that waits
   bool is_started = false;
   bool is_done = false;
   Wait wait = Wait::none;
@@ -91,6 +96,9 @@ struct Block {
   std::function<void()> body;
   std::string failure;
   jmp_buf scheduler;
+  void* sanitizer = nullptr;
+  const void* scheduler_stack = nullptr;
+  size_t scheduler_bytes = 0;
   size_t current = 0;
   Fiber& fiber() { return fibers[current]; }
   Warp& warp() { return warps[current / 32]; }
@@ -102,15 +110,8 @@ inline thread_local Block* block = nullptr;
 constexpr size_t kStackBytes = 128 << 10;
 inline thread_local std::vector<std::unique_ptr<unsigned char[]>> stacks;
 
-// Ends the kernel: `launch` throws std::runtime_error.
-[[noreturn]] inline void fail(const std::string& message) {
-  block->failure = message;
-  _longjmp(block->scheduler, 1);
-}
-
-inline std::string where() {
-  return " (block " + std::to_string(blockIdx.x) + ", thread " + std::to_string(block->current) + ")";
-}
+constexpr unsigned char kPoison = 0xff;           // a NaN in every type
+constexpr size_t kGuardBytes = size_t{32} << 10;  // after the shared memory
 
 // 128-byte aligned.
 inline unsigned char* shared_memory() {
@@ -118,25 +119,62 @@ inline unsigned char* shared_memory() {
   return block->shared.data() + (128 - address % 128) % 128;
 }
 
-// Switches to the scheduler. Not swapcontext, which is a system call.
-inline void yield() {
-  if (_setjmp(block->fiber().position) == 0) _longjmp(block->scheduler, 1);
+// Tells the address sanitizer which stack is used next, and which one is used now.
+inline void before_switch([[maybe_unused]] void** own, [[maybe_unused]] const void* stack,
+                          [[maybe_unused]] size_t bytes) {
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_start_switch_fiber(own, stack, bytes);
+#endif
+}
+inline void after_switch([[maybe_unused]] void* own, [[maybe_unused]] const void** last_stack,
+                         [[maybe_unused]] size_t* last_bytes) {
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(own, last_stack, last_bytes);
+#endif
 }
 
-inline void run_fiber() {
-  block->body();
-  Fiber& fiber = block->fiber();
-  if (!fiber.open.empty()) fail("a thread ends with copies that it has not committed" + where());
-  fiber.is_done = true;
-  block->warp().exited |= 1U << block->lane();
+[[noreturn]] inline void leave_fiber(void** own) {
+  before_switch(own, block->scheduler_stack, block->scheduler_bytes);
   _longjmp(block->scheduler, 1);
 }
 
-inline void start_fiber(Fiber& fiber, size_t thread) {
-  fiber.is_started = true;
+// Ends the kernel: `launch` throws std::runtime_error. No object of the caller is destroyed.
+[[noreturn]] inline void fail_assertion(const char* message) {
+  block->failure = message;
+  leave_fiber(nullptr);
+}
+[[noreturn]] inline void fail(const char* message) {
+  block->failure = std::string(message) + " (block " + std::to_string(blockIdx.x) + ", thread " +
+                   std::to_string(block->current) + ")";
+  leave_fiber(nullptr);
+}
+
+// Switches to the scheduler. Not swapcontext, which is a system call.
+inline void yield() {
+  if (_setjmp(block->fiber().position) == 0) leave_fiber(&block->fiber().sanitizer);
+  after_switch(block->fiber().sanitizer, nullptr, nullptr);
+}
+
+inline void run_fiber() {
+  after_switch(nullptr, &block->scheduler_stack, &block->scheduler_bytes);
+  block->body();
+  Fiber& fiber = block->fiber();
+  if (!fiber.open.empty()) fail("a thread ends with copies that it has not committed");
+  fiber.is_done = true;
+  block->warp().exited |= 1U << block->lane();
+  leave_fiber(nullptr);
+}
+
+inline unsigned char* stack_of(size_t thread) {
   while (stacks.size() <= thread) stacks.push_back(std::make_unique_for_overwrite<unsigned char[]>(kStackBytes));
+  return stacks[thread].get();
+}
+
+// Not instrumented, because it does not return: the sanitizer would keep its frame.
+__attribute__((no_sanitize("address"))) inline void start_fiber(Fiber& fiber, unsigned char* stack) {
+  fiber.is_started = true;
   getcontext(&fiber.start);
-  fiber.start.uc_stack.ss_sp = stacks[thread].get();
+  fiber.start.uc_stack.ss_sp = stack;
   fiber.start.uc_stack.ss_size = kStackBytes;
   fiber.start.uc_link = nullptr;
   makecontext(&fiber.start, run_fiber, 0);
@@ -147,9 +185,13 @@ inline void start_fiber(Fiber& fiber, size_t thread) {
 inline void resume(size_t thread) {
   block->current = thread;
   threadIdx = block->fiber().index;
-  if (_setjmp(block->scheduler) != 0) return;
-  if (!block->fiber().is_started) start_fiber(block->fiber(), block->current);
-  _longjmp(block->fiber().position, 1);
+  unsigned char* const stack = stack_of(thread);
+  if (_setjmp(block->scheduler) == 0) {
+    before_switch(&block->sanitizer, stack, kStackBytes);
+    if (!block->fiber().is_started) start_fiber(block->fiber(), stack);
+    _longjmp(block->fiber().position, 1);
+  }
+  after_switch(block->sanitizer, nullptr, nullptr);
 }
 
 inline bool can_run(size_t thread) {
@@ -210,7 +252,7 @@ auto collective(const void* kind, uint32_t mask, const T& value, const Read& rea
   Warp& warp = block->warp();
   Fiber& fiber = block->fiber();
   const uint32_t bit = 1U << block->lane();
-  if ((mask & bit) == 0) fail("a collective whose mask lacks the calling lane" + where());
+  if ((mask & bit) == 0) fail("a collective whose mask lacks the calling lane");
   while (warp.left != 0) {  // lanes are still in the last collective
     fiber.wait = Wait::none;
     yield();
@@ -219,8 +261,8 @@ auto collective(const void* kind, uint32_t mask, const T& value, const Read& rea
     warp.mask = mask;
     warp.kind = kind;
   }
-  if (warp.mask != mask || warp.kind != kind) fail("lanes of a warp in different collectives" + where());
-  if ((warp.exited & mask) != 0) fail("a collective with a lane that has ended" + where());
+  if (warp.mask != mask || warp.kind != kind) fail("lanes of a warp in different collectives");
+  if ((warp.exited & mask) != 0) fail("a collective with a lane that has ended");
   std::memcpy(warp.values[block->lane()], &value, sizeof(T));
   warp.arrived |= bit;
   fiber.wait = Wait::lanes;
@@ -264,13 +306,17 @@ void run_grid(dim3 grid, dim3 threads, size_t shared_bytes, const Kernel& kernel
   for (const size_t i : blocks) {
     blockIdx = dim3(static_cast<unsigned>(i % grid.x), static_cast<unsigned>(i / grid.x % grid.y),
                     static_cast<unsigned>(i / grid.x / grid.y));
-    running.shared.assign(shared_bytes + 128, 0xff);  // NaN in every type
+    running.shared.assign(128 + shared_bytes + kGuardBytes, kPoison);
     running.warps.assign((count + 31) / 32, {});
     running.fibers = std::vector<Fiber>(count);
     for (unsigned t = 0; t < count; ++t) {
       running.fibers[t].index = dim3(t % threads.x, t / threads.x % threads.y, t / threads.x / threads.y);
     }
     run_block();
+    const auto is_poison = [](unsigned char byte) { return byte == kPoison; };
+    if (!std::all_of(shared_memory() + shared_bytes, running.shared.data() + running.shared.size(), is_poison)) {
+      throw std::runtime_error("a write past the end of the shared memory");
+    }
   }
 }
 

@@ -5,7 +5,7 @@ namespace {
 
 // A warp computes one product: lane i adds the products of vectors i, i + 32, ..., then the lanes are summed.
 template <class T, int kWidth>
-__global__ void __launch_bounds__(kThreads, 1) multiply_rows(const RaggedDot<T> d) {
+__global__ void __launch_bounds__(kThreads) multiply_rows(const RaggedDot<T> d) {
   const int64_t columns = d.a.columns;
   for (int64_t j = first_item_of_warp(); j < d.index_size; j += items_of_all_warps()) {
     const int64_t source = d.index[j];

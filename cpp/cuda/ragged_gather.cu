@@ -4,7 +4,7 @@ namespace maxmoe::cuda {
 namespace {
 
 template <class T, int kWidth>
-__global__ void __launch_bounds__(kThreads, 1) gather_rows(const RaggedGather<T> a) {
+__global__ void __launch_bounds__(kThreads) gather_rows(const RaggedGather<T> a) {
   for (int64_t row = first_row_of_thread(); row < a.out.rows; row += rows_of_all_blocks()) {
     const int64_t source = a.index[row];
     MAXMOE_DEVICE_CHECK(source >= -1 && source < a.x.rows,

@@ -31,7 +31,7 @@ def cpp_functions(text: str) -> Iterator[tuple[int, int]]:
     """Line and number of lines of everything that begins with a letter and ends with a brace in column 0."""
     begin = 0
     for number, line in enumerate(text.splitlines(), start=1):
-        if re.match("[A-Za-z]", line):
+        if re.match("[A-Za-z_]", line):
             begin = number
         elif line == "}":
             yield begin, number - begin + 1

@@ -1,6 +1,7 @@
 """Builds the GoogleTest suite of the kernels (cpp/tests) and runs it with every instruction set there is.
 
-The tests of the CUDA kernels (cpp/cuda/tests) are built with it, and run in the emulator. The benchmarks of the kernels (cpp/benchmarks) are built with it, and run on small sizes.
+The tests of the CUDA kernels (cpp/cuda/tests) are built with it, and run in the emulator. The benchmarks of the kernels
+(cpp/benchmarks) are built with it, too, and run on small sizes.
 """
 
 import faulthandler

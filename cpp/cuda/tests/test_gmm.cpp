@@ -59,7 +59,7 @@ TYPED_TEST_SUITE(CudaGmmTest, Dtypes, DtypeNames);
 
 TYPED_TEST(CudaGmmTest, MatchesTheLoop) {
   const std::vector<GmmCase> cases = {
-      {{70, 0, 1, 130}, 4, 0, 0, 72, 136}, {{3, 0, 20, 9}, 2, 1, 5, 40, 24}, {{5}, 1, 0, 0, 7, 9}};
+      {{70, 0, 1, 130}, 4, 0, 0, 72, 136}, {{3, 7, 0, 20, 9}, 4, 1, 5, 40, 24}, {{5}, 1, 0, 0, 7, 9}};
   for (const GmmCase& c : cases) {
     for (const bool is_transposed : {false, true}) {
       const bool is_odd = c.depth % 8 != 0;
