@@ -8,7 +8,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .ONESHELL:
-.PHONY: help setup train test lint format docs sanitize test-aarch64 cuda benchmark wheel clean
+.PHONY: help setup train test lint format docs sanitize test-aarch64 cuda cuda-tests benchmark wheel clean
 
 PYTHON ?= python3
 ARGS ?=
@@ -104,6 +104,22 @@ build/cuda/%.o: cpp/cuda/%.cu .venv-cuda/packages $(wildcard cpp/cuda/*.h) $(fil
 	export PATH="$(CUDA_HOME)/bin:$$PATH"
 	echo "nvcc $<"
 	nvcc $(NVCC_FLAGS) -Xptxas -v -c $< -o $@ 2>$(@:.o=.log) || { cat $(@:.o=.log); exit 1; }
+
+# build/cuda/maxmoe_cuda_tests: the tests of cpp/cuda/tests for a machine with an NVIDIA GPU, on which they are run as
+# CUDA_LAUNCH_BLOCKING=1 maxmoe_cuda_tests --gtest_filter=-*Error*. An assertion of the device ends its use: the tests of
+# errors are left out.
+CUDA_TESTS := $(patsubst cpp/cuda/%.cu,build/cuda/test_%.o,$(wildcard cpp/cuda/*.cu))
+cuda-tests: $(CUDA_OBJECTS) $(CUDA_TESTS) build/cuda/managed_memory.o
+	@$(CXX) $^ -L"$(CUDA_HOME)/lib" -lgtest_main -lgtest -static-libstdc++ -static-libgcc -lcudart_static -ldl -lrt -lpthread \
+	  -o build/cuda/maxmoe_cuda_tests
+
+build/cuda/test_%.o: cpp/cuda/tests/test_%.cpp $(wildcard cpp/cuda/*.h cpp/cuda/tests/*.h cpp/tests/*.h)
+	@mkdir -p build/cuda
+	$(CXX) -std=c++20 -O1 -Icpp -Icpp/tests -Icpp/cuda/tests -c $< -o $@
+
+build/cuda/managed_memory.o: cpp/cuda/tests/device/managed_memory.cpp .venv-cuda/packages
+	@mkdir -p build/cuda
+	$(CXX) -std=c++20 -O1 -I"$(CUDA_HOME)/include" -c $< -o $@
 
 .venv-cuda/packages:
 	@$(PYTHON) -m venv .venv-cuda

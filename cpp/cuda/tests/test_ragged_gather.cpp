@@ -46,6 +46,7 @@ TYPED_TEST(CudaRaggedGatherTest, RowsThatNoIndexNamesAreNotRead) {
   const auto weights = Matrix<Accumulator<TypeParam>>::random(1, 4, 2);
   this->check(x, {0, -1, 4, 3}, &weights, 0, 4, 3);
   this->check(x, {0, 1, 2, 3}, &weights, 3, 4, 3);
+  this->check(x, {0, 1, 2, 3}, &weights, 0, 1, 3);
   this->check(Matrix<TypeParam>(0, 3), {-1, -1}, nullptr, 0, 2, 3);
 }
 

@@ -53,8 +53,8 @@ TYPED_TEST(CudaRaggedGatherReduceTest, MatchesTheLoop) {
 
 TYPED_TEST(CudaRaggedGatherReduceTest, RowsInNoSumAreNotRead) {
   const auto rows = Matrix<TypeParam>::random(5, 9, 1).poisoned(1, 3);
-  const bool valid[] = {true, true, false, true};
-  this->check(rows, {0, -1, 1, 3}, 2, nullptr, valid, 3);
+  const std::unique_ptr<bool[]> valid(new bool[4]{true, true, false, true});
+  this->check(rows, {0, -1, 1, 3}, 2, nullptr, valid.get(), 3);
   this->check(Matrix<TypeParam>(0, 3), {-1, -1}, 2, nullptr, nullptr, 3);
 }
 

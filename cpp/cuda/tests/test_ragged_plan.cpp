@@ -12,7 +12,7 @@ struct Plan {
   std::vector<int64_t> slots;
   std::vector<int64_t> rows;
   std::vector<int64_t> group_sizes;
-  int64_t dropped = -7;
+  std::vector<int64_t> dropped = {-7};
   bool operator==(const Plan&) const = default;
 };
 
@@ -32,7 +32,7 @@ Plan run(const std::vector<int64_t>& experts, const Limits& limits, int64_t num_
   std::vector<int64_t> scratch(static_cast<size_t>(cuda::ragged_plan_scratch(num_slots, limits.num_local_experts)), -9);
   cuda::ragged_plan(cuda::RaggedPlan{experts.data(), num_slots, limits.num_experts, limits.first_expert,
                                      limits.num_local_experts, limits.max_rows, num_rows, scratch.data(),
-                                     plan.slots.data(), plan.rows.data(), plan.group_sizes.data(), &plan.dropped},
+                                     plan.slots.data(), plan.rows.data(), plan.group_sizes.data(), plan.dropped.data()},
                     nullptr);
   return plan;
 }
@@ -42,12 +42,12 @@ Plan naive_plan(const std::vector<int64_t>& experts, const Limits& limits) {
   Plan plan;
   plan.rows.assign(experts.size(), -1);
   plan.group_sizes.assign(static_cast<size_t>(limits.num_local_experts), 0);
-  plan.dropped = 0;
+  plan.dropped = {0};
   for (int64_t local = 0; local < limits.num_local_experts; ++local) {
     for (size_t slot = 0; slot < experts.size(); ++slot) {
       if (experts[slot] < 0 || experts[slot] != limits.first_expert + local) continue;
       if (limits.max_rows >= 0 && static_cast<int64_t>(plan.slots.size()) == limits.max_rows) {
-        ++plan.dropped;
+        ++plan.dropped[0];
         continue;
       }
       plan.rows[slot] = static_cast<int64_t>(plan.slots.size());
