@@ -86,10 +86,12 @@ TEST(CudaRouteBackwardSum, EqualGradientsOfSmallScoresGiveZero) {
   for (int64_t e = 0; e < 4; ++e) logits.element(0, e) = -12.0F - 0.3F * static_cast<float>(e);
   Matrix<int64_t> experts(1, 3);
   for (int64_t k = 0; k < 3; ++k) experts.element(0, k) = k;
-  Matrix<float> grad(1, 3);
-  grad.fill(0.7F);
-  const auto got = run_backward<float>(rule, logits, experts, grad, nullptr);
-  for (int64_t e = 0; e < 4; ++e) EXPECT_NEAR(got(0, e), 0.0, 1e-12);
+  for (const float common : {0.7F, 0.1F, 1.3F, 3.7F, 0.33F, 100.3F}) {
+    Matrix<float> grad(1, 3);
+    grad.fill(common);
+    const auto got = run_backward<float>(rule, logits, experts, grad, nullptr);
+    for (int64_t e = 0; e < 4; ++e) EXPECT_NEAR(got(0, e), 0.0, 1e-12);
+  }
 }
 
 TEST(CudaRouteBackwardErrors, NameOperatorAndArgument) {
