@@ -7,7 +7,7 @@ from torch import Tensor
 
 from maxmoe._torch.compile import call_uncompiled
 from maxmoe.nn import MoE
-from maxmoe.ranks.token_group import ContinuedSequences, same_tokens_everywhere
+from maxmoe.ranks.token_group import LocalTokens, same_tokens_everywhere
 
 
 def generate(decoder: Any, tokens: Tensor, num_tokens: int, *, temperature: float, top_k: int | None) -> Tensor:
@@ -43,3 +43,34 @@ def sample(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
 def _is_causal(layer: MoE) -> bool:
     """Return whether the output for a token is independent of later tokens, which may take places of experts."""
     return layer.config.capacity_factor is None and layer.config.buffer_factor is None
+
+
+class ContinuedSequences(LocalTokens):
+    """Token group of a module that is called with one part of its sequences after the other, in a single process.
+
+    `all_gather_sequence` returns a part with those of all earlier calls, so that attention has a cache of keys and
+    values. A module gathers the same tensors, in the same order, after asking for the first position in every call.
+
+    Args:
+        max_length: largest length of the sequences.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        self._max_length, self._length, self._num_gathered = max_length, 0, 0
+        self._gathered: list[Tensor] = []
+
+    def first_position(self, length: int) -> int:
+        """Return the number of tokens of all earlier calls."""
+        start, self._num_gathered = self._length, 0
+        self._length += length
+        return start
+
+    def all_gather_sequence(self, part: Tensor, dim: int) -> Tensor:
+        """Return the sequences so far."""
+        if self._num_gathered == len(self._gathered):
+            shape = (*part.shape[:dim], self._max_length, *part.shape[dim + 1 :])
+            self._gathered.append(part.new_empty(shape))
+        whole = self._gathered[self._num_gathered]
+        self._num_gathered += 1
+        whole.narrow(dim, self._length - part.shape[dim], part.shape[dim]).copy_(part)
+        return whole.narrow(dim, 0, self._length)
