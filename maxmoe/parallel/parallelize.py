@@ -7,12 +7,7 @@ from torch import nn
 
 from maxmoe.adapters import check_adapters, stacked_factors
 from maxmoe.declaration import NOTHING, declaration_of
-from maxmoe.nn import (
-    MoE,
-    check_recompute,
-    recompute_of,
-    set_recompute,
-)
+from maxmoe.nn import MoE, check_recompute, recompute_of, set_recompute
 from maxmoe.parallel.apply.apply import apply_plan
 from maxmoe.parallel.apply.input_gradients import InputGradientCheck
 from maxmoe.parallel.apply.interruptions import guard_calls
@@ -126,11 +121,7 @@ def parallelize(
 def check_settings(module: nn.Module, mesh: Mesh, rules: LogicalRules, settings: Mapping[str, str]) -> None:
     """Raise on every rank if anything differs on which the collectives of a module depend, and for adapters in layers.
 
-    Args:
-        module: module to parallelize.
-        mesh: mesh of all ranks.
-        rules: rules of the module.
-        settings: texts of further settings, by name.
+    `settings` has texts of settings besides the mesh, the rules and the module, by name.
     """
     facts = {"the mesh": repr(mesh), **settings}
     facts |= {f"rule {number}": f"{name}: {' '.join(axes) or '-'}" for number, (name, axes) in enumerate(rules)}

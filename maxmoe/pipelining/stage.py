@@ -70,7 +70,7 @@ class Stage(nn.Module):
 
     def recover(self) -> None:
         """Bring the stage into the state before a step that an exception has ended."""
-        self.recovery.leave_units([0] * len(self.recovery.running_calls()))
+        self.recovery.leave_units()
         self.recovery.reset_fsdp()
         self.end()
 

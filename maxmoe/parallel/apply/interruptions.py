@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from maxmoe._torch import called_uncompiled, default_store, never_compiled
 from maxmoe._torch.backward import backward_id, call_after_backward, is_backward_running
 from maxmoe._torch.compile import call_with_hooks, runs_uncompiled
-from maxmoe.parallel.apply.fsdp import around_blocks, fsdp_modules, reset_fsdp
+from maxmoe._torch.fsdp import is_running_root, reset_root
+from maxmoe.parallel.apply.fsdp import around_blocks, fsdp_modules
 from maxmoe.parallel.apply.one_thread import ONE_THREAD
 from maxmoe.parallel.apply.parameter_hooks import ParameterHooks, tensors_of
 from maxmoe.ranks.named_collectives import num_started
@@ -82,23 +83,23 @@ class Recovery:
     def __init__(self, module: nn.Module, hooks: Sequence[ParameterHooks]) -> None:
         self._module, self._hooks = module, hooks
 
-    @property
-    def num_gathers(self) -> int:
-        """Number of forwards of FSDP units so far."""
-        return sum(hooks.num_gathers for hooks in self._hooks)
-
     def running_calls(self) -> list[int]:
         """Return how many forwards of each FSDP unit run now."""
         return [hooks.num_calls for hooks in self._hooks]
 
-    def leave_units(self, running_calls: Sequence[int]) -> None:
-        """Put the DTensors back that forwards after `running_calls` have replaced."""
-        for hooks, number in zip(self._hooks, running_calls, strict=True):
+    def leave_units(self, running_calls: Sequence[int] | None = None) -> None:
+        """Put the DTensors back that forwards after `running_calls` have replaced; None for all forwards."""
+        for hooks, number in zip(self._hooks, running_calls or [0] * len(self._hooks), strict=True):
             hooks.abandon(number)
 
     def reset_fsdp(self) -> None:
-        """Shard the parameters of FSDP2 again, and drop what it keeps between forward and backward."""
-        reset_fsdp(self._module)
+        """Shard the parameters of FSDP2 again, and drop gradients that it has not reduced.
+
+        A later backward would add these gradients to its own.
+        """
+        for child in fsdp_modules(self._module):
+            if is_running_root(child):  # a block outside of which nothing is sharded is a root of its own
+                reset_root(child)
 
 
 class CallGuard:
@@ -133,17 +134,13 @@ class CallGuard:
         if not is_backward_running():  # a recomputation belongs to the backward
             ONE_THREAD.enter()
             if self._depth == 0:
-                self._compare()
+                try:
+                    self._after.begin_call()
+                except BaseException:
+                    ONE_THREAD.leave()
+                    raise
         self._depth += 1
         return self._recovery.running_calls()
-
-    def _compare(self) -> None:
-        try:
-            self._after.check()
-        except BaseException:
-            ONE_THREAD.leave()
-            raise
-        self._after.begin_call(self._recovery.num_gathers)
 
     @never_compiled
     def _check_thread(self) -> None:
@@ -192,7 +189,7 @@ class CallGuard:
 
     def _recover(self, part: str) -> None:
         self._recovery.reset_fsdp()
-        self._after.note(part, self._recovery.num_gathers)
+        self._after.note(part)
 
 
 class _EndOfBackward:
@@ -233,18 +230,19 @@ class AfterInterruption:
         self._num_calls = self._num_interruptions = self._started = self._gathers = 0
         self._place: str | None = None
 
-    def begin_call(self, num_gathers: int) -> None:
-        """Note where a call begins."""
+    def begin_call(self) -> None:
+        """Note where a call begins; raise if ranks have been interrupted at different places."""
+        self._check()
         self._num_calls += 1
-        self._started, self._gathers = num_started(), num_gathers
+        self._started, self._gathers = num_started(), ParameterHooks.num_gathers
 
-    def note(self, part: str, num_gathers: int) -> None:
+    def note(self, part: str) -> None:
         """Note that an exception has ended the forward or the backward of the last call."""
-        collectives, gathers = num_started() - self._started, num_gathers - self._gathers
+        collectives, gathers = num_started() - self._started, ParameterHooks.num_gathers - self._gathers
         if collectives > 0 or self._has_fsdp:
             self._place = f"{part} of call {self._num_calls}, after {gathers} modules and {collectives} collectives"
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Raise unless all ranks have been interrupted at the same place as this one, or this one has not been."""
         if self._place is None:
             return

@@ -79,11 +79,6 @@ class ParameterPlan:
         return Redistribution((self.unsharded, self.used), (self.grad_used, self.grad_unsharded))
 
     @property
-    def gathering_without_fsdp(self) -> Redistribution:
-        """Redistribution of the parameter, in a forward for which FSDP has not gathered it."""
-        return Redistribution((self.stored, self.used), (self.grad_used, self.stored))
-
-    @property
     def is_gathered(self) -> bool:
         """Whether the FSDP unit gathers the parameter."""
         return self.unsharded != self.used
