@@ -113,8 +113,8 @@ def parallelize(
             warnings.warn(warning, stacklevel=2)
         set_recompute(module, recompute)
         name = type(module).__name__  # FSDP2 replaces the class
-        hooks = apply_plan(module, plan, num_chunks, InputGradientCheck(module, mesh))
-        guard_calls(module, hooks, mesh, name)
+        apply_plan(module, plan, num_chunks, InputGradientCheck(module, mesh))
+        guard_calls(module, mesh, name)
         return module
 
 

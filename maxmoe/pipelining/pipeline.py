@@ -14,12 +14,10 @@ from maxmoe.expert_load.stats import MoEStats
 from maxmoe.nn import MoE, check_recompute, recompute_of, set_recompute
 from maxmoe.parallel.apply.apply import apply_plan
 from maxmoe.parallel.apply.fsdp import fully_shard_stage
-from maxmoe.parallel.apply.interruptions import Recovery
 from maxmoe.parallel.apply.one_thread import ONE_THREAD
 from maxmoe.parallel.clip_grad_norm import clip, squared_norm
 from maxmoe.parallel.parallelize import check_settings, plan_warnings
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
-from maxmoe.parallel.plan.plan import Plan
 from maxmoe.parallel.plan.planner import make_plan
 from maxmoe.pipelining.boundary import Boundary
 from maxmoe.pipelining.micro_batches import facts_of, split
@@ -146,18 +144,13 @@ def pipeline(
             of_stage = loss if parts[index].is_last else None
             stage = Stage(index, module, copied_modules(model, module), of_stage, is_first=parts[index].is_first)
             stage_plan = plan_of(module, allow_unused=True, splits_backward=kind.splits_backward)
-            _apply_plan(stage, module, stage_plan, num_chunks, reshards=not kind.splits_backward)
+            apply_plan(module, stage_plan, num_chunks, input_check=None)
+            fully_shard_stage(stage, module, stage_plan, reshards=not kind.splits_backward)
             stages.append(stage)
         group = mesh.process_group(STAGE_AXIS) if mesh.size(STAGE_AXIS) > 1 else None
         model.layers_of_stages = LayersOfStages(layers, group, within.device_type)  # type: ignore[assignment]
         run = ScheduledRun(kind, stages, len(parts), num_micro_batches, group, within)
         return Pipeline(model, run, boundary, loss, plan.tokens, aux_loss_scale)
-
-
-def _apply_plan(stage: Stage, module: nn.Module, plan: Plan, num_chunks: int, *, reshards: bool) -> None:
-    hooks = apply_plan(module, plan, num_chunks, input_check=None)
-    fully_shard_stage(stage, module, plan, reshards=reshards)
-    stage.recovery = Recovery(stage, hooks)
 
 
 def _layers(model: nn.Module) -> dict[str, MoE]:

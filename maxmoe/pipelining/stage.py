@@ -9,7 +9,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from maxmoe._torch import reshaped, tree_leaves
 from maxmoe.nn import Checkpointed, MoE
-from maxmoe.parallel.apply.interruptions import Recovery
+from maxmoe.parallel.apply.fsdp import reset_fsdp
+from maxmoe.parallel.apply.parameter_hooks import leave_units
 from maxmoe.pipelining.micro_batches import MicroBatch
 
 # Function of the output of a model and its targets.
@@ -48,7 +49,6 @@ class Stage(nn.Module):
         self._loss = loss
         self._micro_batches: list[MicroBatch] = []
         self._losses: list[Tensor] = []
-        self.recovery: Recovery
         self.boundary: Tensor | None = None  # hidden states of the largest micro-batch, without memory
 
     @property
@@ -70,8 +70,8 @@ class Stage(nn.Module):
 
     def recover(self) -> None:
         """Bring the stage into the state before a step that an exception has ended."""
-        self.recovery.leave_units()
-        self.recovery.reset_fsdp()
+        leave_units()
+        reset_fsdp(self)
         self.end()
 
     def begin(self, micro_batches: list[MicroBatch]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed import fsdp
 
-from maxmoe._torch.fsdp import shard_axes, sharded_dim
+from maxmoe._torch.fsdp import is_running_root, reset_root, shard_axes, sharded_dim
 from maxmoe.parallel.plan.fsdp_units import CONTAINERS, SHARD_AXIS, blocks
 from maxmoe.parallel.plan.plan import Plan
 
@@ -63,6 +63,16 @@ def fully_shard_stage(stage: nn.Module, model: nn.Module, plan: Plan, *, reshard
             ignored_params=set(model.parameters()),
         )
         root.set_reshard_after_forward(reshards)
+
+
+def reset_fsdp(module: nn.Module) -> None:
+    """Shard the parameters of FSDP2 again after an exception, and drop gradients that it has not reduced.
+
+    A later backward would add these gradients to its own.
+    """
+    for child in fsdp_modules(module):
+        if is_running_root(child):  # a block outside of which nothing is sharded is a root of its own
+            reset_root(child)
 
 
 def fsdp_modules(module: nn.Module) -> Iterator[fsdp.FSDPModule]:

@@ -77,7 +77,6 @@ class ParameterHooks:
         self._fsdp_root = fsdp_blocks.get("")
         self._reduces_jointly = all(place.plan.reduced_by is not None for place in self._places)
         self._stored: dict[str, Tensor] = {}
-        self._calls: list[UnitCall] = []  # several if the unit calls itself
 
     def keep_stored(self) -> None:
         """Keep the parameters that the optimizer holds; called when FSDP2 has replaced them by their shards."""
@@ -90,8 +89,8 @@ class ParameterHooks:
         if self._fsdp_root is not None:
             make_root(self._fsdp_root)
         ParameterHooks.num_gathers += 1
-        call = UnitCall()
-        self._calls.append(call)
+        call = UnitCall(self)
+        _RUNNING.append(call)
         # By name, so that a parameter that several children share is gathered once. All ranks gather in the order of
         # the plans.
         found: dict[str, tuple[DTensor, Place]] = {}
@@ -117,9 +116,9 @@ class ParameterHooks:
     @not_compiled
     def free(self, _unit: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
         """Forward hook: put the DTensors back, free the gathered tensors, and refill them in the backward."""
-        if not self._calls:  # another hook has raised before `gather`
+        if not _RUNNING or _RUNNING[-1].hooks is not self:  # another hook has raised before `gather`
             return
-        call = self._calls.pop()
+        call = _RUNNING.pop()
         call.put_back()
         gathered, ungathered = call.gathered, call.ungathered  # both empty without a later backward
         tensors = tensors_of(output) if gathered or ungathered else []
@@ -154,21 +153,12 @@ class ParameterHooks:
                 if hooked is not None and hooked.requires_grad:
                     hooked.register_hook(refill)  # type: ignore[no-untyped-call]
 
-    @property
-    def num_calls(self) -> int:
-        """Number of forwards of the unit that run now, one inside of the other."""
-        return len(self._calls)
-
-    def abandon(self, num_calls: int) -> None:
-        """Put the DTensors back that an interrupted forward has replaced, and leave the outer `num_calls` forwards."""
-        while len(self._calls) > num_calls:
-            self._calls.pop().put_back()
-
 
 @dataclasses.dataclass
 class UnitCall:
     """Parameters of one forward of a unit: DTensors to put back, gathered tensors, tensors that share their memory."""
 
+    hooks: ParameterHooks
     replaced: list[tuple[Place, Tensor]] = dataclasses.field(default_factory=list)
     gathered: list["GatheredParameter"] = dataclasses.field(default_factory=list)
     ungathered: list[tuple[Tensor, "ParameterVersion"]] = dataclasses.field(default_factory=list)
@@ -178,6 +168,21 @@ class UnitCall:
         """Put the DTensors in the place of the gathered tensors."""
         for place, parameter in self.replaced:
             put_in_place(place.owner, place.name, parameter)
+
+
+# Forwards of units that run now in this process, one inside of the other.
+_RUNNING: list[UnitCall] = []
+
+
+def num_running_units() -> int:
+    """Return the number of forwards of FSDP units that run now."""
+    return len(_RUNNING)
+
+
+def leave_units(num_running: int = 0) -> None:
+    """Put the DTensors back that interrupted forwards have replaced, and leave the outer `num_running` forwards."""
+    while len(_RUNNING) > num_running:
+        _RUNNING.pop().put_back()
 
 
 def tensors_of(output: Any) -> list[Tensor]:

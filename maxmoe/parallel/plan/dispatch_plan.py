@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias
 
 from maxmoe.config import MoEConfig
 from maxmoe.declaration import EXPERT_TOKEN_DIMS
-from maxmoe.nn import ExpertRunner, LocalRegion, TensorParallelRegion
+from maxmoe.nn import ExpertRunner, LocalRegion
 from maxmoe.parallel.apply.sharded_tokens import ShardedTokens, activation_spec
 from maxmoe.parallel.dispatch import (
     ExpertLayout,
@@ -76,11 +76,8 @@ class DispatchPlan(ExpertLayout):
 
     def runner(self, num_chunks: int) -> ExpertRunner:
         """Make the runner of this process, with `num_chunks` chunks if there is communication to overlap."""
-        return MeshExpertRunner(self.strategy_class.dispatcher(self), self.region(), self.num_chunks(num_chunks))
-
-    def region(self) -> TensorParallelRegion:
-        """Make the tensor-parallel region of this process."""
-        return self.partial_sums if self.partial_axes or self.embed_axes else LocalRegion()
+        region = self.partial_sums if self.partial_axes or self.embed_axes else LocalRegion()
+        return MeshExpertRunner(self.strategy_class.dispatcher(self), region, self.num_chunks(num_chunks))
 
     @property
     def partial_sums(self) -> PartialSums:
@@ -94,13 +91,6 @@ class DispatchPlan(ExpertLayout):
             shared_is_partial=self.shared_is_partial,
             routed_is_partial=self.config.latent_size is None,
         )
-
-
-def check_dispatch(dispatch: str) -> None:
-    """Raise for an unknown dispatch strategy."""
-    known = ("auto", *STRATEGIES)
-    if dispatch not in known:
-        raise ValueError(f"dispatch must be one of {', '.join(map(repr, known))}, got {dispatch!r}")
 
 
 def plan_dispatch(

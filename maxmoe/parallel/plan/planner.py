@@ -15,7 +15,7 @@ from maxmoe.declaration import EXPERT_TOKEN_DIMS, TOKEN_DIMS, Absent, declaratio
 from maxmoe.nn import MoE, SharedExperts
 from maxmoe.parallel.apply.sharded_tokens import ShardedTokens, activation_spec, token_sharding
 from maxmoe.parallel.apply.tensor_parallel_hooks import ResidualReaderHook, TensorParallelHooks
-from maxmoe.parallel.plan.dispatch_plan import Dispatch, DispatchPlan, check_dispatch, plan_dispatch
+from maxmoe.parallel.plan.dispatch_plan import STRATEGIES, Dispatch, DispatchPlan, plan_dispatch
 from maxmoe.parallel.plan.fsdp_units import blocks, fsdp_axes, fsdp_units, is_saved, shared_by_blocks
 from maxmoe.parallel.plan.parameter_sharding import ParameterSharding, shardings_by_name, tensor_parallel_activation
 from maxmoe.parallel.plan.plan import ModulePlan, ParameterPlan, Plan, enclosing
@@ -63,7 +63,8 @@ def make_plan(
             are sharded or chunked although a layer needs them whole, an invalid num_chunks, and trained parameters of
             several dtypes in one group of FSDP2.
     """
-    check_dispatch(dispatch)
+    if dispatch not in (known := ("auto", *STRATEGIES)):
+        raise ValueError(f"dispatch must be one of {', '.join(map(repr, known))}, got {dispatch!r}")
     shardings = shardings_by_name(model, mesh, rules, strict=strict, allow_unused=allow_unused)
     planner = _Planner(model, mesh, rules, shardings, dispatch, splits_backward=splits_backward)
     plan = Plan(
