@@ -6,7 +6,6 @@ from typing import Literal, TypeAlias
 from maxmoe.config import MoEConfig
 from maxmoe.declaration import EXPERT_TOKEN_DIMS
 from maxmoe.nn import ExpertRunner, LocalRegion
-from maxmoe.parallel.apply.sharded_tokens import ShardedTokens, activation_spec
 from maxmoe.parallel.dispatch import (
     ExpertLayout,
     LeastLoaded,
@@ -17,6 +16,7 @@ from maxmoe.parallel.dispatch import (
     Strategy,
 )
 from maxmoe.parallel.plan.parameter_sharding import ParameterSharding
+from maxmoe.parallel.plan.sharded_tokens import ShardedTokens, activation_spec
 from maxmoe.sharding.not_compiled import not_compiled
 from maxmoe.sharding.rules import LogicalRules
 

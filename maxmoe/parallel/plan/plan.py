@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from maxmoe.nn import Checkpointed, MoE
-from maxmoe.parallel.apply.sharded_tokens import ShardedTokens
-from maxmoe.parallel.apply.tensor_parallel_hooks import ResidualReaderHook, TensorParallelHooks
 from maxmoe.parallel.plan.dispatch_plan import DispatchPlan
 from maxmoe.parallel.plan.parameter_sharding import ParameterSharding
+from maxmoe.parallel.plan.sharded_tokens import ShardedTokens
+from maxmoe.parallel.plan.tensor_parallel_hooks import ResidualReaderHook, TensorParallelHooks
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.planned_collective import PlannedCollective, planned_joint_steps, planned_steps

@@ -13,12 +13,12 @@ from torch import nn
 from maxmoe.adapters import wrappers_of
 from maxmoe.declaration import EXPERT_TOKEN_DIMS, TOKEN_DIMS, Absent, declaration_of
 from maxmoe.nn import MoE, SharedExperts
-from maxmoe.parallel.apply.sharded_tokens import ShardedTokens, activation_spec, token_sharding
-from maxmoe.parallel.apply.tensor_parallel_hooks import ResidualReaderHook, TensorParallelHooks
 from maxmoe.parallel.plan.dispatch_plan import STRATEGIES, Dispatch, DispatchPlan, plan_dispatch
 from maxmoe.parallel.plan.fsdp_units import blocks, fsdp_axes, fsdp_units, is_saved, shared_by_blocks
 from maxmoe.parallel.plan.parameter_sharding import ParameterSharding, shardings_by_name, tensor_parallel_activation
 from maxmoe.parallel.plan.plan import ModulePlan, ParameterPlan, Plan, enclosing
+from maxmoe.parallel.plan.sharded_tokens import ShardedTokens, activation_spec, token_sharding
+from maxmoe.parallel.plan.tensor_parallel_hooks import ResidualReaderHook, TensorParallelHooks
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.named_sharding import NamedSharding, PartitionSpec
 from maxmoe.sharding.rules import LogicalRules, resolve
