@@ -70,8 +70,8 @@ def parallelize(
             computes those of its experts. With "ragged_all_to_all", each rank receives the rows of its experts. "auto"
             takes the one of the two that communicates fewer bytes. With "least_loaded", a ragged all-to-all in which
             ranks with few rows also compute rows of other ranks' experts, whose weights they receive for the step.
-            With "gather_weights", tokens are not communicated
-            and each rank gathers all experts.
+            Where all ranks hold the same tokens, each of these means one all-reduce of the outputs. With
+            "gather_weights", tokens are not communicated and each rank gathers all experts.
         num_chunks: number of chunks of the tokens of a MoE layer; one chunk is communicated while another is computed.
             Layers that do not communicate tokens have one chunk. The bound of `buffer_factor` is per chunk.
         recompute: names of the parts that are recomputed in the backward, see `maxmoe.set_recompute`; None to keep the
