@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from maxmoe._torch import assert_async
+from maxmoe.nn.dispatcher import LayerInputs, TensorParallelRegion, sum_of
 from maxmoe.nn.routing import TopK
-from maxmoe.nn.tensor_parallel_region import LayerInputs, sum_of
 from maxmoe.parallel.dispatch.strategy import PlannedDispatch
 from maxmoe.ranks.checksum import PRIME
 from maxmoe.sharding.mesh import Mesh
@@ -21,7 +21,7 @@ from maxmoe.sharding.redistribute import Redistribution, redistribute_local
 
 
 @dataclass(frozen=True)
-class PartialSums:
+class PartialSums(TensorParallelRegion):
     """The `maxmoe.nn.TensorParallelRegion` of a layer whose output is a sum over ranks.
 
     The outputs are summed by an all-reduce, or by a reduce-scatter if the residual stream is sharded.

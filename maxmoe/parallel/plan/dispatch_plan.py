@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias
 
 from maxmoe.config import MoEConfig
 from maxmoe.declaration import EXPERT_TOKEN_DIMS
-from maxmoe.nn import ExpertRunner, LocalRegion
+from maxmoe.nn import ExpertRunner, TensorParallelRegion
 from maxmoe.parallel.dispatch import (
     ExpertLayout,
     LeastLoaded,
@@ -76,7 +76,7 @@ class DispatchPlan(ExpertLayout):
 
     def runner(self, num_chunks: int) -> ExpertRunner:
         """Make the runner of this process, with `num_chunks` chunks if there is communication to overlap."""
-        region = self.partial_sums if self.partial_axes or self.embed_axes else LocalRegion()
+        region = self.partial_sums if self.partial_axes or self.embed_axes else TensorParallelRegion()
         return MeshExpertRunner(self.strategy_class.dispatcher(self), region, self.num_chunks(num_chunks))
 
     @property
