@@ -62,6 +62,13 @@ class MoE(HookedModule):
     The forward does not change the state of the layer, so that a recomputation under activation checkpointing neither
     routes differently nor counts twice. The training loop calls `update_correction_bias` after the optimizer step.
 
+    Example::
+
+        config = maxmoe.MoEConfig(hidden_size=512, intermediate_size=256, num_experts=64, top_k=6)
+        layer = maxmoe.MoE(config)
+        hidden_states, aux_loss, stats = layer(torch.randn(4, 16, 512))  # [batch, sequence, hidden_size]
+        (hidden_states.square().mean() + aux_loss).backward()
+
     Args:
         config: sizes, routing, experts and losses of the layer.
         router: module that routes instead of `maxmoe.nn.Router`, called as ``router(x, token_mask)`` with x
