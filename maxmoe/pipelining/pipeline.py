@@ -14,7 +14,6 @@ from maxmoe.expert_load.stats import MoEStats
 from maxmoe.nn import MoE, check_recompute, recompute_of, set_recompute
 from maxmoe.parallel.apply.apply import apply_plan
 from maxmoe.parallel.apply.fsdp import fully_shard_stage
-from maxmoe.parallel.apply.interruptions import Recovery
 from maxmoe.parallel.apply.one_thread import ONE_THREAD
 from maxmoe.parallel.clip_grad_norm import clip, squared_norm
 from maxmoe.parallel.parallelize import check_settings, plan_warnings
@@ -159,9 +158,8 @@ def pipeline(
         for index, module in modules.items():
             stage = Stage(index, parts[index], module, copied_modules(model, module), loss)
             stage_plan = plan_of(module, allow_unused=True, splits_backward=kind.splits_backward)
-            hooks = apply_plan(module, stage_plan, num_chunks, input_check=None)
+            apply_plan(module, stage_plan, num_chunks, input_check=None)
             fully_shard_stage(stage, module, stage_plan, reshards=not kind.splits_backward)
-            stage.recovery = Recovery(stage, hooks)
             stages.append(stage)
         group = mesh.process_group(STAGE_AXIS) if mesh.size(STAGE_AXIS) > 1 else None
         model.layers_of_stages = LayersOfStages(layers, group, within.device_type)  # type: ignore[assignment]

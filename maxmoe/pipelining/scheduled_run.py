@@ -77,21 +77,16 @@ class ScheduledRun:
                 f"an exception has interrupted the step before on rank {dist.get_rank()}, and messages of that step "
                 "may be on their way between the stages: end all ranks, and resume from a checkpoint"
             )
-        self._after.check()
-        self._after.begin_call(self._num_gathers)
+        self._after.begin_call()
         for stage in self._stages:
             stage.begin(micro_batches)
-
-    @property
-    def _num_gathers(self) -> int:
-        return sum(stage.recovery.num_gathers for stage in self._stages)
 
     def _recover(self) -> None:
         """Bring the stages into the state before the step. What they have sent cannot be taken back."""
         for stage in self._stages:
             stage.recover()
         self._is_interrupted = self.group is not None
-        self._after.note("step", self._num_gathers)
+        self._after.note("step")
 
     def _train(self) -> None:
         numbers = torch.arange(self.num_micro_batches)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from maxmoe._torch import reshaped, tree_leaves
 from maxmoe.nn import Checkpointed, MoE
-from maxmoe.parallel.apply.interruptions import Recovery
+from maxmoe.parallel.apply.fsdp import reset_fsdp
+from maxmoe.parallel.apply.parameter_hooks import leave_units
 from maxmoe.pipelining.micro_batches import MicroBatch
 from maxmoe.pipelining.stage_modules import StagePart
 
@@ -26,8 +27,6 @@ class Stage(nn.Module):
 
     `model` is a `stage_module`, `copied` the modules of the whole model of which it has copies, each with its copy.
     """
-
-    recovery: Recovery
 
     def __init__(
         self,
@@ -59,8 +58,8 @@ class Stage(nn.Module):
 
     def recover(self) -> None:
         """Bring the stage into the state before a step that an exception has ended."""
-        self.recovery.leave_units([0] * len(self.recovery.running_calls()))
-        self.recovery.reset_fsdp()
+        leave_units()
+        reset_fsdp(self)
         self.end()
 
     def begin(self, micro_batches: list[MicroBatch]) -> None:
