@@ -1,0 +1,161 @@
+"""Weights of a layer in the tensors of a checkpoint: their names, shapes and dtypes, reading and writing."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from maxmoe.convert.quantized_tensors import DTYPES, published
+from maxmoe.presets.layouts import Held, Layout, check_tensors
+from maxmoe.quantization import FORMATS, QuantizedStack, put_stack, state_with_stacks
+
+_FLOATS = ("F64", "F32", "BF16", "F16")
+
+# Slices of opened safetensors files by the names of tensors.
+Slices = Mapping[str, Any]
+
+
+class StoredWeight:
+    """A weight in a checkpoint: one tensor, or several if it is quantized.
+
+    Args:
+        key: name of the weight in the layer.
+        held: parameters that it contains, and its layout.
+        slices: tensors that are read; none for a weight that is written as the parameters are.
+        matrix: one of its matrices, with the parts that the checkpoint has; None to make it from the slices.
+    """
+
+    def __init__(self, key: str, held: Held, slices: Slices, matrix: QuantizedStack | None = None) -> None:
+        self.key, self.held, self.first = key, held, held.parameters[0]
+        self.is_quantized = isinstance(self.first, QuantizedStack)
+        if self.is_quantized:
+            self.published = published(self.first, key)
+            self.matrix = self._matrix(slices) if matrix is None else matrix
+
+    def _matrix(self, slices: Slices) -> QuantizedStack:
+        """Return a matrix in its published shape on the meta device.
+
+        Dtype of the scales, group size and whether there are zero points are as in the checkpoint.
+        """
+        _, parameters = next(self.experts())
+        empty: QuantizedStack = self.held.entry.join([each.map(lambda part: part.to("meta")) for each in parameters])
+        format, stored = FORMATS[empty.format], slices.get(f"{self.key}{self.published.ends[1]}")
+        if stored is None:
+            return empty
+        (*_, num_scales), shape = empty.scales.shape, stored.get_shape()
+        if format.has_groups and shape and format.block_columns(empty.columns, shape[-1]):
+            num_scales = shape[-1]
+        dtype = next((each for each in format.scale_dtypes if DTYPES[each] == stored.get_dtype()), empty.scales.dtype)
+        scales = empty.scales.new_empty((empty.scales.shape[0], num_scales), dtype=dtype)
+        zeros = torch.empty_like(scales, dtype=torch.uint8) if f"{self.key}_zero_point" in slices else None
+        return empty.map(scales=scales, zeros=zeros)
+
+    def experts(self) -> Iterator[tuple[Any, list[Any]]]:
+        """Yield the index and the parameters of each expert in a stack, or of a whole tensor that is none."""
+        if not self.held.entry.is_stack:
+            yield ..., self.held.parameters
+            return
+        for expert in range(self.first.shape[0]):
+            yield expert, [parameter[expert] for parameter in self.held.parameters]
+
+    def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return dtype and shape of the tensors in the checkpoint, by their names."""
+        if not self.is_quantized:
+            return {self.key: (self.first.dtype, self.held.shape)}
+        leading = self.first.shape[:1] if self.held.entry.is_stack else ()
+        parts = self.published.tensors(self.matrix)
+        return {f"{self.key}{end}": (part.dtype, (*leading, *part.shape)) for end, part in parts.items()}
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """Yield the values of a tensor in the checkpoint, one expert at a time."""
+        for _, parameters in self.experts():
+            weight = self.held.entry.join(parameters)
+            yield self.published.tensors(weight)[name.removeprefix(self.key)] if self.is_quantized else weight
+
+    def check_values(self, slices: Slices) -> None:
+        """Read all but the codes of a quantized weight; raise unless the values are possible."""
+        for index, _ in self.experts():
+            try:
+                self.published.check(self._parts(slices, index, self.published.ends[1:]), self.matrix)
+            except ValueError as error:
+                raise ValueError(f"{self.key}{'' if index is ... else f' of expert {index}'}: {error}") from error
+
+    def read(self, slices: Slices) -> None:
+        """Copy the tensors into the parameters, one expert at a time."""
+        for index, parameters in self.experts():
+            weight: Any
+            if self.is_quantized:
+                parts = self._parts(slices, index, self.published.ends)
+                weight = self.matrix.map(**self.published.parts(parts, self.matrix.columns))
+            else:
+                weight = slices[self.key][index]
+            for view, parameter in zip(self.held.entry.views(weight), parameters, strict=True):
+                parameter.copy_(view)
+
+    def _parts(self, slices: Slices, index: Any, ends: tuple[str, ...]) -> dict[str, Tensor]:
+        names = {end: f"{self.key}{end}" for end in ends}
+        return {end: slices[name][index] for end, name in names.items() if name in slices}
+
+
+def check_weights(where: str, layer: nn.Module, layout: Layout, slices: Slices) -> dict[str, QuantizedStack]:
+    """Raise unless the tensors of a checkpoint fit a layer.
+
+    Args:
+        where: checkpoint, family and name of the layer, for messages.
+        layer: layer.
+        layout: names and layouts of the weights in the checkpoint.
+        slices: tensors of the layer, by their names in it.
+
+    Returns:
+        A matrix with the dtype of scales, group size and zero points of each quantized parameter, by its name.
+    """
+    weights = [StoredWeight(key, held, slices) for key, held in layout.tensors(state_with_stacks(layer)).items()]
+    expected = {name: (each, *tensor) for each in weights for name, tensor in each.tensors().items()}
+    quantized = [each for each in weights if each.is_quantized]
+    if quantized:
+        where = f"{where}, whose experts are quantized as {quantized[0].first.format}"
+    found = {name: each.get_shape() for name, each in slices.items()}
+    check_tensors(where, found, {name: shape for name, (_, _, shape) in expected.items()})
+    for name, (weight, dtype, _) in expected.items():
+        allowed = _FLOATS if not weight.is_quantized else ("I64", "I32") if dtype == torch.int64 else (DTYPES[dtype],)
+        if slices[name].get_dtype() not in allowed:
+            remedy = "; dequantise it first" if allowed == _FLOATS else ""
+            raise ValueError(f"{where}: {name} must be of {', '.join(allowed)}, got {slices[name].get_dtype()}{remedy}")
+    matrices: dict[str, QuantizedStack] = {}
+    for weight in quantized:
+        try:
+            weight.check_values(slices)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        for name in weight.held.entry.names:
+            first, this = (_scales(each) for each in (matrices.setdefault(name, weight.matrix), weight.matrix))
+            if first != this:
+                raise ValueError(f"{where}: {weight.key} must have scales as the other experts, {first}, got {this}")
+    return matrices
+
+
+def read_weights(layer: nn.Module, layout: Layout, slices: Slices, matrices: Mapping[str, QuantizedStack]) -> None:
+    """Read the tensors of a checkpoint, which `check_weights` has checked, into a layer."""
+    for name, like in matrices.items():
+        _prepare(layer, name, like)
+    for key, held in layout.tensors(state_with_stacks(layer)).items():
+        StoredWeight(key, held, slices, matrices.get(held.entry.names[0])).read(slices)
+
+
+def _prepare(layer: nn.Module, name: str, like: QuantizedStack) -> None:
+    """Replace a quantized parameter that has no memory, or other scales than the checkpoint."""
+    path, _, last = name.rpartition(".")
+    owner = layer.get_submodule(path)
+    old = getattr(owner, last)
+    if not old.is_meta and _scales(old) == _scales(like):
+        return
+    device = "cpu" if old.is_meta else old.device
+    codes = torch.empty_like(old.codes, device=device) if old.is_meta else old.codes
+    scales = torch.zeros((*old.scales.shape[:-1], like.scales.shape[-1]), dtype=like.scales.dtype, device=device)
+    zeros = None if like.zeros is None else torch.zeros_like(scales, dtype=torch.uint8)
+    put_stack(owner, last, old.map(codes=codes, scales=scales, zeros=zeros))
+
+
+def _scales(stack: QuantizedStack) -> str:
+    return f"{stack.scales.dtype}, one per {stack.columns_per_scale}" + (", zeros" if stack.zeros is not None else "")
