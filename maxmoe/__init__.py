@@ -9,7 +9,7 @@ from maxmoe._library import build_info
 # isort: split
 # After the core, which names a torch that does not fit, before another module misses something in that torch.
 from maxmoe import presets, quantization
-from maxmoe.adapters import connect_if_imported
+from maxmoe.adapters import connect_when_imported
 from maxmoe.config import MoEConfig
 from maxmoe.convert.expert_quantization import quantize_experts
 from maxmoe.expert_load import MoEStats, StatsAccumulator, StepStats
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from maxmoe.parallel import parallelize
     from maxmoe.pipelining import pipeline
 
-connect_if_imported()
+connect_when_imported()
 
 __version__ = build_info()["version"]
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 from torch import Tensor, nn
 
-from maxmoe.adapters import connect_if_installed, wrappers_of
+from maxmoe.adapters import wrappers_of
 from maxmoe.declaration import expert_matrices
 from maxmoe.quantization import QuantizedStack, QuantizedWeight, put_stack, quantize
 
@@ -15,7 +15,7 @@ def quantize_experts(model: nn.Module, format: str, *, group_size: int | None = 
     The weights of the routed experts of `maxmoe.MoE`, and of models of transformers with
     ``experts_implementation="maxmoe"``, become `maxmoe.quantization.QuantizedWeight`, whose codes and scales are
     parameters. Biases, routers, shared experts and all other parameters are left as they are. Adapters of PEFT may be
-    added before or after; PEFT is imported if it is installed, so that it finds the weights by their names.
+    added before or after.
 
     Each parameter is freed as soon as it has been quantized, one expert after the other. The peak memory is that of the
     model and the largest quantized parameter.
@@ -43,7 +43,6 @@ def quantize_experts(model: nn.Module, format: str, *, group_size: int | None = 
     for path, module, (name, _) in found:
         _check(f"{path}.{name}".removeprefix("."), getattr(module, name))
     _check_unmerged(model)
-    connect_if_installed()
     num_users = Counter(id(module.get_parameter(name)) for _, module, (name, _) in found)
     shared: dict[tuple[nn.Parameter, bool], QuantizedWeight] = {}
     for path, module, (name, is_first_in) in found:

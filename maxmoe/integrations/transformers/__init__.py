@@ -13,7 +13,6 @@ are unchanged. From transformers 5.21 on, it also registers the expert paralleli
 
 import importlib.util
 
-from maxmoe.adapters import connect
 from maxmoe.integrations.transformers import _version as _version  # refuses an old one; first
 from maxmoe.integrations.transformers import experts, llama4, longcat_flash
 from maxmoe.integrations.transformers.experts import experts_forward
@@ -26,8 +25,6 @@ __all__ = ["LoadCallback", "ReplacedBlock", "TransformersMoE", "experts_forward"
 experts.register()
 llama4.register()
 longcat_flash.register()
-if importlib.util.find_spec("peft"):
-    connect()  # takes little time beside that of importing transformers
 if importlib.util.find_spec("transformers.distributed.expert_parallel"):
     from maxmoe.integrations.transformers import expert_parallel
 

@@ -3,10 +3,9 @@
 from typing import Any, Literal
 
 from torch import Tensor
-from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from maxmoe.adapters import connect_if_imported, factors_of
+from maxmoe.adapters import factors_of
 from maxmoe.declaration import finds_expert_matrices
 from maxmoe.integrations.transformers._transformers import experts_implementation, is_expert_parallel, is_experts
 from maxmoe.integrations.transformers.gates import FusedGate, apply_gate, fused_gate
@@ -56,8 +55,6 @@ def experts_forward(
     Raises:
         ValueError: for an expert out of range or sizes that do not fit.
     """
-    if is_parametrized(experts):
-        connect_if_imported()  # PEFT has been imported after this library: from the next call on
     plan = top_k_index if isinstance(top_k_index, RaggedPlan) else _plan(experts, top_k_index)
     return compute_experts(experts, hidden_states, top_k_weights, plan, foreign)
 
