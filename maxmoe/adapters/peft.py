@@ -33,7 +33,7 @@ class _FinderOfPeft(MetaPathFinder):
         found = (each.find_spec(name, path, target) for each in sys.meta_path if each is not self)
         spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = _then_connect(spec.loader.exec_module)  # type: ignore[method-assign]
+            setattr(spec.loader, "exec_module", _then_connect(spec.loader.exec_module))  # noqa: B010, mypy refuses
         return spec
 
 
@@ -102,8 +102,9 @@ def wrappers_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
         return
     from peft.tuners.lora.layer import ParamWrapper
 
+    child: Any
     for path, child in module.named_modules():
-        if isinstance(child, ParamWrapper) and child.get_param().dim() == 3:
+        if isinstance(child, ParamWrapper) and child.get_param().dim() == 3:  # type: ignore[no-untyped-call]
             yield path, child
 
 

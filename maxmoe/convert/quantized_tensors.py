@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from maxmoe.quantization import QuantizedStack
-from maxmoe.quantization.checks import check_values
+from maxmoe.quantization.formats import check_values
 
 # Names of dtypes in safetensors, in the order in which its library writes tensors, last first.
 DTYPES = {

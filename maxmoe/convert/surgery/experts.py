@@ -1,21 +1,20 @@
-"""Operations that change the number of experts."""
+"""Operations that change the number of experts, and the layers and experts that they change."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import index
+from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from maxmoe.checks.fields import check_int, check_number
-from maxmoe.convert.surgery.replacement import Replacement
-from maxmoe.convert.surgery.selection import (
-    ExpertIds,
-    Layers,
-    as_list,
-    check_not_shared,
-    check_optimizer,
-    expert_ids,
-    layers_of,
-)
+from maxmoe.checks.fields import check_int, check_number, nearest
+from maxmoe.convert.surgery.replacement import Replacement, Sources
+from maxmoe.expert_load.stats_accumulator import unwrapped_path
+from maxmoe.nn import MoE
+
+# Ids of experts, integers or an integer tensor (N,).
+ExpertIds: TypeAlias = Sequence[int] | Tensor
 
 
 def prune_experts(
@@ -37,13 +36,12 @@ def prune_experts(
         ValueError: for ids out of range, fewer experts left than `top_k`, groups that do not keep one size, and layers
             that are parallelized, have adapters or another router, or share their experts. No layer is changed then.
     """
-    replacements = []
-    selected: Layers[ExpertIds] = layers_of(model, experts)
-    for path, (layer, chosen) in selected.items():
-        removed = {*expert_ids(path, layer, chosen)}
-        sources = [(expert,) for expert in range(layer.config.num_experts) if expert not in removed]
-        replacements.append(Replacement.plan(path, layer, sources))
-    _apply(model, replacements, optimizer)
+
+    def remaining(path: str, num_experts: int, chosen: Any) -> Sources:
+        removed = {*_expert_ids(path, num_experts, chosen)}
+        return [(expert,) for expert in range(num_experts) if expert not in removed]
+
+    _replace(model, experts, remaining, optimizer)
 
 
 def merge_experts(
@@ -67,18 +65,16 @@ def merge_experts(
     Raises:
         ValueError: as `prune_experts`, and for quantized experts and sets that are not within one group of the router.
     """
-    _check_top_k(top_k)
-    replacements = []
-    selected: Layers[Sequence[ExpertIds]] = layers_of(model, sets)
-    for path, (layer, chosen) in selected.items():
-        merged = [tuple(expert_ids(path, layer, ids)) for ids in as_list(path, "sets", chosen)]
-        if () in merged:
-            raise ValueError(f"{path}: sets must have experts, got {merged}")
-        expert_ids(path, layer, [expert for ids in merged for expert in ids])  # the sets are disjoint
-        set_of = {expert: ids for ids in merged for expert in ids}
-        sources = {set_of.get(expert, (expert,)): None for expert in range(layer.config.num_experts)}
-        replacements.append(Replacement.plan(path, layer, list(sources), top_k=top_k))
-    _apply(model, replacements, optimizer)
+
+    def merged(path: str, num_experts: int, chosen: Any) -> Sources:
+        found = [tuple(_expert_ids(path, num_experts, ids)) for ids in _as_list(path, "sets", chosen)]
+        if () in found:
+            raise ValueError(f"{path}: sets must have experts, got {found}")
+        _expert_ids(path, num_experts, [expert for ids in found for expert in ids])  # the sets are disjoint
+        set_of = {expert: ids for ids in found for expert in ids}
+        return [*dict.fromkeys(set_of.get(expert, (expert,)) for expert in range(num_experts))]
+
+    _replace(model, sets, merged, optimizer, top_k=top_k)
 
 
 def duplicate_experts(
@@ -111,27 +107,94 @@ def duplicate_experts(
 
     Source: expert upcycling (arXiv:2604.19835) for copies with the same `top_k`.
     """
-    _check_top_k(top_k)
-    check_number("noise", noise, at_least=0)
-    replacements = []
-    selected: Layers[ExpertIds] = layers_of(model, experts)
-    for path, (layer, chosen) in selected.items():
-        ids = expert_ids(path, layer, chosen, unique=False)
-        sources = [(expert,) for expert in sorted([*range(layer.config.num_experts), *ids])]
-        replacements.append(Replacement.plan(path, layer, sources, top_k=top_k, noise=noise))
-    _apply(model, replacements, optimizer)
+
+    def duplicated(path: str, num_experts: int, chosen: Any) -> Sources:
+        copies = _expert_ids(path, num_experts, chosen, unique=False)
+        return [(expert,) for expert in sorted([*range(num_experts), *copies])]
+
+    _replace(model, experts, duplicated, optimizer, top_k=top_k, noise=noise)
 
 
-def _check_top_k(top_k: int | None) -> None:
+def _replace(
+    model: nn.Module,
+    chosen: Any,
+    sources_of: Callable[[str, int, Any], Sources],
+    optimizer: Optimizer | None,
+    *,
+    top_k: int | None = None,
+    noise: float = 0.0,
+) -> None:
+    """Replace experts, after everything that can fail has been checked.
+
+    Args:
+        model: model with `MoE` layers, or a layer.
+        chosen: experts in all layers, or in some by path.
+        sources_of: function that returns the sources of a layer from its path, number of experts and chosen experts.
+        optimizer: optimizer of the model, or None.
+        top_k: experts per token afterwards; None for as many as before.
+        noise: standard deviation of the noise on copies, divided by that of the matrix.
+    """
     if top_k is not None:
         check_int("top_k", top_k, at_least=1)
-
-
-def _apply(model: nn.Module, replacements: Sequence[Replacement], optimizer: Optimizer | None) -> None:
-    check_not_shared(model, [replacement.path for replacement in replacements])
-    if optimizer is not None:
-        check_optimizer(optimizer)
-        for replacement in replacements:
-            replacement.check_gradients()
+    check_number("noise", noise, at_least=0)
+    if not isinstance(optimizer, Optimizer | None):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    layers = _layers_of(model)
+    in_layers = chosen if isinstance(chosen, Mapping) else dict.fromkeys(layers, chosen)
+    for path in in_layers:
+        if path not in layers:
+            raise ValueError(f"{type(model).__name__} has no MoE layer {path!r}{nearest(path, layers)}")
+    replacements = [
+        Replacement.plan(path, layers[path], sources_of(path, layers[path].config.num_experts, each), top_k, noise)
+        for path, each in in_layers.items()
+    ]
+    _check_not_shared(layers, in_layers)
+    for replacement in replacements if optimizer is not None else ():
+        replacement.check_gradients()
     for replacement in replacements:
         replacement.apply(optimizer)
+
+
+def _layers_of(model: nn.Module) -> dict[str, MoE]:
+    """Return the MoE layers of a model, by their paths in `StepStats.layers`."""
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "surgery comes before DistributedDataParallel, which reduces gradients of the parameters that are replaced"
+        )
+    modules = model.named_modules()
+    layers = {unwrapped_path(model, path) or "moe": module for path, module in modules if isinstance(module, MoE)}
+    if not layers:
+        raise ValueError(f"{type(model).__name__} must have layers of type MoE, got none")
+    return layers
+
+
+def _check_not_shared(layers: Mapping[str, MoE], chosen: Iterable[str]) -> None:
+    """Raise if the router or the experts of a chosen layer are those of another layer too."""
+    found: dict[nn.Parameter, str] = {}
+    for path, layer in layers.items():
+        for parameter in (*layer.router.parameters(), *layer.experts.parameters()):
+            other = found.setdefault(parameter, path)
+            if other != path and {path, other} & {*chosen}:
+                raise ValueError(f"{path} must have a router and experts of its own, got those of {other}")
+
+
+def _as_list(path: str, name: str, values: Any) -> list[Any]:
+    """Return the elements of a sequence, a tensor or an array; raises for anything else."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, Iterable) or isinstance(values, str | Mapping):
+        raise ValueError(f"{path}: {name} must be a sequence, got {values!r}")
+    return list(values)
+
+
+def _expert_ids(path: str, num_experts: int, experts: Any, *, unique: bool = True) -> list[int]:
+    """Return ids of experts as integers; raises for one out of range, and for a repeated one if they are `unique`."""
+    ids = _as_list(path, "experts", experts)
+    for place, expert in enumerate(ids):
+        is_id = hasattr(expert, "__index__") and not isinstance(expert, bool)
+        if not is_id or not 0 <= index(expert) < num_experts:
+            raise ValueError(f"{path}: experts must be integers in [0, num_experts ({num_experts})), got {expert!r}")
+        ids[place] = index(expert)
+    repeated = sorted({expert for expert in ids if ids.count(expert) > 1})
+    if unique and repeated:
+        raise ValueError(f"{path}: experts must be named once, got {repeated[0]} {ids.count(repeated[0])} times")
+    return ids

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from maxmoe.checks.early_optimizers import mark_replaced
 from maxmoe.config import MoEConfig
-from maxmoe.convert.surgery.selection import check_layer
-from maxmoe.nn import MoE, local_dispatcher
+from maxmoe.nn import Experts, MoE, Router, local_dispatcher
 from maxmoe.quantization import QuantizedWeight, put_stack
 
 # For each new expert, the old experts whose mean it is.
@@ -35,14 +34,12 @@ class Replacement:
     layer: MoE
     config: MoEConfig
     sources: Sources
-    noise: float = 0.0
+    noise: float
 
     @classmethod
-    def plan(
-        cls, path: str, layer: MoE, sources: Sources, *, top_k: int | None = None, noise: float = 0.0
-    ) -> "Replacement":
+    def plan(cls, path: str, layer: MoE, sources: Sources, top_k: int | None, noise: float) -> "Replacement":
         """Return the replacement of the experts of a layer; raises before anything is changed."""
-        check_layer(path, layer)
+        _check_layer(path, layer)
         quantized = [name for name, each in layer.experts.named_children() if isinstance(each, QuantizedWeight)]
         if quantized and (noise or any(len(ids) > 1 for ids in sources)):
             raise ValueError(
@@ -130,6 +127,27 @@ class Replacement:
         layer.losses = dataclasses.replace(layer.losses, config=config)
         if layer.metrics_accumulator is not None:
             layer.metrics_accumulator.resize(config.num_selectable_experts)
+
+
+def _check_layer(path: str, layer: MoE) -> None:
+    """Raise unless router and experts are those of the library, in one process, without adapters."""
+    for name, module, kind in (("router", layer.router, Router), ("experts", layer.experts, Experts)):
+        for key, parameter in module.named_parameters():
+            if type(parameter) is not nn.Parameter:
+                raise ValueError(
+                    f"{path}.{name}.{key} must be an ordinary parameter, got {type(parameter).__name__}: surgery comes "
+                    "before parallelize"
+                )
+        if type(module) is not kind:
+            raise ValueError(
+                f"{path}.{name} must be a maxmoe.nn.{kind.__name__}, got {type(module).__name__}: adapters must be "
+                "merged or removed before, and surgery knows no other router"
+            )
+    if layer.runner.dispatcher != local_dispatcher(layer.config):
+        raise ValueError(
+            f"{path} must have the dispatcher of one process, got {type(layer.runner.dispatcher).__name__}: surgery "
+            "comes before parallelize"
+        )
 
 
 def _check_groups(path: str, config: MoEConfig, sources: Sources) -> None:
