@@ -17,18 +17,16 @@ from maxmoe.presets.families import Family, family_of
 from maxmoe.presets.layouts import Held, check_tensors
 from maxmoe.quantization import QuantizedStack, put_stack, state_with_stacks
 
-# Fields of MoEConfig that a transformers block does not have or leaves to the training loop.
-_FIELDS_OF_TRAINING = {
-    "router",
+# Fields of MoEConfig that a transformers block leaves to the training loop, and those that it does not have.
+TRAINING_FIELDS = (
     "load_balance_loss_weight",
     "load_balance_scope",
     "router_z_loss_weight",
     "correction_bias_rule",
     "correction_bias_update_rate",
-    "implementation",
-    "capacity_factor",
     "buffer_factor",
-}
+)
+_OTHER_FIELDS = (*TRAINING_FIELDS, "router", "implementation", "capacity_factor")
 
 
 def config_of_block(block: nn.Module) -> MoEConfig:
@@ -55,7 +53,7 @@ def _source(block: nn.Module) -> Any:
 def check_block(config: MoEConfig, block: nn.Module) -> None:
     """Raise unless a layer with this config and a block compute the same function of the same weights."""
     wanted = config_of_block(block)
-    for name in (field.name for field in dataclasses.fields(MoEConfig) if field.name not in _FIELDS_OF_TRAINING):
+    for name in (field.name for field in dataclasses.fields(MoEConfig) if field.name not in _OTHER_FIELDS):
         if getattr(config, name) != getattr(wanted, name):
             raise ValueError(
                 f"{name} of the layer must be {getattr(wanted, name)!r} as in the block's config, "

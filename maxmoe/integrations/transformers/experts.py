@@ -45,7 +45,7 @@ def experts_forward(
         experts: module decorated with `transformers.integrations.use_experts_implementation`.
         hidden_states: ``(T, D)``, floating.
         top_k_index: ``(T, K)``, int64, in [0, num_experts). Under expert parallelism, indices from num_experts on are
-            experts of other ranks. Replaced blocks give a plan instead.
+            experts of other ranks. Replaced blocks and our expert parallelism give a plan instead.
         top_k_weights: ``(T, K)``, floating; None for ones.
         foreign: experts of other processes, as in `maxmoe.nn.Experts`; None for none.
 
@@ -56,22 +56,11 @@ def experts_forward(
         ValueError: for an expert out of range or sizes that do not fit.
     """
     plan = top_k_index if isinstance(top_k_index, RaggedPlan) else _plan(experts, top_k_index)
-    return compute_experts(experts, hidden_states, top_k_weights, plan, foreign)
-
-
-def compute_experts(
-    experts: Any,
-    hidden_states: Tensor,
-    weights: Tensor | None,
-    plan: RaggedPlan,
-    foreign: ForeignExperts | None = None,
-) -> Tensor:
-    """Compute the rows of a plan, as `experts_forward`."""
     gate = None if experts.has_post_expert_norm else fused_gate(experts)
     if gate is None:
-        out = _composed(experts, hidden_states, weights, plan)
+        out = _composed(experts, hidden_states, top_k_weights, plan)
     else:
-        out = _fused(experts, gate, hidden_states, weights, plan, foreign)
+        out = _fused(experts, gate, hidden_states, top_k_weights, plan, foreign)
     return out.to(hidden_states.dtype)
 
 

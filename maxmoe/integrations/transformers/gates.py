@@ -23,7 +23,7 @@ class FusedGate(NamedTuple):
 def fused_gate(experts: Any) -> FusedGate | None:
     """Return the arguments of `expert_ffn` for the gate and activation of experts; None if it does not support them."""
     if experts.has_gate and has_own_gate(experts):
-        recognise = _FAMILY_GATES.get(gate_name(experts))
+        recognise = _FAMILY_GATES.get(gate_name(experts).removeprefix("transformers.models."))
         return None if recognise is None else recognise(experts)
     return recognise_activation(experts.act_fn)
 
@@ -65,25 +65,20 @@ _ACTIVATIONS: dict[object, Activation] = {
     activations.ReLUSquaredActivation: "relu2",
 }
 
-_MODELS = "transformers.models"
-# Clipped gates that families define themselves and `expert_ffn` supports.
+# Clipped gates that families of transformers.models define themselves and `expert_ffn` supports.
 _FAMILY_GATES: dict[str, Callable[[Any], FusedGate | None]] = {
-    f"{_MODELS}.deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts._apply_gate": (
-        lambda experts: recognise_activation(experts.act_fn, experts.limit)
+    "deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts._apply_gate": lambda experts: recognise_activation(
+        experts.act_fn, experts.limit
     ),
-    f"{_MODELS}.glm5_next.modeling_glm5_next.Glm5NextTextExperts._apply_gate": (
-        lambda experts: FusedGate("silu", experts.swiglu_limit)
+    "glm5_next.modeling_glm5_next.Glm5NextTextExperts._apply_gate": lambda experts: FusedGate(
+        "silu", experts.swiglu_limit
     ),
-    f"{_MODELS}.gpt_oss.modeling_gpt_oss.GptOssExperts._apply_gate": (
-        lambda experts: _swigluoai(experts.alpha, experts.limit)
+    "gpt_oss.modeling_gpt_oss.GptOssExperts._apply_gate": lambda experts: _swigluoai(experts.alpha, experts.limit),
+    "hy_v4.modeling_hy_v4.HYV4Experts._apply_gate": lambda experts: FusedGate("silu", experts.swiglu_limit),
+    "minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLExperts._apply_gate": lambda experts: _swigluoai(
+        experts.swiglu_alpha, experts.swiglu_limit
     ),
-    f"{_MODELS}.hy_v4.modeling_hy_v4.HYV4Experts._apply_gate": (
-        lambda experts: FusedGate("silu", experts.swiglu_limit)
-    ),
-    f"{_MODELS}.minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLExperts._apply_gate": (
-        lambda experts: _swigluoai(experts.swiglu_alpha, experts.swiglu_limit)
-    ),
-    f"{_MODELS}.openai_privacy_filter.modeling_openai_privacy_filter.OpenAIPrivacyFilterExperts._apply_gate": (
-        lambda experts: _swigluoai(experts.alpha, experts.limit)
+    "openai_privacy_filter.modeling_openai_privacy_filter.OpenAIPrivacyFilterExperts._apply_gate": lambda experts: (
+        _swigluoai(experts.alpha, experts.limit)
     ),
 }

@@ -65,31 +65,8 @@ class TransformersMoE(MoEFeedForward):
 
     @classmethod
     def from_transformers(cls, block: nn.Module) -> Self:
-        """Create a layer from the sparse block of a transformers model; see `MoE.from_transformers`.
-
-        Args:
-            block: sparse block of a family in `maxmoe.presets`.
-
-        Returns:
-            Layer with the modules of the block.
-        """
+        """Create a layer from the sparse block of a transformers model, with the modules of the block."""
         return cls(block, config_of_block(block))
-
-    def to_transformers(self, block: nn.Module) -> None:
-        """Give the modules of this layer to the sparse block of a transformers model.
-
-        Args:
-            block: sparse block of the family. Its own modules are dropped.
-
-        Raises:
-            ValueError: if the block computes another function or has other shapes.
-        """
-        check_block(self.config, block)
-        check_tensors_of(block, MoE(self.config, device="meta"), "to_transformers")
-        for name, _ in block.named_children():
-            block.add_module(name, self.get_submodule(name))
-        for name, _ in block.named_buffers(recurse=False):
-            block.register_buffer(name, self.get_buffer(name))
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Any:
         """Route the tokens and compute their experts.
