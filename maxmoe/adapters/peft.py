@@ -3,7 +3,7 @@
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -33,16 +33,14 @@ class _FinderOfPeft(MetaPathFinder):
         found = (each.find_spec(name, path, target) for each in sys.meta_path if each is not self)
         spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            setattr(spec.loader, "exec_module", _then_connect(spec.loader.exec_module))  # noqa: B010, mypy refuses
+            execute = spec.loader.exec_module
+
+            def execute_and_connect(module: ModuleType) -> None:
+                execute(module)
+                connect()
+
+            setattr(spec.loader, "exec_module", execute_and_connect)  # noqa: B010, mypy refuses the assignment
         return spec
-
-
-def _then_connect(execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-    def executed(module: ModuleType) -> None:
-        execute(module)
-        connect()
-
-    return executed
 
 
 @functools.cache

@@ -61,10 +61,20 @@ def check_block(config: MoEConfig, block: nn.Module) -> None:
             )
 
 
-def check_tensors_of(block: nn.Module, layer: nn.Module, what: str) -> None:
-    """Raise unless a block is whole and has the tensors of its family, in the shapes that fit a layer."""
+def check_tensors_of(block: nn.Module, layer: nn.Module, what: str) -> dict[str, Held]:
+    """Return the parameters of a layer in each tensor of a block.
+
+    Raises unless the block is whole and has the tensors of its family, in the shapes that fit the layer.
+    """
     check_whole(what, block.state_dict())
-    _checked(_state(layer), block, _state(block))
+    theirs, tensors = _state(block), family_of_block(block).block.tensors(_state(layer))
+    expected = {key: held.shape for key, held in tensors.items()}
+    for key, held in tensors.items():
+        if held.entry.has_unused_matrices and key in theirs:
+            expected[key] = torch.Size([max(theirs[key].shape[0], held.shape[0]), *held.shape[1:]])
+    where = f"{type(block).__name__} against that of transformers >= 5.20"
+    check_tensors(where, {key: tensor.shape for key, tensor in theirs.items()}, expected)
+    return tensors
 
 
 @torch.no_grad()
@@ -73,9 +83,8 @@ def take_weights(layer: nn.Module, block: nn.Module) -> None:
 
     Raises before the first tensor is moved if the block is sharded, or has other tensors or shapes than its family.
     """
-    check_whole("from_transformers", block.state_dict())
-    state, theirs = _state(layer), _state(block)
-    for key, held in _checked(state, block, theirs).items():
+    tensors, theirs = check_tensors_of(block, layer, "from_transformers"), _state(block)
+    for key, held in tensors.items():
         source = theirs.pop(key)
         used = source[: held.parameters[0].shape[0]] if held.entry.has_unused_matrices else source
         for name, view in zip(held.entry.names, held.entry.views(used), strict=True):
@@ -90,19 +99,16 @@ def give_weights(layer: nn.Module, block: nn.Module) -> None:
     Raises before the first tensor is moved if layer or block are sharded, the block has other tensors or shapes than
     its family, or quantized weights cannot be joined.
     """
-    for module in (layer, block):
-        check_whole("to_transformers", module.state_dict())
-    state, theirs = _state(layer), _state(block)
-    held_by_key = _checked(state, block, theirs)
-    for key, held in held_by_key.items():
-        _joined(key, [_on_meta(parameter) for parameter in held.parameters], held, theirs[key].shape[0])
-    for key, held in held_by_key.items():
+    check_whole("to_transformers", layer.state_dict())
+    tensors = check_tensors_of(block, layer, "to_transformers")
+    counts = {key: tensor.shape[0] for key, tensor in _state(block).items() if key in tensors}
+    for key, held in tensors.items():
+        _joined(key, [_on_meta(parameter) for parameter in held.parameters], held, counts[key])
+    for key, held in tensors.items():
         requires_grad = any(parameter.requires_grad for parameter in held.parameters)
-        weight = _joined(key, held.parameters, held, theirs[key].shape[0])
-        _put(block, key, weight, requires_grad)
+        _put(block, key, _joined(key, held.parameters, held, counts[key]), requires_grad)
         for name in held.entry.names:
-            _put(layer, name, _on_meta(state.pop(name)), requires_grad)
-        held.parameters.clear()
+            _put(layer, name, _on_meta(held.parameters.pop(0)), requires_grad)
 
 
 def _owned(view: Any, source: Any) -> Any:
@@ -135,21 +141,6 @@ def _joined(key: str, parameters: list[Any], held: Held, count: int) -> Any:
 def _state(module: nn.Module) -> dict[str, Any]:
     """Return the parameters, quantized weights and buffers of a module by name, not detached."""
     return state_with_stacks(module, keep_vars=True)
-
-
-def _checked(state: dict[str, Any], block: nn.Module, theirs: dict[str, Any]) -> dict[str, Held]:
-    tensors = family_of(_source(block)).block.tensors(state)
-    where = f"{type(block).__name__} against that of transformers >= 5.20"
-    expected = {key: _shape_in_block(held, theirs.get(key)) for key, held in tensors.items()}
-    check_tensors(where, {key: tensor.shape for key, tensor in theirs.items()}, expected)
-    return tensors
-
-
-def _shape_in_block(held: Held, theirs: Any) -> torch.Size:
-    """Return the expected shape of a tensor in a block, whose stacks may have matrices that it does not use."""
-    if theirs is None or not held.entry.has_unused_matrices:
-        return held.shape
-    return torch.Size([max(theirs.shape[0], held.shape[0]), *held.shape[1:]])
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor | QuantizedStack, requires_grad: bool) -> None:

@@ -25,15 +25,10 @@ DTYPES = {
 
 
 class Published(ABC):
-    """How checkpoints store a weight in one format: a few tensors whose names end differently.
-
-    Attributes:
-        format: name of the format.
-        ends: ends of the names: of the codes, the scales, and other tensors.
-    """
+    """How checkpoints store a weight in one format: a few tensors whose names end differently."""
 
     format: ClassVar[str]
-    ends: ClassVar[tuple[str, ...]]
+    ends: ClassVar[tuple[str, ...]]  # of the names of the codes, the scales, and other tensors
 
     @abstractmethod
     def tensors(self, stack: QuantizedStack) -> dict[str, Tensor]:

@@ -19,11 +19,8 @@ Slices = Mapping[str, Any]
 class StoredWeight:
     """A weight in a checkpoint: one tensor, or several if it is quantized.
 
-    Args:
-        key: name of the weight in the layer.
-        held: parameters that it contains, and its layout.
-        slices: tensors that are read; none for a weight that is written as the parameters are.
-        matrix: one of its matrices, with the parts that the checkpoint has; None to make it from the slices.
+    `matrix` is one of its matrices if it is quantized, on the meta device. Dtype of the scales, group size and whether
+    there are zero points are as in the slices that are read; without any, as in the parameters, which are written.
     """
 
     def __init__(self, key: str, held: Held, slices: Slices, matrix: QuantizedStack | None = None) -> None:
@@ -34,10 +31,6 @@ class StoredWeight:
             self.matrix = self._matrix(slices) if matrix is None else matrix
 
     def _matrix(self, slices: Slices) -> QuantizedStack:
-        """Return a matrix in its published shape on the meta device.
-
-        Dtype of the scales, group size and whether there are zero points are as in the checkpoint.
-        """
         _, parameters = next(self.experts())
         empty: QuantizedStack = self.held.entry.join([each.map(lambda part: part.to("meta")) for each in parameters])
         format, stored = FORMATS[empty.format], slices.get(f"{self.key}{self.published.ends[1]}")
@@ -99,17 +92,7 @@ class StoredWeight:
 
 
 def check_weights(where: str, layer: nn.Module, layout: Layout, slices: Slices) -> dict[str, QuantizedStack]:
-    """Raise unless the tensors of a checkpoint fit a layer.
-
-    Args:
-        where: checkpoint, family and name of the layer, for messages.
-        layer: layer.
-        layout: names and layouts of the weights in the checkpoint.
-        slices: tensors of the layer, by their names in it.
-
-    Returns:
-        A matrix with the dtype of scales, group size and zero points of each quantized parameter, by its name.
-    """
+    """Return a matrix of each quantized weight by the parameter's name; raises unless the tensors fit the layer."""
     weights = [StoredWeight(key, held, slices) for key, held in layout.tensors(state_with_stacks(layer)).items()]
     expected = {name: (each, *tensor) for each in weights for name, tensor in each.tensors().items()}
     quantized = [each for each in weights if each.is_quantized]

@@ -26,24 +26,14 @@ _BIASES = {"gate_proj": "gate_bias", "up_proj": "up_bias", "down_proj": "down_bi
 
 @dataclass(frozen=True)
 class Upcycling:
-    """A dense block in the layout of experts, and how a layer is made of it.
-
-    Args:
-        config: config of the layer.
-        matrices: `gate_proj` and `up_proj` ``(D, W)``, `down_proj` ``(W, D)``, by name.
-        biases: `gate_bias` and `up_bias` ``(W,)``, `down_bias` ``(D,)``, by name, those that the block has.
-        num_slices: number of slices that the routed experts hold, the size of a virtual group.
-        output_scale: factor of the experts' outputs for which the layer computes the output of the dense block. A
-            virtual group contributes its weight, the same for all slices, times the output of the block.
-        scaling: which matrices of the experts are scaled.
-        noise: standard deviation of the noise, divided by that of the matrix.
-        reinitialized: fraction of the channels of each expert that are drawn anew.
-    """
+    """A dense block in the layout of experts, and how a layer is made of it; see `maxmoe.MoE.from_dense`."""
 
     config: MoEConfig
-    matrices: Mapping[str, Tensor]
-    biases: Mapping[str, Tensor]
-    num_slices: int
+    matrices: Mapping[str, Tensor]  # gate_proj and up_proj (D, W), down_proj (W, D)
+    biases: Mapping[str, Tensor]  # gate_bias and up_bias (W,), down_bias (D,)
+    num_slices: int  # that the routed experts hold: the size of a virtual group
+    # Factor of the experts' outputs for which the layer computes the output of the dense block. A virtual group
+    # contributes its weight, the same for all slices, times the output of the block.
     output_scale: float
     scaling: Scaling
     noise: float

@@ -161,8 +161,8 @@ class QuantizedStack:
         """Copy the codes, scales and zero points of another stack of the same format, layout and shape."""
         if not isinstance(other, QuantizedStack):
             self._refuse("a copy from a tensor that is not quantized")
-        if self._layout() != other._layout():
-            raise ValueError(f"a quantized stack that is copied must be {self._layout()}, got {other._layout()}")
+        if self.description() != other.description():
+            raise ValueError(f"a quantized stack must be copied from {self.description()}, got {other.description()}")
         for name, part in self.parts().items():
             part.copy_(other.parts()[name])
 
@@ -190,20 +190,15 @@ class QuantizedStack:
         return matrices.mT if self.is_transposed else matrices
 
     def description(self) -> str:
-        """Return shape, format, block and dtype, for `print`."""
+        """Return everything but the values, for comparisons and `print`."""
         return (
             f"{tuple(self.shape)}, format={self.format!r}, block={self.rows_per_scale} x {self.columns_per_scale}, "
+            f"scales={self.scales.dtype}, zeros={self.zeros is not None}, is_transposed={self.is_transposed}, "
             f"dtype={self.dtype}"
         )
 
     def __repr__(self) -> str:
         return f"QuantizedStack({self.description()})"
-
-    def _layout(self) -> str:
-        """Return everything but the values and the dtype to which they are dequantized."""
-        zeros, transposed = " with zero points" * (self.zeros is not None), ", transposed" * self.is_transposed
-        scales = f"{self.scales.dtype} {tuple(self.scales.shape)}"
-        return f"{self.format}{zeros} {tuple(self.shape)}{transposed}, with scales {scales}"
 
     def _refuse(self, what: str) -> NoReturn:
         raise ValueError(

@@ -161,25 +161,15 @@ def state_with_stacks(module: nn.Module, *, keep_vars: bool = False) -> dict[str
 
 @dataclass(frozen=True)
 class StackPart:
-    """A parameter that is a part of a quantized weight.
+    """A parameter that is a part of a quantized weight; sizes are in the order of rows and columns."""
 
-    Args:
-        part: "codes", "scales" or "zeros".
-        format: name of the format.
-        sizes: number of rows and of columns of the matrices.
-        block: number of rows and of columns that share a scale.
-        num_scales: number of scales along the rows and along the columns.
-        is_transposed: whether the dims of the stack are the columns and the rows, in this order.
-        dtype: dtype of the stack, in which modules compute.
-    """
-
-    part: str
+    part: str  # "codes", "scales" or "zeros"
     format: str
-    sizes: tuple[int, int]
-    block: tuple[int, int]
+    sizes: tuple[int, int]  # of the matrices
+    block: tuple[int, int]  # of the weights that share a scale
     num_scales: tuple[int, int]
-    is_transposed: bool
-    dtype: torch.dtype
+    is_transposed: bool  # whether the dims of the stack are the columns and the rows, in this order
+    dtype: torch.dtype  # of the stack, in which modules compute
 
     def names(self, of_stack: tuple[str | None, ...]) -> tuple[str | None, ...]:
         """Return the logical names of the dims of the part, given the names of the stack.

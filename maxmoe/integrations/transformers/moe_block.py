@@ -22,6 +22,16 @@ from maxmoe.ops import RaggedPlan
 from maxmoe.presets.layouts import Entry
 
 
+def _part(name: str) -> Any:
+    """Return a property: the module of the block with the parameter that `MoE` has under a name; None without one."""
+
+    def part(layer: "TransformersMoE") -> nn.Module | None:
+        module = dict(layer.named_children()).get(layer._keys.get(name, "").split(".")[0])
+        return None if isinstance(module, nn.Identity) else module  # in Nemotron, without latent experts
+
+    return property(part)
+
+
 class TransformersMoE(MoEFeedForward):
     """`MoEFeedForward` whose parts are the modules of a sparse block of transformers, under their names.
 
@@ -39,6 +49,11 @@ class TransformersMoE(MoEFeedForward):
     Raises:
         ValueError: for a block with other tensors than its family, or a config of another function.
     """
+
+    # Every process computes the shared experts whole.
+    router, shared_experts = _part("router.weight"), _part("shared_experts.up_proj")
+    latent_in, latent_out = _part("latent_in.weight"), _part("latent_out.weight")
+    _output_gate = _part("shared_experts.output_gate")
 
     def __init__(self, block: nn.Module, config: MoEConfig) -> None:
         super(MoE, self).__init__()  # not of MoE, which makes its parts
@@ -112,7 +127,7 @@ class TransformersMoE(MoEFeedForward):
         self, inputs: LayerInputs, _token_mask: Tensor | None, routing: Routing, dtype: torch.dtype
     ) -> tuple[None, Tensor | None]:
         """Compute the shared and the zero-computation experts, which every process has whole."""
-        shared_experts, output_gate = self.shared_experts, self._part("shared_experts.output_gate")
+        shared_experts, output_gate = self.shared_experts, self._output_gate
         parts = []
         if shared_experts is not None:
             out = shared_experts(inputs.router)
@@ -120,33 +135,6 @@ class TransformersMoE(MoEFeedForward):
         if self.zero_computation_experts is not None:
             parts.append(self.zero_computation_experts(inputs.router, routing.top_k, dtype))
         return None, sum_of(*parts) if parts else None
-
-    def _part(self, name: str) -> nn.Module | None:
-        """Return the module of the block that has the parameter which `MoE` has under a name, or None."""
-        module = dict(self.named_children()).get(self._keys.get(name, "").split(".")[0])
-        return None if isinstance(module, nn.Identity) else module  # in Nemotron, without latent experts
-
-    @property
-    def router(self) -> nn.Module:  # type: ignore[override]
-        """Router of the block."""
-        router = self._part("router.weight")
-        assert router is not None
-        return router
-
-    @property
-    def shared_experts(self) -> nn.Module | None:  # type: ignore[override]
-        """Shared experts of the block, which every process computes whole; None without any."""
-        return self._part("shared_experts.up_proj")
-
-    @property
-    def latent_in(self) -> nn.Module | None:  # type: ignore[override]
-        """Projection of the block before its experts; None without latent experts."""
-        return self._part("latent_in.weight")
-
-    @property
-    def latent_out(self) -> nn.Module | None:  # type: ignore[override]
-        """Projection of the block after its experts; None without latent experts."""
-        return self._part("latent_out.weight")
 
     @property
     def _correction_bias(self) -> Tensor | None:

@@ -26,12 +26,7 @@ def token_mask_of_this_layer() -> Tensor | None:
 
 
 def hand_over_masks(model: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Let replaced blocks in the decoder layers of a model read its mask with `token_mask_of_this_layer`.
-
-    Args:
-        model: model whose forward has an attention mask and passes further arguments to its decoder layers.
-        layers: all modules that get these arguments.
-    """
+    """Let replaced blocks in the layers of a model, to which it passes arguments, read its attention mask."""
     if not has_pre_hook(model, _add_mask):
         model.register_forward_pre_hook(_add_mask, with_kwargs=True)
     for layer in layers:
@@ -57,15 +52,9 @@ def _add_mask(model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -
 def token_mask(attention_mask: Any, batch: int, length: int, cache: Any = None) -> Tensor | None:
     """Return the mask ``(batch, length)`` of tokens that are not padding.
 
-    Args:
-        attention_mask: ``(B, keys)``, other than 0 for tokens; or ``(B, heads, length, keys)``, bool or added to the
-            scores, in which nobody attends to padding, not even itself; or several such masks by name.
-        batch: number of sequences.
-        length: number of tokens of each.
-        cache: cache of transformers with the keys before them; None for no such keys.
-
-    Raises:
-        ValueError: for a mask of another kind.
+    An attention mask is ``(B, keys)``, other than 0 for tokens; or ``(B, heads, length, keys)``, bool or added to the
+    scores, in which nobody attends to padding, not even itself; or several such masks by name. `cache` has further keys
+    before those of the tokens.
     """
     if isinstance(attention_mask, dict):
         attention_mask = next((mask for mask in attention_mask.values() if mask is not None), None)
