@@ -71,18 +71,14 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
     Returns:
         Whole tensors on the CPU, by the path of the parameter or buffer.
     """
-    factors, state_dict = factor_names(model), {}
-    for name, parameter in model.named_parameters():
-        # In the paths of the parameters of adapters, those that are not active included.
-        if not parameter.requires_grad and ".lora_" not in name and ".modules_to_save." not in name:
-            continue
-        whole: Any = parameter.detach()
-        whole = (whole.full_tensor() if is_dtensor(whole) else whole).cpu()
-        state_dict[name] = packed_as_by_peft(name, whole) if name in factors and whole.dim() == 3 else whole
-    persistent = model.state_dict().keys()
-    for name, buffer in model.named_buffers():
-        if ".modules_to_save." in name and name in persistent:
-            state_dict[name] = buffer.detach().cpu()
+    factors, trained = factor_names(model), {name for name, each in model.named_parameters() if each.requires_grad}
+    state_dict = {}
+    tensor: Any
+    for name, tensor in model.state_dict().items():
+        # In the paths of the tensors of adapters, those that are not active included.
+        if name in trained or ".lora_" in name or ".modules_to_save." in name:
+            whole = (tensor.full_tensor() if is_dtensor(tensor) else tensor).cpu()
+            state_dict[name] = packed_as_by_peft(name, whole) if name in factors and whole.dim() == 3 else whole
     return state_dict
 
 

@@ -1,9 +1,10 @@
 """Quantization of the experts of a model in place."""
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from maxmoe.adapters import wrappers_of
+from maxmoe.checks.whole_tensors import check_whole
 from maxmoe.declaration import expert_matrices
 from maxmoe.quantization import QuantizedStack, QuantizedWeight, put_stack, quantize
 
@@ -61,13 +62,10 @@ def quantize_experts(model: nn.Module, format: str, *, group_size: int | None = 
         del parameter  # otherwise it would be held while the next one is quantized
 
 
-def _check(name: str, parameter: object) -> None:
+def _check(name: str, parameter: Tensor | QuantizedStack) -> None:
     if isinstance(parameter, QuantizedStack):
         raise ValueError(f"{name} must not be quantized yet, got {parameter.format}")
-    if type(parameter) is not nn.Parameter:
-        raise ValueError(
-            f"{name} must be an ordinary parameter, got {type(parameter).__name__}: quantize before parallelize"
-        )
+    check_whole("quantize_experts", {name: parameter})
     if parameter.requires_grad:
         raise ValueError(
             f"{name} must be frozen, because quantized weights have no gradient, got requires_grad=True: call "

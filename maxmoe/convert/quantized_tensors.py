@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from maxmoe.quantization import QuantizedStack
-from maxmoe.quantization.formats import check_values
 
 # Names of dtypes in safetensors, in the order in which its library writes tensors, last first.
 DTYPES = {
@@ -37,10 +36,6 @@ class Published(ABC):
     @abstractmethod
     def parts(self, tensors: Mapping[str, Tensor], columns: int) -> dict[str, Any]:
         """Return codes, scales and zero points of one matrix from its published tensors."""
-
-    def check(self, tensors: Mapping[str, Tensor], stack: QuantizedStack) -> None:
-        """Raise unless the values of the tensors without the codes are those of a matrix such as `stack`."""
-        check_values(tensors[self.ends[1]], None)
 
 
 class _Mxfp4(Published):
@@ -91,12 +86,6 @@ class _PackedInt4(Published):
             packed = (nibbles[:, 0::2] | nibbles[:, 1::2] << 4).contiguous().view(torch.int32)
             tensors["_zero_point"] = packed.mT
         return tensors
-
-    def check(self, tensors: Mapping[str, Tensor], stack: QuantizedStack) -> None:
-        super().check(tensors, stack)
-        shape = [stack.rows, stack.columns]
-        if tensors["_shape"].tolist() != shape:
-            raise ValueError(f"its _shape must hold {shape}, got {tensors['_shape'].tolist()}")
 
     def parts(self, tensors: Mapping[str, Tensor], columns: int) -> dict[str, Any]:
         codes = tensors["_packed"].view(torch.uint8)[:, : -(-columns // 2)]

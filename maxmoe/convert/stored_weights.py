@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from maxmoe.convert.quantized_tensors import DTYPES, published
 from maxmoe.presets.layouts import Held, Layout, check_tensors
 from maxmoe.quantization import FORMATS, QuantizedStack, put_stack, state_with_stacks
+from maxmoe.quantization.formats import check_values
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
 
@@ -66,11 +67,11 @@ class StoredWeight:
             weight = self.held.entry.join(parameters)
             yield self.published.tensors(weight)[name.removeprefix(self.key)] if self.is_quantized else weight
 
-    def check_values(self, slices: Slices) -> None:
-        """Read all but the codes of a quantized weight; raise unless the values are possible."""
+    def check_scales(self, slices: Slices) -> None:
+        """Read the scales of a quantized weight; raise unless they are finite."""
         for index, _ in self.experts():
             try:
-                self.published.check(self._parts(slices, index, self.published.ends[1:]), self.matrix)
+                check_values(slices[f"{self.key}{self.published.ends[1]}"][index], None)
             except ValueError as error:
                 raise ValueError(f"{self.key}{'' if index is ... else f' of expert {index}'}: {error}") from error
 
@@ -79,16 +80,13 @@ class StoredWeight:
         for index, parameters in self.experts():
             weight: Any
             if self.is_quantized:
-                parts = self._parts(slices, index, self.published.ends)
-                weight = self.matrix.map(**self.published.parts(parts, self.matrix.columns))
+                names = {end: f"{self.key}{end}" for end in self.published.ends}
+                tensors = {end: slices[name][index] for end, name in names.items() if name in slices}
+                weight = self.matrix.map(**self.published.parts(tensors, self.matrix.columns))
             else:
                 weight = slices[self.key][index]
             for view, parameter in zip(self.held.entry.views(weight), parameters, strict=True):
                 parameter.copy_(view)
-
-    def _parts(self, slices: Slices, index: Any, ends: tuple[str, ...]) -> dict[str, Tensor]:
-        names = {end: f"{self.key}{end}" for end in ends}
-        return {end: slices[name][index] for end, name in names.items() if name in slices}
 
 
 def check_weights(where: str, layer: nn.Module, layout: Layout, slices: Slices) -> dict[str, QuantizedStack]:
@@ -108,7 +106,7 @@ def check_weights(where: str, layer: nn.Module, layout: Layout, slices: Slices) 
     matrices: dict[str, QuantizedStack] = {}
     for weight in quantized:
         try:
-            weight.check_values(slices)
+            weight.check_scales(slices)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         for name in weight.held.entry.names:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from maxmoe.checks.early_optimizers import mark_replaced
 from maxmoe.checks.fields import check_int, check_number, nearest
+from maxmoe.checks.whole_tensors import check_whole
 from maxmoe.config import MoEConfig
 from maxmoe.expert_load.stats_accumulator import unwrapped_path
 from maxmoe.nn import Experts, MoE, Router, local_dispatcher
@@ -47,7 +48,7 @@ def prune_experts(
 
     Raises:
         ValueError: for ids out of range, fewer experts left than `top_k`, groups that do not keep one size, and layers
-            that are parallelized, have adapters or another router, or share their experts. No layer is changed then.
+            that are parallelized or have adapters or another router. No layer is changed then.
     """
 
     def remaining(path: str, num_experts: int, chosen: Any) -> _Sources:
@@ -153,7 +154,6 @@ def _replace(
         _Replacement.plan(path, layers[path], sources_of(path, layers[path].config.num_experts, each), top_k, noise)
         for path, each in in_layers.items()
     ]
-    _check_not_shared(layers, in_layers)
     for replacement in replacements if optimizer is not None else ():
         replacement.check_gradients()
     for replacement in replacements:
@@ -265,13 +265,8 @@ class _Replacement:
 
 def _check_layer(path: str, layer: MoE) -> None:
     """Raise unless router and experts are those of the library, in one process, without adapters."""
+    check_whole("surgery", layer.state_dict(), prefix=f"{path}.")
     for name, module, kind in (("router", layer.router, Router), ("experts", layer.experts, Experts)):
-        for key, parameter in module.named_parameters():
-            if type(parameter) is not nn.Parameter:
-                raise ValueError(
-                    f"{path}.{name}.{key} must be an ordinary parameter, got {type(parameter).__name__}: surgery comes "
-                    "before parallelize"
-                )
         if type(module) is not kind:
             raise ValueError(
                 f"{path}.{name} must be a maxmoe.nn.{kind.__name__}, got {type(module).__name__}: adapters must be "
@@ -310,16 +305,6 @@ def _layers_of(model: nn.Module) -> dict[str, MoE]:
     if not layers:
         raise ValueError(f"{type(model).__name__} must have layers of type MoE, got none")
     return layers
-
-
-def _check_not_shared(layers: Mapping[str, MoE], chosen: Iterable[str]) -> None:
-    """Raise if the router or the experts of a chosen layer are those of another layer too."""
-    found: dict[nn.Parameter, str] = {}
-    for path, layer in layers.items():
-        for parameter in (*layer.router.parameters(), *layer.experts.parameters()):
-            other = found.setdefault(parameter, path)
-            if other != path and {path, other} & {*chosen}:
-                raise ValueError(f"{path} must have a router and experts of its own, got those of {other}")
 
 
 def _as_list(path: str, name: str, values: Any) -> list[Any]:

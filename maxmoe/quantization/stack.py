@@ -33,14 +33,6 @@ class QuantizedStack:
         ValueError: for tensors that do not fit the format or each other, and for scales that are not finite.
     """
 
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    format: str
-    columns: int
-    is_transposed: bool
-    dtype: torch.dtype
-
     requires_grad = False  # read by PEFT
 
     def __init__(

@@ -161,15 +161,25 @@ def state_with_stacks(module: nn.Module, *, keep_vars: bool = False) -> dict[str
 
 @dataclass(frozen=True)
 class StackPart:
-    """A parameter that is a part of a quantized weight; sizes are in the order of rows and columns."""
+    """A parameter that is a part of a quantized weight.
 
-    part: str  # "codes", "scales" or "zeros"
+    Args:
+        part: "codes", "scales" or "zeros".
+        format: name of the format.
+        sizes: number of rows and of columns of the matrices.
+        block: number of rows and of columns that share a scale.
+        num_scales: number of scales along the rows and along the columns.
+        is_transposed: whether the dims of the stack are the columns and the rows, in this order.
+        dtype: dtype of the stack, in which modules compute.
+    """
+
+    part: str
     format: str
-    sizes: tuple[int, int]  # of the matrices
-    block: tuple[int, int]  # of the weights that share a scale
+    sizes: tuple[int, int]
+    block: tuple[int, int]
     num_scales: tuple[int, int]
-    is_transposed: bool  # whether the dims of the stack are the columns and the rows, in this order
-    dtype: torch.dtype  # of the stack, in which modules compute
+    is_transposed: bool
+    dtype: torch.dtype
 
     def names(self, of_stack: tuple[str | None, ...]) -> tuple[str | None, ...]:
         """Return the logical names of the dims of the part, given the names of the stack.

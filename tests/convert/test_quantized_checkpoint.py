@@ -154,11 +154,6 @@ WRONG: dict[str, tuple[str, dict[str, Tensor | None], tuple[str, ...]]] = {
         {"down_proj_blocks": torch.zeros(4, 256, 4, 16, dtype=torch.int8)},
         ("experts.down_proj_blocks", "U8", "I8"),
     ),
-    "weight_shape": (
-        "int4",
-        {"3.down_proj.weight_shape": torch.tensor([128, 256])},
-        ("experts.3.down_proj.weight", "[256, 128]", "[128, 256]", "model.safetensors"),
-    ),
     "missing scales": (
         "fp8_block",
         {"2.up_proj.weight_scale_inv": None},

@@ -10,7 +10,7 @@ from transformers import activations
 from maxmoe._torch import has_hooks
 from maxmoe.config import Activation
 from maxmoe.declaration import gate_up_slices
-from maxmoe.integrations.transformers._transformers import gate_name, has_own_gate, own_gate
+from maxmoe.integrations.transformers._transformers import own_gate, own_gate_name
 
 
 class FusedGate(NamedTuple):
@@ -22,8 +22,8 @@ class FusedGate(NamedTuple):
 
 def fused_gate(experts: Any) -> FusedGate | None:
     """Return the arguments of `expert_ffn` for the gate and activation of experts; None if it does not support them."""
-    if experts.has_gate and has_own_gate(experts):
-        recognise = _FAMILY_GATES.get(gate_name(experts).removeprefix("transformers.models."))
+    if experts.has_gate and (name := own_gate_name(experts)) is not None:
+        recognise = _FAMILY_GATES.get(name.removeprefix("transformers.models."))
         return None if recognise is None else recognise(experts)
     return recognise_activation(experts.act_fn)
 
@@ -32,7 +32,7 @@ def apply_gate(experts: Any, projected: Tensor) -> Tensor:
     """Apply gate and activation of a family to ``(R, 2F)``, gate and up in its layout, or ``(R, F)`` without a gate."""
     if not experts.has_gate:
         activated: Tensor = experts.act_fn(projected)
-    elif experts.is_concatenated or has_own_gate(experts):
+    elif experts.is_concatenated or own_gate_name(experts) is not None:
         activated = own_gate(experts, projected)
     else:  # the default gate of transformers supports only the concatenated layout
         gate, up = (projected[..., part] for part in gate_up_slices(projected.shape[-1], "interleaved"))

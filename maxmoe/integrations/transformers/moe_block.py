@@ -10,7 +10,7 @@ from typing_extensions import Self
 
 from maxmoe.adapters import adapted_module
 from maxmoe.config import MoEConfig
-from maxmoe.convert.blocks import check_block, check_tensors_of, config_of_block, family_of_block
+from maxmoe.convert.blocks import check_tensors_of, config_of_block, family_of_block
 from maxmoe.declaration import Declaration, FusedGate
 from maxmoe.integrations.transformers._transformers import experts_implementation, is_experts
 from maxmoe.integrations.transformers.token_masks import token_mask_of_this_layer
@@ -41,13 +41,13 @@ class TransformersMoE(MoEFeedForward):
 
     Args:
         block: sparse block of a family in `maxmoe.presets`, whose modules the layer takes over.
-        config: config of the layer.
+        training: fields of `maxmoe.MoEConfig` that a block leaves to the training loop, as in `replace_moe_blocks`.
 
     Attributes:
         family: family of the block.
 
     Raises:
-        ValueError: for a block with other tensors than its family, or a config of another function.
+        ValueError: for a block of another family, or with other tensors than its family.
     """
 
     # Every process computes the shared experts whole.
@@ -55,11 +55,10 @@ class TransformersMoE(MoEFeedForward):
     latent_in, latent_out = _part("latent_in.weight"), _part("latent_out.weight")
     _output_gate = _part("shared_experts.output_gate")
 
-    def __init__(self, block: nn.Module, config: MoEConfig) -> None:
+    def __init__(self, block: nn.Module, **training: Any) -> None:
         super(MoE, self).__init__()  # not of MoE, which makes its parts
-        check_block(config, block)
+        self.config = config = replace(config_of_block(block), **training)
         check_tensors_of(block, MoE(config, device="meta"), "replace_moe_blocks")
-        self.config = config
         self.family = family = family_of_block(block)
         self._keys = {entry.names[0]: entry.key for entry in family.block.entries}
         for name, module in block.named_children():
@@ -74,14 +73,14 @@ class TransformersMoE(MoEFeedForward):
         if is_experts(self.experts):
             self.experts.recompute_names, self.experts.recompute = Experts.recompute_names, Experts.recompute
         else:
-            self.experts.uses_maxmoe = True  # type: ignore[assignment]  # read by llama4.py
+            self.experts.uses_maxmoe = True  # type: ignore[assignment]  # read by patched_families.py
         _declare(self.router, self.experts, config, family.block.entries)
         self.train(block.training)
 
     @classmethod
     def from_transformers(cls, block: nn.Module) -> Self:
         """Create a layer from the sparse block of a transformers model, with the modules of the block."""
-        return cls(block, config_of_block(block))
+        return cls(block)
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Any:
         """Route the tokens and compute their experts.

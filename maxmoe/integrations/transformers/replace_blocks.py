@@ -1,13 +1,12 @@
 """Replacement of the sparse blocks of a model of transformers."""
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from maxmoe.checks.fields import nearest
-from maxmoe.convert.blocks import TRAINING_FIELDS, config_of_block
+from maxmoe.convert.blocks import TRAINING_FIELDS
 from maxmoe.integrations.transformers._transformers import is_expert_parallel, is_experts
 from maxmoe.integrations.transformers.checkpoint_names import load_checkpoint_names
 from maxmoe.integrations.transformers.moe_block import TransformersMoE
@@ -67,7 +66,7 @@ def replace_moe_blocks(model: nn.Module, **training: Any) -> tuple[ReplacedBlock
     layers: dict[str, TransformersMoE] = {}
     for path, block in _blocks(model).items():
         try:
-            layers[path] = TransformersMoE(block, replace(config_of_block(block), **options))
+            layers[path] = TransformersMoE(block, **options)
         except ValueError as error:
             raise ValueError(f"{path} ({type(block).__name__}) cannot be replaced: {error}") from error
     return tuple(_put(model, path, layer) for path, layer in layers.items())
