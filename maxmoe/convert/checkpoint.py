@@ -15,8 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from maxmoe.checks.whole_tensors import check_whole
-from maxmoe.convert.quantized_tensors import DTYPES, PUBLISHED
-from maxmoe.convert.stored_weights import StoredWeight, check_weights, read_weights
+from maxmoe.convert.stored_weights import DTYPES, PUBLISHED, StoredWeight, check_weights, read_weights
 from maxmoe.files import replacing
 from maxmoe.nn import MoE
 from maxmoe.nn.checks import check_parts_are_known

@@ -98,35 +98,30 @@ class Format:
 
     def check(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, columns: int) -> None:
         """Raise unless codes, scales and zero points fit the format and each other."""
-        if codes.dtype != torch.uint8 or codes.dim() not in (2, 3):
+        if codes.dim() not in (2, 3):
             raise ValueError(f"codes must be uint8 (L, rows, bytes), got {codes.dtype} {tuple(codes.shape)}")
-        *experts, rows, num_bytes = codes.shape
-        if num_bytes != (wanted := self.bytes_per_row(columns)):
-            raise ValueError(
-                f"codes of {self.name} must have {wanted} bytes per row for {columns} columns, got {num_bytes}"
-            )
-        if scales.dtype not in self.scale_dtypes:
-            listed = " or ".join(str(dtype).removeprefix("torch.") for dtype in self.scale_dtypes)
-            raise ValueError(f"scales of {self.name} must be {listed}, got {scales.dtype}")
+        *experts, rows, _ = codes.shape
         per_row = scales.shape[-1] if scales.dim() else 0
         block = self.block_columns(columns, per_row)
         if not block:
-            raise ValueError(
-                f"scales of {self.name} must be one for each 32, 64, 128, ... of {columns} columns, got {per_row} per "
-                "row"
-            )
-        of_scales = (*experts, *self.shapes(rows, columns, block)[1])
-        if scales.shape != of_scales:
-            raise ValueError(
-                f"scales of {self.name} must have shape {of_scales} for codes {tuple(codes.shape)}, one for each "
-                f"{self.rows_per_scale} x {block} weights, got {tuple(scales.shape)}"
-            )
+            wanted = f"one for each 32, 64, 128, ... of {columns} columns"
+            raise ValueError(f"scales of {self.name} must be {wanted}, got {per_row} per row")
         if zeros is not None and self.name != "int4":
-            raise ValueError(
-                f"zeros must be None for {self.name}: int4 alone has zero points, got {tuple(zeros.shape)}"
-            )
-        if zeros is not None and (zeros.dtype != torch.uint8 or zeros.shape != scales.shape):
-            raise ValueError(f"zeros must be uint8 {of_scales}, as the scales, got {zeros.dtype} {tuple(zeros.shape)}")
+            raise ValueError(f"zeros must be None for {self.name}: int4 alone has zero points")
+        of_codes, of_scales = self.shapes(rows, columns, block)
+        bytes_alone = (torch.uint8,)
+        for name, part, dtypes, of_matrix in (
+            ("codes", codes, bytes_alone, of_codes),
+            ("scales", scales, self.scale_dtypes, of_scales),
+            ("zeros", zeros, bytes_alone, of_scales),
+        ):
+            shape = (*experts, *of_matrix)
+            if part is not None and (part.dtype not in dtypes or part.shape != shape):
+                listed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+                raise ValueError(
+                    f"{name} of {self.name} must be {listed} {shape}, for {rows} rows of {columns} columns in blocks "
+                    f"of {self.rows_per_scale} x {block}, got {part.dtype} {tuple(part.shape)}"
+                )
         if any(part.device != codes.device for part in (scales, zeros) if part is not None):
             raise ValueError(f"codes and scales must be on one device, got {codes.device} and {scales.device}")
         if not codes.is_meta:

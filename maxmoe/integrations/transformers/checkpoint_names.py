@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from maxmoe.checks.whole_tensors import is_dtensor
+from maxmoe.convert.stored_weights import StoredWeight
 from maxmoe.integrations.transformers.moe_block import TransformersMoE
 
 
@@ -44,8 +45,7 @@ def _copy_published(
                 messages[-1].append(f"size mismatch for {base}{key}: must be {expected}, got {got}")
             else:
                 copied.update(held.entry.names)
-                for target, view in zip(held.parameters, held.entry.views(tensor), strict=True):
-                    target.copy_(view)
+                StoredWeight(key, held, {}).read({key: tensor})
         for entry in entries:
             if copied - missing >= {*entry.names}:  # complete: copied onto itself
                 state_dict[f"{prefix}{name}.{entry.key}"] = own[entry.key]

@@ -53,7 +53,7 @@ class TransformersMoE(MoEFeedForward):
     # Every process computes the shared experts whole.
     router, shared_experts = _part("router.weight"), _part("shared_experts.up_proj")
     latent_in, latent_out = _part("latent_in.weight"), _part("latent_out.weight")
-    _output_gate = _part("shared_experts.output_gate")
+    output_gate = _part("shared_experts.output_gate")
 
     def __init__(self, block: nn.Module, **training: Any) -> None:
         super(MoE, self).__init__()  # not of MoE, which makes its parts
@@ -126,7 +126,7 @@ class TransformersMoE(MoEFeedForward):
         self, inputs: LayerInputs, _token_mask: Tensor | None, routing: Routing, dtype: torch.dtype
     ) -> tuple[None, Tensor | None]:
         """Compute the shared and the zero-computation experts, which every process has whole."""
-        shared_experts, output_gate = self.shared_experts, self._output_gate
+        shared_experts, output_gate = self.shared_experts, self.output_gate
         parts = []
         if shared_experts is not None:
             out = shared_experts(inputs.router)
