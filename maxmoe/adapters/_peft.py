@@ -136,7 +136,7 @@ class _Stack(nn.Module):
     def __init__(self, is_transposed: bool) -> None:
         super().__init__()
         self.is_transposed = is_transposed
-        self.weight = nn.Parameter(torch.zeros(2, 3, 4))
+        self.weight = nn.Parameter(torch.zeros(2, 3, 4, dtype=torch.float64))  # of the adapters, too
 
 
 def check_layout() -> None:

@@ -163,13 +163,14 @@ class StoredWeight:
             weight = self.held.entry.join(parameters)
             yield self.published.tensors(weight)[name.removeprefix(self.key)] if self.is_quantized else weight
 
-    def check_scales(self, slices: Slices) -> None:
+    def check_scales(self, where: str, slices: Slices) -> None:
         """Read the scales of a quantized weight; raise unless they are finite."""
         for index, _ in self.experts():
             try:
                 check_values(slices[f"{self.key}{self.published.ends[1]}"][index], None)
             except ValueError as error:
-                raise ValueError(f"{self.key}{'' if index is ... else f' of expert {index}'}: {error}") from error
+                expert = "" if index is ... else f" of expert {index}"
+                raise ValueError(f"{where}: {self.key}{expert}: {error}") from error
 
     def read(self, slices: Slices) -> None:
         """Copy the tensors into the parameters, one expert at a time."""
@@ -201,10 +202,7 @@ def check_weights(where: str, layer: nn.Module, layout: Layout, slices: Slices) 
             raise ValueError(f"{where}: {name} must be of {', '.join(allowed)}, got {slices[name].get_dtype()}{remedy}")
     matrices: dict[str, QuantizedStack] = {}
     for weight in quantized:
-        try:
-            weight.check_scales(slices)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
+        weight.check_scales(where, slices)
         for name in weight.held.entry.names:
             first, this = (_scales(each) for each in (matrices.setdefault(name, weight.matrix), weight.matrix))
             if first != this:

@@ -40,6 +40,17 @@ def test_another_layout_falls_back_to_peft(monkeypatch: pytest.MonkeyPatch) -> N
     assert not replaced
 
 
+def test_the_layout_is_known_whatever_the_default_dtype() -> None:
+    """transformers may import PEFT while it makes a model in bfloat16."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for seed in range(20):
+            torch.manual_seed(seed)
+            _peft.check_layout()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_connecting_draws_no_random_numbers() -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
