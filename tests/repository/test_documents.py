@@ -36,8 +36,9 @@ def is_part(code: str, script: str) -> bool:
     return any(textwrap.dedent("".join(lines[i : i + count])) == code for i in range(len(lines) - count + 1))
 
 
-# Parts of a script that is run elsewhere; every other block of Python is executed here.
+# Parts of scripts that are run elsewhere; every other block of Python is executed here.
 SHOWN = [code for code in blocks("python", [GETTING_STARTED]) if is_part(code, MINIMAL.read_text())]
+RUN_BY_EXAMPLES = blocks("python", [ROOT / "docs" / "how_to" / "own_model.md"])
 
 
 def commands() -> list[list[str]]:
@@ -57,7 +58,7 @@ def test_getting_started_shows_the_script() -> None:
     assert not is_part("dist.init_process_group()\n", MINIMAL.read_text())
 
 
-@pytest.mark.parametrize("code", [code for code in blocks("python") if code not in SHOWN])
+@pytest.mark.parametrize("code", [code for code in blocks("python") if code not in [*SHOWN, *RUN_BY_EXAMPLES]])
 # Of libraries about themselves and about torch.
 @pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
@@ -93,7 +94,7 @@ def test_commands_exist(words: list[str], tmp_path: Path, monkeypatch: pytest.Mo
             assert activate == f"{VENV}/bin/activate"
         case ["python", "-m", "pytest", *files]:
             assert all((ROOT / file).exists() for file in files)
-        case ["torchrun", "--nproc-per-node", "2", "train.py"]:  # the reader's script
+        case ["torchrun", "--nproc-per-node", "2" | "4", "train.py"]:  # the reader's script
             pass
         case ["python", "-m", benchmark, *_] if benchmark.startswith("benchmarks."):
             assert importlib.util.find_spec(benchmark)
