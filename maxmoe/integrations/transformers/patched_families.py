@@ -48,9 +48,8 @@ def _take_plans(kind: Any, projection: Callable[[Any, str], Projection]) -> None
             return output
         gate = recognise_activation(experts.act_fn)
         assert gate is not None  # LongCat-Flash allows silu alone, and the block of Llama 4 has checked it
-        options: dict[str, Any] = {"activation": gate.activation, "fused_gate": "concatenated"}
         up, down = (projection(experts, name) for name in ("gate_up_proj", "down_proj"))
-        return expert_ffn(hidden_states, weights, plan, None, up, down, **options)
+        return expert_ffn(hidden_states, weights, plan, None, up, down, fused_gate="concatenated", **gate)
 
     kind.forward = chosen
 

@@ -6,7 +6,6 @@ and through the checkpoint of a layer, so that a recomputation in the backward h
 
 import inspect
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -92,9 +91,10 @@ class _Checkpoint:
         self.checkpoint = checkpoint
 
     def __call__(self, forward: Callable[..., Any], *arguments: Any) -> Any:
-        return self.checkpoint(partial(_run, _of_this_layer.value, forward), *arguments)
+        mask = _of_this_layer.value
 
+        def run(*arguments: Any) -> Any:
+            with _of_this_layer.set(mask):
+                return forward(*arguments)
 
-def _run(mask: Tensor | None, forward: Callable[..., Any], *arguments: Any) -> Any:
-    with _of_this_layer.set(mask):
-        return forward(*arguments)
+        return self.checkpoint(run, *arguments)
