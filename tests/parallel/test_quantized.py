@@ -203,7 +203,7 @@ def test_the_module_after_parallelize() -> None:
                 parameter = model.get_parameter(f"{name}.{part}")
                 assert isinstance(parameter, DTensor) and parameter.dtype == dtype
                 assert not parameter.requires_grad
-        assert "QuantizedWeight((8, 64, 64), format='int8', block=1 x 64, dtype=torch.float64)" in repr(experts)
+        assert "QuantizedWeight((8, 64, 64), format='int8', block=1 x 64, scales=torch.float32, " in repr(experts)
         scales = experts.up_proj.scales.to_local().clone()
         model.to(torch.bfloat16)
         assert experts.up_proj.dtype == experts.up_bias.dtype == torch.bfloat16
