@@ -131,7 +131,6 @@ def check_adapters(module: nn.Module, layer_type: type[nn.Module]) -> None:
 def adapters_around(name: str, parameters: Mapping[str, object]) -> str:
     """Return the end of a message for a parameter of a module that PEFT has wrapped or copied."""
     module, _, parameter = name.rpartition(".")
-    wrapped = (f"{module}.base_layer.{parameter}", f"{module}.original_module.{parameter}")
-    if not any(each in parameters for each in wrapped):
-        return ""
-    return f": {module} has adapters around it, or is in modules_to_save: merge them before parallelize"
+    is_inside = any(f"{module}.{each}.{parameter}" in parameters for each in ("base_layer", "original_module"))
+    reason = f": {module} has adapters around it, or is in modules_to_save: merge them before parallelize"
+    return reason if is_inside else ""

@@ -26,23 +26,18 @@ def factor_names(module: nn.Module) -> frozenset[str]:
 @contextmanager
 def stacked_factors(module: nn.Module) -> Iterator[None]:
     """Make declared stacks of all factors in a module; they are as before if the block raises."""
-    wrappers = dict(_packed_wrappers(module))
-    packed = {
-        f"{path}.{name}": (owner, owner.weight)
-        for path, wrapper in wrappers.items()
-        for name, owner in _factors(wrapper)
-    }
-    for wrapper in wrappers.values():
+    packed = {}
+    for path, wrapper in _packed_wrappers(module):
+        packed.update({f"{path}.{name}": (wrapper, owner, owner.weight) for name, owner in _factors(wrapper)})
         _stack_factors(wrapper)
     try:
         yield
     except BaseException:
-        for owner, weight in packed.values():
+        for wrapper, owner, weight in packed.values():
             owner.weight = weight
-        for wrapper in wrappers.values():
-            del wrapper.declaration
+            vars(wrapper).pop("declaration", None)
         raise
-    for name, (_, weight) in packed.items():
+    for name, (_, _, weight) in packed.items():
         mark_replaced(weight, name)
 
 

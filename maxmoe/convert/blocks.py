@@ -67,7 +67,7 @@ def check_tensors_of(block: nn.Module, layer: nn.Module, what: str) -> dict[str,
     Raises unless the block is whole and has the tensors of its family, in the shapes that fit the layer.
     """
     check_whole(what, block.state_dict())
-    theirs, tensors = _state(block), family_of_block(block).block.tensors(_state(layer))
+    theirs, tensors = state_with_stacks(block), family_of_block(block).block.tensors(state_with_stacks(layer))
     expected = {key: held.shape for key, held in tensors.items()}
     for key, held in tensors.items():
         if held.entry.has_unused_matrices and key in theirs:
@@ -83,7 +83,7 @@ def take_weights(layer: nn.Module, block: nn.Module) -> None:
 
     Raises before the first tensor is moved if the block is sharded, or has other tensors or shapes than its family.
     """
-    tensors, theirs = check_tensors_of(block, layer, "from_transformers"), _state(block)
+    tensors, theirs = check_tensors_of(block, layer, "from_transformers"), state_with_stacks(block)
     for key, held in tensors.items():
         source = theirs.pop(key)
         used = source[: held.parameters[0].shape[0]] if held.entry.has_unused_matrices else source
@@ -101,7 +101,7 @@ def give_weights(layer: nn.Module, block: nn.Module) -> None:
     """
     check_whole("to_transformers", layer.state_dict())
     tensors = check_tensors_of(block, layer, "to_transformers")
-    counts = {key: tensor.shape[0] for key, tensor in _state(block).items() if key in tensors}
+    counts = {key: tensor.shape[0] for key, tensor in state_with_stacks(block).items() if key in tensors}
     for key, held in tensors.items():
         _joined(key, [_on_meta(parameter) for parameter in held.parameters], held, counts[key])
     for key, held in tensors.items():
@@ -136,11 +136,6 @@ def _joined(key: str, parameters: list[Any], held: Held, count: int) -> Any:
             f"{weight.format}: convert the layer before its experts are quantized"
         )
     return torch.cat([weight, weight.new_zeros(missing, *weight.shape[1:])]) if missing else weight
-
-
-def _state(module: nn.Module) -> dict[str, Any]:
-    """Return the parameters, quantized weights and buffers of a module by name, not detached."""
-    return state_with_stacks(module, keep_vars=True)
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor | QuantizedStack, requires_grad: bool) -> None:

@@ -46,8 +46,7 @@ def read_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str) ->
     """
     known = _family(family)
     for block, layer in layers.items():
-        check_whole("read_checkpoint", layer.state_dict(), prefix=f"{block}.")
-        _check_memory(block, layer, may_be_quantized=True)
+        _check_state("read_checkpoint", block, layer, may_be_quantized=True)
     with ExitStack() as stack:
         files = _open(Path(path), stack)
         checked = []
@@ -82,8 +81,7 @@ def write_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str, *
     tensors: dict[str, _Tensor] = {}
     for block, layer in layers.items():
         check_parts_are_known(layer, f"{block}: write_checkpoint")
-        check_whole("write_checkpoint", layer.state_dict(), prefix=f"{block}.")
-        _check_memory(block, layer, may_be_quantized=False)
+        _check_state("write_checkpoint", block, layer)
         for key, held in layout.tensors(state_with_stacks(layer)).items():
             weight = StoredWeight(key, held, {})
             for name, (dtype, shape) in weight.tensors().items():
@@ -111,8 +109,9 @@ def _family(name: str) -> Family:
     return FAMILIES[name]
 
 
-def _check_memory(block: str, layer: MoE, *, may_be_quantized: bool) -> None:
-    """Raise if a parameter is on the meta device, where quantized ones may be when they are read."""
+def _check_state(what: str, block: str, layer: MoE, *, may_be_quantized: bool = False) -> None:
+    """Raise for sharded parameters, and for those on the meta device, where quantized ones may be."""
+    check_whole(what, layer.state_dict(), prefix=f"{block}.")
     for name, tensor in state_with_stacks(layer).items():
         if tensor.is_meta and not (may_be_quantized and isinstance(tensor, QuantizedStack)):
             raise ValueError(f"{block}: {name} must have memory, got the meta device; call layer.to_empty first")
@@ -125,22 +124,18 @@ def _open(path: Path, stack: ExitStack) -> dict[str, Any]:
         raise ValueError(f"{path} must be a safetensors file or a folder of them, got a folder without any")
     files: dict[str, Any] = {}
     for each in paths:
-        file = stack.enter_context(_open_file(each))
+        if not stat.S_ISREG(each.stat().st_mode):  # opening a FIFO waits for a writer
+            raise ValueError(f"{each} must be a safetensors file")
+        try:
+            file = stack.enter_context(safe_open(each, "pt"))
+        except SafetensorError as error:
+            raise ValueError(f"{each} must be a safetensors file: {error}") from error
         keys = file.keys()
         for key in keys:
             if key in files:
                 raise ValueError(f"{path}: {key} must be in one file, it is in two, the second is {each.name}")
             files[key] = file
     return files
-
-
-def _open_file(path: Path) -> safe_open:
-    if not stat.S_ISREG(path.stat().st_mode):  # opening a FIFO waits for a writer
-        raise ValueError(f"{path} must be a safetensors file")
-    try:
-        return safe_open(path, "pt")
-    except SafetensorError as error:
-        raise ValueError(f"{path} must be a safetensors file: {error}") from error
 
 
 def _layout_of(keys: Sequence[str], family: Family, where: str) -> Layout:

@@ -55,10 +55,7 @@ class Upcycling:
         if (gate is not None) != config.gated:
             wanted, got = "given" if config.gated else "None", None if gate is None else type(gate).__name__
             raise ValueError(f"gate_proj must be {wanted} with gated={config.gated}, got {got}")
-        weights = {
-            name: _weight(name, each) for name, each in projections.items() if name != "gate_proj" or config.gated
-        }
-        _check_weights(config, weights)
+        weights = _weights(config, projections)
         linears = {_BIASES[name]: each for name, each in projections.items() if isinstance(each, nn.Linear)}
         biases = {name: each.bias.detach() for name, each in linears.items() if each.bias is not None}
         matrices = {name: weight.detach().mT for name, weight in weights.items()}
@@ -193,23 +190,23 @@ def _draw_channels(tensors: Mapping[str, Tensor], fraction: float) -> None:
         tensors[name].index_copy_(dim, channels, drawn)
 
 
-def _weight(name: str, projection: Projection | None) -> Tensor:
-    weight = projection.weight if isinstance(projection, nn.Linear) else projection
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"{name} must be a torch.nn.Linear or its weight, got {type(projection).__name__}")
-    if weight.dim() != 2 or not weight.is_floating_point():
-        raise ValueError(
-            f"{name} must be a floating matrix (out, in), got {weight.dtype} of shape {tuple(weight.shape)}"
-        )
-    return weight
-
-
-def _check_weights(config: MoEConfig, weights: Mapping[str, Tensor]) -> None:
-    """Raise unless the weights (out, in) have shapes that fit each other and the config, and one dtype and device."""
+def _weights(config: MoEConfig, projections: Mapping[str, Projection | None]) -> dict[str, Tensor]:
+    """Return the weights (out, in); raises unless they fit each other and the config, with one dtype and device."""
+    weights: dict[str, Tensor] = {}
+    for name, each in projections.items():
+        weight = each.weight if isinstance(each, nn.Linear) else each
+        if weight is None and name == "gate_proj":
+            continue
+        if not isinstance(weight, Tensor):
+            raise TypeError(f"{name} must be a torch.nn.Linear or its weight, got {type(each).__name__}")
+        if weight.dim() != 2 or not weight.is_floating_point():
+            got = f"{weight.dtype} of shape {tuple(weight.shape)}"
+            raise ValueError(f"{name} must be a floating matrix (out, in), got {got}")
+        weights[name] = weight
     up, size = weights["up_proj"], config.hidden_size
     for name, weight in {"up_proj": up, **weights}.items():  # first what gives the width
         expected = (size, up.shape[0]) if name == "down_proj" else (up.shape[0], size)
-        if tuple(weight.shape) != expected:
+        if weight.shape != expected:
             raise ValueError(
                 f"{name} must have shape {expected}, which is (out, in) as in torch.nn.Linear, with hidden_size "
                 f"({size}) and the width of up_proj ({up.shape[0]}), got {tuple(weight.shape)}"
@@ -218,3 +215,4 @@ def _check_weights(config: MoEConfig, weights: Mapping[str, Tensor]) -> None:
             raise ValueError(
                 f"{name} must be {up.dtype} on {up.device} as up_proj is, got {weight.dtype} on {weight.device}"
             )
+    return weights

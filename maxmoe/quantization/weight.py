@@ -149,9 +149,9 @@ def weights(module: nn.Module, *, recurse: bool = True) -> Iterator[Tensor | Qua
                 yield weight
 
 
-def state_with_stacks(module: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
-    """Return the state dict of a module, with quantized weights in the place of their parts."""
-    state: dict[str, Any] = module.state_dict(keep_vars=keep_vars)
+def state_with_stacks(module: nn.Module) -> dict[str, Any]:
+    """Return the state dict of a module, not detached, with quantized weights in the place of their parts."""
+    state: dict[str, Any] = module.state_dict(keep_vars=True)
     for path, weight in quantized_weights(module):
         for name, _ in weight.named_parameters():
             del state[f"{path}.{name}"]

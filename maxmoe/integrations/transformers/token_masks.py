@@ -16,12 +16,8 @@ from maxmoe._torch.this_thread import OfThisThread
 from maxmoe.integrations.transformers._transformers import replace_checkpoint
 
 _ARGUMENT = "maxmoe_token_mask"
-_of_this_layer: OfThisThread[Tensor | None] = OfThisThread()
-
-
-def token_mask_of_this_layer() -> Tensor | None:
-    """Return the mask ``(B, S)``, False for padding, of the decoder layer that this thread runs; None for no mask."""
-    return _of_this_layer.value
+# Mask (B, S), False for padding, of the decoder layer that this thread runs.
+mask_of_this_layer: OfThisThread[Tensor | None] = OfThisThread()
 
 
 def hand_over_masks(model: nn.Module, layers: Iterable[nn.Module]) -> None:
@@ -75,13 +71,13 @@ def token_mask(attention_mask: Any, batch: int, length: int, cache: Any = None) 
 
 
 def _enter(layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    _of_this_layer.value = options.pop(_ARGUMENT, None)
+    mask_of_this_layer.value = options.pop(_ARGUMENT, None)
     replace_checkpoint(layer, _Checkpoint)
     return arguments, options
 
 
 def _leave(layer: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-    _of_this_layer.value = None
+    mask_of_this_layer.value = None
 
 
 class _Checkpoint:
@@ -91,10 +87,10 @@ class _Checkpoint:
         self.checkpoint = checkpoint
 
     def __call__(self, forward: Callable[..., Any], *arguments: Any) -> Any:
-        mask = _of_this_layer.value
+        mask = mask_of_this_layer.value
 
         def run(*arguments: Any) -> Any:
-            with _of_this_layer.set(mask):
+            with mask_of_this_layer.set(mask):
                 return forward(*arguments)
 
         return self.checkpoint(run, *arguments)
