@@ -132,19 +132,15 @@ def is_stacked(wrapper: Any) -> bool:
     return "declaration" in vars(wrapper)
 
 
-class _Stack(nn.Module):
-    def __init__(self, is_transposed: bool) -> None:
-        super().__init__()
-        self.is_transposed = is_transposed
-        self.weight = nn.Parameter(torch.zeros(2, 3, 4, dtype=torch.float64))  # of the adapters, too
-
-
 def check_layout() -> None:
     """Raise if the product of the factors is not what PEFT adds to a parameter."""
     config = LoraConfig(r=2, lora_alpha=3, init_lora_weights=False)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         for is_transposed in (True, False):
-            wrapper: Any = ParamWrapper(_Stack(is_transposed), "default", "weight", config, r=2, lora_alpha=3)
+            stack: Any = nn.Module()
+            stack.is_transposed = is_transposed
+            stack.weight = nn.Parameter(torch.zeros(2, 3, 4, dtype=torch.float64))  # the dtype of the adapters, too
+            wrapper: Any = ParamWrapper(stack, "default", "weight", config, r=2, lora_alpha=3)
             a, b, scale = factors_of_adapter(wrapper, "default")
             expected = wrapper.get_delta_weight("default")
             if not torch.allclose(scale * a @ b, expected, atol=1e-6):

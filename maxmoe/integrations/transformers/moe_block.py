@@ -1,6 +1,6 @@
 """The layer in the place of a sparse block of transformers, made of the modules of the block."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -107,11 +107,7 @@ class TransformersMoE(MoEFeedForward):
         except ValueError as error:
             raise ValueError(f"{module_path(self)}: {error}") from error
 
-    @property
-    def _expert_function(self) -> Callable[..., Tensor]:
-        return self._compute_experts
-
-    def _compute_experts(self, x: Tensor, weights: Tensor | None, plan: RaggedPlan, *foreign: Any) -> Tensor:
+    def _expert_function(self, x: Tensor, weights: Tensor | None, plan: RaggedPlan, *foreign: Any) -> Tensor:
         """Compute rows as `maxmoe.nn.Experts`, by a call of the experts of the block, around which adapters may lie."""
         experts: Any = self.routed_experts
         if is_experts(experts) and experts_implementation(experts.config) != "maxmoe":
