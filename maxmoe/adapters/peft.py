@@ -30,7 +30,8 @@ class _FinderOfPeft(MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != "peft":
             return None
-        found = (each.find_spec(name, path, target) for each in sys.meta_path if each is not self)
+        others = (each for each in sys.meta_path if each is not self and hasattr(each, "find_spec"))
+        found = (each.find_spec(name, path, target) for each in others)
         spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
