@@ -57,8 +57,8 @@ def read_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str) ->
             layout = _layout_of(keys, known, f"{path} as {family}: {block}")
             base = f"{block}.{layout.module}."
             slices = {key.removeprefix(base): files[key].get_slice(key) for key in files if key.startswith(base)}
-            matrices = check_weights(f"{path} as {family}: {base[:-1]}", layer, layout, slices)
-            checked.append((layer, layout, slices, matrices))
+            state = check_weights(f"{path} as {family}: {base[:-1]}", layer, layout, slices)
+            checked.append((layer, layout, slices, state))
         for each in checked:
             read_weights(*each)
 
@@ -83,7 +83,7 @@ def write_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str, *
         check_parts_are_known(layer, f"{block}: write_checkpoint")
         _check_state("write_checkpoint", block, layer)
         for key, held in layout.tensors(state_with_stacks(layer)).items():
-            weight = StoredWeight(key, held, {})
+            weight = StoredWeight(key, held)
             for name, (dtype, shape) in weight.tensors().items():
                 tensors[f"{block}.{layout.module}.{name}"] = _Tensor(dtype, shape, weight, name)
     order = dict(sorted(tensors.items(), key=lambda each: (-[*DTYPES].index(each[1].dtype), each[0])))

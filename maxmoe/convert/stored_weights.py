@@ -114,32 +114,15 @@ def published(stack: QuantizedStack, name: str) -> Published:
 
 
 class StoredWeight:
-    """A weight in a checkpoint: one tensor, or several if it is quantized.
+    """A weight in a checkpoint: one tensor, or several if it is quantized, which `matrix` describes."""
 
-    `matrix` is one of its matrices if it is quantized, on the meta device. Dtype of the scales, group size and whether
-    there are zero points are as in the slices that are read; without any, as in the parameters, which are written.
-    """
-
-    def __init__(self, key: str, held: Held, slices: Slices, matrix: QuantizedStack | None = None) -> None:
+    def __init__(self, key: str, held: Held) -> None:
         self.key, self.held, self.first = key, held, held.parameters[0]
         self.is_quantized = isinstance(self.first, QuantizedStack)
         if self.is_quantized:
             self.published = published(self.first, key)
-            self.matrix = self._matrix(slices) if matrix is None else matrix
-
-    def _matrix(self, slices: Slices) -> QuantizedStack:
-        _, parameters = next(self.experts())
-        empty: QuantizedStack = self.held.entry.join([each.map(lambda part: part.to("meta")) for each in parameters])
-        format, stored = FORMATS[empty.format], slices.get(f"{self.key}{self.published.ends[1]}")
-        if stored is None:
-            return empty
-        (*_, num_scales), shape = empty.scales.shape, stored.get_shape()
-        if format.has_groups and shape and format.block_columns(empty.columns, shape[-1]):
-            num_scales = shape[-1]
-        dtype = next((each for each in format.scale_dtypes if DTYPES[each] == stored.get_dtype()), empty.scales.dtype)
-        scales = empty.scales.new_empty((empty.scales.shape[0], num_scales), dtype=dtype)
-        zeros = torch.empty_like(scales, dtype=torch.uint8) if f"{self.key}_zero_point" in slices else None
-        return empty.map(scales=scales, zeros=zeros)
+            _, parameters = next(self.experts())
+            self.matrix = held.entry.join([each.map(lambda part: part.to("meta")) for each in parameters])
 
     def experts(self) -> Iterator[tuple[Any, list[Any]]]:
         """Yield the index and the parameters of each expert in a stack, or of a whole tensor that is none."""
@@ -186,13 +169,22 @@ class StoredWeight:
                 parameter.copy_(view)
 
 
-def check_weights(where: str, layer: nn.Module, layout: Layout, slices: Slices) -> dict[str, QuantizedStack]:
-    """Return a matrix of each quantized weight by the parameter's name; raises unless the tensors fit the layer."""
-    weights = [StoredWeight(key, held, slices) for key, held in layout.tensors(state_with_stacks(layer)).items()]
+def check_weights(where: str, layer: nn.Module, layout: Layout, slices: Slices) -> dict[str, Any]:
+    """Return the state of a layer as a checkpoint has it; raises unless the tensors fit.
+
+    Quantized weights are on the meta device. The dtype of their scales, their group size and whether they have zero
+    points are as in the tensors of the first expert.
+    """
+    own = state_with_stacks(layer)
+    state, formats = dict(own), {each.format for each in own.values() if isinstance(each, QuantizedStack)}
+    if formats:
+        where = f"{where}, whose experts are quantized as {' and '.join(sorted(formats))}"
+    for key, held in layout.tensors(own).items():
+        for name in held.entry.names:
+            if isinstance(own[name], QuantizedStack) and state[name] is own[name]:
+                state[name] = _as_stored(own[name], key, slices)
+    weights = [StoredWeight(key, held) for key, held in layout.tensors(state).items()]
     expected = {name: (each, *tensor) for each in weights for name, tensor in each.tensors().items()}
-    quantized = [each for each in weights if each.is_quantized]
-    if quantized:
-        where = f"{where}, whose experts are quantized as {quantized[0].first.format}"
     found = {name: each.get_shape() for name, each in slices.items()}
     check_tensors(where, found, {name: shape for name, (_, _, shape) in expected.items()})
     for name, (weight, dtype, _) in expected.items():
@@ -200,37 +192,40 @@ def check_weights(where: str, layer: nn.Module, layout: Layout, slices: Slices) 
         if slices[name].get_dtype() not in allowed:
             remedy = "; dequantise it first" if allowed == _FLOATS else ""
             raise ValueError(f"{where}: {name} must be of {', '.join(allowed)}, got {slices[name].get_dtype()}{remedy}")
-    matrices: dict[str, QuantizedStack] = {}
-    for weight in quantized:
-        weight.check_scales(where, slices)
-        for name in weight.held.entry.names:
-            first, this = (_scales(each) for each in (matrices.setdefault(name, weight.matrix), weight.matrix))
-            if first != this:
-                raise ValueError(f"{where}: {weight.key} must have scales as the other experts, {first}, got {this}")
-    return matrices
+    for weight in weights:
+        if weight.is_quantized:
+            weight.check_scales(where, slices)
+    return state
 
 
-def read_weights(layer: nn.Module, layout: Layout, slices: Slices, matrices: Mapping[str, QuantizedStack]) -> None:
-    """Read the tensors of a checkpoint, which `check_weights` has checked, into a layer."""
-    for name, like in matrices.items():
-        _prepare(layer, name, like)
+def _as_stored(stack: QuantizedStack, key: str, slices: Slices) -> QuantizedStack:
+    """Return a stack on the meta device with the scales and zero points that a weight has in a checkpoint."""
+    format, dtype, (*of_scales, num_scales) = FORMATS[stack.format], stack.scales.dtype, stack.scales.shape
+    stored = slices.get(f"{key}{published(stack, key).ends[1]}")
+    if stored is not None:
+        shape = stored.get_shape()
+        if format.has_groups and shape and format.block_columns(stack.columns, shape[-1]):
+            num_scales = shape[-1]
+        dtype = next((each for each in format.scale_dtypes if DTYPES[each] == stored.get_dtype()), dtype)
+    scales = torch.empty((*of_scales, num_scales), dtype=dtype, device="meta")
+    zeros = torch.empty_like(scales, dtype=torch.uint8) if f"{key}_zero_point" in slices else None
+    return stack.map(lambda part: part.to("meta"), scales=scales, zeros=zeros)
+
+
+def read_weights(layer: nn.Module, layout: Layout, slices: Slices, state: Mapping[str, Any]) -> None:
+    """Read the tensors of a checkpoint into a layer, whose state `check_weights` has returned."""
+    for name, stack in state.items():
+        if isinstance(stack, QuantizedStack):
+            _prepare(layer, name, stack)
     for key, held in layout.tensors(state_with_stacks(layer)).items():
-        StoredWeight(key, held, slices, matrices.get(held.entry.names[0])).read(slices)
+        StoredWeight(key, held).read(slices)
 
 
-def _prepare(layer: nn.Module, name: str, like: QuantizedStack) -> None:
+def _prepare(layer: nn.Module, name: str, stack: QuantizedStack) -> None:
     """Replace a quantized parameter that has no memory, or other scales than the checkpoint."""
     path, _, last = name.rpartition(".")
     owner = layer.get_submodule(path)
     old = getattr(owner, last)
-    if not old.is_meta and _scales(old) == _scales(like):
-        return
-    device = "cpu" if old.is_meta else old.device
-    codes = torch.empty_like(old.codes, device=device) if old.is_meta else old.codes
-    scales = torch.zeros((*old.scales.shape[:-1], like.scales.shape[-1]), dtype=like.scales.dtype, device=device)
-    zeros = None if like.zeros is None else torch.zeros_like(scales, dtype=torch.uint8)
-    put_stack(owner, last, old.map(codes=codes, scales=scales, zeros=zeros))
-
-
-def _scales(stack: QuantizedStack) -> str:
-    return f"{stack.scales.dtype}, one per {stack.columns_per_scale}" + (", zeros" if stack.zeros is not None else "")
+    if old.is_meta or old.description() != stack.description():
+        device, kept = ("cpu", {}) if old.is_meta else (old.device, {"codes": old.codes})
+        put_stack(owner, last, stack.map(lambda part: torch.zeros_like(part, device=device), **kept))

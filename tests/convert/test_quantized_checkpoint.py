@@ -137,12 +137,12 @@ WRONG: dict[str, tuple[str, dict[str, Tensor | None], tuple[str, ...]]] = {
     "groups": (
         "int4",
         {"1.up_proj.weight_scale": torch.ones(128, 7)},
-        ("1.up_proj.weight_scale", "(128, 2)", "(128, 7)"),
+        ("1.up_proj.weight_scale", "(128, 8)", "(128, 7)"),
     ),
     "another group size": (
         "int4",
         {"1.up_proj.weight_scale": torch.ones(128, 4).bfloat16()},
-        ("experts.1.up_proj.weight", "one per 32", "one per 64", "model.safetensors"),
+        ("experts.1.up_proj.weight_scale", "(128, 8)", "(128, 4)", "model.safetensors"),
     ),
     "shape of codes": (
         "mxfp4",
@@ -167,7 +167,7 @@ WRONG: dict[str, tuple[str, dict[str, Tensor | None], tuple[str, ...]]] = {
     "zeros of one expert": (
         "int4 with zeros",
         {"2.up_proj.weight_zero_point": None},
-        ("experts.2.up_proj.weight", "zeros", "model.safetensors"),
+        ("missing experts.2.up_proj.weight_zero_point", "model.safetensors"),
     ),
     "activation order": (
         "int4",

@@ -45,7 +45,7 @@ def _copy_published(
                 messages[-1].append(f"size mismatch for {base}{key}: must be {expected}, got {got}")
             else:
                 copied.update(held.entry.names)
-                StoredWeight(key, held, {}).read({key: tensor})
+                StoredWeight(key, held).read({key: tensor})
         for entry in entries:
             if copied - missing >= {*entry.names}:  # complete: copied onto itself
                 state_dict[f"{prefix}{name}.{entry.key}"] = own[entry.key]
