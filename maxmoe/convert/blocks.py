@@ -15,7 +15,7 @@ from maxmoe.config import MoEConfig
 from maxmoe.presets import from_transformers
 from maxmoe.presets.families import Family, family_of
 from maxmoe.presets.layouts import Held, check_tensors
-from maxmoe.quantization import QuantizedStack, put_stack, state_with_stacks
+from maxmoe.quantization import QuantizedStack, on_meta, put_stack, state_with_stacks
 
 # Fields of MoEConfig that a transformers block leaves to the training loop, and those that it does not have.
 TRAINING_FIELDS = (
@@ -89,7 +89,7 @@ def take_weights(layer: nn.Module, block: nn.Module) -> None:
         used = source[: held.parameters[0].shape[0]] if held.entry.has_unused_matrices else source
         for name, view in zip(held.entry.names, held.entry.views(used), strict=True):
             _put(layer, name, _owned(view, source), source.requires_grad)
-        _put(block, key, _on_meta(source), source.requires_grad)
+        _put(block, key, on_meta(source), source.requires_grad)
 
 
 @torch.no_grad()
@@ -103,12 +103,12 @@ def give_weights(layer: nn.Module, block: nn.Module) -> None:
     tensors = check_tensors_of(block, layer, "to_transformers")
     counts = {key: tensor.shape[0] for key, tensor in state_with_stacks(block).items() if key in tensors}
     for key, held in tensors.items():
-        _joined(key, [_on_meta(parameter) for parameter in held.parameters], held, counts[key])
+        _joined(key, [on_meta(parameter) for parameter in held.parameters], held, counts[key])
     for key, held in tensors.items():
         requires_grad = any(parameter.requires_grad for parameter in held.parameters)
         _put(block, key, _joined(key, held.parameters, held, counts[key]), requires_grad)
         for name in held.entry.names:
-            _put(layer, name, _on_meta(held.parameters.pop(0)), requires_grad)
+            _put(layer, name, on_meta(held.parameters.pop(0)), requires_grad)
 
 
 def _owned(view: Any, source: Any) -> Any:
@@ -117,13 +117,6 @@ def _owned(view: Any, source: Any) -> Any:
         return view.map(torch.Tensor.contiguous)
     is_whole = view.is_contiguous() and view.numel() == source.numel()
     return view if is_whole else view.clone(memory_format=torch.contiguous_format)
-
-
-def _on_meta(weight: Any) -> Any:
-    """Return a weight without memory."""
-    if isinstance(weight, QuantizedStack):
-        return weight.map(_on_meta)
-    return torch.empty_like(weight, device="meta")
 
 
 def _joined(key: str, parameters: list[Any], held: Held, count: int) -> Any:

@@ -1,6 +1,5 @@
 """Weights of a layer, also quantized ones, in the tensors of a checkpoint: their names and dtypes, reading, writing."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from maxmoe.presets.layouts import Held, Layout, check_tensors
-from maxmoe.quantization import FORMATS, QuantizedStack, put_stack, state_with_stacks
+from maxmoe.quantization import FORMATS, QuantizedStack, on_meta, put_stack, state_with_stacks
 from maxmoe.quantization.formats import check_values
 
 # Names of dtypes in safetensors, in the order in which its library writes tensors, last first.
@@ -29,19 +28,19 @@ _FLOATS = ("F64", "F32", "BF16", "F16")
 Slices = Mapping[str, Any]
 
 
-class Published(ABC):
-    """How checkpoints store a weight in one format: a few tensors whose names end differently."""
+class Published:
+    """How checkpoints store a weight: a tensor, or several whose names end differently if it is quantized."""
 
-    format: ClassVar[str]
-    ends: ClassVar[tuple[str, ...]]  # of the names of the codes, the scales, and other tensors
+    format: ClassVar[str | None] = None  # of quantized weights
+    ends: ClassVar[tuple[str, ...]] = ("",)  # of the names of the codes, the scales, and other tensors
 
-    @abstractmethod
-    def tensors(self, stack: QuantizedStack) -> dict[str, Tensor]:
+    def tensors(self, weight: Any) -> dict[str, Tensor]:
         """Return the published tensors of one matrix, by the ends of their names."""
+        return {"": weight}
 
-    @abstractmethod
-    def parts(self, tensors: Mapping[str, Tensor], columns: int) -> dict[str, Any]:
-        """Return codes, scales and zero points of one matrix from its published tensors."""
+    def weight(self, tensors: Mapping[str, Tensor], like: Any) -> Any:
+        """Return one matrix from its published tensors; it has the layout of `like`."""
+        return tensors[""]
 
 
 class _Mxfp4(Published):
@@ -50,12 +49,12 @@ class _Mxfp4(Published):
     format = "mxfp4"
     ends = ("_blocks", "_scales")
 
-    def tensors(self, stack: QuantizedStack) -> dict[str, Tensor]:
-        codes = functional.pad(stack.codes, (0, -stack.codes.shape[-1] % 16))
-        return {"_blocks": codes.reshape(codes.shape[0], -1, 16), "_scales": stack.scales}
+    def tensors(self, weight: QuantizedStack) -> dict[str, Tensor]:
+        codes = functional.pad(weight.codes, (0, -weight.codes.shape[-1] % 16))
+        return {"_blocks": codes.reshape(codes.shape[0], -1, 16), "_scales": weight.scales}
 
-    def parts(self, tensors: Mapping[str, Tensor], columns: int) -> dict[str, Any]:
-        return {"codes": tensors["_blocks"].flatten(1)[:, : -(-columns // 2)], "scales": tensors["_scales"]}
+    def weight(self, tensors: Mapping[str, Tensor], like: QuantizedStack) -> QuantizedStack:
+        return like.map(codes=tensors["_blocks"].flatten(1)[:, : -(-like.columns // 2)], scales=tensors["_scales"])
 
 
 class _BlockFp8(Published):
@@ -64,11 +63,11 @@ class _BlockFp8(Published):
     format = "fp8_block"
     ends = ("", "_scale_inv")
 
-    def tensors(self, stack: QuantizedStack) -> dict[str, Tensor]:
-        return {"": stack.codes.contiguous().view(torch.float8_e4m3fn), "_scale_inv": stack.scales}
+    def tensors(self, weight: QuantizedStack) -> dict[str, Tensor]:
+        return {"": weight.codes.contiguous().view(torch.float8_e4m3fn), "_scale_inv": weight.scales}
 
-    def parts(self, tensors: Mapping[str, Tensor], columns: int) -> dict[str, Any]:
-        return {"codes": tensors[""].view(torch.uint8), "scales": tensors["_scale_inv"]}
+    def weight(self, tensors: Mapping[str, Tensor], like: QuantizedStack) -> QuantizedStack:
+        return like.map(codes=tensors[""].view(torch.uint8), scales=tensors["_scale_inv"])
 
 
 class _PackedInt4(Published):
@@ -80,71 +79,64 @@ class _PackedInt4(Published):
     format = "int4"
     ends = ("_packed", "_scale", "_shape", "_zero_point")
 
-    def tensors(self, stack: QuantizedStack) -> dict[str, Tensor]:
-        codes = functional.pad(stack.codes, (0, -stack.codes.shape[-1] % 4))
-        tensors = {
-            "_packed": codes.view(torch.int32),
-            "_scale": stack.scales,
-            "_shape": torch.tensor([stack.rows, stack.columns]),
-        }
-        if stack.zeros is not None:
-            nibbles = functional.pad(stack.zeros.mT, (0, -stack.rows % 8))
+    def tensors(self, weight: QuantizedStack) -> dict[str, Tensor]:
+        codes = functional.pad(weight.codes, (0, -weight.codes.shape[-1] % 4))
+        shape = torch.tensor([weight.rows, weight.columns])
+        tensors = {"_packed": codes.view(torch.int32), "_scale": weight.scales, "_shape": shape}
+        if weight.zeros is not None:
+            nibbles = functional.pad(weight.zeros.mT, (0, -weight.rows % 8))
             packed = (nibbles[:, 0::2] | nibbles[:, 1::2] << 4).contiguous().view(torch.int32)
             tensors["_zero_point"] = packed.mT
         return tensors
 
-    def parts(self, tensors: Mapping[str, Tensor], columns: int) -> dict[str, Any]:
-        codes = tensors["_packed"].view(torch.uint8)[:, : -(-columns // 2)]
-        parts = {"codes": codes, "scales": tensors["_scale"]}
+    def weight(self, tensors: Mapping[str, Tensor], like: QuantizedStack) -> QuantizedStack:
+        codes, zeros = tensors["_packed"].view(torch.uint8)[:, : -(-like.columns // 2)], None
         if "_zero_point" in tensors:
             packed = tensors["_zero_point"].mT.contiguous().view(torch.uint8)
             nibbles = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
-            parts["zeros"] = nibbles[:, : len(codes)].mT.contiguous()
-        return parts
+            zeros = nibbles[:, : len(codes)].mT.contiguous()
+        return like.map(codes=codes, scales=tensors["_scale"], zeros=zeros)
 
 
-PUBLISHED: dict[str, Published] = {each.format: each for each in (_Mxfp4(), _BlockFp8(), _PackedInt4())}
+PUBLISHED: dict[str, Published] = {"mxfp4": _Mxfp4(), "fp8_block": _BlockFp8(), "int4": _PackedInt4()}
 
 
-def published(stack: QuantizedStack, name: str) -> Published:
-    """Return how checkpoints store the format of a stack; raise for a format of no published checkpoint."""
-    if stack.format not in PUBLISHED:
-        raise ValueError(f"{name} must be quantized as {', '.join(PUBLISHED)}, as checkpoints are, got {stack.format}")
-    return PUBLISHED[stack.format]
+def published(weight: Any, name: str) -> Published:
+    """Return how checkpoints store a weight; raise for a format of no published checkpoint."""
+    if not isinstance(weight, QuantizedStack):
+        return Published()
+    if weight.format not in PUBLISHED:
+        raise ValueError(f"{name} must be quantized as {', '.join(PUBLISHED)}, as checkpoints are, got {weight.format}")
+    return PUBLISHED[weight.format]
 
 
 class StoredWeight:
-    """A weight in a checkpoint: one tensor, or several if it is quantized, which `matrix` describes."""
+    """A weight in a checkpoint: one tensor, or several if it is quantized."""
 
     def __init__(self, key: str, held: Held) -> None:
-        self.key, self.held, self.first = key, held, held.parameters[0]
-        self.is_quantized = isinstance(self.first, QuantizedStack)
-        if self.is_quantized:
-            self.published = published(self.first, key)
-            _, parameters = next(self.experts())
-            self.matrix = held.entry.join([each.map(lambda part: part.to("meta")) for each in parameters])
+        self.key, self.held = key, held
+        self.published = published(held.parameters[0], key)
+        _, parameters = next(self.experts())
+        self.matrix = held.entry.join([on_meta(parameter) for parameter in parameters])
 
     def experts(self) -> Iterator[tuple[Any, list[Any]]]:
         """Yield the index and the parameters of each expert in a stack, or of a whole tensor that is none."""
         if not self.held.entry.is_stack:
             yield ..., self.held.parameters
             return
-        for expert in range(self.first.shape[0]):
+        for expert in range(self.held.parameters[0].shape[0]):
             yield expert, [parameter[expert] for parameter in self.held.parameters]
 
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return dtype and shape of the tensors in the checkpoint, by their names."""
-        if not self.is_quantized:
-            return {self.key: (self.first.dtype, self.held.shape)}
-        leading = self.first.shape[:1] if self.held.entry.is_stack else ()
+        leading = self.held.parameters[0].shape[:1] if self.held.entry.is_stack else ()
         parts = self.published.tensors(self.matrix)
         return {f"{self.key}{end}": (part.dtype, (*leading, *part.shape)) for end, part in parts.items()}
 
     def pieces(self, name: str) -> Iterator[Tensor]:
         """Yield the values of a tensor in the checkpoint, one expert at a time."""
         for _, parameters in self.experts():
-            weight = self.held.entry.join(parameters)
-            yield self.published.tensors(weight)[name.removeprefix(self.key)] if self.is_quantized else weight
+            yield self.published.tensors(self.held.entry.join(parameters))[name.removeprefix(self.key)]
 
     def check_scales(self, where: str, slices: Slices) -> None:
         """Read the scales of a quantized weight; raise unless they are finite."""
@@ -157,14 +149,9 @@ class StoredWeight:
 
     def read(self, slices: Slices) -> None:
         """Copy the tensors into the parameters, one expert at a time."""
+        names = {end: f"{self.key}{end}" for end in self.published.ends if f"{self.key}{end}" in slices}
         for index, parameters in self.experts():
-            weight: Any
-            if self.is_quantized:
-                names = {end: f"{self.key}{end}" for end in self.published.ends}
-                tensors = {end: slices[name][index] for end, name in names.items() if name in slices}
-                weight = self.matrix.map(**self.published.parts(tensors, self.matrix.columns))
-            else:
-                weight = slices[self.key][index]
+            weight = self.published.weight({end: slices[name][index] for end, name in names.items()}, self.matrix)
             for view, parameter in zip(self.held.entry.views(weight), parameters, strict=True):
                 parameter.copy_(view)
 
@@ -188,12 +175,14 @@ def check_weights(where: str, layer: nn.Module, layout: Layout, slices: Slices) 
     found = {name: each.get_shape() for name, each in slices.items()}
     check_tensors(where, found, {name: shape for name, (_, _, shape) in expected.items()})
     for name, (weight, dtype, _) in expected.items():
-        allowed = _FLOATS if not weight.is_quantized else ("I64", "I32") if dtype == torch.int64 else (DTYPES[dtype],)
+        allowed: tuple[str, ...] = _FLOATS
+        if weight.published.format:
+            allowed = ("I64", "I32") if dtype == torch.int64 else (DTYPES[dtype],)
         if slices[name].get_dtype() not in allowed:
             remedy = "; dequantise it first" if allowed == _FLOATS else ""
             raise ValueError(f"{where}: {name} must be of {', '.join(allowed)}, got {slices[name].get_dtype()}{remedy}")
     for weight in weights:
-        if weight.is_quantized:
+        if weight.published.format:
             weight.check_scales(where, slices)
     return state
 
@@ -209,7 +198,7 @@ def _as_stored(stack: QuantizedStack, key: str, slices: Slices) -> QuantizedStac
         dtype = next((each for each in format.scale_dtypes if DTYPES[each] == stored.get_dtype()), dtype)
     scales = torch.empty((*of_scales, num_scales), dtype=dtype, device="meta")
     zeros = torch.empty_like(scales, dtype=torch.uint8) if f"{key}_zero_point" in slices else None
-    return stack.map(lambda part: part.to("meta"), scales=scales, zeros=zeros)
+    return stack.map(on_meta, scales=scales, zeros=zeros)
 
 
 def read_weights(layer: nn.Module, layout: Layout, slices: Slices, state: Mapping[str, Any]) -> None:

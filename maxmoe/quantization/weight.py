@@ -132,6 +132,11 @@ def put_stack(owner: nn.Module, name: str, stack: QuantizedStack) -> None:
     setattr(owner, name, stack if isinstance(stack, QuantizedWeight) else QuantizedWeight(stack))
 
 
+def on_meta(weight: Any) -> Any:
+    """Return a weight without memory."""
+    return weight.map(on_meta) if isinstance(weight, QuantizedStack) else torch.empty_like(weight, device="meta")
+
+
 def quantized_weights(module: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
     """Yield all quantized weights in a module with their paths, also those that others share."""
     for path, child in module.named_modules(remove_duplicate=False):
