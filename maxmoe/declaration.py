@@ -217,11 +217,7 @@ _finders: list[Finder] = []
 
 
 def finds_expert_matrices(finder: Finder) -> None:
-    """Register a function that answers `expert_matrices` for modules of another library.
-
-    Args:
-        finder: function of a module; returns nothing for modules that it does not know.
-    """
+    """Register a function that answers `expert_matrices` for modules of another library, with nothing for others."""
     _finders.append(finder)
 
 

@@ -192,12 +192,8 @@ def has_other_owner(tensor: Tensor) -> bool:
 
 def shares_memory(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have the same elements in the same memory, also tensors without memory."""
-    same_storage = tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
-    return same_storage and (tensor.shape, tensor.stride(), tensor.storage_offset()) == (
-        other.shape,
-        other.stride(),
-        other.storage_offset(),
-    )
+    one, two = ((storage_id(each), each.shape, each.stride(), each.storage_offset()) for each in (tensor, other))
+    return one == two
 
 
 def fake_tensor_mode() -> Any:
@@ -205,8 +201,6 @@ def fake_tensor_mode() -> Any:
 
     The meta device has no autocast of another device, and mixes with no tensors of it.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -233,13 +227,8 @@ def schedule_actions(
     """Return letter, stage and micro-batch of each computation on each rank, in the order of a schedule of torch.
 
     The letters are those of torch: F for a forward, B for a backward, I and W for the gradients of inputs and of
-    weights. The order is an undocumented attribute of the schedules, which they compute without process groups.
-
-    Args:
-        make: class of a schedule of `torch.distributed.pipelining` with several stages per rank.
-        stages: stages of the first rank.
-        num_ranks: number of ranks.
-        num_micro_batches: number of micro-batches.
+    weights. The order is an undocumented attribute of the schedules, which they compute without process groups. `make`
+    is a class of a schedule with several stages per rank, `stages` are those of the first rank.
     """
     sizes = {"num_stages": num_ranks * len(stages), "group_size": num_ranks, "group_rank": 0, "submod": nn.Identity()}
     schedule = make([SimpleNamespace(stage_index=stage, **sizes) for stage in stages], num_micro_batches)

@@ -29,10 +29,5 @@ class ScalerWithHooks(torch.amp.GradScaler):
         raise NotImplementedError
 
     def _found(self, by_device: dict[torch.device, Tensor], zero: Tensor) -> dict[torch.device, Tensor]:
-        """Return 1 by device where an optimizer skips its step, else 0.
-
-        Args:
-            by_device: ``()``, 1 by device of gradients that has infinite ones or NaN, else 0.
-            zero: ``()``, on the device of the scale.
-        """
+        """Return 1 by device where an optimizer skips its step, else 0; `by_device` is 1 where gradients overflow."""
         raise NotImplementedError

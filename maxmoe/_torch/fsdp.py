@@ -10,13 +10,8 @@ def shard_axes(device_mesh: DeviceMesh, shard: str, replicate: tuple[str, ...], 
     """Return the axes over which FSDP2 shards parameters, and over which it all-reduces the shards of their gradients.
 
     `fully_shard` makes this object from the names of the axes, but one for all parameters of a module, and for several
-    axes a flattened mesh, which `Mesh.process_group` avoids.
-
-    Args:
-        device_mesh: mesh of the parameters.
-        shard: axis over which parameters are sharded.
-        replicate: axes over which they are replicated, in the order of the mesh.
-        group: group of the ranks along `replicate`; None without such axes.
+    axes a flattened mesh, which `Mesh.process_group` avoids. `replicate` are axes in the order of the mesh, and `group`
+    has the ranks along them.
     """
     from torch.distributed.fsdp import DataParallelMeshDims
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo

@@ -9,7 +9,7 @@ from maxmoe.adapters.factors import hand_over as hand_over
 from maxmoe.adapters.peft import adapted_module as adapted_module
 from maxmoe.adapters.peft import adapters_around as adapters_around
 from maxmoe.adapters.peft import check_adapters as check_adapters
-from maxmoe.adapters.peft import connect_when_imported as connect_when_imported
+from maxmoe.adapters.peft import connect_when_imported
 from maxmoe.adapters.peft import without_adapters as without_adapters
 from maxmoe.adapters.peft import wrappers_of as wrappers_of
 from maxmoe.adapters.stacked import adapter_state_dict as adapter_state_dict
@@ -17,3 +17,5 @@ from maxmoe.adapters.stacked import factor_names as factor_names
 from maxmoe.adapters.stacked import packed_as_by_peft as packed_as_by_peft
 from maxmoe.adapters.stacked import planned_copy as planned_copy
 from maxmoe.adapters.stacked import stacked_factors as stacked_factors
+
+connect_when_imported()

@@ -13,13 +13,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def check_whole(what: str, tensors: Mapping[str, Tensor], *, prefix: str = "") -> None:
-    """Raise if one of the tensors of a module is a DTensor.
-
-    Args:
-        what: function that needs whole tensors, for the message.
-        tensors: parameters and buffers by name.
-        prefix: path of the module, for the message.
-    """
+    """Raise if one of the tensors of a module at `prefix` is a DTensor; `what` is the function that needs it whole."""
     for name, tensor in tensors.items():
         if is_dtensor(tensor):
             raise ValueError(

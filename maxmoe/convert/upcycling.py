@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from maxmoe.checks.fields import check_number
 from maxmoe.config import MoEConfig
-from maxmoe.ops.route import route
+from maxmoe.ops import route
 
 Scaling: TypeAlias = Literal["down_proj", "all", "none"]
 

@@ -13,7 +13,7 @@ from maxmoe.ranks import named_collectives
 from maxmoe.ranks.checksum import are_equal, checksum
 from maxmoe.ranks.token_group import FlattenedBatch, LocalTokens
 
-# Number of bins of the histograms of `maxmoe.nn.quantile_balancing`.
+# Number of bins of the histograms of `maxmoe.nn.required_bias_histogram`.
 NUM_BINS = 1000
 
 

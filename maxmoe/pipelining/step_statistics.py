@@ -11,8 +11,8 @@ from maxmoe.expert_load.metrics_accumulator import packed, packed_size, unpacked
 from maxmoe.expert_load.stats import MoEStats
 from maxmoe.expert_load.step_counts import StepCounts
 from maxmoe.nn import MoE
+from maxmoe.nn.losses import RoutingLosses
 from maxmoe.nn.routing import Routing
-from maxmoe.nn.routing_losses import RoutingLosses
 from maxmoe.ranks.named_collectives import all_reduce
 from maxmoe.ranks.token_group import TokenReductions
 from maxmoe.recompute.selective import is_recomputation

@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from maxmoe import _library as _library  # registers the operator dequantize
 from maxmoe.checks.fields import check_int
 from maxmoe.quantization.formats import check_dtype, format_named
 
@@ -169,6 +168,8 @@ class QuantizedStack:
         Returns:
             Tensor with the shape of the stack.
         """
+        from maxmoe import _library  # noqa: F401, registers the operator; formats and checkpoints need no operators
+
         dtype = self.dtype if dtype is None else dtype
         check_dtype(dtype)
         if not self.numel():

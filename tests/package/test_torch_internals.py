@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import maxmoe
 from maxmoe import _torch
-from maxmoe._torch import backward, checkpoint, transforms
+from maxmoe._torch import autograd
 from maxmoe.sharding import Mesh
 from support.run_ranks import fake_rank, run_ranks
 
@@ -62,10 +62,10 @@ def test_the_history_of_a_modified_view_is_that_of_its_base() -> None:
 
 def test_a_running_backward_is_seen() -> None:
     seen, x = [], torch.ones(1, requires_grad=True)
-    x.register_hook(lambda _: seen.append(backward.is_backward_running()))
-    assert not backward.is_backward_running()
+    x.register_hook(lambda _: seen.append(autograd.is_backward_running()))
+    assert not autograd.is_backward_running()
     x.sum().backward()
-    assert seen == [True] and not backward.is_backward_running()
+    assert seen == [True] and not autograd.is_backward_running()
 
 
 @pytest.mark.parametrize("context_fn", [None, maxmoe.keep_routing])
@@ -73,9 +73,9 @@ def test_checkpoints_are_recognized(context_fn: Callable[[], Any] | None) -> Non
     seen: list[tuple[bool, list[object], int]] = []
 
     def block(x: Tensor) -> Tensor:
-        is_packed = checkpoint.is_packed_by_checkpoint()
+        is_packed = autograd.is_packed_by_checkpoint()
         with torch.autograd.graph.save_on_cpu():
-            seen.append((is_packed, checkpoint.checkpoint_frames(), backward.backward_id()))
+            seen.append((is_packed, autograd.checkpoint_frames(), autograd.backward_id()))
         return x.sin()
 
     options = {} if context_fn is None else {"context_fn": context_fn}
@@ -83,7 +83,7 @@ def test_checkpoints_are_recognized(context_fn: Callable[[], Any] | None) -> Non
     torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, **options).backward()
     (packed, (frame,), number), (_, (frame_again,), number_again) = seen
     assert packed and frame is frame_again and number == -1 != number_again
-    assert not checkpoint.is_packed_by_checkpoint() and not checkpoint.checkpoint_frames()
+    assert not autograd.is_packed_by_checkpoint() and not autograd.checkpoint_frames()
     weak = weakref.ref(frame)
     del frame, frame_again
     seen.clear()
@@ -95,7 +95,7 @@ def test_frames_of_nested_checkpoints() -> None:
     seen: list[list[object]] = []
 
     def inner(x: Tensor) -> Tensor:
-        seen.append(checkpoint.checkpoint_frames())
+        seen.append(autograd.checkpoint_frames())
         return x.sin()
 
     def outer(x: Tensor) -> Tensor:
@@ -110,12 +110,12 @@ def test_reentrant_checkpoints_are_recognized() -> None:
     seen = []
 
     def block(x: Tensor) -> Tensor:
-        seen.append(checkpoint.is_reentrant_checkpoint())
+        seen.append(autograd.is_reentrant_checkpoint())
         return x.sin()
 
     torch.utils.checkpoint.checkpoint(block, torch.ones(1, requires_grad=True), use_reentrant=True).backward()
     torch.utils.checkpoint.checkpoint(block, torch.ones(1, requires_grad=True), use_reentrant=False)
-    assert seen == [True, True, False] and not checkpoint.is_reentrant_checkpoint()
+    assert seen == [True, True, False] and not autograd.is_reentrant_checkpoint()
 
 
 def test_a_weak_storage_ends_with_the_last_tensor_that_shares_it() -> None:
@@ -258,8 +258,8 @@ def test_transforms_hide_that_a_gradient_is_required() -> None:
     seen, batched = [], []
 
     def look(x: Tensor) -> Tensor:
-        seen.append((transforms.hides_gradient(x), transforms.hides_gradient(torch.ones(()))))
-        batched.append(transforms.is_batched(x))
+        seen.append((autograd.hides_gradient(x), autograd.hides_gradient(torch.ones(()))))
+        batched.append(autograd.is_batched(x))
         return x
 
     x = torch.ones(1, 1, 2)

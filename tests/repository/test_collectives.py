@@ -58,7 +58,7 @@ DECIDED_BY = {
     "nn/losses.py router_z_loss": CONFIG,
     "nn/losses.py mean_over_tokens": "whether the caller gives num_tokens",
     "nn/losses.py count_tokens": CALLER,
-    "nn/routing_losses.py RoutingLosses.__call__": "the config of the layer, and whether a backward may follow",
+    "nn/losses.py RoutingLosses.__call__": "the config of the layer, and whether a backward may follow",
     "optim/distributed_newton_schulz.py DistributedNewtonSchulz._all_to_all": "shapes and placements of all parameters",
     "optim/distributed_newton_schulz.py _new_group": "shapes and placements of all parameters",
     "optim/muon.py _local_gradient": "placements of parameter and gradient, which are in the plan",

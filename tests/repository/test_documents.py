@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import yaml
 
 import maxmoe
 from fuzz import steps_under_load
@@ -49,7 +50,9 @@ def commands() -> list[list[str]]:
 
 def test_every_block_has_a_language_that_is_checked() -> None:
     fences = [line for path in DOCUMENTS for line in path.read_text().splitlines() if line.startswith("```")]
-    assert set(fences) == {"```", "```python", "```sh", "```text"}
+    assert set(fences) == {"```", "```python", "```sh", "```text", "```yaml"}
+    for block in blocks("yaml"):
+        assert yaml.safe_load(block)
 
 
 def test_getting_started_shows_the_script() -> None:
@@ -88,7 +91,7 @@ def test_commands_exist(words: list[str], tmp_path: Path, monkeypatch: pytest.Mo
         case ["make", target, *options]:
             known = {f"TORCH={release}" for release in TORCHES} | ({"ARGS=--exhaustive"} if target == "test" else set())
             assert target in TARGETS and set(options) <= known
-        case ["pip", "install", *arguments]:
+        case ["pip", "install", *arguments] | ["MAXMOE_CORE=off", "pip", "install", *arguments]:
             check_pip(arguments)
         case ["source", activate]:
             assert activate == f"{VENV}/bin/activate"
@@ -136,6 +139,9 @@ def test_commands_exist(words: list[str], tmp_path: Path, monkeypatch: pytest.Mo
             pytest.fail(f"nothing here checks {words}")
 
 
+REPOSITORY = "git+https://github.com/maxmoe/maxmoe"
+
+
 def check_pip(arguments: list[str]) -> None:
     """What is installed is what pyproject.toml asks for."""
     project = (ROOT / "pyproject.toml").read_text()
@@ -143,7 +149,7 @@ def check_pip(arguments: list[str]) -> None:
         if argument.startswith(".["):
             for extra in argument[2:-1].split(","):
                 assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
-        elif not argument.startswith(("-", "https://")):
+        elif not argument.startswith(("-", "https://")) and argument != REPOSITORY:
             assert argument == TORCH_REQUIREMENT or f'"{argument}"' in project, argument
 
 

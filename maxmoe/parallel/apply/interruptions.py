@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from maxmoe._torch import called_uncompiled, default_store, never_compiled
-from maxmoe._torch.backward import backward_id, call_after_backward, is_backward_running
+from maxmoe._torch.autograd import backward_id, call_after_backward, is_backward_running
 from maxmoe._torch.compile import call_with_hooks, runs_uncompiled
 from maxmoe.parallel.apply.fsdp import around_blocks, fsdp_modules, reset_fsdp
 from maxmoe.parallel.apply.one_thread import ONE_THREAD

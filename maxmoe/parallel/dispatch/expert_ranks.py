@@ -9,7 +9,8 @@ from torch import Tensor
 
 from maxmoe.config import MoEConfig
 from maxmoe.nn import local_dispatcher
-from maxmoe.nn.dispatcher import Dispatcher, LocalExperts
+from maxmoe.nn.dispatcher import Dispatcher
+from maxmoe.nn.local_dispatcher import LocalExperts
 from maxmoe.nn.routing import TopK
 from maxmoe.ops import RaggedPlan, ragged_gather, ragged_plan
 from maxmoe.sharding.mesh import Mesh

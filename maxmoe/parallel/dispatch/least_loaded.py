@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from maxmoe.nn.dispatcher import Future, LocalDispatcher, LocalExperts
+from maxmoe.nn.dispatcher import Future
+from maxmoe.nn.local_dispatcher import LocalDispatcher, LocalExperts
 from maxmoe.nn.routing import TopK
 from maxmoe.ops import RaggedPlan
 from maxmoe.parallel.dispatch.computed_rows import ComputedRows

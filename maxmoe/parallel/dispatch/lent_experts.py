@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from maxmoe.nn.dispatcher import Future
-from maxmoe.nn.expert_weights import ExpertWeights
+from maxmoe.nn.experts import ExpertWeights
 from maxmoe.ops import RaggedPlan
 from maxmoe.parallel.dispatch.collectives import ragged_all_to_all
 from maxmoe.recompute.freed_storage import Recomputation, Rematerialized, Wait

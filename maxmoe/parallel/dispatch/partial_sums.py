@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from maxmoe.nn.dispatcher import LayerInputs, TensorParallelRegion, sum_of
 from maxmoe.nn.routing import TopK
-from maxmoe.nn.tensor_parallel_region import LayerInputs, sum_of
 from maxmoe.parallel.dispatch.planned_dispatch import PlannedDispatch
 from maxmoe.parallel.dispatch.routed_alike import check_routed_alike, checksum_of_ids
 from maxmoe.sharding.mesh import Mesh
@@ -20,7 +20,7 @@ from maxmoe.sharding.redistribute import Redistribution, redistribute_local
 
 
 @dataclass(frozen=True)
-class PartialSums:
+class PartialSums(TensorParallelRegion):
     """The `maxmoe.nn.TensorParallelRegion` of a layer whose output is a sum over ranks.
 
     The outputs are summed by an all-reduce, or by a reduce-scatter if the residual stream is sharded.

@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias
 
 from maxmoe.config import MoEConfig
 from maxmoe.declaration import EXPERT_TOKEN_DIMS
-from maxmoe.nn import ExpertRunner, LocalRegion, TensorParallelRegion
+from maxmoe.nn import ExpertRunner, TensorParallelRegion
 from maxmoe.parallel.apply.sharded_tokens import ShardedTokens, activation_spec
 from maxmoe.parallel.dispatch import (
     ExpertLayout,
@@ -89,7 +89,7 @@ class DispatchPlan(ExpertLayout):
 
     def region(self) -> TensorParallelRegion:
         """Make the tensor-parallel region of this process."""
-        return self.partial_sums if self.partial_axes or self.embed_axes else LocalRegion()
+        return self.partial_sums if self.partial_axes or self.embed_axes else TensorParallelRegion()
 
     @property
     def partial_sums(self) -> PartialSums:

@@ -1,4 +1,4 @@
-"""Switch between the kernels and the ATen implementation."""
+"""The choice between kernels and ATen, and the memory that the operators cache."""
 
 import threading
 from collections.abc import Iterator
@@ -29,3 +29,13 @@ def force_aten(enabled: bool = True) -> Iterator[None]:
     finally:
         _C.force_aten(before)
         _entered.release()
+
+
+def empty_cache() -> None:
+    """Return cached memory of the operators to the system, as `torch.cuda.empty_cache` does for a GPU.
+
+    On Linux, freed CPU memory of results and work space of at least 4 MiB is cached for later calls. The cache is never
+    larger than the peak use, and the system can reclaim it when it needs memory (`MADV_FREE`), so that it only shows in
+    the resident memory of the process. On other systems, nothing is cached.
+    """
+    _C.empty_cache()

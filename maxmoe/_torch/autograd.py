@@ -1,6 +1,7 @@
-"""Private names of `torch.utils.checkpoint`.
+"""Private names of autograd: backward passes, `torch.utils.checkpoint` and the function transforms (`torch.func`).
 
-They tell which forward a recomputation repeats. No public function does.
+They tell which backward pass runs, which forward a recomputation repeats, and whether a tensor is one of a transform.
+No public function does.
 """
 
 import inspect
@@ -12,6 +13,24 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 Hooks = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
+
+
+def backward_id() -> int:
+    """Return the number of the backward pass that this thread executes; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Call a function when the backward pass that this thread executes has ended.
+
+    After an exception it is not called, but destroyed before the exception is raised. FSDP2 and DDP use this function.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def is_backward_running() -> bool:
+    """Return whether this thread executes a backward pass."""
+    return backward_id() != -1
 
 
 def is_packed_by_checkpoint() -> bool:
@@ -76,3 +95,26 @@ def _frames_of(*functions: Callable[..., object]) -> Iterator[FrameType]:
         if frame.f_code in codes:
             yield frame
         frame = frame.f_back
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Return whether a tensor is one of `torch.func.vmap`, also inside of other transforms."""
+    if torch.compiler.is_compiling():
+        return False
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):
+            return True
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return False
+
+
+def hides_gradient(tensor: Tensor) -> bool:
+    """Return whether `requires_grad` of a tensor is False because of `torch.func.vmap` or `jvp`.
+
+    Their tensors wrap others, outside of the transform, which autograd differentiates.
+    """
+    if tensor.requires_grad or torch.compiler.is_compiling():
+        return False
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.requires_grad
