@@ -81,8 +81,9 @@ def _activation_and_operator(experts: Any) -> tuple[str, str]:
     if gate is None:
         return "a gate of its own", "`gmm`"
     if experts.has_post_expert_norm:
-        return f"{gate.activation}, norm after each expert", "`gmm`"
-    return gate.activation if gate.limit is None else f"{gate.activation}, clipped at {gate.limit:g}", "`expert_ffn`"
+        return f"{gate['activation']}, norm after each expert", "`gmm`"
+    clipped = "" if gate["limit"] is None else f", clipped at {gate['limit']:g}"
+    return f"{gate['activation']}{clipped}", "`expert_ffn`"
 
 
 def document() -> str:

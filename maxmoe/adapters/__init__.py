@@ -4,18 +4,18 @@ A wrapper of PEFT hands its factors to the module that it wraps, for the time of
 `maxmoe.ops.expert_ffn` or `gmm`, so that W + scale * a b is not formed. PEFT's code and the user's are unchanged.
 """
 
-from maxmoe.adapters.checks import adapters_around as adapters_around
-from maxmoe.adapters.checks import check_adapters as check_adapters
 from maxmoe.adapters.factors import factors_of as factors_of
 from maxmoe.adapters.factors import hand_over as hand_over
 from maxmoe.adapters.peft import adapted_module as adapted_module
-from maxmoe.adapters.peft import connect as connect
-from maxmoe.adapters.peft import connect_if_imported as connect_if_imported
-from maxmoe.adapters.peft import connect_if_installed as connect_if_installed
-from maxmoe.adapters.peft import takes as takes
+from maxmoe.adapters.peft import adapters_around as adapters_around
+from maxmoe.adapters.peft import check_adapters as check_adapters
+from maxmoe.adapters.peft import connect_when_imported
 from maxmoe.adapters.peft import without_adapters as without_adapters
+from maxmoe.adapters.peft import wrappers_of as wrappers_of
+from maxmoe.adapters.stacked import adapter_state_dict as adapter_state_dict
 from maxmoe.adapters.stacked import factor_names as factor_names
 from maxmoe.adapters.stacked import packed_as_by_peft as packed_as_by_peft
 from maxmoe.adapters.stacked import planned_copy as planned_copy
 from maxmoe.adapters.stacked import stacked_factors as stacked_factors
-from maxmoe.adapters.stacked import wrappers_of as wrappers_of
+
+connect_when_imported()

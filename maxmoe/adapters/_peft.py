@@ -1,4 +1,4 @@
-"""What this library knows of PEFT's classes, with every private name that it uses; no other file names one.
+"""What this library changes in PEFT's classes, with every private name that it uses; no other file names one.
 
 PEFT wraps a module for each adapted parameter in a `ParamWrapper`, whose `_activate_lora` adds the product of the
 factors to the parameter while the module runs. `lora_A` is packed with the expert as the slowest index, `lora_B` with
@@ -8,7 +8,7 @@ of another version of PEFT is found out. Checked with peft 0.21.
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,23 +18,81 @@ from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
 
 from maxmoe._torch import put_in_place, take_out
+from maxmoe.adapters.factors import hand_over, takes
 from maxmoe.ops import LowRankFactors
 from maxmoe.quantization import QuantizedStack, QuantizedWeight
 
-ACTIVATE = "_activate_lora"
 
-__all__ = [
-    "ACTIVATE",
-    "ParamWrapper",
-    "check_layout",
-    "factors_of_adapter",
-    "is_stacked",
-    "is_swapped",
-    "parameter_of",
-    "replace_activation",
-    "show_quantized_weights",
-    "stacks",
-]
+def replace_methods() -> None:
+    """Let wrappers hand their factors over, and `target_parameters` find quantized weights."""
+    replaced: tuple[tuple[type[Any], str, Callable[..., Any]], ...] = (
+        (ParamWrapper, "_activate_lora", _or_hand_over),
+        (ParamWrapper, "get_delta_weight", _of_packed_factors),
+        (BaseTuner, "_inject_parameters", _with_quantized_weights),
+    )
+    for owner, name, make in replaced:
+        method = getattr(owner, name)
+        setattr(owner, name, functools.wraps(method)(make(method)))
+
+
+def _or_hand_over(activate: Callable[..., Any]) -> Callable[..., Any]:
+    @contextmanager
+    def activated(wrapper: Any, active_adapters: list[str]) -> Iterator[None]:
+        """Hand the factors over to a module that takes them, or else call `activate`."""
+        adapters = [adapter for adapter in active_adapters if adapter in wrapper.lora_A]
+        module, name = wrapper.get_base_layer(), wrapper.parameter_name
+        with ExitStack() as stack:
+            if adapters and takes(module, name):
+                factors = [factors_of_adapter(wrapper, adapter) for adapter in adapters]
+                stack.enter_context(hand_over(module, name, LowRankFactors.side_by_side(factors)))
+            else:
+                stack.enter_context(activate(wrapper, active_adapters))
+            yield
+
+    return activated
+
+
+def _of_packed_factors(get_delta_weight: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def checked(wrapper: Any, adapter_name: str, *arguments: Any, **options: Any) -> Tensor:
+        """Refuse stacks, whose dims the method would confuse, and quantized weights, to which nothing can be added."""
+        beside, weight = f"the adapter {adapter_name!r} beside {wrapper.parameter_name}", wrapper.get_param()
+        if is_stacked(wrapper):
+            raise RuntimeError(
+                f"{beside} cannot be merged after parallelize: save it with maxmoe.parallel.adapter_state_dict, and "
+                "merge it in one process"
+            )
+        if isinstance(weight, QuantizedStack):
+            raise RuntimeError(
+                f"{beside} cannot be added to weights quantized as {weight.format}: keep it beside them, or dequantize "
+                "the weights"
+            )
+        return get_delta_weight(wrapper, adapter_name, *arguments, **options)
+
+    return checked
+
+
+def _with_quantized_weights(inject: Callable[..., Any]) -> Callable[..., Any]:
+    def injected(tuner: Any, peft_config: Any, model: nn.Module, *arguments: Any, **options: Any) -> Any:
+        """List each quantized weight among the parameters of its module, as a tensor of its shape without memory.
+
+        PEFT looks for parameters that the module itself has.
+        """
+        shown = [
+            (owner, name, weight)
+            for owner in model.modules()
+            for name, weight in owner.named_children()
+            if isinstance(weight, QuantizedWeight)
+        ]
+        for owner, name, weight in shown:
+            element = torch.empty((), dtype=weight.dtype, device=weight.device)
+            put_in_place(owner, name, element.expand(weight.shape))
+        try:
+            return inject(tuner, peft_config, model, *arguments, **options)
+        finally:
+            for owner, name, _ in shown:
+                take_out(owner, name)
+
+    return injected
 
 
 def factors_of_adapter(wrapper: Any, adapter: str) -> LowRankFactors:
@@ -43,10 +101,8 @@ def factors_of_adapter(wrapper: Any, adapter: str) -> LowRankFactors:
     On a mesh, the factors are stacks with the experts of this rank: see `maxmoe.parallel`.
     """
     lora_a, lora_b = stacks(wrapper, adapter)
-    scale = float(wrapper.scaling[adapter])
-    if is_swapped(wrapper):
-        return LowRankFactors(lora_b.transpose(1, 2), lora_a, scale)
-    return LowRankFactors(lora_a.transpose(1, 2), lora_b, scale)
+    factors = LowRankFactors(lora_a.transpose(1, 2), lora_b, float(wrapper.scaling[adapter]))
+    return factors.transposed() if is_swapped(wrapper) else factors
 
 
 def stacks(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
@@ -66,86 +122,14 @@ def stacks(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
     )
 
 
-def parameter_of(wrapper: Any) -> Tensor | QuantizedStack:
-    """Return the parameter that a wrapper adapts, or its quantized weight."""
-    parameter: Tensor | QuantizedStack = wrapper.get_param()
-    return parameter
-
-
 def is_swapped(wrapper: Any) -> bool:
     """Return whether `lora_A` belongs to the last dim of the parameter, as for matrices [out, in]."""
     return bool(wrapper._did_swap_in_out_features)
 
 
 def is_stacked(wrapper: Any) -> bool:
-    """Return whether `parallelize` has made stacks of the factors of a wrapper."""
+    """Return whether the factors of a wrapper are stacks: on a mesh."""
     return "declaration" in vars(wrapper)
-
-
-def replace_activation(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the method that activates the adapters of a wrapper by what `make` returns for it.
-
-    The method that computes the product of packed factors refuses stacks, whose dims it would confuse.
-    """
-    setattr(ParamWrapper, ACTIVATE, make(getattr(ParamWrapper, ACTIVATE)))
-    ParamWrapper.get_delta_weight = _of_packed_factors(ParamWrapper.get_delta_weight)  # type: ignore[method-assign]
-
-
-def _of_packed_factors(get_delta_weight: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(get_delta_weight)
-    def checked(wrapper: Any, adapter_name: str, *arguments: Any, **options: Any) -> Tensor:
-        if is_stacked(wrapper):
-            raise RuntimeError(
-                f"the adapter {adapter_name!r} beside {wrapper.parameter_name} cannot be merged after parallelize: "
-                "save it with maxmoe.parallel.adapter_state_dict, and merge it in one process"
-            )
-        weight = parameter_of(wrapper)
-        if isinstance(weight, QuantizedStack):
-            raise RuntimeError(
-                f"the adapter {adapter_name!r} beside {wrapper.parameter_name} cannot be added to weights quantized as "
-                f"{weight.format}: keep it beside them, or dequantize the weights"
-            )
-        return get_delta_weight(wrapper, adapter_name, *arguments, **options)
-
-    return checked
-
-
-def show_quantized_weights() -> None:
-    """Let `target_parameters` find quantized weights: PEFT looks for parameters that the module itself has."""
-    inject = BaseTuner._inject_parameters
-
-    @functools.wraps(inject)
-    def injected(tuner: Any, peft_config: Any, model: nn.Module, *arguments: Any, **options: Any) -> Any:
-        with _shown_as_parameters(model):
-            return inject(tuner, peft_config, model, *arguments, **options)
-
-    BaseTuner._inject_parameters = injected  # type: ignore[assignment,method-assign]
-
-
-@contextmanager
-def _shown_as_parameters(model: nn.Module) -> Iterator[None]:
-    """List each quantized weight among the parameters of its module, as a tensor of its shape without memory."""
-    shown = [
-        (owner, name, weight)
-        for owner in model.modules()
-        for name, weight in owner.named_children()
-        if isinstance(weight, QuantizedWeight)
-    ]
-    for owner, name, weight in shown:
-        element = torch.empty((), dtype=weight.dtype, device=weight.device)
-        put_in_place(owner, name, element.expand(weight.shape))
-    try:
-        yield
-    finally:
-        for owner, name, _ in shown:
-            take_out(owner, name)
-
-
-class _Stack(nn.Module):
-    def __init__(self, is_transposed: bool) -> None:
-        super().__init__()
-        self.is_transposed = is_transposed
-        self.weight = nn.Parameter(torch.zeros(2, 3, 4))
 
 
 def check_layout() -> None:
@@ -153,7 +137,10 @@ def check_layout() -> None:
     config = LoraConfig(r=2, lora_alpha=3, init_lora_weights=False)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         for is_transposed in (True, False):
-            wrapper: Any = ParamWrapper(_Stack(is_transposed), "default", "weight", config, r=2, lora_alpha=3)
+            stack: Any = nn.Module()
+            stack.is_transposed = is_transposed
+            stack.weight = nn.Parameter(torch.zeros(2, 3, 4, dtype=torch.float64))  # the dtype of the adapters, too
+            wrapper: Any = ParamWrapper(stack, "default", "weight", config, r=2, lora_alpha=3)
             a, b, scale = factors_of_adapter(wrapper, "default")
             expected = wrapper.get_delta_weight("default")
             if not torch.allclose(scale * a @ b, expected, atol=1e-6):

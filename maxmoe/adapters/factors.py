@@ -3,10 +3,15 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from maxmoe._torch.this_thread import OfThisThread
+from maxmoe.declaration import expert_matrices
 from maxmoe.ops import LowRankFactors
+from maxmoe.quantization import QuantizedStack
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class _HandedOver:
@@ -20,6 +25,18 @@ class _HandedOver:
 
 # By the name of the parameter; those of the innermost module, if an adapted module calls another one.
 _handed_over: OfThisThread[dict[str, _HandedOver]] = OfThisThread()
+
+
+def takes(module: nn.Module, parameter: str) -> bool:
+    """Return whether a module takes factors beside a parameter; not beside one of 8 bits or with a parametrization."""
+    own: dict[str, object] = {**dict(module.named_children()), **dict(module.named_parameters(recurse=False))}
+    matrices = own.get(parameter)
+    return (
+        isinstance(matrices, Tensor | QuantizedStack)
+        and matrices.dim() == 3
+        and matrices.dtype in _DTYPES
+        and parameter in expert_matrices(module)
+    )
 
 
 @contextmanager

@@ -1,24 +1,68 @@
-"""Connection to PEFT: its wrappers hand their factors to experts instead of adding their product to the weights."""
+"""Wrappers of PEFT around modules, and the connection to PEFT; importing this file does not import PEFT."""
 
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from importlib.util import find_spec
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from maxmoe.adapters.factors import hand_over
-from maxmoe.declaration import expert_matrices
-from maxmoe.ops import LowRankFactors
-from maxmoe.quantization import QuantizedStack
+from maxmoe.adapters.factors import takes
 
 Part = TypeVar("Part", bound=nn.Module)
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+def connect_when_imported() -> None:
+    """Connect to PEFT, as soon as it is imported: importing it would take as long as importing this library."""
+    if "peft" in sys.modules:
+        connect()
+    else:
+        sys.meta_path.insert(0, _FinderOfPeft())
+
+
+class _FinderOfPeft(MetaPathFinder):
+    """Finds PEFT as the other finders do, and connects to it after its import."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != "peft":
+            return None
+        others = (each for each in sys.meta_path if each is not self and hasattr(each, "find_spec"))
+        found = (each.find_spec(name, path, target) for each in others)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_connect(module: ModuleType) -> None:
+                execute(module)
+                connect()
+
+            setattr(spec.loader, "exec_module", execute_and_connect)  # noqa: B010, mypy refuses the assignment
+        return spec
+
+
+@functools.cache
+def connect() -> None:
+    """Let the wrappers of PEFT hand their factors to experts instead of adding their product to the weights.
+
+    If PEFT keeps adapters in another way than this library knows, it is left as it is, with a warning: results are
+    those of PEFT, and each forward forms the sum of weights and adapters.
+    """
+    from maxmoe.adapters import _peft
+
+    try:
+        _peft.check_layout()
+        _peft.replace_methods()
+    except Exception as error:  # whatever another version of PEFT raises
+        warnings.warn(
+            "maxmoe does not know how this version of PEFT keeps adapters of experts "
+            f"({type(error).__name__}: {error}): PEFT itself adds them to the weights, which takes about three times "
+            "the time of frozen experts",
+            stacklevel=2,
+        )
 
 
 def adapted_module(module: nn.Module) -> nn.Module:
@@ -51,67 +95,43 @@ def without_adapters(module: nn.Module, kind: type[Part]) -> Part:
     return adapted
 
 
-def connect_if_imported() -> None:
-    """Connect if PEFT has been imported; importing it would take as long as importing this library."""
-    if "peft" in sys.modules:
-        connect()
+def wrappers_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the wrappers of PEFT in a module whose factors lie beside stacks of matrices, with their paths."""
+    if "peft" not in sys.modules:
+        return
+    from peft.tuners.lora.layer import ParamWrapper
+
+    child: Any
+    for path, child in module.named_modules():
+        if isinstance(child, ParamWrapper) and child.get_param().dim() == 3:  # type: ignore[no-untyped-call]
+            yield path, child
 
 
-def connect_if_installed() -> None:
-    """Import PEFT if it is installed, and connect."""
-    if find_spec("peft") is not None:
-        connect()
+def check_adapters(module: nn.Module, layer_type: type[nn.Module]) -> None:
+    """Raise for adapters of other parts of layers than the experts, and of experts that do not take them."""
+    wrappers = dict(wrappers_of(module))
+    for path, wrapper in wrappers.items():
+        experts, parameter = wrapper.get_base_layer(), wrapper.parameter_name
+        if not takes(experts, parameter):
+            raise ValueError(
+                f"{path} must adapt experts that take low-rank factors, got {type(experts).__name__}.{parameter}: in "
+                'models of transformers, call set_experts_implementation("maxmoe")'
+            )
+    beside_experts = set(wrappers.values())
+    for path, layer in module.named_modules():
+        for name, part in layer.named_children() if isinstance(layer, layer_type) else ():
+            while part in beside_experts:
+                part = part.get_submodule("base_layer")
+            if hasattr(part, "base_layer"):
+                raise ValueError(
+                    f"{path}.{name}".lstrip(".") + f" must have no adapters around it, got {type(part).__name__}: "
+                    "merge them before parallelize (PEFT: merge_and_unload); adapters of the experts' matrices may stay"
+                )
 
 
-@functools.cache
-def connect() -> None:
-    """Connect to PEFT, once per process.
-
-    If PEFT keeps adapters in another way than this library knows, it is left as it is, with a warning: results are
-    those of PEFT, and each forward forms the sum of weights and adapters.
-    """
-    from maxmoe.adapters import _peft
-
-    try:
-        _peft.check_layout()
-        _peft.show_quantized_weights()
-        _peft.replace_activation(_or_hand_over)
-    except Exception as error:  # whatever another version of PEFT raises
-        warnings.warn(
-            "maxmoe does not know how this version of PEFT keeps adapters of experts "
-            f"({type(error).__name__}: {error}): PEFT itself adds them to the weights, which takes about three times "
-            "the time of frozen experts",
-            stacklevel=2,
-        )
-
-
-def _or_hand_over(activate: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that hands the factors over to a module that takes them, or else calls `activate`."""
-    from maxmoe.adapters import _peft
-
-    @functools.wraps(activate)
-    @contextmanager
-    def activated(wrapper: Any, active_adapters: list[str]) -> Iterator[None]:
-        adapters = [adapter for adapter in active_adapters if adapter in wrapper.lora_A]
-        module, name = wrapper.get_base_layer(), wrapper.parameter_name
-        with ExitStack() as stack:
-            if adapters and takes(module, name):
-                factors = [_peft.factors_of_adapter(wrapper, adapter) for adapter in adapters]
-                stack.enter_context(hand_over(module, name, LowRankFactors.side_by_side(factors)))
-            else:
-                stack.enter_context(activate(wrapper, active_adapters))
-            yield
-
-    return activated
-
-
-def takes(module: nn.Module, parameter: str) -> bool:
-    """Return whether a module takes factors beside a parameter; not beside one of 8 bits or with a parametrization."""
-    own: dict[str, object] = {**dict(module.named_children()), **dict(module.named_parameters(recurse=False))}
-    matrices = own.get(parameter)
-    return (
-        isinstance(matrices, Tensor | QuantizedStack)
-        and matrices.dim() == 3
-        and matrices.dtype in _DTYPES
-        and parameter in expert_matrices(module)
-    )
+def adapters_around(name: str, parameters: Mapping[str, object]) -> str:
+    """Return the end of a message for a parameter of a module that PEFT has wrapped or copied."""
+    module, _, parameter = name.rpartition(".")
+    is_inside = any(f"{module}.{each}.{parameter}" in parameters for each in ("base_layer", "original_module"))
+    reason = f": {module} has adapters around it, or is in modules_to_save: merge them before parallelize"
+    return reason if is_inside else ""

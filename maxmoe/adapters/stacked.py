@@ -1,11 +1,10 @@
-"""Factors as stacks of matrices with the expert dim first, for a mesh.
+"""Adapters on a mesh: their factors as stacks of matrices with the expert dim first, and back as PEFT saves them.
 
 PEFT packs `lora_A` as ``(L * r, in)``, with the expert as the slowest index, and `lora_B` as ``(out, r * L)``, with the
 expert as the fastest one: a shard of the experts is not a slice of it. On a mesh, they are ``(L, r, in)`` and
 ``(L, r, out)``.
 """
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,21 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from maxmoe._torch.copies import copy_modules
-from maxmoe.adapters.peft import connect
+from maxmoe.adapters.peft import wrappers_of
 from maxmoe.checks.early_optimizers import mark_replaced
+from maxmoe.checks.whole_tensors import is_dtensor
 from maxmoe.declaration import Declaration, SavedTensor, declaration_of
-
-
-def wrappers_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the wrappers of PEFT in a module whose factors lie beside stacks of matrices, with their paths."""
-    if "peft" not in sys.modules:
-        return
-    from maxmoe.adapters import _peft
-
-    for path, child in module.named_modules():
-        if isinstance(child, _peft.ParamWrapper) and _peft.parameter_of(child).dim() == 3:
-            connect()  # PEFT may have been imported after this library
-            yield path, child
 
 
 def factor_names(module: nn.Module) -> frozenset[str]:
@@ -38,23 +26,18 @@ def factor_names(module: nn.Module) -> frozenset[str]:
 @contextmanager
 def stacked_factors(module: nn.Module) -> Iterator[None]:
     """Make declared stacks of all factors in a module; they are as before if the block raises."""
-    wrappers = dict(_packed_wrappers(module))
-    packed = {
-        f"{path}.{name}": (owner, owner.weight)
-        for path, wrapper in wrappers.items()
-        for name, owner in _factors(wrapper)
-    }
-    for wrapper in wrappers.values():
+    packed = {}
+    for path, wrapper in _packed_wrappers(module):
+        packed.update({f"{path}.{name}": (wrapper, owner, owner.weight) for name, owner in _factors(wrapper)})
         _stack_factors(wrapper)
     try:
         yield
     except BaseException:
-        for owner, weight in packed.values():
+        for wrapper, owner, weight in packed.values():
             owner.weight = weight
-        for wrapper in wrappers.values():
-            del wrapper.declaration
+            vars(wrapper).pop("declaration", None)
         raise
-    for name, (_, weight) in packed.items():
+    for name, (_, _, weight) in packed.items():
         mark_replaced(weight, name)
 
 
@@ -66,9 +49,32 @@ def planned_copy(module: nn.Module) -> nn.Module:
     return copied
 
 
-def _packed_wrappers(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the wrappers whose factors are not stacks yet."""
-    return ((path, wrapper) for path, wrapper in wrappers_of(module) if "declaration" not in vars(wrapper))
+def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Collect the trained parameters and all adapters of a model on every rank, as PEFT saves them in one process.
+
+    Buffers of the modules in PEFT's `modules_to_save`, such as the correction bias of a router, are among them.
+
+    All ranks must call it. Load saved adapters with ``PeftModel.from_pretrained`` before `parallelize`, on any mesh::
+
+        state_dict = maxmoe.parallel.adapter_state_dict(model)
+        if torch.distributed.get_rank() == 0:
+            model.save_pretrained(folder, state_dict=state_dict)
+
+    Args:
+        model: model of PEFT after `maxmoe.parallelize`.
+
+    Returns:
+        Whole tensors on the CPU, by the path of the parameter or buffer.
+    """
+    factors, trained = factor_names(model), {name for name, each in model.named_parameters() if each.requires_grad}
+    state_dict = {}
+    tensor: Any
+    for name, tensor in model.state_dict().items():
+        # In the paths of the tensors of adapters, those that are not active included.
+        if name in trained or ".lora_" in name or ".modules_to_save." in name:
+            whole = (tensor.full_tensor() if is_dtensor(tensor) else tensor).cpu()
+            state_dict[name] = packed_as_by_peft(name, whole) if name in factors and whole.dim() == 3 else whole
+    return state_dict
 
 
 def packed_as_by_peft(name: str, stack: Tensor) -> Tensor:
@@ -76,6 +82,11 @@ def packed_as_by_peft(name: str, stack: Tensor) -> Tensor:
     if name.split(".")[-3] == "lora_A":  # not the name of the adapter, which follows, or of a module before
         return stack.flatten(0, 1)
     return stack.permute(2, 1, 0).flatten(1)
+
+
+def _packed_wrappers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the wrappers whose factors are not stacks yet."""
+    return ((path, wrapper) for path, wrapper in wrappers_of(module) if "declaration" not in vars(wrapper))
 
 
 def _factors(wrapper: Any) -> Iterator[tuple[str, nn.Linear]]:
@@ -86,25 +97,21 @@ def _factors(wrapper: Any) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def _stack_factors(wrapper: Any) -> None:
-    """Replace the factors of a wrapper by stacks, and declare their logical names."""
+    """Replace the factors of a wrapper by stacks, and declare their logical names.
+
+    The expert dim and the dims of the matrices have the names of the adapted parameter.
+    """
     from maxmoe.adapters import _peft
 
     for adapter in wrapper.lora_A:
         for owner, stack in zip((wrapper.lora_A, wrapper.lora_B), _peft.stacks(wrapper, adapter), strict=True):
             weight = owner[adapter].weight
             owner[adapter].weight = nn.Parameter(stack.detach().contiguous(), weight.requires_grad)
-    wrapper.declaration = _declaration(wrapper)
-
-
-def _declaration(wrapper: Any) -> Declaration:
-    """Declare the factors: the expert dim and the dims of the matrices have the names of the adapted parameter."""
-    from maxmoe.adapters import _peft
-
-    module, parameter = wrapper.get_base_layer(), wrapper.parameter_name
-    of_module = declaration_of(module)
-    names = of_module.logical_names.get(parameter)
+    of_module = declaration_of(wrapper.get_base_layer())
+    names = of_module.logical_names.get(wrapper.parameter_name)
     if names is None:
-        return Declaration(fsdp_unit=True)  # factors are read outside of the modules that own them
+        wrapper.declaration = Declaration(fsdp_unit=True)  # factors are read outside of the modules that own them
+        return
     expert, *dims = names
     of_a, of_b = reversed(dims) if _peft.is_swapped(wrapper) else dims
     ends = {"lora_A": of_a, "lora_B": of_b}
@@ -118,7 +125,7 @@ def _declaration(wrapper: Any) -> Declaration:
         rank = sum(wrapper.r[adapter] for adapter in wrapper.active_adapters if adapter in wrapper.r)
         return {"reduced": rows._replace(shape=(*rows.shape[:-1], rank), names=(*rows.names[:-1], None))}
 
-    return Declaration(
+    wrapper.declaration = Declaration(
         logical_names={path: (expert, None, ends[path.split(".")[0]]) for path, _ in _factors(wrapper)},
         fsdp_unit=True,
         tensor_parallel_dims={name: size for name, size in of_module.tensor_parallel_dims.items() if name in dims},

@@ -15,20 +15,18 @@ from maxmoe.config import MoEConfig
 from maxmoe.presets import from_transformers
 from maxmoe.presets.families import Family, family_of
 from maxmoe.presets.layouts import Held, check_tensors
-from maxmoe.quantization import QuantizedStack, put_stack, state_with_stacks
+from maxmoe.quantization import QuantizedStack, on_meta, put_stack, state_with_stacks
 
-# Fields of MoEConfig that a transformers block does not have or leaves to the training loop.
-_FIELDS_OF_TRAINING = {
-    "router",
+# Fields of MoEConfig that a transformers block leaves to the training loop, and those that it does not have.
+TRAINING_FIELDS = (
     "load_balance_loss_weight",
     "load_balance_scope",
     "router_z_loss_weight",
     "correction_bias_rule",
     "correction_bias_update_rate",
-    "implementation",
-    "capacity_factor",
     "buffer_factor",
-}
+)
+_OTHER_FIELDS = (*TRAINING_FIELDS, "router", "implementation", "capacity_factor")
 
 
 def config_of_block(block: nn.Module) -> MoEConfig:
@@ -55,7 +53,7 @@ def _source(block: nn.Module) -> Any:
 def check_block(config: MoEConfig, block: nn.Module) -> None:
     """Raise unless a layer with this config and a block compute the same function of the same weights."""
     wanted = config_of_block(block)
-    for name in (field.name for field in dataclasses.fields(MoEConfig) if field.name not in _FIELDS_OF_TRAINING):
+    for name in (field.name for field in dataclasses.fields(MoEConfig) if field.name not in _OTHER_FIELDS):
         if getattr(config, name) != getattr(wanted, name):
             raise ValueError(
                 f"{name} of the layer must be {getattr(wanted, name)!r} as in the block's config, "
@@ -63,10 +61,20 @@ def check_block(config: MoEConfig, block: nn.Module) -> None:
             )
 
 
-def check_tensors_of(block: nn.Module, layer: nn.Module, what: str) -> None:
-    """Raise unless a block is whole and has the tensors of its family, in the shapes that fit a layer."""
+def check_tensors_of(block: nn.Module, layer: nn.Module, what: str) -> dict[str, Held]:
+    """Return the parameters of a layer in each tensor of a block.
+
+    Raises unless the block is whole and has the tensors of its family, in the shapes that fit the layer.
+    """
     check_whole(what, block.state_dict())
-    _checked(_state(layer), block, _state(block))
+    theirs, tensors = state_with_stacks(block), family_of_block(block).block.tensors(state_with_stacks(layer))
+    expected = {key: held.shape for key, held in tensors.items()}
+    for key, held in tensors.items():
+        if held.entry.has_unused_matrices and key in theirs:
+            expected[key] = torch.Size([max(theirs[key].shape[0], held.shape[0]), *held.shape[1:]])
+    where = f"{type(block).__name__} against that of transformers >= 5.20"
+    check_tensors(where, {key: tensor.shape for key, tensor in theirs.items()}, expected)
+    return tensors
 
 
 @torch.no_grad()
@@ -75,14 +83,13 @@ def take_weights(layer: nn.Module, block: nn.Module) -> None:
 
     Raises before the first tensor is moved if the block is sharded, or has other tensors or shapes than its family.
     """
-    check_whole("from_transformers", block.state_dict())
-    state, theirs = _state(layer), _state(block)
-    for key, held in _checked(state, block, theirs).items():
+    tensors, theirs = check_tensors_of(block, layer, "from_transformers"), state_with_stacks(block)
+    for key, held in tensors.items():
         source = theirs.pop(key)
         used = source[: held.parameters[0].shape[0]] if held.entry.has_unused_matrices else source
         for name, view in zip(held.entry.names, held.entry.views(used), strict=True):
             _put(layer, name, _owned(view, source), source.requires_grad)
-        _put(block, key, _on_meta(source), source.requires_grad)
+        _put(block, key, on_meta(source), source.requires_grad)
 
 
 @torch.no_grad()
@@ -92,19 +99,16 @@ def give_weights(layer: nn.Module, block: nn.Module) -> None:
     Raises before the first tensor is moved if layer or block are sharded, the block has other tensors or shapes than
     its family, or quantized weights cannot be joined.
     """
-    for module in (layer, block):
-        check_whole("to_transformers", module.state_dict())
-    state, theirs = _state(layer), _state(block)
-    held_by_key = _checked(state, block, theirs)
-    for key, held in held_by_key.items():
-        _joined(key, [_on_meta(parameter) for parameter in held.parameters], held, theirs[key].shape[0])
-    for key, held in held_by_key.items():
+    check_whole("to_transformers", layer.state_dict())
+    tensors = check_tensors_of(block, layer, "to_transformers")
+    counts = {key: tensor.shape[0] for key, tensor in state_with_stacks(block).items() if key in tensors}
+    for key, held in tensors.items():
+        _joined(key, [on_meta(parameter) for parameter in held.parameters], held, counts[key])
+    for key, held in tensors.items():
         requires_grad = any(parameter.requires_grad for parameter in held.parameters)
-        weight = _joined(key, held.parameters, held, theirs[key].shape[0])
-        _put(block, key, weight, requires_grad)
+        _put(block, key, _joined(key, held.parameters, held, counts[key]), requires_grad)
         for name in held.entry.names:
-            _put(layer, name, _on_meta(state.pop(name)), requires_grad)
-        held.parameters.clear()
+            _put(layer, name, on_meta(held.parameters.pop(0)), requires_grad)
 
 
 def _owned(view: Any, source: Any) -> Any:
@@ -113,13 +117,6 @@ def _owned(view: Any, source: Any) -> Any:
         return view.map(torch.Tensor.contiguous)
     is_whole = view.is_contiguous() and view.numel() == source.numel()
     return view if is_whole else view.clone(memory_format=torch.contiguous_format)
-
-
-def _on_meta(weight: Any) -> Any:
-    """Return a weight without memory."""
-    if isinstance(weight, QuantizedStack):
-        return weight.map(_on_meta)
-    return torch.empty_like(weight, device="meta")
 
 
 def _joined(key: str, parameters: list[Any], held: Held, count: int) -> Any:
@@ -132,26 +129,6 @@ def _joined(key: str, parameters: list[Any], held: Held, count: int) -> Any:
             f"{weight.format}: convert the layer before its experts are quantized"
         )
     return torch.cat([weight, weight.new_zeros(missing, *weight.shape[1:])]) if missing else weight
-
-
-def _state(module: nn.Module) -> dict[str, Any]:
-    """Return the parameters, quantized weights and buffers of a module by name, not detached."""
-    return state_with_stacks(module, keep_vars=True)
-
-
-def _checked(state: dict[str, Any], block: nn.Module, theirs: dict[str, Any]) -> dict[str, Held]:
-    tensors = family_of(_source(block)).block.tensors(state)
-    where = f"{type(block).__name__} against that of transformers >= 5.20"
-    expected = {key: _shape_in_block(held, theirs.get(key)) for key, held in tensors.items()}
-    check_tensors(where, {key: tensor.shape for key, tensor in theirs.items()}, expected)
-    return tensors
-
-
-def _shape_in_block(held: Held, theirs: Any) -> torch.Size:
-    """Return the expected shape of a tensor in a block, whose stacks may have matrices that it does not use."""
-    if theirs is None or not held.entry.has_unused_matrices:
-        return held.shape
-    return torch.Size([max(theirs.shape[0], held.shape[0]), *held.shape[1:]])
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor | QuantizedStack, requires_grad: bool) -> None:

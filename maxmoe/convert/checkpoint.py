@@ -6,23 +6,21 @@ Weights are copied one expert at a time, so that the additional memory does not 
 import json
 import math
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from maxmoe.checks.whole_tensors import check_whole
-from maxmoe.convert.layer_reader import InFile, LayerReader, experts_of
-from maxmoe.convert.quantized_tensors import DTYPES, ConfigFormat, ends_of_codes, published
+from maxmoe.convert.stored_weights import DTYPES, PUBLISHED, StoredWeight, check_weights, read_weights
 from maxmoe.files import replacing
 from maxmoe.nn import MoE
 from maxmoe.nn.checks import check_parts_are_known
 from maxmoe.presets.families import FAMILIES, Family
-from maxmoe.presets.layouts import Held, Layout, listed
+from maxmoe.presets.layouts import Layout, listed
 from maxmoe.quantization import QuantizedStack, state_with_stacks
 
 
@@ -36,8 +34,7 @@ def read_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str) ->
     device; they get memory on the CPU.
 
     Args:
-        path: safetensors file, or folder with the files of one model. A config.json in the folder must agree with the
-            format of quantized tensors.
+        path: safetensors file, or folder with the files of one model.
         layers: layers by the name of their block in the decoder, such as ``{"model.layers.3": layer}``. They are
             overwritten, in their dtype.
         family: `model_type` in the config of the model, such as "mixtral".
@@ -49,22 +46,21 @@ def read_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str) ->
     """
     known = _family(family)
     for block, layer in layers.items():
-        check_whole("read_checkpoint", layer.state_dict(), prefix=f"{block}.")
-        _check_memory(block, layer, may_be_quantized=True)
+        _check_state("read_checkpoint", block, layer, may_be_quantized=True)
     with ExitStack() as stack:
         files = _open(Path(path), stack)
-        config = ConfigFormat(Path(path))
-        readers = []
+        checked = []
         for block, layer in layers.items():
-            in_block = _below(f"{block}.", files)
-            if not in_block:
+            keys = [key.removeprefix(f"{block}.") for key in files if key.startswith(f"{block}.")]
+            if not keys:
                 raise ValueError(f"{path} must have keys that begin with {block}., got {listed(sorted(files))}")
-            layout = _layout_of(in_block, known, f"{path} as {family}: {block}")
-            base = f"{block}.{layout.module}"
-            in_layer = _below(f"{layout.module}.", in_block)
-            readers.append(LayerReader(f"{path} as {family}: {base}", base, layer, layout, in_layer, config))
-        for reader in readers:
-            reader.read()
+            layout = _layout_of(keys, known, f"{path} as {family}: {block}")
+            base = f"{block}.{layout.module}."
+            slices = {key.removeprefix(base): files[key].get_slice(key) for key in files if key.startswith(base)}
+            state = check_weights(f"{path} as {family}: {base[:-1]}", layer, layout, slices)
+            checked.append((layer, layout, slices, state))
+        for each in checked:
+            read_weights(*each)
 
 
 @torch.no_grad()
@@ -85,54 +81,26 @@ def write_checkpoint(path: str | Path, layers: Mapping[str, MoE], family: str, *
     tensors: dict[str, _Tensor] = {}
     for block, layer in layers.items():
         check_parts_are_known(layer, f"{block}: write_checkpoint")
-        check_whole("write_checkpoint", layer.state_dict(), prefix=f"{block}.")
-        _check_memory(block, layer, may_be_quantized=False)
+        _check_state("write_checkpoint", block, layer)
         for key, held in layout.tensors(state_with_stacks(layer)).items():
-            tensors |= _tensors_of(f"{block}.{layout.module}.{key}", held)
-    order = sorted(tensors, key=lambda key: (-[*DTYPES].index(tensors[key].dtype), key))
+            weight = StoredWeight(key, held)
+            for name, (dtype, shape) in weight.tensors().items():
+                tensors[f"{block}.{layout.module}.{name}"] = _Tensor(dtype, shape, weight, name)
+    order = dict(sorted(tensors.items(), key=lambda each: (-[*DTYPES].index(each[1].dtype), each[0])))
     with replacing(path) as new, new.open("wb") as file:
-        _write_header(file, {key: tensors[key] for key in order})
-        for key in order:
-            for piece in tensors[key].pieces():
+        _write_header(file, order)
+        for tensor in order.values():
+            for piece in tensor.weight.pieces(tensor.name):
                 file.write(piece.cpu().contiguous().view(torch.uint8).numpy().data)
 
 
 class _Tensor(NamedTuple):
-    """A tensor in a checkpoint.
+    """A tensor to write, and the weight to which it belongs under a name."""
 
-    Args:
-        held: parameters that it contains.
-        end: end of its name, if it is one of the tensors of a quantized weight, else None.
-        dtype: its dtype.
-        shape: its shape.
-    """
-
-    held: Held
-    end: str | None
     dtype: torch.dtype
     shape: tuple[int, ...]
-
-    def pieces(self) -> Iterator[Tensor]:
-        """Yield the values, one expert at a time."""
-        for _, parameters in experts_of(self.held):
-            weight = self.held.entry.join(parameters)
-            if isinstance(weight, QuantizedStack):
-                assert self.end is not None
-                weight = published(weight, self.end).tensors(weight)[self.end]
-            yield weight
-
-
-def _tensors_of(key: str, held: Held) -> dict[str, _Tensor]:
-    """Return the tensors of a weight, several for one that is quantized."""
-    if not isinstance(held.parameters[0], QuantizedStack):
-        return {key: _Tensor(held, None, held.parameters[0].dtype, held.shape)}
-    _, parameters = next(experts_of(held))
-    matrix = held.entry.join([parameter.map(lambda part: part.to("meta")) for parameter in parameters])
-    leading = held.parameters[0].shape[:1] if held.entry.is_stack else ()
-    tensors = published(matrix, key).tensors(matrix)
-    return {
-        f"{key}{end}": _Tensor(held, end, tensor.dtype, (*leading, *tensor.shape)) for end, tensor in tensors.items()
-    }
+    weight: StoredWeight
+    name: str
 
 
 def _family(name: str) -> Family:
@@ -141,54 +109,49 @@ def _family(name: str) -> Family:
     return FAMILIES[name]
 
 
-def _check_memory(block: str, layer: MoE, *, may_be_quantized: bool) -> None:
-    """Raise if a parameter is on the meta device, where quantized ones may be when they are read."""
+def _check_state(what: str, block: str, layer: MoE, *, may_be_quantized: bool = False) -> None:
+    """Raise for sharded parameters, and for those on the meta device, where quantized ones may be."""
+    check_whole(what, layer.state_dict(), prefix=f"{block}.")
     for name, tensor in state_with_stacks(layer).items():
         if tensor.is_meta and not (may_be_quantized and isinstance(tensor, QuantizedStack)):
             raise ValueError(f"{block}: {name} must have memory, got the meta device; call layer.to_empty first")
 
 
-def _open(path: Path, stack: ExitStack) -> dict[str, InFile]:
+def _open(path: Path, stack: ExitStack) -> dict[str, Any]:
     """Open all files of a checkpoint, and return the file of every key."""
     paths = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not paths:
         raise ValueError(f"{path} must be a safetensors file or a folder of them, got a folder without any")
-    files: dict[str, InFile] = {}
+    files: dict[str, Any] = {}
     for each in paths:
-        file = stack.enter_context(_open_file(each))
+        if not stat.S_ISREG(each.stat().st_mode):  # opening a FIFO waits for a writer
+            raise ValueError(f"{each} must be a safetensors file")
+        try:
+            file = stack.enter_context(safe_open(each, "pt"))
+        except SafetensorError as error:
+            raise ValueError(f"{each} must be a safetensors file: {error}") from error
         keys = file.keys()
         for key in keys:
             if key in files:
                 raise ValueError(f"{path}: {key} must be in one file, it is in two, the second is {each.name}")
-            files[key] = InFile(file, each)
+            files[key] = file
     return files
 
 
-def _open_file(path: Path) -> safe_open:
-    if not stat.S_ISREG(path.stat().st_mode):  # opening a FIFO waits for a writer
-        raise ValueError(f"{path} must be a safetensors file")
-    try:
-        return safe_open(path, "pt")
-    except SafetensorError as error:
-        raise ValueError(f"{path} must be a safetensors file: {error}") from error
-
-
-def _below(base: str, files: Mapping[str, InFile]) -> dict[str, InFile]:
-    return {key.removeprefix(base): file for key, file in files.items() if key.startswith(base)}
-
-
-def _layout_of(in_block: Mapping[str, InFile], family: Family, where: str) -> Layout:
+def _layout_of(keys: Sequence[str], family: Family, where: str) -> Layout:
     """Return the layout whose expert names are in the checkpoint: the published one, or the stacked one in memory."""
 
     def has(layout: Layout) -> bool:
         ends = [f"{layout.module}.{entry.key}".split("{expert}") for entry in layout.entries if entry.is_of_experts]
-        return any(key.startswith(end[0]) and key.endswith(ends_of_codes(end[-1])) for end in ends for key in in_block)
+        codes = {each.ends[0] for each in PUBLISHED.values()}  # those of "fp8_block" are named as ordinary weights
+        ends_of_codes = [(end[0], tuple(f"{end[-1]}{each}" for each in codes)) for end in ends]
+        return any(key.startswith(begin) and key.endswith(end) for begin, end in ends_of_codes for key in keys)
 
     for layout in (family.checkpoint, family.block):
         if has(layout):
             return layout
     others = [name for name, other in FAMILIES.items() if has(other.checkpoint) or has(other.block)]
-    found = f"the names are those of {', '.join(others)}" if others else f"got {listed(sorted(in_block))}"
+    found = f"the names are those of {', '.join(others)}" if others else f"got {listed(sorted(keys))}"
     wanted = next(entry.key for entry in family.checkpoint.entries if entry.is_of_experts)
     raise ValueError(f"{where} must have {family.checkpoint.module}.{wanted}; {found}")
 

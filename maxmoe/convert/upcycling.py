@@ -25,156 +25,136 @@ _BIASES = {"gate_proj": "gate_bias", "up_proj": "up_bias", "down_proj": "down_bi
 
 
 @dataclass(frozen=True)
-class DenseBlock:
-    """A dense block in the layout of experts, and how a layer with a config holds it.
-
-    Args:
-        config: config of the layer.
-        matrices: `gate_proj` and `up_proj` ``(D, W)``, `down_proj` ``(W, D)``, by name.
-        biases: `gate_bias` and `up_bias` ``(W,)``, `down_bias` ``(D,)``, by name, those that the block has.
-    """
+class Upcycling:
+    """A dense block in the layout of experts, and how a layer is made of it; see `maxmoe.MoE.from_dense`."""
 
     config: MoEConfig
-    matrices: Mapping[str, Tensor]
-    biases: Mapping[str, Tensor]
-
-    @classmethod
-    def of(
-        cls, config: MoEConfig, gate_proj: Projection | None, up_proj: Projection, down_proj: Projection
-    ) -> "DenseBlock":
-        """Return the dense block with these projections; raises unless a layer with the config can hold it."""
-        if not isinstance(config, MoEConfig):
-            raise TypeError(f"config must be a maxmoe.MoEConfig, got {type(config).__name__}")
-        given = {"gate_proj": gate_proj, "up_proj": up_proj, "down_proj": down_proj}
-        if (gate_proj is not None) != config.gated:
-            wanted = "given" if config.gated else "None"
-            raise ValueError(
-                f"gate_proj must be {wanted} with gated={config.gated}, got "
-                f"{None if gate_proj is None else type(gate_proj).__name__}"
-            )
-        weights = {name: _weight(name, each) for name, each in given.items() if each is not None or name != "gate_proj"}
-        _check_weights(config, weights)
-        linears = {name: each for name, each in given.items() if isinstance(each, nn.Linear)}
-        biases = {_BIASES[name]: each.bias.detach() for name, each in linears.items() if each.bias is not None}
-        block = cls(config, {name: weight.detach().mT for name, weight in weights.items()}, biases)
-        block._check_config()
-        return block
-
-    @property
-    def width(self) -> int:
-        """W, width of the dense block."""
-        return self.matrices["up_proj"].shape[1]
-
-    @property
-    def num_slices(self) -> int:
-        """Number of slices that the routed experts hold, the size of a virtual group."""
-        return self.width // self.config.intermediate_size - self.config.num_shared_experts
-
-    def slice(self, expert: int) -> dict[str, Tensor]:
-        """Return views of the matrices and biases of a routed expert, by name; without the bias of the output."""
-        size = self.config.intermediate_size
-        start = (self.config.num_shared_experts + expert % self.num_slices) * size
-        return self._channels(start, start + size)
-
-    def shared(self) -> dict[str, Tensor]:
-        """Return views of the matrices of the shared experts, by name."""
-        return self._channels(0, self.config.num_shared_experts * self.config.intermediate_size)
-
-    def _channels(self, start: int, stop: int) -> dict[str, Tensor]:
-        inner = {**self.matrices, **self.biases}
-        return {
-            name: tensor[start:stop] if name == "down_proj" else tensor[..., start:stop]
-            for name, tensor in inner.items()
-            if name != "down_bias"
-        }
-
-    def _check_config(self) -> None:
-        config, width = self.config, self.width
-        if width % config.intermediate_size:
-            raise ValueError(
-                f"intermediate_size ({config.intermediate_size}) must divide the width of the dense block ({width})"
-            )
-        slices = width // config.intermediate_size
-        if config.num_shared_experts >= slices:
-            raise ValueError(
-                f"num_shared_experts ({config.num_shared_experts}) must be below the number of slices of "
-                f"intermediate_size that the dense block has ({slices}), because the routed experts hold the others"
-            )
-        experts_per_group = config.num_experts // config.num_groups
-        for name, value in (
-            ("num_experts", config.num_experts),
-            ("top_k", config.top_k),
-            ("num_experts / num_groups", experts_per_group),
-        ):
-            if value % self.num_slices:
-                raise ValueError(
-                    f"{name} ({value}) must be a multiple of the number of slices that the routed experts hold "
-                    f"({self.num_slices})"
-                )
-        if config.apply_weights_to != "output":
-            raise ValueError(
-                f"from_dense needs apply_weights_to='output', got {config.apply_weights_to!r}: the output of an expert "
-                "is not linear in its input"
-            )
-        if config.latent_size is not None:
-            raise ValueError(
-                f"from_dense needs latent_size=None, got {config.latent_size}: the experts must read whole tokens, as "
-                "the dense block does"
-            )
-        if config.num_selectable_experts > config.num_experts:
-            raise ValueError(
-                "from_dense needs a config without zero, copy and constant experts, which do not compute the dense "
-                f"block, got {config.num_selectable_experts - config.num_experts}"
-            )
-        if self.biases and not config.expert_bias:
-            raise ValueError(f"the dense block has {', '.join(self.biases)}: expert_bias must be True, got False")
-        if config.num_shared_experts and self.biases.keys() - {"down_bias"}:
-            raise ValueError(
-                f"the dense block has {', '.join(self.biases)}, and shared experts have no biases: num_shared_experts "
-                f"must be 0, got {config.num_shared_experts}"
-            )
-
-
-@dataclass(frozen=True)
-class Upcycling:
-    """Options of `maxmoe.MoE.from_dense`.
-
-    Args:
-        scaling: which matrices of the experts are scaled.
-        noise: standard deviation of the noise, divided by that of the matrix.
-        reinitialized: fraction of the channels of each expert that are drawn anew.
-    """
-
+    matrices: Mapping[str, Tensor]  # gate_proj and up_proj (D, W), down_proj (W, D)
+    biases: Mapping[str, Tensor]  # gate_bias and up_bias (W,), down_bias (D,)
+    num_slices: int  # that the routed experts hold: the size of a virtual group
+    # Factor of the experts' outputs for which the layer computes the output of the dense block. A virtual group
+    # contributes its weight, the same for all slices, times the output of the block.
+    output_scale: float
     scaling: Scaling
     noise: float
     reinitialized: float
 
-    def __post_init__(self) -> None:
-        if self.scaling not in get_args(Scaling):
-            raise ValueError(f"scaling must be one of {get_args(Scaling)}, got {self.scaling!r}")
-        check_number("noise", self.noise, at_least=0)
-        check_number("reinitialized", self.reinitialized, at_least=0)
-        if self.reinitialized > 1:
-            raise ValueError(f"reinitialized must be a fraction of at most 1, got {self.reinitialized}")
+    @classmethod
+    def of(
+        cls,
+        config: MoEConfig,
+        projections: Mapping[str, Projection | None],
+        scaling: Scaling,
+        noise: float,
+        reinitialized: float,
+    ) -> "Upcycling":
+        """Return how a layer is made of these projections; raises unless a layer with the config can be."""
+        if not isinstance(config, MoEConfig):
+            raise TypeError(f"config must be a maxmoe.MoEConfig, got {type(config).__name__}")
+        gate = projections["gate_proj"]
+        if (gate is not None) != config.gated:
+            wanted, got = "given" if config.gated else "None", None if gate is None else type(gate).__name__
+            raise ValueError(f"gate_proj must be {wanted} with gated={config.gated}, got {got}")
+        weights = _weights(config, projections)
+        linears = {_BIASES[name]: each for name, each in projections.items() if isinstance(each, nn.Linear)}
+        biases = {name: each.bias.detach() for name, each in linears.items() if each.bias is not None}
+        matrices = {name: weight.detach().mT for name, weight in weights.items()}
+        num_slices = _num_slices(config, weights["up_proj"].shape[0], biases)
+        if scaling not in get_args(Scaling):
+            raise ValueError(f"scaling must be one of {get_args(Scaling)}, got {scaling!r}")
+        check_number("noise", noise, at_least=0)
+        check_number("reinitialized", reinitialized, at_least=0)
+        if reinitialized > 1:
+            raise ValueError(f"reinitialized must be a fraction of at most 1, got {reinitialized}")
+        output_scale = 1.0 if scaling == "none" else num_slices / _sum_of_weights(config)
+        return cls(config, matrices, biases, num_slices, output_scale, scaling, noise, reinitialized)
 
-    def output_scale(self, block: DenseBlock) -> float:
-        """Return the factor of the experts' outputs for which the layer computes the output of the dense block.
+    @torch.no_grad()
+    def initialize(self, layer: Any) -> None:
+        """Initialize a `maxmoe.MoE` layer with the config: router, routed experts and shared experts."""
+        config, size, num_slices = self.config, self.config.intermediate_size, self.num_slices
+        experts, scales = dict(layer.experts.named_parameters(recurse=False)), self._scales()
+        for expert in range(config.num_experts):
+            # A copy of one expert at a time, because a model may have thousands.
+            start = (config.num_shared_experts + expert % num_slices) * size
+            channels = self._channels(start, start + size)
+            tensors = {name: tensor * scales.get(name, 1.0) for name, tensor in channels.items()}
+            _draw_channels(tensors, self.reinitialized)
+            for name, tensor in tensors.items():
+                if self.noise and name in self.matrices:
+                    tensor += self.noise * tensor.std(correction=0) * torch.randn_like(tensor)
+                experts[name][expert] = tensor
+        if "down_bias" in self.biases:
+            experts["down_bias"][:] = self.biases["down_bias"] * (self.output_scale / num_slices)
+        of_groups = layer.router.weight[: config.num_experts : num_slices]
+        layer.router.weight[: config.num_experts] = of_groups.repeat_interleave(num_slices, 0)
+        if (shared := layer.shared_experts) is None:
+            return
+        for name, tensor in self._channels(0, config.num_shared_experts * size).items():
+            shared.get_parameter(name).copy_(tensor)
+        if shared.output_gate is not None:
+            shared.output_gate.zero_()  # the gate is sigmoid(0) = 1 / 2 for every token
+            if self.scaling != "none":
+                shared.down_proj.mul_(2.0)
 
-        A virtual group contributes its weight, the same for all slices, times the output of the block.
-        """
-        return 1.0 if self.scaling == "none" else block.num_slices / sum_of_weights(block.config)
-
-    def scales(self, block: DenseBlock) -> dict[str, float]:
+    def _scales(self) -> dict[str, float]:
         """Return the factors of the tensors of an expert, by name."""
-        scale, config = self.output_scale(block), block.config
         if self.scaling != "all":
-            return {"down_proj": scale}
+            return {"down_proj": self.output_scale}
         # The number of scaled matrices whose product an output is, for an activation that is linear for large inputs.
-        num_factors = 3 if config.gated or config.activation == "relu2" else 2
-        return dict.fromkeys((*block.matrices, "gate_bias", "up_bias"), scale ** (1 / num_factors))
+        num_factors = 3 if self.config.gated or self.config.activation == "relu2" else 2
+        return dict.fromkeys((*self.matrices, "gate_bias", "up_bias"), self.output_scale ** (1 / num_factors))
+
+    def _channels(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Return views of the matrices and biases of some channels, by name; without the bias of the output."""
+        tensors = {name: tensor[..., start:stop] for name, tensor in {**self.matrices, **self.biases}.items()}
+        tensors.pop("down_bias", None)
+        return {**tensors, "down_proj": self.matrices["down_proj"][start:stop]}
 
 
-def sum_of_weights(config: MoEConfig) -> float:
+def _num_slices(config: MoEConfig, width: int, biases: Mapping[str, Tensor]) -> int:
+    """Return the slices of the routed experts; raises unless a layer with the config can hold a block of the width."""
+    if width % config.intermediate_size:
+        raise ValueError(
+            f"intermediate_size ({config.intermediate_size}) must divide the width of the dense block ({width})"
+        )
+    slices = width // config.intermediate_size
+    num_slices = slices - config.num_shared_experts
+    if num_slices <= 0:
+        raise ValueError(
+            f"num_shared_experts ({config.num_shared_experts}) must be below the number of slices of "
+            f"intermediate_size that the dense block has ({slices}), because the routed experts hold the others"
+        )
+    experts_per_group = config.num_experts // config.num_groups
+    multiples = {"num_experts": config.num_experts, "top_k": config.top_k}
+    for name, value in {**multiples, "num_experts / num_groups": experts_per_group}.items():
+        if value % num_slices:
+            raise ValueError(
+                f"{name} ({value}) must be a multiple of the number of slices that the routed experts hold "
+                f"({num_slices})"
+            )
+    for name, wanted, reason in (
+        ("apply_weights_to", "output", "the output of an expert is not linear in its input"),
+        ("latent_size", None, "the experts must read whole tokens, as the dense block does"),
+    ):
+        if (got := getattr(config, name)) != wanted:
+            raise ValueError(f"from_dense needs {name}={wanted!r}, got {got!r}: {reason}")
+    if config.num_selectable_experts > config.num_experts:
+        raise ValueError(
+            "from_dense needs a config without zero, copy and constant experts, which do not compute the dense block, "
+            f"got {config.num_selectable_experts - config.num_experts}"
+        )
+    if biases and not config.expert_bias:
+        raise ValueError(f"the dense block has {', '.join(biases)}: expert_bias must be True, got False")
+    if config.num_shared_experts and biases.keys() - {"down_bias"}:
+        raise ValueError(
+            f"the dense block has {', '.join(biases)}, and shared experts have no biases: num_shared_experts must be "
+            f"0, got {config.num_shared_experts}"
+        )
+    return num_slices
+
+
+def _sum_of_weights(config: MoEConfig) -> float:
     """Return the sum of the routing weights of a token: exact if they are normalized, else for logits of zero."""
     if config.normalization != "none":
         return config.routed_scaling_factor
@@ -194,36 +174,6 @@ def sum_of_weights(config: MoEConfig) -> float:
     return total
 
 
-@torch.no_grad()
-def initialize(layer: Any, block: DenseBlock, options: Upcycling) -> None:
-    """Initialize a `maxmoe.MoE` layer with the config of the block: router, routed experts and shared experts."""
-    config, scales = block.config, options.scales(block)
-    experts = dict(layer.experts.named_parameters(recurse=False))
-    for expert in range(config.num_experts):
-        # A copy of one expert at a time, because a model may have thousands.
-        tensors = {name: tensor * scales.get(name, 1.0) for name, tensor in block.slice(expert).items()}
-        _draw_channels(tensors, options.reinitialized)
-        for name, tensor in tensors.items():
-            if options.noise and name in block.matrices:
-                tensor += options.noise * tensor.std(correction=0) * torch.randn_like(tensor)
-            experts[name][expert] = tensor
-    if "down_bias" in block.biases:
-        experts["down_bias"][:] = block.biases["down_bias"] * (options.output_scale(block) / block.num_slices)
-    of_groups = layer.router.weight[: config.num_experts : block.num_slices]
-    layer.router.weight[: config.num_experts] = of_groups.repeat_interleave(block.num_slices, 0)
-    if config.num_shared_experts:
-        _initialize_shared(layer.shared_experts, block, options)
-
-
-def _initialize_shared(shared: Any, block: DenseBlock, options: Upcycling) -> None:
-    for name, tensor in block.shared().items():
-        shared.get_parameter(name).copy_(tensor)
-    if shared.output_gate is not None:
-        shared.output_gate.zero_()  # the gate is sigmoid(0) = 1 / 2 for every token
-        if options.scaling != "none":
-            shared.down_proj.mul_(2.0)
-
-
 def _draw_channels(tensors: Mapping[str, Tensor], fraction: float) -> None:
     """Draw random channels of an expert anew, from normal distributions with the mean and deviation of these channels.
 
@@ -233,37 +183,36 @@ def _draw_channels(tensors: Mapping[str, Tensor], fraction: float) -> None:
     channels = torch.randperm(size, device=tensors["up_proj"].device)[: round(fraction * size)]
     if not len(channels):
         return
-    for name in tensors.keys() & _BIASES.keys():
+    for name in (name for name in _BIASES if name in tensors):
         dim = 0 if name == "down_proj" else 1
         chosen = tensors[name].index_select(dim, channels)
         drawn = torch.randn_like(chosen) * chosen.std(correction=0) + chosen.mean()
         tensors[name].index_copy_(dim, channels, drawn)
 
 
-def _weight(name: str, projection: Projection | None) -> Tensor:
-    weight = projection.weight if isinstance(projection, nn.Linear) else projection
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"{name} must be a torch.nn.Linear or its weight, got {type(projection).__name__}")
-    if weight.dim() != 2 or not weight.is_floating_point():
-        raise ValueError(f"{name} must be a floating matrix (out, in), got {weight.dtype} of shape {_shape(weight)}")
-    return weight
-
-
-def _check_weights(config: MoEConfig, weights: Mapping[str, Tensor]) -> None:
-    """Raise unless the weights (out, in) have shapes that fit each other and the config, and one dtype and device."""
+def _weights(config: MoEConfig, projections: Mapping[str, Projection | None]) -> dict[str, Tensor]:
+    """Return the weights (out, in); raises unless they fit each other and the config, with one dtype and device."""
+    weights: dict[str, Tensor] = {}
+    for name, each in projections.items():
+        weight = each.weight if isinstance(each, nn.Linear) else each
+        if weight is None and name == "gate_proj":
+            continue
+        if not isinstance(weight, Tensor):
+            raise TypeError(f"{name} must be a torch.nn.Linear or its weight, got {type(each).__name__}")
+        if weight.dim() != 2 or not weight.is_floating_point():
+            got = f"{weight.dtype} of shape {tuple(weight.shape)}"
+            raise ValueError(f"{name} must be a floating matrix (out, in), got {got}")
+        weights[name] = weight
     up, size = weights["up_proj"], config.hidden_size
     for name, weight in {"up_proj": up, **weights}.items():  # first what gives the width
         expected = (size, up.shape[0]) if name == "down_proj" else (up.shape[0], size)
-        if tuple(weight.shape) != expected:
+        if weight.shape != expected:
             raise ValueError(
                 f"{name} must have shape {expected}, which is (out, in) as in torch.nn.Linear, with hidden_size "
-                f"({size}) and the width of up_proj ({up.shape[0]}), got {_shape(weight)}"
+                f"({size}) and the width of up_proj ({up.shape[0]}), got {tuple(weight.shape)}"
             )
         if (weight.dtype, weight.device) != (up.dtype, up.device):
             raise ValueError(
                 f"{name} must be {up.dtype} on {up.device} as up_proj is, got {weight.dtype} on {weight.device}"
             )
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)
+    return weights

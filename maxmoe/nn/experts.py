@@ -6,10 +6,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
-from maxmoe.adapters import connect_if_imported, factors_of
+from maxmoe.adapters import factors_of
 from maxmoe.config import Activation, MoEConfig
 from maxmoe.declaration import EXPERT_TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.ops import ActivationFunction, Projection, RaggedPlan, expert_ffn
@@ -99,7 +98,6 @@ class Experts(nn.Module):
 
     def __init__(self, config: MoEConfig, *, activation: ActivationFunction | None = None, **options: Any) -> None:
         super().__init__()
-        connect_if_imported()
         self.config = config
         self.activation: Activation | ActivationFunction = config.activation if activation is None else activation
         num_experts, row_size, width = config.num_experts, config.row_size, config.intermediate_size
@@ -149,8 +147,6 @@ class Experts(nn.Module):
         Returns:
             ``(T, D)``, dtype of x, the weighted sum over the experts of each token.
         """
-        if is_parametrized(self):
-            connect_if_imported()  # PEFT has been imported after this library: from the next call on
         if self.config.implementation == "dense":
             num_experts = self.up_proj.shape[0]  # of this rank, if experts are sharded
             return self._batched(x.view(num_experts, x.shape[0] // num_experts, x.shape[1])).flatten(0, 1)

@@ -13,7 +13,7 @@ from maxmoe._torch import register_namedtuple, reshaped
 from maxmoe.adapters import without_adapters
 from maxmoe.config import MoEConfig
 from maxmoe.convert.blocks import check_block, config_of_block, give_weights, take_weights
-from maxmoe.convert.upcycling import DenseBlock, Projection, Scaling, Upcycling, initialize
+from maxmoe.convert.upcycling import Projection, Scaling, Upcycling
 from maxmoe.declaration import TOKEN_DIMS, Declaration, SavedTensor
 from maxmoe.expert_load.metrics_accumulator import MetricsAccumulator
 from maxmoe.expert_load.stats import MoEStats
@@ -166,11 +166,11 @@ class MoE(HookedModule):
         Source: arXiv:2212.05055 (copies); arXiv:2410.07524 (slices, virtual groups, scaling="all"); arXiv:2502.19261
         (reinitialized).
         """
-        block, options = DenseBlock.of(config, gate_proj, up_proj, down_proj), Upcycling(scaling, noise, reinitialized)
-        options.output_scale(block)  # raises before the layer is created
-        up = block.matrices["up_proj"]
+        projections = {"gate_proj": gate_proj, "up_proj": up_proj, "down_proj": down_proj}
+        upcycling = Upcycling.of(config, projections, scaling, noise, reinitialized)
+        up = upcycling.matrices["up_proj"]
         layer = cls(config, device=up.device, dtype=up.dtype)
-        initialize(layer, block, options)
+        upcycling.initialize(layer)
         return layer
 
     @classmethod

@@ -1,6 +1,6 @@
 """`parallelize` for modules on a mesh, their declarations and plans, and functions for distributed training scripts."""
 
-from maxmoe.adapters.saving import adapter_state_dict
+from maxmoe.adapters import adapter_state_dict
 from maxmoe.declaration import Declaration, LogicalNames, PipelineParts, ResidualStream, SavedTensor
 from maxmoe.parallel.apply.initialization import reset_parameters
 from maxmoe.parallel.apply.shard_parameters import shard_parameters

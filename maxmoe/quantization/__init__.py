@@ -18,6 +18,7 @@ from maxmoe.quantization.encoding import quantize
 from maxmoe.quantization.formats import FORMATS, Format
 from maxmoe.quantization.stack import QuantizedStack
 from maxmoe.quantization.weight import QuantizedWeight, StackPart
+from maxmoe.quantization.weight import on_meta as on_meta
 from maxmoe.quantization.weight import put_stack as put_stack
 from maxmoe.quantization.weight import stack_parts as stack_parts
 from maxmoe.quantization.weight import state_with_stacks as state_with_stacks

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from maxmoe.quantization.checks import DTYPES
-from maxmoe.quantization.formats import Format, check_group_size, format_named
+from maxmoe.quantization.formats import DTYPES, Format, check_group_size, format_named
 from maxmoe.quantization.stack import QuantizedStack
 
 _ELEMENTS = 2**17  # of the weights that are encoded at a time, in float64
@@ -37,8 +36,23 @@ def quantize(weights: Tensor, format: str, group_size: int | None = None) -> Qua
         raise TypeError(f"weights must be a tensor (L, in, out), got {type(weights).__name__}")
     if weights.dim() != 3 or weights.dtype not in DTYPES:
         raise ValueError(f"weights must be floating (L, in, out), got {weights.dtype} {tuple(weights.shape)}")
-    group = _group(known, group_size, weights.shape[1])
-    stack = _empty(weights, known, group)
+    if group_size is not None and not known.has_groups:
+        raise ValueError(f"group_size must be None for {known.name}: int4 alone has one, got {group_size!r}")
+    num_experts, columns, rows = weights.shape
+    group, scale_dtype = known.block_columns(columns, 0), known.scale_dtypes[0]
+    if known.has_groups:
+        group = 128 if group_size is None else group_size
+        check_group_size(group)
+        scale_dtype = weights.dtype if weights.dtype in known.scale_dtypes else scale_dtype
+    of_codes, of_scales = known.shapes(rows, columns, group)
+    stack = QuantizedStack(
+        weights.new_zeros((num_experts, *of_codes), dtype=torch.uint8),
+        weights.new_zeros((num_experts, *of_scales), dtype=scale_dtype),
+        format=format,
+        columns=columns,
+        is_transposed=True,
+        dtype=weights.dtype,
+    )
     if weights.is_meta or not weights.numel():
         return stack
     slab = known.rows_per_scale * max(1, _ELEMENTS // max(1, known.rows_per_scale * stack.columns))
@@ -50,29 +64,6 @@ def quantize(weights: Tensor, format: str, group_size: int | None = None) -> Qua
             first = begin // known.rows_per_scale
             stack.scales[expert, first : first + len(scales)] = scales
     return stack
-
-
-def _group(format: Format, group_size: int | None, columns: int) -> int:
-    """Return the number of columns of a block."""
-    if group_size is not None and not format.has_groups:
-        raise ValueError(f"group_size must be None for {format.name}: int4 alone has one, got {group_size!r}")
-    if not format.has_groups:
-        return format.columns_per_scale or max(1, columns)
-    group_size = 128 if group_size is None else group_size
-    check_group_size(group_size)
-    return group_size
-
-
-def _empty(weights: Tensor, format: Format, group: int) -> QuantizedStack:
-    """Return a stack for the weights, with codes and scales of zero bytes."""
-    num_experts, columns, rows = weights.shape
-    scale_dtype = format.scale_dtypes[0]
-    if format.has_groups and weights.dtype in format.scale_dtypes:
-        scale_dtype = weights.dtype
-    codes = weights.new_zeros((num_experts, rows, format.bytes_per_row(columns)), dtype=torch.uint8)
-    shape = (num_experts, -(-rows // format.rows_per_scale), -(-columns // group))
-    scales = weights.new_zeros(shape, dtype=scale_dtype)
-    return QuantizedStack(codes, scales, format=format.name, columns=columns, is_transposed=True, dtype=weights.dtype)
 
 
 def _encode(matrix: Tensor, format: Format, group: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -120,12 +111,9 @@ def _nearest(values: Tensor, table: tuple[float, ...]) -> Tensor:
     numbers = torch.tensor(table, dtype=torch.float64, device=values.device)
     middles = (numbers[1:] + numbers[:-1]) / 2
     # A value that equals a bound gets the lower index. Where that is odd, the bound is below the middle.
-    bounds = torch.where(torch.arange(len(middles), device=values.device) % 2 == 1, _below(middles), middles)
+    below = torch.nextafter(middles, torch.full_like(middles, -torch.inf))
+    bounds = torch.where(torch.arange(len(middles), device=values.device) % 2 == 1, below, middles)
     return torch.bucketize(values.contiguous(), bounds, out_int32=True).to(torch.uint8)
-
-
-def _below(numbers: Tensor) -> Tensor:
-    return torch.nextafter(numbers, torch.full_like(numbers, -torch.inf))
 
 
 def _packed(codes: Tensor, format: Format) -> Tensor:

@@ -1,11 +1,13 @@
-"""Formats of quantized weights: codes, blocks and scales."""
+"""Formats of quantized weights: codes, blocks and scales, and checks of tensors in a format."""
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from maxmoe.checks.fields import nearest
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of the weights
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 # Quantiles of the normal distribution between -1 and 1, with an exact zero.
@@ -90,6 +92,41 @@ class Format:
             group *= 2
         return group if -(-columns // group) == num_scales else 0
 
+    def shapes(self, rows: int, columns: int, block: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the shapes of the codes and of the scales of a matrix, given the columns of a block."""
+        return (rows, self.bytes_per_row(columns)), (-(-rows // self.rows_per_scale), -(-columns // block))
+
+    def check(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, columns: int) -> None:
+        """Raise unless codes, scales and zero points fit the format and each other."""
+        if codes.dim() not in (2, 3):
+            raise ValueError(f"codes must be uint8 (L, rows, bytes), got {codes.dtype} {tuple(codes.shape)}")
+        *experts, rows, _ = codes.shape
+        per_row = scales.shape[-1] if scales.dim() else 0
+        block = self.block_columns(columns, per_row)
+        if not block:
+            wanted = f"one for each 32, 64, 128, ... of {columns} columns"
+            raise ValueError(f"scales of {self.name} must be {wanted}, got {per_row} per row")
+        if zeros is not None and self.name != "int4":
+            raise ValueError(f"zeros must be None for {self.name}: int4 alone has zero points")
+        of_codes, of_scales = self.shapes(rows, columns, block)
+        bytes_alone = (torch.uint8,)
+        for name, part, dtypes, of_matrix in (
+            ("codes", codes, bytes_alone, of_codes),
+            ("scales", scales, self.scale_dtypes, of_scales),
+            ("zeros", zeros, bytes_alone, of_scales),
+        ):
+            shape = (*experts, *of_matrix)
+            if part is not None and (part.dtype not in dtypes or part.shape != shape):
+                listed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+                raise ValueError(
+                    f"{name} of {self.name} must be {listed} {shape}, for {rows} rows of {columns} columns in blocks "
+                    f"of {self.rows_per_scale} x {block}, got {part.dtype} {tuple(part.shape)}"
+                )
+        if any(part.device != codes.device for part in (scales, zeros) if part is not None):
+            raise ValueError(f"codes and scales must be on one device, got {codes.device} and {scales.device}")
+        if not codes.is_meta:
+            check_values(scales, zeros)
+
 
 FORMATS = {
     each.name: each
@@ -122,3 +159,20 @@ def check_group_size(group_size: int) -> None:
     is_int = isinstance(group_size, int) and not isinstance(group_size, bool)
     if not is_int or group_size < _SMALLEST_GROUP or group_size & (group_size - 1):
         raise ValueError(f"group_size must be a power of two >= {_SMALLEST_GROUP}, got {group_size!r}")
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise unless quantized weights can be dequantized to a dtype."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be float64, float32, bfloat16 or float16, got {dtype}")
+
+
+def check_values(scales: Tensor, zeros: Tensor | None) -> None:
+    """Raise unless all scales are finite and all zero points are codes."""
+    is_bad = scales == 255 if scales.dtype == torch.uint8 else ~scales.isfinite()
+    if bool(is_bad.any()):
+        index = tuple(is_bad.nonzero()[0].tolist())
+        value = scales[index].item()
+        raise ValueError(f"scales must be finite, got {'255, NaN in E8M0,' if value == 255 else value} at {index}")
+    if zeros is not None and bool((zeros > 15).any()):
+        raise ValueError(f"zeros must be below 16, got {int(zeros.max())}")

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from maxmoe.checks.fields import check_int
-from maxmoe.quantization.checks import check_dtype, check_parts
-from maxmoe.quantization.formats import format_named
+from maxmoe.quantization.formats import check_dtype, format_named
 
 
 class QuantizedStack:
@@ -33,14 +32,6 @@ class QuantizedStack:
         ValueError: for tensors that do not fit the format or each other, and for scales that are not finite.
     """
 
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    format: str
-    columns: int
-    is_transposed: bool
-    dtype: torch.dtype
-
     requires_grad = False  # read by PEFT
 
     def __init__(
@@ -59,7 +50,7 @@ class QuantizedStack:
             columns = codes.shape[-1] * 8 // known.bits if codes.dim() else 0
         check_int("columns", columns, at_least=0)
         check_dtype(dtype)
-        check_parts(known, codes, scales, zeros, columns)
+        known.check(codes, scales, zeros, columns)
         self.codes, self.scales, self.zeros = codes, scales, zeros
         self.format, self.columns, self.is_transposed, self.dtype = format, columns, is_transposed, dtype
 
@@ -152,23 +143,17 @@ class QuantizedStack:
         """Return a stack of another shape, in the same layout and with the same blocks."""
         format = format_named(self.format)
         *experts, rows, columns = (*shape[:-2], shape[-1], shape[-2]) if self.is_transposed else shape
-        block = self.columns_per_scale if format.has_groups else format.columns_per_scale or max(1, columns)
-        of_scales = (*experts, -(-rows // format.rows_per_scale), -(-columns // block))
-        return self.map(
-            lambda part: part.new_empty(of_scales),
-            codes=self.codes.new_empty((*experts, rows, format.bytes_per_row(columns))),
-            columns=columns,
-        )
+        block = self.columns_per_scale if format.has_groups else format.block_columns(columns, 0)
+        of_codes, of_scales = format.shapes(rows, columns, block)
+        codes = self.codes.new_empty((*experts, *of_codes))
+        return self.map(lambda part: part.new_empty((*experts, *of_scales)), codes=codes, columns=columns)
 
     def copy_(self, other: "QuantizedStack") -> None:
         """Copy the codes, scales and zero points of another stack of the same format, layout and shape."""
         if not isinstance(other, QuantizedStack):
             self._refuse("a copy from a tensor that is not quantized")
-        for name, described in (("format", _format_of), ("shape", _shape_of), ("scales", _scales_of)):
-            if described(self) != described(other):
-                raise ValueError(
-                    f"{name} of a quantized stack that is copied must be {described(self)}, got {described(other)}"
-                )
+        if self.description() != other.description():
+            raise ValueError(f"a quantized stack must be copied from {self.description()}, got {other.description()}")
         for name, part in self.parts().items():
             part.copy_(other.parts()[name])
 
@@ -198,9 +183,10 @@ class QuantizedStack:
         return matrices.mT if self.is_transposed else matrices
 
     def description(self) -> str:
-        """Return shape, format, block and dtype, for `print`."""
+        """Return everything but the values, for comparisons and `print`."""
         return (
             f"{tuple(self.shape)}, format={self.format!r}, block={self.rows_per_scale} x {self.columns_per_scale}, "
+            f"scales={self.scales.dtype}, zeros={self.zeros is not None}, is_transposed={self.is_transposed}, "
             f"dtype={self.dtype}"
         )
 
@@ -212,15 +198,3 @@ class QuantizedStack:
             f"{what} is not possible with weights quantized as {self.format}, of shape {tuple(self.shape)}: "
             "stack.dequantize() returns a tensor"
         )
-
-
-def _format_of(stack: QuantizedStack) -> str:
-    return stack.format + (" with zero points" if stack.zeros is not None else "")
-
-
-def _shape_of(stack: QuantizedStack) -> str:
-    return f"{tuple(stack.shape)}{', transposed' if stack.is_transposed else ''}"
-
-
-def _scales_of(stack: QuantizedStack) -> str:
-    return f"{stack.scales.dtype} {tuple(stack.scales.shape)}"

@@ -1,17 +1,17 @@
 """Quantized weights of modules: their codes, scales and zero points are ordinary frozen parameters."""
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from maxmoe._torch import ConvertedModule, parameter_in_place, put_in_place
 from maxmoe.checks.whole_tensors import is_dtensor
-from maxmoe.quantization.averages import keep_stacks_in_averages
-from maxmoe.quantization.checks import check_values
-from maxmoe.quantization.formats import format_named
+from maxmoe.quantization.formats import check_values, format_named
 from maxmoe.quantization.stack import QuantizedStack
 
 
@@ -45,7 +45,7 @@ class QuantizedWeight(ConvertedModule, QuantizedStack):
         self.register_load_state_dict_pre_hook(_check_loaded)  # type: ignore[no-untyped-call]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        keep_stacks_in_averages()  # which are made of a copy
+        _copy_in_averages()  # which are made of a copy
         super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     @property
@@ -110,10 +110,31 @@ def _check_loaded(
         raise ValueError(f"{prefix.removesuffix('.')}: {error}") from error
 
 
+@functools.cache
+def _copy_in_averages() -> None:
+    """Let every `AveragedModel` copy quantized weights: torch averages integers as real numbers, and rounds down."""
+    update = AveragedModel.update_parameters
+
+    @functools.wraps(update)
+    @torch.no_grad()
+    def updated(averages: AveragedModel, model: nn.Module) -> None:
+        update(averages, model)
+        for average, module in zip(averages.module.modules(), model.modules(), strict=False):
+            if isinstance(average, QuantizedWeight) and isinstance(module, QuantizedWeight):
+                average.copy_(module)
+
+    AveragedModel.update_parameters = updated  # type: ignore[assignment,method-assign]
+
+
 def put_stack(owner: nn.Module, name: str, stack: QuantizedStack) -> None:
     """Put a quantized weight in the place of a weight of a module."""
     delattr(owner, name)
     setattr(owner, name, stack if isinstance(stack, QuantizedWeight) else QuantizedWeight(stack))
+
+
+def on_meta(weight: Any) -> Any:
+    """Return a weight without memory."""
+    return weight.map(on_meta) if isinstance(weight, QuantizedStack) else torch.empty_like(weight, device="meta")
 
 
 def quantized_weights(module: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
@@ -133,9 +154,9 @@ def weights(module: nn.Module, *, recurse: bool = True) -> Iterator[Tensor | Qua
                 yield weight
 
 
-def state_with_stacks(module: nn.Module, *, keep_vars: bool = False) -> dict[str, Any]:
-    """Return the state dict of a module, with quantized weights in the place of their parts."""
-    state: dict[str, Any] = module.state_dict(keep_vars=keep_vars)
+def state_with_stacks(module: nn.Module) -> dict[str, Any]:
+    """Return the state dict of a module, not detached, with quantized weights in the place of their parts."""
+    state: dict[str, Any] = module.state_dict(keep_vars=True)
     for path, weight in quantized_weights(module):
         for name, _ in weight.named_parameters():
             del state[f"{path}.{name}"]

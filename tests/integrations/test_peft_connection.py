@@ -1,7 +1,5 @@
 """The connection to PEFT, and what it does when PEFT keeps adapters otherwise."""
 
-from typing import Any
-
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -9,6 +7,7 @@ from torch import Tensor, nn
 
 from maxmoe import MoE, MoEConfig, adapters
 from maxmoe.adapters import _peft
+from maxmoe.adapters import peft as connection
 from maxmoe.nn import Experts
 from maxmoe.ops import LowRankFactors, RaggedPlan, expert_ffn
 from support import programs
@@ -34,11 +33,22 @@ def adapted() -> PeftModel:
 def test_another_layout_falls_back_to_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     original = _peft.stacks
     monkeypatch.setattr(_peft, "stacks", lambda *arguments: (original(*arguments)[0].flip(0), original(*arguments)[1]))
-    replaced: list[Any] = []
-    monkeypatch.setattr(_peft, "replace_activation", replaced.append)
+    replaced: list[int] = []
+    monkeypatch.setattr(_peft, "replace_methods", lambda: replaced.append(1))
     with pytest.warns(UserWarning, match=r"maxmoe does not know how this version of PEFT keeps adapters.*RuntimeError"):
-        adapters.connect.__wrapped__()
+        connection.connect.__wrapped__()
     assert not replaced
+
+
+def test_the_layout_is_known_whatever_the_default_dtype() -> None:
+    """transformers may import PEFT while it makes a model in bfloat16."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for seed in range(20):
+            torch.manual_seed(seed)
+            _peft.check_layout()
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_connecting_draws_no_random_numbers() -> None:
@@ -51,11 +61,14 @@ def test_connecting_draws_no_random_numbers() -> None:
 
 CONFIG = "maxmoe.MoEConfig(hidden_size=8, intermediate_size=4, num_experts=3, top_k=2)"
 FIRST_CALLS = ["checkpoint(model, x, use_reentrant=False)", "torch.compile(model, backend='eager')(x)"]
+PEFT = "import peft"
 CALLS = {
     "import peft; import maxmoe": FIRST_CALLS,
     "import maxmoe; import peft": FIRST_CALLS,
-    # PEFT that is imported after the layer has been made is connected in the first forward, which PEFT computes itself.
-    f"import maxmoe; layer = maxmoe.MoE({CONFIG}); import peft": ["model(x)"],
+    # transformers looks for PEFT before it imports it.
+    f"import maxmoe; from importlib.util import find_spec; find_spec('peft'); layer = maxmoe.MoE({CONFIG}); {PEFT}": [
+        "model(x)"
+    ],
 }
 CHECK = f"""
 import torch
@@ -75,7 +88,7 @@ first.sum().backward()
 second = model(x)
 torch.testing.assert_close(first, second)
 from peft.tuners.lora.layer import ParamWrapper
-assert hasattr(ParamWrapper._activate_lora, "__wrapped__")
+assert hasattr(ParamWrapper.get_delta_weight, "__wrapped__")
 assert not torch.equal(model.unload().moe(x).hidden_states, first)
 """
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("transformers")
 
 from maxmoe import MoE
-from maxmoe.adapters import peft as connection
+from maxmoe.adapters import _peft as connection
 from support.moe_layers import EVERYTHING, make, tokens
 from support.operator_calls import assert_near
 from support.threads import in_threads

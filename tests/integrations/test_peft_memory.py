@@ -14,7 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import maxmoe
 import maxmoe.integrations.transformers  # registers "maxmoe"
-from maxmoe.adapters import peft as connection
+from maxmoe.adapters import _peft as connection
 from support.memory import MARGIN, SELF_CONTAINED, at_most
 
 T, D, F, E, K = 16, 512, 256, 64, 2

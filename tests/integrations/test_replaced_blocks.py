@@ -107,7 +107,7 @@ def test_recorded_routing_is_replayed(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_block_alone(preset: str) -> None:
-    """`from_transformers` and back; the layer computes what the block does."""
+    """The layer computes what the block does, whose modules it has, so that nothing is converted."""
     block = block_of(preset).double()
     x = torch.randn(2, 5, 16, dtype=torch.float64)
     expected = block(x)
@@ -119,8 +119,10 @@ def test_a_block_alone(preset: str) -> None:
         expected, got = expected[0].view(x.shape), got[0]
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
     other = block_of(preset).double()
-    layer.to_transformers(other)
+    other.load_state_dict(layer.state_dict())
     assert all(map(torch.equal, other.state_dict().values(), layer.state_dict().values()))
+    with pytest.raises(ValueError, match=r"to_transformers needs the router of the config"):
+        layer.to_transformers(other)
 
 
 def test_one_block_of_a_model_warns() -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from finetuning import models
 from maxmoe.integrations.transformers import experts as implementation
-from maxmoe.integrations.transformers import llama4
+from maxmoe.integrations.transformers import patched_families
 from pretraining import InputError
 from support.operator_calls import assert_near
 from support.operator_checks import compile_whole
@@ -59,7 +59,7 @@ def operators_called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return call
 
     with monkeypatch.context() as patch:
-        for module, name in ((implementation, "expert_ffn"), (implementation, "gmm"), (llama4, "expert_ffn")):
+        for module, name in ((implementation, "expert_ffn"), (implementation, "gmm"), (patched_families, "expert_ffn")):
             patch.setattr(module, name, counted(getattr(module, name)))
         yield called
 

@@ -203,7 +203,7 @@ def test_the_module_after_parallelize() -> None:
                 parameter = model.get_parameter(f"{name}.{part}")
                 assert isinstance(parameter, DTensor) and parameter.dtype == dtype
                 assert not parameter.requires_grad
-        assert "QuantizedWeight((8, 64, 64), format='int8', block=1 x 64, dtype=torch.float64)" in repr(experts)
+        assert "QuantizedWeight((8, 64, 64), format='int8', block=1 x 64, scales=torch.float32, " in repr(experts)
         scales = experts.up_proj.scales.to_local().clone()
         model.to(torch.bfloat16)
         assert experts.up_proj.dtype == experts.up_bias.dtype == torch.bfloat16
@@ -220,7 +220,7 @@ def test_parallelized_experts_are_not_quantized() -> None:
     model = decoder(WIDE).requires_grad_(False)
     with fake_rank(0, 2):
         parallelize(model, Mesh({"expert": 2}), "ep-as-dp")
-        with pytest.raises(ValueError, match="be an ordinary parameter, got DTensor: quantize before parallelize"):
+        with pytest.raises(ValueError, match=r"quantize_experts needs whole tensors, got .* as a DTensor on"):
             quantize_experts(model, "mxfp4")
 
 

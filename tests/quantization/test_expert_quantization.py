@@ -28,7 +28,7 @@ def layer(**options: Any) -> MoE:
 
 
 def expert_weights(model: nn.Module) -> dict[str, Any]:
-    stacks = {name: weight for name, weight in state_with_stacks(model, keep_vars=True).items() if weight.dim() == 3}
+    stacks = {name: weight for name, weight in state_with_stacks(model).items() if weight.dim() == 3}
     return {name: parameter for name, parameter in stacks.items() if "lora" not in name and "conv" not in name}
 
 

@@ -58,7 +58,7 @@ DECIDED_BY = {
     "optim/distributed_newton_schulz.py DistributedNewtonSchulz._all_to_all": "shapes and placements of all parameters",
     "optim/distributed_newton_schulz.py _group_of": "shapes and placements of all parameters",
     "optim/muon.py _local_gradient": "placements of parameter and gradient, which are in the plan",
-    "adapters/saving.py adapter_state_dict": "the parameters of the model",
+    "adapters/stacked.py adapter_state_dict": "the parameters of the model",
     "parallel/clip_grad_norm.py _all_reduce": "the meshes of the parameters, and checksums that have been reduced",
     "parallel/clip_grad_norm.py _reduced": "placements of gradients that all ranks have, as reduced checksums say",
     "parallel/grad_scaler.py GradScaler._found": "whether torch.distributed is initialized",

@@ -13,9 +13,8 @@ are unchanged. From transformers 5.21 on, it also registers the expert paralleli
 
 import importlib.util
 
-from maxmoe.adapters import connect
 from maxmoe.integrations.transformers import _version as _version  # refuses an old one; first
-from maxmoe.integrations.transformers import experts, llama4, longcat_flash
+from maxmoe.integrations.transformers import experts, patched_families
 from maxmoe.integrations.transformers.experts import experts_forward
 from maxmoe.integrations.transformers.load_callback import LoadCallback
 from maxmoe.integrations.transformers.moe_block import TransformersMoE
@@ -24,10 +23,7 @@ from maxmoe.integrations.transformers.replace_blocks import ReplacedBlock, repla
 __all__ = ["LoadCallback", "ReplacedBlock", "TransformersMoE", "experts_forward", "replace_moe_blocks"]
 
 experts.register()
-llama4.register()
-longcat_flash.register()
-if importlib.util.find_spec("peft"):
-    connect()  # takes little time beside that of importing transformers
+patched_families.register()
 if importlib.util.find_spec("transformers.distributed.expert_parallel"):
     from maxmoe.integrations.transformers import expert_parallel
 

@@ -10,15 +10,10 @@ from torch import Tensor
 from transformers.integrations.moe import _default_apply_gate
 
 
-def gate_name(experts: Any) -> str:
-    """Return the full name of the function that applies the gate of a family's experts."""
+def own_gate_name(experts: Any) -> str | None:
+    """Return the full name of the gate that a family of gated experts defines; None if it is act_fn(gate) * up."""
     gate = type(experts)._apply_gate
-    return f"{gate.__module__}.{gate.__qualname__}"
-
-
-def has_own_gate(experts: Any) -> bool:
-    """Return whether the family of gated experts defines another gate than act_fn(gate) * up."""
-    return type(experts)._apply_gate is not _default_apply_gate
+    return None if gate is _default_apply_gate else f"{gate.__module__}.{gate.__qualname__}"
 
 
 def own_gate(experts: Any, projected: Tensor) -> Tensor:

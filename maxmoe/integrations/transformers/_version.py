@@ -12,11 +12,10 @@ def check_version() -> None:
     try:
         installed = metadata.version("transformers")
     except metadata.PackageNotFoundError:
-        installed = None
-    if installed is None or tuple(map(int, re.findall(r"\d+", installed)[:2])) < OLDEST:
-        got = "no transformers" if installed is None else f"transformers {installed}"
+        installed = "none"
+    if tuple(map(int, re.findall(r"\d+", installed)[:2])) < OLDEST:
         raise ImportError(
-            f"maxmoe.integrations.transformers is tested with {TESTED}, got {got}. Run: pip install '{TESTED}'"
+            f"maxmoe.integrations.transformers is tested with {TESTED}, got {installed}. Run: pip install '{TESTED}'"
         )
 
 

@@ -4,13 +4,14 @@ config = DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="maxmoe_rag
 model = AutoModelForCausalLM.from_pretrained(..., distributed_config=config)
 """
 
+from abc import abstractmethod
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
-from maxmoe.integrations.transformers.experts import compute_experts
+from maxmoe.integrations.transformers.experts import experts_forward
 from maxmoe.nn import Dispatcher, ExpertRunner, LocalDispatcher, LocalExperts, TopK
 from maxmoe.ops import RaggedPlan
 from maxmoe.parallel.dispatch import ExpertRanks, RaggedAllToAll, RingOfExperts
@@ -38,15 +39,14 @@ class _DispatcherEP(EPImplementation):
         """Compute the output ``(T, D)`` of this rank's tokens; `top_k_index` ``(T, K)`` are experts of all ranks."""
 
         def compute(x: Tensor, weights: Tensor | None, plan: RaggedPlan) -> Tensor:
-            assert weights is not None
-            return compute_experts(self.experts, x, weights, plan)
+            return experts_forward(self.experts, x, plan, weights)
 
         top_k = TopK(top_k_weights, top_k_index, is_unpadded=True)
         combined, _ = self.runner.run(compute, hidden_states, top_k)
         return combined
 
-    def _dispatcher(self, local: Dispatcher[Any, int], experts: LocalExperts) -> Dispatcher[Any, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _dispatcher(self, local: Dispatcher[Any, int], experts: LocalExperts) -> Dispatcher[Any, Any]: ...
 
 
 class RingOfExpertsEP(_DispatcherEP):

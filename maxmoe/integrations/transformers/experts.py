@@ -1,15 +1,14 @@
 """The experts implementation "maxmoe"."""
 
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
-from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from maxmoe.adapters import connect_if_imported, factors_of
+from maxmoe.adapters import factors_of
 from maxmoe.declaration import finds_expert_matrices
 from maxmoe.integrations.transformers._transformers import experts_implementation, is_expert_parallel, is_experts
-from maxmoe.integrations.transformers.gates import FusedGate, apply_gate, fused_gate
+from maxmoe.integrations.transformers.gates import apply_gate, fused_gate
 from maxmoe.nn import ExpertWeights, ForeignExperts
 from maxmoe.ops import Projection, RaggedPlan, expert_ffn, gmm, ragged_plan, ragged_sort, ragged_unsort
 
@@ -24,7 +23,7 @@ def _expert_matrices(module: Any) -> dict[str, bool]:
     is_here = (
         is_experts(module) and experts_implementation(module.config) == "maxmoe" and not is_expert_parallel(module)
     )
-    return dict.fromkeys((_first_projection(module), "down_proj"), bool(module.is_transposed)) if is_here else {}
+    return dict.fromkeys(_stacks(module), bool(module.is_transposed)) if is_here else {}
 
 
 def experts_forward(
@@ -46,7 +45,7 @@ def experts_forward(
         experts: module decorated with `transformers.integrations.use_experts_implementation`.
         hidden_states: ``(T, D)``, floating.
         top_k_index: ``(T, K)``, int64, in [0, num_experts). Under expert parallelism, indices from num_experts on are
-            experts of other ranks. Replaced blocks give a plan instead.
+            experts of other ranks. Replaced blocks and our expert parallelism give a plan instead.
         top_k_weights: ``(T, K)``, floating; None for ones.
         foreign: experts of other processes, as in `maxmoe.nn.Experts`; None for none.
 
@@ -56,25 +55,24 @@ def experts_forward(
     Raises:
         ValueError: for an expert out of range or sizes that do not fit.
     """
-    if is_parametrized(experts):
-        connect_if_imported()  # PEFT has been imported after this library: from the next call on
     plan = top_k_index if isinstance(top_k_index, RaggedPlan) else _plan(experts, top_k_index)
-    return compute_experts(experts, hidden_states, top_k_weights, plan, foreign)
-
-
-def compute_experts(
-    experts: Any,
-    hidden_states: Tensor,
-    weights: Tensor | None,
-    plan: RaggedPlan,
-    foreign: ForeignExperts | None = None,
-) -> Tensor:
-    """Compute the rows of a plan, as `experts_forward`."""
+    up, down = (_projection(experts, name) for name in _stacks(experts))
     gate = None if experts.has_post_expert_norm else fused_gate(experts)
     if gate is None:
-        out = _composed(experts, hidden_states, weights, plan)
-    else:
-        out = _fused(experts, gate, hidden_states, weights, plan, foreign)
+        rows = gmm(ragged_sort(hidden_states, plan), up, plan.group_sizes)
+        rows = gmm(apply_gate(experts, rows), down, plan.group_sizes)
+        if experts.has_post_expert_norm:
+            rows = experts.post_expert_norm(rows)
+        return ragged_unsort(rows, plan, top_k_weights).to(hidden_states.dtype)
+    if experts.has_gate:
+        gate["fused_gate"] = "concatenated" if experts.is_concatenated else "interleaved"
+    gate["recompute"] = "experts" in getattr(experts, "recompute", ())
+
+    def compute(weights: ExpertWeights, plan: RaggedPlan) -> Tensor:
+        return expert_ffn(hidden_states, top_k_weights, plan, *weights, **gate)
+
+    own = ExpertWeights(None, up, down)
+    out = compute(own, plan) if foreign is None else foreign.compute(compute, own, plan)
     return out.to(hidden_states.dtype)
 
 
@@ -85,44 +83,8 @@ def _plan(experts: Any, top_k_index: Tensor) -> RaggedPlan:
     return ragged_plan(top_k_index, experts.num_experts, num_rows=top_k_index.numel())
 
 
-def _fused(
-    experts: Any,
-    gate: FusedGate,
-    x: Tensor,
-    weights: Tensor | None,
-    plan: RaggedPlan,
-    foreign: ForeignExperts | None,
-) -> Tensor:
-    layout: Literal["concatenated", "interleaved"] = "concatenated" if experts.is_concatenated else "interleaved"
-
-    def compute(experts_weights: ExpertWeights, plan: RaggedPlan) -> Tensor:
-        return expert_ffn(
-            x,
-            weights,
-            plan,
-            *experts_weights,
-            activation=gate.activation,
-            limit=gate.limit,
-            fused_gate=layout if experts.has_gate else None,
-            recompute="experts" in getattr(experts, "recompute", ()),
-        )
-
-    own = ExpertWeights(None, _projection(experts, _first_projection(experts)), _projection(experts, "down_proj"))
-    return compute(own, plan) if foreign is None else foreign.compute(compute, own, plan)
-
-
-def _composed(experts: Any, x: Tensor, weights: Tensor | None, plan: RaggedPlan) -> Tensor:
-    rows = ragged_sort(x, plan)
-    rows = gmm(rows, _projection(experts, _first_projection(experts)), plan.group_sizes)
-    rows = apply_gate(experts, rows)
-    rows = gmm(rows, _projection(experts, "down_proj"), plan.group_sizes)
-    if experts.has_post_expert_norm:
-        rows = experts.post_expert_norm(rows)
-    return ragged_unsort(rows, plan, weights)
-
-
-def _first_projection(experts: Any) -> str:
-    return "gate_up_proj" if experts.has_gate else "up_proj"
+def _stacks(experts: Any) -> tuple[str, str]:
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
 def _projection(experts: Any, name: str) -> Projection:

@@ -1,7 +1,7 @@
 """Gates and activations of transformers: mapping to `maxmoe.ops.expert_ffn`, and application of all others."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -10,20 +10,16 @@ from transformers import activations
 from maxmoe._torch import has_hooks
 from maxmoe.config import Activation
 from maxmoe.declaration import gate_up_slices
-from maxmoe.integrations.transformers._transformers import gate_name, has_own_gate, own_gate
+from maxmoe.integrations.transformers._transformers import own_gate, own_gate_name
+
+# Arguments of `maxmoe.ops.expert_ffn`: activation and limit.
+Options: TypeAlias = dict[str, Any]
 
 
-class FusedGate(NamedTuple):
-    """Arguments of `maxmoe.ops.expert_ffn`."""
-
-    activation: Activation
-    limit: float | None = None
-
-
-def fused_gate(experts: Any) -> FusedGate | None:
+def fused_gate(experts: Any) -> Options | None:
     """Return the arguments of `expert_ffn` for the gate and activation of experts; None if it does not support them."""
-    if experts.has_gate and has_own_gate(experts):
-        recognise = _FAMILY_GATES.get(gate_name(experts))
+    if experts.has_gate and (name := own_gate_name(experts)) is not None:
+        recognise = _FAMILY_GATES.get(name.removeprefix("transformers.models."))
         return None if recognise is None else recognise(experts)
     return recognise_activation(experts.act_fn)
 
@@ -32,7 +28,7 @@ def apply_gate(experts: Any, projected: Tensor) -> Tensor:
     """Apply gate and activation of a family to ``(R, 2F)``, gate and up in its layout, or ``(R, F)`` without a gate."""
     if not experts.has_gate:
         activated: Tensor = experts.act_fn(projected)
-    elif experts.is_concatenated or has_own_gate(experts):
+    elif experts.is_concatenated or own_gate_name(experts) is not None:
         activated = own_gate(experts, projected)
     else:  # the default gate of transformers supports only the concatenated layout
         gate, up = (projected[..., part] for part in gate_up_slices(projected.shape[-1], "interleaved"))
@@ -40,17 +36,21 @@ def apply_gate(experts: Any, projected: Tensor) -> Tensor:
     return activated
 
 
-def recognise_activation(function: Any, limit: float | None = None) -> FusedGate | None:
+def recognise_activation(function: Any, limit: float | None = None) -> Options | None:
     """Return the arguments of `expert_ffn` for an activation with clipping; None if it does not support it."""
     is_module = isinstance(function, nn.Module)
     if is_module and has_hooks(function):
         return None  # the operator would not call the hooks
     name = _ACTIVATIONS.get(type(function) if is_module else function)
-    return None if name is None else FusedGate(name, limit)
+    return None if name is None else {"activation": name, "limit": limit}
 
 
-def _swigluoai(alpha: float, limit: float) -> FusedGate | None:
-    return FusedGate("swigluoai", limit) if alpha == 1.702 else None
+def _swigluoai(alpha: float, limit: float) -> Options | None:
+    return {"activation": "swigluoai", "limit": limit} if alpha == 1.702 else None
+
+
+def _silu(limit: float) -> Options:
+    return {"activation": "silu", "limit": limit}
 
 
 # Exact types, because a derived class may compute something else.
@@ -65,25 +65,18 @@ _ACTIVATIONS: dict[object, Activation] = {
     activations.ReLUSquaredActivation: "relu2",
 }
 
-_MODELS = "transformers.models"
-# Clipped gates that families define themselves and `expert_ffn` supports.
-_FAMILY_GATES: dict[str, Callable[[Any], FusedGate | None]] = {
-    f"{_MODELS}.deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts._apply_gate": (
-        lambda experts: recognise_activation(experts.act_fn, experts.limit)
+# Clipped gates that families of transformers.models define themselves and `expert_ffn` supports.
+_FAMILY_GATES: dict[str, Callable[[Any], Options | None]] = {
+    "deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts._apply_gate": lambda experts: recognise_activation(
+        experts.act_fn, experts.limit
     ),
-    f"{_MODELS}.glm5_next.modeling_glm5_next.Glm5NextTextExperts._apply_gate": (
-        lambda experts: FusedGate("silu", experts.swiglu_limit)
+    "glm5_next.modeling_glm5_next.Glm5NextTextExperts._apply_gate": lambda experts: _silu(experts.swiglu_limit),
+    "gpt_oss.modeling_gpt_oss.GptOssExperts._apply_gate": lambda experts: _swigluoai(experts.alpha, experts.limit),
+    "hy_v4.modeling_hy_v4.HYV4Experts._apply_gate": lambda experts: _silu(experts.swiglu_limit),
+    "minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLExperts._apply_gate": lambda experts: _swigluoai(
+        experts.swiglu_alpha, experts.swiglu_limit
     ),
-    f"{_MODELS}.gpt_oss.modeling_gpt_oss.GptOssExperts._apply_gate": (
-        lambda experts: _swigluoai(experts.alpha, experts.limit)
-    ),
-    f"{_MODELS}.hy_v4.modeling_hy_v4.HYV4Experts._apply_gate": (
-        lambda experts: FusedGate("silu", experts.swiglu_limit)
-    ),
-    f"{_MODELS}.minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLExperts._apply_gate": (
-        lambda experts: _swigluoai(experts.swiglu_alpha, experts.swiglu_limit)
-    ),
-    f"{_MODELS}.openai_privacy_filter.modeling_openai_privacy_filter.OpenAIPrivacyFilterExperts._apply_gate": (
-        lambda experts: _swigluoai(experts.alpha, experts.limit)
+    "openai_privacy_filter.modeling_openai_privacy_filter.OpenAIPrivacyFilterExperts._apply_gate": lambda experts: (
+        _swigluoai(experts.alpha, experts.limit)
     ),
 }

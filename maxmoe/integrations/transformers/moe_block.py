@@ -1,6 +1,6 @@
 """The layer in the place of a sparse block of transformers, made of the modules of the block."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,16 +10,26 @@ from typing_extensions import Self
 
 from maxmoe.adapters import adapted_module
 from maxmoe.config import MoEConfig
-from maxmoe.convert.blocks import check_block, check_tensors_of, config_of_block, family_of_block
+from maxmoe.convert.blocks import check_tensors_of, config_of_block, family_of_block
 from maxmoe.declaration import Declaration, FusedGate
 from maxmoe.integrations.transformers._transformers import experts_implementation, is_experts
-from maxmoe.integrations.transformers.token_masks import token_mask_of_this_layer
+from maxmoe.integrations.transformers.token_masks import mask_of_this_layer
 from maxmoe.nn import Experts, MoE, MoEFeedForward, Router, Routing, ZeroComputationExperts, load_balance_loss
 from maxmoe.nn.dispatcher import LayerInputs, sum_of
 from maxmoe.nn.module_path import module_path
 from maxmoe.nn.router import select_experts
 from maxmoe.ops import RaggedPlan
 from maxmoe.presets.layouts import Entry
+
+
+def _part(name: str) -> Any:
+    """Return a property: the module of the block with the parameter that `MoE` has under a name; None without one."""
+
+    def part(layer: "TransformersMoE") -> nn.Module | None:
+        module = dict(layer.named_children()).get(layer._keys.get(name, "").split(".")[0])
+        return None if isinstance(module, nn.Identity) else module  # in Nemotron, without latent experts
+
+    return property(part)
 
 
 class TransformersMoE(MoEFeedForward):
@@ -31,20 +41,24 @@ class TransformersMoE(MoEFeedForward):
 
     Args:
         block: sparse block of a family in `maxmoe.presets`, whose modules the layer takes over.
-        config: config of the layer.
+        training: fields of `maxmoe.MoEConfig` that a block leaves to the training loop, as in `replace_moe_blocks`.
 
     Attributes:
         family: family of the block.
 
     Raises:
-        ValueError: for a block with other tensors than its family, or a config of another function.
+        ValueError: for a block of another family, or with other tensors than its family.
     """
 
-    def __init__(self, block: nn.Module, config: MoEConfig) -> None:
+    # Every process computes the shared experts whole.
+    router, shared_experts = _part("router.weight"), _part("shared_experts.up_proj")
+    latent_in, latent_out = _part("latent_in.weight"), _part("latent_out.weight")
+    output_gate = _part("shared_experts.output_gate")
+
+    def __init__(self, block: nn.Module, **training: Any) -> None:
         super(MoE, self).__init__()  # not of MoE, which makes its parts
-        check_block(config, block)
+        self.config = config = replace(config_of_block(block), **training)
         check_tensors_of(block, MoE(config, device="meta"), "replace_moe_blocks")
-        self.config = config
         self.family = family = family_of_block(block)
         self._keys = {entry.names[0]: entry.key for entry in family.block.entries}
         for name, module in block.named_children():
@@ -59,37 +73,14 @@ class TransformersMoE(MoEFeedForward):
         if is_experts(self.experts):
             self.experts.recompute_names, self.experts.recompute = Experts.recompute_names, Experts.recompute
         else:
-            self.experts.uses_maxmoe = True  # type: ignore[assignment]  # read by llama4.py
+            self.experts.uses_maxmoe = True  # type: ignore[assignment]  # read by patched_families.py
         _declare(self.router, self.experts, config, family.block.entries)
         self.train(block.training)
 
     @classmethod
     def from_transformers(cls, block: nn.Module) -> Self:
-        """Create a layer from the sparse block of a transformers model; see `MoE.from_transformers`.
-
-        Args:
-            block: sparse block of a family in `maxmoe.presets`.
-
-        Returns:
-            Layer with the modules of the block.
-        """
-        return cls(block, config_of_block(block))
-
-    def to_transformers(self, block: nn.Module) -> None:
-        """Give the modules of this layer to the sparse block of a transformers model.
-
-        Args:
-            block: sparse block of the family. Its own modules are dropped.
-
-        Raises:
-            ValueError: if the block computes another function or has other shapes.
-        """
-        check_block(self.config, block)
-        check_tensors_of(block, MoE(self.config, device="meta"), "to_transformers")
-        for name, _ in block.named_children():
-            block.add_module(name, self.get_submodule(name))
-        for name, _ in block.named_buffers(recurse=False):
-            block.register_buffer(name, self.get_buffer(name))
+        """Create a layer from the sparse block of a transformers model, with the modules of the block."""
+        return cls(block)
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Any:
         """Route the tokens and compute their experts.
@@ -101,7 +92,7 @@ class TransformersMoE(MoEFeedForward):
         Returns:
             Output ``(..., S, D)``. In gpt-oss and Llama 4, whose models drop a second value, a tuple with None.
         """
-        hidden_states = super().forward(x, token_mask_of_this_layer() if token_mask is None else token_mask)
+        hidden_states = super().forward(x, mask_of_this_layer.value if token_mask is None else token_mask)
         return (hidden_states, None) if self.family.returns_scores else hidden_states
 
     def _route(self, x: Tensor, token_mask: Tensor | None, _leading_dims: object, given: Tensor | None) -> Routing:
@@ -116,11 +107,7 @@ class TransformersMoE(MoEFeedForward):
         except ValueError as error:
             raise ValueError(f"{module_path(self)}: {error}") from error
 
-    @property
-    def _expert_function(self) -> Callable[..., Tensor]:
-        return self._compute_experts
-
-    def _compute_experts(self, x: Tensor, weights: Tensor | None, plan: RaggedPlan, *foreign: Any) -> Tensor:
+    def _expert_function(self, x: Tensor, weights: Tensor | None, plan: RaggedPlan, *foreign: Any) -> Tensor:
         """Compute rows as `maxmoe.nn.Experts`, by a call of the experts of the block, around which adapters may lie."""
         experts: Any = self.routed_experts
         if is_experts(experts) and experts_implementation(experts.config) != "maxmoe":
@@ -135,7 +122,7 @@ class TransformersMoE(MoEFeedForward):
         self, inputs: LayerInputs, _token_mask: Tensor | None, routing: Routing, dtype: torch.dtype
     ) -> tuple[None, Tensor | None]:
         """Compute the shared and the zero-computation experts, which every process has whole."""
-        shared_experts, output_gate = self.shared_experts, self._part("shared_experts.output_gate")
+        shared_experts, output_gate = self.shared_experts, self.output_gate
         parts = []
         if shared_experts is not None:
             out = shared_experts(inputs.router)
@@ -143,33 +130,6 @@ class TransformersMoE(MoEFeedForward):
         if self.zero_computation_experts is not None:
             parts.append(self.zero_computation_experts(inputs.router, routing.top_k, dtype))
         return None, sum_of(*parts) if parts else None
-
-    def _part(self, name: str) -> nn.Module | None:
-        """Return the module of the block that has the parameter which `MoE` has under a name, or None."""
-        module = dict(self.named_children()).get(self._keys.get(name, "").split(".")[0])
-        return None if isinstance(module, nn.Identity) else module  # in Nemotron, without latent experts
-
-    @property
-    def router(self) -> nn.Module:  # type: ignore[override]
-        """Router of the block."""
-        router = self._part("router.weight")
-        assert router is not None
-        return router
-
-    @property
-    def shared_experts(self) -> nn.Module | None:  # type: ignore[override]
-        """Shared experts of the block, which every process computes whole; None without any."""
-        return self._part("shared_experts.up_proj")
-
-    @property
-    def latent_in(self) -> nn.Module | None:  # type: ignore[override]
-        """Projection of the block before its experts; None without latent experts."""
-        return self._part("latent_in.weight")
-
-    @property
-    def latent_out(self) -> nn.Module | None:  # type: ignore[override]
-        """Projection of the block after its experts; None without latent experts."""
-        return self._part("latent_out.weight")
 
     @property
     def _correction_bias(self) -> Tensor | None:

@@ -1,28 +1,17 @@
 """Replacement of the sparse blocks of a model of transformers."""
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from maxmoe.checks.fields import nearest
-from maxmoe.convert.blocks import config_of_block
+from maxmoe.convert.blocks import TRAINING_FIELDS
 from maxmoe.integrations.transformers._transformers import is_expert_parallel, is_experts
 from maxmoe.integrations.transformers.checkpoint_names import load_checkpoint_names
 from maxmoe.integrations.transformers.moe_block import TransformersMoE
 from maxmoe.integrations.transformers.token_masks import hand_over_masks
 from maxmoe.nn import MoE
-
-# Fields of MoEConfig that a block of transformers does not decide.
-_FIELDS_OF_TRAINING = (
-    "load_balance_loss_weight",
-    "load_balance_scope",
-    "router_z_loss_weight",
-    "correction_bias_rule",
-    "correction_bias_update_rate",
-    "buffer_factor",
-)
 
 
 class ReplacedBlock(NamedTuple):
@@ -68,16 +57,16 @@ def replace_moe_blocks(model: nn.Module, **training: Any) -> tuple[ReplacedBlock
             without a preset or one that is sharded. No block has been replaced then.
     """
     for name in training:
-        if name not in _FIELDS_OF_TRAINING:
+        if name not in TRAINING_FIELDS:
             raise TypeError(
-                f"replace_moe_blocks has no field {name!r}, only {', '.join(_FIELDS_OF_TRAINING)}"
-                f"{nearest(name, _FIELDS_OF_TRAINING)}"
+                f"replace_moe_blocks has no field {name!r}, only {', '.join(TRAINING_FIELDS)}"
+                f"{nearest(name, TRAINING_FIELDS)}"
             )
     options = {"load_balance_loss_weight": 0.0, "router_z_loss_weight": 0.0, **training}
     layers: dict[str, TransformersMoE] = {}
     for path, block in _blocks(model).items():
         try:
-            layers[path] = TransformersMoE(block, replace(config_of_block(block), **options))
+            layers[path] = TransformersMoE(block, **options)
         except ValueError as error:
             raise ValueError(f"{path} ({type(block).__name__}) cannot be replaced: {error}") from error
     return tuple(_put(model, path, layer) for path, layer in layers.items())

@@ -6,7 +6,6 @@ and through the checkpoint of a layer, so that a recomputation in the backward h
 
 import inspect
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,21 +16,12 @@ from maxmoe._torch.this_thread import OfThisThread
 from maxmoe.integrations.transformers._transformers import replace_checkpoint
 
 _ARGUMENT = "maxmoe_token_mask"
-_of_this_layer: OfThisThread[Tensor | None] = OfThisThread()
-
-
-def token_mask_of_this_layer() -> Tensor | None:
-    """Return the mask ``(B, S)``, False for padding, of the decoder layer that this thread runs; None for no mask."""
-    return _of_this_layer.value
+# Mask (B, S), False for padding, of the decoder layer that this thread runs.
+mask_of_this_layer: OfThisThread[Tensor | None] = OfThisThread()
 
 
 def hand_over_masks(model: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Let replaced blocks in the decoder layers of a model read its mask with `token_mask_of_this_layer`.
-
-    Args:
-        model: model whose forward has an attention mask and passes further arguments to its decoder layers.
-        layers: all modules that get these arguments.
-    """
+    """Let replaced blocks in the layers of a model, to which it passes arguments, read its attention mask."""
     if not has_pre_hook(model, _add_mask):
         model.register_forward_pre_hook(_add_mask, with_kwargs=True)
     for layer in layers:
@@ -57,15 +47,9 @@ def _add_mask(model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -
 def token_mask(attention_mask: Any, batch: int, length: int, cache: Any = None) -> Tensor | None:
     """Return the mask ``(batch, length)`` of tokens that are not padding.
 
-    Args:
-        attention_mask: ``(B, keys)``, other than 0 for tokens; or ``(B, heads, length, keys)``, bool or added to the
-            scores, in which nobody attends to padding, not even itself; or several such masks by name.
-        batch: number of sequences.
-        length: number of tokens of each.
-        cache: cache of transformers with the keys before them; None for no such keys.
-
-    Raises:
-        ValueError: for a mask of another kind.
+    An attention mask is ``(B, keys)``, other than 0 for tokens; or ``(B, heads, length, keys)``, bool or added to the
+    scores, in which nobody attends to padding, not even itself; or several such masks by name. `cache` has further keys
+    before those of the tokens.
     """
     if isinstance(attention_mask, dict):
         attention_mask = next((mask for mask in attention_mask.values() if mask is not None), None)
@@ -87,13 +71,13 @@ def token_mask(attention_mask: Any, batch: int, length: int, cache: Any = None) 
 
 
 def _enter(layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    _of_this_layer.value = options.pop(_ARGUMENT, None)
+    mask_of_this_layer.value = options.pop(_ARGUMENT, None)
     replace_checkpoint(layer, _Checkpoint)
     return arguments, options
 
 
 def _leave(layer: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-    _of_this_layer.value = None
+    mask_of_this_layer.value = None
 
 
 class _Checkpoint:
@@ -103,9 +87,10 @@ class _Checkpoint:
         self.checkpoint = checkpoint
 
     def __call__(self, forward: Callable[..., Any], *arguments: Any) -> Any:
-        return self.checkpoint(partial(_run, _of_this_layer.value, forward), *arguments)
+        mask = mask_of_this_layer.value
 
+        def run(*arguments: Any) -> Any:
+            with mask_of_this_layer.set(mask):
+                return forward(*arguments)
 
-def _run(mask: Tensor | None, forward: Callable[..., Any], *arguments: Any) -> Any:
-    with _of_this_layer.set(mask):
-        return forward(*arguments)
+        return self.checkpoint(run, *arguments)

@@ -1,0 +1,220 @@
+"""Weights of a layer, also quantized ones, in the tensors of a checkpoint: their names and dtypes, reading, writing."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from maxmoe.presets.layouts import Held, Layout, check_tensors
+from maxmoe.quantization import FORMATS, QuantizedStack, on_meta, put_stack, state_with_stacks
+from maxmoe.quantization.formats import check_values
+
+# Names of dtypes in safetensors, in the order in which its library writes tensors, last first.
+DTYPES = {
+    torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.int64: "I64",
+}
+_FLOATS = ("F64", "F32", "BF16", "F16")
+
+# Tensors, or slices of opened safetensors files, by the names of tensors.
+Slices = Mapping[str, Any]
+
+
+class Published:
+    """How checkpoints store a weight: a tensor, or several whose names end differently if it is quantized."""
+
+    format: ClassVar[str | None] = None  # of quantized weights
+    ends: ClassVar[tuple[str, ...]] = ("",)  # of the names of the codes, the scales, and other tensors
+
+    def tensors(self, weight: Any) -> dict[str, Tensor]:
+        """Return the published tensors of one matrix, by the ends of their names."""
+        return {"": weight}
+
+    def weight(self, tensors: Mapping[str, Tensor], like: Any) -> Any:
+        """Return one matrix from its published tensors; it has the layout of `like`."""
+        return tensors[""]
+
+
+class _Mxfp4(Published):
+    """Tensors of gpt-oss: blocks ``(out, in / 32, 16)`` of bytes and scales ``(out, in / 32)``."""
+
+    format = "mxfp4"
+    ends = ("_blocks", "_scales")
+
+    def tensors(self, weight: QuantizedStack) -> dict[str, Tensor]:
+        codes = functional.pad(weight.codes, (0, -weight.codes.shape[-1] % 16))
+        return {"_blocks": codes.reshape(codes.shape[0], -1, 16), "_scales": weight.scales}
+
+    def weight(self, tensors: Mapping[str, Tensor], like: QuantizedStack) -> QuantizedStack:
+        return like.map(codes=tensors["_blocks"].flatten(1)[:, : -(-like.columns // 2)], scales=tensors["_scales"])
+
+
+class _BlockFp8(Published):
+    """Tensors of DeepSeek-V3: E4M3 ``(out, in)`` and what its blocks of 128 x 128 are multiplied by."""
+
+    format = "fp8_block"
+    ends = ("", "_scale_inv")
+
+    def tensors(self, weight: QuantizedStack) -> dict[str, Tensor]:
+        return {"": weight.codes.contiguous().view(torch.float8_e4m3fn), "_scale_inv": weight.scales}
+
+    def weight(self, tensors: Mapping[str, Tensor], like: QuantizedStack) -> QuantizedStack:
+        return like.map(codes=tensors[""].view(torch.uint8), scales=tensors["_scale_inv"])
+
+
+class _PackedInt4(Published):
+    """Tensors of the format pack-quantized of compressed-tensors, eight codes in an int32, the first one lowest.
+
+    Zero points are packed along the outputs. Without them they are 8.
+    """
+
+    format = "int4"
+    ends = ("_packed", "_scale", "_shape", "_zero_point")
+
+    def tensors(self, weight: QuantizedStack) -> dict[str, Tensor]:
+        codes = functional.pad(weight.codes, (0, -weight.codes.shape[-1] % 4))
+        shape = torch.tensor([weight.rows, weight.columns])
+        tensors = {"_packed": codes.view(torch.int32), "_scale": weight.scales, "_shape": shape}
+        if weight.zeros is not None:
+            nibbles = functional.pad(weight.zeros.mT, (0, -weight.rows % 8))
+            packed = (nibbles[:, 0::2] | nibbles[:, 1::2] << 4).contiguous().view(torch.int32)
+            tensors["_zero_point"] = packed.mT
+        return tensors
+
+    def weight(self, tensors: Mapping[str, Tensor], like: QuantizedStack) -> QuantizedStack:
+        codes, zeros = tensors["_packed"].view(torch.uint8)[:, : -(-like.columns // 2)], None
+        if "_zero_point" in tensors:
+            packed = tensors["_zero_point"].mT.contiguous().view(torch.uint8)
+            nibbles = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
+            zeros = nibbles[:, : len(codes)].mT.contiguous()
+        return like.map(codes=codes, scales=tensors["_scale"], zeros=zeros)
+
+
+PUBLISHED: dict[str, Published] = {"mxfp4": _Mxfp4(), "fp8_block": _BlockFp8(), "int4": _PackedInt4()}
+
+
+def published(weight: Any, name: str) -> Published:
+    """Return how checkpoints store a weight; raise for a format of no published checkpoint."""
+    if not isinstance(weight, QuantizedStack):
+        return Published()
+    if weight.format not in PUBLISHED:
+        raise ValueError(f"{name} must be quantized as {', '.join(PUBLISHED)}, as checkpoints are, got {weight.format}")
+    return PUBLISHED[weight.format]
+
+
+class StoredWeight:
+    """A weight in a checkpoint: one tensor, or several if it is quantized."""
+
+    def __init__(self, key: str, held: Held) -> None:
+        self.key, self.held = key, held
+        self.published = published(held.parameters[0], key)
+        _, parameters = next(self.experts())
+        self.matrix = held.entry.join([on_meta(parameter) for parameter in parameters])
+
+    def experts(self) -> Iterator[tuple[Any, list[Any]]]:
+        """Yield the index and the parameters of each expert in a stack, or of a whole tensor that is none."""
+        if not self.held.entry.is_stack:
+            yield ..., self.held.parameters
+            return
+        for expert in range(self.held.parameters[0].shape[0]):
+            yield expert, [parameter[expert] for parameter in self.held.parameters]
+
+    def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return dtype and shape of the tensors in the checkpoint, by their names."""
+        leading = self.held.parameters[0].shape[:1] if self.held.entry.is_stack else ()
+        parts = self.published.tensors(self.matrix)
+        return {f"{self.key}{end}": (part.dtype, (*leading, *part.shape)) for end, part in parts.items()}
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """Yield the values of a tensor in the checkpoint, one expert at a time."""
+        for _, parameters in self.experts():
+            yield self.published.tensors(self.held.entry.join(parameters))[name.removeprefix(self.key)]
+
+    def check_scales(self, where: str, slices: Slices) -> None:
+        """Read the scales of a quantized weight; raise unless they are finite."""
+        for index, _ in self.experts():
+            try:
+                check_values(slices[f"{self.key}{self.published.ends[1]}"][index], None)
+            except ValueError as error:
+                expert = "" if index is ... else f" of expert {index}"
+                raise ValueError(f"{where}: {self.key}{expert}: {error}") from error
+
+    def read(self, slices: Slices) -> None:
+        """Copy the tensors into the parameters, one expert at a time."""
+        names = {end: f"{self.key}{end}" for end in self.published.ends if f"{self.key}{end}" in slices}
+        for index, parameters in self.experts():
+            weight = self.published.weight({end: slices[name][index] for end, name in names.items()}, self.matrix)
+            for view, parameter in zip(self.held.entry.views(weight), parameters, strict=True):
+                parameter.copy_(view)
+
+
+def check_weights(where: str, layer: nn.Module, layout: Layout, slices: Slices) -> dict[str, Any]:
+    """Return the state of a layer as a checkpoint has it; raises unless the tensors fit.
+
+    Quantized weights are on the meta device. The dtype of their scales, their group size and whether they have zero
+    points are as in the tensors of the first expert.
+    """
+    own = state_with_stacks(layer)
+    state, formats = dict(own), {each.format for each in own.values() if isinstance(each, QuantizedStack)}
+    if formats:
+        where = f"{where}, whose experts are quantized as {' and '.join(sorted(formats))}"
+    for key, held in layout.tensors(own).items():
+        for name in held.entry.names:
+            if isinstance(own[name], QuantizedStack) and state[name] is own[name]:
+                state[name] = _as_stored(own[name], key, slices)
+    weights = [StoredWeight(key, held) for key, held in layout.tensors(state).items()]
+    expected = {name: (each, *tensor) for each in weights for name, tensor in each.tensors().items()}
+    found = {name: each.get_shape() for name, each in slices.items()}
+    check_tensors(where, found, {name: shape for name, (_, _, shape) in expected.items()})
+    for name, (weight, dtype, _) in expected.items():
+        allowed: tuple[str, ...] = _FLOATS
+        if weight.published.format:
+            allowed = ("I64", "I32") if dtype == torch.int64 else (DTYPES[dtype],)
+        if slices[name].get_dtype() not in allowed:
+            remedy = "; dequantise it first" if allowed == _FLOATS else ""
+            raise ValueError(f"{where}: {name} must be of {', '.join(allowed)}, got {slices[name].get_dtype()}{remedy}")
+    for weight in weights:
+        if weight.published.format:
+            weight.check_scales(where, slices)
+    return state
+
+
+def _as_stored(stack: QuantizedStack, key: str, slices: Slices) -> QuantizedStack:
+    """Return a stack on the meta device with the scales and zero points that a weight has in a checkpoint."""
+    format, dtype, (*of_scales, num_scales) = FORMATS[stack.format], stack.scales.dtype, stack.scales.shape
+    stored = slices.get(f"{key}{published(stack, key).ends[1]}")
+    if stored is not None:
+        shape = stored.get_shape()
+        if format.has_groups and shape and format.block_columns(stack.columns, shape[-1]):
+            num_scales = shape[-1]
+        dtype = next((each for each in format.scale_dtypes if DTYPES[each] == stored.get_dtype()), dtype)
+    scales = torch.empty((*of_scales, num_scales), dtype=dtype, device="meta")
+    zeros = torch.empty_like(scales, dtype=torch.uint8) if f"{key}_zero_point" in slices else None
+    return stack.map(on_meta, scales=scales, zeros=zeros)
+
+
+def read_weights(layer: nn.Module, layout: Layout, slices: Slices, state: Mapping[str, Any]) -> None:
+    """Read the tensors of a checkpoint into a layer, whose state `check_weights` has returned."""
+    for name, stack in state.items():
+        if isinstance(stack, QuantizedStack):
+            _prepare(layer, name, stack)
+    for key, held in layout.tensors(state_with_stacks(layer)).items():
+        StoredWeight(key, held).read(slices)
+
+
+def _prepare(layer: nn.Module, name: str, stack: QuantizedStack) -> None:
+    """Replace a quantized parameter that has no memory, or other scales than the checkpoint."""
+    path, _, last = name.rpartition(".")
+    owner = layer.get_submodule(path)
+    old = getattr(owner, last)
+    if old.is_meta or old.description() != stack.description():
+        device, kept = ("cpu", {}) if old.is_meta else (old.device, {"codes": old.codes})
+        put_stack(owner, last, stack.map(lambda part: torch.zeros_like(part, device=device), **kept))
