@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from benchmarks import machine
+from benchmarks.calibration import calibrate
 from maxmoe import MoEConfig, parallelize
-from maxmoe.calibration import calibrate
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.parallel import token_sharding
 from maxmoe.planning import Device, predict

@@ -1,19 +1,21 @@
-"""Published training speeds beside predicted ones, as the table of docs/planning.md.
+"""Published training speeds beside predicted ones, as the tables of docs/planning.md.
 
     python -m benchmarks.published_steps
 
-What a source does not state is assumed: 4096 tokens per sequence, bfloat16, blocks recomputed where nothing else fits,
-and 1F1B with one stage per rank.
+What a source does not state is assumed: 4096 tokens per sequence, bfloat16, the least recomputation that fits, the best
+number of chunks, and 1F1B with one stage per rank.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
 from maxmoe import MoEConfig
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.planning import Device, PredictedPlan, StateDtypes, predict
+from maxmoe.planning.search import CHUNKS, RECOMPUTE
 from maxmoe.presets.published import PUBLISHED, PublishedModel
 from maxmoe.sharding import Mesh
 
@@ -70,32 +72,42 @@ class Published:
     num_micro_batches: int = 1
     device_name: str = ""
 
-    def predict(self) -> PredictedPlan:
-        """Predict the step with the rules `ep-as-dp`; blocks are recomputed if the activations do not fit."""
-        config = DecoderConfig.of_published(self.model, max_sequence_length=LENGTH)
+    def predict(self, device: Device | None = None, **sizes: int) -> PredictedPlan:
+        """Predict the step with the rules `ep-as-dp`, with the least recomputation that fits and the best chunks."""
+        device = device or Device.load(self.device)
+        config = DecoderConfig.of_published(self.model, max_sequence_length=LENGTH, **sizes)
         model = Decoder(config, device="meta", dtype=torch.bfloat16)
         step = {"batch_size": self.batch_size, "sequence_length": LENGTH, "num_micro_batches": self.num_micro_batches}
-        for recompute in ((), ("blocks",)):
-            plan = predict(
-                model,
-                Mesh.planned(self.mesh),
-                "ep-as-dp",
-                self.device,
-                recompute=recompute,
-                state_dtypes=STATE_DTYPES,
-                **step,
-            )
-            if plan.memory <= Device.load(self.device).memory:
+        for recompute in RECOMPUTE:
+            plans = [
+                predict(
+                    model,
+                    Mesh.planned(self.mesh),
+                    "ep-as-dp",
+                    device,
+                    recompute=recompute,
+                    num_chunks=num_chunks,
+                    state_dtypes=STATE_DTYPES,
+                    **step,
+                )
+                for num_chunks in CHUNKS
+            ]
+            if plans[0].memory <= device.memory:
                 break
-        return plan
+        return min(plans, key=lambda plan: plan.seconds)
+
+    def tokens_per_second(self, plan: PredictedPlan) -> float:
+        """Predicted tokens per second of a device."""
+        return self.batch_size * LENGTH / plan.seconds / math.prod(self.mesh.values())
 
     def row(self) -> str:
         """A row of the table."""
         plan, num_ranks = self.predict(), math.prod(self.mesh.values())
-        found = self.batch_size * LENGTH / plan.seconds / num_ranks
+        found = self.tokens_per_second(plan)
         layout = [f"{size} stages" if axis == "stage" else f"{axis}={size}" for axis, size in self.mesh.items()]
         layout += [f"{self.num_micro_batches} micro-batches"] if self.num_micro_batches > 1 else []
-        layout += ["blocks recomputed"] if plan.recompute else []
+        layout += [f"recomputed: {' '.join(plan.recompute)}"] if plan.recompute else []
+        layout += [f"{plan.num_chunks} chunks"] if plan.num_chunks > 1 else []
         if plan.memory > (memory := Device.load(self.device).memory):
             layout.append(f"needs {plan.memory / memory:.1f} times the memory")
         where = f"{self.model.name}, {num_ranks} {self.device_name or self.device.upper()}"
@@ -138,11 +150,28 @@ ROWS = (
 )
 
 
+def deepseek_v3_step_by_step() -> Iterator[tuple[str, float]]:
+    """Yield the prediction for DeepSeek-V3 as it is, then with one more thing that its authors have, and so on."""
+    run, h100 = ROWS[0], Device.load("h100")
+    yield "as planned here", run.tokens_per_second(run.predict())
+    # 52 of 128 heads multiply as much as the projections of its latent attention.
+    yield "the FLOPs of latent attention", run.tokens_per_second(run.predict(num_heads=52))
+    fast = replace(h100, peak_flops={**h100.peak_flops, "bfloat16": 1979e12})
+    yield "the peak of FP8", run.tokens_per_second(run.predict(fast, num_heads=52))
+    links = {name: getattr(h100, name) for name in ("intra_node", "inter_node")}
+    links = {name: replace(link, bandwidth=3 * link.bandwidth) for name, link in links.items()}
+    text = "a dispatch of a third of the bytes: at most four nodes for each token, FP8"
+    yield text, run.tokens_per_second(run.predict(replace(fast, **links), num_heads=52))
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     print("| source | model, device | layout | published | predicted | error |\n|---|---|---|---|---|---|")
     for row in ROWS:
         print(row.row(), flush=True)
+    print("\n| DeepSeek-V3 on 2048 H100 | tokens/s of a device |\n|---|---|")
+    for text, tokens in deepseek_v3_step_by_step():
+        print(f"| {text} | {tokens:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,17 @@
 
     python -m maxmoe plan --preset deepseek_v3 --world-size 2048 --device h100 --batch-size 4096
     python -m maxmoe explain --preset deepseek_v3 --rules shard-exp-on-fsdp --mesh fsdp=16,expert=16
+    python -m maxmoe estimate my_models:build --rules ep-as-dp --mesh fsdp=2,expert=2 --batch-size 8
     python -m maxmoe compare_ranks my_training --num-ranks 4
     python -m maxmoe info
 
 `plan` searches for the fastest plans of a model that fit in memory.
 
 `explain` prints the sharding of every parameter and the dispatch of tokens to experts, both with the reasons, the
-memory per rank and the collectives per step. The model is a `maxmoe.models.Decoder` with the sizes of a published one;
-its parameters are not allocated.
+memory per rank and the collectives per step; `estimate` the last two.
+
+The model is what a function of yours returns, `module:function`, or a `maxmoe.models.Decoder` with the sizes of a
+published one. It is made on the meta device: its parameters are not allocated.
 
 `compare_ranks` compares a training step on several ranks with one process, see `maxmoe.testing.compare_ranks`. It takes
 a module with the functions build_model, parallelize, make_batch and loss, and step if there is one. It exits with 0 if
@@ -23,28 +26,37 @@ import importlib
 import platform
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, get_args
 
 import torch
 
+from maxmoe import planning
 from maxmoe._library import build_info
-from maxmoe.cli.plan import add_plan, add_state_dtypes, published, state_dtypes
+from maxmoe.cli.plan import add_model, add_plan, add_state_dtypes, chosen_model, positive, state_dtypes
 from maxmoe.cli.waiting_threads import waiting_of_this_process
-from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.pipelining.schedules import SCHEDULES
-from maxmoe.planning.estimate import Optimizer, estimate
-from maxmoe.planning.explain import explain
-from maxmoe.presets.published import PUBLISHED
+from maxmoe.planning.estimate import Optimizer
 from maxmoe.ranks.failures import RankError
 from maxmoe.sharding.mesh import Mesh, parse_mesh
 from maxmoe.sharding.rules import LogicalRules, preset_names
 from maxmoe.testing import RankComparison, compare_ranks
 from maxmoe.text_table import paragraph, readable_bytes, terminal_width
 
-SIZES = ("num_layers", "num_dense_layers", "num_heads", "num_key_value_heads", "vocab_size", "intermediate_size")
+STEP = (
+    "batch_size",
+    "sequence_length",
+    "dispatch",
+    "num_chunks",
+    "imbalance",
+    "allow_unused",
+    "schedule",
+    "num_micro_batches",
+    "blocks_per_stage",
+    "stages_per_rank",
+)
 TRAINING = ("build_model", "parallelize", "make_batch", "loss")
 CONVENTIONS = (
     "Memory is counted at the beginning of the backward. Parameters are {dtype}; so are gradients and optimizer state "
@@ -73,37 +85,13 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     commands = parser.add_subparsers(required=True, metavar="command")
     commands.add_parser("info", help="print versions, build and processor").set_defaults(report=describe)
-    command = commands.add_parser(
-        "explain", help="print the plan of a model", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    command.set_defaults(report=plan)
-    add = command.add_argument
-    add("--preset", required=True, help=f"the model: {', '.join(PUBLISHED)}")
-    add("--rules", default="default", help=f"a preset of rules, or a YAML file: {', '.join(preset_names())}")
-    add("--allow-unused", action="store_true", help="accept axes and names of rules that have no effect")
-    add("--mesh", required=True, help="axes and sizes, as fsdp=16,expert=16; one may be -1 with --world-size")
-    add("--world-size", type=positive, help="number of ranks, if not the product of the sizes")
-    add("--batch-size", type=positive, default=256, help="number of sequences per step, over all ranks")
-    add("--sequence-length", type=positive, default=4096, help="number of tokens per sequence")
-    add("--dtype", choices=["bfloat16", "float32", "float16"], default="bfloat16", help="dtype of the parameters")
-    add(
-        "--optimizer",
-        choices=["adamw", "muon"],
-        default="adamw",
-        help="optimizer whose state and collectives are counted",
-    )
-    add("--dispatch", choices=get_args(Dispatch), default="auto", help="strategy for experts on other ranks")
-    add("--num-chunks", type=positive, default=1, help="chunks of tokens: one is communicated, another is computed")
-    add("--imbalance", type=float, default=1.0, help="least_loaded: rows of the most loaded rank over the mean")
-    add("--schedule", choices=list(SCHEDULES), default="1f1b", help="schedule of pipeline stages")
-    add("--num-micro-batches", type=positive, help="micro-batches of a step, for a mesh with an axis stage")
-    add("--blocks-per-stage", type=positives, help="blocks of each stage, as 4,4,3; the default balances them")
-    add("--stages-per-rank", type=positive, help="stages of each rank, if not those of the schedule")
-    add("--recompute", default="", help="parts to recompute in the backward, as experts,attention")
-    for size in SIZES:
-        add(f"--{size.replace('_', '-')}", type=positive, help="replaces the published value")
-    add_state_dtypes(add)
-    add_plan(commands, positive)
+    for report, text in ((explain, "print the plan of a model"), (estimate, "print its memory and communication")):
+        command = commands.add_parser(
+            report.__name__, help=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        command.set_defaults(report=report)
+        _add_step(command.add_argument)
+    add_plan(commands)
     comparison = commands.add_parser(
         "compare_ranks",
         help="compare training on several ranks with one process",
@@ -116,12 +104,26 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def positive(text: str) -> int:
-    """Parse a positive integer."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return number
+def _add_step(add: Callable[..., Any]) -> None:
+    """Add the options of the model, its mesh and its step."""
+    add_model(add)
+    add("--rules", default="default", help=f"a preset of rules, or a YAML file: {', '.join(preset_names())}")
+    add("--allow-unused", action="store_true", help="accept axes and names of rules that have no effect")
+    add("--mesh", required=True, help="axes and sizes, as fsdp=16,expert=16; one may be -1 with --world-size")
+    add("--world-size", type=positive, help="number of ranks, if not the product of the sizes")
+    add("--batch-size", type=positive, default=256, help="number of sequences per step, over all ranks")
+    add("--sequence-length", type=positive, default=4096, help="number of tokens per sequence")
+    optimizers = get_args(Optimizer)
+    add("--optimizer", choices=optimizers, default="adamw", help="optimizer whose state and collectives are counted")
+    add("--dispatch", choices=get_args(Dispatch), default="auto", help="strategy for experts on other ranks")
+    add("--num-chunks", type=positive, default=1, help="chunks of tokens: one is communicated, another is computed")
+    add("--imbalance", type=float, default=1.0, help="least_loaded: rows of the most loaded rank over the mean")
+    add("--schedule", choices=list(SCHEDULES), default="1f1b", help="schedule of pipeline stages")
+    add("--num-micro-batches", type=positive, help="micro-batches of a step, for a mesh with an axis stage")
+    add("--blocks-per-stage", type=positives, help="blocks of each stage, as 4,4,3; the default balances them")
+    add("--stages-per-rank", type=positive, help="stages of each rank, if not those of the schedule")
+    add("--recompute", default="", help="parts to recompute in the backward, as experts,attention")
+    add_state_dtypes(add)
 
 
 def positives(text: str) -> list[int]:
@@ -129,47 +131,38 @@ def positives(text: str) -> list[int]:
     return [positive(number) for number in text.split(",")]
 
 
-def plan(options: argparse.Namespace) -> str:
-    """Return the report of `explain`."""
+def explain(options: argparse.Namespace) -> str:
+    """Return the sharding of every parameter, the dispatch of every layer, and the report of `estimate`."""
+    return _report(options, with_explanation=True)
+
+
+def estimate(options: argparse.Namespace) -> str:
+    """Return the memory per rank and the collectives per step."""
+    return _report(options, with_explanation=False)
+
+
+def _report(options: argparse.Namespace, *, with_explanation: bool) -> str:
     mesh = Mesh.planned(parse_mesh(options.mesh), world_size=options.world_size)
     rules = LogicalRules.load(options.rules)
-    changes = {size: getattr(options, size) for size in SIZES if getattr(options, size) is not None}
-    published_model = published(options.preset)
     recompute = tuple(name.strip() for name in options.recompute.split(",") if name.strip())
-    sizes = {"max_sequence_length": options.sequence_length, "recompute": recompute, **changes}
-    config = DecoderConfig.of_published(published_model, **sizes)
-    model = Decoder(config, device="meta", dtype=getattr(torch, options.dtype))
-    optimizer: Optimizer = options.optimizer
-    step: dict[str, Any] = {
-        "batch_size": options.batch_size,
-        "sequence_length": options.sequence_length,
-        "dispatch": options.dispatch,
-        "num_chunks": options.num_chunks,
-        "imbalance": options.imbalance,
-        "allow_unused": options.allow_unused,
-        "schedule": options.schedule,
-        "num_micro_batches": options.num_micro_batches,
-        "blocks_per_stage": options.blocks_per_stage,
-        "stages_per_rank": options.stages_per_rank,
-    }
-    explanation = explain(model, mesh, rules, **step)
-    costs = estimate(model, mesh, rules, optimizer=optimizer, state_dtypes=state_dtypes(options), **step)
-    dense = f", {config.num_dense_layers} of them dense" if config.num_dense_layers else ""
-    changed = "".join(f" Here {name}={value}." for name, value in changes.items())
-    difference = f" Differs from the published model: {published_model.differs}." if published_model.differs else ""
+    text, model = chosen_model(options, recompute, max_sequence_length=options.sequence_length)
+    step: dict[str, Any] = {name: getattr(options, name) for name in STEP}
+    dtypes = state_dtypes(options)
+    explanation = [str(planning.explain(model, mesh, rules, **step))] if with_explanation else []
+    costs = planning.estimate(model, mesh, rules, optimizer=options.optimizer, state_dtypes=dtypes, **step)
     head = (
-        f"{published_model.name}: a Decoder of {config.num_layers} layers{dense}, embedding and output projection."
-        f"{difference}{changed}",
+        text,
         f"{mesh.num_ranks} ranks: {options.mesh}. Rules: {options.rules}. A step: {options.batch_size} sequences of "
         f"{options.sequence_length} tokens.{f' Recomputed: {options.recompute}.' if recompute else ''}",
         f"The largest rank needs {readable_bytes(sum(costs.memory.values()))} of memory.",
     )
     width = terminal_width()
     opening = "\n".join(paragraph(line, width=width) for line in head)
-    lines = [line.format(dtype=options.dtype) for line in CONVENTIONS]
+    own = str(next(model.parameters()).dtype).removeprefix("torch.")
+    lines = [line.format(dtype=own) for line in CONVENTIONS]
     lines += [] if costs.pipeline is None else [STAGE_CONVENTION]
     conventions = "\n".join(paragraph(line, width=width or 120) for line in lines)
-    return f"{opening}\n\n{explanation}\n\n{costs}\n\n{conventions}"
+    return "\n\n".join([opening, *explanation, str(costs), conventions])
 
 
 def compare(options: argparse.Namespace) -> RankComparison:

@@ -1,14 +1,13 @@
 """Costs of a plan, without a cluster: shardings, memory, communication and time of a step, and a search."""
 
+from maxmoe.planning.communication import Traffic
+from maxmoe.planning.device import Device, Link
 from maxmoe.planning.estimate import Estimate, estimate
 from maxmoe.planning.explain import Explanation, explain
-from maxmoe.planning.plan_search.fastest import search
-from maxmoe.planning.plan_search.predicted_plan import PredictedPlan
-from maxmoe.planning.plan_search.prediction import predict
-from maxmoe.planning.plan_search.result import NoPlanFits, SearchResult
-from maxmoe.planning.state_dtypes import StateDtypes
-from maxmoe.planning.time_model.device import Device, Link
-from maxmoe.planning.traffic import Traffic
+from maxmoe.planning.memory import StateDtypes
+from maxmoe.planning.predict import PredictedPlan, predict
+from maxmoe.planning.search import search
+from maxmoe.planning.search_result import NoPlanFits, SearchResult
 
 __all__ = [
     "Device",

@@ -9,21 +9,29 @@ from torch import nn
 
 from maxmoe.adapters import planned_copy
 from maxmoe.optim import Choice
+from maxmoe.optim.muon_communication import muon_communication
 from maxmoe.optim.newton_schulz import fast_dtype
 from maxmoe.optim.parameter_groups import choose
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
-from maxmoe.planning.communication import activation_communication, dispatch_communication, parameter_communication
+from maxmoe.pipelining.pipeline_plan import PipelinePlan
+from maxmoe.planning.communication import (
+    Traffic,
+    activation_communication,
+    dispatch_communication,
+    parameter_communication,
+    traffic_of,
+)
 from maxmoe.planning.memory import (
     PARAMETER_DTYPES,
+    StateDtypes,
     activation_memory,
     gathered_memory,
     parameter_dtype,
     stored_memory,
 )
-from maxmoe.planning.optimizer_communication import muon_communication
-from maxmoe.planning.pipeline_estimate import PipelineEstimate, RankEstimate
-from maxmoe.planning.pipeline_plan import PipelinePlan, pipeline_options, plan_model
-from maxmoe.planning.rank_costs import (
+from maxmoe.planning.pipeline_estimate import (
+    PipelineEstimate,
+    RankEstimate,
     Tokens,
     message_bytes,
     messages,
@@ -31,9 +39,8 @@ from maxmoe.planning.rank_costs import (
     rank_memory,
     rank_parameters,
 )
+from maxmoe.planning.plan_model import pipeline_options, plan_model
 from maxmoe.planning.saved_tensors import local_trace
-from maxmoe.planning.state_dtypes import StateDtypes
-from maxmoe.planning.traffic import Traffic, traffic_of
 from maxmoe.sharding.mesh import Mesh
 from maxmoe.sharding.planned_collective import PlannedCollective
 from maxmoe.sharding.rules import LogicalRules

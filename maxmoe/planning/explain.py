@@ -1,27 +1,35 @@
 """Sharding of every parameter and dispatch of every Mixture-of-Experts layer, with the reasons."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import nn
 
 from maxmoe.adapters import planned_copy
+from maxmoe.parallel.dispatch.least_loaded import PlannedMoves, planned_moves
 from maxmoe.parallel.parallelize import undeclared_modules
-from maxmoe.parallel.plan.dispatch_plan import Dispatch
+from maxmoe.parallel.plan.dispatch_plan import Dispatch, DispatchPlan
 from maxmoe.parallel.plan.parameter_sharding import ParameterSharding
-from maxmoe.planning.explained_dispatch import ExplainedDispatch, dispatch_tables, explain_dispatch
+from maxmoe.parallel.plan.plan import Plan
+from maxmoe.pipelining.pipeline_plan import PipelinePlan
+from maxmoe.planning.communication import Traffic, dispatch_communication, traffic_of
 from maxmoe.planning.pipeline_estimate import stage_table
-from maxmoe.planning.pipeline_plan import PipelinePlan, pipeline_options, plan_model
-from maxmoe.planning.repeated_layers import group_repeated
-from maxmoe.planning.saved_tensors import micro_batch_sizes
+from maxmoe.planning.plan_model import pipeline_options, plan_model
+from maxmoe.planning.saved_tensors import micro_batch_sizes, planned_dispatches
 from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.planned_collective import PlannedCollective
 from maxmoe.sharding.rules import DroppedAxis, LogicalRules
-from maxmoe.text_table import paragraph, readable_bytes, terminal_width, text_table
+from maxmoe.text_table import paragraph, ranges, readable_bytes, terminal_width, text_table
 
 # A replicated parameter is large if it takes at least this share of the bytes of a rank.
 LARGE_SHARE = 0.01
 # Number of parameters that a sentence lists.
 LISTED = 3
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,23 @@ class ExplainedParameter:
         """Mesh axes that cannot shard the parameter evenly."""
         sizes = self.parameter.sharding.mesh.sizes
         return tuple(drop for drop in self.parameter.dropped if sizes.get(drop.axis, 1) > 1)
+
+
+@dataclass(frozen=True)
+class ExplainedDispatch:
+    """The dispatch of one layer.
+
+    Args:
+        name: path of the layer.
+        plan: strategy, reason and axes.
+        traffic: collectives of the dispatch per step; None if the number of tokens is not given.
+        moves: moves of experts in the first chunk at the imbalance of the plan; None for balanced routing.
+    """
+
+    name: str
+    plan: DispatchPlan
+    traffic: tuple[Traffic, ...] | None
+    moves: PlannedMoves | None = None
 
 
 @dataclass(frozen=True)
@@ -101,11 +126,8 @@ class Explanation:
             and self.mesh.num_ranks > 1
             and (local_bytes := sum(parameter.local_bytes for parameter in group)) >= LARGE_SHARE * self.local_bytes
         ]
-        unnamed = [
-            f"{label} has no logical names: it is not sharded"
-            for label, group in self._groups
-            if group[0].parameter.names is None
-        ]
+        labels = [label for label, group in self._groups if group[0].parameter.names is None]
+        unnamed = [f"parameters without logical names are not sharded: {_listed(labels)}"] if labels else []
         unknown = [f"no rule for the logical name {name!r}: its dims are not sharded" for name in self.unknown_names]
         of_tokens = [
             f"the rule {name!r} has no effect over {' '.join(axes)}: that shards the tokens, and every rank computes "
@@ -142,12 +164,11 @@ class Explanation:
         total = sum(parameter.local_bytes for _, group in groups for parameter in group)
         if total >= LARGE_SHARE * self.local_bytes and total:
             axes = dict.fromkeys(drop.axis for _, group in groups for drop in group[0].indivisible)
-            labels = [label for label, _ in groups[:LISTED]]
-            labels += [f"and {len(groups) - LISTED} more"] if len(groups) > LISTED else []
+            labels = _listed([label for label, _ in groups])
             sizes = ", ".join(f"{axis}={self.mesh.size(axis)}" for axis in axes)
             yield (
                 f"Every rank holds {readable_bytes(total)} of {readable_bytes(self.local_bytes)} of parameters whole, "
-                f"because {sizes} does not divide their dims: {', '.join(labels)}."
+                f"because {sizes} does not divide their dims: {labels}."
             )
 
     def _rules_text(self, parameter: ExplainedParameter) -> str:
@@ -251,7 +272,90 @@ def explain(
     )
 
 
+def _listed(labels: Sequence[str]) -> str:
+    """Join the first labels, and the number of the others."""
+    return ", ".join([*labels[:LISTED], *([f"and {len(labels) - LISTED} more"] if len(labels) > LISTED else [])])
+
+
 def _applied_rules(parameter: ParameterSharding, rules: LogicalRules) -> tuple[tuple[str, ...] | None, ...]:
     """Return for each dim the axes of its rule, as `parameter.requested`, but None if no rule applies."""
     names = parameter.names or (None,) * len(parameter.shape)
     return tuple(axes if (name, axes) in rules else None for name, axes in zip(names, parameter.requested, strict=True))
+
+
+def explain_dispatch(
+    plan: Plan, micro_batches: Sequence[int], sequence_length: int, num_chunks: int
+) -> Iterator[ExplainedDispatch]:
+    """Explain the dispatch of every layer; `micro_batches` are their numbers of sequences over all ranks, if known."""
+    communication: dict[str, list[PlannedCollective]] = defaultdict(list)
+    moves = {
+        path: planned_moves(next(tokens.chunks()))
+        for size in micro_batches[:1]
+        for path, tokens in planned_dispatches(plan, size, sequence_length, num_chunks)
+        if tokens.layout.imbalance != 1.0
+    }
+    for size in micro_batches:
+        for path, item in dispatch_communication(plan, size, sequence_length, num_chunks):
+            communication[path].append(item)
+    for path, (_, dispatch_plan) in plan.layers.items():
+        traffic = traffic_of(communication[path]) if micro_batches else None
+        yield ExplainedDispatch(path, dispatch_plan, traffic, moves.get(path))
+
+
+def dispatch_tables(layers: Iterable[ExplainedDispatch], width: int | None) -> Iterator[str]:
+    """Yield a table of strategies and axes, then a table of collectives for each group of repeated layers with any."""
+    groups = group_repeated(layers, lambda layer: layer.name, lambda layer: (layer.plan, layer.traffic))
+    heading = ("MoE layer", "dispatch", "reason", "axes", "experts per rank")
+    rows = [
+        (
+            label or "the layer",
+            layer.plan.strategy,
+            layer.plan.reason,
+            _axes_text(layer.plan),
+            f"{layer.plan.num_local_experts} of {layer.plan.config.num_experts}",
+        )
+        for label, (layer, *_) in groups
+    ]
+    if rows:
+        yield text_table([heading, *rows], right=[4], width=width)
+    for label, (layer, *others) in groups:
+        if layer.moves is not None:
+            yield paragraph(f"{label or 'the layer'}: {_moves_text(layer.moves)}", width=width)
+        if layer.traffic:
+            columns = ("kind", "axis", "times", "bytes sent per rank")
+            title = f"collectives per step in {'one of ' if others else ''}{label or 'the layer'}"
+            yield text_table([(title, *columns), *(row.cells for row in layer.traffic)], right=[3, 4], width=width)
+
+
+def _moves_text(moves: PlannedMoves) -> str:
+    number = len(moves.moves)
+    sent = f"{number or 'no'} expert{' is' if number == 1 else 's are'} sent to other ranks"
+    return (
+        f"if one rank has {moves.tokens.layout.imbalance:g} times the mean number of rows, with all rows above an even "
+        f"load at one expert, {sent}, and no rank computes more than {moves.most_rows:.2f} times the mean."
+    )
+
+
+def _axes_text(plan: DispatchPlan) -> str:
+    parts = (
+        ("tokens sent over", plan.token_axes),
+        ("tokens replicated over", plan.replicated_axes),
+        ("tensor parallelism over", plan.tensor_parallel_axes),
+    )
+    return " | ".join(f"{role} {' '.join(axes)}" for role, axes in parts if axes) or "-"
+
+
+def group_repeated(
+    items: Iterable[Item], path: Callable[[Item], str], key: Callable[[Item], Hashable]
+) -> list[tuple[str, list[Item]]]:
+    """Group items with equal keys whose paths differ in one number, under labels as "blocks.3-60.norm.weight x58"."""
+    groups: dict[Hashable, list[tuple[str, Item]]] = {}
+    for item in items:
+        prefix, number, suffix = re.fullmatch(r"(?:(.*?\.)??(\d+)(?=\.|$))?(.*)", path(item)).groups("")  # type: ignore[union-attr]
+        groups.setdefault((prefix, suffix, key(item)), []).append((number, item))
+    result = []
+    for (prefix, suffix, _), members in groups.items():  # type: ignore[misc]
+        numbers = [int(number) for number, _ in members if number]
+        count = f" x{len(members)}" if len(members) > 1 else ""
+        result.append((f"{prefix}{ranges(numbers, ',')}{suffix}{count}", [item for _, item in members]))
+    return result

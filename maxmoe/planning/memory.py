@@ -2,14 +2,41 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 import torch
 
 from maxmoe.nn import SavedTensor
 from maxmoe.parallel.plan.plan import ParameterPlan, Plan, enclosing
 from maxmoe.planning.saved_tensors import saved_tensors
-from maxmoe.planning.state_dtypes import StateDtypes
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateDtypes:
+    """Dtypes in which a rank stores gradients, master weights and moments.
+
+    Mixed precision with bfloat16 parameters usually has float32 master weights and moments::
+
+        StateDtypes(master=torch.float32, moments=torch.float32)
+
+    Args:
+        gradients: dtype of the gradients; None for that of the parameters. Collectives have the dtype of the
+            parameters in any case.
+        master: dtype of the master weights; None without master weights.
+        moments: dtype of the moments of the optimizer; None for that of the parameters.
+    """
+
+    gradients: torch.dtype | None = None
+    master: torch.dtype | None = None
+    moments: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("gradients", "master", "moments"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ValueError(f"{name} must be a floating-point dtype or None, got {dtype!r}")
+
 
 PARAMETER_DTYPES = StateDtypes()
 
@@ -55,7 +82,12 @@ def stored_memory(
 
 def gathered_memory(plan: Plan) -> int:
     """Count the gathered parameters of the largest module and of the model itself: modules run one at a time."""
-    return _largest(part for parameter in plan.parameters.values() for part in _gathered(parameter))
+    managed = [
+        (parameter.fsdp_block or None, parameter.bytes(parameter.unsharded))
+        for parameter in plan.parameters.values()
+        if parameter.fsdp_block is not None
+    ]
+    return _largest([*managed, *_gathered_by_units(plan)])
 
 
 def unsharded_memory(plan: Plan) -> int:
@@ -65,9 +97,8 @@ def unsharded_memory(plan: Plan) -> int:
 
 
 def unit_memory(plan: Plan) -> int:
-    """Count as `gathered_memory`, without the parameters that FSDP gathers."""
-    parts = (part for parameter in plan.parameters.values() for part in _gathered_by_units(parameter))
-    return _largest(parts)
+    """Count as `gathered_memory`, without the parameters that FSDP2 gathers."""
+    return _largest(_gathered_by_units(plan))
 
 
 def activation_memory(
@@ -107,13 +138,7 @@ def _largest(parts: Iterable[tuple[str | None, int]]) -> int:
     return totals.pop(None, 0) + max(totals.values(), default=0)
 
 
-def _gathered(parameter: ParameterPlan) -> Iterator[tuple[str | None, int]]:
-    """Yield the bytes of each gathered copy of a parameter, with the module that frees it; None for the whole step."""
-    if parameter.fsdp_block is not None:
-        yield parameter.fsdp_block or None, parameter.bytes(parameter.unsharded)
-    yield from _gathered_by_units(parameter)
-
-
-def _gathered_by_units(parameter: ParameterPlan) -> Iterator[tuple[str | None, int]]:
-    if parameter.is_gathered:
-        yield parameter.fsdp_unit or None, parameter.bytes(parameter.used)
+def _gathered_by_units(plan: Plan) -> list[tuple[str | None, int]]:
+    """Return the bytes of parameters that units gather, each with the module that frees it; None for the whole step."""
+    gathered = (parameter for parameter in plan.parameters.values() if parameter.is_gathered)
+    return [(parameter.fsdp_unit or None, parameter.bytes(parameter.used)) for parameter in gathered]

@@ -1,23 +1,16 @@
 """Saved tensors on a rank, as modules declare them and dispatch strategies list them."""
 
-import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor
 
 from maxmoe.declaration import EXPERT_TOKEN_DIMS, SavedTensor, declaration_of
 from maxmoe.parallel.dispatch import PlannedDispatch
 from maxmoe.parallel.plan.dispatch_plan import DispatchPlan
 from maxmoe.parallel.plan.parameter_sharding import tensor_parallel_activation
 from maxmoe.parallel.plan.plan import ModulePlan, Plan
-from maxmoe.planning.many_meshes import in_each_mesh, in_meshes
-from maxmoe.planning.traced_forward import SavedBy, Trace, trace, traced_modules
-
-Key = TypeVar("Key", bound=Hashable)
-Group = TypeVar("Group", bound=Hashable)
+from maxmoe.planning.traced_forward import Trace, trace, traced_modules
 
 
 def local_tokens(plan: Plan, batch_size: int, sequence_length: int) -> tuple[int, int]:
@@ -88,50 +81,12 @@ def _expert_bytes(plan: Plan, prefix: str, dispatch: DispatchPlan) -> tuple[tupl
 
 
 def traced_tensors(plan: Plan, batch_size: int, sequence_length: int) -> Iterator[tuple[str, SavedTensor]]:
-    """List the bytes that the trace of the model counts: kept ones, and recomputed ones by module."""
-
-    def recomputed_by(where: SavedBy) -> str | None:
-        is_argument = any(outer in plan and plan[outer].is_recomputed for outer in where.argument_of)
-        return None if is_argument else plan.recomputed_by(where.path)
-
-    for path, count in local_trace(plan, batch_size, sequence_length).saved(plan, recomputed_by).items():
-        yield path or "", SavedTensor((count,), (None,), torch.uint8, is_kept=path is None)
-
-
-class LocalTrace(NamedTuple):
-    """Traces of a model on a rank, in one mesh or in many.
-
-    Attributes:
-        traces: traces of different sizes.
-        numbers: ``(N,)``, int64, index of the trace of each mesh.
-    """
-
-    traces: Sequence[Trace]
-    numbers: Tensor
-
-    @property
-    def problem(self) -> str | None:
-        """Why the forward cannot be traced, or None."""
-        return next((each.problem for each in self.traces if each.problem is not None), None)
-
-    def saved(self, plan: Plan, group: Callable[[SavedBy], Group]) -> dict[Group, int]:
-        """Sum the bytes that the modules of a plan save, by group."""
-        return self._sums([each.saved for each in self.traces], lambda where: has_module(plan, where.path), group)
-
-    def flops(self, plan: Plan, group: Callable[[str], Group]) -> dict[Group, int]:
-        """Sum the floating-point operations of the modules of a plan, by group."""
-        return self._sums([each.flops for each in self.traces], lambda path: has_module(plan, path), group)
-
-    def _sums(
-        self, traces: Sequence[Mapping[Key, int]], is_counted: Callable[[Key], bool], group: Callable[[Key], Group]
-    ) -> dict[Group, int]:
-        keys = [key for key in dict.fromkeys(itertools.chain(*traces)) if is_counted(key)]
-        groups = {key: group(key) for key in keys}
-        totals: dict[Group, list[int]] = {group: [0] * len(traces) for group in groups.values()}
-        for key in keys:
-            for number, counts in enumerate(traces):
-                totals[groups[key]][number] += counts.get(key, 0)
-        return {group: in_meshes(torch.tensor(total)[self.numbers]) for group, total in totals.items()}
+    """List the bytes that the trace of the model counts, with the module that is recomputed or saves them."""
+    for where, count in local_trace(plan, batch_size, sequence_length).saved.items():
+        if has_module(plan, where.path):
+            is_argument = any(outer in plan and plan[outer].is_recomputed for outer in where.argument_of)
+            path = None if is_argument else plan.recomputed_by(where.path)
+            yield path or "", SavedTensor((count,), (None,), torch.uint8, is_kept=path is None)
 
 
 def has_module(plan: Plan, path: str) -> bool:
@@ -139,23 +94,15 @@ def has_module(plan: Plan, path: str) -> bool:
     return path in plan and plan[path].module is plan.model.get_submodule(path)
 
 
-def local_trace(plan: Plan, batch_size: int, sequence_length: int) -> LocalTrace:
+def local_trace(plan: Plan, batch_size: int, sequence_length: int) -> Trace:
     """Trace the forward of a model with the tokens and the parameters of a rank; see `trace`."""
     traced = traced_modules(plan.model)
-    local = {
-        name: parameter.used.shard_shape(parameter.parameter.shape)
+    shapes = tuple(
+        (name, parameter.used.shard_shape(parameter.parameter.shape))
         for name, parameter in (plan.parameters.items() if traced else ())
         if any(parameter.used.spec) and name.rpartition(".")[0] in traced
-    }
-    tokens = local_tokens(plan, batch_size, sequence_length)
-    rows = in_each_mesh([*tokens, *itertools.chain(*local.values())])
-    numbers = {row: number for number, row in enumerate(dict.fromkeys(rows))}
-    traces = []
-    for num_sequences, length, *sizes in numbers:
-        dims = iter(sizes)
-        shapes = tuple((name, tuple(itertools.islice(dims, len(shape)))) for name, shape in local.items())
-        traces.append(trace(plan.model, num_sequences, length, shapes))
-    return LocalTrace(traces, torch.tensor([numbers[row] for row in rows]))
+    )
+    return trace(plan.model, *local_tokens(plan, batch_size, sequence_length), shapes)
 
 
 def declared_tensors(plan: Plan, batch_size: int, sequence_length: int) -> Iterator[tuple[str, SavedTensor]]:

@@ -98,14 +98,7 @@ def traced_modules(model: nn.Module) -> frozenset[str]:
 def trace(
     model: nn.Module, num_sequences: int, length: int, shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
 ) -> Trace:
-    """Trace the forward of a model in train mode.
-
-    Args:
-        model: model, on any device, including meta.
-        num_sequences: number of sequences.
-        length: number of tokens of each.
-        shapes: local shapes of parameters with which the modules compute, where they are not whole.
-    """
+    """Trace the forward of a model in train mode; `shapes` are the local shapes of parameters that are not whole."""
     if not traced_modules(model):
         return NOTHING
     first_error: Exception | None = None

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.published_steps import ROWS, Published
+from maxmoe.planning.search_result import ERRORS
 
 PAGE = (Path(__file__).parents[2] / "docs/planning.md").read_text()
 
@@ -13,3 +14,10 @@ PAGE = (Path(__file__).parents[2] / "docs/planning.md").read_text()
 @pytest.mark.parametrize("published", ROWS, ids=lambda row: f"{row.model.name}, {row.device}")
 def test_the_table_is_up_to_date(published: Published) -> None:
     assert published.row() in PAGE.splitlines()
+
+
+def test_the_first_line_of_a_search_has_the_errors_of_the_table() -> None:
+    errors = [
+        int(line.split("|")[-2].split()[0]) for line in PAGE.splitlines() if line.endswith(" % |") and "http" in line
+    ]
+    assert len(errors) == len(ROWS) and (min(errors), max(errors)) == ERRORS

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -159,8 +160,57 @@ def test_plan_prints_the_fastest_plans_and_the_call(capsys: pytest.CaptureFixtur
     sizes = ("--preset", "olmoe", "--num-layers", "1", "--world-size", "2", "--batch-size", "4")
     assert main(["plan", *sizes, "--rules", "ep-as-dp", "--memory", "200GiB", "--master-dtype", "float32"]) == 0
     text = capsys.readouterr().out
-    assert "To run the first one:" in text and "maxmoe.parallelize(model, Mesh({" in text
+    assert "To run plan 1:" in text and "maxmoe.parallelize(model, Mesh({" in text
     assert main(["plan", *sizes, "--device", "h10"]) == 2
     assert "there is no device 'h10'; the nearest are 'h100'" in capsys.readouterr().err
     assert main(["plan", *sizes, "--rules", "ep-as-dp", "--memory", "1MiB"]) == 2
     assert "are missing for" in capsys.readouterr().err
+
+
+OWN = """
+import torch, maxmoe
+def build():
+    moe = maxmoe.MoEConfig(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2)
+    return torch.nn.Sequential(torch.nn.Linear(16, 16), maxmoe.MoEFeedForward(moe)).to(torch.float16)
+nothing = lambda: None
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "own_models.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_models", raising=False)
+    return "own_models"
+
+
+def test_a_model_of_ones_own(own_module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    step = ("--batch-size", "8", "--sequence-length", "8")
+    mesh = ("--mesh", "fsdp=2,expert=2", "--rules", "ep-as-dp", *step)
+    texts = {}
+    for command in ("explain", "estimate"):
+        assert main([command, f"{own_module}:build", *mesh]) == 0
+        texts[command] = capsys.readouterr().out
+    assert texts["estimate"].startswith("own_models:build: a Sequential of 1,872 parameters.")
+    assert "Parameters are float16" in texts["estimate"] and "logical names" not in texts["estimate"]
+    assert "logical names" in texts["explain"] and texts["explain"].endswith(texts["estimate"].split("\n\n", 1)[1])
+    assert main(["plan", f"{own_module}:build", "--world-size", "2", *step]) == 0
+    assert "own_models:build" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("own_models",), "a model must read like module:function, got 'own_models'"),
+        (("own_models:buid",), "own_models has no function 'buid'"),
+        (("no_models:build",), "there is no module 'no_models' to import from this folder"),
+        (("own_models:nothing",), "own_models:nothing must return a torch.nn.Module, got NoneType"),
+        (("own_models:build", "--preset", "olmoe"), "give either module:function or --preset"),
+        ((), "give either module:function or --preset, got None and None"),
+        (("own_models:build", "--num-layers", "2"), "--num-layers needs --preset"),
+    ],
+)
+@pytest.mark.usefixtures("own_module")
+def test_models_that_are_refused(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", *arguments, "--mesh", "fsdp=2"]) == 2
+    assert message in capsys.readouterr().err

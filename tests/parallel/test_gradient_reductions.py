@@ -10,8 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.parallel import parallelize
 from maxmoe.parallel.plan.planner import make_plan
-from maxmoe.planning.communication import parameter_communication
-from maxmoe.planning.traffic import Traffic, traffic_of
+from maxmoe.planning.communication import Traffic, parameter_communication, traffic_of
 from maxmoe.presets.published import PUBLISHED
 from maxmoe.sharding import LogicalRules, Mesh
 from support.counted_collectives import CountedCollectives

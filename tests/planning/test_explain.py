@@ -107,7 +107,7 @@ def test_large_weights_on_every_rank_are_a_warning() -> None:
 def test_what_has_no_name_or_no_rule_is_a_warning() -> None:
     model = nn.Sequential(nn.Linear(3, 2, bias=False), Named())
     explanation = explained(model, {"a": 2}, ("rows", ["a"]))
-    assert "0.weight has no logical names: it is not sharded" in explanation.warnings
+    assert "parameters without logical names are not sharded: 0.weight" in explanation.warnings
     assert "no rule for the logical name 'columns': its dims are not sharded" in explanation.warnings
     assert all(f"Warning: {warning}." in str(explanation) for warning in explanation.warnings)
     rows = rows_of(explanation)

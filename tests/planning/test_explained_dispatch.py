@@ -9,7 +9,7 @@ import torch
 from maxmoe.models import Decoder
 from maxmoe.parallel.plan.dispatch_plan import Dispatch
 from maxmoe.planning import estimate, explain
-from maxmoe.planning.explained_dispatch import ExplainedDispatch, dispatch_tables
+from maxmoe.planning.explain import ExplainedDispatch, dispatch_tables
 from maxmoe.sharding import Mesh
 from support.parallel_decoder import CONFIG, MOE
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -17,9 +18,8 @@ from maxmoe.models import Decoder, DecoderConfig, DecoderOutput
 from maxmoe.nn import set_recompute
 from maxmoe.parallel import token_sharding
 from maxmoe.planning import Device, NoPlanFits, PredictedPlan, StateDtypes, estimate, predict, search
-from maxmoe.planning.many_meshes import Sizes
-from maxmoe.planning.plan_search.candidates import factorisations
-from maxmoe.planning.plan_search.evaluation import PlannedMeshes
+from maxmoe.planning.search import factorisations
+from maxmoe.planning.search_result import ties
 from maxmoe.sharding import LogicalRules, Mesh
 from support.run_ranks import run_ranks
 
@@ -28,6 +28,7 @@ CONFIG = DecoderConfig(
     vocab_size=128, hidden_size=64, num_layers=4, num_dense_layers=1, num_heads=4, intermediate_size=64, moe=MOE
 )
 STEP: dict[str, Any] = {"batch_size": 16, "sequence_length": 32}
+SEARCH = sys.modules["maxmoe.planning.search"]  # the name in the package is the function
 DEVICE = replace(Device.load("h100"), ranks_per_node=2)
 
 
@@ -164,7 +165,7 @@ def test_a_plan_that_estimate_does_not_confirm_is_no_plan(monkeypatch: pytest.Mo
         costs = real(*arguments, **options)
         return replace(costs, memory={name: 10**9 * size for name, size in costs.memory.items()})
 
-    monkeypatch.setattr("maxmoe.planning.plan_search.fastest.estimate", much_larger)
+    monkeypatch.setattr(SEARCH, "estimate", much_larger)
     with pytest.raises(NoPlanFits) as raised:
         search(model(), 2, DEVICE, rules=["default"], num_plans=4, **STEP)
     assert 1 <= len(raised.value.nearest) <= 3 and all(plan.memory > 10**9 for plan in raised.value.nearest)
@@ -207,8 +208,8 @@ def test_the_reason_why_no_plan_can_be_made(monkeypatch: pytest.MonkeyPatch) -> 
         ValueError, match=r"^the tensors that a custom activation saves are not known: plan with a named"
     ):
         search(own, 2, DEVICE, **STEP)
-    monkeypatch.setattr(PlannedMeshes, "bounds", raises("moe: experts do not divide"))
-    with pytest.raises(ValueError, match=r"^no plan of 2 ranks can be made: \d+ plans: experts do not divide$"):
+    monkeypatch.setattr(SEARCH, "MeshCosts", raises("moe: experts do not divide"))
+    with pytest.raises(ValueError, match=r"^no plan of 2 ranks can be made: \d+ meshes .*: experts do not divide$"):
         search(model(), 2, DEVICE, rules=["ep-as-dp"], **STEP)
 
 
@@ -221,18 +222,102 @@ def raises(message: str) -> Any:
 
 def test_the_text_says_what_runs_and_what_is_excluded() -> None:
     text = str(search(model(), 4, DEVICE, rules=["ep-as-dp"], **STEP))
-    assert "To run the first one:" in text and "maxmoe." in text
-    assert "The first plan is" in text and "plans can run the batch. Not in the table:" in text
+    assert "To run plan 1:" in text and "maxmoe." in text
+    assert "Not tried at all:" in text
 
 
 @pytest.mark.parametrize("preset", ["ep-as-dp", "pipeline-large-moe"])
-def test_every_plan_is_counted_once(preset: str) -> None:
+def test_every_mesh_is_counted_once(preset: str) -> None:
     options: dict[str, Any] = {"rules": [preset], "memory": 3 << 20, **STEP, "batch_size": 12}
-    found = search(model(), 6, DEVICE, num_plans=10_000, **options)  # so that none is left out for being slower
-    assert found.num_over_memory and found.refused
-    assert found.num_considered == len(found.plans) + found.num_over_memory + sum(found.refused.values())
-    text = str(search(model(), 6, DEVICE, num_plans=1, **options))
-    assert f"{found.num_considered} plans can run" in text and not re.search(r"^ +-\d+  ", text, re.MULTILINE)
+    found = search(model(), 6, DEVICE, num_plans=10_000, **options)
+    meshes = {str(plan.mesh) for plan in found.plans}
+    assert found.num_over_memory and found.cannot_run and not found.refused and not found.num_left
+    assert found.num_considered == len(meshes) + found.num_over_memory
+
+
+def test_ties_are_one_group_described_by_what_differs() -> None:
+    plan = predict(model(), Mesh.planned({"fsdp": 2}), "pure-fsdp", DEVICE, **STEP)
+    slower = replace(plan, compute=plan.compute + 0.02 * plan.seconds, mesh={"data": 2}, rules="default")
+    slowest = replace(plan, compute=plan.compute + 0.04 * plan.seconds)
+    assert list(ties([plan, slower, slowest])) == [
+        "Plans 1 to 2 differ by less than 3%, which the model cannot tell apart, in fsdp (2, 1), data (1, 2), rules "
+        "(pure-fsdp, default)."
+    ]
+
+
+def test_the_text_says_what_the_figures_are() -> None:
+    dtypes = StateDtypes(master=torch.float32)
+    whole = Decoder(CONFIG, device="meta", dtype=torch.bfloat16)
+    found = search(whole, 2, DEVICE, rules=["ep-as-dp"], state_dtypes=dtypes, **STEP)
+    first, *lines = str(found).splitlines()
+    assert first.startswith("A ranking by a model of time, not a promise: for seven published runs") and "87 %" in first
+    text = "\n".join(lines)
+    assert "bfloat16 parameters and activations, bfloat16 gradients, bfloat16 moments, float32 master weights" in text
+    assert "Products reach 79% of the peak of 989 TFLOPS" in text and "360 GB/s within its node and 45 GB/s" in text
+    for name, count in found.costs.memory.items():
+        assert any(line.startswith(name) for line in lines) and count >= 0
+    plan = found.plans[0]
+    assert plan.model_flops <= plan.flops
+    assert plan.mfu == pytest.approx(plan.model_flops / plan.seconds / 989e12)
+
+
+def test_recomputation_is_no_work_of_the_model() -> None:
+    plans = [
+        predict(model(), Mesh.planned({"fsdp": 2}), "pure-fsdp", DEVICE, recompute=names, **STEP)
+        for names in ((), ("blocks",))
+    ]
+    assert plans[0].flops == plans[0].model_flops == plans[1].model_flops < plans[1].flops
+
+
+def test_an_interrupted_search_has_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, num_calls = SEARCH.MeshCosts, 0
+
+    def interrupted_after(limit: int) -> Any:
+        def costs(*arguments: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls > limit:
+                raise KeyboardInterrupt
+            return real(*arguments)
+
+        return costs
+
+    whole = search(model(), 4, DEVICE, rules=["ep-as-dp"], **STEP)
+    number = whole.num_considered
+    assert whole.is_refined and "Interrupted" not in str(whole)
+    for limit, text in (
+        (3, f"Interrupted: {number - 3} of {number} meshes"),
+        (number, "Interrupted: not all strategies"),
+    ):
+        num_calls = 0
+        monkeypatch.setattr(SEARCH, "MeshCosts", interrupted_after(limit))
+        found = search(model(), 4, DEVICE, rules=["ep-as-dp"], **STEP)
+        assert len(found.plans) == limit and found.num_left == number - limit and text in str(found)
+    num_calls = 0
+    monkeypatch.setattr(SEARCH, "MeshCosts", interrupted_after(0))
+    with pytest.raises(KeyboardInterrupt):
+        search(model(), 4, DEVICE, rules=["ep-as-dp"], **STEP)
+
+
+def test_more_ranks_or_other_dtypes_are_named_where_they_would_do() -> None:
+    dtypes = StateDtypes(master=torch.float32, moments=torch.float32)
+    whole = Decoder(CONFIG, device="meta", dtype=torch.bfloat16)
+    small = search(whole, 2, DEVICE, rules=["pure-fsdp"], state_dtypes=dtypes, **STEP).plans
+    limit = min(plan.memory for plan in small) - 1
+    with pytest.raises(NoPlanFits) as raised:
+        search(whole, 2, DEVICE, memory=limit // 2, rules=["pure-fsdp"], state_dtypes=dtypes, **STEP)
+    text = str(raised.value)
+    number = int(re.search(r"It fits on (\d+) ranks", text)[1])  # type: ignore[index]
+    options: dict[str, Any] = {"memory": limit // 2, "rules": ["pure-fsdp"], "state_dtypes": dtypes, **STEP}
+    assert search(whole, number, DEVICE, **options).plans
+    assert ("It fits with" in text) == _fits(whole, limit // 2)
+
+
+def _fits(whole: Decoder, limit: int) -> bool:
+    try:
+        return bool(search(whole, 2, DEVICE, memory=limit, rules=["pure-fsdp"], **STEP).plans)
+    except NoPlanFits:
+        return False
 
 
 def test_parallelize_is_what_the_call_names() -> None:
@@ -248,10 +333,3 @@ def test_what_cannot_be_predicted() -> None:
     with pytest.raises(ValueError, match=r"num_micro_batches must be at least the number of stages \(4\)"):
         predict(model(), staged, rules, DEVICE, num_micro_batches=2, **STEP)
     assert ", rules, " in predict(model(), Mesh.planned({"fsdp": 2}), rules, DEVICE, **STEP).call
-
-
-def test_sizes_are_compared_with_numbers_only() -> None:
-    sizes: Any = Sizes(torch.tensor([2, 3]))
-    assert sizes > 1 and sizes != "2"
-    with pytest.raises(TypeError, match="'<' not supported"):
-        sizes < "2"  # noqa: B015

@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor
 from maxmoe.models import Decoder
 from maxmoe.pipelining.schedules import SCHEDULES
 from maxmoe.planning import Estimate, Explanation, Traffic, estimate, explain
-from maxmoe.planning.pipeline_estimate import PipelineEstimate
-from maxmoe.planning.rank_costs import Tokens, rank_communication
-from maxmoe.planning.traffic import traffic_of
+from maxmoe.planning.communication import traffic_of
+from maxmoe.planning.pipeline_estimate import PipelineEstimate, Tokens, rank_communication
 from maxmoe.sharding import Mesh
 from support.counted_collectives import CountedCollectives
 from support.measured_step import without_sums_of_losses

@@ -24,7 +24,6 @@ CONFIG = "the config of the layer"
 COUNTS = "the counts of all ranks, which have been all-gathered"
 DECIDED_BY = {
     "ranks/agreement.py check_ranks_agree": "every call; the texts are gathered if the reduced hashes differ",
-    "calibration.py _all_gathers.step": "a fixed number of repetitions",
     "parallel/dispatch/collectives.py AllGather.start": COUNTS,
     "parallel/dispatch/collectives.py ReduceScatter.start": COUNTS,
     "parallel/dispatch/collectives.py AllToAll.start": COUNTS,

@@ -163,7 +163,6 @@ def _chosen(plan: DispatchPlan) -> tuple[Dispatch, str]:
     rows, share = f"top_k ({config.top_k}) rows", config.num_experts / config.num_selectable_experts
     if share < 1:
         rows = f"{config.top_k * share:.3g} of {rows}"
-    # In a search, the size of the mesh is a `Sizes`, which must be on the left of a comparison with a float.
-    if plan.mesh.size(*plan.expert_axes) > config.top_k * share:
+    if config.top_k * share < plan.mesh.size(*plan.expert_axes):
         return "ragged_all_to_all", f"{rows} of a token are fewer bytes than {num_ranks} copies"
     return "ring_of_experts", f"{num_ranks} copies of a token are no more bytes than {rows}"

@@ -3,19 +3,20 @@
 import math
 import reprlib
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml  # type: ignore[import-untyped]
 
-from maxmoe.checks.fields import check_int, check_number, nearest
+from maxmoe.checks.fields import check_int, check_number, nearest, refuse_unknown_fields
 from maxmoe.files import replacing
 
 DEVICES = Path(__file__).parent / "devices"
 
 
+@refuse_unknown_fields
 @dataclass(frozen=True)
 class Link:
     """Network of one level: within a node, or between nodes.
@@ -33,6 +34,7 @@ class Link:
         check_number("bandwidth", self.bandwidth, above=0.0)
 
 
+@refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """Speeds of one rank and of the network around it, from which the time of a step is predicted.
@@ -57,6 +59,8 @@ class Device:
         intra_node: network within a node.
         inter_node: network between nodes.
         overlap: share of the communication that runs beside products, where the code starts it early.
+        row_passes: passes over the rows of routed experts in a forward and a backward, beside saved tensors, as if
+            memory were read at full speed: gathers, weights, sums over the experts of a token, sorting.
         cores: number of cores that the ranks of a node share, each rank with one thread; 0 if every rank has a device.
             With more ranks than cores, all speeds of a rank are divided by ranks / cores.
         block_overhead: seconds that a block takes in a forward and a backward beside products and memory traffic.
@@ -77,6 +81,7 @@ class Device:
     intra_node: Link
     inter_node: Link
     overlap: float
+    row_passes: float = 0.0
     cores: int = 0
     block_overhead: float = 0.0
     sharded_block_overhead: float = 0.0
@@ -86,7 +91,7 @@ class Device:
             check_number(f"peak_flops of {dtype}", peak, above=0.0)
         for name in ("max_share", "attention_share", "memory_bandwidth"):
             check_number(name, getattr(self, name), above=0.0)
-        for name in ("half_rows", "half_channels", "overlap", "block_overhead", "sharded_block_overhead"):
+        for name in ("half_rows", "half_channels", "overlap", "row_passes", "block_overhead", "sharded_block_overhead"):
             check_number(name, getattr(self, name), at_least=0.0)
         for name in ("max_share", "attention_share", "overlap"):
             if getattr(self, name) > 1:
@@ -147,6 +152,12 @@ class Device:
             raise ValueError(f"the device {self.name!r} has no peak in {name}, only in {known}: add it to peak_flops")
         return self.peak_flops[name]
 
+    def share(self, rows: int, channels: int | None) -> float:
+        """Return the share of the peak of a product of so many rows, or of attention with so many channels per head."""
+        if channels is None:
+            return self.max_share / (1 + self.half_rows / max(rows, 1))
+        return self.attention_share / (1 + self.half_channels / channels)
+
     def slowdown(self, num_ranks: int) -> float:
         """Return by how much the ranks of a node slow each other down, because they share its cores.
 
@@ -177,27 +188,17 @@ def _from_file(path: Path) -> Device:
 
 def _device(fields: Any) -> Device:
     """Make a device of the contents of a file."""
-    fields = _fields(fields, Device, "a device")
-    links = {name: Link(**_fields(fields[name], Link, name)) for name in ("intra_node", "inter_node")}
-    if not isinstance(fields["sources"], list) or not all(isinstance(line, str) for line in fields["sources"]):
-        raise ValueError(f"sources must be a list of texts, got {reprlib.repr(fields['sources'])}")
-    if not isinstance(fields["peak_flops"], dict) or not all(isinstance(dtype, str) for dtype in fields["peak_flops"]):
-        raise ValueError(f"peak_flops must be numbers by dtype, got {reprlib.repr(fields['peak_flops'])}")
-    if isinstance(fields["memory"], float) and math.isfinite(fields["memory"]):
+    fields = _mapping("a device", fields)
+    fields |= {name: Link(**_mapping(name, fields.get(name))) for name in ("intra_node", "inter_node")}
+    if not isinstance(fields.get("sources"), list) or not all(isinstance(line, str) for line in fields["sources"]):
+        raise ValueError(f"sources must be a list of texts, got {reprlib.repr(fields.get('sources'))}")
+    peaks = _mapping("peak_flops", fields.get("peak_flops"))
+    if isinstance(fields.get("memory"), float) and math.isfinite(fields["memory"]):
         fields["memory"] = int(fields["memory"])
-    return Device(**{**fields, **links, "sources": tuple(fields["sources"])})
+    return Device(**{**fields, "sources": tuple(fields["sources"]), "peak_flops": peaks})
 
 
-def _fields(value: Any, kind: type, name: str) -> dict[str, Any]:
-    """Check that a mapping has the fields of a dataclass, and no others."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} must be a mapping, got {reprlib.repr(value)}")
-    known = kind.__dataclass_fields__  # type: ignore[attr-defined]
-    for field in value:
-        if field not in known:
-            raise ValueError(f"{name} has no field {field!r}{nearest(str(field), known)}")
-    required = [name for name, field in known.items() if field.default is MISSING]
-    missing = [field for field in required if field not in value]
-    if missing:
-        raise ValueError(f"{name} must have the fields {', '.join(required)}, got no {', '.join(missing)}")
+def _mapping(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ValueError(f"{name} must be values by name, got {reprlib.repr(value)}")
     return value

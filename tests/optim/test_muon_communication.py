@@ -9,10 +9,10 @@ import torch
 from dispatching.sent_bytes import SentBytes
 from maxmoe.models import Decoder
 from maxmoe.optim import Muon, parameter_groups
+from maxmoe.optim.muon_communication import muon_communication
 from maxmoe.parallel import parallelize
 from maxmoe.parallel.plan.planner import make_plan
 from maxmoe.planning import estimate
-from maxmoe.planning.optimizer_communication import muon_communication
 from maxmoe.sharding import LogicalRules, Mesh
 from support.parallel_decoder import CONFIG, MeshRules, decoder, layouts
 from support.run_ranks import run_ranks

@@ -20,7 +20,7 @@ from maxmoe.models import Decoder, DecoderConfig
 from maxmoe.nn import MoE
 from maxmoe.parallel import parallelize
 from maxmoe.planning import predict
-from maxmoe.planning.time_model.device import Device, Link
+from maxmoe.planning.device import Device, Link
 from maxmoe.ranks.rank_processes import RankProcesses
 from maxmoe.sharding import Mesh
 

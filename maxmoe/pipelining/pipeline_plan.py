@@ -19,7 +19,6 @@ from maxmoe.pipelining.timeline import (
     simulate,
     with_whole_backwards,
 )
-from maxmoe.planning.imbalance import with_imbalance
 from maxmoe.sharding.mesh import STAGE_AXIS, Mesh
 from maxmoe.sharding.rules import LogicalRules
 
@@ -116,42 +115,6 @@ class PipelinePlan:
     def slowest(self) -> int:
         """Rank with the most work."""
         return max(range(self.num_ranks), key=self.work)
-
-
-def pipeline_options(
-    schedule: str,
-    num_micro_batches: int | None,
-    blocks_per_stage: Sequence[int] | None,
-    stages_per_rank: int | None,
-) -> PipelineOptions | None:
-    """Return the options of a pipeline; None without a number of micro-batches, to plan a model without stages."""
-    if num_micro_batches is None:
-        return None
-    return PipelineOptions(schedule, num_micro_batches, blocks_per_stage, stages_per_rank)
-
-
-def plan_model(
-    module: nn.Module,
-    mesh: Mesh,
-    rules: LogicalRules,
-    options: PipelineOptions | None,
-    *,
-    dispatch: Dispatch,
-    num_chunks: int,
-    imbalance: float,
-    allow_unused: bool,
-) -> tuple[Plan, PipelinePlan | None]:
-    """Plan a whole model on the ranks of a stage, and its pipeline stages if there are options and an axis `stage`."""
-    is_cut = options is not None and mesh.size(STAGE_AXIS) > 1
-    within = mesh.within_stage() if is_cut else mesh
-    plan = with_imbalance(
-        make_plan(module, within, rules, dispatch=dispatch, num_chunks=num_chunks, allow_unused=allow_unused),
-        imbalance,
-        has_stages=is_cut,
-    )
-    if options is None or not is_cut:
-        return plan, None
-    return plan, plan_pipeline(module, mesh, rules, options, dispatch=dispatch, num_chunks=num_chunks)
 
 
 def plan_pipeline(

@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 from torch.distributed.pipelining import schedules
 
+from maxmoe.pipelining.fsdp_gathers import fsdp_gathers
 from maxmoe.pipelining.schedules import SCHEDULES
 from maxmoe.pipelining.timeline import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, schedule_order
-from maxmoe.planning.fsdp_gathers import fsdp_gathers
 
 TORCH = schedules._ComputationType
 KINDS = {FORWARD: TORCH.FORWARD, BACKWARD_INPUT: TORCH.BACKWARD_INPUT, BACKWARD_WEIGHT: TORCH.BACKWARD_WEIGHT}

@@ -6,9 +6,10 @@ from math import prod
 
 import torch
 
-from maxmoe.optim import Choice, Matrix
 from maxmoe.optim.distributed_newton_schulz import BUCKET_SIZE
+from maxmoe.optim.newton_schulz import Matrix
 from maxmoe.optim.owner_assignment import MatrixStack, OwnerAssignment, assign_owners, matrix_stacks
+from maxmoe.optim.parameter_groups import Choice
 from maxmoe.parallel.plan.plan import Plan
 from maxmoe.sharding.named_sharding import NamedSharding
 from maxmoe.sharding.planned_collective import PlannedCollective

@@ -1,0 +1,208 @@
+"""Time of collectives and products of a rank on a device; the formulas stand in docs/planning.md."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from maxmoe.declaration import declaration_of
+from maxmoe.parallel.plan.plan import Plan
+from maxmoe.planning.device import Device
+from maxmoe.planning.memory import activation_sizes
+from maxmoe.planning.saved_tensors import has_module, local_tokens, local_trace, planned_dispatches
+from maxmoe.planning.traced_forward import traced_modules
+from maxmoe.sharding.mesh import Mesh
+from maxmoe.sharding.planned_collective import PlannedCollective
+
+# A saved tensor is written and read in the forward, read in the backward, and its gradient is written and read.
+PASSES_OVER_ACTIVATIONS = 5
+# Its recomputation writes and reads it again.
+PASSES_OF_RECOMPUTATION = 2
+# What a collective brings is written to memory and read by what follows.
+PASSES_OVER_SENT = 2
+
+
+class Sent(NamedTuple):
+    """Cost of collectives on a rank.
+
+    Attributes:
+        seconds: time.
+        intra_bytes: bytes sent to ranks of the same node.
+        inter_bytes: bytes sent to other nodes.
+    """
+
+    seconds: float = 0.0
+    intra_bytes: float = 0.0
+    inter_bytes: float = 0.0
+
+    def __add__(self, other: "Sent") -> "Sent":  # type: ignore[override]
+        """Return the sum of two costs."""
+        return Sent(*(mine + its for mine, its in zip(self, other, strict=True)))
+
+    def __mul__(self, times: float) -> "Sent":  # type: ignore[override]
+        """Return the cost of several times as many collectives."""
+        return Sent(*(each * times for each in self))
+
+
+def ranks_along(axes: Sequence[str], mesh: Mesh, device: Device) -> tuple[int, int]:
+    """Return the number of ranks along axes, and how many of them are on one node; the last axis is within nodes."""
+    ranks = on_node = stride = 1
+    for axis, size in reversed(mesh.sizes.items()):
+        if axis in axes:
+            ranks *= size
+            on_node *= min(max(device.ranks_per_node // stride, 1), size) if device.ranks_per_node else size
+        stride *= size
+    return ranks, on_node
+
+
+def sent(collectives: Iterable[PlannedCollective], mesh: Mesh, device: Device) -> Sent:
+    """Add up the cost of collectives. Those with the same bucket run as one.
+
+    On a ring of n ranks on m nodes, with n / m ranks on each,
+
+        seconds = steps_intra * latency_intra + steps_inter * latency_inter + max(intra, inter) + memory
+
+    with n - m steps within a node and m - 1 between nodes, twice that for an all-reduce, and each rank of a node with a
+    network card of its own.
+    """
+    total: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    buckets = set()
+    for item in collectives:
+        times_and_bytes = total.setdefault((item.kind, item.axes), [0, 0])
+        bucket = (item.kind, item.axes, item.purpose, item.bucket)
+        if item.bucket is None or bucket not in buckets:
+            times_and_bytes[0] += 1
+            buckets.add(bucket)
+        times_and_bytes[1] += item.bytes
+    result = Sent()
+    for (kind, axes), (times, num_bytes) in total.items():
+        result += _sent(kind, axes, times, num_bytes, mesh, device)
+    return result
+
+
+def _sent(kind: str, axes: tuple[str, ...], times: int, num_bytes: int, mesh: Mesh, device: Device) -> Sent:
+    ranks, on_node = ranks_along(axes, mesh, device)
+    nodes = -(-ranks // on_node)
+    intra, inter = device.intra_node, device.inter_node
+    latency = (ranks - nodes) * intra.latency + (nodes - 1) * inter.latency
+    if kind == "send":
+        crossing = float(nodes > 1)
+        latency = inter.latency if nodes > 1 else intra.latency
+    elif kind == "all-to-all":
+        crossing = (ranks - on_node) / max(ranks - 1, 1)
+    else:  # a ring leaves a node once, by the network cards of all its ranks on the node
+        crossing = (nodes > 1) / on_node
+    within = num_bytes * (1 - crossing) if kind in ("all-to-all", "send") else num_bytes
+    transfer = max(within / intra.bandwidth, num_bytes * crossing / inter.bandwidth)
+    steps = times * (2 if kind == "all-reduce" else 1)  # a reduce-scatter and an all-gather
+    copies = PASSES_OVER_SENT * num_bytes / device.memory_bandwidth
+    seconds = (steps * latency + transfer + copies) * device.slowdown(mesh.num_ranks)
+    return Sent(seconds, num_bytes * (1 - crossing), num_bytes * crossing)
+
+
+class Product(NamedTuple):
+    """Matrix products of a parameter, of attention scores, or of a traced module.
+
+    Attributes:
+        flops: floating-point operations in a forward.
+        rows: rows of each product; those of each expert and chunk for routed experts.
+        passes: number of times that a step computes as many: the forward, and the gradients of the input and of the
+            parameter.
+        repeats: number of times that the backward recomputes the forward.
+        is_routed: whether it is a product of routed experts.
+        channels: channels of a head, for products of attention scores.
+    """
+
+    flops: int
+    rows: int
+    passes: int
+    repeats: int
+    is_routed: bool = False
+    channels: int | None = None
+
+
+def routed_slots(plan: Plan, batch_size: int, sequence_length: int, num_chunks: int) -> Iterator[tuple[str, int]]:
+    """Yield for each MoE layer the slots of all tokens that its ranks bring together."""
+    for path, tokens in planned_dispatches(plan, batch_size, sequence_length, num_chunks):
+        _, dispatch = plan.layers[path]
+        yield path, tokens.num_slots * dispatch.mesh.size(*dispatch.token_axes)
+
+
+def products(plan: Plan, batch_size: int, sequence_length: int, num_chunks: int) -> Iterator[Product]:
+    """List the products of a rank for a batch, if routing is balanced.
+
+    For traced modules, torch counts the products of their forward; see `trace`. In others, every parameter
+    multiplies all tokens, and attention is causal: half of the scores count. Every parameter whose first dim is
+    `q_heads` makes queries.
+    """
+    num_tokens = math.prod(local_tokens(plan, batch_size, sequence_length))
+    routed = {  # by module of routed experts: slots, selectable experts, and chunks
+        layer.routed_experts: (slots, layer.config.num_selectable_experts, dispatch.num_chunks(num_chunks))
+        for path, slots in routed_slots(plan, batch_size, sequence_length, num_chunks)
+        for layer, dispatch in [plan.layers[path]]
+    }
+    traced = local_trace(plan, batch_size, sequence_length)
+    are_traced = traced_modules(plan.model) if traced.problem is None else ()
+    for path, flops in traced.flops.items():
+        if has_module(plan, path):
+            weights = [weight.requires_grad for weight in plan[path].module.parameters(recurse=False)]
+            repeats = int(plan.recomputed_by(path) is not None)
+            yield Product(flops, num_tokens, 2 + (any(weights) or not weights), repeats)
+    for path, module in plan.items():
+        repeats = int(plan.recomputed_by(path) is not None)
+        for name, parameter in module.parameters.items():
+            shape = parameter.used.shard_shape(parameter.parameter.shape)
+            owner = parameter.name.rpartition(".")[0]
+            if len(shape) < 2 or owner in are_traced or isinstance(plan.model.get_submodule(owner), nn.Embedding):
+                continue
+            passes = 2 + parameter.is_trained
+            if module.module in routed:
+                slots, num_experts, chunks = routed[module.module]
+                flops, rows = 2 * slots * math.prod(shape) // num_experts, slots // (num_experts * chunks)
+                is_repeated = not name.startswith("down") and "experts" in getattr(module.module, "recompute", ())
+                yield Product(flops, rows, passes, max(repeats, int(is_repeated)), is_routed=True)
+                continue
+            yield Product(2 * num_tokens * math.prod(shape), num_tokens, passes, repeats)
+            if (parameter.parameter.names or ())[:1] == ("q_heads",):
+                channels = parameter.parameter.shape[0] // declaration_of(module.module).tensor_parallel_dims["q_heads"]
+                yield Product(2 * num_tokens * sequence_length * shape[0], num_tokens, 3, repeats, channels=channels)
+
+
+class Compute(NamedTuple):
+    """Computation of a rank.
+
+    Attributes:
+        seconds: time of products and memory traffic.
+        routed_seconds: time of the products of routed experts.
+        flops: floating-point operations of all products.
+        model_flops: floating-point operations without recomputation.
+    """
+
+    seconds: float
+    routed_seconds: float
+    flops: int
+    model_flops: int
+
+
+def computed(
+    plan: Plan, batch_size: int, sequence_length: int, num_chunks: int, dtype: torch.dtype, device: Device
+) -> Compute:
+    """Add up the time of the products and of the memory traffic of a part of a model, on a rank with a device alone."""
+    total = routed = 0.0
+    flops = model_flops = 0
+    for product in products(plan, batch_size, sequence_length, num_chunks):
+        operations = product.flops * (product.passes + product.repeats)
+        seconds = operations / device.peak(dtype) / device.share(product.rows, product.channels)
+        total, flops, model_flops = total + seconds, flops + operations, model_flops + product.flops * product.passes
+        routed += seconds * product.is_routed
+    for recomputed_by, size in activation_sizes(plan, batch_size, sequence_length, num_chunks, dtype).items():
+        passes = PASSES_OVER_ACTIVATIONS + (0 if recomputed_by is None else PASSES_OF_RECOMPUTATION)
+        total += size * passes / device.memory_bandwidth
+    for path, slots in routed_slots(plan, batch_size, sequence_length, num_chunks):
+        layer, dispatch = plan.layers[path]
+        rows = slots * dispatch.num_local_experts // layer.config.num_selectable_experts
+        size = rows * (layer.config.latent_size or layer.config.hidden_size) * dtype.itemsize
+        total += size * device.row_passes / device.memory_bandwidth
+    return Compute(total, routed, flops, model_flops)

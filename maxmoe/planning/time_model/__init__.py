@@ -1,1 +1,0 @@
-"""Time of a training step on a device: products, memory traffic and collectives."""
